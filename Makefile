@@ -1,0 +1,46 @@
+# `make demo`: a first diagnosis. `make test`: the tests. `make check`: all that must hold before a change lands.
+# PYTHON chooses the interpreter (3.10 or later). Without a GPU the tested CPU build of torch is installed: where your
+# package index serves CUDA builds under that name, point TORCH_FLAGS at one that serves CPU builds (--index-url ...).
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
+TORCH_FLAGS ?=
+
+.PHONY: demo test check format lint types contracts bench clean
+.DELETE_ON_ERROR:
+
+$(VENV)/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/dlprof run workloads/ddp_resnet.py
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+check: $(VENV)/.ready lint types contracts test
+
+format: $(VENV)/.ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.ready
+	$(BIN)/mypy
+
+contracts: $(VENV)/.ready
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.ready
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) runs data dlprof-report build *.egg-info

@@ -1,0 +1,212 @@
+"""What the rules said, and all that a report may know: frozen dataclasses, to and from result.json (format 1).
+
+Saving: how much shorter the mean steady step of this run would be, in ns, were this bottleneck gone.
+Each is estimated alone; savings overlap and are not summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from dlprof.errors import DlprofError
+
+FORMAT = 1
+
+# The exclusive parts of a step, in the order in which they claim time. The report draws them in this order.
+CATEGORIES = (
+    "computation",
+    "communication",
+    "copy",
+    "input_wait",
+    "pipeline_bubble",
+    "checkpoint",
+    "validation",
+    "garbage_collection",
+    "optimizer_host",
+    "host",
+    "other",
+)
+
+SAVING = (
+    "How much shorter the mean steady step of this run would be were this bottleneck gone. "
+    "Each is estimated alone; savings overlap and are not summed."
+)
+
+State = Literal["found", "clear", "not_measured", "error"]
+Shape = Literal["table", "bars", "lines", "timeline"]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One piece of evidence, as data in one of four shapes; a renderer draws it, a rule never does.
+
+    table: `columns` are headers, `rows` are rows of cells (text or number).
+    bars: `rows` are [label, value] pairs, or [label, value, category]; `unit` is the value's.
+    lines: `columns` are [x, y1, y2, ...] names, `rows` are points; `unit` is that of every y.
+    timeline: `rows` are [lane, start_ns, dur_ns, name, category]; times from the panel's own zero.
+    """
+
+    shape: Shape
+    title: str
+    rows: tuple[tuple[Any, ...], ...]
+    columns: tuple[str, ...] = ()
+    unit: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found: one sentence each for title and summary; `saving_ns` as defined above, per mean steady step.
+
+    `advice` is what to change, one change a line, code as `code`; `sure` says how it was estimated and on what assumption.
+    """
+
+    title: str
+    summary: str
+    saving_ns: float
+    advice: tuple[str, ...]
+    evidence: Panel | None = None
+    ranks: tuple[int, ...] = ()
+    sure: str = ""
+    verdict: str = ""  # the diagnosis as the report's first sentence, e.g. "31 % of each step waits for data"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rule on one run: exactly one of found, clear, not_measured (`why`), error (`why`)."""
+
+    id: str
+    state: State
+    title: str
+    summary: str = ""
+    saving_ns: float = 0.0
+    share: float = 0.0
+    speedup: float = 1.0
+    ranks: tuple[int, ...] = ()
+    advice: tuple[str, ...] = ()
+    why: str = ""
+    evidence: Panel | None = None
+    sure: str = ""
+    verdict: str = ""
+    manual: str = ""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Which run this is and how it ended."""
+
+    path: str
+    command: tuple[str, ...] = ()
+    world_size: int = 1
+    ranks: tuple[int, ...] = ()
+    missing_ranks: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    device: str = ""
+    torch: str = ""
+    exit: Mapping[str, int | None] = field(default_factory=lambda: {"code": None, "signal": None})
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which steps the figures speak of. `overhead`: mean profiled ÷ mean unprofiled step, None where not both are there.
+
+    `source` is "steps" where the light layer gave the mean, "trace" where the trace did. `unit` is "step", or "trace"
+    where nothing marks a step and the whole trace stands for one.
+    """
+
+    steps: int
+    source: Literal["steps", "trace"]
+    step_ns: float
+    overhead: float | None = None
+    unit: Literal["step", "trace"] = "step"
+    traced_steps: int = 0
+
+
+@dataclass(frozen=True)
+class DeviceTime:
+    """Exact partition of one rank's device span: computation + exposed communication + exposed copy + idle = span."""
+
+    rank: int
+    span_ns: int
+    computation_ns: int
+    communication_ns: int
+    exposed_communication_ns: int
+    copy_ns: int
+    exposed_copy_ns: int
+    idle_ns: int
+
+
+@dataclass(frozen=True)
+class TimePart:
+    """One exclusive part of one rank's mean steady step."""
+
+    rank: int
+    category: str
+    ns: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of the report's facts of the run."""
+
+    section: str
+    name: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything that a renderer may know."""
+
+    run: RunInfo
+    window: Window | None
+    device: tuple[DeviceTime, ...] = ()
+    time: tuple[TimePart, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()  # exactly one a rule: found first, dearest first
+    panels: tuple[Panel, ...] = ()  # of the run as a whole: steps over the run, one step's timeline
+    facts: tuple[Fact, ...] = ()
+    dlprof: str = ""
+
+    @property
+    def found(self) -> tuple[Outcome, ...]:
+        """The findings, dearest first."""
+        return tuple(o for o in self.outcomes if o.state == "found")
+
+
+def to_json(result: Result) -> dict[str, Any]:
+    """Give the result as plain data, in the layout of result.json."""
+    return {"format": FORMAT, "saving": SAVING, **asdict(result)}
+
+
+def from_json(data: Mapping[str, Any]) -> Result:
+    """Make a result from the plain data of result.json; raise DlprofError where it is none, or a newer format."""
+    if data.get("format") != FORMAT:
+        raise DlprofError(f"result.json has format {data.get('format')!r}; this dlprof reads format {FORMAT}: upgrade it")
+
+    def panel(d: Mapping[str, Any] | None) -> Panel | None:
+        if d is None:
+            return None
+        return Panel(**{**d, "rows": tuple(tuple(r) for r in d["rows"]), "columns": tuple(d["columns"])})
+
+    def outcome(d: Mapping[str, Any]) -> Outcome:
+        tuples = {k: tuple(d[k]) for k in ("ranks", "advice")}
+        return replace(Outcome(**{**d, **tuples, "evidence": None}), evidence=panel(d["evidence"]))
+
+    try:
+        info = {k: tuple(v) if isinstance(v, (list, tuple)) else v for k, v in data["run"].items()}
+        return Result(
+            run=RunInfo(**info),
+            window=Window(**data["window"]) if data["window"] else None,
+            device=tuple(DeviceTime(**d) for d in data["device"]),
+            time=tuple(TimePart(**t) for t in data["time"]),
+            outcomes=tuple(outcome(o) for o in data["outcomes"]),
+            panels=tuple(p for p in map(panel, data["panels"]) if p is not None),
+            facts=tuple(Fact(**f) for f in data["facts"]),
+            dlprof=data["dlprof"],
+        )
+    except (KeyError, TypeError, AttributeError) as e:
+        raise DlprofError(f"result.json is not a dlprof result: {e}") from e

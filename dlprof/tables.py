@@ -1,0 +1,71 @@
+"""Every table: its columns, their dtypes and units. All times are int64 nanoseconds on the rank's one clock (Unix time)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pandas as pd
+
+from dlprof.errors import DlprofError
+
+CATEGORY = "category"
+
+# Something that ran, on a thread of the host or a stream of a device.
+SPANS: Mapping[str, str] = {
+    "lane": CATEGORY,  # "host:TID" or "device:STREAM" ("device1:STREAM" on the second device of one process)
+    "kind": CATEGORY,  # one of KINDS
+    "name": CATEGORY,
+    "start_ns": "int64",
+    "dur_ns": "int64",  # never negative
+    "launch": "int64",  # the same number on a launching call and on its device work; -1: none
+    "bytes": "int64",  # of a copy, a set or a collective; -1: unknown
+    "copy": CATEGORY,  # HtoD, DtoH, DtoD, PtoP, HtoH, "": no copy
+    "memory": CATEGORY,  # host side of a copy: pageable, pinned, "": not said
+    "collective": CATEGORY,  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, ... "": none
+    "group": CATEGORY,  # process group of a collective, "": not said
+    "dtype": CATEGORY,  # of a collective's elements, "": not said
+}
+
+# On a host lane: op, fetch (a loader's next()), runtime (CUDA or HIP calls), annotation, python, and communication
+# (gloo's collectives from issue to completion, and the calls that issue collectives: c10d::*, nccl:*).
+# On a device lane: kernel, communication, copy, set, sync, annotation.
+KINDS = ("annotation", "communication", "copy", "fetch", "kernel", "op", "python", "runtime", "set", "sync")
+
+# A step that the trace marks itself (ProfilerStep#n on the host, each number once), in order of time.
+TRACED_STEPS: Mapping[str, str] = {"step": "int64", "start_ns": "int64", "dur_ns": "int64"}
+
+# The light layer: one step of the training loop, in order of time. -1: not measured.
+STEPS: Mapping[str, str] = {
+    "step": "int64",  # counts every row from 0
+    "kind": CATEGORY,  # train, validation (no backward, no optimizer step), other
+    "start_ns": "int64",
+    "dur_ns": "int64",
+    "fetch_ns": "int64",  # the training thread inside next() of a loader
+    "forward_ns": "int64",  # inside the outermost module
+    "backward_ns": "int64",  # inside backward(), autograd.grad
+    "optimizer_ns": "int64",  # inside the outermost optimizer step
+    "device_ns": "int64",  # from first forward to the end of the step on the device's own clock
+    "fetches": "int64",
+    "backwards": "int64",
+    "optimizer_steps": "int64",
+    "profiled": "int64",  # 1: the profiler was preparing, recording or exporting during this step
+    "first": "int64",  # 1: holds an epoch's first next() or its end
+}
+
+TABLES: Mapping[str, Mapping[str, str]] = {"spans": SPANS, "traced_steps": TRACED_STEPS, "steps": STEPS}
+
+
+def check(name: str, frame: pd.DataFrame) -> pd.DataFrame:
+    """Give the frame back if it is a table of that name, column for column; raise DlprofError where it is not."""
+    columns = TABLES[name]
+    if list(frame.columns) != list(columns):
+        raise DlprofError(f"table {name}: columns are {list(frame.columns)}, not {list(columns)}")
+    wrong = [c for c, dtype in columns.items() if str(frame.dtypes[c]) != dtype]
+    if wrong:
+        raise DlprofError(f"table {name}: {wrong[0]} is {frame.dtypes[wrong[0]]}, not {columns[wrong[0]]}")
+    return frame
+
+
+def empty(name: str) -> pd.DataFrame:
+    """Give a table of no rows."""
+    return pd.DataFrame({c: pd.Series([], dtype=dtype) for c, dtype in TABLES[name].items()})
