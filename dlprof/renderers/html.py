@@ -1,0 +1,263 @@
+"""The result as one page that needs nothing else: no network, no other file, no server; report.html.
+
+Texts in a result may come from anybody's trace. The template escapes them all, figures travel as JSON that cannot close
+its element, and the page's own policy lets no script run but the two that are written into it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import inspect
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup, escape
+
+from dlprof.renderers import figures, words
+from dlprof.result import SAVING, Outcome, Result
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure in large type, and what it is."""
+
+    value: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Card:
+    """A finding, written out."""
+
+    number: int
+    outcome: Outcome
+    saving: str
+    speedup: str
+    width: float  # the saving as a part of the step, in percent
+    where: str
+    evidence: figures.Figure | None
+
+
+def render(result: Result) -> str:
+    """Give the page as text. Write it as UTF-8 with Unix line ends: its policy holds the hashes of its scripts."""
+    figure_of: dict[str, figures.Figure] = {}
+    stack = figures.stack(result)
+    if stack:
+        figure_of["where"] = stack
+    cards = []
+    for number, outcome in enumerate(result.found, 1):
+        evidence = figures.panel(outcome.evidence) if outcome.evidence else None
+        if evidence:
+            figure_of[f"evidence-{number}"] = evidence
+        cards.append(_card(number, outcome, evidence))
+    panels = [(f"panel-{i}", figures.panel(panel)) for i, panel in enumerate(result.panels, 1)]
+    figure_of.update(panels)
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for fact in result.facts:
+        sections.setdefault(fact.section, []).append((fact.name, fact.value))
+    diagnosis, gain = words.headline(result)
+    return (
+        _environment()
+        .from_string(_page("report.html"))
+        .render(
+            title=f"{words.name(result)} · {words.plain(diagnosis, 120)}",
+            css=Markup(_page("page.css")),
+            scripts=tuple(Markup(s) for s in _scripts()),
+            policy=_policy(),
+            colours=_colours(),
+            data=_data({name: f.spec for name, f in figure_of.items() if f.spec}),
+            name=words.name(result),
+            headline=_emphasised(diagnosis),
+            gain=gain,
+            lede=_lede(result),
+            notices=words.notices(result),
+            tiles=_tiles(result),
+            unit=words.unit(result),
+            result=result,
+            stack=stack,
+            device=figures.device(result),
+            cards=cards,
+            panels=panels,
+            clear=[o for o in result.outcomes if o.state == "clear"],
+            not_measured=[o for o in result.outcomes if o.state == "not_measured"],
+            failed=[o for o in result.outcomes if o.state == "error"],
+            sections=sections,
+            command=" ".join(result.run.command),
+            saving=SAVING,
+            looks=words.LOOKS,
+            look=words.look,
+            categories=words.ordered(part.category for part in result.time),
+        )
+    )
+
+
+def _card(number: int, outcome: Outcome, evidence: figures.Figure | None) -> Card:
+    share = outcome.share if 0 <= outcome.share <= 1 else 0.0  # False for NaN as well
+    return Card(
+        number,
+        outcome,
+        words.saving(outcome),
+        words.speedup(outcome),
+        round(100 * share, 2) if outcome.saving_ns > 0 else 0.0,
+        words.ranks(outcome.ranks),
+        evidence,
+    )
+
+
+def _lede(result: Result) -> str:
+    """Who ran, where, and what was measured."""
+    hosts = {0: "", 1: " on one host"}.get(len(result.run.hosts), f" on {len(result.run.hosts)} hosts")
+    window = result.window
+    said = [f"{words.devices(result)}{hosts}"]
+    if window is None:
+        said.append("no steady step was recorded")
+    elif window.unit == "trace":
+        said.append("nothing marks a step, so the whole trace stands for one")
+    else:
+        source = "over the whole job" if window.source == "steps" else "in the trace"
+        traced = f", {window.traced_steps:,} of them traced" if window.traced_steps else ""
+        said.append(f"measured over {words.counted(window.steps, 'steady step')} {source}{traced}")
+    return "; ".join(said) + "."
+
+
+def _tiles(result: Result) -> list[Tile]:
+    """The figures that are known, five at most."""
+    tiles = []
+    window = result.window
+    if window is not None:
+        tiles.append(
+            Tile(words.duration(window.step_ns), "mean steady step" if window.unit == "step" else "length of the trace")
+        )
+        first = result.found[0] if result.found else None
+        if first is not None and 0 < first.saving_ns < window.step_ns:
+            tiles.append(Tile(words.duration(window.step_ns - first.saving_ns), "predicted if finding 1 is fixed"))
+    shares = words.mean_shares(result.time)
+    if "computation" in shares:
+        tiles.append(Tile(words.percent(shares["computation"]), f"of the {words.unit(result)} computes"))
+    spans = [d for d in result.device if d.span_ns > 0]
+    if spans:
+        idle = sum(d.idle_ns / d.span_ns for d in spans) / len(spans)
+        tiles.append(Tile(words.percent(idle), "of the traced time the device idles"))
+    if window is not None and window.overhead is not None:
+        tiles.append(Tile(words.times(window.overhead), "as long while traced"))
+    return tiles
+
+
+_SHARE = re.compile(r"[0-9][0-9.,]*[ \u00a0]?%(?: of (?:each|every|the) (?:mean )?(?:steady )?(?:step|trace))?")
+_JOINED = re.compile(r"([0-9]) (%|×|[nµm]?s\b|[kMGT]?B\b)")
+
+
+def _emphasised(sentence: str) -> Markup:
+    """Set the first share in the sentence apart, or all of it where it names none."""
+    text = _JOINED.sub(f"\\1{words.NBSP}\\2", sentence)
+    share = _SHARE.search(text)
+    start, end = share.span() if share else (0, len(text))
+    return escape(text[:start]) + Markup("<em>") + escape(text[start:end]) + Markup("</em>") + escape(text[end:])
+
+
+_CODE = re.compile(r"``(.+?)``|`([^`\n]+)`")
+
+
+def _inline(text: object, limit: int = 2000) -> Markup:
+    """Text in which `code` stands in backticks."""
+    whole = words.plain(text, limit, keep="\n")
+    parts, end = [], 0
+    for match in _CODE.finditer(whole):
+        parts += [escape(whole[end : match.start()]), Markup("<code>{}</code>").format(match[1] or match[2])]
+        end = match.end()
+    return Markup("").join([*parts, escape(whole[end:])])
+
+
+def _manual(text: str) -> Markup:
+    """A rule's manual: paragraphs, lists of lines that begin with a dash, and indented code."""
+    out = []
+    for block in re.split(r"\n\s*\n", inspect.cleandoc(words.plain(text, 20_000, keep="\n"))):
+        lines = block.split("\n")
+        if all(line.startswith("    ") for line in lines):
+            out.append(Markup("<pre>{}</pre>").format("\n".join(line[4:] for line in lines)))
+            continue
+        first = next((i for i, line in enumerate(lines) if line.lstrip().startswith(("- ", "* "))), len(lines))
+        if first:
+            out.append(Markup("<p>{}</p>").format(_inline(" ".join(lines[:first]))))
+        items: list[str] = []
+        for line in lines[first:]:
+            if line.lstrip().startswith(("- ", "* ")) or not items:
+                items.append(line.lstrip()[2:])
+            else:
+                items[-1] += " " + line.strip()
+        if items:
+            out.append(
+                Markup("<ul>{}</ul>").format(Markup("").join(Markup("<li>{}</li>").format(_inline(i)) for i in items))
+            )
+    return Markup("\n").join(out)
+
+
+def _whole_code(text: str) -> str:
+    """The code of an advice that is nothing but code, else nothing."""
+    match = _CODE.fullmatch(text.strip())
+    return words.plain(match[1] or match[2], 2000) if match else ""
+
+
+def _colours() -> Markup:
+    """The colours of the style sheet, from the one table that the figures use."""
+
+    def block(dark: bool) -> str:
+        named = {
+            "ink": figures.INK,
+            "mute": figures.MUTE,
+            "line": figures.LINE,
+            "card": figures.CARD,
+            "hot": figures.HOT,
+        }
+        known = {k: figures.DARK[v] if dark else v for k, v in named.items()}
+        known |= {f"c-{k}": v.dark if dark else v.light for k, v in words.LOOKS.items()}
+        return "".join(f"--{k}:{v};" for k, v in known.items())
+
+    css = f":root{{{block(False)}}}@media screen and (prefers-color-scheme:dark){{:root{{{block(True)}}}}}"
+    return Markup(css)
+
+
+def _data(specs: dict[str, Any]) -> Markup:
+    """The figures as JSON that stays inside its script element and is valid in any HTML parser."""
+    text = json.dumps({"figures": specs, "dark": figures.DARK}, separators=(",", ":"), allow_nan=False)
+    # With all but ASCII escaped already (U+2028 and U+2029 too), these three are what HTML could read.
+    for char in "<>&":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return Markup(text)
+
+
+@cache
+def _page(name: str) -> str:
+    return (files("dlprof.renderers") / "page" / name).read_text(encoding="utf-8")
+
+
+def _scripts() -> tuple[str, ...]:
+    return _page("plotly-basic.min.js"), _page("page.js")
+
+
+@cache
+def _policy() -> str:
+    """What the browser lets this page do: run its own two scripts, and show; nothing is fetched, sent or framed."""
+    hashes = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in _scripts())
+    own = " ".join(f"'sha256-{h}'" for h in hashes)
+    # plotly sets styles on what it draws, and offers a figure as an image through data: and blob:.
+    return (
+        f"default-src 'none'; script-src {own}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+@cache
+def _environment() -> Environment:
+    def written(value: object) -> object:
+        return value if isinstance(value, Markup) or not isinstance(value, str) else words.plain(value, 2000)
+
+    environment = Environment(autoescape=True, finalize=written, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(inline=_inline, manual=_manual, whole_code=_whole_code)
+    return environment

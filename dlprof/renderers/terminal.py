@@ -1,0 +1,193 @@
+"""The result as text for a terminal: the diagnosis first, then a bar for each rank, then what to change."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+
+from dlprof.renderers import words
+from dlprof.result import Outcome, Result, TimePart
+
+FIRST_RANKS = 8  # so many are drawn in any case, so that a whole host is
+OUTLIERS = 4  # and of the others, so many that differ most
+NOTICES = 6  # so many warnings are printed; the page has them all
+NARROWEST = 40  # below this, words no longer fit beside bars
+
+
+def render(result: Result, width: int = 80, colour: bool = False) -> str:
+    """Give the report as lines of at most `width` columns (40 at least), in 256 colours if asked."""
+    width = max(width, NARROWEST)
+    paint = _paint if colour else _leave
+    diagnosis, gain = words.headline(result)
+    lines = [*_wrap(f"{words.name(result)} · {words.devices(result)} · {words.steps(result)}", width), ""]
+    lines += [paint(line, "1") for line in _wrap(diagnosis, width, "  ")]
+    lines += _wrap(gain, width, "  ")
+    notices = words.notices(result)
+    if len(notices) > NOTICES:
+        notices = [*notices[:NOTICES], f"… and {len(notices) - NOTICES} more warnings, in the report"]
+    if notices:
+        lines.append("")
+    for notice in notices:
+        lines += [paint(line, "33") for line in _wrap(notice, width, "  ! ", "    ")]
+    if result.time:
+        lines += ["", *_bars(result, width, colour)]
+    if result.found:
+        lines += ["", *_findings(result.found, width, colour)]
+    return "\n".join(line.replace(words.NBSP, " ").rstrip() for line in [*lines, *_closing(result, width)]) + "\n"
+
+
+def _bars(result: Result, width: int, colour: bool) -> list[str]:
+    """One bar a rank for the first ranks and the most unlike, then a legend; all bars are as long as the step."""
+    parts = words.by_rank(result.time)
+    order = list(parts)
+    odd = sorted(r for r in words.outliers(result.time, OUTLIERS + FIRST_RANKS) if r not in order[:FIRST_RANKS])[
+        :OUTLIERS
+    ]
+    drawn = order if len(order) <= FIRST_RANKS + 1 else order[:FIRST_RANKS] + odd
+    label = max(len(f"rank {rank}") for rank in drawn)
+    bar = max(16, min(40, width - label - 47))
+    room = width - label - bar - 7
+    lines = []
+    for rank in drawn:
+        told = _told(parts[rank], room)
+        lines.append(f"  {f'rank {rank}':<{label}}  {_bar(parts[rank], bar, colour)}   {told}")
+    left = [rank for rank in order if rank not in drawn]
+    if left:
+        busy = [parts[r]["computation"].share if "computation" in parts[r] else 0.0 for r in left]
+        lines += _wrap(
+            f"… {len(left)} more: computation {words.percent(min(busy))} to {words.percent(max(busy))}", width, "  "
+        )
+    names = [c for c in words.ordered(p for part in parts.values() for p in part)]
+    legend = [f"{_glyph(c, 1, colour)}{words.NBSP}{words.look(c).name.replace(' ', words.NBSP)}" for c in names]
+    each = "the trace" if words.unit(result) == "trace" else "the mean steady step"
+    return [
+        *lines,
+        "",
+        *_wrap("   ".join(legend), width, "  "),
+        *_wrap(f"Each bar is {each} of that rank.", width, "  "),
+    ]
+
+
+def _bar(parts: Mapping[str, TimePart], length: int, colour: bool) -> str:
+    """Fill the length in proportion; what is too small for a column goes to its neighbours, and none is lost."""
+    ordered = words.ordered(parts)
+    whole = sum(max(parts[c].ns, 0.0) for c in ordered)
+    if whole <= 0:
+        return " " * length
+    text, reached, drawn = "", 0.0, 0
+    for category in ordered:
+        reached += max(parts[category].ns, 0.0)
+        end = round(length * reached / whole)
+        text += _glyph(category, end - drawn, colour)
+        drawn = end
+    return text
+
+
+def _glyph(category: str, count: int, colour: bool) -> str:
+    shape = words.look(category)
+    text = shape.glyph * count
+    return _paint(text, f"38;5;{shape.ansi}") if colour and count else text
+
+
+def _told(parts: Mapping[str, TimePart], room: int) -> str:
+    """The largest parts in words, as many as the room takes."""
+    text = ""
+    for part in sorted(parts.values(), key=lambda p: -p.share):
+        more = f"{words.look(part.category).name.lower()} {words.about(part.share)}"
+        longer = f"{text}  {more}" if text else more
+        if part.share < 0.005 or _columns(longer) > room:
+            break
+        text = longer
+    return text
+
+
+def _findings(found: Sequence[Outcome], width: int, colour: bool) -> list[str]:
+    """Number, rule, saving, speed-up; below them the title with its ranks, and the first thing to change."""
+    paint = _paint if colour else _leave
+    digits = len(str(len(found)))
+    ids = min(max(len(words.plain(o.id, 30)) for o in found), 30)
+    lines = []
+    for number, outcome in enumerate(found, 1):
+        start = f"  {number:>{digits}}  "
+        figures = f"{words.saving(outcome):>10}  {words.speedup(outcome):>7}"
+        lines.append(start + paint(f"{words.plain(outcome.id, 30):<{ids}}", "1") + "  " + paint(figures, "1;35"))
+        where = words.ranks(outcome.ranks)
+        title = words.plain(outcome.title, 400)
+        indent = " " * len(start)
+        lines += _wrap(f"{title} ({where})" if where and where not in title.lower() else title, width, indent)
+        if outcome.advice:
+            lines += _wrap(words.plain(outcome.advice[0], 400).replace("`", ""), width, indent + "→ ", indent + "  ")
+    return lines
+
+
+def _closing(result: Result, width: int) -> list[str]:
+    """What else was checked, and how much the recording slowed the steps that it traced."""
+    by_state = {state: [o for o in result.outcomes if o.state == state] for state in ("clear", "not_measured", "error")}
+    said = []
+    if by_state["clear"]:
+        said.append(f"clear: {words.counted(len(by_state['clear']), 'rule')}")
+    if by_state["not_measured"]:
+        said.append(f"not measured: {len(by_state['not_measured'])} (dlprof explain RULE)")
+    if by_state["error"]:
+        said.append(f"errors: {', '.join(words.plain(o.id, 40) for o in by_state['error'])}")
+    lines = ["", *_wrap(" · ".join(said), width, "  ")] if said else []
+    window = result.window
+    if window is not None and window.overhead is not None:
+        traced = f"{words.counted(window.traced_steps, 'traced step')}" if window.traced_steps else "the traced steps"
+        lines += _wrap(f"{traced} took {words.times(window.overhead)} as long as the others", width, "  ")
+    return lines
+
+
+def _wrap(text: str, width: int, first: str = "", later: str | None = None) -> list[str]:
+    """Break text at spaces into lines of at most so many columns; a word longer than a line is cut.
+
+    `first` opens the first line, `later` the others (by default as wide as the first). No-break spaces hold.
+    """
+    later = " " * len(first) if later is None else later
+    lines: list[str] = []
+    line, empty = first, True
+    for word in text.split(" "):
+        while True:
+            joined = line + word if empty else f"{line} {word}"
+            if _columns(joined) <= width:
+                line, empty = joined, False
+                break
+            if empty:
+                cut = _fit(word, width - _columns(line))
+                lines.append(line + word[:cut])
+                word = word[cut:]
+            else:
+                lines.append(line)
+            line, empty = later, True
+    return [*lines, line]
+
+
+def _fit(text: str, columns: int) -> int:
+    """How many characters of a text fit, one at least."""
+    used = 0
+    for n, char in enumerate(text):
+        used += _columns(char)
+        if used > columns:
+            return max(n, 1)
+    return len(text)
+
+
+def _columns(text: str) -> int:
+    """How many columns a terminal gives to a text: wide characters two, combining ones and colour codes none."""
+    total, escape = 0, False
+    for char in text:
+        if escape:
+            escape = char != "m"
+        elif char == "\x1b":
+            escape = True
+        elif not unicodedata.combining(char):
+            total += 2 if unicodedata.east_asian_width(char) in "WF" else 1
+    return total
+
+
+def _paint(text: str, code: str) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m"
+
+
+def _leave(text: str, _code: str) -> str:
+    return text

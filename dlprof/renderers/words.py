@@ -1,0 +1,338 @@
+"""What every renderer says in the same way: names and colours of categories, figures with their units, the headline.
+
+A number and its unit are joined by a no-break space, so that a page never parts them; a terminal turns it into a space.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from dlprof.result import CATEGORIES, Outcome, Result, TimePart
+
+NBSP = "\u00a0"
+MINUS = "\u2212"
+UNKNOWN = "\u2014"
+
+
+@dataclass(frozen=True)
+class Category:
+    """How a part of a step is named, explained and drawn: on paper and white, on black, in 256 colours, as a glyph."""
+
+    name: str
+    meaning: str
+    light: str
+    dark: str
+    ansi: int
+    glyph: str
+
+
+# Paul Tol's bright scheme carries the seven commonest parts. The other four were chosen so that, under simulated
+# protanopia, deuteranopia and tritanopia, no two of the eleven come nearer than 13 in CIE76 (those seven alone: 12.8).
+LOOKS: Mapping[str, Category] = {
+    "computation": Category("Computation", "the device computes", "#4477aa", "#4477aa", 67, "█"),
+    "communication": Category(
+        "Communication", "a collective with no computation beside it", "#ee6677", "#ee6677", 204, "░"
+    ),
+    "copy": Category(
+        "Copies", "a copy with neither computation nor communication beside it", "#ccbb44", "#ccbb44", 185, "▞"
+    ),
+    "input_wait": Category(
+        "Input wait", "the training thread waits for the next batch", "#aa3377", "#c2509a", 132, "▓"
+    ),
+    "pipeline_bubble": Category(
+        "Pipeline bubble", "a pipeline stage has no micro-batch to work on", "#66ccee", "#66ccee", 81, "·"
+    ),
+    "checkpoint": Category("Checkpoint", "saving holds up training", "#228833", "#228833", 34, "▄"),
+    "validation": Category("Validation", "evaluation between training steps", "#332288", "#7b70e8", 62, "▀"),
+    "garbage_collection": Category("Garbage collection", "Python collects garbage", "#ee8866", "#ee8866", 209, "×"),
+    "optimizer_host": Category(
+        "Optimizer on the host", "the optimizer's Python, while the device has nothing", "#997700", "#997700", 136, "="
+    ),
+    "host": Category("Host", "launching and Python, while the device has nothing", "#bbbbbb", "#a7acb5", 250, "▒"),
+    "other": Category("Other", "none of these", "#e2e2e2", "#656b76", 242, "-"),
+}
+
+
+def look(category: str) -> Category:
+    """Give how a category is drawn; a word that is none is drawn like "other" under its own name."""
+    known = LOOKS.get(category)
+    if known is not None:
+        return known
+    other = LOOKS["other"]
+    return Category(plain(category, 40) or other.name, other.meaning, other.light, other.dark, other.ansi, other.glyph)
+
+
+def plain(text: object, limit: int | None = None, *, keep: str = "") -> str:
+    r"""Give text that is safe to show: control characters, surrogates and marks that turn the direction of writing
+    appear as escapes (`\x1b`, `\u202e`), except those in `keep`; beyond `limit` characters it ends in an ellipsis.
+    """
+    whole = str(text)
+    if limit is not None and len(whole) > limit:
+        whole = whole[: limit - 1] + "…"
+    if whole.isascii() and whole.isprintable():
+        return whole
+    return "".join(c if c in keep or not _unsafe(c) else _escape(c) for c in whole)
+
+
+def _unsafe(char: str) -> bool:
+    # Cc: controls. Cf: bidirectional marks and other invisible characters. Cs: halves of characters that UTF-8 refuses.
+    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def _escape(char: str) -> str:
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
+
+
+def digits(value: float) -> str:
+    """Write a number with as many digits as are worth reading, and a comma between thousands."""
+    if not math.isfinite(value):
+        return UNKNOWN
+    size = abs(value)
+    if value == int(value) and size < 1e15:
+        text = f"{int(value):,}"
+    elif size >= 999.95:
+        text = f"{value:,.0f}"
+    elif size >= 9.995:
+        text = f"{value:.1f}"
+    elif size >= 0.01:
+        text = f"{value:.2f}"
+    else:
+        text = f"{value:.2g}"
+    return text.replace("-", MINUS) if "e" not in text else text
+
+
+_TIMES = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"))
+_SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def scale(unit: str, largest: float) -> tuple[float, str]:
+    """Give what to divide values of a unit by, and the unit that they then have: 4e6 "ns" are read as "ms"."""
+    size = abs(largest)
+    if unit == "share":
+        return 0.01, "%"
+    for divisor, name in {"ns": _TIMES, "bytes": _SIZES}.get(unit, ()):
+        # What would round to 1000 of the smaller unit is 1 of this one.
+        if size >= 0.99995 * divisor:
+            return divisor, name
+    return 1.0, {"bytes": "B"}.get(unit, unit)
+
+
+def duration(ns: float) -> str:
+    """Write nanoseconds in the unit that suits them: "214.6 ms", "18.3 µs"."""
+    return quantity(ns, "ns")
+
+
+def quantity(value: float, unit: str) -> str:
+    """Write a value of a unit; "ns", "bytes" and "share" take the multiple that suits them."""
+    if not math.isfinite(value):
+        return UNKNOWN
+    if unit == "share":
+        return percent(value)
+    divisor, name = scale(unit, value)
+    if unit == "ns":
+        small = value / divisor
+        text = (
+            f"{small:,.0f}" if abs(small) >= 999.95 or name == "ns" else f"{small:.{1 if abs(small) >= 9.995 else 2}f}"
+        )
+        return f"{text.replace('-', MINUS)}{NBSP}{name}"
+    return f"{digits(value / divisor)}{NBSP}{name}" if name else digits(value)
+
+
+def percent(share: float) -> str:
+    """Write a share of one as "31 %"; small ones keep a digit."""
+    if not math.isfinite(share):
+        return UNKNOWN
+    value = 100 * share
+    if value != 0 and abs(value) < 0.05:
+        return f"<{NBSP}0.1{NBSP}%"
+    whole = abs(value) >= 9.95 or value == 0
+    return f"{value:.{0 if whole else 1}f}{NBSP}%".replace("-", MINUS)
+
+
+def about(share: float) -> str:
+    """Write a share in whole percent, for where many stand side by side."""
+    return percent(share) if not math.isfinite(share) or abs(share) < 0.00995 else f"{100 * share:.0f}{NBSP}%"
+
+
+def times(factor: float) -> str:
+    """Write a factor as "1.44 ×"."""
+    if not math.isfinite(factor):
+        return UNKNOWN
+    return f"{factor:.{2 if factor < 9.995 else 1}f}{NBSP}×"
+
+
+def saving(outcome: Outcome) -> str:
+    """Write what a finding saves of a step, as "−66.0 ms"; a finding that claims no saving has a dash."""
+    return MINUS + duration(outcome.saving_ns) if outcome.saving_ns > 0 else UNKNOWN
+
+
+def speedup(outcome: Outcome) -> str:
+    """Write how many times faster the step would be, as "1.44 ×"; a dash without a saving."""
+    return times(outcome.speedup) if outcome.saving_ns > 0 else UNKNOWN
+
+
+def counted(n: int, one: str, many: str = "") -> str:
+    """Write a number of things: "1 step", "412 steps"."""
+    return f"{n:,}{NBSP}{one if n == 1 else many or one + 's'}"
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """Write ranks with runs joined: "rank 3", "ranks 0–3, 7"."""
+    ordered = sorted(set(numbers))
+    spans: list[list[int]] = []
+    for n in ordered:
+        if spans and n == spans[-1][1] + 1:
+            spans[-1][1] = n
+        else:
+            spans.append([n, n])
+    parts = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}–{b}" for a, b in spans]
+    shown = parts if len(parts) <= 12 else [*parts[:10], f"… {len(ordered)} in all"]
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(shown)}" if ordered else ""
+
+
+def unit(result: Result) -> str:
+    """Give the word for what the figures divide: "step", or "trace" where nothing marked a step."""
+    return result.window.unit if result.window else "step"
+
+
+def name(result: Result) -> str:
+    """Name the run by its script: what ends in .py, what stands after -m, else the program or the folder."""
+    command = [plain(word) for word in result.run.command]
+    chosen = next((word for word in command if word.endswith(".py")), None)
+    if chosen is None and "-m" in command[:-1]:
+        chosen = command[command.index("-m") + 1]
+    if chosen is None:
+        chosen = command[0] if command else plain(result.run.path)
+    return plain(PurePosixPath(chosen.replace("\\", "/")).name or chosen, 60) or "run"
+
+
+def devices(result: Result) -> str:
+    """Say what ran: "4 × NVIDIA H200", or the number of ranks where the device is not known."""
+    size = max(result.run.world_size, len(result.run.ranks))
+    return f"{size}{NBSP}× {plain(result.run.device, 80)}" if result.run.device else counted(size, "rank")
+
+
+def steps(result: Result) -> str:
+    """Say which steps were measured, and how long the mean one is: "412 steady steps of 214.6 ms"."""
+    window = result.window
+    if window is None:
+        return "no steps recorded"
+    if window.unit == "trace":
+        return f"a trace of {duration(window.step_ns)} without marked steps"
+    return f"{counted(window.steps, 'steady step')} of {duration(window.step_ns)}"
+
+
+def by_rank(time: Sequence[TimePart]) -> dict[int, dict[str, TimePart]]:
+    """Group the parts of the step by rank, in order of rank."""
+    grouped: dict[int, dict[str, TimePart]] = {}
+    for part in time:
+        grouped.setdefault(part.rank, {})[part.category] = part
+    return dict(sorted(grouped.items()))
+
+
+def ordered(categories: Iterable[str]) -> list[str]:
+    """Give each category once: the known ones in the order in which they claim time, then any others."""
+    seen = list(dict.fromkeys(categories))
+    return [c for c in CATEGORIES if c in seen] + [c for c in seen if c not in CATEGORIES]
+
+
+def mean_shares(time: Sequence[TimePart]) -> dict[str, float]:
+    """Give each category's share of the step, as the mean over ranks, largest first."""
+    n = len({part.rank for part in time})
+    sums: dict[str, float] = {}
+    for part in time:
+        sums[part.category] = sums.get(part.category, 0.0) + part.share
+    return dict(sorted(((c, s / n) for c, s in sums.items()), key=lambda item: -item[1]))
+
+
+def outliers(time: Sequence[TimePart], count: int) -> list[int]:
+    """Give up to `count` ranks whose step is made up most unlike the mean one's, the farthest first.
+
+    Distance is half the sum of absolute differences of shares: the part of the step spent otherwise than by the mean
+    rank. Below 5 % nobody could tell the bars apart, and none is named.
+    """
+    mean = mean_shares(time)
+    away = {
+        rank: sum(abs((parts[c].share if c in parts else 0.0) - share) for c, share in mean.items()) / 2
+        for rank, parts in by_rank(time).items()
+    }
+    return sorted((r for r, d in away.items() if d >= 0.05), key=lambda r: -away[r])[:count]
+
+
+def headline(result: Result) -> tuple[str, str]:
+    """Give the diagnosis as one sentence, and one more on what is gained by it, or on how far to trust "nothing"."""
+    if result.found:
+        return _diagnosis(result, result.found[0])
+    tally = {state: sum(o.state == state for o in result.outcomes) for state in ("clear", "not_measured", "error")}
+    unknown = tally["not_measured"] + tally["error"]
+    if result.time:
+        category, share = next(iter(mean_shares(result.time).items()))
+        first = f"{look(category).name} takes {percent(share)} of {_each(result)}."
+    elif result.window is None:
+        first = "No steady step was recorded."
+    else:
+        first = f"{_each(result).capitalize()} lasts {duration(result.window.step_ns)}; where it goes was not measured."
+    if not tally["clear"]:
+        return first, "No rule could be checked on this run, so nothing is said of its bottlenecks."
+    second = f"{counted(tally['clear'], 'rule')} found nothing above the threshold"
+    return first, second + (f"; {unknown} could not be measured." if unknown else ".")
+
+
+def _each(result: Result) -> str:
+    return "the trace" if unit(result) == "trace" else "each step"
+
+
+def _diagnosis(result: Result, first: Outcome) -> tuple[str, str]:
+    sentence = plain(first.verdict or first.title, 600).strip()
+    if not first.verdict and first.share > 0:
+        sentence = f"{sentence.rstrip('.')}: {percent(first.share)} of {_each(result)}"
+    sentence = sentence if sentence.endswith((".", "!", "?", "…")) else sentence + "."
+    if first.saving_ns <= 0:
+        return sentence, "No saving of time is claimed for it."
+    what = "what was traced" if unit(result) == "trace" else "this job"
+    if first.speedup >= 1.005 and math.isfinite(first.speedup):
+        return sentence, f"Fixing it would make {what} {times(first.speedup)} faster."
+    return sentence, f"Fixing it would save {duration(first.saving_ns)} of {_each(result)}."
+
+
+def notices(result: Result) -> list[str]:
+    """Give what a reader must know before trusting the figures: how the run ended, who is missing, its warnings."""
+    said = []
+    code, signal = result.run.exit.get("code"), result.run.exit.get("signal")
+    if signal:
+        said.append(f"The command was ended by signal {signal}; figures cover what it had recorded by then.")
+    elif code:
+        said.append(f"The command ended with exit code {code}; figures cover what it had recorded by then.")
+    if result.run.missing_ranks:
+        lost = ranks(result.run.missing_ranks).capitalize()
+        said.append(f"{lost} of {result.run.world_size} left no record: no figure includes what is missing.")
+    return said + [plain(w, 600) for w in result.run.warnings]
+
+
+def cell(value: Any, column: str = "") -> str:
+    """Write a cell of a table; columns named ..._ns, ..._bytes or ..._share get their unit."""
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        return quantity(float(value), suffix(column)) if suffix(column) else digits(value)
+    return plain(value, 200)
+
+
+def suffix(column: str) -> str:
+    """Give the unit that a column's name ends in, of those that are written in multiples; "" where it has none."""
+    return next((u for u in ("ns", "bytes", "share") if column.endswith(f"_{u}")), "")
+
+
+def header(column: str) -> str:
+    """Write a column's name as a heading, without the unit that its cells carry."""
+    u = suffix(column)
+    bare = column[: -len(u) - 1] if u in ("ns", "bytes") else column
+    return plain(bare.replace("_", " ") if u else bare, 60)

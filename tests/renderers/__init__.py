@@ -1,0 +1,1 @@
+"""Tests of what the renderers make of a result."""
