@@ -1,0 +1,14 @@
+"""Every command there is, one file each. Their modules import nothing heavy before they are called."""
+
+import click
+
+from dlprof.commands import check, explain, report, rules, run, wrap
+
+COMMANDS: tuple[click.Command, ...] = (
+    check.check,
+    explain.explain,
+    report.report,
+    rules.rules,
+    run.run,
+    wrap.wrap,
+)

@@ -1,0 +1,60 @@
+"""The command line: the group of commands, and the place where a mistake becomes one line and exit code 1."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from dlprof import __version__
+from dlprof.commands import COMMANDS
+from dlprof.errors import DlprofError
+
+
+class _Failure(click.ClickException):
+    """One line on stderr, exit code 1."""
+
+    exit_code = 1
+
+    def show(self, file: Any = None) -> None:  # noqa: ARG002 - click's signature
+        click.echo(f"dlprof: {self.message}", err=True)
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DlprofError as e:
+            raise _Failure(str(e)) from None
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="dlprof")
+def cli() -> None:
+    """Where does the time of a training step go, and what would you gain by changing what?
+
+    \b
+    dlprof wrap train.py --lr 0.1                      record any script, unedited, and get the verdict
+    dlprof wrap -- torchrun --nproc-per-node 2 t.py    the same for any launcher
+    dlprof report traces/                              the verdict on traces from anywhere
+    """
+
+
+for _command in COMMANDS:
+    cli.add_command(_command)
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        cli(prog_name="dlprof")
+    except BrokenPipeError:
+        # The reader of our output has gone (dlprof report … | head): nothing to say, and nobody to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+if __name__ == "__main__":
+    main()

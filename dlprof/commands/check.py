@@ -1,0 +1,57 @@
+"""`dlprof check PATH --max 'input_wait<5%'`: a gate for CI."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+
+from dlprof.errors import DlprofError
+
+FAILED = 3
+
+_LIMIT = re.compile(r"\s*(?P<rule>[a-z_]+)\s*<\s*(?P<limit>\d+(\.\d+)?)\s*(?P<unit>%|ms|s|us|µs)\s*")
+_NS = {"s": 1e9, "ms": 1e6, "us": 1e3, "µs": 1e3}
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option(
+    "--max",
+    "limits",
+    multiple=True,
+    required=True,
+    metavar="'RULE<LIMIT'",
+    help="What a rule's saving must stay below, in % of the step or in time: 'input_wait<5%', 'host_bound<2ms'.",
+)
+def check(path: Path, limits: tuple[str, ...]) -> None:
+    """Fail (exit code 3) where a bottleneck of PATH exceeds a limit, or could not be measured."""
+    from dlprof.commands.report import analyse
+    from dlprof.diagnosis import rule_named
+    from dlprof.rules import RULES
+    from dlprof.units import duration, percent
+
+    asked = []
+    for text in limits:
+        m = _LIMIT.fullmatch(text)
+        if not m:
+            raise click.UsageError(f"{text!r} is no limit; write 'input_wait<5%' or 'host_bound<2ms'")
+        asked.append((rule_named(RULES, m["rule"]).id, float(m["limit"]), m["unit"]))
+    result = analyse(path)
+    outcomes = {o.id: o for o in result.outcomes}
+    if result.window is None:
+        raise DlprofError(f"{path}: no step was recorded, so nothing can be checked")
+    failed = False
+    for rule, limit, unit in asked:
+        o = outcomes[rule]
+        if o.state in ("not_measured", "error"):
+            bad, what = True, f"{o.state.replace('_', ' ')}: {o.why}"
+        else:
+            value = o.share * 100 if unit == "%" else o.saving_ns / _NS[unit]
+            bad = value >= limit
+            what = f"{percent(o.share)} of the step, {duration(o.saving_ns)}" if o.state == "found" else "clear"
+        failed |= bad
+        click.echo(f"{'FAIL' if bad else 'ok  '}  {rule} < {limit:g} {unit}: {what}")
+    if failed:
+        raise SystemExit(FAILED)

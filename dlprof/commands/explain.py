@@ -1,0 +1,16 @@
+"""`dlprof explain RULE`: a rule's manual."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+@click.argument("rule")
+def explain(rule: str) -> None:
+    """Print the manual of a RULE: what it looks at, when it speaks, what to change."""
+    from dlprof.diagnosis import rule_named
+    from dlprof.rules import RULES
+
+    found = rule_named(RULES, rule)
+    click.echo(f"{found.id}: {found.title}\n\n{found.manual}")

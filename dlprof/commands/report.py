@@ -1,0 +1,130 @@
+"""`dlprof report PATH`: the verdict on a run or on traces from anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dlprof.errors import DlprofError
+
+if TYPE_CHECKING:
+    from dlprof.result import Result
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Folder for report.html and result.json.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What to print.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Processes that read at once. [default: all cores that memory allows]"
+)
+@click.option("--quiet", is_flag=True, help="No progress.")
+def report(path: Path, out: Path | None, form: str, jobs: int | None, quiet: bool) -> None:
+    """Say where the time goes in PATH: a run, a folder of torch-profiler traces, or one trace file.
+
+    Prints the verdict and writes report.html and result.json: beside a run, or into a new folder dlprof-report.
+    """
+    result, text = _analyse(path, out, jobs, None if quiet else _progress)
+    if form == "json":
+        click.echo(json.dumps(_plain(result), ensure_ascii=False, allow_nan=False))
+    else:
+        click.echo(text)
+
+
+def write_report(path: Path, out: Path | None = None) -> str:
+    """Analyse a run, write report.html and result.json, and give the verdict as text for the terminal."""
+    return _analyse(path, out, None, None)[1]
+
+
+def analyse(path: Path, jobs: int | None = None, progress: Callable[[int, int], None] | None = None) -> Result:
+    """Open a run or traces and ask every rule."""
+    # The measures multiply no matrices: threads of a linear-algebra library would only be started, and forked.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from dlprof.diagnosis import diagnose
+    from dlprof.rules import RULES
+    from dlprof.run import open_run
+
+    return diagnose(open_run(path), RULES, jobs, progress)
+
+
+def _analyse(
+    path: Path, out: Path | None, jobs: int | None, progress: Callable[[int, int], None] | None
+) -> tuple[Result, str]:
+    result = analyse(path, jobs, progress)
+    from dlprof.renderers import html, terminal
+
+    width = shutil.get_terminal_size((88, 24)).columns
+    verdict = terminal.render(result, width=max(60, min(width, 110)), colour=_colour())
+    files = {
+        "result.json": json.dumps(_plain(result), ensure_ascii=False, allow_nan=False, separators=(",", ":")),
+        "report.html": html.render(result),
+    }
+    try:
+        folder = _folder(path, out)
+        for name, text in files.items():
+            _write(folder / name, text)
+    except OSError as e:
+        if sys.stdout is not None and not click.get_current_context(silent=True):
+            raise DlprofError(f"{verdict}\n\nthe report could not be written: {e.strerror}: {e.filename}") from None
+        click.echo(verdict)
+        raise DlprofError(
+            f"the report could not be written: {e.strerror}: {e.filename}; -o names another folder"
+        ) from None
+    where = os.path.relpath(folder / "report.html")
+    shown = where if not where.startswith(os.path.join("..", "..")) else str((folder / "report.html").resolve())  # noqa: PTH118
+    return result, f"{verdict}\nreport: {shown}"
+
+
+def _plain(result: Result) -> dict[str, object]:
+    from dlprof.result import to_json
+
+    return to_json(result)
+
+
+def _folder(path: Path, out: Path | None) -> Path:
+    """Make and give the folder that the report goes to."""
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        return out
+    if path.is_dir() and ((path / "run.json").is_file() or (path / "ranks").is_dir()):
+        return path
+    for n in range(1, 1000):
+        folder = Path("dlprof-report" if n == 1 else f"dlprof-report-{n}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise DlprofError("a thousand folders dlprof-report are here already; -o names another")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a whole file or none: a reader never sees half of it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _colour() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def _progress(done: int, total: int) -> None:
+    if total < 2:
+        return
+    if sys.stderr.isatty():
+        end = "\n" if done == total else ""
+        click.echo(f"\rread {done} of {total} ranks{end}", err=True, nl=False)
+    elif done == total or done % max(1, total // 10) == 0:
+        click.echo(f"read {done} of {total} ranks", err=True)

@@ -1,0 +1,148 @@
+"""Asks every rule about a run and puts what they say into one result.
+
+A rule answers exactly one of four: found, clear, not measured (why), error (what). One that raises costs only its own
+row. The saving is the severity: there is no other.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from dlprof import __version__, overview
+from dlprof.engine import Measure, Measured, Progress, measure
+from dlprof.errors import DlprofError, NotMeasured
+from dlprof.measures.breakdown import breakdown
+from dlprof.measures.device import device_time
+from dlprof.measures.steps import mean_step_ns, noise_ns, step_means
+from dlprof.result import CATEGORIES, DeviceTime, Finding, Outcome, Result, TimePart, Window
+from dlprof.run import Run
+
+# A rule speaks only where its saving is at least this share of the step, and twice the standard error of the run's mean
+# step: what is smaller could not be seen after the change. Two per cent is where existing tools agree to be silent.
+LEAST_SHARE = 0.02
+LEAST_NOISE = 2.0
+
+
+@dataclass(frozen=True)
+class Clear:
+    """A rule looked and found nothing: what it saw, in a sentence."""
+
+    summary: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One known bottleneck. `check` gives Finding or Clear, or raises NotMeasured; `needs` is all that it may ask for."""
+
+    id: str
+    title: str
+    needs: tuple[Measure, ...]
+    check: Callable[[Measured], Finding | Clear]
+
+    @property
+    def manual(self) -> str:
+        """The docstring of the rule's file."""
+        return inspect.cleandoc(sys.modules[self.check.__module__].__doc__ or "")
+
+
+def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress: Progress | None = None) -> Result:
+    """Measure a run, ask every rule, and give the result."""
+    wanted = [m for r in rules for m in r.needs]
+    measured = measure(run, [*wanted, step_means, breakdown, device_time, *overview.NEEDS], jobs, progress)
+    outcomes = [_ask(rule, measured) for rule in rules]
+    order = {"found": 0, "clear": 1, "not_measured": 2, "error": 3}
+    outcomes.sort(key=lambda o: (order[o.state], -o.saving_ns, o.id))
+    return Result(
+        run=overview.run_info(measured),
+        window=_window(measured),
+        device=_device(measured),
+        time=_time(measured),
+        outcomes=tuple(outcomes),
+        panels=overview.panels(measured),
+        facts=overview.facts(measured),
+        dlprof=__version__,
+    )
+
+
+def _ask(rule: Rule, run: Measured) -> Outcome:
+    def outcome(state: str, **said: object) -> Outcome:
+        return Outcome(**{"id": rule.id, "state": state, "title": rule.title, "manual": rule.manual, **said})  # type: ignore[arg-type]
+
+    try:
+        said = rule.check(run)
+        if isinstance(said, Clear):
+            return outcome("clear", summary=said.summary)
+        step = mean_step_ns(run)
+        saving = min(said.saving_ns, step)
+        share = saving / step if step else 0.0
+        if share < LEAST_SHARE or saving < LEAST_NOISE * noise_ns(run):
+            return outcome("clear", summary=f"{said.summary} (too little to be seen in this run's mean step)")
+    except NotMeasured as e:
+        return outcome("not_measured", why=str(e))
+    except Exception as e:  # noqa: BLE001 - one rule's fault costs only its own row
+        return outcome("error", why=f"{type(e).__name__}: {e}")
+    return outcome(
+        "found",
+        title=said.title,
+        summary=said.summary,
+        saving_ns=saving,
+        share=share,
+        speedup=1 / (1 - share) if share < 1 else 1e6,
+        ranks=said.ranks,
+        advice=said.advice,
+        evidence=said.evidence,
+        sure=said.sure,
+        verdict=said.verdict,
+    )
+
+
+def _window(run: Measured) -> Window | None:
+    try:
+        means = run.frame(step_means)
+    except NotMeasured:
+        return None
+    overhead = means["overhead"].mean()
+    return Window(
+        steps=int(means["steps"].min()),
+        source="steps" if (means["source"] == "steps").all() else "trace",
+        step_ns=mean_step_ns(run),
+        overhead=None if pd.isna(overhead) else float(overhead),
+        unit="step" if (means["unit"] == "step").all() else "trace",
+        traced_steps=int(means["traced_steps"].min()),
+    )
+
+
+def _device(run: Measured) -> tuple[DeviceTime, ...]:
+    try:
+        frame = run.frame(device_time)
+    except NotMeasured:
+        return ()
+    return tuple(DeviceTime(**{str(k): int(v) for k, v in row.items()}) for row in frame.to_dict("records"))
+
+
+def _time(run: Measured) -> tuple[TimePart, ...]:
+    try:
+        frame = run.frame(breakdown)
+    except NotMeasured:
+        return ()
+    total = frame.groupby("rank")["ns"].transform("sum")
+    frame = frame.assign(
+        share=frame["ns"] / total, place=frame["category"].map({c: i for i, c in enumerate(CATEGORIES)})
+    ).sort_values(["rank", "place"])
+    return tuple(
+        TimePart(int(r), str(c), float(n), float(s))
+        for r, c, n, s in zip(frame["rank"], frame["category"], frame["ns"], frame["share"], strict=True)
+    )
+
+
+def rule_named(rules: Iterable[Rule], name: str) -> Rule:
+    """Give the rule of an id; raise DlprofError with the ids there are."""
+    by_id = {r.id: r for r in rules}
+    if name not in by_id:
+        raise DlprofError(f"no rule {name!r}; there are: {', '.join(sorted(by_id))}")
+    return by_id[name]

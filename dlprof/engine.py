@@ -1,0 +1,325 @@
+"""Maps measures over ranks: each rank is read once, every measure that is wanted of it computed, its tables dropped.
+
+A per-rank measure is a function of one rank's tables (`RankData`) to a small frame. An across-ranks measure is a
+function of those frames (`Measured`). Only the small frames leave the process that read the rank. What a measure could
+not say (NotMeasured) and what went wrong in it travel in the place of its frame.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pandas as pd
+
+from dlprof.errors import DlprofError, NotMeasured
+from dlprof.run import Rank, Run
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]
+
+# Tables need about as many bytes as the JSON they come from; a gzip holds about a fifteenth of it (both seen on real
+# traces). Each process is granted that and the interpreter's own footprint.
+BYTES_PER_GZIP_BYTE = 15
+PROCESS_BYTES = 200 << 20
+
+
+class RankData:
+    """One rank while it is being read: its tables and facts, and what was computed of them so far."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.index = rank.index
+        self.facts: dict[str, Any] = dict(rank.facts)  # the recorder's
+        self.trace_facts: dict[str, Any] = {}  # what the trace says of itself
+        self.warnings: list[str] = []
+        self._tables: dict[str, pd.DataFrame] = {}
+        self._missing: dict[str, str] = {}
+        self._known: dict[Callable[[RankData], Any], Any] = {}
+        self._read(rank)
+
+    def _read(self, rank: Rank) -> None:
+        from dlprof.readers import steps, torch_trace
+
+        if rank.trace is None:
+            self._missing.update(dict.fromkeys(("spans", "traced_steps"), _why_no_trace(rank)))
+        else:
+            self._take(rank.trace, torch_trace.read)
+        if rank.steps is None:
+            self._missing["steps"] = "no record of every step (only `dlprof wrap` and `dlprof run` leave one)"
+        else:
+            self._take(rank.steps, steps.read)
+
+    def _take(self, path: Any, read: Callable[[Any], Any]) -> None:
+        try:
+            reading = read(path)
+        except DlprofError as e:
+            self.warnings.append(str(e))
+            names = ("steps",) if path.name == "steps.jsonl" else ("spans", "traced_steps")
+            self._missing.update(dict.fromkeys(names, str(e)))
+            return
+        self._tables.update(reading.tables)
+        self.trace_facts.update(reading.facts)
+        self.warnings.extend(reading.warnings)
+
+    def table(self, name: str) -> pd.DataFrame:
+        """Give a table of this rank; raise NotMeasured where it was not recorded."""
+        if name not in self._tables:
+            raise NotMeasured(self._missing.get(name, f"no {name} of rank {self.index}"))
+        return self._tables[name]
+
+    def has(self, name: str) -> bool:
+        """Tell whether the rank has rows of a table."""
+        return name in self._tables and len(self._tables[name]) > 0
+
+    def once(self, function: Callable[[RankData], T]) -> T:
+        """Give function(self), computed once; what it raised is raised again."""
+        if function not in self._known:
+            try:
+                self._known[function] = (True, function(self))
+            except Exception as e:  # noqa: BLE001 - kept and raised below, at each that asks
+                self._known[function] = (False, e)
+        fine, value = self._known[function]
+        if not fine:
+            raise value
+        return value  # type: ignore[no-any-return]
+
+
+def _why_no_trace(rank: Rank) -> str:
+    window = rank.facts.get("window") or {}
+    state = window.get("state")
+    if state == "off":
+        return "recorded without a trace (--no-trace)"
+    if state == "yielded":
+        return "the script runs torch.profiler itself, so dlprof's own window was not recorded"
+    if state == "waiting":
+        need = sum(int(window.get(k) or 0) for k in ("skip", "warmup", "active"))
+        return f"the job ended before the traced window of step {need} (--window skip,warmup,active moves it)"
+    return "no torch-profiler trace of this rank"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A measure: its name, its function, and for one across ranks the measures that it is made from."""
+
+    name: str
+    module: str
+    function: Callable[[Any], pd.DataFrame] = field(repr=False)
+    across: bool = False
+    needs: tuple[Measure, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _measure_named, (self.module, self.name)
+
+
+def _measure_named(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def per_rank(function: Callable[[RankData], pd.DataFrame]) -> Measure:
+    """Make a measure of one rank's tables."""
+    return Measure(function.__name__, function.__module__, function)
+
+
+def across_ranks(*needs: Measure) -> Callable[[Callable[[Measured], pd.DataFrame]], Measure]:
+    """Make a measure from the frames that the needed measures gave of all ranks."""
+
+    def make(function: Callable[[Measured], pd.DataFrame]) -> Measure:
+        return Measure(function.__name__, function.__module__, function, across=True, needs=needs)
+
+    return make
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A measure that broke: what it said."""
+
+    text: str
+
+
+Answer = pd.DataFrame | NotMeasured | Failure
+
+
+@dataclass(frozen=True)
+class _RankAnswer:
+    """What came back of one rank."""
+
+    answers: Mapping[str, Answer]
+    facts: Mapping[str, Any]
+    trace_facts: Mapping[str, Any]
+    warnings: tuple[str, ...]
+
+
+class Measured:
+    """The frames of all ranks: what rules and across-ranks measures are made from."""
+
+    def __init__(self, run: Run, ranks: Mapping[int, _RankAnswer]) -> None:
+        self.run = run
+        self.ranks = tuple(sorted(ranks))
+        self.facts = {r: ranks[r].facts for r in self.ranks}  # the recorder's, by rank
+        self.trace_facts = {r: ranks[r].trace_facts for r in self.ranks}
+        self.warnings = {r: ranks[r].warnings for r in self.ranks}
+        self._answers = ranks
+        self._across: dict[str, Answer] = {}
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the job had, as far as anything tells."""
+        said = [f.get("world_size") for fs in (self.facts, self.trace_facts) for f in fs.values()]
+        return max([len(self.ranks), *(s for s in said if isinstance(s, int) and s < 1 << 24)], default=1)
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """The ranks of the job of which nothing was read."""
+        return tuple(sorted(set(range(self.world_size)) - set(self.ranks)))
+
+    def frame(self, measure: Measure) -> pd.DataFrame:
+        """Give a measure's frame; of a per-rank measure, those of all ranks with a column `rank`.
+
+        Raises NotMeasured where no rank could say, with the first rank's reason, and RuntimeError where it broke.
+        """
+        if measure.across:
+            return _unwrap(self._answer_across(measure))
+        frames, first = [], None
+        for r in self.ranks:
+            answer = self._answers[r].answers.get(measure.name)
+            if isinstance(answer, pd.DataFrame):
+                frames.append(answer.assign(rank=r))
+            elif first is None or isinstance(answer, Failure):
+                first = answer
+        if not frames:
+            return _unwrap(first if first is not None else NotMeasured("nothing was read"))
+        return pd.concat(frames, ignore_index=True)
+
+    def lacking(self, measure: Measure) -> dict[int, str]:
+        """Tell which ranks have no such per-rank frame, and why."""
+        answers = {r: self._answers[r].answers.get(measure.name) for r in self.ranks}
+        return {
+            r: a.text if isinstance(a, Failure) else str(a or "nothing was read")
+            for r, a in answers.items()
+            if not isinstance(a, pd.DataFrame)
+        }
+
+    def _answer_across(self, measure: Measure) -> Answer:
+        if measure.name not in self._across:
+            self._across[measure.name] = _try(measure.function, self)
+        return self._across[measure.name]
+
+
+def _unwrap(answer: Answer) -> pd.DataFrame:
+    if isinstance(answer, NotMeasured):
+        raise answer
+    if isinstance(answer, Failure):
+        raise RuntimeError(answer.text)
+    return answer
+
+
+def _try(function: Callable[[Any], pd.DataFrame], of: Any) -> Answer:
+    try:
+        return function(of)
+    except NotMeasured as e:
+        return e
+    except Exception as e:  # noqa: BLE001 - one measure's fault costs only those that need it
+        return Failure(f"{type(e).__name__}: {e}")
+
+
+def measure_rank(rank: Rank, measures: Sequence[Measure]) -> _RankAnswer:
+    """Read one rank and compute its measures; the tables end here."""
+    data = RankData(rank)
+    answers = {m.name: _try(lambda d, m=m: d.once(m.function), data) for m in measures}  # type: ignore[misc]
+    return _RankAnswer(answers, data.facts, data.trace_facts, tuple(data.warnings))
+
+
+def measure(run: Run, wanted: Iterable[Measure], jobs: int | None = None, progress: Progress | None = None) -> Measured:
+    """Compute the wanted measures, and what they need, of every rank of a run.
+
+    `jobs` bounds the processes; by default as many as cores and memory allow.
+    """
+    todo = tuple(m for m in _closure(wanted) if not m.across)
+    workers = min(jobs or _cores(), len(run.ranks), _fitting(run))
+    answers: dict[int, _RankAnswer] = {}
+    backend = processes if workers > 1 else serial
+    for index, answer in backend(run.ranks, todo, workers):
+        answers[index] = answer
+        if progress:
+            progress(len(answers), len(run.ranks))
+    return Measured(run, answers)
+
+
+def serial(ranks: Sequence[Rank], todo: Sequence[Measure], workers: int = 1) -> Iterator[tuple[int, _RankAnswer]]:  # noqa: ARG001 - a backend's signature
+    """Measure the ranks one after the other in this process."""
+    for rank in ranks:
+        yield rank.index, measure_rank(rank, todo)
+
+
+def processes(ranks: Sequence[Rank], todo: Sequence[Measure], workers: int) -> Iterator[tuple[int, _RankAnswer]]:
+    """Measure the ranks in a pool of processes; a rank whose process died says so and costs no other."""
+    # Forking is ten times cheaper than a fresh interpreter, and safe while this process has no thread of its own.
+    alone = threading.active_count() == 1 and "fork" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("fork" if alone else "spawn")
+    pending = {r.index: r for r in ranks}
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        # The largest first, so that no big one is left for the end.
+        order = sorted(ranks, key=lambda r: -_bytes(r))
+        futures = {pool.submit(measure_rank, r, todo): r.index for r in order}
+        try:
+            for future in as_completed(futures):
+                index = futures[future]
+                answer = future.result()
+                del pending[index]
+                yield index, answer
+        except BrokenProcessPool:
+            pass
+    # A pool that lost a process (most likely to a lack of memory) is gone as a whole: the rest goes one at a time,
+    # each in a process of its own, so that only the culprit is lost.
+    for rank in pending.values():
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            try:
+                yield rank.index, pool.submit(measure_rank, rank, todo).result()
+            except BrokenProcessPool:
+                why = f"reading {rank.trace} killed its process (out of memory?)"
+                lost: dict[str, Answer] = {m.name: Failure(why) for m in todo}
+                yield rank.index, _RankAnswer(lost, rank.facts, {}, (why,))
+
+
+def _closure(wanted: Iterable[Measure]) -> tuple[Measure, ...]:
+    seen: dict[str, Measure] = {}
+
+    def add(m: Measure) -> None:
+        for n in m.needs:
+            add(n)
+        seen.setdefault(m.name, m)
+
+    for m in wanted:
+        add(m)
+    return tuple(seen.values())
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _bytes(rank: Rank) -> int:
+    """Estimate the memory of a rank's tables."""
+    size = 0
+    for path in (rank.trace, rank.steps):
+        if path is not None and path.exists():
+            size += path.stat().st_size * (BYTES_PER_GZIP_BYTE if path.suffix == ".gz" else 1)
+    return size
+
+
+def _fitting(run: Run) -> int:
+    """Tell how many of the largest ranks fit into the free memory at once; at least one."""
+    try:
+        with open("/proc/meminfo") as f:  # noqa: PTH123 - a line of the kernel's
+            free = next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return _cores()
+    largest = max((_bytes(r) for r in run.ranks), default=0)
+    return max(1, int(free * 0.8) // (largest + PROCESS_BYTES))

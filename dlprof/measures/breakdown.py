@@ -1,0 +1,170 @@
+"""Where the mean steady step goes: exclusive parts that add up to it, per rank.
+
+Two views are crossed. What the device does claims time first: computation, then communication, then copies that nothing
+hides. The time in which the device has nothing is split by what the training thread does: it waits for its loader, it
+works in the optimizer, it launches or runs Python. On a run without a device the training thread's own operators are the
+computation, and collectives with no operator beside them are the communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+
+from dlprof import intervals as iv
+from dlprof.engine import RankData, per_rank
+from dlprof.errors import NotMeasured
+from dlprof.measures import device, host
+from dlprof.measures.steps import PHASES, Timing, timing
+from dlprof.result import CATEGORIES
+
+# What a device does takes the same time whether or not a profiler slows its host.
+_ON_DEVICE = ("computation", "communication", "copy")
+
+
+def partition(rank: RankData) -> dict[str, iv.Intervals]:
+    """Give the parts of the steady traced steps: category → time; disjoint, and together exactly those steps."""
+    return rank.once(_partition)
+
+
+def _partition(rank: RankData) -> dict[str, iv.Intervals]:
+    left = iv.merge(timing(rank).windows)
+    parts: dict[str, iv.Intervals] = {}
+    for category, claim in _claims(rank):
+        got = iv.intersect(left, claim)
+        parts[category] = iv.merge(parts[category], got) if category in parts else got
+        left = iv.subtract(left, got)
+    parts["other"] = iv.merge(parts.get("other", iv.EMPTY), left)
+    return parts
+
+
+def _claims(rank: RankData) -> list[tuple[str, iv.Intervals]]:
+    """List who claims time, first come first served; what nobody claims is "other"."""
+    thread = host.on_training_thread(rank)
+    everything = np.array([[np.iinfo(np.int64).min, np.iinfo(np.int64).max]], dtype=np.int64)
+    fetch = host.cover(thread, host.is_kind(thread, "fetch"))
+    optimizer = host.cover(thread, host.is_named(thread, "Optimizer.step#", "dlprof::optimizer"))
+    if device.has_device(rank):
+        sets = device.device_sets(rank)
+        late = device.late_host(rank)
+        return [
+            ("computation", sets.computation),
+            ("communication", sets.communication),
+            ("copy", sets.copy),
+            ("input_wait", fetch),
+            ("optimizer_host", iv.intersect(late, optimizer)),
+            ("host", late),
+        ]
+    return [
+        # The loader's own operators (decoding, collating) are no computation of the model's.
+        ("input_wait", fetch),
+        ("computation", cpu_computation(rank)),
+        ("communication", communication(rank)),
+        ("optimizer_host", optimizer),
+        ("host", everything),
+    ]
+
+
+def cpu_computation(rank: RankData) -> iv.Intervals:
+    """Give the time in which the training thread runs an operator, or code that torch.compile made."""
+    return rank.once(_cpu_computation)
+
+
+def _cpu_computation(rank: RankData) -> iv.Intervals:
+    thread = host.on_training_thread(rank)
+    works = host.is_kind(thread, "op") | (host.is_kind(thread, "annotation") & host.is_named(thread, *host.COMPILED))
+    fetch = host.cover(thread, host.is_kind(thread, "fetch"))
+    # A call that blocks in a collective is an operator to the profiler, and may lie inside one.
+    blocked = host.cover(thread, host.is_kind(thread, "communication") & host.is_named(thread, "c10d", "_c10d"))
+    return iv.subtract(iv.subtract(host.cover(thread, works), fetch), blocked)
+
+
+def communication(rank: RankData) -> iv.Intervals:
+    """Give the time in which a collective is in flight: on the device where there is one, else on the host."""
+    if device.has_device(rank):
+        return device.device_sets(rank).communication
+    spans = rank.table("spans")
+    return host.cover(spans, host.is_kind(spans, "communication"))
+
+
+def exposed_communication(rank: RankData) -> iv.Intervals:
+    """Give the time of the steady traced steps in which a collective is in flight and nothing is computed."""
+    return partition(rank).get("communication", iv.EMPTY)
+
+
+@per_rank
+def breakdown(rank: RankData) -> pd.DataFrame:
+    """Give the exclusive parts of the mean steady step: category, ns. They add up to the step of `step_means`.
+
+    The trace tells the parts of its own few steps, which the profiler slowed. Where the light layer timed the steady
+    steps without it, the parts are brought to those: device work keeps its time, and the rest of the step is divided as
+    in the trace, each phase of the training thread (fetch, forward, backward, optimizer, rest) scaled to its length in
+    the steps that were not traced.
+    """
+    t = timing(rank)
+    parts = _traced(rank, t) if len(t.windows) else _light_only(rank, t)
+    parts = {c: parts[c] for c in CATEGORIES if parts.get(c, 0.0) > 0.0}
+    return pd.DataFrame(
+        {"category": pd.Series(list(parts), dtype="str"), "ns": pd.Series(list(parts.values()), dtype=float)}
+    )
+
+
+def _traced(rank: RankData, t: Timing) -> dict[str, float]:
+    parts = partition(rank)
+    n = len(t.windows)
+    means = {c: iv.total(p) / n for c, p in parts.items()}
+    if t.source == "trace":
+        return means
+    works = _ON_DEVICE if device.has_device(rank) else ()
+    busy = {c: ns for c, ns in means.items() if c in works}
+    rest = _scaled(rank, t, {c: p for c, p in parts.items() if c not in works})
+    if sum(busy.values()) > t.step_ns or not sum(rest.values()):
+        return _to(t.step_ns, {**busy, **dict.fromkeys(rest, 0.0)}) if busy else _to(t.step_ns, means)
+    return {**busy, **_to(t.step_ns - sum(busy.values()), rest)}
+
+
+def _scaled(rank: RankData, t: Timing, parts: Mapping[str, iv.Intervals]) -> dict[str, float]:
+    """Give the parts' mean ns a step, each phase of the training thread stretched to its untraced length."""
+    n = len(t.windows)
+    phases = _phases(rank)
+    traced = {p: iv.total(s) / n for p, s in phases.items()}
+    untraced = {p: t.phases.get(p, 0.0) for p in PHASES}
+    untraced["rest"] = max(t.step_ns - sum(untraced.values()), 0.0)
+    scaled = dict.fromkeys(parts, 0.0)
+    for phase, during in phases.items():
+        if traced[phase] <= 0:
+            continue
+        stretch = untraced[phase] / traced[phase]
+        for category, part in parts.items():
+            scaled[category] += stretch * iv.total(iv.intersect(part, during)) / n
+    return scaled
+
+
+def _phases(rank: RankData) -> dict[str, iv.Intervals]:
+    """Give the training thread's phases within the steady traced steps; disjoint, "rest" is what remains."""
+    thread = host.on_training_thread(rank)
+    left = iv.merge(timing(rank).windows)
+    phases = {}
+    for phase in PHASES:
+        during = host.cover(thread, host.is_named(thread, f"dlprof::{phase}"))
+        phases[phase] = iv.intersect(left, during)
+        left = iv.subtract(left, during)
+    phases["rest"] = left
+    return phases
+
+
+def _to(total: float, parts: Mapping[str, float]) -> dict[str, float]:
+    """Scale parts so that they add up to a total."""
+    have = sum(parts.values())
+    return {c: ns * total / have for c, ns in parts.items()} if have else {"other": total}
+
+
+def _light_only(rank: RankData, t: Timing) -> dict[str, float]:
+    """Without a trace only the wait for data is known, and that only where no device could be busy meanwhile."""
+    if t.source != "steps":
+        raise NotMeasured("no steps were traced")
+    on_cpu = (rank.facts.get("device") or {}).get("type") == "cpu"
+    wait = min(t.phases.get("fetch", 0.0), t.step_ns) if on_cpu else 0.0
+    return {"input_wait": wait, "other": t.step_ns - wait}

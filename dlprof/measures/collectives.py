@@ -1,0 +1,187 @@
+"""Collectives: those of each rank, and matched over all ranks, who waited in them for whom.
+
+Collectives match by process group and order. On clocks brought together, the last to arrive is the one that the others
+waited for: wait = latest start − own start. What is left of a rank's communication is transfer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlprof import intervals as iv
+from dlprof.engine import Measured, RankData, across_ranks, per_rank
+from dlprof.errors import NotMeasured
+from dlprof.measures import breakdown, device, host
+from dlprof.measures.steps import timing
+
+# Of a pair and not of the group: they match by partner, which order alone does not tell.
+_POINT_TO_POINT = ("send", "recv", "")
+
+# Their end is one instant for every member: nobody has the result before the last has given its part.
+_SYNCHRONOUS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "barrier")
+
+# Matched collectives must overlap in time on all their ranks; where more than this share does not, it was no match.
+MISMATCHED = 0.1
+
+
+@per_rank
+def collectives(rank: RankData) -> pd.DataFrame:
+    """Give the collectives of the steady traced steps, in order: step, group, members, collective, bytes, start_ns, end_ns.
+
+    `members` are the ranks of the process group as text, "" where the trace does not tell. From the device's kernels
+    where there is a device, else from the host's (gloo: from issue to completion). Empty where the rank has none.
+    """
+    spans = rank.table("spans")
+    t = timing(rank)
+    named = ~np.isin(spans["collective"].astype("str").to_numpy(), _POINT_TO_POINT)
+    of = host.is_kind(spans, "communication") & named
+    if device.has_device(rank):
+        of &= host.is_on_device(rank)
+    else:
+        of &= ~host.is_on_device(rank) & ~host.is_named(spans, "c10d", "_c10d")
+    chosen = spans[of].sort_values("start_ns", kind="stable")
+    start = chosen["start_ns"].to_numpy()
+    window = np.searchsorted(t.windows[:, 0], start, side="right") - 1
+    inside = (window >= 0) & (start < t.windows[np.maximum(window, 0), 1]) if len(t.windows) else window >= 0
+    numbers = t.numbers if len(t.numbers) else np.zeros(max(len(t.windows), 1), dtype=np.int64)
+    chosen, start = chosen[inside], start[inside]
+    groups = rank.trace_facts.get("groups") or {}
+    group = chosen["group"].astype("str")
+    return pd.DataFrame(
+        {
+            "step": numbers[window[inside]],
+            "group": group.to_numpy(),
+            "members": group.map(lambda g: _members(groups.get(g))).to_numpy(),
+            "collective": chosen["collective"].astype("str").to_numpy(),
+            "bytes": chosen["bytes"].to_numpy(),
+            "start_ns": start,
+            "end_ns": start + chosen["dur_ns"].to_numpy(),
+        }
+    )
+
+
+def _members(group: Any) -> str:
+    ranks = (group or {}).get("ranks") or ()
+    return ",".join(map(str, ranks))
+
+
+@per_rank
+def exposed(rank: RankData) -> pd.DataFrame:
+    """Give when, in the steady traced steps, this rank communicates and computes nothing: step, start_ns, end_ns."""
+    t = timing(rank)
+    numbers = t.numbers if len(t.numbers) else np.zeros(len(t.windows), dtype=np.int64)
+    when = breakdown.exposed_communication(rank)
+    rows = [(n, iv.clip(when, int(s), int(e))) for n, (s, e) in zip(numbers, t.windows, strict=True)]
+    return pd.DataFrame(
+        {
+            "step": np.concatenate([np.full(len(w), n) for n, w in rows]) if rows else np.empty(0, dtype=np.int64),
+            "start_ns": np.concatenate([w[:, 0] for _, w in rows]) if rows else np.empty(0, dtype=np.int64),
+            "end_ns": np.concatenate([w[:, 1] for _, w in rows]) if rows else np.empty(0, dtype=np.int64),
+        }
+    )
+
+
+@per_rank
+def traced_steps(rank: RankData) -> pd.DataFrame:
+    """Give the steady traced steps: step, dur_ns."""
+    t = timing(rank)
+    numbers = t.numbers if len(t.numbers) else np.zeros(len(t.windows), dtype=np.int64)
+    return pd.DataFrame({"step": numbers, "dur_ns": t.windows[:, 1] - t.windows[:, 0]})
+
+
+@across_ranks(collectives)
+def matched(run: Measured) -> pd.DataFrame:
+    """Match the collectives of all ranks: the rows of `collectives` with rank, instance, wait_ns, last (this one was it).
+
+    wait_ns = latest start − own start on clocks brought together; never longer than the collective. Raises NotMeasured
+    where there is none, a rank is missing, or they do not match.
+    """
+    if len(run.ranks) < 2:
+        alone = run.world_size < 2
+        raise NotMeasured("one rank: nobody to wait for" if alone else _lacking(run))
+    frame = run.frame(collectives)
+    if not len(frame):
+        raise NotMeasured("no collectives in the traced steps")
+    lacking = run.lacking(collectives)
+    if lacking:
+        rank, why = next(iter(lacking.items()))
+        raise NotMeasured(f"waiting shows only with every rank's trace; of rank {rank}: {why}")
+    key = ["step", "group", "members", "collective"]
+    frame = frame.assign(order=frame.groupby(["rank", *key]).cumcount())
+    instance = frame.groupby([*key, "order"]).ngroup()
+    present = instance.map(instance.value_counts())
+    said = frame["members"].str.count(",") + 1
+    full = present == np.where(frame["members"] == "", run.world_size, said)
+    frame = frame.assign(instance=instance)[full]
+    if not len(frame):
+        raise NotMeasured(_lacking(run) if run.missing_ranks else "the ranks' collectives do not match in number")
+    offset = _clock_offsets(run, frame)
+    start = frame["start_ns"].to_numpy() - frame["rank"].map(offset).to_numpy()
+    end = frame["end_ns"].to_numpy() - frame["rank"].map(offset).to_numpy()
+    by = frame["instance"].to_numpy()
+    latest = pd.Series(start).groupby(by).transform("max").to_numpy()
+    earliest_end = pd.Series(end).groupby(by).transform("min").to_numpy()
+    apart = float(np.mean(latest > earliest_end))
+    if apart > MISMATCHED:
+        raise NotMeasured(f"the ranks' collectives do not match: {apart:.0%} of the pairs do not overlap in time")
+    wait = np.clip(latest - start, 0, end - start).astype(np.int64)
+    return frame.assign(wait_ns=wait, last=latest == start)
+
+
+def _lacking(run: Measured) -> str:
+    missing = run.missing_ranks
+    return f"waiting shows only with every rank's trace; {len(missing)} of {run.world_size} are not here"
+
+
+def _clock_offsets(run: Measured, frame: pd.DataFrame) -> dict[int, float]:
+    """Give what each rank's clock is ahead by, in ns: per host, the median difference of matched ends.
+
+    Ranks whose host is not told have a clock each.
+    """
+    synchronous = frame[frame["collective"].isin(_SYNCHRONOUS)]
+    frame = synchronous if len(synchronous) else frame
+    difference = frame["end_ns"] - frame.groupby("instance")["end_ns"].transform("median")
+    hosts = {r: (run.facts[r].get("host") or run.trace_facts[r].get("host") or f"rank {r}") for r in run.ranks}
+    if len(set(hosts.values())) == 1:
+        return dict.fromkeys(run.ranks, 0.0)
+    ahead = difference.groupby(frame["rank"].map(hosts)).median()
+    return {r: float(ahead.get(hosts[r], 0.0)) for r in run.ranks}
+
+
+@across_ranks(collectives, exposed, traced_steps)
+def waits(run: Measured) -> pd.DataFrame:
+    """Tell how long each rank waited for others in each traced step, computing nothing meanwhile.
+
+    Columns: rank, step, dur_ns, wait_ns (exposed), exposed_ns (all exposed communication), last, matched (how many of
+    the step's matched collectives it came to last, and how many there were). Raises NotMeasured as `matched` does.
+    """
+    pairs = run.frame(matched)
+    when = {k: g for k, g in run.frame(exposed).groupby(["rank", "step"])}
+    steps = run.frame(traced_steps)
+    by_step = {k: g for k, g in pairs.groupby(["rank", "step"])}
+    rows = []
+    for rank, step, dur in zip(steps["rank"], steps["step"], steps["dur_ns"], strict=True):
+        bare = _set(when.get((rank, step)), "end_ns")
+        mine = by_step.get((rank, step))
+        waiting = _set(mine.assign(until=mine["start_ns"] + mine["wait_ns"]), "until") if mine is not None else iv.EMPTY
+        rows.append(
+            {
+                "rank": rank,
+                "step": step,
+                "dur_ns": dur,
+                "wait_ns": iv.total(iv.intersect(waiting, bare)),
+                "exposed_ns": iv.total(bare),
+                "last": 0 if mine is None else int(mine["last"].sum()),
+                "matched": 0 if mine is None else len(mine),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _set(frame: pd.DataFrame | None, end: str) -> iv.Intervals:
+    if frame is None or not len(frame):
+        return iv.EMPTY
+    return iv.union(frame["start_ns"].to_numpy(), frame[end].to_numpy())

@@ -1,0 +1,84 @@
+"""The training thread: which host lane it is, and what runs on it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof import intervals as iv
+from dlprof.engine import RankData
+
+# The script's own loop marks itself in these ways, most telling first.
+_MARKS = ("ProfilerStep#", "dlprof::", "enumerate(DataLoader)", "Optimizer.step#")
+
+# Code that torch.compile generated runs under these ranges and not under operators.
+COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph", "CompiledFunction")
+
+
+def is_on_device(rank: RankData) -> NDArray[np.bool_]:
+    """Tell for each span whether it lies on a device lane."""
+    return rank.once(_is_on_device)
+
+
+def _is_on_device(rank: RankData) -> NDArray[np.bool_]:
+    lane = rank.table("spans")["lane"].cat
+    return np.asarray([str(c).startswith("device") for c in lane.categories] or [False], dtype=bool)[lane.codes]
+
+
+def is_named(frame: pd.DataFrame, *prefixes: str) -> NDArray[np.bool_]:
+    """Tell for each span whether its name begins with one of the prefixes."""
+    name = frame["name"].cat
+    return np.asarray([str(c).startswith(prefixes) for c in name.categories] or [False], dtype=bool)[name.codes]
+
+
+def is_kind(frame: pd.DataFrame, *kinds: str) -> NDArray[np.bool_]:
+    """Tell for each span whether it is of one of the kinds."""
+    kind = frame["kind"].cat
+    return np.asarray([c in kinds for c in kind.categories] or [False], dtype=bool)[kind.codes]
+
+
+def training_lane(rank: RankData) -> str:
+    """Name the lane of the thread that runs the training loop; "" where no host lane is there."""
+    return rank.once(_training_lane)
+
+
+def _training_lane(rank: RankData) -> str:
+    spans = rank.table("spans")
+    host = ~is_on_device(rank)
+    for mark in _MARKS:
+        marked = spans.loc[host & is_named(spans, mark), "lane"]
+        if len(marked):
+            return str(marked.value_counts().index[0])
+    ops = spans.loc[host & is_kind(spans, "op", "annotation")]
+    if not len(ops):
+        return ""
+    return str(ops.groupby("lane", observed=True)["dur_ns"].sum().idxmax())
+
+
+def on_training_thread(rank: RankData) -> pd.DataFrame:
+    """Give the spans of the training thread."""
+    return rank.once(_on_training_thread)
+
+
+def _on_training_thread(rank: RankData) -> pd.DataFrame:
+    spans = rank.table("spans")
+    return spans[(spans["lane"] == training_lane(rank)).to_numpy()]
+
+
+def cover(spans: pd.DataFrame, chosen: NDArray[np.bool_] | None = None) -> iv.Intervals:
+    """Give the time that spans cover."""
+    if chosen is not None:
+        spans = spans[chosen]
+    start = spans["start_ns"].to_numpy()
+    return iv.union(start, start + spans["dur_ns"].to_numpy())
+
+
+def outermost(spans: pd.DataFrame) -> pd.DataFrame:
+    """Give the spans of one lane that lie in no other, in order of time."""
+    if not len(spans):
+        return spans
+    ordered = spans.sort_values(["start_ns", "dur_ns"], ascending=[True, False], kind="stable")
+    start = ordered["start_ns"].to_numpy()
+    reach = np.maximum.accumulate(start + ordered["dur_ns"].to_numpy())
+    return ordered[np.concatenate(([True], start[1:] >= reach[:-1]))]

@@ -1,0 +1,64 @@
+"""What the host was doing while nothing was computed and the host was why."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from dlprof import intervals as iv
+from dlprof.engine import RankData, per_rank
+from dlprof.measures import breakdown, device, host
+from dlprof.measures.steps import timing
+
+MOST_ROWS = 12
+PYTHON = "Python, between operators"
+
+
+@per_rank
+def host_work(rank: RankData) -> pd.DataFrame:
+    """Split the host's part of the steady traced steps by what ran on the training thread: name, phase, ns a step.
+
+    `name` is the outermost operator or runtime call, or that no operator ran (Python); `phase` the range around it
+    (forward, backward, optimizer, a range of the user's), "" for none. Longest first.
+    """
+    thread = host.on_training_thread(rank)
+    n = max(len(timing(rank).windows), 1)
+    parts = breakdown.partition(rank)
+    idle = iv.merge(parts.get("host", iv.EMPTY), parts.get("optimizer_host", iv.EMPTY))
+    calls = host.outermost(thread[host.is_kind(thread, "op", "runtime", "communication")])
+    rows = []
+    for phase, when in _phases(thread, idle).items():
+        left = when
+        for name, group in calls.groupby("name", observed=True):
+            took = iv.intersect(when, host.cover(group))
+            if len(took):
+                rows.append((str(name), phase, iv.total(took) / n))
+                left = iv.subtract(left, took)
+        rows.append((PYTHON, phase, iv.total(left) / n))
+    frame = pd.DataFrame(rows, columns=["name", "phase", "ns"])
+    return frame[frame["ns"] > 0].nlargest(MOST_ROWS, "ns").reset_index(drop=True)
+
+
+def _phases(thread: pd.DataFrame, idle: iv.Intervals) -> dict[str, iv.Intervals]:
+    """Divide the idle time by the range that the training thread was in."""
+    ranges = {
+        "forward": ("dlprof::forward", "DistributedDataParallel.forward"),
+        "backward": ("dlprof::backward",),
+        "optimizer": ("dlprof::optimizer", "Optimizer.step#", "Optimizer.zero_grad#"),
+    }
+    out, left = {}, idle
+    for phase, names in ranges.items():
+        out[phase] = iv.intersect(left, host.cover(thread, host.is_named(thread, *names)))
+        left = iv.subtract(left, out[phase])
+    return {**out, "": left}
+
+
+@per_rank
+def launches(rank: RankData) -> pd.DataFrame:
+    """Count the device's kernels in a steady traced step (one row): kernels, mean kernel_ns."""
+    work = device.device_work(rank)
+    work = work[host.is_kind(work, "kernel")]
+    within = iv.merge(timing(rank).windows)
+    start = work["start_ns"].to_numpy()
+    inside = sum(int((start >= s).sum() - (start >= e).sum()) for s, e in within)
+    n = max(len(timing(rank).windows), 1)
+    return pd.DataFrame({"kernels": [inside / n], "kernel_ns": [float(work["dur_ns"].mean()) if len(work) else 0.0]})

@@ -1,0 +1,74 @@
+"""What a step would be without something: the ranks' own time replayed.
+
+A step ends for all ranks when the slowest has done its own work; the others wait for it in collectives. So the own time
+of a rank is its step less its waiting for others, and taking work from one rank shortens the step only as far as no
+other rank then is the slowest: saving = max(own) − max(own − removed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+
+from dlprof.engine import Measured, across_ranks
+from dlprof.errors import NotMeasured
+from dlprof.measures.breakdown import breakdown
+from dlprof.measures.collectives import collectives, exposed, traced_steps, waits
+from dlprof.measures.steps import step_means, step_series
+
+
+@across_ranks(step_means, breakdown, collectives, exposed, traced_steps)
+def own_time(run: Measured) -> pd.DataFrame:
+    """Split each rank's mean steady step into its own time and its waiting for others: rank, step_ns, wait_ns, own_ns, known.
+
+    Where waiting cannot be told (`known` is False) all of the step counts as own. The waiting of the traced steps is
+    brought to the mean steady step in the proportion of the two's exposed communication.
+    """
+    means = run.frame(step_means)[["rank", "step_ns"]].set_index("rank")["step_ns"]
+    try:
+        waited = run.frame(waits).groupby("rank")[["wait_ns", "exposed_ns"]].sum()
+        fraction = (waited["wait_ns"] / waited["exposed_ns"].replace(0, np.nan)).fillna(0.0)
+        parts = run.frame(breakdown)
+        communication = parts[parts["category"] == "communication"].set_index("rank")["ns"]
+        wait = (fraction.reindex(means.index).fillna(0.0) * communication.reindex(means.index).fillna(0.0)).to_numpy()
+        known = True
+    except NotMeasured:
+        wait, known = np.zeros(len(means)), False
+    return pd.DataFrame(
+        {
+            "rank": means.index,
+            "step_ns": means.to_numpy(),
+            "wait_ns": wait,
+            "own_ns": means.to_numpy() - wait,
+            "known": known,
+        }
+    )
+
+
+def saving(run: Measured, removed: Mapping[int, float]) -> float:
+    """Give how much shorter the mean steady step were, in ns, if each rank's own time were shorter by what is removed."""
+    own = run.frame(own_time).set_index("rank")["own_ns"]
+    without = own - pd.Series(removed, dtype=float).reindex(own.index).fillna(0.0).clip(lower=0)
+    return max(0.0, float(own.max() - without.clip(lower=0).max()))
+
+
+def saving_input(run: Measured, removed: Mapping[int, float]) -> float:
+    """Give the same for the wait for data, step by step: ranks that starve in turn cost more than their means tell.
+
+    In every recorded steady step the rank that has the longest own time, its wait of that step included, sets the pace.
+    `removed` is each rank's mean wait, ns; the series tells only how it spreads over the steps.
+    """
+    series = run.frame(step_series)
+    series = series[series["steady"].astype(bool)]
+    fetch = series.pivot_table(index="step", columns="rank", values="fetch_ns", aggfunc="first").dropna()
+    own = run.frame(own_time).set_index("rank")["own_ns"]
+    if len(fetch) < 2 or set(fetch.columns) != set(own.index):
+        return saving(run, removed)
+    mean = fetch.mean()
+    wait = fetch * (
+        pd.Series(removed, dtype=float).reindex(fetch.columns).fillna(0.0) / mean.replace(0, np.nan)
+    ).fillna(0)
+    rest = own.reindex(fetch.columns) - wait.mean()
+    return max(0.0, float((wait + rest).max(axis=1).mean() - rest.max()))

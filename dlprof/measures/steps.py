@@ -1,0 +1,209 @@
+"""The steps of a rank: which are steady, how long the mean one takes, and which of them the trace saw.
+
+Steadiness is decided here and nowhere else. A steady step trains (it has a backward pass or an optimizer step), holds
+neither the first batch of an epoch nor an epoch's end, was not slowed by the profiler, and comes after the warm-up.
+The mean, not the median, stands for them: a stall every k steps is part of what training costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof import intervals as iv
+from dlprof.engine import Measured, RankData, per_rank
+from dlprof.errors import NotMeasured
+from dlprof.measures import host
+
+# Allocator, autotuner and lazy initialisation are busy in the first steps: at least these are left out, and then all
+# up to the first one that is no longer than 1.25 × the median. Never more than a third of the run.
+WARMUP_STEPS = 3
+SETTLED = 1.25
+
+# Fewer steady steps than this say less than the traced ones do.
+ENOUGH = 5
+
+# What travels of the series: enough for any screen and for a replay, a few kilobytes.
+MOST_ROWS = 2_000
+
+PHASES = ("fetch", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long the mean steady step of one rank is, and where in the trace its steps are.
+
+    `windows` are the steady traced steps, (n, 2) in ns; `numbers` their step numbers. `phases` are the light layer's
+    mean parts of a steady step, empty where it was not recorded.
+    """
+
+    steps: int
+    source: str
+    unit: str
+    step_ns: float
+    noise_ns: float  # standard error of step_ns
+    overhead: float | None
+    windows: iv.Intervals
+    numbers: NDArray[np.int64]
+    phases: Mapping[str, float]
+
+
+def timing(rank: RankData) -> Timing:
+    """Give the timing of a rank; raises NotMeasured where neither the light layer nor a trace was recorded."""
+    return rank.once(_timing)
+
+
+def _timing(rank: RankData) -> Timing:
+    windows, numbers, unit = _windows(rank)
+    frame = rank.once(light_steps) if rank.has("steps") else None
+    steady = frame[frame["steady"]] if frame is not None else None
+    traced = (windows[:, 1] - windows[:, 0]).astype(float)
+    if steady is not None and len(steady) and (len(steady) >= ENOUGH or not len(traced)):
+        durations = steady["dur_ns"].to_numpy(dtype=float)
+        means = {p: float(np.maximum(steady[f"{p}_ns"].to_numpy(), 0).mean()) for p in PHASES}
+        slower = float(traced.mean() / durations.mean()) if len(traced) and unit == "step" else None
+        return Timing(
+            steps=len(durations),
+            source="steps",
+            unit="step",
+            step_ns=float(durations.mean()),
+            noise_ns=_standard_error(durations),
+            overhead=slower,
+            windows=windows,
+            numbers=numbers,
+            phases=means,
+        )
+    if len(traced):
+        return Timing(
+            steps=len(traced),
+            source="trace",
+            unit=unit,
+            step_ns=float(traced.mean()),
+            noise_ns=_standard_error(traced),
+            overhead=None,
+            windows=windows,
+            numbers=numbers,
+            phases={},
+        )
+    raise NotMeasured("no complete training step was recorded")
+
+
+def light_steps(rank: RankData) -> pd.DataFrame:
+    """Give the light layer's steps with a column `steady`."""
+    frame = rank.table("steps")
+    dur = frame["dur_ns"].to_numpy()
+    trains = (frame["kind"] == "train").to_numpy()
+    candidate = trains & (frame["first"].to_numpy() == 0) & (frame["profiled"].to_numpy() == 0) & (dur > 0)
+    return frame.assign(steady=candidate & (np.arange(len(frame)) >= _settled(dur, candidate)))
+
+
+def _settled(dur: NDArray[np.int64], candidate: NDArray[np.bool_]) -> int:
+    """Give the row at which the warm-up is over."""
+    rows = np.flatnonzero(candidate)
+    if not len(rows):
+        return 0
+    most = max(1, len(rows) // 3)
+    limit = SETTLED * float(np.median(dur[rows]))
+    calm = np.flatnonzero(dur[rows][WARMUP_STEPS:] <= limit)
+    over = WARMUP_STEPS + int(calm[0]) if len(calm) else WARMUP_STEPS
+    return int(rows[min(over, most, len(rows) - 1)])
+
+
+def _windows(rank: RankData) -> tuple[iv.Intervals, NDArray[np.int64], str]:
+    """Find the traced steps: as the trace marks them, else from one loader call to the next, else the whole trace."""
+    none = np.empty(0, dtype=np.int64)
+    if not rank.has("spans"):
+        return iv.EMPTY, none, "step"
+    if rank.has("traced_steps"):
+        marks = rank.table("traced_steps")
+        numbers = marks["step"].to_numpy()
+        start = marks["start_ns"].to_numpy()
+        # Steps follow each other; where two overlap (marked in a hook), the later one's start ends the earlier.
+        end = np.minimum(start + marks["dur_ns"].to_numpy(), np.append(start[1:], np.iinfo(np.int64).max))
+        keep = (end > start) & ~_unsteady(rank, numbers)
+        if keep.any():
+            return np.column_stack((start, end))[keep], numbers[keep], "step"
+    thread = host.on_training_thread(rank)
+    calls = host.outermost(thread[host.is_named(thread, "enumerate(DataLoader)")])["start_ns"].to_numpy()
+    if len(calls) >= 3:
+        return np.column_stack((calls[:-1], calls[1:])), np.arange(len(calls) - 1), "step"
+    spans = rank.table("spans")
+    start, stop = spans["start_ns"], spans["start_ns"] + spans["dur_ns"]
+    return np.array([[start.min(), stop.max()]], dtype=np.int64), none, "trace"
+
+
+def _unsteady(rank: RankData, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Tell which traced steps the light layer knows to be an epoch's first or last, or no training at all."""
+    if not rank.has("steps"):
+        return np.zeros(len(numbers), dtype=bool)
+    frame = rank.table("steps")
+    odd = frame["step"].to_numpy()[(frame["first"].to_numpy() != 0) | (frame["kind"] != "train").to_numpy()]
+    found = np.isin(numbers, odd)
+    return found if not found.all() else np.zeros(len(numbers), dtype=bool)
+
+
+def _standard_error(durations: NDArray[np.float64]) -> float:
+    return float(durations.std(ddof=1) / np.sqrt(len(durations))) if len(durations) > 1 else 0.0
+
+
+@per_rank
+def step_means(rank: RankData) -> pd.DataFrame:
+    """Give one row: how many steady steps, their mean and its standard error in ns, source, unit, overhead, phases."""
+    t = timing(rank)
+    return pd.DataFrame(
+        {
+            "steps": [t.steps],
+            "source": [t.source],
+            "unit": [t.unit],
+            "step_ns": [t.step_ns],
+            "noise_ns": [t.noise_ns],
+            "overhead": [np.nan if t.overhead is None else t.overhead],
+            "traced_steps": [len(t.numbers)],
+            **{f"{p}_ns": [t.phases.get(p, np.nan)] for p in PHASES},
+        }
+    )
+
+
+@per_rank
+def step_series(rank: RankData) -> pd.DataFrame:
+    """Give the run's steps in order (step, kind, start_ns, dur_ns, phases, steady, profiled, first), thinned alike on all ranks.
+
+    From the light layer; where there is none, from the trace, with the wait in the loader as fetch_ns.
+    """
+    if rank.has("steps"):
+        frame = rank.once(light_steps)
+        columns = ["step", "kind", "start_ns", "dur_ns", *(f"{p}_ns" for p in PHASES), "steady", "profiled", "first"]
+        stride = -(-len(frame) // MOST_ROWS)
+        return frame.loc[frame["step"].to_numpy() % stride == 0, columns].astype({"kind": "str"})
+    t = timing(rank)
+    if t.unit != "step":
+        raise NotMeasured("nothing marks the steps")
+    thread = host.on_training_thread(rank)
+    fetch = host.cover(thread, host.is_kind(thread, "fetch"))
+    return pd.DataFrame(
+        {
+            "step": t.numbers,
+            "kind": "train",
+            "start_ns": t.windows[:, 0],
+            "dur_ns": t.windows[:, 1] - t.windows[:, 0],
+            "fetch_ns": [iv.total(iv.clip(fetch, int(s), int(e))) for s, e in t.windows],
+            **dict.fromkeys(("forward_ns", "backward_ns", "optimizer_ns"), -1),
+            "steady": True,
+            "profiled": 1,
+            "first": 0,
+        }
+    )
+
+
+def mean_step_ns(run: Measured) -> float:
+    """Give the mean steady step of the run: the mean over its ranks, in ns."""
+    return float(run.frame(step_means)["step_ns"].mean())
+
+
+def noise_ns(run: Measured) -> float:
+    """Give the standard error of the run's mean steady step, in ns: the largest of its ranks'."""
+    return float(run.frame(step_means)["noise_ns"].max())

@@ -1,0 +1,207 @@
+"""The run as a whole: what it is, its facts, and the pictures that belong to no rule."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dlprof.engine import Measure, Measured
+from dlprof.errors import NotMeasured
+from dlprof.measures import settings
+from dlprof.measures.excerpt import excerpt
+from dlprof.measures.steps import step_means, step_series
+from dlprof.result import Fact, Panel, RunInfo
+from dlprof.units import duration
+
+NEEDS: tuple[Measure, ...] = (excerpt, step_means, step_series)
+
+# As many ranks as can be told apart in one chart.
+MOST_RANKS = 8
+
+# The same warning of many ranks is one warning.
+MOST_WARNINGS = 40
+
+
+def run_info(run: Measured) -> RunInfo:
+    """Say which run this is, on what, and how it ended."""
+    hosts = run.run.hosts or _several(run, "host")
+    missing = run.missing_ranks
+    warnings = list(run.run.warnings)
+    if missing:
+        few = ", ".join(map(str, missing[:12])) + (" …" if len(missing) > 12 else "")
+        warnings.append(f"{len(missing)} of {run.world_size} ranks are not here: {few}")
+    warnings += _warnings(run)
+    return RunInfo(
+        path=run.run.path.name or str(run.run.path),
+        command=run.run.command,
+        world_size=run.world_size,
+        ranks=run.ranks,
+        missing_ranks=missing[:1024],
+        hosts=tuple(hosts),
+        device=_device(run),
+        torch=_first(_several(run, "versions", "torch")),
+        exit=dict(run.run.exit),
+        warnings=tuple(warnings),
+    )
+
+
+def _warnings(run: Measured) -> list[str]:
+    said: dict[str, list[int]] = {}
+    for rank, texts in run.warnings.items():
+        for text in texts:
+            said.setdefault(text, []).append(rank)
+    lines = []
+    for text, ranks in said.items():
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+        lines.append(text if len(run.ranks) == 1 else f"{who}: {text}")
+    extra = len(lines) - MOST_WARNINGS
+    return lines[:MOST_WARNINGS] + ([f"… and {extra} more warnings"] if extra > 0 else [])
+
+
+def _several(run: Measured, *path: str) -> list[str]:
+    """Give the distinct values of one fact over the ranks, the recorder's first, then the trace's."""
+    values: dict[str, None] = {}
+    for r in run.ranks:
+        for facts in (run.facts[r], run.trace_facts[r]):
+            at: Any = facts
+            for key in path:
+                at = at.get(key) if isinstance(at, Mapping) else None
+            if at not in (None, "", [], {}):
+                values[str(at)] = None
+                break
+    return list(values)
+
+
+def _first(values: list[str]) -> str:
+    return values[0] if values else ""
+
+
+def _device(run: Measured) -> str:
+    names: dict[str, None] = {}
+    for r in run.ranks:
+        recorded = run.facts[r].get("device") or {}
+        listed = run.trace_facts[r].get("devices") or []
+        name = recorded.get("name") or (listed[0].get("name") if listed else "")
+        if recorded.get("type") == "cpu":
+            name = "CPU"
+        if name:
+            names[str(name)] = None
+    return ", ".join(names)
+
+
+def panels(run: Measured) -> tuple[Panel, ...]:
+    """Give the steps over the run and one step's timeline, as far as they were recorded."""
+    made = []
+    for make in (_steps_panel, _timeline_panel):
+        try:
+            made.append(make(run))
+        except NotMeasured:
+            continue
+    return tuple(made)
+
+
+def _steps_panel(run: Measured) -> Panel:
+    series = run.frame(step_series)
+    series = series[series["kind"] == "train"]
+    if series["step"].nunique() < 2:
+        raise NotMeasured("fewer than two steps")
+    table = series.pivot_table(index="step", columns="rank", values="dur_ns", aggfunc="first")
+    if table.shape[1] > MOST_RANKS:
+        table = pd.DataFrame({"mean of ranks": table.mean(axis=1), "slowest rank": table.max(axis=1)})
+    else:
+        table.columns = pd.Index([f"rank {r}" for r in table.columns])
+    rows = tuple(
+        (int(step), *(None if pd.isna(v) else float(v) for v in values))
+        for step, values in zip(table.index, table.to_numpy(), strict=True)
+    )
+    traced = series[series["profiled"].astype(int) > 0]["step"]
+    note = ""
+    if len(traced) and not bool((series["profiled"].astype(int) > 0).all()):
+        note = f"Steps {int(traced.min())} to {int(traced.max())} were slowed by the trace."
+    return Panel("lines", "Steps over the run", rows, ("step", *map(str, table.columns)), unit="ns", note=note)
+
+
+def _timeline_panel(run: Measured) -> Panel:
+    frame = run.frame(excerpt)
+    shown = sorted(frame["rank"].unique())[:MOST_RANKS]
+    frame = frame[frame["rank"].isin(shown)]
+    begins = frame.groupby("rank")["begin_ns"].first()
+    # One clock where the ranks' steps begin within a step of each other; else each rank from its own beginning.
+    together = begins.max() - begins.min() <= (frame["start_ns"] - frame["begin_ns"]).max()
+    zero = frame["rank"].map(begins) if not together else begins.min()
+    frame = frame.assign(at=frame["start_ns"] - zero)
+    rows = tuple(
+        (f"rank {r} · {lane}", int(at), int(dur), str(name), str(category))
+        for r, lane, at, dur, name, category in zip(
+            frame["rank"], frame["lane"], frame["at"], frame["dur_ns"], frame["name"], frame["category"], strict=True
+        )
+    )
+    step = int(frame["step"].iloc[0])
+    more = len(run.ranks) - len(shown)
+    note = f"The first {len(shown)} of {len(run.ranks)} ranks." if more > 0 else ""
+    if not together:
+        note += " Each rank from its own beginning: their clocks differ."
+    return Panel("timeline", f"One traced step (step {step})", rows, unit="ns", note=note.strip())
+
+
+def facts(run: Measured) -> tuple[Fact, ...]:
+    """List what is known of the job, by section; a fact in which ranks differ shows all its values."""
+    out: list[Fact] = []
+
+    def add(section: str, name: str, value: object) -> None:
+        text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        if value not in (None, "", [], ()):
+            out.append(Fact(section, name, text[:2000]))
+
+    add("Job", "command", shlex.join(run.run.command) if run.run.command else "")
+    add("Job", "folder", Path(run.run.path).name)
+    add("Job", "ranks", f"{len(run.ranks)} of {run.world_size}")
+    add("Job", "hosts", list(run.run.hosts) or _several(run, "host"))
+    add("Job", "backend", _several(run, "backend"))
+    code, signal = run.run.exit.get("code"), run.run.exit.get("signal")
+    add("Job", "ended", f"by signal {signal}" if signal else f"with exit code {code}" if code is not None else "")
+    add("Device", "name", _device(run))
+    for key in ("type", "memory_bytes", "capability"):
+        add("Device", key.replace("_", " "), _several(run, "device", key))
+    for key in ("count", "affinity", "torch_threads"):
+        add("Device", f"cpu {key.replace('_', ' ')}", _several(run, "cpu", key))
+    for key in ("torch", "cuda", "cudnn", "nccl", "python", "dlprof"):
+        add("Software", key, _several(run, "versions", key))
+    for section, said in (
+        ("Loader", settings.training_loader(run)),
+        ("Model", settings.model(run)),
+        ("Optimizer", settings.optimizer(run)),
+    ):
+        for key, value in said.items():
+            if isinstance(value, Mapping):
+                value = ", ".join(f"{k}={v}" for k, v in value.items())
+            add(section, str(key).replace("_", " "), value)
+    for key in ("enabled", "dtype"):
+        add("Precision", f"autocast {key}", _several(run, "autocast", key))
+    add("Precision", "gradient scaler", _several(run, "grad_scaler"))
+    for key in ("float32_precision", "allow_tf32", "cudnn_benchmark", "deterministic"):
+        add("Precision", key.replace("_", " "), _several(run, "matmul", key))
+    environment: dict[str, None] = {}
+    for r in run.ranks:
+        environment.update(dict.fromkeys((run.facts[r].get("env") or {})))
+    for name in sorted(environment):
+        add("Environment", name, _several(run, "env", name))
+    _recording_facts(run, add)
+    return tuple(out)
+
+
+def _recording_facts(run: Measured, add: Any) -> None:
+    marks = {"user": "dlprof.step()", "loader": "the loader's next()", "optimizer": "the optimizer's step"}
+    add("Recording", "a step begins at", [marks.get(m, m) for m in _several(run, "step", "mark")])
+    add("Recording", "trace window", _several(run, "window", "state"))
+    try:
+        means = run.frame(step_means)
+    except NotMeasured:
+        return
+    add("Recording", "steady steps a rank", sorted({int(n) for n in means["steps"]}))
+    add("Recording", "traced steps a rank", sorted({int(n) for n in means["traced_steps"]}))
+    add("Recording", "standard error of the mean step", duration(float(means["noise_ns"].max())))

@@ -1,0 +1,102 @@
+"""The device has nothing to do because Python and the launching of work cannot keep up.
+
+A GPU runs what the host has queued. Where a kernel ends before the next was launched, the device idles, and the step is
+as long as the Python that drives it. On a CPU run it is the time in which no operator runs and nothing is waited for: the
+script's own Python. Waiting for the loader is not counted here.
+
+Needs a trace. On a GPU an idle gap counts only where the launch of the next kernel came after the device had run dry;
+gaps before work that was queued in time are dependencies, and small ones the device's own.
+
+Saving: all of this time gone, which a captured graph comes near to.
+
+What to change: find what Python does there (the table) and take it out of the loop, or do it rarely, or in tensors;
+launch less (`fused=True` optimizers, `torch.compile`, larger batches); replay launches (`torch.compile(mode=
+"reduce-overhead")`, CUDA graphs); do not wait for results (`.item()`, prints) in every step.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from dlprof.diagnosis import Clear, Rule
+from dlprof.engine import Measured
+from dlprof.errors import NotMeasured
+from dlprof.measures import settings
+from dlprof.measures.breakdown import breakdown
+from dlprof.measures.host_work import PYTHON, host_work, launches
+from dlprof.measures.replay import own_time, saving
+from dlprof.measures.steps import mean_step_ns
+from dlprof.result import Finding, Panel
+from dlprof.units import duration, percent
+
+# Idle time is worth a look from 10 to 15 % of a step on (Ascend's msprof and TraceLens); from 10 % here.
+NOTABLE_SHARE = 0.10
+
+_HOST = ("host", "optimizer_host")
+
+
+def check(run: Measured) -> Finding | Clear:
+    """Look at the time in which nothing is computed, sent, copied or waited for."""
+    work = run.frame(host_work)
+    parts = run.frame(breakdown)
+    late = parts[parts["category"].isin(_HOST)].groupby("rank")["ns"].sum()
+    if not len(late):
+        return Clear("the host never keeps the step waiting")
+    step = mean_step_ns(run)
+    gain = saving(run, late.to_dict())
+    share = gain / step
+    if share < NOTABLE_SHARE:
+        return Clear(f"{percent(share)} of the step waits for the host")
+    worst = int(late.idxmax())
+    mine = work[work["rank"] == worst]
+    by_phase = mine.groupby("phase")["ns"].sum().sort_values(ascending=False)
+    phase = str(by_phase.index[0]) if len(by_phase) else ""
+    where = f"most of it in {phase}" if phase else "most of it between the phases of the step"
+    python = float(mine[mine["name"] == PYTHON]["ns"].sum()) / max(float(mine["ns"].sum()), 1.0)
+    return Finding(
+        title="The host is too slow for its device" if not settings.on_cpu(run) else "Python holds up the step",
+        summary=f"For {duration(late[worst])} of {duration(step)} rank {worst} computes nothing because its host has"
+        f" launched nothing: {percent(python)} of that is Python between operators, {where}.",
+        verdict=f"{percent(share)} of each step waits for Python and launches.",
+        saving_ns=gain,
+        advice=_advice(run, worst, phase, python),
+        evidence=_evidence(mine, worst),
+        ranks=tuple(sorted(int(r) for r in late[late >= late.max() / 2].index)),
+        sure="Estimated as all of it gone. The parts inside a phase were measured in the traced steps, which the profiler"
+        " slows, and scaled to the steps that it did not.",
+    )
+
+
+def _advice(run: Measured, rank: int, phase: str, python: float) -> tuple[str, ...]:
+    advice = []
+    if not phase and python > 0.5:
+        advice.append("take the Python between the steps out of the loop: metrics in tensors, logging every k steps")
+    on_device = not settings.on_cpu(run)
+    optimizer = settings.optimizer(run)
+    if phase == "optimizer" and not optimizer.get("fused"):
+        advice.append(f"`{optimizer.get('class') or 'the optimizer'}(..., fused=True)` (is {optimizer.get('fused')})")
+    if on_device:
+        try:
+            kernels = run.frame(launches).set_index("rank").loc[rank]
+            many = f": {kernels['kernels']:,.0f} kernels a step of {duration(kernels['kernel_ns'])} each"
+        except (NotMeasured, KeyError):
+            many = ""
+        compiled = settings.model(run).get("compiled")
+        if not compiled:
+            advice.append(f'`torch.compile(model, mode="reduce-overhead")` replays launches as a CUDA graph{many}')
+        advice.append("no `.item()`, `print` or `.cpu()` of device values in every step: each waits for the device")
+    elif phase in ("forward", "backward") and not settings.model(run).get("compiled"):
+        advice.append("`torch.compile(model)`: fewer operators, less Python between them")
+    return tuple(advice) or ("find the Python in the table below, and do it less often or in tensors",)
+
+
+def _evidence(mine: pd.DataFrame, rank: int) -> Panel:
+    phases = mine["phase"].replace("", "between")
+    rows = tuple(
+        (str(n)[:120], str(p), duration(ns)) for n, p, ns in zip(mine["name"], phases, mine["ns"], strict=True)
+    )
+    columns = ("what the training thread did", "phase", "time a traced step")
+    return Panel("table", f"The host's part of a step on rank {rank}", rows, columns)
+
+
+RULE = Rule("host_bound", "Waiting for the host", (breakdown, host_work, launches, own_time), check)

@@ -1,0 +1,113 @@
+"""One rank is late, and all others wait for it.
+
+Synchronous training runs at the pace of its slowest rank. The others show the loss as communication: they sit in a
+collective that cannot begin. The culprit shows least of it, for it arrives last and waits for nobody.
+
+Needs the traces of all ranks: collectives are matched by process group and order, and waiting is the latest start less
+one's own. A rank's own time is its step less that waiting.
+
+Saving: the step as it were if the straggler's own time were that of the next slowest rank.
+
+What to change depends on what the late rank does with its own time, which the table tells: a slower loader, more or
+longer inputs, more layers, a checkpoint that only it writes, a throttled or shared device.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from dlprof.diagnosis import Clear, Rule
+from dlprof.engine import Measured
+from dlprof.measures.breakdown import breakdown
+from dlprof.measures.collectives import waits
+from dlprof.measures.replay import own_time
+from dlprof.measures.steps import mean_step_ns
+from dlprof.result import Finding, Panel
+from dlprof.units import duration, percent
+
+# Notable from 5 % of a step on; other tools grade 5, 10 and 20 %.
+NOTABLE_SHARE = 0.05
+
+# More rows than this nobody reads: the slowest and the fastest are shown.
+MOST_ROWS = 16
+
+
+def check(run: Measured) -> Finding | Clear:
+    """Find the rank with the longest own time, and what its lead over the next costs."""
+    steps = run.frame(waits)
+    steps = steps.assign(own_ns=steps["dur_ns"] - steps["wait_ns"])
+    own = steps.pivot_table(index="step", columns="rank", values="own_ns").dropna()
+    culprit = int(own.mean().idxmax())
+    others = own.drop(columns=culprit)
+    behind = (own[culprit] - others.max(axis=1)).clip(lower=0.0)
+    step = mean_step_ns(run)
+    # Traced steps are slower than others; the share of them is what carries over.
+    share = float(behind.mean()) / float(steps["dur_ns"].mean())
+    if share < NOTABLE_SHARE:
+        return Clear(f"the slowest rank ({culprit}) is behind the next by {percent(share)} of a step")
+    last = steps[steps["rank"] == culprit]
+    table = _table(run, steps)
+    why, cause = _cause(run, culprit)
+    return Finding(
+        title=f"Rank {culprit} makes the others wait",
+        summary=f"It is last in {int(last['last'].sum())} of {int(last['matched'].sum())} collectives and waits"
+        f" {duration(last['wait_ns'].mean())} a step, the others {duration(_others(steps, culprit))}; {why}.",
+        verdict=f"{percent(share)} of each step all ranks wait for rank {culprit}.",
+        saving_ns=share * step,
+        advice=(cause,),
+        evidence=table,
+        ranks=(culprit,),
+        sure="Estimated as the late rank brought to the own time of the next slowest one, in the traced steps.",
+    )
+
+
+def _others(steps: pd.DataFrame, culprit: int) -> float:
+    return float(steps[steps["rank"] != culprit]["wait_ns"].mean())
+
+
+def _cause(run: Measured, culprit: int) -> tuple[str, str]:
+    """Tell in which part of its own time the late rank exceeds the median of the others most, and what to do."""
+    parts = run.frame(breakdown).pivot_table(index="rank", columns="category", values="ns", fill_value=0.0)
+    own = run.frame(own_time).set_index("rank")
+    parts["communication"] = (parts.get("communication", 0.0) - own["wait_ns"]).clip(lower=0.0)
+    more = parts.loc[culprit] - parts.drop(index=culprit).median()
+    part = str(more.idxmax())
+    words = {
+        "computation": (
+            "computes longer",
+            "give it the same work (shards, sequence lengths, layers), then look at its device: clock, other users, cooling",
+        ),
+        "input_wait": ("waits longer for its data", "speed up its loader: see input_wait, and its disk and cores"),
+        "copy": ("copies longer", "look at its link to the device and at its pinned memory"),
+        "communication": ("transfers longer", "look at its link: a slow network card or a wrong route"),
+    }
+    does, do = words.get(
+        part, ("spends longer on the host", "look at what only this rank does: logging, saving, its cores")
+    )
+    return f"it {does} than the others ({duration(float(more.max()))} a step more)", do
+
+
+def _table(run: Measured, steps: pd.DataFrame) -> Panel:
+    by = steps.groupby("rank").agg(
+        own=("own_ns", "mean"), wait=("wait_ns", "mean"), last=("last", "sum"), matched=("matched", "sum")
+    )
+    parts = run.frame(breakdown).pivot_table(index="rank", columns="category", values="ns", fill_value=0.0)
+    by = by.sort_values("own", ascending=False)
+    shown = by if len(by) <= MOST_ROWS else pd.concat([by.head(MOST_ROWS // 2), by.tail(MOST_ROWS // 2)])
+    rows = tuple(
+        (
+            int(r),
+            duration(row["own"]),
+            duration(row["wait"]),
+            f"{int(row['last'])} of {int(row['matched'])}",
+            duration(float(parts["computation"].get(r, 0.0))) if "computation" in parts else "–",
+            duration(float(parts["input_wait"].get(r, 0.0))) if "input_wait" in parts else "–",
+        )
+        for r, row in shown.iterrows()
+    )
+    columns = ("rank", "own time", "waits for others", "came last", "computation", "input wait")
+    note = "" if len(by) <= MOST_ROWS else f"The slowest and the fastest {MOST_ROWS // 2} of {len(by)} ranks."
+    return Panel("table", "Who waits for whom, per traced step", rows, columns, note=note)
+
+
+RULE = Rule("straggler", "A late rank", (breakdown, own_time, waits), check)

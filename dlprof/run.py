@@ -1,0 +1,202 @@
+"""A run on disk and its ranks: a folder that dlprof recorded, a folder of traces from anywhere, or one trace file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlprof.errors import DlprofError
+
+FORMAT = 1
+
+# How deep below a folder foreign traces are looked for (profiles/iteration_100/rank0.json), and how many files are
+# looked into before the folder is taken for something else than a folder of traces.
+DEPTH = 3
+MOST_FILES = 20_000
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank left on disk. `facts` are the recorder's; of a foreign trace, empty."""
+
+    index: int
+    trace: Path | None = None
+    steps: Path | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training job: its ranks, how it was started and ended, and what was odd about its files."""
+
+    path: Path
+    ranks: tuple[Rank, ...]
+    recorded: bool = False
+    command: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    exit: Mapping[str, int | None] = field(default_factory=lambda: {"code": None, "signal": None})
+    warnings: tuple[str, ...] = ()
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """Open a run folder, a folder of traces or one trace file; raise DlprofError where there is nothing to report on."""
+    where = Path(path)
+    try:
+        if where.is_dir():
+            if (where / "run.json").is_file() or (where / "ranks").is_dir():
+                return _recorded(where)
+            return _foreign(where)
+        if where.is_file():
+            return _one_file(where)
+    except PermissionError as e:
+        raise DlprofError(f"{e.filename or where}: permission denied") from None
+    if where.exists():
+        raise DlprofError(f"{where}: neither a file nor a folder")
+    raise DlprofError(f"{where}: no such file or folder")
+
+
+def _json(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Read one JSON object; what is missing or broken gives an empty one and a warning."""
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}, [f"{path.name} is missing from {path.parent.name or '.'}"]
+    except (OSError, ValueError) as e:
+        return {}, [f"{path.parent.name}/{path.name} is broken ({str(e)[:120]})"]
+    return (data, []) if isinstance(data, dict) else ({}, [f"{path.parent.name}/{path.name} holds no object"])
+
+
+def _recorded(folder: Path) -> Run:
+    info, warnings = _json(folder / "run.json")
+    for name, data in (("run.json", info),):
+        newer = data.get("format", FORMAT)
+        if not isinstance(newer, int) or newer > FORMAT:
+            raise DlprofError(
+                f"{folder / name} has format {newer!r}; this dlprof reads format {FORMAT}: upgrade dlprof"
+            )
+    warnings += [str(w) for w in info.get("warnings") or ()]
+    attempts: dict[int, list[tuple[int, Path]]] = {}
+    strangers = []
+    for sub in sorted((folder / "ranks").glob("*")) if (folder / "ranks").is_dir() else ():
+        # 00003, its second life under torch-elastic 00003.r1, another process that claimed the same rank 00003.4711
+        name = re.fullmatch(r"(\d+)(?:\.r(\d+))?", sub.name)
+        if name and sub.is_dir():
+            attempts.setdefault(int(name[1]), []).append((int(name[2] or 0), sub))
+        elif sub.is_dir():
+            strangers.append(sub.name)
+    if strangers:
+        warnings.append(f"several processes claimed the same rank; not read: {', '.join(strangers)}")
+    last = max((a for lives in attempts.values() for a, _ in lives), default=0)
+    if last:
+        warnings.append(f"the job was restarted {last} × by its launcher: the figures are of the last start")
+    ranks = []
+    for index, lives in sorted(attempts.items()):
+        attempt, sub = max(lives)
+        if attempt < last:
+            warnings.append(f"rank {index} left nothing after the last restart")
+            continue
+        facts, odd = _json(sub / "facts.json")
+        warnings += [f"rank {index}: {w}" for w in odd]
+        warnings += [f"rank {index}: {w}" for w in facts.get("warnings") or ()]
+        trace = next((t for t in (sub / "trace.json.gz", sub / "trace.json") if t.is_file()), None)
+        steps = sub / "steps.jsonl"
+        ranks.append(Rank(index, trace, steps if steps.is_file() else None, facts))
+    if not ranks:
+        warnings.append("no rank left a record: the job ended before its first step, or Python was started without it")
+    exit_ = info.get("exit") if isinstance(info.get("exit"), dict) else {}
+    if info and info.get("end_ns") is None:
+        warnings.append("the recording was cut off: nobody saw the job end")
+    return Run(
+        path=folder,
+        ranks=tuple(ranks),
+        recorded=True,
+        command=tuple(str(c) for c in info.get("command") or ()),
+        hosts=tuple(str(h) for h in info.get("hosts") or ()),
+        exit={"code": exit_.get("code"), "signal": exit_.get("signal")} if exit_ else {"code": None, "signal": None},
+        warnings=tuple(warnings),
+    )
+
+
+def _one_file(path: Path) -> Run:
+    from dlprof.readers import torch_trace
+
+    if path.name in ("run.json", "result.json", "facts.json"):
+        raise DlprofError(f"{path}: part of a run, not a trace; give its folder, {path.parent}")
+    rank = torch_trace.peek(path).get("rank")
+    return Run(path=path, ranks=(Rank(rank if isinstance(rank, int) else 0, trace=path),))
+
+
+def _foreign(folder: Path) -> Run:
+    """Find the traces below a folder and who of them is which rank."""
+    from dlprof.readers import torch_trace
+
+    files = _candidates(folder)
+    peeks = [(f, torch_trace.peek(f)) for f in files]
+    traces = [(f, p) for f, p in peeks if p.get("is_trace")]
+    if not traces:
+        seen = "it is empty" if not any(folder.iterdir()) else f"looked into {len(files)} .json and .json.gz files"
+        raise DlprofError(f"{folder}: no torch-profiler traces and no dlprof run in it ({seen})")
+    warnings = []
+    skipped = len(peeks) - len(traces)
+    if skipped:
+        other = ", ".join(f.name for f, p in peeks if not p.get("is_trace"))
+        warnings.append(f"{skipped} other files were left out: {other[:200]}")
+    by_rank: dict[int, list[Path]] = {}
+    nameless = []
+    for f, p in traces:
+        if isinstance(p.get("rank"), int):
+            by_rank.setdefault(p["rank"], []).append(f)
+        else:
+            nameless.append(f)
+    if nameless and by_rank:
+        warnings.append(f"left out, since they do not tell their rank: {', '.join(f.name for f in nameless)[:200]}")
+    elif nameless:
+        by_rank = {i: [f] for i, f in enumerate(nameless)}
+        if len(nameless) > 1:
+            warnings.append("no trace tells its rank: they are numbered in the order of their names")
+    for rank, same in sorted(by_rank.items()):
+        if len(same) > 1:
+            chosen = same[-1]
+            warnings.append(
+                f"rank {rank} is there {len(same)} times; read: {chosen.relative_to(folder)} (name one file or folder for another)"
+            )
+            by_rank[rank] = [chosen]
+    return Run(
+        path=folder,
+        ranks=tuple(Rank(r, trace=f[0]) for r, f in sorted(by_rank.items())),
+        warnings=tuple(warnings),
+    )
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """List the files that may be traces, in natural order of their names; the topmost level that has any counts first."""
+    found: list[Path] = []
+    level = [folder]
+    for _ in range(DEPTH + 1):
+        below: list[Path] = []
+        for d in level:
+            try:
+                entries = sorted(os.scandir(d), key=lambda e: _natural(e.name))
+            except OSError:
+                continue
+            for e in entries:
+                if e.is_dir():
+                    below.append(Path(e.path))
+                elif e.name.endswith((".json", ".json.gz", ".trace", ".trace.gz", ".pt.trace")) and e.is_file():
+                    found.append(Path(e.path))
+            if len(found) > MOST_FILES:
+                raise DlprofError(
+                    f"{folder}: more than {MOST_FILES} JSON files below it; name the folder of the traces"
+                )
+        level = below
+    return found
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Order rank10 after rank9."""
+    return [(int(p), "") if p.isdigit() else (-1, p) for p in re.split(r"(\d+)", name) if p]
