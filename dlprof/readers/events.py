@@ -1,0 +1,212 @@
+"""One event of a trace as it stands in the file, how lists of them are decoded, and what its numbers mean.
+
+The ordinary case is decoded straight into typed structs. Two others cost more and are chosen by the file: times that
+float64 would blur keep their digits, and events whose fields have unexpected types are taken apart one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dlprof.readers.chunks import NOT_JSON
+
+Ints = NDArray[np.int64]
+Scalar = int | float | str | bool | None
+
+NO_TIME = int(np.iinfo(np.int64).min)
+# Times stay below 2**62 ns (the year 2116), so that sums of two fit 64 bits.
+LATEST_US = 2**62 // 1000
+# Below 2**43 µs (101 days) neighbouring float64 are less than a nanosecond apart; Kineto's base lies three months back
+# at most.
+EXACT_US = 2.0**43
+
+
+class Args(msgspec.Struct, frozen=True, gc=False):
+    """What dlprof uses of an event's args."""
+
+    correlation: Scalar = -1
+    correlation_id: Scalar = msgspec.field(name="correlation id", default=-1)
+    device: Scalar = None
+    stream: Scalar = None
+    bytes: Scalar = None
+    size: Scalar = None
+    kind: Scalar = None
+    collective: Scalar = msgspec.field(name="Collective name", default=None)
+    elements_in: Scalar = msgspec.field(name="In msg nelems", default=None)
+    elements_out: Scalar = msgspec.field(name="Out msg nelems", default=None)
+    group_size: Scalar = msgspec.field(name="Group size", default=None)
+    dtype: Scalar = None
+    group: Scalar = msgspec.field(name="Process Group Name", default=None)
+    group_text: Scalar = msgspec.field(name="Process Group Description", default=None)
+    group_ranks: msgspec.Raw = msgspec.field(name="Process Group Ranks", default=msgspec.Raw(b"null"))
+    dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw(b"null"))
+    types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw(b"null"))
+
+
+NO_ARGS = Args()
+RAW = ("group_ranks", "dims", "types")
+
+
+class TypedEvent(msgspec.Struct, gc=False):
+    """One event as it stands in the file; a time may be a number or a text that is one."""
+
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    pid: Scalar = None
+    tid: Scalar = None
+    ts: Scalar = None
+    dur: Scalar = None
+    args: Args = NO_ARGS
+
+
+class ExactEvent(msgspec.Struct, gc=False):
+    """The same with its time as the file's own digits."""
+
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    pid: Scalar = None
+    tid: Scalar = None
+    ts: Decimal | None = None
+    dur: Scalar = None
+    args: Args = NO_ARGS
+
+
+Event = TypedEvent | ExactEvent
+
+
+def decoder() -> Callable[[bytes], list[Event]]:
+    """Give a function that decodes an array of events; once it met times that float64 blurs, it keeps their digits."""
+    fast, exact = msgspec.json.Decoder(list[TypedEvent]), msgspec.json.Decoder(list[ExactEvent])
+    state = {"exact": False}
+
+    def decode(array: bytes) -> list[Event]:
+        try:
+            if not state["exact"]:
+                events = fast.decode(array)
+                if not any(type(e.ts) is float and not -EXACT_US < e.ts < EXACT_US for e in events):
+                    return events  # type: ignore[return-value]
+                state["exact"] = True
+            return exact.decode(array)  # type: ignore[return-value]
+        except msgspec.ValidationError:
+            return _lenient(array)
+
+    return decode
+
+
+_elements = msgspec.json.Decoder(list[msgspec.Raw])
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_number = msgspec.json.Decoder(Decimal)
+
+
+def _lenient(array: bytes) -> list[Event]:
+    """Decode events whose fields have unexpected types: take what can be taken, leave out what is no event."""
+    events: list[Event] = []
+    for element in _elements.decode(array):
+        try:
+            raw = _fields.decode(element)
+        except msgspec.ValidationError:
+            continue
+        taken: dict[str, Any] = {}
+        for name in ExactEvent.__struct_fields__:
+            value = raw.get(name)
+            if value is None:
+                continue
+            if name == "args":
+                taken[name] = _lenient_args(value)
+            elif name == "ts":
+                with contextlib.suppress(msgspec.ValidationError):
+                    taken[name] = _number.decode(value)
+            else:
+                scalar = msgspec.json.decode(value)
+                if name in ("ph", "cat", "name"):
+                    taken[name] = scalar if isinstance(scalar, str) else "" if scalar is None else str(scalar)
+                elif isinstance(scalar, (int, float, str)):
+                    taken[name] = scalar
+        events.append(ExactEvent(**taken))
+    return events
+
+
+def _lenient_args(value: msgspec.Raw) -> Args:
+    args = msgspec.json.decode(value)
+    if not isinstance(args, dict):
+        return NO_ARGS
+    taken: dict[str, Any] = {}
+    for name, key in zip(Args.__struct_fields__, Args.__struct_encode_fields__, strict=True):
+        if key in args:
+            if name in RAW:
+                taken[name] = msgspec.Raw(msgspec.json.encode(args[key]))
+            elif isinstance(args[key], (int, float, str)):
+                taken[name] = args[key]
+    return Args(**taken)
+
+
+def label(value: Scalar) -> str:
+    """Give the number in what may be 7, 7.0, "7" or "stream 7", else the text."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    text = str(value)
+    found = re.fullmatch(r"\s*(?:stream|thread|device|gpu)?\s*(-?\d+)\s*", text, re.I)
+    return str(int(found[1])) if found else text
+
+
+def nanoseconds(values: list[Any]) -> Ints:
+    """Give microseconds as exact nanoseconds, NO_TIME for what is no time."""
+    array = np.array(values)
+    if array.dtype.kind == "i":
+        usable = (array > -LATEST_US) & (array < LATEST_US)
+        return np.where(usable, np.where(usable, array, 0) * 1000, NO_TIME)
+    if array.dtype.kind == "f":
+        usable = np.abs(array) < EXACT_US  # False for NaN
+        if usable.all():
+            whole = np.floor(array)
+            ns: Ints = whole.astype(np.int64) * 1000 + np.rint((array - whole) * 1000).astype(np.int64)
+            return ns
+    return np.array([_exact(v) for v in values], dtype=np.int64)
+
+
+def _exact(value: Any) -> int:
+    try:
+        us = value if isinstance(value, Decimal) else Decimal(str(value))
+        return int((us * 1000).to_integral_value()) if abs(us) < LATEST_US else NO_TIME
+    except (InvalidOperation, ValueError):
+        return NO_TIME
+
+
+def integers(values: list[Any]) -> Ints:
+    """Give whole numbers that may be written as text, -1 for what is none."""
+    array = np.array(values) if values else np.empty(0, dtype=np.int64)
+    return array if array.dtype == np.int64 else np.array([integer(v) for v in values], dtype=np.int64)
+
+
+def integer(value: Any) -> int:
+    """Give a whole number that may be written as text, -1 where it is none or negative or too large."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return -1
+    return number if 0 <= number < 2**63 else -1
+
+
+def plain(raw: Any) -> Any:
+    """Give what a piece of JSON says, None where it is none."""
+    try:
+        return msgspec.json.decode(raw)
+    except NOT_JSON:
+        return None
+
+
+def ranks_of(value: Any) -> list[int]:
+    """Give a list of ranks, or of such a list's text; an abridged one ("[0, 1, ..., 7]") tells nothing."""
+    if isinstance(value, str):
+        value = plain(value)
+    return [int(n) for n in value] if isinstance(value, list) and all(isinstance(n, int) for n in value) else []

@@ -1,0 +1,154 @@
+"""The one table of patterns that decides what kind of thing an event of a trace is.
+
+An event is named by its category (what the profiler calls its source) and its name. The first row of PATTERNS whose
+category is the event's and whose expression is found in its name decides the kind and the side, host or device. New
+libraries and backends are new rows; no other file looks at names to tell one kind from another.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+Side = Literal["host", "device"]
+
+
+class Pattern(NamedTuple):
+    """One row: events of these categories (lower case, an expression that must match whole) with such a name."""
+
+    side: Side
+    kind: str
+    categories: str
+    name: str = ""
+
+
+# Kineto's names since torch 1.12 and, after the bar, those of its first releases (Kernel, Memcpy, Operator, ...).
+_OP = r"cpu_op|operator"
+_MARK = r"cpu_op|operator|user_annotation"
+
+# Kernels that move data between devices. NCCL says ncclKernel_ (to 2.18) and ncclDevKernel_ (from 2.19), AMD's RCCL
+# either of them or rccl; a bare hip* says nothing. DeepEP's expert-parallel kernels carry their namespace.
+COMMUNICATION_KERNEL = (
+    r"(?i:(?:^|\W)(?:nccl|rccl|oneccl|hccl|mscclpp|nvshmem))|(?i:nccl(?:dev)?kernel|rccl_|oneccl|mscclpp|nvshmem)"
+    r"|cross_device_reduce|(?:one|two)_shot_all_reduce|multimem_(?:one_shot_)?(?:all_reduce|all_gather|reduce_scatter)"
+    r"|::internode(?:_ll)?::|::intranode::"
+)
+# The calls that issue a collective and torch's marks around one: c10d::allreduce_, gloo:all_reduce, nccl:broadcast.
+# record_param_comms is the call inside c10d that tells the profiler a collective's group, size and type.
+COMMUNICATION_CALL = (
+    r"^_?c10d(?:_functional(?:_autograd)?)?::|^(?:nccl|gloo|mpi|ucc|xccl|hccl|rccl|ccl|cncl):(?!:)|^record_param_comms$"
+)
+
+PATTERNS: tuple[Pattern, ...] = (
+    Pattern("device", "communication", r"kernel", COMMUNICATION_KERNEL),
+    Pattern("device", "kernel", r"kernel"),
+    Pattern("device", "copy", r"gpu_memcpy|memcpy"),
+    Pattern("device", "set", r"gpu_memset|memset"),
+    Pattern("device", "sync", r"cuda_sync"),
+    Pattern("device", "annotation", r"gpu_user_annotation"),
+    Pattern("host", "communication", _MARK, COMMUNICATION_CALL),
+    Pattern("host", "fetch", _MARK, r"^enumerate\(DataLoader\)#.*\.__next__$|^dlprof::fetch\b"),
+    # Kineto's first releases put record_function's ranges among the operators.
+    Pattern("host", "annotation", _MARK, r"^ProfilerStep#\d+$|^Optimizer\.(?:step|zero_grad)#"),
+    Pattern("host", "annotation", r"user_annotation"),
+    Pattern("host", "op", _OP),
+    Pattern("host", "runtime", r"(?:\w+_)?(?:runtime|driver)|hip"),
+    Pattern("host", "python", r"python_function|python function"),
+)
+
+# Of no thread or stream: the profiler's own window and cost, arrows, counters. No rows, and no warning.
+NO_ROWS = re.compile(
+    r"trace|overhead|ac2g|fwdbwd|async.*|cpu_instant_event|external_correlation|cuda_profiler_range|gpu_pm_counter",
+    re.I,
+)
+
+_COMPILED = tuple((p, re.compile(p.categories), re.compile(p.name)) for p in PATTERNS)
+
+
+def kind_of(category: str, name: str) -> tuple[Side, str] | None:
+    """Give the side and the kind of an event, None where no pattern knows it."""
+    category = category.lower()
+    for pattern, categories, names in _COMPILED:
+        if categories.fullmatch(category) and names.search(name):
+            return pattern.side, pattern.kind
+    return None
+
+
+# A collective by any of its names, without signs and in lower case: the first found decides.
+_COLLECTIVES = (
+    ("all_reduce", r"allreduce|crossdevicereduce"),
+    ("reduce_scatter", r"reducescatter"),
+    ("all_gather", r"allgather"),
+    ("all_to_all", r"alltoall|(?:inter|intra)node\w*(?:dispatch|combine)"),
+    ("send_recv", r"sendrecv"),
+    ("broadcast", r"broadcast"),
+    ("reduce", r"reduce"),
+    ("gather", r"gather"),
+    ("scatter", r"scatter"),
+    ("barrier", r"barrier"),
+    ("send", r"send"),
+    ("recv", r"recv"),
+)
+_COLLECTIVES_COMPILED = tuple((name, re.compile(expression)) for name, expression in _COLLECTIVES)
+
+
+def collective_of(text: str) -> str:
+    """Give the collective that a metadata field, a call or a kernel names, "" where it names none.
+
+    A kernel's template and argument lists are not looked at: NCCL's point-to-point kernels stay send_recv, whatever
+    collective they serve.
+    """
+    squeezed = re.sub(r"[\W_]", "", re.split(r"[(<]", text)[0].lower())
+    # A reduction that the kernel applies is no collective: ncclDevKernel_AllGather_RING_LL is matched before it.
+    return next((name for name, expression in _COLLECTIVES_COMPILED if expression.search(squeezed)), "")
+
+
+_COPY = re.compile(r"\b([HDP])to([HDP])\b(?:\s*\((\w+)\s*->\s*(\w+)\))?")
+_COPY_WORDS = re.compile(r"(Host|Device|Peer)To(Host|Device|Peer)")
+
+
+def copy_of(text: str) -> tuple[str, str]:
+    """Give a copy's direction (HtoD, DtoH, DtoD, PtoP, HtoH) and host memory (pageable, pinned), "" where not said."""
+    found = _COPY.search(text)
+    if not found:
+        words = _COPY_WORDS.search(text)
+        return (f"{words[1][0]}to{words[2][0]}", "") if words else ("", "")
+    sides = {(found[3] or "").lower(), (found[4] or "").lower()}
+    return f"{found[1]}to{found[2]}", next((m for m in ("pageable", "pinned") if m in sides), "")
+
+
+# Element types as torch's metadata, C++ and NCCL call them: torch's own name, and bytes.
+_TYPES = {
+    "float64": (8, "double", "float64", "f64"),
+    "float32": (4, "float", "float32", "f32"),
+    "float16": (2, "half", "float16", "f16"),
+    "bfloat16": (2, "bfloat16", "bf16"),
+    "float8_e4m3fn": (1, "float8_e4m3fn"),
+    "float8_e5m2": (1, "float8_e5m2"),
+    "float8_e4m3fnuz": (1, "float8_e4m3fnuz"),
+    "float8_e5m2fnuz": (1, "float8_e5m2fnuz"),
+    "int64": (8, "long", "long int", "int64", "int64_t"),
+    "int32": (4, "int", "int32", "int32_t"),
+    "int16": (2, "short", "short int", "int16", "int16_t"),
+    "int8": (1, "char", "signed char", "int8", "int8_t"),
+    "uint8": (1, "byte", "unsigned char", "uint8", "uint8_t"),
+    "bool": (1, "bool"),
+    "complex64": (8, "complexfloat", "complex<float>", "complex64"),
+    "complex128": (16, "complexdouble", "complex<double>", "complex128"),
+}
+_TYPE_OF = {alias: (name, row[0]) for name, row in _TYPES.items() for alias in row[1:] if isinstance(alias, str)}
+
+
+def element_type(text: str) -> tuple[str, int]:
+    """Give torch's name of an element type and its bytes; an unknown one as it stands, and 0."""
+    known = _TYPE_OF.get(re.sub(r"^(?:c10|at|torch)(?:::|\.)", "", text.strip()).lower())
+    return (known[0], int(known[1])) if known else (text.strip(), 0)
+
+
+_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_ =]?(\d{1,7})(?!\d)", re.I)
+
+
+def rank_in(file_name: str) -> int | None:
+    """Give the rank that a file's name tells (rank-34.json, rank_3.json, worker0.123.pt.trace.json), else None."""
+    found = _RANK_IN_NAME.search(file_name)
+    return int(found[1]) if found else None

@@ -1,0 +1,504 @@
+"""Reads a torch-profiler (Kineto, Chrome) trace of one rank, from any version and machine, into spans and traced steps.
+
+What differs between the files that people have, and is one thing behind this reader: category names, packed or plain,
+time as whole or decimal microseconds, absolute or from a base, streams and threads as numbers or text, steps that
+stand twice, and files that were cut off. Times are exact to the nanosecond wherever the file's are.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof import tables
+from dlprof.errors import DlprofError
+from dlprof.readers import Reading
+from dlprof.readers.chunks import TraceFile, open_file
+from dlprof.readers.events import (
+    NO_ARGS,
+    NO_TIME,
+    RAW,
+    Args,
+    Event,
+    ExactEvent,
+    Scalar,
+    TypedEvent,
+    decoder,
+    integer,
+    integers,
+    label,
+    nanoseconds,
+    plain,
+    ranks_of,
+)
+from dlprof.readers.patterns import NO_ROWS, collective_of, copy_of, element_type, kind_of, rank_in
+
+PEEK_BYTES = 256 << 10
+# A trace of ten years is a broken clock.
+_LONGEST_NS = 10 * 366 * 86_400 * 10**9
+# Times since 1970 in µs are larger than this (May 2001), times since a start or a base are smaller (31 years).
+_UNIX_US = 10**15
+
+
+def read(path: Path) -> Reading:
+    """Give the tables "spans" (in order of start, the longer first) and "traced_steps", and the facts of a trace file.
+
+    Facts: rank, world_size, host, devices [{id, name, memory_bytes, ...}], backend, groups {name: {desc, size,
+    ranks}}, base_time_ns, schema. A file cut off anywhere gives what stands before the cut, and a warning. Raises
+    DlprofError where the file cannot be read or is no trace.
+    """
+    was_on = gc.isenabled()
+    gc.disable()  # hundreds of thousands of live objects, none in a cycle: collecting costs half of the time
+    try:
+        return _read(path)
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def peek(path: Path) -> dict[str, Any]:
+    """Tell from the head of a file and its name whether it looks like a trace (`is_trace`), its rank, world_size, host.
+
+    What neither the first 256 KB nor the name tells is absent. Raises DlprofError where the file cannot be opened.
+    """
+    with open_file(path):
+        pass
+    file = TraceFile(path, msgspec.json.Decoder(list[TypedEvent]).decode, PEEK_BYTES)
+    found: dict[str, Any] = {"is_trace": False}
+    try:
+        begun = file.header()
+    except DlprofError:
+        return found
+    if file.is_list:
+        begun = bool(re.match(rb'\s*\{[^{}]*"ph"\s*:', file.buffered))
+    known = {"schemaVersion", "deviceProperties", "distributedInfo", "traceName"} & file.keys.keys()
+    head = re.match(rb'\{[^{}\[\]]*"world_size"[^{}\[\]]*', file.buffered)
+    if not begun and not known:
+        return found
+    facts = _header_facts(file.keys, path)
+    if not begun and head:
+        # A very large job's list of process groups is longer than what is looked at; rank and size stand before it.
+        for name in ("rank", "world_size"):
+            number = re.search(rb'"%s"\s*:\s*(\d+)\s*[,}]' % name.encode(), head[0])
+            if number:
+                facts[name] = int(number[1])
+    return {"is_trace": True, **{k: facts[k] for k in ("rank", "world_size", "host") if k in facts}}
+
+
+def _read(path: Path) -> Reading:
+    file: TraceFile[Event] = TraceFile(path, decoder())
+    if not file.header():
+        what = "it is cut off before its first event" if file.cut else "JSON without traceEvents"
+        raise DlprofError(f"{path}: not a torch-profiler trace: {what}")
+    rows = _Rows(file.keys)
+    for events in file.events():
+        rows.add(events)
+    if file.is_list and not rows.seen:
+        raise DlprofError(f"{path}: not a torch-profiler trace: a list without events")
+    return rows.reading(path, file.cut, file.unreadable)
+
+
+class _Names(dict[tuple[str, str], int]):
+    """Numbers every (category, name) and decides once for each what it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name: list[str] = []
+        self.kind: list[str] = []
+        self.device: list[bool] = []
+        self.direction: list[tuple[str, str]] = []
+        self.collective: list[str] = []
+
+    def __missing__(self, key: tuple[str, str]) -> int:
+        category, name = key
+        side, kind = kind_of(category, name) or ("host", "")
+        self.name.append(name)
+        self.kind.append(kind)
+        self.device.append(side == "device")
+        self.direction.append(copy_of(name) if kind == "copy" else ("", ""))
+        self.collective.append(collective_of(name) if kind == "communication" else "")
+        self[key] = code = len(self)
+        return code
+
+
+class _Codes(dict[Any, int]):
+    """Numbers every distinct key in order of appearance."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = code = len(self)
+        return code
+
+
+class _Rows:
+    """The rows read so far, as columns; what is rare (bytes, groups) as row numbers and values."""
+
+    def __init__(self, keys: Mapping[str, Any]) -> None:
+        self.keys = keys
+        self.seen = 0
+        self.names = _Names()
+        self.lanes = _Codes()
+        self.groups: dict[str, dict[str, Any]] = {}
+        self.columns: dict[str, list[NDArray[Any]]] = defaultdict(list)
+        self.count = 0
+        self.bytes: dict[int, int] = {}
+        self.copies: dict[int, tuple[str, str]] = {}
+        self.collectives: dict[int, tuple[str, str, str]] = {}
+        self.sizes: dict[int, int] = {}
+        self.halves: dict[tuple[Scalar, Scalar], list[tuple[int, int, Event]]] = defaultdict(list)
+        self.left_out: Counter[str] = Counter()
+        self.bad_time = self.bad_duration = 0
+        self.processes: set[Scalar] = set()
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Take the rows of some events."""
+        whole = []
+        for e in events:
+            ph = e.ph
+            if ph == "X":
+                whole.append(e)
+            elif ph == "B" or ph == "E":
+                self._half(e)
+            self.seen += bool(ph)
+        if whole:
+            self._add(whole)
+
+    def _half(self, e: Event) -> None:
+        # The arrays that decoding left as they stand would keep a whole chunk alive.
+        args = e.args
+        if args is not NO_ARGS:
+            args = msgspec.structs.replace(args, **{name: getattr(args, name).copy() for name in RAW})
+        ns = nanoseconds([e.ts])[0]
+        if ns == NO_TIME:
+            self.bad_time += 1
+            return
+        at = Decimal(int(ns)) / 1000
+        half = ExactEvent(ph=e.ph, cat=e.cat, name=e.name, pid=e.pid, tid=e.tid, ts=at, args=args)
+        mine = self.halves[e.pid, e.tid]
+        mine.append((int(ns), len(mine), half))
+
+    def _pairs(self) -> tuple[list[Event], int]:
+        """Give the events that begin and end marks make, and the number of marks that found no partner."""
+        made: list[Event] = []
+        alone = 0
+        for marks in self.halves.values():
+            opened: list[Event] = []
+            for _, _, mark in sorted(marks, key=lambda m: m[:2]):
+                if mark.ph == "B":
+                    opened.append(mark)
+                elif opened:
+                    begin = opened.pop()
+                    made.append(msgspec.structs.replace(begin, ph="X", dur=str(mark.ts - begin.ts)))  # type: ignore[operator]
+                else:
+                    alone += 1
+            alone += len(opened)
+        return made, alone
+
+    def _add(self, events: list[Event]) -> None:
+        names = self.names
+        what = np.array([names[e.cat, e.name] for e in events], dtype=np.int32)
+        start = nanoseconds([e.ts for e in events])
+        dur = nanoseconds([e.dur for e in events])
+        known = np.array([bool(k) for k in names.kind])[what]
+        if not known.all():
+            for i in np.flatnonzero(~known):
+                if not NO_ROWS.fullmatch(events[i].cat):
+                    self.left_out[events[i].cat or "none"] += 1
+        timed = start != NO_TIME
+        lasting = (dur >= 0) & (dur <= _LONGEST_NS)
+        self.bad_time += int((known & ~timed).sum())
+        self.bad_duration += int((known & timed & ~lasting).sum())
+        keep = known & timed & lasting
+        if not keep.all():
+            chosen = np.flatnonzero(keep)
+            events = [events[i] for i in chosen]
+            what, start, dur = what[chosen], start[chosen], dur[chosen]
+        if not events:
+            return
+
+        device = np.array(names.device)[what]
+        kind = np.array(names.kind)[what]
+        lane = np.empty(len(events), dtype=np.int32)
+        launch = np.full(len(events), -1, dtype=np.int64)
+        lanes = self.lanes
+        for i in np.flatnonzero(device):
+            e = events[i]
+            lane[i] = lanes[True, e.pid, e.tid, e.args.device, e.args.stream]
+        on_host = np.flatnonzero(~device)
+        lane[on_host] = [lanes[False, events[i].pid, events[i].tid] for i in on_host]
+        linked = np.flatnonzero(device | (kind == "runtime"))
+        launch[linked] = integers([events[i].args.correlation for i in linked])
+        without = linked[launch[linked] <= 0]
+        launch[without] = np.maximum(integers([events[i].args.correlation_id for i in without]), 0)
+        launch[without[launch[without] == 0]] = -1
+
+        first = self.count
+        for i in np.flatnonzero((kind == "copy") | (kind == "set")):
+            self._copy(first + int(i), events[i])
+        for i in np.flatnonzero(kind == "communication"):
+            self._collective(first + int(i), events[i], bool(device[i]))
+        for i in np.flatnonzero(kind == "runtime"):
+            # AMD tells a copy's bytes on the call, not on the copy.
+            if events[i].args.size is not None and launch[i] > 0:
+                size = integer(events[i].args.size)
+                if size >= 0:
+                    self.sizes[int(launch[i])] = size
+        for i in np.flatnonzero((kind == "op") | (kind == "runtime")):
+            self.processes.add(events[i].pid)
+
+        for name, column in (("what", what), ("lane", lane), ("start", start), ("dur", dur), ("launch", launch)):
+            self.columns[name].append(column)
+        self.count += len(events)
+
+    def _copy(self, row: int, e: Event) -> None:
+        size = integer(e.args.bytes)
+        if size >= 0:
+            self.bytes[row] = size
+        if isinstance(e.args.kind, str) and not copy_of(e.name)[0]:
+            self.copies[row] = copy_of(e.args.kind)
+
+    def _collective(self, row: int, e: Event, device: bool) -> None:
+        args = e.args
+        collective = collective_of(args.collective) if isinstance(args.collective, str) else ""
+        collective = collective or self.names.collective[self.names[e.cat, e.name]]
+        group = self._group(args)
+        dtype, width = element_type(args.dtype) if isinstance(args.dtype, str) else ("", 0)
+        elements = [integer(args.elements_in), integer(args.elements_out)]
+        if collective in ("all_gather", "recv"):
+            elements.reverse()
+        count = next((n for n in elements if n > 0), max(elements))
+        size = count * width if width and count >= 0 else -1
+        # torch's marks (gloo:all_reduce) carry the tensor they send; the arguments of c10d's calls have no fixed order.
+        if size < 0 and not device and not e.name.startswith(("c10d", "_c10d", "record_param_comms")):
+            size, dtype = self._input(args, collective, group)
+        if 0 <= size < 2**62:
+            self.bytes[row] = size
+        if collective or group or dtype:
+            self.collectives[row] = (collective, group, dtype)
+
+    def _group(self, args: Args) -> str:
+        """Give a group's name (if it has none, its description or a name made of its ranks) and note what is told."""
+        ranks = ranks_of(plain(args.group_ranks))
+        text = "" if args.group_text is None else str(args.group_text)
+        name = "" if args.group is None else str(args.group)
+        if not name:
+            name = text
+        if not name and ranks:
+            name = "ranks-" + hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:8]
+        if name and name not in self.groups:
+            size = integer(args.group_size)
+            told = {"desc": text, "size": size if size > 0 else len(ranks), "ranks": ranks}
+            self.groups[name] = {k: v for k, v in told.items() if v}
+        return name
+
+    def _input(self, args: Args, collective: str, group: str) -> tuple[int, str]:
+        """Give the bytes and the element type of a collective by its input tensors; -1 where they do not tell."""
+        dims, types = plain(args.dims), plain(args.types)
+        if not isinstance(dims, list) or not isinstance(types, list):
+            return -1, ""
+        total, dtype = 0, ""
+        for shape, text in zip(dims, types, strict=False):
+            name, width = element_type(text) if isinstance(text, str) else ("", 0)
+            if width and isinstance(shape, list) and shape and all(isinstance(n, int) for n in shape):
+                total, dtype = total + math.prod(shape) * width, dtype or name
+        if not dtype:
+            return -1, ""
+        if collective == "all_gather":  # counted by its output: what every rank of the group gives
+            known = {**_groups(self.keys), **self.groups}
+            size = known.get(group, next(iter(known.values())) if len(known) == 1 else {}).get("size", 0)
+            return (total * size if size else -1), dtype
+        return total, dtype
+
+    def reading(self, path: Path, cut: str, unreadable: int) -> Reading:
+        """Give everything as tables, facts and warnings."""
+        warnings = []
+        if cut:
+            warnings.append(f"{path.name}: {cut}; {self.count:,} spans before that are used")
+        if unreadable:
+            warnings.append(f"{path.name}: {unreadable:,} events could not be decoded and are left out")
+        pairs, alone = self._pairs()
+        if pairs:
+            self._add(pairs)
+        if alone:
+            warnings.append(f"{path.name}: {alone:,} begin or end marks have no partner and are left out")
+        if self.bad_time:
+            warnings.append(f"{path.name}: {self.bad_time:,} events without a usable time are left out")
+        if self.bad_duration:
+            warnings.append(
+                f"{path.name}: {self.bad_duration:,} events with a negative or absurd duration are left out"
+            )
+        for category, count in self.left_out.most_common(5):
+            warnings.append(f"{path.name}: {count:,} events of the unknown category {category!r} are left out")
+        if len(self.processes) > 1:
+            warnings.append(
+                f"{path.name}: holds the work of {len(self.processes)} processes; it is read as one rank: "
+                "where ranks were merged into one file, give their own files"
+            )
+        if not self.count:
+            warnings.append(f"{path.name}: the trace holds no spans")
+
+        facts = _header_facts(self.keys, path)
+        groups = {**self.groups, **_groups(self.keys)}
+        if groups:
+            facts["groups"] = groups
+        spans = self._spans()
+        if self.count:
+            base = facts.get("base_time_ns", 0)
+            unix = int(spans["start_ns"].iloc[self.count // 2]) >= _UNIX_US * 1000
+            if base and unix:
+                warnings.append(f"{path.name}: its times are absolute already; baseTimeNanoseconds is not added")
+            elif base:
+                spans["start_ns"] += base
+            elif not unix:
+                warnings.append(f"{path.name}: its times have no base: they count from an unknown zero, not from 1970")
+        return Reading(
+            {"spans": tables.check("spans", spans), "traced_steps": tables.check("traced_steps", _steps(spans))},
+            facts,
+            tuple(warnings),
+        )
+
+    def _spans(self) -> pd.DataFrame:
+        if not self.count:
+            return tables.empty("spans")
+        what, lane, start, dur, launch = (
+            np.concatenate(self.columns.pop(name)) for name in ("what", "lane", "start", "dur", "launch")
+        )
+        names = self.names
+        size = np.full(self.count, -1, dtype=np.int64)
+        size[list(self.bytes)] = list(self.bytes.values())
+        kinds = np.array(names.kind)
+        if self.sizes:
+            for i in np.flatnonzero(np.isin(kinds, ("copy", "set"))[what] & (size < 0)):
+                size[i] = self.sizes.get(int(launch[i]), -1)
+
+        def sparse(code_of_name: Iterable[str], rows: Mapping[int, str]) -> Any:
+            categories = _Codes({"": 0})
+            codes = np.array([categories[text] for text in code_of_name], dtype=np.int32)[what]
+            codes[list(rows)] = [categories[text] for text in rows.values()]
+            return _categorical(codes, categories)
+
+        none = [""] * len(names.name)
+        categories = {
+            "lane": _coded(self._lane_names(lane, kinds[what]), lane),
+            "kind": _categorical(
+                np.array([tables.KINDS.index(k) if k else -1 for k in names.kind])[what], tables.KINDS
+            ),
+            "name": _coded(names.name, what),
+            "copy": sparse([c[0] for c in names.direction], {i: c[0] for i, c in self.copies.items()}),
+            "memory": sparse([c[1] for c in names.direction], {i: c[1] for i, c in self.copies.items()}),
+            "collective": sparse(names.collective, {i: c[0] for i, c in self.collectives.items()}),
+            "group": sparse(none, {i: c[1] for i, c in self.collectives.items()}),
+            "dtype": sparse(none, {i: c[2] for i, c in self.collectives.items()}),
+        }
+        order = np.lexsort((-dur, start))
+        columns: dict[str, Any] = {name: column[order] for name, column in categories.items()}
+        columns |= {"start_ns": start[order], "dur_ns": dur[order], "launch": launch[order], "bytes": size[order]}
+        return pd.DataFrame({name: columns[name] for name in tables.SPANS}, copy=False)
+
+    def _lane_names(self, lane: NDArray[np.int32], kind: NDArray[np.str_]) -> list[str]:
+        """Name every lane; the device without a number is the one with most work."""
+        rows = np.bincount(lane, minlength=len(self.lanes))
+        work = np.bincount(lane[np.isin(kind, ("kernel", "communication", "copy", "set"))], minlength=len(self.lanes))
+        places: list[tuple[str, str] | None] = []
+        weight: Counter[str] = Counter()
+        for code, key in enumerate(self.lanes):
+            if not key[0]:
+                places.append(None)
+                continue
+            _, pid, tid, device, stream = key
+            place = (label(pid if device is None else device), label(tid if stream is None else stream))
+            places.append(place)
+            weight[place[0]] += int(work[code]) * 2**32 + int(rows[code])
+        main = min(weight, key=lambda d: (-weight[d], len(d), d), default="")
+        return [
+            f"host:{label(key[2])}" if place is None else f"device{'' if place[0] == main else place[0]}:{place[1]}"
+            for key, place in zip(self.lanes, places, strict=True)
+        ]
+
+
+def _categorical(codes: NDArray[Any], categories: Iterable[str]) -> Any:
+    return pd.Categorical.from_codes(codes, categories=pd.Index(list(categories)))
+
+
+def _coded(names: list[str], codes: NDArray[np.int32]) -> Any:
+    """Give a categorical of codes whose names may repeat; only names that rows bear become categories, in order."""
+    used = np.unique(codes)
+    order = sorted({names[i] for i in used})
+    place = {name: i for i, name in enumerate(order)}
+    mapped = np.zeros(len(names), dtype=np.int32)
+    mapped[used] = [place[names[i]] for i in used]
+    return _categorical(mapped[codes], order)
+
+
+def _steps(spans: pd.DataFrame) -> pd.DataFrame:
+    """Give the steps that the host marks, each number once: the longest of its marks."""
+    names = spans["name"].cat.categories
+    number = {str(n): int(n[13:]) for n in names if re.fullmatch(r"ProfilerStep#\d{1,18}", str(n))}
+    if not number:
+        return tables.empty("traced_steps")
+    found = spans[spans["name"].isin(list(number))]
+    found = found[(found["kind"] == "annotation") & found["lane"].astype(str).str.startswith("host:")]
+    steps = pd.DataFrame(
+        {
+            "step": found["name"].astype(str).map(number).astype("int64"),
+            "start_ns": found["start_ns"],
+            "dur_ns": found["dur_ns"],
+        }
+    )
+    steps = steps.sort_values(["dur_ns", "start_ns"], ascending=[False, True]).drop_duplicates("step")
+    return steps.sort_values(["start_ns", "step"], ignore_index=True)
+
+
+def _header_facts(keys: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Give what the keys beside the events say; the rank from the file's name where they say none."""
+    facts: dict[str, Any] = {}
+    distributed = keys.get("distributedInfo")
+    distributed = distributed if isinstance(distributed, dict) else {}
+    for name in ("rank", "world_size"):
+        if (number := integer(distributed.get(name))) >= 0:
+            facts[name] = number
+    if "rank" not in facts and (rank := rank_in(path.name)) is not None:
+        facts["rank"] = rank
+    texts = {"host": keys.get("host_name") or keys.get("hostname"), "backend": distributed.get("backend")}
+    facts |= {name: text for name, text in texts.items() if isinstance(text, str) and text}
+    devices = keys.get("deviceProperties")
+    named = [d for d in devices if isinstance(d, dict)] if isinstance(devices, list) else []
+    if named:
+        facts["devices"] = [_device(d) for d in named]
+    if groups := _groups(keys):
+        facts["groups"] = groups
+    if (base := integer(keys.get("baseTimeNanoseconds"))) > 0 and base < 2**62:
+        facts["base_time_ns"] = base
+    if "schemaVersion" in keys:
+        facts["schema"] = keys["schemaVersion"]
+    return facts
+
+
+def _device(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a device's id, name, memory_bytes, and what else the file says of it under the file's own names."""
+    renamed = {"totalGlobalMem": "memory_bytes"}
+    return {renamed.get(k, k): v for k, v in properties.items()}
+
+
+def _groups(keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    distributed = keys.get("distributedInfo")
+    listed = distributed.get("pg_config") if isinstance(distributed, dict) else None
+    groups = {}
+    for group in listed if isinstance(listed, list) else []:
+        if isinstance(group, dict) and group.get("pg_name") is not None:
+            ranks = ranks_of(group.get("ranks"))
+            size = integer(group.get("pg_size"))
+            told = {"desc": group.get("pg_desc"), "size": size if size > 0 else len(ranks), "ranks": ranks}
+            groups[str(group["pg_name"])] = {k: v for k, v in told.items() if v}
+    return groups
