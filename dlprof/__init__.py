@@ -6,4 +6,54 @@ and ranges, and cost next to nothing when nobody records.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 __version__ = "0.1.0"
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# Set by the recorder, in a process that it watches. Nothing here imports it, so that a script may always call us.
+_recorder: Any = None
+
+
+def step() -> None:
+    """Say that a step of the training loop has ended; from the first call on, steps end here and nowhere else."""
+    if _recorder is not None:
+        _recorder.user_step()
+
+
+def annotate(name: str) -> _Annotation:
+    """Name a part of the script, as a context manager or a decorator; the name shows in the recorded trace."""
+    return _Annotation(name)
+
+
+class _Annotation:
+    """A named range of the script; one entry at a time."""
+
+    __slots__ = ("_name", "_range")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._range: Any = None
+
+    def __enter__(self) -> None:
+        if _recorder is not None:
+            self._range = _recorder.open_range(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+
+    def __call__(self, function: _F) -> _F:
+        name = self._name
+
+        @functools.wraps(function)
+        def annotated(*args: Any, **kwargs: Any) -> Any:
+            # A range of its own for each call: the function may recurse or run in several threads.
+            with _Annotation(name):
+                return function(*args, **kwargs)
+
+        return annotated  # type: ignore[return-value]

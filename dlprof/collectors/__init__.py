@@ -1,0 +1,13 @@
+"""The sources of measurements inside a rank. Each starts once, hears of every step's end, and stops once."""
+
+from __future__ import annotations
+
+from dlprof.collectors.facts import Facts
+from dlprof.collectors.steps import Steps
+from dlprof.collectors.trace import Trace
+
+COLLECTORS = (
+    Facts,
+    Steps,
+    Trace,
+)

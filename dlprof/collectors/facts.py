@@ -1,0 +1,289 @@
+"""What a rank is: its place in the job, its machine and versions, and the settings of what it trains with."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import dlprof
+from dlprof.recorder import LoaderSeen, Recorder, Step
+
+_PREFIXES = ("NCCL_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "CUDA_", "GLOO_")
+_NAMES = ("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_CPUS_ON_NODE")
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASS", "CRED", "AUTH")
+
+
+class Facts:
+    """Writes facts.json: at the first step, whenever something new was seen, and at the end."""
+
+    name = "facts"
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None
+        self._fixed: dict[str, Any] = {}
+        self._mark: str | None = None
+        self._known: dict[int, dict[str, Any]] = {}
+
+    def start(self, recorder: Recorder) -> None:
+        """Gather what does not change, and write for the first time."""
+        self._recorder = recorder
+        self._fixed = {
+            "format": 1,
+            "rank": recorder.rank,
+            "local_rank": _number("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+            "host": os.uname().nodename,
+            "pid": os.getpid(),
+            "restart": recorder.restart,
+            "env": environment(os.environ),
+            "script": sys.argv[0] if sys.argv else None,
+            "argv": list(sys.argv),
+            "clock": {"unix_ns": recorder.unix_ns, "perf_ns": recorder.perf_ns},
+        }
+        recorder.news = True
+
+    def step(self, step: Step) -> None:  # noqa: ARG002 - all that matters is that one has ended
+        """Write again if there is news."""
+        recorder = self._recorder
+        if recorder is not None and (recorder.news or recorder.mark != self._mark):
+            self._write(recorder)
+
+    def stop(self) -> None:
+        """Write for the last time."""
+        if self._recorder is not None:
+            self._write(self._recorder)
+
+    def _write(self, recorder: Recorder) -> None:
+        recorder.news = False
+        self._mark = recorder.mark
+        facts = self._fixed | {
+            **_distributed(),
+            "device": _ask(_device),
+            "versions": _ask(_versions),
+            "cpu": _ask(_cpu),
+            "loaders": self._describe(_loader, [(seen, seen.loader()) for seen in recorder.loaders]),
+            "models": self._describe(_model, [(ref, ref()) for ref in recorder.models]),
+            "optimizers": self._describe(_optimizer, [(ref, ref()) for ref in recorder.optimizers]),
+            "autocast": recorder.autocast,
+            "grad_scaler": recorder.grad_scaler,
+            "matmul": _ask(_matmul),
+            "step": {"mark": recorder.mark},
+            "window": recorder.window,
+            "warnings": recorder.warnings,
+            "ended": recorder.ended,
+        }
+        path = recorder.folder / "facts.json"
+        unfinished = path.with_name("facts.json.tmp")
+        unfinished.write_text(json.dumps(facts, default=str))
+        unfinished.replace(path)
+
+    def _describe(self, question: Callable[[Any], Any], seen: list[tuple[Any, Any]]) -> list[Any]:
+        """Describe what was seen; what is gone by now, as most is when a job ends, as it was when last described."""
+        for key, thing in seen:
+            facts = None if thing is None else _ask(question, thing)
+            if facts is not None:
+                self._known[id(key)] = facts
+        described = []
+        for key, _ in seen:
+            facts = self._known.get(id(key))
+            if facts is not None:
+                described.append(facts | {"role": key.role} if isinstance(key, LoaderSeen) else facts)
+        return described
+
+
+def environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Give the variables that shape training, and none that may hold a secret."""
+    return {
+        name: value
+        for name, value in sorted(env.items())
+        if (name.startswith(_PREFIXES) or name in _NAMES) and not any(word in name.upper() for word in _SECRET)
+    }
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def _ask(question: Callable[..., Any], *args: Any) -> Any:
+    """Give the answer, or None where the script's objects or this version of torch cannot answer."""
+    try:
+        return question(*args)
+    except Exception:  # noqa: BLE001 - it runs the script's code (len, attributes); what is unknown is null
+        return None
+
+
+def _number(*names: str) -> int | None:
+    return next((int(v) for v in (os.environ.get(n, "") for n in names) if v.isdigit()), None)
+
+
+def _distributed() -> dict[str, Any]:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return {"world_size": distributed.get_world_size(), "backend": distributed.get_backend()}
+    return {
+        "world_size": _number("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE") or 1,
+        "backend": None,
+    }
+
+
+def _device() -> dict[str, Any]:
+    torch = _torch()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        index = torch.cuda.current_device()
+        properties = torch.cuda.get_device_properties(index)
+        return {
+            "type": "cuda",
+            "index": index,
+            "name": properties.name,
+            "uuid": str(uuid) if (uuid := getattr(properties, "uuid", None)) is not None else None,
+            "memory_bytes": properties.total_memory,
+            "capability": [properties.major, properties.minor],
+            "count": torch.cuda.device_count(),
+        }
+    return {
+        "type": "cpu",
+        "index": None,
+        "name": _cpu_name(),
+        "uuid": None,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "capability": None,
+        "count": 0,
+    }
+
+
+def _cpu_name() -> str | None:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine() or None
+
+
+def _versions() -> dict[str, Any]:
+    torch = _torch()
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {
+        "dlprof": dlprof.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "cudnn": _ask(torch.backends.cudnn.version) if cuda else None,
+        "nccl": _ask(lambda: ".".join(str(part) for part in torch.cuda.nccl.version())) if cuda else None,
+    }
+
+
+def _cpu() -> dict[str, Any]:
+    torch = _torch()
+    return {
+        "count": os.cpu_count(),
+        "affinity": len(os.sched_getaffinity(0)),
+        "torch_threads": torch.get_num_threads(),
+        "torch_interop_threads": torch.get_num_interop_threads(),
+    }
+
+
+def _loader(loader: Any) -> dict[str, Any]:
+    dataset = loader.dataset
+    iterable = not hasattr(type(dataset), "__getitem__") or "Iterable" in str(loader._dataset_kind)
+    context = loader.multiprocessing_context
+    sampler = type(loader.sampler).__name__
+    return {
+        "role": "unknown",
+        "num_workers": loader.num_workers,
+        "batch_size": loader.batch_size,
+        "pin_memory": loader.pin_memory,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+        "start_method": _ask(_start_method, context) if loader.num_workers else None,
+        "dataset": type(dataset).__name__,
+        "dataset_length": _ask(len, dataset),
+        "iterable": iterable,
+        "shuffle": {"RandomSampler": True, "SequentialSampler": False}.get(
+            sampler, getattr(loader.sampler, "shuffle", None)
+        ),
+        "drop_last": loader.drop_last,
+        "in_order": getattr(loader, "in_order", None),
+    }
+
+
+def _start_method(context: Any) -> str:
+    if context is None:
+        import multiprocessing
+
+        # The default, without deciding it for the script.
+        method = multiprocessing.get_start_method(allow_none=True)
+        return method or multiprocessing.get_all_start_methods()[0]
+    return str(context.get_start_method())
+
+
+def _model(model: Any) -> dict[str, Any]:
+    torch = _torch()
+    parameters = list(model.parameters())
+    modules = list(model.modules())
+    images = [m.weight for m in modules if isinstance(m, torch.nn.Conv2d)]
+    names = [type(m).__name__ for m in modules]
+    return {
+        "class": names[0] if names[0] not in ("OptimizedModule", "DistributedDataParallel") else _inner_class(model),
+        "parameters": sum(p.numel() for p in parameters),
+        "parameter_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        "dtypes": dict(Counter(str(p.dtype).replace("torch.", "") for p in parameters)),
+        "modules": len(modules),
+        "compiled": "OptimizedModule" in names
+        or any(getattr(m, "_compiled_call_impl", None) is not None for m in modules),
+        "channels_last": _channels_last(images[0]) if images else None,
+        "ddp": next((_ask(_ddp, m) for m in modules if type(m).__name__ == "DistributedDataParallel"), None),
+        "fsdp": any("FSDP" in name or name == "FullyShardedDataParallel" for name in names),
+    }
+
+
+def _inner_class(model: Any) -> str:
+    """Give the class of the script's own model, inside what wraps it."""
+    while type(model).__name__ in ("OptimizedModule", "DistributedDataParallel"):
+        model = model._orig_mod if type(model).__name__ == "OptimizedModule" else model.module
+    return type(model).__name__
+
+
+def _channels_last(weight: Any) -> bool:
+    torch = _torch()
+    return bool(weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous())
+
+
+def _ddp(ddp: Any) -> dict[str, Any]:
+    return {
+        "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
+        "static_graph": ddp.static_graph,
+        "broadcast_buffers": ddp.broadcast_buffers,
+    }
+
+
+def _optimizer(optimizer: Any) -> dict[str, Any]:
+    groups = optimizer.param_groups
+    lr = groups[0].get("lr")
+    return {
+        "class": type(optimizer).__name__,
+        "fused": groups[0].get("fused"),
+        "foreach": groups[0].get("foreach"),
+        "parameter_groups": len(groups),
+        "parameters": sum(len(g["params"]) for g in groups),
+        # A tensor on a device is not read: that would wait for the device.
+        "lr": lr if isinstance(lr, (int, float)) else None,
+    }
+
+
+def _matmul() -> dict[str, Any]:
+    torch = _torch()
+    return {
+        "float32_precision": torch.get_float32_matmul_precision(),
+        "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }

@@ -1,0 +1,210 @@
+"""The deep layer: torch's own profiler over a short window of steps, and out of its way where the script profiles."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dlprof.recorder import Recorder, Step
+
+_DEFAULT_WINDOW = "10,2,5"
+
+
+class Trace:
+    """Writes trace.json for the steps of the window 'skip,warmup,active', counted from the first step that trains."""
+
+    name = "trace"
+
+    def __init__(self) -> None:
+        text = os.environ.get("DLPROF_WINDOW") or _DEFAULT_WINDOW
+        self.window: dict[str, Any] = {"skip": None, "warmup": None, "active": None, "state": "off"}
+        self.window.update(first_step=None, last_step=None, export_ns=None)
+        self._recorder: Recorder | None = None
+        self._profiler: Any = None
+        self._range: Any = None
+        self._recording = False
+        self._opening = False
+        self._done = text == "off"
+        self._settle = 0  # steps after the window that still feel it
+        self._theirs: set[int] = set()
+        if not self._done:
+            skip, warmup, active = (int(part) for part in text.split(","))
+            self.window.update(skip=skip, warmup=warmup, active=active, state="waiting")
+            self._watch_profilers()
+
+    def start(self, recorder: Recorder) -> None:
+        """Open the window at once if it skips nothing."""
+        self._recorder = recorder
+        recorder.window = self.window
+        if not self._done and self.window["skip"] == 0:
+            self._advance(recorder, recorder.row.number)
+
+    def step(self, step: Step) -> None:  # noqa: ARG002 - the next one, recorder.row, matters here
+        """Move the window on to the step that has just begun."""
+        recorder = self._recorder
+        if recorder is None or recorder.ended is not None:
+            return
+        if self._settle:
+            self._settle -= 1
+            recorder.row.profiled = 1
+        if not self._done:
+            self._advance(recorder, recorder.row.number)
+
+    def stop(self) -> None:
+        """Leave what the open window has."""
+        recorder = self._recorder
+        if recorder is not None and self._profiler is not None:
+            self._close(recorder, "partial")
+
+    def _advance(self, recorder: Recorder, number: int) -> None:
+        window = self.window
+        if self._profiler is None:
+            if number - recorder.trained_from < window["skip"]:
+                return
+            if self._theirs:
+                if window["state"] != "yielded":
+                    window["state"] = "yielded"
+                    recorder.warn("the script runs its own torch profiler: ours waits until it has ended")
+                return
+            window["first_step"] = number + window["warmup"]
+            window["last_step"] = window["first_step"] + window["active"] - 1
+            try:
+                self._prepare(recorder)
+            except Exception:
+                self._done = True
+                window["state"] = "failed"
+                raise
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        recorder.row.profiled = 1
+        if number > window["last_step"]:
+            self._close(recorder, "exported")
+            return
+        if number >= window["first_step"]:
+            self._record(recorder)
+            self._range = self._named(f"ProfilerStep#{number}")
+            self._range.__enter__()
+
+    def _prepare(self, recorder: Recorder) -> None:
+        import torch
+        import torch.profiler
+
+        cuda: Any = torch.cuda
+        xpu: Any = getattr(torch, "xpu", None)
+        kinds: Any = torch.profiler.ProfilerActivity
+        make: Any = torch.profiler._KinetoProfile  # type: ignore[attr-defined]
+
+        recorder.row.profiled = 1
+        activities = [kinds.CPU]
+        # Asking for a device that the script does not use would wake it.
+        if cuda.is_available() and cuda.is_initialized():
+            activities.append(kinds.CUDA)
+        if xpu is not None and xpu.is_available() and xpu.is_initialized():
+            activities.append(kinds.XPU)
+        self._named = torch.autograd.profiler.record_function
+        profiler = make(activities=activities)
+        # Kineto announces itself on stderr, which is the script's; it reads the level as it starts.
+        quiet = "KINETO_LOG_LEVEL" not in os.environ
+        if quiet:
+            os.environ["KINETO_LOG_LEVEL"] = "6"
+        try:
+            self._ours(profiler.prepare_trace)
+        finally:
+            if quiet:
+                del os.environ["KINETO_LOG_LEVEL"]
+        self._profiler = profiler
+
+    def _record(self, recorder: Recorder) -> None:
+        if not self._recording:
+            self._ours(self._profiler.start_trace)
+            self._recording = True
+            recorder.range = self._named
+
+    def _close(self, recorder: Recorder, state: str) -> None:
+        """Stop the profiler and, if it recorded a step, write the file; the window ends in that state."""
+        profiler, self._profiler = self._profiler, None
+        recorded, self._recording = self._recording, False
+        recorder.range = None
+        self._done = True
+        self._settle = 1
+        recorder.row.profiled = 1
+        window = self.window
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        if state != "exported":
+            window["last_step"] = recorder.row.number - 1 if recorded else None
+            window["first_step"] = window["first_step"] if recorded else None
+        began = time.perf_counter_ns()
+        try:
+            if not recorded:
+                self._ours(profiler.start_trace)
+            self._ours(profiler.stop_trace)
+            if recorded:
+                path = recorder.folder / "trace.json"
+                _export(profiler, path)
+                window["export_ns"] = time.perf_counter_ns() - began
+        except Exception:
+            window["state"] = "failed"
+            recorder.news = True
+            raise
+        if recorded or state == "yielded":
+            window["state"] = state
+        recorder.news = True
+
+    def _ours(self, call: Callable[[], Any]) -> None:
+        self._opening = True
+        try:
+            call()
+        finally:
+            self._opening = False
+
+    def _yield(self) -> None:
+        """Make way for a profiler that the script starts: two at once leave one of them empty."""
+        recorder = self._recorder
+        if recorder is None or self._profiler is None:
+            return
+        recorder.warn("the script runs its own torch profiler: ours stops, so that the script's keeps its events")
+        self._close(recorder, "yielded")
+
+    def _watch_profilers(self) -> None:
+        from torch.autograd.profiler import profile
+
+        prepare: Any = profile._prepare_trace
+        leave: Any = profile.__exit__
+
+        @functools.wraps(prepare)
+        def _prepare_trace(profiler: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._opening:
+                self._theirs.add(id(profiler))
+                try:
+                    self._yield()
+                except Exception as e:  # noqa: BLE001 - the script's profiler comes first
+                    if self._recorder is not None:
+                        self._recorder.warn(f"our profiler did not stop cleanly: {type(e).__name__}: {e}")
+            return prepare(profiler, *args, **kwargs)
+
+        @functools.wraps(leave)
+        def __exit__(profiler: Any, *args: Any) -> Any:  # noqa: N807 - what it stands for
+            try:
+                return leave(profiler, *args)
+            finally:
+                self._theirs.discard(id(profiler))
+
+        profile._prepare_trace = _prepare_trace  # type: ignore[method-assign, assignment]
+        profile.__exit__ = __exit__  # type: ignore[method-assign]
+
+
+def _export(profiler: Any, path: Path) -> None:
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        profiler.export_chrome_trace(str(unfinished))
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise

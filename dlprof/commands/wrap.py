@@ -1,0 +1,152 @@
+"""`dlprof wrap`: records any existing script or launcher command, unedited, and ends as it ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from dlprof.errors import DlprofError
+from dlprof.supervisor import Ended, end_like, new_folder, supervise
+
+_AS_IS = "dlprof.as_is"  # in the context's meta: a `--` stood before the command
+
+
+class _Wrap(click.Command):
+    """Takes its own options up to the first word that is none; everything from there on is the script's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        takes_value = {o for p in self.params if isinstance(p, click.Option) and not p.is_flag for o in p.opts}
+        at = 0
+        while at < len(args) and args[at].startswith("-") and args[at] != "--" and not args[at].startswith("-m"):
+            at += 2 if args[at] in takes_value else 1
+        rest = args[at:]
+        if rest and rest[0] == "--":
+            ctx.meta[_AS_IS] = True
+            rest = rest[1:]
+        return super().parse_args(ctx, [*args[:at], "--", *rest])
+
+
+def parse_window(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
+    """Check 'skip,warmup,active'; a usage error where it is not three whole numbers with at least one active step."""
+    try:
+        skip, warmup, active = (int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter("three whole numbers: steps to skip, to warm up, to trace, e.g. 10,2,5") from None
+    if min(skip, warmup) < 0 or active < 1:
+        raise click.BadParameter("at least one step to trace, and no negative numbers")
+    return f"{skip},{warmup},{active}"
+
+
+@click.command(
+    cls=_Wrap,
+    options_metavar="[OPTIONS]",
+    context_settings={"allow_interspersed_args": False},
+    short_help="Record any script or launcher command, unedited.",
+)
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="The run folder [default: a new one under runs/].")
+@click.option(
+    "--window",
+    default="10,2,5",
+    callback=parse_window,
+    show_default=True,
+    metavar="S,W,A",
+    help="Steps to skip, to warm up and to trace.",
+)
+@click.option("--no-trace", is_flag=True, help="The light layer only: no profiler window.")
+@click.option("--quiet", is_flag=True, help="Say nothing but warnings and errors.")
+@click.option("--no-report", is_flag=True, help="Record only.")
+@click.argument(
+    "command",
+    nargs=-1,
+    required=True,
+    type=click.UNPROCESSED,
+    metavar="(SCRIPT.py | -m PACKAGE | -- COMMAND) [ARGS]...",
+)
+@click.pass_context
+def wrap(
+    ctx: click.Context,
+    out: Path | None,
+    window: str,
+    no_trace: bool,
+    quiet: bool,
+    no_report: bool,
+    command: tuple[str, ...],
+) -> None:
+    r"""Record a training script, unedited, and print where its time goes.
+
+    \b
+    dlprof wrap train.py --lr 0.1
+    dlprof wrap -m package.train --lr 0.1
+    dlprof wrap -- torchrun --nproc-per-node 4 train.py --lr 0.1
+
+    A script or -m package runs under the Python that runs dlprof; after --, any command runs as it is. Nothing after
+    the script's name is an option of ours. Exit status, signals, stdin and stdout are the script's own; dlprof's words
+    go to stderr.
+    """
+    words = list(command)
+    python = not ctx.meta.get(_AS_IS) and (words[0].startswith("-m") or words[0].endswith(".py"))
+    record(
+        [sys.executable, *words] if python else words,
+        name=_name(words),
+        out=out,
+        env=os.environ,
+        window="off" if no_trace else window,
+        quiet=quiet,
+        report=not no_report,
+    )
+
+
+def record(
+    command: Sequence[str],
+    *,
+    name: str,
+    out: Path | None,
+    env: Mapping[str, str],
+    window: str,
+    quiet: bool,
+    report: bool,
+    options: Mapping[str, str] | None = None,
+) -> None:
+    """Run the command, record it, print the verdict on stderr, and end this process as the command ended.
+
+    Raises DlprofError, before the command starts, where the run folder cannot be made or a recording already runs.
+    """
+    if env.get("DLPROF_RUN"):
+        raise DlprofError(f"this already runs under dlprof, which records into {env['DLPROF_RUN']}; wrap only once")
+    folder = out if out is not None else new_folder(name, env)
+    if not quiet:
+        click.echo(f"dlprof: recording into {folder}", err=True)
+    ended = supervise(command, folder, {**env, "DLPROF_WINDOW": window}, {"window": window, **(options or {})})
+    for warning in ended.warnings:
+        click.echo(f"dlprof: {warning}", err=True)
+    if report and ended.owner and any(folder.glob("ranks/*/facts.json")):
+        _report(ended, quiet)
+    end_like(ended)
+
+
+def _report(ended: Ended, quiet: bool) -> None:
+    """Write the report and print its verdict; whatever goes wrong here costs one line, and never the exit status."""
+    try:
+        from dlprof.commands.report import write_report
+
+        verdict = write_report(ended.folder)
+        if not quiet:
+            click.echo(verdict, err=True)
+    except KeyboardInterrupt:
+        click.echo(f"dlprof: report stopped; to make it later: dlprof report {ended.folder}", err=True)
+    except Exception as e:  # noqa: BLE001 - the job's exit status comes first
+        words = str(e) if isinstance(e, DlprofError) else f"{type(e).__name__}: {e}"
+        click.echo(f"dlprof: no report: {words}", err=True)
+
+
+def _name(words: Sequence[str]) -> str:
+    """Name a run after what runs: the script where one is named, else the command."""
+    script = next((w for w in words if w.endswith(".py")), None)
+    if script is None and words[0].startswith("-m"):
+        script = words[0][2:] or (words[1] if len(words) > 1 else "python")
+    stem = Path(script or words[0]).stem if script is None or script.endswith(".py") else script
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in stem) or "run"

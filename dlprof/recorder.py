@@ -1,0 +1,671 @@
+"""Watches training from inside a rank's process: marks steps, times their parts, and drives the collectors.
+
+The hooks stand on PyTorch itself, never on the script's objects: on the loaders' iterators, `nn.Module.__call__`,
+`torch.autograd.backward` and `grad`, and the optimizers' global hooks. So nothing of ours is in a model that the script
+pickles, scripts, compiles or copies. Nothing is written before the process trains (its first backward or optimizer
+step), so that launchers and loader workers leave no trace. Whatever fails here switches itself off, says so once on
+stderr, and leaves the job alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import signal
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from threading import get_ident
+from types import FrameType
+from typing import Any, Protocol
+
+import dlprof
+
+FETCH, FORWARD, BACKWARD, OPTIMIZER = range(4)
+_RANGES = ("dlprof::fetch", "dlprof::forward", "dlprof::backward", "dlprof::optimizer")
+
+# A script that takes this many optimizer steps on one batch has no loop over a loader; its steps are the optimizer's.
+# A gradient-accumulating or adversarial loop takes far fewer a batch.
+_STEPS_WITHOUT_FETCH = 32
+
+# Steps kept in memory until the process trains: a long validation before training must not grow without bound.
+_EARLY_STEPS = 4096
+
+
+class Step:
+    """One step of the training loop, being measured or done. Times are perf_counter nanoseconds."""
+
+    __slots__ = (
+        "backwards",
+        "dur_ns",
+        "fetches",
+        "first",
+        "forwards",
+        "loader",
+        "number",
+        "optimizer_steps",
+        "parts",
+        "profiled",
+        "start_ns",
+    )
+
+    def __init__(self, number: int, start_ns: int) -> None:
+        self.number = number
+        self.start_ns = start_ns
+        self.dur_ns = 0
+        self.parts = [0, 0, 0, 0]  # exclusive time in FETCH, FORWARD, BACKWARD, OPTIMIZER
+        self.fetches = self.forwards = self.backwards = self.optimizer_steps = 0
+        self.first = self.profiled = 0
+        self.loader: LoaderSeen | None = None
+
+    @property
+    def worked(self) -> bool:
+        """Tell whether anything but fetching was seen."""
+        return bool(self.forwards or self.backwards or self.optimizer_steps)
+
+    @property
+    def kind(self) -> str:
+        """Tell train, validation (forward only) or other."""
+        if self.backwards or self.optimizer_steps:
+            return "train"
+        return "validation" if self.forwards else "other"
+
+
+class LoaderSeen:
+    """A loader that the training thread has iterated, and what its batches were used for."""
+
+    __slots__ = ("loader", "role")
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = weakref.ref(loader)
+        self.role = "unknown"
+
+
+class Collector(Protocol):
+    """One source of measurements inside a rank; made when torch is imported."""
+
+    name: str
+
+    def start(self, recorder: Recorder) -> None:
+        """Begin: the process trains, and recorder.folder exists. Runs on the training thread."""
+
+    def step(self, step: Step) -> None:
+        """Hear that a step has ended and the next, recorder.row, has begun. Runs on the training thread."""
+
+    def stop(self) -> None:
+        """End, and leave what is in memory on disk. Runs once, perhaps in a signal handler."""
+
+
+def say(text: str) -> None:
+    """Put one line of ours on stderr, if there is one."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"dlprof: {text}\n".encode(errors="replace"))
+
+
+def find_rank(env: Iterable[str] = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")) -> int:
+    """Give this process's rank: from the process group if there is one, else from the launcher's variables, else 0."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    for name in env:
+        value = os.environ.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return 0
+
+
+class Recorder:
+    """The one recorder of a process: what the hooks call, and what the collectors read."""
+
+    def __init__(self, run: Path, collectors: Iterable[Callable[[], Collector]]) -> None:
+        self.run = run
+        self.folder = run
+        self.rank = 0
+        self.restart = 0
+        self.warnings: list[str] = []
+        self.mark: str | None = None  # what ends a step: user, loader, optimizer
+        self.ended: str | None = None
+        self.trained_from = 0  # number of the first step that trained
+        self.row = Step(0, 0)
+        # One fixed anchor, so that the clock in the files is Unix time and monotonic too.
+        before = time.perf_counter_ns()
+        self.unix_ns = time.time_ns()
+        self.perf_ns = (before + time.perf_counter_ns()) // 2
+
+        # What was seen, for the facts; weak, so that nothing lives longer for being watched.
+        self.news = False
+        self.loaders: list[LoaderSeen] = []
+        self.models: list[weakref.ref[Any]] = []
+        self.optimizers: list[weakref.ref[Any]] = []
+        self.autocast: dict[str, Any] | None = None
+        self.grad_scaler = False
+        self.window: dict[str, Any] = {}  # the trace's window and what became of it
+        self._model_ids: set[int] = set()
+        self._optimizer_ids: set[int] = set()
+        self._iterators: dict[int, LoaderSeen] = {}
+        self._autocast_looks = 16
+
+        # True while a module's call needs no look: inside a fetch, a forward or a backward, or when switched off.
+        self.inside = False
+        self.range: Callable[[str], Any] | None = None  # set while the trace window is open
+        self.first_forward: Callable[[], None] | None = None  # called before the first forward of each step
+        self.off = False
+        self.started = False
+        self._stopped = False
+        self._pid = os.getpid()
+        self._owner = 0
+        self._phases: list[int] = []
+        self._open_ranges: list[Any] = []
+        self._since_ns = 0  # when the innermost phase was entered or resumed
+        self._optimizer_depth = 0
+        self._fetched = False
+        self._steps_since_fetch = 0
+        self._early: list[Step] = []
+        self._collectors: list[Collector] = []
+        for make in collectors:
+            try:
+                self._collectors.append(make())
+            except Exception as e:  # noqa: BLE001, PERF203 - one collector must not cost the others
+                self.warn(f"{getattr(make, '__name__', make)} is off: {_tell(e)}")
+
+    # -- what collectors use
+
+    def warn(self, text: str) -> None:
+        """Say something once on stderr and keep it for the report."""
+        self.warnings.append(text)
+        self.news = True
+        say(f"rank {self.rank}: {text}" if self.started else text)
+
+    def unix(self, perf_ns: int) -> int:
+        """Give the Unix time, in ns, of a perf_counter reading."""
+        return perf_ns - self.perf_ns + self.unix_ns
+
+    def open_range(self, name: str) -> Any:
+        """Open a named range if a trace window is open; its __exit__ closes it. None: nobody traces."""
+        if _is_compiling() or self.range is None:
+            return None
+        try:
+            opened = self.range(name)
+            opened.__enter__()
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+            return None
+        return opened
+
+    # -- phases
+
+    def begin(self, phase: int) -> bool:
+        """Enter a phase; False: not ours to time, and end() must not be called."""
+        try:
+            if self.off or not self._mine(phase):
+                return False
+            row = self.row
+            if phase == BACKWARD:
+                if self._phases and self._phases[-1] == BACKWARD:
+                    return False
+                row.backwards += 1
+                if not self.started:
+                    self._start()
+            self._push(phase)
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+            return False
+        return True
+
+    def begin_forward(self, module: Any) -> bool:
+        """Enter an outermost module's call."""
+        try:
+            if self.off or not self._mine(FORWARD):
+                return False
+            row = self.row
+            if not row.forwards and self.first_forward is not None:
+                self.first_forward()
+            row.forwards += 1
+            if id(module) not in self._model_ids:
+                self._see_model(module)
+            if self._autocast_looks:
+                self._look_at_autocast()
+            self._push(FORWARD)
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+            return False
+        return True
+
+    def begin_fetch(self, iterator: Any) -> bool:
+        """Enter next() of a loader's iterator; ends the step before it, if anything was done with its batch."""
+        try:
+            if self.off or not self._mine(FETCH) or FETCH in self._phases:
+                return False
+            self._enter_loader()
+            row = self.row
+            row.fetches += 1
+            if not iterator._num_yielded:
+                row.first = 1
+            row.loader = self._iterators.get(id(iterator), row.loader)
+            self._push(FETCH)
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+            return False
+        return True
+
+    def begin_epoch(self) -> bool:
+        """Enter iter() of a loader, where its workers start."""
+        try:
+            if self.off or not self._mine(FETCH) or FETCH in self._phases:
+                return False
+            self._enter_loader()
+            self.row.first = 1
+            self._push(FETCH)
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+            return False
+        return True
+
+    def see_iterator(self, loader: Any, iterator: Any) -> None:
+        """Remember which loader an iterator belongs to."""
+        try:
+            seen = next((s for s in self.loaders if s.loader() is loader), None)
+            if seen is None:
+                seen = LoaderSeen(loader)
+                self.loaders.append(seen)
+                self.news = True
+            if len(self._iterators) > 1000:
+                self._iterators.clear()
+            self._iterators[id(iterator)] = seen
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+
+    def end(self) -> None:
+        """Leave the innermost phase."""
+        try:
+            if self._phases:
+                self._pop()
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+
+    def begin_optimizer(self, optimizer: Any) -> None:
+        """Enter an optimizer's step; only the outermost counts (ZeroRedundancyOptimizer steps another inside)."""
+        try:
+            if self.off or not self._mine(OPTIMIZER):
+                return
+            self._optimizer_depth += 1
+            if self._optimizer_depth > 1:
+                return
+            if not self.started:
+                self._start()
+            if id(optimizer) not in self._optimizer_ids:
+                self._optimizer_ids.add(id(optimizer))
+                self.optimizers.append(weakref.ref(optimizer))
+                self.news = True
+            self._push(OPTIMIZER)
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+
+    def end_optimizer(self) -> None:
+        """Leave an optimizer's step; where no loader marks the steps, a step ends here."""
+        try:
+            if self.off or get_ident() != self._owner or not self._optimizer_depth:
+                return
+            self._optimizer_depth -= 1
+            if self._optimizer_depth or OPTIMIZER not in self._phases:
+                return
+            while self._pop() != OPTIMIZER:
+                pass
+            self.row.optimizer_steps += 1
+            self._steps_since_fetch += 1
+            stale = self._steps_since_fetch > _STEPS_WITHOUT_FETCH
+            if (self.mark is None and not self._fetched) or (self.mark == "loader" and stale):
+                self.mark = "optimizer"
+            if self.mark == "optimizer":
+                self._end_step(time.perf_counter_ns())
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+
+    def user_step(self) -> None:
+        """End a step where the script says so (dlprof.step())."""
+        if _is_compiling():
+            return
+        try:
+            if self.off or not self._mine(FETCH):
+                return
+            self.mark = "user"
+            self._end_step(time.perf_counter_ns())
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+
+    def end_of_epoch(self) -> None:
+        """Hear that a loader's iterator had no more."""
+        self.row.first = 1
+
+    # -- inner workings
+
+    def _mine(self, phase: int) -> bool:
+        """Tell whether this thread is the one that trains. Until training is seen, that is the first one heard of."""
+        thread = get_ident()
+        if thread == self._owner:
+            return True
+        if self._owner and (self.started or phase in (FETCH, FORWARD)):
+            return False
+        self._owner = thread
+        self._phases.clear()
+        self._open_ranges.clear()
+        self._early.clear()
+        self._optimizer_depth = 0
+        self.inside = False
+        self.row = Step(0, time.perf_counter_ns())
+        return True
+
+    def _enter_loader(self) -> None:
+        if self._phases == [OPTIMIZER]:
+            # A step() that raised never told us that it ended.
+            self._pop()
+            self._optimizer_depth = 0
+        self._fetched = True
+        self._steps_since_fetch = 0
+        if self.mark is None or (self.mark == "optimizer" and not self.loaders):
+            self.mark = "loader"
+        if self.mark != "user" and self.row.worked and not self._phases:
+            self._end_step(time.perf_counter_ns())
+
+    def _push(self, phase: int) -> None:
+        phases = self._phases
+        now = time.perf_counter_ns()
+        if phases:
+            self.row.parts[phases[-1]] += now - self._since_ns
+        phases.append(phase)
+        self.inside = phase != OPTIMIZER
+        if self.range is None:
+            self._open_ranges.append(None)
+        else:
+            opened = self.range(_RANGES[phase])
+            opened.__enter__()
+            self._open_ranges.append(opened)
+        self._since_ns = now
+
+    def _pop(self) -> int:
+        opened = self._open_ranges.pop()
+        if opened is not None:
+            opened.__exit__(None, None, None)
+        phases = self._phases
+        phase = phases.pop()
+        now = time.perf_counter_ns()
+        self.row.parts[phase] += now - self._since_ns
+        self._since_ns = now
+        self.inside = self.off or (bool(phases) and phases[-1] != OPTIMIZER)
+        return phase
+
+    def _end_step(self, now: int) -> None:
+        row = self.row
+        if self._phases:
+            row.parts[self._phases[-1]] += now - self._since_ns
+            self._since_ns = now
+        row.dur_ns = now - row.start_ns
+        seen = row.loader
+        if seen is not None and seen.role != "train" and seen.role != row.kind != "other":
+            seen.role = row.kind
+            self.news = True
+        self.row = Step(row.number + 1, now)
+        if self.started:
+            for collector in tuple(self._collectors):
+                self._guard(collector, collector.step, row)
+        elif len(self._early) < _EARLY_STEPS:
+            self._early.append(row)
+
+    def _see_model(self, module: Any) -> None:
+        if len(self._model_ids) > 1000:
+            return  # a script that makes modules as it goes: they are not its model
+        self._model_ids.add(id(module))
+        if next(module.parameters(), None) is not None:
+            self.models.append(weakref.ref(module))
+            self.news = True
+
+    def _look_at_autocast(self) -> None:
+        import torch
+
+        self._autocast_looks -= 1
+        for device in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(device):
+                dtype = str(torch.get_autocast_dtype(device)).replace("torch.", "")
+                self.autocast = {"enabled": True, "dtype": dtype}
+                self._autocast_looks = 0
+                self.news = True
+                return
+        self.autocast = {"enabled": False, "dtype": None}
+
+    def _start(self) -> None:
+        """Begin recording: the process has just begun to train."""
+        info = sys.modules.get("torch.utils.data._utils")
+        if info is not None and info.worker.get_worker_info() is not None:
+            self._switch_off()
+            return
+        self.rank = find_rank()
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        self.restart = int(restart) if restart.isdigit() else 0
+        name = f"{self.rank:05d}" + (f".r{self.restart}" if self.restart else "")
+        ranks = self.run / "ranks"
+        try:
+            ranks.mkdir(parents=True, exist_ok=True)
+            try:
+                (ranks / name).mkdir()
+            except FileExistsError:
+                taken, name = name, f"{name}.{os.getpid()}"
+                (ranks / name).mkdir()
+                self.warn(f"another process records as ranks/{taken}: this one is in ranks/{name}")
+        except OSError as e:
+            self._switch_off()
+            say(f"cannot record: {_tell(e)}; the job goes on without it")
+            return
+        self.folder = ranks / name
+        self.started = True
+        self.trained_from = self.row.number
+        self._stop_with_process()
+        for collector in tuple(self._collectors):
+            self._guard(collector, collector.start, self)
+        for row in self._early:
+            for collector in tuple(self._collectors):
+                self._guard(collector, collector.step, row)
+        self._early.clear()
+
+    def _stop_with_process(self) -> None:
+        atexit.register(self.stop, "exit")
+        multiprocessing = sys.modules.get("multiprocessing.process")
+        if multiprocessing is not None and multiprocessing.parent_process() is not None:
+            # Children of multiprocessing leave without atexit.
+            from multiprocessing.util import Finalize
+
+            Finalize(None, self.stop, args=("exit",), exitpriority=10)
+        try:
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, self._terminated)
+        except ValueError:
+            pass  # not the main thread: a SIGTERM then costs the open window, as without a handler
+
+    def _terminated(self, number: int, _: FrameType | None) -> None:
+        self.stop(f"signal {number}")
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def stop(self, ended: str) -> None:
+        """End the recording: the last step is closed, and every collector leaves its files. Does nothing twice."""
+        if self._stopped or not self.started or os.getpid() != self._pid:
+            return
+        self._stopped = True
+        self.ended = ended
+        try:
+            if not self.off and (self.row.worked or self.row.fetches):
+                self.row.first = 1  # cut off by the end of the job: no step to compare with others
+                self._end_step(time.perf_counter_ns())
+        except Exception as e:  # noqa: BLE001 - the process ends as it would without us
+            self._fail(e)
+        self._switch_off()
+        # Backwards: facts close the list, since they tell how the others ended.
+        for collector in reversed(tuple(self._collectors)):
+            self._guard(collector, collector.stop)
+
+    def _guard(self, collector: Collector, call: Callable[..., None], *args: Any) -> None:
+        try:
+            call(*args)
+        except Exception as e:  # noqa: BLE001 - one collector must not cost the others, nor the job
+            if collector in self._collectors:
+                self._collectors.remove(collector)
+            self.warn(f"{collector.name} is off: {_tell(e)}; the job goes on without it")
+
+    def _fail(self, error: Exception) -> None:
+        self._switch_off()
+        self.warn(f"recording is off: {_tell(error)}; the job goes on without it")
+
+    def _switch_off(self) -> None:
+        self.off = True
+        self.inside = True
+        self.range = None
+        self.first_forward = None
+
+    def forked(self) -> None:
+        """Run in a fork's child: a child of a training process is no rank; another may yet become one."""
+        self._pid = os.getpid()
+        self._owner = 0
+        if self.started:
+            self._switch_off()
+            self._stopped = True
+            self._collectors.clear()
+            if signal.getsignal(signal.SIGTERM) == self._terminated:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _tell(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
+
+
+def _is_compiling() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_compiling())
+
+
+def _hidden(hook: Any) -> Any:
+    """Keep Dynamo from compiling a hook's frame, and give the hook; the frames inside are compiled as ever.
+
+    The same as torch.compiler.disable(recursive=False), without importing Dynamo where nobody compiles.
+    """
+    import torch._C
+
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "skip_code"):  # before FrameExecStrategy came
+        frames.skip_code(hook.__code__)
+    else:
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        frames.set_code_exec_strategy(hook.__code__, strategy)
+    return hook
+
+
+def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
+    """Hook into torch, which must be imported, and record into the run folder once this process trains."""
+    recorder = Recorder(Path(run), collectors)
+    _watch_modules(recorder)
+    _watch_autograd(recorder)
+    _watch_optimizers(recorder)
+    _watch_loaders(recorder)
+    os.register_at_fork(after_in_child=recorder.forked)
+    dlprof._recorder = recorder
+
+
+def _watch_modules(recorder: Recorder) -> None:
+    import torch
+
+    original: Any = torch.nn.Module.__call__
+    is_compiling = torch.compiler.is_compiling
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
+        if is_compiling() or recorder.inside or not recorder.begin_forward(self):
+            return original(self, *args, **kwargs)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            recorder.end()
+
+    torch.nn.Module.__call__ = _hidden(__call__)  # type: ignore[method-assign]
+
+
+def _watch_autograd(recorder: Recorder) -> None:
+    import torch
+
+    is_compiling = torch.compiler.is_compiling
+
+    def timed(original: Callable[..., Any]) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not recorder.begin(BACKWARD):
+                return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                recorder.end()
+
+        return _hidden(call)
+
+    torch.autograd.backward = timed(torch.autograd.backward)
+    torch.autograd.grad = timed(torch.autograd.grad)
+
+
+def _watch_optimizers(recorder: Recorder) -> None:
+    import torch
+    from torch.amp.grad_scaler import GradScaler
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    is_compiling = torch.compiler.is_compiling
+
+    def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not is_compiling():
+            recorder.begin_optimizer(optimizer)
+
+    def after(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not is_compiling():
+            recorder.end_optimizer()
+
+    scale = GradScaler.scale
+
+    @functools.wraps(scale)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_compiling() and not recorder.grad_scaler and self.is_enabled():
+            recorder.grad_scaler = recorder.news = True
+        return scale(self, *args, **kwargs)
+
+    register_optimizer_step_pre_hook(_hidden(before))
+    register_optimizer_step_post_hook(_hidden(after))
+    GradScaler.scale = _hidden(watched)  # type: ignore[method-assign]
+
+
+def _watch_loaders(recorder: Recorder) -> None:
+    from torch.utils.data import dataloader
+
+    following: Any = dataloader._BaseDataLoaderIter.__next__
+    iterating: Any = dataloader.DataLoader.__iter__
+
+    @functools.wraps(following)
+    def __next__(self: Any) -> Any:  # noqa: N807 - what it stands for
+        if not recorder.begin_fetch(self):
+            return following(self)
+        try:
+            return following(self)
+        except StopIteration:
+            recorder.end_of_epoch()
+            raise
+        finally:
+            recorder.end()
+
+    @functools.wraps(iterating)
+    def __iter__(self: Any) -> Any:  # noqa: N807 - what it stands for
+        if not recorder.begin_epoch():
+            return iterating(self)
+        try:
+            iterator = iterating(self)
+        finally:
+            recorder.end()
+        recorder.see_iterator(self, iterator)
+        return iterator
+
+    dataloader._BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign]
+    dataloader.DataLoader.__iter__ = __iter__  # type: ignore[method-assign]

@@ -1,0 +1,277 @@
+"""Starts the user's command unchanged, with the recorder's hook on PYTHONPATH, and ends as the command ended.
+
+The command is a child in the same process group, on the same terminal, with the same stdin, stdout and stderr. This
+process sits beside it, passes on the signals that reached nobody else, and waits. Linux only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlprof import __version__
+from dlprof.errors import DlprofError
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_SI_KERNEL = 0x80  # <asm-generic/siginfo.h>: sent by the kernel, as the terminal's Ctrl-C is, to the whole group
+
+_PASSED_ON = {
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCONT,
+    signal.SIGTSTP,
+    *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the command ended, and where its recording is."""
+
+    folder: Path
+    code: int | None
+    signal: int | None
+    warnings: tuple[str, ...]
+    # False: another supervisor of the same job made the folder and reports on it.
+    owner: bool
+
+
+def supervise(command: Sequence[str], folder: Path, env: Mapping[str, str], options: Mapping[str, Any]) -> Ended:
+    """Run the command with that environment, record it into the folder, and tell how it ended.
+
+    Raises DlprofError if the folder cannot be made or already holds a run. A command that cannot be started ends with
+    127 (not found) or 126 (not executable), as in a shell.
+    """
+    if not hasattr(signal, "sigwaitinfo") or not sys.platform.startswith("linux"):
+        raise DlprofError("recording needs Linux; reports can be made anywhere")
+    folder = folder.absolute()
+    job = job_id(env)
+    record: dict[str, Any] = {
+        "format": 1,
+        "dlprof": __version__,
+        "command": list(command),
+        "cwd": str(Path.cwd()),
+        "start_ns": time.time_ns(),
+        "end_ns": None,
+        "hosts": [os.uname().nodename],
+        "exit": {"code": None, "signal": None},
+        "options": dict(options) | ({"job": job} if job else {}),
+        "warnings": [],
+    }
+    owner = _claim(folder, record, job)
+    status = _run(list(command), recorded(env, folder))
+    code, number = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
+    warnings = [] if code in (126, 127) else missing(folder)
+    _compress(folder)
+    if owner:
+        record |= {"end_ns": time.time_ns(), "exit": {"code": code, "signal": number}, "warnings": warnings}
+        try:
+            _write(folder / "run.json", record)
+        except OSError as e:
+            warnings.append(f"run.json has no end: {e}")
+    return Ended(folder, code, number, tuple(warnings), owner)
+
+
+def new_folder(name: str, env: Mapping[str, str]) -> Path:
+    """Give a folder under ./runs that is not taken: by name and time, or one for all tasks of a job."""
+    runs = Path("runs")
+    job = job_id(env)
+    if job:
+        return runs / f"{name}-{job}"
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for n in range(1000):
+        folder = runs / (f"{stem}-{n}" if n else stem)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as e:
+            raise DlprofError(f"cannot make a run folder: {e}; choose another place with -o") from None
+        return folder
+    raise DlprofError(f"{runs / stem}: too many runs of that name in one second; choose a folder with -o")
+
+
+def job_id(env: Mapping[str, str]) -> str | None:
+    """Name the job whose tasks each start a supervisor of their own (srun, mpirun); None: there is only this one."""
+    if env.get("SLURM_STEP_ID") and int(env.get("SLURM_NTASKS") or 1) > 1:
+        return f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+    if int(env.get("OMPI_COMM_WORLD_SIZE") or 1) > 1:
+        return env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
+    return None
+
+
+def recorded(env: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Give the environment with the hook first on PYTHONPATH and the run folder named."""
+    inject = str(Path(__file__).parent / "inject")
+    # An empty entry would put the current directory on the path: only add what there is.
+    path = os.pathsep.join(p for p in (inject, env.get("PYTHONPATH", "")) if p)
+    return {**env, "PYTHONPATH": path, "DLPROF_RUN": str(folder)}
+
+
+def missing(folder: Path) -> list[str]:
+    """Tell, in at most one line, why nothing was recorded."""
+    if any(folder.glob("ranks/*/facts.json")):
+        return []
+    hellos = [path.read_text(errors="replace") for path in folder.glob("hosts/*/hello.jsonl")]
+    if not hellos:
+        return [
+            "nothing was recorded: the hook was never reached (python -I, -E, -S, a cleaned environment, or no Python)"
+        ]
+    if not any('"torch": true' in text for text in hellos):
+        return ["nothing was recorded: the command never imported torch"]
+    return ["nothing was recorded: torch was imported, but no backward() and no optimizer step was seen"]
+
+
+def end_like(ended: Ended) -> None:
+    """End this process with the command's exit code, or by the signal that ended the command."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if ended.signal is not None:
+        import resource
+
+        # The command has left its core, if any; ours would be about the wrong program.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        if ended.signal not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(ended.signal, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {ended.signal})
+        os.kill(os.getpid(), ended.signal)
+        sys.exit(128 + ended.signal)  # a signal whose default is not to end: as a shell says
+    sys.exit(ended.code)
+
+
+def _claim(folder: Path, record: Mapping[str, Any], job: str | None) -> bool:
+    """Make the folder ours; False: it is our job's already, made by another of its tasks."""
+    path = folder / "run.json"
+    try:
+        (folder / "ranks").mkdir(parents=True, exist_ok=True)
+        with path.open("x") as file:
+            file.write(json.dumps(record))
+    except FileExistsError:
+        if job is not None and _job_of(path) == job:
+            return False
+        raise DlprofError(f"{folder} already holds a run; choose another folder with -o") from None
+    except OSError as e:
+        raise DlprofError(f"cannot record into {folder}: {e}; choose another folder with -o") from None
+    return True
+
+
+def _job_of(path: Path) -> str | None:
+    """Give the job that a run belongs to; its owner may be writing run.json at this moment."""
+    for _ in range(20):
+        try:
+            return str(json.loads(path.read_text())["options"].get("job"))
+        except (OSError, ValueError, KeyError, AttributeError):  # noqa: PERF203 - that is what the loop is for
+            time.sleep(0.05)
+    return None
+
+
+def _write(path: Path, record: Mapping[str, Any]) -> None:
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(json.dumps(record))
+    unfinished.replace(path)
+
+
+def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run the command to its end and give its wait status."""
+    watched = {signal.SIGCHLD, *_PASSED_ON}
+    # A parent may have left SIGCHLD ignored, and the kernel would then reap the child before we ask.
+    chld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    try:
+        try:
+            child = _start(command, env, mask, chld)
+        except FileNotFoundError:
+            sys.stderr.write(f"dlprof: {command[0]}: command not found\n")
+            return 127 << 8
+        except OSError as e:
+            sys.stderr.write(f"dlprof: {command[0]}: {e.strerror}\n")
+            return 126 << 8
+        while True:
+            info = signal.sigwaitinfo(watched)
+            if info.si_signo == signal.SIGCHLD:
+                pid, status = os.waitpid(child.pid, os.WNOHANG)
+                if pid:
+                    child.returncode = os.waitstatus_to_exitcode(status)
+                    return status
+            else:
+                _pass_on(child.pid, info)
+    finally:
+        # What arrived for the command while it ended is not meant for the report.
+        while signal.sigtimedwait(watched, 0) is not None:
+            pass
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGCHLD, chld if chld is not None else signal.SIG_DFL)
+
+
+def _pass_on(child: int, info: signal.struct_siginfo) -> None:
+    """Give the child a signal that reached only this process; stop with it where it is told to stop."""
+    number = info.si_signo
+    if info.si_code != _SI_KERNEL:
+        try:
+            os.kill(child, number)
+        except ProcessLookupError:
+            return
+    if number == signal.SIGTSTP:
+        # Stop as anybody would, and go on here when continued.
+        os.kill(os.getpid(), signal.SIGTSTP)
+        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _start(command: Sequence[str], env: Mapping[str, str], mask: Any, chld: Any) -> subprocess.Popen[bytes]:
+    supervisor = os.getpid()
+    libc = ctypes.CDLL(None)
+
+    def before_exec() -> None:
+        # Should this process be killed, the command must not run on unseen. It may have been killed just now.
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != supervisor:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if chld == signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    # Inherited descriptors (a shell's <(...) or 3<file) are the command's own: keep them.
+    return subprocess.Popen(command, env=dict(env), close_fds=False, preexec_fn=before_exec)
+
+
+def _compress(folder: Path) -> None:
+    """Turn the ranks' trace*.json into trace*.json.gz; one that cannot be compressed stays as it is."""
+    for path in sorted(folder.glob("ranks/*/trace*.json")):
+        done = path.with_name(path.name + ".gz")
+        unfinished = path.with_name(f"{path.name}.gz.{os.getpid()}.tmp")
+        try:
+            with path.open("rb") as source, _gzip(unfinished) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+            unfinished.replace(done)
+            path.unlink(missing_ok=True)
+        except (OSError, EOFError):
+            try:
+                unfinished.unlink(missing_ok=True)
+            except OSError:
+                continue
+
+
+def _gzip(path: Path) -> Any:
+    try:
+        from isal import igzip
+
+        opener: Any = igzip.open
+    except ImportError:
+        return gzip.open(path, "wb", compresslevel=1)
+    return opener(path, "wb")
