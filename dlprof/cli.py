@@ -33,7 +33,7 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="dlprof")
 def cli() -> None:
-    """Where does the time of a training step go, and what would you gain by changing what?
+    r"""Where does the time of a training step go, and what would you gain by changing what?
 
     \b
     dlprof wrap train.py --lr 0.1                      record any script, unedited, and get the verdict

@@ -18,12 +18,13 @@ from dlprof.engine import Measure, Measured, Progress, measure
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.measures.breakdown import breakdown
 from dlprof.measures.device import device_time
-from dlprof.measures.steps import mean_step_ns, noise_ns, step_means
+from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import CATEGORIES, DeviceTime, Finding, Outcome, Result, TimePart, Window
 from dlprof.run import Run
+from dlprof.units import percent
 
-# A rule speaks only where its saving is at least this share of the step, and twice the standard error of the run's mean
-# step: what is smaller could not be seen after the change. Two per cent is where existing tools agree to be silent.
+# A rule speaks only where its saving is at least this share of the step, and twice the standard error of what it was
+# estimated from: what came and went by chance is no finding. Two per cent is where existing tools agree to be silent.
 LEAST_SHARE = 0.02
 LEAST_NOISE = 2.0
 
@@ -37,7 +38,7 @@ class Clear:
 
 @dataclass(frozen=True)
 class Rule:
-    """One known bottleneck. `check` gives Finding or Clear, or raises NotMeasured; `needs` is all that it may ask for."""
+    """One known bottleneck. `check` gives Finding or Clear, or raises NotMeasured; `needs`: all it may ask for."""
 
     id: str
     title: str
@@ -80,8 +81,11 @@ def _ask(rule: Rule, run: Measured) -> Outcome:
         step = mean_step_ns(run)
         saving = min(said.saving_ns, step)
         share = saving / step if step else 0.0
-        if share < LEAST_SHARE or saving < LEAST_NOISE * noise_ns(run):
-            return outcome("clear", summary=f"{said.summary} (too little to be seen in this run's mean step)")
+        if share < LEAST_SHARE:
+            return outcome("clear", summary=f"{percent(share)} {of_step(run)}")
+        if saving < LEAST_NOISE * said.noise_ns:
+            varies = f"{percent(share)} {of_step(run)} ± {percent(said.noise_ns / step)}"
+            raise NotMeasured(f"{varies}: it varies too much between the measured steps; record more of them")
     except NotMeasured as e:
         return outcome("not_measured", why=str(e))
     except Exception as e:  # noqa: BLE001 - one rule's fault costs only its own row

@@ -229,6 +229,11 @@ def _try(function: Callable[[Any], pd.DataFrame], of: Any) -> Answer:
         return Failure(f"{type(e).__name__}: {e}")
 
 
+def by_rank(frame: pd.DataFrame, column: str) -> dict[int, float]:
+    """Add up a column for each rank: rank → sum."""
+    return {int(str(r)): float(v) for r, v in frame.groupby("rank")[column].sum().items()}
+
+
 def measure_rank(rank: Rank, measures: Sequence[Measure]) -> _RankAnswer:
     """Read one rank and compute its measures; the tables end here."""
     data = RankData(rank)

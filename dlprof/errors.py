@@ -6,4 +6,4 @@ class DlprofError(Exception):
 
 
 class NotMeasured(Exception):  # noqa: N818 - an answer, not an error
-    """This run cannot say; the text tells why, and what to do so that it can."""
+    """What a run cannot say; the text tells why, and what to do so that it can."""

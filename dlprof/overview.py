@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +95,15 @@ def _device(run: Measured) -> str:
 
 def panels(run: Measured) -> tuple[Panel, ...]:
     """Give the steps over the run and one step's timeline, as far as they were recorded."""
-    made = []
-    for make in (_steps_panel, _timeline_panel):
-        try:
-            made.append(make(run))
-        except NotMeasured:
-            continue
-    return tuple(made)
+    made = (_if_measured(_steps_panel, run), _if_measured(_timeline_panel, run))
+    return tuple(p for p in made if p is not None)
+
+
+def _if_measured(make: Callable[[Measured], Panel], run: Measured) -> Panel | None:
+    try:
+        return make(run)
+    except NotMeasured:
+        return None
 
 
 def _steps_panel(run: Measured) -> Panel:
@@ -127,6 +129,8 @@ def _steps_panel(run: Measured) -> Panel:
 
 def _timeline_panel(run: Measured) -> Panel:
     frame = run.frame(excerpt)
+    if not len(frame):
+        raise NotMeasured("nothing ran in the traced step")
     shown = sorted(frame["rank"].unique())[:MOST_RANKS]
     frame = frame[frame["rank"].isin(shown)]
     begins = frame.groupby("rank")["begin_ns"].first()
@@ -187,7 +191,7 @@ def facts(run: Measured) -> tuple[Fact, ...]:
         add("Precision", key.replace("_", " "), _several(run, "matmul", key))
     environment: dict[str, None] = {}
     for r in run.ranks:
-        environment.update(dict.fromkeys((run.facts[r].get("env") or {})))
+        environment.update(dict.fromkeys(run.facts[r].get("env") or {}))
     for name in sorted(environment):
         add("Environment", name, _several(run, "env", name))
     _recording_facts(run, add)

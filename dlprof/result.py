@@ -60,7 +60,7 @@ class Panel:
 class Finding:
     """What a rule found: one sentence each for title and summary; `saving_ns` as defined above, per mean steady step.
 
-    `advice` is what to change, one change a line, code as `code`; `sure` says how it was estimated and on what assumption.
+    `advice` is what to change, one change a line, code as `code`; `sure`: how it was estimated, on what assumption.
     """
 
     title: str
@@ -71,6 +71,7 @@ class Finding:
     ranks: tuple[int, ...] = ()
     sure: str = ""
     verdict: str = ""  # the diagnosis as the report's first sentence, e.g. "31 % of each step waits for data"
+    noise_ns: float = 0.0  # standard error of what the saving was estimated from
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Window:
-    """Which steps the figures speak of. `overhead`: mean profiled ÷ mean unprofiled step, None where not both are there.
+    """Which steps the figures speak of. `overhead`: mean profiled ÷ mean unprofiled step, None where one is missing.
 
     `source` is "steps" where the light layer gave the mean, "trace" where the trace did. `unit` is "step", or "trace"
     where nothing marks a step and the whole trace stands for one.
@@ -185,7 +186,9 @@ def to_json(result: Result) -> dict[str, Any]:
 def from_json(data: Mapping[str, Any]) -> Result:
     """Make a result from the plain data of result.json; raise DlprofError where it is none, or a newer format."""
     if data.get("format") != FORMAT:
-        raise DlprofError(f"result.json has format {data.get('format')!r}; this dlprof reads format {FORMAT}: upgrade it")
+        raise DlprofError(
+            f"result.json has format {data.get('format')!r}; this dlprof reads format {FORMAT}: upgrade it"
+        )
 
     def panel(d: Mapping[str, Any] | None) -> Panel | None:
         if d is None:
@@ -197,7 +200,7 @@ def from_json(data: Mapping[str, Any]) -> Result:
         return replace(Outcome(**{**d, **tuples, "evidence": None}), evidence=panel(d["evidence"]))
 
     try:
-        info = {k: tuple(v) if isinstance(v, (list, tuple)) else v for k, v in data["run"].items()}
+        info: dict[str, Any] = {k: tuple(v) if isinstance(v, (list, tuple)) else v for k, v in data["run"].items()}
         return Result(
             run=RunInfo(**info),
             window=Window(**data["window"]) if data["window"] else None,

@@ -44,7 +44,7 @@ class Run:
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
-    """Open a run folder, a folder of traces or one trace file; raise DlprofError where there is nothing to report on."""
+    """Open a run folder, a folder of traces or one trace file; raise DlprofError where there is nothing in it."""
     where = Path(path)
     try:
         if where.is_dir():
@@ -84,9 +84,9 @@ def _recorded(folder: Path) -> Run:
     strangers = []
     for sub in sorted((folder / "ranks").glob("*")) if (folder / "ranks").is_dir() else ():
         # 00003, its second life under torch-elastic 00003.r1, another process that claimed the same rank 00003.4711
-        name = re.fullmatch(r"(\d+)(?:\.r(\d+))?", sub.name)
-        if name and sub.is_dir():
-            attempts.setdefault(int(name[1]), []).append((int(name[2] or 0), sub))
+        life = re.fullmatch(r"(\d+)(?:\.r(\d+))?", sub.name)
+        if life and sub.is_dir():
+            attempts.setdefault(int(life[1]), []).append((int(life[2] or 0), sub))
         elif sub.is_dir():
             strangers.append(sub.name)
     if strangers:
@@ -163,7 +163,7 @@ def _foreign(folder: Path) -> Run:
         if len(same) > 1:
             chosen = same[-1]
             warnings.append(
-                f"rank {rank} is there {len(same)} times; read: {chosen.relative_to(folder)} (name one file or folder for another)"
+                f"rank {rank} is there {len(same)} times; read: {chosen.relative_to(folder)} (name another to read it)"
             )
             by_rank[rank] = [chosen]
     return Run(
@@ -174,7 +174,7 @@ def _foreign(folder: Path) -> Run:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """List the files that may be traces, in natural order of their names; the topmost level that has any counts first."""
+    """List the files that may be traces, level by level, each in the natural order of names."""
     found: list[Path] = []
     level = [folder]
     for _ in range(DEPTH + 1):

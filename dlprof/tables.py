@@ -1,4 +1,4 @@
-"""Every table: its columns, their dtypes and units. All times are int64 nanoseconds on the rank's one clock (Unix time)."""
+"""Every table: its columns, dtypes and units. Times are int64 nanoseconds on the rank's one clock (Unix time)."""
 
 from __future__ import annotations
 

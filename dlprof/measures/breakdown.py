@@ -1,9 +1,9 @@
 """Where the mean steady step goes: exclusive parts that add up to it, per rank.
 
-Two views are crossed. What the device does claims time first: computation, then communication, then copies that nothing
-hides. The time in which the device has nothing is split by what the training thread does: it waits for its loader, it
-works in the optimizer, it launches or runs Python. On a run without a device the training thread's own operators are the
-computation, and collectives with no operator beside them are the communication.
+Two views are crossed. What the device does claims time first: computation, then communication, then copies that
+nothing hides. The time in which the device has nothing is split by what the training thread does: it waits for its
+loader, it works in the optimizer, it launches or runs Python. On a run without a device the training thread's own
+operators are the computation, and collectives with no operator beside them are the communication.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 
 from dlprof import intervals as iv
-from dlprof.engine import RankData, per_rank
+from dlprof.engine import Measured, RankData, by_rank, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import device, host
-from dlprof.measures.steps import PHASES, Timing, timing
+from dlprof.measures.steps import PHASES, Timing, light_steps, standard_error, timing
 from dlprof.result import CATEGORIES
 
 # What a device does takes the same time whether or not a profiler slows its host.
@@ -46,6 +46,10 @@ def _claims(rank: RankData) -> list[tuple[str, iv.Intervals]]:
     everything = np.array([[np.iinfo(np.int64).min, np.iinfo(np.int64).max]], dtype=np.int64)
     fetch = host.cover(thread, host.is_kind(thread, "fetch"))
     optimizer = host.cover(thread, host.is_named(thread, "Optimizer.step#", "dlprof::optimizer"))
+    if not device.has_device(rank) and _belongs_to_a_device(rank):
+        raise NotMeasured(
+            "the job runs on a GPU, but the trace holds nothing of the GPU's work (record ProfilerActivity.CUDA)"
+        )
     if device.has_device(rank):
         sets = device.device_sets(rank)
         late = device.late_host(rank)
@@ -65,6 +69,16 @@ def _claims(rank: RankData) -> list[tuple[str, iv.Intervals]]:
         ("optimizer_host", optimizer),
         ("host", everything),
     ]
+
+
+def _belongs_to_a_device(rank: RankData) -> bool:
+    """Tell whether the job trains on a device, as far as its record, its backend or its runtime calls show."""
+    recorded = (rank.facts.get("device") or {}).get("type")
+    if recorded:
+        return bool(recorded != "cpu")
+    spans = rank.table("spans")
+    shows = host.is_kind(spans, "runtime") | host.is_named(spans, "nccl:")
+    return rank.trace_facts.get("backend") == "nccl" or bool(shows.any())
 
 
 def cpu_computation(rank: RankData) -> iv.Intervals:
@@ -96,7 +110,7 @@ def exposed_communication(rank: RankData) -> iv.Intervals:
 
 @per_rank
 def breakdown(rank: RankData) -> pd.DataFrame:
-    """Give the exclusive parts of the mean steady step: category, ns. They add up to the step of `step_means`.
+    """Give the exclusive parts of the mean steady step: category, ns, noise_ns. They add up to `step_means`.
 
     The trace tells the parts of its own few steps, which the profiler slowed. Where the light layer timed the steady
     steps without it, the parts are brought to those: device work keeps its time, and the rest of the step is divided as
@@ -106,9 +120,26 @@ def breakdown(rank: RankData) -> pd.DataFrame:
     t = timing(rank)
     parts = _traced(rank, t) if len(t.windows) else _light_only(rank, t)
     parts = {c: parts[c] for c in CATEGORIES if parts.get(c, 0.0) > 0.0}
+    noise = _noise(rank, t)
     return pd.DataFrame(
-        {"category": pd.Series(list(parts), dtype="str"), "ns": pd.Series(list(parts.values()), dtype=float)}
+        {
+            "category": pd.Series(list(parts), dtype="str"),
+            "ns": pd.Series(list(parts.values()), dtype=float),
+            "noise_ns": pd.Series([noise.get(c, 0.0) for c in parts], dtype=float),
+        }
     )
+
+
+def _noise(rank: RankData, t: Timing) -> dict[str, float]:
+    """Give the standard error of each part's mean over the steps that it was measured in."""
+    if not len(t.windows):
+        return {}
+    edges = np.append(t.windows[:, 0], t.windows[-1, 1])
+    noise = {c: standard_error(iv.per_slot(p, edges).astype(float)) for c, p in partition(rank).items()}
+    if t.source == "steps":
+        frame = rank.once(light_steps)
+        noise["input_wait"] = standard_error(frame.loc[frame["steady"], "fetch_ns"].to_numpy(dtype=float))
+    return noise
 
 
 def _traced(rank: RankData, t: Timing) -> dict[str, float]:
@@ -168,3 +199,16 @@ def _light_only(rank: RankData, t: Timing) -> dict[str, float]:
     on_cpu = (rank.facts.get("device") or {}).get("type") == "cpu"
     wait = min(t.phases.get("fetch", 0.0), t.step_ns) if on_cpu else 0.0
     return {"input_wait": wait, "other": t.step_ns - wait}
+
+
+def part(run: Measured, *categories: str) -> dict[int, float]:
+    """Give the ns of the mean steady step that go to some categories: rank → ns, 0 where a rank has none of it."""
+    frame = run.frame(breakdown)
+    return {int(r): 0.0 for r in frame["rank"].unique()} | by_rank(frame[frame["category"].isin(categories)], "ns")
+
+
+def part_noise(run: Measured, *categories: str) -> float:
+    """Give the standard error of such a part, in ns: the largest of all ranks'."""
+    frame = run.frame(breakdown)
+    noise = frame.loc[frame["category"].isin(categories), "noise_ns"]
+    return float(noise.max()) if len(noise) else 0.0

@@ -29,10 +29,11 @@ MISMATCHED = 0.1
 
 @per_rank
 def collectives(rank: RankData) -> pd.DataFrame:
-    """Give the collectives of the steady traced steps, in order: step, group, members, collective, bytes, start_ns, end_ns.
+    """Give the collectives of the steady traced steps in order.
 
-    `members` are the ranks of the process group as text, "" where the trace does not tell. From the device's kernels
-    where there is a device, else from the host's (gloo: from issue to completion). Empty where the rank has none.
+    Columns: step, group, members, collective, bytes, start_ns, end_ns. `members` are the ranks of the
+    process group as text, "" where the trace does not tell. From the device's kernels where there is a device, else
+    from the host's (gloo: from issue to completion). Empty where the rank has none.
     """
     spans = rank.table("spans")
     t = timing(rank)
@@ -94,7 +95,7 @@ def traced_steps(rank: RankData) -> pd.DataFrame:
 
 @across_ranks(collectives)
 def matched(run: Measured) -> pd.DataFrame:
-    """Match the collectives of all ranks: the rows of `collectives` with rank, instance, wait_ns, last (this one was it).
+    """Match the collectives of all ranks: the rows of `collectives`, with instance, wait_ns, and last (came last).
 
     wait_ns = latest start − own start on clocks brought together; never longer than the collective. Raises NotMeasured
     where there is none, a rank is missing, or they do not match.
@@ -159,9 +160,9 @@ def waits(run: Measured) -> pd.DataFrame:
     the step's matched collectives it came to last, and how many there were). Raises NotMeasured as `matched` does.
     """
     pairs = run.frame(matched)
-    when = {k: g for k, g in run.frame(exposed).groupby(["rank", "step"])}
+    when = dict(iter(run.frame(exposed).groupby(["rank", "step"])))
     steps = run.frame(traced_steps)
-    by_step = {k: g for k, g in pairs.groupby(["rank", "step"])}
+    by_step = dict(iter(pairs.groupby(["rank", "step"])))
     rows = []
     for rank, step, dur in zip(steps["rank"], steps["step"], steps["dur_ns"], strict=True):
         bare = _set(when.get((rank, step)), "end_ns")

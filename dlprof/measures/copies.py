@@ -1,4 +1,4 @@
-"""Copies between host and device: how many, how large, from which kind of memory, and how much of them nothing hides."""
+"""Copies between host and device: how many, how large, from which memory, and how much of them nothing hides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pandas as pd
 from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, per_rank
 from dlprof.measures import device, host
-from dlprof.measures.breakdown import breakdown
+from dlprof.measures.breakdown import part
 from dlprof.measures.steps import timing
 from dlprof.result import Panel
 from dlprof.units import duration, size
@@ -62,8 +62,7 @@ def copies(rank: RankData) -> pd.DataFrame:
 
 def hideable(run: Measured, exposed: Mapping[int, float]) -> dict[int, float]:
     """Bound exposed copy time (rank → ns a step) by the computation of the step, behind which it could be hidden."""
-    parts = run.frame(breakdown)
-    computation = parts[parts["category"] == "computation"].set_index("rank")["ns"].to_dict()
+    computation = part(run, "computation")
     return {r: min(ns, computation.get(r, 0.0)) for r, ns in exposed.items()}
 
 

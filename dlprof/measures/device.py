@@ -1,4 +1,4 @@
-"""What the device does, and when: its computation, communication and copies as sets of time, and how they partition its span."""
+"""What the device does, and when: computation, communication and copies as sets of time that partition its span."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _device_sets(rank: RankData) -> DeviceSets:
 
 @per_rank
 def device_time(rank: RankData) -> pd.DataFrame:
-    """Partition the device's span over the whole trace, from its first event's start to its last one's end (ns, one row).
+    """Partition the device's span over the whole trace, from first event's start to last one's end (ns, one row).
 
     computation = |U(comp)|, exposed communication = |U(comm) − U(comp)|, exposed copy = |U(copy ∪ set) − U(comp) −
     U(comm)|, idle = span − |U(all)|: the four add up to the span. Holistic Trace Analysis and TraceLens define them so.

@@ -1,7 +1,7 @@
 """What a step would be without something: the ranks' own time replayed.
 
 A step ends for all ranks when the slowest has done its own work; the others wait for it in collectives. So the own time
-of a rank is its step less its waiting for others, and taking work from one rank shortens the step only as far as no
+of a rank is the step less its waiting for others, and taking work from one rank shortens the step only as far as no
 other rank then is the slowest: saving = max(own) − max(own − removed).
 """
 
@@ -14,25 +14,27 @@ import pandas as pd
 
 from dlprof.engine import Measured, across_ranks
 from dlprof.errors import NotMeasured
-from dlprof.measures.breakdown import breakdown
+from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.collectives import collectives, exposed, traced_steps, waits
 from dlprof.measures.steps import step_means, step_series
 
 
 @across_ranks(step_means, breakdown, collectives, exposed, traced_steps)
 def own_time(run: Measured) -> pd.DataFrame:
-    """Split each rank's mean steady step into its own time and its waiting for others: rank, step_ns, wait_ns, own_ns, known.
+    """Split the mean steady step into each rank's own time and its waiting for others.
 
-    Where waiting cannot be told (`known` is False) all of the step counts as own. The waiting of the traced steps is
-    brought to the mean steady step in the proportion of the two's exposed communication.
+    Columns: rank, step_ns, wait_ns, own_ns, known. Ranks that wait for each other have one step, the mean of theirs (a
+    rank whose trace began earlier shows a longer one). Where waiting cannot be told (`known` is False) all of a rank's
+    own step counts as own. The waiting of the traced steps is brought to the mean steady step in the proportion of the
+    two's exposed communication.
     """
     means = run.frame(step_means)[["rank", "step_ns"]].set_index("rank")["step_ns"]
     try:
         waited = run.frame(waits).groupby("rank")[["wait_ns", "exposed_ns"]].sum()
         fraction = (waited["wait_ns"] / waited["exposed_ns"].replace(0, np.nan)).fillna(0.0)
-        parts = run.frame(breakdown)
-        communication = parts[parts["category"] == "communication"].set_index("rank")["ns"]
+        communication = pd.Series(part(run, "communication"), dtype=float)
         wait = (fraction.reindex(means.index).fillna(0.0) * communication.reindex(means.index).fillna(0.0)).to_numpy()
+        means = means * 0.0 + float(means.mean())
         known = True
     except NotMeasured:
         wait, known = np.zeros(len(means)), False
@@ -48,7 +50,7 @@ def own_time(run: Measured) -> pd.DataFrame:
 
 
 def saving(run: Measured, removed: Mapping[int, float]) -> float:
-    """Give how much shorter the mean steady step were, in ns, if each rank's own time were shorter by what is removed."""
+    """Give how much shorter the mean steady step were, in ns, were each rank's own time shorter by what is removed."""
     own = run.frame(own_time).set_index("rank")["own_ns"]
     without = own - pd.Series(removed, dtype=float).reindex(own.index).fillna(0.0).clip(lower=0)
     return max(0.0, float(own.max() - without.clip(lower=0).max()))

@@ -60,7 +60,7 @@ def timing(rank: RankData) -> Timing:
 def _timing(rank: RankData) -> Timing:
     windows, numbers, unit = _windows(rank)
     frame = rank.once(light_steps) if rank.has("steps") else None
-    steady = frame[frame["steady"]] if frame is not None else None
+    steady = frame.loc[frame["steady"]] if frame is not None else None
     traced = (windows[:, 1] - windows[:, 0]).astype(float)
     if steady is not None and len(steady) and (len(steady) >= ENOUGH or not len(traced)):
         durations = steady["dur_ns"].to_numpy(dtype=float)
@@ -71,7 +71,7 @@ def _timing(rank: RankData) -> Timing:
             source="steps",
             unit="step",
             step_ns=float(durations.mean()),
-            noise_ns=_standard_error(durations),
+            noise_ns=standard_error(durations),
             overhead=slower,
             windows=windows,
             numbers=numbers,
@@ -83,7 +83,7 @@ def _timing(rank: RankData) -> Timing:
             source="trace",
             unit=unit,
             step_ns=float(traced.mean()),
-            noise_ns=_standard_error(traced),
+            noise_ns=standard_error(traced),
             overhead=None,
             windows=windows,
             numbers=numbers,
@@ -132,8 +132,8 @@ def _windows(rank: RankData) -> tuple[iv.Intervals, NDArray[np.int64], str]:
     if len(calls) >= 3:
         return np.column_stack((calls[:-1], calls[1:])), np.arange(len(calls) - 1), "step"
     spans = rank.table("spans")
-    start, stop = spans["start_ns"], spans["start_ns"] + spans["dur_ns"]
-    return np.array([[start.min(), stop.max()]], dtype=np.int64), none, "trace"
+    begin, stop = spans["start_ns"].min(), (spans["start_ns"] + spans["dur_ns"]).max()
+    return np.array([[begin, stop]], dtype=np.int64), none, "trace"
 
 
 def _unsteady(rank: RankData, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -141,12 +141,13 @@ def _unsteady(rank: RankData, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
     if not rank.has("steps"):
         return np.zeros(len(numbers), dtype=bool)
     frame = rank.table("steps")
-    odd = frame["step"].to_numpy()[(frame["first"].to_numpy() != 0) | (frame["kind"] != "train").to_numpy()]
+    odd = frame.loc[(frame["first"] != 0) | (frame["kind"] != "train"), "step"].to_numpy()
     found = np.isin(numbers, odd)
     return found if not found.all() else np.zeros(len(numbers), dtype=bool)
 
 
-def _standard_error(durations: NDArray[np.float64]) -> float:
+def standard_error(durations: NDArray[np.float64]) -> float:
+    """Give the standard error of the mean; 0 where there is but one value."""
     return float(durations.std(ddof=1) / np.sqrt(len(durations))) if len(durations) > 1 else 0.0
 
 
@@ -170,7 +171,7 @@ def step_means(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def step_series(rank: RankData) -> pd.DataFrame:
-    """Give the run's steps in order (step, kind, start_ns, dur_ns, phases, steady, profiled, first), thinned alike on all ranks.
+    """Give the run's steps in order, thinned alike on all ranks: step, kind, times and phases in ns, and three flags.
 
     From the light layer; where there is none, from the trace, with the wait in the loader as fetch_ns.
     """
@@ -178,7 +179,8 @@ def step_series(rank: RankData) -> pd.DataFrame:
         frame = rank.once(light_steps)
         columns = ["step", "kind", "start_ns", "dur_ns", *(f"{p}_ns" for p in PHASES), "steady", "profiled", "first"]
         stride = -(-len(frame) // MOST_ROWS)
-        return frame.loc[frame["step"].to_numpy() % stride == 0, columns].astype({"kind": "str"})
+        thinned: pd.DataFrame = frame.loc[frame["step"].to_numpy() % stride == 0, columns].astype({"kind": "str"})
+        return thinned
     t = timing(rank)
     if t.unit != "step":
         raise NotMeasured("nothing marks the steps")
@@ -204,6 +206,6 @@ def mean_step_ns(run: Measured) -> float:
     return float(run.frame(step_means)["step_ns"].mean())
 
 
-def noise_ns(run: Measured) -> float:
-    """Give the standard error of the run's mean steady step, in ns: the largest of its ranks'."""
-    return float(run.frame(step_means)["noise_ns"].max())
+def of_step(run: Measured) -> str:
+    """Say what shares are of: "of each step", or of the whole trace where nothing marks a step."""
+    return "of each step" if (run.frame(step_means)["unit"] == "step").all() else "of the traced time"

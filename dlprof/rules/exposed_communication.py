@@ -1,15 +1,15 @@
 """Ranks exchange data while none of them computes.
 
-Collectives cost nothing while computation runs beside them. Exposed are those that nothing hides: gradients reduced after
-the backward pass instead of during it, many small collectives, or more bytes than the link can carry meanwhile.
+Collectives cost nothing while computation runs beside them. Exposed are those that nothing hides: gradients reduced
+after the backward pass instead of during it, many small collectives, or more bytes than the link can carry meanwhile.
 
-Needs a trace with collectives. With the traces of all ranks, waiting for a late rank is told apart from transfer and left
-to `straggler`; where a rank's trace is missing, the two cannot be told apart and the summary says so.
+Needs a trace with collectives. With the traces of all ranks, waiting for a late rank is told apart from transfer and
+left to `straggler`; where a rank's trace is missing, the two cannot be told apart and the summary says so.
 
 Saving: the exposed transfer, gone.
 
-What to change: let DDP or FSDP overlap the exchange with the backward pass; larger buckets where collectives are many and
-small; `no_sync()` while gradients accumulate; compressed gradients (`fp16_compress_hook`); NCCL instead of gloo on GPUs.
+What to change: let DDP or FSDP overlap the exchange with the backward pass; larger buckets where collectives are many
+and small; `no_sync()` while gradients accumulate; compressed gradients (`fp16_compress_hook`); NCCL, not gloo, on GPUs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dlprof.diagnosis import Clear, Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown
+from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.collectives import collectives
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import mean_step_ns, step_means
+from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
 from dlprof.units import count, duration, percent, size
 
@@ -41,18 +41,17 @@ def check(run: Measured) -> Finding | Clear:
         raise NotMeasured(
             "one rank: nothing to exchange" if run.world_size < 2 else "no collectives in the traced steps"
         )
-    parts = run.frame(breakdown)
     own = run.frame(own_time).set_index("rank")
-    exposed = parts[parts["category"] == "communication"].set_index("rank")["ns"].reindex(own.index).fillna(0.0)
+    exposed = pd.Series(part(run, "communication"), dtype=float).reindex(own.index).fillna(0.0)
     transfer = (exposed - own["wait_ns"]).clip(lower=0.0)
     split = bool(own["known"].all())
     step = mean_step_ns(run)
-    gain = saving(run, transfer.to_dict()) if split else float(exposed.min())
+    gain = saving(run, {int(str(r)): float(t) for r, t in transfer.items()}) if split else float(exposed.min())
     share = gain / step
     if share < NOTABLE_SHARE:
         waiting = f"; {percent(own['wait_ns'].max() / step)} waits for other ranks" if split else ""
         return Clear(f"{percent(share)} of the step is exposed transfer{waiting}")
-    worst = int(transfer.idxmax())
+    worst = int(str(transfer.idxmax()))
     per_step = len(frame[frame["rank"] == worst]) / _traced(run, worst)
     waits = (
         f", {duration(own['wait_ns'][worst])} more waits for other ranks" if split and own["wait_ns"][worst] > 0 else ""
@@ -62,7 +61,8 @@ def check(run: Measured) -> Finding | Clear:
         title="Communication is not hidden behind computation",
         summary=f"{count(per_step, 'collective')} a step on rank {worst}; for {duration(transfer[worst])} of"
         f" {duration(step)} data is in transfer and nothing is computed{waits}.{unsplit}",
-        verdict=f"{percent(share)} of each step is communication that nothing hides.",
+        verdict=f"{percent(share)} {of_step(run)} is communication that nothing hides.",
+        noise_ns=part_noise(run, "communication"),
         saving_ns=gain,
         advice=_advice(run, frame[frame["rank"] == worst], per_step),
         evidence=_evidence(run, frame, worst),

@@ -15,11 +15,11 @@ in disguise: `contiguous()` and dtype changes that a better layout avoids.
 from __future__ import annotations
 
 from dlprof.diagnosis import Clear, Rule
-from dlprof.engine import Measured
-from dlprof.measures.breakdown import breakdown
+from dlprof.engine import Measured, by_rank
+from dlprof.measures.breakdown import breakdown, part_noise
 from dlprof.measures.copies import copies, copy_table, hideable
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import mean_step_ns
+from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding
 from dlprof.units import count, duration, percent
 
@@ -34,14 +34,13 @@ def check(run: Measured) -> Finding | Clear:
     frame = run.frame(copies)
     able = frame[~((frame["copy"] == "HtoD") & (frame["memory"] == "pageable"))]
     step = mean_step_ns(run)
-    exposed = able.groupby("rank")["exposed_ns"].sum().to_dict()
+    exposed = by_rank(able, "exposed_ns")
     if not exposed:
         return Clear("no copies of more than a few bytes but those from pageable memory")
     gain = saving(run, hideable(run, exposed))
     share = gain / step
     if share < NOTABLE_SHARE:
-        hidden = 1 - able["exposed_ns"].sum() / able["copy_ns"].sum() if able["copy_ns"].sum() else 1.0
-        return Clear(f"{percent(share)} of the step; {percent(max(hidden, 0.0))} of the copying is hidden")
+        return Clear(f"{percent(share)} of the step is exposed copying, of {duration(able['copy_ns'].max())}")
     worst = max(exposed, key=lambda r: exposed[r])
     mine = able[able["rank"] == worst].sort_values("exposed_ns", ascending=False)
     top = mine.iloc[0]
@@ -54,7 +53,8 @@ def check(run: Measured) -> Finding | Clear:
         title=f"Copies {way} are not hidden",
         summary=f"{count(float(mine['count'].sum()), 'copy')} a step take {duration(mine['copy_ns'].sum())},"
         f" {duration(exposed[worst])} of it with the device doing nothing else; most of it {way}.",
-        verdict=f"{percent(share)} of each step copies data {way}, with nothing beside it.",
+        verdict=f"{percent(share)} {of_step(run)} copies data {way}, with nothing beside it.",
+        noise_ns=part_noise(run, "copy"),
         saving_ns=gain,
         advice=(advice,),
         evidence=copy_table(frame, worst),
@@ -63,4 +63,4 @@ def check(run: Measured) -> Finding | Clear:
     )
 
 
-RULE = Rule("exposed_copy", "Copies that nothing hides", (breakdown, copies, own_time), check)
+RULE = Rule("exposed_copy", "Copies that nothing hides", (breakdown, copies, own_time, step_means), check)

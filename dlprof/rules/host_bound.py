@@ -1,8 +1,8 @@
 """The device has nothing to do because Python and the launching of work cannot keep up.
 
 A GPU runs what the host has queued. Where a kernel ends before the next was launched, the device idles, and the step is
-as long as the Python that drives it. On a CPU run it is the time in which no operator runs and nothing is waited for: the
-script's own Python. Waiting for the loader is not counted here.
+as long as the Python that drives it. On a CPU run it is the time in which no operator runs and nothing is waited for:
+the script's own Python. Waiting for the loader is not counted here.
 
 Needs a trace. On a GPU an idle gap counts only where the launch of the next kernel came after the device had run dry;
 gaps before work that was queued in time are dependencies, and small ones the device's own.
@@ -19,13 +19,13 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.diagnosis import Clear, Rule
-from dlprof.engine import Measured
+from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown
+from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.host_work import PYTHON, host_work, launches
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import mean_step_ns
+from dlprof.measures.steps import mean_step_ns, step_means
 from dlprof.result import Finding, Panel
 from dlprof.units import duration, percent
 
@@ -37,39 +37,46 @@ _HOST = ("host", "optimizer_host")
 
 def check(run: Measured) -> Finding | Clear:
     """Look at the time in which nothing is computed, sent, copied or waited for."""
+    if (run.frame(step_means)["unit"] != "step").any():
+        raise NotMeasured("nothing marks the steps: starting up cannot be told from training (prof.step() marks them)")
     work = run.frame(host_work)
-    parts = run.frame(breakdown)
-    late = parts[parts["category"].isin(_HOST)].groupby("rank")["ns"].sum()
-    if not len(late):
-        return Clear("the host never keeps the step waiting")
+    late = part(run, *_HOST)
     step = mean_step_ns(run)
-    gain = saving(run, late.to_dict())
+    gain = saving(run, late)
     share = gain / step
     if share < NOTABLE_SHARE:
         return Clear(f"{percent(share)} of the step waits for the host")
-    worst = int(late.idxmax())
+    worst = max(late, key=lambda r: late[r])
     mine = work[work["rank"] == worst]
     by_phase = mine.groupby("phase")["ns"].sum().sort_values(ascending=False)
     phase = str(by_phase.index[0]) if len(by_phase) else ""
-    where = f"most of it in {phase}" if phase else "most of it between the phases of the step"
+    top = mine.iloc[0] if len(mine) else None
+    inside = f" in {top['phase']}" if top is not None and top["phase"] else ""
+    most = f"; the largest part: {str(top['name'])[:80]}{inside}" if top is not None and top["name"] != PYTHON else ""
     python = float(mine[mine["name"] == PYTHON]["ns"].sum()) / max(float(mine["ns"].sum()), 1.0)
     return Finding(
-        title="The host is too slow for its device" if not settings.on_cpu(run) else "Python holds up the step",
+        title="Python holds up the step" if settings.on_cpu(run) else "The host is too slow for its device",
         summary=f"For {duration(late[worst])} of {duration(step)} rank {worst} computes nothing because its host has"
-        f" launched nothing: {percent(python)} of that is Python between operators, {where}.",
+        f" launched nothing: {percent(python)} of that is Python between operators{most}.",
         verdict=f"{percent(share)} of each step waits for Python and launches.",
+        noise_ns=part_noise(run, *_HOST),
         saving_ns=gain,
-        advice=_advice(run, worst, phase, python),
+        advice=_advice(run, worst, phase, bool(set(mine["phase"]) - {""}) and python > 0.5),
         evidence=_evidence(mine, worst),
-        ranks=tuple(sorted(int(r) for r in late[late >= late.max() / 2].index)),
-        sure="Estimated as all of it gone. The parts inside a phase were measured in the traced steps, which the profiler"
-        " slows, and scaled to the steps that it did not.",
+        ranks=tuple(sorted(r for r, ns in late.items() if ns >= late[worst] / 2)),
+        sure="Estimated as all of it gone. " + _slowed(run),
     )
 
 
-def _advice(run: Measured, rank: int, phase: str, python: float) -> tuple[str, ...]:
+def _slowed(run: Measured) -> str:
+    if (run.frame(step_means)["source"] == "trace").all():
+        return "The profiler slows the host, and no step without it was recorded: the true share is smaller."
+    return "What fills it was seen in the traced steps, which the profiler slows, and scaled to those that it did not."
+
+
+def _advice(run: Measured, rank: int, phase: str, loose: bool) -> tuple[str, ...]:
     advice = []
-    if not phase and python > 0.5:
+    if not phase and loose:
         advice.append("take the Python between the steps out of the loop: metrics in tensors, logging every k steps")
     on_device = not settings.on_cpu(run)
     optimizer = settings.optimizer(run)
@@ -77,8 +84,9 @@ def _advice(run: Measured, rank: int, phase: str, python: float) -> tuple[str, .
         advice.append(f"`{optimizer.get('class') or 'the optimizer'}(..., fused=True)` (is {optimizer.get('fused')})")
     if on_device:
         try:
-            kernels = run.frame(launches).set_index("rank").loc[rank]
-            many = f": {kernels['kernels']:,.0f} kernels a step of {duration(kernels['kernel_ns'])} each"
+            frame = run.frame(launches)
+            number, length = by_rank(frame, "kernels")[rank], by_rank(frame, "kernel_ns")[rank]
+            many = f": {number:,.0f} kernels a step of {duration(length)} each"
         except (NotMeasured, KeyError):
             many = ""
         compiled = settings.model(run).get("compiled")
@@ -99,4 +107,4 @@ def _evidence(mine: pd.DataFrame, rank: int) -> Panel:
     return Panel("table", f"The host's part of a step on rank {rank}", rows, columns)
 
 
-RULE = Rule("host_bound", "Waiting for the host", (breakdown, host_work, launches, own_time), check)
+RULE = Rule("host_bound", "Waiting for the host", (breakdown, host_work, launches, own_time, step_means), check)

@@ -3,15 +3,15 @@
 A step begins with `next()` on the loader. While the training thread waits there and the device has nothing left to do,
 nobody works on the model. The wait ends when the loader can make batches at least as fast as the model takes them.
 
-Needs the wait in the loader (every step of a recorded run, or the loader's ranges in a trace) and, on a GPU, a trace that
-tells when the device was idle: a wait behind which the device still computes costs nothing and is not counted. With
-several ranks, a wait counts as far as no other rank is slower anyway.
+Needs the wait in the loader (every step of a recorded run, or the loader's ranges in a trace) and, on a GPU, a trace
+that tells when the device was idle: a wait behind which the device still computes costs nothing and is not counted.
+With several ranks, a wait counts as far as no other rank is slower anyway.
 
 Saving: the waiting, gone altogether. That is the most that faster loading can give; the first thing to try is workers.
 
 What to change, in this order: let worker processes load (`num_workers`), keep them between epochs
-(`persistent_workers=True`), make a sample cheaper (decode smaller, cache what is decoded, store what is read together in
-one file), and give the loader's processes free cores.
+(`persistent_workers=True`), make a sample cheaper (decode smaller, cache what is decoded, store what is read together
+in one file), and give the loader's processes free cores.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dlprof.diagnosis import Clear, Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown
+from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.loader import loader_calls
 from dlprof.measures.replay import own_time, saving_input
-from dlprof.measures.steps import mean_step_ns, step_series
+from dlprof.measures.steps import mean_step_ns, of_step, step_means, step_series
 from dlprof.result import Finding, Panel
-from dlprof.units import duration, percent
+from dlprof.units import count, duration, percent
 
 # From here on a wait is worth a change: XProf's input pipeline analyzer and the TensorBoard plugin say 5 %.
 NOTABLE_SHARE = 0.05
@@ -37,11 +37,10 @@ MOST_BARS = 60
 
 def check(run: Measured) -> Finding | Clear:
     """Look at the exposed wait of each rank, and at what the job would gain without it."""
-    parts = run.frame(breakdown)
     calls = run.frame(loader_calls).set_index("rank")
     if not calls["calls"].sum():
         raise NotMeasured("no DataLoader was seen; data that comes in another way shows as the host's time")
-    wait = parts[parts["category"] == "input_wait"].set_index("rank")["ns"].to_dict()
+    wait = part(run, "input_wait")
     step = mean_step_ns(run)
     gain = saving_input(run, wait)
     share = gain / step
@@ -57,7 +56,8 @@ def check(run: Measured) -> Finding | Clear:
         title=f"{who} for data",
         summary=f"Of a step of {duration(step)}, rank {worst} waits {duration(most)} in next() of its loader"
         f" with nothing else to do; {_settings(run, worst)}.",
-        verdict=f"{percent(share)} of each step waits for data{where}.",
+        verdict=f"{percent(share)} {of_step(run)} waits for data{where}.",
+        noise_ns=part_noise(run, "input_wait"),
         saving_ns=gain,
         advice=_advice(run, worst, wait[worst], step),
         evidence=_evidence(run, worst),
@@ -85,13 +85,11 @@ def _settings(run: Measured, rank: int) -> str:
     workers = _workers(run, rank)
     if workers == 0:
         return "batches are made in the training thread (num_workers=0)"
+    if workers is None:
+        return "worker processes load"
     batch = settings.training_loader(run, rank).get("batch_size")
-    batches = f" for batches of {batch}" if batch else ""
-    return (
-        f"{workers} worker{'s' if workers != 1 else ''} load{'s' if workers == 1 else ''}{batches}"
-        if workers
-        else "worker processes load"
-    )
+    what = f"batches of {batch}" if batch else "its batches"
+    return f"{count(workers, 'worker')} load{'s' if workers == 1 else ''} {what}"
 
 
 def _advice(run: Measured, rank: int, wait: float, step: float) -> tuple[str, ...]:
@@ -101,13 +99,14 @@ def _advice(run: Measured, rank: int, wait: float, step: float) -> tuple[str, ..
     busy = max(step - wait, 1.0)
     advice = []
     if workers == 0:
-        # One worker makes a batch in the time that the training thread waits now; so many keep up with the rest.
-        need = math.ceil(wait / busy)
+        # One worker makes a batch in the time that the training thread waits now, so wait ÷ busy of them keep up with
+        # the rest; never only one, or each slow batch stalls the step.
+        need = max(2, math.ceil(wait / busy))
         most = max(1, (cores or need + 1) - 1)
-        advice.append(f"`num_workers={min(max(need, 1), most)}, persistent_workers=True` (num_workers is 0)")
+        advice.append(f"`num_workers={min(need, most)}, persistent_workers=True` (num_workers is 0)")
         if need > most:
             advice.append(
-                f"{need} workers would be needed to hide it all, and {cores} cores a rank are there: make a sample cheaper"
+                f"{need} workers would hide it all, and {cores} cores a rank are there: make a sample cheaper"
             )
     elif workers:
         need = math.ceil(workers * step / busy)
@@ -115,8 +114,8 @@ def _advice(run: Measured, rank: int, wait: float, step: float) -> tuple[str, ..
             advice.append(f"`num_workers={need}` (is {workers}): the rate grows with the workers while cores are free")
         else:
             advice.append(
-                f"make a sample cheaper, or cache what is decoded: {need} workers would be needed (there are {workers}),"
-                f" and {cores} core{'s' if cores > 1 else ''} a rank"
+                f"make a sample cheaper, or cache what is decoded: {need} workers would be needed (is {workers}),"
+                f" and a rank has {count(cores, 'core')}"
             )
     else:
         advice.append("more `num_workers`, `persistent_workers=True`")
@@ -134,4 +133,4 @@ def _evidence(run: Measured, rank: int) -> Panel:
     return Panel("bars", f"Wait in next() on rank {rank}, the last {len(rows)} steady steps", rows, unit="ns")
 
 
-RULE = Rule("input_wait", "Waiting for data", (breakdown, loader_calls, own_time, step_series), check)
+RULE = Rule("input_wait", "Waiting for data", (breakdown, loader_calls, own_time, step_means, step_series), check)

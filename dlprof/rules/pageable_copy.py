@@ -7,19 +7,19 @@ Needs a trace of a GPU run, whose copies name their memory: `Memcpy HtoD (Pageab
 
 Saving: the exposed time of these copies, as far as there is computation to hide them behind.
 
-What to change: `pin_memory=True` on the DataLoader, and `.to(device, non_blocking=True)` for the batch. Memory that does
-not come from a loader: `tensor.pin_memory()` once, outside the loop.
+What to change: `pin_memory=True` on the DataLoader, and `.to(device, non_blocking=True)` for the batch. Memory that
+does not come from a loader: `tensor.pin_memory()` once, outside the loop.
 """
 
 from __future__ import annotations
 
 from dlprof.diagnosis import Clear, Rule
-from dlprof.engine import Measured
+from dlprof.engine import Measured, by_rank
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown
+from dlprof.measures.breakdown import breakdown, part_noise
 from dlprof.measures.copies import copies, copy_table, hideable
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import mean_step_ns
+from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding
 from dlprof.units import count, duration, percent, size
 
@@ -36,7 +36,7 @@ def check(run: Measured) -> Finding | Clear:
         pinned = float(to_device["count"].sum())
         return Clear(f"{count(pinned, 'copy')} a step to the device, none from pageable memory")
     step = mean_step_ns(run)
-    exposed = pageable.groupby("rank")["exposed_ns"].sum().to_dict()
+    exposed = by_rank(pageable, "exposed_ns")
     gain = saving(run, hideable(run, exposed))
     share = gain / step
     if share < NOTABLE_SHARE:
@@ -52,7 +52,8 @@ def check(run: Measured) -> Finding | Clear:
         title="Batches are copied to the device from pageable memory",
         summary=f"{moved}{count(float(mine['count']), 'copy')} a step take {duration(mine['copy_ns'])}{rate},"
         f" {duration(mine['exposed_ns'])} of it with the device doing nothing else.",
-        verdict=f"{percent(share)} of each step copies batches from pageable memory.",
+        verdict=f"{percent(share)} {of_step(run)} copies batches from pageable memory.",
+        noise_ns=part_noise(run, "copy"),
         saving_ns=gain,
         advice=(
             f"`DataLoader(..., pin_memory=True)`{said}"
@@ -66,4 +67,4 @@ def check(run: Measured) -> Finding | Clear:
     )
 
 
-RULE = Rule("pageable_copy", "Copies from pageable memory", (breakdown, copies, own_time), check)
+RULE = Rule("pageable_copy", "Copies from pageable memory", (breakdown, copies, own_time, step_means), check)

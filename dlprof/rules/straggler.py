@@ -14,14 +14,16 @@ longer inputs, more layers, a checkpoint that only it writes, a throttled or sha
 
 from __future__ import annotations
 
+from statistics import median
+
 import pandas as pd
 
 from dlprof.diagnosis import Clear, Rule
-from dlprof.engine import Measured
-from dlprof.measures.breakdown import breakdown
+from dlprof.engine import Measured, by_rank
+from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.collectives import waits
 from dlprof.measures.replay import own_time
-from dlprof.measures.steps import mean_step_ns
+from dlprof.measures.steps import mean_step_ns, standard_error, step_means
 from dlprof.result import Finding, Panel
 from dlprof.units import duration, percent
 
@@ -35,9 +37,11 @@ MOST_ROWS = 16
 def check(run: Measured) -> Finding | Clear:
     """Find the rank with the longest own time, and what its lead over the next costs."""
     steps = run.frame(waits)
-    steps = steps.assign(own_ns=steps["dur_ns"] - steps["wait_ns"])
+    # Ranks that wait for each other have one step; that one trace began earlier than another makes no rank slower.
+    common = steps.groupby("step")["dur_ns"].transform("mean")
+    steps = steps.assign(own_ns=common - steps["wait_ns"])
     own = steps.pivot_table(index="step", columns="rank", values="own_ns").dropna()
-    culprit = int(own.mean().idxmax())
+    culprit = int(str(own.mean().idxmax()))
     others = own.drop(columns=culprit)
     behind = (own[culprit] - others.max(axis=1)).clip(lower=0.0)
     step = mean_step_ns(run)
@@ -54,6 +58,7 @@ def check(run: Measured) -> Finding | Clear:
         f" {duration(last['wait_ns'].mean())} a step, the others {duration(_others(steps, culprit))}; {why}.",
         verdict=f"{percent(share)} of each step all ranks wait for rank {culprit}.",
         saving_ns=share * step,
+        noise_ns=standard_error(behind.to_numpy(dtype=float)),
         advice=(cause,),
         evidence=table,
         ranks=(culprit,),
@@ -67,47 +72,55 @@ def _others(steps: pd.DataFrame, culprit: int) -> float:
 
 def _cause(run: Measured, culprit: int) -> tuple[str, str]:
     """Tell in which part of its own time the late rank exceeds the median of the others most, and what to do."""
-    parts = run.frame(breakdown).pivot_table(index="rank", columns="category", values="ns", fill_value=0.0)
-    own = run.frame(own_time).set_index("rank")
-    parts["communication"] = (parts.get("communication", 0.0) - own["wait_ns"]).clip(lower=0.0)
-    more = parts.loc[culprit] - parts.drop(index=culprit).median()
-    part = str(more.idxmax())
+    waiting = by_rank(run.frame(own_time), "wait_ns")
+
+    def more(*categories: str) -> float:
+        """Give by how much the culprit exceeds the median of the others."""
+        ns = part(run, *categories)
+        if categories == ("communication",):
+            ns = {r: max(0.0, t - waiting.get(r, 0.0)) for r, t in ns.items()}
+        return ns[culprit] - median(t for r, t in ns.items() if r != culprit)
+
+    by = {c: more(c) for c in ("computation", "input_wait", "copy", "communication")} | {
+        "host": more("host", "optimizer_host")
+    }
+    cause = max(by, key=lambda c: by[c])
     words = {
         "computation": (
             "computes longer",
-            "give it the same work (shards, sequence lengths, layers), then look at its device: clock, other users, cooling",
+            "give it the same work (shards, sequence lengths, layers); then look at its device: clock, users, cooling",
         ),
         "input_wait": ("waits longer for its data", "speed up its loader: see input_wait, and its disk and cores"),
         "copy": ("copies longer", "look at its link to the device and at its pinned memory"),
         "communication": ("transfers longer", "look at its link: a slow network card or a wrong route"),
     }
     does, do = words.get(
-        part, ("spends longer on the host", "look at what only this rank does: logging, saving, its cores")
+        cause, ("spends longer on the host", "look at what only this rank does: logging, saving, its cores")
     )
-    return f"it {does} than the others ({duration(float(more.max()))} a step more)", do
+    return f"it {does} than the others ({duration(by[cause])} a step more)", do
 
 
 def _table(run: Measured, steps: pd.DataFrame) -> Panel:
     by = steps.groupby("rank").agg(
         own=("own_ns", "mean"), wait=("wait_ns", "mean"), last=("last", "sum"), matched=("matched", "sum")
     )
-    parts = run.frame(breakdown).pivot_table(index="rank", columns="category", values="ns", fill_value=0.0)
+    computing, waiting = part(run, "computation"), part(run, "input_wait")
     by = by.sort_values("own", ascending=False)
     shown = by if len(by) <= MOST_ROWS else pd.concat([by.head(MOST_ROWS // 2), by.tail(MOST_ROWS // 2)])
     rows = tuple(
         (
-            int(r),
+            r,
             duration(row["own"]),
             duration(row["wait"]),
             f"{int(row['last'])} of {int(row['matched'])}",
-            duration(float(parts["computation"].get(r, 0.0))) if "computation" in parts else "–",
-            duration(float(parts["input_wait"].get(r, 0.0))) if "input_wait" in parts else "–",
+            duration(computing.get(r, 0.0)),
+            duration(waiting.get(r, 0.0)),
         )
-        for r, row in shown.iterrows()
+        for r, row in zip((int(str(x)) for x in shown.index), shown.to_dict("records"), strict=True)
     )
     columns = ("rank", "own time", "waits for others", "came last", "computation", "input wait")
     note = "" if len(by) <= MOST_ROWS else f"The slowest and the fastest {MOST_ROWS // 2} of {len(by)} ranks."
     return Panel("table", "Who waits for whom, per traced step", rows, columns, note=note)
 
 
-RULE = Rule("straggler", "A late rank", (breakdown, own_time, waits), check)
+RULE = Rule("straggler", "A late rank", (breakdown, own_time, step_means, waits), check)
