@@ -18,8 +18,10 @@ from dlprof.result import Outcome, Panel, Result, TimePart
 POINTS = 2_000  # of one line: about two for each pixel of a wide figure
 ALL_POINTS = 12_000  # of all lines of a figure
 SPANS = 3_000  # drawn one by one in a timeline; a browser draws so many in a fifth of a second
+LANES = 64  # of a timeline, and lines of a figure
 BARS = 400  # upright; more would be narrower than two pixels
 ROWS = 50  # of a table
+MARKED = 4  # ranks of one finding are pointed at; more would hide each other
 LABELLED_RANKS = 16  # have a bar with a label each
 SINGLE_RANKS = 128  # have a bar each; beyond, neighbours share one
 
@@ -96,7 +98,7 @@ def _round(value: float | None) -> float | None:
 def _layout(height: int, left: int, **more: Any) -> dict[str, Any]:
     return {
         "height": height,
-        "margin": {"l": left, "r": 16, "t": 8, "b": 36, "pad": 4},
+        "margin": {"l": left, "r": 20, "t": 8, "b": 28},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": FONT, "size": 12, "color": MUTE},
@@ -107,13 +109,16 @@ def _layout(height: int, left: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def _axis(title: str = "", **more: Any) -> dict[str, Any]:
+def _axis(unit: str = "", **more: Any) -> dict[str, Any]:
+    """An axis that lies still; each of its numbers carries the unit."""
     return {
-        "title": {"text": title, "standoff": 8, "font": {"size": 12, "color": MUTE}},
+        "ticksuffix": words.NBSP + _drawn(unit, 24) if unit else "",
         "gridcolor": LINE,
-        "linecolor": LINE,
         "zeroline": False,
         "fixedrange": True,
+        "ticks": "outside",
+        "ticklen": 5,
+        "tickcolor": "rgba(0,0,0,0)",
         "tickfont": {"size": 11.5, "color": MUTE},
         **more,
     }
@@ -154,7 +159,7 @@ def stack(result: Result) -> Figure | None:
     largest = max(sum(max(ns, 0.0) for ns in bar.values()) for _, bar in bars)
     divisor, unit = words.scale("ns", largest)
     roomy = len(bars) <= LABELLED_RANKS
-    height = (30 if roomy else 9 if len(bars) <= 72 else 6) * len(bars) + 52
+    height = (30 if roomy else 9 if len(bars) <= 72 else 6) * len(bars) + 36
     each = words.unit(result)
     data = []
     for category in categories:
@@ -191,13 +196,12 @@ def stack(result: Result) -> Figure | None:
         _margin(labels),
         barmode="stack",
         bargap=0.28 if roomy else 0.08,
-        xaxis=_axis(unit, range=[0, _round(largest / divisor)], ticks="", nticks=8),
-        yaxis=_axis(
-            autorange="reversed", tickvals=ticks, ticktext=[_drawn(t, 24) for t in labels], showgrid=False, ticks=""
-        ),
-        annotations=_marks(result.found, bars) if roomy else [],
+        xaxis=_axis(unit, range=[0, _round(largest / divisor)], nticks=8),
+        yaxis=_axis(autorange="reversed", tickvals=ticks, ticktext=[_drawn(t, 24) for t in labels], showgrid=False),
+        annotations=_marks(result.found, bars),
     )
-    layout["margin"]["r"] = 96 if layout["annotations"] else 20
+    if layout["annotations"]:
+        layout["margin"]["r"] = 92 if roomy else 142
     shown = ", ".join(
         f"{words.look(c).name} {words.about(s)}" for c, s in list(words.mean_shares(result.time).items())[:4]
     )
@@ -237,10 +241,10 @@ def _stack_bars(
 
 
 def _marks(found: Sequence[Outcome], bars: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """Beside its bar, the numbers of the findings that lie with a rank and not with all."""
+    """Beside its bar, the numbers of the findings that lie with a few ranks, and not with all."""
     marks: dict[str, list[str]] = {}
     for number, outcome in enumerate(found, 1):
-        if 0 < len(outcome.ranks) < len(bars):
+        if 0 < len(outcome.ranks) <= min(MARKED, len(bars) - 1):
             for rank in outcome.ranks:
                 marks.setdefault(f"rank {rank}", []).append(str(number))
     return [
@@ -252,7 +256,7 @@ def _marks(found: Sequence[Outcome], bars: Sequence[tuple[str, Any]]) -> list[di
             "y": i,
             "yref": "y",
             "showarrow": False,
-            "text": f"◀ finding {', '.join(marks[label])}",
+            "text": f"◀ {label + ': ' if len(bars) > LABELLED_RANKS else ''}finding {', '.join(marks[label])}",
             "font": {"size": 12, "color": HOT},
         }
         for i, (label, _) in enumerate(bars)
@@ -276,7 +280,7 @@ def _stack_table(parts: Mapping[int, Mapping[str, TimePart]], categories: Sequen
 
 
 def device(result: Result) -> Table | None:
-    """Give the partition of each rank's device span, the mean over ranks last, or None where no device was traced."""
+    """Give the partition of each rank's device span, the mean over ranks first, or None where no device was traced."""
     spans = [d for d in result.device if d.span_ns > 0]
     if not spans:
         return None
@@ -293,7 +297,7 @@ def device(result: Result) -> Table | None:
             sum(getattr(d, f"{part}_ns") for d in spans) / len(spans)
             for part in ("span", "computation", "exposed_communication", "exposed_copy", "idle")
         ]
-        rows.append(cells("mean", *sums))
+        rows.insert(0, cells("mean", *sums))
     left = len(spans) - SINGLE_RANKS
     note = f"{left} more ranks are in result.json." if left > 0 else ""
     columns = ("rank", "span", "computation", "exposed communication", "exposed copies", "idle")
@@ -366,7 +370,7 @@ def _bars(evidence: Panel) -> Figure:
             _drawn(f"{words.plain(label, 90)}: {w}", 160) for (label, _, _), w in zip(rows, written, strict=True)
         ],
     }
-    value_axis = _axis(_drawn(unit, 24), ticks="", rangemode="tozero", nticks=5)
+    value_axis = _axis(unit, rangemode="tozero", nticks=5)
     if lying:
         labels = [words.plain(label, 34) for label, _, _ in rows]
         trace |= {
@@ -375,16 +379,14 @@ def _bars(evidence: Panel) -> Figure:
             "cliponaxis": False,
             "textfont": {"color": INK, "size": 12},
         }
-        label_axis = _axis(
-            autorange="reversed", tickvals=places, ticktext=[_drawn(t) for t in labels], showgrid=False, ticks=""
-        )
-        layout = _layout(28 * len(rows) + 52, _margin(labels), bargap=0.3, xaxis=value_axis, yaxis=label_axis)
+        label_axis = _axis(autorange="reversed", tickvals=places, ticktext=[_drawn(t) for t in labels], showgrid=False)
+        layout = _layout(28 * len(rows) + 36, _margin(labels), bargap=0.3, xaxis=value_axis, yaxis=label_axis)
         layout["margin"]["r"] = 80
     else:
         every = math.ceil(len(rows) / 8)
         ticks = places[::every]
         label_axis = _axis(
-            tickvals=ticks, ticktext=[_drawn(rows[i][0], 14) for i in ticks], showgrid=False, ticks="", tickangle=0
+            tickvals=ticks, ticktext=[_drawn(rows[i][0], 14) for i in ticks], showgrid=False, tickangle=0
         )
         layout = _layout(190, 60, bargap=0.15, xaxis=label_axis, yaxis=value_axis)
     most = words.quantity(largest, words.plain(evidence.unit, 24))
@@ -397,6 +399,9 @@ def _lines(evidence: Panel) -> Figure:
     names = [words.plain(c, 60) for c in evidence.columns[1:]]
     width = max([len(names), *(len(row) - 1 for row in evidence.rows)], default=0)
     names += [f"series {i + 1}" for i in range(len(names), width)]
+    beyond = max(width - LANES, 0)
+    width -= beyond
+    names = names[:width]
     x_name = evidence.columns[0] if evidence.columns else ""
     numbers = [_number(row[0]) if row else None for row in evidence.rows]
     named = any(n is None for n in numbers)
@@ -428,12 +433,8 @@ def _lines(evidence: Panel) -> Figure:
                 "marker": {"size": 5},
             }
         )
-    x_axis = _axis(
-        _drawn(words.header(x_name) + (f" ({x_unit})" if x_unit else ""), 80),
-        showgrid=False,
-        fixedrange=False,
-        nticks=10,
-    )
+    x_axis = _axis(x_unit, showgrid=False, fixedrange=False, nticks=10)
+    x_axis["title"] = {"text": _drawn(words.header(x_name), 80), "standoff": 6, "font": {"size": 12, "color": MUTE}}
     if named and evidence.rows:
         ticks = list(range(0, len(xs), math.ceil(len(xs) / 8)))
         x_axis |= {"tickvals": ticks, "ticktext": [_drawn(evidence.rows[k][0], 14) for k in ticks]}
@@ -441,7 +442,7 @@ def _lines(evidence: Panel) -> Figure:
         260,
         64,
         xaxis=x_axis,
-        yaxis=_axis(_drawn(unit, 24), rangemode="tozero", nticks=6),
+        yaxis=_axis(unit, rangemode="tozero", nticks=6),
         hovermode="x unified" if width <= 8 else "closest",
         dragmode="zoom",
     )
@@ -467,6 +468,7 @@ def _lines(evidence: Panel) -> Figure:
         f"Lines: {words.plain(evidence.title, 160)}; {words.counted(width, 'line')} over {len(evidence.rows):,} points."
     )
     note = "Thinned to what a screen can show: the least and the most of each stretch are kept." if thinned else ""
+    note += f" {beyond:,} more lines are in result.json." if beyond else ""
     return Figure("", label, {"data": data, "layout": layout}, table, (), note)
 
 
@@ -504,11 +506,14 @@ def _timeline(evidence: Panel) -> Figure:
         for row in evidence.rows
         if (start := _number(row[1])) is not None
     ]
-    lanes = list(dict.fromkeys(s.lane for s in spans))
+    every = list(dict.fromkeys(s.lane for s in spans))
+    lanes = every[:LANES]
+    spans = [s for s in spans if s.lane in set(lanes)] if len(every) > LANES else spans
     categories = words.ordered(s.category for s in spans)
     end = max((s.start + s.dur for s in spans), default=1.0) or 1.0
     divisor, unit = words.scale("ns", end)
     shown, note = merge(spans, SPANS)
+    note += f" {len(every) - LANES:,} more lanes are in result.json." if len(every) > LANES else ""
     shown.sort(key=lambda s: -s.dur)
     place = {lane: i for i, lane in enumerate(lanes)}
     colours = [words.look(s.category).light for s in shown]
@@ -534,7 +539,7 @@ def _timeline(evidence: Panel) -> Figure:
     }
     labels = [words.plain(lane, 28) for lane in lanes]
     layout = _layout(
-        24 * max(len(lanes), 1) + 60,
+        24 * max(len(lanes), 1) + 40,
         _margin(labels),
         barmode="overlay",
         xaxis=_axis(unit, range=[0, _round(end / divisor)], fixedrange=False, nticks=9),
@@ -543,13 +548,11 @@ def _timeline(evidence: Panel) -> Figure:
             tickvals=list(range(len(lanes))),
             ticktext=[_drawn(t, 40) for t in labels],
             showgrid=False,
-            ticks="",
         ),
         dragmode="zoom",
         hovermode="closest",
         uniformtext={"mode": "hide", "minsize": 10},
     )
-    layout["margin"]["b"] = 46
     sums: dict[tuple[str, str], list[float]] = {}
     for s in spans:
         total = sums.setdefault((s.lane, s.category), [0, 0.0])
@@ -569,25 +572,24 @@ def merge(spans: Sequence[_Span], room: int) -> tuple[list[_Span], str]:
     alone = room * 2 // 3
     by_length = sorted(range(len(spans)), key=lambda i: -spans[i].dur)
     kept = [spans[i] for i in by_length[:alone]]
-    rest = sorted((spans[i] for i in by_length[alone:]), key=lambda s: (s.lane, s.category, s.start))
+    rest = [spans[i] for i in by_length[alone:]]
     end = max(s.start + s.dur for s in spans)
-    gap = end / 4000
-    while len(joined := _joined(rest, gap)) > room - alone and gap < end:
-        gap *= 2
+    # Neighbours that begin in the same slot are drawn as one; there are as many slots as the room takes.
+    slots = max((room - alone) // len({(s.lane, s.category) for s in rest}), 1)
+    together: dict[tuple[str, str, int], list[_Span]] = {}
+    for s in sorted(rest, key=lambda s: s.start):
+        together.setdefault((s.lane, s.category, int(s.start * slots / end) if end > 0 else 0), []).append(s)
+    joined = [
+        replace(
+            few[0],
+            dur=max(s.start + s.dur for s in few) - few[0].start,
+            name=few[0].name
+            if len(few) == 1
+            else f"{len(few)} short spans, together {words.duration(sum(s.dur for s in few))}",
+        )
+        for few in together.values()
+    ]
     return (
         kept + joined,
         f"The {alone:,} longest of {len(spans):,} spans are drawn one by one, shorter neighbours together.",
     )
-
-
-def _joined(spans: Sequence[_Span], gap: float) -> list[_Span]:
-    joined: list[tuple[_Span, int]] = []
-    for s in spans:
-        if joined:
-            last, n = joined[-1]
-            if (last.lane, last.category) == (s.lane, s.category) and s.start - (last.start + last.dur) <= gap:
-                until = max(last.start + last.dur, s.start + s.dur)
-                joined[-1] = (replace(last, dur=until - last.start), n + 1)
-                continue
-        joined.append((s, 1))
-    return [s if n == 1 else replace(s, name=f"{n} short spans") for s, n in joined]

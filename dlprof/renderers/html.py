@@ -74,6 +74,7 @@ def render(result: Result) -> str:
             data=_data({name: f.spec for name, f in figure_of.items() if f.spec}),
             name=words.name(result),
             headline=_emphasised(diagnosis),
+            calm=not result.found,
             gain=gain,
             lede=_lede(result),
             notices=words.notices(result),
@@ -104,7 +105,7 @@ def _card(number: int, outcome: Outcome, evidence: figures.Figure | None) -> Car
         outcome,
         words.saving(outcome),
         words.speedup(outcome),
-        round(100 * share, 2) if outcome.saving_ns > 0 else 0.0,
+        round(100 * share, 2) if words.saves(outcome) else 0.0,
         words.ranks(outcome.ranks),
         evidence,
     )
@@ -121,8 +122,9 @@ def _lede(result: Result) -> str:
         said.append("nothing marks a step, so the whole trace stands for one")
     else:
         source = "over the whole job" if window.source == "steps" else "in the trace"
-        traced = f", {window.traced_steps:,} of them traced" if window.traced_steps else ""
-        said.append(f"measured over {words.counted(window.steps, 'steady step')} {source}{traced}")
+        said.append(f"{words.counted(window.steps, 'steady step')} measured {source}")
+        if window.source == "steps" and window.traced_steps:
+            said.append(f"{words.counted(window.traced_steps, 'step')} traced")
     return "; ".join(said) + "."
 
 
@@ -154,10 +156,12 @@ _JOINED = re.compile(r"([0-9]) (%|×|[nµm]?s\b|[kMGT]?B\b)")
 
 
 def _emphasised(sentence: str) -> Markup:
-    """Set the first share in the sentence apart, or all of it where it names none."""
+    """Set the first share in the sentence apart."""
     text = _JOINED.sub(f"\\1{words.NBSP}\\2", sentence)
     share = _SHARE.search(text)
-    start, end = share.span() if share else (0, len(text))
+    if share is None:
+        return escape(text)
+    start, end = share.span()
     return escape(text[:start]) + Markup("<em>") + escape(text[start:end]) + Markup("</em>") + escape(text[end:])
 
 

@@ -57,7 +57,7 @@ def _bars(result: Result, width: int, colour: bool) -> list[str]:
         lines += _wrap(
             f"… {len(left)} more: computation {words.percent(min(busy))} to {words.percent(max(busy))}", width, "  "
         )
-    names = [c for c in words.ordered(p for part in parts.values() for p in part)]
+    names = words.ordered(p for part in parts.values() for p in part)
     legend = [f"{_glyph(c, 1, colour)}{words.NBSP}{words.look(c).name.replace(' ', words.NBSP)}" for c in names]
     each = "the trace" if words.unit(result) == "trace" else "the mean steady step"
     return [
@@ -105,12 +105,18 @@ def _findings(found: Sequence[Outcome], width: int, colour: bool) -> list[str]:
     """Number, rule, saving, speed-up; below them the title with its ranks, and the first thing to change."""
     paint = _paint if colour else _leave
     digits = len(str(len(found)))
-    ids = min(max(len(words.plain(o.id, 30)) for o in found), 30)
+    column = max(_columns(words.plain(o.id, 30)) for o in found)
     lines = []
     for number, outcome in enumerate(found, 1):
         start = f"  {number:>{digits}}  "
         figures = f"{words.saving(outcome):>10}  {words.speedup(outcome):>7}"
-        lines.append(start + paint(f"{words.plain(outcome.id, 30):<{ids}}", "1") + "  " + paint(figures, "1;35"))
+        name = words.plain(outcome.id, 30)
+        if len(start) + column + 2 + len(figures) <= width:
+            padding = " " * (column - _columns(name) + 2)
+            lines.append(start + paint(name, "1") + padding + paint(figures, "1;35"))
+        else:
+            lines += [paint(line, "1") for line in _wrap(name, width, start)]
+            lines.append(paint(" " * len(start) + figures.strip(), "1;35"))
         where = words.ranks(outcome.ranks)
         title = words.plain(outcome.title, 400)
         indent = " " * len(start)

@@ -167,14 +167,19 @@ def times(factor: float) -> str:
     return f"{factor:.{2 if factor < 9.995 else 1}f}{NBSP}×"
 
 
+def saves(outcome: Outcome) -> bool:
+    """Say whether a finding claims a saving; one of infinity or of no number is none."""
+    return outcome.saving_ns > 0 and math.isfinite(outcome.saving_ns)
+
+
 def saving(outcome: Outcome) -> str:
     """Write what a finding saves of a step, as "−66.0 ms"; a finding that claims no saving has a dash."""
-    return MINUS + duration(outcome.saving_ns) if outcome.saving_ns > 0 else UNKNOWN
+    return MINUS + duration(outcome.saving_ns) if saves(outcome) else UNKNOWN
 
 
 def speedup(outcome: Outcome) -> str:
     """Write how many times faster the step would be, as "1.44 ×"; a dash without a saving."""
-    return times(outcome.speedup) if outcome.saving_ns > 0 else UNKNOWN
+    return times(outcome.speedup) if saves(outcome) and outcome.speedup >= 1 else UNKNOWN
 
 
 def counted(n: int, one: str, many: str = "") -> str:
@@ -293,7 +298,7 @@ def _diagnosis(result: Result, first: Outcome) -> tuple[str, str]:
     if not first.verdict and first.share > 0:
         sentence = f"{sentence.rstrip('.')}: {percent(first.share)} of {_each(result)}"
     sentence = sentence if sentence.endswith((".", "!", "?", "…")) else sentence + "."
-    if first.saving_ns <= 0:
+    if not saves(first):
         return sentence, "No saving of time is claimed for it."
     what = "what was traced" if unit(result) == "trace" else "this job"
     if first.speedup >= 1.005 and math.isfinite(first.speedup):

@@ -19,18 +19,36 @@
   function draw(name) {
     const element = document.getElementById("chart-" + name);
     const { data, layout } = themedFor(figures[name]);
-    const zoomable = layout.dragmode === "zoom";
     const config = {
       displaylogo: false,
-      responsive: !printing,
-      displayModeBar: zoomable ? "hover" : false,
-      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+      displayModeBar: false, // it covers what it stands on, and the keys below do the same
+      showSendToCloud: false,
       showTips: false,
+      responsive: !printing,
       doubleClick: "reset",
     };
     return Plotly.react(element, data, printing ? { ...layout, width: printed } : layout, config).then(() => {
       element.dataset.drawn = "yes";
     });
+  }
+
+  // What the pointer does by dragging, the keyboard does by + − ← → and 0.
+  function steer(event) {
+    const chart = event.currentTarget;
+    const [low, high] = chart._fullLayout.xaxis.range;
+    const middle = (low + high) / 2;
+    const half = (high - low) / 2;
+    const range = {
+      "+": [middle - half / 2, middle + half / 2],
+      "-": [middle - half * 2, middle + half * 2],
+      ArrowLeft: [low - half / 2, high - half / 2],
+      ArrowRight: [low + half / 2, high + half / 2],
+    }[event.key];
+    const whole = figures[chart.id.slice("chart-".length)].layout.xaxis.range;
+    if (range) Plotly.relayout(chart, { "xaxis.range": range });
+    else if (event.key === "0") Plotly.relayout(chart, whole ? { "xaxis.range": [...whole] } : { "xaxis.autorange": true });
+    else return;
+    event.preventDefault();
   }
 
   const themedFor = (figure) => (night.matches && !printing ? themed(figure) : structuredClone(figure));
@@ -50,6 +68,7 @@
     Object.keys(figures).forEach(draw);
   }
 
+  document.querySelectorAll(".chart[tabindex]").forEach((chart) => chart.addEventListener("keydown", steer));
   night.addEventListener("change", drawAll);
   window.addEventListener("beforeprint", () => reprint(true));
   window.addEventListener("afterprint", () => reprint(false));

@@ -1,0 +1,171 @@
+"""The page is one file that asks for nothing, holds its figures as data, and runs no script but its own."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from html.parser import HTMLParser
+
+import pytest
+
+from dlprof.renderers import html, words
+from tests.renderers import results
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, the texts of scripts, headings in order, and all visible text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.headings: list[int] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+        if re.fullmatch("h[1-6]", tag):
+            self.headings.append(int(tag[1]))
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] == "script":
+            self.scripts[-1] += data
+        elif self._open and self._open[-1] != "style":
+            self.text += data
+
+    def of(self, tag: str) -> list[Mapping[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, Page]:
+    return {name: Page(html.render(make())) for name, make in results.ALL.items()}
+
+
+@pytest.mark.parametrize("name", results.ALL)
+def test_nothing_is_fetched_and_links_stay_inside(pages: dict[str, Page], name: str) -> None:
+    page = pages[name]
+    ids = {a["id"] for _, a in page.elements if "id" in a}
+    for tag, attributes in page.elements:
+        assert not {"src", "srcset", "data", "action", "formaction", "poster", "background", "xlink:href"} & set(
+            attributes
+        ), tag
+        if "href" in attributes:
+            assert (attributes["href"] or "")[:1] == "#"
+            assert (attributes["href"] or "")[1:] in ids
+    assert not {"link", "img", "iframe", "object", "embed", "form", "base"} & {tag for tag, _ in page.elements}
+
+
+@pytest.mark.parametrize("name", results.ALL)
+def test_the_policy_names_the_two_scripts_of_the_page_and_no_other(pages: dict[str, Page], name: str) -> None:
+    page = pages[name]
+    [policy] = [a["content"] or "" for a in page.of("meta") if a.get("http-equiv") == "Content-Security-Policy"]
+    kinds = [a.get("type") for a in page.of("script")]
+    assert kinds == ["application/json", None, None]
+    hashes = {
+        "'sha256-" + base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() + "'" for s in page.scripts[1:]
+    }
+    parts = {p.split()[0]: set(p.split()[1:]) for p in policy.split(";")}
+    assert parts["default-src"] == {"'none'"}
+    assert parts["script-src"] == hashes
+    assert "connect-src" not in parts
+
+
+@pytest.mark.parametrize("name", results.ALL)
+def test_no_element_carries_a_handler(pages: dict[str, Page], name: str) -> None:
+    handlers = [(tag, a) for tag, attributes in pages[name].elements for a in attributes if a.startswith("on")]
+    assert handlers == []
+
+
+@pytest.mark.parametrize("name", results.ALL)
+def test_the_data_has_a_place_for_each_figure_and_a_figure_for_each_place(pages: dict[str, Page], name: str) -> None:
+    page = pages[name]
+    data = json.loads(page.scripts[0])
+    places = {(a["id"] or "").removeprefix("chart-") for a in page.of("div") if a.get("class") == "chart"}
+    assert set(data["figures"]) == places
+    assert not set("<>&\u2028\u2029") & set(page.scripts[0])
+
+
+@pytest.mark.parametrize("name", results.ALL)
+def test_ids_are_single_and_labels_point_at_something(pages: dict[str, Page], name: str) -> None:
+    ids = [a["id"] for _, a in pages[name].elements if "id" in a]
+    assert len(ids) == len(set(ids))
+    labelled = {a["aria-labelledby"] for _, a in pages[name].elements if "aria-labelledby" in a}
+    assert labelled <= set(ids)
+
+
+@pytest.mark.parametrize("name", results.ALL)
+def test_the_page_has_a_language_landmarks_and_headings_in_order(pages: dict[str, Page], name: str) -> None:
+    page = pages[name]
+    assert page.of("html") == [{"lang": "en"}]
+    assert [len(page.of(tag)) for tag in ("main", "nav", "footer", "title")] == [1, 1, 1, 1]
+    assert page.headings[0] == 1
+    assert page.headings.count(1) == 1
+    assert all(after <= before + 1 for before, after in zip(page.headings, page.headings[1:], strict=False))
+
+
+@pytest.mark.parametrize("name", results.ALL)
+def test_every_figure_is_described_in_words(pages: dict[str, Page], name: str) -> None:
+    for attributes in pages[name].of("div"):
+        if attributes.get("class") == "chart":
+            assert attributes.get("role") in ("img", "group")
+            assert len(attributes.get("aria-label") or "") > 10
+
+
+def test_the_page_says_what_the_result_says(pages: dict[str, Page]) -> None:
+    said = " ".join(pages["ddp"].text.replace(words.NBSP, " ").split())
+    result = results.ddp()
+    assert said.index("31 % of each step waits for data on rank 1.") < said.index("214.6 ms")
+    for outcome in result.outcomes:
+        assert outcome.id in said
+        assert (outcome.why or outcome.summary).replace("`", "") in said
+    for outcome in result.found:
+        assert outcome.title in said
+        assert all(advice.replace("`", "") in said for advice in outcome.advice)
+    for fact in result.facts:
+        assert fact.value in said
+    assert result.run.warnings[0] in said
+    assert "148.6 ms" in said
+
+
+def test_attacks_are_shown_as_text(pages: dict[str, Page]) -> None:
+    for attack in results.ATTACKS[:9]:
+        assert attack in pages["hostile"].text
+    assert "\\u202eevil" in pages["hostile"].text
+
+
+def test_a_page_without_findings_does_not_pretend(pages: dict[str, Page]) -> None:
+    assert "this is not a clean bill" in pages["empty"].text
+    assert "this is not a clean bill" not in pages["healthy"].text
+    assert pages["healthy"].of("article") == []
+
+
+def test_plotly_is_the_vendored_file_and_can_stand_in_a_script() -> None:
+    from importlib.resources import files
+
+    folder = files("dlprof.renderers") / "page"
+    bundle = (folder / "plotly-basic.min.js").read_bytes()
+    assert hashlib.sha256(bundle).hexdigest() in (folder / "README.md").read_text(encoding="utf-8")
+    for script in (bundle, (folder / "page.js").read_bytes()):
+        assert b"</script" not in script.lower()
+        assert b"<!--" not in script
+        assert b"\r" not in script
+
+
+def test_a_manual_keeps_its_paragraphs_lists_and_code() -> None:
+    page = Page(str(html._manual(results.MANUAL + "\n\n<b>x</b>")))
+    assert [tag for tag, _ in page.elements] == ["p", "p", "code", "p", "ul", "li", "code", "li", "pre", "p", "p"]
+    assert "<b>x</b>" in page.text

@@ -1,0 +1,118 @@
+"""Figures carry units that suit them, and text from anywhere is safe to show."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from dlprof.renderers import words
+from dlprof.result import CATEGORIES
+from tests.renderers import results
+
+
+@pytest.mark.parametrize(
+    ("ns", "written"),
+    [
+        (0, "0 ns"),
+        (640, "640 ns"),
+        (18_340, "18.3 µs"),
+        (999_960, "1.00 ms"),
+        (214.6e6, "214.6 ms"),
+        (999.96e6, "1.00 s"),
+        (-66e6, "−66.0 ms"),
+        (7.2e12, "7,200 s"),
+        (math.nan, "—"),
+    ],
+)
+def test_duration_takes_the_unit_that_suits_it(ns: float, written: str) -> None:
+    assert words.duration(ns).replace(words.NBSP, " ") == written
+
+
+@pytest.mark.parametrize(
+    ("share", "written"),
+    [(0, "0 %"), (0.0001, "< 0.1 %"), (0.012, "1.2 %"), (0.314, "31 %"), (1, "100 %"), (math.inf, "—")],
+)
+def test_percent_keeps_a_digit_of_small_shares(share: float, written: str) -> None:
+    assert words.percent(share).replace(words.NBSP, " ") == written
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "written"),
+    [
+        (1.2e9, "bytes", "1.20 GB"),
+        (12, "bytes", "12 B"),
+        (0.5, "share", "50 %"),
+        (1980.0, "MHz", "1,980 MHz"),
+        (3, "", "3"),
+    ],
+)
+def test_quantity_writes_known_units_in_multiples(value: float, unit: str, written: str) -> None:
+    assert words.quantity(value, unit).replace(words.NBSP, " ") == written
+
+
+def test_ranks_join_runs() -> None:
+    assert words.ranks([3]) == "rank 3"
+    assert words.ranks([7, 0, 1, 2, 3]) == "ranks 0–3, 7"
+    assert words.ranks([4, 5]) == "ranks 4, 5"
+    assert words.ranks([]) == ""
+
+
+def test_every_category_is_drawn_and_none_like_another() -> None:
+    assert tuple(words.LOOKS) == CATEGORIES
+    for kind in ("name", "light", "dark", "ansi", "glyph"):
+        assert len({getattr(look, kind) for look in words.LOOKS.values()}) == len(CATEGORIES), kind
+
+
+def test_plain_escapes_what_acts_and_keeps_what_is_written() -> None:
+    assert words.plain("a\x1b[31m\x00\u202eb\ud800\n") == "a\\x1b[31m\\x00\\u202eb\\ud800\\x0a"
+    assert words.plain("naïve – שלום 漢字 \u00a0") == "naïve – שלום 漢字 \u00a0"
+    assert words.plain("a\nb", keep="\n") == "a\nb"
+    assert words.plain("abcdef", 4) == "abc…"
+
+
+def test_headline_is_the_verdict_of_the_dearest_finding_and_its_gain() -> None:
+    diagnosis, gain = words.headline(results.ddp())
+    assert diagnosis == "31 % of each step waits for data on rank 1."
+    assert "1.44" in gain
+
+
+def test_headline_of_a_healthy_run_says_what_fills_the_step_and_what_was_not_checked() -> None:
+    diagnosis, gain = words.headline(results.healthy())
+    assert diagnosis.startswith("Computation takes 89")
+    assert "5" in gain
+    assert "2 could not be measured" in gain
+
+
+def test_headline_of_a_run_without_steps_claims_nothing() -> None:
+    diagnosis, gain = words.headline(results.empty())
+    assert diagnosis == "No steady step was recorded."
+    assert gain.startswith("No rule could be checked")
+
+
+def test_notices_say_how_the_run_ended_and_who_is_missing() -> None:
+    killed, missing = words.notices(results.empty())
+    assert "signal 9" in killed
+    assert missing.startswith("Ranks 1–3 of 4")
+    assert words.notices(results.healthy()) == []
+
+
+def test_outliers_are_the_ranks_unlike_the_mean_and_alike_ranks_have_none() -> None:
+    assert words.outliers(results.many(64).time, 4) == [37]
+    assert words.outliers(results.healthy().time, 4) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (("torchrun", "--nproc-per-node=4", "jobs/train.py", "x.py"), "train.py"),
+        (("python", "-m", "pkg.train", "--lr", "1"), "pkg.train"),
+        (("./launch.sh",), "launch.sh"),
+        ((), "dead"),
+    ],
+)
+def test_name_is_that_of_the_script(command: tuple[str, ...], name: str) -> None:
+    from dataclasses import replace
+
+    result = results.empty()
+    assert words.name(replace(result, run=replace(result.run, command=command))) == name
