@@ -1,0 +1,188 @@
+"""The report in a real Chromium: it draws itself, asks for nothing, and runs nothing that a trace says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.renderers import figures, html
+from tests.renderers import results
+
+selenium = pytest.importorskip("selenium", reason="selenium is not installed")
+
+from selenium import webdriver  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1280,900",
+)
+
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium or chromedriver is not installed")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(str(DRIVER)))
+    yield driver
+    driver.quit()
+
+
+Open = Callable[..., webdriver.Chrome]
+
+
+@pytest.fixture
+def opened(browser: webdriver.Chrome, tmp_path: Path) -> Open:
+    """Give a function that renders a result, opens it from disk in a theme and waits until its figures are drawn."""
+
+    def opened(name: str, theme: str = "light") -> webdriver.Chrome:
+        page = tmp_path / "report.html"
+        page.write_text(html.render(results.ALL[name]()), encoding="utf-8", newline="\n")
+        features = [{"name": "prefers-color-scheme", "value": theme}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        log(browser, "browser")
+        log(browser, "performance")
+        browser.get(page.as_uri())
+        drawn = "return document.documentElement.dataset.drawn === 'all'"
+        WebDriverWait(browser, 60).until(lambda b: b.execute_script(drawn))
+        return browser
+
+    return opened
+
+
+def log(browser: webdriver.Chrome, kind: str) -> list[dict[str, Any]]:
+    """What the browser logged since it was last asked."""
+    return list(browser.get_log(kind))  # type: ignore[no-untyped-call]
+
+
+def requests(browser: webdriver.Chrome) -> list[str]:
+    """Every address that the page asked for since it was opened, as the browser's own network log has it."""
+    messages = [json.loads(entry["message"])["message"] for entry in log(browser, "performance")]
+    return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+
+
+def complaints(browser: webdriver.Chrome) -> list[dict[str, Any]]:
+    """What it has to say of the page: errors, refusals of the policy, warnings."""
+    return log(browser, "browser")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("name", results.ALL)
+def test_the_page_draws_every_figure_without_complaint_or_request(opened: Open, name: str, theme: str) -> None:
+    browser = opened(name, theme)
+    charts = browser.find_elements(By.CSS_SELECTOR, ".chart")
+    assert all(chart.find_elements(By.CSS_SELECTOR, "svg.main-svg") for chart in charts)
+    assert all(chart.get_attribute("data-drawn") == "yes" for chart in charts)
+    assert complaints(browser) == []
+    assert [url for url in requests(browser) if not url.startswith("file://")] == []
+
+
+def test_the_network_log_and_the_policy_would_tell(opened: Open) -> None:
+    """The two tests above rest on them: what a page does ask for is logged, and ours may not ask."""
+    browser = opened("healthy")
+    browser.execute_script("new Image().src = 'http://127.0.0.1:9/x.png'")
+    WebDriverWait(browser, 10).until(lambda b: any("Content Security Policy" in c["message"] for c in complaints(b)))
+    browser.get("data:text/html,<img src='http://127.0.0.1:9/y.png'>")
+    assert any(url.endswith("/y.png") for url in requests(browser))
+
+
+def test_bars_have_a_mark_for_every_part(opened: Open) -> None:
+    browser = opened("ddp")
+    widths = browser.execute_script(
+        "return [...document.querySelectorAll('#chart-where .bars .point path')].map(bar => bar.getBBox().width)"
+    )
+    positive = sum(part.ns > 0 for part in results.ddp().time)
+    assert sum(width > 1 for width in widths) == positive
+
+
+def test_attacks_run_nothing_and_show_as_text(opened: Open) -> None:
+    browser = opened("hostile")
+    assert browser.execute_script("return window.hit") is None
+    shown = browser.execute_script("return document.body.innerText")
+    assert "<script>alert(1)</script>" in shown
+    assert "<img src=x onerror=window.hit=1>" in shown
+    assert browser.find_elements(By.CSS_SELECTOR, "img, iframe, main script, main svg a") == []
+    links = browser.execute_script("return [...document.links].map(a => a.getAttribute('href'))")
+    assert [link for link in links if not link.startswith("#")] == []
+    # In a figure too, the text is drawn as it is.
+    ticks = browser.execute_script(
+        "return [...document.querySelectorAll('.chart .ytick text')].map(t => t.textContent)"
+    )
+    assert "<script>alert(1)</script>" in ticks
+
+
+@pytest.mark.parametrize(("theme", "ink"), [("light", figures.INK), ("dark", figures.DARK[figures.INK])])
+def test_page_and_figures_follow_the_theme(opened: Open, theme: str, ink: str) -> None:
+    browser = opened("ddp", theme)
+    rgb = f"rgb({int(ink[1:3], 16)}, {int(ink[3:5], 16)}, {int(ink[5:], 16)})"
+    assert browser.execute_script("return getComputedStyle(document.body).color") == rgb
+    label = "#chart-evidence-2 .bars .bartext"
+    assert browser.execute_script(f"return getComputedStyle(document.querySelector('{label}')).fill") == rgb
+
+
+def test_figures_change_with_the_theme_while_open(opened: Open) -> None:
+    browser = opened("ddp", "light")
+    fill = "return getComputedStyle(document.querySelector('#chart-evidence-2 .bars .bartext')).fill"
+    before = browser.execute_script(fill)
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    WebDriverWait(browser, 20).until(lambda b: b.execute_script(fill) != before)
+
+
+@pytest.mark.parametrize("width", [360, 700, 1280])
+@pytest.mark.parametrize("name", results.ALL)
+def test_no_page_is_wider_than_its_window(opened: Open, name: str, width: int) -> None:
+    browser = opened(name)
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        fits = "return document.documentElement.scrollWidth <= window.innerWidth"
+        WebDriverWait(browser, 20).until(lambda b: b.execute_script(fits))
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_keyboard_reaches_every_part_and_zooms(opened: Open) -> None:
+    browser = opened("ddp")
+    reached = set()
+    for _ in range(80):
+        browser.switch_to.active_element.send_keys(Keys.TAB)
+        active = browser.switch_to.active_element
+        reached.add(active.tag_name if active.tag_name in ("a", "summary") else active.get_attribute("id"))
+    assert {"a", "summary", "chart-panel-1", "chart-panel-2"} <= reached
+    chart = browser.find_element(By.ID, "chart-panel-2")
+    span = "const [a, b] = document.getElementById('chart-panel-2')._fullLayout.xaxis.range; return b - a"
+    whole = browser.execute_script(span)
+    chart.send_keys("+")
+    WebDriverWait(browser, 20).until(lambda b: b.execute_script(span) == pytest.approx(whole / 2))
+    chart.send_keys("0")
+    WebDriverWait(browser, 20).until(lambda b: b.execute_script(span) == pytest.approx(whole))
+
+
+def test_the_page_prints(opened: Open) -> None:
+    browser = opened("ddp", "dark")
+    pdf = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
+    assert len(pdf["data"]) > 20_000
+    assert complaints(browser) == []
