@@ -545,25 +545,28 @@ def _is_compiling() -> bool:
     return torch is not None and bool(torch.compiler.is_compiling())
 
 
-def _hidden(hook: Any) -> Any:
-    """Keep Dynamo from compiling a hook's frame, and give the hook; the frames inside are compiled as ever.
+def _hidden(hook: Any, *, with_callees: bool = False) -> Any:
+    """Keep Dynamo from compiling a hook's frame, and give the hook. What it calls is compiled as ever, unless told not.
 
-    The same as torch.compiler.disable(recursive=False), without importing Dynamo where nobody compiles.
+    The same as torch.compiler.disable, without importing Dynamo where nobody compiles.
     """
     import torch._C
 
     frames: Any = torch._C._dynamo.eval_frame
-    if hasattr(frames, "skip_code"):  # before FrameExecStrategy came
+    if hasattr(frames, "skip_code"):  # before FrameExecStrategy came: never with the callees
         frames.skip_code(hook.__code__)
     else:
-        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-        frames.set_code_exec_strategy(hook.__code__, strategy)
+        callees = frames._FrameAction.SKIP if with_callees else frames._FrameAction.DEFAULT
+        frames.set_code_exec_strategy(hook.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, callees))
     return hook
 
 
 def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
     """Hook into torch, which must be imported, and record into the run folder once this process trains."""
     recorder = Recorder(Path(run), collectors)
+    for method in vars(Recorder).values():
+        if hasattr(method, "__code__"):
+            _hidden(method, with_callees=True)
     _watch_modules(recorder)
     _watch_autograd(recorder)
     _watch_optimizers(recorder)

@@ -1,0 +1,48 @@
+"""Starts real scripts, plain and under dlprof, for the tests of recording."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+DLPROF = (sys.executable, "-m", "dlprof")
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Give an environment in which no outer recording or launcher shows, with one thread a process."""
+    hidden = ("DLPROF_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(hidden) and k not in ("RANK", "WORLD_SIZE")}
+    return env | {"OMP_NUM_THREADS": "1"} | changes
+
+
+def wrapped(folder: Path, command: Sequence[str | Path], *options: str) -> list[str]:
+    """Give the command line that records a command into a folder, without a report."""
+    return [*DLPROF, "wrap", "-o", str(folder), "--no-report", *options, "--", *map(str, command)]
+
+
+def launch(command: Sequence[str | Path], cwd: Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, with its output captured."""
+    more = {"env": environment(), "timeout": 120} | more
+    return subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, check=False, **more)
+
+
+def record(script: Path, *args: str, folder: Path, options: Sequence[str] = (), **more: Any) -> Any:
+    """Run a Python script under dlprof; its process must end well."""
+    done = launch(wrapped(folder, [sys.executable, script, *args], *options), script.parent, **more)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def rows(rank: Path) -> list[dict[str, Any]]:
+    """Give the lines of a rank's light layer."""
+    return [json.loads(line) for line in (rank / "steps.jsonl").read_text().splitlines()]
+
+
+def facts(rank: Path) -> Any:
+    """Give what a rank said about itself."""
+    return json.loads((rank / "facts.json").read_text())

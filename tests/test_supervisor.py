@@ -1,0 +1,260 @@
+"""The watched command must not be able to tell: it ends, is signalled, reads and writes as it does without dlprof."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from dlprof.errors import DlprofError
+from dlprof.supervisor import job_id, missing, new_folder, recorded, supervise
+from tests.jobs import environment, launch, wrapped
+
+ENDINGS = {
+    "zero": "pass",
+    "three": "import sys; sys.exit(3)",
+    "message": "import sys; sys.exit('no')",
+    "uncaught": "raise RuntimeError('boom')",
+    "abort": "import os; os.abort()",
+    "kill": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "os_exit": "import os; os._exit(77)",
+}
+
+# Says when it is ready, then waits to be signalled, and tells how often it was.
+WAITS = """
+import signal, sys, time
+seen = []
+for name in sys.argv[1:]:
+    signal.signal(getattr(signal, name), lambda number, frame: seen.append(signal.Signals(number).name))
+print("ready", flush=True)
+deadline = time.monotonic() + 30
+while not seen and time.monotonic() < deadline:
+    time.sleep(0.02)
+time.sleep(0.3)
+print(",".join(seen), flush=True)
+sys.exit(9)
+"""
+
+
+def until(ready: Callable[[], bool]) -> bool:
+    """Wait for something that another process does; False if it never does."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if ready():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def signalled(command: Sequence[str], number: int, cwd: Path) -> tuple[int, str]:
+    """Start a command, send its process a signal when it says ready, and give its status and the rest of its output."""
+    process = subprocess.Popen(command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    rest = process.stdout.read()
+    return process.wait(30), rest
+
+
+def children(pid: int) -> list[int]:
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_command_ends_as_it_does_without_dlprof(ending: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDINGS[ending]]
+    plain = launch(command, tmp_path)
+    recorded_ = launch(wrapped(tmp_path / "run", command), tmp_path)
+    assert recorded_.returncode == plain.returncode
+    assert recorded_.stdout == plain.stdout
+    end = json.loads((tmp_path / "run/run.json").read_text())["exit"]
+    code, number = (None, -plain.returncode) if plain.returncode < 0 else (plain.returncode, None)
+    assert end == {"code": code, "signal": number}
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+def test_a_signal_sent_to_dlprof_reaches_the_command_once(name: str, tmp_path: Path) -> None:
+    number = getattr(signal, name)
+    command = [sys.executable, "-c", WAITS, name]
+    assert signalled(wrapped(tmp_path / "a", command), number, tmp_path) == (9, f"{name}\n")
+    unhandled = [sys.executable, "-c", WAITS]
+    assert signalled(wrapped(tmp_path / "b", unhandled), number, tmp_path)[0] == -number
+    assert signalled(unhandled, number, tmp_path)[0] == -number
+
+
+@pytest.mark.parametrize(("key", "name"), [(b"\x03", "SIGINT"), (b"\x1c", "SIGQUIT")])
+def test_a_key_on_the_terminal_reaches_the_command_once(key: bytes, name: str, tmp_path: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        command = wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, name], "--quiet")
+        os.execve(command[0], command, environment())
+    seen = b""
+    pressed = False
+    while select.select([terminal], [], [], 30)[0]:
+        try:
+            seen += os.read(terminal, 1000)
+        except OSError:  # the terminal's last process has gone
+            break
+        if b"ready" in seen and not pressed:
+            os.write(terminal, key)
+            pressed = True
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    assert seen.count(name.encode()) == 1
+
+
+def test_stopping_and_continuing_dlprof_stops_and_continues_the_command(tmp_path: Path) -> None:
+    command = wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGUSR1"])
+    # A process group of its own, with its parent outside, as a shell gives its jobs: only such a group can be stopped.
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.setpgid(0, 0)
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    (child,) = children(process.pid)
+    process.send_signal(signal.SIGTSTP)
+    assert until(lambda: state(process.pid) == "T" and state(child) == "T")
+    process.send_signal(signal.SIGCONT)
+    assert until(lambda: state(process.pid) != "T" and state(child) != "T")
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.read() == "SIGUSR1\n"
+    assert process.wait(30) == 9
+
+
+def test_a_killed_dlprof_leaves_no_command_behind(tmp_path: Path) -> None:
+    command = wrapped(tmp_path / "run", [sys.executable, "-c", WAITS])
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    (child,) = children(process.pid)
+    process.kill()
+    process.wait(30)
+    assert until(lambda: not Path(f"/proc/{child}").exists() or state(child) == "Z")
+    run = json.loads((tmp_path / "run/run.json").read_text())
+    assert run["end_ns"] is None
+
+
+def test_the_command_keeps_its_stdin_arguments_descriptors_and_signal_mask(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, signal, sys\n"
+        "print(json.dumps([sys.stdin.read(), sys.argv, __name__, os.read(int(sys.argv[1]), 99).decode(),\n"
+        "    sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), str(signal.getsignal(signal.SIGINT)),\n"
+        "    str(signal.getsignal(signal.SIGCHLD)), os.getcwd()]))\n"
+    )
+    told = []
+    for prefix in (
+        [sys.executable],
+        [sys.executable, "-m", "dlprof", "wrap", "--no-report", "-o", str(tmp_path / "r")],
+    ):
+        reading, writing = os.pipe()
+        os.write(writing, b"inherited")
+        os.close(writing)
+        done = launch(
+            [*prefix, script, str(reading), "-o", "--no-trace", "--", "-x", ""],
+            tmp_path,
+            input="typed",
+            pass_fds=[reading],
+        )
+        os.close(reading)
+        told.append(json.loads(done.stdout) if done.stdout else done.stderr)
+        told[-1][1][1] = "FD"
+    assert told[0] == told[1]
+    assert told[0][0] == "typed"
+    assert told[0][3] == "inherited"
+
+
+@pytest.mark.parametrize(("mode", "status"), [(None, 127), (0o644, 126)])
+def test_a_command_that_cannot_start_ends_as_in_a_shell(mode: int | None, status: int, tmp_path: Path) -> None:
+    command = tmp_path / "command"
+    if mode is not None:
+        command.write_text("#!/bin/sh\n")
+        command.chmod(mode)
+    done = launch(wrapped(tmp_path / "run", [command]), tmp_path)
+    assert done.returncode == status
+    assert len(done.stderr.splitlines()) == 2  # where it records, and what went wrong
+    assert str(command) in done.stderr
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_the_command_starts(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "open('started', 'a').write('x')"]
+    launch(wrapped(tmp_path / "run", command), tmp_path)
+    before = (tmp_path / "run/run.json").read_text()
+    again = launch(wrapped(tmp_path / "run", command), tmp_path)
+    assert again.returncode == 1
+    assert "already holds a run" in again.stderr
+    assert (tmp_path / "started").read_text() == "x"
+    assert (tmp_path / "run/run.json").read_text() == before
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_command_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DlprofError, match="-o"):
+        supervise(["touch", str(tmp_path / "started")], tmp_path / "file" / "run", {}, {})
+    assert not (tmp_path / "started").exists()
+
+
+def test_the_shadowed_sitecustomize_still_runs_and_its_errors_show(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "sitecustomize.py").write_text("import sys\nsys.theirs = __file__\n")
+    code = "import sys, sitecustomize; print(sys.theirs, sitecustomize.__file__)"
+    env = environment(PYTHONPATH=str(theirs))
+    plain = launch([sys.executable, "-c", code], tmp_path, env=env)
+    ours = launch(wrapped(tmp_path / "a", [sys.executable, "-c", code]), tmp_path, env=env)
+    assert plain.stdout == ours.stdout
+    (theirs / "sitecustomize.py").write_text("raise RuntimeError('theirs')\n")
+    broken = launch(wrapped(tmp_path / "b", [sys.executable, "-c", "pass"]), tmp_path, env=env)
+    assert "theirs" in broken.stderr
+    assert broken.returncode == 0
+
+
+def test_the_hook_is_silent_without_a_run(tmp_path: Path) -> None:
+    env = recorded(environment(), tmp_path / "run")
+    del env["DLPROF_RUN"]
+    done = launch(
+        [sys.executable, "-c", "import sys; print([type(f).__name__ for f in sys.meta_path])"], tmp_path, env=env
+    )
+    assert "_TorchFinder" not in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_recorded_nothing_says_why(tmp_path: Path) -> None:
+    isolated = launch(wrapped(tmp_path / "a", [sys.executable, "-I", "-c", "pass"]), tmp_path)
+    assert "the hook was never reached" in isolated.stderr
+    shell = launch(wrapped(tmp_path / "b", ["true"]), tmp_path)
+    assert "the hook was never reached" in shell.stderr
+    plain = launch(wrapped(tmp_path / "c", [sys.executable, "-c", "pass"]), tmp_path)
+    assert "never imported torch" in plain.stderr
+    assert "never imported torch" in json.loads((tmp_path / "c/run.json").read_text())["warnings"][0]
+    (tmp_path / "c/ranks/00000").mkdir()
+    (tmp_path / "c/ranks/00000/facts.json").write_text("{}")
+    assert missing(tmp_path / "c") == []
+
+
+def test_tasks_of_one_job_share_a_folder_and_others_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    env = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "PATH": os.environ["PATH"]}
+    folder = new_folder("train", env)
+    first = supervise(["true"], folder, env, {})
+    second = supervise(["false"], new_folder("train", env), env, {})
+    assert (first.owner, second.owner) == (True, False)
+    assert (second.code, second.folder) == (1, first.folder)
+    assert json.loads((folder / "run.json").read_text())["exit"]["code"] == 0
+    with pytest.raises(DlprofError, match="already holds a run"):
+        supervise(["true"], folder, {**env, "SLURM_JOB_ID": "8"}, {})
+    assert job_id({}) is None
+    assert new_folder("train", {}) != new_folder("train", {})
