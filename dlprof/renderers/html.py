@@ -141,7 +141,7 @@ def _tiles(result: Result) -> list[Tile]:
             tiles.append(Tile(words.duration(window.step_ns - first.saving_ns), "predicted if finding 1 is fixed"))
     shares = words.mean_shares(result.time)
     if "computation" in shares:
-        tiles.append(Tile(words.percent(shares["computation"]), f"of the {words.unit(result)} computes"))
+        tiles.append(Tile(words.percent(shares["computation"]), f"of the {words.unit(result)} is computation"))
     spans = [d for d in result.device if d.span_ns > 0]
     if spans:
         idle = sum(d.idle_ns / d.span_ns for d in spans) / len(spans)

@@ -170,6 +170,21 @@ def test_a_crowded_timeline_keeps_the_longest_spans_and_loses_no_lane() -> None:
     assert "20,000" in figure.note
 
 
+def test_spans_drawn_together_cover_each_of_their_own_and_no_other_lane() -> None:
+    spans = [figures._Span(f"lane {i % 3}", i * 7.0, 1 + i % 5, str(i), ("copy", "host")[i % 2]) for i in range(9000)]
+    drawn, note = figures.merge(spans, 300)
+    assert note
+    assert len(drawn) <= 300
+    for span in spans[::50]:
+        assert any(
+            (d.lane, d.category) == (span.lane, span.category)
+            and d.start <= span.start
+            and span.start + span.dur <= d.start + d.dur
+            for d in drawn
+        )
+    assert figures.merge(spans[:300], 300) == (spans[:300], "")
+
+
 def test_long_tables_are_cut_with_a_word_and_cells_carry_units() -> None:
     panel = Panel(
         "table", "t", tuple((f"r{i}", 1.5e6, 0.25, 2048) for i in range(80)), ("name", "mean_ns", "x_share", "n_bytes")

@@ -165,6 +165,13 @@ def test_plotly_is_the_vendored_file_and_can_stand_in_a_script() -> None:
         assert b"\r" not in script
 
 
+def test_data_cannot_close_its_element_and_reads_back_as_it_was() -> None:
+    specs = {"</script><!--": ["<script>", "&lt;", "\u2028\u2029", 'quote"', None, 1.5]}
+    text = str(html._data(specs))
+    assert not set("<>&\u2028\u2029") & set(text)
+    assert json.loads(text)["figures"] == specs
+
+
 def test_a_manual_keeps_its_paragraphs_lists_and_code() -> None:
     page = Page(str(html._manual(results.MANUAL + "\n\n<b>x</b>")))
     assert [tag for tag, _ in page.elements] == ["p", "p", "code", "p", "ul", "li", "code", "li", "pre", "p", "p"]
