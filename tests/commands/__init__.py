@@ -1,0 +1,1 @@
+"""Tests of the commands, one file each, as the package has them."""
