@@ -510,6 +510,7 @@ def _timeline(evidence: Panel) -> Figure:
     lanes = every[:LANES]
     spans = [s for s in spans if s.lane in set(lanes)] if len(every) > LANES else spans
     categories = words.ordered(s.category for s in spans)
+    first = min(0.0, min((s.start for s in spans), default=0.0))  # a lane may begin before the panel's zero
     end = max((s.start + s.dur for s in spans), default=1.0) or 1.0
     divisor, unit = words.scale("ns", end)
     shown, note = merge(spans, SPANS)
@@ -542,7 +543,7 @@ def _timeline(evidence: Panel) -> Figure:
         24 * max(len(lanes), 1) + 40,
         _margin(labels),
         barmode="overlay",
-        xaxis=_axis(unit, range=[0, _round(end / divisor)], fixedrange=False, nticks=9),
+        xaxis=_axis(unit, range=[_round(first / divisor), _round(end / divisor)], fixedrange=False, nticks=9),
         yaxis=_axis(
             range=[len(lanes) - 0.5, -0.5],
             tickvals=list(range(len(lanes))),

@@ -90,6 +90,7 @@ def render(result: Result) -> str:
             failed=[o for o in result.outcomes if o.state == "error"],
             sections=sections,
             command=" ".join(result.run.command),
+            missing=words.ranks(result.run.missing_ranks),
             saving=SAVING,
             looks=words.LOOKS,
             look=words.look,

@@ -307,17 +307,14 @@ def _diagnosis(result: Result, first: Outcome) -> tuple[str, str]:
 
 
 def notices(result: Result) -> list[str]:
-    """Give what a reader must know before trusting the figures: how the run ended, who is missing, its warnings."""
+    """Give what a reader must know before trusting the figures: how the run ended, and its warnings."""
     said = []
     code, signal = result.run.exit.get("code"), result.run.exit.get("signal")
     if signal:
         said.append(f"The command was ended by signal {signal}; figures cover what it had recorded by then.")
     elif code:
         said.append(f"The command ended with exit code {code}; figures cover what it had recorded by then.")
-    if result.run.missing_ranks:
-        lost = ranks(result.run.missing_ranks).capitalize()
-        said.append(f"{lost} of {result.run.world_size} left no record: no figure includes what is missing.")
-    return said + [plain(w, 600) for w in result.run.warnings]
+    return said + [plain(warning, 600) for warning in result.run.warnings]
 
 
 def cell(value: Any, column: str = "") -> str:

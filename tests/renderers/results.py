@@ -269,7 +269,15 @@ def many(ranks: int = 64) -> Result:
 def empty() -> Result:
     """A run that was killed before its first step."""
     return Result(
-        run=RunInfo("runs/dead", ("train.py",), 4, (0,), (1, 2, 3), exit={"code": None, "signal": 9}),
+        run=RunInfo(
+            "runs/dead",
+            ("train.py",),
+            4,
+            (0,),
+            (1, 2, 3),
+            exit={"code": None, "signal": 9},
+            warnings=("3 of 4 ranks are not here: 1, 2, 3",),
+        ),
         window=None,
         outcomes=NOT_MEASURED,
     )

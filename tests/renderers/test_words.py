@@ -90,10 +90,10 @@ def test_headline_of_a_run_without_steps_claims_nothing() -> None:
     assert gain.startswith("No rule could be checked")
 
 
-def test_notices_say_how_the_run_ended_and_who_is_missing() -> None:
+def test_notices_say_how_the_run_ended_and_what_it_warned_of() -> None:
     killed, missing = words.notices(results.empty())
     assert "signal 9" in killed
-    assert missing.startswith("Ranks 1–3 of 4")
+    assert missing == "3 of 4 ranks are not here: 1, 2, 3"
     assert words.notices(results.healthy()) == []
 
 
