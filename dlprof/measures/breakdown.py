@@ -179,7 +179,8 @@ def _phases(rank: RankData) -> dict[str, iv.Intervals]:
     left = iv.merge(timing(rank).windows)
     phases = {}
     for phase in PHASES:
-        during = host.cover(thread, host.is_named(thread, f"dlprof::{phase}"))
+        of = host.is_kind(thread, "fetch") if phase == "fetch" else host.is_named(thread, f"dlprof::{phase}")
+        during = host.cover(thread, of)
         phases[phase] = iv.intersect(left, during)
         left = iv.subtract(left, during)
     phases["rest"] = left
@@ -196,8 +197,9 @@ def _light_only(rank: RankData, t: Timing) -> dict[str, float]:
     """Without a trace only the wait for data is known, and that only where no device could be busy meanwhile."""
     if t.source != "steps":
         raise NotMeasured("no steps were traced")
-    on_cpu = (rank.facts.get("device") or {}).get("type") == "cpu"
-    wait = min(t.phases.get("fetch", 0.0), t.step_ns) if on_cpu else 0.0
+    if (rank.facts.get("device") or {}).get("type") != "cpu":
+        raise NotMeasured("without a trace nobody knows what the device did while the training thread waited")
+    wait = min(t.phases.get("fetch", 0.0), t.step_ns)
     return {"input_wait": wait, "other": t.step_ns - wait}
 
 

@@ -137,19 +137,22 @@ def _lacking(run: Measured) -> str:
     return f"waiting shows only with every rank's trace; {len(missing)} of {run.world_size} are not here"
 
 
-def _clock_offsets(run: Measured, frame: pd.DataFrame) -> dict[int, float]:
+def _clock_offsets(run: Measured, frame: pd.DataFrame) -> dict[int, int]:
     """Give what each rank's clock is ahead by, in ns: per host, the median difference of matched ends.
 
     Ranks whose host is not told have a clock each.
     """
     synchronous = frame[frame["collective"].isin(_SYNCHRONOUS)]
     frame = synchronous if len(synchronous) else frame
-    difference = frame["end_ns"] - frame.groupby("instance")["end_ns"].transform("median")
+    # Whole ns throughout: a float of today's Unix time knows but every 256th.
+    first = frame.groupby("instance")["end_ns"].transform("min")
+    after = frame["end_ns"] - first
+    difference = after - after.groupby(frame["instance"]).transform("median")
     hosts = {r: (run.facts[r].get("host") or run.trace_facts[r].get("host") or f"rank {r}") for r in run.ranks}
     if len(set(hosts.values())) == 1:
-        return dict.fromkeys(run.ranks, 0.0)
+        return dict.fromkeys(run.ranks, 0)
     ahead = difference.groupby(frame["rank"].map(hosts)).median()
-    return {r: float(ahead.get(hosts[r], 0.0)) for r in run.ranks}
+    return {r: round(float(ahead.get(hosts[r], 0.0))) for r in run.ranks}
 
 
 @across_ranks(collectives, exposed, traced_steps)

@@ -1,0 +1,182 @@
+"""The exclusive parts of the mean steady step on hand-made steps, and that they add up to it."""
+
+from pathlib import Path
+
+import pytest
+
+from dlprof.engine import RankData
+from dlprof.errors import NotMeasured
+from dlprof.measures.breakdown import breakdown, part, part_noise
+from dlprof.measures.steps import step_means
+from dlprof.run import Rank
+from tests import runs, traces
+from tests.runs import MS
+
+
+def parts_of(rank: RankData) -> dict[str, float]:
+    frame = rank.once(breakdown.function)
+    return dict(zip(frame["category"], frame["ns"], strict=True))
+
+
+def on_cpu(*events: object, **keys: object) -> dict[str, object]:
+    return traces.trace(*events, backend="gloo", device="", **keys)  # type: ignore[arg-type]
+
+
+def test_a_step_on_a_device_is_divided_among_device_and_host(tmp_path: Path) -> None:
+    rank = runs.rank_of(
+        tmp_path,
+        traces.trace(
+            traces.step(1, 0, 1_000_000),
+            traces.fetch(0, 200_000),
+            # [300, 600) computes, [550, 700) communicates, [700, 750) copies.
+            traces.launched("gemm", 250_000, 300_000, 300_000, 1),
+            traces.collective(550_000, 150_000, 1_000),
+            traces.copy(700_000, 50_000, 1_000_000),
+            traces.annotation("Optimizer.step#SGD.step", 800_000, 150_000),
+            traces.launched("late", 940_000, 960_000, 20_000, 2),
+        ),
+    )
+    assert parts_of(rank) == {
+        "computation": 320_000,
+        "communication": 100_000,
+        "copy": 50_000,
+        "input_wait": 200_000,
+        "optimizer_host": 150_000,
+        "host": 180_000,  # [200, 300), [750, 800), [950, 960) and [980, 1000): the host launched too late, or nothing
+    }
+
+
+def test_a_wait_behind_which_the_device_computes_is_no_wait(tmp_path: Path) -> None:
+    rank = runs.rank_of(
+        tmp_path,
+        traces.trace(traces.step(1, 0, 1_000_000), traces.fetch(0, 400_000), traces.kernel("gemm", 0, 1_000_000)),
+    )
+    assert parts_of(rank) == {"computation": 1_000_000}
+
+
+def test_waiting_inside_the_device_is_not_the_hosts(tmp_path: Path) -> None:
+    rank = runs.rank_of(
+        tmp_path,
+        traces.trace(
+            traces.step(1, 0, 1_000_000),
+            traces.launched("a", 0, 5_000, 400_000, 1),
+            traces.launched("b", 10_000, 600_000, 400_000, 2),
+        ),
+    )
+    assert parts_of(rank)["other"] == 195_000
+
+
+def test_on_the_cpu_operators_are_the_computation_and_the_loaders_are_not(tmp_path: Path) -> None:
+    rank = runs.rank_of(
+        tmp_path,
+        on_cpu(
+            traces.step(1, 0, 1_000_000),
+            traces.fetch(0, 200_000, "_SingleProcessDataLoaderIter"),
+            traces.op("aten::stack", 50_000, 100_000),  # the loader's collating
+            traces.op("aten::conv2d", 250_000, 300_000),
+            traces.op("aten::convolution", 260_000, 200_000),  # inside the one before
+            traces.annotation("gloo:all_reduce", 500_000, 200_000, tid=traces.MAIN),
+            traces.annotation("Optimizer.step#SGD.step", 800_000, 100_000),
+            traces.op("aten::add_", 820_000, 30_000),
+        ),
+    )
+    assert parts_of(rank) == {
+        "computation": 330_000,
+        "communication": 150_000,
+        "input_wait": 200_000,
+        "optimizer_host": 70_000,
+        "host": 250_000,
+    }
+
+
+def test_a_call_that_blocks_in_a_collective_is_no_computation(tmp_path: Path) -> None:
+    rank = runs.rank_of(
+        tmp_path,
+        on_cpu(
+            traces.step(1, 0, 1_000_000),
+            traces.op("aten::linear", 0, 800_000),
+            traces.op("c10d::allreduce_", 300_000, 400_000),
+        ),
+    )
+    assert parts_of(rank) == {"computation": 400_000, "communication": 400_000, "host": 200_000}
+
+
+def test_the_mean_is_over_the_steps(tmp_path: Path) -> None:
+    rank = runs.rank_of(
+        tmp_path,
+        traces.trace(
+            traces.step(1, 0, 1_000_000),
+            traces.kernel("gemm", 0, 1_000_000),
+            traces.step(2, 1_000_000, 3_000_000),
+            traces.fetch(1_000_000, 2_000_000),
+            traces.kernel("gemm", 3_000_000, 1_000_000),
+        ),
+    )
+    assert parts_of(rank) == {"computation": 1_000_000, "input_wait": 1_000_000}
+
+
+def test_the_parts_are_brought_to_the_steps_that_were_not_traced(tmp_path: Path) -> None:
+    # Untraced: 1 ms fetch, 3 ms forward, 1 ms else. The profiler made forward (all operators) 2 × and else 3 × as long.
+    made = on_cpu(
+        traces.step(10, 0, 10 * MS),
+        traces.fetch(0, MS),
+        traces.annotation("dlprof::forward", MS, 6 * MS),
+        traces.op("aten::mm", MS, 4 * MS),
+    )
+    steps = [runs.light(n, 5 * MS, fetch_ns=MS, forward_ns=3 * MS) for n in range(30)]
+    folder = runs.recorded(tmp_path / "run", (made, steps, runs.CPU))
+    found = part(runs.measured(folder, breakdown, step_means), "computation")
+    assert found == {0: pytest.approx(2 * MS)}  # four of six ms of forward, so two thirds of three
+    run = runs.measured(folder, breakdown, step_means)
+    assert part(run, "input_wait") == {0: pytest.approx(MS)}
+    assert part(run, "host") == {0: pytest.approx(2 * MS)}
+    assert run.frame(breakdown)["ns"].sum() == pytest.approx(run.frame(step_means)["step_ns"][0])
+    assert run.frame(step_means)["overhead"][0] == pytest.approx(2.0)
+
+
+def test_device_work_keeps_its_time_whatever_the_profiler_did_to_the_host(tmp_path: Path) -> None:
+    made = traces.trace(
+        traces.step(10, 0, 10 * MS),
+        traces.annotation("dlprof::forward", 0, 10 * MS),
+        traces.kernel("gemm", 6 * MS, 4 * MS),
+    )
+    steps = [runs.light(n, 5 * MS, forward_ns=5 * MS) for n in range(30)]
+    run = runs.measured(runs.recorded(tmp_path / "run", (made, steps, {"device": {"type": "cuda"}})), breakdown)
+    assert part(run, "computation") == {0: pytest.approx(4 * MS)}
+    assert part(run, "host") == {0: pytest.approx(MS)}
+
+
+def test_without_a_trace_only_the_wait_of_a_cpu_run_is_known(tmp_path: Path) -> None:
+    steps = [runs.light(n, 5 * MS, fetch_ns=MS, forward_ns=3 * MS) for n in range(30)]
+    run = runs.measured(runs.recorded(tmp_path / "cpu", (None, steps, runs.CPU)), breakdown)
+    assert part(run, "input_wait") == {0: pytest.approx(MS)}
+    assert part(run, "other") == {0: pytest.approx(4 * MS)}
+    run = runs.measured(runs.recorded(tmp_path / "gpu", (None, steps, {"device": {"type": "cuda"}})), breakdown)
+    with pytest.raises(NotMeasured, match="trace"):
+        run.frame(breakdown)
+
+
+@pytest.mark.parametrize("sign", ["runtime", "nccl", "backend"])
+def test_a_gpu_job_traced_without_its_gpu_abstains(tmp_path: Path, sign: str) -> None:
+    events = [traces.step(1, 0, MS), traces.op("aten::mm", 0, 1000)]
+    if sign == "runtime":
+        events.append(traces.call("cudaLaunchKernel", 2000, 100, 1))
+    if sign == "nccl":
+        events.append(traces.annotation("nccl:all_reduce", 2000, 100))
+    made = traces.trace(*events, backend="nccl" if sign == "backend" else "", device="")
+    with pytest.raises(NotMeasured, match="nothing of the GPU"):
+        runs.rank_of(tmp_path, made).once(breakdown.function)
+
+
+def test_parts_that_vary_between_the_steps_say_how_much(tmp_path: Path) -> None:
+    steady = [e for n in range(4) for e in (traces.step(n, n * MS, MS), traces.kernel("gemm", n * MS, MS // 2))]
+    run = runs.measured(runs.foreign(tmp_path / "a", traces.trace(*steady, world_size=1)), breakdown)
+    assert part_noise(run, "host") == 0.0
+    uneven = [e for n in range(4) for e in (traces.step(n, n * MS, MS), traces.kernel("gemm", n * MS, n * MS // 4))]
+    run = runs.measured(runs.foreign(tmp_path / "b", traces.trace(*uneven, world_size=1)), breakdown)
+    assert part_noise(run, "host") > 0.1 * MS
+
+
+def test_a_rank_without_records_abstains() -> None:
+    with pytest.raises(NotMeasured):
+        RankData(Rank(0)).once(breakdown.function)

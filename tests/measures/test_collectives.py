@@ -1,0 +1,132 @@
+"""Collectives matched over ranks: a known culprit, known waits, skewed clocks, and what cannot be matched."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlprof.engine import Measured, by_rank
+from dlprof.errors import NotMeasured
+from dlprof.measures.breakdown import breakdown
+from dlprof.measures.collectives import collectives, exposed, matched, waits
+from dlprof.measures.replay import own_time, saving, saving_input
+from dlprof.measures.steps import step_means, step_series
+from tests import runs, traces
+from tests.runs import MS
+
+NEEDS = (breakdown, collectives, exposed, matched, own_time, step_means, step_series, waits)
+
+
+def late_by(
+    *late: int, steps: int = 3, skew: tuple[int, ...] = (), hosts: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
+    """Make ranks that compute 2 ms and `late` ns more, meet in an all-reduce of 1 ms, and compute 1 ms."""
+    ends = max(late)
+    period = 4 * MS + ends
+    made = []
+    for rank, extra in enumerate(late):
+        events = []
+        for n in range(steps):
+            t = n * period + (skew[rank] if skew else 0)
+            events += [
+                traces.step(n, t, period),
+                traces.kernel("gemm", t, 2 * MS + extra),
+                traces.collective(t + 2 * MS + extra, MS + ends - extra, 1_000, ranks=tuple(range(len(late)))),
+                traces.kernel("gemm", t + 3 * MS + ends, MS),
+            ]
+        host = hosts[rank] if hosts else "node-1"
+        made.append(traces.trace(*events, rank=rank, world_size=len(late), host=host))
+    return made
+
+
+def run_of(folder: Path, made: list[dict[str, Any]]) -> Measured:
+    return runs.measured(runs.foreign(folder, *made), *NEEDS)
+
+
+def test_each_waits_until_the_last_has_come(tmp_path: Path) -> None:
+    run = run_of(tmp_path, late_by(0, 600_000, 200_000))
+    frame = run.frame(waits)
+    assert by_rank(frame, "wait_ns") == {0: 3 * 600_000, 1: 0, 2: 3 * 400_000}
+    assert by_rank(frame, "last") == {0: 0, 1: 3, 2: 0}
+    assert by_rank(run.frame(own_time), "own_ns") == pytest.approx({0: 4 * MS, 1: 4.6 * MS, 2: 4.2 * MS})
+
+
+def test_taking_work_from_the_slowest_helps_until_another_is(tmp_path: Path) -> None:
+    run = run_of(tmp_path, late_by(0, 600_000, 200_000))
+    assert saving(run, {1: 100_000}) == pytest.approx(100_000)
+    assert saving(run, {1: 5 * MS}) == pytest.approx(400_000)
+    assert saving(run, {0: 5 * MS, 2: 5 * MS}) == 0.0
+    assert saving(run, dict.fromkeys(range(3), 300_000)) == pytest.approx(300_000)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_ranks_with_clocks_50_ms_apart_name_the_culprit(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    late = [int(x) for x in rng.integers(0, 300_000, 24)]
+    culprit = int(rng.integers(24))
+    late[culprit] = 900_000
+    per_host = rng.integers(-50 * MS, 50 * MS, 4)
+    skew = tuple(100 * MS + int(per_host[r // 6]) for r in range(24))
+    made = late_by(*late, skew=skew, hosts=tuple(f"node-{r // 6}" for r in range(24)))
+    frame = run_of(tmp_path, made).frame(waits)
+    last, waited = by_rank(frame, "last"), by_rank(frame, "wait_ns")
+    assert max(last, key=lambda r: last[r]) == culprit
+    assert waited == pytest.approx({r: 3 * (900_000 - x) for r, x in enumerate(late)}, abs=3)
+
+
+def test_waiting_behind_computation_is_not_counted(tmp_path: Path) -> None:
+    made = late_by(0, 600_000)
+    made[0]["traceEvents"] += [
+        traces.kernel("overlap", n * (4 * MS + 600_000) + 2 * MS, 250_000, stream=9) for n in range(3)
+    ]
+    assert by_rank(run_of(tmp_path, made).frame(waits), "wait_ns") == {0: 3 * 350_000, 1: 0}
+
+
+def test_a_missing_rank_abstains(tmp_path: Path) -> None:
+    run = runs.measured(runs.foreign(tmp_path, *late_by(0, 0, 0)[:2]), *NEEDS)
+    with pytest.raises(NotMeasured, match="1 of 3 are not here"):
+        run.frame(matched)
+    assert not run.frame(own_time)["known"].any()
+
+
+def test_collectives_that_do_not_overlap_are_no_match(tmp_path: Path) -> None:
+    made = late_by(0, 0, hosts=("node-1", "node-1"))
+    for event in made[1]["traceEvents"]:
+        event["ts"] += 3_000
+    with pytest.raises(NotMeasured, match="do not match"):
+        run_of(tmp_path, made).frame(matched)
+
+
+def test_groups_match_among_their_members_only(tmp_path: Path) -> None:
+    def rank(r: int) -> dict[str, Any]:
+        pair = (0, 1) if r < 2 else (2, 3)
+        late = 300_000 * (r % 2) + 100_000 * (r // 2)
+        event = traces.collective(MS + late, MS - late, 1_000, group="7", ranks=pair)
+        made = traces.trace(traces.step(0, 0, 3 * MS), event, rank=r, world_size=4)
+        made["distributedInfo"]["pg_config"].append({"pg_name": "7", "pg_size": 2, "ranks": list(pair)})
+        return made
+
+    frame = run_of(tmp_path, [rank(r) for r in range(4)]).frame(waits)
+    assert by_rank(frame, "wait_ns") == {0: 300_000, 1: 0, 2: 300_000, 3: 0}
+
+
+def test_ranks_that_starve_in_turn_lose_more_than_their_means_tell(tmp_path: Path) -> None:
+    # Each rank waits 2 ms for data in every other step, in turn: every step is late, each rank's mean wait is 1 ms.
+    made = late_by(0, 0)
+    steps = [[runs.light(n, 6 * MS, fetch_ns=2 * MS * ((n + r) % 2)) for n in range(43)] for r in range(2)]
+    facts = {"device": {"type": "cuda"}, "host": "node-1"}
+    folder = runs.recorded(tmp_path / "run", *((m, s, facts) for m, s in zip(made, steps, strict=True)))
+    run = runs.measured(folder, *NEEDS)
+    assert saving_input(run, {0: 1.0 * MS, 1: 1.0 * MS}) == pytest.approx(2 * MS, rel=0.06)
+    assert saving(run, {0: 1.0 * MS, 1: 1.0 * MS}) == pytest.approx(MS)
+
+
+def test_the_real_gloo_pair_matches(tmp_path: Path) -> None:
+    golden = Path(__file__).parent.parent / "golden"
+    for n in range(2):
+        (tmp_path / f"rank{n}.json.gz").write_bytes((golden / f"gloo_rank{n}.json.gz").read_bytes())
+    frame = runs.measured(tmp_path, *NEEDS).frame(matched)
+    assert set(frame["collective"]) >= {"all_reduce"}
+    assert (frame.groupby("instance")["rank"].nunique() == 2).all()
+    assert (frame.groupby("instance")["wait_ns"].min() == 0).all()

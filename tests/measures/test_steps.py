@@ -1,0 +1,94 @@
+"""Which steps are steady, and where the trace's steps are."""
+
+from pathlib import Path
+
+import pytest
+
+from dlprof.errors import NotMeasured
+from dlprof.measures.steps import mean_step_ns, of_step, standard_error, step_means, step_series, timing
+from tests import runs, traces
+from tests.runs import MS
+
+
+def means(folder: Path, steps: list[dict[str, object]], made: dict[str, object] | None = None) -> dict[str, object]:
+    run = runs.measured(runs.recorded(folder / "run", (made, steps, runs.CPU)), step_means)
+    return {str(k): v for k, v in run.frame(step_means).iloc[0].to_dict().items()}
+
+
+def test_warm_up_profiled_first_and_validation_steps_are_not_steady(tmp_path: Path) -> None:
+    steps = [runs.light(n, 50 * MS) for n in range(4)]
+    steps += [
+        runs.light(4, 500 * MS, first=1),
+        runs.light(5, 90 * MS, kind="validation"),
+        runs.light(6, 70 * MS, profiled=1),
+    ]
+    steps += [runs.light(n, 10 * MS) for n in range(7, 40)]
+    found = means(tmp_path, steps)
+    assert (found["steps"], found["step_ns"]) == (33, 10 * MS)
+
+
+def test_a_stall_every_k_steps_is_part_of_the_mean(tmp_path: Path) -> None:
+    steps = [runs.light(n, 110 * MS if n % 10 == 9 else 10 * MS) for n in range(103)]
+    found = means(tmp_path, steps)
+    assert found["steps"] == 100
+    assert found["step_ns"] == 20 * MS
+
+
+def test_a_warm_up_of_any_length_leaves_two_thirds_of_the_run(tmp_path: Path) -> None:
+    assert means(tmp_path, [runs.light(n, (30 - n) * MS) for n in range(30)])["steps"] == 20
+
+
+def test_a_few_light_steps_leave_the_mean_to_the_trace(tmp_path: Path) -> None:
+    made = traces.trace(*(traces.step(n, n * MS, MS) for n in range(3)), traces.op("aten::mm", 0, 10), device="")
+    found = means(tmp_path, [runs.light(n, 5 * MS) for n in range(4)], made)
+    assert (found["source"], found["step_ns"], found["traced_steps"]) == ("trace", MS, 3)
+
+
+def test_traced_steps_that_hold_an_epochs_end_are_left_out(tmp_path: Path) -> None:
+    made = traces.trace(*(traces.step(n, n * MS, MS) for n in range(4)), traces.op("aten::mm", 0, 10), device="")
+    steps = [runs.light(n, 5 * MS, first=int(n == 2)) for n in range(30)]
+    assert means(tmp_path, steps, made)["traced_steps"] == 3
+
+
+def test_unmarked_steps_begin_at_the_loader(tmp_path: Path) -> None:
+    rank = runs.rank_of(
+        tmp_path, traces.trace(*(traces.fetch(n * MS, 100) for n in range(4)), traces.op("x", 3 * MS, 10))
+    )
+    found = timing(rank)
+    assert (found.steps, found.step_ns, found.unit) == (3, MS, "step")
+
+
+def test_where_nothing_marks_a_step_the_trace_stands_for_one(tmp_path: Path) -> None:
+    folder = runs.foreign(tmp_path, traces.trace(traces.op("aten::mm", 0, 10), traces.kernel("gemm", 5, 3 * MS - 5)))
+    run = runs.measured(folder, step_means)
+    assert (of_step(run), mean_step_ns(run)) == ("of the traced time", 3 * MS)
+
+
+def test_steps_that_overlap_are_cut_at_the_next_ones_start(tmp_path: Path) -> None:
+    rank = runs.rank_of(tmp_path, traces.trace(traces.step(1, 0, 2 * MS), traces.step(2, MS, MS)))
+    assert (timing(rank).windows - traces.BASE_NS).tolist() == [[0, MS], [MS, 2 * MS]]
+
+
+def test_nothing_recorded_abstains(tmp_path: Path) -> None:
+    run = runs.measured(runs.recorded(tmp_path / "run", (None, [], runs.CPU)), step_means)
+    with pytest.raises(NotMeasured, match="no complete training step"):
+        run.frame(step_means)
+
+
+def test_long_series_are_thinned_at_the_same_steps_on_every_rank(tmp_path: Path) -> None:
+    ranks = [(None, [runs.light(n, MS) for n in range(first, 5_000)], runs.CPU) for first in (0, 1)]
+    frame = runs.measured(runs.recorded(tmp_path / "run", *ranks), step_series).frame(step_series)
+    series = [set(g["step"]) for _, g in frame.groupby("rank")]
+    assert len(series[0]) < 2_000
+    assert series[0] - series[1] == {0}
+
+
+def test_the_error_of_a_mean_of_few_is_wide() -> None:
+    import numpy as np
+
+    rng = np.random.default_rng(1)
+    for n in (2, 3, 5, 12, 40):
+        draws = rng.normal(10.0, 1.0, (4_000, n))
+        missed = np.mean([abs(d.mean() - 10.0) > 1.96 * standard_error(d) for d in draws])
+        assert missed == pytest.approx(0.05, abs=0.015), n
+    assert standard_error(np.array([3.0])) == 0.0

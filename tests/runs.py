@@ -1,0 +1,79 @@
+"""Makes run folders for any test: traces, light layers and facts as a recording leaves them, on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dlprof.engine import Measure, Measured, RankData, measure
+from dlprof.run import Rank, open_run
+from tests import traces
+
+MS = 1_000_000
+
+CPU: Mapping[str, Any] = {"device": {"type": "cpu", "name": "CPU"}, "host": "node-1"}
+
+
+def foreign(folder: Path, *ranks: dict[str, Any]) -> Path:
+    """Write traces, one a rank, into a folder as another cluster would leave it."""
+    for n, made in enumerate(ranks):
+        traces.write(folder / f"rank{n}.json.gz", made)
+    return folder
+
+
+def recorded(
+    folder: Path,
+    *ranks: tuple[dict[str, Any] | None, Sequence[Mapping[str, Any]], Mapping[str, Any]],
+    **info: Any,
+) -> Path:
+    """Write a run folder: for each rank its trace (or none), its steps and its facts."""
+    for n, (made, steps, facts) in enumerate(ranks):
+        at = folder / "ranks" / f"{n:05d}"
+        at.mkdir(parents=True)
+        if made is not None:
+            traces.write(at / "trace.json.gz", made)
+        if steps:
+            (at / "steps.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
+        (at / "facts.json").write_text(json.dumps({"format": 1, "rank": n, "world_size": len(ranks), **facts}))
+    told = {
+        "format": 1,
+        "command": ["train.py"],
+        "exit": {"code": 0, "signal": None},
+        "start_ns": 1,
+        "end_ns": 2,
+        **info,
+    }
+    (folder / "run.json").write_text(json.dumps(told))
+    return folder
+
+
+def light(step: int, dur: int, start: int | None = None, **said: Any) -> dict[str, Any]:
+    """Give one step of the light layer; by default a training step of `dur` ns, one a second."""
+    return {
+        "step": step,
+        "kind": "train",
+        "start_ns": traces.BASE_NS + step * 1_000 * MS if start is None else start,
+        "dur_ns": dur,
+        "fetch_ns": 0,
+        "forward_ns": 0,
+        "backward_ns": 0,
+        "optimizer_ns": 0,
+        "device_ns": -1,
+        "fetches": 1,
+        "backwards": 1,
+        "optimizer_steps": 1,
+        "profiled": 0,
+        "first": 0,
+    } | said
+
+
+def rank_of(folder: Path, made: dict[str, Any]) -> RankData:
+    """Give one rank's tables, read from a trace."""
+    return RankData(Rank(0, trace=traces.write(folder / "trace.json", made)))
+
+
+def measured(path: Path, *wanted: Measure) -> Measured:
+    """Measure a run in this process."""
+    return measure(open_run(path), wanted, jobs=1)
