@@ -7,6 +7,7 @@ becomes part of a template. Axes are numeric, with their labels as tick texts, s
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -198,7 +199,7 @@ def stack(result: Result) -> Figure | None:
         bargap=0.28 if roomy else 0.08,
         xaxis=_axis(unit, range=[0, _round(largest / divisor)], nticks=8),
         yaxis=_axis(autorange="reversed", tickvals=ticks, ticktext=[_drawn(t, 24) for t in labels], showgrid=False),
-        annotations=_marks(result.found, bars),
+        annotations=_marks(result.found, bars, divisor),
     )
     if layout["annotations"]:
         layout["margin"]["r"] = 92 if roomy else 142
@@ -240,7 +241,9 @@ def _stack_bars(
     return bars, note + (f"; the {unlike} most unlike the others stand above by themselves." if unlike else ".")
 
 
-def _marks(found: Sequence[Outcome], bars: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
+def _marks(
+    found: Sequence[Outcome], bars: Sequence[tuple[str, Mapping[str, float]]], divisor: float
+) -> list[dict[str, Any]]:
     """Beside its bar, the numbers of the findings that lie with a few ranks, and not with all."""
     marks: dict[str, list[str]] = {}
     for number, outcome in enumerate(found, 1):
@@ -249,8 +252,8 @@ def _marks(found: Sequence[Outcome], bars: Sequence[tuple[str, Any]]) -> list[di
                 marks.setdefault(f"rank {rank}", []).append(str(number))
     return [
         {
-            "x": 1,
-            "xref": "paper",
+            "x": _round(sum(max(ns, 0.0) for ns in bar.values()) / divisor),
+            "xref": "x",
             "xanchor": "left",
             "xshift": 8,
             "y": i,
@@ -259,7 +262,7 @@ def _marks(found: Sequence[Outcome], bars: Sequence[tuple[str, Any]]) -> list[di
             "text": f"◀ {label + ': ' if len(bars) > LABELLED_RANKS else ''}finding {', '.join(marks[label])}",
             "font": {"size": 12, "color": HOT},
         }
-        for i, (label, _) in enumerate(bars)
+        for i, (label, bar) in enumerate(bars)
         if label in marks
     ]
 
@@ -318,11 +321,7 @@ def _plain_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table
         tuple(words.cell(v, c) for v, c in zip([*row, *[""] * (width - len(row))], names, strict=True))
         for row in rows[:ROWS]
     )
-    numeric = tuple(
-        any(isinstance(row[i], (int, float)) for row in rows[:ROWS] if i < len(row))
-        and not any(isinstance(row[i], str) for row in rows[:ROWS] if i < len(row))
-        for i in range(width)
-    )
+    numeric = tuple(i > 0 and _figures([row[i] for row in shown]) for i in range(width))
     left = len(rows) - len(shown)
     return Table(
         tuple(words.header(c) for c in names),
@@ -330,6 +329,15 @@ def _plain_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table
         numeric,
         f"{left:,} more rows are in result.json." if left > 0 else "",
     )
+
+
+# A figure as words.quantity or a rule writes it: "1,204", "−3.1 ms", "31 %", "5 of 8", "—".
+_FIGURE = re.compile(f"[{words.MINUS}-]?[0-9][0-9.,]*(?:[ {words.NBSP}]?[^ ]{{1,6}}| of [0-9,]+)?|{words.UNKNOWN}|")
+
+
+def _figures(cells: Sequence[str]) -> bool:
+    """Say whether a column holds figures, to be set flush right, and not words alone."""
+    return any(cells) and all(_FIGURE.fullmatch(cell) for cell in cells)
 
 
 def _bars(evidence: Panel) -> Figure:

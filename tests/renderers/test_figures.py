@@ -185,6 +185,11 @@ def test_spans_drawn_together_cover_each_of_their_own_and_no_other_lane() -> Non
     assert figures.merge(spans[:300], 300) == (spans[:300], "")
 
 
+def test_columns_of_figures_are_told_from_columns_of_words() -> None:
+    rows = (("7", 7, "14.6 ms", "5 of 8", "aten::add", "", None), ("1", 1.5, "31 %", "0 of 8", "12 Monkeys", "", 4))
+    assert figures.panel(Panel("table", "t", rows)).table.numeric == (False, True, True, True, False, False, True)
+
+
 def test_long_tables_are_cut_with_a_word_and_cells_carry_units() -> None:
     panel = Panel(
         "table", "t", tuple((f"r{i}", 1.5e6, 0.25, 2048) for i in range(80)), ("name", "mean_ns", "x_share", "n_bytes")
