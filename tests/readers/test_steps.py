@@ -1,0 +1,89 @@
+"""The light layer's lines, whole, cut off and odd."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof import tables
+from dlprof.errors import DlprofError
+from dlprof.readers import steps
+
+
+def line(number: int, **fields: Any) -> dict[str, Any]:
+    made = {name: number + i for i, (name, dtype) in enumerate(tables.STEPS.items()) if dtype == "int64"}
+    return made | {"step": number, "kind": "train", "start_ns": 1_735_632_360_000_000_001 + number * 1000} | fields
+
+
+def write(path: Path, *lines: dict[str, Any] | str | bytes) -> Path:
+    parts = [x if isinstance(x, bytes) else x.encode() if isinstance(x, str) else json.dumps(x).encode() for x in lines]
+    path.write_bytes(b"\n".join(parts) + b"\n")
+    return path
+
+
+def test_every_column_is_read(tmp_path: Path) -> None:
+    lines = [line(0, kind="validation", profiled=1), line(1), line(2, device_ns=-1)]
+    reading = steps.read(write(tmp_path / "steps.jsonl", *lines))
+    assert reading.tables["steps"].to_dict("records") == [{c: one[c] for c in tables.STEPS} for one in lines]
+    assert reading.facts == {}
+    assert reading.warnings == ()
+
+
+def test_what_a_line_leaves_out_was_not_measured_and_unknown_keys_pass(tmp_path: Path) -> None:
+    lean = {"dur_ns": 5, "step": 3, "start_ns": 7, "power_watts": 1.5}
+    row = steps.read(write(tmp_path / "steps.jsonl", lean)).tables["steps"].iloc[0].to_dict()
+    rest = {c: -1 for c in tables.STEPS if c not in lean}
+    assert row == {"step": 3, "start_ns": 7, "dur_ns": 5} | rest | {"kind": "other"}
+
+
+def test_a_cut_last_line_is_dropped_without_a_word_at_any_byte(tmp_path: Path) -> None:
+    path = write(tmp_path / "steps.jsonl", line(0), line(1))
+    data = path.read_bytes()
+    first = data.index(b"\n") + 1
+    for cut in range(first, len(data) - 1):
+        path.write_bytes(data[:cut])
+        reading = steps.read(path)
+        assert reading.tables["steps"]["step"].to_list() == ([0, 1] if cut == len(data) - 1 else [0])
+        assert reading.warnings == ()
+    path.write_bytes(data[:-1])
+    assert steps.read(path).tables["steps"]["step"].to_list() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["{", "text", "[1]", b"\xff\xfe", '{"step": 1}', {"step": 1, "start_ns": -5, "dur_ns": 1}, line(1, dur_ns=1.5)],
+)
+def test_a_bad_line_in_the_middle_is_dropped_with_a_word(tmp_path: Path, bad: Any) -> None:
+    reading = steps.read(write(tmp_path / "steps.jsonl", line(0), bad, line(2)))
+    assert reading.tables["steps"]["step"].to_list() == [0, 2]
+    assert reading.warnings == ("steps.jsonl: 1 lines are no steps and are left out",)
+
+
+def test_rows_are_in_order_of_time(tmp_path: Path) -> None:
+    reading = steps.read(write(tmp_path / "steps.jsonl", line(1), "", line(0), line(2)))
+    assert reading.tables["steps"]["step"].to_list() == [0, 1, 2]
+
+
+def test_a_file_of_many_blocks_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_READ_BYTES", 100)
+    path = write(tmp_path / "steps.jsonl", *[line(i) for i in range(200)])
+    assert steps.read(path).tables["steps"]["step"].to_list() == list(range(200))
+
+
+def test_an_empty_file_is_an_empty_table_and_a_word(tmp_path: Path) -> None:
+    for content in (b"", b'{"step": 1, "sta'):
+        path = tmp_path / "steps.jsonl"
+        path.write_bytes(content)
+        reading = steps.read(path)
+        assert len(reading.tables["steps"]) == 0
+        assert reading.warnings == ("steps.jsonl: holds no steps",)
+
+
+def test_what_is_no_log_of_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DlprofError, match="none of its lines"):
+        steps.read(write(tmp_path / "steps.jsonl", "a", "b", "c"))
+    with pytest.raises(DlprofError, match="no such file"):
+        steps.read(tmp_path / "none.jsonl")
+    with pytest.raises(DlprofError, match="a folder"):
+        steps.read(tmp_path)

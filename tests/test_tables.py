@@ -1,0 +1,41 @@
+"""A table that is none is refused with the column's name; an empty one is a table like any other."""
+
+import pandas as pd
+import pytest
+
+from dlprof import tables
+from dlprof.errors import DlprofError
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_an_empty_table_passes(name: str) -> None:
+    frame = tables.empty(name)
+    assert len(frame) == 0
+    assert tables.check(name, frame) is frame
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_a_missing_an_additional_and_a_moved_column_are_refused(name: str) -> None:
+    frame = tables.empty(name)
+    columns = list(frame.columns)
+    for wrong in (frame[columns[1:]], frame.assign(extra=1), frame[columns[::-1]]):
+        with pytest.raises(DlprofError, match=f"table {name}: columns are"):
+            tables.check(name, wrong)
+
+
+@pytest.mark.parametrize(("column", "dtype"), [("start_ns", "float64"), ("dur_ns", "int32"), ("name", "object")])
+def test_a_column_of_another_type_is_refused_by_name(column: str, dtype: str) -> None:
+    with pytest.raises(DlprofError, match=f"table spans: {column} is {dtype}"):
+        tables.check("spans", tables.empty("spans").astype({column: dtype}))
+
+
+def test_units_are_in_the_names_of_columns() -> None:
+    for columns in tables.TABLES.values():
+        times = [c for c in columns if c.endswith("_ns")]
+        assert {"start_ns", "dur_ns"} <= set(times)
+        assert all(columns[c] == "int64" for c in times)
+
+
+def test_concatenating_with_an_empty_table_keeps_the_types() -> None:
+    both = pd.concat([tables.empty("traced_steps"), tables.empty("traced_steps")])
+    assert tables.check("traced_steps", both) is both
