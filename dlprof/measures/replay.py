@@ -60,12 +60,14 @@ def saving_input(run: Measured, removed: Mapping[int, float]) -> float:
     """Give the same for the wait for data, step by step: ranks that starve in turn cost more than their means tell.
 
     In every recorded steady step the rank that has the longest own time, its wait of that step included, sets the pace.
-    `removed` is each rank's mean wait, ns; the series tells only how it spreads over the steps.
+    `removed` is each rank's mean wait, ns; the series tells only how it spreads over the steps. Where waiting for other
+    ranks is not known, the ranks are taken to have the same work but for the wait for data.
     """
     series = run.frame(step_series)
     series = series[series["steady"].astype(bool)]
     fetch = series.pivot_table(index="step", columns="rank", values="fetch_ns", aggfunc="first").dropna()
-    own = run.frame(own_time).set_index("rank")["own_ns"]
+    times = run.frame(own_time).set_index("rank")
+    own = times["own_ns"]
     if len(fetch) < 2 or set(fetch.columns) != set(own.index):
         return saving(run, removed)
     mean = fetch.mean()
@@ -73,4 +75,6 @@ def saving_input(run: Measured, removed: Mapping[int, float]) -> float:
         pd.Series(removed, dtype=float).reindex(fetch.columns).fillna(0.0) / mean.replace(0, np.nan)
     ).fillna(0)
     rest = own.reindex(fetch.columns) - wait.mean()
+    if not times["known"].all():
+        rest[:] = rest.min()
     return max(0.0, float((wait + rest).max(axis=1).mean() - rest.max()))

@@ -146,8 +146,8 @@ def _unsteady(rank: RankData, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
     return found if not found.all() else np.zeros(len(numbers), dtype=bool)
 
 
-# Student's t for a two-sided 95 % interval, by degrees of freedom, over its value for many: a mean of three steps is known
-# far less well than its standard error says.
+# Student's t for a two-sided 95 % interval, by degrees of freedom, over its value for many: a mean of three steps is
+# known far less well than its standard error says.
 _STUDENT = (6.48, 2.20, 1.62, 1.42, 1.31, 1.25, 1.21, 1.18, 1.15, 1.14)
 
 

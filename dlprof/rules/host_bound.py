@@ -61,15 +61,20 @@ def check(run: Measured) -> Finding | Clear:
         verdict=f"{percent(share)} of each step waits for Python and launches.",
         noise_ns=part_noise(run, *_HOST),
         saving_ns=gain,
-        advice=_advice(run, worst, phase, bool(set(mine["phase"]) - {""}) and python > 0.5),
+        advice=_advice(run, worst, phase, python > 0.5 and not _only_traced(run)),
         evidence=_evidence(mine, worst),
         ranks=tuple(sorted(r for r, ns in late.items() if ns >= late[worst] / 2)),
         sure="Estimated as all of it gone. " + _slowed(run),
     )
 
 
+def _only_traced(run: Measured) -> bool:
+    """Tell whether no step was recorded but those of the trace, which of dlprof's own ranges has none."""
+    return bool((run.frame(step_means)["source"] == "trace").all())
+
+
 def _slowed(run: Measured) -> str:
-    if (run.frame(step_means)["source"] == "trace").all():
+    if _only_traced(run):
         return "The profiler slows the host, and no step without it was recorded: the true share is smaller."
     return "What fills it was seen in the traced steps, which the profiler slows, and scaled to those that it did not."
 

@@ -63,8 +63,14 @@ def check(run: Measured) -> Finding | Clear:
         evidence=_evidence(run, worst),
         ranks=late,
         sure="Estimated as the whole wait gone, step by step over all ranks: the most that faster loading can give."
-        " Workers that need more cores than are free give less.",
+        " Workers that need more cores than are free give less." + _assumed(run),
     )
+
+
+def _assumed(run: Measured) -> str:
+    if len(run.ranks) < 2 or run.frame(own_time)["known"].all():
+        return ""
+    return " That the other ranks wait for a rank that waits for data was not recorded; it is assumed."
 
 
 def _listed(ranks: tuple[int, ...]) -> str:

@@ -1,0 +1,1 @@
+"""Tests of the rules: each found, left alone, and abstaining."""

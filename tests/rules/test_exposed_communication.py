@@ -1,0 +1,75 @@
+"""Communication that nothing hides: transfer counts, hidden transfer and waiting for a late rank do not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.rules.exposed_communication import RULE
+from tests import runs, traces
+from tests.measures.test_collectives import late_by
+from tests.rules.asking import ask
+from tests.runs import MS
+
+
+def reducing(hidden: int = 0, many: int = 1, **keys: Any) -> list[dict[str, Any]]:
+    """Make two ranks of two steps of 1 ms: 0.4 ms of all-reduces, the first `hidden` ns of them behind computation."""
+    made = []
+    for rank in range(2):
+        events: list[Any] = []
+        for n in range(2):
+            t = n * MS
+            events += [traces.step(n, t, MS), traces.kernel("gemm", t, 600_000 + hidden)]
+            each = 400_000 // many
+            events += [traces.collective(t + 600_000 + i * each, each, 100_000) for i in range(many)]
+        made.append(traces.trace(*events, rank=rank, **keys))
+    return made
+
+
+def test_found_with_what_transfer_costs(tmp_path: Path) -> None:
+    found = ask(RULE, runs.foreign(tmp_path, *reducing()))
+    assert found.state == "found"
+    assert found.share == pytest.approx(0.4)
+    assert found.evidence is not None
+    assert found.evidence.rows[0][:2] == ("all_reduce", 1.0)
+
+
+def test_hidden_communication_is_left_alone(tmp_path: Path) -> None:
+    assert ask(RULE, runs.foreign(tmp_path, *reducing(hidden=390_000))).state == "clear"
+
+
+def test_waiting_for_a_late_rank_is_another_rules_business(tmp_path: Path) -> None:
+    made = late_by(0, 9 * MS)
+    for rank in made:
+        for event in rank["traceEvents"]:
+            if event["name"].startswith("nccl"):
+                event["dur"] -= 900  # 0.1 ms of transfer is left
+    clear = ask(RULE, runs.foreign(tmp_path, *made))
+    assert clear.state == "clear"
+    assert "waits for other ranks" in clear.summary
+
+
+def test_with_a_rank_missing_it_says_that_it_may_be_waiting(tmp_path: Path) -> None:
+    found = ask(RULE, runs.foreign(tmp_path, reducing()[0]))
+    assert found.state == "found"
+    assert "not every rank's trace is here" in found.summary
+
+
+def test_many_small_collectives_want_larger_buckets(tmp_path: Path) -> None:
+    ddp = {"bucket_cap_mb": 1, "find_unused_parameters": True}
+    facts = {"device": {"type": "cuda"}, "models": [{"parameters": 1, "ddp": ddp}]}
+    folder = runs.recorded(tmp_path / "run", *((m, [], facts) for m in reducing(many=20)))
+    found = ask(RULE, folder)
+    assert "bucket_cap_mb=25` or more (is 1)" in found.advice[0]
+    assert any("find_unused_parameters=False" in a for a in found.advice)
+
+
+def test_one_rank_has_nothing_to_exchange(tmp_path: Path) -> None:
+    made = traces.trace(traces.step(1, 0, MS), traces.kernel("gemm", 0, MS), world_size=1)
+    assert "one rank" in ask(RULE, runs.foreign(tmp_path, made)).why
+
+
+def test_several_ranks_without_collectives_abstain(tmp_path: Path) -> None:
+    made = [traces.trace(traces.step(1, 0, MS), traces.kernel("gemm", 0, MS), rank=r) for r in range(2)]
+    answer = ask(RULE, runs.foreign(tmp_path, *made))
+    assert (answer.state, answer.why) == ("not_measured", "no collectives in the traced steps")

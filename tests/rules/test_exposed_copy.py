@@ -1,0 +1,44 @@
+"""Copies that nothing hides: found for pinned ones and for the way back, silent on hidden and on pageable ones."""
+
+from pathlib import Path
+
+import pytest
+
+from dlprof.rules.exposed_copy import RULE
+from tests import runs, traces
+from tests.rules.asking import ask
+from tests.rules.test_pageable_copy import batches
+from tests.runs import MS
+
+
+@pytest.mark.parametrize(
+    ("kinds", "way"), [("HtoD (Pinned -> Device)", "to the device"), ("DtoH (Device -> Pageable)", "from the device")]
+)
+def test_found_with_its_way(tmp_path: Path, kinds: str, way: str) -> None:
+    found = ask(RULE, batches(tmp_path, kinds))
+    assert found.state == "found"
+    assert found.share == pytest.approx(0.2)
+    assert way in found.title
+
+
+def test_hidden_copies_are_left_alone(tmp_path: Path) -> None:
+    assert ask(RULE, batches(tmp_path, "HtoD (Pinned -> Device)", beside=200_000)).state == "clear"
+
+
+def test_pageable_copies_are_another_rules_business(tmp_path: Path) -> None:
+    assert ask(RULE, batches(tmp_path)).state == "clear"
+
+
+def test_no_more_is_gained_than_there_is_computation_to_hide_behind(tmp_path: Path) -> None:
+    made = traces.trace(
+        traces.step(1, 0, MS),
+        traces.copy(0, 700_000, 10_000_000, "HtoD (Pinned -> Device)"),
+        traces.kernel("gemm", 700_000, 300_000),
+        world_size=1,
+    )
+    assert ask(RULE, runs.foreign(tmp_path, made)).saving_ns == pytest.approx(300_000)
+
+
+def test_without_a_device_it_abstains(tmp_path: Path) -> None:
+    made = traces.trace(traces.step(1, 0, MS), traces.op("aten::mm", 0, MS), device="", backend="gloo", world_size=1)
+    assert ask(RULE, runs.foreign(tmp_path, made)).state == "not_measured"

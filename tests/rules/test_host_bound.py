@@ -1,0 +1,73 @@
+"""Waiting for the host: found on a GPU and on a CPU, silent on a busy device, abstaining where steps are not marked."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.rules.host_bound import RULE
+from tests import runs, traces
+from tests.rules.asking import ask
+from tests.runs import MS
+
+
+def launching(folder: Path, gap: int, steps: bool = True) -> Path:
+    """Write three steps of 1 ms of ten kernels; each is launched `gap` ns after the one before had ended."""
+    events: list[Any] = []
+    for n in range(3):
+        events += [traces.step(n, n * MS, MS)] if steps else []
+        for i in range(10):
+            at = n * MS + i * 100_000
+            events += traces.launched("small", at + gap - 5_000, at + gap, 100_000 - gap, 1 + 10 * n + i)
+    return runs.foreign(folder, traces.trace(*events, world_size=1))
+
+
+def test_gaps_before_late_launches_are_found(tmp_path: Path) -> None:
+    found = ask(RULE, launching(tmp_path, 40_000))
+    assert found.state == "found"
+    assert found.share == pytest.approx(0.4, abs=0.02)
+    assert any("10 kernels a step of 60.0 µs each" in a for a in found.advice)
+    assert "the true share is smaller" in found.sure
+
+
+def test_a_busy_device_is_left_alone(tmp_path: Path) -> None:
+    assert ask(RULE, launching(tmp_path, 6_000)).state == "clear"
+
+
+def test_unmarked_steps_abstain(tmp_path: Path) -> None:
+    answer = ask(RULE, launching(tmp_path, 40_000, steps=False))
+    assert (answer.state, "nothing marks the steps" in answer.why) == ("not_measured", True)
+
+
+def test_python_between_the_steps_of_a_cpu_run_is_found(tmp_path: Path) -> None:
+    events: list[Any] = []
+    for n in range(3):
+        t = n * 10 * MS
+        events += [
+            traces.step(n, t, 10 * MS),
+            traces.annotation("dlprof::forward", t, 6 * MS),
+            traces.op("aten::mm", t, 6 * MS),
+        ]
+    made = traces.trace(*events, device="", backend="", world_size=1)
+    steps = [runs.light(n, 10 * MS, forward_ns=6 * MS) for n in range(30)]
+    found = ask(RULE, runs.recorded(tmp_path / "run", (made, steps, runs.CPU)))
+    assert found.state == "found"
+    assert found.share == pytest.approx(0.4)
+    assert found.title == "Python holds up the step"
+    assert "out of the loop" in found.advice[0]
+
+
+def test_without_a_trace_it_abstains(tmp_path: Path) -> None:
+    steps = [runs.light(n, 10 * MS) for n in range(30)]
+    assert ask(RULE, runs.recorded(tmp_path / "run", (None, steps, runs.CPU))).state == "not_measured"
+
+
+def test_what_varies_too_much_between_the_steps_is_not_told(tmp_path: Path) -> None:
+    events: list[Any] = []
+    for n, busy in enumerate((0.99, 0.1, 0.99)):
+        events += [
+            traces.step(n, n * MS, MS),
+            traces.launched("gemm", n * MS, n * MS + 5_000, int(busy * MS) - 5_000, n + 1),
+        ]
+    answer = ask(RULE, runs.foreign(tmp_path, traces.trace(*events, world_size=1)))
+    assert (answer.state, "varies too much" in answer.why) == ("not_measured", True)

@@ -1,0 +1,88 @@
+"""Waiting for data: found with what it would gain, silent on a loader that keeps up, abstaining without a loader."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.rules.input_wait import RULE
+from tests import runs, traces
+from tests.rules.asking import ask
+from tests.runs import MS
+
+LOADER = {"role": "train", "num_workers": 2, "batch_size": 64, "persistent_workers": True}
+
+
+def steps(wait: int, *, n: int = 40, dur: int = 100 * MS) -> list[dict[str, Any]]:
+    return [runs.light(i, dur, fetch_ns=wait, forward_ns=30 * MS) for i in range(n)]
+
+
+def recorded(folder: Path, *waits: int, **loader: Any) -> Path:
+    facts = {**runs.CPU, "loaders": [LOADER | loader], "cpu": {"count": 16, "affinity": 16}}
+    return runs.recorded(folder / "run", *((None, steps(w), facts) for w in waits))
+
+
+def test_found_with_the_workers_that_would_do(tmp_path: Path) -> None:
+    found = ask(RULE, recorded(tmp_path, 40 * MS))
+    assert found.state == "found"
+    assert found.share == pytest.approx(0.4)
+    assert found.saving_ns == pytest.approx(40 * MS)
+    assert found.speedup == pytest.approx(1 / 0.6)
+    assert found.verdict.startswith("40 % of each step")
+    # Two workers make a batch in 100 ms; one is needed every 60 ms: 2 · 100 ÷ 60, so four.
+    assert "`num_workers=4` (is 2)" in found.advice[0]
+
+
+def test_in_the_training_thread_workers_are_what_is_missing(tmp_path: Path) -> None:
+    found = ask(RULE, recorded(tmp_path, 75 * MS, num_workers=0))
+    assert "`num_workers=3, persistent_workers=True`" in found.advice[0]
+    assert "num_workers=0" in found.summary
+
+
+def test_with_no_core_free_a_sample_must_be_cheaper(tmp_path: Path) -> None:
+    facts = {**runs.CPU, "loaders": [LOADER], "cpu": {"count": 2, "affinity": 2}}
+    found = ask(RULE, runs.recorded(tmp_path / "run", (None, steps(50 * MS), facts)))
+    assert "make a sample cheaper" in found.advice[0]
+
+
+def test_a_loader_that_keeps_up_is_left_alone(tmp_path: Path) -> None:
+    clear = ask(RULE, recorded(tmp_path, 1 * MS))
+    assert clear.state == "clear"
+    assert "1.0 %" in clear.summary
+
+
+def test_one_starving_rank_is_named(tmp_path: Path) -> None:
+    found = ask(RULE, recorded(tmp_path, 0, 40 * MS))
+    assert found.ranks == (1,)
+    assert "on rank 1" in found.verdict
+
+
+def test_a_trace_alone_will_do(tmp_path: Path) -> None:
+    events = [
+        e
+        for n in range(3)
+        for e in (traces.step(n, n * MS, MS), traces.fetch(n * MS, MS // 2, "_SingleProcessDataLoaderIter"))
+    ]
+    work = [traces.kernel("gemm", n * MS + MS // 2, MS // 2) for n in range(3)]
+    found = ask(RULE, runs.foreign(tmp_path, traces.trace(*events, *work, world_size=1)))
+    assert found.state == "found"
+    assert found.share == pytest.approx(0.5)
+    assert "num_workers is 0" in found.advice[0]
+
+
+def test_a_wait_behind_computation_is_left_alone(tmp_path: Path) -> None:
+    events = [e for n in range(3) for e in (traces.step(n, n * MS, MS), traces.fetch(n * MS, MS // 2))]
+    busy = traces.kernel("gemm", 0, 3 * MS)
+    assert ask(RULE, runs.foreign(tmp_path, traces.trace(*events, busy, world_size=1))).state == "clear"
+
+
+def test_without_a_loader_it_abstains(tmp_path: Path) -> None:
+    made = traces.trace(traces.step(1, 0, MS), traces.kernel("gemm", 0, 1_000), world_size=1)
+    answer = ask(RULE, runs.foreign(tmp_path, made))
+    assert (answer.state, "no DataLoader" in answer.why) == ("not_measured", True)
+
+
+def test_on_a_gpu_without_a_trace_it_abstains(tmp_path: Path) -> None:
+    facts = {"device": {"type": "cuda"}, "loaders": [LOADER]}
+    answer = ask(RULE, runs.recorded(tmp_path / "run", (None, steps(40 * MS), facts)))
+    assert answer.state == "not_measured"
