@@ -314,7 +314,7 @@ def _elements(buffer: bytes) -> tuple[list[tuple[int, int]], int, bool]:
 
 _CONTROL = bytes(range(32))
 _SPACES = bytes.maketrans(_CONTROL, b" " * 32)
-_NO_NUMBER = re.compile(rb"[:\[,]\s*[-+]?(?:nan|inf)", re.I)
+_NO_NUMBER = re.compile(rb"[:\[,]\s*[-+]?(?:nan(?:\([^)]*\))?|inf(?:inity)?)\s*[,}\]]", re.I)
 _TEXT_OR_NO_NUMBER = re.compile(
     rb'("[^"\\]*(?:\\.[^"\\]*)*")|[-+]?\b(?:nan(?:\([^)]*\))?|inf(?:inity)?)(?![\w.])', re.I | re.DOTALL
 )

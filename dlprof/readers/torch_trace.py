@@ -82,7 +82,7 @@ def peek(path: Path) -> dict[str, Any]:
     except DlprofError:
         return found
     if file.is_list:
-        begun = bool(re.match(rb'\s*\{[^{}]*"ph"\s*:', file.buffered))
+        begun = bool(re.match(rb'\s*\{.{0,4000}?"ph"\s*:\s*"\w"', file.buffered, re.DOTALL))
     known = {"schemaVersion", "deviceProperties", "distributedInfo", "traceName"} & file.keys.keys()
     head = re.match(rb'\{[^{}\[\]]*"world_size"[^{}\[\]]*', file.buffered)
     # Where the head ends before the events, as it does in a very large job, the keys must do.

@@ -496,6 +496,8 @@ def test_peek_takes_the_rank_of_the_name_where_the_file_says_none(tmp_path: Path
     assert torch_trace.peek(traces.write(tmp_path / "some.json", made)) == {"is_trace": True}
     listed = traces.write(tmp_path / "worker2.json", made, layout="list")
     assert torch_trace.peek(listed) == {"is_trace": True, "rank": 2}
+    made["traceEvents"][0] = {"args": {"a": {}}, **made["traceEvents"][0], "args2": 1}
+    assert torch_trace.peek(traces.write(tmp_path / "worker3.json", made, layout="list"))["rank"] == 3
     own = traces.write(tmp_path / "rank-34.json", traces.trace(rank=1))
     assert torch_trace.peek(own)["rank"] == 1
 
