@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import os
 import signal
@@ -78,10 +79,11 @@ class Step:
 class LoaderSeen:
     """A loader that the training thread has iterated, and what its batches were used for."""
 
-    __slots__ = ("loader", "role")
+    __slots__ = ("loader", "role", "settings")
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, settings: dict[str, Any]) -> None:
         self.loader = weakref.ref(loader)
+        self.settings = settings
         self.role = "unknown"
 
 
@@ -143,6 +145,7 @@ class Recorder:
         self.optimizers: list[weakref.ref[Any]] = []
         self.autocast: dict[str, Any] | None = None
         self.grad_scaler = False
+        self.profiler_woken = False  # torch's profiler has started its threads in this process
         self.window: dict[str, Any] = {}  # the trace's window and what became of it
         self._model_ids: set[int] = set()
         self._optimizer_ids: set[int] = set()
@@ -270,7 +273,14 @@ class Recorder:
         try:
             seen = next((s for s in self.loaders if s.loader() is loader), None)
             if seen is None:
-                seen = LoaderSeen(loader)
+                settings = _settings(loader)
+                # A script that makes its loader anew each epoch has one loader.
+                same = (s for s in self.loaders if s.loader() is None and s.settings == settings)
+                seen = next(same, None)
+                if seen is not None:
+                    seen.loader = weakref.ref(loader)
+            if seen is None:
+                seen = LoaderSeen(loader, settings)
                 self.loaders.append(seen)
                 self.news = True
             if len(self._iterators) > 1000:
@@ -534,10 +544,63 @@ class Recorder:
             self._collectors.clear()
             if signal.getsignal(signal.SIGTERM) == self._terminated:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.profiler_woken:
+            _leave_without_destructors()
+
+
+def _settings(loader: Any) -> dict[str, Any]:
+    """Give how a loader was set up, while it is there: most scripts drop theirs as soon as they iterate it."""
+    dataset = loader.dataset
+    iterable = not hasattr(type(dataset), "__getitem__") or "Iterable" in str(loader._dataset_kind)
+    context = loader.multiprocessing_context
+    sampler = type(loader.sampler).__name__
+    return {
+        "num_workers": loader.num_workers,
+        "batch_size": loader.batch_size,
+        "pin_memory": loader.pin_memory,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+        "start_method": _start_method(context) if loader.num_workers else None,
+        "dataset": type(dataset).__name__,
+        "dataset_length": _length(dataset),
+        "iterable": iterable,
+        "shuffle": {"RandomSampler": True, "SequentialSampler": False}.get(
+            sampler, getattr(loader.sampler, "shuffle", None)
+        ),
+        "drop_last": loader.drop_last,
+        "in_order": getattr(loader, "in_order", None),
+    }
+
+
+def _start_method(context: Any) -> str:
+    if context is None:
+        import multiprocessing
+
+        # The default, without deciding it for the script.
+        method = multiprocessing.get_start_method(allow_none=True)
+        return method or multiprocessing.get_all_start_methods()[0]
+    return str(context.get_start_method())
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:  # noqa: BLE001 - the script's code; many datasets have no length
+        return None
 
 
 def _tell(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
+
+
+def _leave_without_destructors() -> None:
+    """Let this fork's child end once Python is done, before C++ destructors join threads that only the parent has.
+
+    Kineto's do, once a profiler was prepared: the child then aborts or hangs in exit(). Loader workers never get there.
+    """
+    with contextlib.suppress(AttributeError):  # a C library without on_exit
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc._exit, None)
 
 
 def _is_compiling() -> bool:

@@ -27,8 +27,8 @@ def wrapped(folder: Path, command: Sequence[str | Path], *options: str) -> list[
 
 def launch(command: Sequence[str | Path], cwd: Path, **more: Any) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, with its output captured."""
-    more = {"env": environment(), "timeout": 120} | more
-    return subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, check=False, **more)
+    options: dict[str, Any] = {"env": environment(), "timeout": 120} | more
+    return subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, check=False, **options)
 
 
 def record(script: Path, *args: str, folder: Path, options: Sequence[str] = (), **more: Any) -> Any:

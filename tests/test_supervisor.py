@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,7 +156,7 @@ def test_the_command_keeps_its_stdin_arguments_descriptors_and_signal_mask(tmp_p
         "    sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), str(signal.getsignal(signal.SIGINT)),\n"
         "    str(signal.getsignal(signal.SIGCHLD)), os.getcwd()]))\n"
     )
-    told = []
+    told: list[Any] = []
     for prefix in (
         [sys.executable],
         [sys.executable, "-m", "dlprof", "wrap", "--no-report", "-o", str(tmp_path / "r")],

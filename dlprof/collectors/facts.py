@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import dlprof
-from dlprof.recorder import LoaderSeen, Recorder, Step
+from dlprof.recorder import Recorder, Step
 
 _PREFIXES = ("NCCL_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "CUDA_", "GLOO_")
 _NAMES = ("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_CPUS_ON_NODE")
@@ -29,6 +29,8 @@ class Facts:
         self._fixed: dict[str, Any] = {}
         self._mark: str | None = None
         self._known: dict[int, dict[str, Any]] = {}
+        size = _number("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+        self._group: dict[str, Any] = {"world_size": size or 1, "backend": None}
 
     def start(self, recorder: Recorder) -> None:
         """Gather what does not change, and write for the first time."""
@@ -62,11 +64,11 @@ class Facts:
         recorder.news = False
         self._mark = recorder.mark
         facts = self._fixed | {
-            **_distributed(),
+            **self._distributed(),
             "device": _ask(_device),
             "versions": _ask(_versions),
             "cpu": _ask(_cpu),
-            "loaders": self._describe(_loader, [(seen, seen.loader()) for seen in recorder.loaders]),
+            "loaders": [{"role": seen.role, **seen.settings} for seen in recorder.loaders],
             "models": self._describe(_model, [(ref, ref()) for ref in recorder.models]),
             "optimizers": self._describe(_optimizer, [(ref, ref()) for ref in recorder.optimizers]),
             "autocast": recorder.autocast,
@@ -82,18 +84,20 @@ class Facts:
         unfinished.write_text(json.dumps(facts, default=str))
         unfinished.replace(path)
 
+    def _distributed(self) -> dict[str, Any]:
+        """Give the size and backend of the job; a script destroys its process group before it ends."""
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            self._group = {"world_size": distributed.get_world_size(), "backend": distributed.get_backend()}
+        return self._group
+
     def _describe(self, question: Callable[[Any], Any], seen: list[tuple[Any, Any]]) -> list[Any]:
         """Describe what was seen; what is gone by now, as most is when a job ends, as it was when last described."""
         for key, thing in seen:
             facts = None if thing is None else _ask(question, thing)
             if facts is not None:
                 self._known[id(key)] = facts
-        described = []
-        for key, _ in seen:
-            facts = self._known.get(id(key))
-            if facts is not None:
-                described.append(facts | {"role": key.role} if isinstance(key, LoaderSeen) else facts)
-        return described
+        return [self._known[id(key)] for key, _ in seen if id(key) in self._known]
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -121,16 +125,6 @@ def _ask(question: Callable[..., Any], *args: Any) -> Any:
 
 def _number(*names: str) -> int | None:
     return next((int(v) for v in (os.environ.get(n, "") for n in names) if v.isdigit()), None)
-
-
-def _distributed() -> dict[str, Any]:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return {"world_size": distributed.get_world_size(), "backend": distributed.get_backend()}
-    return {
-        "world_size": _number("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE") or 1,
-        "backend": None,
-    }
 
 
 def _device() -> dict[str, Any]:
@@ -186,40 +180,6 @@ def _cpu() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "torch_interop_threads": torch.get_num_interop_threads(),
     }
-
-
-def _loader(loader: Any) -> dict[str, Any]:
-    dataset = loader.dataset
-    iterable = not hasattr(type(dataset), "__getitem__") or "Iterable" in str(loader._dataset_kind)
-    context = loader.multiprocessing_context
-    sampler = type(loader.sampler).__name__
-    return {
-        "role": "unknown",
-        "num_workers": loader.num_workers,
-        "batch_size": loader.batch_size,
-        "pin_memory": loader.pin_memory,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-        "start_method": _ask(_start_method, context) if loader.num_workers else None,
-        "dataset": type(dataset).__name__,
-        "dataset_length": _ask(len, dataset),
-        "iterable": iterable,
-        "shuffle": {"RandomSampler": True, "SequentialSampler": False}.get(
-            sampler, getattr(loader.sampler, "shuffle", None)
-        ),
-        "drop_last": loader.drop_last,
-        "in_order": getattr(loader, "in_order", None),
-    }
-
-
-def _start_method(context: Any) -> str:
-    if context is None:
-        import multiprocessing
-
-        # The default, without deciding it for the script.
-        method = multiprocessing.get_start_method(allow_none=True)
-        return method or multiprocessing.get_all_start_methods()[0]
-    return str(context.get_start_method())
 
 
 def _model(model: Any) -> dict[str, Any]:

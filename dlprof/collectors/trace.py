@@ -112,6 +112,7 @@ class Trace:
         quiet = "KINETO_LOG_LEVEL" not in os.environ
         if quiet:
             os.environ["KINETO_LOG_LEVEL"] = "6"
+        recorder.profiler_woken = True
         try:
             self._ours(profiler.prepare_trace)
         finally:
