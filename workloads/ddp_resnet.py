@@ -354,7 +354,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=["fp32", "tf32", "bf16", "fp16"])
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--channels-last", action=switch)
-    parser.add_argument("--bucket-mb", type=float, help="gradients that DDP reduces in one go, MiB")
+    parser.add_argument(
+        "--bucket-mb", type=float, help="gradients that DDP reduces in one go, MiB; compiled: 1 or more"
+    )
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
     parser.add_argument(
         "--lr", type=float, help="learning rate (default: sgd 0.1 from 256 pictures a step on, less below; adamw 0.001)"
@@ -374,6 +376,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             workers = name == "workers" and args.device == "cuda"
             setattr(args, name, min(16, max(1, len(os.sched_getaffinity(0)) // local_world)) if workers else value)
+    if args.compile:
+        args.bucket_mb = max(1.0, args.bucket_mb)  # DDP's first bucket is 1 MiB, and Dynamo refuses smaller ones
     if args.lr is None:
         args.lr = 0.1 * min(1, args.batch_size * args.world / 256) if args.optimizer == "sgd" else 0.001
     if args.fault == "pageable" and args.device != "cuda":
@@ -405,7 +409,7 @@ def build_loader(args: argparse.Namespace, folder: Path, train: bool) -> DataLoa
     )
 
 
-def endless(loader: DataLoader[tuple[Tensor, int]], epochs: int) -> Iterator[tuple[int, Any]]:
+def batches(loader: DataLoader[tuple[Tensor, int]], epochs: int) -> Iterator[tuple[int, Any]]:
     """Give every batch of every epoch with its epoch, each epoch in another order."""
     for epoch in range(epochs):
         if isinstance(loader.sampler, DistributedSampler):
@@ -514,7 +518,7 @@ def main() -> None:
     val_loader = build_loader(args, folder / "val", train=False)
 
     logged_at, logged_step = time.perf_counter(), 0
-    for step, (epoch, (pixels, labels)) in enumerate(endless(train_loader, args.epochs), start=1):
+    for step, (epoch, (pixels, labels)) in enumerate(batches(train_loader, args.epochs), start=1):
         non_blocking = args.fault != "pageable"
         pixels = pixels.to(args.device, non_blocking=non_blocking)
         labels = labels.to(args.device, non_blocking=non_blocking)
