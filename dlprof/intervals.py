@@ -68,13 +68,22 @@ def merge(*sets: Intervals) -> Intervals:
     return union(everything[:, 0], everything[:, 1])
 
 
+def within(a: Intervals, start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Give how much of a lies in each of some intervals [start[i], end[i]), which may overlap and come in any order."""
+    return _before(a, end) - _before(a, start)
+
+
 def per_slot(a: Intervals, edges: NDArray[np.int64]) -> NDArray[np.int64]:
     """Give how much of a lies in each slot [edges[i], edges[i + 1]); edges ascend, the result is one shorter."""
+    return np.diff(_before(a, edges))
+
+
+def _before(a: Intervals, at: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Give how much of a lies before each instant."""
     if not len(a):
-        return np.zeros(len(edges) - 1, dtype=np.int64)
-    lengths = a[:, 1] - a[:, 0]
-    before = np.concatenate(([0], np.cumsum(lengths)))
-    i = np.searchsorted(a[:, 0], edges, side="right")
-    # Time of a before an edge: all intervals that began before it, less what the last of them has beyond it.
-    beyond = np.where(i > 0, np.maximum(a[np.maximum(i - 1, 0), 1] - edges, 0), 0)
-    return np.diff(before[i] - beyond)
+        return np.zeros(len(at), dtype=np.int64)
+    before = np.concatenate(([0], np.cumsum(a[:, 1] - a[:, 0])))
+    i = np.searchsorted(a[:, 0], at, side="right")
+    # All intervals that began before the instant, less what the last of them has beyond it.
+    beyond = np.where(i > 0, np.maximum(a[np.maximum(i - 1, 0), 1] - at, 0), 0)
+    return before[i] - beyond

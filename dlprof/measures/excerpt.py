@@ -42,7 +42,9 @@ def excerpt(rank: RankData) -> pd.DataFrame:
         left = iv.subtract(left, got)
         rows += [("thread", int(s), int(e - s), name, category) for s, e in _coarse(got, end - begin)]
     on_device = device.has_device(rank)
-    work = device.device_work(rank) if on_device else thread[host.is_kind(thread, "op")]
+    work = device.device_work(rank) if on_device else thread
+    starts = work["start_ns"].to_numpy()
+    work = work[(starts >= begin) & (starts < end) & host.is_kind(work, "op", *device.WORK)]
     lane = "device" if on_device else "work"
     parts = breakdown.partition(rank)
     for category in ("computation", "communication", "copy"):

@@ -1,0 +1,107 @@
+"""`dlprof report` against Holistic Trace Analysis (the package traceinsight), each from process start to its end.
+
+Eight ranks of about 50 MB JSON, made from one real trace by repeating its events with shifted times and other ranks.
+HTA does its load, temporal breakdown and overlap; dlprof its whole report. Both may use all cores of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.processes import in_turn, peak_bytes, ratio
+
+TRACE = Path("../shared/traces/ddp_a100_rank0_of_2/nccl_data.json.gz")
+PEER = Path(".bench/bin/python")
+RANKS = 8
+MEGABYTES = 50
+
+HTA = """
+import sys
+from hta.trace_analysis import TraceAnalysis
+analysis = TraceAnalysis(trace_dir=sys.argv[1])
+print(analysis.get_temporal_breakdown(visualize=False))
+print(analysis.get_comm_comp_overlap(visualize=False))
+"""
+
+
+def make(source: Path, folder: Path, ranks: int = RANKS, megabytes: int = MEGABYTES) -> int:
+    """Write one trace a rank into the folder, the source's events repeated until each has its size; give the events."""
+    opened = gzip.open(source) if source.suffix == ".gz" else source.open("rb")
+    with opened as f:
+        trace = json.load(f)
+    events = trace.pop("traceEvents")
+    timed = [e for e in events if isinstance(e.get("ts"), (int, float)) and e.get("ph") == "X"]
+    span = max(e["ts"] + e["dur"] for e in timed) - min(e["ts"] for e in timed)
+    once = _text(events)
+    copies = max(1, round(megabytes * 1e6 / len(once)))
+    for rank in range(ranks):
+        header = {**trace, "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": ranks}}
+        parts = [_text([_moved(e, n, span) for e in events]) for n in range(copies)]
+        head = json.dumps(header, indent=2)[:-2]
+        (folder / f"rank{rank}.json").write_text(f'{head},\n  "traceEvents": [\n' + ",\n".join(parts) + "\n]}\n")
+    return copies * len(events)
+
+
+def _moved(event: dict[str, Any], n: int, span: float) -> dict[str, Any]:
+    """Give the n-th repetition of an event: later, and with launches, flows and steps of its own."""
+    moved = dict(event)
+    if isinstance(moved.get("ts"), (int, float)):
+        moved["ts"] = round(moved["ts"] + n * (span + 10), 3)
+    if isinstance(moved.get("id"), int):
+        moved["id"] += n * 10_000_000
+    name = str(moved.get("name"))
+    if name.startswith("ProfilerStep#"):
+        moved["name"] = f"ProfilerStep#{int(name[13:]) + 100 * n}"
+    args = moved.get("args")
+    if isinstance(args, dict):
+        moved["args"] = {k: v + n * 10_000_000 if k in ("correlation", "External id") else v for k, v in args.items()}
+    return moved
+
+
+def _text(events: list[dict[str, Any]]) -> str:
+    """Lay events out as Kineto does."""
+    return ",\n".join(
+        "  {\n    "
+        + json.dumps({k: v for k, v in e.items() if k != "args"})[1:-1]
+        + (',\n    "args": {\n      ' + json.dumps(e["args"])[1:-1] + "\n    }" if e.get("args") else "")
+        + "\n  }"
+        for e in events
+    )
+
+
+def main() -> None:
+    """Make the traces, time both in turn, and print the ratios."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--trace", type=Path, default=TRACE, help="a real torch-profiler trace to repeat")
+    options.add_argument("--peer", type=Path, default=PEER, help="a Python that has traceinsight installed")
+    options.add_argument("--rounds", type=int, default=3)
+    args = options.parse_args()
+    if not args.trace.exists() or not args.peer.exists():
+        print(f"report: left out, needs {args.trace} and {args.peer} (--trace, --peer)")
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "traces"
+        folder.mkdir()
+        events = make(args.trace, folder)
+        size = sum(f.stat().st_size for f in folder.iterdir()) / RANKS / 1e6
+        print(f"{RANKS} ranks of {size:.0f} MB and {events:,} events, {os.cpu_count()} cores")
+        ours = [sys.executable, "-m", "dlprof", "report", str(folder), "--quiet", "-o", f"{temporary}/out"]
+        theirs = [str(args.peer), "-c", HTA, str(folder)]
+        mine, other = in_turn(args.rounds, (ours, None), (theirs, None))
+        faster, least, most = ratio(other, mine)
+        print(f"dlprof report   {median(mine):6.2f} s")
+        print(f"HTA             {median(other):6.2f} s   {faster:.1f} × as long ({least:.1f} to {most:.1f})")
+        memory, peer = peak_bytes(ours), peak_bytes(theirs)
+        print(f"peak memory     {memory / 1e6:.0f} MB against {peer / 1e6:.0f} MB: {memory / peer:.2f} of it")
+
+
+if __name__ == "__main__":
+    main()
