@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Any
@@ -48,6 +49,10 @@ for _command in COMMANDS:
 
 def main() -> None:
     """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        # A name in a trace may hold what no encoding has, and a terminal may know ASCII only: written as an escape.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         cli(prog_name="dlprof")
     except BrokenPipeError:

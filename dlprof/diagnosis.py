@@ -7,6 +7,7 @@ row. The saving is the severity: there is no other.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from dlprof import __version__, overview
-from dlprof.engine import Measure, Measured, Progress, measure
+from dlprof.engine import Measure, Measured, MeasureFailed, Progress, measure
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.measures.breakdown import breakdown
 from dlprof.measures.device import device_time
@@ -78,6 +79,7 @@ def _ask(rule: Rule, run: Measured) -> Outcome:
         said = rule.check(run)
         if isinstance(said, Clear):
             return outcome("clear", summary=said.summary)
+        _check(said)
         step = mean_step_ns(run)
         saving = min(said.saving_ns, step)
         share = saving / step if step else 0.0
@@ -88,6 +90,8 @@ def _ask(rule: Rule, run: Measured) -> Outcome:
             raise NotMeasured(f"{varies}: it varies too much between the measured steps; record more of them")
     except NotMeasured as e:
         return outcome("not_measured", why=str(e))
+    except MeasureFailed as e:
+        return outcome("error", why=str(e))
     except Exception as e:  # noqa: BLE001 - one rule's fault costs only its own row
         return outcome("error", why=f"{type(e).__name__}: {e}")
     return outcome(
@@ -105,10 +109,24 @@ def _ask(rule: Rule, run: Measured) -> Outcome:
     )
 
 
+def _check(said: Finding) -> None:
+    """Raise where a finding holds what result.json cannot: a figure that is no number, a value of another library."""
+    figures = [
+        said.saving_ns,
+        said.noise_ns,
+        *(cell for row in (said.evidence.rows if said.evidence else ()) for cell in row),
+    ]
+    for value in (*figures, *said.ranks):
+        if not isinstance(value, (str, int, float, type(None))):
+            raise TypeError(f"{value!r} is a {type(value).__name__}, not text or a number")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{value!r} among its figures")
+
+
 def _window(run: Measured) -> Window | None:
     try:
         means = run.frame(step_means)
-    except NotMeasured:
+    except (NotMeasured, MeasureFailed):
         return None
     overhead = means["overhead"].mean()
     return Window(
@@ -124,7 +142,7 @@ def _window(run: Measured) -> Window | None:
 def _device(run: Measured) -> tuple[DeviceTime, ...]:
     try:
         frame = run.frame(device_time)
-    except NotMeasured:
+    except (NotMeasured, MeasureFailed):
         return ()
     return tuple(DeviceTime(**{str(k): int(v) for k, v in row.items()}) for row in frame.to_dict("records"))
 
@@ -132,7 +150,7 @@ def _device(run: Measured) -> tuple[DeviceTime, ...]:
 def _time(run: Measured) -> tuple[TimePart, ...]:
     try:
         frame = run.frame(breakdown)
-    except NotMeasured:
+    except (NotMeasured, MeasureFailed):
         return ()
     total = frame.groupby("rank")["ns"].transform("sum")
     frame = frame.assign(

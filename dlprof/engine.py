@@ -30,6 +30,9 @@ Progress = Callable[[int, int], None]
 BYTES_PER_GZIP_BYTE = 15
 PROCESS_BYTES = 200 << 20
 
+# What claims more ranks than this is damaged: the largest jobs known have some hundred thousand.
+LARGEST_WORLD = 1 << 20
+
 
 class RankData:
     """One rank while it is being read: its tables and facts, and what was computed of them so far."""
@@ -60,13 +63,22 @@ class RankData:
         try:
             reading = read(path)
         except DlprofError as e:
-            self.warnings.append(str(e))
-            names = ("steps",) if path.name == "steps.jsonl" else ("spans", "traced_steps")
-            self._missing.update(dict.fromkeys(names, str(e)))
+            why = str(e)
+        except Exception as e:  # noqa: BLE001 - a reader's fault costs only its file
+            why = f"{path}: cannot be read: {type(e).__name__}: {e}"
+        else:
+            self._tables.update(reading.tables)
+            self.trace_facts.update(reading.facts)
+            self.warnings.extend(reading.warnings)
             return
-        self._tables.update(reading.tables)
-        self.trace_facts.update(reading.facts)
-        self.warnings.extend(reading.warnings)
+        self.warnings.append(why)
+        names = ("steps",) if path.name == "steps.jsonl" else ("spans", "traced_steps")
+        self._missing.update(dict.fromkeys(names, why))
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The names of the tables that were read."""
+        return tuple(self._tables)
 
     def table(self, name: str) -> pd.DataFrame:
         """Give a table of this rank; raise NotMeasured where it was not recorded."""
@@ -99,7 +111,7 @@ def _why_no_trace(rank: Rank) -> str:
     if state == "yielded":
         return "the script runs torch.profiler itself, so dlprof's own window was not recorded"
     if state == "waiting":
-        need = sum(int(window.get(k) or 0) for k in ("skip", "warmup", "active"))
+        need = sum(window.get(k) or 0 for k in ("skip", "warmup", "active"))
         return f"the job ended before the traced window of step {need} (--window skip,warmup,active moves it)"
     return "no torch-profiler trace of this rank"
 
@@ -136,6 +148,10 @@ def across_ranks(*needs: Measure) -> Callable[[Callable[[Measured], pd.DataFrame
     return make
 
 
+class MeasureFailed(Exception):  # noqa: N818 - what became of a measure, as NotMeasured is
+    """A measure broke, which is a fault of dlprof's: what it said."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """A measure that broke: what it said."""
@@ -148,12 +164,13 @@ Answer = pd.DataFrame | NotMeasured | Failure
 
 @dataclass(frozen=True)
 class _RankAnswer:
-    """What came back of one rank."""
+    """What came back of one rank: `tables` names those that could be read."""
 
     answers: Mapping[str, Answer]
     facts: Mapping[str, Any]
     trace_facts: Mapping[str, Any]
     warnings: tuple[str, ...]
+    tables: tuple[str, ...] = ()
 
 
 class Measured:
@@ -172,7 +189,7 @@ class Measured:
     def world_size(self) -> int:
         """How many ranks the job had, as far as anything tells."""
         said = [f.get("world_size") for fs in (self.facts, self.trace_facts) for f in fs.values()]
-        return max([len(self.ranks), *(s for s in said if isinstance(s, int) and s < 1 << 24)], default=1)
+        return max([len(self.ranks), *(s for s in said if isinstance(s, int) and s <= LARGEST_WORLD)], default=1)
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -182,7 +199,7 @@ class Measured:
     def frame(self, measure: Measure) -> pd.DataFrame:
         """Give a measure's frame; of a per-rank measure, those of all ranks with a column `rank`.
 
-        Raises NotMeasured where no rank could say, with the first rank's reason, and RuntimeError where it broke.
+        Raises NotMeasured where no rank could say, with the first rank's reason, and MeasureFailed where it broke.
         """
         if measure.across:
             return _unwrap(self._answer_across(measure))
@@ -206,6 +223,19 @@ class Measured:
             if not isinstance(a, pd.DataFrame)
         }
 
+    def failures(self) -> dict[str, list[int]]:
+        """Tell which measures broke so far and what each said, with the ranks; of one across ranks, none."""
+        said: dict[str, list[int]] = {}
+        for r in self.ranks:
+            for name, answer in self._answers[r].answers.items():
+                # A lost process has said so once, and not for each of its measures.
+                if isinstance(answer, Failure) and answer.text not in self.warnings[r]:
+                    said.setdefault(f"{name}: {answer.text}", []).append(r)
+        for name, answer in self._across.items():
+            if isinstance(answer, Failure):
+                said.setdefault(f"{name}: {answer.text}", [])
+        return said
+
     def _answer_across(self, measure: Measure) -> Answer:
         if measure.name not in self._across:
             self._across[measure.name] = _try(measure.function, self)
@@ -216,7 +246,7 @@ def _unwrap(answer: Answer) -> pd.DataFrame:
     if isinstance(answer, NotMeasured):
         raise answer
     if isinstance(answer, Failure):
-        raise RuntimeError(answer.text)
+        raise MeasureFailed(answer.text)
     return answer
 
 
@@ -225,6 +255,8 @@ def _try(function: Callable[[Any], pd.DataFrame], of: Any) -> Answer:
         return function(of)
     except NotMeasured as e:
         return e
+    except MeasureFailed as e:
+        return Failure(str(e))
     except Exception as e:  # noqa: BLE001 - one measure's fault costs only those that need it
         return Failure(f"{type(e).__name__}: {e}")
 
@@ -238,13 +270,14 @@ def measure_rank(rank: Rank, measures: Sequence[Measure]) -> _RankAnswer:
     """Read one rank and compute its measures; the tables end here."""
     data = RankData(rank)
     answers = {m.name: _try(lambda d, m=m: d.once(m.function), data) for m in measures}  # type: ignore[misc]
-    return _RankAnswer(answers, data.facts, data.trace_facts, tuple(data.warnings))
+    return _RankAnswer(answers, data.facts, data.trace_facts, tuple(data.warnings), data.tables)
 
 
 def measure(run: Run, wanted: Iterable[Measure], jobs: int | None = None, progress: Progress | None = None) -> Measured:
     """Compute the wanted measures, and what they need, of every rank of a run.
 
-    `jobs` bounds the processes; by default as many as cores and memory allow.
+    `jobs` bounds the processes; by default as many as cores and memory allow. Raises DlprofError where no file of
+    foreign traces could be read: a recorded run still tells how it went, they tell nothing.
     """
     todo = tuple(m for m in _closure(wanted) if not m.across)
     workers = min(jobs or _cores(), len(run.ranks), _fitting(run))
@@ -254,6 +287,9 @@ def measure(run: Run, wanted: Iterable[Measure], jobs: int | None = None, progre
         answers[index] = answer
         if progress:
             progress(len(answers), len(run.ranks))
+    if answers and not run.recorded and not any(a.tables for a in answers.values()):
+        said = answers[min(answers)].warnings[0]
+        raise DlprofError(said if len(answers) == 1 else f"none of {len(answers)} traces can be read: {said}")
     return Measured(run, answers)
 
 

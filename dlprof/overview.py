@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.engine import Measure, Measured
+from dlprof.engine import Measure, Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.excerpt import excerpt
@@ -58,6 +58,9 @@ def _warnings(run: Measured) -> list[str]:
     for text, ranks in said.items():
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
         lines.append(text if len(run.ranks) == 1 else f"{who}: {text}")
+    for text, ranks in run.failures().items():
+        where = f" (ranks {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''})" if ranks else ""
+        lines.append(f"what needs this measure is missing, it failed: {text}{where}")
     extra = len(lines) - MOST_WARNINGS
     return lines[:MOST_WARNINGS] + ([f"… and {extra} more warnings"] if extra > 0 else [])
 
@@ -102,7 +105,7 @@ def panels(run: Measured) -> tuple[Panel, ...]:
 def _if_measured(make: Callable[[Measured], Panel], run: Measured) -> Panel | None:
     try:
         return make(run)
-    except NotMeasured:
+    except (NotMeasured, MeasureFailed):
         return None
 
 
@@ -204,7 +207,7 @@ def _recording_facts(run: Measured, add: Any) -> None:
     add("Recording", "trace window", _several(run, "window", "state"))
     try:
         means = run.frame(step_means)
-    except NotMeasured:
+    except (NotMeasured, MeasureFailed):
         return
     add("Recording", "steady steps a rank", sorted({int(n) for n in means["steps"]}))
     add("Recording", "traced steps a rank", sorted({int(n) for n in means["traced_steps"]}))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlprof.errors import DlprofError
+
+if TYPE_CHECKING:
+    from dlprof.readers import Reading
 
 FORMAT = 1
 
@@ -60,26 +62,27 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     raise DlprofError(f"{where}: no such file or folder")
 
 
-def _json(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Read one JSON object; what is missing or broken gives an empty one and a warning."""
+def _facts(path: Path, read: Callable[[Path], Reading]) -> tuple[Mapping[str, Any], list[str]]:
+    """Read what a file of ours says; what is missing or broken gives nothing and a warning."""
+    if not path.is_file():
+        return {}, [f"{path.name} is missing"]
     try:
-        data = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}, [f"{path.name} is missing from {path.parent.name or '.'}"]
-    except (OSError, ValueError) as e:
-        return {}, [f"{path.parent.name}/{path.name} is broken ({str(e)[:120]})"]
-    return (data, []) if isinstance(data, dict) else ({}, [f"{path.parent.name}/{path.name} holds no object"])
+        reading = read(path)
+    except DlprofError as e:
+        return {}, [str(e)]
+    return reading.facts, list(reading.warnings)
 
 
 def _recorded(folder: Path) -> Run:
-    info, warnings = _json(folder / "run.json")
-    for name, data in (("run.json", info),):
-        newer = data.get("format", FORMAT)
-        if not isinstance(newer, int) or newer > FORMAT:
-            raise DlprofError(
-                f"{folder / name} has format {newer!r}; this dlprof reads format {FORMAT}: upgrade dlprof"
-            )
-    warnings += [str(w) for w in info.get("warnings") or ()]
+    from dlprof.readers import facts as reader
+
+    info, warnings = _facts(folder / "run.json", reader.read_run)
+    newer = info.get("format", FORMAT)
+    if type(newer) is not int or newer > FORMAT:
+        raise DlprofError(
+            f"{folder / 'run.json'} has format {newer!r}; this dlprof reads format {FORMAT}: upgrade dlprof"
+        )
+    warnings += info.get("warnings") or ()
     attempts: dict[int, list[tuple[int, Path]]] = {}
     strangers = []
     for sub in sorted((folder / "ranks").glob("*")) if (folder / "ranks").is_dir() else ():
@@ -95,29 +98,32 @@ def _recorded(folder: Path) -> Run:
     if last:
         warnings.append(f"the job was restarted {last} × by its launcher: the figures are of the last start")
     ranks = []
+    said: dict[str, list[int]] = {}
     for index, lives in sorted(attempts.items()):
         attempt, sub = max(lives)
         if attempt < last:
             warnings.append(f"rank {index} left nothing after the last restart")
             continue
-        facts, odd = _json(sub / "facts.json")
-        warnings += [f"rank {index}: {w}" for w in odd]
-        warnings += [f"rank {index}: {w}" for w in facts.get("warnings") or ()]
+        facts, odd = _facts(sub / "facts.json", reader.read)
+        for warning in (*odd, *(facts.get("warnings") or ())):
+            said.setdefault(warning, []).append(index)
         trace = next((t for t in (sub / "trace.json.gz", sub / "trace.json") if t.is_file()), None)
         steps = sub / "steps.jsonl"
         ranks.append(Rank(index, trace, steps if steps.is_file() else None, facts))
+    for warning, who in said.items():
+        warnings.append(f"rank {who[0]}: {warning}" if len(who) == 1 else f"{len(who)} ranks: {warning}")
     if not ranks:
         warnings.append("no rank left a record: the job ended before its first step, or Python was started without it")
-    exit_ = info.get("exit") if isinstance(info.get("exit"), dict) else {}
+    ended = info.get("exit") or {}
     if info and info.get("end_ns") is None:
         warnings.append("the recording was cut off: nobody saw the job end")
     return Run(
         path=folder,
         ranks=tuple(ranks),
         recorded=True,
-        command=tuple(str(c) for c in info.get("command") or ()),
-        hosts=tuple(str(h) for h in info.get("hosts") or ()),
-        exit={"code": exit_.get("code"), "signal": exit_.get("signal")} if exit_ else {"code": None, "signal": None},
+        command=tuple(info.get("command") or ()),
+        hosts=tuple(info.get("hosts") or ()),
+        exit={"code": ended.get("code"), "signal": ended.get("signal")},
         warnings=tuple(warnings),
     )
 

@@ -31,16 +31,21 @@ def report(path: Path, out: Path | None, form: str, jobs: int | None, quiet: boo
 
     Prints the verdict and writes report.html and result.json: beside a run, or into a new folder dlprof-report.
     """
-    result, text = _analyse(path, out, jobs, None if quiet else _progress)
-    if form == "json":
-        click.echo(json.dumps(_plain(result), ensure_ascii=False, allow_nan=False))
-    else:
-        click.echo(text)
+    result = analyse(path, jobs, None if quiet else _progress)
+    verdict = _json(result) if form == "json" else _verdict(result)
+    try:
+        html = _write_files(result, path, out)
+    except DlprofError:
+        # Reading may have taken minutes: what was found is said, wherever it could not be written.
+        click.echo(verdict)
+        raise
+    click.echo(verdict if form == "json" else f"{verdict}\nreport: {_shown(html)}")
 
 
 def write_report(path: Path, out: Path | None = None) -> str:
     """Analyse a run, write report.html and result.json, and give the verdict as text for the terminal."""
-    return _analyse(path, out, None, None)[1]
+    result = analyse(path)
+    return f"{_verdict(result)}\nreport: {_shown(_write_files(result, path, out))}"
 
 
 def analyse(path: Path, jobs: int | None = None, progress: Callable[[int, int], None] | None = None) -> Result:
@@ -54,38 +59,39 @@ def analyse(path: Path, jobs: int | None = None, progress: Callable[[int, int], 
     return diagnose(open_run(path), RULES, jobs, progress)
 
 
-def _analyse(
-    path: Path, out: Path | None, jobs: int | None, progress: Callable[[int, int], None] | None
-) -> tuple[Result, str]:
-    result = analyse(path, jobs, progress)
-    from dlprof.renderers import html, terminal
+def _verdict(result: Result) -> str:
+    from dlprof.renderers import terminal
 
     width = shutil.get_terminal_size((88, 24)).columns
-    verdict = terminal.render(result, width=max(60, min(width, 110)), colour=_colour())
-    files = {
-        "result.json": json.dumps(_plain(result), ensure_ascii=False, allow_nan=False, separators=(",", ":")),
-        "report.html": html.render(result),
-    }
+    return terminal.render(result, width=max(60, min(width, 110)), colour=_colour())
+
+
+def _json(result: Result) -> str:
+    from dlprof.result import to_json
+
+    return json.dumps(to_json(result), allow_nan=False, separators=(",", ":"))
+
+
+def _write_files(result: Result, path: Path, out: Path | None) -> Path:
+    """Write result.json and report.html, and give the path of the latter; raise DlprofError where that cannot be."""
+    from dlprof.renderers import html
+
+    files = {"result.json": _json(result), "report.html": html.render(result)}
     try:
         folder = _folder(path, out)
         for name, text in files.items():
             _write(folder / name, text)
     except OSError as e:
-        if sys.stdout is not None and not click.get_current_context(silent=True):
-            raise DlprofError(f"{verdict}\n\nthe report could not be written: {e.strerror}: {e.filename}") from None
-        click.echo(verdict)
         raise DlprofError(
             f"the report could not be written: {e.strerror}: {e.filename}; -o names another folder"
         ) from None
-    where = os.path.relpath(folder / "report.html")
-    shown = where if not where.startswith(os.path.join("..", "..")) else str((folder / "report.html").resolve())  # noqa: PTH118
-    return result, f"{verdict}\nreport: {shown}"
+    return folder / "report.html"
 
 
-def _plain(result: Result) -> dict[str, object]:
-    from dlprof.result import to_json
-
-    return to_json(result)
+def _shown(path: Path) -> str:
+    """Name a file as is shortest for whoever reads it here."""
+    here = os.path.relpath(path)
+    return str(path.resolve()) if here.startswith(os.path.join("..", "..")) else here  # noqa: PTH118
 
 
 def _folder(path: Path, out: Path | None) -> Path:

@@ -139,7 +139,9 @@ def _fit(shape: Shape, value: Any, where: str, left_out: list[str]) -> tuple[boo
     """Tell whether a value is of a shape, and give what of it is."""
     if isinstance(shape, type):
         # bool is an int to Python, and a number of workers is none.
-        fits = type(value) is shape and (shape is not int or 0 <= value <= _LARGEST)
+        fits = type(value) is shape
+        if isinstance(value, int):
+            fits = fits and 0 <= value <= _LARGEST
         return fits, value if fits else None
     if isinstance(shape, list):
         if not isinstance(value, list):
