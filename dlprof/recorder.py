@@ -627,13 +627,18 @@ def _hidden(hook: Any, *, with_callees: bool = False) -> Any:
 def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
     """Hook into torch, which must be imported, and record into the run folder once this process trains."""
     recorder = Recorder(Path(run), collectors)
-    for method in vars(Recorder).values():
-        if hasattr(method, "__code__"):
-            _hidden(method, with_callees=True)
-    _watch_modules(recorder)
-    _watch_autograd(recorder)
-    _watch_optimizers(recorder)
-    _watch_loaders(recorder)
+    try:
+        for method in vars(Recorder).values():
+            if hasattr(method, "__code__"):
+                _hidden(method, with_callees=True)
+        _watch_modules(recorder)
+        _watch_autograd(recorder)
+        _watch_optimizers(recorder)
+        _watch_loaders(recorder)
+    except Exception:
+        # A torch that is not as we know it: what hangs on it already must do nothing.
+        recorder._switch_off()
+        raise
     os.register_at_fork(after_in_child=recorder.forked)
     dlprof._recorder = recorder
 

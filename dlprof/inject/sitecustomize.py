@@ -105,10 +105,7 @@ def _watch():
     if not run or _unwatched():
         return
     try:
-        import json
-
-        words = getattr(sys, "orig_argv", None) or [sys.executable]
-        _hello(run, json.dumps({"pid": os.getpid(), "python": sys.version.split()[0], "argv": words}) + "\n")
+        _hello(run, f'{{"pid": {os.getpid()}, "python": "{sys.version.split()[0]}"}}\n')
         if "torch" in sys.modules:
             _load_recorder(run)
         else:
