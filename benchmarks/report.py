@@ -34,9 +34,8 @@ print(analysis.get_comm_comp_overlap(visualize=False))
 
 def make(source: Path, folder: Path, ranks: int = RANKS, megabytes: int = MEGABYTES) -> int:
     """Write one trace a rank into the folder, the source's events repeated until each has its size; give the events."""
-    opened = gzip.open(source) if source.suffix == ".gz" else source.open("rb")
-    with opened as f:
-        trace = json.load(f)
+    raw = source.read_bytes()
+    trace = json.loads(gzip.decompress(raw) if source.suffix == ".gz" else raw)
     events = trace.pop("traceEvents")
     timed = [e for e in events if isinstance(e.get("ts"), (int, float)) and e.get("ph") == "X"]
     span = max(e["ts"] + e["dur"] for e in timed) - min(e["ts"] for e in timed)

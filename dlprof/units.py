@@ -1,26 +1,35 @@
-"""Figures as people read them: a duration, a size, a share, with as many digits as are worth reading."""
+"""Figures as people read them: durations, sizes, shares and counts, with as many digits as are worth reading."""
 
 from __future__ import annotations
 
 import math
 
+MINUS = "\u2212"
+UNKNOWN = "\u2014"
+
+_TIMES = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"))
+_SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
 
 def duration(ns: float) -> str:
-    """Write ns in the unit that leaves one to three digits before the point."""
-    return _scaled(ns, ((1e9, "s"), (1e6, "ms"), (1e3, "µs")), "ns")
+    """Write nanoseconds in the unit that suits them: "214.6 ms", "18.3 µs"."""
+    return quantity(ns, "ns")
 
 
 def size(n: float) -> str:
-    """Write bytes in decimal units, as disks and links are sold."""
-    return _scaled(n, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")), "bytes")
+    """Write bytes in decimal units, as disks and links are sold: "77.1 MB"."""
+    return quantity(n, "bytes")
 
 
 def percent(share: float) -> str:
-    """Write a share in percent, to two digits."""
-    value = share * 100
-    if not math.isfinite(value):
-        return "unknown"
-    return f"{value:.0f} %" if abs(value) >= 9.5 else f"{value:.1f} %"
+    """Write a share of one as "31 %"; small ones keep a digit."""
+    if not math.isfinite(share):
+        return UNKNOWN
+    value = 100 * share
+    if value != 0 and abs(value) < 0.05:
+        return "< 0.1 %"
+    whole = abs(value) >= 9.95 or value == 0
+    return f"{value:.{0 if whole else 1}f} %".replace("-", MINUS)
 
 
 def count(n: float, noun: str) -> str:
@@ -30,13 +39,45 @@ def count(n: float, noun: str) -> str:
     return f"{number} {noun if number == '1' else plural}"
 
 
-def _scaled(value: float, units: tuple[tuple[float, str], ...], smallest: str) -> str:
+def digits(value: float) -> str:
+    """Write a number with as many digits as are worth reading, and a comma between thousands."""
     if not math.isfinite(value):
-        return "unknown"
-    for divisor, unit in units:
-        if abs(value) >= 0.9995 * divisor:
-            v = value / divisor
-            return (
-                f"{v:,.0f} {unit}" if abs(v) >= 99.95 else f"{v:.1f} {unit}" if abs(v) >= 9.995 else f"{v:.2f} {unit}"
-            )
-    return f"{value:.0f} {smallest}"
+        return UNKNOWN
+    large = abs(value)
+    if value == int(value) and large < 1e15:
+        text = f"{int(value):,}"
+    elif large >= 999.95:
+        text = f"{value:,.0f}"
+    elif large >= 9.995:
+        text = f"{value:.1f}"
+    elif large >= 0.01:
+        text = f"{value:.2f}"
+    else:
+        text = f"{value:.2g}"
+    return text.replace("-", MINUS) if "e" not in text else text
+
+
+def scale(unit: str, largest: float) -> tuple[float, str]:
+    """Give what to divide values of a unit by, and the unit that they then have: 4e6 "ns" are read as "ms"."""
+    if unit == "share":
+        return 0.01, "%"
+    for divisor, name in {"ns": _TIMES, "bytes": _SIZES}.get(unit, ()):
+        # What would round to 1000 of the smaller unit is 1 of this one.
+        if abs(largest) >= 0.99995 * divisor:
+            return divisor, name
+    return 1.0, {"bytes": "B"}.get(unit, unit)
+
+
+def quantity(value: float, unit: str) -> str:
+    """Write a value of a unit; "ns", "bytes" and "share" take the multiple that suits them."""
+    if not math.isfinite(value):
+        return UNKNOWN
+    if unit == "share":
+        return percent(value)
+    divisor, name = scale(unit, value)
+    if unit == "ns":
+        small = value / divisor
+        whole = abs(small) >= 999.95 or name == "ns"
+        text = f"{small:,.0f}" if whole else f"{small:.{1 if abs(small) >= 9.995 else 2}f}"
+        return f"{text.replace('-', MINUS)} {name}"
+    return f"{digits(value / divisor)} {name}" if name else digits(value)

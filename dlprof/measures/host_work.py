@@ -33,7 +33,7 @@ def host_work(rank: RankData) -> pd.DataFrame:
     for phase, when in _phases(thread, idle).items():
         # The outermost calls do not overlap, so what each has of the idle time adds up.
         took = np.bincount(code, weights=iv.within(when, start, end), minlength=len(names))
-        rows += [(str(names[c]), phase, took[c] / n) for c in np.flatnonzero(took)]
+        rows += [(str(names[int(c)]), phase, took[c] / n) for c in np.flatnonzero(took)]
         rows.append((PYTHON, phase, (iv.total(when) - took.sum()) / n))
     frame = pd.DataFrame(rows, columns=["name", "phase", "ns"])
     return frame[frame["ns"] > 0].nlargest(MOST_ROWS, "ns").reset_index(drop=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
+from dlprof import units
 from dlprof.renderers import words
 from dlprof.result import Outcome, Panel, Result, TimePart
 
@@ -158,7 +159,7 @@ def stack(result: Result) -> Figure | None:
     categories = words.ordered(p for of_rank in parts.values() for p in of_rank)
     bars, note = _stack_bars(result, parts)
     largest = max(sum(max(ns, 0.0) for ns in bar.values()) for _, bar in bars)
-    divisor, unit = words.scale("ns", largest)
+    divisor, unit = units.scale("ns", largest)
     roomy = len(bars) <= LABELLED_RANKS
     height = (30 if roomy else 9 if len(bars) <= 72 else 6) * len(bars) + 36
     each = words.unit(result)
@@ -332,7 +333,7 @@ def _plain_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table
 
 
 # A figure as words.quantity or a rule writes it: "1,204", "−3.1 ms", "31 %", "5 of 8", "—".
-_FIGURE = re.compile(f"[{words.MINUS}-]?[0-9][0-9.,]*(?:[ {words.NBSP}]?[^ ]{{1,6}}| of [0-9,]+)?|{words.UNKNOWN}|")
+_FIGURE = re.compile(f"[{units.MINUS}-]?[0-9][0-9.,]*(?:[ {words.NBSP}]?[^ ]{{1,6}}| of [0-9,]+)?|{units.UNKNOWN}|")
 
 
 def _figures(cells: Sequence[str]) -> bool:
@@ -349,7 +350,7 @@ def _bars(evidence: Panel) -> Figure:
         [
             (
                 label,
-                words.UNKNOWN if v is None else words.quantity(v, words.plain(evidence.unit, 24)),
+                units.UNKNOWN if v is None else words.quantity(v, words.plain(evidence.unit, 24)),
                 *([words.look(c).name] if categories else []),
             )
             for label, v, c in rows
@@ -357,7 +358,7 @@ def _bars(evidence: Panel) -> Figure:
     )
     table = replace(table, numeric=(False, True, False)[: len(table.columns)])
     largest = max((abs(v) for _, v, _ in rows if v is not None), default=0.0)
-    divisor, unit = words.scale(words.plain(evidence.unit, 24), largest)
+    divisor, unit = units.scale(words.plain(evidence.unit, 24), largest)
     lying = len(rows) <= 14
     note = ""
     if len(rows) > BARS:
@@ -417,8 +418,8 @@ def _lines(evidence: Panel) -> Figure:
     columns = [[_number(row[i + 1]) if len(row) > i + 1 else None for row in evidence.rows] for i in range(width)]
     given = words.plain(evidence.unit, 24)
     largest = max((abs(v) for column in columns for v in column if v is not None), default=0.0)
-    divisor, unit = words.scale(given, largest)
-    x_divisor, x_unit = words.scale(words.suffix(x_name), max((abs(x) for x in xs), default=0.0))
+    divisor, unit = units.scale(given, largest)
+    x_divisor, x_unit = units.scale(words.suffix(x_name), max((abs(x) for x in xs), default=0.0))
     room = min(POINTS, max(200, ALL_POINTS // max(width, 1)))
     data = []
     thinned = False
@@ -469,7 +470,7 @@ def _lines(evidence: Panel) -> Figure:
             figures = [words.quantity(v, given) for v in (min(known_values), mean, max(known_values))]
             rows.append((name, f"{len(known_values):,}", *figures))
         else:
-            rows.append((name, "0", words.UNKNOWN, words.UNKNOWN, words.UNKNOWN))
+            rows.append((name, "0", units.UNKNOWN, units.UNKNOWN, units.UNKNOWN))
     table = _plain_table(("line", "points", "least", "mean", "most"), rows)
     table = replace(table, numeric=(False, True, True, True, True))
     label = (
@@ -520,7 +521,7 @@ def _timeline(evidence: Panel) -> Figure:
     categories = words.ordered(s.category for s in spans)
     first = min(0.0, min((s.start for s in spans), default=0.0))  # a lane may begin before the panel's zero
     end = max((s.start + s.dur for s in spans), default=1.0) or 1.0
-    divisor, unit = words.scale("ns", end)
+    divisor, unit = units.scale("ns", end)
     shown, note = merge(spans, SPANS)
     note += f" {len(every) - LANES:,} more lanes are in result.json." if len(every) > LANES else ""
     shown.sort(key=lambda s: -s.dur)

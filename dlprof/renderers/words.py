@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from dlprof import units
 from dlprof.result import CATEGORIES, Outcome, Result, TimePart
+from dlprof.units import MINUS, UNKNOWN, digits
 
 NBSP = "\u00a0"
-MINUS = "\u2212"
-UNKNOWN = "\u2014"
 
 
 @dataclass(frozen=True)
@@ -89,40 +89,6 @@ def _escape(char: str) -> str:
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
 
 
-def digits(value: float) -> str:
-    """Write a number with as many digits as are worth reading, and a comma between thousands."""
-    if not math.isfinite(value):
-        return UNKNOWN
-    size = abs(value)
-    if value == int(value) and size < 1e15:
-        text = f"{int(value):,}"
-    elif size >= 999.95:
-        text = f"{value:,.0f}"
-    elif size >= 9.995:
-        text = f"{value:.1f}"
-    elif size >= 0.01:
-        text = f"{value:.2f}"
-    else:
-        text = f"{value:.2g}"
-    return text.replace("-", MINUS) if "e" not in text else text
-
-
-_TIMES = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"))
-_SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-
-
-def scale(unit: str, largest: float) -> tuple[float, str]:
-    """Give what to divide values of a unit by, and the unit that they then have: 4e6 "ns" are read as "ms"."""
-    size = abs(largest)
-    if unit == "share":
-        return 0.01, "%"
-    for divisor, name in {"ns": _TIMES, "bytes": _SIZES}.get(unit, ()):
-        # What would round to 1000 of the smaller unit is 1 of this one.
-        if size >= 0.99995 * divisor:
-            return divisor, name
-    return 1.0, {"bytes": "B"}.get(unit, unit)
-
-
 def duration(ns: float) -> str:
     """Write nanoseconds in the unit that suits them: "214.6 ms", "18.3 µs"."""
     return quantity(ns, "ns")
@@ -130,29 +96,12 @@ def duration(ns: float) -> str:
 
 def quantity(value: float, unit: str) -> str:
     """Write a value of a unit; "ns", "bytes" and "share" take the multiple that suits them."""
-    if not math.isfinite(value):
-        return UNKNOWN
-    if unit == "share":
-        return percent(value)
-    divisor, name = scale(unit, value)
-    if unit == "ns":
-        small = value / divisor
-        text = (
-            f"{small:,.0f}" if abs(small) >= 999.95 or name == "ns" else f"{small:.{1 if abs(small) >= 9.995 else 2}f}"
-        )
-        return f"{text.replace('-', MINUS)}{NBSP}{name}"
-    return f"{digits(value / divisor)}{NBSP}{name}" if name else digits(value)
+    return units.quantity(value, unit).replace(" ", NBSP)
 
 
 def percent(share: float) -> str:
     """Write a share of one as "31 %"; small ones keep a digit."""
-    if not math.isfinite(share):
-        return UNKNOWN
-    value = 100 * share
-    if value != 0 and abs(value) < 0.05:
-        return f"<{NBSP}0.1{NBSP}%"
-    whole = abs(value) >= 9.95 or value == 0
-    return f"{value:.{0 if whole else 1}f}{NBSP}%".replace("-", MINUS)
+    return units.percent(share).replace(" ", NBSP)
 
 
 def about(share: float) -> str:

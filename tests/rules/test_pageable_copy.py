@@ -29,7 +29,7 @@ def test_found_with_bytes_and_rate(tmp_path: Path) -> None:
     assert found.state == "found"
     assert found.saving_ns == pytest.approx(200_000)
     assert found.share == pytest.approx(0.2)
-    assert "50.0 GB/s" in found.summary
+    assert "50 GB/s" in found.summary
     assert any("pin_memory=True" in a for a in found.advice)
 
 
