@@ -551,7 +551,7 @@ class Recorder:
 def _settings(loader: Any) -> dict[str, Any]:
     """Give how a loader was set up, while it is there: most scripts drop theirs as soon as they iterate it."""
     dataset = loader.dataset
-    iterable = not hasattr(type(dataset), "__getitem__") or "Iterable" in str(loader._dataset_kind)
+    iterable = isinstance(dataset, sys.modules["torch.utils.data"].IterableDataset)
     context = loader.multiprocessing_context
     sampler = type(loader.sampler).__name__
     return {

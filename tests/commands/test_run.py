@@ -1,0 +1,80 @@
+"""`dlprof run`: which script, on how many ranks of which kind, under which environment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dlprof.commands.run import count_gpus, find_workload
+from dlprof.errors import DlprofError
+from tests.jobs import DLPROF, environment, launch
+
+WORKLOAD = """
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+with open(f"told-{os.environ['RANK']}", "w") as file:
+    json.dump([sys.argv[1:], [os.environ.get(name) for name in names]], file)
+"""
+
+
+def test_two_cpu_ranks_with_a_fault_and_arguments(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    (tmp_path / "workloads").mkdir()
+    (tmp_path / "workloads/tells.py").write_text(WORKLOAD)
+    command = [*DLPROF, "run", "tells", "--procs", "2", "--fault", "slow_loader", "-o", "run", "--", "--steps", "3"]
+    done = launch(command, tmp_path, env=environment(OMP_NUM_THREADS="7"))
+    assert done.returncode == 0, done.stderr
+    assert "2 CPU ranks" in done.stderr
+    for rank in ("0", "1"):
+        told = json.loads((tmp_path / f"told-{rank}").read_text())
+        assert told == [["--fault", "slow_loader", "--steps", "3"], [rank, "2", "", "7"]]
+    options = json.loads((tmp_path / "run/run.json").read_text())["options"]
+    assert options["fault"] == "slow_loader"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [(["none"], "no workload none"), (["tells.py", "--gpus", "99"], "--gpus 99: there")],
+)
+def test_a_mistake_is_one_line_before_anything_starts(given: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "tells.py").write_text(WORKLOAD)
+    done = launch([*DLPROF, "run", *given], tmp_path)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert says in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["tells.py"]
+
+
+def test_a_workload_is_found_by_path_and_by_bare_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "workloads").mkdir()
+    (tmp_path / "workloads/one.py").write_text("")
+    (tmp_path / "two.py").write_text("")
+    assert (
+        find_workload("one") == find_workload("one.py") == find_workload("workloads/one.py") == Path("workloads/one.py")
+    )
+    assert find_workload("two.py") == Path("two.py")
+    with pytest.raises(DlprofError, match="there are: one"):
+        find_workload("three")
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 3), ("", 0), ("-1", 0), ("0", 1), ("2,0", 2), ("0,7,1", 1), ("GPU-bb", 1), ("GPU-bb,GPU-zz", 1)],
+)
+def test_gpus_are_counted_as_the_job_would_see_them(
+    visible: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists = tmp_path / "nvidia-smi"
+    names = {"GPU 0": "GPU-aa", "GPU 1": "GPU-bb", "GPU 2": "GPU-cc"}
+    lines = "\n".join(f"{name}: NVIDIA H200 (UUID: {uuid})" for name, uuid in names.items())
+    lists.write_text(f"#!/bin/sh\ncat <<END\n{lines}\nEND\n")
+    lists.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus() == count

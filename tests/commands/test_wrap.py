@@ -1,0 +1,89 @@
+"""The command line of `dlprof wrap`: whose options are whose, and that the report never costs the exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from dlprof.commands import wrap as command
+from tests.jobs import DLPROF, environment, facts, launch
+
+TELLS = "import json, sys; print(json.dumps([sys.argv[1:], sys.orig_argv[0] == sys.executable]))"
+
+
+def test_the_command_line_lists_its_own_options() -> None:
+    shown = CliRunner().invoke(command.wrap, ["--help"]).output
+    for option in command.wrap.params:
+        assert all(name in shown for name in option.opts if isinstance(option, click.Option))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["tells.py", "-o", "x", "--quiet", "--", "--window", "1"],
+        ["-m", "tells", "-o", "x", "--quiet", "--", "--window", "1"],
+        ["-mtells", "-o", "x", "--quiet", "--", "--window", "1"],
+        ["--", sys.executable, "tells.py", "-o", "x", "--quiet", "--", "--window", "1"],
+    ],
+)
+def test_nothing_after_the_scripts_name_is_ours(given: list[str], tmp_path: Path) -> None:
+    (tmp_path / "tells.py").write_text(TELLS)
+    done = launch([*DLPROF, "wrap", "-o", "run", "--quiet", *given], tmp_path)
+    assert json.loads(done.stdout) == [["-o", "x", "--quiet", "--", "--window", "1"], True]
+    assert done.returncode == 0
+    assert (tmp_path / "run/run.json").exists()
+
+
+def test_a_run_gets_a_folder_of_its_own_by_name(tmp_path: Path) -> None:
+    (tmp_path / "tells.py").write_text(TELLS)
+    for _ in range(2):
+        launch([*DLPROF, "wrap", "tells.py"], tmp_path)
+    assert len([path for path in (tmp_path / "runs").iterdir() if path.name.startswith("tells-2")]) == 2
+
+
+@pytest.mark.parametrize("window", ["1,2", "1,2,0", "-1,2,3", "a,b,c"])
+def test_a_window_that_is_none_is_a_usage_error(window: str, tmp_path: Path) -> None:
+    done = launch([*DLPROF, "wrap", "--window", window, "--", "touch", "started"], tmp_path)
+    assert done.returncode == 2
+    assert not (tmp_path / "started").exists()
+
+
+def test_wrapping_twice_is_refused_in_one_line(tmp_path: Path) -> None:
+    done = launch([*DLPROF, "wrap", "--", "touch", "started"], tmp_path, env=environment(DLPROF_RUN="elsewhere"))
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "elsewhere" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+TRAINS = """
+import sys, torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for n in range(30):
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+print("stdout is the script's")
+sys.exit(5)
+"""
+
+
+def test_the_verdict_is_on_stderr_and_the_exit_status_is_the_scripts(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    (tmp_path / "trains.py").write_text(TRAINS)
+    done = launch([*DLPROF, "wrap", "-o", "run", "trains.py"], tmp_path)
+    assert done.returncode == 5
+    assert done.stdout == "stdout is the script's\n"
+    assert facts(tmp_path / "run/ranks/00000")["window"]["state"] == "exported"
+    assert json.loads((tmp_path / "run/result.json").read_text())["run"]["exit"]["code"] == 5
+    assert (tmp_path / "run/report.html").stat().st_size > 1000
+    # A report that cannot be made costs a line. A folder stands where the result should be.
+    (tmp_path / "again.py").write_text("import os\nos.mkdir(os.environ['DLPROF_RUN'] + '/result.json')\n" + TRAINS)
+    done = launch([*DLPROF, "wrap", "-o", "second", "again.py"], tmp_path)
+    assert done.returncode == 5
+    assert [line for line in done.stderr.splitlines() if line.startswith("dlprof: no report: ")]
