@@ -70,7 +70,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return report
 
 
-def outcome(result: dict[str, Any], rule: str) -> dict[str, Any]:
+def outcome(result: dict[str, Any], rule: str) -> Any:
     (found,) = (o for o in result["outcomes"] if o["id"] == rule)
     return found
 
