@@ -6,6 +6,7 @@ process sits beside it, passes on the signals that reached nobody else, and wait
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gzip
 import json
@@ -108,9 +109,9 @@ def new_folder(name: str, env: Mapping[str, str]) -> Path:
 
 def job_id(env: Mapping[str, str]) -> str | None:
     """Name the job whose tasks each start a supervisor of their own (srun, mpirun); None: there is only this one."""
-    if env.get("SLURM_STEP_ID") and int(env.get("SLURM_NTASKS") or 1) > 1:
+    if env.get("SLURM_STEP_ID") and env.get("SLURM_NTASKS", "1") != "1":
         return f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
-    if int(env.get("OMPI_COMM_WORLD_SIZE") or 1) > 1:
+    if env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
         return env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
     return None
 
@@ -139,8 +140,9 @@ def missing(folder: Path) -> list[str]:
 
 def end_like(ended: Ended) -> None:
     """End this process with the command's exit code, or by the signal that ended the command."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     if ended.signal is not None:
         import resource
 

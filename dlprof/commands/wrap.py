@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -119,10 +120,10 @@ def record(
         raise DlprofError(f"this already runs under dlprof, which records into {env['DLPROF_RUN']}; wrap only once")
     folder = out if out is not None else new_folder(name, env)
     if not quiet:
-        click.echo(f"dlprof: recording into {folder}", err=True)
+        _say(f"dlprof: recording into {folder}")
     ended = supervise(command, folder, {**env, "DLPROF_WINDOW": window}, {"window": window, **(options or {})})
     for warning in ended.warnings:
-        click.echo(f"dlprof: {warning}", err=True)
+        _say(f"dlprof: {warning}")
     if report and ended.owner and any(folder.glob("ranks/*/facts.json")):
         _report(ended, quiet)
     end_like(ended)
@@ -135,12 +136,18 @@ def _report(ended: Ended, quiet: bool) -> None:
 
         verdict = write_report(ended.folder)
         if not quiet:
-            click.echo(verdict, err=True)
+            _say(verdict)
     except KeyboardInterrupt:
-        click.echo(f"dlprof: report stopped; to make it later: dlprof report {ended.folder}", err=True)
+        _say(f"dlprof: report stopped; to make it later: dlprof report {ended.folder}")
     except Exception as e:  # noqa: BLE001 - the job's exit status comes first
         words = str(e) if isinstance(e, DlprofError) else f"{type(e).__name__}: {e}"
-        click.echo(f"dlprof: no report: {words}", err=True)
+        _say(f"dlprof: no report: {words}")
+
+
+def _say(text: str) -> None:
+    """Put words of ours on stderr; a reader that has gone (2>&1 | head) must not cost the job its exit status."""
+    with contextlib.suppress(OSError):
+        click.echo(text, err=True)
 
 
 def _name(words: Sequence[str]) -> str:
