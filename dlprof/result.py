@@ -7,8 +7,10 @@ Each is estimated alone; savings overlap and are not summed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
+
+import msgspec
 
 from dlprof.errors import DlprofError
 
@@ -183,33 +185,18 @@ def to_json(result: Result) -> dict[str, Any]:
     return {"format": FORMAT, "saving": SAVING, **asdict(result)}
 
 
-def from_json(data: Mapping[str, Any]) -> Result:
-    """Make a result from the plain data of result.json; raise DlprofError where it is none, or a newer format."""
+def from_json(data: Any) -> Result:
+    """Make a result from the plain data of result.json; raise DlprofError where it is none, or of another format."""
+    if not isinstance(data, Mapping):
+        raise DlprofError("result.json is not a dlprof result: it holds no object")
     if data.get("format") != FORMAT:
         raise DlprofError(
             f"result.json has format {data.get('format')!r}; this dlprof reads format {FORMAT}: upgrade it"
         )
-
-    def panel(d: Mapping[str, Any] | None) -> Panel | None:
-        if d is None:
-            return None
-        return Panel(**{**d, "rows": tuple(tuple(r) for r in d["rows"]), "columns": tuple(d["columns"])})
-
-    def outcome(d: Mapping[str, Any]) -> Outcome:
-        tuples = {k: tuple(d[k]) for k in ("ranks", "advice")}
-        return replace(Outcome(**{**d, **tuples, "evidence": None}), evidence=panel(d["evidence"]))
-
+    missing = [f.name for f in fields(Result) if f.name not in data]
+    if missing:
+        raise DlprofError(f"result.json is not a dlprof result: without {', '.join(missing)}")
     try:
-        info: dict[str, Any] = {k: tuple(v) if isinstance(v, (list, tuple)) else v for k, v in data["run"].items()}
-        return Result(
-            run=RunInfo(**info),
-            window=Window(**data["window"]) if data["window"] else None,
-            device=tuple(DeviceTime(**d) for d in data["device"]),
-            time=tuple(TimePart(**t) for t in data["time"]),
-            outcomes=tuple(outcome(o) for o in data["outcomes"]),
-            panels=tuple(p for p in map(panel, data["panels"]) if p is not None),
-            facts=tuple(Fact(**f) for f in data["facts"]),
-            dlprof=data["dlprof"],
-        )
-    except (KeyError, TypeError, AttributeError) as e:
-        raise DlprofError(f"result.json is not a dlprof result: {e}") from e
+        return msgspec.convert(data, Result)
+    except msgspec.ValidationError as e:
+        raise DlprofError(f"result.json is not a dlprof result: {e}") from None

@@ -1,0 +1,70 @@
+"""A result survives the way to result.json and back, and what is no result is refused in words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dlprof.errors import DlprofError
+from dlprof.result import FORMAT, Outcome, Panel, Result, RunInfo, from_json, to_json
+from tests.renderers import results
+
+EMPTY = Result(run=RunInfo(path="run"), window=None)
+
+
+def plain(result: Result) -> Any:
+    """Give what a reader of result.json sees."""
+    return json.loads(json.dumps(to_json(result), allow_nan=False))
+
+
+# "hostile" holds figures that are no numbers; diagnosis makes sure that no result does.
+@pytest.mark.parametrize("name", sorted(set(results.ALL) - {"hostile"}))
+def test_there_and_back(name: str) -> None:
+    result = results.ALL[name]()
+    assert from_json(plain(result)) == result
+    assert to_json(from_json(plain(result))) == to_json(result)
+
+
+def test_evidence_and_rows_come_back_as_they_were() -> None:
+    panel = Panel("lines", "Steps", ((0, 1.5, None), (1, 2.0, 3.0)), ("step", "rank 0", "rank 1"), unit="ns")
+    said = Outcome("input_wait", "found", "Waits", ranks=(1, 2), advice=("do this",), evidence=panel)
+    back = from_json(plain(Result(run=RunInfo("run"), window=None, outcomes=(said,), panels=(panel,))))
+    assert back.outcomes == (said,)
+    assert back.panels == (panel,)
+    assert back.found == (said,)
+
+
+def test_result_json_has_its_format_and_what_a_saving_is() -> None:
+    data = plain(EMPTY)
+    assert data["format"] == FORMAT == 1
+    assert "not summed" in data["saving"]
+    assert {"run", "window", "device", "time", "outcomes"} < set(data)
+
+
+@pytest.mark.parametrize("newer", [FORMAT + 1, "1", None, []])
+def test_another_format_is_refused(newer: Any) -> None:
+    with pytest.raises(DlprofError, match="this dlprof reads format 1"):
+        from_json(plain(EMPTY) | {"format": newer})
+
+
+@pytest.mark.parametrize("data", [None, [], "text", 5, [["format", 1]]])
+def test_what_is_no_object_is_refused(data: Any) -> None:
+    with pytest.raises(DlprofError, match=r"result\.json"):
+        from_json(data)
+
+
+@pytest.mark.parametrize("key", ["run", "window", "device", "time", "outcomes", "panels", "facts", "dlprof"])
+@pytest.mark.parametrize("value", [5, [5], {"odd": 1}, [{"odd": 1}]])
+def test_wrong_data_are_refused(key: str, value: Any) -> None:
+    data = plain(EMPTY)
+    with pytest.raises(DlprofError, match=r"result\.json is not a dlprof result"):
+        from_json(data | {key: value})
+
+
+@pytest.mark.parametrize("key", ["run", "window", "device", "time", "outcomes", "panels", "facts", "dlprof"])
+def test_a_missing_part_is_named(key: str) -> None:
+    data = {k: v for k, v in plain(EMPTY).items() if k != key}
+    with pytest.raises(DlprofError, match=key):
+        from_json(data)

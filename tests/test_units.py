@@ -1,0 +1,92 @@
+"""Figures are written with the unit and the digits that people read."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from dlprof import units
+
+
+@pytest.mark.parametrize(
+    ("ns", "written"),
+    [
+        (0, "0 ns"),
+        (640, "640 ns"),
+        (18_340, "18.3 µs"),
+        (999_960, "1.00 ms"),
+        (214_600_000, "214.6 ms"),
+        (999_940_000, "999.9 ms"),
+        (999_960_000, "1.00 s"),
+        (7.2e12, "7,200 s"),
+        (-66e6, "−66.0 ms"),
+        (math.nan, "—"),
+        (-math.inf, "—"),
+    ],
+)
+def test_a_duration_takes_the_unit_that_suits_it(ns: float, written: str) -> None:
+    assert units.duration(ns) == written
+
+
+@pytest.mark.parametrize(
+    ("n", "written"), [(0, "0 B"), (12, "12 B"), (2_312e6, "2.31 GB"), (77.1e6, "77.1 MB"), (5e15, "5,000 TB")]
+)
+def test_a_size_is_decimal(n: float, written: str) -> None:
+    assert units.size(n) == written
+
+
+@pytest.mark.parametrize(
+    ("share", "written"),
+    [
+        (0, "0 %"),
+        (0.0001, "< 0.1 %"),
+        (0.0449, "4.5 %"),
+        (0.0994, "9.9 %"),
+        (0.0996, "10 %"),
+        (0.46, "46 %"),
+        (1.5, "150 %"),
+        (-0.2, "−20 %"),
+        (math.nan, "—"),
+    ],
+)
+def test_percent_keeps_a_digit_of_small_shares(share: float, written: str) -> None:
+    assert units.percent(share) == written
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "written"),
+    [
+        (0.25, "share", "25 %"),
+        (4.2e6, "ns", "4.20 ms"),
+        (1_234_567, "", "1,234,567"),
+        (0.00012, "s", "0.00012 s"),
+        (1234.5, "MHz", "1,234 MHz"),
+        (math.inf, "bytes", "—"),
+    ],
+)
+def test_a_quantity_of_any_unit(value: float, unit: str, written: str) -> None:
+    assert units.quantity(value, unit) == written
+
+
+def test_an_axis_has_one_scale_that_suits_its_largest_value() -> None:
+    assert units.scale("ns", 4e6) == (1e6, "ms")
+    assert units.scale("ns", 0) == (1.0, "ns")
+    assert units.scale("bytes", 12) == (1.0, "B")
+    assert units.scale("share", 0.3) == (0.01, "%")
+    assert units.scale("watts", 300) == (1.0, "watts")
+
+
+@pytest.mark.parametrize(
+    ("n", "noun", "written"),
+    [
+        (1, "copy", "1 copy"),
+        (3, "copy", "3 copies"),
+        (2.5, "batch", "2.5 batches"),
+        (0, "rank", "0 ranks"),
+        (12_000, "kernel", "12,000 kernels"),
+        (61.4, "kernel", "61 kernels"),
+    ],
+)
+def test_count(n: float, noun: str, written: str) -> None:
+    assert units.count(n, noun) == written
