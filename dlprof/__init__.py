@@ -7,8 +7,12 @@ and ranges, and cost next to nothing when nobody records.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from dlprof.run import Run
 
 __version__ = "0.1.0"
 
@@ -16,6 +20,16 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Set by the recorder, in a process that it watches. Nothing here imports it, so that a script may always call us.
 _recorder: Any = None
+
+
+def open(path: str | os.PathLike[str]) -> Run:  # noqa: A001 - dlprof.open, as gzip.open
+    """Open a recorded run, a folder of torch-profiler traces from anywhere, or one trace file.
+
+    Raises dlprof.errors.DlprofError where there is nothing to report on.
+    """
+    from dlprof.run import open_run
+
+    return open_run(path)
 
 
 def step() -> None:

@@ -34,13 +34,13 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="dlprof")
 def cli() -> None:
-    r"""Where does the time of a training step go, and what would you gain by changing what?
+    """Where does the time of a training step go, and what would you gain by changing what?
 
     \b
     dlprof wrap train.py --lr 0.1                      record any script, unedited, and get the verdict
     dlprof wrap -- torchrun --nproc-per-node 2 t.py    the same for any launcher
     dlprof report traces/                              the verdict on traces from anywhere
-    """
+    """  # noqa: D301 - \b keeps these lines apart in click's help
 
 
 for _command in COMMANDS:
