@@ -1,0 +1,280 @@
+"""Each rank is read once, in this process or another, and what breaks in it costs as little as it can."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from dlprof import engine
+from dlprof.engine import Measured, MeasureFailed, RankData, across_ranks, per_rank
+from dlprof.errors import DlprofError, NotMeasured
+from dlprof.measures.breakdown import breakdown
+from dlprof.measures.device import device_time
+from dlprof.measures.replay import own_time
+from dlprof.measures.steps import step_means
+from dlprof.readers import torch_trace
+from dlprof.run import Rank, Run, open_run
+from tests import traces
+
+RANKS = 4
+
+
+@per_rank
+def rows(rank: RankData) -> pd.DataFrame:
+    """Give how many spans the rank has, and in which process they were counted."""
+    return pd.DataFrame({"spans": [len(rank.table("spans"))], "process": [os.getpid()]})
+
+
+@per_rank
+def broken_on_two(rank: RankData) -> pd.DataFrame:
+    """Break on rank 2."""
+    if rank.index == 2:
+        raise ZeroDivisionError("on purpose")
+    return pd.DataFrame({"fine": [1]})
+
+
+@per_rank
+def broken(rank: RankData) -> pd.DataFrame:
+    """Break everywhere."""
+    raise KeyError("nothing")
+
+
+@per_rank
+def silent(rank: RankData) -> pd.DataFrame:
+    """Say on all ranks but the last why nothing can be said."""
+    if rank.index < RANKS - 1:
+        raise NotMeasured(f"rank {rank.index} cannot say")
+    return pd.DataFrame({"fine": [1]})
+
+
+@per_rank
+def mute(rank: RankData) -> pd.DataFrame:
+    """Say nowhere anything."""
+    raise NotMeasured(f"rank {rank.index} cannot say")
+
+
+@per_rank
+def deadly(rank: RankData) -> pd.DataFrame:
+    """Kill the process that reads rank 1, as the kernel does where memory runs out."""
+    if rank.index == 1:
+        os._exit(9)
+    return pd.DataFrame({"fine": [1]})
+
+
+CALLS: list[int] = []
+
+
+@across_ranks(rows)
+def total(run: Measured) -> pd.DataFrame:
+    """Add up the spans of all ranks."""
+    CALLS.append(1)
+    return pd.DataFrame({"spans": [run.frame(rows)["spans"].sum()]})
+
+
+@across_ranks(broken)
+def of_broken(run: Measured) -> pd.DataFrame:
+    """Need what breaks."""
+    return run.frame(broken)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Give a run of four ranks, each with one step more than the one before."""
+    folder = tmp_path_factory.mktemp("job")
+    for r in range(RANKS):
+        traces.write(folder / f"rank{r}.json.gz", traces.training(3 + r, rank=r, world_size=RANKS))
+    return open_run(folder)
+
+
+def test_serial_and_processes_give_the_same(job: Run) -> None:
+    wanted = [step_means, breakdown, device_time, own_time]
+    one, two = engine.measure(job, wanted, jobs=1), engine.measure(job, wanted, jobs=2)
+    for measure in wanted:
+        pd.testing.assert_frame_equal(one.frame(measure), two.frame(measure))
+    assert (one.ranks, one.facts, one.trace_facts, one.warnings) == (
+        two.ranks,
+        two.facts,
+        two.trace_facts,
+        two.warnings,
+    )
+    assert set(one.frame(step_means)["rank"]) == set(range(RANKS))
+
+
+def test_a_frame_holds_all_ranks_in_order(job: Run) -> None:
+    frame = engine.measure(job, [rows], jobs=2).frame(rows)
+    assert frame["rank"].to_list() == list(range(RANKS))
+    assert frame["spans"].is_monotonic_increasing
+
+
+def test_jobs_bounds_the_processes(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def spy(*args: Any) -> Iterator[Any]:
+        asked.append(args[2])
+        return engine.serial(*args)
+
+    monkeypatch.setattr(engine, "processes", spy)
+    monkeypatch.setattr(engine, "_cores", lambda: 3)
+    assert set(engine.measure(job, [rows], jobs=1).frame(rows)["process"]) == {os.getpid()}
+    assert asked == []
+    for jobs in (2, 100, None):
+        engine.measure(job, [rows], jobs=jobs)
+    assert asked == [2, RANKS, 3]
+
+
+def test_memory_bounds_the_processes(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_bytes", lambda _: 1 << 60)
+    monkeypatch.setattr(engine, "processes", lambda *_: pytest.fail("there is no room for two"))
+    engine.measure(job, [rows], jobs=4)
+
+
+def test_work_is_done_in_other_processes(job: Run) -> None:
+    assert os.getpid() not in set(engine.measure(job, [rows], jobs=2).frame(rows)["process"])
+
+
+def test_progress_counts_the_ranks(job: Run) -> None:
+    seen: list[tuple[int, int]] = []
+    engine.measure(job, [rows], jobs=1, progress=lambda done, of: seen.append((done, of)))
+    assert seen == [(n, RANKS) for n in range(1, RANKS + 1)]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_measure_that_breaks_costs_only_those_that_need_it(job: Run, jobs: int) -> None:
+    run = engine.measure(job, [rows, broken, broken_on_two, of_broken, total], jobs)
+    assert len(run.frame(rows)) == RANKS
+    assert len(run.frame(total)) == 1
+    for measure in (broken, of_broken):
+        with pytest.raises(MeasureFailed, match=r"^KeyError: 'nothing'$"):
+            run.frame(measure)
+    assert run.frame(broken_on_two)["rank"].to_list() == [0, 1, 3]
+    assert run.lacking(broken_on_two) == {2: "ZeroDivisionError: on purpose"}
+    assert run.failures() == {
+        "broken: KeyError: 'nothing'": [0, 1, 2, 3],
+        "broken_on_two: ZeroDivisionError: on purpose": [2],
+        "of_broken: KeyError: 'nothing'": [],
+    }
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_could_not_be_said_travels(job: Run, jobs: int) -> None:
+    run = engine.measure(job, [mute, silent], jobs)
+    with pytest.raises(NotMeasured, match=r"^rank 0 cannot say$"):
+        run.frame(mute)
+    assert run.frame(silent)["rank"].to_list() == [3]
+    assert run.lacking(silent) == {r: f"rank {r} cannot say" for r in range(3)}
+    assert run.failures() == {}
+
+
+def test_a_process_that_is_killed_loses_only_its_rank(job: Run) -> None:
+    run = engine.measure(job, [rows, deadly], jobs=2)
+    assert run.ranks == tuple(range(RANKS))
+    assert run.frame(rows)["rank"].to_list() == [0, 2, 3]
+    assert run.frame(deadly)["rank"].to_list() == [0, 2, 3]
+    (why,) = run.warnings[1]
+    assert "rank1.json.gz killed its process" in why
+    assert run.lacking(rows) == {1: why}
+    assert run.failures() == {}  # it was said once already
+
+
+def test_a_measure_across_ranks_is_computed_once(job: Run) -> None:
+    run = engine.measure(job, [total, total], jobs=1)
+    CALLS.clear()
+    assert run.frame(total)["spans"].item() == run.frame(rows)["spans"].sum()
+    run.frame(total)
+    assert len(CALLS) == 1
+
+
+def test_what_is_needed_is_computed_though_nobody_asks_for_it(job: Run) -> None:
+    assert len(engine.measure(job, [total], jobs=1).frame(rows)) == RANKS
+
+
+def test_what_nobody_asked_for_was_not_measured(job: Run) -> None:
+    with pytest.raises(NotMeasured):
+        engine.measure(job, [rows], jobs=1).frame(device_time)
+
+
+def test_a_rank_is_read_once(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, original = [], torch_trace.read
+
+    def spy(path: Path) -> Any:
+        read.append(path.name)
+        return original(path)
+
+    monkeypatch.setattr(torch_trace, "read", spy)
+    engine.measure(job, [step_means, breakdown, device_time, rows], jobs=1)
+    assert read == [f"rank{r}.json.gz" for r in range(RANKS)]
+
+
+def test_a_reader_that_breaks_costs_only_its_file(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch_trace.read
+
+    def breaking(path: Path) -> Any:
+        if path.name.startswith("rank2"):
+            raise ZeroDivisionError("on purpose")
+        return original(path)
+
+    monkeypatch.setattr(torch_trace, "read", breaking)
+    run = engine.measure(job, [rows], jobs=1)
+    assert run.frame(rows)["rank"].to_list() == [0, 1, 3]
+    assert "ZeroDivisionError: on purpose" in run.warnings[2][0]
+
+
+def test_the_same_question_is_answered_once_even_if_it_fails(job: Run) -> None:
+    rank, asked = RankData(job.ranks[0]), []
+
+    def fails(_: RankData) -> int:
+        asked.append(1)
+        raise NotMeasured("no")
+
+    for _ in range(2):
+        with pytest.raises(NotMeasured, match="no"):
+            rank.once(fails)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("window", "why"),
+    [
+        ({"state": "off"}, "recorded without a trace"),
+        ({"state": "yielded"}, "the script runs torch.profiler itself"),
+        ({"state": "waiting", "skip": 10, "warmup": 2, "active": 5}, "before the traced window of step 17"),
+        ({}, "no torch-profiler trace of this rank"),
+    ],
+)
+def test_a_missing_trace_says_why(window: Mapping[str, Any], why: str) -> None:
+    with pytest.raises(NotMeasured, match=why):
+        RankData(Rank(0, facts={"window": window})).table("spans")
+
+
+def test_what_claims_to_be_a_huge_job_is_not_believed(tmp_path: Path) -> None:
+    traces.write(tmp_path / "rank0.json", traces.training(world_size=engine.LARGEST_WORLD + 1))
+    run = engine.measure(open_run(tmp_path), [rows], jobs=1)
+    assert (run.world_size, run.missing_ranks) == (1, ())
+
+
+def test_foreign_traces_of_which_none_can_be_read_are_refused_and_a_recorded_run_is_not(tmp_path: Path) -> None:
+    ranks = tuple(Rank(r, trace=tmp_path / f"{r}.json") for r in range(2))
+    with pytest.raises(DlprofError, match=r"none of 2 traces can be read: .*0\.json: no such file"):
+        engine.measure(Run(tmp_path, ranks), [rows], jobs=1)
+    run = engine.measure(Run(tmp_path, ranks, recorded=True), [rows], jobs=1)
+    assert run.ranks == (0, 1)
+
+
+def test_a_run_of_no_ranks_is_measured(tmp_path: Path) -> None:
+    run = engine.measure(Run(tmp_path, (), recorded=True), [rows, total], jobs=1)
+    with pytest.raises(NotMeasured):
+        run.frame(rows)
+    with pytest.raises(NotMeasured):
+        run.frame(total)
+
+
+@pytest.mark.parametrize("measure", [rows, total], ids=lambda m: m.name)
+def test_measures_travel_by_name(measure: engine.Measure) -> None:
+    make, args = measure.__reduce__()
+    travelled: Callable[..., Any] = make
+    assert travelled(*args) is measure
