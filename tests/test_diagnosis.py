@@ -1,0 +1,227 @@
+"""Every rule answers once, in one of four ways, and one that breaks costs only its own row."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dlprof import diagnosis
+from dlprof.diagnosis import LEAST_NOISE, LEAST_SHARE, Clear, Rule, diagnose, rule_named
+from dlprof.engine import Measured, RankData, per_rank
+from dlprof.errors import DlprofError, NotMeasured
+from dlprof.measures.device import device_time
+from dlprof.measures.steps import mean_step_ns, step_means
+from dlprof.result import CATEGORIES, Finding, Panel, to_json
+from dlprof.rules import RULES
+from dlprof.run import Run, open_run
+from tests import traces
+
+Check = Callable[[Measured], Finding | Clear]
+
+
+@per_rank
+def breaks(rank: RankData) -> pd.DataFrame:
+    """Break."""
+    raise ZeroDivisionError("on purpose")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Give a run of two ranks with three traced steps of 0.99 ms each."""
+    folder = tmp_path_factory.mktemp("job")
+    for r in range(2):
+        traces.write(folder / f"rank{r}.json", traces.training(rank=r))
+    return open_run(folder)
+
+
+def rule(check: Check, name: str = "some_rule", needs: Any = (step_means,)) -> Rule:
+    return Rule(name, "Some state", needs, check)
+
+
+def finding(saving: float = 0.5, **said: Any) -> Check:
+    """Give a check that finds a saving of a share of the step."""
+
+    def check(run: Measured) -> Finding:
+        made = Finding("Found", "It is so.", saving * mean_step_ns(run), ("Change it.",), ranks=(0,))
+        return replace(made, **said)
+
+    return check
+
+
+def raising(error: Exception) -> Check:
+    def check(run: Measured) -> Finding:
+        raise error
+
+    return check
+
+
+def answer(job: Run, check: Check, needs: Any = (step_means,)) -> Any:
+    (outcome,) = diagnose(job, [rule(check, needs=needs)], jobs=1).outcomes
+    return outcome
+
+
+def test_found(job: Run) -> None:
+    panel = Panel("bars", "Steps", (("step 0", 1.5),), unit="ns")
+    said = answer(job, finding(0.25, evidence=panel, verdict="A quarter.", sure="By hand."))
+    assert (said.state, said.id, said.title, said.summary) == ("found", "some_rule", "Found", "It is so.")
+    assert (said.share, said.speedup) == (pytest.approx(0.25), pytest.approx(4 / 3))
+    assert said.saving_ns == pytest.approx(0.25 * 990_000)
+    assert (said.advice, said.ranks, said.evidence) == (("Change it.",), (0,), panel)
+    assert (said.verdict, said.sure, said.why) == ("A quarter.", "By hand.", "")
+
+
+def test_clear(job: Run) -> None:
+    said = answer(job, lambda _: Clear("Looked, and saw nothing."))
+    assert (said.state, said.title, said.summary) == ("clear", "Some state", "Looked, and saw nothing.")
+    assert (said.saving_ns, said.share, said.speedup, said.why) == (0, 0, 1, "")
+
+
+def test_not_measured(job: Run) -> None:
+    said = answer(job, raising(NotMeasured("no trace")))
+    assert (said.state, said.why, said.saving_ns) == ("not_measured", "no trace", 0)
+
+
+def test_error(job: Run) -> None:
+    said = answer(job, raising(KeyError("name")))
+    assert (said.state, said.why, said.saving_ns) == ("error", "KeyError: 'name'", 0)
+
+
+def test_one_that_raises_costs_only_its_row(job: Run) -> None:
+    rules = [rule(raising(RuntimeError("no")), "b"), rule(finding(), "c"), rule(lambda _: Clear("fine"), "a")]
+    result = diagnose(job, rules, jobs=1)
+    assert [(o.id, o.state) for o in result.outcomes] == [("c", "found"), ("a", "clear"), ("b", "error")]
+
+
+def test_a_measure_that_breaks_costs_only_its_row(job: Run) -> None:
+    def check(run: Measured) -> Clear:
+        return Clear(f"{len(run.frame(breaks))} rows")
+
+    result = diagnose(job, [rule(check, "a", (breaks,)), rule(finding(), "b")], jobs=1)
+    assert [(o.id, o.state, o.why) for o in result.outcomes] == [
+        ("b", "found", ""),
+        ("a", "error", "ZeroDivisionError: on purpose"),
+    ]
+    assert any("breaks: ZeroDivisionError: on purpose" in w for w in result.run.warnings)
+    assert result.time
+
+
+def test_a_broken_part_of_the_result_is_left_out_with_a_word(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "device_time", breaks)
+    result = diagnose(job, [], jobs=1)
+    assert result.device == ()
+    assert result.time
+    assert any("ZeroDivisionError" in w for w in result.run.warnings)
+
+
+def test_too_small_a_saving_is_none(job: Run) -> None:
+    assert answer(job, finding(LEAST_SHARE * 0.99)).state == "clear"
+    assert answer(job, finding(-0.5)).state == "clear"
+    assert answer(job, finding(LEAST_SHARE * 1.01)).state == "found"
+
+
+def test_a_saving_within_the_noise_is_none(job: Run) -> None:
+    saving = 0.1 * 990_000
+    said = answer(job, finding(0.1, noise_ns=saving / LEAST_NOISE * 1.01))
+    assert said.state == "not_measured"
+    assert "varies too much" in said.why
+    assert answer(job, finding(0.1, noise_ns=saving / LEAST_NOISE * 0.99)).state == "found"
+
+
+def test_a_saving_is_at_most_the_step(job: Run) -> None:
+    said = answer(job, finding(3.0))
+    assert (said.state, said.share, said.saving_ns) == ("found", 1, 990_000)
+    assert math.isfinite(said.speedup)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"saving_ns": math.nan},
+        {"saving_ns": math.inf},
+        {"noise_ns": math.nan},
+        {"evidence": Panel("table", "T", ((np.int64(3), "x"),))},
+        {"evidence": Panel("table", "T", ((1.0, math.nan),))},
+        {"ranks": (np.int64(1),)},
+    ],
+)
+def test_a_finding_that_result_json_cannot_hold_is_an_error(job: Run, said: dict[str, Any]) -> None:
+    result = diagnose(job, [rule(finding(**said))], jobs=1)
+    assert result.outcomes[0].state == "error"
+    json.dumps(to_json(result), allow_nan=False)
+
+
+def test_a_rule_that_answers_nothing_is_an_error(job: Run) -> None:
+    nothing: Any = lambda _: None  # noqa: E731 - what a careless author may write
+    assert answer(job, nothing).state == "error"
+
+
+def test_outcomes_are_one_a_rule_dearest_first(job: Run) -> None:
+    checks = {
+        "cheap": finding(0.1),
+        "dear": finding(0.6),
+        "also_dear": finding(0.6),
+        "fine": lambda _: Clear("fine"),
+        "blind": raising(NotMeasured("no")),
+        "broken": raising(ValueError("no")),
+    }
+    outcomes = diagnose(job, [rule(c, name) for name, c in checks.items()], jobs=1).outcomes
+    assert [o.id for o in outcomes] == ["also_dear", "dear", "cheap", "fine", "blind", "broken"]
+
+
+def test_every_rule_there_is_answers_once(job: Run) -> None:
+    outcomes = diagnose(job, RULES, jobs=1).outcomes
+    assert sorted(o.id for o in outcomes) == [r.id for r in RULES]
+    assert all(o.manual for o in outcomes)
+    assert [o for o in outcomes if o.state == "error"] == []
+
+
+def test_the_result_holds_the_whole_run(job: Run) -> None:
+    result = diagnose(job, [], jobs=1)
+    assert result.run.ranks == (0, 1)
+    assert (result.run.device, result.run.hosts) == ("NVIDIA H100 80GB HBM3", ("node-1",))
+    assert result.window is not None
+    assert (result.window.steps, result.window.step_ns, result.window.source) == (3, 990_000, "trace")
+    assert [d.rank for d in result.device] == [0, 1]
+    for r in (0, 1):
+        mine = [p for p in result.time if p.rank == r]
+        assert sum(p.ns for p in mine) == pytest.approx(990_000)
+        assert [p.category for p in mine] == sorted((p.category for p in mine), key=CATEGORIES.index)
+    assert {p.shape for p in result.panels} == {"lines", "timeline"}
+
+
+def test_a_run_without_steps_has_no_window_and_every_rule_says_why(tmp_path: Path) -> None:
+    traces.write(tmp_path / "rank0.json", traces.trace(world_size=1))
+    result = diagnose(open_run(tmp_path), RULES, jobs=1)
+    assert (result.window, result.time, result.device, result.panels) == (None, (), (), ())
+    assert [o for o in result.outcomes if o.state != "not_measured" or not o.why] == []
+
+
+def test_a_finding_without_a_step_is_no_finding(tmp_path: Path) -> None:
+    traces.write(tmp_path / "rank0.json", traces.trace(world_size=1))
+    (said,) = diagnose(open_run(tmp_path), [rule(finding())], jobs=1).outcomes
+    assert said.state == "not_measured"
+
+
+def test_a_manual_is_the_docstring_of_the_rules_file() -> None:
+    assert rule(finding()).manual == __doc__
+
+
+def test_a_rule_is_found_by_its_id() -> None:
+    rules = [rule(finding(), "a"), rule(finding(), "b")]
+    assert rule_named(rules, "b") is rules[1]
+    with pytest.raises(DlprofError, match="no rule 'c'; there are: a, b"):
+        rule_named(rules, "c")
+
+
+def test_device_time_is_asked_for_without_any_rule(job: Run) -> None:
+    assert {d.rank: d.span_ns for d in diagnose(job, [], jobs=1).device} == {
+        d.rank: d.span_ns for d in diagnose(job, [rule(finding(), needs=(device_time,))], jobs=1).device
+    }
