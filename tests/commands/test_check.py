@@ -1,0 +1,80 @@
+"""`dlprof check` passes, fails with exit code 3, and fails too where it cannot tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dlprof.cli import cli
+from tests import traces
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a trace of one rank whose steps of 990 µs wait 300 µs for data, and do nothing else but compute."""
+    made = []
+    for n in range(6):
+        t = 10_000_000 + n * 1_000_000
+        made += [
+            traces.step(n, t, 990_000),
+            traces.fetch(t, 300_000),
+            *traces.launched("sm90_gemm", t + 300_000, t + 310_000, 680_000, n + 1),
+        ]
+    path = tmp_path_factory.mktemp("job") / "rank0.json"
+    return traces.write(path, traces.trace(*made, world_size=1))
+
+
+def check(path: Path, *limits: str) -> Result:
+    words = [w for limit in limits for w in ("--max", limit)]
+    return CliRunner().invoke(cli, ["check", str(path), *words])
+
+
+@pytest.mark.parametrize("limit", ["input_wait<5%", " input_wait < 29.5 % ", "input_wait<0.1ms", "input_wait<200us"])
+def test_what_exceeds_a_limit_fails(job: Path, limit: str) -> None:
+    done = check(job, limit)
+    assert done.exit_code == 3
+    assert done.stdout.startswith("FAIL  input_wait")
+
+
+@pytest.mark.parametrize("limit", ["input_wait<40%", "input_wait<0.4ms", "input_wait<1s", "pageable_copy<1%"])
+def test_what_stays_below_passes(job: Path, limit: str) -> None:
+    done = check(job, limit)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith("ok    ")
+
+
+def test_one_failure_of_several_fails_and_all_are_told(job: Path) -> None:
+    done = check(job, "input_wait<40%", "input_wait<5%")
+    assert done.exit_code == 3
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok", "FAIL"]
+
+
+def test_what_was_not_measured_does_not_pass(job: Path) -> None:
+    done = check(job, "straggler<50%")
+    assert done.exit_code == 3
+    assert "not measured: one rank" in done.stdout
+
+
+def test_a_rule_that_is_not_there_is_a_mistake(job: Path) -> None:
+    done = check(job, "no_such<5%")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "input_wait" in done.stderr
+
+
+@pytest.mark.parametrize("limit", ["input_wait", "input_wait>5%", "input_wait<5", "input_wait<-5%", "<5%"])
+def test_what_is_no_limit_is_a_usage_error(job: Path, limit: str) -> None:
+    assert check(job, limit).exit_code == 2
+
+
+def test_a_run_without_steps_cannot_be_checked(tmp_path: Path) -> None:
+    done = check(traces.write(tmp_path / "rank0.json", traces.trace()), "input_wait<5%")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "no step was recorded" in done.stderr
+
+
+def test_nothing_is_written(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check(job, "input_wait<5%")
+    assert list(tmp_path.iterdir()) == []

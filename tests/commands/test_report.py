@@ -1,0 +1,112 @@
+"""`dlprof report` prints the verdict, or the result and nothing else, and writes both files where it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dlprof.cli import cli
+from dlprof.commands import report
+from dlprof.result import Outcome, from_json
+from tests import traces
+
+
+def run(*words: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["report", *map(str, words)])
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give a folder of two ranks' traces, and stand beside it."""
+    monkeypatch.chdir(tmp_path)
+    for r in range(2):
+        traces.write(tmp_path / "traces" / f"rank{r}.json", traces.training(rank=r))
+    return tmp_path / "traces"
+
+
+def recorded(folder: Path) -> Path:
+    traces.write(folder / "ranks" / "00000" / "trace.json.gz", traces.training(world_size=1))
+    (folder / "run.json").write_text('{"format": 1}')
+    return folder
+
+
+def test_json_is_the_result_and_nothing_else(job: Path) -> None:
+    done = run(job, "--format", "json", "-o", "out")
+    assert done.exit_code == 0
+    assert from_json(json.loads(done.stdout)).run.ranks == (0, 1)
+    assert (job.parent / "out" / "result.json").read_text() == done.stdout.rstrip("\n")
+
+
+def test_text_ends_with_where_the_report_is(job: Path) -> None:
+    done = run(job, "-o", "deep/out")
+    assert done.exit_code == 0
+    assert done.stdout.splitlines()[-1] == "report: deep/out/report.html"
+    assert sorted(p.name for p in (job.parent / "deep" / "out").iterdir()) == ["report.html", "result.json"]
+
+
+def test_a_report_of_a_run_goes_into_the_run(tmp_path: Path) -> None:
+    folder = recorded(tmp_path / "run")
+    assert run(folder).exit_code == 0
+    assert (folder / "report.html").is_file()
+    assert (folder / "result.json").is_file()
+
+
+def test_a_second_report_replaces_the_first_one_of_a_run(tmp_path: Path) -> None:
+    folder = recorded(tmp_path / "run")
+    (folder / "report.html").write_text("old")
+    (folder / "result.json").write_text("old")
+    assert run(folder).exit_code == 0
+    assert from_json(json.loads((folder / "result.json").read_text())).run.ranks == (0,)
+    assert (folder / "report.html").read_text() != "old"
+
+
+def test_a_report_of_foreign_traces_takes_a_new_folder_each_time(job: Path) -> None:
+    for n in ("", "-2", "-3"):
+        assert run(job).stdout.splitlines()[-1] == f"report: dlprof-report{n}/report.html"
+    assert sorted(p.name for p in job.iterdir()) == ["rank0.json", "rank1.json"]
+
+
+def test_one_file_will_do(job: Path) -> None:
+    done = run(job / "rank1.json", "--format", "json")
+    assert from_json(json.loads(done.stdout)).run.ranks == (1,)
+
+
+def test_progress_is_on_stderr_and_quiet_is_quiet(job: Path) -> None:
+    assert "read 2 of 2 ranks" in run(job).stderr
+    assert run(job, "--quiet").stderr == ""
+    assert "read 2" not in run(job).stdout
+
+
+def test_a_file_is_whole_or_not_there(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(Path, "replace", full)
+    done = run(job, "-o", "out")
+    assert done.exit_code == 1
+    assert "No space left on device" in done.stderr
+    assert list((job.parent / "out").iterdir()) == []
+
+
+def test_what_was_found_is_said_though_it_cannot_be_written(tmp_path: Path) -> None:
+    folder = recorded(tmp_path / "run")
+    (tmp_path / "file").touch()
+    done = run(folder, "-o", tmp_path / "file")
+    assert done.exit_code == 1
+    assert "steady steps" in done.stdout
+    assert "report:" not in done.stdout
+
+
+def test_write_report_gives_the_verdict(tmp_path: Path) -> None:
+    folder = recorded(tmp_path / "run")
+    assert report.write_report(folder).splitlines()[-1].endswith("report.html")
+    assert (folder / "result.json").is_file()
+
+
+def test_analyse_answers_every_rule(tmp_path: Path) -> None:
+    result = report.analyse(recorded(tmp_path / "run"))
+    assert all(isinstance(o, Outcome) for o in result.outcomes)
+    assert not (tmp_path / "run" / "result.json").exists()

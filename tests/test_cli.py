@@ -1,0 +1,121 @@
+"""The command line starts at once, documents itself, and ends with the exit code that it promises."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from dlprof import __version__
+from dlprof.cli import cli
+from dlprof.commands import COMMANDS
+from tests import jobs, traces
+
+README = Path(__file__).parent.parent / "README.md"
+HEAVY = ("torch", "pandas", "plotly", "numpy", "jinja2", "msgspec", "isal")
+
+NAMES = [str(c.name) for c in COMMANDS]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["report", "--help"], ["--version"], ["wrap", "--help"], []])
+def test_help_imports_nothing_heavy(words: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom dlprof.cli import main\n"
+        f"sys.argv = ['dlprof', *{words!r}]\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        f"print('heavy:', [m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    done = jobs.launch([sys.executable, "-c", code], tmp_path)
+    assert done.stdout.endswith("heavy: []\n"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
+def test_every_command_and_option_has_help(command: click.Command) -> None:
+    assert command.help
+    assert command.get_short_help_str()
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, parameter.name
+    done = CliRunner().invoke(cli, [str(command.name), "--help"])
+    assert done.exit_code == 0
+    assert str(command.name) in CliRunner().invoke(cli, ["--help"]).output
+
+
+def test_commands_are_sorted_and_named_after_their_files() -> None:
+    files = {p.stem for p in (Path(__file__).parent.parent / "dlprof" / "commands").glob("[!_]*.py")}
+    assert sorted(files) == NAMES
+
+
+@pytest.mark.skipif(not README.read_text().strip(), reason="the README is yet to be written")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_readme_mentions_every_command(name: str) -> None:
+    assert re.search(rf"dlprof {name}\b", README.read_text())
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(cli, ["--version"]).output == f"dlprof, version {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nonsense"],
+        ["report"],
+        ["report", "--nonsense", "x"],
+        ["report", "x", "--format", "xml"],
+        ["report", "x", "--jobs", "0"],
+        ["check", "x"],
+        ["check", "x", "--max", "nonsense"],
+        ["explain"],
+        ["rules", "x"],
+        ["wrap"],
+        ["run"],
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_in_the_words_is_exit_code_2(words: list[str]) -> None:
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 2
+    assert "Usage:" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["report", "no/such"], ["check", "no/such", "--max", "input_wait<5%"], ["explain", "no_such"]],
+    ids=" ".join,
+)
+def test_a_users_mistake_is_one_line_and_exit_code_1(words: list[str]) -> None:
+    done = CliRunner().invoke(cli, words)
+    assert (done.exit_code, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("dlprof: ")
+
+
+def test_the_exit_code_reaches_the_shell(tmp_path: Path) -> None:
+    done = jobs.launch([*jobs.DLPROF, "report", "no/such"], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "dlprof: no/such: no such file or folder\n")
+
+
+@pytest.mark.parametrize("words", ["rules", "report rank0.json --format json --quiet"])
+def test_a_reader_who_leaves_early_gets_no_traceback(tmp_path: Path, words: str) -> None:
+    traces.write(tmp_path / "rank0.json", traces.training())
+    # The reader is gone before the first word: whatever is written meets a closed pipe.
+    with subprocess.Popen(["true"], stdin=subprocess.PIPE) as reader:
+        reader.wait()
+        assert reader.stdin is not None
+        done = subprocess.run(
+            [*jobs.DLPROF, *words.split()],
+            cwd=tmp_path,
+            stdout=reader.stdin.fileno(),
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.stderr == ""
+    assert done.returncode in (1, 141)
