@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import io
-import os
 import sys
 from typing import Any
 
@@ -29,6 +29,12 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except DlprofError as e:
             raise _Failure(str(e)) from None
+        except OSError as e:
+            # click ends quietly where the reader of our output has gone (dlprof report ... | head). All else is a
+            # full disk or the like: no fault of ours, and not worth a traceback.
+            if e.errno == errno.EPIPE:
+                raise
+            raise _Failure(str(e)) from None
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -53,12 +59,7 @@ def main() -> None:
         # A name in a trace may hold what no encoding has, and a terminal may know ASCII only: written as an escape.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    try:
-        cli(prog_name="dlprof")
-    except BrokenPipeError:
-        # The reader of our output has gone (dlprof report … | head): nothing to say, and nobody to say it to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+    cli(prog_name="dlprof")
 
 
 if __name__ == "__main__":
