@@ -1,0 +1,124 @@
+"""The repository is laid out as its design says: whoever looks for a thing finds it, and its test beside it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dlprof.engine import Measure
+from dlprof.rules import RULES
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "dlprof"
+TESTS = ROOT / "tests"
+# Names that say nothing of what is in the file, so that anything ends there.
+VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
+
+RULE_FILES = sorted(p.stem for p in (PACKAGE / "rules").glob("[!_]*.py"))
+# What is tested through the modules that use it, and why it has no test of its own.
+WITHOUT_TEST = {
+    "measures/host.py",  # the training thread and kinds of spans: every measure's tests rest on it
+    "measures/replay.py",  # savings: the rules' tests
+    "measures/settings.py",  # the recorder's settings: the rules' tests
+    "readers/events.py",  # one event's fields: the tests of torch_trace
+}
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """List the project's files that git knows; all there are where this is no checkout."""
+    done = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return [ROOT / line for line in done.stdout.splitlines() if (ROOT / line).exists()]
+    return [p for pattern in patterns for p in ROOT.rglob(pattern) if ".venv" not in p.parts]
+
+
+def modules(folder: str) -> list[Path]:
+    return sorted((PACKAGE / folder).glob("[!_]*.py"))
+
+
+def test_a_rules_id_is_its_file_name_and_all_are_listed_in_order() -> None:
+    assert [r.id for r in RULES] == RULE_FILES
+    listed = inspect.getsource(importlib.import_module("dlprof.rules")).partition("RULES")[2]
+    assert [line.strip() for line in listed.splitlines() if ".RULE" in line] == [f"{name}.RULE," for name in RULE_FILES]
+
+
+@pytest.mark.parametrize("name", RULE_FILES)
+def test_a_rule_is_a_file_with_a_manual_a_title_and_a_test(name: str) -> None:
+    (rule,) = (r for r in RULES if r.id == name)
+    assert importlib.import_module(f"dlprof.rules.{name}").RULE is rule
+    # What it looks at, what removing it would save, and what to do.
+    assert "Saving" in rule.manual
+    assert "What to change" in rule.manual
+    assert rule.title
+    assert not rule.title.endswith(".")
+    assert (TESTS / "rules" / f"test_{name}.py").is_file()
+
+
+@pytest.mark.parametrize("name", RULE_FILES)
+def test_a_rule_asks_only_for_measures_that_it_declares(name: str) -> None:
+    tree = ast.parse((PACKAGE / "rules" / f"{name}.py").read_text())
+    module = importlib.import_module(f"dlprof.rules.{name}")
+    asked = {
+        node.args[0].id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("frame", "lacking")
+        and isinstance(node.args[0], ast.Name)
+    }
+    assert asked <= {m.name for m in module.RULE.needs}
+
+
+def test_measures_have_names_of_their_own() -> None:
+    """Two measures of one name would be taken for each other where they travel."""
+    made = {
+        (value.module, value.name)
+        for path in modules("measures")
+        for value in vars(importlib.import_module(f"dlprof.measures.{path.stem}")).values()
+        if isinstance(value, Measure)
+    }
+    names = [name for _, name in made]
+    assert len(names) > 5
+    assert sorted(names) == sorted(set(names))
+
+
+def test_every_file_says_what_it_is_for() -> None:
+    silent = [
+        str(p.relative_to(ROOT))
+        for p in tracked("dlprof/*.py", "tests/*.py")
+        if not ast.get_docstring(ast.parse(p.read_text()))
+    ]
+    assert silent == []
+
+
+def test_no_file_has_a_name_that_says_nothing() -> None:
+    files = tracked("*.py", "*.md", "*.js", "*.css", "*.html")
+    assert len(files) > 50
+    assert [str(p.relative_to(ROOT)) for p in files if p.stem.lower().strip("_") in VAGUE] == []
+
+
+def test_folders_are_at_most_two_levels_deep() -> None:
+    deep = {str(p.relative_to(ROOT).parent) for p in tracked("dlprof") if len(p.relative_to(PACKAGE).parts) > 3}
+    assert deep == set()
+    packages = {p.relative_to(PACKAGE).parent for p in tracked("dlprof/*.py")}
+    assert max(len(p.parts) for p in packages) == 1
+
+
+@pytest.mark.parametrize("folder", ["", "collectors", "commands", "measures", "readers", "renderers", "rules"])
+def test_tests_stand_where_the_package_has_the_module(folder: str) -> None:
+    """Whatever is tested in tests/FOLDER/test_NAME.py is dlprof/FOLDER/NAME.py."""
+    beyond = {"test_layout.py", "test_reference.py"}
+    there = {f"test_{p.name}" for p in modules(folder)}
+    here = {p.name for p in (TESTS / folder).glob("test_*.py")}
+    assert here - there - beyond == set()
+
+
+@pytest.mark.parametrize("folder", ["commands", "measures", "readers", "renderers", "rules"])
+def test_every_module_has_a_test(folder: str) -> None:
+    missing = {f"{folder}/{p.name}" for p in modules(folder) if not (TESTS / folder / f"test_{p.name}").is_file()}
+    assert missing <= WITHOUT_TEST
