@@ -87,10 +87,19 @@ def exposed(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def traced_steps(rank: RankData) -> pd.DataFrame:
-    """Give the steady traced steps: step, dur_ns."""
+    """Give the steady traced steps: step, dur_ns, loose_ns.
+
+    loose_ns is the light layer's time outside the backward pass, in which gradients are exchanged, less its mean over
+    the steady steps: by how much more than usual this rank did of its own in this step. NaN where not recorded.
+    """
     t = timing(rank)
     numbers = t.numbers if len(t.numbers) else np.zeros(len(t.windows), dtype=np.int64)
-    return pd.DataFrame({"step": numbers, "dur_ns": t.windows[:, 1] - t.windows[:, 0]})
+    frame = pd.DataFrame({"step": numbers, "dur_ns": t.windows[:, 1] - t.windows[:, 0]})
+    if t.source != "steps" or not t.phases.get("backward"):
+        return frame.assign(loose_ns=np.nan)
+    light = rank.table("steps").set_index("step")
+    loose = light["dur_ns"] - light["backward_ns"]
+    return frame.assign(loose_ns=loose.reindex(numbers).to_numpy() - (t.step_ns - t.phases["backward"]))
 
 
 @across_ranks(collectives)
@@ -159,15 +168,16 @@ def _clock_offsets(run: Measured, frame: pd.DataFrame) -> dict[int, int]:
 def waits(run: Measured) -> pd.DataFrame:
     """Tell how long each rank waited for others in each traced step, computing nothing meanwhile.
 
-    Columns: rank, step, dur_ns, wait_ns (exposed), exposed_ns (all exposed communication), last, matched (how many of
-    the step's matched collectives it came to last, and how many there were). Raises NotMeasured as `matched` does.
+    Columns: rank, step, dur_ns, loose_ns (see traced_steps), wait_ns (exposed), exposed_ns (all exposed communication),
+    last, matched (how many of the step's matched collectives it came to last, and how many there were). Raises
+    NotMeasured as `matched` does.
     """
     pairs = run.frame(matched)
     when = dict(iter(run.frame(exposed).groupby(["rank", "step"])))
     steps = run.frame(traced_steps)
     by_step = dict(iter(pairs.groupby(["rank", "step"])))
     rows = []
-    for rank, step, dur in zip(steps["rank"], steps["step"], steps["dur_ns"], strict=True):
+    for rank, step, dur, loose in zip(steps["rank"], steps["step"], steps["dur_ns"], steps["loose_ns"], strict=True):
         bare = _set(when.get((rank, step)), "end_ns")
         mine = by_step.get((rank, step))
         waiting = _set(mine.assign(until=mine["start_ns"] + mine["wait_ns"]), "until") if mine is not None else iv.EMPTY
@@ -176,6 +186,7 @@ def waits(run: Measured) -> pd.DataFrame:
                 "rank": rank,
                 "step": step,
                 "dur_ns": dur,
+                "loose_ns": loose,
                 "wait_ns": iv.total(iv.intersect(waiting, bare)),
                 "exposed_ns": iv.total(bare),
                 "last": 0 if mine is None else int(mine["last"].sum()),

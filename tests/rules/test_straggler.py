@@ -54,3 +54,30 @@ def test_a_missing_rank_abstains(tmp_path: Path) -> None:
 
 def test_one_rank_abstains(tmp_path: Path) -> None:
     assert ask(RULE, runs.foreign(tmp_path, *late_by(0))).state == "not_measured"
+
+
+def test_what_was_unusual_about_the_traced_steps_is_taken_off(tmp_path: Path) -> None:
+    # Rank 1 needs 1 ms more forward in every step; in two of the three traced steps rank 0 was held up by 1 ms itself.
+    held = (1 * MS, 0, 1 * MS)
+    made, light = [], []
+    for rank in range(2):
+        events, rows = [], []
+        for n in range(3):
+            forward = 3 * MS if rank else 2 * MS + held[n]
+            t = n * 8 * MS
+            events += [
+                traces.step(20 + n, t, 8 * MS),
+                traces.annotation("dlprof::forward", t, forward),
+                traces.op("aten::conv2d", t, forward),
+                traces.annotation("dlprof::backward", t + forward, 8 * MS - forward),
+                traces.op("aten::conv_backward", t + forward, 2 * MS),
+                traces.annotation("gloo:all_reduce", t + forward + 2 * MS, 6 * MS - forward),
+            ]
+            rows.append(runs.light(20 + n, 8 * MS, forward_ns=forward, backward_ns=8 * MS - forward, profiled=1))
+        made.append(traces.trace(*events, rank=rank, backend="gloo", device=""))
+        usual = 3 * MS if rank else 2 * MS
+        light.append([runs.light(n, 8 * MS, forward_ns=usual, backward_ns=8 * MS - usual) for n in range(20)] + rows)
+    folder = runs.recorded(tmp_path / "run", *((m, s, runs.CPU) for m, s in zip(made, light, strict=True)))
+    found = ask(RULE, folder)
+    assert (found.state, found.ranks) == ("found", (1,))
+    assert found.saving_ns == pytest.approx(1 * MS, rel=0.01)
