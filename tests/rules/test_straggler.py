@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.rules.straggler import RULE
-from tests import runs
+from tests import runs, traces
 from tests.measures.test_collectives import late_by
 from tests.rules.asking import ask
 from tests.runs import MS
