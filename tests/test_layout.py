@@ -22,9 +22,6 @@ VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
 RULE_FILES = sorted(p.stem for p in (PACKAGE / "rules").glob("[!_]*.py"))
 # What is tested through the modules that use it, and why it has no test of its own.
 WITHOUT_TEST = {
-    "measures/host.py",  # the training thread and kinds of spans: every measure's tests rest on it
-    "measures/replay.py",  # savings: the rules' tests
-    "measures/settings.py",  # the recorder's settings: the rules' tests
     "readers/events.py",  # one event's fields: the tests of torch_trace
 }
 

@@ -159,12 +159,12 @@ def _traced(rank: RankData, t: Timing) -> dict[str, float]:
 def _scaled(rank: RankData, t: Timing, parts: Mapping[str, iv.Intervals]) -> dict[str, float]:
     """Give the parts' mean ns a step, each phase of the training thread stretched to its untraced length."""
     n = len(t.windows)
-    phases = _phases(rank)
-    traced = {p: iv.total(s) / n for p, s in phases.items()}
+    during_phase = phases(rank)
+    traced = {p: iv.total(s) / n for p, s in during_phase.items()}
     untraced = {p: t.phases.get(p, 0.0) for p in PHASES}
     untraced["rest"] = max(t.step_ns - sum(untraced.values()), 0.0)
     scaled = dict.fromkeys(parts, 0.0)
-    for phase, during in phases.items():
+    for phase, during in during_phase.items():
         if traced[phase] <= 0:
             continue
         stretch = untraced[phase] / traced[phase]
@@ -173,18 +173,18 @@ def _scaled(rank: RankData, t: Timing, parts: Mapping[str, iv.Intervals]) -> dic
     return scaled
 
 
-def _phases(rank: RankData) -> dict[str, iv.Intervals]:
+def phases(rank: RankData) -> dict[str, iv.Intervals]:
     """Give the training thread's phases within the steady traced steps; disjoint, "rest" is what remains."""
     thread = host.on_training_thread(rank)
     left = iv.merge(timing(rank).windows)
-    phases = {}
+    found = {}
     for phase in PHASES:
         of = host.is_kind(thread, "fetch") if phase == "fetch" else host.is_named(thread, f"dlprof::{phase}")
         during = host.cover(thread, of)
-        phases[phase] = iv.intersect(left, during)
+        found[phase] = iv.intersect(left, during)
         left = iv.subtract(left, during)
-    phases["rest"] = left
-    return phases
+    found["rest"] = left
+    return found
 
 
 def _to(total: float, parts: Mapping[str, float]) -> dict[str, float]:

@@ -164,6 +164,18 @@ def _clock_offsets(run: Measured, frame: pd.DataFrame) -> dict[int, int]:
     return {r: round(float(ahead.get(hosts[r], 0.0))) for r in run.ranks}
 
 
+def waiting(run: Measured) -> dict[int, iv.Intervals]:
+    """Give when, in the steady traced steps, each rank waited for another and computed nothing meanwhile.
+
+    Raises NotMeasured as `matched` does.
+    """
+    pairs = run.frame(matched)
+    until = pairs.assign(until_ns=pairs["start_ns"] + pairs["wait_ns"])
+    waited = {int(str(r)): _set(g, "until_ns") for r, g in until.groupby("rank")}
+    bare = {int(str(r)): _set(g, "end_ns") for r, g in run.frame(exposed).groupby("rank")}
+    return {r: iv.intersect(waited.get(r, iv.EMPTY), bare.get(r, iv.EMPTY)) for r in run.ranks}
+
+
 @across_ranks(collectives, exposed, traced_steps)
 def waits(run: Measured) -> pd.DataFrame:
     """Tell how long each rank waited for others in each traced step, computing nothing meanwhile.
@@ -180,14 +192,14 @@ def waits(run: Measured) -> pd.DataFrame:
     for rank, step, dur, loose in zip(steps["rank"], steps["step"], steps["dur_ns"], steps["loose_ns"], strict=True):
         bare = _set(when.get((rank, step)), "end_ns")
         mine = by_step.get((rank, step))
-        waiting = _set(mine.assign(until=mine["start_ns"] + mine["wait_ns"]), "until") if mine is not None else iv.EMPTY
+        waited = _set(mine.assign(until=mine["start_ns"] + mine["wait_ns"]), "until") if mine is not None else iv.EMPTY
         rows.append(
             {
                 "rank": rank,
                 "step": step,
                 "dur_ns": dur,
                 "loose_ns": loose,
-                "wait_ns": iv.total(iv.intersect(waiting, bare)),
+                "wait_ns": iv.total(iv.intersect(waited, bare)),
                 "exposed_ns": iv.total(bare),
                 "last": 0 if mine is None else int(mine["last"].sum()),
                 "matched": 0 if mine is None else len(mine),

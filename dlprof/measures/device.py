@@ -62,7 +62,10 @@ def _device_sets(rank: RankData) -> DeviceSets:
         raise NotMeasured("the trace holds no work of a device")
     kinds = {k: host.cover(work, host.is_kind(work, *k)) for k in (("kernel",), ("communication",), ("copy", "set"))}
     computation, communication, copy = kinds.values()
-    return DeviceSets(computation, communication, copy, iv.merge(computation, communication, copy))
+    busy = iv.merge(computation, communication, copy)
+    if not len(busy):
+        raise NotMeasured("no work of the device in the trace takes any time")
+    return DeviceSets(computation, communication, copy, busy)
 
 
 @per_rank

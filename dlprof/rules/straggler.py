@@ -4,9 +4,10 @@ Synchronous training runs at the pace of its slowest rank. The others show the l
 collective that cannot begin. The culprit shows least of it, for it arrives last and waits for nobody.
 
 Needs the traces of all ranks: collectives are matched by process group and order, and waiting is the latest start less
-one's own. A rank's own time is the step less that waiting.
+one's own. A rank's own time is the step less that waiting. On a CPU run the light layer tells it for every step; on a
+GPU only the traced steps do, and a difference that comes and goes between them is not told.
 
-Saving: the step as it were if the straggler's own time were that of the next slowest rank.
+Saving: every step replayed with the late rank at the mean pace of the next slowest; its jitter stays.
 
 What to change depends on what the late rank does with its own time, which the table tells: a slower loader, more or
 longer inputs, more layers, a checkpoint that only it writes, a throttled or shared device.
@@ -14,19 +15,19 @@ longer inputs, more layers, a checkpoint that only it writes, a throttled or sha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 
-import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import LEAST_NOISE, Clear, Rule
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.collectives import waits
+from dlprof.measures.lateness import Lead, lead, light_own_time, traced_own_time
 from dlprof.measures.replay import own_time
-from dlprof.measures.steps import mean_step_ns, standard_error, step_means
+from dlprof.measures.steps import mean_step_ns, step_means
 from dlprof.result import Finding, Panel
 from dlprof.units import duration, percent
 
@@ -40,15 +41,13 @@ MOST_ROWS = 16
 def check(run: Measured) -> Finding | Clear:
     """Find the rank with the longest own time, and what its lead over the next costs."""
     steps = run.frame(waits)
-    # Ranks that wait for each other have one step; that one trace began earlier than another makes no rank slower.
-    common = steps.groupby("step")["dur_ns"].transform("mean")
-    steps = steps.assign(own_ns=common - steps["wait_ns"])
-    culprit, behind = _behind(steps)
-    step = mean_step_ns(run)
+    steps = steps.assign(own_ns=steps.groupby("step")["dur_ns"].transform("mean") - steps["wait_ns"])
+    late, source = _lead(run)
+    culprit, step = late.rank, mean_step_ns(run)
     # Traced steps are slower than others; the share of them is what carries over.
-    share = max(0.0, float(behind.mean())) / float(steps["dur_ns"].mean())
+    share = late.saving_ns / late.step_ns if late.behind_ns > 0 else 0.0
     if share < NOTABLE_SHARE:
-        return Clear(f"the slowest rank ({culprit}) is behind the next by {percent(share)} of a step")
+        return Clear(f"the slowest rank ({culprit}) costs {percent(share)} of a step")
     last = steps[steps["rank"] == culprit]
     table = _table(run, steps)
     why, cause = _cause(run, culprit)
@@ -58,34 +57,26 @@ def check(run: Measured) -> Finding | Clear:
         f" {duration(last['wait_ns'].mean())} a step, the others {duration(_others(steps, culprit))}; {why}.",
         verdict=f"{percent(share)} of each step all ranks wait for rank {culprit}.",
         saving_ns=share * step,
-        noise_ns=standard_error(behind),
+        noise_ns=late.noise_ns * late.saving_ns / late.behind_ns,
         advice=(cause,),
         evidence=table,
         ranks=(culprit,),
-        sure="Estimated as the late rank brought to the own time of the next slowest one, in the traced steps.",
+        sure=f"Estimated by replaying the steps with the late rank at the pace of the next slowest one, {source}.",
     )
 
 
-def _behind(steps: pd.DataFrame) -> tuple[int, NDArray[np.float64]]:
-    """Give the rank with the longest own time and, for each traced step, by how much that exceeds the next one's, ns.
-
-    A handful of traced steps on a busy machine says little. Where the light layer tells how unusual each of them was
-    for each rank, that is taken off, if it makes the figure surer (a control variate).
-    """
-    best: tuple[int, NDArray[np.float64]] | None = None
-    for values in (steps["own_ns"], steps["own_ns"] - steps["loose_ns"]):
-        own = steps.assign(own=values).pivot_table(index="step", columns="rank", values="own").dropna()
-        if not len(own) or own.shape[1] < 2:
-            continue
-        culprit = int(str(own.mean().idxmax()))
-        next_one = own.drop(columns=culprit).mean().idxmax()
-        # Signed: a rank that is late by chance in some steps is early by chance in others.
-        behind = (own[culprit] - own[next_one]).to_numpy(dtype=float)
-        if best is None or standard_error(behind) < standard_error(best[1]):
-            best = culprit, behind
-    if best is None:
-        raise NotMeasured("no step was traced on every rank")
-    return best
+def _lead(run: Measured) -> tuple[Lead, str]:
+    """Find the late rank from every step where the light layer can tell, else from the traced ones."""
+    traced = lead(run.frame(traced_own_time))
+    try:
+        whole = lead(run.frame(light_own_time))
+    except NotMeasured:
+        return traced, "in the traced steps"
+    # What one short window shows must exceed what such windows show by chance.
+    traced = replace(traced, noise_ns=max(traced.noise_ns, whole.window_noise_ns))
+    told = whole.saving_ns >= NOTABLE_SHARE * whole.step_ns and whole.behind_ns >= LEAST_NOISE * whole.noise_ns
+    missed = traced.behind_ns >= LEAST_NOISE * traced.noise_ns
+    return (traced, "in the traced steps") if missed and not told else (whole, "in every steady step")
 
 
 def _others(steps: pd.DataFrame, culprit: int) -> float:
@@ -145,4 +136,6 @@ def _table(run: Measured, steps: pd.DataFrame) -> Panel:
     return Panel("table", "Who waits for whom, per traced step", rows, columns, note=note)
 
 
-RULE = Rule("straggler", "A late rank", (breakdown, own_time, step_means, waits), check)
+RULE = Rule(
+    "straggler", "A late rank", (breakdown, light_own_time, own_time, step_means, traced_own_time, waits), check
+)

@@ -68,3 +68,8 @@ def test_without_launches_all_idling_is_the_hosts(tmp_path: Path) -> None:
         tmp_path, traces.trace(traces.kernel("a", 0, 10_000, -1), traces.kernel("b", 50_000, 10_000, -1))
     )
     assert iv.total(device.late_host(rank)) == 40_000
+
+
+def test_work_that_takes_no_time_abstains(tmp_path: Path) -> None:
+    with pytest.raises(NotMeasured, match="takes any time"):
+        runs.rank_of(tmp_path, traces.trace(traces.kernel("gemm", 0, 0))).once(device.device_time.function)

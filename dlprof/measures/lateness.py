@@ -1,0 +1,133 @@
+"""Each rank's own time, step by step: the step less the rank's waiting for others.
+
+From the trace it is exact, for a handful of steps in a row: on a busy machine those may be unlike all others. On a CPU
+run the light layer tells it for every step, with one assumption: in the phases in which the trace shows ranks waiting,
+all do the same work, so that what a rank spends there beyond the shortest is waiting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof import intervals as iv
+from dlprof.engine import Measured, RankData, across_ranks, per_rank
+from dlprof.errors import NotMeasured
+from dlprof.measures import breakdown, settings
+from dlprof.measures.collectives import collectives, exposed, traced_steps, waiting, waits
+from dlprof.measures.steps import PHASES, standard_error, step_series
+
+# Ranks wait in a phase where at least this share of all their waiting falls into it.
+WAITING_PHASE = 0.1
+
+# Disturbances last: steps in a row are alike. Means of this many (as many as a window traces) are nearly independent.
+BLOCK = 5
+
+
+@per_rank
+def phases(rank: RankData) -> pd.DataFrame:
+    """Give when the training thread was in which phase of the steady traced steps: phase, start_ns, end_ns."""
+    during = breakdown.phases(rank)
+    return pd.DataFrame(
+        {
+            "phase": np.repeat(list(during), [len(s) for s in during.values()]),
+            "start_ns": np.concatenate([s[:, 0] for s in during.values()]),
+            "end_ns": np.concatenate([s[:, 1] for s in during.values()]),
+        }
+    )
+
+
+@across_ranks(collectives, exposed, traced_steps)
+def traced_own_time(run: Measured) -> pd.DataFrame:
+    """Give each rank's own time in each traced step, ns: one row a step, one column a rank.
+
+    Ranks that wait for each other have one step; that one's trace began earlier than another's makes no rank slower.
+    Where the light layer tells how unusual the step was for a rank, that is taken off (a control variate), if it makes
+    the difference between the ranks surer. Raises NotMeasured as `waits` does.
+    """
+    frame = run.frame(waits)
+    common = frame.groupby("step")["dur_ns"].transform("mean")
+    plain = _by_rank(frame.assign(own_ns=common - frame["wait_ns"]))
+    usual = _by_rank(frame.assign(own_ns=common - frame["wait_ns"] - frame["loose_ns"]))
+    if plain.shape[1] < 2 or not len(plain):
+        raise NotMeasured("no step was traced on every rank")
+    surer = len(usual) == len(plain) and lead(usual).noise_ns < lead(plain).noise_ns
+    return usual if surer else plain
+
+
+def _by_rank(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame.pivot_table(index="step", columns="rank", values="own_ns").dropna()
+
+
+@across_ranks(collectives, exposed, phases, step_series, traced_steps)
+def light_own_time(run: Measured) -> pd.DataFrame:
+    """Give each rank's own time in each steady step of a CPU run, ns: one row a step, one column a rank.
+
+    Raises NotMeasured where the light layer is not there, or the device runs on while the host waits.
+    """
+    if not settings.on_cpu(run):
+        raise NotMeasured("the host's phases do not tell what a device waits for")
+    series = run.frame(step_series)
+    series = series[series["steady"].astype(bool)]
+    parts = series[[f"{p}_ns" for p in PHASES]]
+    if not len(series) or (parts < 0).any(axis=None):
+        raise NotMeasured("the light layer's phases were not recorded on every rank")
+    series = series.assign(rest_ns=series["dur_ns"] - parts.sum(axis=1))
+    step = _pivot(series, "dur_ns").mean(axis=1)
+    own = (_pivot(series, "dur_ns") * 0.0).add(step, axis=0)
+    for phase in _waiting_phases(run):
+        spent = _pivot(series, f"{phase}_ns")
+        own = own.sub(spent.sub(spent.min(axis=1), axis=0))
+    return own.dropna()
+
+
+def _pivot(series: pd.DataFrame, column: str) -> pd.DataFrame:
+    return series.pivot_table(index="step", columns="rank", values=column).dropna()
+
+
+def _waiting_phases(run: Measured) -> list[str]:
+    """List the phases into which the ranks' waiting falls, as the traced steps show it."""
+    when = waiting(run)
+    total: dict[str, int] = {}
+    for (rank, phase), group in run.frame(phases).groupby(["rank", "phase"]):
+        during = iv.union(group["start_ns"].to_numpy(), group["end_ns"].to_numpy())
+        total[str(phase)] = total.get(str(phase), 0) + iv.total(iv.intersect(when[int(str(rank))], during))
+    return [p for p, ns in total.items() if ns and ns >= WAITING_PHASE * sum(total.values())]
+
+
+@dataclass(frozen=True)
+class Lead:
+    """By how much the slowest rank's own time exceeds the next one's, and what that costs; times in ns."""
+
+    rank: int
+    behind_ns: float
+    noise_ns: float  # standard error of behind_ns
+    window_noise_ns: float  # how far the mean of a few steps in a row is off, on this machine; 0: not known
+    saving_ns: float
+    step_ns: float
+
+
+def lead(own: pd.DataFrame) -> Lead:
+    """Find the slowest rank in a frame of own times (steps × ranks, at least one by two), and replay it without.
+
+    The late rank brought to the next one's pace keeps its jitter: every step is replayed, not the mean one.
+    """
+    mean = own.mean()
+    rank = int(str(mean.idxmax()))
+    others = own.drop(columns=rank)
+    # Signed: a rank that is late by chance in some steps is early by chance in others.
+    behind: NDArray[np.float64] = (own[rank] - own[others.mean().idxmax()]).to_numpy(dtype=float)
+    blocks = behind[: len(behind) // BLOCK * BLOCK].reshape(-1, BLOCK).mean(axis=1)
+    many = len(blocks) >= BLOCK
+    without = np.maximum(others.max(axis=1), own[rank] - max(float(behind.mean()), 0.0))
+    return Lead(
+        rank=rank,
+        behind_ns=float(behind.mean()),
+        noise_ns=standard_error(blocks if many else behind),
+        window_noise_ns=float(blocks.std(ddof=1)) if many else 0.0,
+        saving_ns=float((own.max(axis=1) - without).mean()),
+        step_ns=float(own.max(axis=1).mean()),
+    )

@@ -1,0 +1,41 @@
+"""The settings that advice cites, picked from what the recorder saw."""
+
+from pathlib import Path
+from typing import Any
+
+from dlprof.engine import Measured
+from dlprof.measures import settings
+from dlprof.measures.steps import step_means
+from tests import runs
+from tests.runs import MS
+
+
+def run_with(folder: Path, *facts: dict[str, Any]) -> Measured:
+    light = [runs.light(n, MS) for n in range(10)]
+    return runs.measured(runs.recorded(folder / "run", *((None, light, f) for f in facts)), step_means)
+
+
+def test_the_training_loader_is_told_from_the_validation_loader(tmp_path: Path) -> None:
+    loaders = [{"role": "validation", "num_workers": 9}, {"role": "train", "num_workers": 3}]
+    run = run_with(tmp_path, {}, {"loaders": loaders})
+    assert settings.training_loader(run)["num_workers"] == 3
+    assert settings.training_loader(run, 0) == {}
+
+
+def test_the_largest_model_and_optimizer_are_meant(tmp_path: Path) -> None:
+    models = [{"class": "Head", "parameters": 5}, {"class": "Net", "parameters": 50}]
+    run = run_with(tmp_path, {"models": models, "optimizers": [{"class": "SGD", "parameters": 3}]})
+    assert settings.model(run)["class"] == "Net"
+    assert settings.optimizer(run)["class"] == "SGD"
+
+
+def test_ranks_of_a_host_share_its_cores(tmp_path: Path) -> None:
+    cpu = {"count": 16, "affinity": 16}
+    run = run_with(tmp_path, *({"host": "a", "cpu": cpu} for _ in range(4)), {"host": "b", "cpu": cpu})
+    assert settings.cores_per_rank(run, 0) == 4
+    assert settings.cores_per_rank(run, 4) == 16
+
+
+def test_a_run_on_the_cpu_is_known_as_such(tmp_path: Path) -> None:
+    assert settings.on_cpu(run_with(tmp_path / "a", {"device": {"type": "cpu"}}))
+    assert not settings.on_cpu(run_with(tmp_path / "b", {"device": {"type": "cuda"}}, {"device": {"type": "cpu"}}))
