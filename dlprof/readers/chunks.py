@@ -25,7 +25,7 @@ try:
 except ImportError:  # no wheel for this machine: the standard library's is slower and gives the same
     _inflate = zlib
 
-CHUNK = 4 << 20  # fits a processor's cache, and is decoded in some 20 ms
+CHUNK = 1 << 20  # stays in a processor's cache with the events that it becomes: a fifth faster than 4 MB
 LONGEST = 64 << 20  # one value larger than this is taken for damage
 _PACKED = 64 << 10  # read of a packed file at once
 _BLOCK = 1 << 20
@@ -247,7 +247,7 @@ class TraceFile(Generic[E]):
         candidates = [(m.start() + 1, m.end()) for m in _BOUNDARY.finditer(self._buffer, window)][:-4:-1]
         for repair in (True,) if self._repair else (False, True):
             for end, following in candidates:
-                array = b"[" + self._buffer[:end] + b"]"
+                array = b"".join((b"[", memoryview(self._buffer)[:end], b"]"))
                 events = self._try(_repaired(array) if repair else array)
                 if events is not None:
                     self._repair = repair

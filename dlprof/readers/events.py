@@ -84,19 +84,17 @@ class ExactEvent(msgspec.Struct, gc=False):
 Event = TypedEvent | ExactEvent
 
 
-def decoder() -> Callable[[bytes], list[Event]]:
-    """Give a function that decodes an array of events; once it met times that float64 blurs, it keeps their digits."""
-    fast, exact = msgspec.json.Decoder(list[TypedEvent]), msgspec.json.Decoder(list[ExactEvent])
-    state = {"exact": False}
+class BlurredTimes(Exception):  # noqa: N818 - not an error: the file is read again
+    """Times were decoded as float64 that are too large for it: the file must be read with `exact`."""
+
+
+def decoder(exact: bool) -> Callable[[bytes], list[Event]]:
+    """Give a function that decodes an array of events; an exact one keeps the digits of every time, and is slower."""
+    decode_all: Any = msgspec.json.Decoder(list[ExactEvent] if exact else list[TypedEvent]).decode
 
     def decode(array: bytes) -> list[Event]:
         try:
-            if not state["exact"]:
-                events = fast.decode(array)
-                if not any(type(e.ts) is float and not -EXACT_US < e.ts < EXACT_US for e in events):
-                    return events  # type: ignore[return-value]
-                state["exact"] = True
-            return exact.decode(array)  # type: ignore[return-value]
+            return decode_all(array)  # type: ignore[no-any-return]
         except msgspec.ValidationError:
             return _lenient(array)
 
@@ -160,7 +158,7 @@ def label(value: Scalar) -> str:
 
 
 def nanoseconds(values: list[Any]) -> Ints:
-    """Give microseconds as exact nanoseconds, NO_TIME for what is no time."""
+    """Give microseconds as nanoseconds, as exact as the values are; NO_TIME for what is no time."""
     array = np.array(values)
     if array.dtype.kind == "i":
         usable = (array > -LATEST_US) & (array < LATEST_US)
@@ -172,6 +170,15 @@ def nanoseconds(values: list[Any]) -> Ints:
             ns: Ints = whole.astype(np.int64) * 1000 + np.rint((array - whole) * 1000).astype(np.int64)
             return ns
     return np.array([_exact(v) for v in values], dtype=np.int64)
+
+
+def exact_nanoseconds(values: list[Any]) -> Ints:
+    """Give the same; raises BlurredTimes where a value lost digits by being a float64."""
+    ns = nanoseconds(values)
+    large = (ns >= EXACT_US * 1000) | ((ns <= -EXACT_US * 1000) & (ns != NO_TIME))
+    if large.any() and any(type(values[i]) is float for i in np.flatnonzero(large)):
+        raise BlurredTimes
+    return ns
 
 
 def _exact(value: Any) -> int:

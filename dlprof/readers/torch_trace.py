@@ -31,11 +31,13 @@ from dlprof.readers.events import (
     NO_TIME,
     RAW,
     Args,
+    BlurredTimes,
     Event,
     ExactEvent,
     Scalar,
     TypedEvent,
     decoder,
+    exact_nanoseconds,
     integer,
     integers,
     label,
@@ -46,6 +48,8 @@ from dlprof.readers.events import (
 from dlprof.readers.patterns import NO_ROWS, collective_of, copy_of, element_type, kind_of, rank_in
 
 PEEK_BYTES = 256 << 10
+_NO_KIND = -1
+_KIND = {"": _NO_KIND} | {kind: code for code, kind in enumerate(tables.KINDS)}
 # A trace of ten years is a broken clock.
 _LONGEST_NS = 10 * 366 * 86_400 * 10**9
 # Times since 1970 in µs are larger than this (May 2001), times since a start or a base are smaller (31 years).
@@ -99,7 +103,14 @@ def peek(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Reading:
-    file: TraceFile[Event] = TraceFile(path, decoder())
+    try:
+        return _decoded(path, exact=False)
+    except BlurredTimes:
+        return _decoded(path, exact=True)
+
+
+def _decoded(path: Path, exact: bool) -> Reading:
+    file: TraceFile[Event] = TraceFile(path, decoder(exact))
     if not file.header():
         what = "it is cut off before its first event" if file.cut else "JSON without traceEvents"
         raise DlprofError(f"{path}: not a torch-profiler trace: {what}")
@@ -160,18 +171,15 @@ class _Rows:
         self.halves: dict[tuple[Scalar, Scalar], list[tuple[int, int, Event]]] = defaultdict(list)
         self.left_out: Counter[str] = Counter()
         self.bad_time = self.bad_duration = 0
-        self.processes: set[Scalar] = set()
+        self.working_lanes: set[int] = set()
 
     def add(self, events: Iterable[Event]) -> None:
         """Take the rows of some events."""
-        whole = []
+        whole = [e for e in events if e.ph == "X"]
         for e in events:
-            ph = e.ph
-            if ph == "X":
-                whole.append(e)
-            elif ph == "B" or ph == "E":
+            if e.ph in "BE" and e.ph:
                 self._half(e)
-            self.seen += bool(ph)
+        self.seen += len(whole) or sum(bool(e.ph) for e in events)
         if whole:
             self._add(whole)
 
@@ -180,7 +188,7 @@ class _Rows:
         args = e.args
         if args is not NO_ARGS:
             args = msgspec.structs.replace(args, **{name: getattr(args, name).copy() for name in RAW})
-        ns = nanoseconds([e.ts])[0]
+        ns = exact_nanoseconds([e.ts])[0]
         if ns == NO_TIME:
             self.bad_time += 1
             return
@@ -209,9 +217,10 @@ class _Rows:
     def _add(self, events: list[Event]) -> None:
         names = self.names
         what = np.array([names[e.cat, e.name] for e in events], dtype=np.int32)
-        start = nanoseconds([e.ts for e in events])
+        start = exact_nanoseconds([e.ts for e in events])
         dur = nanoseconds([e.dur for e in events])
-        known = np.array([bool(k) for k in names.kind])[what]
+        kind = np.array([_KIND[k] for k in names.kind], dtype=np.int8)[what]
+        known = kind != _NO_KIND
         if not known.all():
             for i in np.flatnonzero(~known):
                 if not NO_ROWS.fullmatch(events[i].cat):
@@ -224,12 +233,11 @@ class _Rows:
         if not keep.all():
             chosen = np.flatnonzero(keep)
             events = [events[i] for i in chosen]
-            what, start, dur = what[chosen], start[chosen], dur[chosen]
+            what, start, dur, kind = what[chosen], start[chosen], dur[chosen], kind[chosen]
         if not events:
             return
 
         device = np.array(names.device)[what]
-        kind = np.array(names.kind)[what]
         lane = np.empty(len(events), dtype=np.int32)
         launch = np.full(len(events), -1, dtype=np.int64)
         lanes = self.lanes
@@ -238,25 +246,25 @@ class _Rows:
             lane[i] = lanes[True, e.pid, e.tid, e.args.device, e.args.stream]
         on_host = np.flatnonzero(~device)
         lane[on_host] = [lanes[False, events[i].pid, events[i].tid] for i in on_host]
-        linked = np.flatnonzero(device | (kind == "runtime"))
+        linked = np.flatnonzero(device | (kind == _KIND["runtime"]))
         launch[linked] = integers([events[i].args.correlation for i in linked])
         without = linked[launch[linked] <= 0]
         launch[without] = np.maximum(integers([events[i].args.correlation_id for i in without]), 0)
         launch[without[launch[without] == 0]] = -1
 
         first = self.count
-        for i in np.flatnonzero((kind == "copy") | (kind == "set")):
+        for i in np.flatnonzero((kind == _KIND["copy"]) | (kind == _KIND["set"])):
             self._copy(first + int(i), events[i])
-        for i in np.flatnonzero(kind == "communication"):
+        for i in np.flatnonzero(kind == _KIND["communication"]):
             self._collective(first + int(i), events[i], bool(device[i]))
-        for i in np.flatnonzero(kind == "runtime"):
+        for i in np.flatnonzero(kind == _KIND["runtime"]):
             # AMD tells a copy's bytes on the call, not on the copy.
             if events[i].args.size is not None and launch[i] > 0:
                 size = integer(events[i].args.size)
                 if size >= 0:
                     self.sizes[int(launch[i])] = size
-        for i in np.flatnonzero((kind == "op") | (kind == "runtime")):
-            self.processes.add(events[i].pid)
+        working = lane[(kind == _KIND["op"]) | (kind == _KIND["runtime"])]
+        self.working_lanes.update(np.unique(working).tolist())
 
         for name, column in (("what", what), ("lane", lane), ("start", start), ("dur", dur), ("launch", launch)):
             self.columns[name].append(column)
@@ -341,9 +349,10 @@ class _Rows:
             )
         for category, count in self.left_out.most_common(5):
             warnings.append(f"{path.name}: {count:,} events of the unknown category {category!r} are left out")
-        if len(self.processes) > 1:
+        processes = {key[1] for key, code in self.lanes.items() if code in self.working_lanes}
+        if len(processes) > 1:
             warnings.append(
-                f"{path.name}: holds the work of {len(self.processes)} processes; it is read as one rank: "
+                f"{path.name}: holds the work of {len(processes)} processes; it is read as one rank: "
                 "where ranks were merged into one file, give their own files"
             )
         if not self.count:
@@ -392,9 +401,7 @@ class _Rows:
         none = [""] * len(names.name)
         categories = {
             "lane": _coded(self._lane_names(lane, kinds[what]), lane),
-            "kind": _categorical(
-                np.array([tables.KINDS.index(k) if k else -1 for k in names.kind])[what], tables.KINDS
-            ),
+            "kind": _categorical(np.array([_KIND[k] for k in names.kind])[what], tables.KINDS),
             "name": _coded(names.name, what),
             "copy": sparse([c[0] for c in names.direction], {i: c[0] for i, c in self.copies.items()}),
             "memory": sparse([c[1] for c in names.direction], {i: c[1] for i, c in self.copies.items()}),
@@ -402,7 +409,7 @@ class _Rows:
             "group": sparse(none, {i: c[1] for i, c in self.collectives.items()}),
             "dtype": sparse(none, {i: c[2] for i, c in self.collectives.items()}),
         }
-        order = np.lexsort((-dur, start))
+        order = _in_time(start, dur)
         columns: dict[str, Any] = {name: column[order] for name, column in categories.items()}
         columns |= {"start_ns": start[order], "dur_ns": dur[order], "launch": launch[order], "bytes": size[order]}
         return pd.DataFrame({name: columns[name] for name in tables.SPANS}, copy=False)
@@ -440,6 +447,18 @@ def _coded(names: list[str], codes: NDArray[np.int32]) -> Any:
     mapped = np.zeros(len(names), dtype=np.int32)
     mapped[used] = [place[names[i]] for i in used]
     return _categorical(mapped[codes], order)
+
+
+def _in_time(start: NDArray[np.int64], dur: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Give the order by start, the longer first where two start together.
+
+    A trace is a few long runs that are in order already, which a stable sort by one key merges fast.
+    """
+    order = np.argsort(start, kind="stable")
+    same = start[order][1:] == start[order][:-1]
+    tied = np.flatnonzero(np.concatenate((same, [False])) | np.concatenate(([False], same)))
+    order[tied] = order[tied][np.lexsort((-dur[order[tied]], start[order[tied]]))]
+    return order
 
 
 def _steps(spans: pd.DataFrame) -> pd.DataFrame:
