@@ -184,6 +184,7 @@ class Measured:
         self.warnings = {r: ranks[r].warnings for r in self.ranks}
         self._answers = ranks
         self._across: dict[str, Answer] = {}
+        self._together: dict[str, Answer] = {}
 
     @property
     def world_size(self) -> int:
@@ -203,6 +204,11 @@ class Measured:
         """
         if measure.across:
             return _unwrap(self._answer_across(measure))
+        if measure.name not in self._together:
+            self._together[measure.name] = self._of_all_ranks(measure)
+        return _unwrap(self._together[measure.name])
+
+    def _of_all_ranks(self, measure: Measure) -> Answer:
         frames, first = [], None
         for r in self.ranks:
             answer = self._answers[r].answers.get(measure.name)
@@ -211,7 +217,7 @@ class Measured:
             elif first is None or isinstance(answer, Failure):
                 first = answer
         if not frames:
-            return _unwrap(first if first is not None else NotMeasured("nothing was read"))
+            return first if first is not None else NotMeasured("nothing was read")
         return pd.concat(frames, ignore_index=True)
 
     def lacking(self, measure: Measure) -> dict[int, str]:

@@ -10,7 +10,7 @@ from dlprof.errors import DlprofError
 
 CATEGORY = "category"
 
-# Something that ran, on a thread of the host or a stream of a device.
+# Something that ran, on a thread of the host or a stream of a device; in order of start, the longer first.
 SPANS: Mapping[str, str] = {
     "lane": CATEGORY,  # "host:TID" or "device:STREAM" ("device1:STREAM" on the second device of one process)
     "kind": CATEGORY,  # one of KINDS

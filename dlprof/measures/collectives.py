@@ -43,7 +43,7 @@ def collectives(rank: RankData) -> pd.DataFrame:
         of &= host.is_on_device(rank)
     else:
         of &= ~host.is_on_device(rank) & ~host.is_named(spans, "c10d", "_c10d")
-    chosen = spans[of].sort_values("start_ns", kind="stable")
+    chosen = spans[of]
     start = chosen["start_ns"].to_numpy()
     window = np.searchsorted(t.windows[:, 0], start, side="right") - 1
     inside = (window >= 0) & (start < t.windows[np.maximum(window, 0), 1]) if len(t.windows) else window >= 0

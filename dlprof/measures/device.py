@@ -47,8 +47,7 @@ def device_work(rank: RankData) -> pd.DataFrame:
 
 def _device_work(rank: RankData) -> pd.DataFrame:
     spans = rank.table("spans")
-    work = spans[host.is_on_device(rank) & host.is_kind(spans, *WORK)]
-    return work.sort_values("start_ns", kind="stable")
+    return spans[host.is_on_device(rank) & host.is_kind(spans, *WORK)]
 
 
 def device_sets(rank: RankData) -> DeviceSets:

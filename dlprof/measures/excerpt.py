@@ -67,9 +67,8 @@ def _coarse(a: iv.Intervals, length: int) -> iv.Intervals:
 
 def _longest(spans: pd.DataFrame, pieces: iv.Intervals) -> list[str]:
     """Name the longest span that begins in each piece."""
-    ordered = spans.sort_values("start_ns", kind="stable")
-    start, dur = ordered["start_ns"].to_numpy(), ordered["dur_ns"].to_numpy()
-    name = ordered["name"].astype("str").to_numpy()
+    start, dur = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
+    name = spans["name"].astype("str").to_numpy()
     names = []
     for s, e in pieces:
         i, j = np.searchsorted(start, s), np.searchsorted(start, e)

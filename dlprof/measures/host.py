@@ -75,10 +75,9 @@ def cover(spans: pd.DataFrame, chosen: NDArray[np.bool_] | None = None) -> iv.In
 
 
 def outermost(spans: pd.DataFrame) -> pd.DataFrame:
-    """Give the spans of one lane that lie in no other, in order of time."""
+    """Give the spans of one lane that lie in no other; they are in order of start, the longer first, as ever."""
     if not len(spans):
         return spans
-    ordered = spans.sort_values(["start_ns", "dur_ns"], ascending=[True, False], kind="stable")
-    start = ordered["start_ns"].to_numpy()
-    reach = np.maximum.accumulate(start + ordered["dur_ns"].to_numpy())
-    return ordered[np.concatenate(([True], start[1:] >= reach[:-1]))]
+    start = spans["start_ns"].to_numpy()
+    reach = np.maximum.accumulate(start + spans["dur_ns"].to_numpy())
+    return spans[np.concatenate(([True], start[1:] >= reach[:-1]))]
