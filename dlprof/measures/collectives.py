@@ -37,8 +37,7 @@ def collectives(rank: RankData) -> pd.DataFrame:
     """
     spans = rank.table("spans")
     t = timing(rank)
-    named = ~np.isin(spans["collective"].astype("str").to_numpy(), _POINT_TO_POINT)
-    of = host.is_kind(spans, "communication") & named
+    of = host.is_kind(spans, "communication") & ~host.is_one_of(spans["collective"], *_POINT_TO_POINT)
     if device.has_device(rank):
         of &= host.is_on_device(rank)
     else:

@@ -34,8 +34,13 @@ def is_named(frame: pd.DataFrame, *prefixes: str) -> NDArray[np.bool_]:
 
 def is_kind(frame: pd.DataFrame, *kinds: str) -> NDArray[np.bool_]:
     """Tell for each span whether it is of one of the kinds."""
-    kind = frame["kind"].cat
-    return np.asarray([c in kinds for c in kind.categories] or [False], dtype=bool)[kind.codes]
+    return is_one_of(frame["kind"], *kinds)
+
+
+def is_one_of(column: pd.Series[str], *values: str) -> NDArray[np.bool_]:
+    """Tell for each value of a categorical column whether it is one of those given."""
+    told = column.cat
+    return np.asarray([c in values for c in told.categories] or [False], dtype=bool)[told.codes]
 
 
 def training_lane(rank: RankData) -> str:

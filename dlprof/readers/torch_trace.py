@@ -14,6 +14,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from dlprof.readers.events import (
 from dlprof.readers.patterns import NO_ROWS, collective_of, copy_of, element_type, kind_of, rank_in
 
 PEEK_BYTES = 256 << 10
+_place_of = attrgetter("cat", "name", "pid", "tid")
 _NO_KIND = -1
 _KIND = {"": _NO_KIND} | {kind: code for code, kind in enumerate(tables.KINDS)}
 # A trace of ten years is a broken clock.
@@ -153,6 +155,25 @@ class _Codes(dict[Any, int]):
         return code
 
 
+class _Places(dict[tuple[str, str, Any, Any], int]):
+    """Numbers every (category, name, pid, tid): one look-up an event tells what it is and on which thread."""
+
+    def __init__(self, names: _Names, lanes: _Codes) -> None:
+        super().__init__()
+        self.names = names
+        self.lanes = lanes
+        self.what: list[int] = []
+        self.lane: list[int] = []  # of a host event; a device's depends on its args too
+
+    def __missing__(self, key: tuple[str, str, Any, Any]) -> int:
+        category, name, pid, tid = key
+        what = self.names[category, name]
+        self.what.append(what)
+        self.lane.append(self.lanes[False, pid, tid] if self.names.kind[what] and not self.names.device[what] else -1)
+        self[key] = code = len(self)
+        return code
+
+
 class _Rows:
     """The rows read so far, as columns; what is rare (bytes, groups) as row numbers and values."""
 
@@ -161,6 +182,7 @@ class _Rows:
         self.seen = 0
         self.names = _Names()
         self.lanes = _Codes()
+        self.places = _Places(self.names, self.lanes)
         self.groups: dict[str, dict[str, Any]] = {}
         self.columns: dict[str, list[NDArray[Any]]] = defaultdict(list)
         self.count = 0
@@ -216,7 +238,9 @@ class _Rows:
 
     def _add(self, events: list[Event]) -> None:
         names = self.names
-        what = np.array([names[e.cat, e.name] for e in events], dtype=np.int32)
+        place = np.array(list(map(self.places.__getitem__, map(_place_of, events))), dtype=np.int32)
+        what = np.array(self.places.what, dtype=np.int32)[place]
+        lane = np.array(self.places.lane, dtype=np.int32)[place]
         start = exact_nanoseconds([e.ts for e in events])
         dur = nanoseconds([e.dur for e in events])
         kind = np.array([_KIND[k] for k in names.kind], dtype=np.int8)[what]
@@ -233,19 +257,16 @@ class _Rows:
         if not keep.all():
             chosen = np.flatnonzero(keep)
             events = [events[i] for i in chosen]
-            what, start, dur, kind = what[chosen], start[chosen], dur[chosen], kind[chosen]
+            what, lane, start, dur, kind = what[chosen], lane[chosen], start[chosen], dur[chosen], kind[chosen]
         if not events:
             return
 
         device = np.array(names.device)[what]
-        lane = np.empty(len(events), dtype=np.int32)
         launch = np.full(len(events), -1, dtype=np.int64)
         lanes = self.lanes
         for i in np.flatnonzero(device):
             e = events[i]
             lane[i] = lanes[True, e.pid, e.tid, e.args.device, e.args.stream]
-        on_host = np.flatnonzero(~device)
-        lane[on_host] = [lanes[False, events[i].pid, events[i].tid] for i in on_host]
         linked = np.flatnonzero(device | (kind == _KIND["runtime"]))
         launch[linked] = integers([events[i].args.correlation for i in linked])
         without = linked[launch[linked] <= 0]
