@@ -1,0 +1,7 @@
+"""Runs every benchmark: `make bench`."""
+
+import runpy
+
+for name in ("report", "overhead"):
+    print(f"== benchmarks.{name}", flush=True)
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__")
