@@ -204,8 +204,9 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
             sys.stderr.write(f"dlprof: {command[0]}: {e.strerror}\n")
             return 126 << 8
         while True:
-            info = signal.sigwaitinfo(watched)
-            if info.si_signo == signal.SIGCHLD:
+            # Another thread of this process, if there is one, may have been given the SIGCHLD: look once a second.
+            info = signal.sigtimedwait(watched, 1.0)
+            if info is None or info.si_signo == signal.SIGCHLD:
                 pid, status = os.waitpid(child.pid, os.WNOHANG)
                 if pid:
                     child.returncode = os.waitstatus_to_exitcode(status)

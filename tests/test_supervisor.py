@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -259,3 +260,18 @@ def test_tasks_of_one_job_share_a_folder_and_others_do_not(tmp_path: Path, monke
         supervise(["true"], folder, {**env, "SLURM_JOB_ID": "8"}, {})
     assert job_id({}) is None
     assert new_folder("train", {}) != new_folder("train", {})
+
+
+def test_a_process_with_other_threads_still_sees_the_end(tmp_path: Path) -> None:
+    idle = threading.Event()
+    others = [threading.Thread(target=idle.wait) for _ in range(8)]
+    for thread in others:
+        thread.start()
+    try:
+        # The kernel may hand the SIGCHLD to any of them, which has it not blocked and ignores it.
+        for n in range(4):
+            assert supervise(["true"], tmp_path / str(n), os.environ, {}).code == 0
+    finally:
+        idle.set()
+        for thread in others:
+            thread.join()
