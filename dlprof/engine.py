@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
 
 from dlprof.errors import DlprofError, NotMeasured
-from dlprof.run import Rank, Run
+from dlprof.readers import SOURCES, Source
+from dlprof.run import TRACE, Rank, Run
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
@@ -48,20 +50,16 @@ class RankData:
         self._read(rank)
 
     def _read(self, rank: Rank) -> None:
-        from dlprof.readers import steps, torch_trace
+        for source in SOURCES:
+            if source.reader in rank.files:
+                self._take(source, rank.files[source.reader])
+            else:
+                why = (_why_no_trace(rank) if source.reader == TRACE else "") or source.absent
+                self._missing.update(dict.fromkeys(source.tables, why))
 
-        if rank.trace is None:
-            self._missing.update(dict.fromkeys(("spans", "traced_steps"), _why_no_trace(rank)))
-        else:
-            self._take(rank.trace, torch_trace.read)
-        if rank.steps is None:
-            self._missing["steps"] = "no record of every step (only `dlprof wrap` and `dlprof run` leave one)"
-        else:
-            self._take(rank.steps, steps.read)
-
-    def _take(self, path: Any, read: Callable[[Any], Any]) -> None:
+    def _take(self, source: Source, path: Path) -> None:
         try:
-            reading = read(path)
+            reading = source.read(path)
         except DlprofError as e:
             why = str(e)
         except Exception as e:  # noqa: BLE001 - a reader's fault costs only its file
@@ -72,8 +70,7 @@ class RankData:
             self.warnings.extend(reading.warnings)
             return
         self.warnings.append(why)
-        names = ("steps",) if path.name == "steps.jsonl" else ("spans", "traced_steps")
-        self._missing.update(dict.fromkeys(names, why))
+        self._missing.update(dict.fromkeys(source.tables, why))
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -104,6 +101,7 @@ class RankData:
 
 
 def _why_no_trace(rank: Rank) -> str:
+    """Tell what the recorder knows of it; "" where it knows nothing."""
     window = rank.facts.get("window") or {}
     state = window.get("state")
     if state == "off":
@@ -113,7 +111,7 @@ def _why_no_trace(rank: Rank) -> str:
     if state == "waiting":
         need = sum(window.get(k) or 0 for k in ("skip", "warmup", "active"))
         return f"the job ended before the traced window of step {need} (--window skip,warmup,active moves it)"
-    return "no torch-profiler trace of this rank"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -330,7 +328,7 @@ def processes(ranks: Sequence[Rank], todo: Sequence[Measure], workers: int) -> I
             try:
                 yield rank.index, pool.submit(measure_rank, rank, todo).result()
             except BrokenProcessPool:
-                why = f"reading {rank.trace} killed its process (out of memory?)"
+                why = f"reading {', '.join(map(str, rank.files.values()))} killed its process (out of memory?)"
                 lost: dict[str, Answer] = {m.name: Failure(why) for m in todo}
                 yield rank.index, _RankAnswer(lost, rank.facts, {}, (why,))
 
@@ -355,8 +353,8 @@ def _cores() -> int:
 def _bytes(rank: Rank) -> int:
     """Estimate the memory of a rank's tables."""
     size = 0
-    for path in (rank.trace, rank.steps):
-        if path is not None and path.exists():
+    for path in rank.files.values():
+        if path.exists():
             size += path.stat().st_size * (BYTES_PER_GZIP_BYTE if path.suffix == ".gz" else 1)
     return size
 

@@ -15,7 +15,7 @@ from dlprof.measures import settings
 from dlprof.measures.excerpt import excerpt
 from dlprof.measures.steps import step_means, step_series
 from dlprof.result import Fact, Panel, RunInfo
-from dlprof.units import duration
+from dlprof.units import duration, size
 
 NEEDS: tuple[Measure, ...] = (excerpt, step_means, step_series)
 
@@ -172,8 +172,9 @@ def facts(run: Measured) -> tuple[Fact, ...]:
     code, signal = run.run.exit.get("code"), run.run.exit.get("signal")
     add("Job", "ended", f"by signal {signal}" if signal else f"with exit code {code}" if code is not None else "")
     add("Device", "name", _device(run))
-    for key in ("type", "memory_bytes", "capability"):
-        add("Device", key.replace("_", " "), _several(run, "device", key))
+    add("Device", "type", _several(run, "device", "type"))
+    add("Device", "memory", [size(float(n)) for n in _several(run, "device", "memory_bytes") if n.isdigit()])
+    add("Device", "capability", _several(run, "device", "capability"))
     for key in ("count", "affinity", "torch_threads"):
         add("Device", f"cpu {key.replace('_', ' ')}", _several(run, "cpu", key))
     for key in ("torch", "cuda", "cudnn", "nccl", "python", "dlprof"):

@@ -7,14 +7,15 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dlprof.errors import DlprofError
-
-if TYPE_CHECKING:
-    from dlprof.readers import Reading
+from dlprof.readers import SOURCES, Reading
 
 FORMAT = 1
+
+# Which reader foreign files are for.
+TRACE = "torch_trace"
 
 # How deep below a folder foreign traces are looked for (profiles/iteration_100/rank0.json), and how many files are
 # looked into before the folder is taken for something else than a folder of traces.
@@ -27,8 +28,7 @@ class Rank:
     """What one rank left on disk. `facts` are the recorder's; of a foreign trace, empty."""
 
     index: int
-    trace: Path | None = None
-    steps: Path | None = None
+    files: Mapping[str, Path] = field(default_factory=dict)  # reader → what it is to read
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -107,9 +107,7 @@ def _recorded(folder: Path) -> Run:
         facts, odd = _facts(sub / "facts.json", reader.read)
         for warning in (*odd, *(facts.get("warnings") or ())):
             said.setdefault(warning, []).append(index)
-        trace = next((t for t in (sub / "trace.json.gz", sub / "trace.json") if t.is_file()), None)
-        steps = sub / "steps.jsonl"
-        ranks.append(Rank(index, trace, steps if steps.is_file() else None, facts))
+        ranks.append(Rank(index, _files(sub), facts))
     for warning, who in said.items():
         warnings.append(f"rank {who[0]}: {warning}" if len(who) == 1 else f"{len(who)} ranks: {warning}")
     if not ranks:
@@ -128,13 +126,19 @@ def _recorded(folder: Path) -> Run:
     )
 
 
+def _files(folder: Path) -> dict[str, Path]:
+    """Find what a rank left for each reader."""
+    found = {s.reader: next((folder / f for f in s.files if (folder / f).is_file()), None) for s in SOURCES}
+    return {reader: path for reader, path in found.items() if path is not None}
+
+
 def _one_file(path: Path) -> Run:
     from dlprof.readers import torch_trace
 
     if path.name in ("run.json", "result.json", "facts.json"):
         raise DlprofError(f"{path}: part of a run, not a trace; give its folder, {path.parent}")
     rank = torch_trace.peek(path).get("rank")
-    return Run(path=path, ranks=(Rank(rank if isinstance(rank, int) else 0, trace=path),))
+    return Run(path=path, ranks=(Rank(rank if isinstance(rank, int) else 0, {TRACE: path}),))
 
 
 def _foreign(folder: Path) -> Run:
@@ -174,7 +178,7 @@ def _foreign(folder: Path) -> Run:
             by_rank[rank] = [chosen]
     return Run(
         path=folder,
-        ranks=tuple(Rank(r, trace=f[0]) for r, f in sorted(by_rank.items())),
+        ranks=tuple(Rank(r, {TRACE: f[0]}) for r, f in sorted(by_rank.items())),
         warnings=tuple(warnings),
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dlprof.engine import Measure, Measured, RankData, measure
-from dlprof.run import Rank, open_run
+from dlprof.run import TRACE, Rank, open_run
 from tests import traces
 
 MS = 1_000_000
@@ -71,7 +71,7 @@ def light(step: int, dur: int, start: int | None = None, **said: Any) -> dict[st
 
 def rank_of(folder: Path, made: dict[str, Any]) -> RankData:
     """Give one rank's tables, read from a trace."""
-    return RankData(Rank(0, trace=traces.write(folder / "trace.json", made)))
+    return RankData(Rank(0, {TRACE: traces.write(folder / "trace.json", made)}))
 
 
 def measured(path: Path, *wanted: Measure) -> Measured:

@@ -18,7 +18,7 @@ from dlprof.measures.device import device_time
 from dlprof.measures.replay import own_time
 from dlprof.measures.steps import step_means
 from dlprof.readers import torch_trace
-from dlprof.run import Rank, Run, open_run
+from dlprof.run import TRACE, Rank, Run, open_run
 from tests import traces
 
 RANKS = 4
@@ -258,7 +258,7 @@ def test_what_claims_to_be_a_huge_job_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_foreign_traces_of_which_none_can_be_read_are_refused_and_a_recorded_run_is_not(tmp_path: Path) -> None:
-    ranks = tuple(Rank(r, trace=tmp_path / f"{r}.json") for r in range(2))
+    ranks = tuple(Rank(r, {TRACE: tmp_path / f"{r}.json"}) for r in range(2))
     with pytest.raises(DlprofError, match=r"none of 2 traces can be read: .*0\.json: no such file"):
         engine.measure(Run(tmp_path, ranks), [rows], jobs=1)
     run = engine.measure(Run(tmp_path, ranks, recorded=True), [rows], jobs=1)

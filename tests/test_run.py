@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from dlprof.cli import cli
 from dlprof.errors import DlprofError
 from dlprof.readers import facts
-from dlprof.run import FORMAT, open_run
+from dlprof.run import FORMAT, TRACE, open_run
 from tests import jobs, traces
 
 
@@ -201,7 +201,7 @@ def test_a_rank_that_is_there_twice_is_read_once(tmp_path: Path) -> None:
     for n in range(2):
         traces.write(tmp_path / "twice" / f"part{n}.json", traces.training(rank=1, world_size=2))
     run = open_run(tmp_path / "twice")
-    assert [(r.index, r.trace and r.trace.name) for r in run.ranks] == [(1, "part1.json")]
+    assert [(r.index, r.files[TRACE].name) for r in run.ranks] == [(1, "part1.json")]
     assert "rank 1 is there 2 times" in warned(tmp_path / "twice", tmp_path / "out")
 
 
@@ -217,7 +217,7 @@ def test_traces_without_a_rank_are_numbered_by_the_natural_order_of_their_names(
     for n in (10, 9):
         traces.write(tmp_path / "some" / f"part-{n}-of-job.json", traces.training(rank=None))
     run = open_run(tmp_path / "some")
-    assert [r.trace.name for r in run.ranks if r.trace] == ["part-9-of-job.json", "part-10-of-job.json"]
+    assert [r.files[TRACE].name for r in run.ranks] == ["part-9-of-job.json", "part-10-of-job.json"]
     assert "numbered in the order of their names" in "\n".join(run.warnings)
 
 
@@ -318,7 +318,7 @@ def test_foreign_traces_are_not_written_to(tmp_path: Path, monkeypatch: pytest.M
 def test_a_whole_run(tmp_path: Path) -> None:
     run = open_run(recorded(tmp_path / "run", ranks=2))
     assert (run.command, run.hosts, run.exit) == (("python", "train.py"), ("node-1",), {"code": 0, "signal": None})
-    assert [(r.index, r.trace is not None, r.steps is not None) for r in run.ranks] == [
+    assert [(r.index, TRACE in r.files, "steps" in r.files) for r in run.ranks] == [
         (0, True, True),
         (1, True, True),
     ]

@@ -105,7 +105,10 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(env.items())
-        if (name.startswith(_PREFIXES) or name in _NAMES) and not any(word in name.upper() for word in _SECRET)
+        if (name.startswith(_PREFIXES) or name in _NAMES)
+        # What torchrun tells its ranks differs in every run and shapes nothing.
+        and not name.startswith("TORCHELASTIC_")
+        and not any(word in name.upper() for word in _SECRET)
     }
 
 

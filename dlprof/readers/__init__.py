@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -21,3 +23,32 @@ class Reading:
     tables: Mapping[str, pd.DataFrame]
     facts: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Source:
+    """One thing that a rank leaves on disk: its files (the first that is there is read), and the tables they hold."""
+
+    reader: str  # module of this package
+    files: tuple[str, ...]
+    tables: tuple[str, ...]
+    absent: str  # why there is none, in words for the user
+
+    def read(self, path: Path) -> Reading:
+        """Read a file of this source; raises DlprofError where it cannot be read."""
+        reading: Reading = importlib.import_module(f"{__name__}.{self.reader}").read(path)
+        return reading
+
+
+# What is read of a rank. To add a source: its reader, its line here, its tables in dlprof/tables.py.
+SOURCES: tuple[Source, ...] = (
+    Source(
+        "steps", ("steps.jsonl",), ("steps",), "no record of every step (only `dlprof wrap` and `dlprof run` leave one)"
+    ),
+    Source(
+        "torch_trace",
+        ("trace.json.gz", "trace.json"),
+        ("spans", "traced_steps"),
+        "no torch-profiler trace of this rank",
+    ),
+)

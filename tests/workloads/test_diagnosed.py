@@ -1,0 +1,47 @@
+"""Planted faults, recorded for real on two CPU ranks, must be diagnosed; the run without one is left alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import environment
+
+ROOT = Path(__file__).parents[2]
+
+
+def outcomes(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
+    """Record a short run of the reference workload, and give what the rules said of it."""
+    command = [sys.executable, "-m", "dlprof", "run", str(ROOT / "workloads" / "ddp_resnet.py"), "--procs", "2"]
+    command += ["-o", str(folder / "run"), *options, "--", "--steps", "40", "--data", str(folder.parent / "data")]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((folder / "run" / "result.json").read_text())
+    assert result["window"]["source"] == "steps"
+    assert (folder / "run" / "report.html").stat().st_size > 1_000_000
+    return {o["id"]: o for o in result["outcomes"]}
+
+
+@pytest.mark.parametrize(
+    ("fault", "rule", "least"),
+    [
+        ("no_workers", "input_wait", 0.15),
+        ("python_metrics", "host_bound", 0.1),
+        ("blocking_allreduce", "exposed_communication", 0.1),
+    ],
+)
+def test_a_planted_fault_is_found(tmp_path: Path, fault: str, rule: str, least: float) -> None:
+    found = outcomes(tmp_path, "--fault", fault)[rule]
+    assert found["state"] == "found", found
+    assert found["share"] > least
+
+
+def test_without_a_fault_neither_loader_nor_host_is_blamed_for_much(tmp_path: Path) -> None:
+    # The cores are shared with other tests: a little waiting may be real.
+    said = outcomes(tmp_path)
+    assert said["input_wait"]["share"] < 0.15
+    assert said["host_bound"]["share"] < 0.15
+    assert said["pageable_copy"]["state"] == "not_measured"
