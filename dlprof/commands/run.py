@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from dlprof.commands.wrap import parse_window, record
+from dlprof.commands.wrap import record, recording_options
 from dlprof.errors import DlprofError
 
 
@@ -18,19 +18,8 @@ from dlprof.errors import DlprofError
 @click.argument("workload")
 @click.option("--gpus", type=click.IntRange(min=1), help="Ranks, one a GPU.")
 @click.option("--procs", type=click.IntRange(min=1), help="Ranks on the CPU, over gloo.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="The run folder [default: a new one under runs/].")
 @click.option("--fault", help="A fault to plant, by name; the workload's --help lists them.")
-@click.option(
-    "--window",
-    default="10,2,5",
-    callback=parse_window,
-    show_default=True,
-    metavar="S,W,A",
-    help="Steps to skip, to warm up and to trace.",
-)
-@click.option("--no-trace", is_flag=True, help="The light layer only: no profiler window.")
-@click.option("--quiet", is_flag=True, help="Say nothing but warnings and errors.")
-@click.option("--no-report", is_flag=True, help="Record only.")
+@recording_options
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
     workload: str,

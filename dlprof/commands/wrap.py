@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
@@ -42,24 +43,40 @@ def parse_window(_ctx: click.Context, _param: click.Parameter, value: str) -> st
     return f"{skip},{warmup},{active}"
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OPTIONS = (
+    click.option(
+        "-o", "--out", type=click.Path(path_type=Path), help="The run folder [default: a new one under runs/]."
+    ),
+    click.option(
+        "--window",
+        default="10,2,5",
+        callback=parse_window,
+        show_default=True,
+        metavar="S,W,A",
+        help="Steps to skip, to warm up and to trace.",
+    ),
+    click.option("--no-trace", is_flag=True, help="The light layer only: no profiler window."),
+    click.option("--quiet", is_flag=True, help="Say nothing but warnings and errors."),
+    click.option("--no-report", is_flag=True, help="Record only."),
+)
+
+
+def recording_options(command: F) -> F:
+    """Give a command the options of every command that records."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
 @click.command(
     cls=_Wrap,
     options_metavar="[OPTIONS]",
     context_settings={"allow_interspersed_args": False},
     short_help="Record any script or launcher command, unedited.",
 )
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="The run folder [default: a new one under runs/].")
-@click.option(
-    "--window",
-    default="10,2,5",
-    callback=parse_window,
-    show_default=True,
-    metavar="S,W,A",
-    help="Steps to skip, to warm up and to trace.",
-)
-@click.option("--no-trace", is_flag=True, help="The light layer only: no profiler window.")
-@click.option("--quiet", is_flag=True, help="Say nothing but warnings and errors.")
-@click.option("--no-report", is_flag=True, help="Record only.")
+@recording_options
 @click.argument(
     "command",
     nargs=-1,
@@ -77,7 +94,7 @@ def wrap(
     no_report: bool,
     command: tuple[str, ...],
 ) -> None:
-    r"""Record a training script, unedited, and print where its time goes.
+    """Record a training script, unedited, and print where its time goes.
 
     \b
     dlprof wrap train.py --lr 0.1
@@ -87,7 +104,7 @@ def wrap(
     A script or -m package runs under the Python that runs dlprof; after --, any command runs as it is. Nothing after
     the script's name is an option of ours. Exit status, signals, stdin and stdout are the script's own; dlprof's words
     go to stderr.
-    """
+    """  # noqa: D301 - \b keeps these lines apart in click's help
     words = list(command)
     python = not ctx.meta.get(_AS_IS) and (words[0].startswith("-m") or words[0].endswith(".py"))
     record(
