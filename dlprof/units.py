@@ -62,8 +62,8 @@ def scale(unit: str, largest: float) -> tuple[float, str]:
     if unit == "share":
         return 0.01, "%"
     for divisor, name in {"ns": _TIMES, "bytes": _SIZES}.get(unit, ()):
-        # What would round to 1000 of the smaller unit is 1 of this one.
-        if abs(largest) >= 0.99995 * divisor:
+        # What would round to 1000 of the smaller unit is 1 of this one; ns are written whole.
+        if abs(largest) >= (0.9995 if name == "µs" else 0.99995) * divisor:
             return divisor, name
     return 1.0, {"bytes": "B"}.get(unit, unit)
 

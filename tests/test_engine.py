@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -278,3 +279,16 @@ def test_measures_travel_by_name(measure: engine.Measure) -> None:
     make, args = measure.__reduce__()
     travelled: Callable[..., Any] = make
     assert travelled(*args) is measure
+
+
+def test_a_caller_with_threads_gets_processes_that_share_none_of_them(job: Run) -> None:
+    # Forking a process that has threads may copy a lock that nobody will ever release: fresh interpreters then.
+    idle = threading.Event()
+    other = threading.Thread(target=idle.wait)
+    other.start()
+    try:
+        frame = engine.measure(job, [device_time], jobs=2).frame(device_time)
+    finally:
+        idle.set()
+        other.join()
+    assert frame.equals(engine.measure(job, [device_time], jobs=1).frame(device_time))
