@@ -77,23 +77,28 @@ def _traced(run: Measured, rank: int) -> int:
 
 
 def _advice(run: Measured, mine: pd.DataFrame, per_step: float) -> tuple[str, ...]:
-    ddp = settings.model(run).get("ddp")
+    ddp, fsdp = settings.model(run).get("ddp"), settings.model(run).get("fsdp")
     sized = mine["bytes"][mine["bytes"] > 0]
     advice = []
     if per_step > 8 and len(sized) and sized.median() < SMALL_BYTES:
         what = f"{per_step:.0f} collectives of {size(float(sized.median()))} (median) a step"
         if ddp:
             advice.append(f"larger buckets: {what}; `bucket_cap_mb=25` or more (is {ddp.get('bucket_cap_mb')})")
+        elif fsdp:
+            advice.append(f"larger shards: {what}; `fully_shard` whole blocks, not single layers")
         else:
             advice.append(
                 f"{what}: exchange gradients in large buckets during the backward pass (`DistributedDataParallel`)"
             )
-    elif not ddp and settings.model(run):
+    elif not ddp and not fsdp and settings.model(run):
         advice.append("`DistributedDataParallel` or FSDP2 (`fully_shard`): they exchange during the backward pass")
     if ddp and ddp.get("find_unused_parameters"):
         advice.append("`find_unused_parameters=False` (is True) unless some are unused: it delays the exchange")
     if any(f.get("backend") == "gloo" and (f.get("device") or {}).get("type") == "cuda" for f in run.facts.values()):
         advice.append("`init_process_group('nccl')` (is gloo): gloo sends GPU tensors through the host")
+    if fsdp:
+        advice.append("`fully_shard(..., reshard_after_forward=False)` where memory allows: no second all-gather")
+        advice.append("half the bytes: `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)`")
     if ddp:
         advice.append(
             "half the bytes: `model.register_comm_hook(None, fp16_compress_hook)`; fewer exchanges: `no_sync()`"

@@ -73,3 +73,11 @@ def test_several_ranks_without_collectives_abstain(tmp_path: Path) -> None:
     made = [traces.trace(traces.step(1, 0, MS), traces.kernel("gemm", 0, MS), rank=r) for r in range(2)]
     answer = ask(RULE, runs.foreign(tmp_path, *made))
     assert (answer.state, answer.why) == ("not_measured", "no collectives in the traced steps")
+
+
+def test_a_sharded_model_gets_the_advice_for_one(tmp_path: Path) -> None:
+    facts = {"device": {"type": "cuda"}, "models": [{"parameters": 1, "fsdp": True}]}
+    advice = ask(RULE, runs.recorded(tmp_path / "run", *((m, [], facts) for m in reducing(many=20)))).advice
+    assert "`fully_shard` whole blocks" in advice[0]
+    assert any("reshard_after_forward=False" in a for a in advice)
+    assert not any("DistributedDataParallel" in a for a in advice)
