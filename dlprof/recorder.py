@@ -187,6 +187,11 @@ class Recorder:
         """Give the Unix time, in ns, of a perf_counter reading."""
         return perf_ns - self.perf_ns + self.unix_ns
 
+    @property
+    def phase(self) -> int | None:
+        """The innermost phase that the training thread is in; None: in none of them."""
+        return self._phases[-1] if self._phases else None
+
     def open_range(self, name: str) -> Any:
         """Open a named range if a trace window is open; its __exit__ closes it. None: nobody traces."""
         if _is_compiling() or self.range is None:

@@ -52,7 +52,23 @@ STEPS: Mapping[str, str] = {
     "first": "int64",  # 1: holds an epoch's first next() or its end
 }
 
-TABLES: Mapping[str, Mapping[str, str]] = {"spans": SPANS, "traced_steps": TRACED_STEPS, "steps": STEPS}
+# What held up the training thread for a millisecond or more and shows in no trace, in order of time.
+STALLS: Mapping[str, str] = {
+    "kind": CATEGORY,  # garbage_collection, checkpoint
+    "start_ns": "int64",
+    "dur_ns": "int64",
+    "step": "int64",  # as the recorder counts them
+    "generation": "int64",  # that the garbage collector went through, -1: no such stall
+    "path": CATEGORY,  # of a checkpoint, "": not a named file
+    "phase": CATEGORY,  # that it happened in: fetch, forward, backward, optimizer, rest
+}
+
+TABLES: Mapping[str, Mapping[str, str]] = {
+    "spans": SPANS,
+    "stalls": STALLS,
+    "steps": STEPS,
+    "traced_steps": TRACED_STEPS,
+}
 
 
 def check(name: str, frame: pd.DataFrame) -> pd.DataFrame:

@@ -37,6 +37,8 @@ from torch.utils.data.distributed import DistributedSampler
 # What can be planted, and the dlprof rule that must notice it. Each is one `if args.fault == ...` below.
 FAULTS = {
     "blocking_allreduce": "exposed_communication",  # gradients reduced one by one, after backward
+    "checkpoint_every_few": "checkpoint_stall",  # the whole state, and five copies of it, every 5 steps
+    "garbage": "gc_pauses",  # many objects live on, and each step leaves cycles
     "no_workers": "input_wait",  # the training thread reads and decodes
     "pageable": "pageable_copy",  # batches copied to the GPU from ordinary memory
     "python_metrics": "host_bound",  # statistics in pure Python between the steps
@@ -451,6 +453,17 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
     partial.replace(path)
 
 
+def litter(kept: list[Any], objects: int = 2_000_000, cycles: int = 40_000) -> None:
+    """Leave garbage in cycles, among so many living objects that each full collection has much to go through."""
+    if not kept:
+        kept.extend([] for _ in range(objects))
+    kept.extend([] for _ in range(objects // 3))  # a full collection waits until a quarter of all is new
+    del kept[objects:]
+    for _ in range(cycles):
+        itself: list[Any] = []
+        itself.append(itself)
+
+
 def normalised(pixels: Tensor, args: argparse.Namespace) -> Tensor:
     """Give pixels (batch × height × width × 3, uint8) as the model wants them: batch × 3 × height × width, around 0.
 
@@ -517,6 +530,7 @@ def main() -> None:
     train_loader = build_loader(args, folder / "train", train=True)
     val_loader = build_loader(args, folder / "val", train=False)
 
+    kept: list[Any] = []  # fault garbage
     logged_at, logged_step = time.perf_counter(), 0
     for step, (epoch, (pixels, labels)) in enumerate(batches(train_loader, args.epochs), start=1):
         non_blocking = args.fault != "pageable"
@@ -540,6 +554,11 @@ def main() -> None:
 
         if args.fault == "python_metrics":
             python_metrics(logits, labels)
+        if args.fault == "garbage":
+            litter(kept)
+        if args.fault == "checkpoint_every_few" and step % 5 == 0 and args.rank == 0:
+            for copy in range(6):
+                save(args.data / f"checkpoint-{copy}.pt", bare, optimizer, step)
         if args.validate_every and step % args.validate_every == 0:
             accuracy = validate(model, val_loader, args)
             if args.rank == 0:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dlprof.collectors.facts import Facts
+from dlprof.collectors.stalls import Stalls
 from dlprof.collectors.steps import Steps
 from dlprof.collectors.trace import Trace
 
 COLLECTORS = (
     Facts,
+    Stalls,
     Steps,
     Trace,
 )

@@ -2,8 +2,9 @@
 
 Two views are crossed. What the device does claims time first: computation, then communication, then copies that
 nothing hides. The time in which the device has nothing is split by what the training thread does: it waits for its
-loader, it works in the optimizer, it launches or runs Python. On a run without a device the training thread's own
-operators are the computation, and collectives with no operator beside them are the communication.
+loader, it saves a checkpoint, Python's garbage collector holds it up, it works in the optimizer, it launches or runs
+Python. On a run without a device the training thread's own operators are the computation, and collectives with no
+operator beside them are the communication; what stalls that thread comes before them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pandas as pd
 from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, by_rank, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import device, host
+from dlprof.measures import device, host, stalls
 from dlprof.measures.steps import PHASES, Timing, light_steps, standard_error, timing
 from dlprof.result import CATEGORIES
 
@@ -50,6 +51,7 @@ def _claims(rank: RankData) -> list[tuple[str, iv.Intervals]]:
         raise NotMeasured(
             "the job runs on a GPU, but the trace holds nothing of the GPU's work (record ProfilerActivity.CUDA)"
         )
+    stalled = [(kind, stalls.stalled(rank, kind)) for kind in stalls.KINDS]
     if device.has_device(rank):
         sets = device.device_sets(rank)
         late = device.late_host(rank)
@@ -57,11 +59,13 @@ def _claims(rank: RankData) -> list[tuple[str, iv.Intervals]]:
             ("computation", sets.computation),
             ("communication", sets.communication),
             ("copy", sets.copy),
+            *stalled,
             ("input_wait", fetch),
             ("optimizer_host", iv.intersect(late, optimizer)),
             ("host", late),
         ]
     return [
+        *stalled,
         # The loader's own operators (decoding, collating) are no computation of the model's.
         ("input_wait", fetch),
         ("computation", cpu_computation(rank)),
@@ -115,7 +119,8 @@ def breakdown(rank: RankData) -> pd.DataFrame:
     The trace tells the parts of its own few steps, which the profiler slowed. Where the light layer timed the steady
     steps without it, the parts are brought to those: device work keeps its time, and the rest of the step is divided as
     in the trace, each phase of the training thread (fetch, forward, backward, optimizer, rest) scaled to its length in
-    the steps that were not traced.
+    the steps that were not traced. Stalls, which the few traced steps may hold by chance or miss, were recorded in all
+    steps: theirs is the recorded time, as far as device work leaves room for it; the other parts share what is left.
     """
     t = timing(rank)
     parts = _traced(rank, t) if len(t.windows) else _light_only(rank, t)
@@ -137,6 +142,9 @@ def _noise(rank: RankData, t: Timing) -> dict[str, float]:
     edges = np.append(t.windows[:, 0], t.windows[-1, 1])
     noise = {c: standard_error(iv.per_slot(p, edges).astype(float)) for c, p in partition(rank).items()}
     if t.source == "steps":
+        if stalls.by_phase(rank):
+            means = rank.once(stalls.stall_means.function)
+            noise |= dict(zip(means["kind"], means["noise_ns"], strict=True))
         frame = rank.once(light_steps)
         noise["input_wait"] = standard_error(frame.loc[frame["steady"], "fetch_ns"].to_numpy(dtype=float))
     return noise
@@ -150,19 +158,40 @@ def _traced(rank: RankData, t: Timing) -> dict[str, float]:
         return means
     works = _ON_DEVICE if device.has_device(rank) else ()
     busy = {c: ns for c, ns in means.items() if c in works}
-    rest = _scaled(rank, t, {c: p for c, p in parts.items() if c not in works})
-    if sum(busy.values()) > t.step_ns or not sum(rest.values()):
-        return _to(t.step_ns, {**busy, **dict.fromkeys(rest, 0.0)}) if busy else _to(t.step_ns, means)
-    return {**busy, **_to(t.step_ns - sum(busy.values()), rest)}
+    stalled = _stalls(rank, max(t.step_ns - sum(busy.values()), 0.0))
+    left = t.step_ns - sum(stalled.values())
+    others = {c: p for c, p in parts.items() if c not in works and c not in stalls.KINDS}
+    rest = _scaled(rank, t, others)
+    if sum(busy.values()) > left or not sum(rest.values()):
+        if not busy:
+            busy = {c: means[c] for c in others}
+        return {**_to(left, {**busy, **dict.fromkeys(rest.keys() - busy.keys(), 0.0)}), **stalled}
+    return {**busy, **_to(left - sum(busy.values()), rest), **stalled}
+
+
+def _stalls(rank: RankData, room: float = np.inf) -> dict[str, float]:
+    """Give the recorded stalls' ns of the mean steady step by kind, together no more than there is room for."""
+    found: dict[str, float] = {}
+    for (kind, _), ns in stalls.by_phase(rank).items():
+        found[kind] = found.get(kind, 0.0) + ns
+    total = sum(found.values())
+    return {kind: ns * room / total for kind, ns in found.items()} if total > room else found
 
 
 def _scaled(rank: RankData, t: Timing, parts: Mapping[str, iv.Intervals]) -> dict[str, float]:
-    """Give the parts' mean ns a step, each phase of the training thread stretched to its untraced length."""
+    """Give the parts' mean ns a step, each phase of the training thread stretched to its untraced length.
+
+    `parts` are without the stalls, and so are both lengths of a phase.
+    """
     n = len(t.windows)
-    during_phase = phases(rank)
+    stalled = iv.merge(np.concatenate([partition(rank).get(kind, iv.EMPTY) for kind in stalls.KINDS]))
+    during_phase = {p: iv.subtract(s, stalled) for p, s in phases(rank).items()}
     traced = {p: iv.total(s) / n for p, s in during_phase.items()}
     untraced = {p: t.phases.get(p, 0.0) for p in PHASES}
     untraced["rest"] = max(t.step_ns - sum(untraced.values()), 0.0)
+    for (_, phase), ns in stalls.by_phase(rank).items():
+        at = phase if phase in untraced else "rest"
+        untraced[at] = max(untraced[at] - ns, 0.0)
     scaled = dict.fromkeys(parts, 0.0)
     for phase, during in during_phase.items():
         if traced[phase] <= 0:
@@ -194,13 +223,16 @@ def _to(total: float, parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def _light_only(rank: RankData, t: Timing) -> dict[str, float]:
-    """Without a trace only the wait for data is known, and that only where no device could be busy meanwhile."""
+    """Without a trace only waiting for data and stalls are known, and only where no device could be busy meanwhile."""
     if t.source != "steps":
         raise NotMeasured("no steps were traced")
     if (rank.facts.get("device") or {}).get("type") != "cpu":
         raise NotMeasured("without a trace nobody knows what the device did while the training thread waited")
-    wait = min(t.phases.get("fetch", 0.0), t.step_ns)
-    return {"input_wait": wait, "other": t.step_ns - wait}
+    stalled = _stalls(rank, t.step_ns)
+    left = t.step_ns - sum(stalled.values())
+    fetched = sum(ns for (_, phase), ns in stalls.by_phase(rank).items() if phase == "fetch")
+    wait = min(max(t.phases.get("fetch", 0.0) - fetched, 0.0), left)
+    return {**stalled, "input_wait": wait, "other": left - wait}
 
 
 def part(run: Measured, *categories: str) -> dict[int, float]:

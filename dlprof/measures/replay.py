@@ -16,6 +16,7 @@ from dlprof.engine import Measured, across_ranks
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.collectives import collectives, exposed, traced_steps, waits
+from dlprof.measures.stalls import stall_means, stalled_steps
 from dlprof.measures.steps import step_means, step_series
 
 
@@ -78,3 +79,26 @@ def saving_input(run: Measured, removed: Mapping[int, float]) -> float:
     if not times["known"].all():
         rest[:] = rest.min()
     return max(0.0, float((wait + rest).max(axis=1).mean() - rest.max()))
+
+
+def saving_stalls(run: Measured, kind: str, removed: Mapping[int, float]) -> float:
+    """Give the same for a kind of stall, step by step: ranks that stall in turn cost more than their means tell.
+
+    `removed` is each rank's mean stall, ns. In a step that stalls, the rank that has the longest own time, its stall of
+    that step included, sets the pace; a rank that stalls not, or less, waits for it.
+    """
+    stalls = run.frame(stalled_steps)
+    stalls = stalls[stalls["kind"] == kind]
+    steps = run.frame(stall_means)["steps"].mean()
+    times = run.frame(own_time).set_index("rank")
+    own = times["own_ns"]
+    gone = pd.Series(removed, dtype=float).reindex(own.index).fillna(0.0)
+    rest = own - gone
+    if not times["known"].all():
+        rest[:] = rest.min()
+    table = stalls.pivot_table(index="step", columns="rank", values="ns", aggfunc="sum", observed=True)
+    table = table.reindex(columns=own.index).fillna(0.0)
+    # Where device work hides a part of the stalls, each counts by as much less.
+    measured = table.sum() / steps
+    table = table * (gone / measured.replace(0, np.nan)).fillna(0.0).clip(upper=1.0)
+    return max(0.0, float(((table + rest).max(axis=1) - rest.max()).sum() / steps))

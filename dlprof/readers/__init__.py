@@ -46,6 +46,12 @@ SOURCES: tuple[Source, ...] = (
         "steps", ("steps.jsonl",), ("steps",), "no record of every step (only `dlprof wrap` and `dlprof run` leave one)"
     ),
     Source(
+        "stalls",
+        ("stalls.jsonl",),
+        ("stalls",),
+        "no record of garbage collection and checkpoints (only `dlprof wrap` and `dlprof run` leave one)",
+    ),
+    Source(
         "torch_trace",
         ("trace.json.gz", "trace.json"),
         ("spans", "traced_steps"),

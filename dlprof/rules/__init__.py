@@ -2,8 +2,10 @@
 
 from dlprof.diagnosis import Rule
 from dlprof.rules import (
+    checkpoint_stall,
     exposed_communication,
     exposed_copy,
+    gc_pauses,
     host_bound,
     input_wait,
     pageable_copy,
@@ -11,8 +13,10 @@ from dlprof.rules import (
 )
 
 RULES: tuple[Rule, ...] = (
+    checkpoint_stall.RULE,
     exposed_communication.RULE,
     exposed_copy.RULE,
+    gc_pauses.RULE,
     host_bound.RULE,
     input_wait.RULE,
     pageable_copy.RULE,

@@ -1,0 +1,172 @@
+"""What holds up a step and shows in no trace: Python's garbage collector, and saving checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from dlprof.recorder import Recorder, Step
+
+# Stalls shorter than this are dropped, not counted: the young generations are collected many times a second, and each
+# of those costs microseconds. What is left is rare, and the file small.
+_LEAST_NS = 1_000_000
+
+# Lines are written this often, see collectors/steps.py.
+_WRITE_EVERY_NS = 250_000_000
+
+_PHASES = ("fetch", "forward", "backward", "optimizer")
+
+_DISTRIBUTED = "torch.distributed.checkpoint"
+
+
+class Stalls:
+    """Writes stalls.jsonl: keys and units as in the table `stalls`.
+
+    A pause of the collector stops every thread of the interpreter, so it counts whichever thread set it off. Saving
+    counts on the training thread only; what is saved, or collected, inside a save belongs to the outermost one.
+    """
+
+    name = "stalls"
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None  # None: not started, or no longer recording
+        self._thread = 0
+        self._fd = -1
+        self._found: list[tuple[str, int, int, int, int | None, str | None, str]] = []
+        self._written_ns = 0
+        self._gc_began_ns = 0
+        self._saving = False
+        self._distributed_seen = False
+        # Now, when torch was just imported: later the script may hold the original by a name of its own.
+        self._watch_torch()
+
+    def start(self, recorder: Recorder) -> None:
+        """Open the file, which stays empty where nothing stalls, and listen to the collector."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._fd = os.open(recorder.folder / "stalls.jsonl", flags, 0o666)
+        self._thread = get_ident()
+        self._watch_distributed()
+        os.register_at_fork(after_in_child=self._disarm)
+        self._recorder = recorder
+        gc.callbacks.append(self._collecting)
+
+    def step(self, step: Step) -> None:
+        """Write what has gathered."""
+        if not self._distributed_seen:
+            self._watch_distributed()
+        now = step.start_ns + step.dur_ns
+        if self._found and now - self._written_ns > _WRITE_EVERY_NS:
+            self._written_ns = now
+            try:
+                self._write()
+            except Exception:
+                self._disarm()
+                raise
+
+    def stop(self) -> None:
+        """Stop listening and write the rest."""
+        try:
+            self._write()
+        finally:
+            self._disarm()
+            os.close(self._fd)
+
+    def _disarm(self) -> None:
+        """Leave the process as if we were not there; the wrappers only pass on. Also what a fork's child does."""
+        self._recorder = None
+        self._found.clear()
+        if self._collecting in gc.callbacks:
+            gc.callbacks.remove(self._collecting)
+
+    def _collecting(self, moment: str, info: dict[str, Any]) -> None:
+        # Called inside the collector: nothing may be raised here, and little done.
+        if moment == "start":
+            self._gc_began_ns = time.perf_counter_ns()
+            return
+        began, self._gc_began_ns = self._gc_began_ns, 0
+        if began and not self._saving:
+            self._add("garbage_collection", began, time.perf_counter_ns(), info.get("generation"), None)
+
+    def _add(self, kind: str, began: int, ended: int, generation: int | None, path: str | None) -> None:
+        recorder = self._recorder
+        if recorder is None or ended - began < _LEAST_NS:
+            return
+        # A pause may end in a step that it did not begin in, where another thread set it off: then it is the later's.
+        phase = recorder.phase
+        named = _PHASES[phase] if phase is not None else "rest"
+        self._found.append((kind, recorder.unix(began), ended - began, recorder.row.number, generation, path, named))
+
+    def _watch_torch(self) -> None:
+        import torch
+
+        # Two names of one function; pickle finds it by the second.
+        torch.save = torch.serialization.save = self._timed(torch.save, _file_of)
+
+    def _watch_distributed(self) -> None:
+        # Never imported for our sake: it is large. A name that the script took from it earlier is not watched.
+        module: Any = sys.modules.get(_DISTRIBUTED)
+        # While it is being imported its functions are not yet there.
+        if module is None or not hasattr(module, "async_save"):
+            return
+        self._distributed_seen = True
+        for name in ("save", "async_save"):
+            setattr(module, name, self._timed(getattr(module, name), _checkpoint_of))
+
+    def _timed(self, original: Callable[..., Any], path_of: Callable[..., str | None]) -> Any:
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            if self._recorder is None or self._saving or get_ident() != self._thread:
+                return original(*args, **kwargs)
+            self._saving = True
+            began = time.perf_counter_ns()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                ended = time.perf_counter_ns()
+                self._saving = False
+                try:
+                    self._add("checkpoint", began, ended, None, path_of(*args, **kwargs))
+                except Exception as e:  # noqa: BLE001 - the script's checkpoint is saved; it goes on
+                    recorder = self._recorder
+                    self._disarm()
+                    if recorder is not None:
+                        recorder.warn(f"stalls are off: {type(e).__name__}: {e}; the job goes on without them")
+
+        return save
+
+    def _write(self) -> None:
+        if not self._found:
+            return
+        # The collector may add to the list while we work: take what is there, and no more.
+        count = len(self._found)
+        lines = [
+            f'{{"kind":"{kind}","start_ns":{start},"dur_ns":{dur},"step":{step},'
+            f'"generation":{json.dumps(generation)},"path":{json.dumps(path)},"phase":"{phase}"}}\n'
+            for kind, start, dur, step, generation, path, phase in self._found[:count]
+        ]
+        del self._found[:count]
+        if not os.fstat(self._fd).st_nlink:
+            raise OSError("the run folder was deleted")
+        data = memoryview("".join(lines).encode())
+        while data:
+            data = data[os.write(self._fd, data) :]
+
+
+def _file_of(_obj: Any = None, f: Any = None, *_args: Any, **_kwargs: Any) -> str | None:
+    """Give the file that torch.save was told to write; None: not a file with a name."""
+    return _text(f)
+
+
+def _checkpoint_of(*_args: Any, **kwargs: Any) -> str | None:
+    return _text(kwargs.get("checkpoint_id"))
+
+
+def _text(path: Any) -> str | None:
+    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else None

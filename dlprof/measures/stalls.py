@@ -1,0 +1,111 @@
+"""What the recorded stalls (garbage collection, checkpoints) cost the mean steady step, and on which steps they fell.
+
+A stall belongs to the step in which it begins, and counts as far as that step goes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from dlprof import intervals as iv
+from dlprof.engine import RankData, per_rank
+from dlprof.errors import NotMeasured
+from dlprof.measures.steps import light_steps, standard_error
+
+KINDS = ("checkpoint", "garbage_collection")
+
+# What travels of the steps that stalled: where there are more, the longest.
+MOST_STEPS = 10_000
+
+
+def steady_stalls(rank: RankData) -> pd.DataFrame:
+    """Give the stalls of the steady steps, with the light layer's `step` and no longer than to its end.
+
+    Raises NotMeasured where stalls were not recorded, or no steady step was.
+    """
+    return rank.once(_steady_stalls)
+
+
+def _steady_stalls(rank: RankData) -> pd.DataFrame:
+    stalls = rank.table("stalls")
+    steps = rank.once(light_steps)
+    if not steps["steady"].any():
+        raise NotMeasured("no steady training step was recorded")
+    begin = steps["start_ns"].to_numpy()
+    end = begin + steps["dur_ns"].to_numpy()
+    start = stalls["start_ns"].to_numpy()
+    at = np.searchsorted(begin, start, side="right") - 1
+    inside = (at >= 0) & (start < end[at]) & steps["steady"].to_numpy()[at]
+    found = stalls[inside]
+    at = at[inside]
+    within: pd.DataFrame = found.assign(
+        step=steps["step"].to_numpy()[at],
+        dur_ns=np.minimum(found["dur_ns"].to_numpy(), end[at] - found["start_ns"].to_numpy()),
+    )
+    return within
+
+
+@per_rank
+def stall_means(rank: RankData) -> pd.DataFrame:
+    """Give one row a kind of KINDS, zeros where there was none of it.
+
+    Columns: kind, mean_ns and its standard error noise_ns (of a steady step), stalls (how many), longest_ns, every (a
+    steady step out of so many has one; 0: none has), steps (how many were steady).
+    """
+    stalls = steady_stalls(rank)
+    n = int(rank.once(light_steps)["steady"].sum())
+    rows = []
+    for kind in KINDS:
+        mine = stalls[stalls["kind"] == kind]
+        stalled = mine.groupby("step")["dur_ns"].sum().to_numpy(dtype=float)
+        rows.append(
+            {
+                "kind": kind,
+                "mean_ns": float(stalled.sum() / n),
+                "noise_ns": standard_error(np.append(stalled, np.zeros(n - len(stalled)))),
+                "stalls": len(mine),
+                "longest_ns": float(mine["dur_ns"].max()) if len(mine) else 0.0,
+                "every": n / len(stalled) if len(stalled) else 0.0,
+                "steps": n,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+@per_rank
+def stalled_steps(rank: RankData) -> pd.DataFrame:
+    """Give the steady steps that stalled: kind, step, ns (together), and generation and path of the longest stall."""
+    stalls = steady_stalls(rank).sort_values("dur_ns", ascending=False, kind="stable")
+    parts = []
+    for kind in KINDS:
+        groups = stalls[stalls["kind"] == kind].groupby("step")
+        frame = groups.agg(ns=("dur_ns", "sum"), generation=("generation", "first")).reset_index()
+        frame["path"] = groups["path"].first().astype("str").to_numpy()
+        parts.append(frame.assign(kind=kind).nlargest(MOST_STEPS, "ns").sort_values("step"))
+    together = pd.concat(parts, ignore_index=True)
+    return together[["kind", "step", "ns", "generation", "path"]]
+
+
+def by_phase(rank: RankData) -> dict[tuple[str, str], float]:
+    """Give the stalls' ns of the mean steady step: (kind, phase of the training thread) → ns; empty if not recorded."""
+    try:
+        stalls = steady_stalls(rank)
+    except NotMeasured:
+        return {}
+    stalls = stalls[stalls["kind"].isin(KINDS)]
+    n = int(rank.once(light_steps)["steady"].sum())
+    sums: dict[tuple[str, str], float] = {}
+    for kind, phase, ns in zip(stalls["kind"], stalls["phase"], stalls["dur_ns"], strict=True):
+        sums[kind, phase] = sums.get((kind, phase), 0.0) + float(ns) / n
+    return sums
+
+
+def stalled(rank: RankData, kind: str) -> iv.Intervals:
+    """Give the time in which something of a kind held up the training thread; empty if not recorded."""
+    if not rank.has("stalls"):
+        return iv.EMPTY
+    mine = rank.table("stalls")
+    mine = mine[mine["kind"] == kind]
+    start = mine["start_ns"].to_numpy()
+    return iv.merge(np.column_stack((start, start + mine["dur_ns"].to_numpy())))

@@ -1,0 +1,103 @@
+"""Training stands still while a checkpoint is saved.
+
+`torch.save` and `torch.distributed.checkpoint.save` come back when all is written. Until then the training thread does
+nothing else, its device soon has nothing left to do, and the other ranks wait at their next collective.
+
+Needs the stalls that dlprof records beside the light layer: what the training thread spent in `torch.save`,
+`torch.distributed.checkpoint.save` and `async_save` in every steady step. On a GPU also a trace: a save counts as far
+as device work leaves room for it. Checkpoints that another thread saves, or other libraries without these functions,
+are not seen.
+
+Saving: the stalls gone altogether, which saving in the background comes near to.
+
+What to change: save less often (what a failure costs is half the interval, on average); save in the background
+(`torch.distributed.checkpoint.async_save` returns once the state is copied); let each rank write its own part; write to
+a local disk first.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+
+from dlprof.diagnosis import Clear, Rule
+from dlprof.engine import Measured
+from dlprof.measures.breakdown import breakdown, part, part_noise
+from dlprof.measures.replay import own_time, saving_stalls
+from dlprof.measures.stalls import stall_means, stalled_steps
+from dlprof.measures.steps import mean_step_ns, of_step, step_means
+from dlprof.result import Finding, Panel
+from dlprof.units import digits, duration, percent
+
+# A checkpoint must be: it is worth a word from where any finding is (diagnosis.LEAST_SHARE), and what saving less often
+# is to bring it down to.
+NOTABLE_SHARE = 0.02
+
+MOST_BARS = 60
+
+_KIND = "checkpoint"
+
+
+def check(run: Measured) -> Finding | Clear:
+    """Look at what saving takes of each rank's steps, and at what the job would gain without it."""
+    means = run.frame(stall_means)
+    means = means[means["kind"] == _KIND].set_index("rank")
+    saved = part(run, _KIND)
+    step = mean_step_ns(run)
+    gain = saving_stalls(run, _KIND, saved)
+    share = gain / step
+    if share < NOTABLE_SHARE:
+        return Clear(
+            f"{percent(share)} of the step waits for checkpoints"
+            if means["stalls"].sum()
+            else "no steady step saved a checkpoint"
+        )
+    worst = max(saved, key=lambda r: saved[r])
+    mine = means.to_dict("index")[worst]
+    every, mean = float(mine["every"]), float(mine["mean_ns"])
+    steps = run.frame(stalled_steps)
+    steps = steps[(steps["rank"] == worst) & (steps["kind"] == _KIND)]
+    late = tuple(sorted(r for r, ns in saved.items() if ns >= saved[worst] / 2))
+    return Finding(
+        title="Saving checkpoints holds up training",
+        summary=f"Rank {worst} saves in one steady step of {digits(every)} and stands still for"
+        f" {duration(mean * every)} then{_where(steps)}.",
+        verdict=f"{percent(share)} {of_step(run)} waits for checkpoints.",
+        noise_ns=part_noise(run, _KIND),
+        saving_ns=gain,
+        advice=_advice(every, share),
+        evidence=_evidence(steps, worst),
+        ranks=late,
+        sure="Measured in every steady step, estimated as all of it gone; saving in the background still copies the"
+        " state."
+        + (" That the other ranks wait for those that save is assumed." if len(late) < len(run.ranks) else ""),
+    )
+
+
+def _where(steps: pd.DataFrame) -> str:
+    # The longest names the place; "" is a buffer in memory.
+    path = str(steps.nlargest(1, "ns")["path"].iloc[0]) if len(steps) else ""
+    return f" ({path[-80:]})" if path else ""
+
+
+def _advice(every: float, share: float) -> tuple[str, ...]:
+    # What is left of a step without its checkpoints is 1 − share; n × rarer leaves share ÷ n.
+    rarer = math.ceil(share * (1 - NOTABLE_SHARE) / ((1 - share) * NOTABLE_SHARE)) if share < 1 else 1000
+    often = max(2, rarer)
+    return (
+        f"save every {math.ceil(every * often):,} steps (now one in {digits(every)}): at most"
+        f" {percent(NOTABLE_SHARE)} of the step is left of it",
+        "`torch.distributed.checkpoint.async_save`: training goes on while the state is written",
+    )
+
+
+def _evidence(steps: pd.DataFrame, rank: int) -> Panel:
+    longest = steps.nlargest(MOST_BARS, "ns").sort_values("step")
+    rows = tuple((f"step {s}", float(ns), _KIND) for s, ns in zip(longest["step"], longest["ns"], strict=True))
+    return Panel("bars", f"Saving on rank {rank}, the {len(rows)} longest of its steps", rows, unit="ns")
+
+
+RULE = Rule(
+    "checkpoint_stall", "Saving checkpoints", (breakdown, own_time, stall_means, stalled_steps, step_means), check
+)

@@ -1,0 +1,93 @@
+"""Training stops again and again while Python looks for garbage.
+
+Python's collector runs when enough objects were made, and stops every thread of the process meanwhile. A search of the
+oldest generation goes through all objects that are alive: data sets kept as lists, tokenizers, configurations, modules.
+The more there are, the longer every pause, whether or not anything is found.
+
+Needs the stalls that dlprof records beside the light layer: pauses of a millisecond or more in every steady step. On a
+GPU also a trace: a pause counts as far as device work leaves room for it. With several ranks, a pause of one holds up
+all that wait for it.
+
+Saving: the pauses gone altogether.
+
+What to change: after start-up, `gc.collect()` and `gc.freeze()`, so that what is there for good is never searched
+again; or `gc.disable()`, and `gc.collect()` every k steps, on all ranks in the same step, so that they pause together.
+Then find what makes garbage in cycles at every step.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+
+from dlprof.diagnosis import Clear, Rule
+from dlprof.engine import Measured
+from dlprof.measures import settings
+from dlprof.measures.breakdown import breakdown, part, part_noise
+from dlprof.measures.replay import own_time, saving_stalls
+from dlprof.measures.stalls import stall_means, stalled_steps
+from dlprof.measures.steps import mean_step_ns, of_step, step_means
+from dlprof.result import Finding, Panel
+from dlprof.units import count, digits, duration, percent
+
+# No pause is meant to be there, so it is worth two lines from where any finding is (diagnosis.LEAST_SHARE).
+NOTABLE_SHARE = 0.02
+
+# What pauses may cost once they come at a fixed interval: an interval is proposed that brings them to this.
+GOAL_SHARE = 0.005
+
+MOST_BARS = 60
+
+_KIND = "garbage_collection"
+
+
+def check(run: Measured) -> Finding | Clear:
+    """Look at the pauses of each rank, and at what the job would gain without them."""
+    means = run.frame(stall_means)
+    means = means[means["kind"] == _KIND].set_index("rank")
+    paused = part(run, _KIND)
+    step = mean_step_ns(run)
+    gain = saving_stalls(run, _KIND, paused)
+    share = gain / step
+    if share < NOTABLE_SHARE:
+        return Clear(f"{percent(share)} of the step waits for garbage collection")
+    worst = max(paused, key=lambda r: paused[r])
+    mine = means.to_dict("index")[worst]
+    steps = run.frame(stalled_steps)
+    steps = steps[(steps["rank"] == worst) & (steps["kind"] == _KIND)]
+    return Finding(
+        title="Python's garbage collector stops training",
+        summary=f"{count(int(mine['stalls']), 'pause')} in {int(mine['steps']):,} steady steps of rank {worst}, in one"
+        f" step of {digits(float(mine['every']))}; the longest took {duration(float(mine['longest_ns']))}.",
+        verdict=f"{percent(share)} {of_step(run)} is Python's search for garbage.",
+        noise_ns=part_noise(run, _KIND),
+        saving_ns=gain,
+        advice=_advice(float(mine["longest_ns"]), step, steps),
+        evidence=_evidence(steps, worst),
+        ranks=tuple(sorted(r for r, ns in paused.items() if ns >= paused[worst] / 2)),
+        sure="Measured in every steady step, pauses under a millisecond left out; estimated as all of it gone."
+        + ("" if settings.on_cpu(run) else " Of pauses behind which the GPU still works it may count too much."),
+    )
+
+
+def _advice(longest: float, step: float, steps: pd.DataFrame) -> tuple[str, ...]:
+    apart = max(2, math.ceil(longest / (GOAL_SHARE * step)))
+    full = int((steps["generation"] == 2).sum())
+    searched = f": {count(full, 'step')} searched all objects" if full else ""
+    return (
+        f"`gc.collect(); gc.freeze()` once after start-up{searched}, and what lives on is then left out",
+        f"`gc.disable()`, and `gc.collect()` every {apart:,} steps, on all ranks at once: at {duration(longest)} each"
+        f" that is {percent(longest / apart / step)} of the step",
+    )
+
+
+def _evidence(steps: pd.DataFrame, rank: int) -> Panel:
+    longest = steps.nlargest(MOST_BARS, "ns").sort_values("step")
+    rows = tuple((f"step {s}", float(ns), _KIND) for s, ns in zip(longest["step"], longest["ns"], strict=True))
+    return Panel("bars", f"Garbage collection on rank {rank}, the {len(rows)} longest of its steps", rows, unit="ns")
+
+
+RULE = Rule(
+    "gc_pauses", "Pauses for garbage collection", (breakdown, own_time, stall_means, stalled_steps, step_means), check
+)
