@@ -26,9 +26,10 @@ def foreign(folder: Path, *ranks: dict[str, Any]) -> Path:
 def recorded(
     folder: Path,
     *ranks: tuple[dict[str, Any] | None, Sequence[Mapping[str, Any]], Mapping[str, Any]],
+    stalls: Sequence[Sequence[Mapping[str, Any]]] | None = None,
     **info: Any,
 ) -> Path:
-    """Write a run folder: for each rank its trace (or none), its steps and its facts."""
+    """Write a run folder: for each rank its trace (or none), its steps, its facts and, where told, its stalls."""
     for n, (made, steps, facts) in enumerate(ranks):
         at = folder / "ranks" / f"{n:05d}"
         at.mkdir(parents=True)
@@ -36,6 +37,8 @@ def recorded(
             traces.write(at / "trace.json.gz", made)
         if steps:
             (at / "steps.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
+        if stalls is not None:
+            (at / "stalls.jsonl").write_text("".join(json.dumps(s) + "\n" for s in stalls[n]))
         (at / "facts.json").write_text(json.dumps({"format": 1, "rank": n, "world_size": len(ranks), **facts}))
     told = {
         "format": 1,
@@ -67,6 +70,14 @@ def light(step: int, dur: int, start: int | None = None, **said: Any) -> dict[st
         "profiled": 0,
         "first": 0,
     } | said
+
+
+def stall(kind: str, step: int, dur: int, after: int = 0, **said: Any) -> dict[str, Any]:
+    """Give a stall of `dur` ns, `after` ns into a step of `light`."""
+    generation = 2 if kind == "garbage_collection" else None
+    start = traces.BASE_NS + step * 1_000 * MS + after
+    made = {"kind": kind, "start_ns": start, "dur_ns": dur, "step": step, "generation": generation, "path": None}
+    return made | {"phase": "rest"} | said
 
 
 def rank_of(folder: Path, made: dict[str, Any]) -> RankData:

@@ -137,17 +137,18 @@ def breakdown(rank: RankData) -> pd.DataFrame:
 
 def _noise(rank: RankData, t: Timing) -> dict[str, float]:
     """Give the standard error of each part's mean over the steps that it was measured in."""
+    known: dict[str, float] = {}
+    if t.source == "steps" and stalls.by_phase(rank):
+        means = rank.once(stalls.stall_means.function)
+        known = dict(zip(means["kind"], means["noise_ns"], strict=True))
     if not len(t.windows):
-        return {}
+        return known
     edges = np.append(t.windows[:, 0], t.windows[-1, 1])
     noise = {c: standard_error(iv.per_slot(p, edges).astype(float)) for c, p in partition(rank).items()}
     if t.source == "steps":
-        if stalls.by_phase(rank):
-            means = rank.once(stalls.stall_means.function)
-            noise |= dict(zip(means["kind"], means["noise_ns"], strict=True))
         frame = rank.once(light_steps)
         noise["input_wait"] = standard_error(frame.loc[frame["steady"], "fetch_ns"].to_numpy(dtype=float))
-    return noise
+    return noise | known
 
 
 def _traced(rank: RankData, t: Timing) -> dict[str, float]:

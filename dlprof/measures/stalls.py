@@ -59,11 +59,14 @@ def stall_means(rank: RankData) -> pd.DataFrame:
     for kind in KINDS:
         mine = stalls[stalls["kind"] == kind]
         stalled = mine.groupby("step")["dur_ns"].sum().to_numpy(dtype=float)
+        # A script saves on a schedule: not how often, only how long is left to chance, once there are two to compare.
+        scheduled = kind == "checkpoint" and len(stalled) > 1
+        spread = stalled if scheduled else np.append(stalled, np.zeros(n - len(stalled)))
         rows.append(
             {
                 "kind": kind,
                 "mean_ns": float(stalled.sum() / n),
-                "noise_ns": standard_error(np.append(stalled, np.zeros(n - len(stalled)))),
+                "noise_ns": standard_error(spread) * (len(stalled) / n if scheduled else 1.0),
                 "stalls": len(mine),
                 "longest_ns": float(mine["dur_ns"].max()) if len(mine) else 0.0,
                 "every": n / len(stalled) if len(stalled) else 0.0,

@@ -1,0 +1,184 @@
+"""Stalls of real scripts: what is written of them, what the rules make of it, and what must not be touched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from dlprof.rules import checkpoint_stall, gc_pauses
+from tests.jobs import facts, record, rows
+from tests.rules.asking import ask
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+LOOP = """
+import gc, io, os, pickle, threading, time
+import torch
+from torch import nn
+from torch import save
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+big = torch.zeros(4_000_000)
+alive = [[] for _ in range(200_000)]
+def train():
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def stalls(folder: Path, body: str, steps: int = 40) -> list[dict[str, Any]]:
+    script = folder / "script.py"
+    script.write_text(LOOP + dedent(body))
+    record(script, folder=folder / "run", options=["--no-trace"])
+    rank = folder / "run/ranks/00000"
+    assert len(rows(rank)) == steps
+    assert facts(rank)["warnings"] == []
+    return [json.loads(line) for line in (rank / "stalls.jsonl").read_text().splitlines()]
+
+
+def test_pauses_and_checkpoints_are_written_and_diagnosed(tmp_path: Path) -> None:
+    found = stalls(
+        tmp_path,
+        """
+        class Slow:
+            def __reduce__(self):
+                time.sleep(0.2)  # as if it went over a network
+                return (list, ())
+        for step in range(40):
+            train()
+            cycle = []
+            cycle.append(cycle)
+            gc.collect()
+            if step % 5 == 4:
+                torch.save([model.state_dict(), Slow()], "état.pt")
+        """,
+    )
+    lines = rows(tmp_path / "run/ranks/00000")
+    begins = {line["step"]: (line["start_ns"], line["start_ns"] + line["dur_ns"]) for line in lines}
+    saves = [s for s in found if s["kind"] == "checkpoint"]
+    pauses = [s for s in found if s["kind"] == "garbage_collection"]
+    assert len(saves) == 8
+    assert {s["path"] for s in saves} == {"état.pt"}
+    assert {s["generation"] for s in saves} == {None}
+    assert len(pauses) >= 39
+    assert {s["generation"] for s in pauses} == {2}
+    assert {s["path"] for s in pauses} == {None}
+    for s in found:
+        assert set(s) == {"kind", "start_ns", "dur_ns", "step", "generation", "path", "phase"}
+        assert s["dur_ns"] >= 1_000_000
+        assert s["phase"] == "rest"
+        if s["step"] == 40:  # after the last step, and so in none
+            continue
+        begin, end = begins[s["step"]]
+        assert begin <= s["start_ns"] < end
+    assert ask(gc_pauses.RULE, tmp_path / "run").state == "found"
+    assert ask(checkpoint_stall.RULE, tmp_path / "run").state == "found"
+
+
+def test_a_name_taken_early_is_watched_and_what_belongs_to_a_save_is_not_told_twice(tmp_path: Path) -> None:
+    found = stalls(
+        tmp_path,
+        """
+        class Collecting:
+            def __reduce__(self):
+                gc.collect()
+                return (list, ())
+        buffer = io.BytesIO()
+        gc.disable()
+        for step in range(10):
+            train()
+            if step == 5:
+                save([big, Collecting()], buffer)
+        buffer.seek(0)
+        assert torch.load(buffer, weights_only=False)[0].shape == big.shape
+        assert pickle.loads(pickle.dumps(save)) is save is torch.save
+        """,
+        steps=10,
+    )
+    assert [(s["kind"], s["path"]) for s in found] == [("checkpoint", None)]
+
+
+def test_distributed_checkpoints_count_once_and_saving_threads_do_not(tmp_path: Path) -> None:
+    found = stalls(
+        tmp_path,
+        """
+        import torch.distributed.checkpoint as dcp
+        gc.disable()
+        for step in range(10):
+            train()
+            if step == 4:
+                dcp.save({"big": big}, checkpoint_id="folder", no_dist=True)
+            if step == 7:
+                thread = threading.Thread(target=torch.save, args=(big, "threads.pt"))
+                thread.start()
+                thread.join()
+        """,
+        steps=10,
+    )
+    assert [(s["kind"], s["path"]) for s in found] == [("checkpoint", "folder")]
+
+
+def test_a_job_that_nothing_stalls_leaves_an_empty_file_and_no_import(tmp_path: Path) -> None:
+    found = stalls(
+        tmp_path,
+        """
+        import sys
+        gc.disable()
+        before = "torch.distributed.checkpoint" in sys.modules
+        for step in range(10):
+            train()
+        assert ("torch.distributed.checkpoint" in sys.modules) == before
+        """,
+        steps=10,
+    )
+    assert found == []
+
+
+def test_a_forks_child_is_left_alone(tmp_path: Path) -> None:
+    found = stalls(
+        tmp_path,
+        """
+        gc.disable()
+        for step in range(10):
+            train()
+            if step == 5:
+                child = os.fork()
+                if not child:
+                    ours = [c for c in gc.callbacks if "dlprof" in type(getattr(c, "__self__", None)).__module__]
+                    gc.collect()
+                    torch.save(big, "child.pt")
+                    os._exit(len(ours))
+                assert os.waitpid(child, 0)[1] == 0
+        assert os.path.getsize("child.pt") > 0
+        """,
+        steps=10,
+    )
+    assert found == []
+
+
+def test_a_save_that_fails_fails_as_ever(tmp_path: Path) -> None:
+    found = stalls(
+        tmp_path,
+        """
+        class Broken:
+            def __reduce__(self):
+                time.sleep(0.01)
+                raise ValueError("broken")
+        gc.disable()
+        for step in range(10):
+            train()
+            if step in (3, 6):
+                try:
+                    torch.save(Broken(), io.BytesIO())
+                except ValueError as e:
+                    assert str(e) == "broken"
+                else:
+                    raise AssertionError
+        """,
+        steps=10,
+    )
+    assert [(s["kind"], s["step"]) for s in found] == [("checkpoint", 4), ("checkpoint", 7)]

@@ -1,0 +1,124 @@
+"""What stalls cost the mean steady step, and their place among its parts, which add up to it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.engine import Measured
+from dlprof.errors import NotMeasured
+from dlprof.measures.breakdown import breakdown, part
+from dlprof.measures.stalls import stall_means, stalled_steps
+from dlprof.measures.steps import step_means
+from tests import runs, traces
+from tests.runs import MS, stall
+
+
+def run_of(folder: Path, stalls: list[dict[str, Any]], made: Any = None, **more: Any) -> Measured:
+    """Make 30 steps of 10 ms each, of which 27 are steady."""
+    steps = [runs.light(n, 10 * MS, **more) for n in range(30)]
+    facts = runs.CPU if made is None or not traces_device(made) else {"device": {"type": "cuda"}}
+    path = runs.recorded(folder / "run", (made, steps, facts), stalls=[stalls])
+    return runs.measured(path, breakdown, stall_means, stalled_steps, step_means)
+
+
+def traces_device(made: dict[str, Any]) -> bool:
+    return any(e.get("cat") == "kernel" for e in made["traceEvents"])
+
+
+def adds_up(run: Measured) -> bool:
+    return bool(run.frame(breakdown)["ns"].sum() == pytest.approx(run.frame(step_means)["step_ns"][0], rel=1e-12))
+
+
+def test_a_stall_counts_in_the_steady_step_in_which_it_begins(tmp_path: Path) -> None:
+    stalls = [
+        stall("garbage_collection", 0, 9 * MS),  # warm-up
+        stall("garbage_collection", 5, 2 * MS),
+        stall("garbage_collection", 5, 1 * MS, 4 * MS),
+        stall("garbage_collection", 6, 4 * MS, 9 * MS),  # 1 ms of it in its step
+        stall("garbage_collection", 7, 4 * MS, 10 * MS),  # in no step: they end after 10 ms
+        stall("checkpoint", 8, 8 * MS, path="/d/m.pt"),
+        stall("power_failure", 9, 8 * MS),  # of a later dlprof
+    ]
+    run = run_of(tmp_path, stalls)
+    rows = run.frame(stall_means).set_index("kind").to_dict("index")
+    pauses, saves = rows["garbage_collection"], rows["checkpoint"]
+    assert pauses["mean_ns"] == pytest.approx(4 * MS / 27)
+    assert (pauses["stalls"], pauses["longest_ns"], pauses["every"]) == (3, 2 * MS, 27 / 2)
+    assert (saves["mean_ns"], saves["stalls"], saves["every"]) == (pytest.approx(8 * MS / 27), 1, 27)
+    assert saves["noise_ns"] > 0
+    steps = run.frame(stalled_steps)[["kind", "step", "ns", "generation", "path"]].to_numpy().tolist()
+    assert steps == [
+        ["checkpoint", 8, 8 * MS, -1, "/d/m.pt"],
+        ["garbage_collection", 5, 3 * MS, 2, ""],
+        ["garbage_collection", 6, 1 * MS, 2, ""],
+    ]
+
+
+def test_no_stall_is_zero_and_no_record_abstains(tmp_path: Path) -> None:
+    assert run_of(tmp_path, []).frame(stall_means)["mean_ns"].to_list() == [0.0, 0.0]
+    path = runs.recorded(tmp_path / "old", (None, [runs.light(n, MS) for n in range(30)], runs.CPU))
+    with pytest.raises(NotMeasured, match="no record of garbage collection"):
+        runs.measured(path, stall_means).frame(stall_means)
+
+
+def test_saving_on_a_schedule_is_as_sure_as_its_length(tmp_path: Path) -> None:
+    alike = run_of(tmp_path / "a", [stall("checkpoint", n, 5 * MS) for n in (5, 15, 25)]).frame(stall_means)
+    assert alike["noise_ns"][0] == 0.0
+    unlike = run_of(tmp_path / "b", [stall("checkpoint", n, n * MS // 4) for n in (5, 15, 25)]).frame(stall_means)
+    assert unlike["noise_ns"][0] > 0.1 * MS
+
+
+def test_without_a_trace_the_stalls_of_a_cpu_run_are_known(tmp_path: Path) -> None:
+    stalls = [stall("checkpoint", n, 2 * MS) for n in range(30)]
+    stalls += [stall("garbage_collection", n, MS, 3 * MS, phase="fetch") for n in range(30)]
+    run = run_of(tmp_path, stalls, fetch_ns=3 * MS)
+    assert part(run, "checkpoint") == {0: pytest.approx(2 * MS)}
+    assert part(run, "garbage_collection") == {0: pytest.approx(MS)}
+    assert part(run, "input_wait") == {0: pytest.approx(2 * MS)}
+    assert part(run, "other") == {0: pytest.approx(5 * MS)}
+    assert adds_up(run)
+
+
+@pytest.mark.parametrize("in_the_trace", [False, True])
+def test_on_the_cpu_stalls_leave_computation_as_it_is(tmp_path: Path, in_the_trace: bool) -> None:
+    # The traced step: 6 ms forward, all operators; 1 ms operators and 1 ms Python in the rest; a save in one case only.
+    save = 20 * MS if in_the_trace else 0
+    at = 1_000 * MS * 10
+    made = traces.trace(
+        traces.step(10, at, 8 * MS + save),
+        traces.annotation("dlprof::forward", at, 6 * MS),
+        traces.op("aten::mm", at, 6 * MS),
+        traces.op("aten::sum", at + 6 * MS, MS),
+        device="",
+        backend="",
+        world_size=1,
+    )
+    # Untraced: 6 ms forward, 2 ms saving, 2 ms else.
+    stalls = [stall("checkpoint", n, 2 * MS, 7 * MS) for n in range(30) if n != 10]
+    if in_the_trace:
+        stalls.append(stall("checkpoint", 10, save, 7 * MS))
+    steps = [runs.light(n, 10 * MS, forward_ns=6 * MS) for n in range(30)]
+    steps[10] |= {"dur_ns": 8 * MS + save, "profiled": 1}
+    path = runs.recorded(tmp_path / "run", (made, steps, runs.CPU), stalls=[stalls])
+    run = runs.measured(path, breakdown, step_means)
+    assert part(run, "checkpoint") == {0: pytest.approx(2 * MS)}
+    assert part(run, "computation") == {0: pytest.approx(7 * MS)}
+    assert part(run, "host") == {0: pytest.approx(MS)}
+    assert adds_up(run)
+
+
+def test_on_a_device_stalls_come_out_of_the_hosts_time_alone(tmp_path: Path) -> None:
+    made = traces.trace(
+        traces.step(10, 0, 10 * MS),
+        traces.launched("gemm", 0, 3 * MS, 7 * MS, 1),
+        world_size=1,
+    )
+    run = run_of(tmp_path / "fits", [stall("garbage_collection", n, 2 * MS) for n in range(30)], made)
+    assert part(run, "computation") == {0: pytest.approx(7 * MS)}
+    assert part(run, "garbage_collection") == {0: pytest.approx(2 * MS)}
+    assert adds_up(run)
+    run = run_of(tmp_path / "hidden", [stall("garbage_collection", n, 9 * MS) for n in range(30)], made)
+    assert part(run, "computation") == {0: pytest.approx(7 * MS)}
+    assert part(run, "garbage_collection") == {0: pytest.approx(3 * MS)}
+    assert adds_up(run)
