@@ -43,13 +43,13 @@ class Source:
 # What is read of a rank. To add a source: its reader, its line here, its tables in dlprof/tables.py.
 SOURCES: tuple[Source, ...] = (
     Source(
-        "steps", ("steps.jsonl",), ("steps",), "no record of every step (only `dlprof wrap` and `dlprof run` leave one)"
-    ),
-    Source(
         "stalls",
         ("stalls.jsonl",),
         ("stalls",),
         "no record of garbage collection and checkpoints (only `dlprof wrap` and `dlprof run` leave one)",
+    ),
+    Source(
+        "steps", ("steps.jsonl",), ("steps",), "no record of every step (only `dlprof wrap` and `dlprof run` leave one)"
     ),
     Source(
         "torch_trace",
