@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from dlprof.commands.wrap import record, recording_options
+from dlprof.commands.wrap import Recording, record, recording_options
 from dlprof.errors import DlprofError
 
 
@@ -25,12 +25,8 @@ def run(
     workload: str,
     gpus: int | None,
     procs: int | None,
-    out: Path | None,
     fault: str | None,
-    window: str,
-    no_trace: bool,
-    quiet: bool,
-    no_report: bool,
+    recording: Recording,
     args: tuple[str, ...],
 ) -> None:
     """Run WORKLOAD, a path or a name in ./workloads, on several ranks and print where its time goes.
@@ -52,19 +48,16 @@ def run(
     if not on_gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    if not quiet:
+    if not recording.quiet:
         place = f"{ranks} GPU{'s' if ranks > 1 else ''}" if on_gpus else f"{ranks} CPU rank{'s' if ranks > 1 else ''}"
         click.echo(f"dlprof: {script} on {place}", err=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     planted = ["--fault", fault] if fault else []
     record(
         [*launcher, str(script), *planted, *args],
+        recording,
         name=script.stem + (f"-{fault}" if fault else ""),
-        out=out,
         env=env,
-        window="off" if no_trace else window,
-        quiet=quiet,
-        report=not no_report,
         options={"fault": fault} if fault else None,
     )
 

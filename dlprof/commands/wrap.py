@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -43,7 +45,21 @@ def parse_window(_ctx: click.Context, _param: click.Parameter, value: str) -> st
     return f"{skip},{warmup},{active}"
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+@dataclass(frozen=True)
+class Recording:
+    """What the options of a command that records say: a field an option."""
+
+    out: Path | None
+    window: str
+    no_trace: bool
+    quiet: bool
+    no_report: bool
+
+    @property
+    def asked(self) -> dict[str, str]:
+        """What collectors and samplers read, as DLPROF_<NAME> in their environment; also kept in run.json."""
+        return {"window": "off" if self.no_trace else self.window}
+
 
 _OPTIONS = (
     click.option(
@@ -63,11 +79,17 @@ _OPTIONS = (
 )
 
 
-def recording_options(command: F) -> F:
-    """Give a command the options of every command that records."""
+def recording_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of every command that records, gathered into its argument `recording`."""
+
+    @functools.wraps(command)
+    def gathered(**options: Any) -> None:
+        recording = Recording(**{f.name: options.pop(f.name) for f in fields(Recording)})
+        command(recording=recording, **options)
+
     for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+        gathered = option(gathered)
+    return gathered
 
 
 @click.command(
@@ -87,11 +109,7 @@ def recording_options(command: F) -> F:
 @click.pass_context
 def wrap(
     ctx: click.Context,
-    out: Path | None,
-    window: str,
-    no_trace: bool,
-    quiet: bool,
-    no_report: bool,
+    recording: Recording,
     command: tuple[str, ...],
 ) -> None:
     """Record a training script, unedited, and print where its time goes.
@@ -109,24 +127,18 @@ def wrap(
     python = not ctx.meta.get(_AS_IS) and (words[0].startswith("-m") or words[0].endswith(".py"))
     record(
         [sys.executable, *words] if python else words,
+        recording,
         name=_name(words),
-        out=out,
         env=os.environ,
-        window="off" if no_trace else window,
-        quiet=quiet,
-        report=not no_report,
     )
 
 
 def record(
     command: Sequence[str],
+    recording: Recording,
     *,
     name: str,
-    out: Path | None,
     env: Mapping[str, str],
-    window: str,
-    quiet: bool,
-    report: bool,
     options: Mapping[str, str] | None = None,
 ) -> None:
     """Run the command, record it, print the verdict on stderr, and end this process as the command ended.
@@ -135,14 +147,16 @@ def record(
     """
     if env.get("DLPROF_RUN"):
         raise DlprofError(f"this already runs under dlprof, which records into {env['DLPROF_RUN']}; wrap only once")
-    folder = out if out is not None else new_folder(name, env)
-    if not quiet:
+    folder = recording.out if recording.out is not None else new_folder(name, env)
+    if not recording.quiet:
         _say(f"dlprof: recording into {folder}")
-    ended = supervise(command, folder, {**env, "DLPROF_WINDOW": window}, {"window": window, **(options or {})})
+    asked = recording.asked
+    told = {f"DLPROF_{name.upper()}": value for name, value in asked.items()}
+    ended = supervise(command, folder, {**env, **told}, {**asked, **(options or {})})
     for warning in ended.warnings:
         _say(f"dlprof: {warning}")
-    if report and ended.owner and any(folder.glob("ranks/*/facts.json")):
-        _report(ended, quiet)
+    if not recording.no_report and ended.owner and any(folder.glob("ranks/*/facts.json")):
+        _report(ended, recording.quiet)
     end_like(ended)
 
 
