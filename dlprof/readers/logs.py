@@ -1,0 +1,89 @@
+"""A log of ours as a table: one JSON object a line, appended as the job runs; the last line may be half."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import pandas as pd
+
+from dlprof import tables
+from dlprof.errors import DlprofError
+from dlprof.readers.chunks import NOT_JSON, open_file
+
+_READ_BYTES = 4 << 20
+
+_Told = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Measured = Annotated[int, msgspec.Meta(ge=-1, le=2**62)]
+
+
+def read_log(
+    path: Path, table: str, required: Collection[str], default: Mapping[str, str] | None = None
+) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """Give a log whose lines have the table's columns as keys, in order of time, and what was lost of it.
+
+    A line without a required column is none; of the other columns one that is left out or null is −1, NaN for a
+    float64, and for a text what `default` says, else "". Keys that the table does not declare, of a later dlprof, are
+    passed over. A cut last line is dropped, as are other bad ones, with a warning. Raises DlprofError where the file
+    cannot be read or holds lines and none of them is a row.
+    """
+    declared = tables.TABLES[table]
+    decode = msgspec.json.Decoder(_line(declared, required)).decode
+    columns: dict[str, list[Any]] = {name: [] for name in declared}
+    count = bad = 0
+    last_is_bad = False
+    with open_file(path) as file:
+        while lines := file.readlines(_READ_BYTES):
+            rows = []
+            for line in lines:
+                if not line.strip():
+                    continue
+                last_is_bad = False
+                try:
+                    rows.append(decode(line))
+                except NOT_JSON:
+                    bad += 1
+                    last_is_bad = True
+            count += len(rows)
+            for name, dtype in declared.items():
+                columns[name].append(_values([getattr(row, name) for row in rows], dtype, (default or {}).get(name)))
+    if bad > 1 and not count:
+        raise DlprofError(f"{path}: not a log of {table}: none of its lines is one")
+    if not count:
+        return tables.empty(table), ()
+    frame = pd.DataFrame(
+        {
+            name: pd.Categorical([text for part in columns[name] for text in part])
+            if dtype == tables.CATEGORY
+            else np.concatenate(columns[name])
+            for name, dtype in declared.items()
+        }
+    )
+    at = next(name for name in ("start_ns", "at_ns") if name in declared)
+    frame = frame.sort_values(at, kind="stable", ignore_index=True)
+    lost = bad - last_is_bad
+    warnings = (f"{path.name}: {lost:,} lines are no {table} and are left out",) if lost else ()
+    return tables.check(table, frame), warnings
+
+
+def _line(declared: Mapping[str, str], required: Collection[str]) -> type[msgspec.Struct]:
+    told: Mapping[str, Any] = {"int64": _Told, "float64": float, tables.CATEGORY: str}
+    measured: Mapping[str, Any] = {"int64": _Measured, "float64": float, tables.CATEGORY: str}
+    return msgspec.defstruct(
+        "_Line",
+        [
+            *((name, told[declared[name]]) for name in declared if name in required),
+            *((name, measured[dtype] | None, None) for name, dtype in declared.items() if name not in required),
+        ],
+        gc=False,
+    )
+
+
+def _values(values: list[Any], dtype: str, default: str | None) -> Any:
+    if dtype == tables.CATEGORY:
+        return [default or "" if value is None else value for value in values]
+    unknown = -1 if dtype == "int64" else np.nan
+    return np.array([unknown if value is None else value for value in values], dtype=dtype)
