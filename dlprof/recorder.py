@@ -15,6 +15,7 @@ import ctypes
 import functools
 import os
 import signal
+import stat
 import sys
 import time
 import weakref
@@ -25,6 +26,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import dlprof
+from dlprof.log import file_of
 
 FETCH, FORWARD, BACKWARD, OPTIMIZER = range(4)
 _RANGES = ("dlprof::fetch", "dlprof::forward", "dlprof::backward", "dlprof::optimizer")
@@ -102,10 +104,14 @@ class Collector(Protocol):
         """End, and leave what is in memory on disk. Runs once, perhaps in a signal handler."""
 
 
+_STDERR = file_of(2)
+
+
 def say(text: str) -> None:
-    """Put one line of ours on stderr, if there is one."""
+    """Put one line of ours on stderr, if there is one: a file that the script has opened in its place is none."""
     with contextlib.suppress(OSError):
-        os.write(2, f"dlprof: {text}\n".encode(errors="replace"))
+        if file_of(2) == _STDERR or not stat.S_ISREG(os.fstat(2).st_mode):
+            os.write(2, f"dlprof: {text}\n".encode(errors="replace"))
 
 
 def find_rank(env: Iterable[str] = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
+from dlprof.log import Log
 from dlprof.recorder import Recorder, Step
 
 # Stalls shorter than this are dropped, not counted: the young generations are collected many times a second, and each
@@ -38,7 +39,7 @@ class Stalls:
     def __init__(self) -> None:
         self._recorder: Recorder | None = None  # None: not started, or no longer recording
         self._thread = 0
-        self._fd = -1
+        self._log: Log | None = None
         self._found: list[tuple[str, int, int, int, int | None, str | None, str]] = []
         self._written_ns = 0
         self._gc_began_ns = 0
@@ -49,8 +50,7 @@ class Stalls:
 
     def start(self, recorder: Recorder) -> None:
         """Open the file, which stays empty where nothing stalls, and listen to the collector."""
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._fd = os.open(recorder.folder / "stalls.jsonl", flags, 0o666)
+        self._log = Log(recorder.folder / "stalls.jsonl")
         self._thread = get_ident()
         self._watch_distributed()
         os.register_at_fork(after_in_child=self._disarm)
@@ -76,7 +76,8 @@ class Stalls:
             self._write()
         finally:
             self._disarm()
-            os.close(self._fd)
+            if self._log is not None:
+                self._log.close()
 
     def _disarm(self) -> None:
         """Leave the process as if we were not there; the wrappers only pass on. Also what a fork's child does."""
@@ -142,7 +143,7 @@ class Stalls:
         return save
 
     def _write(self) -> None:
-        if not self._found:
+        if not self._found or self._log is None:
             return
         # The collector may add to the list while we work: take what is there, and no more.
         count = len(self._found)
@@ -152,11 +153,7 @@ class Stalls:
             for kind, start, dur, step, generation, path, phase in self._found[:count]
         ]
         del self._found[:count]
-        if not os.fstat(self._fd).st_nlink:
-            raise OSError("the run folder was deleted")
-        data = memoryview("".join(lines).encode())
-        while data:
-            data = data[os.write(self._fd, data) :]
+        self._log.write("".join(lines))
 
 
 def _file_of(_obj: Any = None, f: Any = None, *_args: Any, **_kwargs: Any) -> str | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from typing import Any
 
+from dlprof.log import Log
 from dlprof.recorder import BACKWARD, FETCH, FORWARD, OPTIMIZER, Recorder, Step
 
 # Steps are written this often: a crash costs at most so much, and a step of a millisecond pays for no system call.
@@ -21,7 +21,7 @@ class Steps:
     name = "steps"
 
     def __init__(self) -> None:
-        self._fd = -1
+        self._log: Log | None = None
         self._lines: list[str] = []
         self._written_ns = 0
         self._offset_ns = 0
@@ -30,8 +30,7 @@ class Steps:
 
     def start(self, recorder: Recorder) -> None:
         """Open the file."""
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._fd = os.open(recorder.folder / "steps.jsonl", flags, 0o666)
+        self._log = Log(recorder.folder / "steps.jsonl")
         self._offset_ns = recorder.unix(0)
         self._device = _DeviceClock(recorder)
 
@@ -52,7 +51,8 @@ class Steps:
         """Write the rest; a device time that is not known by now never will be."""
         self._drain(len(self._waiting))
         self._write()
-        os.close(self._fd)
+        if self._log is not None:
+            self._log.close()
 
     def _drain(self, overdue: int) -> None:
         """Move the waiting steps on whose device time is known, in their order, and the first `overdue` in any case."""
@@ -79,14 +79,11 @@ class Steps:
         )
 
     def _write(self) -> None:
-        if not self._lines:
+        if not self._lines or self._log is None:
             return
-        data = memoryview("".join(self._lines).encode())
+        lines = "".join(self._lines)
         self._lines.clear()
-        if not os.fstat(self._fd).st_nlink:
-            raise OSError("the run folder was deleted")
-        while data:
-            data = data[os.write(self._fd, data) :]
+        self._log.write(lines)
 
 
 class _DeviceClock:
