@@ -83,6 +83,7 @@ def _recorded(folder: Path) -> Run:
             f"{folder / 'run.json'} has format {newer!r}; this dlprof reads format {FORMAT}: upgrade dlprof"
         )
     warnings += info.get("warnings") or ()
+    warnings += _of_hosts(folder)
     attempts: dict[int, list[tuple[int, Path]]] = {}
     strangers = []
     for sub in sorted((folder / "ranks").glob("*")) if (folder / "ranks").is_dir() else ():
@@ -124,6 +125,15 @@ def _recorded(folder: Path) -> Run:
         exit={"code": ended.get("code"), "signal": ended.get("signal")},
         warnings=tuple(warnings),
     )
+
+
+def _of_hosts(folder: Path) -> list[str]:
+    """Give what the samplers of each host had to say; where all said the same, once."""
+    said: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("hosts/*/warnings.txt")):
+        for line in path.read_text(errors="replace").splitlines():
+            said.setdefault(line, []).append(path.parent.name)
+    return [f"{who[0]}: {text}" if len(who) == 1 else f"{len(who)} hosts: {text}" for text, who in said.items()]
 
 
 def _files(folder: Path) -> dict[str, Path]:

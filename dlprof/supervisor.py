@@ -1,7 +1,8 @@
 """Starts the user's command unchanged, with the recorder's hook on PYTHONPATH, and ends as the command ended.
 
 The command is a child in the same process group, on the same terminal, with the same stdin, stdout and stderr. This
-process sits beside it, passes on the signals that reached nobody else, and waits. Linux only.
+process sits beside it, passes on the signals that reached nobody else, and waits. Beside both, where DLPROF_SAMPLE asks
+for it, a process of ours reads what the host and its GPUs do (sampling.py). Linux only.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from dlprof import __version__
 from dlprof.errors import DlprofError
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+# How long the end of the command may wait for the samplers; what they measured is on disk by then.
+_SAMPLERS_END_S = 1.0
+_SAMPLERS_NICE = 10
+
 _SI_KERNEL = 0x80  # <asm-generic/siginfo.h>: sent by the kernel, as the terminal's Ctrl-C is, to the whole group
 
 _PASSED_ON = {
@@ -75,10 +80,13 @@ def supervise(command: Sequence[str], folder: Path, env: Mapping[str, str], opti
         "warnings": [],
     }
     owner = _claim(folder, record, job)
-    status = _run(list(command), recorded(env, folder))
+    samplers = _Samplers(folder, env)
+    status = _run(list(command), recorded(env, folder), samplers)
+    samplers.end()
     code, number = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
     warnings = [] if code in (126, 127) else missing(folder)
     _compress(folder)
+    warnings += samplers.wait()
     if owner:
         record |= {"end_ns": time.time_ns(), "exit": {"code": code, "signal": number}, "warnings": warnings}
         try:
@@ -188,7 +196,66 @@ def _write(path: Path, record: Mapping[str, Any]) -> None:
     unfinished.replace(path)
 
 
-def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
+class _Samplers:
+    """The process that samples this host beside the command; there is none where nobody asked for it."""
+
+    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
+        self._folder = folder
+        # Not the recorded environment: this process is none of the job's.
+        self._env = {name: value for name, value in env.items() if name != "DLPROF_RUN"}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._failed: str | None = None
+
+    def start(self, mask: Any) -> None:
+        """Start it; the command runs already, and has this process's signal mask from before."""
+        if self._env.get("DLPROF_SAMPLE", "off") == "off":
+            return
+        supervisor = os.getpid()
+        libc = ctypes.CDLL(None)
+
+        def before_exec() -> None:
+            # Nothing of ours outlives this process, however it ends. What was measured is on disk.
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != supervisor:
+                os._exit(0)
+            os.nice(_SAMPLERS_NICE)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, Path(__file__).parent / "samplers" / "__main__.py", self._folder],
+                env=self._env,
+                cwd="/",
+                # Its end is how they know that the job is over.
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                # A session of its own: the terminal's Ctrl-C is for the job.
+                start_new_session=True,
+                preexec_fn=before_exec,
+            )
+        except (OSError, subprocess.SubprocessError) as e:
+            self._failed = f"nothing is sampled: {e}"
+
+    def end(self) -> None:
+        """Tell it that the command has ended."""
+        if self._process is None or self._process.stdin is None:
+            return
+        if self._process.poll() is not None:
+            self._failed = f"the samplers ended before the job (status {self._process.returncode})"
+        self._process.stdin.close()
+
+    def wait(self) -> list[str]:
+        """See it gone, and tell in at most one line what went wrong."""
+        if self._process is not None:
+            try:
+                self._process.wait(_SAMPLERS_END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        return [self._failed] if self._failed else []
+
+
+def _run(command: Sequence[str], env: Mapping[str, str], samplers: _Samplers) -> int:
     """Run the command to its end and give its wait status."""
     watched = {signal.SIGCHLD, *_PASSED_ON}
     # A parent may have left SIGCHLD ignored, and the kernel would then reap the child before we ask.
@@ -197,6 +264,7 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
     try:
         try:
             child = _start(command, env, mask, chld)
+            samplers.start(mask)
         except FileNotFoundError:
             sys.stderr.write(f"dlprof: {command[0]}: command not found\n")
             return 127 << 8

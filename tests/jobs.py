@@ -38,6 +38,19 @@ def record(script: Path, *args: str, folder: Path, options: Sequence[str] = (), 
     return done
 
 
+def children(pid: int) -> list[int]:
+    """List the processes that a process has started."""
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def words(pid: int) -> str:
+    """Give the command line of a process; "" where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
 def rows(rank: Path) -> list[dict[str, Any]]:
     """Give the lines of a rank's light layer."""
     return [json.loads(line) for line in (rank / "steps.jsonl").read_text().splitlines()]

@@ -19,7 +19,7 @@ import pytest
 
 from dlprof.errors import DlprofError
 from dlprof.supervisor import job_id, missing, new_folder, recorded, supervise
-from tests.jobs import environment, launch, wrapped
+from tests.jobs import children, environment, launch, words, wrapped
 
 ENDINGS = {
     "zero": "pass",
@@ -67,8 +67,10 @@ def signalled(command: Sequence[str], number: int, cwd: Path) -> tuple[int, str]
     return process.wait(30), rest
 
 
-def children(pid: int) -> list[int]:
-    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def only_child(pid: int) -> int:
+    """Give the command's process: the other child is the samplers'."""
+    (child,) = (c for c in children(pid) if "samplers/__main__.py" not in words(c))
+    return child
 
 
 def state(pid: int) -> str:
@@ -126,7 +128,7 @@ def test_stopping_and_continuing_dlprof_stops_and_continues_the_command(tmp_path
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    (child,) = children(process.pid)
+    child = only_child(process.pid)
     process.send_signal(signal.SIGTSTP)
     assert until(lambda: state(process.pid) == "T" and state(child) == "T")
     process.send_signal(signal.SIGCONT)
@@ -141,7 +143,7 @@ def test_a_killed_dlprof_leaves_no_command_behind(tmp_path: Path) -> None:
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()
-    (child,) = children(process.pid)
+    child = only_child(process.pid)
     process.kill()
     process.wait(30)
     assert until(lambda: not Path(f"/proc/{child}").exists() or state(child) == "Z")

@@ -52,13 +52,18 @@ class Recording:
     out: Path | None
     window: str
     no_trace: bool
+    sample: float
+    no_sample: bool
     quiet: bool
     no_report: bool
 
     @property
     def asked(self) -> dict[str, str]:
         """What collectors and samplers read, as DLPROF_<NAME> in their environment; also kept in run.json."""
-        return {"window": "off" if self.no_trace else self.window}
+        return {
+            "sample": "off" if self.no_sample else f"{self.sample:g}",
+            "window": "off" if self.no_trace else self.window,
+        }
 
 
 _OPTIONS = (
@@ -74,6 +79,15 @@ _OPTIONS = (
         help="Steps to skip, to warm up and to trace.",
     ),
     click.option("--no-trace", is_flag=True, help="The light layer only: no profiler window."),
+    click.option(
+        "--sample",
+        type=click.FloatRange(min=0.1),
+        default=1.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="How often to read what the host and its GPUs do.",
+    ),
+    click.option("--no-sample", is_flag=True, help="No process of dlprof's beside the job: nothing of host and GPUs."),
     click.option("--quiet", is_flag=True, help="Say nothing but warnings and errors."),
     click.option("--no-report", is_flag=True, help="Record only."),
 )

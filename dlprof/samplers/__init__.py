@@ -1,1 +1,9 @@
-"""Sources of measurements beside the ranks, each in a process of its own: GPU, host, stacks. None yet."""
+"""The sources of measurements beside the ranks of a host. Each starts once, ticks at its own pace, and stops once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dlprof.sampling import Sampler
+
+SAMPLERS: tuple[Callable[[], Sampler], ...] = ()

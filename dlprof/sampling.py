@@ -1,0 +1,211 @@
+"""Watches a host from beside its ranks: one process a host drives the samplers, as recorder.py drives the collectors.
+
+The supervisor starts the process (`dlprof/samplers/__main__.py`) once the command runs, and holds the other end of its
+stdin: when that closes, the job is over, however it ended. Whatever fails here costs one sampler and one line on
+stderr, never the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+# How often a process that found its host claimed asks again: the one that samples ends with its own supervisor.
+_CLAIM_AGAIN_S = 2.0
+
+
+@dataclass(frozen=True)
+class RankHere:
+    """A rank that runs on this host, as its facts.json says."""
+
+    rank: int
+    name: str  # of its folder below ranks/
+    pid: int
+    device: Mapping[str, Any]  # type, uuid, name ...; empty where it could not be told
+    since: int  # the kernel's start time of the process, which tells it from a later one of the same pid
+
+
+class Sampler(Protocol):
+    """One source of measurements beside the ranks of a host; made in the samplers' process, on its only thread.
+
+    start and tick may raise: the sampler is then off, and said to be. A child process that a sampler starts must ask
+    for a signal at its parent's death (PR_SET_PDEATHSIG): this process may be killed at any time.
+    """
+
+    name: str
+    period_s: float  # between two ticks
+
+    def start(self, host: Host) -> None:
+        """Begin: host.folder exists. Ranks come later, host.ranks is empty as yet."""
+
+    def tick(self) -> None:
+        """Take one reading; host.ranks has just been brought up to date."""
+
+    def stop(self) -> None:
+        """End, and leave what is in memory on disk. The end of the user's command waits for it: be quick."""
+
+
+class Log:
+    """A file of one JSON object a line, each written as it comes, so that a kill costs nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one line; raises OSError where the disk is full or the file was deleted."""
+        if not os.fstat(self._fd).st_nlink:
+            raise OSError("the run folder was deleted")
+        data = memoryview(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+        while data:
+            data = data[os.write(self._fd, data) :]
+
+
+class Host:
+    """What a sampler knows of its host: its folder, and the ranks that run here now."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.name = os.uname().nodename
+        self.folder = run / "hosts" / self.name
+        self.ranks: tuple[RankHere, ...] = ()
+        self._listed_ns = -1
+        self._unread: set[str] = set()  # folders of ranks that have no facts yet
+        self._elsewhere: set[str] = set()  # folders of ranks of other hosts, or that ended
+        self._warned: set[str] = set()
+
+    def log(self, name: str) -> Log:
+        """Open a file of this host's folder for lines."""
+        return Log(self.folder / name)
+
+    def warn(self, text: str) -> None:
+        """Say something once on stderr and keep it for the report."""
+        if text in self._warned:
+            return
+        self._warned.add(text)
+        with contextlib.suppress(OSError):
+            os.write(2, f"dlprof: {text}\n".encode(errors="replace"))
+        with contextlib.suppress(OSError), (self.folder / "warnings.txt").open("a") as file:
+            file.write(text.replace("\n", " ") + "\n")
+
+    def look(self) -> None:
+        """Bring `ranks` up to date. Costs one stat while no rank comes: the folder may be on a busy network disk."""
+        self.ranks = tuple(rank for rank in self.ranks if _started(rank.pid) == rank.since)
+        folder = self.run / "ranks"
+        try:
+            changed = folder.stat().st_mtime_ns
+            if changed != self._listed_ns:
+                known = self._elsewhere | {rank.name for rank in self.ranks}
+                self._unread = {entry.name for entry in os.scandir(folder) if entry.name not in known}
+                self._listed_ns = changed
+        except OSError:
+            return
+        for name in sorted(self._unread):
+            try:
+                rank = self._here(name, json.loads((folder / name / "facts.json").read_bytes()))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                continue  # not yet written, or by somebody else
+            self._unread.discard(name)
+            if rank is None:
+                self._elsewhere.add(name)
+            else:
+                self.ranks = (*self.ranks, rank)
+
+    def _here(self, name: str, facts: Any) -> RankHere | None:
+        since = _started(int(facts["pid"])) if facts["host"] == self.name else None
+        if since is None:
+            return None
+        return RankHere(int(facts["rank"]), name, facts["pid"], facts.get("device") or {}, since)
+
+
+def claim(run: Path) -> socket.socket | None:
+    """Make this the process that samples this host for a run, as long as the socket is open; None: another one does.
+
+    A name of the kernel's, not a lock file: it ends with the process, and network disks often know no locks.
+    """
+    digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:32]
+    claimed = socket.socket(socket.AF_UNIX)
+    try:
+        claimed.bind(f"\0dlprof-{digest}")
+    except OSError:
+        claimed.close()
+        return None
+    return claimed
+
+
+def over(end: int, seconds: float) -> bool:
+    """Wait, and tell whether the job is over: the other end of the descriptor `end` was closed."""
+    return bool(select.select([end], [], [], min(max(seconds, 0.0), 3600.0))[0])
+
+
+def sample(run: Path, samplers: Iterable[Callable[[], Sampler]], end: int) -> None:
+    """Drive the samplers of this host until the job is over; or wait to, while another process does."""
+    while (claimed := claim(run)) is None:
+        if over(end, _CLAIM_AGAIN_S):
+            return
+    with claimed:
+        host = Host(run)
+        host.folder.mkdir(parents=True, exist_ok=True)
+        due: dict[Sampler, float] = {}
+        for make in samplers:
+            if over(end, 0):
+                return
+            try:
+                sampler = make()
+                sampler.start(host)
+                due[sampler] = time.monotonic()
+            except Exception as e:  # noqa: BLE001 - one sampler must not cost the others
+                _off(host, getattr(make, "name", str(make)), e)
+        try:
+            _drive(host, due, end)
+        finally:
+            for sampler in due:
+                try:
+                    sampler.stop()
+                except Exception as e:  # noqa: BLE001, PERF203 - the others stop too
+                    _off(host, sampler.name, e)
+
+
+def _drive(host: Host, due: dict[Sampler, float], end: int) -> None:
+    # Where all are off the host stays claimed: the next process would only fail as this one did.
+    while not over(end, min(due.values(), default=math.inf) - time.monotonic()):
+        host.look()
+        for sampler, at in tuple(due.items()):
+            now = time.monotonic()
+            if at > now:
+                continue
+            try:
+                sampler.tick()
+            except Exception as e:  # noqa: BLE001 - one sampler must not cost the others
+                del due[sampler]
+                _off(host, sampler.name, e)
+                with contextlib.suppress(Exception):
+                    sampler.stop()
+                continue
+            took = time.monotonic() - now
+            # Never to catch up: where readings are slow, fewer of them, and no more than a tenth of a core.
+            due[sampler] = max(at + sampler.period_s, now + 10 * took)
+
+
+def _off(host: Host, name: str, error: Exception) -> None:
+    what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    host.warn(f"the {name} sampler is off: {what}; the job goes on without it")
+
+
+def _started(pid: int) -> int | None:
+    """Give the kernel's start time of a process in clock ticks; None: it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    words = stat.rpartition(b")")[2].split()
+    return None if words[0] in (b"Z", b"X") else int(words[19])
