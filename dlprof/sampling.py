@@ -16,9 +16,11 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from dlprof.log import Log
 
 # How often a process that found its host claimed asks again: the one that samples ends with its own supervisor.
 _CLAIM_AGAIN_S = 2.0
@@ -31,8 +33,8 @@ class RankHere:
     rank: int
     name: str  # of its folder below ranks/
     pid: int
-    device: Mapping[str, Any]  # type, uuid, name ...; empty where it could not be told
     since: int  # the kernel's start time of the process, which tells it from a later one of the same pid
+    device: Mapping[str, Any] = field(compare=False)  # type, uuid, name ...; empty where it could not be told
 
 
 class Sampler(Protocol):
@@ -55,19 +57,15 @@ class Sampler(Protocol):
         """End, and leave what is in memory on disk. The end of the user's command waits for it: be quick."""
 
 
-class Log:
-    """A file of one JSON object a line, each written as it comes, so that a kill costs nothing."""
+def line(row: Mapping[str, Any]) -> str:
+    """Give a reading as a line of a log, headed by both clocks: Unix time, and the one that no clock service moves."""
+    clocks = {"at_ns": time.time_ns(), "perf_ns": time.perf_counter_ns()}
+    return json.dumps(clocks | dict(row), separators=(",", ":")) + "\n"
 
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Append one line; raises OSError where the disk is full or the file was deleted."""
-        if not os.fstat(self._fd).st_nlink:
-            raise OSError("the run folder was deleted")
-        data = memoryview(json.dumps(row, separators=(",", ":")).encode() + b"\n")
-        while data:
-            data = data[os.write(self._fd, data) :]
+def period() -> float:
+    """Give the seconds between two readings that the user asked for."""
+    return float(os.environ.get("DLPROF_SAMPLE") or 1)
 
 
 class Host:
@@ -83,9 +81,9 @@ class Host:
         self._elsewhere: set[str] = set()  # folders of ranks of other hosts, or that ended
         self._warned: set[str] = set()
 
-    def log(self, name: str) -> Log:
-        """Open a file of this host's folder for lines."""
-        return Log(self.folder / name)
+    def log(self, name: str, rank: RankHere | None = None) -> Log:
+        """Open a file of this host's folder, or of a rank's, for lines."""
+        return Log((self.folder if rank is None else self.run / "ranks" / rank.name) / name)
 
     def warn(self, text: str) -> None:
         """Say something once on stderr and keep it for the report."""
@@ -124,7 +122,7 @@ class Host:
         since = _started(int(facts["pid"])) if facts["host"] == self.name else None
         if since is None:
             return None
-        return RankHere(int(facts["rank"]), name, facts["pid"], facts.get("device") or {}, since)
+        return RankHere(int(facts["rank"]), name, facts["pid"], since, facts.get("device") or {})
 
 
 def claim(run: Path) -> socket.socket | None:

@@ -106,7 +106,9 @@ def test_folders_are_at_most_two_levels_deep() -> None:
     assert max(len(p.parts) for p in packages) == 1
 
 
-@pytest.mark.parametrize("folder", ["", "collectors", "commands", "measures", "readers", "renderers", "rules"])
+@pytest.mark.parametrize(
+    "folder", ["", "collectors", "commands", "measures", "readers", "renderers", "rules", "samplers"]
+)
 def test_tests_stand_where_the_package_has_the_module(folder: str) -> None:
     """Whatever is tested in tests/FOLDER/test_NAME.py is dlprof/FOLDER/NAME.py."""
     beyond = {"test_layout.py", "test_reference.py"}
@@ -115,7 +117,7 @@ def test_tests_stand_where_the_package_has_the_module(folder: str) -> None:
     assert here - there - beyond == set()
 
 
-@pytest.mark.parametrize("folder", ["commands", "measures", "readers", "renderers", "rules"])
+@pytest.mark.parametrize("folder", ["commands", "measures", "readers", "renderers", "rules", "samplers"])
 def test_every_module_has_a_test(folder: str) -> None:
     missing = {f"{folder}/{p.name}" for p in modules(folder) if not (TESTS / folder / f"test_{p.name}").is_file()}
     assert missing <= WITHOUT_TEST

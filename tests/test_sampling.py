@@ -21,7 +21,7 @@ from tests.test_supervisor import until
 SAMPLES = """
 import sys
 from pathlib import Path
-from dlprof.sampling import sample
+from dlprof.sampling import line, sample
 
 class Counting:
     name, period_s = "counting", 0.02
@@ -29,9 +29,9 @@ class Counting:
         self.host, self.log, self.ticks = host, host.log("counting.jsonl"), 0
     def tick(self):
         self.ticks += 1
-        self.log.write({"tick": self.ticks, "ranks": [[r.rank, r.name, r.pid] for r in self.host.ranks]})
+        self.log.write(line({"tick": self.ticks, "ranks": [[r.rank, r.name, r.pid] for r in self.host.ranks]}))
     def stop(self):
-        self.log.write({"stopped": self.ticks})
+        self.log.write(line({"stopped": self.ticks}))
 
 def failing(at):
     class Failing:
@@ -83,7 +83,7 @@ def test_a_sampler_that_fails_costs_only_itself_and_the_report_says_so(run: Path
     assert until(lambda: len(beside.lines()) > 3)
     said = beside.end().splitlines()
     ticks = beside.lines()
-    assert ticks[-1] == {"stopped": len(ticks) - 1}
+    assert ticks[-1]["stopped"] == len(ticks) - 1
     assert [line.split(": ")[1] for line in said] == [f"the {at} sampler is off" for at in ("start", "tick", "stop")]
     warnings = open_run(run).warnings
     assert [w for w in warnings if "sampler" in w] == [

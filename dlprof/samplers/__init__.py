@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dlprof.samplers.host import HostSampler
 from dlprof.sampling import Sampler
 
-SAMPLERS: tuple[Callable[[], Sampler], ...] = ()
+SAMPLERS: tuple[Callable[[], Sampler], ...] = (HostSampler,)
