@@ -13,14 +13,19 @@ from dlprof.engine import Measure, Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.excerpt import excerpt
+from dlprof.measures.lines import line_times
 from dlprof.measures.steps import step_means, step_series
 from dlprof.result import Fact, Panel, RunInfo
-from dlprof.units import duration, size
+from dlprof.units import duration, percent, size
 
-NEEDS: tuple[Measure, ...] = (excerpt, step_means, step_series)
+NEEDS: tuple[Measure, ...] = (excerpt, line_times, step_means, step_series)
 
 # As many ranks as can be told apart in one chart.
 MOST_RANKS = 8
+
+# Functions whose lines are shown, and lines of each.
+MOST_FUNCTIONS = 8
+MOST_LINES = 50
 
 # The same warning of many ranks is one warning.
 MOST_WARNINGS = 40
@@ -99,7 +104,7 @@ def _device(run: Measured) -> str:
 def panels(run: Measured) -> tuple[Panel, ...]:
     """Give the steps over the run and one step's timeline, as far as they were recorded."""
     made = (_if_measured(_steps_panel, run), _if_measured(_timeline_panel, run))
-    return tuple(p for p in made if p is not None)
+    return (*(p for p in made if p is not None), *_line_panels(run))
 
 
 def _if_measured(make: Callable[[Measured], Panel], run: Measured) -> Panel | None:
@@ -153,6 +158,46 @@ def _timeline_panel(run: Measured) -> Panel:
     if not together:
         note += " Each rank from its own beginning: their clocks differ."
     return Panel("timeline", f"One traced step (step {step})", rows, unit="ns", note=note.strip())
+
+
+def _line_panels(run: Measured) -> list[Panel]:
+    """Give the source of each function that --lines named, with the time of each line over all ranks."""
+    try:
+        lines = run.frame(line_times)
+    except (NotMeasured, MeasureFailed):
+        return []
+    ranks = lines["rank"].nunique()
+    lines = lines.groupby(["role", "function", "file", "line", "source"], as_index=False)[["hits", "ns"]].sum()
+    functions = [(names, part) for names, part in lines.groupby(["role", "function", "file"])]
+    functions.sort(key=lambda f: -int(f[1]["ns"].sum()))
+    return [
+        _lines_panel(str(role), str(function), str(file), part, ranks)
+        for (role, function, file), part in functions[:MOST_FUNCTIONS]
+    ]
+
+
+def _lines_panel(role: str, function: str, file: str, part: pd.DataFrame, ranks: int) -> Panel:
+    total = int(part["ns"].sum())
+    left = len(part) - MOST_LINES
+    part = part.nlargest(MOST_LINES, "ns").sort_values("line")
+    rows = tuple(
+        (
+            int(line),
+            f"{hits:,}" if hits else "",
+            duration(float(ns)) if hits else "",
+            duration(ns / hits) if hits else "",
+            percent(ns / total) if hits and total else "",
+            # A browser would drop the indentation.
+            text[: len(text) - len(text.lstrip())].expandtabs(4).replace(" ", "\u00a0") + text.strip(),
+        )
+        for line, hits, ns, text in zip(part["line"], part["hits"], part["ns"], part["source"], strict=True)
+    )
+    where = "in the loader's workers" if role == "worker" else "in the rank"
+    note = f"{file}: {duration(float(total))} together" + (f", over {ranks} ranks." if ranks > 1 else ".")
+    if left > 0:
+        note += f" {left} lines that took less are left out."
+    columns = ("line", "hits", "time", "a hit", "share", "source")
+    return Panel("table", f"Line by line: {function}, {where}", rows, columns, note=note)
 
 
 def facts(run: Measured) -> tuple[Fact, ...]:

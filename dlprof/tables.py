@@ -52,6 +52,17 @@ STEPS: Mapping[str, str] = {
     "first": "int64",  # 1: holds an epoch's first next() or its end
 }
 
+# One line of a function that `--lines` named, as a role ran it; all lines of the function, in order.
+LINES: Mapping[str, str] = {
+    "role": CATEGORY,  # main, worker (of a loader)
+    "function": CATEGORY,  # module:qualified name, as it was named
+    "file": CATEGORY,
+    "line": "int64",
+    "hits": "int64",
+    "ns": "int64",  # with what the line called
+    "source": CATEGORY,  # the line's text, "": unknown
+}
+
 # What held up the training thread for a millisecond or more and shows in no trace, in order of time.
 STALLS: Mapping[str, str] = {
     "kind": CATEGORY,  # garbage_collection, checkpoint
@@ -64,6 +75,7 @@ STALLS: Mapping[str, str] = {
 }
 
 TABLES: Mapping[str, Mapping[str, str]] = {
+    "lines": LINES,
     "spans": SPANS,
     "stalls": STALLS,
     "steps": STEPS,

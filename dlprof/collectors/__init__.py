@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dlprof.collectors.facts import Facts
+from dlprof.collectors.lines import Lines
 from dlprof.collectors.stalls import Stalls
 from dlprof.collectors.steps import Steps
 from dlprof.collectors.trace import Trace
 
 COLLECTORS = (
     Facts,
+    Lines,
     Stalls,
     Steps,
     Trace,

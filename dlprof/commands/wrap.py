@@ -45,6 +45,15 @@ def parse_window(_ctx: click.Context, _param: click.Parameter, value: str) -> st
     return f"{skip},{warmup},{active}"
 
 
+def parse_lines(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    """Check that each names a function: 'module:function', 'file.py:function' or 'auto'."""
+    for value in values:
+        where, _, name = value.rpartition(":")
+        if value != "auto" and not (where and all(part.isidentifier() for part in name.split("."))):
+            raise click.BadParameter(f"{value!r} is neither MODULE:FUNCTION nor auto")
+    return values
+
+
 @dataclass(frozen=True)
 class Recording:
     """What the options of a command that records say: a field an option."""
@@ -52,6 +61,7 @@ class Recording:
     out: Path | None
     window: str
     no_trace: bool
+    lines: tuple[str, ...]
     sample: float
     no_sample: bool
     quiet: bool
@@ -61,6 +71,7 @@ class Recording:
     def asked(self) -> dict[str, str]:
         """What collectors and samplers read, as DLPROF_<NAME> in their environment; also kept in run.json."""
         return {
+            "lines": "\n".join(self.lines),
             "sample": "off" if self.no_sample else f"{self.sample:g}",
             "window": "off" if self.no_trace else self.window,
         }
@@ -79,6 +90,15 @@ _OPTIONS = (
         help="Steps to skip, to warm up and to trace.",
     ),
     click.option("--no-trace", is_flag=True, help="The light layer only: no profiler window."),
+    click.option(
+        "--lines",
+        multiple=True,
+        callback=parse_lines,
+        metavar="MODULE:FUNCTION",
+        help="Time a function line by line, in the ranks and in loader workers: package.data:Images.__getitem__,"
+        " path/to/file.py:function, __main__:function; auto: the hottest functions of your own files. Repeatable."
+        " Slows these functions.",
+    ),
     click.option(
         "--sample",
         type=click.FloatRange(min=0.1),

@@ -42,6 +42,7 @@ class Source:
 
 # What is read of a rank. To add a source: its reader, its line here, its tables in dlprof/tables.py.
 SOURCES: tuple[Source, ...] = (
+    Source("lines", ("lines.jsonl",), ("lines",), "no lines were counted (`--lines MODULE:FUNCTION` counts them)"),
     Source(
         "stalls",
         ("stalls.jsonl",),

@@ -1,0 +1,62 @@
+"""The time of lines, as it travels and as it is shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dlprof import overview
+from dlprof.errors import NotMeasured
+from dlprof.measures.lines import MOST_FUNCTIONS, MOST_LINES, line_times
+from tests.runs import CPU, light, measured, recorded
+
+MS = 1_000_000
+
+
+def run(folder: Path, *ranks: list[dict[str, object]]) -> Path:
+    steps = [light(n, 10 * MS) for n in range(5)]
+    recorded(folder, *((None, steps, CPU) for _ in ranks))
+    for n, pieces in enumerate(ranks):
+        (folder / f"ranks/{n:05d}/lines.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pieces))
+    return folder
+
+
+def piece(function: str, lines: list[tuple[int, int, int]], **said: object) -> dict[str, object]:
+    return {"role": "main", "function": function, "file": "data.py", "first": 1, "lines": lines} | said
+
+
+def test_ranks_add_up_to_a_panel_a_function_the_longest_first(tmp_path: Path) -> None:
+    source = {"source": "def f():\n    a()\n"}
+    first = [piece("data:f", [(2, 4, 3 * MS)], **source), piece("data:g", [(2, 1, 90 * MS)], role="worker")]
+    second = [piece("data:f", [(2, 6, 7 * MS)], **source)]
+    panels = overview.panels(measured(run(tmp_path, first, second), *overview.NEEDS))
+    (g, f) = [p for p in panels if p.shape == "table"]
+    assert (g.title, f.title) == ("Line by line: data:g, in the loader's workers", "Line by line: data:f, in the rank")
+    nbsp = "\u00a0"
+    assert f.rows == (
+        (1, "", "", "", "", "def f():"),
+        (2, "10", "10.0 ms", "1.00 ms", "100 %", f"{nbsp * 4}a()"),
+    )
+    assert "over 2 ranks" in f.note
+
+
+def test_what_travels_is_bounded_and_what_never_ran_is_left_out(tmp_path: Path) -> None:
+    long = [piece(f"data:f{n}", [(k, 1, k + n) for k in range(1, 500)], file=f"{n}.py") for n in range(20)]
+    frame = measured(run(tmp_path / "a", long), line_times).frame(line_times)
+    assert frame["function"].nunique() == MOST_FUNCTIONS
+    assert frame["function"].iloc[0] == "data:f19"
+    assert set(frame.groupby("function")["line"].count()) == {MOST_LINES}
+    assert frame["line"].iloc[0] == 500 - MOST_LINES
+    idle = run(tmp_path / "b", [piece("data:f", [(2, 0, 0)])])
+    with pytest.raises(NotMeasured, match="no function that --lines names was called"):
+        measured(idle, line_times).frame(line_times)
+
+
+def test_a_run_without_lines_has_no_panel(tmp_path: Path) -> None:
+    steps = [light(n, 10 * MS) for n in range(5)]
+    made = measured(recorded(tmp_path, (None, steps, CPU)), *overview.NEEDS)
+    assert [p for p in overview.panels(made) if p.shape == "table"] == []
+    with pytest.raises(NotMeasured, match="--lines"):
+        made.frame(line_times)
