@@ -167,9 +167,9 @@ def _line_panels(run: Measured) -> list[Panel]:
     except (NotMeasured, MeasureFailed):
         return []
     ranks = lines["rank"].nunique()
-    lines = lines.groupby(["role", "function", "file", "line", "source"], as_index=False)[["hits", "ns"]].sum()
+    lines = lines.groupby(["role", "function", "file", "line", "source"], as_index=False)[["hits", "dur_ns"]].sum()
     functions = [(names, part) for names, part in lines.groupby(["role", "function", "file"])]
-    functions.sort(key=lambda f: -int(f[1]["ns"].sum()))
+    functions.sort(key=lambda f: -int(f[1]["dur_ns"].sum()))
     return [
         _lines_panel(str(role), str(function), str(file), part, ranks)
         for (role, function, file), part in functions[:MOST_FUNCTIONS]
@@ -177,9 +177,9 @@ def _line_panels(run: Measured) -> list[Panel]:
 
 
 def _lines_panel(role: str, function: str, file: str, part: pd.DataFrame, ranks: int) -> Panel:
-    total = int(part["ns"].sum())
+    total = int(part["dur_ns"].sum())
     left = len(part) - MOST_LINES
-    part = part.nlargest(MOST_LINES, "ns").sort_values("line")
+    part = part.nlargest(MOST_LINES, "dur_ns").sort_values("line")
     rows = tuple(
         (
             int(line),
@@ -190,7 +190,7 @@ def _lines_panel(role: str, function: str, file: str, part: pd.DataFrame, ranks:
             # A browser would drop the indentation.
             text[: len(text) - len(text.lstrip())].expandtabs(4).replace(" ", "\u00a0") + text.strip(),
         )
-        for line, hits, ns, text in zip(part["line"], part["hits"], part["ns"], part["source"], strict=True)
+        for line, hits, ns, text in zip(part["line"], part["hits"], part["dur_ns"], part["source"], strict=True)
     )
     where = "in the loader's workers" if role == "worker" else "in the rank"
     note = f"{file}: {duration(float(total))} together" + (f", over {ranks} ranks." if ranks > 1 else ".")

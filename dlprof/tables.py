@@ -59,7 +59,7 @@ LINES: Mapping[str, str] = {
     "file": CATEGORY,
     "line": "int64",
     "hits": "int64",
-    "ns": "int64",  # with what the line called
+    "dur_ns": "int64",  # with what the line called
     "source": CATEGORY,  # the line's text, "": unknown
 }
 

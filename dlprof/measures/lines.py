@@ -24,9 +24,9 @@ def line_times(rank: RankData) -> pd.DataFrame:
     functions = [part for _, part in lines.groupby(_FUNCTION) if part["hits"].any()]
     if not functions:
         raise NotMeasured("no function that --lines names was called while its lines were counted")
-    functions.sort(key=lambda part: -int(part["ns"].sum()))
+    functions.sort(key=lambda part: -int(part["dur_ns"].sum()))
     return pd.concat([_longest(part) for part in functions[:MOST_FUNCTIONS]], ignore_index=True)
 
 
 def _longest(part: pd.DataFrame) -> pd.DataFrame:
-    return part.nlargest(MOST_LINES, "ns").sort_values("line") if len(part) > MOST_LINES else part
+    return part.nlargest(MOST_LINES, "dur_ns").sort_values("line") if len(part) > MOST_LINES else part

@@ -69,7 +69,7 @@ def read(path: Path) -> Reading:
             "file": pd.Categorical([key[2] for key in keys]),
             "line": np.array([key[3] for key in keys], dtype="int64"),
             "hits": np.array([hits[key] for key in keys], dtype="int64"),
-            "ns": np.array([took[key] for key in keys], dtype="int64"),
+            "dur_ns": np.array([took[key] for key in keys], dtype="int64"),
             "source": pd.Categorical([texts.get(key[1:3], {}).get(key[3], "") for key in keys]),
         }
     )

@@ -21,7 +21,7 @@ def test_pieces_add_up_and_lines_that_never_ran_are_there(tmp_path: Path) -> Non
     path.write_text("".join(json.dumps(p) + "\n" for p in pieces) + '{"role": "main", "func')
     reading = read(path)
     assert reading.warnings == ()
-    told = [tuple(row) for row in reading.tables["lines"][["role", "line", "hits", "ns", "source"]].to_numpy()]
+    told = [tuple(row) for row in reading.tables["lines"][["role", "line", "hits", "dur_ns", "source"]].to_numpy()]
     assert told == [
         ("main", 3, 0, 0, "def f():"),
         ("main", 4, 3, 110, "    a = 1"),
