@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
+from dlprof import tables
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.readers import SOURCES, Source
 from dlprof.run import TRACE, Rank, Run
@@ -65,7 +66,9 @@ class RankData:
         except Exception as e:  # noqa: BLE001 - a reader's fault costs only its file
             why = f"{path}: cannot be read: {type(e).__name__}: {e}"
         else:
-            self._tables.update(reading.tables)
+            for name, frame in reading.tables.items():
+                # What several samplers wrote is one table.
+                self._tables[name] = tables.join(name, [self._tables[name], frame]) if name in self._tables else frame
             self.trace_facts.update(reading.facts)
             self.warnings.extend(reading.warnings)
             return

@@ -98,6 +98,7 @@ def _recorded(folder: Path) -> Run:
     last = max((a for lives in attempts.values() for a, _ in lives), default=0)
     if last:
         warnings.append(f"the job was restarted {last} × by its launcher: the figures are of the last start")
+    hosts: dict[Any, Path] = {path.name: path for path in folder.glob("hosts/*")}
     ranks = []
     said: dict[str, list[int]] = {}
     for index, lives in sorted(attempts.items()):
@@ -108,7 +109,12 @@ def _recorded(folder: Path) -> Run:
         facts, odd = _facts(sub / "facts.json", reader.read)
         for warning in (*odd, *(facts.get("warnings") or ())):
             said.setdefault(warning, []).append(index)
-        ranks.append(Rank(index, _files(sub), facts))
+        files = _files(sub)
+        # What was sampled of a host belongs to none of its ranks: the first one brings it.
+        host = hosts.pop(facts.get("host"), None)
+        if host is not None:
+            files |= _files(host, of_host=True)
+        ranks.append(Rank(index, files, facts))
     for warning, who in said.items():
         warnings.append(f"rank {who[0]}: {warning}" if len(who) == 1 else f"{len(who)} ranks: {warning}")
     if not ranks:
@@ -136,9 +142,10 @@ def _of_hosts(folder: Path) -> list[str]:
     return [f"{who[0]}: {text}" if len(who) == 1 else f"{len(who)} hosts: {text}" for text, who in said.items()]
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """Find what a rank left for each reader."""
-    found = {s.reader: next((folder / f for f in s.files if (folder / f).is_file()), None) for s in SOURCES}
+def _files(folder: Path, *, of_host: bool = False) -> dict[str, Path]:
+    """Find what a rank, or a host, left for each reader."""
+    sources = [s for s in SOURCES if s.of_host == of_host]
+    found = {s.reader: next((folder / f for f in s.files if (folder / f).is_file()), None) for s in sources}
     return {reader: path for reader, path in found.items() if path is not None}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pandas as pd
+from pandas.api.types import union_categoricals
 
 from dlprof.errors import DlprofError
 
@@ -74,8 +76,18 @@ STALLS: Mapping[str, str] = {
     "phase": CATEGORY,  # that it happened in: fetch, forward, backward, optimizer, rest
 }
 
+# One reading of one metric, of what was sampled beside the rank; each metric in order of time. What grows for good
+# (CPU seconds, bytes sent, page faults) stands as it was read, and may begin again at 0.
+SAMPLES: Mapping[str, str] = {
+    "source": CATEGORY,  # gpu, host (on the first rank of a host), processes (the rank's own)
+    "metric": CATEGORY,  # with its unit: power_w, cpu_share, rss_bytes; as the sampler names it
+    "at_ns": "int64",
+    "value": "float64",  # never NaN: what was not measured has no row
+}
+
 TABLES: Mapping[str, Mapping[str, str]] = {
     "lines": LINES,
+    "samples": SAMPLES,
     "spans": SPANS,
     "stalls": STALLS,
     "steps": STEPS,
@@ -92,6 +104,18 @@ def check(name: str, frame: pd.DataFrame) -> pd.DataFrame:
     if wrong:
         raise DlprofError(f"table {name}: {wrong[0]} is {frame.dtypes[wrong[0]]}, not {columns[wrong[0]]}")
     return frame
+
+
+def join(name: str, parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Give one table of the rows of several, in their order."""
+    parts = [part for part in parts if len(part)] or parts[:1]  # the categories of none have no type
+    columns = {
+        c: union_categoricals([part[c] for part in parts])
+        if dtype == CATEGORY
+        else np.concatenate([part[c].to_numpy() for part in parts])
+        for c, dtype in TABLES[name].items()
+    }
+    return check(name, pd.DataFrame(columns))
 
 
 def empty(name: str) -> pd.DataFrame:

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
+from dlprof.engine import RankData
 from dlprof.errors import DlprofError
 from dlprof.readers import facts
 from dlprof.run import FORMAT, TRACE, open_run
@@ -468,3 +469,31 @@ def test_a_path_may_be_text_and_errors_are_of_one_type(tmp_path: Path) -> None:
     assert open_run(str(recorded(tmp_path / "run"))).recorded
     with pytest.raises(DlprofError, match="no such file"):
         open_run(str(tmp_path / "nothing"))
+
+
+def test_what_was_sampled_of_a_host_is_read_once(tmp_path: Path) -> None:
+    """Three ranks on two hosts: each has its own processes, and only the first of a host has the host's."""
+    for number, host in enumerate(["one", "one", "two"]):
+        folder = tmp_path / "ranks" / f"{number:05d}"
+        folder.mkdir(parents=True)
+        (folder / "facts.json").write_text(json.dumps({"rank": number, "world_size": 3, "host": host}))
+        (folder / "processes.jsonl").write_text(f'{{"at_ns":{number},"cpu_s":{number}}}\n')
+    for host, share in (("one", 0.25), ("two", 0.75)):
+        (tmp_path / "hosts" / host).mkdir(parents=True)
+        (tmp_path / "hosts" / host / "host.jsonl").write_text(f'{{"at_ns":9,"cpu_share":{share}}}\n')
+    (tmp_path / "run.json").write_text('{"format": 1}')
+    told = []
+    for rank in open_run(tmp_path).ranks:
+        samples = RankData(rank).table("samples")
+        told.append(dict(zip(samples["metric"], samples["value"], strict=True)))
+    assert told == [{"cpu_share": 0.25, "cpu_s": 0.0}, {"cpu_s": 1.0}, {"cpu_share": 0.75, "cpu_s": 2.0}]
+
+
+def test_what_samplers_had_to_say_is_among_the_warnings_with_their_hosts(tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    for host, lines in (("one", "gpu is off\nfull\n"), ("two", "gpu is off\n"), ("odd", "\xff\n")):
+        (tmp_path / "hosts" / host).mkdir(parents=True)
+        (tmp_path / "hosts" / host / "warnings.txt").write_bytes(lines.encode("latin-1"))
+    warnings = open_run(tmp_path).warnings
+    assert "2 hosts: gpu is off" in warnings
+    assert "one: full" in warnings

@@ -40,3 +40,17 @@ def test_units_are_in_the_names_of_columns() -> None:
 def test_concatenating_with_an_empty_table_keeps_the_types() -> None:
     both = pd.concat([tables.empty("traced_steps"), tables.empty("traced_steps")])
     assert tables.check("traced_steps", both) is both
+
+
+def test_tables_are_joined_row_after_row_whatever_their_categories() -> None:
+    """Each sampler has metrics of its own."""
+    parts = [
+        tables.empty("samples"),
+        *(
+            pd.DataFrame({"source": [source], "metric": [metric], "at_ns": [at], "value": [0.5]}).astype(tables.SAMPLES)
+            for source, metric, at in (("gpu", "power_w", 3), ("host", "cpu_share", 1))
+        ),
+    ]
+    both = tables.join("samples", parts)
+    assert list(both["metric"]) == ["power_w", "cpu_share"]
+    assert list(both["at_ns"]) == [3, 1]

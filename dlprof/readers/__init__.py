@@ -27,12 +27,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class Source:
-    """One thing that a rank leaves on disk: its files (the first that is there is read), and the tables they hold."""
+    """One thing that a rank leaves on disk: its files (the first that is there is read), and the tables they hold.
+
+    Several sources may give rows of one table. What is a host's lies in its folder and is read with its first rank.
+    """
 
     reader: str  # module of this package
     files: tuple[str, ...]
     tables: tuple[str, ...]
     absent: str  # why there is none, in words for the user
+    of_host: bool = False
 
     def read(self, path: Path) -> Reading:
         """Read a file of this source; raises DlprofError where it cannot be read."""
@@ -40,9 +44,14 @@ class Source:
         return reading
 
 
+_NOT_SAMPLED = "nothing was sampled beside the job (only `dlprof wrap` and `dlprof run` do, without --no-sample)"
+
 # What is read of a rank. To add a source: its reader, its line here, its tables in dlprof/tables.py.
 SOURCES: tuple[Source, ...] = (
+    Source("gpu", ("gpu.jsonl",), ("samples",), _NOT_SAMPLED),
+    Source("host", ("host.jsonl",), ("samples",), _NOT_SAMPLED, of_host=True),
     Source("lines", ("lines.jsonl",), ("lines",), "no lines were counted (`--lines MODULE:FUNCTION` counts them)"),
+    Source("processes", ("processes.jsonl",), ("samples",), _NOT_SAMPLED),
     Source(
         "stalls",
         ("stalls.jsonl",),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dlprof.samplers.gpu import GpuSampler
 from dlprof.samplers.host import HostSampler
 from dlprof.sampling import Sampler
 
-SAMPLERS: tuple[Callable[[], Sampler], ...] = (HostSampler,)
+SAMPLERS: tuple[Callable[[], Sampler], ...] = (
+    GpuSampler,
+    HostSampler,
+)

@@ -1,0 +1,30 @@
+"""Reads host.jsonl: what was sampled of a host as a whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dlprof.readers import Reading
+from dlprof.readers.samples import read_samples
+
+# A core that computes for more of the time than this has nothing left to give.
+_BUSY_PERCENT = 90
+
+
+def read(path: Path) -> Reading:
+    """Give rows of the table "samples"; raises DlprofError where the file cannot be read or holds no samples."""
+    frame, warnings = read_samples(path, "host", _cores)
+    return Reading({"samples": frame}, {}, warnings)
+
+
+def _cores(row: dict[str, Any]) -> dict[str, Any]:
+    """Tell of the cores what a table can hold: how many there are and are busy, and how busy the busiest is."""
+    cores = row.get("core_percent")
+    if not cores:
+        return row
+    return row | {
+        "cores": len(cores),
+        "busy_cores": sum(core > _BUSY_PERCENT for core in cores),
+        "busiest_core_share": max(cores) / 100,
+    }

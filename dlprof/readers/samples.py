@@ -1,0 +1,78 @@
+"""Readings as the table "samples": one JSON object a line, whose every number but the clocks is a metric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pandas as pd
+
+from dlprof import tables
+from dlprof.errors import DlprofError
+from dlprof.readers.chunks import NOT_JSON, open_file
+
+_CLOCKS = ("at_ns", "perf_ns")
+_LATEST = 2**62
+
+Row = dict[str, Any]
+
+
+def read_samples(
+    path: Path, source: str, derive: Callable[[Row], Row] = lambda row: row
+) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """Give the rows of a sampler's log, and what was lost of it.
+
+    `derive` makes metrics of what a line holds. A line without its time is none; a cut last line is dropped, as are
+    other bad ones, with a warning. Raises DlprofError where the file cannot be read or none of its lines is a reading.
+    """
+    decode = msgspec.json.Decoder(Row).decode
+    at: dict[str, list[int]] = {}
+    values: dict[str, list[float]] = {}
+    read = bad = 0
+    last_is_bad = False
+    with open_file(path) as file:
+        for text in file:
+            if not text.strip():
+                continue
+            try:
+                row = derive(decode(text))
+                when = row["at_ns"]
+            except (*NOT_JSON, KeyError, TypeError):
+                bad += 1
+                last_is_bad = True
+                continue
+            last_is_bad = type(when) is not int or not 0 <= when <= _LATEST
+            if last_is_bad:
+                bad += 1
+                continue
+            read += 1
+            for metric, value in row.items():
+                if type(value) in (int, float) and metric not in _CLOCKS and math.isfinite(value):
+                    at.setdefault(metric, []).append(when)
+                    values.setdefault(metric, []).append(value)
+    if bad > 1 and not read:
+        raise DlprofError(f"{path}: not a log of samples: none of its lines is one")
+    lost = bad - last_is_bad
+    warnings = (f"{path.name}: {lost:,} lines are no samples and are left out",) if lost else ()
+    return frame(source, at, values), warnings
+
+
+def frame(source: str, at: dict[str, list[int]], values: dict[str, list[float]]) -> pd.DataFrame:
+    """Give the table of a source's metrics: of each, when it was read and what it was."""
+    if not at:
+        return tables.empty("samples")
+    metrics = list(at)
+    counts = [len(at[metric]) for metric in metrics]
+    made = pd.DataFrame(
+        {
+            "source": pd.Categorical.from_codes(np.zeros(sum(counts), dtype=np.int8), pd.Index([source])),
+            "metric": pd.Categorical.from_codes(np.repeat(np.arange(len(metrics)), counts), pd.Index(metrics)),
+            "at_ns": np.concatenate([np.array(at[metric], dtype=np.int64) for metric in metrics]),
+            "value": np.concatenate([np.array(values[metric], dtype=np.float64) for metric in metrics]),
+        }
+    )
+    return tables.check("samples", made)

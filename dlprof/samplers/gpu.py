@@ -1,0 +1,252 @@
+"""What the GPUs of this host's ranks do, from the driver's own counters (NVML): nothing runs on a GPU for it.
+
+Nothing is asked of NVML before a rank trains on a GPU. Each metric is tried once on each GPU: what this GPU, driver or
+permission does not give is left out of the file from then on, and never a zero in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from dlprof.log import Log
+from dlprof.sampling import Host, RankHere, line, period
+
+Reading = Mapping[str, float]
+
+_ALL_LINKS = 0xFFFFFFFF  # nvml.h: the scope that adds up a GPU's NVLinks
+
+# Field → name, scale and scope, all of them counters that only grow. By number: the last three have moved since the
+# drivers of 2024, and a constant of an older nvidia-ml-py would ask for something else.
+_FIELDS: Mapping[int, tuple[str, float, int]] = {
+    74: ("clocks_held_by_power_ns", 1, 0),  # NVML_FI_DEV_PERF_POLICY_POWER
+    75: ("clocks_held_by_heat_ns", 1, 0),  # ..._THERMAL
+    76: ("clocks_held_by_sync_boost_ns", 1, 0),
+    77: ("clocks_held_by_board_ns", 1, 0),
+    78: ("clocks_held_by_low_use_ns", 1, 0),
+    79: ("clocks_held_by_reliability_ns", 1, 0),
+    80: ("below_application_clocks_ns", 1, 0),
+    81: ("below_base_clocks_ns", 1, 0),
+    138: ("nvlink_sent_bytes", 1024, _ALL_LINKS),  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, KiB
+    139: ("nvlink_received_bytes", 1024, _ALL_LINKS),
+    # nvmlDeviceGetPcieThroughput would wait for 20 ms each time. These may begin again at 0.
+    197: ("pcie_sent_bytes", 1, 0),  # NVML_FI_DEV_PCIE_COUNT_TX_BYTES
+    198: ("pcie_received_bytes", 1, 0),
+    269: ("software_heat_slowdown_ns", 1, 0),  # NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN
+    270: ("hardware_heat_slowdown_ns", 1, 0),
+    271: ("power_brake_slowdown_ns", 1, 0),
+}
+
+# GPM metric → name and scale. Means over the time since the last reading, on Hopper and later.
+_GPM: Mapping[int, tuple[str, float]] = {
+    2: ("sm_busy_share", 0.01),
+    3: ("sm_occupancy_share", 0.01),
+    5: ("tensor_busy_share", 0.01),
+    10: ("dram_share", 0.01),
+    60: ("nvlink_received_bytes_per_s", 1 << 20),
+    61: ("nvlink_sent_bytes_per_s", 1 << 20),
+}
+
+# The member of nvmlValue_t that holds a value, by nvmlValueType_t.
+_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+
+
+class GpuSampler:
+    """Writes gpu.jsonl of each rank here that trains on a GPU: keys as metrics of the table `samples`."""
+
+    name = "gpu"
+
+    def __init__(self) -> None:
+        self.period_s = period()
+        self._nvml: Any = None
+        self._gpus: dict[str, _Gpu | None] = {}  # by UUID; None: it cannot be read, or no longer
+        self._logs: dict[RankHere, Log] = {}
+
+    def start(self, host: Host) -> None:
+        """Wait for a rank that has a GPU."""
+        self._host = host
+
+    def tick(self) -> None:
+        """Read each GPU that ranks train on, and write a line for each of them."""
+        ranks = [rank for rank in self._host.ranks if rank.device.get("type") == "cuda"]
+        if not ranks:
+            return
+        if self._nvml is None:
+            self._nvml = _load()
+        read: dict[str, Reading | None] = {}
+        for rank in ranks:
+            uuid = rank.device.get("uuid")
+            if not uuid:
+                self._host.warn(f"the GPU of rank {rank.rank} is not sampled: this torch does not tell its UUID")
+                continue
+            if uuid not in read:
+                read[uuid] = self._read(uuid)
+            row = read[uuid]
+            if row:
+                if rank not in self._logs:
+                    self._logs[rank] = self._host.log("gpu.jsonl", rank)
+                self._logs[rank].write(line(row))
+
+    def stop(self) -> None:
+        """Leave the driver."""
+        if self._nvml is not None:
+            with contextlib.suppress(self._nvml.NVMLError):  # it may have gone before us
+                self._nvml.nvmlShutdown()
+
+    def _read(self, uuid: str) -> Reading | None:
+        nvml = self._nvml
+        try:
+            if uuid not in self._gpus:
+                self._gpus[uuid] = _Gpu(nvml, uuid)
+            gpu = self._gpus[uuid]
+            return gpu.read() if gpu is not None else None
+        except nvml.NVMLError as e:
+            # Lost, reset, or its driver was unloaded: the others are read on.
+            more = " any more" if uuid in self._gpus else ""
+            self._gpus[uuid] = None
+            self._host.warn(f"GPU {uuid} is not sampled{more}: {e}")
+            return None
+
+
+class _Gpu:
+    """One GPU: its handle, and what of it can be read."""
+
+    def __init__(self, nvml: Any, uuid: str) -> None:
+        self._nvml = nvml
+        self._handle = _handle(nvml, uuid)
+        # What a GPU does not have, or does not tell to this user, it will not later either.
+        self._refusals = tuple(
+            getattr(nvml, f"NVMLError_{name}")
+            for name in ("NotSupported", "FunctionNotFound", "NoPermission", "InvalidArgument", "NotFound")
+        )
+        self._queries: list[Callable[[], Reading]] = [
+            self._utilization,
+            self._memory,
+            self._power,
+            self._power_limit,
+            self._energy,
+            self._clocks,
+            self._clock_limit,
+            self._temperature,
+            self._reasons,
+            self._counters,
+            self._activity,
+        ]
+        self._fields = dict(_FIELDS)
+        self._gpm: list[Any] = []  # the sample before, and one to fill
+
+    def read(self) -> Reading:
+        """Give what can be read now; raises NVMLError where the GPU has gone."""
+        row: dict[str, float] = {}
+        for query in tuple(self._queries):
+            try:
+                row.update(query())
+            except self._refusals:  # noqa: PERF203 - each may refuse
+                self._queries.remove(query)
+        return row
+
+    def _utilization(self) -> Reading:
+        now = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
+        return {"busy_share": now.gpu / 100, "memory_busy_share": now.memory / 100}
+
+    def _memory(self) -> Reading:
+        now = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        return {"memory_used_bytes": now.used, "memory_total_bytes": now.total}
+
+    def _power(self) -> Reading:
+        return {"power_w": self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000}
+
+    def _power_limit(self) -> Reading:
+        return {"power_limit_w": self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle) / 1000}
+
+    def _energy(self) -> Reading:
+        return {"energy_j": self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1000}
+
+    def _clocks(self) -> Reading:
+        nvml = self._nvml
+        return {
+            "sm_clock_mhz": nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM),
+            "memory_clock_mhz": nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_MEM),
+        }
+
+    def _clock_limit(self) -> Reading:
+        nvml = self._nvml
+        return {"sm_clock_max_mhz": nvml.nvmlDeviceGetMaxClockInfo(self._handle, nvml.NVML_CLOCK_SM)}
+
+    def _temperature(self) -> Reading:
+        nvml = self._nvml
+        return {"temperature_c": nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU)}
+
+    def _reasons(self) -> Reading:
+        nvml = self._nvml
+        # Its name since driver 535, and the one before; the bits are the same.
+        try:
+            bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)
+        except nvml.NVMLError_FunctionNotFound:
+            bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
+        return {"clock_reasons_bits": bits}
+
+    def _counters(self) -> Reading:
+        asked = [(field, scope) for field, (_, _, scope) in self._fields.items()]
+        row = {}
+        for value in self._nvml.nvmlDeviceGetFieldValues(self._handle, asked):
+            name, scale, _ = _FIELDS[value.fieldId]
+            if value.nvmlReturn == self._nvml.NVML_SUCCESS:
+                row[name] = getattr(value.value, _MEMBERS[value.valueType]) * scale
+            else:
+                del self._fields[value.fieldId]
+        if not self._fields:
+            self._queries.remove(self._counters)
+        return row
+
+    def _activity(self) -> Reading:
+        nvml = self._nvml
+        if not self._gpm:
+            if not nvml.nvmlGpmQueryDeviceSupport(self._handle).isSupportedDevice:
+                raise nvml.NVMLError_NotSupported
+            self._gpm = [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
+            nvml.nvmlGpmSampleGet(self._handle, self._gpm[0])
+            return {}
+        before, now = self._gpm
+        nvml.nvmlGpmSampleGet(self._handle, now)
+        asked = nvml.c_nvmlGpmMetricsGet_t()
+        asked.version = nvml.NVML_GPM_METRICS_GET_VERSION
+        asked.sample1, asked.sample2 = before, now
+        asked.numMetrics = len(_GPM)
+        for slot, metric in enumerate(_GPM):
+            asked.metrics[slot].metricId = metric
+        told = nvml.nvmlGpmMetricsGet(asked).metrics
+        self._gpm = [now, before]
+        return {
+            name: round(told[slot].value * scale, 4)
+            for slot, (name, scale) in enumerate(_GPM.values())
+            if told[slot].nvmlReturn == nvml.NVML_SUCCESS and math.isfinite(told[slot].value)
+        }
+
+
+def _load() -> Any:
+    """Give NVML, ready; raises OSError, in words, where this host has none that works."""
+    try:
+        import pynvml
+    except ImportError:
+        raise OSError("nvidia-ml-py is not installed") from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as e:
+        raise OSError(f"NVML: {e}") from None
+    return pynvml
+
+
+def _handle(nvml: Any, uuid: str) -> Any:
+    """Find a GPU, or a part of one; torch leaves out the word in front that NVML wants."""
+    names: Iterable[str] = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
+    error = None
+    for name in names:
+        try:
+            return nvml.nvmlDeviceGetHandleByUUID(name)
+        except nvml.NVMLError as e:  # noqa: PERF203 - there are two names
+            error = error or e
+    assert error is not None
+    raise error

@@ -1,0 +1,40 @@
+"""Readings of samplers become one table: what is no number, or no reading, is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dlprof.errors import DlprofError
+from dlprof.readers.samples import read_samples
+
+LINE = '{"at_ns":%d,"perf_ns":5,"power_w":%s,"energy_j":7}\n'
+
+
+def test_each_number_is_a_row_and_the_clocks_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.jsonl"
+    path.write_text(LINE % (10, "1.5") + LINE % (20, "null") + '{"at_ns":30,"power_w":"3","busy":true,"cores":[1]}\n')
+    frame, warnings = read_samples(path, "gpu")
+    rows = [(m, int(at), float(v)) for m, at, v in zip(frame["metric"], frame["at_ns"], frame["value"], strict=True)]
+    # Not measured is no row: neither a null, nor a word, nor a zero in its place.
+    assert rows == [("power_w", 10, 1.5), ("energy_j", 10, 7.0), ("energy_j", 20, 7.0)]
+    assert set(frame["source"]) == {"gpu"}
+    assert warnings == ()
+
+
+def test_a_cut_last_line_is_dropped_and_other_bad_ones_are_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.jsonl"
+    path.write_text(LINE % (10, "1") + '{"power_w":3}\n{"at_ns":-1}\nnonsense\n' + LINE % (20, "2") + '{"at_ns":30,"po')
+    frame, warnings = read_samples(path, "gpu")
+    assert list(frame.loc[frame["metric"] == "power_w", "at_ns"]) == [10, 20]
+    assert warnings == ("gpu.jsonl: 3 lines are no samples and are left out",)
+
+
+def test_a_file_that_is_no_log_of_samples_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.jsonl"
+    path.write_text("a,b\n1,2\n3,4\n")
+    with pytest.raises(DlprofError, match="none of its lines"):
+        read_samples(path, "gpu")
+    path.write_text("")
+    assert len(read_samples(path, "gpu")[0]) == 0

@@ -1,0 +1,295 @@
+"""The GPU sampler against NVML's answers as its documentation has them. They were written by hand, not recorded.
+
+No GPU was at hand: `Documented` stands where nvidia-ml-py calls the driver and answers in the types of the real module.
+The last test asks a real driver, and is skipped where there is none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import pytest
+
+from dlprof.samplers.gpu import GpuSampler
+from dlprof.sampling import Host, sample
+
+ONE, TWO = "11111111-2222-3333-4444-555555555555", "66666666-7777-8888-9999-000000000000"
+
+
+class Documented:
+    """A driver with GPUs that NVML knows by UUID. `refused` are functions and fields that answer with an error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, known: tuple[str, ...] = (f"GPU-{ONE}",)) -> None:
+        self.known = known
+        self.calls: list[str] = []
+        self.refused: dict[str | int, int] = {}
+        self.millijoules = 5_000_000
+        answers: Mapping[str, Callable[..., Any]] = {
+            "nvmlInit": lambda: None,
+            "nvmlShutdown": lambda: None,
+            "nvmlDeviceGetHandleByUUID": self._handle,
+            "nvmlDeviceGetUtilizationRates": lambda _: pynvml.c_nvmlUtilization_t(gpu=87, memory=41),
+            "nvmlDeviceGetMemoryInfo": lambda _: pynvml.c_nvmlMemory_t(total=80 << 30, free=20 << 30, used=60 << 30),
+            "nvmlDeviceGetPowerUsage": lambda _: 612_345,  # mW
+            "nvmlDeviceGetEnforcedPowerLimit": lambda _: 700_000,  # mW
+            "nvmlDeviceGetTotalEnergyConsumption": self._energy,  # mJ
+            "nvmlDeviceGetClockInfo": lambda _, kind: {1: 1755, 2: 2619}[kind],
+            "nvmlDeviceGetMaxClockInfo": lambda _, kind: {1: 1980, 2: 2619}[kind],
+            "nvmlDeviceGetTemperature": lambda _, sensor: {0: 61}[sensor],
+            "nvmlDeviceGetCurrentClocksEventReasons": lambda _: 0x24,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _: 0x4,
+            "nvmlDeviceGetFieldValues": self._fields,
+            "nvmlGpmQueryDeviceSupport": lambda _: pynvml.c_nvmlGpmSupport_t(version=1, isSupportedDevice=1),
+            "nvmlGpmSampleAlloc": pynvml.c_nvmlGpmSample_t,
+            "nvmlGpmSampleGet": lambda _, taken: taken,
+            "nvmlGpmMetricsGet": self._gpm,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(pynvml, name, self._asked(name, answer))
+
+    def _asked(self, name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*args: Any) -> Any:
+            self.calls.append(name)
+            if name in self.refused:
+                raise pynvml.NVMLError(self.refused[name])
+            return answer(*args)
+
+        return ask
+
+    def _handle(self, uuid: str) -> Any:
+        if uuid not in self.known:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return pynvml.c_nvmlDevice_t()
+
+    def _energy(self, _handle: Any) -> int:
+        self.millijoules += 600_000
+        return self.millijoules
+
+    def _fields(self, _handle: Any, asked: list[tuple[int, int]]) -> Any:
+        values = (pynvml.c_nvmlFieldValue_t * len(asked))()
+        for value, (field, scope) in zip(values, asked, strict=True):
+            value.fieldId, value.scopeId = field, scope
+            value.nvmlReturn = self.refused.get(field, pynvml.NVML_SUCCESS)
+            if field in (197, 198):
+                value.valueType, value.value.uiVal = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, 1000 + field
+            elif field in (138, 139) and scope == 0xFFFFFFFF:
+                value.valueType, value.value.ullVal = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, 7
+            else:
+                value.valueType, value.value.ullVal = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, (1 << 40) + field
+        return values
+
+    def _gpm(self, asked: Any) -> Any:
+        assert asked.version == 1
+        for slot in range(asked.numMetrics):
+            metric = asked.metrics[slot]
+            metric.nvmlReturn = self.refused.get(f"gpm {metric.metricId}", 0)
+            metric.value = {2: 93.5, 3: 40.0, 5: 55.25, 10: 62.0, 60: 3.0, 61: float("nan")}[metric.metricId]
+        return asked
+
+
+def host_with(run: Path, *devices: Mapping[str, Any]) -> Host:
+    """Make a run whose ranks are this process, each with its device."""
+    host = Host(run)
+    host.folder.mkdir(parents=True)
+    for rank, device in enumerate(devices):
+        folder = run / "ranks" / f"{rank:05d}"
+        folder.mkdir(parents=True)
+        said = {"rank": rank, "host": host.name, "pid": os.getpid(), "device": device}
+        (folder / "facts.json").write_text(json.dumps(said))
+    host.look()
+    return host
+
+
+def rows(host: Host, rank: int = 0) -> list[dict[str, Any]]:
+    path = host.run / "ranks" / f"{rank:05d}" / "gpu.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def ticks(host: Host, times: int = 2) -> GpuSampler:
+    sampler = GpuSampler()
+    sampler.start(host)
+    for _ in range(times):
+        sampler.tick()
+    return sampler
+
+
+def cuda(uuid: str | None = ONE) -> dict[str, Any]:
+    return {"type": "cuda", "uuid": uuid, "name": "NVIDIA H100"}
+
+
+def test_every_metric_has_the_unit_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Documented(monkeypatch)
+    host = host_with(tmp_path, cuda())
+    ticks(host).stop()
+    first, second = rows(host)
+    # GPM tells of the time between two readings.
+    assert "sm_busy_share" not in first
+    told = {k: v for k, v in second.items() if k not in ("at_ns", "perf_ns") and not k.endswith("_ns")}
+    assert told == {
+        "busy_share": 0.87,
+        "memory_busy_share": 0.41,
+        "memory_used_bytes": 60 << 30,
+        "memory_total_bytes": 80 << 30,
+        "power_w": 612.345,
+        "power_limit_w": 700.0,
+        "energy_j": 6200.0,
+        "sm_clock_mhz": 1755,
+        "memory_clock_mhz": 2619,
+        "sm_clock_max_mhz": 1980,
+        "temperature_c": 61,
+        "clock_reasons_bits": 0x24,
+        "nvlink_sent_bytes": 7 * 1024,
+        "nvlink_received_bytes": 7 * 1024,
+        "pcie_sent_bytes": 1197,
+        "pcie_received_bytes": 1198,
+        "sm_busy_share": 0.935,
+        "sm_occupancy_share": 0.4,
+        "tensor_busy_share": 0.5525,
+        "dram_share": 0.62,
+        "nvlink_received_bytes_per_s": 3 << 20,
+    }
+    held = {k: v for k, v in second.items() if k.endswith("_ns") and k not in ("at_ns", "perf_ns")}
+    assert len(held) == 11
+    assert held["clocks_held_by_power_ns"] == (1 << 40) + 74
+    assert held["power_brake_slowdown_ns"] == (1 << 40) + 271
+    assert second["energy_j"] - first["energy_j"] == 600
+
+
+@pytest.mark.parametrize(
+    "error",
+    [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, pynvml.NVML_ERROR_NO_PERMISSION],
+)
+def test_what_a_gpu_refuses_is_absent_and_asked_once(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    driver = Documented(monkeypatch)
+    refused = ["nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetUtilizationRates", "nvmlGpmQueryDeviceSupport"]
+    driver.refused = dict.fromkeys([*refused, 197, 271, "gpm 5"], error)
+    host = host_with(tmp_path, cuda())
+    ticks(host, 3)
+    for row in rows(host):
+        absent = {"energy_j", "busy_share", "memory_busy_share", "pcie_sent_bytes", "power_brake_slowdown_ns"}
+        assert not absent & set(row)
+        assert {"power_w", "pcie_received_bytes", "temperature_c"} <= set(row)
+    assert [driver.calls.count(name) for name in refused] == [1, 1, 1]
+    assert capfd.readouterr().err == ""
+
+
+def test_activity_that_some_gpus_lack_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Documented(monkeypatch)
+    driver.refused = {"gpm 5": pynvml.NVML_ERROR_NOT_SUPPORTED}
+    host = host_with(tmp_path, cuda())
+    ticks(host)
+    row = rows(host)[-1]
+    assert "tensor_busy_share" not in row
+    assert row["sm_busy_share"] == 0.935
+
+
+def test_an_older_driver_tells_the_reasons_by_their_older_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Documented(monkeypatch)
+    driver.refused = {"nvmlDeviceGetCurrentClocksEventReasons": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}
+    host = host_with(tmp_path, cuda())
+    ticks(host)
+    assert rows(host)[-1]["clock_reasons_bits"] == 0x4
+
+
+def test_a_lost_gpu_is_told_of_once_and_the_others_are_read_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    driver = Documented(monkeypatch, (f"GPU-{ONE}",))
+    host = host_with(tmp_path, cuda(TWO), cuda(ONE))
+    sampler = ticks(host)
+    assert capfd.readouterr().err == f"dlprof: GPU {TWO} is not sampled: Not Found\n"
+    assert (len(rows(host, 0)), len(rows(host, 1))) == (0, 2)
+    driver.refused = {"nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_GPU_IS_LOST}
+    sampler.tick()
+    sampler.tick()
+    assert capfd.readouterr().err == f"dlprof: GPU {ONE} is not sampled any more: GPU is lost\n"
+    assert len(rows(host, 1)) == 2
+    driver.refused = {"nvmlShutdown": pynvml.NVML_ERROR_UNINITIALIZED}
+    sampler.stop()
+
+
+def test_ranks_that_share_a_gpu_both_have_it_and_a_part_of_one_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Documented(monkeypatch, (f"MIG-{TWO}", f"GPU-{ONE}"))
+    host = host_with(tmp_path, cuda(), cuda(), cuda(TWO), {"type": "cpu", "uuid": None})
+    ticks(host, 1)
+    assert [len(rows(host, rank)) for rank in range(4)] == [1, 1, 1, 0]
+    assert {k: v for k, v in rows(host, 0)[0].items() if not k.endswith("_ns")} == {
+        k: v for k, v in rows(host, 1)[0].items() if not k.endswith("_ns")
+    }
+    assert driver.calls.count("nvmlDeviceGetPowerUsage") == 2
+
+
+def test_a_gpu_without_a_uuid_is_not_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Documented(monkeypatch)
+    host = host_with(tmp_path, cuda(None))
+    ticks(host)
+    assert rows(host) == []
+    assert capfd.readouterr().err.count("does not tell its UUID") == 1
+
+
+def no_driver() -> bool:
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return True
+    return False
+
+
+@pytest.mark.skipif(not no_driver(), reason="this machine has an NVIDIA driver")
+def test_without_a_driver_one_line_says_so_and_no_file_is_made(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing stands in for the driver here."""
+    host = host_with(tmp_path, cuda())
+    reading, writing = os.pipe()
+
+    class Ends(GpuSampler):
+        """Ends the job at its first tick."""
+
+        def tick(self) -> None:
+            os.close(writing)
+            super().tick()
+
+    sample(tmp_path, [Ends], reading)
+    os.close(reading)
+    assert capfd.readouterr().err == (
+        "dlprof: the gpu sampler is off: NVML: NVML Shared Library Not Found; the job goes on without it\n"
+    )
+    assert rows(host) == []
+
+
+def test_a_job_on_the_cpu_never_asks_for_nvml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    driver = Documented(monkeypatch)
+    host = host_with(tmp_path, {"type": "cpu", "uuid": None})
+    ticks(host).stop()
+    assert driver.calls == []
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(no_driver(), reason="no NVIDIA driver on this machine")
+def test_a_real_gpu_is_read_by_its_uuid(tmp_path: Path) -> None:
+    pynvml.nvmlInit()
+    uuid = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(0))
+    host = host_with(tmp_path, cuda(uuid.removeprefix("GPU-")))
+    ticks(host, 3).stop()
+    first, _, last = rows(host)
+    assert 0 < last["memory_total_bytes"] < 1 << 42
+    assert 0 <= last["memory_used_bytes"] <= last["memory_total_bytes"]
+    assert 0 <= last["busy_share"] <= 1
+    assert last.get("energy_j", 0) >= first.get("energy_j", 0)
+    assert 0 < last["temperature_c"] < 120
