@@ -14,11 +14,12 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.excerpt import excerpt
 from dlprof.measures.lines import line_times
+from dlprof.measures.pipeline import bubbles, pipeline_chunks
 from dlprof.measures.steps import step_means, step_series
 from dlprof.result import Fact, Panel, RunInfo
-from dlprof.units import duration, percent, size
+from dlprof.units import digits, duration, percent, size
 
-NEEDS: tuple[Measure, ...] = (excerpt, line_times, step_means, step_series)
+NEEDS: tuple[Measure, ...] = (bubbles, excerpt, line_times, pipeline_chunks, step_means, step_series)
 
 # As many ranks as can be told apart in one chart.
 MOST_RANKS = 8
@@ -103,7 +104,12 @@ def _device(run: Measured) -> str:
 
 def panels(run: Measured) -> tuple[Panel, ...]:
     """Give the steps over the run and one step's timeline, as far as they were recorded."""
-    made = (_if_measured(_steps_panel, run), _if_measured(_timeline_panel, run))
+    made = (
+        _if_measured(_steps_panel, run),
+        _if_measured(_timeline_panel, run),
+        _if_measured(_pipeline_panel, run),
+        _if_measured(_bubbles_panel, run),
+    )
     return (*(p for p in made if p is not None), *_line_panels(run))
 
 
@@ -200,6 +206,63 @@ def _lines_panel(role: str, function: str, file: str, part: pd.DataFrame, ranks:
     return Panel("table", f"Line by line: {function}, {where}", rows, columns, note=note)
 
 
+def _pipeline_panel(run: Measured) -> Panel:
+    """Draw one step of the first pipeline, a lane a stage."""
+    told = run.frame(bubbles)
+    frame = run.frame(pipeline_chunks)
+    frame = frame[frame["rank"].isin(told.loc[told["ranks"] == told["ranks"].iloc[0], "rank"])]
+    # The first step that most ranks have; where there are many ranks, each writes fewer.
+    step = int(str(frame.groupby("step")["rank"].nunique().idxmax()))
+    frame = frame[frame["step"] == step].sort_values(["stage", "start_ns"], kind="stable")
+    zero = int(frame["start_ns"].min())
+    rows = tuple(
+        (f"stage {stage} · rank {rank}", int(start) - zero, int(dur), str(which) if which >= 0 else action, str(action))
+        for stage, rank, start, dur, which, action in zip(
+            frame["stage"],
+            frame["rank"],
+            frame["start_ns"],
+            frame["dur_ns"],
+            frame["microbatch"],
+            frame["action"],
+            strict=True,
+        )
+    )
+    more = told["ranks"].nunique() - 1
+    note = f"One of {more + 1} pipelines that run side by side." if more else ""
+    schedule = _plain_schedule(str(told["schedule"].iloc[0]))
+    return Panel("timeline", f"Pipeline, {schedule}: the micro-batches of step {step}", rows, unit="ns", note=note)
+
+
+def _bubbles_panel(run: Measured) -> Panel:
+    frame = run.frame(bubbles)
+    shown = frame.sort_values(["ranks", "rank"]).head(4 * MOST_RANKS)
+    rows = tuple(
+        (
+            f"rank {row['rank']}",
+            row["stages"],
+            duration(row["busy_ns"]),
+            duration(row["step_ns"]),
+            percent(row["bubble"]),
+            "" if pd.isna(row["closed"]) else percent(row["closed"]),
+        )
+        for row in shown.to_dict("records")
+    )
+    columns = ("", "stages", "at work", "of a step of", "bubble, measured", "bubble of the schedule")
+    first = frame.iloc[0]
+    note = (
+        f"{_plain_schedule(str(first['schedule']))}, {first['microbatches']} micro-batches,"
+        f" {digits(first['chunks'])} stage{'s' if first['chunks'] > 1 else ''} a rank. A bubble is the idle share of a"
+        " step. Measured above the schedule's own: stages that are not alike, hand-over and launching."
+    )
+    if len(frame) > len(shown):
+        note += f" The first {len(shown)} of {len(frame)} ranks."
+    return Panel("table", "Pipeline bubbles", rows, columns, note=note)
+
+
+def _plain_schedule(name: str) -> str:
+    return name.removeprefix("Schedule")
+
+
 def facts(run: Measured) -> tuple[Fact, ...]:
     """List what is known of the job, by section; a fact in which ranks differ shows all its values."""
     out: list[Fact] = []
@@ -233,6 +296,8 @@ def facts(run: Measured) -> tuple[Fact, ...]:
             if isinstance(value, Mapping):
                 value = ", ".join(f"{k}={v}" for k, v in value.items())
             add(section, str(key).replace("_", " "), value)
+    for key in ("schedule", "microbatches", "num_stages"):
+        add("Pipeline", key.replace("_", " "), _several(run, "pipeline", key))
     for key in ("enabled", "dtype"):
         add("Precision", f"autocast {key}", _several(run, "autocast", key))
     add("Precision", "gradient scaler", _several(run, "grad_scaler"))

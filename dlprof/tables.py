@@ -65,6 +65,18 @@ LINES: Mapping[str, str] = {
     "source": CATEGORY,  # the line's text, "": unknown
 }
 
+# The work of pipeline stages within schedule.step(), in order of time; on a GPU in the device's time, put where the
+# call began on the host. Every call has its row of action "schedule"; the chunks are there for some of the calls.
+CHUNKS: Mapping[str, str] = {
+    "step": "int64",  # as the recorder counts them
+    "action": CATEGORY,  # forward, backward, input, weight (the two halves of a split backward), loss, reduce, schedule
+    "stage": "int64",  # -1: schedule
+    "microbatch": "int64",  # -1: schedule, reduce
+    "start_ns": "int64",
+    "dur_ns": "int64",
+    "busy_ns": "int64",  # of a schedule: its chunks together, -1: any other
+}
+
 # What held up the training thread for a millisecond or more and shows in no trace, in order of time.
 STALLS: Mapping[str, str] = {
     "kind": CATEGORY,  # garbage_collection, checkpoint
@@ -86,6 +98,7 @@ SAMPLES: Mapping[str, str] = {
 }
 
 TABLES: Mapping[str, Mapping[str, str]] = {
+    "chunks": CHUNKS,
     "lines": LINES,
     "samples": SAMPLES,
     "spans": SPANS,

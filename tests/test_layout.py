@@ -23,6 +23,7 @@ RULE_FILES = sorted(p.stem for p in (PACKAGE / "rules").glob("[!_]*.py"))
 # What is tested through the modules that use it, and why it has no test of its own.
 WITHOUT_TEST = {
     "readers/events.py",  # one event's fields: the tests of torch_trace
+    "readers/logs.py",  # the lines of any log: the tests of stalls and steps
 }
 
 

@@ -75,6 +75,7 @@ class Facts:
             "grad_scaler": recorder.grad_scaler,
             "matmul": _ask(_matmul),
             "step": {"mark": recorder.mark},
+            "pipeline": recorder.pipeline,
             "window": recorder.window,
             "warnings": recorder.warnings,
             "ended": recorder.ended,

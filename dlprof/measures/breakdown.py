@@ -4,7 +4,8 @@ Two views are crossed. What the device does claims time first: computation, then
 nothing hides. The time in which the device has nothing is split by what the training thread does: it waits for its
 loader, it saves a checkpoint, Python's garbage collector holds it up, it works in the optimizer, it launches or runs
 Python. On a run without a device the training thread's own operators are the computation, and collectives with no
-operator beside them are the communication; what stalls that thread comes before them.
+operator beside them are the communication; what stalls that thread comes before them. Where a pipeline runs, waiting
+for the neighbouring stage is its bubble, and no communication.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ import pandas as pd
 from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, by_rank, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import device, host, stalls
+from dlprof.measures import device, host, pipeline, stalls
 from dlprof.measures.steps import PHASES, Timing, light_steps, standard_error, timing
 from dlprof.result import CATEGORIES
 
+_BUBBLE = "pipeline_bubble"
+
 # What a device does takes the same time whether or not a profiler slows its host.
-_ON_DEVICE = ("computation", "communication", "copy")
+_ON_DEVICE = ("computation", "communication", "copy", _BUBBLE)
+
+# Collectives between two stages of a pipeline.
+_POINT_TO_POINT = ("send", "recv", "send_recv")
 
 
 def partition(rank: RankData) -> dict[str, iv.Intervals]:
@@ -57,8 +63,9 @@ def _claims(rank: RankData) -> list[tuple[str, iv.Intervals]]:
         late = device.late_host(rank)
         return [
             ("computation", sets.computation),
-            ("communication", sets.communication),
+            ("communication", iv.subtract(sets.communication, _pipeline_bubble(rank))),
             ("copy", sets.copy),
+            (_BUBBLE, _pipeline_bubble(rank)),
             *stalled,
             ("input_wait", fetch),
             ("optimizer_host", iv.intersect(late, optimizer)),
@@ -69,10 +76,31 @@ def _claims(rank: RankData) -> list[tuple[str, iv.Intervals]]:
         # The loader's own operators (decoding, collating) are no computation of the model's.
         ("input_wait", fetch),
         ("computation", cpu_computation(rank)),
+        (_BUBBLE, _pipeline_bubble(rank)),
         ("communication", communication(rank)),
         ("optimizer_host", optimizer),
         ("host", everything),
     ]
+
+
+def _pipeline_bubble(rank: RankData) -> iv.Intervals:
+    """Give the time in which a stage may have nothing to work on; what is computed meanwhile claims it first.
+
+    On a device that is where it only sends to and receives from the neighbours; else what schedule.step() spends
+    outside its chunks and outside collectives of other kinds. Empty where no pipeline was recorded.
+    """
+    return rank.once(_find_pipeline_bubble)
+
+
+def _find_pipeline_bubble(rank: RankData) -> iv.Intervals:
+    if not rank.has("chunks"):
+        return iv.EMPTY
+    spans = rank.table("spans")
+    sent = host.is_kind(spans, "communication") & (host.is_on_device(rank) == device.has_device(rank))
+    between = host.is_one_of(spans["collective"], *_POINT_TO_POINT)
+    others = host.cover(spans, sent & ~between)
+    waits = host.cover(spans, sent & between) if device.has_device(rank) else pipeline.outside_chunks(rank)
+    return iv.subtract(waits, others)
 
 
 def _belongs_to_a_device(rank: RankData) -> bool:
@@ -121,6 +149,7 @@ def breakdown(rank: RankData) -> pd.DataFrame:
     in the trace, each phase of the training thread (fetch, forward, backward, optimizer, rest) scaled to its length in
     the steps that were not traced. Stalls, which the few traced steps may hold by chance or miss, were recorded in all
     steps: theirs is the recorded time, as far as device work leaves room for it; the other parts share what is left.
+    So is the bubble of a pipeline on the CPU.
     """
     t = timing(rank)
     parts = _traced(rank, t) if len(t.windows) else _light_only(rank, t)
@@ -141,6 +170,8 @@ def _noise(rank: RankData, t: Timing) -> dict[str, float]:
     if t.source == "steps" and stalls.by_phase(rank):
         means = rank.once(stalls.stall_means.function)
         known = dict(zip(means["kind"], means["noise_ns"], strict=True))
+    if t.source == "steps" and (_BUBBLE, "rest") in _recorded(rank):
+        known[_BUBBLE] = float(rank.once(pipeline.pipeline.function)["noise_ns"].iloc[0])
     if not len(t.windows):
         return known
     edges = np.append(t.windows[:, 0], t.windows[-1, 1])
@@ -151,6 +182,19 @@ def _noise(rank: RankData, t: Timing) -> dict[str, float]:
     return noise | known
 
 
+def _recorded(rank: RankData) -> dict[tuple[str, str], float]:
+    """Give what was recorded in all steps, ns of the mean steady one: (category, phase) → ns."""
+    found = stalls.by_phase(rank)
+    on_cpu = (rank.facts.get("device") or {}).get("type") == "cpu"
+    bubble = pipeline.idle_ns(rank) if on_cpu else 0.0
+    return {**found, (_BUBBLE, "rest"): bubble} if bubble else found
+
+
+def _of_every_step(rank: RankData) -> tuple[str, ...]:
+    """Name the categories that are taken from all steps and not from the traced ones."""
+    return (*stalls.KINDS, *(c for c, _ in _recorded(rank) if c == _BUBBLE))
+
+
 def _traced(rank: RankData, t: Timing) -> dict[str, float]:
     parts = partition(rank)
     n = len(t.windows)
@@ -159,9 +203,9 @@ def _traced(rank: RankData, t: Timing) -> dict[str, float]:
         return means
     works = _ON_DEVICE if device.has_device(rank) else ()
     busy = {c: ns for c, ns in means.items() if c in works}
-    stalled = _stalls(rank, max(t.step_ns - sum(busy.values()), 0.0))
+    stalled = _within(_recorded(rank), max(t.step_ns - sum(busy.values()), 0.0))
     left = t.step_ns - sum(stalled.values())
-    others = {c: p for c, p in parts.items() if c not in works and c not in stalls.KINDS}
+    others = {c: p for c, p in parts.items() if c not in works and c not in _of_every_step(rank)}
     rest = _scaled(rank, t, others)
     if sum(busy.values()) > left or not sum(rest.values()):
         if not busy:
@@ -170,10 +214,10 @@ def _traced(rank: RankData, t: Timing) -> dict[str, float]:
     return {**busy, **_to(left - sum(busy.values()), rest), **stalled}
 
 
-def _stalls(rank: RankData, room: float = np.inf) -> dict[str, float]:
-    """Give the recorded stalls' ns of the mean steady step by kind, together no more than there is room for."""
+def _within(recorded: Mapping[tuple[str, str], float], room: float) -> dict[str, float]:
+    """Add up the recorded ns by category; together no more than there is room for."""
     found: dict[str, float] = {}
-    for (kind, _), ns in stalls.by_phase(rank).items():
+    for (kind, _), ns in recorded.items():
         found[kind] = found.get(kind, 0.0) + ns
     total = sum(found.values())
     return {kind: ns * room / total for kind, ns in found.items()} if total > room else found
@@ -182,15 +226,15 @@ def _stalls(rank: RankData, room: float = np.inf) -> dict[str, float]:
 def _scaled(rank: RankData, t: Timing, parts: Mapping[str, iv.Intervals]) -> dict[str, float]:
     """Give the parts' mean ns a step, each phase of the training thread stretched to its untraced length.
 
-    `parts` are without the stalls, and so are both lengths of a phase.
+    `parts` are without what was recorded in every step, and so are both lengths of a phase.
     """
     n = len(t.windows)
-    stalled = iv.merge(np.concatenate([partition(rank).get(kind, iv.EMPTY) for kind in stalls.KINDS]))
-    during_phase = {p: iv.subtract(s, stalled) for p, s in phases(rank).items()}
+    recorded = iv.merge(np.concatenate([partition(rank).get(kind, iv.EMPTY) for kind in _of_every_step(rank)]))
+    during_phase = {p: iv.subtract(s, recorded) for p, s in phases(rank).items()}
     traced = {p: iv.total(s) / n for p, s in during_phase.items()}
     untraced = {p: t.phases.get(p, 0.0) for p in PHASES}
     untraced["rest"] = max(t.step_ns - sum(untraced.values()), 0.0)
-    for (_, phase), ns in stalls.by_phase(rank).items():
+    for (_, phase), ns in _recorded(rank).items():
         at = phase if phase in untraced else "rest"
         untraced[at] = max(untraced[at] - ns, 0.0)
     scaled = dict.fromkeys(parts, 0.0)
@@ -224,12 +268,12 @@ def _to(total: float, parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def _light_only(rank: RankData, t: Timing) -> dict[str, float]:
-    """Without a trace only waiting for data and stalls are known, and only where no device could be busy meanwhile."""
+    """Without a trace only what every step recorded is known, and only where no device could be busy meanwhile."""
     if t.source != "steps":
         raise NotMeasured("no steps were traced")
     if (rank.facts.get("device") or {}).get("type") != "cpu":
         raise NotMeasured("without a trace nobody knows what the device did while the training thread waited")
-    stalled = _stalls(rank, t.step_ns)
+    stalled = _within(_recorded(rank), t.step_ns)
     left = t.step_ns - sum(stalled.values())
     fetched = sum(ns for (_, phase), ns in stalls.by_phase(rank).items() if phase == "fetch")
     wait = min(max(t.phases.get("fetch", 0.0) - fetched, 0.0), left)

@@ -53,6 +53,12 @@ SOURCES: tuple[Source, ...] = (
     Source("lines", ("lines.jsonl",), ("lines",), "no lines were counted (`--lines MODULE:FUNCTION` counts them)"),
     Source("processes", ("processes.jsonl",), ("samples",), _NOT_SAMPLED),
     Source(
+        "pipeline",
+        ("chunks.jsonl",),
+        ("chunks",),
+        "no pipeline stages were recorded (a job with torch.distributed.pipelining under `dlprof wrap` leaves them)",
+    ),
+    Source(
         "stalls",
         ("stalls.jsonl",),
         ("stalls",),

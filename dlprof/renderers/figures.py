@@ -45,7 +45,7 @@ DARK: Mapping[str, str] = {
     "#8d7aa8": "#b8a5d6",
     "#7d8597": "#8f98aa",
     "#6b705c": "#a5ab90",
-    **{c.light: c.dark for c in words.LOOKS.values() if c.light != c.dark},
+    **{c.light: c.dark for c in words.DRAWN.values() if c.light != c.dark},
 }
 
 FONT = 'Inter, system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'

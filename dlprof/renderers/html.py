@@ -92,7 +92,7 @@ def render(result: Result) -> str:
             command=" ".join(result.run.command),
             missing=words.ranks(result.run.missing_ranks),
             saving=SAVING,
-            looks=words.LOOKS,
+            looks=words.DRAWN,
             look=words.look,
             categories=words.ordered(part.category for part in result.time),
         )
@@ -221,7 +221,7 @@ def _colours() -> Markup:
             "hot": figures.HOT,
         }
         known = {k: figures.DARK[v] if dark else v for k, v in named.items()}
-        known |= {f"c-{k}": v.dark if dark else v.light for k, v in words.LOOKS.items()}
+        known |= {f"c-{k}": v.dark if dark else v.light for k, v in words.DRAWN.items()}
         return "".join(f"--{k}:{v};" for k, v in known.items())
 
     css = f":root{{{block(False)}}}@media screen and (prefers-color-scheme:dark){{:root{{{block(True)}}}}}"

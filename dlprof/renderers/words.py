@@ -57,10 +57,22 @@ LOOKS: Mapping[str, Category] = {
     "other": Category("Other", "none of these", "#e2e2e2", "#656b76", 242, "-"),
 }
 
+# What a pipeline's stage does, in its timeline.
+PASSES: Mapping[str, Category] = {
+    "forward": Category("Forward", "a micro-batch's forward pass through the stage", "#4477aa", "#4477aa", 67, "█"),
+    "backward": Category("Backward", "its backward pass", "#228833", "#228833", 34, "▓"),
+    "input": Category("Backward, inputs", "gradients of the inputs alone", "#66aa55", "#66aa55", 71, "▒"),
+    "weight": Category("Backward, weights", "gradients of the weights alone", "#ccbb44", "#ccbb44", 185, "░"),
+    "loss": Category("Loss", "the loss of a micro-batch", "#aa3377", "#c2509a", 132, "▄"),
+    "reduce": Category("Reduce", "gradients summed over data-parallel ranks", "#ee6677", "#ee6677", 204, "×"),
+}
+
+DRAWN: Mapping[str, Category] = {**LOOKS, **PASSES}
+
 
 def look(category: str) -> Category:
     """Give how a category is drawn; a word that is none is drawn like "other" under its own name."""
-    known = LOOKS.get(category)
+    known = DRAWN.get(category)
     if known is not None:
         return known
     other = LOOKS["other"]
