@@ -48,7 +48,7 @@ class Step:
         "fetches",
         "first",
         "forwards",
-        "loader",
+        "loaders",
         "number",
         "optimizer_steps",
         "parts",
@@ -63,7 +63,7 @@ class Step:
         self.parts = [0, 0, 0, 0]  # exclusive time in FETCH, FORWARD, BACKWARD, OPTIMIZER
         self.fetches = self.forwards = self.backwards = self.optimizer_steps = 0
         self.first = self.profiled = 0
-        self.loader: LoaderSeen | None = None
+        self.loaders: tuple[LoaderSeen, ...] = ()  # that it took batches from
 
     @property
     def worked(self) -> bool:
@@ -250,7 +250,7 @@ class Recorder:
             return False
         return True
 
-    def begin_fetch(self, iterator: Any) -> bool:
+    def begin_fetch(self, iterator: Any, *, first: bool) -> bool:
         """Enter next() of a loader's iterator; ends the step before it, if anything was done with its batch."""
         try:
             if self.off or not self._mine(FETCH) or FETCH in self._phases:
@@ -258,9 +258,11 @@ class Recorder:
             self._enter_loader()
             row = self.row
             row.fetches += 1
-            if not iterator._num_yielded:
+            if first:
                 row.first = 1
-            row.loader = self._iterators.get(id(iterator), row.loader)
+            seen = self._iterators.get(id(iterator))
+            if seen is not None and seen not in row.loaders:
+                row.loaders = (*row.loaders, seen)
             self._push(FETCH)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
@@ -426,10 +428,10 @@ class Recorder:
             row.parts[self._phases[-1]] += now - self._since_ns
             self._since_ns = now
         row.dur_ns = now - row.start_ns
-        seen = row.loader
-        if seen is not None and seen.role != "train" and seen.role != row.kind != "other":
-            seen.role = row.kind
-            self.news = True
+        for seen in row.loaders:
+            if seen.role != "train" and seen.role != row.kind != "other":
+                seen.role = row.kind
+                self.news = True
         self.row = Step(row.number + 1, now)
         if self.started:
             for collector in tuple(self._collectors):
@@ -565,10 +567,10 @@ def _settings(loader: Any) -> dict[str, Any]:
     dataset = loader.dataset
     iterable = isinstance(dataset, sys.modules["torch.utils.data"].IterableDataset)
     context = loader.multiprocessing_context
-    sampler = type(loader.sampler).__name__
+    sampler, batch_size = _sampling(loader)
     return {
         "num_workers": loader.num_workers,
-        "batch_size": loader.batch_size,
+        "batch_size": batch_size,
         "pin_memory": loader.pin_memory,
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,
@@ -576,12 +578,23 @@ def _settings(loader: Any) -> dict[str, Any]:
         "dataset": type(dataset).__name__,
         "dataset_length": _length(dataset),
         "iterable": iterable,
-        "shuffle": {"RandomSampler": True, "SequentialSampler": False}.get(
-            sampler, getattr(loader.sampler, "shuffle", None)
+        "shuffle": {"RandomSampler": True, "SeedableRandomSampler": True, "SequentialSampler": False}.get(
+            type(sampler).__name__, getattr(sampler, "shuffle", None)
         ),
         "drop_last": loader.drop_last,
         "in_order": getattr(loader, "in_order", None),
     }
+
+
+def _sampling(loader: Any) -> tuple[Any, int | None]:
+    """Give what draws the samples, and how many a batch: a loader with a batch sampler has neither of its own."""
+    if loader.batch_size is not None:
+        return loader.sampler, loader.batch_size
+    batches = getattr(loader, "batch_sampler", None)
+    while (inner := getattr(batches, "batch_sampler", None)) is not None:  # accelerate's, around the script's
+        batches = inner
+    size = getattr(batches, "batch_size", None)
+    return getattr(batches, "sampler", loader.sampler), size if isinstance(size, int) else None
 
 
 def _start_method(context: Any) -> str:
@@ -729,7 +742,7 @@ def _watch_loaders(recorder: Recorder) -> None:
 
     @functools.wraps(following)
     def __next__(self: Any) -> Any:  # noqa: N807 - what it stands for
-        if not recorder.begin_fetch(self):
+        if not recorder.begin_fetch(self, first=not self._num_yielded):
             return following(self)
         try:
             return following(self)
@@ -741,6 +754,7 @@ def _watch_loaders(recorder: Recorder) -> None:
 
     @functools.wraps(iterating)
     def __iter__(self: Any) -> Any:  # noqa: N807 - what it stands for
+        watch_dispatcher()
         if not recorder.begin_epoch():
             return iterating(self)
         try:
@@ -749,6 +763,28 @@ def _watch_loaders(recorder: Recorder) -> None:
             recorder.end()
         recorder.see_iterator(self, iterator)
         return iterator
+
+    def watch_dispatcher() -> None:
+        """Watch accelerate's loader for iterable data: its rank 0 fetches for all, and the others ask no loader."""
+        module: Any = sys.modules.get("accelerate.data_loader")
+        dispatcher = getattr(module, "DataLoaderDispatcher", None)
+        fetching = getattr(dispatcher, "_fetch_batches", None)
+        if fetching is None or hasattr(fetching, "__wrapped__"):
+            return
+
+        @functools.wraps(fetching)
+        def _fetch_batches(self: Any, iterator: Any) -> Any:
+            if not recorder.begin_fetch(iterator, first=False):
+                return fetching(self, iterator)
+            try:
+                fetched = fetching(self, iterator)
+            finally:
+                recorder.end()
+            if self._stop_iteration:
+                recorder.end_of_epoch()
+            return fetched
+
+        dispatcher._fetch_batches = _hidden(_fetch_batches)  # type: ignore[union-attr]
 
     dataloader._BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign]
     dataloader.DataLoader.__iter__ = __iter__  # type: ignore[method-assign]

@@ -193,7 +193,7 @@ def _model(model: Any) -> dict[str, Any]:
     images = [m.weight for m in modules if isinstance(m, torch.nn.Conv2d)]
     names = [type(m).__name__ for m in modules]
     return {
-        "class": names[0] if names[0] not in ("OptimizedModule", "DistributedDataParallel") else _inner_class(model),
+        "class": _inner_class(model),
         "parameters": sum(p.numel() for p in parameters),
         "parameter_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
@@ -207,10 +207,14 @@ def _model(model: Any) -> dict[str, Any]:
     }
 
 
+# What wraps the script's own model, and where it keeps it.
+_WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module", "DeepSpeedEngine": "module"}
+
+
 def _inner_class(model: Any) -> str:
     """Give the class of the script's own model, inside what wraps it."""
-    while type(model).__name__ in ("OptimizedModule", "DistributedDataParallel"):
-        model = model._orig_mod if type(model).__name__ == "OptimizedModule" else model.module
+    while (kept := _WRAPPERS.get(type(model).__name__)) is not None:
+        model = getattr(model, kept)
     return type(model).__name__
 
 
