@@ -526,9 +526,11 @@ class Recorder:
         except Exception as e:  # noqa: BLE001 - the process ends as it would without us
             self._fail(e)
         self._switch_off()
-        # Backwards: facts close the list, since they tell how the others ended.
-        for collector in reversed(tuple(self._collectors)):
-            self._guard(collector, collector.stop)
+        # A second Ctrl-C, while the first one's end is being written: at once, then, and without a traceback of ours.
+        with contextlib.suppress(KeyboardInterrupt):
+            # Backwards: facts close the list, since they tell how the others ended.
+            for collector in reversed(tuple(self._collectors)):
+                self._guard(collector, collector.stop)
 
     def _guard(self, collector: Collector, call: Callable[..., None], *args: Any) -> None:
         try:

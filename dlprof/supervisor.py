@@ -12,6 +12,7 @@ import ctypes
 import gzip
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -43,6 +44,16 @@ _PASSED_ON = {
     signal.SIGTSTP,
     *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
 }
+
+# What the witness runs: it tells which signals reach it, and from whom.
+_WITNESS = """
+import os, signal, sys
+while True:
+    seen = signal.sigwaitinfo([int(number) for number in sys.argv[1:]])
+    os.write(1, b"%d %d\\n" % (seen.si_signo, seen.si_pid))
+"""
+# How long a signal may take to reach all whom its sender named; so long one to this process alone is held back.
+_TOGETHER_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -255,15 +266,79 @@ class _Samplers:
         return [self._failed] if self._failed else []
 
 
+class _Witness:
+    """A process that does nothing but sit in the command's process group, to tell who a signal was for.
+
+    A scheduler may signal the whole group, or every process of the job. Then the command has had the signal, and would
+    have it twice if it were passed on: many a script takes the second for "at once, and without a checkpoint".
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._seen: list[tuple[float, list[bytes]]] = []
+
+    def start(self) -> None:
+        """Start it; without it every signal to this process is passed on."""
+        supervisor = os.getpid()
+        libc = ctypes.CDLL(None)
+
+        def before_exec() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != supervisor:
+                os._exit(0)
+            signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _WITNESS, *(str(int(number)) for number in sorted(_PASSED_ON))],
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                preexec_fn=before_exec,
+            )
+
+    def saw(self, info: signal.struct_siginfo) -> bool:
+        """Tell whether the same signal, of the same sender, has reached the witness too."""
+        if self._process is None or self._process.stdout is None:
+            return False
+        same = b"%d %d" % (info.si_signo, info.si_pid)
+        fd = self._process.stdout.fileno()
+        until = time.monotonic() + _TOGETHER_S
+        while True:
+            now = time.monotonic()
+            # What reached it alone has nothing to do with what comes later.
+            self._seen = [(at, lines) for at, lines in self._seen if lines and now - at < 10 * _TOGETHER_S]
+            for _, lines in self._seen:
+                if same in lines:
+                    lines.remove(same)
+                    return True
+            if now >= until or not select.select([fd], [], [], until - now)[0]:
+                return False
+            told = os.read(fd, 4096)
+            if not told:
+                return False
+            self._seen.append((time.monotonic(), told.splitlines()))
+
+    def end(self) -> None:
+        """End it."""
+        if self._process is not None and self._process.stdout is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process.stdout.close()
+
+
 def _run(command: Sequence[str], env: Mapping[str, str], samplers: _Samplers) -> int:
     """Run the command to its end and give its wait status."""
     watched = {signal.SIGCHLD, *_PASSED_ON}
     # A parent may have left SIGCHLD ignored, and the kernel would then reap the child before we ask.
     chld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    witness = _Witness()
     try:
         try:
             child = _start(command, env, mask, chld)
+            witness.start()
             samplers.start(mask)
         except FileNotFoundError:
             sys.stderr.write(f"dlprof: {command[0]}: command not found\n")
@@ -280,8 +355,9 @@ def _run(command: Sequence[str], env: Mapping[str, str], samplers: _Samplers) ->
                     child.returncode = os.waitstatus_to_exitcode(status)
                     return status
             else:
-                _pass_on(child.pid, info)
+                _pass_on(child.pid, info, witness)
     finally:
+        witness.end()
         # What arrived for the command while it ended is not meant for the report.
         while signal.sigtimedwait(watched, 0) is not None:
             pass
@@ -289,10 +365,10 @@ def _run(command: Sequence[str], env: Mapping[str, str], samplers: _Samplers) ->
         signal.signal(signal.SIGCHLD, chld if chld is not None else signal.SIG_DFL)
 
 
-def _pass_on(child: int, info: signal.struct_siginfo) -> None:
+def _pass_on(child: int, info: signal.struct_siginfo, witness: _Witness) -> None:
     """Give the child a signal that reached only this process; stop with it where it is told to stop."""
     number = info.si_signo
-    if info.si_code != _SI_KERNEL:
+    if info.si_code != _SI_KERNEL and not witness.saw(info):
         try:
             os.kill(child, number)
         except ProcessLookupError:

@@ -68,8 +68,8 @@ def signalled(command: Sequence[str], number: int, cwd: Path) -> tuple[int, str]
 
 
 def only_child(pid: int) -> int:
-    """Give the command's process: the other child is the samplers'."""
-    (child,) = (c for c in children(pid) if "samplers/__main__.py" not in words(c))
+    """Give the command's process: the other children are the samplers' and the witness of signals."""
+    (child,) = (c for c in children(pid) if "samplers/__main__.py" not in words(c) and "sigwaitinfo" not in words(c))
     return child
 
 
@@ -277,3 +277,40 @@ def test_a_process_with_other_threads_still_sees_the_end(tmp_path: Path) -> None
         idle.set()
         for thread in others:
             thread.join()
+
+
+def test_a_signal_to_the_whole_group_reaches_the_command_once(tmp_path: Path) -> None:
+    told = []
+    for command in ([sys.executable, "-c", WAITS, "SIGTERM"], [sys.executable, "-c", WAITS, "SIGUSR1", "SIGTERM"]):
+        process = subprocess.Popen(
+            wrapped(tmp_path / str(len(told)), command),
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        # The witness is up as soon as it waits.
+        assert until(lambda p=process: sum("sigwaitinfo" in words(c) and state(c) == "S" for c in children(p.pid)) == 1)
+        os.killpg(process.pid, signal.SIGTERM)
+        told.append((process.stdout.read(), process.wait(30)))
+    assert told == [("SIGTERM\n", 9)] * 2
+
+
+def test_a_signal_is_passed_on_where_the_witness_has_died(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGTERM"]),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert until(lambda: any("sigwaitinfo" in words(c) for c in children(process.pid)))
+    for pid in children(process.pid):
+        if "sigwaitinfo" in words(pid):
+            os.kill(pid, signal.SIGKILL)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.read() == "SIGTERM\n"
+    assert process.wait(30) == 9

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -186,12 +187,27 @@ def record(
         _say(f"dlprof: recording into {folder}")
     asked = recording.asked
     told = {f"DLPROF_{name.upper()}": value for name, value in asked.items()}
-    ended = supervise(command, folder, {**env, **told}, {**asked, **(options or {})})
-    for warning in ended.warnings:
-        _say(f"dlprof: {warning}")
+    with _undisturbed():
+        ended = supervise(command, folder, {**env, **told}, {**asked, **(options or {})})
+        for warning in ended.warnings:
+            _say(f"dlprof: {warning}")
     if not recording.no_report and ended.owner and any(folder.glob("ranks/*/facts.json")):
         _report(ended, recording.quiet)
     end_like(ended)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let no Ctrl-C cost the command its exit status: while it runs a Ctrl-C is its own, and afterwards too late."""
+    before = signal.getsignal(signal.SIGINT)
+    # An ignored one stays so: the command inherits that.
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda _number, _frame: None)
+    try:
+        yield
+    finally:
+        if before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, before)
 
 
 def _report(ended: Ended, quiet: bool) -> None:
