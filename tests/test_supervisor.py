@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,11 @@ def only_child(pid: int) -> int:
     """Give the command's process: the other children are the samplers' and the witness of signals."""
     (child,) = (c for c in children(pid) if "samplers/__main__.py" not in words(c) and "sigwaitinfo" not in words(c))
     return child
+
+
+def witnessed(pid: int) -> bool:
+    """Tell whether the witness of signals is up and waits."""
+    return any("sigwaitinfo" in words(child) and state(child) == "S" for child in children(pid))
 
 
 def state(pid: int) -> str:
@@ -280,7 +286,7 @@ def test_a_process_with_other_threads_still_sees_the_end(tmp_path: Path) -> None
 
 
 def test_a_signal_to_the_whole_group_reaches_the_command_once(tmp_path: Path) -> None:
-    told = []
+    told: list[tuple[str, int]] = []
     for command in ([sys.executable, "-c", WAITS, "SIGTERM"], [sys.executable, "-c", WAITS, "SIGUSR1", "SIGTERM"]):
         process = subprocess.Popen(
             wrapped(tmp_path / str(len(told)), command),
@@ -292,7 +298,7 @@ def test_a_signal_to_the_whole_group_reaches_the_command_once(tmp_path: Path) ->
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         # The witness is up as soon as it waits.
-        assert until(lambda p=process: sum("sigwaitinfo" in words(c) and state(c) == "S" for c in children(p.pid)) == 1)
+        assert until(partial(witnessed, process.pid))
         os.killpg(process.pid, signal.SIGTERM)
         told.append((process.stdout.read(), process.wait(30)))
     assert told == [("SIGTERM\n", 9)] * 2
