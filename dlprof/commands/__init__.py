@@ -2,10 +2,11 @@
 
 import click
 
-from dlprof.commands import check, explain, report, rules, run, wrap
+from dlprof.commands import check, doctor, explain, report, rules, run, wrap
 
 COMMANDS: tuple[click.Command, ...] = (
     check.check,
+    doctor.doctor,
     explain.explain,
     report.report,
     rules.rules,
