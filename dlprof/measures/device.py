@@ -114,13 +114,14 @@ def _late_host(rank: RankData) -> iv.Intervals:
 def _launch_start(rank: RankData, launch: np.ndarray) -> np.ndarray:
     """Give when each launch was called; the end of time where that is not known."""
     spans = rank.table("spans")
-    calls = spans[host.is_kind(spans, "runtime") & (spans["launch"].to_numpy() >= 0)]
+    ids = spans["launch"].to_numpy()
+    calls = host.is_kind(spans, "runtime") & (ids >= 0)
+    ids, called = ids[calls], spans["start_ns"].to_numpy()[calls]
     never = np.full(len(launch), np.iinfo(np.int64).max)
-    if not len(calls):
+    if not len(ids):
         return never
-    ids = calls["launch"].to_numpy()
-    order = np.lexsort((calls["start_ns"].to_numpy(), ids))
-    ids, called = ids[order], calls["start_ns"].to_numpy()[order]
+    order = np.argsort(ids, kind="stable")  # of one launch's calls the earlier stays first
+    ids, called = ids[order], called[order]
     at = np.searchsorted(ids, launch, side="left")
     inside = at < len(ids)
     known = inside & (ids[np.minimum(at, len(ids) - 1)] == launch)

@@ -68,9 +68,9 @@ def _coarse(a: iv.Intervals, length: int) -> iv.Intervals:
 def _longest(spans: pd.DataFrame, pieces: iv.Intervals) -> list[str]:
     """Name the longest span that begins in each piece."""
     start, dur = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
-    name = spans["name"].astype("str").to_numpy()
+    code, name = spans["name"].cat.codes.to_numpy(), spans["name"].cat.categories
     names = []
     for s, e in pieces:
         i, j = np.searchsorted(start, s), np.searchsorted(start, e)
-        names.append(str(name[i + int(np.argmax(dur[i:j]))])[:200] if j > i else "")
+        names.append(str(name[code[i + int(np.argmax(dur[i:j]))]])[:200] if j > i else "")
     return names

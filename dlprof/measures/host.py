@@ -52,7 +52,7 @@ def _training_lane(rank: RankData) -> str:
     spans = rank.table("spans")
     host = ~is_on_device(rank)
     for mark in _MARKS:
-        marked = spans.loc[host & is_named(spans, mark), "lane"]
+        marked = spans["lane"][host & is_named(spans, mark)]
         if len(marked):
             return str(marked.value_counts().index[0])
     ops = spans.loc[host & is_kind(spans, "op", "annotation")]
@@ -68,15 +68,16 @@ def on_training_thread(rank: RankData) -> pd.DataFrame:
 
 def _on_training_thread(rank: RankData) -> pd.DataFrame:
     spans = rank.table("spans")
-    return spans[(spans["lane"] == training_lane(rank)).to_numpy()]
+    return spans[is_one_of(spans["lane"], training_lane(rank))]
 
 
 def cover(spans: pd.DataFrame, chosen: NDArray[np.bool_] | None = None) -> iv.Intervals:
     """Give the time that spans cover."""
+    # The two columns, not the frame: choosing rows of all columns would cost more than all that follows.
+    start, dur = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
     if chosen is not None:
-        spans = spans[chosen]
-    start = spans["start_ns"].to_numpy()
-    return iv.union(start, start + spans["dur_ns"].to_numpy())
+        start, dur = start[chosen], dur[chosen]
+    return iv.union(start, start + dur)
 
 
 def outermost(spans: pd.DataFrame) -> pd.DataFrame:

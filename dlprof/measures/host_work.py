@@ -25,7 +25,8 @@ def host_work(rank: RankData) -> pd.DataFrame:
     n = max(len(timing(rank).windows), 1)
     parts = breakdown.partition(rank)
     idle = iv.merge(parts.get("host", iv.EMPTY), parts.get("optimizer_host", iv.EMPTY))
-    calls = host.outermost(thread[host.is_kind(thread, "op", "runtime", "communication")])
+    calls = thread[["name", "start_ns", "dur_ns"]]
+    calls = host.outermost(calls[host.is_kind(thread, "op", "runtime", "communication")])
     start = calls["start_ns"].to_numpy()
     end = start + calls["dur_ns"].to_numpy()
     code, names = calls["name"].cat.codes.to_numpy(), calls["name"].cat.categories

@@ -8,6 +8,7 @@ libraries and backends are new rows; no other file looks at names to tell one ki
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 Side = Literal["host", "device"]
@@ -92,6 +93,7 @@ _COLLECTIVES = (
 _COLLECTIVES_COMPILED = tuple((name, re.compile(expression)) for name, expression in _COLLECTIVES)
 
 
+@lru_cache(4096)
 def collective_of(text: str) -> str:
     """Give the collective that a metadata field, a call or a kernel names, "" where it names none.
 
@@ -139,6 +141,7 @@ _TYPES = {
 _TYPE_OF = {alias: (name, row[0]) for name, row in _TYPES.items() for alias in row[1:] if isinstance(alias, str)}
 
 
+@lru_cache(256)
 def element_type(text: str) -> tuple[str, int]:
     """Give torch's name of an element type and its bytes; an unknown one as it stands, and 0."""
     known = _TYPE_OF.get(re.sub(r"^(?:c10|at|torch)(?:::|\.)", "", text.strip()).lower())

@@ -14,7 +14,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
-from operator import attrgetter
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from dlprof.readers.events import (
 from dlprof.readers.patterns import NO_ROWS, collective_of, copy_of, element_type, kind_of, rank_in
 
 PEEK_BYTES = 256 << 10
-_place_of = attrgetter("cat", "name", "pid", "tid")
+_WORK = ("kernel", "communication", "copy", "set")
 _NO_KIND = -1
 _KIND = {"": _NO_KIND} | {kind: code for code, kind in enumerate(tables.KINDS)}
 # A trace of ten years is a broken clock.
@@ -155,7 +155,7 @@ class _Codes(dict[Any, int]):
         return code
 
 
-class _Places(dict[tuple[str, str, Any, Any], int]):
+class _Places(dict[tuple[str, str, Scalar, Scalar], int]):
     """Numbers every (category, name, pid, tid): one look-up an event tells what it is and on which thread."""
 
     def __init__(self, names: _Names, lanes: _Codes) -> None:
@@ -165,13 +165,33 @@ class _Places(dict[tuple[str, str, Any, Any], int]):
         self.what: list[int] = []
         self.lane: list[int] = []  # of a host event; a device's depends on its args too
 
-    def __missing__(self, key: tuple[str, str, Any, Any]) -> int:
+    def __missing__(self, key: tuple[str, str, Scalar, Scalar]) -> int:
         category, name, pid, tid = key
         what = self.names[category, name]
         self.what.append(what)
         self.lane.append(self.lanes[False, pid, tid] if self.names.kind[what] and not self.names.device[what] else -1)
         self[key] = code = len(self)
         return code
+
+
+class _DeviceLanes(dict[tuple[Scalar, Scalar, Scalar, Scalar], int]):
+    """Gives the lane of a (pid, tid, device, stream)."""
+
+    def __init__(self, lanes: _Codes) -> None:
+        super().__init__()
+        self.lanes = lanes
+
+    def __missing__(self, key: tuple[Scalar, Scalar, Scalar, Scalar]) -> int:
+        self[key] = lane = self.lanes[(True, *key)]
+        return lane
+
+
+class _Ranks(dict[bytes, list[int]]):
+    """Gives the ranks that a piece of JSON lists; a job has few groups and many collectives."""
+
+    def __missing__(self, key: bytes) -> list[int]:
+        self[key] = ranks = ranks_of(plain(key))
+        return ranks
 
 
 class _Rows:
@@ -183,7 +203,9 @@ class _Rows:
         self.names = _Names()
         self.lanes = _Codes()
         self.places = _Places(self.names, self.lanes)
+        self.device_lanes = _DeviceLanes(self.lanes)
         self.groups: dict[str, dict[str, Any]] = {}
+        self.ranks_of = _Ranks()
         self.columns: dict[str, list[NDArray[Any]]] = defaultdict(list)
         self.count = 0
         self.bytes: dict[int, int] = {}
@@ -195,11 +217,11 @@ class _Rows:
         self.bad_time = self.bad_duration = 0
         self.working_lanes: set[int] = set()
 
-    def add(self, events: Iterable[Event]) -> None:
+    def add(self, events: list[Event]) -> None:
         """Take the rows of some events."""
         whole = [e for e in events if e.ph == "X"]
-        for e in events:
-            if e.ph in "BE" and e.ph:
+        if len(whole) < len(events):
+            for e in [e for e in events if e.ph in ("B", "E")]:
                 self._half(e)
         self.seen += len(whole) or sum(bool(e.ph) for e in events)
         if whole:
@@ -236,11 +258,13 @@ class _Rows:
             alone += len(opened)
         return made, alone
 
+    # Comprehensions throughout: a quarter faster than maps over attrgetters.
     def _add(self, events: list[Event]) -> None:
-        names = self.names
-        place = np.array(list(map(self.places.__getitem__, map(_place_of, events))), dtype=np.int32)
-        what = np.array(self.places.what, dtype=np.int32)[place]
-        lane = np.array(self.places.lane, dtype=np.int32)[place]
+        """Take whole events."""
+        names, places = self.names, self.places
+        place = np.fromiter([places[e.cat, e.name, e.pid, e.tid] for e in events], np.int32, len(events))
+        what = np.array(places.what, dtype=np.int32)[place]
+        lane = np.array(places.lane, dtype=np.int32)[place]
         start = exact_nanoseconds([e.ts for e in events])
         dur = nanoseconds([e.dur for e in events])
         kind = np.array([_KIND[k] for k in names.kind], dtype=np.int8)[what]
@@ -255,48 +279,49 @@ class _Rows:
         self.bad_duration += int((known & timed & ~lasting).sum())
         keep = known & timed & lasting
         if not keep.all():
-            chosen = np.flatnonzero(keep)
-            events = [events[i] for i in chosen]
-            what, lane, start, dur, kind = what[chosen], lane[chosen], start[chosen], dur[chosen], kind[chosen]
+            events = list(compress(events, keep.tolist()))
+            what, lane, start, dur, kind = what[keep], lane[keep], start[keep], dur[keep], kind[keep]
         if not events:
             return
 
         device = np.array(names.device)[what]
+        call = kind == _KIND["runtime"]
         launch = np.full(len(events), -1, dtype=np.int64)
-        lanes = self.lanes
-        for i in np.flatnonzero(device):
-            e = events[i]
-            lane[i] = lanes[True, e.pid, e.tid, e.args.device, e.args.stream]
-        linked = np.flatnonzero(device | (kind == _KIND["runtime"]))
-        launch[linked] = integers([events[i].args.correlation for i in linked])
-        without = linked[launch[linked] <= 0]
-        launch[without] = np.maximum(integers([events[i].args.correlation_id for i in without]), 0)
-        launch[without[launch[without] == 0]] = -1
+        on_device = self.device_lanes
+        lane[device] = [
+            on_device[e.pid, e.tid, e.args.device, e.args.stream] for e in compress(events, device.tolist())
+        ]
+        linked = np.flatnonzero(device | call)
+        args = [e.args for e in compress(events, (device | call).tolist())]
+        launch[linked] = integers([a.correlation for a in args])
+        without = np.flatnonzero(launch[linked] <= 0)
+        launch[linked[without]] = np.maximum(integers([args[i].correlation_id for i in without]), 0)
+        launch[launch == 0] = -1
+        # AMD tells a copy's bytes on the call, not on the copy.
+        for n in [n for n, a in enumerate(args) if a.size is not None]:
+            row, size = int(linked[n]), integer(args[n].size)
+            if call[row] and launch[row] > 0 and size >= 0:
+                self.sizes[int(launch[row])] = size
 
         first = self.count
-        for i in np.flatnonzero((kind == _KIND["copy"]) | (kind == _KIND["set"])):
-            self._copy(first + int(i), events[i])
+        self._copies(first, np.flatnonzero((kind == _KIND["copy"]) | (kind == _KIND["set"])), events, what)
         for i in np.flatnonzero(kind == _KIND["communication"]):
             self._collective(first + int(i), events[i], bool(device[i]))
-        for i in np.flatnonzero(kind == _KIND["runtime"]):
-            # AMD tells a copy's bytes on the call, not on the copy.
-            if events[i].args.size is not None and launch[i] > 0:
-                size = integer(events[i].args.size)
-                if size >= 0:
-                    self.sizes[int(launch[i])] = size
-        working = lane[(kind == _KIND["op"]) | (kind == _KIND["runtime"])]
-        self.working_lanes.update(np.unique(working).tolist())
+        working = lane[(kind == _KIND["op"]) | call]
+        self.working_lanes.update(np.flatnonzero(np.bincount(working)).tolist())
 
         for name, column in (("what", what), ("lane", lane), ("start", start), ("dur", dur), ("launch", launch)):
             self.columns[name].append(column)
         self.count += len(events)
 
-    def _copy(self, row: int, e: Event) -> None:
-        size = integer(e.args.bytes)
-        if size >= 0:
-            self.bytes[row] = size
-        if isinstance(e.args.kind, str) and not copy_of(e.name)[0]:
-            self.copies[row] = copy_of(e.args.kind)
+    def _copies(self, first: int, rows: NDArray[np.int64], events: list[Event], what: NDArray[np.int32]) -> None:
+        sizes = integers([events[i].args.bytes for i in rows])
+        for i, size in zip(rows.tolist(), sizes.tolist(), strict=True):
+            if size >= 0:
+                self.bytes[first + i] = size
+            kind = events[i].args.kind
+            if isinstance(kind, str) and not self.names.direction[what[i]][0]:
+                self.copies[first + i] = copy_of(kind)
 
     def _collective(self, row: int, e: Event, device: bool) -> None:
         args = e.args
@@ -319,7 +344,7 @@ class _Rows:
 
     def _group(self, args: Args) -> str:
         """Give a group's name (if it has none, its description or a name made of its ranks) and note what is told."""
-        ranks = ranks_of(plain(args.group_ranks))
+        ranks = self.ranks_of[bytes(args.group_ranks)]
         text = "" if args.group_text is None else str(args.group_text)
         name = "" if args.group is None else str(args.group)
         if not name:
@@ -359,7 +384,7 @@ class _Rows:
             warnings.append(f"{path.name}: {unreadable:,} events could not be decoded and are left out")
         pairs, alone = self._pairs()
         if pairs:
-            self._add(pairs)
+            self.add(pairs)
         if alone:
             warnings.append(f"{path.name}: {alone:,} begin or end marks have no partner and are left out")
         if self.bad_time:
@@ -421,7 +446,7 @@ class _Rows:
 
         none = [""] * len(names.name)
         categories = {
-            "lane": _coded(self._lane_names(lane, kinds[what]), lane),
+            "lane": _coded(self._lane_names(lane, np.isin(kinds, _WORK)[what]), lane),
             "kind": _categorical(np.array([_KIND[k] for k in names.kind])[what], tables.KINDS),
             "name": _coded(names.name, what),
             "copy": sparse([c[0] for c in names.direction], {i: c[0] for i, c in self.copies.items()}),
@@ -435,10 +460,10 @@ class _Rows:
         columns |= {"start_ns": start[order], "dur_ns": dur[order], "launch": launch[order], "bytes": size[order]}
         return pd.DataFrame({name: columns[name] for name in tables.SPANS}, copy=False)
 
-    def _lane_names(self, lane: NDArray[np.int32], kind: NDArray[np.str_]) -> list[str]:
+    def _lane_names(self, lane: NDArray[np.int32], works: NDArray[np.bool_]) -> list[str]:
         """Name every lane; the device without a number is the one with most work."""
         rows = np.bincount(lane, minlength=len(self.lanes))
-        work = np.bincount(lane[np.isin(kind, ("kernel", "communication", "copy", "set"))], minlength=len(self.lanes))
+        work = np.bincount(lane[works], minlength=len(self.lanes))
         places: list[tuple[str, str] | None] = []
         weight: Counter[str] = Counter()
         for code, key in enumerate(self.lanes):
