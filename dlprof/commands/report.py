@@ -31,7 +31,7 @@ def report(path: Path, out: Path | None, form: str, jobs: int | None, quiet: boo
 
     Prints the verdict and writes report.html and result.json: beside a run, or into a new folder dlprof-report.
     """
-    result = analyse(path, jobs, None if quiet else _progress)
+    result = analyse(path, jobs, _waiting if quiet else _progress)
     verdict = _json(result) if form == "json" else _verdict(result)
     try:
         html = _write_files(result, path, out)
@@ -44,7 +44,7 @@ def report(path: Path, out: Path | None, form: str, jobs: int | None, quiet: boo
 
 def write_report(path: Path, out: Path | None = None) -> str:
     """Analyse a run, write report.html and result.json, and give the verdict as text for the terminal."""
-    result = analyse(path)
+    result = analyse(path, progress=_waiting)
     return f"{_verdict(result)}\nreport: {_shown(_write_files(result, path, out))}"
 
 
@@ -126,7 +126,16 @@ def _colour() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
+def _waiting(done: int, total: int) -> None:
+    """Get the page ready while other processes read the ranks that are left."""
+    if done < total:
+        from dlprof.renderers import html
+
+        html.prepare()
+
+
 def _progress(done: int, total: int) -> None:
+    _waiting(done, total)
     if total < 2:
         return
     if sys.stderr.isatty():

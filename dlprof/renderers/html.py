@@ -16,7 +16,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, Template
 from markupsafe import Markup, escape
 
 from dlprof.renderers import figures, words
@@ -62,40 +62,36 @@ def render(result: Result) -> str:
     for fact in result.facts:
         sections.setdefault(fact.section, []).append((fact.name, fact.value))
     diagnosis, gain = words.headline(result)
-    return (
-        _environment()
-        .from_string(_page("report.html"))
-        .render(
-            title=f"{words.name(result)} · {words.plain(diagnosis, 120)}",
-            css=Markup(_page("page.css")),
-            scripts=tuple(Markup(s) for s in _scripts()),
-            policy=_policy(),
-            colours=_colours(),
-            data=_data({name: f.spec for name, f in figure_of.items() if f.spec}),
-            name=words.name(result),
-            headline=_emphasised(diagnosis),
-            calm=not result.found,
-            gain=gain,
-            lede=_lede(result),
-            notices=words.notices(result),
-            tiles=_tiles(result),
-            unit=words.unit(result),
-            result=result,
-            stack=stack,
-            device=figures.device(result),
-            cards=cards,
-            panels=panels,
-            clear=[o for o in result.outcomes if o.state == "clear"],
-            not_measured=[o for o in result.outcomes if o.state == "not_measured"],
-            failed=[o for o in result.outcomes if o.state == "error"],
-            sections=sections,
-            command=" ".join(result.run.command),
-            missing=words.ranks(result.run.missing_ranks),
-            saving=SAVING,
-            looks=words.DRAWN,
-            look=words.look,
-            categories=words.ordered(part.category for part in result.time),
-        )
+    return _template().render(
+        title=f"{words.name(result)} · {words.plain(diagnosis, 120)}",
+        css=Markup(_page("page.css")),
+        scripts=tuple(Markup(s) for s in _scripts()),
+        policy=_policy(),
+        colours=_colours(),
+        data=_data({name: f.spec for name, f in figure_of.items() if f.spec}),
+        name=words.name(result),
+        headline=_emphasised(diagnosis),
+        calm=not result.found,
+        gain=gain,
+        lede=_lede(result),
+        notices=words.notices(result),
+        tiles=_tiles(result),
+        unit=words.unit(result),
+        result=result,
+        stack=stack,
+        device=figures.device(result),
+        cards=cards,
+        panels=panels,
+        clear=[o for o in result.outcomes if o.state == "clear"],
+        not_measured=[o for o in result.outcomes if o.state == "not_measured"],
+        failed=[o for o in result.outcomes if o.state == "error"],
+        sections=sections,
+        command=" ".join(result.run.command),
+        missing=words.ranks(result.run.missing_ranks),
+        saving=SAVING,
+        looks=words.DRAWN,
+        look=words.look,
+        categories=words.ordered(part.category for part in result.time),
     )
 
 
@@ -258,11 +254,17 @@ def _policy() -> str:
     )
 
 
+def prepare() -> None:
+    """Do what every page needs whatever its result says: who waits for the result can do it meanwhile."""
+    _template()
+    _policy()
+
+
 @cache
-def _environment() -> Environment:
+def _template() -> Template:
     def written(value: object) -> object:
         return value if isinstance(value, Markup) or not isinstance(value, str) else words.plain(value, 2000)
 
     environment = Environment(autoescape=True, finalize=written, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(inline=_inline, manual=_manual, whole_code=_whole_code)
-    return environment
+    return environment.from_string(_page("report.html"))
