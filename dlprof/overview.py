@@ -15,11 +15,21 @@ from dlprof.measures import settings
 from dlprof.measures.excerpt import excerpt
 from dlprof.measures.lines import line_times
 from dlprof.measures.pipeline import bubbles, pipeline_chunks
-from dlprof.measures.steps import step_means, step_series
+from dlprof.measures.samples import ENOUGH, sample_means, sample_series
+from dlprof.measures.steps import mean_step_ns, step_means, step_series
 from dlprof.result import Fact, Panel, RunInfo
-from dlprof.units import digits, duration, percent, size
+from dlprof.units import digits, duration, percent, quantity, size
 
-NEEDS: tuple[Measure, ...] = (bubbles, excerpt, line_times, pipeline_chunks, step_means, step_series)
+NEEDS: tuple[Measure, ...] = (
+    bubbles,
+    excerpt,
+    line_times,
+    pipeline_chunks,
+    sample_means,
+    sample_series,
+    step_means,
+    step_series,
+)
 
 # As many ranks as can be told apart in one chart.
 MOST_RANKS = 8
@@ -27,6 +37,11 @@ MOST_RANKS = 8
 # Functions whose lines are shown, and lines of each.
 MOST_FUNCTIONS = 8
 MOST_LINES = 50
+
+# As many points of what was sampled as a chart of this size can show.
+MOST_POINTS = 200
+
+_CHILDREN = "loader workers and other children"
 
 # The same warning of many ranks is one warning.
 MOST_WARNINGS = 40
@@ -110,7 +125,7 @@ def panels(run: Measured) -> tuple[Panel, ...]:
         _if_measured(_pipeline_panel, run),
         _if_measured(_bubbles_panel, run),
     )
-    return (*(p for p in made if p is not None), *_line_panels(run))
+    return (*(p for p in made if p is not None), *_sample_panels(run), *_line_panels(run))
 
 
 def _if_measured(make: Callable[[Measured], Panel], run: Measured) -> Panel | None:
@@ -164,6 +179,70 @@ def _timeline_panel(run: Measured) -> Panel:
     if not together:
         note += " Each rank from its own beginning: their clocks differ."
     return Panel("timeline", f"One traced step (step {step})", rows, unit="ns", note=note.strip())
+
+
+def _sample_panels(run: Measured) -> list[Panel]:
+    """Draw what was sampled over the run: cores, memory, and of the GPUs what they told."""
+    try:
+        series = run.frame(sample_series)
+    except (NotMeasured, MeasureFailed):
+        return []
+    zero = series["at_ns"].min()
+    # Wide enough that none is left empty between two readings of a rank.
+    apart = series.groupby(["rank", "source", "metric"])["at_ns"].diff().median()
+    width = int(max((series["at_ns"].max() - zero) / MOST_POINTS, 1.5 * apart, 1))
+    series = series.assign(time_ns=(series["at_ns"] - zero) // width * width)
+    parts: list[tuple[str, str, str, list[pd.DataFrame]]] = []
+    for title, unit, note, own, of_host in (
+        ("Cores in use", "cores", "", "cpu_cores", "cpu_cores"),
+        ("Memory in use", "bytes", "Memory that processes share counts for each.", "rss_bytes", "memory_used_bytes"),
+    ):
+        children = _of_ranks(series, "processes", f"children_{own}").sum(axis=1, min_count=1).to_frame(_CHILDREN)
+        lines = [_of_ranks(series, "processes", own), children, _of_hosts(run, series, of_host)]
+        parts.append((title, unit, note, lines))
+    parts += [
+        (title, unit, note, [_of_ranks(series, "gpu", metric)])
+        for title, unit, note, metric in (
+            ("GPU: multiprocessors at work", "share", "", "sm_busy_share"),
+            ("GPU: some kernel ran", "share", "A kernel that only waits for others counts as well.", "busy_share"),
+            ("GPU: power", "W", "", "power_w"),
+            ("GPU: clock of the multiprocessors", "MHz", "", "sm_clock_mhz"),
+            ("GPU: memory in use", "bytes", "", "memory_used_bytes"),
+        )
+    ]
+    return [
+        panel for title, unit, note, lines in parts if (panel := _sample_panel(title, unit, note, lines)) is not None
+    ]
+
+
+def _sample_panel(title: str, unit: str, note: str, lines: list[pd.DataFrame]) -> Panel | None:
+    table = pd.concat(lines, axis=1).sort_index()
+    # A line of zeros is a rank without workers.
+    table = table.loc[:, [name for name in table if name != _CHILDREN or table[name].max() > 0]]
+    if len(table) < ENOUGH or table.shape[1] == 0:
+        return None
+    rows = tuple(
+        (int(at), *(None if pd.isna(v) else float(v) for v in values))
+        for at, values in zip(table.index, table.to_numpy(), strict=True)
+    )
+    return Panel("lines", title, rows, ("time_ns", *map(str, table.columns)), unit=unit, note=note)
+
+
+def _of_ranks(series: pd.DataFrame, source: str, metric: str) -> pd.DataFrame:
+    """Give a metric over the run, a column a rank; of many ranks the mean and the largest."""
+    chosen = series[(series["source"] == source) & (series["metric"] == metric)]
+    table = chosen.pivot_table(index="time_ns", columns="rank", values="value")
+    if table.shape[1] > MOST_RANKS:
+        return pd.DataFrame({"mean of ranks": table.mean(axis=1), "largest of ranks": table.max(axis=1)})
+    return table.rename(columns=lambda rank: f"rank {rank}")
+
+
+def _of_hosts(run: Measured, series: pd.DataFrame, metric: str) -> pd.DataFrame:
+    chosen = series[(series["source"] == "host") & (series["metric"] == metric)]
+    table = chosen.pivot_table(index="time_ns", columns="rank", values="value")
+    if table.shape[1] > 2:
+        return pd.DataFrame({"mean of hosts": table.mean(axis=1)})
+    return table.rename(columns=lambda rank: f"all of {run.facts[rank].get('host') or 'the host'}")
 
 
 def _line_panels(run: Measured) -> list[Panel]:
@@ -308,8 +387,49 @@ def facts(run: Measured) -> tuple[Fact, ...]:
         environment.update(dict.fromkeys(run.facts[r].get("env") or {}))
     for name in sorted(environment):
         add("Environment", name, _several(run, "env", name))
+    _sample_facts(run, add)
     _recording_facts(run, add)
     return tuple(out)
+
+
+def _sample_facts(run: Measured, add: Any) -> None:
+    """List what was sampled while training was steady."""
+    try:
+        means = run.frame(sample_means)
+    except (NotMeasured, MeasureFailed):
+        return
+
+    def told(source: str, metric: str, column: str = "mean") -> list[float]:
+        chosen = means[(means["source"] == source) & (means["metric"] == metric)].sort_values("rank")
+        return [float(v) for v in chosen[column]]
+
+    def between(values: list[float], unit: str) -> str:
+        """Write the values of a few ranks, of many the least and the largest."""
+        if len(values) > MOST_RANKS:
+            return f"{quantity(min(values), unit)} to {quantity(max(values), unit)}"
+        return ", ".join(quantity(v, unit) for v in values)
+
+    cores = told("host", "cores")
+    used = told("host", "cpu_cores")
+    add("Host", "cores in use", [f"{digits(u)} of {n:.0f}" for u, n in zip(used, cores, strict=False)])
+    add("Host", "cores in use by a rank's process", between(told("processes", "cpu_cores"), ""))
+    if any(told("processes", "children")):
+        add("Host", "cores in use by its children", between(told("processes", "children_cpu_cores"), ""))
+    waited = told("processes", "main_thread_waited_share")
+    add("Host", "main thread ready, but no core free", between(waited, "share"))
+    add("Host", "largest memory of a rank's process", between(told("processes", "rss_bytes", "largest"), "bytes"))
+    add("Host", "largest memory in use", between(told("host", "memory_used_bytes", "largest"), "bytes"))
+    add("GPU", "a kernel ran", between(told("gpu", "busy_share"), "share"))
+    add("GPU", "multiprocessors at work", between(told("gpu", "sm_busy_share"), "share"))
+    add("GPU", "tensor cores at work", between(told("gpu", "tensor_busy_share"), "share"))
+    add("GPU", "largest memory in use", between(told("gpu", "memory_used_bytes", "largest"), "bytes"))
+    add("GPU", "clock", between(told("gpu", "sm_clock_mhz"), "MHz"))
+    add("GPU", "highest temperature", between(told("gpu", "temperature_c", "largest"), "°C"))
+    power = told("gpu", "mean_power_w") or told("gpu", "power_w")
+    add("GPU", "power", between(power, "W"))
+    if power:
+        step_s = mean_step_ns(run) / 1e9
+        add("GPU", "energy of a step", between([watts * step_s for watts in power], "J"))
 
 
 def _recording_facts(run: Measured, add: Any) -> None:

@@ -19,12 +19,13 @@ def read(path: Path) -> Reading:
 
 
 def _cores(row: dict[str, Any]) -> dict[str, Any]:
-    """Tell of the cores what a table can hold: how many there are and are busy, and how busy the busiest is."""
+    """Tell of the cores what a table can hold: how many there are, are in use and are busy, and the busiest one."""
     cores = row.get("core_percent")
     if not cores:
         return row
     return row | {
         "cores": len(cores),
+        "cpu_cores": sum(cores) / 100,
         "busy_cores": sum(core > _BUSY_PERCENT for core in cores),
         "busiest_core_share": max(cores) / 100,
     }

@@ -102,14 +102,18 @@ class _Processes:
             self._sums = [total + (n - b) for total, n, b in zip(self._sums, counted, before, strict=True)]
             self._last[pid] = counted
         cpu, voluntary, involuntary = self._sums
-        row = own | {
-            "children": len(children),
-            "children_cpu_s": round(cpu, 2),
-            "children_rss_bytes": sum(c["rss_bytes"] for c in children),
-            "children_threads": sum(c["threads"] for c in children),
-            "children_voluntary_switches": voluntary,
-            "children_involuntary_switches": involuntary,
-        }
+        row = (
+            own
+            | _waited(self._pid)
+            | {
+                "children": len(children),
+                "children_cpu_s": round(cpu, 2),
+                "children_rss_bytes": sum(c["rss_bytes"] for c in children),
+                "children_threads": sum(c["threads"] for c in children),
+                "children_voluntary_switches": voluntary,
+                "children_involuntary_switches": involuntary,
+            }
+        )
         self.log.write(line(row))
 
 
@@ -124,6 +128,14 @@ def _read(process: Any) -> dict[str, Any]:
             "voluntary_switches": switches.voluntary,
             "involuntary_switches": switches.involuntary,
         }
+
+
+def _waited(pid: int) -> dict[str, int]:
+    """Give how long the main thread was ready and had no core; nothing where this kernel does not count it."""
+    try:
+        return {"main_thread_waited_ns": int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])}
+    except (OSError, IndexError, ValueError):
+        return {}
 
 
 def _host() -> dict[str, Any]:

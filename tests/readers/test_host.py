@@ -16,6 +16,7 @@ def test_the_cores_are_counted_and_the_busiest_is_told(tmp_path: Path) -> None:
     assert dict(zip(frame["metric"], frame["value"], strict=True)) == {
         "cpu_share": 0.5,
         "cores": 4.0,
+        "cpu_cores": 2.84,
         "busy_cores": 2.0,
         "busiest_core_share": 1.0,
     }

@@ -1,0 +1,143 @@
+"""What was sampled beside the ranks: as it went over the run, and its means while training was steady."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof.engine import RankData, per_rank
+from dlprof.errors import NotMeasured
+from dlprof.measures.steps import light_steps
+
+# What only grows → its rate: CPU seconds a second are cores, joules a second are watts, and the time that clocks were
+# held down, or a thread waited for a core, is a share.
+_RATES: Mapping[str, tuple[str, float]] = {
+    "cpu_s": ("cpu_cores", 1),
+    "children_cpu_s": ("children_cpu_cores", 1),
+    "main_thread_waited_ns": ("main_thread_waited_share", 1e-9),
+    "energy_j": ("mean_power_w", 1),
+    **{
+        f"{name}_switches": (f"{name}_switches_per_s", 1)
+        for name in ("voluntary", "involuntary", "children_voluntary", "children_involuntary")
+    },
+    **{
+        f"{name}_bytes": (f"{name}_bytes_per_s", 1)
+        for name in (
+            "swap_in",
+            "swap_out",
+            "disk_read",
+            "disk_written",
+            "network_received",
+            "network_sent",
+            "pcie_received",
+            "pcie_sent",
+        )
+    },
+    **{
+        f"{name}_ns": (f"{name}_share", 1e-9)
+        for name in (
+            "clocks_held_by_power",
+            "clocks_held_by_heat",
+            "software_heat_slowdown",
+            "hardware_heat_slowdown",
+            "power_brake_slowdown",
+        )
+    },
+    "page_faults": ("page_faults_per_s", 1),
+    "major_page_faults": ("major_page_faults_per_s", 1),
+}
+
+# What travels of each metric: enough for any screen.
+MOST_POINTS = 300
+
+# A mean of fewer readings than this says nothing.
+ENOUGH = 3
+
+
+@per_rank
+def sample_series(rank: RankData) -> pd.DataFrame:
+    """Give the readings in order, thinned to means, what only grows as rates: source, metric, at_ns, value.
+
+    Raises NotMeasured where nothing was sampled.
+    """
+    parts = []
+    for (source, metric), frame in _metrics(rank):
+        at, value, _ = _rated(metric, frame)
+        if len(at):
+            first = np.arange(0, len(at), -(-len(at) // MOST_POINTS))
+            many = np.diff(np.append(first, len(at)))
+            # Less the first reading: sums of times since 1970 would not fit.
+            parts.append(
+                pd.DataFrame(
+                    {
+                        "source": source,
+                        "metric": _rate_of(metric),
+                        "at_ns": at[0] + np.add.reduceat(at - at[0], first) // many,
+                        "value": np.add.reduceat(value, first) / many,
+                    }
+                )
+            )
+    if not parts:
+        raise NotMeasured("the job was too short for two readings")
+    return pd.concat(parts, ignore_index=True)
+
+
+@per_rank
+def sample_means(rank: RankData) -> pd.DataFrame:
+    """Give each metric while training was steady: source, metric, mean, largest, readings; what only grows as rates.
+
+    Raises NotMeasured where nothing was sampled, or too little of the steady steps.
+    """
+    begin, end = _steady(rank)
+    rows = []
+    for (source, metric), frame in _metrics(rank):
+        at = frame["at_ns"].to_numpy()
+        at, value, span = _rated(metric, frame[(at >= begin) & (at <= end)])
+        if len(at) >= ENOUGH:
+            rows.append(
+                {
+                    "source": source,
+                    "metric": _rate_of(metric),
+                    "mean": float(np.average(value, weights=span)),
+                    "largest": float(value.max()),
+                    "readings": len(at),
+                }
+            )
+    if not rows:
+        raise NotMeasured(f"fewer than {ENOUGH} readings while training was steady")
+    return pd.DataFrame(rows)
+
+
+def _metrics(rank: RankData) -> list[tuple[tuple[str, str], pd.DataFrame]]:
+    groups = rank.table("samples").groupby(["source", "metric"], observed=True, sort=True)
+    return [((str(source), str(metric)), frame) for (source, metric), frame in groups]
+
+
+def _rate_of(metric: str) -> str:
+    return _RATES[metric][0] if metric in _RATES else metric
+
+
+def _rated(metric: str, frame: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+    """Give when a metric was read, what it was, and the seconds that it speaks of; of what grows, between readings."""
+    at, value = frame["at_ns"].to_numpy(), frame["value"].to_numpy()
+    if metric not in _RATES:
+        return at, value, np.ones(len(at))
+    span = np.diff(at) / 1e9
+    grown = np.diff(value) * _RATES[metric][1]
+    # What begins again at 0, or was read by another process since, says nothing of the time between.
+    sound = (span > 0) & (grown >= 0)
+    return at[1:][sound], (grown[sound] / span[sound]), span[sound]
+
+
+def _steady(rank: RankData) -> tuple[int, int]:
+    """Give when the first steady step began and the last one ended."""
+    if not rank.has("steps"):
+        raise NotMeasured("no record of every step")
+    steps = rank.once(light_steps)
+    steps = steps[steps["steady"]]
+    if not len(steps):
+        raise NotMeasured("no steady training step was recorded")
+    return int(steps["start_ns"].min()), int((steps["start_ns"] + steps["dur_ns"]).max())

@@ -1,0 +1,131 @@
+"""Readings become rates where they only grow, and means over the steps that are steady."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof import overview
+from dlprof.errors import NotMeasured
+from dlprof.measures.samples import MOST_POINTS, sample_means, sample_series
+from dlprof.run import open_run
+from tests import runs, traces
+from tests.runs import MS, light
+
+SECOND = 1_000 * MS
+
+
+def sampled(folder: Path, *rows: Iterable[Mapping[str, Any]], steps: int = 40, name: str = "processes.jsonl") -> Path:
+    """Write a run with a step a second and, for each rank, readings a second."""
+    light_steps = [light(step, 900 * MS) for step in range(steps)]
+    runs.recorded(folder, *((None, light_steps, runs.CPU) for _ in rows))
+    for rank, mine in enumerate(rows):
+        lines = [json.dumps({"at_ns": traces.BASE_NS + n * SECOND} | dict(row)) for n, row in enumerate(mine)]
+        (folder / "ranks" / f"{rank:05d}" / name).write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def means(path: Path) -> dict[str, tuple[float, float]]:
+    frame = runs.measured(path, sample_means).frame(sample_means)
+    return {
+        m: (float(v), float(most)) for m, v, most in zip(frame["metric"], frame["mean"], frame["largest"], strict=True)
+    }
+
+
+def test_what_only_grows_is_a_rate_and_the_rest_a_mean(tmp_path: Path) -> None:
+    rows = [
+        {"cpu_s": 3 + 0.5 * n, "rss_bytes": 100 + n % 2, "energy_j": 600 * n, "main_thread_waited_ns": n * 250 * MS}
+        for n in range(40)
+    ]
+    told = means(sampled(tmp_path, rows))
+    assert told["cpu_cores"] == pytest.approx((0.5, 0.5))
+    assert told["mean_power_w"] == pytest.approx((600, 600))
+    assert told["main_thread_waited_share"] == pytest.approx((0.25, 0.25))
+    assert told["rss_bytes"] == pytest.approx((100.5, 101), abs=0.1)
+    assert set(told) == {"cpu_cores", "mean_power_w", "main_thread_waited_share", "rss_bytes"}
+
+
+def test_only_the_steady_steps_count(tmp_path: Path) -> None:
+    """Ten steps of a hundred readings: what was burnt after the last step is not training."""
+    rows = [{"cpu_s": float(n) if n < 10 else 9.0 + 100 * (n - 9)} for n in range(100)]
+    assert means(sampled(tmp_path, rows, steps=10))["cpu_cores"] == pytest.approx((1, 1))
+
+
+def test_a_counter_that_begins_again_says_nothing_of_that_time(tmp_path: Path) -> None:
+    rows = [{"pcie_sent_bytes": 1000 * (n % 20)} for n in range(40)]
+    assert means(sampled(tmp_path, rows, name="gpu.jsonl"))["pcie_sent_bytes_per_s"] == pytest.approx((1000, 1000))
+
+
+def test_a_long_gap_between_readings_weighs_as_long_as_it_was(tmp_path: Path) -> None:
+    """Ten seconds without a reading, in which all ten CPU seconds were used."""
+    seconds = [*range(5, 15), *range(25, 35)]
+    folder = sampled(tmp_path, [])
+    lines = [json.dumps({"at_ns": traces.BASE_NS + s * SECOND, "cpu_s": 0 if s < 20 else 10}) for s in seconds]
+    (folder / "ranks/00000/processes.jsonl").write_text("\n".join(lines) + "\n")
+    mean, largest = means(folder)["cpu_cores"]
+    assert mean == pytest.approx(10 / 29)
+    assert largest == pytest.approx(10 / 11)
+
+
+def test_a_run_without_samples_or_with_too_few_says_so(tmp_path: Path) -> None:
+    run = runs.measured(sampled(tmp_path / "few", [{"cpu_s": n} for n in range(3)], steps=3), sample_means)
+    with pytest.raises(NotMeasured, match="fewer than 3 readings"):
+        run.frame(sample_means)
+    runs.recorded(tmp_path / "none", (None, [light(n, MS) for n in range(9)], runs.CPU))
+    with pytest.raises(NotMeasured, match="nothing was sampled"):
+        runs.measured(tmp_path / "none", sample_means, sample_series).frame(sample_series)
+
+
+def test_a_long_series_is_thinned_to_means(tmp_path: Path) -> None:
+    run = runs.measured(sampled(tmp_path, [{"rss_bytes": n % 2} for n in range(5000)]), sample_series)
+    frame = run.frame(sample_series)
+    assert MOST_POINTS / 2 < len(frame) <= MOST_POINTS
+    assert frame["value"].mean() == pytest.approx(0.5, abs=0.05)
+    assert frame["at_ns"].is_monotonic_increasing
+    assert frame["at_ns"].iloc[-1] > traces.BASE_NS + 4900 * SECOND
+
+
+def test_the_report_draws_a_line_a_rank_and_host_and_lists_what_was_measured(tmp_path: Path) -> None:
+    rows = [{"cpu_s": 0.5 * n, "rss_bytes": 3e8, "children": 2, "children_cpu_s": 0.25 * n} for n in range(40)]
+    folder = sampled(tmp_path, rows, rows)
+    (folder / "hosts/node-1").mkdir(parents=True)
+    lines = [
+        json.dumps({"at_ns": traces.BASE_NS + n * SECOND, "core_percent": [100, 50, 0, 0], "memory_used_bytes": 4e9})
+        for n in range(40)
+    ]
+    (folder / "hosts/node-1/host.jsonl").write_text("\n".join(lines) + "\n")
+    run = runs.measured(folder, *overview.NEEDS)
+    cores, memory = (p for p in overview.panels(run) if p.title in ("Cores in use", "Memory in use"))
+    assert cores.columns == ("time_ns", "rank 0", "rank 1", "loader workers and other children", "all of node-1")
+    # The children of both ranks together; every line has a point in every row.
+    assert all(row[1:] == pytest.approx((0.5, 0.5, 0.5, 1.5)) for row in cores.rows[1:])
+    assert memory.columns == ("time_ns", "rank 0", "rank 1", "all of node-1")
+    facts = {f.name: f.value for f in overview.facts(run) if f.section == "Host"}
+    assert facts["cores in use"] == "1.50 of 4"
+    assert facts["cores in use by a rank's process"] == "0.50, 0.50"
+    assert facts["cores in use by its children"] == "0.25, 0.25"
+    assert not any(f.section == "GPU" for f in overview.facts(run))
+
+
+def test_energy_is_told_where_a_gpu_told_it(tmp_path: Path) -> None:
+    rows = [{"energy_j": 600 * n, "power_w": 590, "sm_busy_share": 0.5} for n in range(40)]
+    folder = sampled(tmp_path, rows, name="gpu.jsonl")
+    run = runs.measured(folder, *overview.NEEDS)
+    facts = {f.name: f.value for f in overview.facts(run) if f.section == "GPU"}
+    assert facts == {"multiprocessors at work": "50 %", "power": "600 W", "energy of a step": "540 J"}
+    titles = [p.title for p in overview.panels(run)]
+    assert "GPU: power" in titles
+    assert "GPU: some kernel ran" not in titles
+    assert open_run(folder).warnings == ()
+
+
+def test_many_ranks_are_a_mean_and_a_largest(tmp_path: Path) -> None:
+    folder = sampled(tmp_path, *([{"cpu_s": (1 + rank) * n} for n in range(10)] for rank in range(9)))
+    run = runs.measured(folder, *overview.NEEDS)
+    (cores,) = (p for p in overview.panels(run) if p.title == "Cores in use")
+    assert cores.columns == ("time_ns", "mean of ranks", "largest of ranks")
+    assert cores.rows[1][1:] == pytest.approx((5, 9))
