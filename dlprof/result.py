@@ -26,6 +26,7 @@ CATEGORIES = (
     "checkpoint",
     "validation",
     "garbage_collection",
+    "compilation",
     "optimizer_host",
     "host",
     "other",

@@ -79,13 +79,14 @@ CHUNKS: Mapping[str, str] = {
 
 # What held up the training thread for a millisecond or more and shows in no trace, in order of time.
 STALLS: Mapping[str, str] = {
-    "kind": CATEGORY,  # garbage_collection, checkpoint
+    "kind": CATEGORY,  # garbage_collection, checkpoint, compilation
     "start_ns": "int64",
     "dur_ns": "int64",
     "step": "int64",  # as the recorder counts them
     "generation": "int64",  # that the garbage collector went through, -1: no such stall
-    "path": CATEGORY,  # of a checkpoint, "": not a named file
+    "path": CATEGORY,  # of a checkpoint, "": not a named file; of a compilation, the function
     "phase": CATEGORY,  # that it happened in: fetch, forward, backward, optimizer, rest
+    "reason": CATEGORY,  # why a function was compiled anew, "": was not
 }
 
 # One reading of one metric, of what was sampled beside the rank; each metric in order of time. What grows for good

@@ -37,6 +37,7 @@ from torch.utils.data.distributed import DistributedSampler
 # What can be planted, and the dlprof rule that must notice it. Each is one `if args.fault == ...` below.
 FAULTS = {
     "blocking_allreduce": "exposed_communication",  # gradients reduced one by one, after backward
+    "changing_shapes": "recompilation",  # compiled for one size of pictures, and the size changes
     "checkpoint_every_few": "checkpoint_stall",  # the whole state saved over and over, every 5 steps
     "garbage": "gc_pauses",  # many objects live on, and each step leaves cycles
     "no_workers": "input_wait",  # the training thread reads and decodes
@@ -354,7 +355,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pin-memory", action=switch)
     parser.add_argument("--read-ms", type=float, help="what a read from storage waits, beside the local disk's time")
     parser.add_argument("--precision", choices=["fp32", "tf32", "bf16", "fp16"])
-    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        const="inductor",
+        metavar="BACKEND",
+        help="torch.compile the model (with inductor, which on a CPU needs a C++ compiler)",
+    )
     parser.add_argument("--channels-last", action=switch)
     parser.add_argument(
         "--bucket-mb", type=float, help="gradients that DDP reduces in one go, MiB; compiled: 1 or more"
@@ -378,6 +385,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             workers = name == "workers" and args.device == "cuda"
             setattr(args, name, min(16, max(1, len(os.sched_getaffinity(0)) // local_world)) if workers else value)
+    if args.fault == "changing_shapes" and not args.compile:
+        args.compile = "eager" if args.device == "cpu" else "inductor"
     if args.compile:
         args.bucket_mb = max(1.0, args.bucket_mb)  # DDP's first bucket is 1 MiB, and Dynamo refuses smaller ones
     if args.lr is None:
@@ -510,7 +519,10 @@ def main() -> None:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # absent in torch's hints
     bare = model  # without the wrappers: its parameters are the same, their names in a checkpoint too
     if args.compile:
-        model = torch.compile(model)  # type: ignore[assignment] # still a module
+        sizes = False if args.fault == "changing_shapes" else None  # None: once a size has changed, for any
+        model = torch.compile(model, backend=args.compile, dynamic=sizes)  # type: ignore[assignment] # still a module
+        if args.fault == "changing_shapes":
+            torch._dynamo.config.recompile_limit = 10_000  # as its warning suggests
     if args.world > 1 and args.fault != "blocking_allreduce":
         model = DistributedDataParallel(
             model,
@@ -539,6 +551,8 @@ def main() -> None:
 
         with autocast(args):
             images = normalised(pixels, args)
+            if args.fault == "changing_shapes":
+                images = images[:, :, step // 3 % 16 :]  # another height every third step
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
             if args.fault == "slow_rank" and args.rank == args.world - 1:

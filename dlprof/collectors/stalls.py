@@ -1,4 +1,4 @@
-"""What holds up a step and shows in no trace: Python's garbage collector, and saving checkpoints."""
+"""What holds up a step and shows in no trace: Python's garbage collector, saving checkpoints, compiling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlprof.log import Log
 from dlprof.recorder import Recorder, Step
@@ -26,12 +26,29 @@ _PHASES = ("fetch", "forward", "backward", "optimizer")
 
 _DISTRIBUTED = "torch.distributed.checkpoint"
 
+# Where Dynamo keeps what it knows of its last compilations; a process that compiles nothing never imports it.
+_DYNAMO = "torch._dynamo.utils"
+
+
+class _Found(NamedTuple):
+    """One stall, as its line tells it."""
+
+    kind: str
+    start_ns: int
+    dur_ns: int
+    step: int
+    generation: int | None
+    path: str | None
+    phase: str
+    reason: str | None = None
+
 
 class Stalls:
     """Writes stalls.jsonl: keys and units as in the table `stalls`.
 
     A pause of the collector stops every thread of the interpreter, so it counts whichever thread set it off. Saving
     counts on the training thread only; what is saved, or collected, inside a save belongs to the outermost one.
+    Compilations are Dynamo's own record, read after each step: nothing of ours runs while it compiles.
     """
 
     name = "stalls"
@@ -40,11 +57,13 @@ class Stalls:
         self._recorder: Recorder | None = None  # None: not started, or no longer recording
         self._thread = 0
         self._log: Log | None = None
-        self._found: list[tuple[str, int, int, int, int | None, str | None, str]] = []
+        self._found: list[_Found] = []
         self._written_ns = 0
         self._gc_began_ns = 0
         self._saving = False
         self._distributed_seen = False
+        self._compilations: Any = None  # Dynamo's newest that we have seen
+        self._compiled_to_us = 0
         # Now, when torch was just imported: later the script may hold the original by a name of its own.
         self._watch_torch()
 
@@ -55,12 +74,14 @@ class Stalls:
         self._watch_distributed()
         os.register_at_fork(after_in_child=self._disarm)
         self._recorder = recorder
+        self._see_compilations(recorder.row.number)
         gc.callbacks.append(self._collecting)
 
     def step(self, step: Step) -> None:
         """Write what has gathered."""
         if not self._distributed_seen:
             self._watch_distributed()
+        self._see_compilations(step.number)
         now = step.start_ns + step.dur_ns
         if self._found and now - self._written_ns > _WRITE_EVERY_NS:
             self._written_ns = now
@@ -73,6 +94,8 @@ class Stalls:
     def stop(self) -> None:
         """Stop listening and write the rest."""
         try:
+            if self._recorder is not None:
+                self._see_compilations(self._recorder.row.number)
             self._write()
         finally:
             self._disarm()
@@ -102,7 +125,41 @@ class Stalls:
         # A pause may end in a step that it did not begin in, where another thread set it off: then it is the later's.
         phase = recorder.phase
         named = _PHASES[phase] if phase is not None else "rest"
-        self._found.append((kind, recorder.unix(began), ended - began, recorder.row.number, generation, path, named))
+        found = _Found(kind, recorder.unix(began), ended - began, recorder.row.number, generation, path, named)
+        self._found.append(found)
+
+    def _see_compilations(self, step: int) -> None:
+        """Add what Dynamo has compiled since we last looked."""
+        dynamo: Any = sys.modules.get(_DYNAMO)
+        known = getattr(dynamo, "_compilation_metrics", None)
+        recorder = self._recorder
+        if not known or recorder is None or known[-1] is self._compilations:
+            return
+        self._compilations = known[-1]
+        timed = (c for c in tuple(known) if getattr(c, "start_time_us", None) and getattr(c, "end_time_us", None))
+        new = [c for c in timed if c.end_time_us > self._compiled_to_us]
+        if not new:
+            return
+        if self._compiled_to_us and len(new) == known.maxlen:
+            recorder.warn(f"{known.maxlen} or more compilations in one step: Dynamo remembers no more of them")
+        self._compiled_to_us = max(c.end_time_us for c in new)
+        # Dynamo tells the time of day, which may have been set meanwhile.
+        ahead = time.time_ns() - recorder.unix(time.perf_counter_ns())
+        frames = {str(c.compile_id): c for c in known if c.co_name}
+        ended = 0
+        for c in sorted(new, key=lambda c: (c.start_time_us, -c.end_time_us)):
+            start, end = c.start_time_us * 1000 - ahead, c.end_time_us * 1000 - ahead
+            if end <= ended or end - start < _LEAST_NS:
+                continue  # a backward pass is compiled within its forward pass, or when it first runs
+            ended = end
+            frame = frames.get(str(c.compile_id))
+            again = not str(c.compile_id).rpartition("/")[2].startswith("0")
+            path = f"{frame.co_filename}:{frame.co_firstlineno} {frame.co_name}" if frame is not None else None
+            reason = (frame.recompile_reason if frame is not None else None) or "unknown" if again else None
+            phase = "backward" if c.is_forward is False else "forward"
+            # What was collected meanwhile is part of it.
+            self._found[:] = [f for f in self._found if not start <= f.start_ns < end]
+            self._found.append(_Found("compilation", start, end - start, step, None, path, phase, reason))
 
     def _watch_torch(self) -> None:
         import torch
@@ -147,11 +204,7 @@ class Stalls:
             return
         # The collector may add to the list while we work: take what is there, and no more.
         count = len(self._found)
-        lines = [
-            f'{{"kind":"{kind}","start_ns":{start},"dur_ns":{dur},"step":{step},'
-            f'"generation":{json.dumps(generation)},"path":{json.dumps(path)},"phase":"{phase}"}}\n'
-            for kind, start, dur, step, generation, path, phase in self._found[:count]
-        ]
+        lines = [json.dumps(f._asdict()) + "\n" for f in self._found[:count]]
         del self._found[:count]
         self._log.write("".join(lines))
 

@@ -1,4 +1,4 @@
-"""What the recorded stalls (garbage collection, checkpoints) cost the mean steady step, and on which steps they fell.
+"""What recorded stalls (garbage collection, checkpoints, compilation) cost the mean steady step, and where they fell.
 
 A stall belongs to the step in which it begins, and counts as far as that step goes.
 """
@@ -13,7 +13,10 @@ from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.steps import light_steps, standard_error
 
-KINDS = ("checkpoint", "garbage_collection")
+KINDS = ("checkpoint", "compilation", "garbage_collection")
+
+# What travels of the compilations: where there are more functions and reasons, the dearest.
+MOST_COMPILATIONS = 200
 
 # What travels of the steps that stalled: where there are more, the longest.
 MOST_STEPS = 10_000
@@ -88,6 +91,29 @@ def stalled_steps(rank: RankData) -> pd.DataFrame:
         parts.append(frame.assign(kind=kind).nlargest(MOST_STEPS, "ns").sort_values("step"))
     together = pd.concat(parts, ignore_index=True)
     return together[["kind", "step", "ns", "generation", "path"]]
+
+
+@per_rank
+def compilations(rank: RankData) -> pd.DataFrame:
+    """Give what torch.compile compiled: path (the function), reason, again (1: not for the first time), count, ns.
+
+    Over the whole job; `steady` and `steady_ns` are those of the steady steps. The most expensive first.
+    """
+    found = rank.table("stalls")
+    found = found[(found["kind"] == "compilation").to_numpy()]
+    steady = found.index.isin(steady_stalls(rank).index)
+    frame = pd.DataFrame(
+        {
+            "path": found["path"].astype("str"),
+            "reason": found["reason"].astype("str"),
+            "count": 1,
+            "ns": found["dur_ns"],
+            "steady": steady.astype(int),
+            "steady_ns": found["dur_ns"] * steady,
+        }
+    )
+    together = frame.groupby(["path", "reason"], as_index=False).sum()
+    return together.sort_values("ns", ascending=False, kind="stable", ignore_index=True).head(MOST_COMPILATIONS)
 
 
 def by_phase(rank: RankData) -> dict[tuple[str, str], float]:

@@ -62,7 +62,7 @@ SOURCES: tuple[Source, ...] = (
         "stalls",
         ("stalls.jsonl",),
         ("stalls",),
-        "no record of garbage collection and checkpoints (only `dlprof wrap` and `dlprof run` leave one)",
+        "no record of garbage collection, checkpoints and compiling (only `dlprof wrap` and `dlprof run` leave one)",
     ),
     Source(
         "steps", ("steps.jsonl",), ("steps",), "no record of every step (only `dlprof wrap` and `dlprof run` leave one)"

@@ -31,8 +31,8 @@ class Category:
     glyph: str
 
 
-# Paul Tol's bright scheme carries the seven commonest parts. The other four were chosen so that, under simulated
-# protanopia, deuteranopia and tritanopia, no two of the eleven come nearer than 13 in CIE76 (those seven alone: 12.8).
+# Paul Tol's bright scheme carries the seven commonest parts. The other five were chosen so that, under simulated
+# protanopia, deuteranopia and tritanopia, no two of the twelve come nearer than 13 in CIE76 (those seven alone: 12.8).
 LOOKS: Mapping[str, Category] = {
     "computation": Category("Computation", "the device computes", "#4477aa", "#4477aa", 67, "█"),
     "communication": Category(
@@ -50,6 +50,7 @@ LOOKS: Mapping[str, Category] = {
     "checkpoint": Category("Checkpoint", "saving holds up training", "#228833", "#228833", 34, "▄"),
     "validation": Category("Validation", "evaluation between training steps", "#332288", "#7b70e8", 62, "▀"),
     "garbage_collection": Category("Garbage collection", "Python collects garbage", "#ee8866", "#ee8866", 209, "×"),
+    "compilation": Category("Compilation", "torch.compile compiles", "#661100", "#a0522d", 88, "+"),
     "optimizer_host": Category(
         "Optimizer on the host", "the optimizer's Python, while the device has nothing", "#997700", "#997700", 136, "="
     ),

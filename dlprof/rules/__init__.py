@@ -9,6 +9,7 @@ from dlprof.rules import (
     host_bound,
     input_wait,
     pageable_copy,
+    recompilation,
     straggler,
 )
 
@@ -20,5 +21,6 @@ RULES: tuple[Rule, ...] = (
     host_bound.RULE,
     input_wait.RULE,
     pageable_copy.RULE,
+    recompilation.RULE,
     straggler.RULE,
 )

@@ -68,7 +68,7 @@ def test_pauses_and_checkpoints_are_written_and_diagnosed(tmp_path: Path) -> Non
     assert {s["generation"] for s in pauses} == {2}
     assert {s["path"] for s in pauses} == {None}
     for s in found:
-        assert set(s) == {"kind", "start_ns", "dur_ns", "step", "generation", "path", "phase"}
+        assert set(s) == {"kind", "start_ns", "dur_ns", "step", "generation", "path", "phase", "reason"}
         assert s["dur_ns"] >= 1_000_000
         assert s["phase"] == "rest"
         if s["step"] == 40:  # after the last step, and so in none
@@ -122,16 +122,84 @@ def test_distributed_checkpoints_count_once_and_saving_threads_do_not(tmp_path: 
     assert [(s["kind"], s["path"]) for s in found] == [("checkpoint", "folder")]
 
 
+def test_saving_in_the_background_counts_until_the_state_is_copied(tmp_path: Path) -> None:
+    found = stalls(
+        tmp_path,
+        """
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import DefaultSavePlanner
+        class Slow(DefaultSavePlanner):
+            # Runs in the background, as if the disk were slow.
+            def resolve_data(self, item):
+                time.sleep(1.0)
+                return super().resolve_data(item)
+        dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=0, world_size=1)
+        gc.disable()
+        saving = None
+        for step in range(10):
+            train()
+            if step == 4:
+                began = time.perf_counter()
+                saving = dcp.async_save({"big": big.clone()}, checkpoint_id="folder", planner=Slow())
+                assert not saving.done()
+        saving.result()
+        assert time.perf_counter() - began > 1.0
+        dist.destroy_process_group()
+        """,
+        steps=10,
+    )
+    (save,) = (s for s in found if s["kind"] == "checkpoint")
+    assert (save["path"], save["step"]) == ("folder", 5)
+    assert save["dur_ns"] < 1e9  # the sleeping is not in it
+
+
+COMPILED = """
+def forward(x):
+    return model(x).relu()
+compiled = torch.compile(forward, backend="aot_eager", dynamic=False)
+def train_compiled(rows):
+    compiled(torch.randn(rows, 8)).sum().backward()
+    optimizer.step()
+gc.disable()
+"""
+
+
+def test_compilations_are_told_with_their_reason_and_graphs_stay_the_same(tmp_path: Path) -> None:
+    body = """
+        rows = [4, 4, 4, 4, 4, 5, 5, 6, 6, 6]
+        for n in rows:
+            train_compiled(n)
+        from torch._dynamo.utils import counters
+        assert counters["stats"]["unique_graphs"] == 3
+        """
+    found = stalls(tmp_path, COMPILED + dedent(body), steps=10)
+    assert {s["kind"] for s in found} == {"compilation"}
+    forward = [s for s in found if s["phase"] == "forward"]
+    assert [s["step"] for s in forward] == [0, 5, 7]
+    assert all(s["path"].endswith(" forward") and "script.py:" in s["path"] for s in forward)
+    assert forward[0]["reason"] is None
+    assert ["size mismatch at index 0. expected 4, actual 5" in str(s["reason"]) for s in forward] == [
+        False,
+        True,
+        False,
+    ]
+    assert "expected" in forward[2]["reason"]
+    # Backward passes are compiled when they first run.
+    assert {s["step"] for s in found if s["phase"] == "backward"} <= {0, 5, 7}
+
+
 def test_a_job_that_nothing_stalls_leaves_an_empty_file_and_no_import(tmp_path: Path) -> None:
     found = stalls(
         tmp_path,
         """
         import sys
         gc.disable()
-        before = "torch.distributed.checkpoint" in sys.modules
+        heavy = {"torch.distributed.checkpoint", "torch._dynamo"}
+        before = heavy & set(sys.modules)
         for step in range(10):
             train()
-        assert ("torch.distributed.checkpoint" in sys.modules) == before
+        assert heavy & set(sys.modules) == before
         """,
         steps=10,
     )

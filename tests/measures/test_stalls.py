@@ -8,7 +8,7 @@ import pytest
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.stalls import stall_means, stalled_steps
+from dlprof.measures.stalls import compilations, stall_means, stalled_steps
 from dlprof.measures.steps import step_means
 from tests import runs, traces
 from tests.runs import MS, stall
@@ -56,10 +56,27 @@ def test_a_stall_counts_in_the_steady_step_in_which_it_begins(tmp_path: Path) ->
 
 
 def test_no_stall_is_zero_and_no_record_abstains(tmp_path: Path) -> None:
-    assert run_of(tmp_path, []).frame(stall_means)["mean_ns"].to_list() == [0.0, 0.0]
+    assert run_of(tmp_path, []).frame(stall_means)["mean_ns"].to_list() == [0.0, 0.0, 0.0]
     path = runs.recorded(tmp_path / "old", (None, [runs.light(n, MS) for n in range(30)], runs.CPU))
     with pytest.raises(NotMeasured, match="no record of garbage collection"):
         runs.measured(path, stall_means).frame(stall_means)
+
+
+def test_compilations_are_told_by_function_and_reason(tmp_path: Path) -> None:
+    why: Any = {"path": "m.py:3 forward", "reason": "size mismatch"}
+    stalls = [
+        stall("compilation", 0, 50 * MS, path="m.py:3 forward", reason=None),
+        *(stall("compilation", n, 4 * MS, **why) for n in (0, 10, 20)),
+        stall("checkpoint", 12, 4 * MS),
+    ]
+    path = runs.recorded(
+        tmp_path / "run", (None, [runs.light(n, 60 * MS) for n in range(30)], runs.CPU), stalls=[stalls]
+    )
+    frame = runs.measured(path, compilations).frame(compilations)
+    assert frame.drop(columns="rank").to_numpy().tolist() == [
+        ["m.py:3 forward", "", 1, 50 * MS, 0, 0],
+        ["m.py:3 forward", "size mismatch", 3, 12 * MS, 2, 8 * MS],
+    ]
 
 
 def test_saving_on_a_schedule_is_as_sure_as_its_length(tmp_path: Path) -> None:

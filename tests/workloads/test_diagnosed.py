@@ -31,6 +31,7 @@ def outcomes(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
         ("no_workers", "input_wait", 0.15),
         ("python_metrics", "host_bound", 0.1),
         ("blocking_allreduce", "exposed_communication", 0.1),
+        ("changing_shapes", "recompilation", 0.1),
         ("checkpoint_every_few", "checkpoint_stall", 0.05),
         ("garbage", "gc_pauses", 0.1),
     ],
@@ -48,4 +49,5 @@ def test_without_a_fault_neither_loader_nor_host_is_blamed_for_much(tmp_path: Pa
     assert said["host_bound"]["share"] < 0.15
     assert said["checkpoint_stall"]["state"] == "clear"
     assert said["gc_pauses"]["state"] == "clear"
+    assert said["recompilation"]["state"] == "clear"
     assert said["pageable_copy"]["state"] == "not_measured"
