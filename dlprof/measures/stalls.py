@@ -97,7 +97,8 @@ def stalled_steps(rank: RankData) -> pd.DataFrame:
 def compilations(rank: RankData) -> pd.DataFrame:
     """Give what torch.compile compiled: path (the function), reason, again (1: not for the first time), count, ns.
 
-    Over the whole job; `steady` and `steady_ns` are those of the steady steps. The most expensive first.
+    Over the whole job; `steady` and `steady_ns` are those of the steady steps. The most expensive first. Reasons that
+    differ in their numbers only are one, told as the first was.
     """
     found = rank.table("stalls")
     found = found[(found["kind"] == "compilation").to_numpy()]
@@ -105,15 +106,19 @@ def compilations(rank: RankData) -> pd.DataFrame:
     frame = pd.DataFrame(
         {
             "path": found["path"].astype("str"),
-            "reason": found["reason"].astype("str"),
+            # Dynamo puts before it which of its compilations did not fit.
+            "reason": found["reason"].astype("str").str.replace(r"^\d+/\d+: ", "", regex=True),
             "count": 1,
             "ns": found["dur_ns"],
             "steady": steady.astype(int),
             "steady_ns": found["dur_ns"] * steady,
         }
     )
-    together = frame.groupby(["path", "reason"], as_index=False).sum()
-    return together.sort_values("ns", ascending=False, kind="stable", ignore_index=True).head(MOST_COMPILATIONS)
+    alike = frame["reason"].str.replace(r"\d+", "#", regex=True)
+    sums = {c: (c, "sum") for c in ("count", "ns", "steady", "steady_ns")}
+    together = frame.groupby(["path", alike.rename("alike")]).agg(reason=("reason", "first"), **sums)
+    together = together.reset_index("path").sort_values("ns", ascending=False, kind="stable", ignore_index=True)
+    return together.head(MOST_COMPILATIONS)
 
 
 def by_phase(rank: RankData) -> dict[tuple[str, str], float]:

@@ -63,10 +63,12 @@ def test_no_stall_is_zero_and_no_record_abstains(tmp_path: Path) -> None:
 
 
 def test_compilations_are_told_by_function_and_reason(tmp_path: Path) -> None:
-    why: Any = {"path": "m.py:3 forward", "reason": "size mismatch"}
+    def again(n: int) -> dict[str, Any]:
+        return stall("compilation", n, 4 * MS, path="m.py:3 forward", reason=f"0/{n}: expected 7, actual {n}")
+
     stalls = [
         stall("compilation", 0, 50 * MS, path="m.py:3 forward", reason=None),
-        *(stall("compilation", n, 4 * MS, **why) for n in (0, 10, 20)),
+        *(again(n) for n in (0, 10, 20)),
         stall("checkpoint", 12, 4 * MS),
     ]
     path = runs.recorded(
@@ -75,7 +77,7 @@ def test_compilations_are_told_by_function_and_reason(tmp_path: Path) -> None:
     frame = runs.measured(path, compilations).frame(compilations)
     assert frame.drop(columns="rank").to_numpy().tolist() == [
         ["m.py:3 forward", "", 1, 50 * MS, 0, 0],
-        ["m.py:3 forward", "size mismatch", 3, 12 * MS, 2, 8 * MS],
+        ["m.py:3 forward", "expected 7, actual 0", 3, 12 * MS, 2, 8 * MS],
     ]
 
 

@@ -11,8 +11,8 @@ from tests.rules.asking import ask
 from tests.runs import MS
 
 KIND = "compilation"
-SIZE = {"path": "/x/model.py:12 forward", "reason": "0/0: tensor 'x' size mismatch at index 0. expected 4, actual 5"}
-FLAG = {"path": "/x/model.py:12 forward", "reason": "0/0: L['self'].scale == 2"}
+SIZE = {"path": "/x/model.py:12 forward", "reason": "tensor 'x' size mismatch at index 0. expected 4, actual 5"}
+FLAG = {"path": "/x/model.py:12 forward", "reason": "L['self'].scale == 2"}
 
 
 def recorded(folder: Path, *compiling: range, compiled: Any = True, **said: Any) -> Path:
