@@ -20,6 +20,11 @@ class Log:
         self._fd = _open(path, os.O_CREAT)
         self._file = file_of(self._fd)
 
+    @property
+    def size(self) -> int:
+        """Tell how many bytes the file holds, by whomever they were written; 0 where it is not there any more."""
+        return os.fstat(self._fd).st_size if file_of(self._fd) == self._file else 0
+
     def write(self, lines: str) -> None:
         """Append; raises OSError where the disk is full or the file was deleted."""
         if file_of(self._fd) != self._file:

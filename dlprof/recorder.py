@@ -199,6 +199,11 @@ class Recorder:
         """The innermost phase that the training thread is in; None: in none of them."""
         return self._phases[-1] if self._phases else None
 
+    @property
+    def fetching(self) -> bool:
+        """Tell whether the caller is on the training thread, inside next() or iter() of a loader."""
+        return not self.off and self._phases[-1:] == [FETCH] and get_ident() == self._owner
+
     def open_range(self, name: str) -> Any:
         """Open a named range if a trace window is open; its __exit__ closes it. None: nobody traces."""
         if _is_compiling() or self.range is None:

@@ -89,6 +89,41 @@ STALLS: Mapping[str, str] = {
     "reason": CATEGORY,  # why a function was compiled anew, "": was not
 }
 
+# What the training thread waited for in its loaders, in order of time. A row stands for `count` of its kind, and what
+# is measured is their sum. -1: not measured.
+LOADING: Mapping[str, str] = {
+    # start: iter() of a loader. first: its first next(), in which workers start and fetch; batch: each further one.
+    # end: workers leave. usage: nothing of a loader's, but what the process used meanwhile.
+    "kind": CATEGORY,
+    "start_ns": "int64",
+    "dur_ns": "int64",  # that the training thread was in the call
+    "count": "int64",
+    "step": "int64",  # that a batch begins, as the recorder counts them
+    "loader": "int64",  # its place among the facts' loaders, -1: not known
+    "worker": "int64",  # that the batch was due from, -1: there is none, or not told
+    "workers": CATEGORY,  # process ids of those that an epoch started with, "": there are none
+    "empty": "int64",  # how often no batch was ready when asked for, -1: no queue
+    "ready": "int64",  # batches that were ready when asked
+    "outstanding": "int64",  # batches that workers had been told to fetch
+    "cpu_ns": "int64",  # CPU time of the whole process
+    "delay_ns": "int64",  # that the training thread was ready to run and had no core
+}
+
+# A batch that was fetched, by a worker or in the training thread, in order of time; rows and -1 as in LOADING.
+FETCHES: Mapping[str, str] = {
+    "worker": "int64",  # its number among the loader's, -1: the training thread
+    "pid": "int64",
+    "start_ns": "int64",
+    "count": "int64",
+    "dur_ns": "int64",  # reading the samples and collating them
+    "collate_ns": "int64",
+    # Since the batch before, of a worker; of the training thread, while it fetched:
+    "cpu_ns": "int64",  # CPU time of the whole process
+    "delay_ns": "int64",  # that the one who fetches was ready to run and had no core
+    "stored_bytes": "int64",  # that came from storage
+    "read_bytes": "int64",  # that were read at all: from files, from memory's copies of them, and through pipes
+}
+
 # One reading of one metric, of what was sampled beside the rank; each metric in order of time. What grows for good
 # (CPU seconds, bytes sent, page faults) stands as it was read, and may begin again at 0.
 SAMPLES: Mapping[str, str] = {
@@ -100,7 +135,9 @@ SAMPLES: Mapping[str, str] = {
 
 TABLES: Mapping[str, Mapping[str, str]] = {
     "chunks": CHUNKS,
+    "fetches": FETCHES,
     "lines": LINES,
+    "loading": LOADING,
     "samples": SAMPLES,
     "spans": SPANS,
     "stalls": STALLS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dlprof.collectors.facts import Facts
 from dlprof.collectors.lines import Lines
+from dlprof.collectors.loader import Loader
 from dlprof.collectors.pipeline import Pipeline
 from dlprof.collectors.stalls import Stalls
 from dlprof.collectors.steps import Steps
@@ -12,6 +13,7 @@ from dlprof.collectors.trace import Trace
 COLLECTORS = (
     Facts,
     Lines,
+    Loader,
     Pipeline,
     Stalls,
     Steps,

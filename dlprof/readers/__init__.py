@@ -48,9 +48,21 @@ _NOT_SAMPLED = "nothing was sampled beside the job (only `dlprof wrap` and `dlpr
 
 # What is read of a rank. To add a source: its reader, its line here, its tables in dlprof/tables.py.
 SOURCES: tuple[Source, ...] = (
+    Source(
+        "fetches",
+        ("fetches.jsonl",),
+        ("fetches",),
+        "no record of what fetching a batch takes (only `dlprof wrap` and `dlprof run` leave one)",
+    ),
     Source("gpu", ("gpu.jsonl",), ("samples",), _NOT_SAMPLED),
     Source("host", ("host.jsonl",), ("samples",), _NOT_SAMPLED, of_host=True),
     Source("lines", ("lines.jsonl",), ("lines",), "no lines were counted (`--lines MODULE:FUNCTION` counts them)"),
+    Source(
+        "loading",
+        ("loading.jsonl",),
+        ("loading",),
+        "no record of every batch (only `dlprof wrap` and `dlprof run` leave one)",
+    ),
     Source("processes", ("processes.jsonl",), ("samples",), _NOT_SAMPLED),
     Source(
         "pipeline",

@@ -1,0 +1,480 @@
+"""How batches come to the training thread: what it waited for in its loaders, and what each worker did for a batch.
+
+The rank writes loading.jsonl: the wait for every batch, starting and ending an epoch, and what the process itself used
+of its cores. Whoever fetches (a worker process, or the training thread where there are none) writes fetches.jsonl. A
+worker is started before its rank knows its own folder, so it keeps its lines until the rank has left word of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dlprof
+from dlprof.log import Log
+from dlprof.recorder import Recorder, Step
+
+# Lines are written this often, see collectors/steps.py.
+_WRITE_EVERY_NS = 250_000_000
+
+# A file may hold so much, and so much more for each second since it was begun: 14,000 batches in detail, then 8 a
+# second. Above that, what one writing has gathered becomes one line of sums.
+_BURST_BYTES = 2_000_000
+_BYTES_A_SECOND = 1_000
+
+# Rows kept in memory while there is no file yet: most of a validation before training.
+_MOST_ROWS = 4_096
+
+# Where the training thread fetches itself, what it used is asked of the kernel only if fetching takes this long.
+_WORTH_ASKING_NS = 500_000
+
+# Epochs that are open at once; more are iterators that were thrown away.
+_MOST_EPOCHS = 1_000
+
+_Row = tuple[Any, ...]
+
+
+class Loader:
+    """Writes loading.jsonl and fetches.jsonl: keys and units as in the tables `loading` and `fetches`."""
+
+    name = "loader"
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None
+        self._off = False
+        self._epochs: dict[int, _Epoch] = {}  # by id of the iterator: to hold one would keep its workers
+        self._loading = _Log("loading.jsonl", _loading_line, keys=2, sums=6)
+        self._fetches = _Log("fetches.jsonl", _fetch_line, keys=2, sums=3)
+        self._counters: _Counters | None = None
+        self._usage: tuple[int, int, int] = (0, 0, 0)
+        self._asking = False
+        self._fetching = False
+        self._last_fetch_ns = 0
+        self._collate_ns = 0
+        # Now, when torch was just imported: each worker's interpreter gets here too, or is a copy of one that did.
+        self._watch_iterators()
+        self._watch_fetchers()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def start(self, recorder: Recorder) -> None:
+        """Open the files, and leave word for the workers where they are."""
+        self._recorder = recorder
+        host = recorder.run / "hosts" / os.uname().nodename
+        host.mkdir(parents=True, exist_ok=True)
+        unfinished = host / f"rank-{os.getpid()}.tmp"
+        unfinished.write_text(recorder.folder.name)
+        self._loading.open(recorder.folder)
+        self._fetches.open(recorder.folder)
+        unfinished.replace(host / f"rank-{os.getpid()}")
+        self._counters = self._counters or _Counters()
+        self._usage = (time.perf_counter_ns(), *self._counters.core())
+
+    def step(self, step: Step) -> None:
+        """Write what has gathered."""
+        now = step.start_ns + step.dur_ns
+        if now - self._usage[0] > _WRITE_EVERY_NS:
+            self._write(now)
+
+    def stop(self) -> None:
+        """Write the rest."""
+        self._write(time.perf_counter_ns(), last=True)
+        self._recorder = None
+
+    def _write(self, now: int, *, last: bool = False) -> None:
+        recorder, counters = self._recorder, self._counters
+        if recorder is None or counters is None or self._off:
+            return
+        try:
+            began, cpu, delay = self._usage
+            self._usage = (now, *counters.core())
+            _, cpu_now, delay_now = self._usage
+            delayed = delay_now - delay if delay >= 0 else -1
+            begin, step = recorder.unix(began), recorder.row.number
+            self._loading.add(("usage", -1, begin, step, -1, "", 1, now - began, -1, -1, -1, cpu_now - cpu, delayed))
+            self._loading.write(now, last=last)
+            self._fetches.write(now, last=last)
+        except Exception:
+            self._off = True
+            raise
+
+    def _forked(self) -> None:
+        """Begin anew in a fork's child, which may be a worker."""
+        self._recorder = None
+        self._counters = None
+        self._epochs.clear()
+        self._loading.forget()
+        self._fetches.forget()
+        self._asking = self._fetching = False
+
+    def _fail(self, error: Exception) -> None:
+        """Switch off: the batch goes on its way. Of a folder that is gone or full the rank tells, not each worker."""
+        recorder = dlprof._recorder
+        worker = self._counters is not None and self._counters.worker
+        if not self._off and recorder is not None and not (worker and isinstance(error, OSError)):
+            recorder.warn(f"{self.name} is off: {type(error).__name__}: {error}; the job goes on without it")
+        self._off = True
+
+    # -- the training thread
+
+    def _watch_iterators(self) -> None:
+        from torch.utils.data import dataloader
+
+        following: Any = dataloader._BaseDataLoaderIter.__next__
+        iterating: Any = dataloader.DataLoader.__iter__
+        ending: Any = dataloader._MultiProcessingDataLoaderIter._shutdown_workers
+
+        @functools.wraps(following)
+        def __next__(iterator: Any) -> Any:  # noqa: N807 - what it stands for
+            if self._asking or not self._trains():
+                return following(iterator)
+            self._asking = True
+            try:
+                asked = self._ask(iterator)
+                began = time.perf_counter_ns()
+                batch = following(iterator)
+                self._got(iterator, asked, began, time.perf_counter_ns() - began)
+            finally:
+                self._asking = False
+            return batch
+
+        @functools.wraps(iterating)
+        def __iter__(loader: Any) -> Any:  # noqa: N807 - what it stands for
+            if self._asking or not self._trains():
+                return iterating(loader)
+            began = time.perf_counter_ns()
+            iterator = iterating(loader)
+            self._begun(iterator, began, time.perf_counter_ns() - began)
+            return iterator
+
+        @functools.wraps(ending)
+        def _shutdown_workers(iterator: Any) -> Any:
+            began = time.perf_counter_ns()
+            live = not getattr(iterator, "_shutdown", True)
+            try:
+                return ending(iterator)
+            finally:
+                if live:
+                    self._ended(iterator, began, time.perf_counter_ns() - began)
+
+        dataloader._BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign, assignment]
+        dataloader.DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
+        dataloader._MultiProcessingDataLoaderIter._shutdown_workers = _shutdown_workers  # type: ignore[method-assign, assignment]
+
+    def _trains(self) -> bool:
+        """Tell whether the recorder is timing this call: the training thread's, in no worker."""
+        recorder = dlprof._recorder
+        return not self._off and recorder is not None and bool(recorder.fetching)
+
+    def _ask(self, iterator: Any) -> tuple[int, int, int]:
+        """Give how many batches are ready, how many are being made, and which worker makes the one that is due."""
+        try:
+            waiting = getattr(iterator, "_data_queue", None)
+            if waiting is None:
+                return -1, -1, -1
+            tasks, outstanding = iterator._task_info, iterator._tasks_outstanding
+            due = tasks.get(iterator._rcvd_idx)
+            # Those that came before their turn are kept among the tasks.
+            ready = waiting.qsize() + len(tasks) - outstanding
+            return ready, outstanding, -1 if due is None else due[0]
+        except Exception:  # noqa: BLE001 - an iterator of another make, a system whose queues cannot tell
+            return -1, -1, -1
+
+    def _begun(self, iterator: Any, began: int, took: int) -> None:
+        try:
+            pids = " ".join(str(w.pid) for w in getattr(iterator, "_workers", ()))
+            if len(self._epochs) > _MOST_EPOCHS:
+                self._epochs.clear()
+            self._epochs[id(iterator)] = _Epoch(began, took, pids)
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+
+    def _got(self, iterator: Any, asked: tuple[int, int, int], began: int, took: int) -> None:
+        try:
+            recorder = dlprof._recorder
+            epoch = self._epochs.get(id(iterator))
+            if epoch is None:
+                epoch = self._epochs[id(iterator)] = _Epoch(began, 0, "")
+            unix, step = recorder.unix(0), recorder.row.number
+            ready, outstanding, worker = asked
+            kind = "batch"
+            if epoch.first:
+                seen = recorder.row.loader
+                epoch.loader = recorder.loaders.index(seen) if seen in recorder.loaders else -1
+                started = epoch.began + unix
+                self._loading.add(
+                    ("start", epoch.loader, started, step, -1, epoch.pids, 1, epoch.took, -1, -1, -1, -1, -1)
+                )
+                epoch.first = False
+                kind = "first"
+            empty = -1 if ready < 0 else 0 if ready else 1
+            self._loading.add(
+                (kind, epoch.loader, began + unix, step, worker, "", 1, took, empty, ready, outstanding, -1, -1)
+            )
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+
+    def _ended(self, iterator: Any, began: int, took: int) -> None:
+        recorder = self._recorder
+        epoch = self._epochs.pop(id(iterator), None)
+        if self._off or recorder is None or epoch is None:
+            return
+        try:
+            begin, step = recorder.unix(began), recorder.row.number
+            self._loading.add(("end", epoch.loader, begin, step, -1, "", 1, took, -1, -1, -1, -1, -1))
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+
+    # -- whoever fetches
+
+    def _watch_fetchers(self) -> None:
+        from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
+
+        for fetcher in (_IterableDatasetFetcher, _MapDatasetFetcher):
+            setattr(fetcher, "fetch", self._timed(fetcher.fetch))  # noqa: B010 - mypy knows it as no variable
+
+    def _timed(self, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        @functools.wraps(original)
+        def fetch(fetcher: Any, index: Any) -> Any:
+            before = None if self._fetching else self._begin_fetch(fetcher)
+            if before is None:
+                return original(fetcher, index)
+            self._fetching = True
+            try:
+                data = original(fetcher, index)
+            finally:
+                self._fetching = False
+            self._end_fetch(before)
+            return data
+
+        return fetch
+
+    def _begin_fetch(self, fetcher: Any) -> tuple[int, ...] | None:
+        """Give the counters as they stand, and the time last; None: not ours to time."""
+        try:
+            if self._off:
+                return None
+            counters = self._counters
+            info = sys.modules["torch.utils.data._utils.worker"].get_worker_info()
+            if info is None:
+                if not self._trains():
+                    return None
+                if counters is None:
+                    counters = self._counters = _Counters()
+                asked = counters.all() if self._last_fetch_ns > _WORTH_ASKING_NS else (-1, -1, -1, -1)
+            else:
+                if counters is None or not counters.worker:
+                    counters = self._counters = self._join(info)
+                # From the end of one fetch to the end of the next: a batch is shipped while the next is fetched.
+                asked = counters.last
+            if not isinstance(fetcher.collate_fn, _Collate):
+                fetcher.collate_fn = _Collate(fetcher.collate_fn, self)
+            self._collate_ns = 0
+            return (*asked, time.perf_counter_ns())
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+            return None
+
+    def _end_fetch(self, before: tuple[int, ...]) -> None:
+        try:
+            now = time.perf_counter_ns()
+            recorder, counters = dlprof._recorder, self._counters
+            if counters is None:
+                return
+            began = before[-1]
+            self._last_fetch_ns = now - began
+            if counters.worker or before[0] >= 0:
+                counters.last = counters.all()
+                used = [-1 if b < 0 else a - b for a, b in zip(counters.last, before, strict=False)]
+            else:
+                used = [-1, -1, -1, -1]
+            self._fetches.add(
+                (counters.id, counters.pid, recorder.unix(began), 1, now - began, self._collate_ns, *used)
+            )
+            if counters.worker and now - self._fetches.written_ns > _WRITE_EVERY_NS:
+                self._ship(now)
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+
+    def _join(self, info: Any) -> _Counters:
+        """Become a worker: its lines are written as it goes and when it ends, which it does without atexit."""
+        from multiprocessing.util import Finalize
+
+        Finalize(None, self._leave, exitpriority=10)
+        return _Counters(info.id, worker=True)
+
+    def _ship(self, now: int, *, last: bool = False) -> None:
+        if not self._fetches.is_open:
+            from multiprocessing.process import parent_process
+
+            parent = parent_process()
+            run = dlprof._recorder.run
+            word = run / "hosts" / os.uname().nodename / f"rank-{parent.pid if parent else 0}"
+            try:
+                rank = word.read_text()
+            except FileNotFoundError:
+                # The rank does not train yet, and may never.
+                self._fetches.written_ns = now
+                return
+            self._fetches.open(run / "ranks" / rank)
+        self._fetches.write(now, last=last)
+
+    def _leave(self) -> None:
+        try:
+            self._ship(time.perf_counter_ns(), last=True)
+        except Exception as e:  # noqa: BLE001 - the worker ends as it would without us
+            self._fail(e)
+
+
+class _Epoch:
+    """One pass over a loader."""
+
+    __slots__ = ("began", "first", "loader", "pids", "took")
+
+    def __init__(self, began: int, took: int, pids: str) -> None:
+        self.began, self.took, self.pids = began, took, pids
+        self.loader = -1
+        self.first = True
+
+
+class _Collate:
+    """A collate function that is timed."""
+
+    def __init__(self, original: Any, loader: Loader) -> None:
+        self._original = original
+        self._loader = loader
+
+    def __call__(self, samples: Any) -> Any:
+        began = time.perf_counter_ns()
+        try:
+            return self._original(samples)
+        finally:
+            self._loader._collate_ns += time.perf_counter_ns() - began
+
+
+class _Counters:
+    """What the kernel says that this process has used: of the cores, and of storage.
+
+    CPU time is the whole process's: data sets decode in threads of their own, and a worker ships its batches in one.
+    What it waited for a core is known of the thread that made this, which is the one that fetches or trains.
+    """
+
+    def __init__(self, worker_id: int = -1, *, worker: bool = False) -> None:
+        self.id = worker_id
+        self.pid = os.getpid()
+        self.worker = worker
+        self._schedstat = _opened("/proc/thread-self/schedstat")
+        self._io = _opened("/proc/self/io")
+        self.last = self.all()
+
+    def core(self) -> tuple[int, int]:
+        """Give the ns of CPU time, and those that the thread was ready to run and had no core (−1: unknown)."""
+        delay = -1
+        if self._schedstat >= 0:
+            delay = int(os.pread(self._schedstat, 96, 0).split()[1])
+        return time.process_time_ns(), delay
+
+    def all(self) -> tuple[int, int, int, int]:
+        """Give the same, the bytes that came from storage, and those that were read at all (−1: unknown)."""
+        stored = read = -1
+        if self._io >= 0:
+            lines = os.pread(self._io, 512, 0).split()
+            read, stored = int(lines[1]), int(lines[9])
+        return (*self.core(), stored, read)
+
+
+def _opened(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+class _Log:
+    """Rows on their way into a file that several processes append to, each whole lines at a time.
+
+    Of a row, the first `keys` cells tell apart what may be summed, and those from `sums` on are what is; in between are
+    the first row's. The file grows no faster than its budget: rows that would exceed it are summed.
+    """
+
+    def __init__(self, name: str, line: Callable[[_Row], str], keys: int, sums: int) -> None:
+        self._name = name
+        self._line = line
+        self._keys = keys
+        self._sums = sums
+        self._rows: list[_Row] = []
+        self._file: Log | None = None
+        self._most = 0
+        self._opened_ns = 0
+        self.written_ns = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether there is a file."""
+        return self._file is not None
+
+    def open(self, folder: Path) -> None:
+        """Open the file, or make it."""
+        self._file = Log(folder / self._name)
+        self._most = max(self._file.size, _BURST_BYTES)
+        self._opened_ns = time.perf_counter_ns()
+
+    def add(self, row: _Row) -> None:
+        """Add a row."""
+        self._rows.append(row)
+        if len(self._rows) >= _MOST_ROWS and not self.is_open:
+            self._sum()
+
+    def write(self, now: int, *, last: bool) -> None:
+        """Write what has gathered, as far as the budget allows; the last time in any case."""
+        self.written_ns = now
+        if not self._rows or self._file is None:
+            return
+        # Each new generation of workers finds the file as long as the last one left it.
+        if self._file.size >= self._most + _BYTES_A_SECOND * (now - self._opened_ns) // 1_000_000_000:
+            self._sum()
+            if not last:
+                return
+        lines = "".join(map(self._line, self._rows))
+        self._rows.clear()
+        self._file.write(lines)
+
+    def forget(self) -> None:
+        """Drop rows and file: they are another process's."""
+        self._rows.clear()
+        self._file = None
+
+    def _sum(self) -> None:
+        keys, sums = self._keys, self._sums
+        together: dict[_Row, _Row] = {}
+        for row in self._rows:
+            have = together.get(row[:keys])
+            if have is not None:
+                both = zip(have[sums:], row[sums:], strict=True)
+                row = (*have[:sums], *(a + b if a >= 0 <= b else -1 for a, b in both))
+            together[row[:keys]] = row
+        self._rows = list(together.values())
+
+
+def _loading_line(row: _Row) -> str:
+    kind, loader, start, step, worker, pids, count, dur, empty, ready, outstanding, cpu, delay = row
+    line = f'{{"kind":"{kind}","start_ns":{start},"dur_ns":{dur},"count":{count},"step":{step},"loader":{loader}'
+    if ready >= 0:
+        line += f',"worker":{worker if count == 1 else -1},"empty":{empty},"ready":{ready},"outstanding":{outstanding}'
+    if kind == "start":
+        line += f',"workers":"{pids}"'
+    elif kind == "usage":
+        line += f',"cpu_ns":{cpu},"delay_ns":{delay}'
+    return line + "}\n"
+
+
+def _fetch_line(row: _Row) -> str:
+    worker, pid, start, count, fetch, collate, cpu, delay, stored, read = row
+    return (
+        f'{{"worker":{worker},"pid":{pid},"start_ns":{start},"count":{count},"dur_ns":{fetch},"collate_ns":{collate},'
+        f'"cpu_ns":{cpu},"delay_ns":{delay},"stored_bytes":{stored},"read_bytes":{read}}}\n'
+    )
