@@ -126,6 +126,21 @@ def find_rank(env: Iterable[str] = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RAN
     return 0
 
 
+def folder_of_rank(run: Path) -> Path | None:
+    """Give the folder of the rank that this process is a loader's worker of; None: it does not train yet, or is none.
+
+    Workers are started before their rank knows that it trains, and may start in an interpreter of their own.
+    """
+    from multiprocessing.process import parent_process
+
+    rank = parent_process()
+    word = run / "hosts" / os.uname().nodename / f"rank-{rank.pid if rank else 0}"
+    try:
+        return run / "ranks" / word.read_text()
+    except FileNotFoundError:
+        return None
+
+
 class Recorder:
     """The one recorder of a process: what the hooks call, and what the collectors read."""
 
@@ -308,6 +323,11 @@ class Recorder:
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
+    def place_of(self, iterator: Any) -> int:
+        """Tell the place among `loaders` of the one that an iterator belongs to; −1: it is not known."""
+        seen = self._iterators.get(id(iterator))
+        return -1 if seen is None else self.loaders.index(seen)
+
     def end(self) -> None:
         """Leave the innermost phase."""
         try:
@@ -484,6 +504,7 @@ class Recorder:
                 taken, name = name, f"{name}.{os.getpid()}"
                 (ranks / name).mkdir()
                 self.warn(f"another process records as ranks/{taken}: this one is in ranks/{name}")
+            self._leave_word(name)
         except OSError as e:
             self._switch_off()
             say(f"cannot record: {_tell(e)}; the job goes on without it")
@@ -498,6 +519,15 @@ class Recorder:
             for collector in tuple(self._collectors):
                 self._guard(collector, collector.step, row)
         self._early.clear()
+
+    def _leave_word(self, name: str) -> None:
+        """Tell the loaders' workers, which were started before, where this rank records; see folder_of_rank."""
+        host = self.run / "hosts" / os.uname().nodename
+        host.mkdir(parents=True, exist_ok=True)
+        word = host / f"rank-{os.getpid()}"
+        unfinished = word.with_suffix(".tmp")
+        unfinished.write_text(name)
+        unfinished.replace(word)
 
     def _stop_with_process(self) -> None:
         atexit.register(self.stop, "exit")

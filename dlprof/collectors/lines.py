@@ -25,7 +25,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from dlprof.log import Log
-from dlprof.recorder import Recorder, Step, _hidden
+from dlprof.recorder import Recorder, Step, _hidden, folder_of_rank
 
 # The first lines are on disk soon, the later ones rarely: a kill costs little, and the file of a long job stays small.
 _FIRST_WRITE_NS = 1_000_000_000
@@ -66,16 +66,11 @@ class Lines:
             os.register_at_fork(before=self._look, after_in_child=self._forked)
 
     def start(self, recorder: Recorder) -> None:
-        """Look the functions up, as far as they are there by now, and tell the workers where to write."""
+        """Look the functions up, as far as they are there by now."""
         if not self._asked:
             return
         self._recorder = recorder
         self._look()
-        host = self._run / "hosts" / os.uname().nodename
-        host.mkdir(parents=True, exist_ok=True)
-        unfinished = host / f"rank-{os.getpid()}.lines.tmp"
-        unfinished.write_text(recorder.folder.name)
-        unfinished.replace(host / f"rank-{os.getpid()}")
         self._watch_thread()
 
     def step(self, step: Step) -> None:
@@ -168,21 +163,18 @@ class Lines:
 
     def _begin_worker(self) -> None:
         """Count in a loader's worker too, and see to it that what is counted is written."""
-        from multiprocessing.process import parent_process
         from multiprocessing.util import Finalize
 
         self._look()
         self._watch_thread()
-        rank = parent_process()
-        word = self._run / "hosts" / os.uname().nodename / f"rank-{rank.pid if rank else 0}"
         writing = threading.Lock()
 
         def write() -> None:
             counts = self._counts
             with writing, contextlib.suppress(OSError):
-                # A rank that does not train yet has no folder yet.
-                if counts is not None and word.is_file():
-                    counts.write(self._run / "ranks" / word.read_text(), "worker")
+                folder = folder_of_rank(self._run)
+                if counts is not None and folder is not None:
+                    counts.write(folder, "worker")
 
         def keep_writing() -> None:
             pause_s = _FIRST_WRITE_NS / 1e9

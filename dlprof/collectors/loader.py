@@ -17,7 +17,7 @@ from typing import Any
 
 import dlprof
 from dlprof.log import Log
-from dlprof.recorder import Recorder, Step
+from dlprof.recorder import Recorder, Step, folder_of_rank
 
 # Lines are written this often, see collectors/steps.py.
 _WRITE_EVERY_NS = 250_000_000
@@ -62,15 +62,10 @@ class Loader:
         os.register_at_fork(after_in_child=self._forked)
 
     def start(self, recorder: Recorder) -> None:
-        """Open the files, and leave word for the workers where they are."""
+        """Open the files."""
         self._recorder = recorder
-        host = recorder.run / "hosts" / os.uname().nodename
-        host.mkdir(parents=True, exist_ok=True)
-        unfinished = host / f"rank-{os.getpid()}.tmp"
-        unfinished.write_text(recorder.folder.name)
         self._loading.open(recorder.folder)
         self._fetches.open(recorder.folder)
-        unfinished.replace(host / f"rank-{os.getpid()}")
         self._counters = self._counters or _Counters()
         self._usage = (time.perf_counter_ns(), *self._counters.core())
 
@@ -203,8 +198,7 @@ class Loader:
             ready, outstanding, worker = asked
             kind = "batch"
             if epoch.first:
-                seen = recorder.row.loader
-                epoch.loader = recorder.loaders.index(seen) if seen in recorder.loaders else -1
+                epoch.loader = recorder.place_of(iterator)
                 started = epoch.began + unix
                 self._loading.add(
                     ("start", epoch.loader, started, step, -1, epoch.pids, 1, epoch.took, -1, -1, -1, -1, -1)
@@ -309,18 +303,11 @@ class Loader:
 
     def _ship(self, now: int, *, last: bool = False) -> None:
         if not self._fetches.is_open:
-            from multiprocessing.process import parent_process
-
-            parent = parent_process()
-            run = dlprof._recorder.run
-            word = run / "hosts" / os.uname().nodename / f"rank-{parent.pid if parent else 0}"
-            try:
-                rank = word.read_text()
-            except FileNotFoundError:
-                # The rank does not train yet, and may never.
+            folder = folder_of_rank(dlprof._recorder.run)
+            if folder is None:
                 self._fetches.written_ns = now
                 return
-            self._fetches.open(run / "ranks" / rank)
+            self._fetches.open(folder)
         self._fetches.write(now, last=last)
 
     def _leave(self) -> None:
