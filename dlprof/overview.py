@@ -17,6 +17,7 @@ from dlprof.measures.lines import line_times
 from dlprof.measures.pipeline import bubbles, pipeline_chunks
 from dlprof.measures.samples import ENOUGH, sample_means, sample_series
 from dlprof.measures.steps import mean_step_ns, step_means, step_series
+from dlprof.measures.whole_job import PARTS, whole_job
 from dlprof.result import Fact, Panel, RunInfo
 from dlprof.units import digits, duration, percent, quantity, size
 
@@ -29,6 +30,7 @@ NEEDS: tuple[Measure, ...] = (
     sample_series,
     step_means,
     step_series,
+    whole_job,
 )
 
 # As many ranks as can be told apart in one chart.
@@ -121,6 +123,7 @@ def panels(run: Measured) -> tuple[Panel, ...]:
     """Give the steps over the run and one step's timeline, as far as they were recorded."""
     made = (
         _if_measured(_steps_panel, run),
+        _if_measured(_whole_job_panel, run),
         _if_measured(_timeline_panel, run),
         _if_measured(_pipeline_panel, run),
         _if_measured(_bubbles_panel, run),
@@ -154,6 +157,39 @@ def _steps_panel(run: Measured) -> Panel:
     if len(traced) and not bool((series["profiled"].astype(int) > 0).all()):
         note = f"Steps {int(traced.min())} to {int(traced.max())} were slowed by the trace."
     return Panel("lines", "Steps over the run", rows, ("step", *map(str, table.columns)), unit="ns", note=note)
+
+
+_PARTS = {
+    "setup": "setting up, from importing torch to the first step",
+    "warmup": "training, warming up",
+    "steady": "training, steady",
+    "traced": "slowed by the trace",
+    "epoch_ends": "an epoch's first batch or end",
+    "validation": "validation",
+    "other": "no training and no validation",
+    "checkpoint": "of it saving checkpoints",
+    "compilation": "of it compiling",
+    "garbage_collection": "of it collecting garbage",
+}
+
+
+def _whole_job_panel(run: Measured) -> Panel:
+    """Tell what the job's time went into beside its steady steps, as the mean over the ranks."""
+    frame = run.frame(whole_job)
+    ranks = frame["rank"].nunique()
+    sums = frame.groupby("part")[["steps", "ns"]].sum() / ranks
+    total = float(sums["ns"][sums.index.isin(PARTS)].sum())
+    rows = tuple(
+        (label, digits(float(sums["steps"][part])) if part != "setup" else "", duration(ns), percent(ns / total))
+        for part, label in _PARTS.items()
+        if part in sums.index and (ns := float(sums["ns"][part])) > 0
+    )
+    if len(rows) < 2:
+        raise NotMeasured("all of the job were steady steps")
+    note = "Findings and their savings speak of the steady steps alone."
+    if ranks > 1:
+        note = f"Means over {ranks} ranks. {note}"
+    return Panel("table", "The whole job", rows, ("", "how many", "time", "share of the job"), note=note)
 
 
 def _timeline_panel(run: Measured) -> Panel:
