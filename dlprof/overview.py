@@ -237,7 +237,7 @@ def _sample_panels(run: Measured) -> list[Panel]:
         lines = [_of_ranks(series, "processes", own), children, _of_hosts(run, series, of_host)]
         parts.append((title, unit, note, lines))
     parts += [
-        (title, unit, note, [_of_ranks(series, "gpu", metric)])
+        (title, unit, note, [_of_ranks(series, "gpu", metric), _of_log(series, metric)])
         for title, unit, note, metric in (
             ("GPU: multiprocessors at work", "share", "", "sm_busy_share"),
             ("GPU: some kernel ran", "share", "A kernel that only waits for others counts as well.", "busy_share"),
@@ -271,6 +271,12 @@ def _of_ranks(series: pd.DataFrame, source: str, metric: str) -> pd.DataFrame:
     if table.shape[1] > MOST_RANKS:
         return pd.DataFrame({"mean of ranks": table.mean(axis=1), "largest of ranks": table.max(axis=1)})
     return table.rename(columns=lambda rank: f"rank {rank}")
+
+
+def _of_log(series: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Give a metric as nvidia-smi logged it, a column a GPU."""
+    chosen = series[series["source"].str.startswith("nvidia-smi") & (series["metric"] == metric)]
+    return chosen.pivot_table(index="time_ns", columns="source", values="value").iloc[:, :MOST_RANKS]
 
 
 def _of_hosts(run: Measured, series: pd.DataFrame, metric: str) -> pd.DataFrame:

@@ -115,6 +115,7 @@ def _recorded(folder: Path) -> Run:
         if host is not None:
             files |= _files(host, of_host=True)
         ranks.append(Rank(index, files, facts))
+    ranks = _with_log(folder, ranks, warnings)
     for warning, who in said.items():
         warnings.append(f"rank {who[0]}: {warning}" if len(who) == 1 else f"{len(who)} ranks: {warning}")
     if not ranks:
@@ -193,11 +194,21 @@ def _foreign(folder: Path) -> Run:
                 f"rank {rank} is there {len(same)} times; read: {chosen.relative_to(folder)} (name another to read it)"
             )
             by_rank[rank] = [chosen]
-    return Run(
-        path=folder,
-        ranks=tuple(Rank(r, {TRACE: f[0]}) for r, f in sorted(by_rank.items())),
-        warnings=tuple(warnings),
-    )
+    ranks = _with_log(folder, [Rank(r, {TRACE: f[0]}) for r, f in sorted(by_rank.items())], warnings)
+    return Run(path=folder, ranks=tuple(ranks), warnings=tuple(warnings))
+
+
+def _with_log(folder: Path, ranks: list[Rank], warnings: list[str]) -> list[Rank]:
+    """Give the first rank what somebody had nvidia-smi log into the folder: it is of all GPUs of a host."""
+    from dlprof.readers import nvidia_smi
+
+    logs = [path for path in sorted(folder.glob("*.csv")) if path.is_file() and nvidia_smi.is_log(path)]
+    if not logs or not ranks:
+        return ranks
+    if len(logs) > 1:
+        warnings.append(f"several logs of nvidia-smi; read: {logs[0].name}")
+    first = ranks[0]
+    return [Rank(first.index, {**first.files, "nvidia_smi": logs[0]}, first.facts), *ranks[1:]]
 
 
 def _candidates(folder: Path) -> list[Path]:

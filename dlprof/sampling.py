@@ -181,6 +181,7 @@ def _drive(host: Host, due: dict[Sampler, float], end: int) -> None:
             now = time.monotonic()
             if at > now:
                 continue
+            began = time.thread_time()
             try:
                 sampler.tick()
             except Exception as e:  # noqa: BLE001 - one sampler must not cost the others
@@ -189,9 +190,9 @@ def _drive(host: Host, due: dict[Sampler, float], end: int) -> None:
                 with contextlib.suppress(Exception):
                     sampler.stop()
                 continue
-            took = time.monotonic() - now
-            # Never to catch up: where readings are slow, fewer of them, and no more than a tenth of a core.
-            due[sampler] = max(at + sampler.period_s, now + 10 * took)
+            used = time.thread_time() - began
+            # Never to catch up, and where readings are dear, fewer of them: no more than a tenth of a core.
+            due[sampler] = max(at + sampler.period_s, now + 10 * used)
 
 
 def _off(host: Host, name: str, error: Exception) -> None:

@@ -63,13 +63,14 @@ SOURCES: tuple[Source, ...] = (
         ("loading",),
         "no record of every batch (only `dlprof wrap` and `dlprof run` leave one)",
     ),
-    Source("processes", ("processes.jsonl",), ("samples",), _NOT_SAMPLED),
+    Source("nvidia_smi", (), ("samples",), _NOT_SAMPLED),  # of any name: dlprof/run.py looks for it
     Source(
         "pipeline",
         ("chunks.jsonl",),
         ("chunks",),
         "no pipeline stages were recorded (a job with torch.distributed.pipelining under `dlprof wrap` leaves them)",
     ),
+    Source("processes", ("processes.jsonl",), ("samples",), _NOT_SAMPLED),
     Source(
         "stalls",
         ("stalls.jsonl",),

@@ -1,17 +1,20 @@
-"""What the host does, and what each rank and its loader workers take of it, from the kernel's counters (psutil)."""
+"""What the host does, and what each rank and its loader workers take of it, from the kernel's counters."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlprof.log import Log
 from dlprof.sampling import Host, RankHere, line, period
 
 # The processes of a rank are looked for among all of the host's, which takes milliseconds on a large one.
 _LOOK_FOR_CHILDREN_S = 5.0
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class HostSampler:
@@ -62,72 +65,71 @@ class _Processes:
     """A rank's process, and those it started: its loader workers and their children, added up."""
 
     def __init__(self, pid: int, log: Log) -> None:
-        import psutil
-
         self.log = log
         self._pid = pid
-        self._own = psutil.Process(pid)
-        self._children: dict[int, Any] = {}
-        self._last: dict[int, tuple[float, int, int]] = {}
+        self._children: set[int] = set()
+        self._last: dict[tuple[int, int], tuple[float, int, int]] = {}  # by pid and start
         self._sums = [0.0, 0, 0]  # of all children ever seen: CPU seconds, voluntary and involuntary switches
 
-    def find_children(self, parents: dict[int, int]) -> None:
-        import psutil
-
-        for pid in _below(self._pid, parents):
-            if pid not in self._children:
-                try:
-                    self._children[pid] = psutil.Process(pid)
-                except psutil.Error:
-                    continue
+    def find_children(self, parents: Mapping[int, int]) -> None:
+        """Look among all processes of the host for those that this one started."""
+        self._children = set(_below(self._pid, parents))
 
     def read(self) -> None:
-        import psutil
-
-        try:
-            own = _read(self._own)
-        except psutil.Error:
-            return  # it has just ended
-        children = []
-        for pid, process in tuple(self._children.items()):
-            try:
-                now = _read(process)
-            except psutil.Error:
-                del self._children[pid]
-                self._last.pop(pid, None)
-                continue
-            children.append(now)
-            counted = (now["cpu_s"], now["voluntary_switches"], now["involuntary_switches"])
-            before = self._last.get(pid, (0.0, 0, 0))
-            self._sums = [total + (n - b) for total, n, b in zip(self._sums, counted, before, strict=True)]
-            self._last[pid] = counted
-        cpu, voluntary, involuntary = self._sums
-        row = (
-            own
-            | _waited(self._pid)
-            | {
-                "children": len(children),
-                "children_cpu_s": round(cpu, 2),
-                "children_rss_bytes": sum(c["rss_bytes"] for c in children),
-                "children_threads": sum(c["threads"] for c in children),
-                "children_voluntary_switches": voluntary,
-                "children_involuntary_switches": involuntary,
-            }
-        )
+        """Write a line, unless the process has just ended."""
+        own = _read(self._pid)
+        if own is None:
+            return
+        children = {pid: now for pid in self._children if (now := _read(pid)) is not None}
+        counted = {(pid, now.since): (now.cpu_s, now.voluntary, now.involuntary) for pid, now in children.items()}
+        for child, counts in counted.items():
+            before = self._last.get(child, (0.0, 0, 0))
+            self._sums = [total + n - b for total, n, b in zip(self._sums, counts, before, strict=True)]
+        self._last = counted
+        cpu_s, voluntary, involuntary = self._sums
+        row = {
+            "cpu_s": round(own.cpu_s, 2),
+            "rss_bytes": own.rss_bytes,
+            "threads": own.threads,
+            "voluntary_switches": own.voluntary,
+            "involuntary_switches": own.involuntary,
+            **_waited(self._pid),
+            "children": len(children),
+            "children_cpu_s": round(cpu_s, 2),
+            "children_rss_bytes": sum(child.rss_bytes for child in children.values()),
+            "children_threads": sum(child.threads for child in children.values()),
+            "children_voluntary_switches": voluntary,
+            "children_involuntary_switches": involuntary,
+        }
         self.log.write(line(row))
 
 
-def _read(process: Any) -> dict[str, Any]:
-    with process.oneshot():
-        times = process.cpu_times()
-        switches = process.num_ctx_switches()
-        return {
-            "cpu_s": round(times.user + times.system, 2),
-            "rss_bytes": process.memory_info().rss,
-            "threads": process.num_threads(),
-            "voluntary_switches": switches.voluntary,
-            "involuntary_switches": switches.involuntary,
-        }
+class _Process(NamedTuple):
+    cpu_s: float
+    rss_bytes: int
+    threads: int
+    voluntary: int
+    involuntary: int
+    since: int  # the kernel's start time, which tells a process from a later one of the same pid
+
+
+def _read(pid: int) -> _Process | None:
+    """Read a process's counters; None: it has ended. The two files that it takes, and not psutil's five."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        status = Path(f"/proc/{pid}/status").read_bytes().partition(b"\nvoluntary_ctxt_switches:")[2].split()
+    except OSError:
+        return None
+    if stat[0] in (b"Z", b"X"):
+        return None
+    return _Process(
+        cpu_s=(int(stat[11]) + int(stat[12])) / _TICKS,
+        rss_bytes=int(stat[21]) * _PAGE_BYTES,
+        threads=int(stat[17]),
+        voluntary=int(status[0]),
+        involuntary=int(status[2]),  # behind its name
+        since=int(stat[19]),
+    )
 
 
 def _waited(pid: int) -> dict[str, int]:
@@ -183,7 +185,7 @@ def _parents() -> dict[int, int]:
     return parents
 
 
-def _below(pid: int, parents: dict[int, int]) -> Iterable[int]:
+def _below(pid: int, parents: Mapping[int, int]) -> Iterable[int]:
     children: dict[int, list[int]] = {}
     for child, parent in parents.items():
         children.setdefault(parent, []).append(child)
