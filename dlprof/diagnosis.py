@@ -17,6 +17,7 @@ import pandas as pd
 from dlprof import __version__, overview
 from dlprof.engine import Measure, Measured, MeasureFailed, Progress, measure
 from dlprof.errors import DlprofError, NotMeasured
+from dlprof.measures.arithmetic import arithmetic
 from dlprof.measures.breakdown import breakdown
 from dlprof.measures.device import device_time
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
@@ -129,6 +130,7 @@ def _window(run: Measured) -> Window | None:
     except (NotMeasured, MeasureFailed):
         return None
     overhead = means["overhead"].mean()
+    computed = _arithmetic(run)
     return Window(
         steps=int(means["steps"].min()),
         source="steps" if (means["source"] == "steps").all() else "trace",
@@ -136,7 +138,16 @@ def _window(run: Measured) -> Window | None:
         overhead=None if pd.isna(overhead) else float(overhead),
         unit="step" if (means["unit"] == "step").all() else "trace",
         traced_steps=int(means["traced_steps"].min()),
+        **computed,
     )
+
+
+def _arithmetic(run: Measured) -> dict[str, float]:
+    try:
+        means = run.frame(arithmetic)[["flops", "mfu"]].mean()
+    except (NotMeasured, MeasureFailed):
+        return {}
+    return {str(k): float(v) for k, v in means.items() if not pd.isna(v)}
 
 
 def _device(run: Measured) -> tuple[DeviceTime, ...]:

@@ -12,6 +12,7 @@ import pandas as pd
 from dlprof.engine import Measure, Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
+from dlprof.measures.arithmetic import arithmetic, operator_flops
 from dlprof.measures.excerpt import excerpt
 from dlprof.measures.lines import line_times
 from dlprof.measures.pipeline import bubbles, pipeline_chunks
@@ -22,9 +23,11 @@ from dlprof.result import Fact, Panel, RunInfo
 from dlprof.units import digits, duration, percent, quantity, size
 
 NEEDS: tuple[Measure, ...] = (
+    arithmetic,
     bubbles,
     excerpt,
     line_times,
+    operator_flops,
     pipeline_chunks,
     sample_means,
     sample_series,
@@ -120,14 +123,9 @@ def _device(run: Measured) -> str:
 
 
 def panels(run: Measured) -> tuple[Panel, ...]:
-    """Give the steps over the run and one step's timeline, as far as they were recorded."""
-    made = (
-        _if_measured(_steps_panel, run),
-        _if_measured(_whole_job_panel, run),
-        _if_measured(_timeline_panel, run),
-        _if_measured(_pipeline_panel, run),
-        _if_measured(_bubbles_panel, run),
-    )
+    """Give the pictures of the run, as far as they were recorded."""
+    drawn = (_steps_panel, _whole_job_panel, _timeline_panel, _pipeline_panel, _bubbles_panel, _flops_panel)
+    made = (_if_measured(make, run) for make in drawn)
     return (*(p for p in made if p is not None), *_sample_panels(run), *_line_panels(run))
 
 
@@ -190,6 +188,16 @@ def _whole_job_panel(run: Measured) -> Panel:
     if ranks > 1:
         note = f"Means over {ranks} ranks. {note}"
     return Panel("table", "The whole job", rows, ("", "how many", "time", "share of the job"), note=note)
+
+
+def _flops_panel(run: Measured) -> Panel:
+    frame = run.frame(operator_flops)
+    ranks = frame["rank"].nunique()
+    named = frame["operator"] + " · " + frame["dtype"]
+    sums = frame.groupby(named, sort=False)["flops"].sum().sort_values(ascending=False, kind="stable")
+    rows = tuple((str(name), float(n) / ranks) for name, n in sums.items())
+    note = "Counted in one step that no time is taken from; two floating-point operations a multiplication."
+    return Panel("bars", "What one step computes, by operator", rows, unit="FLOP", note=note)
 
 
 def _timeline_panel(run: Measured) -> Panel:
@@ -429,9 +437,31 @@ def facts(run: Measured) -> tuple[Fact, ...]:
         environment.update(dict.fromkeys(run.facts[r].get("env") or {}))
     for name in sorted(environment):
         add("Environment", name, _several(run, "env", name))
+    _arithmetic_facts(run, add)
     _sample_facts(run, add)
     _recording_facts(run, add)
     return tuple(out)
+
+
+def _arithmetic_facts(run: Measured, add: Any) -> None:
+    try:
+        frame = run.frame(arithmetic)
+    except NotMeasured as e:
+        add("Arithmetic", "not counted", e)
+        return
+    except MeasureFailed:
+        return
+    means = frame[["flops", "flops_per_s", "mfu", "backward"]].mean()
+    add(
+        "Arithmetic", "a step and rank", f"{quantity(means['flops'], 'FLOP')}, {percent(means['backward'])} in backward"
+    )
+    add("Arithmetic", "achieved a rank", f"{quantity(means['flops_per_s'], 'FLOP')}/s")
+    known = frame["mfu"].notna().any()
+    add("Arithmetic", "MFU", percent(means["mfu"]) if known else f"not known: {frame['why'].iloc[0]}")
+    uncounted: dict[str, None] = {}
+    for r in run.ranks:
+        uncounted.update(dict.fromkeys((run.facts[r].get("flops") or {}).get("uncounted") or {}))
+    add("Arithmetic", "not in it", [*uncounted])
 
 
 def _sample_facts(run: Measured, add: Any) -> None:

@@ -168,6 +168,7 @@ class Recorder:
         self.grad_scaler = False
         self.profiler_woken = False  # torch's profiler has started its threads in this process
         self.window: dict[str, Any] = {}  # the trace's window and what became of it
+        self.flops: dict[str, Any] = {}  # what one step computes, once it was counted
         self.pipeline: dict[str, Any] | None = None  # the pipeline schedule that this rank runs
         self._model_ids: set[int] = set()
         self._optimizer_ids: set[int] = set()

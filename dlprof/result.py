@@ -127,6 +127,8 @@ class Window:
     overhead: float | None = None
     unit: Literal["step", "trace"] = "step"
     traced_steps: int = 0
+    flops: float | None = None  # what one rank computes in a step, the mean of the ranks; None: not counted
+    mfu: float | None = None  # share of the device's peak arithmetic that the steady steps use; None: not known
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ MINUS = "\u2212"
 UNKNOWN = "\u2014"
 
 _TIMES = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"))
+_FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -61,7 +62,7 @@ def scale(unit: str, largest: float) -> tuple[float, str]:
     """Give what to divide values of a unit by, and the unit that they then have: 4e6 "ns" are read as "ms"."""
     if unit == "share":
         return 0.01, "%"
-    for divisor, name in {"ns": _TIMES, "bytes": _SIZES}.get(unit, ()):
+    for divisor, name in {"ns": _TIMES, "bytes": _SIZES, "FLOP": _FLOPS}.get(unit, ()):
         # What would round to 1000 of the smaller unit is 1 of this one; ns are written whole.
         if abs(largest) >= (0.9995 if name == "µs" else 0.99995) * divisor:
             return divisor, name
@@ -69,7 +70,7 @@ def scale(unit: str, largest: float) -> tuple[float, str]:
 
 
 def quantity(value: float, unit: str) -> str:
-    """Write a value of a unit; "ns", "bytes" and "share" take the multiple that suits them."""
+    """Write a value of a unit; "ns", "bytes", "FLOP" and "share" take the multiple that suits them."""
     if not math.isfinite(value):
         return UNKNOWN
     if unit == "share":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dlprof.collectors.facts import Facts
+from dlprof.collectors.flops import Flops
 from dlprof.collectors.lines import Lines
 from dlprof.collectors.loader import Loader
 from dlprof.collectors.pipeline import Pipeline
@@ -12,6 +13,7 @@ from dlprof.collectors.trace import Trace
 
 COLLECTORS = (
     Facts,
+    Flops,
     Lines,
     Loader,
     Pipeline,

@@ -77,6 +77,7 @@ class Facts:
             "step": {"mark": recorder.mark},
             "pipeline": recorder.pipeline,
             "window": recorder.window,
+            "flops": recorder.flops,
             "warnings": recorder.warnings,
             "ended": recorder.ended,
         }
@@ -252,6 +253,7 @@ def _matmul() -> dict[str, Any]:
     return {
         "float32_precision": torch.get_float32_matmul_precision(),
         "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cudnn_allow_tf32": _ask(lambda: torch.backends.cudnn.allow_tf32),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }

@@ -62,6 +62,7 @@ class Recording:
     out: Path | None
     window: str
     no_trace: bool
+    flops: str
     lines: tuple[str, ...]
     sample: float
     no_sample: bool
@@ -72,6 +73,7 @@ class Recording:
     def asked(self) -> dict[str, str]:
         """What collectors and samplers read, as DLPROF_<NAME> in their environment; also kept in run.json."""
         return {
+            "flops": self.flops,
             "lines": "\n".join(self.lines),
             "sample": "off" if self.no_sample else f"{self.sample:g}",
             "window": "off" if self.no_trace else self.window,
@@ -91,6 +93,13 @@ _OPTIONS = (
         help="Steps to skip, to warm up and to trace.",
     ),
     click.option("--no-trace", is_flag=True, help="The light layer only: no profiler window."),
+    click.option(
+        "--flops",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        show_default=True,
+        help="Count what one un-timed step computes: where that is tried and safe, elsewhere too, or never.",
+    ),
     click.option(
         "--lines",
         multiple=True,

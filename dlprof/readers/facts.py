@@ -71,6 +71,15 @@ RANK: Mapping[str, Shape] = {
     "autocast": {"enabled": bool, "dtype": str},
     "grad_scaler": bool,
     "matmul": {},
+    "flops": {
+        "state": str,
+        "why": str,
+        "step": int,
+        "total": int,
+        "backward": int,
+        "operators": [{"operator": str, "dtype": str, "flops": int, "calls": int}],
+        "uncounted": {},
+    },
     "step": {"mark": str},
     "window": {
         "state": str,

@@ -125,8 +125,11 @@ def _lede(result: Result) -> str:
     return "; ".join(said) + "."
 
 
+_MOST_TILES = 5
+
+
 def _tiles(result: Result) -> list[Tile]:
-    """The figures that are known, five at most."""
+    """The figures that are known, as many as stand in a row."""
     tiles = []
     window = result.window
     if window is not None:
@@ -136,6 +139,8 @@ def _tiles(result: Result) -> list[Tile]:
         first = result.found[0] if result.found else None
         if first is not None and 0 < first.saving_ns < window.step_ns:
             tiles.append(Tile(words.duration(window.step_ns - first.saving_ns), "predicted if finding 1 is fixed"))
+        if window.mfu is not None:
+            tiles.append(Tile(words.percent(window.mfu), "of the device's peak arithmetic is used (MFU)"))
     shares = words.mean_shares(result.time)
     if "computation" in shares:
         tiles.append(Tile(words.percent(shares["computation"]), f"of the {words.unit(result)} is computation"))
@@ -145,7 +150,7 @@ def _tiles(result: Result) -> list[Tile]:
         tiles.append(Tile(words.percent(idle), "of the traced time the device idles"))
     if window is not None and window.overhead is not None:
         tiles.append(Tile(words.times(window.overhead), "as long while traced"))
-    return tiles
+    return tiles[:_MOST_TILES]
 
 
 _SHARE = re.compile(r"[0-9][0-9.,]*[ \u00a0]?%(?: of (?:each|every|the) (?:mean )?(?:steady )?(?:step|trace))?")

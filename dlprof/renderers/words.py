@@ -186,13 +186,14 @@ def devices(result: Result) -> str:
 
 
 def steps(result: Result) -> str:
-    """Say which steps were measured, and how long the mean one is: "412 steady steps of 214.6 ms"."""
+    """Say which steps were measured, their mean and, where known, MFU: "412 steady steps of 214.6 ms · 23 % MFU"."""
     window = result.window
     if window is None:
         return "no steps recorded"
     if window.unit == "trace":
         return f"a trace of {duration(window.step_ns)} without marked steps"
-    return f"{counted(window.steps, 'steady step')} of {duration(window.step_ns)}"
+    used = f" · {percent(window.mfu)} MFU" if window.mfu is not None else ""
+    return f"{counted(window.steps, 'steady step')} of {duration(window.step_ns)}{used}"
 
 
 def by_rank(time: Sequence[TimePart]) -> dict[int, dict[str, TimePart]]:

@@ -1,0 +1,221 @@
+"""What a step is counted to compute in real jobs, that nothing else changes for it, and where it is not counted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from tests.jobs import facts, launch, record, rows
+
+torch: Any = pytest.importorskip("torch", reason="recording needs torch")
+
+LOOP = """
+import sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+torch.set_num_threads(1)
+data = TensorDataset(torch.randn(128, 3, 8, 8), torch.randn(128, 1))
+model = nn.Sequential(
+    nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(288, 16), nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def train(x, y):
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+"""
+
+# 8 images: a 3 × 3 convolution of 3 channels to 8 at 6 × 6 places, and two linear layers. Backward: the gradients of
+# all weights, and of all inputs but the images.
+CONV = 2 * 8 * 36 * 8 * 27
+LINEAR = 2 * 8 * 288 * 16
+HEAD = 2 * 8 * 16
+FORWARD = CONV + LINEAR + HEAD
+BACKWARD = CONV + 2 * (LINEAR + HEAD)
+
+
+def job(folder: Path, body: str) -> Path:
+    path = folder / "job.py"
+    path.write_text(LOOP + dedent(body))
+    return path
+
+
+def counted(folder: Path, body: str, *options: str) -> dict[str, Any]:
+    record(job(folder, body), folder=folder / "run", options=["--no-trace", *options])
+    told = facts(folder / "run/ranks/00000")
+    assert told["warnings"] == []
+    flops: dict[str, Any] = told["flops"]
+    return flops
+
+
+EPOCHS = """
+for epoch in range(2):
+    for x, y in DataLoader(data, batch_size=8, shuffle=True):
+        loss = train(x, y)
+print(loss.item().hex(), [p.double().sum().item().hex() for p in model.parameters()], torch.rand(1).item().hex())
+print(torch._C._len_torch_dispatch_stack(), "torch.utils.flop_counter" in sys.modules)
+"""
+
+
+def test_a_step_of_known_arithmetic_and_the_same_weights_and_random_numbers(tmp_path: Path) -> None:
+    plain = launch([sys.executable, job(tmp_path, EPOCHS)], tmp_path)
+    done = record(tmp_path / "job.py", folder=tmp_path / "run", options=["--window", "10,1,2"])
+    assert done.stdout == plain.stdout
+    assert done.stdout.splitlines()[1] == "0 False"
+    told = facts(tmp_path / "run/ranks/00000")
+    assert told["warnings"] == []
+    flops = told["flops"]
+    assert (flops["state"], flops["step"]) == ("counted", 9)
+    assert (flops["total"], flops["backward"]) == (FORWARD + BACKWARD, BACKWARD)
+    assert {(row["operator"], row["dtype"], row["flops"], row["calls"]) for row in flops["operators"]} == {
+        ("aten::convolution", "float32", CONV, 1),
+        ("aten::convolution_backward", "float32", CONV, 1),
+        ("aten::addmm", "float32", LINEAR + HEAD, 2),
+        ("aten::mm", "float32", 2 * (LINEAR + HEAD), 4),
+    }
+    assert flops["uncounted"] == {}
+    # The counted step and the traced window, from the warm-up to the step after the export.
+    profiled = [row["step"] for row in rows(tmp_path / "run/ranks/00000") if row["profiled"]]
+    assert profiled == [9, 10, 11, 12, 13, 14]
+
+
+def test_the_same_as_the_counter_of_pytorch_where_that_is_right(tmp_path: Path) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    body = """
+    model = nn.Sequential(
+        nn.Embedding(16, 32), nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), nn.Linear(32, 4),
+        nn.Unflatten(1, (4, 2)), nn.ConvTranspose2d(4, 6, 2, stride=2), nn.Conv2d(6, 6, 2))
+    for n in range(12):
+        model(torch.arange(64).reshape(8, 8) % 16).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+    """
+    found = counted(tmp_path, body)
+    scope: dict[str, Any] = {}
+    made = dedent(body).partition("for n in")
+    exec("import torch\nfrom torch import nn\n" + made[0], scope)
+    with FlopCounterMode(display=False) as counter:
+        scope["model"](torch.arange(64).reshape(8, 8) % 16).sum().backward()
+    assert found["total"] == counter.get_total_flops() > 0
+
+
+def test_validation_is_passed_over_and_loaders_and_their_workers_do_not_count(tmp_path: Path) -> None:
+    body = """
+    import os
+    class Heavy(TensorDataset):
+        def __getitem__(self, n):
+            torch.randn(64, 64) @ torch.randn(64, 64)
+            if torch.utils.data.get_worker_info() is not None:
+                assert torch._C._len_torch_dispatch_stack() == 0
+            return super().__getitem__(n)
+    heavy = Heavy(*data.tensors)
+    for workers in (0, 2):
+        for n, (x, y) in enumerate(DataLoader(heavy, batch_size=8, num_workers=workers)):
+            if n == 9:
+                with torch.no_grad():
+                    model(x)
+                for _ in DataLoader(heavy, batch_size=64, num_workers=1):
+                    pass
+                continue
+            train(x, y)
+    """
+    found = counted(tmp_path, body)
+    # The loader inside the step hands out two batches of its own, each with nothing done to it.
+    assert found["total"] == FORWARD + BACKWARD
+    assert found["step"] > 9
+
+
+def test_a_failing_step_fails_as_ever_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    body = """
+    for n in range(20):
+        try:
+            train(data[:8][0], data[:8][1])
+            if n == 9:
+                model(torch.randn(2, 2))
+        except RuntimeError as e:
+            print(n, str(e)[:20])
+        optimizer.step()
+    print(torch._C._len_torch_dispatch_stack())
+    """
+    path = job(tmp_path, body)
+    plain = launch([sys.executable, path], tmp_path)
+    done = record(path, folder=tmp_path / "run", options=["--no-trace"])
+    assert done.stdout == plain.stdout
+    assert done.stdout.splitlines()[-1] == "0"
+    assert facts(tmp_path / "run/ranks/00000")["flops"]["state"] == "counted"
+
+
+# Steps end in the optimizer's. From 9 on the script's mode comes on top of ours, which cannot leave for some steps.
+@pytest.mark.parametrize(("first", "last", "state"), [(3, 15, "abstained"), (9, 12, "counted")])
+def test_a_mode_of_the_scripts_own_stays_its_own(first: int, last: int, state: str, tmp_path: Path) -> None:
+    body = """
+    from torch.utils._python_dispatch import TorchDispatchMode
+    class Mine(TorchDispatchMode):
+        seen = 0
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Mine.seen += 1
+            return func(*args, **(kwargs or {}))
+    x, y = data[:8]
+    first, last = int(sys.argv[1]), int(sys.argv[2])
+    mode = Mine()
+    for n in range(20):
+        optimizer.zero_grad()
+        if n == first:
+            mode.__enter__()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if n == last:
+            mode.__exit__(None, None, None)
+    print(Mine.seen, torch._C._len_torch_dispatch_stack())
+    """
+    path = job(tmp_path, body)
+    args = [str(first), str(last)]
+    done = record(path, *args, folder=tmp_path / "run", options=["--no-trace"])
+    assert done.stdout == launch([sys.executable, path, *args], tmp_path).stdout
+    assert done.stdout.split()[1] == "0"
+    told = facts(tmp_path / "run/ranks/00000")["flops"]
+    assert told["state"] == state
+    assert ("dispatch mode of its own" in told["why"]) == (state == "abstained")
+    if state == "counted":
+        assert (told["step"], told["total"]) == (9, FORWARD + BACKWARD)
+        assert [row["step"] for row in rows(tmp_path / "run/ranks/00000") if row["profiled"]] == [9, 10, 11, 12, 13]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("original = model\nmodel = torch.compile(lambda x: original(x), backend='eager')", "torch.compile"),
+        ("model.compile(backend='eager')", "torch.compile"),
+        ("model = torch.jit.trace(model, data[:8][0], check_trace=False)", "TorchScript"),
+    ],
+)
+def test_compiled_and_scripted_models_are_left_alone(change: str, why: str, tmp_path: Path) -> None:
+    told = counted(tmp_path, f"{change}\nfor n in range(15): train(*data[:8])")
+    assert told["state"] == "abstained"
+    assert why in told["why"]
+
+
+@pytest.mark.parametrize(("options", "steps", "state"), [(("--flops", "off"), 15, "off"), ((), 5, "waiting")])
+def test_not_asked_for_and_not_reached(options: tuple[str, ...], steps: int, state: str, tmp_path: Path) -> None:
+    assert counted(tmp_path, f"for n in range({steps}): train(*data[:8])", *options)["state"] == state
+
+
+def test_an_operator_whose_arithmetic_is_not_known_is_told_by_name(tmp_path: Path) -> None:
+    body = """
+    @torch.library.custom_op("mylib::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+    for n in range(12):
+        with torch.no_grad():
+            twice(twice(data[:8][0]))
+        train(*data[:8])
+    """
+    found = counted(tmp_path, body)
+    assert found["uncounted"] == {"mylib::twice": 2}
+    assert found["total"] == FORWARD + BACKWARD
