@@ -73,7 +73,7 @@ def test_each_batch_is_a_step_and_validation_before_training_is_none(
     # A stream's end is known only by asking: one batch ahead.
     inner = [row["fetches"] for row in trained[1:15] + trained[17:31]]
     assert inner == [fetches] * 28
-    assert [row["step"] for row in steps if row["profiled"]] == [5, 6, 7, 8, 9]
+    assert [row["step"] for row in steps if row["profiled"]] == [4, 5, 6, 7, 8, 9]
     told = facts(rank)
     assert (told["window"]["state"], told["warnings"]) == ("exported", [])
     assert {loader["role"] for loader in told["loaders"]} == {"train", "validation"}
