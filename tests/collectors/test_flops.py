@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import facts, launch, record, rows
+from tests.jobs import facts, launch, record, rows, wrapped
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -219,3 +219,63 @@ def test_an_operator_whose_arithmetic_is_not_known_is_told_by_name(tmp_path: Pat
     found = counted(tmp_path, body)
     assert found["uncounted"] == {"mylib::twice": 2}
     assert found["total"] == FORWARD + BACKWARD
+
+
+PARALLEL = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+kind = sys.argv[1]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+torch.set_num_threads(1)
+net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+x, y = torch.randn(8, 32), torch.randn(8, 32)
+if kind == "sharded":
+    from torch.distributed.fsdp import fully_shard
+    for layer in (net[0], net[2], net):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+if kind == "tensor":
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    parallelize_module(net, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+if kind == "pipeline":
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    net = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+    schedule = Schedule1F1B(PipelineStage(net, rank, 2, torch.device("cpu")), 4, loss_fn=nn.functional.mse_loss)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+for n in range(12):
+    optimizer.zero_grad()
+    if kind == "pipeline":
+        schedule.step(x) if rank == 0 else schedule.step(target=y, losses=[])
+    else:
+        nn.functional.mse_loss(net(x), y).backward()
+    optimizer.step()
+local = [p.to_local() if hasattr(p, "to_local") else p for p in net.parameters()]
+told = sum(p.double().sum() for p in local).item().hex()
+everyone = [None, None]
+dist.all_gather_object(everyone, told)
+if rank == 0:
+    print(everyone, torch._C._len_torch_dispatch_stack())
+dist.destroy_process_group()
+"""
+
+
+# Two layers of 8 × 32 × 64: forward, all gradients but that of the data; half of each on a rank that shares them.
+# One layer of 8 × 32 × 32 a stage: the first has no gradient to hand on.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "totals"),
+    [("sharded", [163_840, 163_840]), ("tensor", [81_920, 81_920]), ("pipeline", [32_768, 49_152])],
+)
+def test_what_a_rank_computes_of_a_model_that_ranks_share(kind: str, totals: list[int], tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(PARALLEL)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(tmp_path / "job.py"), kind]
+    plain = launch(command, tmp_path)
+    done = launch(wrapped(tmp_path / "run", command, "--no-trace"), tmp_path)
+    assert done.returncode == plain.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout
+    told = [facts(tmp_path / f"run/ranks/{rank:05d}")["flops"] for rank in (0, 1)]
+    assert [flops.get("total") for flops in told] == totals
