@@ -17,6 +17,7 @@ from dlprof.measures.excerpt import excerpt
 from dlprof.measures.lines import line_times
 from dlprof.measures.pipeline import bubbles, pipeline_chunks
 from dlprof.measures.samples import ENOUGH, sample_means, sample_series
+from dlprof.measures.stacks import DOING, hottest, shown
 from dlprof.measures.steps import mean_step_ns, step_means, step_series
 from dlprof.measures.whole_job import PARTS, whole_job
 from dlprof.result import Fact, Panel, RunInfo
@@ -26,6 +27,7 @@ NEEDS: tuple[Measure, ...] = (
     arithmetic,
     bubbles,
     excerpt,
+    hottest,
     line_times,
     operator_flops,
     pipeline_chunks,
@@ -42,6 +44,13 @@ MOST_RANKS = 8
 # Functions whose lines are shown, and lines of each.
 MOST_FUNCTIONS = 8
 MOST_LINES = 50
+
+# Functions of one kind among the hottest: of the user's, of libraries.
+MOST_OWN = 8
+MOST_LIBRARY = 3
+# Seen less often than this, a function is there by chance, or does not matter.
+LEAST_SEEN = 5
+LEAST_SHARE = 0.01
 
 # As many points of what was sampled as a chart of this size can show.
 MOST_POINTS = 200
@@ -124,7 +133,15 @@ def _device(run: Measured) -> str:
 
 def panels(run: Measured) -> tuple[Panel, ...]:
     """Give the pictures of the run, as far as they were recorded."""
-    drawn = (_steps_panel, _whole_job_panel, _timeline_panel, _pipeline_panel, _bubbles_panel, _flops_panel)
+    drawn = (
+        _steps_panel,
+        _whole_job_panel,
+        _timeline_panel,
+        _pipeline_panel,
+        _bubbles_panel,
+        _flops_panel,
+        _hottest_panel,
+    )
     made = (_if_measured(make, run) for make in drawn)
     return (*(p for p in made if p is not None), *_sample_panels(run), *_line_panels(run))
 
@@ -293,6 +310,45 @@ def _of_hosts(run: Measured, series: pd.DataFrame, metric: str) -> pd.DataFrame:
     if table.shape[1] > 2:
         return pd.DataFrame({"mean of hosts": table.mean(axis=1)})
     return table.rename(columns=lambda rank: f"all of {run.facts[rank].get('host') or 'the host'}")
+
+
+_DOING = {
+    "rest": "between the phases",
+    "compute": "forward, backward, optimizer",
+    "fetch": "waiting for the loader",
+    "worker": "loader worker",
+}
+
+
+def _hottest_panel(run: Measured) -> Panel:
+    """Show the Python functions seen most, the user's own first, over all ranks."""
+    frame = run.frame(hottest)
+    samples = frame.groupby(["rank", "doing"])["samples"].first().groupby("doing").sum()
+    functions = frame.groupby(["doing", "function", "file", "own"], as_index=False).agg(
+        line=("line", "first"), alone=("alone", "sum"), total=("total", "sum")
+    )
+    rows = []
+    for doing in DOING:
+        mine = functions[functions["doing"] == doing]
+        # A function that only calls others of the user's says nothing here.
+        mine = mine[mine["alone"] >= max(LEAST_SEEN, LEAST_SHARE * int(samples.get(doing, 0)))]
+        own = mine[mine["own"].astype(bool)].nlargest(MOST_OWN, ["alone", "total"])
+        library = mine[~mine["own"].astype(bool)].nlargest(MOST_LIBRARY, ["alone", "total"])
+        for row in pd.concat([own, library]).itertuples():
+            of = float(samples[doing])
+            where = shown(str(row.function), str(row.file), int(str(row.line)))
+            shares = (percent(float(str(row.alone)) / of), percent(float(str(row.total)) / of))
+            rows.append((_DOING[doing], where, "yours" if row.own else "library", *shares))
+    kinds = ", ".join(f"{_DOING[doing]} {samples[doing]:,}" for doing in DOING if doing in samples)
+    seen = int(samples.sum())
+    note = (
+        f"py-spy saw {seen:,} stacks: {kinds}. Shares are of those of the same kind."
+        " In it: in the function, and for yours in library code that it calls."
+    )
+    if not rows:
+        raise NotMeasured("too few stacks were seen")
+    columns = ("while", "function", "whose", "in it", "with what it calls")
+    return Panel("table", "Hottest Python functions", tuple(rows), columns, note=note)
 
 
 def _line_panels(run: Measured) -> list[Panel]:

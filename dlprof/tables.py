@@ -133,6 +133,15 @@ SAMPLES: Mapping[str, str] = {
     "value": "float64",  # never NaN: what was not measured has no row
 }
 
+# One distinct Python stack and how often it was seen, at equal distances in time.
+STACKS: Mapping[str, str] = {
+    "role": CATEGORY,  # main (thread of the rank), thread (another of its), worker (a loader's), other (process)
+    "thread": CATEGORY,  # its name
+    "phase": CATEGORY,  # of the step, on main: fetch, forward, backward, optimizer, rest; "" elsewhere
+    "stack": CATEGORY,  # "name (file:line)" from the outermost on, joined by ";"
+    "samples": "int64",
+}
+
 TABLES: Mapping[str, Mapping[str, str]] = {
     "chunks": CHUNKS,
     "fetches": FETCHES,
@@ -140,6 +149,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "loading": LOADING,
     "samples": SAMPLES,
     "spans": SPANS,
+    "stacks": STACKS,
     "stalls": STALLS,
     "steps": STEPS,
     "traced_steps": TRACED_STEPS,

@@ -17,6 +17,9 @@ import click
 from dlprof.errors import DlprofError
 from dlprof.supervisor import Ended, end_like, new_folder, supervise
 
+# Enough for shares of a few per cent after one burst; a round number would beat with steps of 5, 10 or 20 ms.
+STACKS_A_SECOND = "47"
+
 _AS_IS = "dlprof.as_is"  # in the context's meta: a `--` stood before the command
 
 
@@ -55,6 +58,15 @@ def parse_lines(_ctx: click.Context, _param: click.Parameter, values: tuple[str,
     return values
 
 
+def parse_stacks(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
+    """Give 'off' or how many stacks a second; a usage error where it is neither, nor 'on'."""
+    if value in ("on", "off"):
+        return STACKS_A_SECOND if value == "on" else value
+    if not value.isdigit() or not 1 <= int(value) <= 1000:
+        raise click.BadParameter("on, off, or how many stacks a second, 1 to 1000")
+    return str(int(value))
+
+
 @dataclass(frozen=True)
 class Recording:
     """What the options of a command that records say: a field an option."""
@@ -64,6 +76,7 @@ class Recording:
     no_trace: bool
     flops: str
     lines: tuple[str, ...]
+    stacks: str
     sample: float
     no_sample: bool
     quiet: bool
@@ -76,6 +89,7 @@ class Recording:
             "flops": self.flops,
             "lines": "\n".join(self.lines),
             "sample": "off" if self.no_sample else f"{self.sample:g}",
+            "stacks": self.stacks,
             "window": "off" if self.no_trace else self.window,
         }
 
@@ -108,6 +122,15 @@ _OPTIONS = (
         help="Time a function line by line, in the ranks and in loader workers: package.data:Images.__getitem__,"
         " path/to/file.py:function, __main__:function; auto: the hottest functions of your own files. Repeatable."
         " Slows these functions.",
+    ),
+    click.option(
+        "--stacks",
+        default="on",
+        callback=parse_stacks,
+        show_default=True,
+        metavar="on|off|RATE",
+        help=f"Look at the Python stacks of ranks and loader workers with py-spy: in bursts, {STACKS_A_SECOND} or RATE"
+        " times a second, without stopping them.",
     ),
     click.option(
         "--sample",

@@ -72,6 +72,12 @@ SOURCES: tuple[Source, ...] = (
     ),
     Source("processes", ("processes.jsonl",), ("samples",), _NOT_SAMPLED),
     Source(
+        "stacks",
+        ("stacks.txt.gz", "stacks.part"),
+        ("stacks",),
+        "no Python stacks were seen (py-spy was off, not there, not permitted, or had no time)",
+    ),
+    Source(
         "stalls",
         ("stalls.jsonl",),
         ("stalls",),

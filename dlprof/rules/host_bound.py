@@ -25,6 +25,7 @@ from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.host_work import PYTHON, host_work, launches
 from dlprof.measures.replay import own_time, saving
+from dlprof.measures.stacks import hottest, hottest_own
 from dlprof.measures.steps import mean_step_ns, step_means
 from dlprof.result import Finding, Panel
 from dlprof.units import duration, percent
@@ -57,7 +58,7 @@ def check(run: Measured) -> Finding | Clear:
     return Finding(
         title="Python holds up the step" if settings.on_cpu(run) else "The host is too slow for its device",
         summary=f"For {duration(late[worst])} of {duration(step)} rank {worst} computes nothing because its host has"
-        f" launched nothing: {percent(python)} of that is Python between operators{most}.",
+        f" launched nothing: {percent(python)} of that is Python between operators{most}.{_hottest(run, worst, phase)}",
         verdict=f"{percent(share)} of each step waits for Python and launches.",
         noise_ns=part_noise(run, *_HOST),
         saving_ns=gain,
@@ -66,6 +67,13 @@ def check(run: Measured) -> Finding | Clear:
         ranks=tuple(sorted(r for r, ns in late.items() if ns >= late[worst] / 2)),
         sure="Estimated as all of it gone. " + _slowed(run),
     )
+
+
+def _hottest(run: Measured, rank: int, phase: str) -> str:
+    """Say which of the user's functions the training thread was seen in most, where stacks were recorded."""
+    most = hottest_own(run, rank, "compute" if phase else "rest")
+    where = "in forward, backward and optimizer" if phase else "outside forward, backward and optimizer"
+    return f" Of the stacks seen {where}, {most}." if most else ""
 
 
 def _only_traced(run: Measured) -> bool:
@@ -112,4 +120,6 @@ def _evidence(mine: pd.DataFrame, rank: int) -> Panel:
     return Panel("table", f"The host's part of a step on rank {rank}", rows, columns)
 
 
-RULE = Rule("host_bound", "Waiting for the host", (breakdown, host_work, launches, own_time, step_means), check)
+RULE = Rule(
+    "host_bound", "Waiting for the host", (breakdown, host_work, hottest, launches, own_time, step_means), check
+)

@@ -25,6 +25,7 @@ from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.loader import loader_calls
 from dlprof.measures.replay import own_time, saving_input
+from dlprof.measures.stacks import hottest, hottest_own
 from dlprof.measures.steps import mean_step_ns, of_step, step_means, step_series
 from dlprof.result import Finding, Panel
 from dlprof.units import count, duration, percent
@@ -55,7 +56,7 @@ def check(run: Measured) -> Finding | Clear:
     return Finding(
         title=f"{who} for data",
         summary=f"Of a step of {duration(step)}, rank {worst} waits {duration(most)} in next() of its loader"
-        f" with nothing else to do; {_settings(run, worst)}.",
+        f" with nothing else to do; {_settings(run, worst)}.{_hottest(run, worst)}",
         verdict=f"{percent(share)} {of_step(run)} waits for data{where}.",
         noise_ns=part_noise(run, "input_wait"),
         saving_ns=gain,
@@ -76,6 +77,13 @@ def _assumed(run: Measured) -> str:
 def _listed(ranks: tuple[int, ...]) -> str:
     few = ", ".join(map(str, ranks[:8]))
     return few if len(ranks) <= 8 else f"{few} and {len(ranks) - 8} more"
+
+
+def _hottest(run: Measured, rank: int) -> str:
+    """Say where the loader was seen most, where stacks were recorded."""
+    who, doing = ("the training thread", "fetch") if _workers(run, rank) == 0 else ("its workers", "worker")
+    most = hottest_own(run, rank, doing)
+    return f" Of the stacks of {who}{' in there' if doing == 'fetch' else ''}, {most}." if most else ""
 
 
 def _workers(run: Measured, rank: int) -> int | None:
@@ -139,4 +147,6 @@ def _evidence(run: Measured, rank: int) -> Panel:
     return Panel("bars", f"Wait in next() on rank {rank}, the last {len(rows)} steady steps", rows, unit="ns")
 
 
-RULE = Rule("input_wait", "Waiting for data", (breakdown, loader_calls, own_time, step_means, step_series), check)
+RULE = Rule(
+    "input_wait", "Waiting for data", (breakdown, hottest, loader_calls, own_time, step_means, step_series), check
+)

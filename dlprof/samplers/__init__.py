@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 from dlprof.samplers.gpu import GpuSampler
 from dlprof.samplers.host import HostSampler
+from dlprof.samplers.stacks import StacksSampler
 from dlprof.sampling import Sampler
 
 SAMPLERS: tuple[Callable[[], Sampler], ...] = (
     GpuSampler,
     HostSampler,
+    StacksSampler,
 )

@@ -1,0 +1,108 @@
+"""Which Python functions a rank and its loader workers were seen in, and while the step was doing what."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+
+import pandas as pd
+
+from dlprof.engine import Measured, MeasureFailed, RankData, per_rank
+from dlprof.errors import NotMeasured
+from dlprof.units import percent
+
+# What the training thread was doing, and the workers beside it.
+DOING = ("rest", "compute", "fetch", "worker")
+
+# What travels of each of these: the user's own functions and those of libraries, with the most samples first.
+MOST_OWN = 24
+MOST_LIBRARY = 8
+
+# A function is worth naming in a finding from this share of the samples on, and where there are this many: below, a
+# share is off by a tenth and more.
+NOTABLE_SHARE = 0.2
+LEAST_SAMPLES = 25
+
+_FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
+_INSTALLED = re.compile(r"^<|[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python[0-9.]+[/\\]")
+_PLACE = re.compile(r".*[/\\](?:(?:site|dist)-packages|lib[/\\]python[0-9.]+)[/\\]")
+
+Function = tuple[str, str]  # name, file
+
+
+@per_rank
+def hottest(rank: RankData) -> pd.DataFrame:
+    """Give the functions that were seen most: doing, function, file, line, own, alone, total, samples.
+
+    `doing`: what the training thread was doing (fetch, compute: forward, backward and optimizer; rest: none of these),
+    or worker. `own`: a file of the user's, not of Python or an installed package. `alone`: samples in the function; in
+    one of the user's also those in library code that it had called. `total`: with all that it had called. `line`: the
+    one seen most in `alone`. `samples`: all of the doing. Ordered by doing, own first, then by `alone` and `total`.
+    """
+    table = rank.table("stacks")
+    table = table[table["role"].isin(["main", "worker"])]
+    if not table["samples"].sum():
+        raise NotMeasured("no Python stack of the training thread was seen")
+    alone: dict[str, Counter[Function]] = defaultdict(Counter)
+    total: dict[str, Counter[Function]] = defaultdict(Counter)
+    lines: dict[tuple[str, Function], Counter[int]] = defaultdict(Counter)
+    samples: Counter[str] = Counter()
+    for role, phase, stack, n in zip(table["role"], table["phase"], table["stack"], table["samples"], strict=True):
+        doing = "worker" if role == "worker" else phase if phase in ("fetch", "rest") else "compute"
+        frames = [(f[1], f[2], int(f[3])) for f in map(_FRAME.fullmatch, stack.split(";")) if f is not None]
+        samples[doing] += n
+        for function in {(name, file) for name, file, _ in frames}:
+            total[doing][function] += n
+        own = next((f for f in reversed(frames) if is_own(f[1])), None)
+        for name, file, line in {*frames[-1:], *([own] if own is not None else [])}:
+            alone[doing][name, file] += n
+            lines[doing, (name, file)][line] += n
+    rows = [
+        (
+            doing,
+            *function,
+            max(lines[doing, function].items(), key=lambda seen: seen[1], default=(0, 0))[0],
+            is_own(function[1]),
+            alone[doing][function],
+            times,
+            samples[doing],
+        )
+        for doing in DOING
+        for function, times in total[doing].items()
+    ]
+    columns = ["doing", "function", "file", "line", "own", "alone", "total", "samples"]
+    frame = pd.DataFrame(rows, columns=columns)
+    frame = frame.assign(place=frame["doing"].map(DOING.index))
+    frame = frame.sort_values(
+        ["place", "own", "alone", "total", "function"], ascending=[True, False, False, False, True]
+    )
+    place = frame.groupby(["doing", "own"]).cumcount()
+    return frame[place < frame["own"].map({True: MOST_OWN, False: MOST_LIBRARY})][columns].reset_index(drop=True)
+
+
+def is_own(file: str) -> bool:
+    """Tell whether a file is the user's: neither Python's nor an installed package's."""
+    return _INSTALLED.search(file) is None
+
+
+def shown(function: str, file: str, line: int) -> str:
+    """Name a function as a report does: decode (data.py:41)."""
+    name = re.split(r"[/\\]", file)[-1] if is_own(file) else _PLACE.sub("", file)
+    return f"{function} ({name}:{line})" if line else f"{function} ({name})"
+
+
+def hottest_own(run: Measured, rank: int, doing: str) -> str:
+    """Say where a rank was seen most, in the user's own code: "71 % are in decode (data.py:41)"; "" for nowhere."""
+    try:
+        frame = run.frame(hottest)
+    except (NotMeasured, MeasureFailed):
+        return ""
+    mine = frame[(frame["rank"] == rank) & (frame["doing"] == doing) & frame["own"].astype(bool)]
+    mine = mine[mine["function"] != "<module>"]
+    if not len(mine):
+        return ""
+    top = mine.iloc[0]
+    share = float(top["alone"]) / float(top["samples"])
+    if top["samples"] < LEAST_SAMPLES or share < NOTABLE_SHARE:
+        return ""
+    return f"{percent(share)} are in {shown(str(top['function']), str(top['file']), int(top['line']))}"

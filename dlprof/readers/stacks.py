@@ -1,0 +1,145 @@
+"""Reads what py-spy saw of a rank and its workers: stacks, folded, with whose they are and what the step was doing."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from dlprof import tables
+from dlprof.errors import DlprofError
+from dlprof.readers import Reading
+from dlprof.readers.chunks import open_file
+
+_COLUMNS = ("role", "thread", "phase", "stack")
+
+_PROCESS = re.compile(r'process (\d+):"')
+_THREAD = re.compile(r"thread \((\w+)\)(?:: )?(.*)")
+# name (file:line); the file of a frame that has none is in angle brackets.
+_FRAME = re.compile(r"(.*) \((.*?)(?::(\d+))?\)")
+
+_LOADER = "torch/utils/data/dataloader.py"
+_WORKER = "torch/utils/data/_utils/worker.py"
+_OURS = re.compile(r"/dlprof/(recorder|collectors/\w+|inject/\w+)\.py$")
+
+
+def read(path: Path) -> Reading:
+    """Give the table "stacks"; facts: `stacks` with bursts and seconds looked at, where the file tells.
+
+    A cut end loses its stacks alone. Raises DlprofError where the file cannot be read or holds no stack.
+    """
+    seen: Counter[tuple[str, str, str, str]] = Counter()
+    bursts, ns, bad = 0, 0, 0
+    cut = False
+    text, cut = _text(path)
+    for line in text.split("\n"):
+        if line.startswith("#"):
+            try:
+                burst = json.loads(line[1:])
+                ns += int(burst["end_ns"]) - int(burst["start_ns"])
+                bursts += 1
+            except (ValueError, KeyError, TypeError):
+                bad += 1
+            continue
+        folded, _, times = line.rpartition(" ")
+        if times.isdigit() and folded.startswith("process "):
+            row = _row(folded)
+            if row is not None:
+                seen[row] += int(times)
+        elif line:
+            bad += 1
+    if bad > cut and not seen:
+        raise DlprofError(f"{path}: no stacks of py-spy in it")
+    if not seen:
+        return Reading({"stacks": tables.empty("stacks")}, {})
+    keys = sorted(seen)
+    columns = dict(zip(_COLUMNS, zip(*keys, strict=True), strict=True))
+    frame = pd.DataFrame({name: pd.Categorical(values) for name, values in columns.items()})
+    frame["samples"] = np.array([seen[key] for key in keys], dtype="int64")
+    lost = bad - cut
+    warnings = (f"{path.name}: {lost:,} lines are no stacks and are left out",) if lost > 0 else ()
+    facts = {"stacks": {"bursts": bursts, "seconds": ns / 1e9}} if bursts else {}
+    return Reading({"stacks": tables.check("stacks", frame)}, facts, warnings)
+
+
+def _text(path: Path) -> tuple[str, bool]:
+    """Give a file's text, unpacked as far as it goes, and whether its last line may be half."""
+    with open_file(path) as file:
+        data = file.read()
+    if path.suffix != ".gz":
+        return data.decode(errors="replace"), not data.endswith(b"\n")
+    parts = []
+    while data:
+        member = zlib.decompressobj(wbits=31)
+        try:
+            parts.append(member.decompress(data))
+        except zlib.error:
+            return b"".join(parts).decode(errors="replace"), True
+        data = member.unused_data
+        if not member.eof:
+            return b"".join(parts).decode(errors="replace"), True
+    return b"".join(parts).decode(errors="replace"), False
+
+
+def _row(folded: str) -> tuple[str, str, str, str] | None:
+    """Give role, thread, phase and stack of one folded line; None: a thread in no Python of the job's."""
+    depth = 0
+    while (process := _PROCESS.match(folded)) is not None:
+        # The command line may hold anything; what follows it is the next process or the thread.
+        end = re.compile(r'";(?=process \d+:"|thread \()').search(folded, process.end())
+        if end is None:
+            return None
+        folded = folded[end.end() :]
+        depth += 1
+    head, _, stack = folded.partition(";")
+    told = _THREAD.match(head)
+    if told is None or not stack:
+        return None
+    frames = [f for f in (_parts(text) for text in stack.split(";")) if f is not None and not _OURS.search(f[1])]
+    if not frames:
+        return None
+    thread = told[2] or "unnamed"
+    role = "main" if depth == 1 and thread == "MainThread" else "thread" if depth == 1 else "other"
+    if depth > 1 and thread == "MainThread":
+        at = next((n for n, f in enumerate(frames) if f[0] == "_worker_loop" and f[1].endswith(_WORKER)), None)
+        if at is not None:
+            # A forked worker still has its parent's frames below its own.
+            role, frames = "worker", frames[at:]
+    phase = _phase(frames) if role == "main" else ""
+    return role, thread, phase, ";".join(f"{name} ({file}:{line})" for name, file, line in frames)
+
+
+def _parts(text: str) -> tuple[str, str, str] | None:
+    frame = _FRAME.fullmatch(text)
+    return (frame[1], frame[2], frame[3] or "0") if frame is not None else None
+
+
+def _phase(frames: list[tuple[str, str, str]]) -> str:
+    """Tell what the step was doing, as the recorder counts it: the outermost phase, or one inside an optimizer step."""
+    phase = "rest"
+    for name, file, _ in frames:
+        found = _begins(name.rpartition(".")[2], name, file)
+        if found:
+            phase = found
+            if found != "optimizer":
+                break
+    return phase
+
+
+def _begins(name: str, qualified: str, file: str) -> str:
+    if "/torch/" not in file:
+        return ""
+    if file.endswith(_LOADER) and name in ("__next__", "__iter__"):
+        return "fetch"
+    if file.endswith(("torch/autograd/__init__.py", "torch/_tensor.py")) and name in ("backward", "grad"):
+        return "backward"
+    if file.endswith("torch/nn/modules/module.py") and name in ("_wrapped_call_impl", "_call_impl"):
+        return "forward"
+    if "/torch/optim/" in file and (name == "step" or "profile_hook_step" in qualified):
+        return "optimizer"
+    return ""

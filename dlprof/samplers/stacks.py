@@ -1,0 +1,186 @@
+"""What Python is doing: py-spy beside each rank and its loader workers, in bursts.
+
+py-spy reads the memory of processes that run on. It never stops them (`--nonblocking`): a stop costs the step half a
+millisecond and more, and on a busy machine as long as it takes until py-spy gets a core again. A stack that changes
+while it is read is lost or, rarely, wrong. It is the least urgent process of the machine, and most of the time there is
+none. It writes its file only at its end: with bursts, a kill costs the last one at most.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dlprof.sampling import Host, RankHere
+
+# The first burst is short, so that a job that dies young leaves something; later ones are long enough that py-spy's
+# start, which is most of its work, counts for little. The pauses grow: a job does the same for hours.
+_FIRST_S = 3
+_BURST_S = 10
+_FIRST_PAUSE_S = 5.0
+_LAST_PAUSE_S = 120.0
+
+# How long the end of the job waits for py-spy to write what it has.
+_STOP_S = 2.0
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+class StacksSampler:
+    """Writes stacks.txt.gz of each rank here: for each burst a line of JSON after `#`, and py-spy's raw lines."""
+
+    name = "stacks"
+    period_s = 0.5
+
+    def __init__(self) -> None:
+        asked = os.environ.get("DLPROF_STACKS") or "off"
+        self._rate = 0 if asked == "off" else int(asked)
+        self._spies: dict[RankHere, _Spy] = {}
+
+    def start(self, host: Host) -> None:
+        """Find py-spy."""
+        self._host = host
+        self._command = find()
+        if self._rate and self._command is None:
+            self._rate = 0
+            host.warn("stacks are not sampled: py-spy is not installed (pip install py-spy)")
+
+    def tick(self) -> None:
+        """Begin and end bursts; a rank that has ended has ended its own."""
+        if not self._rate or self._command is None:
+            return
+        for rank in self._host.ranks:
+            if rank not in self._spies:
+                folder = self._host.run / "ranks" / rank.name
+                self._spies[rank] = _Spy(self._command, self._rate, rank.pid, folder)
+        for rank, spy in tuple(self._spies.items()):
+            here = rank in self._host.ranks
+            problem = spy.tick(go_on=here)
+            if problem and rank in self._host.ranks and Path(f"/proc/{rank.pid}").exists():
+                # What py-spy cannot do for one rank it cannot do for the others.
+                self._rate = 0
+                self._host.warn(
+                    f"stacks are not sampled: {problem} (see `dlprof doctor`); the job goes on without them"
+                )
+                self.stop()
+                return
+            if not here and not spy.running:
+                del self._spies[rank]
+
+    def stop(self) -> None:
+        """End the bursts that are under way, and keep what they saw."""
+        for spy in self._spies.values():
+            spy.interrupt()
+        until = time.monotonic() + _STOP_S
+        for spy in self._spies.values():
+            spy.finish(max(until - time.monotonic(), 0.1))
+        self._spies.clear()
+
+
+def find() -> str | None:
+    """Give the path of py-spy: beside this Python, else on the PATH."""
+    beside = Path(sys.executable).parent / "py-spy"
+    return str(beside) if beside.is_file() else shutil.which("py-spy")
+
+
+class _Spy:
+    """The bursts of one rank."""
+
+    def __init__(self, command: str, rate: int, pid: int, folder: Path) -> None:
+        self._command = [command, "record", "--pid", str(pid), "--subprocesses", "--nonblocking", "--idle", "--threads"]
+        self._command += ["--full-filenames", "--format", "raw", "--rate", str(rate)]
+        self._rate = rate
+        self._file = folder / "stacks.txt.gz"
+        self._part = folder / "stacks.part"  # also what is read where nobody was left to append it
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begun_ns = 0
+        self._seconds = _FIRST_S
+        self._pause_s = _FIRST_PAUSE_S
+        self._next = 0.0
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
+
+    def tick(self, *, go_on: bool) -> str:
+        """End a burst that is over, and begin one that is due; say what went wrong, "" for nothing."""
+        problem = ""
+        if self._process is not None and self._process.poll() is not None:
+            problem = self._take()
+        if go_on and not problem and self._process is None and time.monotonic() >= self._next:
+            self._begin()
+        return problem
+
+    def interrupt(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            # The only signal at which it writes what it has.
+            self._process.send_signal(signal.SIGINT)
+
+    def finish(self, seconds: float) -> None:
+        if self._process is None:
+            return
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        with suppress(OSError):
+            self._take()
+
+    def _begin(self) -> None:
+        beside = os.getpid()
+        libc = ctypes.CDLL(None)
+
+        def before_exec() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+            if os.getppid() != beside:
+                os._exit(1)
+            os.nice(19)
+
+        self._begun_ns = time.time_ns()
+        self._process = subprocess.Popen(
+            [*self._command, "--duration", str(self._seconds), "--output", str(self._part)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            preexec_fn=before_exec,
+        )
+
+    def _take(self) -> str:
+        """Append what a burst left; say why it left nothing, "" where it did or the rank has just ended."""
+        process, self._process = self._process, None
+        if process is None:
+            return ""
+        with process:
+            said = process.stderr.read().decode(errors="replace") if process.stderr is not None else ""
+        self._next = time.monotonic() + self._pause_s
+        self._pause_s = min(self._pause_s * 2, _LAST_PAUSE_S)
+        self._seconds = _BURST_S
+        try:
+            seen = self._part.read_bytes()
+        except FileNotFoundError:
+            return _reason(said) if process.returncode else ""
+        if seen:
+            burst: dict[str, Any] = {"start_ns": self._begun_ns, "end_ns": time.time_ns(), "rate": self._rate}
+            member = gzip.compress(b"#" + json.dumps(burst).encode() + b"\n" + seen, 6)
+            with self._file.open("ab") as file:
+                file.write(member)
+        self._part.unlink(missing_ok=True)
+        return ""
+
+
+def _reason(said: str) -> str:
+    """Give the line in which py-spy says what went wrong."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    denied = next((line for line in lines if "ermission" in line or "not permitted" in line), None)
+    return f"py-spy: {denied or (lines[0] if lines else 'it left nothing')}"
