@@ -32,7 +32,7 @@ def test_ranks_add_up_to_a_panel_a_function_the_longest_first(tmp_path: Path) ->
     first = [piece("data:f", [(2, 4, 3 * MS)], **source), piece("data:g", [(2, 1, 90 * MS)], role="worker")]
     second = [piece("data:f", [(2, 6, 7 * MS)], **source)]
     panels = overview.panels(measured(run(tmp_path, first, second), *overview.NEEDS))
-    (g, f) = [p for p in panels if p.shape == "table"]
+    (g, f) = [p for p in panels if p.title.startswith("Line by line")]
     assert (g.title, f.title) == ("Line by line: data:g, in the loader's workers", "Line by line: data:f, in the rank")
     nbsp = "\u00a0"
     assert f.rows == (
@@ -57,6 +57,6 @@ def test_what_travels_is_bounded_and_what_never_ran_is_left_out(tmp_path: Path) 
 def test_a_run_without_lines_has_no_panel(tmp_path: Path) -> None:
     steps = [light(n, 10 * MS) for n in range(5)]
     made = measured(recorded(tmp_path, (None, steps, CPU)), *overview.NEEDS)
-    assert [p for p in overview.panels(made) if p.shape == "table"] == []
+    assert [p for p in overview.panels(made) if p.title.startswith("Line by line")] == []
     with pytest.raises(NotMeasured, match="--lines"):
         made.frame(line_times)
