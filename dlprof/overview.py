@@ -15,13 +15,14 @@ from dlprof.measures import settings
 from dlprof.measures.arithmetic import arithmetic, operator_flops
 from dlprof.measures.excerpt import excerpt
 from dlprof.measures.lines import line_times
+from dlprof.measures.loader import loader_means, worker_means
 from dlprof.measures.pipeline import bubbles, pipeline_chunks
 from dlprof.measures.samples import ENOUGH, sample_means, sample_series
 from dlprof.measures.stacks import DOING, hottest, shown
 from dlprof.measures.steps import mean_step_ns, step_means, step_series
 from dlprof.measures.whole_job import PARTS, whole_job
 from dlprof.result import Fact, Panel, RunInfo
-from dlprof.units import digits, duration, percent, quantity, size
+from dlprof.units import UNKNOWN, digits, duration, percent, quantity, size
 
 NEEDS: tuple[Measure, ...] = (
     arithmetic,
@@ -29,6 +30,7 @@ NEEDS: tuple[Measure, ...] = (
     excerpt,
     hottest,
     line_times,
+    loader_means,
     operator_flops,
     pipeline_chunks,
     sample_means,
@@ -36,6 +38,7 @@ NEEDS: tuple[Measure, ...] = (
     step_means,
     step_series,
     whole_job,
+    worker_means,
 )
 
 # As many ranks as can be told apart in one chart.
@@ -51,6 +54,8 @@ MOST_LIBRARY = 3
 # Seen less often than this, a function is there by chance, or does not matter.
 LEAST_SEEN = 5
 LEAST_SHARE = 0.01
+# Loader workers that are shown, of all ranks.
+MOST_WORKERS = 64
 
 # As many points of what was sampled as a chart of this size can show.
 MOST_POINTS = 200
@@ -141,6 +146,7 @@ def panels(run: Measured) -> tuple[Panel, ...]:
         _bubbles_panel,
         _flops_panel,
         _hottest_panel,
+        _workers_panel,
     )
     made = (_if_measured(make, run) for make in drawn)
     return (*(p for p in made if p is not None), *_sample_panels(run), *_line_panels(run))
@@ -448,6 +454,62 @@ def _plain_schedule(name: str) -> str:
     return name.removeprefix("Schedule")
 
 
+def _workers_panel(run: Measured) -> Panel:
+    frame = run.frame(worker_means)
+    if not (frame["worker"] >= 0).any():
+        raise NotMeasured("no loader has workers")
+
+    def cell(value: float, write: Callable[[float], str]) -> str:
+        return UNKNOWN if pd.isna(value) else write(value)
+
+    times = ("dur_ns", "collate_ns", "cpu_ns", "delay_ns")
+    rows = tuple(
+        (
+            int(row["rank"]),
+            int(row["worker"]),
+            int(row["batches"]),
+            *(cell(row[c], duration) for c in times),
+            *(cell(row[c], size) for c in ("stored_bytes", "read_bytes")),
+        )
+        for row in frame.head(MOST_WORKERS).to_dict("records")
+    )
+    more = len(frame) - len(rows)
+    return Panel(
+        "table",
+        "Loader workers: what a batch takes each",
+        rows,
+        (
+            "rank",
+            "worker",
+            "batches",
+            "fetch",
+            "of it collating",
+            "CPU time",
+            "waiting for a core",
+            "read from storage",
+            "read in all",
+        ),
+        note="Means a batch in the steady steps; CPU time is the worker's whole process's."
+        + (f" The first {len(rows)} of {len(frame)} workers." if more > 0 else ""),
+    )
+
+
+def _loader_facts(run: Measured, add: Any) -> None:
+    """Add what the queue and the epochs of the training loader were seen to do."""
+    try:
+        means = run.frame(loader_means)
+    except (NotMeasured, MeasureFailed):
+        return
+    queued = means[(means["empty"] >= 0) & (means["batches"] > 0)]
+    if len(queued):
+        asked, empty = int(queued["batches"].sum()), int(queued["empty"].sum())
+        add("Loader", "queue empty when asked", f"{empty:,} of {asked:,} batches")
+        add("Loader", "batches ready when asked", digits(float(queued["ready"].mean())))
+    for column, name in (("start_ns", "starting an epoch"), ("first_ns", "first batch"), ("end_ns", "ending an epoch")):
+        if means[column].notna().any():
+            add("Loader", name, duration(float(means[column].mean())))
+
+
 def facts(run: Measured) -> tuple[Fact, ...]:
     """List what is known of the job, by section; a fact in which ranks differ shows all its values."""
     out: list[Fact] = []
@@ -483,6 +545,7 @@ def facts(run: Measured) -> tuple[Fact, ...]:
             add(section, str(key).replace("_", " "), value)
     for key in ("schedule", "microbatches", "num_stages"):
         add("Pipeline", key.replace("_", " "), _several(run, "pipeline", key))
+    _loader_facts(run, add)
     for key in ("enabled", "dtype"):
         add("Precision", f"autocast {key}", _several(run, "autocast", key))
     add("Precision", "gradient scaler", _several(run, "grad_scaler"))

@@ -52,6 +52,36 @@ def recorded(
     return folder
 
 
+def loading(
+    folder: Path, rank: int, *, step: int, wait: int, fetch: int, cpu: int, n: int, workers: int, cores: float = 1.0
+) -> None:
+    """Write what a rank's loader left beside `n` steps of `light`: each one's batch, wait, fetch, and the CPU time.
+
+    `cores`: the CPU time that the process used of each step but for the wait. With workers, the queue is always empty.
+    """
+    begins = [traces.BASE_NS + k * 1_000 * MS for k in range(n)]
+    asked = {"empty": 1, "ready": 0, "outstanding": 2 * workers} if workers else {}
+    pids = " ".join(str(700 + w) for w in range(workers))
+    rows: list[dict[str, Any]] = [
+        {"kind": "start", "start_ns": begins[0] - 10, "dur_ns": 5, "count": 1, "step": 0, "loader": 0, "workers": pids}
+    ]
+    fetches = []
+    for k, at in enumerate(begins):
+        kind = "batch" if k else "first"
+        rows.append({"kind": kind, "start_ns": at, "dur_ns": wait, "count": 1, "step": k, "loader": 0} | asked)
+        busy = int((step - wait) * cores) + (0 if workers else cpu)
+        rows.append({"kind": "usage", "start_ns": at, "dur_ns": step, "count": 1, "step": k, "cpu_ns": busy})
+        rows[-1]["delay_ns"] = 0
+        worker = k % workers if workers else -1
+        # A worker fetches one batch after the other, all of them when the run is steady.
+        starts = begins[n // 2] + k // workers * fetch if workers else at + 1
+        made = {"worker": worker, "pid": 700 + max(worker, 0), "start_ns": starts, "count": 1, "dur_ns": fetch}
+        fetches.append(made | {"collate_ns": fetch // 10, "cpu_ns": cpu, "delay_ns": 0, "stored_bytes": 0})
+    at_rank = folder / "ranks" / f"{rank:05d}"
+    (at_rank / "loading.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (at_rank / "fetches.jsonl").write_text("".join(json.dumps(f) + "\n" for f in fetches))
+
+
 def light(step: int, dur: int, start: int | None = None, **said: Any) -> dict[str, Any]:
     """Give one step of the light layer; by default a training step of `dur` ns, one a second."""
     return {

@@ -1,12 +1,18 @@
-"""Calls of the loader: how often the training thread asked for a batch."""
+"""The loader as it was seen: calls, how each batch was waited for, and what fetching one takes whom."""
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import host
+from dlprof.measures.steps import light_steps
+
+# What travels of the batches: enough for a replay, a few kilobytes.
+MOST_FETCHES = 400
 
 
 @per_rank
@@ -24,3 +30,141 @@ def loader_calls(rank: RankData) -> pd.DataFrame:
         traced = int(host.is_named(thread, "enumerate(DataLoader)").sum())
         single = int(host.is_named(thread, "enumerate(DataLoader)#_SingleProcess").sum())
     return pd.DataFrame({"calls": [max(light, traced)], "in_process": [single > 0 and single == traced]})
+
+
+@per_rank
+def loader_means(rank: RankData) -> pd.DataFrame:
+    """Give one row of the training loader in the steady steps, and of what the process used meanwhile.
+
+    Columns: batches, empty (of how many no batch was ready when asked), ready and outstanding (means, batches; NaN
+    without workers) · epochs, start_ns, first_ns, end_ns (means over the run's epochs: iter(), the first next(), the
+    workers' leaving; NaN: none) · cores (CPU time of the process ÷ time) and delayed (share of the time that the
+    training thread was ready and had no core), NaN where the kernel does not tell.
+    """
+    loading = rank.table("loading")
+    if not loading["kind"].isin(["first", "batch"]).any():
+        raise NotMeasured("no DataLoader was seen")
+    mine = loading[loading["loader"] == _training_loader(rank)]
+    steady = mine[(mine["kind"] == "batch") & _in_steady(rank, mine["start_ns"].to_numpy())]
+    batches = int(steady["count"].sum())
+    queued = steady[steady["empty"] >= 0]
+    n = max(int(queued["count"].sum()), 1)
+    found = len(queued) > 0
+    # What the process used while it was profiled, or began, is of no steady step.
+    usage = loading[(loading["kind"] == "usage") & _in_steady(rank, loading["start_ns"].to_numpy())]
+    took = max(int(usage["dur_ns"].sum()), 1)
+    delays = len(usage) > 0 and bool((usage["delay_ns"] >= 0).all())
+    return pd.DataFrame(
+        {
+            "batches": [batches],
+            "empty": [int(queued["empty"].sum()) if found else -1],
+            "ready": [queued["ready"].sum() / n if found else np.nan],
+            "outstanding": [queued["outstanding"].sum() / n if found else np.nan],
+            "epochs": [int(mine.loc[mine["kind"] == "start", "count"].sum())],
+            "start_ns": [_mean(mine, "start")],
+            "first_ns": [_mean(mine, "first")],
+            "end_ns": [_mean(mine, "end")],
+            "cores": [usage["cpu_ns"].sum() / took if len(usage) else np.nan],
+            "delayed": [usage["delay_ns"].sum() / took if delays else np.nan],
+        }
+    )
+
+
+@per_rank
+def worker_means(rank: RankData) -> pd.DataFrame:
+    """Give what a batch takes each worker of the training loader, one row a worker; −1 is the training thread.
+
+    Columns: worker, batches, and means a batch: dur_ns (of fetching, with collating), collate_ns, cpu_ns (of the
+    worker's whole process), delay_ns (ready, with no core), stored_bytes (from storage), read_bytes (read at all); NaN:
+    not told.
+    Raises NotMeasured where no fetch was recorded.
+    """
+    fetches = training_fetches(rank)
+    rows = []
+    for worker, group in fetches.groupby("worker"):
+        means = {name: _a_batch(group, name) for name in _PER_BATCH}
+        rows.append({"worker": int(str(worker)), "batches": int(group["count"].sum()), **means})
+    return pd.DataFrame(rows)
+
+
+@per_rank
+def fetch_series(rank: RankData) -> pd.DataFrame:
+    """Give the training loader's last fetches in order: dur_ns, cpu_ns, delay_ns and, the same in all, gap_ns.
+
+    −1: not told. `gap_ns`: what passes in a busy worker from the end of one fetch to the start of the next.
+    """
+    fetches = training_fetches(rank)
+    n = fetches["count"].to_numpy()
+    series = pd.DataFrame({c: fetches[c].to_numpy() / n for c in ("dur_ns", "cpu_ns", "delay_ns")})
+    series = series.where(series >= 0, -1.0)
+    return series.tail(MOST_FETCHES).assign(gap_ns=_gap(fetches)).reset_index(drop=True)
+
+
+def training_fetches(rank: RankData) -> pd.DataFrame:
+    """Give the fetches for the training loader in the run's steady part, each worker's first left out.
+
+    Raises NotMeasured where none was recorded.
+    """
+    return rank.once(_training_fetches)
+
+
+_PER_BATCH = ("dur_ns", "collate_ns", "cpu_ns", "delay_ns", "stored_bytes", "read_bytes")
+
+
+def _training_fetches(rank: RankData) -> pd.DataFrame:
+    fetches = rank.table("fetches")
+    loading = rank.table("loading")
+    started = loading[(loading["kind"] == "start") & (loading["loader"] == _training_loader(rank))]
+    pids = {int(p) for text in started["workers"].astype(str).unique() for p in text.split() if p.isdigit()}
+    start = fetches["start_ns"].to_numpy()
+    if pids:
+        # A worker fetches ahead, and the trace's window does not slow it.
+        steps = rank.once(light_steps)
+        begin = steps.loc[steps["steady"], "start_ns"].min()
+        keep = fetches["pid"].isin(pids).to_numpy() & fetches.duplicated("pid").to_numpy() & (start >= begin)
+    else:
+        keep = (fetches["worker"] == -1).to_numpy() & _in_steady(rank, start)
+    if not keep.any():
+        raise NotMeasured("no fetch of a batch was recorded in the steady steps")
+    kept: pd.DataFrame = fetches[keep]
+    return kept
+
+
+def _training_loader(rank: RankData) -> int:
+    """Give the number of the loader whose batches the training steps began with; the most frequent one."""
+    return rank.once(_most_frequent)
+
+
+def _most_frequent(rank: RankData) -> int:
+    loading = rank.table("loading")
+    begun = loading[(loading["kind"] == "batch") & _in_steady(rank, loading["start_ns"].to_numpy())]
+    counts = begun.groupby("loader")["count"].sum()
+    return int(str(counts.idxmax())) if len(counts) else -1
+
+
+def _in_steady(rank: RankData, at: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Tell which instants lie in steady steps."""
+    steps = rank.once(light_steps)
+    begin = steps["start_ns"].to_numpy()
+    step = np.searchsorted(begin, at, side="right") - 1
+    inside = (step >= 0) & (at < (begin + steps["dur_ns"].to_numpy())[step])
+    found: NDArray[np.bool_] = inside & steps["steady"].to_numpy(dtype=bool)[step]
+    return found
+
+
+def _mean(rows: pd.DataFrame, kind: str) -> float:
+    mine = rows[rows["kind"] == kind]
+    return float(mine["dur_ns"].sum() / mine["count"].sum()) if len(mine) else float("nan")
+
+
+def _a_batch(rows: pd.DataFrame, column: str) -> float:
+    told = rows[rows[column] >= 0]
+    return float(told[column].sum() / told["count"].sum()) if len(told) else float("nan")
+
+
+def _gap(fetches: pd.DataFrame) -> float:
+    single = fetches[(fetches["count"] == 1) & (fetches["worker"] >= 0)]
+    ended = (single["start_ns"] + single["dur_ns"]).groupby(single["pid"]).shift()
+    gaps = (single["start_ns"] - ended).dropna().to_numpy(dtype=float)
+    # The shortest are of workers that had the next index waiting; the others waited to be asked, as all of them may.
+    return float(min(np.quantile(gaps, 0.1), single["dur_ns"].mean() / 4)) if len(gaps) else 0.0

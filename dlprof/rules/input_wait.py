@@ -7,7 +7,11 @@ Needs the wait in the loader (every step of a recorded run, or the loader's rang
 that tells when the device was idle: a wait behind which the device still computes costs nothing and is not counted.
 With several ranks, a wait counts as far as no other rank is slower anyway.
 
-Saving: the waiting, gone altogether. That is the most that faster loading can give; the first thing to try is workers.
+Saving: what more workers would give, predicted from the recorded batches: their fetches are replayed with n workers
+beside the loop's own steps, in order, through a queue as deep as the loader's. Where fetching computes, workers and
+training share the cores of the host; where it waits for storage, they do not. Where batches were not recorded, or more
+workers would not help, the saving is the waiting gone altogether, and the report says so: the most that faster loading
+can give.
 
 What to change, in this order: let worker processes load (`num_workers`), keep them between epochs
 (`persistent_workers=True`), make a sample cheaper (decode smaller, cache what is decoded, store what is read together
@@ -17,16 +21,19 @@ in one file), and give the loader's processes free cores.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from dlprof.diagnosis import Clear, Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_noise
-from dlprof.measures.loader import loader_calls
+from dlprof.measures.loader import fetch_series, loader_calls, loader_means, worker_means
 from dlprof.measures.replay import own_time, saving_input
 from dlprof.measures.stacks import hottest, hottest_own
 from dlprof.measures.steps import mean_step_ns, of_step, step_means, step_series
+from dlprof.measures.workers import Plan, planned
 from dlprof.result import Finding, Panel
 from dlprof.units import count, duration, percent
 
@@ -34,6 +41,7 @@ from dlprof.units import count, duration, percent
 NOTABLE_SHARE = 0.05
 
 MOST_BARS = 60
+MOST_ROWS = 12
 
 
 def check(run: Measured) -> Finding | Clear:
@@ -47,25 +55,100 @@ def check(run: Measured) -> Finding | Clear:
     share = gain / step
     if share < NOTABLE_SHARE:
         return Clear(f"{percent(share)} of the step waits for data")
-    most = max(wait.values())
+    worst = max(wait, key=lambda r: wait[r])
+    plan = planned(run, wait, worst)
+    # Where workers do not help, what is to be gained is what cheaper samples would give.
+    helps = plan is not None and plan.gain_ns >= NOTABLE_SHARE * step
+    most = wait[worst]
     late = tuple(sorted(r for r, w in wait.items() if w >= most / 2))
     everybody = len(late) == len(run.ranks)
     who = "The training loop waits" if everybody else f"Rank {_listed(late)} waits"
     where = "" if everybody else f" on rank {_listed(late)}"
-    worst = max(wait, key=lambda r: wait[r])
     return Finding(
         title=f"{who} for data",
         summary=f"Of a step of {duration(step)}, rank {worst} waits {duration(most)} in next() of its loader"
-        f" with nothing else to do; {_settings(run, worst)}.{_hottest(run, worst)}",
+        f" with nothing else to do; {_settings(run, worst)}{_seen(run, worst)}.{_hottest(run, worst)}",
         verdict=f"{percent(share)} {of_step(run)} waits for data{where}.",
         noise_ns=part_noise(run, "input_wait"),
-        saving_ns=gain,
-        advice=_advice(run, worst, wait[worst], step),
-        evidence=_evidence(run, worst),
+        saving_ns=plan.gain_ns if plan is not None and helps else gain,
+        advice=_planned(run, worst, plan) if plan is not None else _advice(run, worst, wait[worst], step),
+        evidence=_evidence(run, worst) if plan is None else _predictions(plan, worst),
         ranks=late,
-        sure="Estimated as the whole wait gone, step by step over all ranks: the most that faster loading can give."
-        " Workers that need more cores than are free give less." + _assumed(run),
+        sure=_sure(plan, helps) + _assumed(run),
     )
+
+
+def _sure(plan: Plan | None, helps: bool) -> str:
+    bound = "the whole wait gone, step by step over all ranks: the most that faster loading can give."
+    if plan is None:
+        return f"Estimated as {bound} Workers that need more cores than are free give less."
+    if not helps:
+        return f"Estimated as {bound} More workers alone would give {duration(plan.gain_ns)} of it."
+    return (
+        f"Predicted for {count(plan.chosen.workers, 'worker')} by replaying the recorded batches, with the host's cores"
+        " and the load that they had; storage is taken to serve more readers at once as fast as these."
+    )
+
+
+def _planned(run: Measured, rank: int, plan: Plan) -> tuple[str, ...]:
+    now, then = plan.now, plan.chosen
+    loader = settings.training_loader(run, rank)
+    left = max(then.wait_ns, 0.0)
+    advice = []
+    if then.workers > now.workers and then.step_ns < now.step_ns * (1 - NOTABLE_SHARE / 2):
+        keep = "" if now.workers else ", persistent_workers=True"
+        advice.append(
+            f"`num_workers={then.workers}{keep}` (is {now.workers}): a step of {duration(then.step_ns)} is predicted"
+        )
+        slower = then.step_ns - left - (now.step_ns - now.wait_ns)
+        if slower > 0.05 * then.step_ns:
+            advice.append(
+                f"make a sample cheaper, or cache what is decoded: the workers take {duration(slower)} a step from"
+                " training, which needs the same cores"
+            )
+    else:
+        cores = settings.cores_per_rank(run, rank)
+        there = f": a rank has {count(cores, 'core')}" if cores else ""
+        advice.append(f"make a sample cheaper, or cache what is decoded; more workers would not help{there}")
+    if left > 0.05 * then.step_ns and advice[0].startswith("`num"):
+        advice.append(f"{duration(left)} of waiting is then left: only cheaper samples take that away")
+    return (*advice, *_queue_advice(loader, now.workers))
+
+
+def _predictions(plan: Plan, rank: int) -> Panel:
+    shown = {f.workers: f for f in (*plan.forecasts[1:], plan.now)}
+    near = [n for n in sorted(shown) if n <= plan.chosen.workers + 2 or n == plan.now.workers]
+    rows = tuple(
+        (
+            f"{n}{' (is)' if n == plan.now.workers else ''}{' (proposed)' if n == plan.chosen.workers else ''}",
+            duration(shown[n].step_ns),
+            duration(max(shown[n].wait_ns, 0.0)),
+            f"{plan.now.step_ns / shown[n].step_ns:.2f} ×",
+        )
+        for n in (near if len(near) <= MOST_ROWS else [near[0], *near[1 - MOST_ROWS :]])
+    )
+    columns = ("num_workers", "mean step", "of it waiting for data", "speed")
+    return Panel("table", f"Predicted step of rank {rank} by number of loader workers", rows, columns)
+
+
+def _seen(run: Measured, rank: int) -> str:
+    """Say what the queue and the workers were seen to do; "" where that was not recorded."""
+    try:
+        means, workers = run.frame(loader_means), run.frame(worker_means)
+    except NotMeasured:
+        return ""
+    means, workers = means[means["rank"] == rank], workers[workers["rank"] == rank]
+    if not len(means) or not len(workers):
+        return ""
+    told = ""
+    if means["empty"].iloc[0] >= 0:
+        of_all = count(int(means["batches"].iloc[0]), "batch")
+        told = f", the queue was empty for {int(means['empty'].iloc[0])} of {of_all}"
+    n = workers["batches"] / workers["batches"].sum()
+    fetch, cpu = float((workers["dur_ns"] * n).sum()), float((workers["cpu_ns"] * n).sum(skipna=False))
+    of_it = f", {duration(cpu)} of it computing" if math.isfinite(cpu) else ""
+    who = "a worker" if (workers["worker"] >= 0).all() else "it"
+    return f"{told}; {who} takes {duration(fetch)} for a batch{of_it}"
 
 
 def _assumed(run: Measured) -> str:
@@ -133,6 +216,11 @@ def _advice(run: Measured, rank: int, wait: float, step: float) -> tuple[str, ..
             )
     else:
         advice.append("more `num_workers`, `persistent_workers=True`")
+    return (*advice, *_queue_advice(loader, workers or 0))
+
+
+def _queue_advice(loader: Mapping[str, Any], workers: int) -> tuple[str, ...]:
+    advice = []
     if workers and loader.get("persistent_workers") is False:
         advice.append("`persistent_workers=True` (is False): workers start anew each epoch")
     if workers and loader.get("prefetch_factor") == 1:
@@ -148,5 +236,8 @@ def _evidence(run: Measured, rank: int) -> Panel:
 
 
 RULE = Rule(
-    "input_wait", "Waiting for data", (breakdown, hottest, loader_calls, own_time, step_means, step_series), check
+    "input_wait",
+    "Waiting for data",
+    (breakdown, fetch_series, hottest, loader_calls, loader_means, own_time, step_means, step_series, worker_means),
+    check,
 )

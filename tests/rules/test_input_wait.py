@@ -86,3 +86,45 @@ def test_on_a_gpu_without_a_trace_it_abstains(tmp_path: Path) -> None:
     facts = {"device": {"type": "cuda"}, "loaders": [LOADER]}
     answer = ask(RULE, runs.recorded(tmp_path / "run", (None, steps(40 * MS), facts)))
     assert answer.state == "not_measured"
+
+
+def watched(folder: Path, *, fetch: int, cpu: int, workers: int, own: int = 20, cores: int = 16) -> Path:
+    """Record every batch too; `fetch`, `cpu` (of it) and `own` in ms."""
+    step = max(own, fetch // workers) if workers else own + fetch
+    facts = {
+        **runs.CPU,
+        "loaders": [LOADER | {"num_workers": workers, "prefetch_factor": 2}],
+        "cpu": {"count": cores, "affinity": cores, "torch_threads": 1},
+    }
+    path = runs.recorded(folder / "run", (None, steps((step - own) * MS, dur=step * MS), facts))
+    wait = (step - own) * MS
+    runs.loading(path, 0, step=step * MS, wait=wait, fetch=fetch * MS, cpu=cpu * MS, n=40, workers=workers)
+    return path
+
+
+def test_workers_that_wait_for_storage_are_predicted_to_take_the_wait_away(tmp_path: Path) -> None:
+    found = ask(RULE, watched(tmp_path, fetch=80, cpu=2, workers=1))
+    assert "`num_workers=4` (is 1)" in found.advice[0]
+    assert found.saving_ns == pytest.approx(60 * MS, rel=0.05)
+    assert (
+        "the queue was empty for 37 of 37 batches; a worker takes 80.0 ms for a batch, 2.00 ms of it" in found.summary
+    )
+    assert found.evidence is not None
+    assert [row[0] for row in found.evidence.rows] == ["1 (is)", "2", "3", "4 (proposed)", "5", "6"]
+    assert "Predicted for 4 workers" in found.sure
+
+
+def test_workers_that_compute_are_predicted_to_give_what_the_cores_allow(tmp_path: Path) -> None:
+    # 100 ms of computing a step, on two cores: no better than 50 ms, where the whole wait gone would be 20.
+    found = ask(RULE, watched(tmp_path, fetch=80, cpu=80, workers=0, cores=2))
+    assert 25 * MS < found.saving_ns <= 50 * MS
+    assert "make a sample cheaper" in found.advice[1]
+
+
+def test_where_workers_cannot_help_the_saving_is_that_of_cheaper_samples(tmp_path: Path) -> None:
+    path = watched(tmp_path, fetch=80, cpu=80, workers=0, cores=1)
+    found = ask(RULE, path)
+    assert "make a sample cheaper" in found.advice[0]
+    assert "num_workers" not in found.advice[0]
+    assert found.saving_ns == pytest.approx(80 * MS)
+    assert "More workers alone would give" in found.sure

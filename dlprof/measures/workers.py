@@ -1,0 +1,268 @@
+"""What the step would be with another number of loader workers: the run's own batches, replayed.
+
+A worker fetches its batches one after the other, batch k is worker k mod n's, and the training loop takes them in order
+(torch.utils.data; the depth of the queue is n × prefetch_factor). So batch k is there at
+
+    there(k) = max(there(k − n), taken(k − n · prefetch)) + fetch(k)        its worker is free, and was told to
+    taken(k) = max(there(k), taken(k − 1) + own(k − 1))                     in order, when the loop asks
+
+with the recorded times of fetching and of the loop's own work between batches. The rate is then n ÷ fetch, as
+DS-Analyzer has it (Mohan et al., Analyzing and Mitigating Data Stalls in DNN Training, VLDB 2021), up to the loop's.
+
+Cores set the other limit. What a fetch waits for storage is the same however many wait; what it computes takes longer
+once more threads are ready to run than there are cores, and so does the loop's own work. A thread that finds N ready on
+C cores runs at min(1, C ÷ N), as a fair scheduler lets it; N is taken from how long each is busy, independently of the
+others, which gives the mean stretch of a thread's computing; times and stretches are solved for together. The kernel
+tells how long computing really waited for a core: by how much that differs from the model's stretch of the run as it
+was, for other jobs on the host or for a scheduler that does better, is taken to stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof.engine import Measured
+from dlprof.errors import NotMeasured
+from dlprof.measures import settings
+from dlprof.measures.loader import fetch_series, loader_means
+from dlprof.measures.replay import saving_input
+from dlprof.measures.steps import step_means, step_series
+
+Times = NDArray[np.float64]
+
+# A replay that does not give back the run as it was, within so much of the step, says nothing of another.
+TRUSTED = 0.2
+
+# So many workers a rank are looked at; nobody has needed more.
+MOST_WORKERS = 64
+
+# Workers are added while a step gets shorter by this share of it: what is proposed is the fewest that come so near to
+# the best. A hundredth is below any run's own noise.
+WORTH = 0.01
+
+# Ranks that are looked at one by one.
+MOST_RANKS = 8
+
+_BATCHES = 600
+_ROUNDS = 12
+
+
+@dataclass(frozen=True)
+class Pace:
+    """One rank's input as it was recorded. Times in ns, without what was waited for a core."""
+
+    workers: int
+    prefetch: int
+    own: Times  # of the loop between two batches, one a step
+    own_cpu: float  # share of it that computes, in each of `threads`
+    threads: int
+    fetch: Times  # of a batch
+    fetch_cpu: Times  # of it, computing
+    cores: int  # of the host, and
+    ranks: int  # how many ranks like this one share them
+    beside: tuple[float, float] = (1.0, 1.0)  # measured stretch ÷ the model's, of the loop and of a fetch
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The mean step of one rank with so many workers, ns, and what of it the loop waits for data."""
+
+    workers: int
+    step_ns: float
+    wait_ns: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What more workers would give: the worst rank's forecasts, the chosen one of them, and what the run gains, ns."""
+
+    forecasts: tuple[Forecast, ...]
+    chosen: Forecast
+    gain_ns: float
+
+    @property
+    def now(self) -> Forecast:
+        """The forecast with as many workers as there are."""
+        return self.forecasts[0]
+
+
+def replayed(pace: Pace, workers: int) -> Forecast:
+    """Give the mean step with so many workers as the model has it; 0: the loop fetches itself."""
+    trains, fetches = 1.0, 1.0
+    trained = float(pace.own.mean()) * pace.own_cpu
+    fetched = float(pace.fetch_cpu.mean())
+    told = Forecast(workers, 0.0, 0.0)
+    for _ in range(_ROUNDS):
+        own = pace.own * (1 - pace.own_cpu + pace.own_cpu * trains)
+        told = _replay(own, pace.fetch + pace.fetch_cpu * (fetches - 1), workers, pace.prefetch)
+        now = _stretches(pace, workers, trained * trains / told.step_ns, fetched * fetches / told.step_ns)
+        # Half-way, or the two would swing around each other.
+        trains = (trains + max(1.0, now[0] * pace.beside[0])) / 2
+        fetches = (fetches + max(1.0, now[1] * pace.beside[1])) / 2
+    # The mean stretch may promise a little more than all cores at work can do.
+    least = pace.ranks * (pace.threads * trained + fetched) / pace.cores
+    return replace(told, step_ns=max(told.step_ns, least))
+
+
+def _replay(own: Times, fetch: Times, workers: int, prefetch: int) -> Forecast:
+    if not workers:
+        wait = float(fetch.mean())
+        return Forecast(0, float(own.mean()) + wait, wait)
+    depth = workers * max(prefetch, 1)
+    # The first two fillings of the queue are no steady state.
+    skip = 2 * depth
+    n = max(_BATCHES, 2 * skip)
+    owns, takes = np.resize(own, n).tolist(), np.resize(fetch, n).tolist()
+    there, taken = [0.0] * n, [0.0] * n
+    asked = begun = waited = 0.0
+    for k in range(n):
+        free = there[k - workers] if k >= workers else 0.0
+        told = taken[k - depth] if k >= depth else 0.0
+        there[k] = max(free, told) + takes[k]
+        taken[k] = max(there[k], asked)
+        if k == skip:
+            begun, waited = asked, 0.0
+        waited += taken[k] - asked
+        asked = taken[k] + owns[k]
+    return Forecast(workers, (asked - begun) / (n - skip), waited / (n - skip))
+
+
+def _stretches(pace: Pace, workers: int, trains: float, fetches: float) -> tuple[float, float]:
+    """Give how much longer computing takes the loop, and a worker, than with a core for every thread.
+
+    `trains` and `fetches`: the share of the time that a rank's loop, and its workers together, are ready to compute.
+    """
+    fetching = pace.ranks * workers
+    busy, each = (trains, fetches / workers) if workers else (trains + fetches, 0.0)
+
+    def stretch(itself: int, loops: int, fetchers: int) -> float:
+        ready = itself + pace.threads * np.arange(loops + 1)[:, None] + np.arange(fetchers + 1)[None, :]
+        chance = _chance(loops, busy)[:, None] * _chance(fetchers, each)[None, :]
+        return 1.0 / float((chance * np.minimum(1.0, pace.cores / ready)).sum())
+
+    trains = stretch(pace.threads, pace.ranks - 1, fetching)
+    return trains, stretch(1, pace.ranks, fetching - 1) if workers else trains
+
+
+def _chance(n: int, share: float) -> Times:
+    """Give the binomial distribution: how likely each number of n is ready, each for such a share of the time."""
+    share = min(max(share, 1e-9), 1 - 1e-9)
+    k = np.arange(n + 1, dtype=float)
+    factorial = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, n + 1, dtype=float)))))
+    logs: Times = factorial[n] - factorial - factorial[::-1] + k * np.log(share) + (n - k) * np.log1p(-share)
+    return np.exp(logs)
+
+
+def pace(run: Measured, rank: int) -> Pace:
+    """Give a rank's pace; raises NotMeasured where its fetches were not recorded, or its steps take several batches."""
+    loader = settings.training_loader(run, rank)
+    workers, cpu = loader.get("num_workers"), run.facts[rank].get("cpu") or {}
+    cores = cpu.get("affinity") or cpu.get("count")
+    means = _of(run.frame(loader_means), rank)
+    steps = _of(run.frame(step_means), rank)
+    fetches = _of(run.frame(fetch_series), rank)
+    series = _of(run.frame(step_series), rank)
+    series = series[series["steady"].astype(bool) & (series["fetch_ns"] >= 0)]
+    if not isinstance(workers, int) or not isinstance(cores, int) or not (len(means) and len(fetches) and len(series)):
+        raise NotMeasured("what fetching a batch takes was not recorded")
+    row, step = means.iloc[0], steps.iloc[0]
+    if not 0.9 < row["batches"] / step["steps"] < 1.1:
+        raise NotMeasured("a step takes more than one batch")
+    fetch, used, delay = (fetches[c].to_numpy(dtype=float) for c in ("dur_ns", "cpu_ns", "delay_ns"))
+    if (used < 0).all() or np.isnan(row["cores"]):
+        raise NotMeasured("what fetching and training use of the cores was not recorded")
+    used = np.where(used < 0, used[used >= 0].mean(), used)
+    delay = np.minimum(np.maximum(delay, 0.0), np.maximum(fetch - used, 0.0))
+    own = (series["dur_ns"] - series["fetch_ns"]).to_numpy(dtype=float)
+    inside = 0.0 if workers else 1.0  # the share of fetching that the loop's own figures hold
+    own_delay = (0.0 if np.isnan(row["delayed"]) else row["delayed"]) * step["step_ns"] - inside * delay.mean()
+    own_used = row["cores"] * step["step_ns"] - inside * used.mean()
+    alone = min(max(1.0 - own_delay / own.mean(), 0.1), 1.0)
+    threads = int(cpu.get("torch_threads") or 1) if settings.on_cpu(run) else 1
+    needs = fetch - delay + float(fetches["gap_ns"].iloc[0])
+    # A worker has one thread where the training thread may have used several.
+    needs = np.maximum(needs, used)
+    recorded = Pace(
+        workers=workers,
+        prefetch=int(loader.get("prefetch_factor") or 2),
+        own=own * alone,
+        own_cpu=min(max(own_used, 0.0) / threads / (own.mean() * alone), 1.0),
+        threads=threads,
+        fetch=needs,
+        fetch_cpu=used,
+        cores=cores,
+        ranks=max(1, sum(1 for r in run.ranks if run.facts[r].get("host") == run.facts[rank].get("host"))),
+    )
+    trained, waited = recorded.own.mean() * recorded.own_cpu, own.mean() * (1 - alone)
+    ready = (trained + waited) / step["step_ns"], (used.mean() + delay.mean()) / step["step_ns"]
+    model = _stretches(recorded, workers, *ready)
+    beside = (1 + waited / max(trained, 1.0)) / model[0], (1 + delay.mean() / max(used.mean(), 1.0)) / model[1]
+    return replace(recorded, beside=beside)
+
+
+def forecasts(run: Measured, rank: int, upto: int | None = None) -> tuple[Forecast, ...]:
+    """Give the mean step of a rank as it is, then with 1, 2, … workers, as far as more of them may still help.
+
+    Where `upto` is told, only with that number.
+
+    What the model says differs from what was measured is taken off all of them. Raises NotMeasured where that is more
+    than TRUSTED of the step, and as `pace` does.
+    """
+    recorded = pace(run, rank)
+    measured = float(_of(run.frame(step_means), rank)["step_ns"].iloc[0])
+    now = replayed(recorded, recorded.workers)
+    off = now.step_ns - measured
+    if abs(off) > TRUSTED * measured:
+        raise NotMeasured(f"the recorded batches explain a step of {now.step_ns / 1e6:.1f} ms only")
+    if upto is not None:
+        return tuple(replace(f, step_ns=f.step_ns - off) for f in (now, replayed(recorded, upto)))
+    given = [now]
+    best, since = np.inf, 0
+    for n in range(1, MOST_WORKERS + 1):
+        given.append(now if n == recorded.workers else replayed(recorded, n))
+        since = 0 if given[-1].step_ns < best * (1 - WORTH) else since + 1
+        best = min(best, given[-1].step_ns)
+        # Two that gained nothing may be the two that make one round of an uneven number; three are enough.
+        if n > recorded.workers and since >= 3:
+            break
+    return tuple(replace(f, step_ns=f.step_ns - off) for f in given)
+
+
+def proposed(given: tuple[Forecast, ...]) -> Forecast:
+    """Give the fewest workers that come within WORTH of the best."""
+    best = min(f.step_ns for f in given)
+    return min((f for f in given if f.step_ns <= best * (1 + WORTH)), key=lambda f: f.workers)
+
+
+def planned(run: Measured, wait: Mapping[int, float], worst: int) -> Plan | None:
+    """Choose the workers that the rank which waits most needs, and predict what all ranks gain by them.
+
+    `wait`: each rank's exposed wait for data in the mean steady step, ns. None where the batches were not recorded.
+    """
+    try:
+        given = forecasts(run, worst)
+        chosen = proposed(given)
+        freed = {worst: _freed(given, chosen.workers)}
+        for rank in sorted((r for r in wait if r != worst and wait[r]), key=lambda r: -wait[r])[: MOST_RANKS - 1]:
+            freed[rank] = _freed(forecasts(run, rank, upto=chosen.workers), chosen.workers)
+    except NotMeasured:
+        return None
+    # Ranks beyond those that were looked at wait less than they, and are taken to be like the worst.
+    gone = {r: w * freed.get(r, freed[worst]) for r, w in wait.items()}
+    return Plan(given, chosen, saving_input(run, gone))
+
+
+def _freed(given: tuple[Forecast, ...], workers: int) -> float:
+    """Give the share of the wait that is gone with so many workers; what computing is then slower counts against it."""
+    then = next((f for f in given[1:] if f.workers == workers), given[0])
+    wait = given[0].wait_ns
+    return min(max((given[0].step_ns - then.step_ns) / wait, 0.0), 1.0) if wait else 0.0
+
+
+def _of(frame: pd.DataFrame, rank: int) -> pd.DataFrame:
+    return frame[frame["rank"] == rank]

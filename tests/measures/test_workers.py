@@ -1,0 +1,119 @@
+"""The step with other numbers of workers: known answers, and what the model must not claim."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlprof.errors import NotMeasured
+from dlprof.measures.breakdown import breakdown
+from dlprof.measures.loader import fetch_series, loader_means
+from dlprof.measures.replay import own_time
+from dlprof.measures.steps import step_means, step_series
+from dlprof.measures.workers import Pace, forecasts, planned, proposed, replayed
+from tests import runs
+from tests.runs import MS
+
+NEEDS = (breakdown, fetch_series, loader_means, own_time, step_means, step_series)
+
+
+def pace(own: float, fetch: float, *, own_cpu: float = 0.0, fetch_cpu: float = 0.0, **more: Any) -> Pace:
+    told: dict[str, Any] = {"workers": 1, "prefetch": 2, "threads": 1, "cores": 64, "ranks": 1} | more
+    return Pace(
+        own=np.full(50, own), own_cpu=own_cpu, fetch=np.full(50, fetch), fetch_cpu=np.full(50, fetch_cpu), **told
+    )
+
+
+@pytest.mark.parametrize(("workers", "step"), [(0, 100), (1, 80), (2, 40), (3, 80 / 3), (4, 20), (9, 20)])
+def test_fetches_that_wait_for_storage_are_divided_by_the_workers_down_to_the_loops_own(
+    workers: int, step: float
+) -> None:
+    told = replayed(pace(20.0, 80.0), workers)
+    assert told.step_ns == pytest.approx(step, rel=0.02)
+    assert told.wait_ns == pytest.approx(step - 20.0, abs=0.5)
+
+
+def test_fetches_that_compute_are_bounded_by_the_cores() -> None:
+    # 20 ms of training and 80 ms of fetching are 100 ms of computing: on two cores never below 50 ms.
+    steps = [replayed(pace(20.0, 80.0, own_cpu=1.0, fetch_cpu=80.0, cores=2), n).step_ns for n in range(9)]
+    assert steps[0] == pytest.approx(100, rel=0.01)
+    assert min(steps) >= 49
+    assert steps[4] == pytest.approx(min(steps), rel=0.1)
+    # Where there are cores enough, it is as if they waited.
+    assert replayed(pace(20.0, 80.0, own_cpu=1.0, fetch_cpu=80.0), 4).step_ns == pytest.approx(20, rel=0.02)
+
+
+def test_ranks_of_one_host_share_its_cores() -> None:
+    alone = replayed(pace(100.0, 50.0, own_cpu=1.0, fetch_cpu=50.0, cores=2), 1)
+    four = replayed(pace(100.0, 50.0, own_cpu=1.0, fetch_cpu=50.0, cores=2, ranks=2), 1)
+    assert alone.step_ns == pytest.approx(100, rel=0.03)
+    # Two ranks compute 300 ms on two cores.
+    assert four.step_ns == pytest.approx(150, rel=0.1)
+
+
+def test_one_slow_worker_holds_up_all_and_a_deep_queue_does_not_help() -> None:
+    fetch = np.full(48, 10.0)
+    fetch[::4] = 100.0
+    slow = Pace(workers=4, prefetch=2, own=np.full(48, 10.0), own_cpu=0, threads=1, fetch=fetch,
+                fetch_cpu=np.zeros(48), cores=64, ranks=1)  # fmt: skip
+    # Every fourth fetch falls to worker 0, which gives a batch in 100 ms: four batches take 100 ms.
+    assert replayed(slow, 4).step_ns == pytest.approx(25, rel=0.03)
+    assert replayed(slow, 5).step_ns < 15
+
+
+def recorded(
+    folder: Path, *, fetch: int, cpu: int, workers: int, own: int = 20, cores: int = 16, ranks: int = 1
+) -> Path:
+    """Make a run whose steps are what the model has them be: a worker's fetches one after the other."""
+    step = max(own, fetch // workers) if workers else own + fetch
+    facts = {
+        **runs.CPU,
+        "loaders": [{"role": "train", "num_workers": workers, "prefetch_factor": 2 if workers else None}],
+        "cpu": {"count": cores, "affinity": cores, "torch_threads": 1},
+    }
+    steps = [runs.light(k, step * MS, fetch_ns=(step - own) * MS) for k in range(40)]
+    path = runs.recorded(folder / "run", *((None, steps, facts) for _ in range(ranks)))
+    for rank in range(ranks):
+        wait = (step - own) * MS
+        runs.loading(path, rank, step=step * MS, wait=wait, fetch=fetch * MS, cpu=cpu * MS, n=40, workers=workers)
+    return path
+
+
+def test_a_recorded_run_is_forecast_from_its_own_batches(tmp_path: Path) -> None:
+    run = runs.measured(recorded(tmp_path, fetch=80, cpu=2, workers=1), *NEEDS)
+    given = forecasts(run, 0)
+    assert given[0].workers == 1
+    assert given[0].step_ns == pytest.approx(80 * MS)
+    assert [f.workers for f in given[1:]] == list(range(1, len(given)))
+    chosen = proposed(given)
+    assert chosen.workers == 4
+    assert chosen.step_ns == pytest.approx(20 * MS, rel=0.05)
+    plan = planned(run, {0: 60.0 * MS}, 0)
+    assert plan is not None
+    assert plan.gain_ns == pytest.approx(60 * MS, rel=0.05)
+
+
+def test_a_loop_that_fetches_itself_is_forecast_too(tmp_path: Path) -> None:
+    run = runs.measured(recorded(tmp_path, fetch=30, cpu=30, workers=0, cores=2, ranks=2), *NEEDS)
+    given = forecasts(run, 1)
+    assert given[0].step_ns == pytest.approx(50 * MS)
+    # All of it computes, and there is a core a rank: nothing to gain.
+    assert min(f.step_ns for f in given) > 45 * MS
+    assert max(given[0].step_ns - min(f.step_ns for f in given), 0) < 5 * MS
+
+
+def test_a_run_that_its_batches_do_not_explain_is_not_forecast(tmp_path: Path) -> None:
+    path = recorded(tmp_path, fetch=80, cpu=2, workers=1)
+    runs.loading(path, 0, step=80 * MS, wait=60 * MS, fetch=8 * MS, cpu=2 * MS, n=40, workers=1)
+    run = runs.measured(path, *NEEDS)
+    with pytest.raises(NotMeasured, match="explain"):
+        forecasts(run, 0)
+    assert planned(run, {0: 60.0 * MS}, 0) is None
+
+
+def test_without_a_record_of_batches_nothing_is_forecast(tmp_path: Path) -> None:
+    steps = [runs.light(k, 80 * MS, fetch_ns=60 * MS) for k in range(40)]
+    run = runs.measured(runs.recorded(tmp_path / "run", (None, steps, runs.CPU)), *NEEDS)
+    with pytest.raises(NotMeasured):
+        forecasts(run, 0)
