@@ -73,8 +73,8 @@ def pipeline(rank: RankData) -> pd.DataFrame:
     """Give one row of the steady calls of schedule.step(): which schedule, and the mean call in ns.
 
     Columns: schedule, microbatches, stages and ranks (as text, ", " between), first_stage (this rank holds it), chunks
-    (a rank), calls, dur_ns, busy_ns (inside chunks), noise_ns (standard error of what is left), and the mean of one
-    forward_ns, backward_ns, input_ns, weight_ns, loss_ns, reduce_ns; NaN: none.
+    (a rank), calls, calls_a_step (of training), dur_ns, busy_ns (inside chunks), noise_ns (standard error of what is
+    left), and the mean of one forward_ns, backward_ns, input_ns, weight_ns, loss_ns, reduce_ns; NaN: none.
     """
     told = _told(rank)
     frame = _steady(rank)
@@ -94,6 +94,7 @@ def pipeline(rank: RankData) -> pd.DataFrame:
             "first_stage": [0 in told["stages"]],
             "chunks": [len(told["stages"])],
             "calls": [len(calls)],
+            "calls_a_step": [len(calls) / calls["step"].nunique()],
             "dur_ns": [float(calls["dur_ns"].mean())],
             "busy_ns": [float(calls["busy_ns"].mean())],
             "noise_ns": [standard_error(idle)],

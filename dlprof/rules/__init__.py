@@ -9,6 +9,7 @@ from dlprof.rules import (
     host_bound,
     input_wait,
     pageable_copy,
+    pipeline_bubble,
     recompilation,
     straggler,
 )
@@ -21,6 +22,7 @@ RULES: tuple[Rule, ...] = (
     host_bound.RULE,
     input_wait.RULE,
     pageable_copy.RULE,
+    pipeline_bubble.RULE,
     recompilation.RULE,
     straggler.RULE,
 )

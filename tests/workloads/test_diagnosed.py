@@ -14,9 +14,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def outcomes(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
-    """Record a short run of the reference workload, and give what the rules said of it."""
-    command = [sys.executable, "-m", "dlprof", "run", str(ROOT / "workloads" / "ddp_resnet.py"), "--procs", "2"]
-    command += ["-o", str(folder / "run"), *options, "--", "--steps", "40", "--data", str(folder.parent / "data")]
+    """Record a short run of the ResNet, and give what the rules said of it."""
+    return recorded("ddp_resnet", folder, *options, "--", "--steps", "40", "--data", str(folder.parent / "data"))
+
+
+def recorded(workload: str, folder: Path, *options: str) -> dict[str, dict[str, Any]]:
+    """Record a reference workload on two CPU ranks, and give what the rules said of it."""
+    command = [sys.executable, "-m", "dlprof", "run", str(ROOT / "workloads" / f"{workload}.py"), "--procs", "2"]
+    command += ["-o", str(folder / "run"), *options]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     result = json.loads((folder / "run" / "result.json").read_text())
@@ -51,3 +56,12 @@ def test_without_a_fault_neither_loader_nor_host_is_blamed_for_much(tmp_path: Pa
     assert said["gc_pauses"]["state"] == "clear"
     assert said["recompilation"]["state"] == "clear"
     assert said["pageable_copy"]["state"] == "not_measured"
+
+
+def test_few_microbatches_are_found_and_enough_are_left_alone(tmp_path: Path) -> None:
+    steps = ("--", "--steps", "30")
+    (tmp_path / "fault").mkdir()
+    found = recorded("pipeline_transformer", tmp_path / "fault", "--fault", "few_microbatches", *steps)
+    assert found["pipeline_bubble"]["state"] == "found", found["pipeline_bubble"]
+    assert found["pipeline_bubble"]["share"] > 0.1
+    assert recorded("pipeline_transformer", tmp_path, *steps)["pipeline_bubble"]["state"] == "clear"
