@@ -30,6 +30,8 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # How long the end of the command may wait for the samplers; what they measured is on disk by then.
 _SAMPLERS_END_S = 1.0
 _SAMPLERS_NICE = 10
+# Sooner after their start than this they have nothing to tell, and are not waited for.
+_SAMPLERS_SOONEST_S = 1.0
 
 _SI_KERNEL = 0x80  # <asm-generic/siginfo.h>: sent by the kernel, as the terminal's Ctrl-C is, to the whole group
 
@@ -216,6 +218,7 @@ class _Samplers:
         self._env = {name: value for name, value in env.items() if name != "DLPROF_RUN"}
         self._process: subprocess.Popen[bytes] | None = None
         self._failed: str | None = None
+        self._started_s = time.monotonic()
 
     def start(self, mask: Any) -> None:
         """Start it; the command runs already, and has this process's signal mask from before."""
@@ -254,6 +257,8 @@ class _Samplers:
         if self._process.poll() is not None:
             self._failed = f"the samplers ended before the job (status {self._process.returncode})"
         self._process.stdin.close()
+        if time.monotonic() - self._started_s < _SAMPLERS_SOONEST_S:
+            self._process.kill()
 
     def wait(self) -> list[str]:
         """See it gone, and tell in at most one line what went wrong."""

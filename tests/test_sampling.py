@@ -202,3 +202,30 @@ def test_nothing_is_started_where_nobody_asked_for_samples(tmp_path: Path) -> No
     done = jobs.launch(jobs.wrapped(tmp_path / "run", [sys.executable, script], "--no-sample"), tmp_path)
     assert str(script) in done.stdout
     assert "samplers/__main__.py" not in done.stdout
+
+
+def test_of_the_tasks_of_one_job_on_a_host_one_samples(tmp_path: Path) -> None:
+    """As `srun -n2 dlprof wrap` starts them; when the first task has ended, the other's process takes over."""
+    script = tmp_path / "job.py"
+    script.write_text("import sys\nprint('ready', flush=True)\nsys.stdin.readline()\n")
+    env = jobs.environment(SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_NTASKS="2")
+    command = jobs.wrapped(tmp_path / "run", [sys.executable, script])
+    tasks = [
+        subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+
+    def writing(task: subprocess.Popen[str]) -> bool:
+        try:
+            (pid,) = (pid for pid in jobs.children(task.pid) if "samplers/__main__.py" in jobs.words(pid))
+            return any(fd.readlink().name == "host.jsonl" for fd in Path(f"/proc/{pid}/fd").iterdir())
+        except (OSError, ValueError):  # it is just starting, or opening another file
+            return False
+
+    assert all(task.stdout is not None and task.stdout.readline() == "ready\n" for task in tasks)
+    assert until(lambda: any(map(writing, tasks)))
+    first, second = sorted(tasks, key=writing, reverse=True)
+    assert not writing(second)
+    first.communicate("\n", timeout=30)
+    assert until(lambda: writing(second))
+    second.communicate("\n", timeout=30)
+    assert (first.returncode, second.returncode) == (0, 0)

@@ -40,6 +40,7 @@ FAULTS = {
     "changing_shapes": "recompilation",  # compiled for one size of pictures, and the size changes
     "checkpoint_every_few": "checkpoint_stall",  # the whole state saved over and over, every 5 steps
     "garbage": "gc_pauses",  # many objects live on, and each step leaves cycles
+    "many_threads": "thread_oversubscription",  # on the CPU, each rank with eight threads for each core of the host
     "no_workers": "input_wait",  # the training thread reads and decodes
     "pageable": "pageable_copy",  # batches copied to the GPU from ordinary memory
     "python_metrics": "host_bound",  # statistics in pure Python between the steps
@@ -393,6 +394,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.lr = 0.1 * min(1, args.batch_size * args.world / 256) if args.optimizer == "sgd" else 0.001
     if args.fault == "pageable" and args.device != "cuda":
         parser.error("--fault pageable needs a GPU: on the CPU no batch is copied")
+    if args.fault == "many_threads" and args.device != "cpu":
+        parser.error("--fault many_threads needs --device cpu: a GPU's operators take one thread")
     if args.fault in NEEDS_TWO_RANKS and args.world < 2:
         parser.error(f"--fault {args.fault} needs two ranks: torchrun --nproc-per-node 2 {parser.prog} ...")
     if args.device == "cpu" and args.precision in ("tf32", "fp16"):
@@ -492,6 +495,8 @@ def autocast(args: argparse.Namespace) -> contextlib.AbstractContextManager[Any]
 
 def main() -> None:
     args = parse()
+    if args.fault == "many_threads":
+        torch.set_num_threads(8 * (os.cpu_count() or 1))
     if args.fault == "no_workers":
         args.workers = 0
     if args.fault == "pageable":

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures.steps import light_steps
+from dlprof.measures.steps import light_steps, standard_error
 
 # What only grows → its rate: CPU seconds a second are cores, joules a second are watts, and the time that clocks were
 # held down, or a thread waited for a core, is a share.
@@ -87,7 +87,9 @@ def sample_series(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def sample_means(rank: RankData) -> pd.DataFrame:
-    """Give each metric while training was steady: source, metric, mean, largest, readings; what only grows as rates.
+    """Give each metric while training was steady, what only grows as rates.
+
+    Columns: source, metric, mean, its standard error noise, largest, readings.
 
     Raises NotMeasured where nothing was sampled, or too little of the steady steps.
     """
@@ -102,6 +104,7 @@ def sample_means(rank: RankData) -> pd.DataFrame:
                     "source": source,
                     "metric": _rate_of(metric),
                     "mean": float(np.average(value, weights=span)),
+                    "noise": standard_error(value),
                     "largest": float(value.max()),
                     "readings": len(at),
                 }

@@ -12,6 +12,7 @@ from dlprof.rules import (
     pipeline_bubble,
     recompilation,
     straggler,
+    thread_oversubscription,
 )
 
 RULES: tuple[Rule, ...] = (
@@ -25,4 +26,5 @@ RULES: tuple[Rule, ...] = (
     pipeline_bubble.RULE,
     recompilation.RULE,
     straggler.RULE,
+    thread_oversubscription.RULE,
 )

@@ -1,0 +1,136 @@
+"""More threads want to compute than there are cores, and training waits for its turn.
+
+Every rank that runs operators on the CPU splits them over a pool of threads, by default as many as the host has cores.
+Eight ranks of one host then have eight times too many, and each of them stands still when any of its threads does. The
+kernel's scheduler shares the cores out in slices of milliseconds, while an operator takes microseconds.
+
+Needs what is sampled beside the job: how long the main thread of a rank was ready to run and had no core, as the Linux
+kernel counts it. The rule speaks where a rank has more threads than cores to itself; waiting that other programs on the
+host cause is no fault of the job's. On a GPU also a trace: it matters only where the GPU has nothing to do meanwhile.
+
+Saving: the main thread's waiting gone. What it loses by waiting for its own pool, whose threads wait as well, comes on
+top and is not counted.
+
+What to change: as many threads as a rank has cores to itself, loader workers left out of account only where the loader
+is idle: `OMP_NUM_THREADS` in the job's environment, or `torch.set_num_threads`.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from dlprof.diagnosis import Clear, Rule
+from dlprof.engine import Measured
+from dlprof.errors import NotMeasured
+from dlprof.measures import settings
+from dlprof.measures.breakdown import breakdown, part
+from dlprof.measures.replay import own_time, saving
+from dlprof.measures.samples import sample_means
+from dlprof.measures.steps import mean_step_ns, step_means
+from dlprof.result import Finding, Panel
+from dlprof.units import count, digits, percent
+
+# Where tools for input and stragglers begin to speak: 5 % of a step (XProf, NVIDIA's resiliency extension).
+NOTABLE_SHARE = 0.05
+
+_WAITED = "main_thread_waited_share"
+
+
+def check(run: Measured) -> Finding | Clear:
+    """Look at how long each rank's main thread had no core, and at how many threads it has."""
+    sampled = run.frame(sample_means)
+    waits = sampled[sampled["metric"] == _WAITED].set_index("rank")
+    if not len(waits):
+        raise NotMeasured("this kernel does not count how long threads wait for a core")
+    threads = {r: n for r in run.ranks if (n := (run.facts[r].get("cpu") or {}).get("torch_threads"))}
+    cores = {r: n for r in threads if (n := _cores(run, r))}
+    if not cores:
+        raise NotMeasured("the numbers of cores and of threads are not known")
+    step = mean_step_ns(run)
+    waited = {r: float(waits["mean"][r]) * step for r in waits.index.intersection(list(cores))}
+    if not waited:
+        raise NotMeasured("no rank with samples tells its threads")
+    worst = max(waited, key=lambda r: (threads[r] > cores[r], waited[r]))
+    if threads[worst] <= cores[worst]:
+        return Clear(
+            f"{count(threads[worst], 'thread')} a rank, and as many cores;"
+            f" {percent(waited[worst] / step)} of the time the main thread waits for one"
+        )
+    if not settings.on_cpu(run):
+        idle = part(run, "host", "optimizer_host")
+        waited = {r: min(ns, idle.get(r, 0.0)) for r, ns in waited.items()}
+    gain = saving(run, {r: ns for r, ns in waited.items() if threads[r] > cores[r]})
+    if gain / step < NOTABLE_SHARE:
+        return Clear(f"{percent(gain / step)} of the step waits for a core")
+    return Finding(
+        title="More threads than cores",
+        summary=f"Rank {worst} computes with {threads[worst]:,} threads and has {count(cores[worst], 'core')} to"
+        f" itself: for {percent(waited[worst] / step)} of the time its main thread is ready and has none.",
+        verdict=f"{percent(gain / step)} of each step waits for a free core.",
+        saving_ns=gain,
+        noise_ns=float(waits.loc[worst, "noise"]) * step,
+        advice=_advice(run, worst, threads[worst], cores[worst]),
+        evidence=_evidence(sampled, threads, cores, waited, step),
+        ranks=tuple(sorted(r for r in waited if threads[r] > cores[r])),
+        sure=_sure(sampled),
+    )
+
+
+def _cores(run: Measured, rank: int) -> int | None:
+    """Give how many cores a rank has to itself: those it is bound to, or its share of the host's."""
+    cpu = run.facts[rank].get("cpu") or {}
+    bound, all_cores = cpu.get("affinity"), cpu.get("count")
+    here = sum(run.facts[r].get("host") == run.facts[rank].get("host") for r in run.ranks)
+    if bound and all_cores and bound < all_cores and bound * here <= all_cores:
+        return int(bound)
+    return settings.cores_per_rank(run, rank)
+
+
+def _advice(run: Measured, rank: int, threads: int, cores: int) -> tuple[str, ...]:
+    workers = settings.training_loader(run, rank).get("num_workers") or 0
+    left = max(1, cores - workers)
+    advice = [f"`OMP_NUM_THREADS={left}`, or `torch.set_num_threads({left})` (is {threads})"]
+    if workers >= cores:
+        advice.append(f"its {count(workers, 'loader worker')} want cores as well: it has {cores}")
+    return tuple(advice)
+
+
+def _evidence(
+    sampled: pd.DataFrame, threads: dict[int, int], cores: dict[int, int], waited: dict[int, float], step: float
+) -> Panel:
+    told = sampled.pivot_table(index="rank", columns="metric", values="mean").reindex(list(waited))
+    rows = tuple(
+        (
+            f"rank {r}",
+            threads[r],
+            cores[r],
+            percent(waited[r] / step),
+            *("" if m not in told or pd.isna(told[m][r]) else digits(float(told[m][r])) for m in _METRICS),
+        )
+        for r in list(waited)[:_MOST_RANKS]
+    )
+    columns = ("", "threads", "cores to itself", "ready, without a core", *_METRICS.values())
+    return Panel("table", "Threads and cores", rows, columns)
+
+
+_MOST_RANKS = 16
+_METRICS = {
+    "cpu_cores": "cores in use",
+    "involuntary_switches_per_s": "taken off a core, a second",
+    "children_cpu_cores": "cores its children use",
+}
+
+
+def _sure(sampled: pd.DataFrame) -> str:
+    sums = sampled.groupby(["source", "metric"])["mean"].sum()
+    ours = sum(float(sums.get(("processes", m), 0.0)) for m in ("cpu_cores", "children_cpu_cores"))
+    others = float(sums.get(("host", "cpu_cores"), 0.0)) - ours
+    alone = "Counted by the kernel; estimated as the main thread's waiting gone."
+    if others < 0.1 * float(sums.get(("host", "cores"), 1.0)):
+        return alone
+    return f"{alone} Processes outside the job use {digits(others)} cores: the waiting that they cause stays."
+
+
+RULE = Rule(
+    "thread_oversubscription", "Threads that wait for a core", (breakdown, own_time, sample_means, step_means), check
+)
