@@ -25,6 +25,9 @@ from dlprof.log import Log
 # How often a process that found its host claimed asks again: the one that samples ends with its own supervisor.
 _CLAIM_AGAIN_S = 2.0
 
+# How often the ranks' folder is listed after it has changed: some disks tell only the second of a change.
+_LISTINGS = 5
+
 
 @dataclass(frozen=True)
 class RankHere:
@@ -77,6 +80,7 @@ class Host:
         self.folder = run / "hosts" / self.name
         self.ranks: tuple[RankHere, ...] = ()
         self._listed_ns = -1
+        self._listings = 0  # that are still to come
         self._unread: set[str] = set()  # folders of ranks that have no facts yet
         self._elsewhere: set[str] = set()  # folders of ranks of other hosts, or that ended
         self._warned: set[str] = set()
@@ -96,12 +100,18 @@ class Host:
             file.write(text.replace("\n", " ") + "\n")
 
     def look(self) -> None:
-        """Bring `ranks` up to date. Costs one stat while no rank comes: the folder may be on a busy network disk."""
+        """Bring `ranks` up to date. Costs one stat while no rank comes: the folder may be on a busy network disk.
+
+        A change that falls into the same tick of the disk's clock as a listing does not show: so a few more follow.
+        """
         self.ranks = tuple(rank for rank in self.ranks if _started(rank.pid) == rank.since)
         folder = self.run / "ranks"
         try:
             changed = folder.stat().st_mtime_ns
             if changed != self._listed_ns:
+                self._listings = _LISTINGS
+            if self._listings:
+                self._listings -= 1
                 known = self._elsewhere | {rank.name for rank in self.ranks}
                 self._unread = {entry.name for entry in os.scandir(folder) if entry.name not in known}
                 self._listed_ns = changed
@@ -154,16 +164,16 @@ def sample(run: Path, samplers: Iterable[Callable[[], Sampler]], end: int) -> No
         host = Host(run)
         host.folder.mkdir(parents=True, exist_ok=True)
         due: dict[Sampler, float] = {}
-        for make in samplers:
-            if over(end, 0):
-                return
-            try:
-                sampler = make()
-                sampler.start(host)
-                due[sampler] = time.monotonic()
-            except Exception as e:  # noqa: BLE001 - one sampler must not cost the others
-                _off(host, getattr(make, "name", str(make)), e)
         try:
+            for make in samplers:
+                if over(end, 0):
+                    return
+                try:
+                    sampler = make()
+                    sampler.start(host)
+                    due[sampler] = time.monotonic()
+                except Exception as e:  # noqa: BLE001 - one sampler must not cost the others
+                    _off(host, getattr(make, "name", str(make)), e)
             _drive(host, due, end)
         finally:
             for sampler in due:
