@@ -109,6 +109,8 @@ def _why_no_trace(rank: Rank) -> str:
     state = window.get("state")
     if state == "off":
         return "recorded without a trace (--no-trace)"
+    if state == "nsys":
+        return "recorded under nsys, which torch.profiler would get in the way of (--nsys, or nsys around it)"
     if state == "yielded":
         return "the script runs torch.profiler itself, so dlprof's own window was not recorded"
     if state == "waiting":

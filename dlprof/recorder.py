@@ -177,7 +177,8 @@ class Recorder:
 
         # True while a module's call needs no look: inside a fetch, a forward or a backward, or when switched off.
         self.inside = False
-        self.range: Callable[[str], Any] | None = None  # set while the trace window is open
+        # What opens a named range around each phase: the trace while its window is open, NVTX all along.
+        self.ranges: list[Callable[[str], Any]] = []
         self.first_forward: Callable[[], None] | None = None  # called before the first forward of each step
         self.off = False
         self.started = False
@@ -221,16 +222,14 @@ class Recorder:
         return not self.off and self._phases[-1:] == [FETCH] and get_ident() == self._owner
 
     def open_range(self, name: str) -> Any:
-        """Open a named range if a trace window is open; its __exit__ closes it. None: nobody traces."""
-        if _is_compiling() or self.range is None:
+        """Open a named range if somebody traces; its __exit__ closes it. None: nobody does."""
+        if _is_compiling() or not self.ranges:
             return None
         try:
-            opened = self.range(name)
-            opened.__enter__()
+            return self._open(name)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
             return None
-        return opened
 
     # -- phases
 
@@ -428,13 +427,14 @@ class Recorder:
             self.row.parts[phases[-1]] += now - self._since_ns
         phases.append(phase)
         self.inside = phase != OPTIMIZER
-        if self.range is None:
-            self._open_ranges.append(None)
-        else:
-            opened = self.range(_RANGES[phase])
-            opened.__enter__()
-            self._open_ranges.append(opened)
+        self._open_ranges.append(self._open(_RANGES[phase]) if self.ranges else None)
         self._since_ns = now
+
+    def _open(self, name: str) -> contextlib.ExitStack:
+        opened = contextlib.ExitStack()
+        for make in self.ranges:
+            opened.enter_context(make(name))
+        return opened
 
     def _pop(self) -> int:
         opened = self._open_ranges.pop()
@@ -583,7 +583,7 @@ class Recorder:
     def _switch_off(self) -> None:
         self.off = True
         self.inside = True
-        self.range = None
+        self.ranges.clear()
         self.first_forward = None
 
     def forked(self) -> None:

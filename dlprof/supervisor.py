@@ -70,9 +70,16 @@ class Ended:
     owner: bool
 
 
-def supervise(command: Sequence[str], folder: Path, env: Mapping[str, str], options: Mapping[str, Any]) -> Ended:
+def supervise(
+    command: Sequence[str],
+    folder: Path,
+    env: Mapping[str, str],
+    options: Mapping[str, Any],
+    launcher: Sequence[str] = (),
+) -> Ended:
     """Run the command with that environment, record it into the folder, and tell how it ended.
 
+    `launcher` are words to start it with, in which "{}" stands for the folder of what is recorded on this host.
     Raises DlprofError if the folder cannot be made or already holds a run. A command that cannot be started ends with
     127 (not found) or 126 (not executable), as in a shell.
     """
@@ -93,8 +100,12 @@ def supervise(command: Sequence[str], folder: Path, env: Mapping[str, str], opti
         "warnings": [],
     }
     owner = _claim(folder, record, job)
+    here = folder / "hosts" / os.uname().nodename
+    if launcher:
+        with contextlib.suppress(OSError):
+            here.mkdir(parents=True, exist_ok=True)
     samplers = _Samplers(folder, env)
-    status = _run(list(command), recorded(env, folder), samplers)
+    status = _run([*(word.replace("{}", str(here)) for word in launcher), *command], recorded(env, folder), samplers)
     samplers.end()
     code, number = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
     warnings = [] if code in (126, 127) else missing(folder)

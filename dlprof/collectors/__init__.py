@@ -6,6 +6,7 @@ from dlprof.collectors.facts import Facts
 from dlprof.collectors.flops import Flops
 from dlprof.collectors.lines import Lines
 from dlprof.collectors.loader import Loader
+from dlprof.collectors.nvtx import Nvtx
 from dlprof.collectors.pipeline import Pipeline
 from dlprof.collectors.stalls import Stalls
 from dlprof.collectors.steps import Steps
@@ -16,6 +17,7 @@ COLLECTORS = (
     Flops,
     Lines,
     Loader,
+    Nvtx,
     Pipeline,
     Stalls,
     Steps,

@@ -21,19 +21,22 @@ class Trace:
 
     def __init__(self) -> None:
         text = os.environ.get("DLPROF_WINDOW") or _DEFAULT_WINDOW
-        self.window: dict[str, Any] = {"skip": None, "warmup": None, "active": None, "state": "off"}
-        self.window.update(first_step=None, last_step=None, export_ns=None)
+        # Only one of the two can listen to the device: a window of ours would leave nsys, or us, without its events.
+        if text != "off" and os.environ.get("NSYS_PROFILING_SESSION_ID"):
+            text = "nsys"
+        self._done = text in ("off", "nsys")
+        self.window: dict[str, Any] = {"skip": None, "warmup": None, "active": None}
+        self.window.update(state=text if self._done else "waiting", first_step=None, last_step=None, export_ns=None)
         self._recorder: Recorder | None = None
         self._profiler: Any = None
         self._range: Any = None
         self._recording = False
         self._opening = False
-        self._done = text == "off"
         self._settle = 0  # steps after the window that still feel it
         self._theirs: set[int] = set()
         if not self._done:
             skip, warmup, active = (int(part) for part in text.split(","))
-            self.window.update(skip=skip, warmup=warmup, active=active, state="waiting")
+            self.window.update(skip=skip, warmup=warmup, active=active)
             self._watch_profilers()
 
     def start(self, recorder: Recorder) -> None:
@@ -124,13 +127,14 @@ class Trace:
         if not self._recording:
             self._ours(self._profiler.start_trace)
             self._recording = True
-            recorder.range = self._named
+            recorder.ranges.append(self._named)
 
     def _close(self, recorder: Recorder, state: str) -> None:
         """Stop the profiler and, if it recorded a step, write the file; the window ends in that state."""
         profiler, self._profiler = self._profiler, None
         recorded, self._recording = self._recording, False
-        recorder.range = None
+        if recorded and self._named in recorder.ranges:
+            recorder.ranges.remove(self._named)
         self._done = True
         self._settle = 1
         recorder.row.profiled = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,6 +77,8 @@ class Recording:
     no_trace: bool
     flops: str
     lines: tuple[str, ...]
+    nsys: bool
+    nvtx: bool
     stacks: str
     sample: float
     no_sample: bool
@@ -90,7 +93,8 @@ class Recording:
             "lines": "\n".join(self.lines),
             "sample": "off" if self.no_sample else f"{self.sample:g}",
             "stacks": self.stacks,
-            "window": "off" if self.no_trace else self.window,
+            "nvtx": "on" if self.nvtx or self.nsys else "off",
+            "window": "off" if self.no_trace else "nsys" if self.nsys else self.window,
         }
 
 
@@ -131,6 +135,16 @@ _OPTIONS = (
         metavar="on|off|RATE",
         help=f"Look at the Python stacks of ranks and loader workers with py-spy: in bursts, {STACKS_A_SECOND} or RATE"
         " times a second, without stopping them.",
+    ),
+    click.option(
+        "--nsys",
+        is_flag=True,
+        help="Run the command under NVIDIA's nsys, with NVTX ranges and without the profiler window.",
+    ),
+    click.option(
+        "--nvtx",
+        is_flag=True,
+        help="Name steps, phases and collectives as NVTX ranges, for an nsys that you run yourself.",
     ),
     click.option(
         "--sample",
@@ -214,13 +228,14 @@ def record(
     """
     if env.get("DLPROF_RUN"):
         raise DlprofError(f"this already runs under dlprof, which records into {env['DLPROF_RUN']}; wrap only once")
+    launcher = _nsys(env) if recording.nsys else ()
     folder = recording.out if recording.out is not None else new_folder(name, env)
     if not recording.quiet:
         _say(f"dlprof: recording into {folder}")
     asked = recording.asked
     told = {f"DLPROF_{name.upper()}": value for name, value in asked.items()}
     with _undisturbed():
-        ended = supervise(command, folder, {**env, **told}, {**asked, **(options or {})})
+        ended = supervise(command, folder, {**env, **told}, {**asked, **(options or {})}, launcher)
         for warning in ended.warnings:
             _say(f"dlprof: {warning}")
     if not recording.no_report and ended.owner and any(folder.glob("ranks/*/facts.json")):
@@ -255,6 +270,30 @@ def _report(ended: Ended, quiet: bool) -> None:
     except Exception as e:  # noqa: BLE001 - the job's exit status comes first
         words = str(e) if isinstance(e, DlprofError) else f"{type(e).__name__}: {e}"
         _say(f"dlprof: no report: {words}")
+
+
+def _nsys(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Give the words that start a command under nsys; "{}" is the folder that its report goes to.
+
+    Raises DlprofError where there is no nsys: it was asked for, and something else would be recorded without it.
+    """
+    command = shutil.which("nsys", path=env.get("PATH"))
+    if command is None:
+        raise DlprofError(
+            "--nsys: no nsys on the PATH; install NVIDIA Nsight Systems, or record without --nsys (torch.profiler then"
+            " traces a few steps)"
+        )
+    # Tasks of one job on one host each have an nsys of their own.
+    task = next((f"-{env[name]}" for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK") if env.get(name)), "")
+    return (
+        command,
+        "profile",
+        "--trace=cuda,nvtx,osrt,cudnn,cublas",
+        "--wait=all",  # launchers end after their ranks, but whatever they leave behind is recorded too
+        "--kill=none",  # the end of a recording ends nobody
+        "--force-overwrite=true",
+        f"--output={{}}/nsys{task}",
+    )
 
 
 def _say(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -87,3 +88,60 @@ def test_the_verdict_is_on_stderr_and_the_exit_status_is_the_scripts(tmp_path: P
     done = launch([*DLPROF, "wrap", "-o", "second", "again.py"], tmp_path)
     assert done.returncode == 5
     assert [line for line in done.stderr.splitlines() if line.startswith("dlprof: no report: ")]
+
+
+# Stands where nsys would: it tells how it was called, does what it was asked to, and ends as its command did.
+NSYS = """#!/bin/sh
+printf '%s\\n' "$@" > nsys-argv
+for word; do
+    case $word in
+        --output=*) touch "${word#--output=}.nsys-rep" ;;
+    esac
+done
+while [ "${1#-}" != "$1" ] || [ "$1" = profile ]; do shift; done
+NSYS_PROFILING_SESSION_ID=1 "$@"
+"""
+
+
+def test_nsys_starts_the_command_without_a_window_and_its_status_is_the_scripts(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nsys").write_text(NSYS)
+    (tmp_path / "bin/nsys").chmod(0o755)
+    (tmp_path / "trains.py").write_text(TRAINS)
+    env = environment(PATH=f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    done = launch([*DLPROF, "wrap", "-o", "run", "--nsys", "trains.py", "--nvtx"], tmp_path, env=env)
+    assert done.returncode == 5, done.stderr
+    assert done.stdout == "stdout is the script's\n"
+    report = tmp_path / "run/hosts" / os.uname().nodename / "nsys.nsys-rep"
+    assert (tmp_path / "nsys-argv").read_text().splitlines() == [
+        "profile",
+        "--trace=cuda,nvtx,osrt,cudnn,cublas",
+        "--wait=all",
+        "--kill=none",
+        "--force-overwrite=true",
+        f"--output={report.with_suffix('')}",
+        sys.executable,
+        "trains.py",
+        "--nvtx",
+    ]
+    assert facts(tmp_path / "run/ranks/00000")["window"]["state"] == "nsys"
+    told = json.loads((tmp_path / "run/run.json").read_text())
+    assert told["command"] == [sys.executable, "trains.py", "--nvtx"]
+    assert (told["options"]["window"], told["options"]["nvtx"]) == ("nsys", "on")
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert f"hosts/{report.parent.name}/nsys.nsys-rep" in [fact["value"] for fact in result["facts"]]
+    # Whoever runs nsys himself keeps its device events, too.
+    launch([*DLPROF, "wrap", "-o", "own", "trains.py"], tmp_path, env=environment(NSYS_PROFILING_SESSION_ID="7"))
+    assert facts(tmp_path / "own/ranks/00000")["window"]["state"] == "nsys"
+
+
+def test_without_nsys_one_line_says_so_and_nothing_starts(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = launch(
+        [*DLPROF, "wrap", "--nsys", "--", "touch", "started"], tmp_path, env=environment(PATH=str(tmp_path / "empty"))
+    )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "no nsys on the PATH" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
