@@ -20,6 +20,7 @@ from dlprof.measures.pipeline import bubbles, pipeline_chunks
 from dlprof.measures.samples import ENOUGH, sample_means, sample_series
 from dlprof.measures.stacks import DOING, hottest, shown
 from dlprof.measures.steps import mean_step_ns, step_means, step_series
+from dlprof.measures.syncs import syncs
 from dlprof.measures.whole_job import PARTS, whole_job
 from dlprof.result import Fact, Panel, RunInfo
 from dlprof.units import UNKNOWN, digits, duration, percent, quantity, size
@@ -37,6 +38,7 @@ NEEDS: tuple[Measure, ...] = (
     sample_series,
     step_means,
     step_series,
+    syncs,
     whole_job,
     worker_means,
 )
@@ -142,6 +144,7 @@ def panels(run: Measured) -> tuple[Panel, ...]:
         _steps_panel,
         _whole_job_panel,
         _timeline_panel,
+        _syncs_panel,
         _pipeline_panel,
         _bubbles_panel,
         _flops_panel,
@@ -395,6 +398,31 @@ def _lines_panel(role: str, function: str, file: str, part: pd.DataFrame, ranks:
         note += f" {left} lines that took less are left out."
     columns = ("line", "hits", "time", "a hit", "share", "source")
     return Panel("table", f"Line by line: {function}, {where}", rows, columns, note=note)
+
+
+def _syncs_panel(run: Measured) -> Panel:
+    """Tell what makes the host wait for its device, on the rank that waits longest."""
+    frame = run.frame(syncs)
+    if not len(frame):
+        raise NotMeasured("the training thread waits for no device")
+    waits = frame.groupby("rank")[["ns", "calls"]].sum()
+    rank = int(str(waits.sort_values(["ns", "calls"]).index[-1]))
+    mine = frame[frame["rank"] == rank]
+    if mine["ns"].isna().any():
+        rows: tuple[tuple[Any, ...], ...] = tuple(
+            (str(asked), digits(float(n))) for asked, n in zip(mine["asked"], mine["calls"], strict=True)
+        )
+        note = "On a GPU each of these would wait until the device has caught up."
+        return Panel("table", f"Values read out of tensors, rank {rank}", rows, ("by", "times a step"), note=note)
+    rows = tuple(
+        (str(asked) or "Python", str(call), digits(float(n)), duration(float(ns)), duration(float(idle)))
+        for asked, call, n, ns, idle in zip(
+            mine["asked"], mine["call"], mine["calls"], mine["ns"], mine["idle_ns"], strict=True
+        )
+    )
+    columns = ("by", "waits in", "times a step", "waiting a step", "device then idle")
+    note = "Then idle: the device, which ran dry meanwhile, had nothing to do until the host had launched again."
+    return Panel("table", f"Waiting until the device has caught up, rank {rank}", rows, columns, note=note)
 
 
 def _pipeline_panel(run: Measured) -> Panel:
