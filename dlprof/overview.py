@@ -16,6 +16,7 @@ from dlprof.measures.arithmetic import arithmetic, operator_flops
 from dlprof.measures.excerpt import excerpt
 from dlprof.measures.lines import line_times
 from dlprof.measures.loader import loader_means, worker_means
+from dlprof.measures.memory import memory_series, memory_use
 from dlprof.measures.pipeline import bubbles, pipeline_chunks
 from dlprof.measures.samples import ENOUGH, sample_means, sample_series
 from dlprof.measures.stacks import DOING, hottest, shown
@@ -32,6 +33,8 @@ NEEDS: tuple[Measure, ...] = (
     hottest,
     line_times,
     loader_means,
+    memory_series,
+    memory_use,
     operator_flops,
     pipeline_chunks,
     sample_means,
@@ -148,6 +151,7 @@ def panels(run: Measured) -> tuple[Panel, ...]:
         _pipeline_panel,
         _bubbles_panel,
         _flops_panel,
+        _memory_panel,
         _hottest_panel,
         _workers_panel,
     )
@@ -214,6 +218,25 @@ def _whole_job_panel(run: Measured) -> Panel:
     if ranks > 1:
         note = f"Means over {ranks} ranks. {note}"
     return Panel("table", "The whole job", rows, ("", "how many", "time", "share of the job"), note=note)
+
+
+def _memory_panel(run: Measured) -> Panel:
+    series = run.frame(memory_series)
+    kinds = {
+        kind: series.pivot_table(index="step", columns="rank", values=f"{kind}_bytes")
+        for kind in ("reserved", "allocated")
+    }
+    if series["rank"].nunique() > MOST_RANKS:
+        table = pd.DataFrame({f"most {kind} of a rank": frame.max(axis=1) for kind, frame in kinds.items()})
+    else:
+        named = [frame.set_axis([f"rank {r} {kind}" for r in frame.columns], axis=1) for kind, frame in kinds.items()]
+        table = pd.concat(named, axis=1)
+    rows = tuple(
+        (int(step), *(None if pd.isna(v) else float(v) for v in values))
+        for step, values in zip(table.index, table.to_numpy(), strict=True)
+    )
+    note = "By tensors at the end of a step, and taken from the device by PyTorch's allocator."
+    return Panel("lines", "GPU memory of PyTorch", rows, ("step", *map(str, table.columns)), unit="bytes", note=note)
 
 
 def _flops_panel(run: Measured) -> Panel:
@@ -585,6 +608,7 @@ def facts(run: Measured) -> tuple[Fact, ...]:
     for name in sorted(environment):
         add("Environment", name, _several(run, "env", name))
     _arithmetic_facts(run, add)
+    _memory_facts(run, add)
     _sample_facts(run, add)
     _recording_facts(run, add)
     return tuple(out)
@@ -649,6 +673,27 @@ def _sample_facts(run: Measured, add: Any) -> None:
     if power:
         step_s = mean_step_ns(run) / 1e9
         add("GPU", "energy of a step", between([watts * step_s for watts in power], "J"))
+
+
+def _memory_facts(run: Measured, add: Any) -> None:
+    """List the most that PyTorch's allocator took on any rank, and what it had to do for it."""
+    snapshots = sorted(run.run.path.glob("ranks/*/memory_snapshot.pickle")) if run.run.recorded else []
+    add("Memory", "for pytorch.org/memory_viz", [str(path.relative_to(run.run.path)) for path in snapshots])
+    try:
+        frame = run.frame(memory_use)
+    except (NotMeasured, MeasureFailed):
+        return
+    total = frame["total_bytes"].min()
+    for name, column in (("most allocated", "peak_allocated_bytes"), ("most reserved", "peak_reserved_bytes")):
+        most = float(frame[column].max())
+        add("Memory", name, size(most) + ("" if pd.isna(total) else f" of {size(total)} ({percent(most / total)})"))
+    for name, column in (
+        ("allocations retried after emptying the cache", "retries"),
+        ("allocations that failed", "ooms"),
+        ("allocations from the device in the second half", "late"),
+    ):
+        most = int(frame[column].max())
+        add("Memory", name, f"{most:,}" if most >= 0 else "")
 
 
 def _recording_facts(run: Measured, add: Any) -> None:

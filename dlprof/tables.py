@@ -124,6 +124,21 @@ FETCHES: Mapping[str, str] = {
     "read_bytes": "int64",  # that were read at all: from files, from memory's copies of them, and through pipes
 }
 
+# What PyTorch's CUDA allocator held on the training thread's device, a few rows a second. -1: not told.
+MEMORY: Mapping[str, str] = {
+    "at_ns": "int64",
+    "step": "int64",  # the one that had just ended
+    "device": "int64",
+    "allocated_bytes": "int64",  # by tensors
+    "reserved_bytes": "int64",  # taken from the device
+    "peak_allocated_bytes": "int64",  # since the script reset it
+    "peak_reserved_bytes": "int64",
+    "retries": "int64",  # so far: allocations that succeeded only after the cache was emptied
+    "ooms": "int64",  # so far: allocations that failed
+    "device_allocs": "int64",  # so far: cudaMalloc and its like
+    "device_frees": "int64",
+}
+
 # One reading of one metric, of what was sampled beside the rank; each metric in order of time. What grows for good
 # (CPU seconds, bytes sent, page faults) stands as it was read, and may begin again at 0.
 SAMPLES: Mapping[str, str] = {
@@ -147,6 +162,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "fetches": FETCHES,
     "lines": LINES,
     "loading": LOADING,
+    "memory": MEMORY,
     "samples": SAMPLES,
     "spans": SPANS,
     "stacks": STACKS,

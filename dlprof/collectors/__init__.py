@@ -6,6 +6,7 @@ from dlprof.collectors.facts import Facts
 from dlprof.collectors.flops import Flops
 from dlprof.collectors.lines import Lines
 from dlprof.collectors.loader import Loader
+from dlprof.collectors.memory import Memory
 from dlprof.collectors.nvtx import Nvtx
 from dlprof.collectors.pipeline import Pipeline
 from dlprof.collectors.stalls import Stalls
@@ -17,6 +18,7 @@ COLLECTORS = (
     Flops,
     Lines,
     Loader,
+    Memory,
     Nvtx,
     Pipeline,
     Stalls,

@@ -77,6 +77,7 @@ class Recording:
     no_trace: bool
     flops: str
     lines: tuple[str, ...]
+    memory: bool
     nsys: bool
     nvtx: bool
     stacks: str
@@ -93,6 +94,7 @@ class Recording:
             "lines": "\n".join(self.lines),
             "sample": "off" if self.no_sample else f"{self.sample:g}",
             "stacks": self.stacks,
+            "memory": "on" if self.memory else "off",
             "nvtx": "on" if self.nvtx or self.nsys else "off",
             "window": "off" if self.no_trace else "nsys" if self.nsys else self.window,
         }
@@ -135,6 +137,11 @@ _OPTIONS = (
         metavar="on|off|RATE",
         help=f"Look at the Python stacks of ranks and loader workers with py-spy: in bursts, {STACKS_A_SECOND} or RATE"
         " times a second, without stopping them.",
+    ),
+    click.option(
+        "--memory",
+        is_flag=True,
+        help="Record the history of the CUDA allocator, for pytorch.org/memory_viz. Slows every allocation.",
     ),
     click.option(
         "--nsys",

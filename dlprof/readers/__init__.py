@@ -63,6 +63,12 @@ SOURCES: tuple[Source, ...] = (
         ("loading",),
         "no record of every batch (only `dlprof wrap` and `dlprof run` leave one)",
     ),
+    Source(
+        "memory",
+        ("memory.jsonl",),
+        ("memory",),
+        "nothing was asked of the CUDA allocator (a job on a GPU under `dlprof wrap` leaves its answers)",
+    ),
     Source("nvidia_smi", (), ("samples",), _NOT_SAMPLED),  # of any name: dlprof/run.py looks for it
     Source(
         "pipeline",
