@@ -41,6 +41,7 @@ FAULTS = {
     "checkpoint_every_few": "checkpoint_stall",  # the whole state saved over and over, every 5 steps
     "garbage": "gc_pauses",  # many objects live on, and each step leaves cycles
     "many_threads": "thread_oversubscription",  # on the CPU, each rank with eight threads for each core of the host
+    "item_every_step": "host_sync",  # the loss is read, and the GPU runs dry meanwhile
     "no_workers": "input_wait",  # the training thread reads and decodes
     "pageable": "pageable_copy",  # batches copied to the GPU from ordinary memory
     "python_metrics": "host_bound",  # statistics in pure Python between the steps
@@ -48,6 +49,7 @@ FAULTS = {
     "slow_loader_one_rank": "input_wait",  # rank 1 reads from slow storage, and all wait for it
     "slow_rank": "straggler",  # the last rank computes more than the others
 }
+NEEDS_GPU = ("item_every_step", "pageable")
 NEEDS_TWO_RANKS = ("blocking_allreduce", "slow_loader_one_rank", "slow_rank")
 
 Pixels = npt.NDArray[np.uint8]  # height × width × 3
@@ -392,8 +394,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.bucket_mb = max(1.0, args.bucket_mb)  # DDP's first bucket is 1 MiB, and Dynamo refuses smaller ones
     if args.lr is None:
         args.lr = 0.1 * min(1, args.batch_size * args.world / 256) if args.optimizer == "sgd" else 0.001
-    if args.fault == "pageable" and args.device != "cuda":
-        parser.error("--fault pageable needs a GPU: on the CPU no batch is copied")
+    if args.fault in NEEDS_GPU and args.device != "cuda":
+        parser.error(f"--fault {args.fault} needs a GPU: on the CPU no batch is copied and no value waited for")
     if args.fault == "many_threads" and args.device != "cpu":
         parser.error("--fault many_threads needs --device cpu: a GPU's operators take one thread")
     if args.fault in NEEDS_TWO_RANKS and args.world < 2:
@@ -571,6 +573,8 @@ def main() -> None:
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
+        if args.fault == "item_every_step":
+            loss.item()
         if args.fault == "python_metrics":
             python_metrics(logits, labels)
         if args.fault == "garbage":

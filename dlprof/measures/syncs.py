@@ -29,10 +29,12 @@ MOST_ROWS = 20
 
 @per_rank
 def syncs(rank: RankData) -> pd.DataFrame:
-    """Give what made the training thread wait in the steady traced steps: asked, call, calls, ns, idle_ns (all a step).
+    """Give what made the training thread wait in the steady traced steps: asked, call, and a step its calls, ns,
+    idle_ns, host_ns.
 
     `asked` is the outermost operator, `call` the runtime's; `ns` is the thread's wait; `idle_ns` how long the device
-    then had nothing because the host had launched nothing more. Both are NaN on the CPU, where values are only read.
+    then had nothing because the host had launched nothing more; `host_ns` all that it waits for the host. NaN on the
+    CPU, where values are only read.
     Raises NotMeasured without a trace.
     """
     thread = host.on_training_thread(rank)
@@ -46,7 +48,14 @@ def syncs(rank: RankData) -> pd.DataFrame:
         read = read[_inside(windows, read["start_ns"].to_numpy())]
         counts = read["name"].astype("str").value_counts().head(MOST_ROWS)
         return pd.DataFrame(
-            {"asked": counts.index, "call": "", "calls": counts.to_numpy() / n, "ns": np.nan, "idle_ns": np.nan}
+            {
+                "asked": counts.index,
+                "call": "",
+                "calls": counts.to_numpy() / n,
+                "ns": np.nan,
+                "idle_ns": np.nan,
+                "host_ns": np.nan,
+            }
         )
     waits = _waits(rank, thread, ops)
     waits = waits[_inside(windows, waits["start_ns"].to_numpy())]
@@ -65,7 +74,8 @@ def syncs(rank: RankData) -> pd.DataFrame:
     frame = waits.assign(ns=end - begin, idle_ns=idle, calls=1)
     sums = frame.groupby(["asked", "call"], as_index=False)[["calls", "ns", "idle_ns"]].sum()
     sums[["calls", "ns", "idle_ns"]] = sums[["calls", "ns", "idle_ns"]] / n
-    return sums.sort_values("ns", ascending=False, kind="stable", ignore_index=True).head(MOST_ROWS)
+    ordered = sums.sort_values("ns", ascending=False, kind="stable", ignore_index=True)
+    return ordered.head(MOST_ROWS).assign(host_ns=iv.total(hosts) / n)
 
 
 def _inside(windows: iv.Intervals, start: np.ndarray) -> np.ndarray:

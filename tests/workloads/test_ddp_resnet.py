@@ -195,7 +195,10 @@ def test_fault_of_one_process_runs(data: Path, fault: str) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "needs"),
-    [("pageable", "needs a GPU"), *((fault, "needs two ranks") for fault in workload.NEEDS_TWO_RANKS)],
+    [
+        *((fault, "needs a GPU") for fault in workload.NEEDS_GPU),
+        *((fault, "needs two ranks") for fault in workload.NEEDS_TWO_RANKS),
+    ],
 )
 def test_fault_that_cannot_be_shown_here_is_a_usage_error(
     fault: str, needs: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
