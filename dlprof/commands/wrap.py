@@ -161,7 +161,9 @@ _OPTIONS = (
         metavar="SECONDS",
         help="How often to read what the host and its GPUs do.",
     ),
-    click.option("--no-sample", is_flag=True, help="No process of dlprof's beside the job: nothing of host and GPUs."),
+    click.option(
+        "--no-sample", is_flag=True, help="No process of dlprof's beside the job: nothing of host, GPUs and stacks."
+    ),
     click.option("--quiet", is_flag=True, help="Say nothing but warnings and errors."),
     click.option("--no-report", is_flag=True, help="Record only."),
 )

@@ -6,6 +6,8 @@ import json
 import re
 import zlib
 from collections import Counter
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from dlprof.readers.chunks import open_file
 _COLUMNS = ("role", "thread", "phase", "stack")
 
 _PROCESS = re.compile(r'process (\d+):"')
+_COMMAND_END = re.compile(r'";(?=process \d+:"|thread \()')
 _THREAD = re.compile(r"thread \((\w+)\)(?:: )?(.*)")
 # name (file:line); the file of a frame that has none is in angle brackets.
 _FRAME = re.compile(r"(.*) \((.*?)(?::(\d+))?\)")
@@ -33,26 +36,28 @@ def read(path: Path) -> Reading:
 
     A cut end loses its stacks alone. Raises DlprofError where the file cannot be read or holds no stack.
     """
-    seen: Counter[tuple[str, str, str, str]] = Counter()
+    lines: Counter[str] = Counter()
     bursts, ns, bad = 0, 0, 0
     cut = False
-    text, cut = _text(path)
-    for line in text.split("\n"):
-        if line.startswith("#"):
-            try:
-                burst = json.loads(line[1:])
-                ns += int(burst["end_ns"]) - int(burst["start_ns"])
-                bursts += 1
-            except (ValueError, KeyError, TypeError):
+    for text, cut in _parts_of(path):  # noqa: B007 - of the last one
+        for line in text.split("\n"):
+            folded, _, times = line.rpartition(" ")
+            if times.isdigit() and folded.startswith("process "):
+                lines[folded] += int(times)
+            elif line.startswith("#"):
+                try:
+                    burst = json.loads(line[1:])
+                    ns += int(burst["end_ns"]) - int(burst["start_ns"])
+                    bursts += 1
+                except (ValueError, KeyError, TypeError):
+                    bad += 1
+            elif line:
                 bad += 1
-            continue
-        folded, _, times = line.rpartition(" ")
-        if times.isdigit() and folded.startswith("process "):
-            row = _row(folded)
-            if row is not None:
-                seen[row] += int(times)
-        elif line:
-            bad += 1
+    seen: Counter[tuple[str, str, str, str]] = Counter()
+    for folded, count in lines.items():
+        row = _row(folded)
+        if row is not None:
+            seen[row] += count
     if bad > cut and not seen:
         raise DlprofError(f"{path}: no stacks of py-spy in it")
     if not seen:
@@ -67,23 +72,22 @@ def read(path: Path) -> Reading:
     return Reading({"stacks": tables.check("stacks", frame)}, facts, warnings)
 
 
-def _text(path: Path) -> tuple[str, bool]:
-    """Give a file's text, unpacked as far as it goes, and whether its last line may be half."""
+def _parts_of(path: Path) -> Iterator[tuple[str, bool]]:
+    """Give the text of each burst, unpacked as far as it goes, and whether its last line may be half."""
     with open_file(path) as file:
         data = file.read()
     if path.suffix != ".gz":
-        return data.decode(errors="replace"), not data.endswith(b"\n")
-    parts = []
+        yield data.decode(errors="replace"), not data.endswith(b"\n")
+        return
     while data:
         member = zlib.decompressobj(wbits=31)
         try:
-            parts.append(member.decompress(data))
+            text = member.decompress(data)
         except zlib.error:
-            return b"".join(parts).decode(errors="replace"), True
+            yield "", True
+            return
+        yield text.decode(errors="replace"), not member.eof
         data = member.unused_data
-        if not member.eof:
-            return b"".join(parts).decode(errors="replace"), True
-    return b"".join(parts).decode(errors="replace"), False
 
 
 def _row(folded: str) -> tuple[str, str, str, str] | None:
@@ -91,7 +95,7 @@ def _row(folded: str) -> tuple[str, str, str, str] | None:
     depth = 0
     while (process := _PROCESS.match(folded)) is not None:
         # The command line may hold anything; what follows it is the next process or the thread.
-        end = re.compile(r'";(?=process \d+:"|thread \()').search(folded, process.end())
+        end = _COMMAND_END.search(folded, process.end())
         if end is None:
             return None
         folded = folded[end.end() :]
@@ -100,7 +104,7 @@ def _row(folded: str) -> tuple[str, str, str, str] | None:
     told = _THREAD.match(head)
     if told is None or not stack:
         return None
-    frames = [f for f in (_parts(text) for text in stack.split(";")) if f is not None and not _OURS.search(f[1])]
+    frames = [f for f in map(_frame, stack.split(";")) if f is not None]
     if not frames:
         return None
     thread = told[2] or "unnamed"
@@ -114,9 +118,11 @@ def _row(folded: str) -> tuple[str, str, str, str] | None:
     return role, thread, phase, ";".join(f"{name} ({file}:{line})" for name, file, line in frames)
 
 
-def _parts(text: str) -> tuple[str, str, str] | None:
+@cache
+def _frame(text: str) -> tuple[str, str, str] | None:
+    """Give name, file and line of a frame; None: it is one of the recorder's."""
     frame = _FRAME.fullmatch(text)
-    return (frame[1], frame[2], frame[3] or "0") if frame is not None else None
+    return (frame[1], frame[2], frame[3] or "0") if frame is not None and not _OURS.search(frame[2]) else None
 
 
 def _phase(frames: list[tuple[str, str, str]]) -> str:
