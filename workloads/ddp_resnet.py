@@ -40,8 +40,8 @@ FAULTS = {
     "changing_shapes": "recompilation",  # compiled for one size of pictures, and the size changes
     "checkpoint_every_few": "checkpoint_stall",  # the whole state saved over and over, every 5 steps
     "garbage": "gc_pauses",  # many objects live on, and each step leaves cycles
-    "many_threads": "thread_oversubscription",  # on the CPU, each rank with eight threads for each core of the host
     "item_every_step": "host_sync",  # the loss is read, and the GPU runs dry meanwhile
+    "many_threads": "thread_oversubscription",  # on the CPU, each rank with two threads for each core of the host
     "no_workers": "input_wait",  # the training thread reads and decodes
     "pageable": "pageable_copy",  # batches copied to the GPU from ordinary memory
     "python_metrics": "host_bound",  # statistics in pure Python between the steps
@@ -498,7 +498,7 @@ def autocast(args: argparse.Namespace) -> contextlib.AbstractContextManager[Any]
 def main() -> None:
     args = parse()
     if args.fault == "many_threads":
-        torch.set_num_threads(8 * (os.cpu_count() or 1))
+        torch.set_num_threads(2 * (os.cpu_count() or 1))
     if args.fault == "no_workers":
         args.workers = 0
     if args.fault == "pageable":

@@ -8,8 +8,8 @@ Needs what is sampled beside the job: how long the main thread of a rank was rea
 kernel counts it. The rule speaks where a rank has more threads than cores to itself; waiting that other programs on the
 host cause is no fault of the job's. On a GPU also a trace: it matters only where the GPU has nothing to do meanwhile.
 
-Saving: the main thread's waiting gone. What it loses by waiting for its own pool, whose threads wait as well, comes on
-top and is not counted.
+Saving: the main thread's waiting gone, less the part that falls to programs outside the job, by what they use of the
+host's cores. What it loses by waiting for its own pool, whose threads wait as well, comes on top and is not counted.
 
 What to change: as many threads as a rank has cores to itself, loader workers left out of account only where the loader
 is idle: `OMP_NUM_THREADS` in the job's environment, or `torch.set_num_threads`.
@@ -33,7 +33,17 @@ from dlprof.units import count, digits, percent
 # Where tools for input and stragglers begin to speak: 5 % of a step (XProf, NVIDIA's resiliency extension).
 NOTABLE_SHARE = 0.05
 
+# Every host runs something of its own.
+_LITTLE = 0.1
+
+_MOST_RANKS = 16
+
 _WAITED = "main_thread_waited_share"
+_METRICS = {
+    "cpu_cores": "cores in use",
+    "involuntary_switches_per_s": "taken off a core, a second",
+    "children_cpu_cores": "cores its children use",
+}
 
 
 def check(run: Measured) -> Finding | Clear:
@@ -53,13 +63,14 @@ def check(run: Measured) -> Finding | Clear:
     worst = max(waited, key=lambda r: (threads[r] > cores[r], waited[r]))
     if threads[worst] <= cores[worst]:
         return Clear(
-            f"{count(threads[worst], 'thread')} a rank, and as many cores;"
-            f" {percent(waited[worst] / step)} of the time the main thread waits for one"
+            f"{count(threads[worst], 'thread')} and {count(cores[worst], 'core')} a rank;"
+            f" {percent(waited[worst] / step)} of the time its main thread waits for one"
         )
     if not settings.on_cpu(run):
         idle = part(run, "host", "optimizer_host")
         waited = {r: min(ns, idle.get(r, 0.0)) for r, ns in waited.items()}
-    gain = saving(run, {r: ns for r, ns in waited.items() if threads[r] > cores[r]})
+    others = _others(sampled)
+    gain = (1 - others) * saving(run, {r: ns for r, ns in waited.items() if threads[r] > cores[r]})
     if gain / step < NOTABLE_SHARE:
         return Clear(f"{percent(gain / step)} of the step waits for a core")
     return Finding(
@@ -68,11 +79,12 @@ def check(run: Measured) -> Finding | Clear:
         f" itself: for {percent(waited[worst] / step)} of the time its main thread is ready and has none.",
         verdict=f"{percent(gain / step)} of each step waits for a free core.",
         saving_ns=gain,
-        noise_ns=float(waits.loc[worst, "noise"]) * step,
+        noise_ns=(1 - others) * float(waits["noise"][worst]) * step,
         advice=_advice(run, worst, threads[worst], cores[worst]),
         evidence=_evidence(sampled, threads, cores, waited, step),
         ranks=tuple(sorted(r for r in waited if threads[r] > cores[r])),
-        sure=_sure(sampled),
+        sure="Counted by the kernel; estimated as the main thread's waiting gone"
+        + (f", but for the {percent(others)} of the used cores that programs outside the job have." if others else "."),
     )
 
 
@@ -91,14 +103,15 @@ def _advice(run: Measured, rank: int, threads: int, cores: int) -> tuple[str, ..
     left = max(1, cores - workers)
     advice = [f"`OMP_NUM_THREADS={left}`, or `torch.set_num_threads({left})` (is {threads})"]
     if workers >= cores:
-        advice.append(f"its {count(workers, 'loader worker')} want cores as well: it has {cores}")
+        advice.append(f"fewer loader workers: {workers} of them and the rank share {count(cores, 'core')}")
     return tuple(advice)
 
 
 def _evidence(
     sampled: pd.DataFrame, threads: dict[int, int], cores: dict[int, int], waited: dict[int, float], step: float
 ) -> Panel:
-    told = sampled.pivot_table(index="rank", columns="metric", values="mean").reindex(list(waited))
+    own = sampled[sampled["source"] == "processes"]
+    told = own.pivot_table(index="rank", columns="metric", values="mean").reindex(list(waited))
     rows = tuple(
         (
             f"rank {r}",
@@ -113,22 +126,12 @@ def _evidence(
     return Panel("table", "Threads and cores", rows, columns)
 
 
-_MOST_RANKS = 16
-_METRICS = {
-    "cpu_cores": "cores in use",
-    "involuntary_switches_per_s": "taken off a core, a second",
-    "children_cpu_cores": "cores its children use",
-}
-
-
-def _sure(sampled: pd.DataFrame) -> str:
+def _others(sampled: pd.DataFrame) -> float:
+    """Give what share of the cores in use programs outside the job have; 0 where it is little, or not known."""
     sums = sampled.groupby(["source", "metric"])["mean"].sum()
-    ours = sum(float(sums.get(("processes", m), 0.0)) for m in ("cpu_cores", "children_cpu_cores"))
-    others = float(sums.get(("host", "cpu_cores"), 0.0)) - ours
-    alone = "Counted by the kernel; estimated as the main thread's waiting gone."
-    if others < 0.1 * float(sums.get(("host", "cores"), 1.0)):
-        return alone
-    return f"{alone} Processes outside the job use {digits(others)} cores: the waiting that they cause stays."
+    ours = sum(float(sums.get(("processes", metric), 0.0)) for metric in ("cpu_cores", "children_cpu_cores"))
+    used = float(sums.get(("host", "cpu_cores"), 0.0))
+    return share if used > 0 and (share := 1 - ours / used) >= _LITTLE else 0.0
 
 
 RULE = Rule(

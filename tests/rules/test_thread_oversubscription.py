@@ -48,7 +48,7 @@ def test_four_ranks_with_eight_threads_on_eight_cores_are_found(tmp_path: Path) 
     assert found.summary.startswith("Rank 1 computes with 8 threads and has 2 cores to itself: for 25 % of the time")
     # One of the two cores is for the loader's worker.
     assert found.advice == ("`OMP_NUM_THREADS=1`, or `torch.set_num_threads(1)` (is 8)",)
-    assert "Processes outside" not in found.sure
+    assert "outside the job" not in found.sure
     assert found.evidence is not None
     assert found.evidence.rows[1] == ("rank 1", 8, 2, "25 %", "2", "900", "")
 
@@ -58,7 +58,7 @@ def test_as_many_threads_as_cores_are_left_alone_however_long_they_wait(tmp_path
     clear = ask(RULE, recorded(tmp_path / "two", 0.3, 0.3, 0.3, 0.3, threads=2, others=4.0))
     assert (clear.state, clear.summary) == (
         "clear",
-        "2 threads a rank, and as many cores; 30 % of the time the main thread waits for one",
+        "2 threads and 2 cores a rank; 30 % of the time its main thread waits for one",
     )
     bound = ask(RULE, recorded(tmp_path / "bound", 0.3, 0.3, 0.3, 0.3, threads=2, affinity=2))
     assert bound.state == "clear"
@@ -69,14 +69,16 @@ def test_more_threads_that_seldom_wait_are_left_alone(tmp_path: Path) -> None:
     assert (clear.state, clear.summary) == ("clear", "1.0 % of the step waits for a core")
 
 
-def test_other_programs_on_the_host_are_told_of(tmp_path: Path) -> None:
-    found = ask(RULE, recorded(tmp_path, 0.3, 0.3, others=3.0))
-    assert "Processes outside the job use 3" in found.sure
+def test_what_other_programs_on_the_host_cause_is_no_saving(tmp_path: Path) -> None:
+    """The two ranks use four cores, and somebody else the other four."""
+    found = ask(RULE, recorded(tmp_path, 0.3, 0.3, others=4.0))
+    assert found.share == pytest.approx(0.15)
+    assert "50 % of the used cores that programs outside the job have" in found.sure
 
 
 def test_workers_that_take_all_cores_are_named(tmp_path: Path) -> None:
     found = ask(RULE, recorded(tmp_path, 0.3, 0.3, workers=6))
-    assert "6 loader workers want cores as well: it has 4" in found.advice[1]
+    assert found.advice[1] == "fewer loader workers: 6 of them and the rank share 4 cores"
 
 
 def test_without_samples_or_a_kernel_that_counts_it_abstains(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def recorded(workload: str, folder: Path, *options: str) -> dict[str, dict[str, 
         ("changing_shapes", "recompilation", 0.1),
         ("checkpoint_every_few", "checkpoint_stall", 0.05),
         ("garbage", "gc_pauses", 0.1),
+        ("many_threads", "thread_oversubscription", 0.05),
     ],
 )
 def test_a_planted_fault_is_found(tmp_path: Path, fault: str, rule: str, least: float) -> None:
@@ -54,6 +55,7 @@ def test_without_a_fault_neither_loader_nor_host_is_blamed_for_much(tmp_path: Pa
     assert said["host_bound"]["share"] < 0.15
     assert said["checkpoint_stall"]["state"] == "clear"
     assert said["gc_pauses"]["state"] == "clear"
+    assert said["thread_oversubscription"]["state"] == "clear"
     assert said["recompilation"]["state"] == "clear"
     assert said["pageable_copy"]["state"] == "not_measured"
 
