@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from dlprof.measures.excerpt import excerpt
 from dlprof.measures.lines import line_times
 from dlprof.measures.loader import loader_means, worker_means
 from dlprof.measures.memory import memory_series, memory_use
-from dlprof.measures.pipeline import bubbles, pipeline_chunks
+from dlprof.measures.pipeline import bubbles, pipeline_chunks, simulated_bubbles
 from dlprof.measures.samples import ENOUGH, sample_means, sample_series
 from dlprof.measures.stacks import DOING, hottest, shown
 from dlprof.measures.steps import mean_step_ns, step_means, step_series
@@ -39,6 +40,7 @@ NEEDS: tuple[Measure, ...] = (
     pipeline_chunks,
     sample_means,
     sample_series,
+    simulated_bubbles,
     step_means,
     step_series,
     syncs,
@@ -477,6 +479,10 @@ def _pipeline_panel(run: Measured) -> Panel:
 
 def _bubbles_panel(run: Measured) -> Panel:
     frame = run.frame(bubbles)
+    try:
+        simulated = run.frame(simulated_bubbles).set_index("rank")["simulated"].to_dict()
+    except (NotMeasured, MeasureFailed):
+        simulated = {}
     shown = frame.sort_values(["ranks", "rank"]).head(4 * MOST_RANKS)
     rows = tuple(
         (
@@ -485,16 +491,18 @@ def _bubbles_panel(run: Measured) -> Panel:
             duration(row["busy_ns"]),
             duration(row["step_ns"]),
             percent(row["bubble"]),
-            "" if pd.isna(row["closed"]) else percent(row["closed"]),
+            percent(simulated.get(row["rank"], math.nan)),
+            percent(row["closed"]),
         )
         for row in shown.to_dict("records")
     )
-    columns = ("", "stages", "at work", "of a step of", "bubble, measured", "bubble of the schedule")
+    columns = ("", "stages", "at work", "of a step of", "bubble, measured", "of these stages", "of the schedule")
     first = frame.iloc[0]
     note = (
         f"{_plain_schedule(str(first['schedule']))}, {first['microbatches']} micro-batches,"
         f" {digits(first['chunks'])} stage{'s' if first['chunks'] > 1 else ''} a rank. A bubble is the idle share of a"
-        " step. Measured above the schedule's own: stages that are not alike, hand-over and launching."
+        " step. Of these stages: as they would run with hand-over and launching for nothing, which the rest of the"
+        " measured is. Of the schedule: were all stages alike, too."
     )
     if len(frame) > len(shown):
         note += f" The first {len(shown)} of {len(frame)} ranks."

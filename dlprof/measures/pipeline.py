@@ -138,6 +138,60 @@ def bubbles(run: Measured) -> pd.DataFrame:
     )
 
 
+@across_ranks(bubbles, pipeline_chunks)
+def simulated_bubbles(run: Measured) -> pd.DataFrame:
+    """Give the bubble that each rank would have if handing over and launching took no time: rank, simulated.
+
+    Every rank does its chunks in the order in which it did them, each as long as the mean of its stage and action, and
+    as soon as what it needs is there. What is measured above that is handing over and launching; what that is above the
+    closed form, stages that are not alike. NaN where a rank of the pipeline, or a step that all have, is missing.
+    """
+    told = run.frame(bubbles)
+    chunks = run.frame(pipeline_chunks)
+    parts = []
+    for _, ranks in told.groupby("ranks"):
+        mine = chunks[chunks["rank"].isin(ranks["rank"])]
+        seen = mine.groupby("step")["rank"].nunique()
+        common = seen.index[seen == ranks["size"].iloc[0]]
+        ends = _replay(mine, int(common[0])) if len(common) else {}
+        whole = max((end for end, _ in ends.values()), default=np.nan)
+        busy = ranks["rank"].map({rank: work for rank, (_, work) in ends.items()})
+        parts.append(pd.DataFrame({"rank": ranks["rank"], "simulated": (1 - busy / whole).astype(float)}))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _replay(chunks: pd.DataFrame, step: int) -> dict[int, tuple[float, float]]:
+    """Run a step's chunks again with mean lengths: rank → when it is through, and how long it worked; {}: it hangs."""
+    took = chunks.groupby(["stage", "action"])["dur_ns"].mean().to_dict()
+    one = chunks[chunks["step"] == step].sort_values("start_ns", kind="stable")
+    left = {
+        int(str(rank)): list(zip(of["stage"], of["microbatch"], of["action"], strict=True))[::-1]
+        for rank, of in one.groupby("rank")
+    }
+    last = int(one["stage"].max())
+    free = dict.fromkeys(left, 0.0)
+    worked = dict.fromkeys(left, 0.0)
+    ready: dict[tuple[int, int, str], float] = {}  # when a stage has sent a micro-batch on, or its gradients back
+    while any(left.values()):
+        before = sum(map(len, left.values()))
+        for rank, todo in left.items():
+            while todo:
+                stage, which, action = todo[-1]
+                way = {"forward": "on", "backward": "back", "input": "back"}.get(action, "")
+                source = stage - 1 if way == "on" else stage + 1
+                needs = bool(way) and 0 <= source <= last
+                if needs and (source, which, way) not in ready:
+                    break
+                todo.pop()
+                begin = max(free[rank], ready[source, which, way] if needs else 0.0)
+                free[rank] = begin + took[stage, action]
+                worked[rank] += took[stage, action]
+                ready[stage, which, way] = free[rank]
+        if sum(map(len, left.values())) == before:
+            return {}
+    return {rank: (free[rank], worked[rank]) for rank in left}
+
+
 def idle_ns(rank: RankData) -> float:
     """Give the ns of the mean steady step that this rank's schedule.step() spends outside its chunks; 0: none known."""
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.measures.pipeline import bubbles
+from dlprof.measures.pipeline import bubbles, simulated_bubbles
 from tests.jobs import environment, facts, launch, record, rows, wrapped
 from tests.runs import measured
 
@@ -161,8 +161,10 @@ def test_a_bubble_of_known_size_is_measured(tmp_path: Path) -> None:
         dist.destroy_process_group()
         """,
     )
-    found = measured(run, bubbles).frame(bubbles)
+    told = measured(run, bubbles, simulated_bubbles)
+    found = told.frame(bubbles)
     assert found["closed"].to_list() == pytest.approx([1 / 3, 1 / 3])
+    assert told.frame(simulated_bubbles)["simulated"].to_list() == pytest.approx([1 / 3, 1 / 3], abs=0.08)
     assert (found["busy_ns"] >= 300e6).all()
     assert (found["step_ns"] >= 450e6).all()
     assert found["bubble"].between(0.2, 0.6).all(), found
@@ -186,8 +188,10 @@ def test_bubbles_of_four_stages_and_eight_microbatches(tmp_path: Path, name: str
         """,
         ranks=4,
     )
-    found = measured(run, bubbles).frame(bubbles)
+    told = measured(run, bubbles, simulated_bubbles)
+    found = told.frame(bubbles)
     assert found["closed"].to_list() == pytest.approx([closed] * 4)
+    assert told.frame(simulated_bubbles)["simulated"].to_list() == pytest.approx([closed] * 4, abs=0.05)
     assert (found["busy_ns"] >= 8 * 240e6).all()
     # No pipeline is faster than its schedule: where the bubble came out much smaller, waiting was taken for work.
     assert (found["step_ns"] >= 8 * 240e6 / (1 - closed)).all()

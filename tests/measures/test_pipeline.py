@@ -13,7 +13,14 @@ import pytest
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.pipeline import bubbles, closed_form, pipeline, pipeline_chunks, with_twice_the_microbatches
+from dlprof.measures.pipeline import (
+    bubbles,
+    closed_form,
+    pipeline,
+    pipeline_chunks,
+    simulated_bubbles,
+    with_twice_the_microbatches,
+)
 from dlprof.measures.steps import step_means
 from tests import runs, traces
 from tests.runs import MS
@@ -67,7 +74,7 @@ def recorded(folder: Path, traced: Any = None) -> Path:
 
 
 def measure(path: Path) -> Measured:
-    return runs.measured(path, breakdown, bubbles, pipeline, pipeline_chunks, step_means)
+    return runs.measured(path, breakdown, bubbles, pipeline, pipeline_chunks, simulated_bubbles, step_means)
 
 
 def test_the_step_is_that_of_the_first_stage(tmp_path: Path) -> None:
@@ -83,6 +90,39 @@ def test_the_step_is_that_of_the_first_stage(tmp_path: Path) -> None:
     chunks = run.frame(pipeline_chunks)
     assert chunks.groupby(["rank", "step"]).size().unique().tolist() == [4]
     assert chunks["step"].nunique() == 8
+
+
+def test_stages_alike_are_simulated_as_the_schedule_has_them(tmp_path: Path) -> None:
+    assert measure(recorded(tmp_path)).frame(simulated_bubbles)["simulated"].to_list() == pytest.approx([1 / 3, 1 / 3])
+
+
+def test_unequal_stages_and_slow_hand_over_are_told_apart(tmp_path: Path) -> None:
+    # The second stage takes twice as long; 30 ms of the step are lost between the stages.
+    slow = [(a, s, m, start, 2 * dur) for a, s, m, start, dur in SECOND]
+    first = [
+        ("forward", 0, 0, 0, 10),
+        ("forward", 0, 1, 10, 10),
+        ("backward", 0, 0, 85, 20),
+        ("backward", 0, 1, 150, 20),
+    ]
+    second = [(a, s, m, start, dur) for (a, s, m, _, dur), start in zip(slow, (20, 40, 90, 110), strict=True)]
+    steps = [runs.light(n, 200 * MS) for n in range(30)]
+    path = runs.recorded(tmp_path / "run", *((None, steps, facts([r], [0, 1])) for r in (0, 1)))
+    for rank, chunks in enumerate([first, second]):
+        lines = [line for n in range(30) for line in called(n, chunks, 0, 180)]
+        (path / f"ranks/{rank:05d}/chunks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = measure(path)
+    # 10 forward, then twice 60 on the second stage, 20 backward: 150 ms, of which the stages work 60 and 120.
+    assert run.frame(simulated_bubbles)["simulated"].to_list() == pytest.approx([0.6, 0.2])
+    assert run.frame(bubbles)["bubble"].to_list() == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_without_one_of_its_ranks_a_pipeline_is_not_simulated(tmp_path: Path) -> None:
+    steps = [runs.light(n, 100 * MS) for n in range(30)]
+    path = runs.recorded(tmp_path / "run", (None, steps, facts([0], [0, 1])))
+    lines = [line for n in range(30) for line in called(n, FIRST, 0, 90)]
+    (path / "ranks/00000/chunks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert measure(path).frame(simulated_bubbles)["simulated"].isna().all()
 
 
 def test_on_the_cpu_the_bubble_is_taken_from_every_step(tmp_path: Path) -> None:
