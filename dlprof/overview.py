@@ -16,7 +16,7 @@ from dlprof.measures import settings
 from dlprof.measures.arithmetic import arithmetic, operator_flops
 from dlprof.measures.excerpt import excerpt
 from dlprof.measures.lines import line_times
-from dlprof.measures.loader import loader_means, worker_means
+from dlprof.measures.loader import before_forward, loader_calls, loader_means, worker_means
 from dlprof.measures.memory import memory_series, memory_use
 from dlprof.measures.pipeline import bubbles, pipeline_chunks, simulated_bubbles
 from dlprof.measures.samples import ENOUGH, sample_means, sample_series
@@ -33,6 +33,7 @@ NEEDS: tuple[Measure, ...] = (
     excerpt,
     hottest,
     line_times,
+    loader_calls,
     loader_means,
     memory_series,
     memory_use,
@@ -554,7 +555,12 @@ def _workers_panel(run: Measured) -> Panel:
 
 
 def _loader_facts(run: Measured, add: Any) -> None:
-    """Add what the queue and the epochs of the training loader were seen to do."""
+    """Add what the queue and the epochs of the training loader were seen to do, or that there is none."""
+    lead = before_forward(run)
+    if lead is not None:
+        where = "between the optimizer's step and" if _several(run, "step", "mark") == ["optimizer"] else "before"
+        share = percent(lead[1] / mean_step_ns(run))
+        add("Loader", "none that dlprof knows", f"{duration(lead[1])} of a step ({share}) {where} the first forward")
     try:
         means = run.frame(loader_means)
     except (NotMeasured, MeasureFailed):

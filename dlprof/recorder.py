@@ -48,6 +48,7 @@ class Step:
         "fetches",
         "first",
         "forwards",
+        "lead_ns",
         "loaders",
         "number",
         "optimizer_steps",
@@ -60,6 +61,7 @@ class Step:
         self.number = number
         self.start_ns = start_ns
         self.dur_ns = 0
+        self.lead_ns = -1  # from the start to the first forward, fetching not counted; -1: there was none
         self.parts = [0, 0, 0, 0]  # exclusive time in FETCH, FORWARD, BACKWARD, OPTIMIZER
         self.fetches = self.forwards = self.backwards = self.optimizer_steps = 0
         self.first = self.profiled = 0
@@ -190,6 +192,7 @@ class Recorder:
         self._since_ns = 0  # when the innermost phase was entered or resumed
         self._optimizer_depth = 0
         self._fetched = False
+        self._newly_asked = False  # the loader that was asked last had not been, in this step
         self._steps_since_fetch = 0
         self._early: list[Step] = []
         self._collectors: list[Collector] = []
@@ -257,8 +260,10 @@ class Recorder:
             if self.off or not self._mine(FORWARD):
                 return False
             row = self.row
-            if not row.forwards and self.first_forward is not None:
-                self.first_forward()
+            if not row.forwards:
+                row.lead_ns = time.perf_counter_ns() - row.start_ns - row.parts[FETCH]
+                if self.first_forward is not None:
+                    self.first_forward()
             row.forwards += 1
             if id(module) not in self._model_ids:
                 self._see_model(module)
@@ -281,7 +286,8 @@ class Recorder:
             if first:
                 row.first = 1
             seen = self._iterators.get(id(iterator))
-            if seen is not None and seen not in row.loaders:
+            self._newly_asked = seen is not None and seen not in row.loaders
+            if seen is not None and self._newly_asked:
                 row.loaders = (*row.loaders, seen)
             self._push(FETCH)
         except Exception as e:  # noqa: BLE001 - the script goes on
@@ -389,6 +395,10 @@ class Recorder:
     def end_of_epoch(self) -> None:
         """Hear that a loader's iterator had no more."""
         self.row.first = 1
+        if self._newly_asked:
+            # It gave no batch: what this step does is nothing that it was used for.
+            self.row.loaders = self.row.loaders[:-1]
+            self._newly_asked = False
 
     # -- inner workings
 

@@ -42,6 +42,7 @@ STEPS: Mapping[str, str] = {
     "kind": CATEGORY,  # train, validation (no backward, no optimizer step), other
     "start_ns": "int64",
     "dur_ns": "int64",
+    "lead_ns": "int64",  # from its start to its first forward, but for fetching
     "fetch_ns": "int64",  # the training thread inside next() of a loader
     "forward_ns": "int64",  # inside the outermost module
     "backward_ns": "int64",  # inside backward(), autograd.grad

@@ -89,6 +89,7 @@ def light(step: int, dur: int, start: int | None = None, **said: Any) -> dict[st
         "kind": "train",
         "start_ns": traces.BASE_NS + step * 1_000 * MS if start is None else start,
         "dur_ns": dur,
+        "lead_ns": -1,
         "fetch_ns": 0,
         "forward_ns": 0,
         "backward_ns": 0,

@@ -79,7 +79,8 @@ def test_epochs_validation_and_accumulated_gradients(tmp_path: Path) -> None:
         assert row["start_ns"] + row["dur_ns"] == following["start_ns"]
     for row in steps:
         parts = row["fetch_ns"] + row["forward_ns"] + row["backward_ns"] + row["optimizer_ns"]
-        assert parts <= row["dur_ns"]
+        assert parts + max(row["lead_ns"], 0) <= row["dur_ns"]
+        assert (row["lead_ns"] >= 0) == (row["kind"] != "other")
         assert (row["forward_ns"] > 0) == (row["kind"] != "other")
         assert (row["backward_ns"] > 0) == (row["kind"] == "train")
         assert row["profiled"] == 0
@@ -95,10 +96,12 @@ def test_epochs_validation_and_accumulated_gradients(tmp_path: Path) -> None:
 
 
 def test_a_script_without_a_loader_and_one_with_a_single_batch(tmp_path: Path) -> None:
-    record(script(tmp_path, "for n in range(6): train(data[:8])"), folder=tmp_path / "a", options=["--no-trace"])
+    body = "import time\nfor n in range(6):\n    time.sleep(0.01)\n    train(data[:8])"
+    record(script(tmp_path, body), folder=tmp_path / "a", options=["--no-trace"])
     rank = tmp_path / "a/ranks/00000"
     assert facts(rank)["step"]["mark"] == "optimizer"
     assert [row["optimizer_steps"] for row in rows(rank)] == [1] * 6
+    assert all(row["lead_ns"] >= 10_000_000 for row in rows(rank)[1:])
     body = "batch = next(iter(DataLoader(data, batch_size=8)))\nfor n in range(40): train(batch)"
     record(script(tmp_path, body), folder=tmp_path / "b", options=["--no-trace"])
     rank = tmp_path / "b/ranks/00000"

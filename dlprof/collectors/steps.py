@@ -72,7 +72,7 @@ class Steps:
         parts = step.parts
         self._lines.append(
             f'{{"step":{step.number},"kind":"{step.kind}","start_ns":{step.start_ns + self._offset_ns},'
-            f'"dur_ns":{step.dur_ns},"fetch_ns":{parts[FETCH]},"forward_ns":{parts[FORWARD]},'
+            f'"dur_ns":{step.dur_ns},"lead_ns":{step.lead_ns},"fetch_ns":{parts[FETCH]},"forward_ns":{parts[FORWARD]},'
             f'"backward_ns":{parts[BACKWARD]},"optimizer_ns":{parts[OPTIMIZER]},"device_ns":{device_ns},'
             f'"fetches":{step.fetches},"backwards":{step.backwards},"optimizer_steps":{step.optimizer_steps},'
             f'"profiled":{step.profiled},"first":{step.first}}}\n'

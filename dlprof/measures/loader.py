@@ -6,10 +6,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.engine import RankData, per_rank
+from dlprof.engine import Measured, RankData, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import host
-from dlprof.measures.steps import light_steps
+from dlprof.measures.steps import light_steps, step_means
 
 # What travels of the batches: enough for a replay, a few kilobytes.
 MOST_FETCHES = 400
@@ -30,6 +30,21 @@ def loader_calls(rank: RankData) -> pd.DataFrame:
         traced = int(host.is_named(thread, "enumerate(DataLoader)").sum())
         single = int(host.is_named(thread, "enumerate(DataLoader)#_SingleProcess").sum())
     return pd.DataFrame({"calls": [max(light, traced)], "in_process": [single > 0 and single == traced]})
+
+
+def before_forward(run: Measured) -> tuple[int, float] | None:
+    """Give the rank, and how long it is before its first forward in a mean steady step, ns, where that is longest.
+
+    That is from the end of the optimizer's step, or wherever a step begins, with no loader seen: where data comes in
+    another way, it comes there. None: a loader was seen, or nobody knows.
+    """
+    try:
+        if run.frame(loader_calls)["calls"].sum():
+            return None
+        lead = run.frame(step_means).set_index("rank")["lead_ns"].dropna()
+    except NotMeasured:
+        return None
+    return (int(str(lead.idxmax())), float(lead.max())) if len(lead) else None
 
 
 @per_rank

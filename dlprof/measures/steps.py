@@ -165,7 +165,10 @@ def standard_error(values: NDArray[np.float64]) -> float:
 
 @per_rank
 def step_means(rank: RankData) -> pd.DataFrame:
-    """Give one row: how many steady steps, their mean and its standard error in ns, source, unit, overhead, phases."""
+    """Give one row: how many steady steps, their mean and its standard error in ns, source, unit, overhead, phases.
+
+    lead_ns is from the start of a step to its first forward, fetching not counted. NaN: not known.
+    """
     t = timing(rank)
     return pd.DataFrame(
         {
@@ -176,9 +179,18 @@ def step_means(rank: RankData) -> pd.DataFrame:
             "noise_ns": [t.noise_ns],
             "overhead": [np.nan if t.overhead is None else t.overhead],
             "traced_steps": [len(t.numbers)],
+            "lead_ns": [_lead(rank)],
             **{f"{p}_ns": [t.phases.get(p, np.nan)] for p in PHASES},
         }
     )
+
+
+def _lead(rank: RankData) -> float:
+    if not rank.has("steps"):
+        return float("nan")
+    steps = rank.once(light_steps)
+    lead = steps.loc[steps["steady"] & (steps["lead_ns"] >= 0), "lead_ns"]
+    return float(lead.mean()) if len(lead) else float("nan")
 
 
 @per_rank

@@ -24,6 +24,7 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.host_work import PYTHON, host_work, launches
+from dlprof.measures.loader import before_forward, loader_calls
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.stacks import hottest, hottest_own
 from dlprof.measures.steps import mean_step_ns, step_means
@@ -89,6 +90,12 @@ def _slowed(run: Measured) -> str:
 
 def _advice(run: Measured, rank: int, phase: str, loose: bool) -> tuple[str, ...]:
     advice = []
+    lead = before_forward(run)
+    if not phase and lead is not None and lead[1] >= NOTABLE_SHARE * mean_step_ns(run):
+        advice.append(
+            f"if data comes in there, a DataLoader with workers: {duration(lead[1])} pass before the first forward, in"
+            " no loader that dlprof knows"
+        )
     if not phase and loose:
         advice.append("take the Python between the steps out of the loop: metrics in tensors, logging every k steps")
     on_device = not settings.on_cpu(run)
@@ -121,5 +128,8 @@ def _evidence(mine: pd.DataFrame, rank: int) -> Panel:
 
 
 RULE = Rule(
-    "host_bound", "Waiting for the host", (breakdown, host_work, hottest, launches, own_time, step_means), check
+    "host_bound",
+    "Waiting for the host",
+    (breakdown, host_work, hottest, launches, loader_calls, own_time, step_means),
+    check,
 )

@@ -29,7 +29,7 @@ from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_noise
-from dlprof.measures.loader import fetch_series, loader_calls, loader_means, worker_means
+from dlprof.measures.loader import before_forward, fetch_series, loader_calls, loader_means, worker_means
 from dlprof.measures.replay import own_time, saving_input
 from dlprof.measures.stacks import hottest, hottest_own
 from dlprof.measures.steps import mean_step_ns, of_step, step_means, step_series
@@ -48,7 +48,7 @@ def check(run: Measured) -> Finding | Clear:
     """Look at the exposed wait of each rank, and at what the job would gain without it."""
     calls = run.frame(loader_calls).set_index("rank")
     if not calls["calls"].sum():
-        raise NotMeasured("no DataLoader was seen; data that comes in another way shows as the host's time")
+        raise NotMeasured(_no_loader(run))
     wait = part(run, "input_wait")
     step = mean_step_ns(run)
     gain = saving_input(run, wait)
@@ -75,6 +75,17 @@ def check(run: Measured) -> Finding | Clear:
         evidence=_evidence(run, worst) if plan is None else _predictions(plan, worst),
         ranks=late,
         sure=_sure(plan, helps) + _assumed(run),
+    )
+
+
+def _no_loader(run: Measured) -> str:
+    lead = before_forward(run)
+    if lead is None:
+        return "no DataLoader was seen; data that comes in another way shows as the host's time"
+    rank, ns = lead
+    return (
+        f"no DataLoader was seen; {duration(ns)} of each step ({percent(ns / mean_step_ns(run))}) pass on rank {rank}"
+        " before the first forward, in no loader that dlprof knows: if data comes in there, it shows as the host's time"
     )
 
 

@@ -55,6 +55,10 @@ def test_python_between_the_steps_of_a_cpu_run_is_found(tmp_path: Path) -> None:
     assert found.share == pytest.approx(0.4)
     assert found.title == "Python holds up the step"
     assert "out of the loop" in found.advice[0]
+    # With no loader seen, and much time before the forward, data may come in there.
+    steps = [step | {"fetches": 0, "lead_ns": 3 * MS} for step in steps]
+    found = ask(RULE, runs.recorded(tmp_path / "unfed", (made, steps, runs.CPU)))
+    assert "3.00 ms pass before the first forward, in no loader" in found.advice[0]
 
 
 def test_without_a_trace_it_abstains(tmp_path: Path) -> None:

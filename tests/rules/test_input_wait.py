@@ -128,3 +128,10 @@ def test_where_workers_cannot_help_the_saving_is_that_of_cheaper_samples(tmp_pat
     assert "num_workers" not in found.advice[0]
     assert found.saving_ns == pytest.approx(80 * MS)
     assert "More workers alone would give" in found.sure
+
+
+def test_a_script_without_a_loader_is_told_what_passes_before_its_forward(tmp_path: Path) -> None:
+    lines = [runs.light(k, 50 * MS, fetches=0, lead_ns=30 * MS) for k in range(40)]
+    answer = ask(RULE, runs.recorded(tmp_path / "run", (None, lines, runs.CPU)))
+    assert answer.state == "not_measured"
+    assert "30.0 ms of each step (60 %) pass on rank 0 before the first forward, in no loader" in answer.why
