@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -146,6 +147,16 @@ def test_a_deleted_folder_ends_the_samplers_with_a_line(run: Path) -> None:
     assert "the counting sampler is off: the run folder was deleted" in beside.end()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_ends_the_samplers_with_a_line(run: Path) -> None:
+    folder = run / "hosts" / os.uname().nodename
+    folder.mkdir(parents=True)
+    (folder / "counting.jsonl").symlink_to("/dev/full")
+    beside = Beside(run)
+    assert until(lambda: (folder / "warnings.txt").exists() and "counting" in (folder / "warnings.txt").read_text())
+    assert "the counting sampler is off: [Errno 28] No space left on device" in beside.end()
+
+
 def test_a_recorded_job_is_sampled_by_a_process_that_ends_with_it(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text("import sys\nprint('ready', flush=True)\nsys.stdin.readline()\n")
@@ -190,6 +201,26 @@ def test_samplers_that_die_are_told_of_and_cost_the_job_nothing(tmp_path: Path) 
     assert done.returncode == 5
     assert "the samplers ended before the job (status -9)" in done.stderr
     assert any("the samplers ended" in w for w in open_run(tmp_path / "run").warnings)
+
+
+def test_samplers_that_hang_are_left_behind_by_nobody(tmp_path: Path) -> None:
+    """A stopped process neither hears of the end nor ends: the job's status comes all the same, and it is gone."""
+    script = tmp_path / "job.py"
+    script.write_text("import sys\nprint('ready', flush=True)\nsys.stdin.readline()\nsys.exit(6)\n")
+    command = jobs.wrapped(tmp_path / "run", [sys.executable, script])
+    process = subprocess.Popen(
+        command, env=jobs.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    host = tmp_path / "run/hosts" / os.uname().nodename / "host.jsonl"
+    # Old enough to be waited for.
+    assert until(lambda: host.exists() and len(host.read_text().splitlines()) > 1)
+    (hung,) = (pid for pid in jobs.children(process.pid) if "samplers/__main__.py" in jobs.words(pid))
+    os.kill(hung, signal.SIGSTOP)
+    process.communicate("\n", timeout=60)
+    assert process.returncode == 6
+    assert not jobs.words(hung)
 
 
 def test_nothing_is_started_where_nobody_asked_for_samples(tmp_path: Path) -> None:
