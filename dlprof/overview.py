@@ -595,7 +595,7 @@ def facts(run: Measured) -> tuple[Fact, ...]:
     add("Device", "type", _several(run, "device", "type"))
     add("Device", "memory", [size(float(n)) for n in _several(run, "device", "memory_bytes") if n.isdigit()])
     add("Device", "capability", _several(run, "device", "capability"))
-    for key in ("count", "affinity", "torch_threads"):
+    for key in ("count", "affinity", "quota", "torch_threads"):
         add("Device", f"cpu {key.replace('_', ' ')}", _several(run, "cpu", key))
     for key in ("torch", "cuda", "cudnn", "nccl", "python", "dlprof"):
         add("Software", key, _several(run, "versions", key))

@@ -182,9 +182,21 @@ def _cpu() -> dict[str, Any]:
     return {
         "count": os.cpu_count(),
         "affinity": len(os.sched_getaffinity(0)),
+        "quota": _ask(_quota),
         "torch_threads": torch.get_num_threads(),
         "torch_interop_threads": torch.get_num_interop_threads(),
     }
+
+
+def _quota() -> float | None:
+    """Give how many cores' time a container grants; None: it grants all. cgroup v2, then v1."""
+    unified = Path("/sys/fs/cgroup/cpu.max")
+    if unified.is_file():
+        most, _, period = unified.read_text().partition(" ")
+        return None if most == "max" else int(most) / int(period)
+    v1 = Path("/sys/fs/cgroup/cpu")
+    most_us = int((v1 / "cpu.cfs_quota_us").read_text())
+    return None if most_us <= 0 else most_us / int((v1 / "cpu.cfs_period_us").read_text())
 
 
 def _model(model: Any) -> dict[str, Any]:

@@ -32,15 +32,25 @@ def optimizer(run: Measured) -> Settings:
     return max(optimizers, key=lambda o: o.get("parameters") or 0, default={})
 
 
+def cores(run: Measured, rank: int) -> float | None:
+    """Give how many cores' time a rank's process may use, with whoever else may; None: nobody knows."""
+    cpu = run.facts.get(rank, {}).get("cpu") or {}
+    given = cpu.get("affinity") or cpu.get("count")
+    if not isinstance(given, int):
+        return None
+    return min(float(given), cpu.get("quota") or float(given))
+
+
+def neighbours(run: Measured, rank: int) -> int:
+    """Count the ranks on a rank's host, itself among them."""
+    host = run.facts[rank].get("host")
+    return max(1, sum(1 for r in run.ranks if run.facts[r].get("host") == host))
+
+
 def cores_per_rank(run: Measured, rank: int) -> int | None:
     """Give how many cores a rank can count on: those it may use, shared by the ranks of its host that have the same."""
-    cpu = run.facts.get(rank, {}).get("cpu") or {}
-    cores = cpu.get("affinity") or cpu.get("count")
-    if not isinstance(cores, int):
-        return None
-    host = run.facts[rank].get("host")
-    neighbours = sum(1 for r in run.ranks if run.facts[r].get("host") == host)
-    return max(1, cores // max(neighbours, 1)) if cores == cpu.get("count") or neighbours > 1 else cores
+    there = cores(run, rank)
+    return None if there is None else max(1, int(there // neighbours(run, rank)))
 
 
 def on_cpu(run: Measured) -> bool:

@@ -38,8 +38,8 @@ Times = NDArray[np.float64]
 # A replay that does not give back the run as it was, within so much of the step, says nothing of another.
 TRUSTED = 0.2
 
-# So many workers a rank are looked at; nobody has needed more.
-MOST_WORKERS = 64
+# So many workers a rank are looked at: 16, where fetching only waits, or more where a rank has cores for two of each.
+MOST_WORKERS = 16
 
 # Workers are added while a step gets shorter by this share of it: what is proposed is the fewest that come so near to
 # the best. A hundredth is below any run's own noise.
@@ -63,7 +63,7 @@ class Pace:
     threads: int
     fetch: Times  # of a batch
     fetch_cpu: Times  # of it, computing
-    cores: int  # of the host, and
+    cores: float  # of the host, and
     ranks: int  # how many ranks like this one share them
     beside: tuple[float, float] = (1.0, 1.0)  # measured stretch ÷ the model's, of the loop and of a fetch
 
@@ -162,13 +162,13 @@ def pace(run: Measured, rank: int) -> Pace:
     """Give a rank's pace; raises NotMeasured where its fetches were not recorded, or its steps take several batches."""
     loader = settings.training_loader(run, rank)
     workers, cpu = loader.get("num_workers"), run.facts[rank].get("cpu") or {}
-    cores = cpu.get("affinity") or cpu.get("count")
+    cores = settings.cores(run, rank)
     means = _of(run.frame(loader_means), rank)
     steps = _of(run.frame(step_means), rank)
     fetches = _of(run.frame(fetch_series), rank)
     series = _of(run.frame(step_series), rank)
     series = series[series["steady"].astype(bool) & (series["fetch_ns"] >= 0)]
-    if not isinstance(workers, int) or not isinstance(cores, int) or not (len(means) and len(fetches) and len(series)):
+    if not isinstance(workers, int) or cores is None or not (len(means) and len(fetches) and len(series)):
         raise NotMeasured("what fetching a batch takes was not recorded")
     row, step = means.iloc[0], steps.iloc[0]
     if not 0.9 < row["batches"] / step["steps"] < 1.1:
@@ -196,7 +196,7 @@ def pace(run: Measured, rank: int) -> Pace:
         fetch=needs,
         fetch_cpu=used,
         cores=cores,
-        ranks=max(1, sum(1 for r in run.ranks if run.facts[r].get("host") == run.facts[rank].get("host"))),
+        ranks=settings.neighbours(run, rank),
     )
     trained, waited = recorded.own.mean() * recorded.own_cpu, own.mean() * (1 - alone)
     ready = (trained + waited) / step["step_ns"], (used.mean() + delay.mean()) / step["step_ns"]
@@ -223,7 +223,7 @@ def forecasts(run: Measured, rank: int, upto: int | None = None) -> tuple[Foreca
         return tuple(replace(f, step_ns=f.step_ns - off) for f in (now, replayed(recorded, upto)))
     given = [now]
     best, since = np.inf, 0
-    for n in range(1, MOST_WORKERS + 1):
+    for n in range(1, max(MOST_WORKERS, int(2 * recorded.cores / recorded.ranks), recorded.workers) + 1):
         given.append(now if n == recorded.workers else replayed(recorded, n))
         since = 0 if given[-1].step_ns < best * (1 - WORTH) else since + 1
         best = min(best, given[-1].step_ns)

@@ -52,7 +52,7 @@ RANK: Mapping[str, Shape] = {
         "count": int,
     },
     "versions": {},
-    "cpu": {"count": int, "affinity": int, "torch_threads": int, "torch_interop_threads": int},
+    "cpu": {"count": int, "affinity": int, "quota": float, "torch_threads": int, "torch_interop_threads": int},
     "loaders": [
         {
             "role": str,

@@ -154,7 +154,7 @@ def _seen(run: Measured, rank: int) -> str:
     told = ""
     if means["empty"].iloc[0] >= 0:
         of_all = count(int(means["batches"].iloc[0]), "batch")
-        told = f", the queue was empty for {int(means['empty'].iloc[0])} of {of_all}"
+        told = f"; the queue was empty for {int(means['empty'].iloc[0])} of {of_all}"
     n = workers["batches"] / workers["batches"].sum()
     fetch, cpu = float((workers["dur_ns"] * n).sum()), float((workers["cpu_ns"] * n).sum(skipna=False))
     of_it = f", {duration(cpu)} of it computing" if math.isfinite(cpu) else ""

@@ -39,3 +39,11 @@ def test_ranks_of_a_host_share_its_cores(tmp_path: Path) -> None:
 def test_a_run_on_the_cpu_is_known_as_such(tmp_path: Path) -> None:
     assert settings.on_cpu(run_with(tmp_path / "a", {"device": {"type": "cpu"}}))
     assert not settings.on_cpu(run_with(tmp_path / "b", {"device": {"type": "cuda"}}, {"device": {"type": "cpu"}}))
+
+
+def test_a_containers_quota_counts_where_it_is_less_than_the_cores(tmp_path: Path) -> None:
+    several = [{"host": "a", "cpu": {"count": 16, "affinity": 16, "quota": q}} for q in (3.5, None, 40.0)]
+    steps = [runs.light(0, runs.MS)]
+    run = runs.measured(runs.recorded(tmp_path / "run", *((None, steps, facts) for facts in several)))
+    assert [settings.cores(run, r) for r in (0, 1, 2)] == [3.5, 16, 16]
+    assert [settings.cores_per_rank(run, r) for r in (0, 1)] == [1, 5]
