@@ -183,10 +183,13 @@ def _steps_panel(run: Measured) -> Panel:
         (int(step), *(None if pd.isna(v) else float(v) for v in values))
         for step, values in zip(table.index, table.to_numpy(), strict=True)
     )
-    traced = series[series["profiled"].astype(int) > 0]["step"]
+    slowed = series.groupby("step")["profiled"].max().astype(int) > 0
     note = ""
-    if len(traced) and not bool((series["profiled"].astype(int) > 0).all()):
-        note = f"Steps {int(traced.min())} to {int(traced.max())} were slowed by the trace."
+    if slowed.any() and not slowed.all():
+        stretches = slowed.index.to_series().groupby((slowed != slowed.shift()).cumsum()).agg(["first", "last"])
+        found = [(a, b) for a, b in stretches.itertuples(index=False, name=None) if slowed[a]]
+        told = [f"{a}" if a == b else f"{a} to {b}" for a, b in found]
+        note = f"{'Step' if told == [str(found[0][0])] else 'Steps'} {' and '.join(told)}: slowed by what was recorded."
     return Panel("lines", "Steps over the run", rows, ("step", *map(str, table.columns)), unit="ns", note=note)
 
 
@@ -194,7 +197,7 @@ _PARTS = {
     "setup": "setting up, from importing torch to the first step",
     "warmup": "training, warming up",
     "steady": "training, steady",
-    "traced": "slowed by the trace",
+    "traced": "slowed by tracing and counting",
     "epoch_ends": "an epoch's first batch or end",
     "validation": "validation",
     "other": "no training and no validation",
@@ -245,7 +248,7 @@ def _memory_panel(run: Measured) -> Panel:
 def _flops_panel(run: Measured) -> Panel:
     frame = run.frame(operator_flops)
     ranks = frame["rank"].nunique()
-    named = frame["operator"] + " · " + frame["dtype"]
+    named = frame["operator"].str.removeprefix("aten::") + " · " + frame["dtype"]
     sums = frame.groupby(named, sort=False)["flops"].sum().sort_values(ascending=False, kind="stable")
     rows = tuple((str(name), float(n) / ranks) for name, n in sums.items())
     note = "Counted in one step that no time is taken from; two floating-point operations a multiplication."

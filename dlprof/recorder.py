@@ -182,6 +182,7 @@ class Recorder:
         # What opens a named range around each phase: the trace while its window is open, NVTX all along.
         self.ranges: list[Callable[[str], Any]] = []
         self.first_forward: Callable[[], None] | None = None  # called before the first forward of each step
+        self.switched_off: Callable[[], None] | None = None  # called when no step will be heard of any more
         self.off = False
         self.started = False
         self._stopped = False
@@ -595,6 +596,9 @@ class Recorder:
         self.inside = True
         self.ranges.clear()
         self.first_forward = None
+        if self.switched_off is not None:
+            with contextlib.suppress(Exception):
+                self.switched_off()
 
     def forked(self) -> None:
         """Run in a fork's child: a child of a training process is no rank; another may yet become one."""

@@ -8,7 +8,7 @@ MINUS = "\u2212"
 UNKNOWN = "\u2014"
 
 _TIMES = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"))
-_FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
+_FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"))
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 

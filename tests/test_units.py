@@ -63,6 +63,8 @@ def test_percent_keeps_a_digit_of_small_shares(share: float, written: str) -> No
         (1_234_567, "", "1,234,567"),
         (0.00012, "s", "0.00012 s"),
         (1234.5, "MHz", "1,234 MHz"),
+        (591_872, "FLOP", "591.9 kFLOP"),
+        (1.56e15, "FLOP", "1.56 PFLOP"),
         (math.inf, "bytes", "—"),
     ],
 )

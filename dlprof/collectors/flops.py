@@ -65,7 +65,6 @@ class Flops:
         self._counting = False
         self._thread = 0
         self._tries = 0
-        self._hooked = False
 
     def start(self, recorder: Recorder) -> None:
         """Let the facts tell what became of it."""
@@ -77,10 +76,11 @@ class Flops:
         recorder = self._recorder
         if recorder is None or (self._mode is None and self.said["state"] != "waiting"):
             return
+        mode, left = self._mode, self._leave()
         if self._counting:
             self._counting = False
-            self._take(recorder, step)
-        if self._mode is not None and not self._leave():
+            self._take(recorder, step, mode)
+        if not left:
             # Our mode lies below one that the script has entered meanwhile, and does nothing until that is left.
             recorder.row.profiled = 1
             return
@@ -88,11 +88,12 @@ class Flops:
             self._begin(recorder)
 
     def stop(self) -> None:
-        """Stop counting; half a step is none."""
-        if self._mode is not None:
+        """Stop counting; half a step is none. Also when recording is switched off, and in a fork's child."""
+        self._counting = False
+        if get_ident() == self._thread:
+            self._leave()
+        elif self._mode is not None:
             self._mode.over = True
-            if get_ident() == self._thread:
-                self._leave()
 
     def _is_time(self, recorder: Recorder) -> bool:
         number = recorder.row.number - recorder.trained_from
@@ -114,20 +115,16 @@ class Flops:
         if why:
             self._abstain(recorder, why)
             return
-        if not self._hooked:
-            self._hooked = True
-            os.register_at_fork(after_in_child=self._forked)
         self._tries += 1
         self._thread = get_ident()
         self._mode = _mode(recorder)
+        recorder.switched_off = self.stop
         self._mode.__enter__()
         self._counting = True
         recorder.row.profiled = 1
 
-    def _take(self, recorder: Recorder, step: Step) -> None:
+    def _take(self, recorder: Recorder, step: Step, mode: Any) -> None:
         """Keep what the step that has ended was counted to do, if that was training; else the next one is tried."""
-        mode = self._mode
-        mode.over = True
         recorder.news = True
         total = sum(mode.flops.values())
         if mode.error:
@@ -140,10 +137,13 @@ class Flops:
             )
 
     def _leave(self) -> bool:
-        """Take our mode off the stack if it is on top; False: it lies below another."""
+        """Stop our mode, if there is one, and take it off the stack if it is on top; False: it lies below another."""
+        if self._mode is None:
+            return True
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
         mode = self._mode
+        mode.over = True
         stack: list[Any] = [*_get_current_dispatch_mode_stack()]
         if stack and stack[-1] is mode:
             stack[-1].__exit__(None, None, None)
@@ -157,12 +157,6 @@ class Flops:
         recorder.news = True
         if self._asked == "on":
             recorder.warn(f"floating-point operations are not counted: {why}")
-
-    def _forked(self) -> None:
-        """Leave a fork's child, such as a loader's worker, without our mode."""
-        if self._mode is not None:
-            self._mode.over = True
-            self._leave()
 
 
 def _obstacle(recorder: Recorder, untested: bool) -> str:

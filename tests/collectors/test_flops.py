@@ -151,6 +151,27 @@ def test_a_failing_step_fails_as_ever_and_leaves_nothing_behind(tmp_path: Path) 
     assert facts(tmp_path / "run/ranks/00000")["flops"]["state"] == "counted"
 
 
+def test_recording_that_fails_meanwhile_takes_the_mode_along_and_so_does_a_fork(tmp_path: Path) -> None:
+    body = """
+    import dlprof, os
+    for n in range(15):
+        train(*data[:8])
+        depth = torch._C._len_torch_dispatch_stack()
+        if depth:
+            child = os.fork()
+            if not child:
+                os._exit(torch._C._len_torch_dispatch_stack())
+            assert os.waitpid(child, 0)[1] == 0
+            dlprof._recorder.row = None  # the next hook fails
+            model(data[:8][0])
+        print(n, depth, torch._C._len_torch_dispatch_stack())
+    """
+    done = record(job(tmp_path, body), folder=tmp_path / "run", options=["--no-trace"])
+    told = [line.split()[1:] for line in done.stdout.splitlines()]
+    assert told == [["0", "0"]] * 8 + [["1", "0"]] + [["0", "0"]] * 6
+    assert done.stderr.count("recording is off") == 1
+
+
 # Steps end in the optimizer's. From 9 on the script's mode comes on top of ours, which cannot leave for some steps.
 @pytest.mark.parametrize(("first", "last", "state"), [(3, 15, "abstained"), (9, 12, "counted")])
 def test_a_mode_of_the_scripts_own_stays_its_own(first: int, last: int, state: str, tmp_path: Path) -> None:
