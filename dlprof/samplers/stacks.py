@@ -31,7 +31,7 @@ _FIRST_PAUSE_S = 5.0
 _LAST_PAUSE_S = 120.0
 
 # How long the end of the job waits for py-spy to write what it has.
-_STOP_S = 2.0
+_STOP_S = 0.7
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -65,8 +65,10 @@ class StacksSampler:
                 self._spies[rank] = _Spy(self._command, self._rate, rank.pid, folder)
         for rank, spy in tuple(self._spies.items()):
             here = rank in self._host.ranks
-            problem = spy.tick(go_on=here)
-            if problem and rank in self._host.ranks and Path(f"/proc/{rank.pid}").exists():
+            if problem := spy.tick(go_on=here):
+                self._host.look()
+            # A rank that was just ending cannot be looked at, and that is no problem.
+            if problem and rank in self._host.ranks:
                 # What py-spy cannot do for one rank it cannot do for the others.
                 self._rate = 0
                 self._host.warn(
@@ -107,6 +109,7 @@ class _Spy:
         self._seconds = _FIRST_S
         self._pause_s = _FIRST_PAUSE_S
         self._next = 0.0
+        self._failures = 0  # one after the other
 
     @property
     def running(self) -> bool:
@@ -169,7 +172,10 @@ class _Spy:
         try:
             seen = self._part.read_bytes()
         except FileNotFoundError:
-            return _reason(said) if process.returncode else ""
+            self._failures += 1
+            # Once may be chance: the rank was ending, or had not quite begun.
+            return _reason(said) if process.returncode and (self._failures > 1 or _denied(said)) else ""
+        self._failures = 0
         if seen:
             burst: dict[str, Any] = {"start_ns": self._begun_ns, "end_ns": time.time_ns(), "rate": self._rate}
             member = gzip.compress(b"#" + json.dumps(burst).encode() + b"\n" + seen, 6)
@@ -179,8 +185,12 @@ class _Spy:
         return ""
 
 
+def _denied(said: str) -> str:
+    """Give the line in which py-spy says that it may not, "" where it does not say so."""
+    return next((line.strip() for line in said.splitlines() if "ermission" in line or "not permitted" in line), "")
+
+
 def _reason(said: str) -> str:
     """Give the line in which py-spy says what went wrong."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    denied = next((line for line in lines if "ermission" in line or "not permitted" in line), None)
-    return f"py-spy: {denied or (lines[0] if lines else 'it left nothing')}"
+    first = next((line.strip() for line in said.splitlines() if line.strip()), "it left nothing")
+    return f"py-spy: {_denied(said) or first}"

@@ -235,7 +235,14 @@ def test_without_permission_one_line_says_so(tmp_path: Path) -> None:
     if os.geteuid() or subprocess.run(["setpriv", "--version"], capture_output=True, check=False).returncode:
         pytest.skip("only root can give up the permission, with setpriv")
     # Not dumpable: such a process may be read with the capability alone, which the job was started without.
-    script = written(tmp_path, "import ctypes\nctypes.CDLL(None).prctl(4, 0)\nrun(2)")
+    body = """
+    import ctypes, glob
+    ctypes.CDLL(None).prctl(4, 0)
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not glob.glob(os.environ["DLPROF_RUN"] + "/hosts/*/warnings.txt"):
+        train(torch.ones(4, 8))
+    """
+    script = written(tmp_path, body)
     lesser = ["setpriv", "--bounding-set", "-sys_ptrace", "--inh-caps", "-sys_ptrace"]
     done = launch([*lesser, *wrapped(tmp_path / "run", [sys.executable, script], "--no-trace")], tmp_path)
     assert done.returncode == 0, done.stderr
