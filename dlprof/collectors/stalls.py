@@ -64,6 +64,7 @@ class Stalls:
         self._distributed_seen = False
         self._compilations: Any = None  # Dynamo's newest that we have seen
         self._compiled_to_us = 0
+        self._dynamo_is_strange = False
         # Now, when torch was just imported: later the script may hold the original by a name of its own.
         self._watch_torch()
 
@@ -129,13 +130,20 @@ class Stalls:
         self._found.append(found)
 
     def _see_compilations(self, step: int) -> None:
-        """Add what Dynamo has compiled since we last looked."""
+        """Look whether Dynamo has compiled since we last looked."""
         dynamo: Any = sys.modules.get(_DYNAMO)
         known = getattr(dynamo, "_compilation_metrics", None)
         recorder = self._recorder
-        if not known or recorder is None or known[-1] is self._compilations:
+        if not known or recorder is None or known[-1] is self._compilations or self._dynamo_is_strange:
             return
         self._compilations = known[-1]
+        try:
+            self._add_compilations(recorder, known, step)
+        except Exception as e:  # noqa: BLE001 - a Dynamo that tells it otherwise; the other stalls are worth having
+            self._dynamo_is_strange = True
+            recorder.warn(f"compilations are not recorded from here on: {type(e).__name__}: {e}")
+
+    def _add_compilations(self, recorder: Recorder, known: Any, step: int) -> None:
         timed = (c for c in tuple(known) if getattr(c, "start_time_us", None) and getattr(c, "end_time_us", None))
         new = [c for c in timed if c.end_time_us > self._compiled_to_us]
         if not new:
