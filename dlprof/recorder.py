@@ -13,10 +13,12 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import json
 import os
 import signal
 import stat
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -37,6 +39,12 @@ _STEPS_WITHOUT_FETCH = 32
 
 # Steps kept in memory until the process trains: a long validation before training must not grow without bound.
 _EARLY_STEPS = 4096
+
+# How long the end of the process waits for a training thread that outlives the script.
+_NEXT_STEP_S = 1.0
+
+# A script that makes modules or optimizers as it goes, as meta-learning does: so many of each are told of.
+_MOST_SEEN = 100
 
 
 class Step:
@@ -186,6 +194,8 @@ class Recorder:
         self.off = False
         self.started = False
         self._stopped = False
+        self._asked_to_stop: str | None = None  # by another thread than the one that trains
+        self._has_stopped = threading.Event()
         self._pid = os.getpid()
         self._owner = 0
         self._phases: list[int] = []
@@ -353,7 +363,7 @@ class Recorder:
                 return
             if not self.started:
                 self._start()
-            if id(optimizer) not in self._optimizer_ids:
+            if id(optimizer) not in self._optimizer_ids and len(self._optimizer_ids) < _MOST_SEEN:
                 self._optimizer_ids.add(id(optimizer))
                 self.optimizers.append(weakref.ref(optimizer))
                 self.news = True
@@ -473,11 +483,13 @@ class Recorder:
         if self.started:
             for collector in tuple(self._collectors):
                 self._guard(collector, collector.step, row)
+            if self._asked_to_stop is not None:
+                self.stop(self._asked_to_stop)
         elif len(self._early) < _EARLY_STEPS:
             self._early.append(row)
 
     def _see_model(self, module: Any) -> None:
-        if len(self._model_ids) > 1000:
+        if len(self._model_ids) >= _MOST_SEEN:
             return  # a script that makes modules as it goes: they are not its model
         self._model_ids.add(id(module))
         if next(module.parameters(), None) is not None:
@@ -515,7 +527,10 @@ class Recorder:
             except FileExistsError:
                 taken, name = name, f"{name}.{os.getpid()}"
                 (ranks / name).mkdir()
-                self.warn(f"another process records as ranks/{taken}: this one is in ranks/{name}")
+                if _recorded_by(ranks / taken) == os.getpid():
+                    self.warn(f"the script replaced itself (os.exec): what was before is in ranks/{taken}, not here")
+                else:
+                    self.warn(f"another process records as ranks/{taken}: this one is in ranks/{name}")
             self._leave_word(name)
         except OSError as e:
             self._switch_off()
@@ -564,6 +579,12 @@ class Recorder:
         """End the recording: the last step is closed, and every collector leaves its files. Does nothing twice."""
         if self._stopped or not self.started or os.getpid() != self._pid:
             return
+        if self._owner not in (0, get_ident()) and any(t.ident == self._owner for t in threading.enumerate()):
+            # The training thread is still at it, as daemon threads are: it stops best itself, at its next step.
+            self._asked_to_stop = ended
+            self._has_stopped.wait(_NEXT_STEP_S)
+            if self._stopped:
+                return
         self._stopped = True
         self.ended = ended
         try:
@@ -578,6 +599,7 @@ class Recorder:
             # Backwards: facts close the list, since they tell how the others ended.
             for collector in reversed(tuple(self._collectors)):
                 self._guard(collector, collector.stop)
+        self._has_stopped.set()
 
     def _guard(self, collector: Collector, call: Callable[..., None], *args: Any) -> None:
         try:
@@ -612,6 +634,15 @@ class Recorder:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.profiler_woken:
             _leave_without_destructors()
+
+
+def _recorded_by(rank: Path) -> int | None:
+    """Give the process whose recording a folder holds."""
+    try:
+        pid = json.loads((rank / "facts.json").read_text())["pid"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return pid if isinstance(pid, int) else None
 
 
 def _settings(loader: Any) -> dict[str, Any]:

@@ -165,7 +165,16 @@ def missing(folder: Path) -> list[str]:
         return [
             "nothing was recorded: the hook was never reached (python -I, -E, -S, a cleaned environment, or no Python)"
         ]
-    if not any('"torch": true' in text for text in hellos):
+    words = [line for text in hellos for line in text.splitlines()]
+    # The last word of a process that had been here before; a fork's child that becomes another program has not.
+    last = {line.partition(",")[0]: line for line in words}
+    been = {line.partition(",")[0] for line in words if '"python": ' in line}
+    if any('"exec": true' in line for pid, line in last.items() if pid in been):
+        return [
+            "nothing was recorded: the command replaced itself (os.exec) by a program that the hook did not reach"
+            " (python -I, -E, -S, a cleaned environment, or no Python)"
+        ]
+    if not any('"torch": true' in line for line in words):
         return ["nothing was recorded: the command never imported torch"]
     return ["nothing was recorded: torch was imported, but no backward() and no optimizer step was seen"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import dlprof
-from dlprof.log import Log
+from dlprof.log import Log, file_of
 from dlprof.recorder import Recorder, Step, folder_of_rank
 
 # Lines are written this often, see collectors/steps.py.
@@ -354,31 +354,37 @@ class _Counters:
         self.id = worker_id
         self.pid = os.getpid()
         self.worker = worker
-        self._schedstat = _opened("/proc/thread-self/schedstat")
-        self._io = _opened("/proc/self/io")
+        self._schedstat = _Answer("/proc/thread-self/schedstat")
+        self._io = _Answer("/proc/self/io")
         self.last = self.all()
 
     def core(self) -> tuple[int, int]:
         """Give the ns of CPU time, and those that the thread was ready to run and had no core (−1: unknown)."""
-        delay = -1
-        if self._schedstat >= 0:
-            delay = int(os.pread(self._schedstat, 96, 0).split()[1])
-        return time.process_time_ns(), delay
+        words = self._schedstat.words()
+        return time.process_time_ns(), int(words[1]) if words else -1
 
     def all(self) -> tuple[int, int, int, int]:
         """Give the same, the bytes that came from storage, and those that were read at all (−1: unknown)."""
-        stored = read = -1
-        if self._io >= 0:
-            lines = os.pread(self._io, 512, 0).split()
-            read, stored = int(lines[1]), int(lines[9])
+        words = self._io.words()
+        stored, read = (int(words[9]), int(words[1])) if words else (-1, -1)
         return (*self.core(), stored, read)
 
 
-def _opened(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return -1
+class _Answer:
+    """A file of the kernel's that is read again and again; empty where it cannot be, or the script has closed it."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._fd = -1
+        self._file = file_of(self._fd)
+
+    def words(self) -> list[bytes]:
+        """Give what it says now."""
+        if self._file is None or file_of(self._fd) != self._file:
+            return []
+        return os.pread(self._fd, 512, 0).split()
 
 
 class _Log:

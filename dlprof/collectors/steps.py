@@ -11,6 +11,12 @@ from dlprof.recorder import BACKWARD, FETCH, FORWARD, OPTIMIZER, Recorder, Step
 # Steps are written this often: a crash costs at most so much, and a step of a millisecond pays for no system call.
 _WRITE_EVERY_NS = 250_000_000
 
+# A job may write 50 MB an hour and rank, and steps of a millisecond would write 900. So after so many that have a line
+# each, short ones share a line until they fill it: 40 lines a second, or 36 MB an hour. A long one keeps its own.
+_EACH_STEPS = 10_000
+_SHARED_NS = 25_000_000
+_LONG_NS = 40_000_000
+
 # Steps whose device time is still outstanding; a device that is further behind than this loses it, not the step.
 _MAX_WAITING = 64
 
@@ -27,6 +33,10 @@ class Steps:
         self._offset_ns = 0
         self._device: _DeviceClock | None = None
         self._waiting: deque[tuple[Step, Any]] = deque()
+        # What the steps have in common that share the next line, how many they are, and what they sum up to.
+        self._like = ("", 0, 0, True, True)
+        self._steps = self._number = self._start_ns = 0
+        self._sums: list[int] = []
 
     def start(self, recorder: Recorder) -> None:
         """Open the file."""
@@ -50,6 +60,7 @@ class Steps:
     def stop(self) -> None:
         """Write the rest; a device time that is not known by now never will be."""
         self._drain(len(self._waiting))
+        self._share()
         self._write()
         if self._log is not None:
             self._log.close()
@@ -69,14 +80,46 @@ class Steps:
             self._add(step, device_ns)
 
     def _add(self, step: Step, device_ns: int) -> None:
+        """Add a step to the lines; where there are many, a short one joins those before it that are like it."""
+        like = (step.kind, step.profiled, step.first, step.lead_ns < 0, device_ns < 0)
+        if step.number < _EACH_STEPS or step.dur_ns >= _LONG_NS:
+            self._share()
+            self._lines.append(
+                _line(like, 1, step.number, step.start_ns + self._offset_ns, self._measured(step, device_ns))
+            )
+            return
+        if self._steps and like != self._like:
+            self._share()
+        if not self._steps:
+            self._like, self._number, self._start_ns = like, step.number, step.start_ns + self._offset_ns
+            self._sums = self._measured(step, device_ns)
+        else:
+            self._sums = [a + b for a, b in zip(self._sums, self._measured(step, device_ns), strict=True)]
+        self._steps += 1
+        if self._sums[0] >= _SHARED_NS:
+            self._share()
+
+    def _share(self) -> None:
+        """End the line that short steps share."""
+        if self._steps:
+            self._lines.append(_line(self._like, self._steps, self._number, self._start_ns, self._sums))
+            self._steps = 0
+
+    @staticmethod
+    def _measured(step: Step, device_ns: int) -> list[int]:
         parts = step.parts
-        self._lines.append(
-            f'{{"step":{step.number},"kind":"{step.kind}","start_ns":{step.start_ns + self._offset_ns},'
-            f'"dur_ns":{step.dur_ns},"lead_ns":{step.lead_ns},"fetch_ns":{parts[FETCH]},"forward_ns":{parts[FORWARD]},'
-            f'"backward_ns":{parts[BACKWARD]},"optimizer_ns":{parts[OPTIMIZER]},"device_ns":{device_ns},'
-            f'"fetches":{step.fetches},"backwards":{step.backwards},"optimizer_steps":{step.optimizer_steps},'
-            f'"profiled":{step.profiled},"first":{step.first}}}\n'
-        )
+        return [
+            step.dur_ns,
+            step.lead_ns,
+            parts[FETCH],
+            parts[FORWARD],
+            parts[BACKWARD],
+            parts[OPTIMIZER],
+            device_ns,
+            step.fetches,
+            step.backwards,
+            step.optimizer_steps,
+        ]
 
     def _write(self) -> None:
         if not self._lines or self._log is None:
@@ -84,6 +127,20 @@ class Steps:
         lines = "".join(self._lines)
         self._lines.clear()
         self._log.write(lines)
+
+
+def _line(like: tuple[str, int, int, bool, bool], steps: int, number: int, start_ns: int, sums: list[int]) -> str:
+    """Write a line: of one step, or of several like each other in a row, with the sums of what is measured."""
+    kind, profiled, first, no_lead, no_device = like
+    dur, lead, fetch, forward, backward, optimizer, device, fetches, backwards, optimizer_steps = sums
+    several = f',"steps":{steps}' if steps > 1 else ""
+    return (
+        f'{{"step":{number},"kind":"{kind}","start_ns":{start_ns},"dur_ns":{dur},'
+        f'"lead_ns":{-1 if no_lead else lead},"fetch_ns":{fetch},"forward_ns":{forward},'
+        f'"backward_ns":{backward},"optimizer_ns":{optimizer},"device_ns":{-1 if no_device else device},'
+        f'"fetches":{fetches},"backwards":{backwards},"optimizer_steps":{optimizer_steps},'
+        f'"profiled":{profiled},"first":{first}{several}}}\n'
+    )
 
 
 class _DeviceClock:

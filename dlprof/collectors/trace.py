@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from dlprof.recorder import Recorder, Step
@@ -29,6 +30,7 @@ class Trace:
         self.window.update(state=text if self._done else "waiting", first_step=None, last_step=None, export_ns=None)
         self._recorder: Recorder | None = None
         self._profiler: Any = None
+        self._thread = 0  # that the profiler was prepared in
         self._range: Any = None
         self._recording = False
         self._opening = False
@@ -60,8 +62,14 @@ class Trace:
     def stop(self) -> None:
         """Leave what the open window has."""
         recorder = self._recorder
-        if recorder is not None and self._profiler is not None:
-            self._close(recorder, "partial")
+        if recorder is None or self._profiler is None:
+            return
+        if get_ident() != self._thread:
+            # The script ends while a thread of it still trains: only that thread could stop the profiler.
+            self.window["state"] = "failed"
+            recorder.warn("the script ended inside the window, with its training thread still running: no trace")
+            return
+        self._close(recorder, "partial")
 
     def _advance(self, recorder: Recorder, number: int) -> None:
         window = self.window
@@ -122,6 +130,7 @@ class Trace:
             if quiet:
                 del os.environ["KINETO_LOG_LEVEL"]
         self._profiler = profiler
+        self._thread = get_ident()
 
     def _record(self, recorder: Recorder) -> None:
         if not self._recording:
@@ -208,8 +217,19 @@ class Trace:
 def _export(profiler: Any, path: Path) -> None:
     unfinished = path.with_name(path.name + ".tmp")
     try:
-        profiler.export_chrome_trace(str(unfinished))
+        # Kineto leaves line breaks out of a path: by the folder's descriptor it has none.
+        fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            profiler.export_chrome_trace(f"/proc/self/fd/{fd}/{unfinished.name}")
+        finally:
+            os.close(fd)
+        # Kineto does not say where the disk was full.
+        with unfinished.open("rb") as file:
+            file.seek(-min(16, unfinished.stat().st_size), os.SEEK_END)
+            if not file.read().rstrip().endswith(b"}"):
+                raise OSError("the trace could not be written to its end: is the disk full?")
         unfinished.replace(path)
     except BaseException:
-        unfinished.unlink(missing_ok=True)
+        for left in (unfinished, unfinished.with_name(unfinished.name + ".tmp")):  # ours, and Kineto's own
+            left.unlink(missing_ok=True)
         raise

@@ -100,6 +100,27 @@ class _TorchFinder:
             _say(e)
 
 
+def _watch_exec(run):
+    """See to it that a script that replaces itself by another program leaves its recording, and word of that."""
+
+    def watched(original):
+        def call(*args, **kwargs):
+            try:
+                _hello(run, f'{{"pid": {os.getpid()}, "exec": true}}\n')
+                recorder = getattr(sys.modules.get("dlprof"), "_recorder", None)
+                if recorder is not None:
+                    recorder.stop("exec")
+            except Exception as e:  # noqa: BLE001 - see the file's docstring
+                _say(e)
+            return original(*args, **kwargs)
+
+        call.__name__, call.__doc__, call.__wrapped__ = original.__name__, original.__doc__, original
+        return call
+
+    # All others of the family call one of these two.
+    os.execv, os.execve = watched(os.execv), watched(os.execve)
+
+
 def _watch():
     run = os.environ.get("DLPROF_RUN")
     if not run or _unwatched():
@@ -110,6 +131,7 @@ def _watch():
             _load_recorder(run)
         else:
             sys.meta_path.insert(0, _TorchFinder(run))
+        _watch_exec(run)
     except Exception as e:  # noqa: BLE001 - see the file's docstring
         _say(e)
 

@@ -21,16 +21,21 @@ _Measured = Annotated[int, msgspec.Meta(ge=-1, le=2**62)]
 
 
 def read_log(
-    path: Path, table: str, required: Collection[str], default: Mapping[str, str] | None = None
+    path: Path,
+    table: str,
+    required: Collection[str],
+    default: Mapping[str, str] | None = None,
+    beside: Mapping[str, str] | None = None,
 ) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """Give a log whose lines have the table's columns as keys, in order of time, and what was lost of it.
 
     A line without a required column is none; of the other columns one that is left out or null is −1, NaN for a
     float64, and for a text what `default` says, else "". Keys that the table does not declare, of a later dlprof, are
     passed over. A cut last line is dropped, as are other bad ones, with a warning. Raises DlprofError where the file
-    cannot be read or holds lines and none of them is a row.
+    cannot be read or holds lines and none of them is a row. `beside` are keys (name → dtype) that the lines have and
+    the table has not: they become columns to the right of the table's, for the caller to take off.
     """
-    declared = tables.TABLES[table]
+    declared = {**tables.TABLES[table], **(beside or {})}
     decode = msgspec.json.Decoder(_line(declared, required)).decode
     columns: dict[str, list[Any]] = {name: [] for name in declared}
     count = bad = 0
@@ -53,7 +58,9 @@ def read_log(
     if bad > 1 and not count:
         raise DlprofError(f"{path}: not a log of {table}: none of its lines is one")
     if not count:
-        return tables.empty(table), ()
+        return tables.empty(table).assign(
+            **{name: pd.Series([], dtype=dtype) for name, dtype in (beside or {}).items()}
+        ), ()
     frame = pd.DataFrame(
         {
             name: pd.Categorical([text for part in columns[name] for text in part])
@@ -66,7 +73,8 @@ def read_log(
     frame = frame.sort_values(at, kind="stable", ignore_index=True)
     lost = bad - last_is_bad
     warnings = (f"{path.name}: {lost:,} lines are no {table} and are left out",) if lost else ()
-    return tables.check(table, frame), warnings
+    tables.check(table, frame[list(tables.TABLES[table])])
+    return frame, warnings
 
 
 def _line(declared: Mapping[str, str], required: Collection[str]) -> type[msgspec.Struct]:

@@ -1,8 +1,12 @@
-"""Reads steps.jsonl, the light layer: a line a step."""
+"""Reads steps.jsonl, the light layer: a line a step, or one for several short ones in a row."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof.readers import Reading
 from dlprof.readers.logs import read_log
@@ -10,7 +14,42 @@ from dlprof.readers.logs import read_log
 
 def read(path: Path) -> Reading:
     """Give the table "steps"; raises DlprofError where the file cannot be read or is no log of steps."""
-    frame, warnings = read_log(path, "steps", ("step", "start_ns", "dur_ns"), {"kind": "other"})
+    frame, warnings = read_log(path, "steps", ("step", "start_ns", "dur_ns"), {"kind": "other"}, {"steps": "int64"})
+    frame = _each(frame.drop(columns="steps"), np.maximum(frame["steps"].to_numpy(), 1))
     if not len(frame):
         warnings += (f"{path.name}: holds no steps",)
     return Reading({"steps": frame}, {}, warnings)
+
+
+# What a line of several steps tells the sum of; in the rest they are alike.
+_SUMS = (
+    "lead_ns",
+    "fetch_ns",
+    "forward_ns",
+    "backward_ns",
+    "optimizer_ns",
+    "device_ns",
+    "fetches",
+    "backwards",
+    "optimizer_steps",
+)
+
+
+def _each(frame: pd.DataFrame, steps: NDArray[np.int64]) -> pd.DataFrame:
+    """Give every step a row: those of one line follow each other and share its times, to the nanosecond."""
+    if not len(frame) or steps.max() == 1:
+        return frame
+    each = frame.loc[np.repeat(np.arange(len(frame)), steps)].reset_index(drop=True)
+    n = np.repeat(steps, steps)
+    nth = np.arange(len(each)) - np.repeat(np.cumsum(steps) - steps, steps)
+
+    def share(name: str) -> NDArray[np.int64]:
+        total = each[name].to_numpy()
+        return np.where(total < 0, total, total * (nth + 1) // n - total * nth // n)
+
+    return each.assign(
+        step=each["step"] + nth,
+        start_ns=each["start_ns"] + each["dur_ns"] * nth // n,
+        dur_ns=share("dur_ns"),
+        **{name: share(name) for name in _SUMS},
+    )

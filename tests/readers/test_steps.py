@@ -37,6 +37,21 @@ def test_what_a_line_leaves_out_was_not_measured_and_unknown_keys_pass(tmp_path:
     assert row == {"step": 3, "start_ns": 7, "dur_ns": 5} | rest | {"kind": "other"}
 
 
+def test_steps_that_share_a_line_are_a_row_each_and_lose_nothing(tmp_path: Path) -> None:
+    shared = line(5, start_ns=1000, dur_ns=100, fetch_ns=7, device_ns=-1, fetches=3, optimizer_steps=1, steps=3)
+    sums = {"dur_ns": 100, "fetch_ns": 7, "fetches": 3, "optimizer_steps": 1}
+    path = write(tmp_path / "steps.jsonl", line(4, start_ns=900, dur_ns=100), shared, line(8, start_ns=1100))
+    frame = steps.read(path).tables["steps"]
+    assert frame["step"].to_list() == [4, 5, 6, 7, 8]
+    assert frame["start_ns"].to_list() == [900, 1000, 1033, 1066, 1100]
+    three = frame.iloc[1:4]
+    assert {name: int(three[name].sum()) for name in sums} == sums
+    assert (three["start_ns"] + three["dur_ns"]).to_list() == [1033, 1066, 1100]
+    assert three["fetches"].to_list() == [1, 1, 1]
+    assert three["device_ns"].to_list() == [-1, -1, -1]
+    assert three["profiled"].to_list() == [shared["profiled"]] * 3
+
+
 def test_a_cut_last_line_is_dropped_without_a_word_at_any_byte(tmp_path: Path) -> None:
     path = write(tmp_path / "steps.jsonl", line(0), line(1))
     data = path.read_bytes()

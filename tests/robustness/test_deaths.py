@@ -1,0 +1,238 @@
+"""A job that dies, in any way and at any moment, dies as ever and leaves what was recorded until then."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.commands.report import write_report
+from tests.jobs import children, environment, facts, launch, rows, words, wrapped
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+# Says where it is. The window opens at step 20, records from 30 on for as long as it is told, and is then exported.
+TRAINS = """
+import sys, time
+print("started", flush=True)
+import torch
+print("imported", flush=True)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for n in range(int(sys.argv[1])):
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    time.sleep(0.002)
+    print(n, flush=True)
+print("trained", flush=True)
+"""
+
+# (said by the script before, seconds after that at most, signals)
+MOMENTS = {
+    "before torch": ("started", 0.0, (signal.SIGKILL, signal.SIGTERM)),
+    "importing torch": ("started", 0.8, (signal.SIGKILL, signal.SIGABRT)),
+    "before the first step": ("imported", 0.0, (signal.SIGKILL, signal.SIGTERM)),
+    "before the window": ("10", 0.01, (signal.SIGKILL, signal.SIGSEGV)),
+    "warming up": ("23", 0.01, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)),
+    "in the window": ("60", 0.05, (signal.SIGKILL, signal.SIGABRT)),
+    "exporting": ("429", 0.2, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)),
+    "leaving": ("trained", 0.1, (signal.SIGKILL, signal.SIGTERM)),
+}
+SEED = 20260
+
+
+def left_over(folder: Path) -> list[int]:
+    """List the processes that know a run folder, by their arguments or their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            known = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if int(process.name) != os.getpid() and os.fsencode(folder) in known:
+            found.append(int(process.name))
+    return found
+
+
+def until(ready: Callable[[], Any]) -> bool:
+    deadline = time.monotonic() + 30
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(ready())
+
+
+def reported(folder: Path) -> Any:
+    """Report on a run, and give its result."""
+    write_report(folder)
+    return json.loads((folder / "result.json").read_text())
+
+
+def start(folder: Path, command: Sequence[str], *options: str) -> subprocess.Popen[str]:
+    """Start a recording as the leader of a process group, as a shell does."""
+    return subprocess.Popen(
+        wrapped(folder, command, *options),
+        env=environment(),
+        cwd=folder.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def command_of(supervisor: int, script: str) -> int:
+    return next(pid for pid in children(supervisor) if script in words(pid))
+
+
+def wait_for(process: subprocess.Popen[str], word: str) -> str:
+    """Read the script's words up to one; give the last number before it."""
+    assert process.stdout is not None
+    last = "0"
+    for line in process.stdout:
+        if line.strip() == word:
+            return last
+        last = line.strip() if line.strip().isdigit() else last
+    raise AssertionError(f"the script ended before it said {word}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_at_any_moment(moment: str, tmp_path: Path) -> None:
+    said, seconds, numbers = MOMENTS[moment]
+    chance = random.Random(f"{SEED} {moment}")
+    number = chance.choice(numbers)
+    (tmp_path / "trains.py").write_text(TRAINS)
+    process = start(tmp_path / "run", [sys.executable, str(tmp_path / "trains.py"), "440"], "--window", "20,10,400")
+    wait_for(process, said)
+    pid = command_of(process.pid, "trains.py")
+    time.sleep(chance.uniform(0, seconds))
+    os.kill(pid, number)
+    _, errors = process.communicate(timeout=60)
+    # Whoever is signalled on the way out may have left by then.
+    assert process.returncode in ((-number, 0) if moment == "leaving" else (-number,)), errors
+    assert "Traceback" not in errors or number == signal.SIGINT
+    assert until(lambda: not left_over(tmp_path / "run")), [words(pid) for pid in left_over(tmp_path / "run")]
+    result = reported(tmp_path / "run")
+    assert result["run"]["exit"] == (
+        {"code": 0, "signal": None} if process.returncode == 0 else {"code": None, "signal": int(number)}
+    )
+    if said.isdigit():
+        # What was not yet written, every quarter of a second.
+        assert len(rows(tmp_path / "run/ranks/00000")) >= int(said) - 125
+        assert result["run"]["ranks"] == [0]
+    elif said != "trained":
+        assert result["run"]["warnings"]
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_once_and_twice(presses: int, tmp_path: Path) -> None:
+    (tmp_path / "trains.py").write_text(TRAINS)
+    command = wrapped(
+        tmp_path / "run", [sys.executable, str(tmp_path / "trains.py"), "100000"], "--window", "5,1,10000"
+    )
+    command.remove("--no-report")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(command[0], command, environment())
+    seen = b""
+    pressed: list[float] = []
+    while select.select([terminal], [], [], 60)[0]:
+        try:
+            seen += os.read(terminal, 4096)
+        except OSError:  # the terminal's last process has gone
+            break
+        if b"\r\n40\r\n" in seen and len(pressed) < presses:
+            for _ in range(presses):
+                os.write(terminal, b"\x03")
+                pressed.append(time.monotonic())
+                time.sleep(0.1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGINT
+    assert until(lambda: not left_over(tmp_path / "run"))
+    assert seen.count(b"Traceback") == 1  # the script's own
+    assert b"Aborted" not in seen
+    rank = tmp_path / "run/ranks/00000"
+    assert len(rows(rank)) >= 6
+    assert json.loads((tmp_path / "run/run.json").read_text())["exit"] == {"code": None, "signal": 2}
+    assert reported(tmp_path / "run")["run"]["exit"]["signal"] == 2
+
+
+RANKS = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+for n in range(100000 if "long" in sys.argv else 20):
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if n == 10:
+        print("ready", flush=True)
+    if "dies" in sys.argv and n == 12 and dist.get_rank() == 1 and life == 0:
+        os.abort()
+    time.sleep(0.002)
+dist.destroy_process_group()
+"""
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def test_a_scheduler_ends_a_whole_job(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(RANKS)
+    command = [sys.executable, *TORCHRUN, str(tmp_path / "ranks.py"), "long"]
+    process = start(tmp_path / "run", command, "--window", "5,1,100000")
+    wait_for(process, "ready")
+    os.killpg(process.pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    # torchrun's own end by SIGTERM: it says so in an exception, once, and ends its ranks.
+    assert process.returncode == 1, errors
+    assert errors.count("SignalException: Process") == 1
+    assert until(lambda: not left_over(tmp_path / "run"))
+    for number in (0, 1):
+        rank = tmp_path / f"run/ranks/{number:05d}"
+        assert facts(rank)["ended"] == f"signal {signal.SIGTERM.value}"
+        assert facts(rank)["window"]["state"] == "partial"
+        assert len(rows(rank)) >= 10
+    assert reported(tmp_path / "run")["run"]["ranks"] == [0, 1]
+
+
+def test_what_was_before_an_elastic_restart_is_kept_apart(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(RANKS)
+    command = [sys.executable, *TORCHRUN, "--max-restarts", "1", str(tmp_path / "ranks.py"), "dies"]
+    done = launch(wrapped(tmp_path / "run", command, "--no-trace"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    lives = sorted(path.name for path in (tmp_path / "run/ranks").iterdir())
+    assert lives == ["00000", "00000.r1", "00001", "00001.r1"]
+    for number in (0, 1):
+        assert len(rows(tmp_path / f"run/ranks/{number:05d}.r1")) == 20
+    result = reported(tmp_path / "run")["run"]
+    assert result["ranks"] == [0, 1]
+    assert [text for text in result["warnings"] if "restarted 1" in text]
+
+
+def test_a_job_out_of_memory_leaves_its_recording(tmp_path: Path) -> None:
+    # As where a container's limit is reached, but for the signal's sender: no memory, then the kernel.
+    body = TRAINS.replace(
+        'print("trained", flush=True)', "block = []\nwhile True:\n    block.append(bytearray(1 << 26))"
+    )
+    limits = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))\n"
+    (tmp_path / "trains.py").write_text(limits + body)
+    done = launch(wrapped(tmp_path / "run", [sys.executable, tmp_path / "trains.py", "60"], "--no-trace"), tmp_path)
+    assert done.returncode == 1
+    assert "MemoryError" in done.stderr
+    assert "dlprof: rank" not in done.stderr
+    assert len(rows(tmp_path / "run/ranks/00000")) == 60
+    assert reported(tmp_path / "run")["run"]["exit"] == {"code": 1, "signal": None}

@@ -1,0 +1,282 @@
+"""What scripts do to a recording, by mistake or for good reasons: it may suffer, and they must not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from dlprof.run import open_run
+from tests.jobs import environment, facts, launch, record, rows, wrapped
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+SETUP = """
+import os, signal, sys, threading, time
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(steps=1):
+    for _ in range(steps):
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        time.sleep(0.002)
+"""
+
+
+def script(folder: Path, body: str, name: str = "train.py") -> Path:
+    path = folder / name
+    path.write_text(SETUP + dedent(body))
+    return path
+
+
+def test_files_that_take_our_descriptors_stay_as_the_script_wrote_them(tmp_path: Path) -> None:
+    loop = script(
+        tmp_path,
+        """
+        train(20)
+        os.closerange(3, 1000)
+        files = [open(f"theirs-{n}", "w+") for n in range(40)]
+        for file in files:
+            file.write("theirs")
+            file.flush()
+        train(200)
+        print({open(f"theirs-{n}").read() for n in range(40)})
+        """,
+    )
+    done = record(loop, folder=tmp_path / "run", options=["--window", "100,1,2"])
+    assert done.stdout == "{'theirs'}\n"
+    rank = tmp_path / "run/ranks/00000"
+    assert len(rows(rank)) == 220
+    assert facts(rank)["warnings"] == []
+    assert facts(rank)["window"]["state"] == "exported"
+
+
+def test_a_file_that_takes_the_place_of_stdout_or_stderr_gets_no_word_of_ours(tmp_path: Path) -> None:
+    loop = script(
+        tmp_path,
+        """
+        import shutil
+        os.closerange(0, 3)
+        theirs = [os.open(f"theirs-{n}", os.O_RDWR | os.O_CREAT) for n in range(3)]
+        assert theirs == [0, 1, 2]
+        train(20)
+        shutil.rmtree(os.environ["DLPROF_RUN"])  # we say so, where there is a stderr
+        train(200)
+        """,
+    )
+    record(loop, folder=tmp_path / "run", options=["--no-trace"])
+    assert [(tmp_path / f"theirs-{n}").read_bytes() for n in range(3)] == [b""] * 3
+
+
+FAILING = """
+import dlprof.collectors as collectors
+
+class Failing:
+    fails_at = "making"
+    def __init__(self):
+        self.at("making")
+    @property
+    def name(self):
+        return "a collector that fails at " + self.fails_at
+    def start(self, recorder):
+        self.at("start")
+    def step(self, step):
+        self.at("step")
+    def stop(self):
+        self.at("stop")
+    def at(self, moment):
+        if self.fails_at == moment:
+            raise RuntimeError(f"planted at {moment}")
+
+failing = [type("Failing", (Failing,), {"fails_at": moment}) for moment in ("making", "start", "step", "stop")]
+collectors.COLLECTORS = (*collectors.COLLECTORS, *failing)
+"""
+
+
+def test_a_collector_that_raises_costs_itself_and_one_line(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(FAILING)
+    loop = script(tmp_path, "train(15)\nprint('trained')")
+    env = environment(PYTHONPATH=str(tmp_path / "site"))
+    done = record(loop, folder=tmp_path / "run", options=["--window", "3,1,2"], env=env)
+    assert done.stdout == "trained\n"
+    rank = tmp_path / "run/ranks/00000"
+    assert len(rows(rank)) == 15
+    assert facts(rank)["window"]["state"] == "exported"
+    warnings = facts(rank)["warnings"]
+    assert len(warnings) == 4
+    said = open_run(tmp_path / "run").warnings
+    for warning, moment in zip(warnings, ("making", "start", "step", "stop"), strict=True):
+        assert f" is off: RuntimeError: planted at {moment}" in warning
+        assert done.stderr.count(f"planted at {moment}") == 1
+        assert any(f"planted at {moment}" in text for text in said)
+
+
+def test_a_limit_on_the_size_of_files_costs_the_recording_only(tmp_path: Path) -> None:
+    loop = script(
+        tmp_path,
+        """
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        train(300)
+        print("trained")
+        """,
+    )
+    done = record(loop, folder=tmp_path / "run", options=["--window", "10,1,20"])
+    assert done.stdout == "trained\n"
+    rank = tmp_path / "run/ranks/00000"
+    said = open_run(tmp_path / "run").warnings
+    assert [text for text in said if "steps is off: " in text]
+    assert [text for text in said if "trace is off: " in text]
+    assert facts(rank)["window"]["state"] == "failed"
+    assert not list(rank.glob("trace*"))
+    # The lines that fitted; the last may be half.
+    assert (rank / "steps.jsonl").read_text().count("\n") > 50
+    assert done.stderr.count("is off: ") == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="a read-only disk needs root and mount")
+def test_a_disk_that_becomes_read_only_costs_the_recording_only(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    loop = script(
+        tmp_path,
+        """
+        import subprocess
+        train(10)
+        rank = os.environ["DLPROF_RUN"] + "/ranks/00000"
+        for command in (["mount", "--bind", rank, rank], ["mount", "-o", "remount,ro,bind", rank]):
+            subprocess.run(command, check=True)
+        train(30)
+        print("trained")
+        """,
+    )
+    if subprocess.run(["mount", "--bind", tmp_path, tmp_path], check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    subprocess.run(["umount", tmp_path], check=True)
+    try:
+        done = record(loop, folder=folder, options=["--window", "15,1,2"])
+        assert done.stdout == "trained\n"
+        assert done.stderr.count("Read-only file system") >= 1
+        # Kineto has a word of its own.
+        assert all(line.startswith(("dlprof: ", "ERROR:")) for line in done.stderr.splitlines())
+        assert open_run(folder).ranks[0].index == 0
+    finally:
+        subprocess.run(["umount", folder / "ranks/00000"], check=False)
+
+
+def test_a_script_that_replaces_itself_is_told_of(tmp_path: Path) -> None:
+    again = """
+        if sys.argv[1] != "again":
+            train(10)
+            os.execl(sys.executable, sys.executable, __file__, "again")
+        train(15)
+        print("trained", os.getpid())
+        """
+    # Both lives are kept, the first one to its last step, and the second one says so.
+    done = record(script(tmp_path, again), "first", folder=tmp_path / "late", options=["--window", "2,1,100"])
+    pid = done.stdout.split()[1]
+    lives = sorted(path.name for path in (tmp_path / "late/ranks").iterdir())
+    assert lives == ["00000", f"00000.{pid}"]
+    assert len(rows(tmp_path / "late/ranks/00000")) == 10
+    assert facts(tmp_path / "late/ranks/00000")["ended"] == "exec"
+    assert facts(tmp_path / "late/ranks/00000")["window"]["state"] == "partial"
+    assert len(rows(tmp_path / f"late/ranks/00000.{pid}")) == 15
+    assert "replaced itself" in done.stderr
+    # By a Python that the hook does not reach: it says what happened.
+    (tmp_path / "leaves.py").write_text("import os, sys\nos.execv(sys.executable, [sys.executable, '-I', '-c', ''])\n")
+    done = record(tmp_path / "leaves.py", folder=tmp_path / "isolated")
+    assert "replaced itself" in done.stderr
+    assert "replaced itself" in open_run(tmp_path / "isolated").warnings[0]
+
+
+def test_a_loop_in_a_thread_is_recorded_and_one_that_is_still_running_at_the_end_breaks_nothing(tmp_path: Path) -> None:
+    body = """
+        thread = threading.Thread(target=train, args=(20,))
+        thread.start()
+        thread.join()
+        print("trained")
+        """
+    done = record(script(tmp_path, body), folder=tmp_path / "thread", options=["--window", "3,1,2"])
+    assert " is off" not in done.stderr
+    assert len(rows(tmp_path / "thread/ranks/00000")) == 20
+    assert facts(tmp_path / "thread/ranks/00000")["window"]["state"] == "exported"
+    body = """
+        import atexit
+        atexit.register(os._exit, 0)  # after ours; torch in a daemon thread may abort later on, with and without us
+        threading.Thread(target=train, args=(100000,), daemon=True).start()
+        time.sleep(0.5)
+        """
+    done = record(script(tmp_path, body), folder=tmp_path / "daemon", options=["--window", "3,1,100000"])
+    assert facts(tmp_path / "daemon/ranks/00000")["window"]["state"] == "partial"
+    assert facts(tmp_path / "daemon/ranks/00000")["ended"] == "exit"
+    assert len(rows(tmp_path / "daemon/ranks/00000")) > 10
+    assert "Traceback" not in done.stderr
+
+
+def test_handlers_that_a_script_sets_once_it_trains_are_its_own(tmp_path: Path) -> None:
+    loop = script(
+        tmp_path,
+        """
+        import faulthandler
+        faulthandler.enable()
+        train(5)
+        def leave(number, frame):
+            print("theirs", number, flush=True)
+            sys.exit(7)
+        signal.signal(signal.SIGTERM, leave)
+        os.kill(os.getpid(), signal.SIGTERM)
+        train(1000)
+        """,
+    )
+    done = launch(wrapped(tmp_path / "run", [sys.executable, loop], "--no-trace"), tmp_path)
+    assert (done.returncode, done.stdout) == (7, "theirs 15\n")
+    assert len(rows(tmp_path / "run/ranks/00000")) >= 5
+
+
+def test_pythons_that_do_not_train_load_nothing_and_leave_no_rank(tmp_path: Path) -> None:
+    told = "import sys; print(sorted(sys.modules))"
+    loop = script(
+        tmp_path,
+        f"""
+        import subprocess
+        train(3)
+        for _ in range(20):
+            print(subprocess.run([sys.executable, "-c", {told!r}], capture_output=True, text=True).stdout, end="")
+        """,
+    )
+    plain = launch([sys.executable, loop], tmp_path)
+    done = record(loop, folder=tmp_path / "run", options=["--no-trace"])
+    assert [path.name for path in (tmp_path / "run/ranks").iterdir()] == ["00000"]
+    ours, theirs = ([set(eval(line)) for line in text.splitlines()] for text in (done.stdout, plain.stdout))
+    assert len(ours) == 20
+    for loaded in ours:
+        assert loaded - theirs[0] <= {
+            "sitecustomize",
+            "importlib",
+            "importlib._abc",
+            "importlib.machinery",
+            "importlib.util",
+        }
+
+
+def test_a_recording_inside_a_recording_is_refused_and_the_outer_one_goes_on(tmp_path: Path) -> None:
+    loop = script(
+        tmp_path,
+        """
+        import subprocess
+        train(3)
+        inner = subprocess.run([sys.executable, "-m", "dlprof", "wrap", "-o", "inner", "--", "touch", "started"])
+        print("inner", inner.returncode, os.path.exists("started"), os.path.exists("inner"))
+        train(3)
+        """,
+    )
+    done = record(loop, folder=tmp_path / "run", options=["--no-trace"])
+    assert done.stdout == "inner 1 False False\n"
+    assert "wrap only once" in done.stderr
+    assert len(rows(tmp_path / "run/ranks/00000")) == 6
