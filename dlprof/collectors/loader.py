@@ -148,13 +148,14 @@ class Loader:
 
         @functools.wraps(ending)
         def _shutdown_workers(iterator: Any) -> Any:
+            # Also called by __del__, when the interpreter may be half gone: then nothing of ours must run.
+            if self._recorder is None or getattr(iterator, "_shutdown", True):
+                return ending(iterator)
             began = time.perf_counter_ns()
-            live = not getattr(iterator, "_shutdown", True)
             try:
                 return ending(iterator)
             finally:
-                if live:
-                    self._ended(iterator, began, time.perf_counter_ns() - began)
+                self._ended(iterator, began, time.perf_counter_ns() - began)
 
         dataloader._BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign, assignment]
         dataloader.DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
