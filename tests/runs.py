@@ -53,7 +53,17 @@ def recorded(
 
 
 def loading(
-    folder: Path, rank: int, *, step: int, wait: int, fetch: int, cpu: int, n: int, workers: int, cores: float = 1.0
+    folder: Path,
+    rank: int,
+    *,
+    step: int,
+    wait: int,
+    fetch: int,
+    cpu: int,
+    n: int,
+    workers: int,
+    cores: float = 1.0,
+    slow: int = 0,
 ) -> None:
     """Write what a rank's loader left beside `n` steps of `light`: each one's batch, wait, fetch, and the CPU time.
 
@@ -75,7 +85,10 @@ def loading(
         worker = k % workers if workers else -1
         # A worker fetches one batch after the other, all of them when the run is steady.
         starts = begins[n // 2] + k // workers * fetch if workers else at + 1
-        made = {"worker": worker, "pid": 700 + max(worker, 0), "start_ns": starts, "count": 1, "dur_ns": fetch}
+        # Worker 0 may be so much slower than the others.
+        fetch_of = fetch + slow * (worker == 0)
+        starts += k // workers * slow if workers and worker == 0 else 0
+        made = {"worker": worker, "pid": 700 + max(worker, 0), "start_ns": starts, "count": 1, "dur_ns": fetch_of}
         fetches.append(made | {"collate_ns": fetch // 10, "cpu_ns": cpu, "delay_ns": 0, "stored_bytes": 0})
     at_rank = folder / "ranks" / f"{rank:05d}"
     (at_rank / "loading.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))

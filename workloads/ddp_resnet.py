@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 # What can be planted, and the dlprof rule that must notice it. Each is one `if args.fault == ...` below.
@@ -48,6 +48,7 @@ FAULTS = {
     "slow_decode": "input_wait",  # a costly filter on every picture, on every rank
     "slow_loader_one_rank": "input_wait",  # rank 1 reads from slow storage, and all wait for it
     "slow_rank": "straggler",  # the last rank computes more than the others
+    "slow_worker": "slow_worker_batches",  # the first of several workers reads from slow storage
 }
 NEEDS_GPU = ("item_every_step", "pageable")
 NEEDS_TWO_RANKS = ("blocking_allreduce", "slow_loader_one_rank", "slow_rank")
@@ -245,9 +246,12 @@ def make_pictures(data: Path, dataset: str, images: int) -> Path:
 class Pictures(Dataset[tuple[Tensor, int]]):
     """The pictures of one split. A sample is its pixels (height × width × 3, uint8) and its class."""
 
-    def __init__(self, folder: Path, dataset: str, train: bool, read_ms: float, denoise: bool) -> None:
+    def __init__(
+        self, folder: Path, dataset: str, train: bool, read_ms: float, denoise: bool, slow_ms: float = 0.0
+    ) -> None:
         self.files = sorted(folder.glob("*/*.png"))
         self.dataset, self.train, self.read_ms, self.denoise = dataset, train, read_ms, denoise
+        self.slow_ms = slow_ms
 
     def __len__(self) -> int:
         return len(self.files)
@@ -255,6 +259,9 @@ class Pictures(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         file = self.files[index]
         time.sleep(self.read_ms / 1e3)  # files this few come from memory; those of a real set come over a network
+        worker = get_worker_info() if self.slow_ms else None
+        if worker is not None and worker.id == 0:  # fault slow_worker
+            time.sleep(self.slow_ms / 1e3)
         pixels = torch.from_numpy(decode_png(file.read_bytes()))
         if self.denoise:  # fault slow_decode
             pixels = smoothed(pixels)
@@ -412,7 +419,9 @@ def build_loader(args: argparse.Namespace, folder: Path, train: bool) -> DataLoa
     read_ms = args.read_ms
     if args.fault == "slow_loader_one_rank" and args.rank == 1:
         read_ms += 6.0  # as if this rank's machine had the slow disk
-    pictures = Pictures(folder, args.dataset, train, read_ms, denoise=args.fault == "slow_decode")
+    # With this the slow one's turn comes every second, whatever their number.
+    slow_ms = 1e3 * args.workers / args.batch_size if args.fault == "slow_worker" and train else 0.0
+    pictures = Pictures(folder, args.dataset, train, read_ms, args.fault == "slow_decode", slow_ms)
     return DataLoader(
         pictures,
         args.batch_size,
@@ -501,6 +510,8 @@ def main() -> None:
         torch.set_num_threads(2 * (os.cpu_count() or 1))
     if args.fault == "no_workers":
         args.workers = 0
+    if args.fault == "slow_worker":
+        args.workers = max(2, args.workers)
     if args.fault == "pageable":
         args.pin_memory = False
     folder = make_pictures(args.data, args.dataset, args.images)  # before the process group: nothing can time out

@@ -48,6 +48,9 @@ WORTH = 0.01
 # Ranks that are looked at one by one.
 MOST_RANKS = 8
 
+# Fetches of each worker that tell it from the others.
+_ENOUGH = 3
+
 _BATCHES = 600
 _ROUNDS = 12
 
@@ -165,7 +168,7 @@ def pace(run: Measured, rank: int) -> Pace:
     cores = settings.cores(run, rank)
     means = _of(run.frame(loader_means), rank)
     steps = _of(run.frame(step_means), rank)
-    fetches = _of(run.frame(fetch_series), rank)
+    fetches = in_turn(_of(run.frame(fetch_series), rank))
     series = _of(run.frame(step_series), rank)
     series = series[series["steady"].astype(bool) & (series["fetch_ns"] >= 0)]
     if not isinstance(workers, int) or cores is None or not (len(means) and len(fetches) and len(series)):
@@ -203,6 +206,18 @@ def pace(run: Measured, rank: int) -> Pace:
     model = _stretches(recorded, workers, *ready)
     beside = (1 + waited / max(trained, 1.0)) / model[0], (1 + delay.mean() / max(used.mean(), 1.0)) / model[1]
     return replace(recorded, beside=beside)
+
+
+def in_turn(fetches: pd.DataFrame) -> pd.DataFrame:
+    """Put fetches in the order in which their batches are taken: each worker's one, in turn; what is over is left out.
+
+    As they stand, where a worker has too few of them for that.
+    """
+    turn = fetches.groupby("worker").cumcount()
+    whole = int(fetches.groupby("worker").size().min()) if len(fetches) else 0
+    if whole < _ENOUGH:
+        return fetches
+    return fetches.assign(turn=turn)[turn < whole].sort_values(["turn", "worker"], kind="stable")
 
 
 def forecasts(run: Measured, rank: int, upto: int | None = None) -> tuple[Forecast, ...]:
@@ -255,6 +270,20 @@ def planned(run: Measured, wait: Mapping[int, float], worst: int) -> Plan | None
     # Ranks beyond those that were looked at wait less than they, and are taken to be like the worst.
     gone = {r: w * freed.get(r, freed[worst]) for r, w in wait.items()}
     return Plan(given, chosen, saving_input(run, gone))
+
+
+def freed_by_equal_workers(run: Measured, rank: int, slow: int) -> float:
+    """Give the share of a rank's wait that is gone when one worker fetches as the others do; raises as `pace` does."""
+    recorded = pace(run, rank)
+    by = in_turn(_of(run.frame(fetch_series), rank))["worker"].to_numpy()
+    others = np.flatnonzero(by != slow)
+    # In the place of each fetch of the slow worker stands one of the others', in their order.
+    place = np.arange(len(by))
+    place[by == slow] = np.resize(others, int((by == slow).sum()))
+    now = replayed(recorded, recorded.workers)
+    equal = replace(recorded, fetch=recorded.fetch[place], fetch_cpu=recorded.fetch_cpu[place])
+    then = replayed(equal, recorded.workers)
+    return min(max((now.step_ns - then.step_ns) / now.wait_ns, 0.0), 1.0) if now.wait_ns else 0.0
 
 
 def _freed(given: tuple[Forecast, ...], workers: int) -> float:

@@ -12,6 +12,7 @@ from dlprof.rules import (
     pageable_copy,
     pipeline_bubble,
     recompilation,
+    slow_worker_batches,
     straggler,
     thread_oversubscription,
 )
@@ -27,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     pageable_copy.RULE,
     pipeline_bubble.RULE,
     recompilation.RULE,
+    slow_worker_batches.RULE,
     straggler.RULE,
     thread_oversubscription.RULE,
 )

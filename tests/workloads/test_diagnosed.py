@@ -34,6 +34,7 @@ def recorded(workload: str, folder: Path, *options: str) -> dict[str, dict[str, 
     ("fault", "rule", "least"),
     [
         ("no_workers", "input_wait", 0.04),
+        ("slow_worker", "slow_worker_batches", 0.04),
         ("python_metrics", "host_bound", 0.1),
         ("blocking_allreduce", "exposed_communication", 0.1),
         ("changing_shapes", "recompilation", 0.1),
