@@ -172,6 +172,19 @@ def _host() -> Check:
     return Check("host", True, f"{cores} cores{mine}, {memory:.0f} GiB of memory (psutil {_version('psutil')})")
 
 
+def _loader() -> Check:
+    """See what the kernel tells a loader worker of itself; the times of batches need nothing."""
+    wanted = {"waiting for a core": "/proc/thread-self/schedstat", "bytes read": "/proc/self/io"}
+    silent = [what for what, path in wanted.items() if not os.access(path, os.R_OK)]
+    found = "waits, fetches and CPU time of every batch; " + (
+        f"the kernel tells no {' and no '.join(silent)}"
+        if silent
+        else "the kernel tells waiting for cores and bytes read"
+    )
+    remedy = "what more workers give is then predicted as if nothing had waited for a core" if silent else ""
+    return Check("loader", True, found, remedy)
+
+
 def _stacks() -> Check:
     """Look at the stack of a process of ours, as is done beside a job: the reader is not the process's parent."""
     beside = Path(sys.executable).parent / "py-spy"
@@ -260,6 +273,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     _trace,
     _nvml,
     _host,
+    _loader,
     _stacks,
     _lines,
     _nsys,

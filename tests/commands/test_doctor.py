@@ -25,7 +25,7 @@ def checks(cwd: Path, **env: str) -> dict[str, Any]:
 def test_every_source_is_tried_and_what_fails_comes_with_a_remedy(tmp_path: Path) -> None:
     told = checks(tmp_path)
     assert len(told) == len(doctor.CHECKS)
-    for source in ("recorder", "torch", "torch.profiler", "host", "disk"):
+    for source in ("recorder", "torch", "torch.profiler", "host", "loader", "disk"):
         assert told[source]["works"], told[source]
     assert "2." in told["torch"]["found"]
     assert str(os.cpu_count()) in told["host"]["found"]
