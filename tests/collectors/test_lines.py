@@ -183,6 +183,7 @@ def test_the_hottest_of_the_users_functions_are_found(tmp_path: Path) -> None:
     assert {role for role, _ in found} == {"main"}
 
 
+@pytest.mark.slow
 def test_the_graphs_of_torch_compile_are_as_without(tmp_path: Path) -> None:
     body = """
     from torch._dynamo.testing import CompileCounter

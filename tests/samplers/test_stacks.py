@@ -134,6 +134,7 @@ def seen(table: pd.DataFrame, function: str) -> set[tuple[str, str]]:
     return set(zip(found["role"], found["phase"], strict=True))
 
 
+@pytest.mark.slow
 def test_two_ranks_of_torchrun_and_their_forked_workers(tmp_path: Path) -> None:
     script = written(tmp_path, "run()")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
@@ -152,6 +153,7 @@ def test_two_ranks_of_torchrun_and_their_forked_workers(tmp_path: Path) -> None:
         assert not (folder / "stacks.part").exists()
 
 
+@pytest.mark.slow
 def test_a_job_of_a_second_and_one_without_a_loader(tmp_path: Path) -> None:
     body = """
     file = os.environ["DLPROF_RUN"] + "/ranks/00000/stacks.txt.gz"
