@@ -31,7 +31,7 @@ _BYTES_A_SECOND = 1_000
 _MOST_ROWS = 4_096
 
 # Where the training thread fetches itself, what it used is asked of the kernel only if fetching takes this long.
-_WORTH_ASKING_NS = 500_000
+_WORTH_ASKING_NS = 2_000_000
 
 # Epochs that are open at once; more are iterators that were thrown away.
 _MOST_EPOCHS = 1_000
