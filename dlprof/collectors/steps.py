@@ -12,9 +12,9 @@ from dlprof.recorder import BACKWARD, FETCH, FORWARD, OPTIMIZER, Recorder, Step
 _WRITE_EVERY_NS = 250_000_000
 
 # A job may write 50 MB an hour and rank, and steps of a millisecond would write 900. So after so many that have a line
-# each, short ones share a line until they fill it: 40 lines a second, or 36 MB an hour. A long one keeps its own.
+# each, short ones share a line until they fill it: 33 lines a second, or 31 MB an hour. A long one keeps its own.
 _EACH_STEPS = 10_000
-_SHARED_NS = 25_000_000
+_SHARED_NS = 30_000_000
 _LONG_NS = 40_000_000
 
 # Steps whose device time is still outstanding; a device that is further behind than this loses it, not the step.
