@@ -21,6 +21,7 @@ from dlprof.measures.arithmetic import arithmetic
 from dlprof.measures.breakdown import breakdown
 from dlprof.measures.device import device_time
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
+from dlprof.panels import PICTURES
 from dlprof.result import CATEGORIES, DeviceTime, Finding, Outcome, Result, TimePart, Window
 from dlprof.run import Run
 from dlprof.units import percent
@@ -56,6 +57,7 @@ class Rule:
 def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress: Progress | None = None) -> Result:
     """Measure a run, ask every rule, and give the result."""
     wanted = [m for r in rules for m in r.needs]
+    wanted += [m for p in PICTURES for m in p.needs]
     measured = measure(run, [*wanted, step_means, breakdown, device_time, *overview.NEEDS], jobs, progress)
     outcomes = [_ask(rule, measured) for rule in rules]
     order = {"found": 0, "clear": 1, "not_measured": 2, "error": 3}
@@ -66,7 +68,7 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
         device=_device(measured),
         time=_time(measured),
         outcomes=tuple(outcomes),
-        panels=overview.panels(measured),
+        panels=overview.drawn(measured, PICTURES),
         facts=overview.facts(measured),
         dlprof=__version__,
     )

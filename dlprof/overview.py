@@ -1,10 +1,11 @@
-"""The run as a whole: what it is, its facts, and the pictures that belong to no rule."""
+"""The run as a whole: what it is, its facts, and what its pictures are made with."""
 
 from __future__ import annotations
 
-import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,65 +14,54 @@ import pandas as pd
 from dlprof.engine import Measure, Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.arithmetic import arithmetic, operator_flops
-from dlprof.measures.excerpt import excerpt
-from dlprof.measures.lines import line_times
-from dlprof.measures.loader import before_forward, loader_calls, loader_means, worker_means
-from dlprof.measures.memory import memory_series, memory_use
-from dlprof.measures.pipeline import bubbles, pipeline_chunks, simulated_bubbles
-from dlprof.measures.samples import ENOUGH, sample_means, sample_series
-from dlprof.measures.stacks import DOING, hottest, shown
-from dlprof.measures.steps import mean_step_ns, step_means, step_series
-from dlprof.measures.syncs import syncs
-from dlprof.measures.whole_job import PARTS, whole_job
+from dlprof.measures.arithmetic import arithmetic
+from dlprof.measures.loader import before_forward, loader_calls, loader_means
+from dlprof.measures.memory import memory_use
+from dlprof.measures.samples import sample_means
+from dlprof.measures.steps import mean_step_ns, step_means
 from dlprof.result import Fact, Panel, RunInfo
-from dlprof.units import UNKNOWN, digits, duration, percent, quantity, size
+from dlprof.units import digits, duration, percent, quantity, size
 
+# What the facts need.
 NEEDS: tuple[Measure, ...] = (
     arithmetic,
-    bubbles,
-    excerpt,
-    hottest,
-    line_times,
     loader_calls,
     loader_means,
-    memory_series,
     memory_use,
-    operator_flops,
-    pipeline_chunks,
     sample_means,
-    sample_series,
-    simulated_bubbles,
     step_means,
-    step_series,
-    syncs,
-    whole_job,
-    worker_means,
 )
 
 # As many ranks as can be told apart in one chart.
 MOST_RANKS = 8
 
-# Functions whose lines are shown, and lines of each.
-MOST_FUNCTIONS = 8
-MOST_LINES = 50
-
-# Functions of one kind among the hottest: of the user's, of libraries.
-MOST_OWN = 8
-MOST_LIBRARY = 3
-# Seen less often than this, a function is there by chance, or does not matter.
-LEAST_SEEN = 5
-LEAST_SHARE = 0.01
-# Loader workers that are shown, of all ranks.
-MOST_WORKERS = 64
-
-# As many points of what was sampled as a chart of this size can show.
-MOST_POINTS = 200
-
-_CHILDREN = "loader workers and other children"
-
 # The same warning of many ranks is one warning.
 MOST_WARNINGS = 40
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One or more panels of the report. `draw` may raise NotMeasured; `needs`: all measures it may ask for."""
+
+    needs: tuple[Measure, ...]
+    draw: Callable[[Measured], list[Panel]]
+
+
+def drawn(run: Measured, pictures: Iterable[Picture]) -> tuple[Panel, ...]:
+    """Give the panels of the run, in the order of the pictures, as far as they were recorded."""
+    panels: list[Panel] = []
+    for picture in pictures:
+        with suppress(NotMeasured, MeasureFailed):
+            panels += picture.draw(run)
+    return tuple(panels)
+
+
+def points(table: pd.DataFrame) -> tuple[tuple[Any, ...], ...]:
+    """Give the rows of a panel of lines: the index, then each line's value there, None where there is none."""
+    return tuple(
+        (int(at), *(None if pd.isna(v) else float(v) for v in values))
+        for at, values in zip(table.index, table.to_numpy(), strict=True)
+    )
 
 
 def run_info(run: Measured) -> RunInfo:
@@ -142,419 +132,6 @@ def _device(run: Measured) -> str:
         if name:
             names[str(name)] = None
     return ", ".join(names)
-
-
-def panels(run: Measured) -> tuple[Panel, ...]:
-    """Give the pictures of the run, as far as they were recorded."""
-    drawn = (
-        _steps_panel,
-        _whole_job_panel,
-        _timeline_panel,
-        _syncs_panel,
-        _pipeline_panel,
-        _bubbles_panel,
-        _flops_panel,
-        _memory_panel,
-        _hottest_panel,
-        _workers_panel,
-    )
-    made = (_if_measured(make, run) for make in drawn)
-    return (*(p for p in made if p is not None), *_sample_panels(run), *_line_panels(run))
-
-
-def _if_measured(make: Callable[[Measured], Panel], run: Measured) -> Panel | None:
-    try:
-        return make(run)
-    except (NotMeasured, MeasureFailed):
-        return None
-
-
-def _steps_panel(run: Measured) -> Panel:
-    series = run.frame(step_series)
-    series = series[series["kind"] == "train"]
-    if series["step"].nunique() < 2:
-        raise NotMeasured("fewer than two steps")
-    table = series.pivot_table(index="step", columns="rank", values="dur_ns", aggfunc="first")
-    if table.shape[1] > MOST_RANKS:
-        table = pd.DataFrame({"mean of ranks": table.mean(axis=1), "slowest rank": table.max(axis=1)})
-    else:
-        table.columns = pd.Index([f"rank {r}" for r in table.columns])
-    rows = tuple(
-        (int(step), *(None if pd.isna(v) else float(v) for v in values))
-        for step, values in zip(table.index, table.to_numpy(), strict=True)
-    )
-    slowed = series.groupby("step")["profiled"].max().astype(int) > 0
-    note = ""
-    if slowed.any() and not slowed.all():
-        stretches = slowed.index.to_series().groupby((slowed != slowed.shift()).cumsum()).agg(["first", "last"])
-        found = [(a, b) for a, b in stretches.itertuples(index=False, name=None) if slowed[a]]
-        told = [f"{a}" if a == b else f"{a} to {b}" for a, b in found]
-        note = f"{'Step' if told == [str(found[0][0])] else 'Steps'} {' and '.join(told)}: slowed by what was recorded."
-    return Panel("lines", "Steps over the run", rows, ("step", *map(str, table.columns)), unit="ns", note=note)
-
-
-_PARTS = {
-    "setup": "setting up, from importing torch to the first step",
-    "warmup": "training, warming up",
-    "steady": "training, steady",
-    "traced": "slowed by tracing and counting",
-    "epoch_ends": "an epoch's first batch or end",
-    "validation": "validation",
-    "other": "no training and no validation",
-    "checkpoint": "of it saving checkpoints",
-    "compilation": "of it compiling",
-    "garbage_collection": "of it collecting garbage",
-}
-
-
-def _whole_job_panel(run: Measured) -> Panel:
-    """Tell what the job's time went into beside its steady steps, as the mean over the ranks."""
-    frame = run.frame(whole_job)
-    ranks = frame["rank"].nunique()
-    sums = frame.groupby("part")[["steps", "ns"]].sum() / ranks
-    total = float(sums["ns"][sums.index.isin(PARTS)].sum())
-    rows = tuple(
-        (label, digits(float(sums["steps"][part])) if part != "setup" else "", duration(ns), percent(ns / total))
-        for part, label in _PARTS.items()
-        if part in sums.index and (ns := float(sums["ns"][part])) > 0
-    )
-    if len(rows) < 2:
-        raise NotMeasured("all of the job were steady steps")
-    note = "Findings and their savings speak of the steady steps alone."
-    if ranks > 1:
-        note = f"Means over {ranks} ranks. {note}"
-    return Panel("table", "The whole job", rows, ("", "how many", "time", "share of the job"), note=note)
-
-
-def _memory_panel(run: Measured) -> Panel:
-    series = run.frame(memory_series)
-    kinds = {
-        kind: series.pivot_table(index="step", columns="rank", values=f"{kind}_bytes")
-        for kind in ("reserved", "allocated")
-    }
-    if series["rank"].nunique() > MOST_RANKS:
-        table = pd.DataFrame({f"most {kind} of a rank": frame.max(axis=1) for kind, frame in kinds.items()})
-    else:
-        named = [frame.set_axis([f"rank {r} {kind}" for r in frame.columns], axis=1) for kind, frame in kinds.items()]
-        table = pd.concat(named, axis=1)
-    rows = tuple(
-        (int(step), *(None if pd.isna(v) else float(v) for v in values))
-        for step, values in zip(table.index, table.to_numpy(), strict=True)
-    )
-    note = "By tensors at the end of a step, and taken from the device by PyTorch's allocator."
-    return Panel("lines", "GPU memory of PyTorch", rows, ("step", *map(str, table.columns)), unit="bytes", note=note)
-
-
-def _flops_panel(run: Measured) -> Panel:
-    frame = run.frame(operator_flops)
-    ranks = frame["rank"].nunique()
-    named = frame["operator"].str.removeprefix("aten::") + " · " + frame["dtype"]
-    sums = frame.groupby(named, sort=False)["flops"].sum().sort_values(ascending=False, kind="stable")
-    rows = tuple((str(name), float(n) / ranks) for name, n in sums.items())
-    note = "Counted in one step that no time is taken from; two floating-point operations a multiplication."
-    return Panel("bars", "What one step computes, by operator", rows, unit="FLOP", note=note)
-
-
-def _timeline_panel(run: Measured) -> Panel:
-    frame = run.frame(excerpt)
-    if not len(frame):
-        raise NotMeasured("nothing ran in the traced step")
-    shown = sorted(frame["rank"].unique())[:MOST_RANKS]
-    frame = frame[frame["rank"].isin(shown)]
-    begins = frame.groupby("rank")["begin_ns"].first()
-    # One clock where the ranks' steps begin within a step of each other; else each rank from its own beginning.
-    together = begins.max() - begins.min() <= (frame["start_ns"] - frame["begin_ns"]).max()
-    zero = frame["rank"].map(begins) if not together else begins.min()
-    frame = frame.assign(at=frame["start_ns"] - zero)
-    rows = tuple(
-        (f"rank {r} · {lane}", int(at), int(dur), str(name), str(category))
-        for r, lane, at, dur, name, category in zip(
-            frame["rank"], frame["lane"], frame["at"], frame["dur_ns"], frame["name"], frame["category"], strict=True
-        )
-    )
-    step = int(frame["step"].iloc[0])
-    more = len(run.ranks) - len(shown)
-    note = f"The first {len(shown)} of {len(run.ranks)} ranks." if more > 0 else ""
-    if not together:
-        note += " Each rank from its own beginning: their clocks differ."
-    return Panel("timeline", f"One traced step (step {step})", rows, unit="ns", note=note.strip())
-
-
-def _sample_panels(run: Measured) -> list[Panel]:
-    """Draw what was sampled over the run: cores, memory, and of the GPUs what they told."""
-    try:
-        series = run.frame(sample_series)
-    except (NotMeasured, MeasureFailed):
-        return []
-    zero = series["at_ns"].min()
-    # Wide enough that none is left empty between two readings of a rank.
-    apart = series.groupby(["rank", "source", "metric"])["at_ns"].diff().median()
-    width = int(max((series["at_ns"].max() - zero) / MOST_POINTS, 1.5 * apart, 1))
-    series = series.assign(time_ns=(series["at_ns"] - zero) // width * width)
-    parts: list[tuple[str, str, str, list[pd.DataFrame]]] = []
-    for title, unit, note, own, of_host in (
-        ("Cores in use", "cores", "", "cpu_cores", "cpu_cores"),
-        ("Memory in use", "bytes", "Memory that processes share counts for each.", "rss_bytes", "memory_used_bytes"),
-    ):
-        children = _of_ranks(series, "processes", f"children_{own}").sum(axis=1, min_count=1).to_frame(_CHILDREN)
-        lines = [_of_ranks(series, "processes", own), children, _of_hosts(run, series, of_host)]
-        parts.append((title, unit, note, lines))
-    parts += [
-        (title, unit, note, [_of_ranks(series, "gpu", metric), _of_log(series, metric)])
-        for title, unit, note, metric in (
-            ("GPU: multiprocessors at work", "share", "", "sm_busy_share"),
-            ("GPU: some kernel ran", "share", "A kernel that only waits for others counts as well.", "busy_share"),
-            ("GPU: power", "W", "", "power_w"),
-            ("GPU: clock of the multiprocessors", "MHz", "", "sm_clock_mhz"),
-            ("GPU: memory in use", "bytes", "", "memory_used_bytes"),
-        )
-    ]
-    return [
-        panel for title, unit, note, lines in parts if (panel := _sample_panel(title, unit, note, lines)) is not None
-    ]
-
-
-def _sample_panel(title: str, unit: str, note: str, lines: list[pd.DataFrame]) -> Panel | None:
-    table = pd.concat(lines, axis=1).sort_index()
-    # A line of zeros is a rank without workers.
-    table = table.loc[:, [name for name in table if name != _CHILDREN or table[name].max() > 0]]
-    if len(table) < ENOUGH or table.shape[1] == 0:
-        return None
-    rows = tuple(
-        (int(at), *(None if pd.isna(v) else float(v) for v in values))
-        for at, values in zip(table.index, table.to_numpy(), strict=True)
-    )
-    return Panel("lines", title, rows, ("time_ns", *map(str, table.columns)), unit=unit, note=note)
-
-
-def _of_ranks(series: pd.DataFrame, source: str, metric: str) -> pd.DataFrame:
-    """Give a metric over the run, a column a rank; of many ranks the mean and the largest."""
-    chosen = series[(series["source"] == source) & (series["metric"] == metric)]
-    table = chosen.pivot_table(index="time_ns", columns="rank", values="value")
-    if table.shape[1] > MOST_RANKS:
-        return pd.DataFrame({"mean of ranks": table.mean(axis=1), "largest of ranks": table.max(axis=1)})
-    return table.rename(columns=lambda rank: f"rank {rank}")
-
-
-def _of_log(series: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Give a metric as nvidia-smi logged it, a column a GPU."""
-    chosen = series[series["source"].str.startswith("nvidia-smi") & (series["metric"] == metric)]
-    return chosen.pivot_table(index="time_ns", columns="source", values="value").iloc[:, :MOST_RANKS]
-
-
-def _of_hosts(run: Measured, series: pd.DataFrame, metric: str) -> pd.DataFrame:
-    chosen = series[(series["source"] == "host") & (series["metric"] == metric)]
-    table = chosen.pivot_table(index="time_ns", columns="rank", values="value")
-    if table.shape[1] > 2:
-        return pd.DataFrame({"mean of hosts": table.mean(axis=1)})
-    return table.rename(columns=lambda rank: f"all of {run.facts[rank].get('host') or 'the host'}")
-
-
-_DOING = {
-    "rest": "between the phases",
-    "compute": "forward, backward, optimizer",
-    "fetch": "waiting for the loader",
-    "worker": "loader worker",
-}
-
-
-def _hottest_panel(run: Measured) -> Panel:
-    """Show the Python functions seen most, the user's own first, over all ranks."""
-    frame = run.frame(hottest)
-    samples = frame.groupby(["rank", "doing"])["samples"].first().groupby("doing").sum()
-    functions = frame.groupby(["doing", "function", "file", "own"], as_index=False).agg(
-        line=("line", "first"), alone=("alone", "sum"), total=("total", "sum")
-    )
-    rows = []
-    for doing in DOING:
-        mine = functions[functions["doing"] == doing]
-        # A function that only calls others of the user's says nothing here.
-        mine = mine[mine["alone"] >= max(LEAST_SEEN, LEAST_SHARE * int(samples.get(doing, 0)))]
-        own = mine[mine["own"].astype(bool)].nlargest(MOST_OWN, ["alone", "total"])
-        library = mine[~mine["own"].astype(bool)].nlargest(MOST_LIBRARY, ["alone", "total"])
-        for row in pd.concat([own, library]).itertuples():
-            of = float(samples[doing])
-            where = shown(str(row.function), str(row.file), int(str(row.line)))
-            shares = (percent(float(str(row.alone)) / of), percent(float(str(row.total)) / of))
-            rows.append((_DOING[doing], where, "yours" if row.own else "library", *shares))
-    kinds = ", ".join(f"{_DOING[doing]} {samples[doing]:,}" for doing in DOING if doing in samples)
-    seen = int(samples.sum())
-    note = (
-        f"py-spy saw {seen:,} stacks: {kinds}. Shares are of those of the same kind."
-        " In it: in the function, and for yours in library code that it calls."
-    )
-    if not rows:
-        raise NotMeasured("too few stacks were seen")
-    columns = ("while", "function", "whose", "in it", "with what it calls")
-    return Panel("table", "Hottest Python functions", tuple(rows), columns, note=note)
-
-
-def _line_panels(run: Measured) -> list[Panel]:
-    """Give the source of each function that --lines named, with the time of each line over all ranks."""
-    try:
-        lines = run.frame(line_times)
-    except (NotMeasured, MeasureFailed):
-        return []
-    ranks = lines["rank"].nunique()
-    lines = lines.groupby(["role", "function", "file", "line", "source"], as_index=False)[["hits", "dur_ns"]].sum()
-    functions = [(names, part) for names, part in lines.groupby(["role", "function", "file"])]
-    functions.sort(key=lambda f: -int(f[1]["dur_ns"].sum()))
-    return [
-        _lines_panel(str(role), str(function), str(file), part, ranks)
-        for (role, function, file), part in functions[:MOST_FUNCTIONS]
-    ]
-
-
-def _lines_panel(role: str, function: str, file: str, part: pd.DataFrame, ranks: int) -> Panel:
-    total = int(part["dur_ns"].sum())
-    left = len(part) - MOST_LINES
-    part = part.nlargest(MOST_LINES, "dur_ns").sort_values("line")
-    rows = tuple(
-        (
-            int(line),
-            f"{hits:,}" if hits else "",
-            duration(float(ns)) if hits else "",
-            duration(ns / hits) if hits else "",
-            percent(ns / total) if hits and total else "",
-            # A browser would drop the indentation.
-            text[: len(text) - len(text.lstrip())].expandtabs(4).replace(" ", "\u00a0") + text.strip(),
-        )
-        for line, hits, ns, text in zip(part["line"], part["hits"], part["dur_ns"], part["source"], strict=True)
-    )
-    where = "in the loader's workers" if role == "worker" else "in the rank"
-    note = f"{file}: {duration(float(total))} together" + (f", over {ranks} ranks." if ranks > 1 else ".")
-    if left > 0:
-        note += f" {left} lines that took less are left out."
-    columns = ("line", "hits", "time", "a hit", "share", "source")
-    return Panel("table", f"Line by line: {function}, {where}", rows, columns, note=note)
-
-
-def _syncs_panel(run: Measured) -> Panel:
-    """Tell what makes the host wait for its device, on the rank that waits longest."""
-    frame = run.frame(syncs)
-    if not len(frame):
-        raise NotMeasured("the training thread waits for no device")
-    waits = frame.groupby("rank")[["ns", "calls"]].sum()
-    rank = int(str(waits.sort_values(["ns", "calls"]).index[-1]))
-    mine = frame[frame["rank"] == rank]
-    if mine["ns"].isna().any():
-        rows: tuple[tuple[Any, ...], ...] = tuple(
-            (str(asked), digits(float(n))) for asked, n in zip(mine["asked"], mine["calls"], strict=True)
-        )
-        note = "On a GPU each of these would wait until the device has caught up."
-        return Panel("table", f"Values read out of tensors, rank {rank}", rows, ("by", "times a step"), note=note)
-    rows = tuple(
-        (str(asked) or "Python", str(call), digits(float(n)), duration(float(ns)), duration(float(idle)))
-        for asked, call, n, ns, idle in zip(
-            mine["asked"], mine["call"], mine["calls"], mine["ns"], mine["idle_ns"], strict=True
-        )
-    )
-    columns = ("by", "waits in", "times a step", "waiting a step", "device then idle")
-    note = "Then idle: the device, which ran dry meanwhile, had nothing to do until the host had launched again."
-    return Panel("table", f"Waiting until the device has caught up, rank {rank}", rows, columns, note=note)
-
-
-def _pipeline_panel(run: Measured) -> Panel:
-    """Draw one step of the first pipeline, a lane a stage."""
-    told = run.frame(bubbles)
-    frame = run.frame(pipeline_chunks)
-    frame = frame[frame["rank"].isin(told.loc[told["ranks"] == told["ranks"].iloc[0], "rank"])]
-    # The first step that most ranks have; where there are many ranks, each writes fewer.
-    step = int(str(frame.groupby("step")["rank"].nunique().idxmax()))
-    frame = frame[frame["step"] == step].sort_values(["stage", "start_ns"], kind="stable")
-    zero = int(frame["start_ns"].min())
-    rows = tuple(
-        (f"stage {stage} · rank {rank}", int(start) - zero, int(dur), str(which) if which >= 0 else action, str(action))
-        for stage, rank, start, dur, which, action in zip(
-            frame["stage"],
-            frame["rank"],
-            frame["start_ns"],
-            frame["dur_ns"],
-            frame["microbatch"],
-            frame["action"],
-            strict=True,
-        )
-    )
-    more = told["ranks"].nunique() - 1
-    note = f"One of {more + 1} pipelines that run side by side." if more else ""
-    schedule = _plain_schedule(str(told["schedule"].iloc[0]))
-    return Panel("timeline", f"Pipeline, {schedule}: the micro-batches of step {step}", rows, unit="ns", note=note)
-
-
-def _bubbles_panel(run: Measured) -> Panel:
-    frame = run.frame(bubbles)
-    try:
-        simulated = run.frame(simulated_bubbles).set_index("rank")["simulated"].to_dict()
-    except (NotMeasured, MeasureFailed):
-        simulated = {}
-    shown = frame.sort_values(["ranks", "rank"]).head(4 * MOST_RANKS)
-    rows = tuple(
-        (
-            f"rank {row['rank']}",
-            row["stages"],
-            duration(row["busy_ns"]),
-            duration(row["step_ns"]),
-            percent(row["bubble"]),
-            percent(simulated.get(row["rank"], math.nan)),
-            percent(row["closed"]),
-        )
-        for row in shown.to_dict("records")
-    )
-    columns = ("", "stages", "at work", "of a step of", "bubble, measured", "of these stages", "of the schedule")
-    first = frame.iloc[0]
-    note = (
-        f"{_plain_schedule(str(first['schedule']))}, {first['microbatches']} micro-batches,"
-        f" {digits(first['chunks'])} stage{'s' if first['chunks'] > 1 else ''} a rank. A bubble is the idle share of a"
-        " step. Of these stages: as they would run with hand-over and launching for nothing, which the rest of the"
-        " measured is. Of the schedule: were all stages alike, too."
-    )
-    if len(frame) > len(shown):
-        note += f" The first {len(shown)} of {len(frame)} ranks."
-    return Panel("table", "Pipeline bubbles", rows, columns, note=note)
-
-
-def _plain_schedule(name: str) -> str:
-    return name.removeprefix("Schedule")
-
-
-def _workers_panel(run: Measured) -> Panel:
-    frame = run.frame(worker_means)
-    if not (frame["worker"] >= 0).any():
-        raise NotMeasured("no loader has workers")
-
-    def cell(value: float, write: Callable[[float], str]) -> str:
-        return UNKNOWN if pd.isna(value) else write(value)
-
-    times = ("dur_ns", "collate_ns", "cpu_ns", "delay_ns")
-    rows = tuple(
-        (
-            int(row["rank"]),
-            int(row["worker"]),
-            int(row["batches"]),
-            *(cell(row[c], duration) for c in times),
-            *(cell(row[c], size) for c in ("stored_bytes", "read_bytes")),
-        )
-        for row in frame.head(MOST_WORKERS).to_dict("records")
-    )
-    more = len(frame) - len(rows)
-    return Panel(
-        "table",
-        "Loader workers: what a batch takes each",
-        rows,
-        (
-            "rank",
-            "worker",
-            "batches",
-            "fetch",
-            "of it collating",
-            "CPU time",
-            "waiting for a core",
-            "read from storage",
-            "read in all",
-        ),
-        note="Means a batch in the steady steps; CPU time is the worker's whole process's."
-        + (f" The first {len(rows)} of {len(frame)} workers." if more > 0 else ""),
-    )
 
 
 def _loader_facts(run: Measured, add: Any) -> None:

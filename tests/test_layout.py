@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.engine import Measure
+from dlprof.panels import PICTURES
 from dlprof.rules import RULES
 
 ROOT = Path(__file__).parent.parent
@@ -20,6 +21,7 @@ TESTS = ROOT / "tests"
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
 
 RULE_FILES = sorted(p.stem for p in (PACKAGE / "rules").glob("[!_]*.py"))
+PANEL_FILES = sorted(p.stem for p in (PACKAGE / "panels").glob("[!_]*.py"))
 # What is tested through the modules that use it, and why it has no test of its own.
 WITHOUT_TEST = {
     "readers/events.py",  # one event's fields: the tests of torch_trace
@@ -57,19 +59,32 @@ def test_a_rule_is_a_file_with_a_manual_a_title_and_a_test(name: str) -> None:
     assert (TESTS / "rules" / f"test_{name}.py").is_file()
 
 
+def test_every_panel_is_listed_once() -> None:
+    pictures = [importlib.import_module(f"dlprof.panels.{name}").PICTURE for name in PANEL_FILES]
+    assert sorted(map(id, pictures)) == sorted(map(id, PICTURES))
+
+
 @pytest.mark.parametrize("name", RULE_FILES)
 def test_a_rule_asks_only_for_measures_that_it_declares(name: str) -> None:
-    tree = ast.parse((PACKAGE / "rules" / f"{name}.py").read_text())
-    module = importlib.import_module(f"dlprof.rules.{name}")
-    asked = {
+    needs = importlib.import_module(f"dlprof.rules.{name}").RULE.needs
+    assert asked_for(PACKAGE / "rules" / f"{name}.py") <= {m.name for m in needs}
+
+
+@pytest.mark.parametrize("name", PANEL_FILES)
+def test_a_panel_asks_only_for_measures_that_it_declares(name: str) -> None:
+    needs = importlib.import_module(f"dlprof.panels.{name}").PICTURE.needs
+    assert asked_for(PACKAGE / "panels" / f"{name}.py") <= {m.name for m in needs}
+
+
+def asked_for(file: Path) -> set[str]:
+    return {
         node.args[0].id
-        for node in ast.walk(tree)
+        for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in ("frame", "lacking")
         and isinstance(node.args[0], ast.Name)
     }
-    assert asked <= {m.name for m in module.RULE.needs}
 
 
 def test_measures_have_names_of_their_own() -> None:
@@ -108,7 +123,7 @@ def test_folders_are_at_most_two_levels_deep() -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", ["", "collectors", "commands", "measures", "readers", "renderers", "rules", "samplers"]
+    "folder", ["", "collectors", "commands", "measures", "panels", "readers", "renderers", "rules", "samplers"]
 )
 def test_tests_stand_where_the_package_has_the_module(folder: str) -> None:
     """Whatever is tested in tests/FOLDER/test_NAME.py is dlprof/FOLDER/NAME.py."""

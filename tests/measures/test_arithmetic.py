@@ -106,11 +106,3 @@ def test_what_was_not_counted_is_not_measured(tmp_path: Path, flops: dict[str, A
     path = runs.recorded(tmp_path / "run", (None, steps, {"device": A100, "flops": flops}))
     with pytest.raises(NotMeasured, match=why):
         runs.measured(path, arithmetic).frame(arithmetic)
-
-
-def test_the_picture_of_the_steps_tells_the_counted_step_from_the_window(tmp_path: Path) -> None:
-    slowed = {9, 20, 21, 22}
-    steps = [runs.light(n, 10 * MS, profiled=int(n in slowed)) for n in range(30)]
-    path = runs.recorded(tmp_path / "run", (None, steps, {"device": A100}))
-    (panel,) = [p for p in diagnose(open_run(path), (), jobs=1).panels if p.title == "Steps over the run"]
-    assert panel.note.startswith("Steps 9 and 20 to 22: ")

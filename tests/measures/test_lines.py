@@ -1,4 +1,4 @@
-"""The time of lines, as it travels and as it is shown."""
+"""The time of lines, as it travels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dlprof import overview
 from dlprof.errors import NotMeasured
 from dlprof.measures.lines import MOST_FUNCTIONS, MOST_LINES, line_times
 from tests.runs import CPU, light, measured, recorded
@@ -27,21 +26,6 @@ def piece(function: str, lines: list[tuple[int, int, int]], **said: object) -> d
     return {"role": "main", "function": function, "file": "data.py", "first": 1, "lines": lines} | said
 
 
-def test_ranks_add_up_to_a_panel_a_function_the_longest_first(tmp_path: Path) -> None:
-    source = {"source": "def f():\n    a()\n"}
-    first = [piece("data:f", [(2, 4, 3 * MS)], **source), piece("data:g", [(2, 1, 90 * MS)], role="worker")]
-    second = [piece("data:f", [(2, 6, 7 * MS)], **source)]
-    panels = overview.panels(measured(run(tmp_path, first, second), *overview.NEEDS))
-    (g, f) = [p for p in panels if p.title.startswith("Line by line")]
-    assert (g.title, f.title) == ("Line by line: data:g, in the loader's workers", "Line by line: data:f, in the rank")
-    nbsp = "\u00a0"
-    assert f.rows == (
-        (1, "", "", "", "", "def f():"),
-        (2, "10", "10.0 ms", "1.00 ms", "100 %", f"{nbsp * 4}a()"),
-    )
-    assert "over 2 ranks" in f.note
-
-
 def test_what_travels_is_bounded_and_what_never_ran_is_left_out(tmp_path: Path) -> None:
     long = [piece(f"data:f{n}", [(k, 1, k + n) for k in range(1, 500)], file=f"{n}.py") for n in range(20)]
     frame = measured(run(tmp_path / "a", long), line_times).frame(line_times)
@@ -52,11 +36,3 @@ def test_what_travels_is_bounded_and_what_never_ran_is_left_out(tmp_path: Path) 
     idle = run(tmp_path / "b", [piece("data:f", [(2, 0, 0)])])
     with pytest.raises(NotMeasured, match="no function that --lines names was called"):
         measured(idle, line_times).frame(line_times)
-
-
-def test_a_run_without_lines_has_no_panel(tmp_path: Path) -> None:
-    steps = [light(n, 10 * MS) for n in range(5)]
-    made = measured(recorded(tmp_path, (None, steps, CPU)), *overview.NEEDS)
-    assert [p for p in overview.panels(made) if p.title.startswith("Line by line")] == []
-    with pytest.raises(NotMeasured, match="--lines"):
-        made.frame(line_times)

@@ -9,7 +9,6 @@ import pytest
 from dlprof.diagnosis import diagnose
 from dlprof.errors import NotMeasured
 from dlprof.measures.memory import memory_series, memory_use
-from dlprof.overview import MOST_RANKS
 from dlprof.run import open_run
 from tests import runs, traces
 from tests.runs import MS
@@ -64,12 +63,6 @@ def test_peaks_headroom_and_what_the_cache_could_not_serve(tmp_path: Path) -> No
     (panel,) = [p for p in result.panels if p.title == "GPU memory of PyTorch"]
     assert panel.columns == ("step", "rank 0 reserved", "rank 0 allocated")
     assert panel.rows[-1] == (10, 6 * GB, 5 * GB)
-
-
-def test_many_ranks_are_drawn_as_the_most_of_them(tmp_path: Path) -> None:
-    path = recorded(tmp_path, *([reading(n, rank * GB) for n in range(3)] for rank in range(MOST_RANKS + 1)))
-    (panel,) = [p for p in diagnose(open_run(path), (), jobs=1).panels if p.title == "GPU memory of PyTorch"]
-    assert panel.rows[0] == (0, (MOST_RANKS + 1) * GB, MOST_RANKS * GB)
 
 
 def test_a_long_job_is_thinned_and_an_older_pytorch_tells_less(tmp_path: Path) -> None:

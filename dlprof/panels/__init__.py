@@ -1,0 +1,32 @@
+"""Every picture of the report that belongs to no rule, in the order of the page: one file each."""
+
+from dlprof.overview import Picture
+from dlprof.panels import (
+    arithmetic,
+    bubbles,
+    lines,
+    memory,
+    pipeline,
+    samples,
+    stacks,
+    steps,
+    syncs,
+    timeline,
+    whole_job,
+    workers,
+)
+
+PICTURES: tuple[Picture, ...] = (
+    steps.PICTURE,
+    whole_job.PICTURE,
+    timeline.PICTURE,
+    syncs.PICTURE,
+    pipeline.PICTURE,
+    bubbles.PICTURE,
+    arithmetic.PICTURE,
+    memory.PICTURE,
+    stacks.PICTURE,
+    workers.PICTURE,
+    samples.PICTURE,
+    lines.PICTURE,
+)

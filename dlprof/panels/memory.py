@@ -1,0 +1,33 @@
+"""What PyTorch's allocator holds."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from dlprof.engine import Measured
+from dlprof.measures.memory import memory_series
+from dlprof.overview import MOST_RANKS, Picture, points
+from dlprof.result import Panel
+
+
+def draw(run: Measured) -> list[Panel]:
+    """Draw the memory allocated and reserved over the run, in bytes."""
+    series = run.frame(memory_series)
+    kinds = {
+        kind: series.pivot_table(index="step", columns="rank", values=f"{kind}_bytes")
+        for kind in ("reserved", "allocated")
+    }
+    if series["rank"].nunique() > MOST_RANKS:
+        table = pd.DataFrame({f"most {kind} of a rank": frame.max(axis=1) for kind, frame in kinds.items()})
+    else:
+        named = [frame.set_axis([f"rank {r} {kind}" for r in frame.columns], axis=1) for kind, frame in kinds.items()]
+        table = pd.concat(named, axis=1)
+    note = "By tensors at the end of a step, and taken from the device by PyTorch's allocator."
+    return [
+        Panel(
+            "lines", "GPU memory of PyTorch", points(table), ("step", *map(str, table.columns)), unit="bytes", note=note
+        )
+    ]
+
+
+PICTURE = Picture((memory_series,), draw)

@@ -1,0 +1,45 @@
+"""What the job's time went into beside its steady steps."""
+
+from __future__ import annotations
+
+from dlprof.engine import Measured
+from dlprof.errors import NotMeasured
+from dlprof.measures.whole_job import PARTS, whole_job
+from dlprof.overview import Picture
+from dlprof.result import Panel
+from dlprof.units import digits, duration, percent
+
+_PARTS = {
+    "setup": "setting up, from importing torch to the first step",
+    "warmup": "training, warming up",
+    "steady": "training, steady",
+    "traced": "slowed by tracing and counting",
+    "epoch_ends": "an epoch's first batch or end",
+    "validation": "validation",
+    "other": "no training and no validation",
+    "checkpoint": "of it saving checkpoints",
+    "compilation": "of it compiling",
+    "garbage_collection": "of it collecting garbage",
+}
+
+
+def draw(run: Measured) -> list[Panel]:
+    """Tell what the job's time went into beside its steady steps, as the mean over the ranks."""
+    frame = run.frame(whole_job)
+    ranks = frame["rank"].nunique()
+    sums = frame.groupby("part")[["steps", "ns"]].sum() / ranks
+    total = float(sums["ns"][sums.index.isin(PARTS)].sum())
+    rows = tuple(
+        (label, digits(float(sums["steps"][part])) if part != "setup" else "", duration(ns), percent(ns / total))
+        for part, label in _PARTS.items()
+        if part in sums.index and (ns := float(sums["ns"][part])) > 0
+    )
+    if len(rows) < 2:
+        raise NotMeasured("all of the job were steady steps")
+    note = "Findings and their savings speak of the steady steps alone."
+    if ranks > 1:
+        note = f"Means over {ranks} ranks. {note}"
+    return [Panel("table", "The whole job", rows, ("", "how many", "time", "share of the job"), note=note)]
+
+
+PICTURE = Picture((whole_job,), draw)
