@@ -95,8 +95,9 @@ def hooks_us(steps: int = 20_000) -> tuple[float, float]:
     """
     import torch
 
-    from dlprof import recorder as recording
+    from dlprof import hooks
     from dlprof.collectors import COLLECTORS
+    from dlprof.recorder import BACKWARD
 
     class Iterator:
         _num_yielded = 1
@@ -105,16 +106,16 @@ def hooks_us(steps: int = 20_000) -> tuple[float, float]:
     plain_us = _each_us(lambda: identity(1), steps)
     os.environ["DLPROF_WINDOW"] = "off"
     with tempfile.TemporaryDirectory() as folder:
-        recording.install(folder, COLLECTORS)
+        hooks.install(folder, COLLECTORS)
         recorder = dlprof._recorder
         iterator, optimizer = Iterator(), torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
         def step() -> None:
-            if recorder.begin_fetch(iterator):
+            if recorder.begin_fetch(iterator, first=not iterator._num_yielded):
                 recorder.end()
             if recorder.begin_forward(identity):
                 recorder.end()
-            if recorder.begin(recording.BACKWARD):
+            if recorder.begin(BACKWARD):
                 recorder.end()
             recorder.begin_optimizer(optimizer)
             recorder.end_optimizer()

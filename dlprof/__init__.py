@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Set by the recorder, in a process that it watches. Nothing here imports it, so that a script may always call us.
+# Set by hooks.py, in a process that is watched. Nothing here imports it, so that a script may always call us.
 _recorder: Any = None
 
 

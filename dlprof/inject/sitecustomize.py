@@ -55,9 +55,9 @@ def _load_recorder(run):
             module = importlib.util.module_from_spec(spec)
             sys.modules["dlprof"] = module
             spec.loader.exec_module(module)
-        from dlprof import collectors, recorder
+        from dlprof import collectors, hooks
 
-        recorder.install(run, collectors.COLLECTORS)
+        hooks.install(run, collectors.COLLECTORS)
     except Exception as e:  # noqa: BLE001 - a recorder that cannot load costs the recording, never the job
         _say(e)
 

@@ -28,7 +28,7 @@ _FRAME = re.compile(r"(.*) \((.*?)(?::(\d+))?\)")
 
 _LOADER = "torch/utils/data/dataloader.py"
 _WORKER = "torch/utils/data/_utils/worker.py"
-_OURS = re.compile(r"/dlprof/(recorder|collectors/\w+|inject/\w+)\.py$")
+_OURS = re.compile(r"/dlprof/(hooks|recorder|collectors/\w+|inject/\w+)\.py$")
 
 
 def read(path: Path) -> Reading:

@@ -51,8 +51,9 @@ def test_the_phase_is_what_the_recorder_would_have_counted(frames: list[str], ph
 
 def test_bursts_add_up_and_each_stack_is_somebodys(tmp_path: Path) -> None:
     inner = f"_worker_loop ({LIB}/utils/data/_utils/worker.py:5);decode (data.py:7)"
+    ours = "__next__ (/x/dlprof/hooks.py:4);begin_fetch (/x/dlprof/recorder.py:4)"
     first = (
-        f"{RANK}{MAIN}main (train.py:3);__next__ (/x/dlprof/recorder.py:4);f (train.py:8) 2\n"
+        f"{RANK}{MAIN}main (train.py:3);{ours};f (train.py:8) 2\n"
         f"{RANK}thread (8): QueueFeederThread;run (q.py:1) 5\n"
         f"{WORKER}{MAIN}main (train.py:3);{inner} 4\n"
         f"{WORKER}thread (9): pin;run (q.py:1) 6\n"

@@ -1,0 +1,159 @@
+"""Where the recorder hangs on PyTorch.
+
+The hooks stand on PyTorch itself, never on the script's objects: on the loaders' iterators, `nn.Module.__call__`,
+`torch.autograd.backward` and `grad`, and the optimizers' global hooks. So nothing of ours is in a model that the script
+pickles, scripts, compiles or copies.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import dlprof
+from dlprof.recorder import BACKWARD, Collector, Recorder, _hidden
+
+
+def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
+    """Hook into torch, which must be imported, and record into the run folder once this process trains."""
+    recorder = Recorder(Path(run), collectors)
+    try:
+        for method in vars(Recorder).values():
+            if hasattr(method, "__code__"):
+                _hidden(method, with_callees=True)
+        _watch_modules(recorder)
+        _watch_autograd(recorder)
+        _watch_optimizers(recorder)
+        _watch_loaders(recorder)
+    except Exception:
+        # A torch that is not as we know it: what hangs on it already must do nothing.
+        recorder._switch_off()
+        raise
+    os.register_at_fork(after_in_child=recorder.forked)
+    dlprof._recorder = recorder
+
+
+def _watch_modules(recorder: Recorder) -> None:
+    import torch
+
+    original: Any = torch.nn.Module.__call__
+    is_compiling = torch.compiler.is_compiling
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
+        if is_compiling() or recorder.inside or not recorder.begin_forward(self):
+            return original(self, *args, **kwargs)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            recorder.end()
+
+    torch.nn.Module.__call__ = _hidden(__call__)  # type: ignore[method-assign]
+
+
+def _watch_autograd(recorder: Recorder) -> None:
+    import torch
+
+    is_compiling = torch.compiler.is_compiling
+
+    def timed(original: Callable[..., Any]) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not recorder.begin(BACKWARD):
+                return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                recorder.end()
+
+        return _hidden(call)
+
+    torch.autograd.backward = timed(torch.autograd.backward)
+    torch.autograd.grad = timed(torch.autograd.grad)
+
+
+def _watch_optimizers(recorder: Recorder) -> None:
+    import torch
+    from torch.amp.grad_scaler import GradScaler
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    is_compiling = torch.compiler.is_compiling
+
+    def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not is_compiling():
+            recorder.begin_optimizer(optimizer)
+
+    def after(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not is_compiling():
+            recorder.end_optimizer()
+
+    scale = GradScaler.scale
+
+    @functools.wraps(scale)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_compiling() and not recorder.grad_scaler and self.is_enabled():
+            recorder.grad_scaler = recorder.news = True
+        return scale(self, *args, **kwargs)
+
+    register_optimizer_step_pre_hook(_hidden(before))
+    register_optimizer_step_post_hook(_hidden(after))
+    GradScaler.scale = _hidden(watched)  # type: ignore[method-assign]
+
+
+def _watch_loaders(recorder: Recorder) -> None:
+    from torch.utils.data import dataloader
+
+    following: Any = dataloader._BaseDataLoaderIter.__next__
+    iterating: Any = dataloader.DataLoader.__iter__
+
+    @functools.wraps(following)
+    def __next__(self: Any) -> Any:  # noqa: N807 - what it stands for
+        if not recorder.begin_fetch(self, first=not self._num_yielded):
+            return following(self)
+        try:
+            return following(self)
+        except StopIteration:
+            recorder.end_of_epoch()
+            raise
+        finally:
+            recorder.end()
+
+    @functools.wraps(iterating)
+    def __iter__(self: Any) -> Any:  # noqa: N807 - what it stands for
+        watch_dispatcher()
+        if not recorder.begin_epoch():
+            return iterating(self)
+        try:
+            iterator = iterating(self)
+        finally:
+            recorder.end()
+        recorder.see_iterator(self, iterator)
+        return iterator
+
+    def watch_dispatcher() -> None:
+        """Watch accelerate's loader for iterable data: its rank 0 fetches for all, and the others ask no loader."""
+        module: Any = sys.modules.get("accelerate.data_loader")
+        dispatcher = getattr(module, "DataLoaderDispatcher", None)
+        fetching = getattr(dispatcher, "_fetch_batches", None)
+        if fetching is None or hasattr(fetching, "__wrapped__"):
+            return
+
+        @functools.wraps(fetching)
+        def _fetch_batches(self: Any, iterator: Any) -> Any:
+            if not recorder.begin_fetch(iterator, first=False):
+                return fetching(self, iterator)
+            try:
+                fetched = fetching(self, iterator)
+            finally:
+                recorder.end()
+            if self._stop_iteration:
+                recorder.end_of_epoch()
+            return fetched
+
+        dispatcher._fetch_batches = _hidden(_fetch_batches)  # type: ignore[union-attr]
+
+    dataloader._BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign]
+    dataloader.DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
