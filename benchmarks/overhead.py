@@ -1,11 +1,13 @@
-"""What recording costs: steps of 1, 5 and 50 ms, plain and with the light layer, and a step's hooks alone.
+"""What recording costs: the same script plain, under dlprof and under other tools, at steps of 1, 5 and 50 ms.
 
-Runs alternate, so that a machine that warms or slows meets both kinds alike; what is printed is the median of the
-ratios of neighbouring runs. `python -m benchmarks.overhead [PAIRS]`.
+All run in turn, round after round, so that a machine that warms or slows meets them alike; what is printed is the
+median over the rounds of each tool's mean step divided by the plain one's.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -13,19 +15,26 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import dlprof
 
 STEPS_MS = (1, 5, 50)
-# A step sleeps a fixed time after its work, not until a time: what the hooks cost comes on top. 51 modules.
+PEERS = Path(".bench/bin")
+
+# Steps before the window, which opens after 2 more to warm up, and how many it traces.
+BEFORE, TRACED = 100, 30
+
+# A step sleeps a fixed time after its work, not until a time: what a tool costs comes on top. 51 modules.
 SCRIPT = """
-import sys, time
+import contextlib, json, sys, time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+target_s, pause, out, tool = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4]
+steps, before, traced = map(int, sys.argv[5:])
 torch.set_num_threads(1)
-target_s, seconds = float(sys.argv[1]) / 1e3, float(sys.argv[2])
 data = TensorDataset(torch.randn(4096, 8), torch.randn(4096, 1))
 layers = [torch.nn.Linear(8, 8) for _ in range(50)]
 model = torch.nn.Sequential(*layers, torch.nn.Linear(8, 1))
@@ -40,53 +49,101 @@ def step(batch):
     (model(batch[0]) - batch[1]).square().mean().backward()
     optimizer.step()
 
+around, profiler = contextlib.nullcontext, None
+if tool == "traceml":
+    import traceml_ai as traceml
+    traceml.init(mode="auto")
+    around = lambda: traceml.trace_step(model)
+if tool == "torch":
+    schedule = torch.profiler.schedule(skip_first=before, wait=0, warmup=2, active=traced, repeat=1)
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule)
+    profiler.start()
 feed = batches()
-bare = []
-for n in range(50):
-    began = time.perf_counter()
-    step(next(feed))
-    bare.append(time.perf_counter() - began)
-# The pause is given, or found here: both runs of a pair must sleep alike.
-pause = float(sys.argv[3]) if len(sys.argv) > 3 else target_s - sorted(bare)[25]
+if pause < 0:
+    bare = []
+    for _ in range(50):
+        began = time.perf_counter()
+        step(next(feed))
+        bare.append(time.perf_counter() - began)
+    pause = max(target_s - sorted(bare)[25], 0.0)
+    json.dump(pause, open(out, "w"))
+    sys.exit()
 ended, took = time.perf_counter(), []
-for n in range(20 + int(seconds / target_s)):
-    step(next(feed))
+for _ in range(steps):
+    batch = next(feed)
+    with around():
+        step(batch)
     if pause > 0:
         time.sleep(pause)
+    if profiler:
+        profiler.step()
     now = time.perf_counter()
     took.append(now - ended)
     ended = now
-took = sorted(took[20:])
-print(took[len(took) // 2], pause)
+json.dump(took, open(out, "w"))
 """
 
 
-def measure(command: Sequence[str]) -> tuple[float, float]:
-    """Run the script to its end and give the seconds of its median step and of the pause in each, as it tells them."""
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    step_s, pause_s = done.stdout.split()
-    return float(step_s), float(pause_s)
+@dataclass(frozen=True)
+class Tool:
+    """One way to run the script. In its words, {folder} is a folder of its own and {script} the script."""
+
+    name: str
+    words: tuple[str, ...]
+    says: str = "none"  # what the script is told to do for the tool
+    inside: bool = False  # its traced steps are meant, not all of them
 
 
-def compare(script: Path, step_ms: int, pairs: int, seconds: float) -> tuple[float, list[float]]:
-    """Give the plain step, in seconds, and the ratios of recorded to plain of neighbouring runs."""
-    plain = [sys.executable, str(script), str(step_ms), str(seconds)]
-    plain.append(str(measure(plain)[1]))
-    plains, ratios = [], []
-    for n in range(pairs):
-        folder = script.parent / f"run-{step_ms}-{n}"
-        options = ["-o", str(folder), "--no-trace", "--no-report", "--quiet"]
-        recorded = [sys.executable, "-m", "dlprof", "wrap", *options, "--", *plain]
-        # Who goes first changes from pair to pair.
-        if n % 2:
-            later, _ = measure(recorded)
-            first, _ = measure(plain)
-        else:
-            first, _ = measure(plain)
-            later, _ = measure(recorded)
-        plains.append(first)
-        ratios.append(later / first)
-    return statistics.median(plains), ratios
+def tools(python: Path) -> list[Tool]:
+    """List the plain script, dlprof in its parts, and the peers that are installed beside that Python."""
+    plain = (str(python), "{script}")
+    wrap = (sys.executable, "-m", "dlprof", "wrap", "--no-report", "--quiet", "-o", "{folder}/run")
+    untraced = (*wrap, "--no-trace", "--flops", "off")
+    window = ("--window", f"{BEFORE},2,{TRACED}", "--flops", "off", "--stacks", "off", "--no-sample")
+    peers = python.parent
+    found = [
+        Tool("plain", plain),
+        Tool("dlprof: every step", (*untraced, "--stacks", "off", "--no-sample", "--", *plain)),
+        Tool("dlprof: every step, stacks", (*untraced, "--no-sample", "--", *plain)),
+        Tool("dlprof: every step, stacks, host and GPU", (*untraced, "--", *plain)),
+        Tool("py-spy record", (f"{peers}/py-spy", "record", "-o", "{folder}/spy.svg", "--", *plain)),
+        Tool(
+            "traceml run",
+            (f"{peers}/traceml", "run", "--logs-dir", "{folder}/logs", "{script}", "--args"),
+            says="traceml",
+        ),
+        Tool(
+            "scalene run", (f"{peers}/scalene", "run", "--cpu-only", "-o", "{folder}/scalene.json", "{script}", "---")
+        ),
+        Tool("viztracer", (f"{peers}/viztracer", "--quiet", "-o", "{folder}/viztracer.json", "--", "{script}")),
+        Tool("dlprof: inside the window", (*wrap, *window, "--", *plain), inside=True),
+        Tool("torch.profiler: inside the same window", plain, says="torch", inside=True),
+    ]
+    return [tool for tool in found if Path(tool.words[0]).exists()]
+
+
+def mean_step(tool: Tool, script: Path, told: Sequence[object]) -> float:
+    """Run the script under a tool and give the seconds of its mean step, without the slowest hundredth of them."""
+    with tempfile.TemporaryDirectory(dir=script.parent) as folder:
+        out = Path(folder) / "took.json"
+        target_s, pause_s, steps = told
+        words = [word.format(folder=folder, script=script) for word in tool.words]
+        words += map(str, (target_s, pause_s, out, tool.says, steps, BEFORE, TRACED))
+        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder)
+        if not out.exists():
+            raise RuntimeError(f"{tool.name} did not run the script to its end:\n{done.stdout}\n{done.stderr}")
+        took: list[float] = json.loads(out.read_text())
+    chosen = took[BEFORE + 3 : BEFORE + TRACED + 1] if tool.inside else took[20:]
+    kept = sorted(chosen)[: max(1, round(len(chosen) * 0.99))]
+    return sum(kept) / len(kept)
+
+
+def pause(script: Path, python: Path, step_ms: int) -> float:
+    """Give the seconds that a step must sleep to be so long; all runs of a length sleep alike."""
+    out = script.parent / "pause.json"
+    words = (python, script, step_ms / 1e3, -1, out, "none", 0, 0, 0)
+    subprocess.run(list(map(str, words)), check=True, capture_output=True)
+    return float(json.loads(out.read_text()))
 
 
 def hooks_us(steps: int = 20_000) -> tuple[float, float]:
@@ -96,8 +153,8 @@ def hooks_us(steps: int = 20_000) -> tuple[float, float]:
     import torch
 
     from dlprof import hooks
+    from dlprof import recorder as recording
     from dlprof.collectors import COLLECTORS
-    from dlprof.recorder import BACKWARD
 
     class Iterator:
         _num_yielded = 1
@@ -111,11 +168,11 @@ def hooks_us(steps: int = 20_000) -> tuple[float, float]:
         iterator, optimizer = Iterator(), torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
         def step() -> None:
-            if recorder.begin_fetch(iterator, first=not iterator._num_yielded):
+            if recorder.begin_fetch(iterator, first=False):
                 recorder.end()
             if recorder.begin_forward(identity):
                 recorder.end()
-            if recorder.begin(BACKWARD):
+            if recorder.begin(recording.BACKWARD):
                 recorder.end()
             recorder.begin_optimizer(optimizer)
             recorder.end_optimizer()
@@ -141,18 +198,36 @@ def _each_us(call: Callable[[], object], times: int) -> float:
 
 def main() -> None:
     """Print the table."""
-    pairs = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    print("step      plain     recorded/plain (median, of", pairs, "pairs: least … most)")
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "script.py"
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--seconds", type=float, default=3.0, help="of training in each run")
+    options.add_argument("--steps", type=int, nargs="*", default=STEPS_MS, help="lengths of a step, in ms")
+    args = options.parse_args()
+    python = PEERS / "python"
+    if not python.exists():
+        python = Path(sys.executable)
+        print(f"the peers are not installed in {PEERS}: `make bench` installs them")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        script = folder / "script.py"
         script.write_text(SCRIPT)
-        for step_ms in STEPS_MS:
-            plain_s, ratios = compare(script, step_ms, pairs, seconds=3)
-            print(
-                f"{step_ms:3d} ms  {plain_s * 1e3:7.3f} ms  {statistics.median(ratios):.4f}"
-                f"   {min(ratios):.4f} … {max(ratios):.4f}",
-                flush=True,
-            )
+        ways = tools(python.absolute())
+        ratios: dict[tuple[str, int], list[float]] = {}
+        for step_ms in args.steps:
+            steps = BEFORE + TRACED + 20 + int(args.seconds * 1e3 / step_ms)
+            pause_s = pause(script, python.absolute(), step_ms)
+            for n in range(args.rounds):
+                # Who comes after whom changes from round to round.
+                order = ways[n % len(ways) :] + ways[: n % len(ways)]
+                took = {tool.name: mean_step(tool, script, (step_ms / 1e3, pause_s, steps)) for tool in order}
+                for name, seconds in took.items():
+                    ratios.setdefault((name, step_ms), []).append(seconds / took["plain"])
+        lengths = "".join(f"{f'{ms} ms':>24}" for ms in args.steps)
+        print(f"{'mean step ÷ plain (least … most)':44}{lengths}")
+        for tool in ways[1:]:
+            cells = [ratios[tool.name, ms] for ms in args.steps]
+            row = "".join(f"{f'{statistics.median(c):.3f} ({min(c):.3f} … {max(c):.3f})':>24}" for c in cells)
+            print(f"{tool.name:44}{row}")
     step_us, inner_us = hooks_us()
     print(f"hooks of one step: {step_us:.1f} µs; of each call of an inner module: {inner_us:.2f} µs")
 
