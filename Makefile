@@ -39,10 +39,11 @@ types: $(VENV)/.ready
 contracts: $(VENV)/.ready
 	$(BIN)/lint-imports
 
-# The peer that the report is measured against; it needs other packages, so it has an environment of its own.
+# The peers that reading and recording are measured against, in an environment of their own.
 .bench/.ready: Makefile
 	$(PYTHON) -m venv .bench
-	.bench/bin/python -m pip install --quiet --disable-pip-version-check traceinsight==0.6.1
+	.bench/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) "$(TORCH)" traceinsight==0.6.1 \
+		py-spy==0.4.3 scalene==2.4.0 traceml-ai==0.5.0 viztracer==1.1.1
 	@touch $@
 
 bench: $(VENV)/.ready .bench/.ready

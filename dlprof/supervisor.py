@@ -263,7 +263,7 @@ class _Samplers:
                 # Its end is how they know that the job is over.
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                # A session of its own: the terminal's Ctrl-C is for the job.
+                # Out of the reach of the terminal: its Ctrl-C is for the job.
                 start_new_session=True,
                 preexec_fn=before_exec,
             )
