@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 TORCH_FLAGS ?=
 
-.PHONY: demo test check format lint types contracts bench clean
+.PHONY: demo test test-all check format lint types contracts bench clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml Makefile
@@ -22,6 +22,9 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-all: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'slow or not slow'
 
 check: $(VENV)/.ready lint types contracts test
 

@@ -34,13 +34,13 @@ def recorded(workload: str, folder: Path, *options: str) -> dict[str, dict[str, 
     ("fault", "rule", "least"),
     [
         ("no_workers", "input_wait", 0.04),
-        ("slow_worker", "slow_worker_batches", 0.04),
-        ("python_metrics", "host_bound", 0.1),
-        ("blocking_allreduce", "exposed_communication", 0.1),
-        ("changing_shapes", "recompilation", 0.1),
+        pytest.param("slow_worker", "slow_worker_batches", 0.04, marks=pytest.mark.slow),
+        pytest.param("python_metrics", "host_bound", 0.1, marks=pytest.mark.slow),
+        pytest.param("blocking_allreduce", "exposed_communication", 0.1, marks=pytest.mark.slow),
+        pytest.param("changing_shapes", "recompilation", 0.1, marks=pytest.mark.slow),
         ("checkpoint_every_few", "checkpoint_stall", 0.05),
-        ("garbage", "gc_pauses", 0.1),
-        ("many_threads", "thread_oversubscription", 0.05),
+        pytest.param("garbage", "gc_pauses", 0.1, marks=pytest.mark.slow),
+        pytest.param("many_threads", "thread_oversubscription", 0.05, marks=pytest.mark.slow),
     ],
 )
 def test_a_planted_fault_is_found(tmp_path: Path, fault: str, rule: str, least: float) -> None:
@@ -61,6 +61,7 @@ def test_without_a_fault_neither_loader_nor_host_is_blamed_for_much(tmp_path: Pa
     assert said["pageable_copy"]["state"] == "not_measured"
 
 
+@pytest.mark.slow
 def test_few_microbatches_are_found_and_enough_are_left_alone(tmp_path: Path) -> None:
     steps = ("--", "--steps", "30")
     (tmp_path / "fault").mkdir()

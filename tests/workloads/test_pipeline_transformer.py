@@ -56,6 +56,7 @@ def test_it_learns_and_the_fault_changes_nothing_but_the_time() -> None:
     assert losses(train("--steps=10", "--fault=few_microbatches")) == pytest.approx(healthy[:1], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
 def test_other_schedules_train(schedule: str) -> None:
     assert len(losses(train("--steps=10", f"--schedule={schedule}"))) == 1
