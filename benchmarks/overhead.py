@@ -212,8 +212,8 @@ def main() -> None:
         script = folder / "script.py"
         script.write_text(SCRIPT)
         ways = tools(python.absolute())
-        ratios: dict[tuple[str, int], list[float]] = {}
         for step_ms in args.steps:
+            ratios: dict[str, list[float]] = {}
             steps = BEFORE + TRACED + 20 + int(args.seconds * 1e3 / step_ms)
             pause_s = pause(script, python.absolute(), step_ms)
             for n in range(args.rounds):
@@ -221,13 +221,10 @@ def main() -> None:
                 order = ways[n % len(ways) :] + ways[: n % len(ways)]
                 took = {tool.name: mean_step(tool, script, (step_ms / 1e3, pause_s, steps)) for tool in order}
                 for name, seconds in took.items():
-                    ratios.setdefault((name, step_ms), []).append(seconds / took["plain"])
-        lengths = "".join(f"{f'{ms} ms':>24}" for ms in args.steps)
-        print(f"{'mean step ÷ plain (least … most)':44}{lengths}")
-        for tool in ways[1:]:
-            cells = [ratios[tool.name, ms] for ms in args.steps]
-            row = "".join(f"{f'{statistics.median(c):.3f} ({min(c):.3f} … {max(c):.3f})':>24}" for c in cells)
-            print(f"{tool.name:44}{row}")
+                    ratios.setdefault(name, []).append(seconds / took["plain"])
+            print(f"\nstep of {step_ms} ms: mean step ÷ plain (least … most of {args.rounds} rounds)")
+            for name, found in ratios.items():
+                print(f"{name:44}{statistics.median(found):.3f} ({min(found):.3f} … {max(found):.3f})", flush=True)
     step_us, inner_us = hooks_us()
     print(f"hooks of one step: {step_us:.1f} µs; of each call of an inner module: {inner_us:.2f} µs")
 
