@@ -161,6 +161,8 @@ def test_generators_and_the_loop_that_a_script_calls_last(tmp_path: Path) -> Non
     assert found["main", "__main__:run"][4] == 10
 
 
+# Slow where other work keeps the looking thread from its core.
+@pytest.mark.slow
 def test_the_hottest_of_the_users_functions_are_found(tmp_path: Path) -> None:
     found = lines(
         tmp_path,

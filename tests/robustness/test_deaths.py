@@ -211,18 +211,24 @@ def test_a_scheduler_ends_a_whole_job(tmp_path: Path) -> None:
     assert reported(tmp_path / "run")["run"]["ranks"] == [0, 1]
 
 
+# Slow where gloo fails to meet again after a restart, as it does without dlprof.
+@pytest.mark.slow
 def test_what_was_before_an_elastic_restart_is_kept_apart(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(RANKS)
-    command = [sys.executable, *TORCHRUN, "--max-restarts", "1", str(tmp_path / "ranks.py"), "dies"]
+    # One in five restarts fails without dlprof too: gloo asks for the address of a rank's earlier life.
+    command = [sys.executable, *TORCHRUN, "--max-restarts", "9", str(tmp_path / "ranks.py"), "dies"]
     done = launch(wrapped(tmp_path / "run", command, "--no-trace"), tmp_path)
     assert done.returncode == 0, done.stderr
     lives = sorted(path.name for path in (tmp_path / "run/ranks").iterdir())
-    assert lives == ["00000", "00000.r1", "00001", "00001.r1"]
-    for number in (0, 1):
-        assert len(rows(tmp_path / f"run/ranks/{number:05d}.r1")) == 20
+    assert len(lives) == 4
+    assert lives[0::2] == ["00000", "00001"]
+    last = lives[1].partition(".r")[2]
+    assert lives[1::2] == [f"00000.r{last}", f"00001.r{last}"]
+    for life in lives[1::2]:
+        assert len(rows(tmp_path / "run/ranks" / life)) == 20
     result = reported(tmp_path / "run")["run"]
     assert result["ranks"] == [0, 1]
-    assert [text for text in result["warnings"] if "restarted 1" in text]
+    assert [text for text in result["warnings"] if f"restarted {last}" in text]
 
 
 def test_a_job_out_of_memory_leaves_its_recording(tmp_path: Path) -> None:
