@@ -1,0 +1,222 @@
+"""What each rank of a pipeline does and in which order, by the name of its schedule; and how long such an order takes.
+
+A grid is written from the papers of the schedules, as torch.distributed.pipelining runs them. Its replay needs only how
+long each action takes: every rank does its own in their order, each as soon as what it needs is there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import nan
+
+# A stage's work on one micro-batch: stage, what (forward; backward, or its halves input and weight), micro-batch.
+Action = tuple[int, str, int]
+
+GPIPE = "ScheduleGPipe"
+ONE_F_ONE_B = "Schedule1F1B"
+INTERLEAVED = "ScheduleInterleaved1F1B"
+LOOPED_BFS = "ScheduleLoopedBFS"
+INTERLEAVED_ZERO_BUBBLE = "ScheduleInterleavedZeroBubble"
+ZBV = "ScheduleZBVZeroBubble"
+DUAL_PIPE_V = "ScheduleDualPipeV"
+
+SINGLE = (GPIPE, ONE_F_ONE_B)  # one stage a rank
+LOOPED = (INTERLEAVED, LOOPED_BFS, INTERLEAVED_ZERO_BUBBLE)  # of p ranks, rank r has the stages r, r + p, ...
+V_SHAPED = (ZBV, DUAL_PIPE_V)  # rank r has the stages r and 2p − 1 − r
+SCHEDULES = (*SINGLE, *LOOPED, *V_SHAPED)
+
+# The backward pass is in two halves, of which the one for the weights may wait.
+SPLIT = (INTERLEAVED_ZERO_BUBBLE, ZBV, DUAL_PIPE_V)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What each rank does, in order. What is `held` is handed on only when the action that follows it is through."""
+
+    rows: tuple[tuple[Action, ...], ...]
+    held: frozenset[Action] = frozenset()
+
+    @property
+    def stages(self) -> int:
+        """How many stages the pipeline has."""
+        return 1 + max(stage for row in self.rows for stage, _, _ in row)
+
+
+def runs(schedule: str, ranks: int, microbatches: int, chunks: int) -> bool:
+    """Tell whether torch takes so many micro-batches, and `chunks` stages a rank, for a schedule that is known here."""
+    if schedule not in SCHEDULES or min(ranks, microbatches, chunks) < 1:
+        return False
+    if schedule in SINGLE:
+        return chunks == 1 and (schedule == GPIPE or microbatches >= ranks)
+    if schedule in V_SHAPED:
+        return chunks == 2 and (schedule == ZBV or microbatches >= 2 * ranks)
+    rounds = max(1, microbatches // ranks)
+    return chunks >= 2 and (schedule == LOOPED_BFS or microbatches % rounds == 0)
+
+
+def grid(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> Grid:
+    """Give what each rank does; for what `runs` refuses, ValueError."""
+    if not runs(schedule, ranks, microbatches, chunks):
+        raise ValueError(f"{schedule} with {microbatches} micro-batches on {ranks} ranks of {chunks} stages")
+    if schedule in V_SHAPED:
+        make = _zbv if schedule == ZBV else _dual_pipe_v
+        built = [_numbered(r, ranks, microbatches, make(r, ranks, microbatches)) for r in range(ranks)]
+        return Grid(tuple(row for row, _ in built), frozenset(a for _, held in built for a in held))
+    if schedule in (GPIPE, LOOPED_BFS):
+        return Grid(tuple(_breadth_first(schedule, r, ranks, microbatches, chunks) for r in range(ranks)))
+    return Grid(tuple(_one_by_one(schedule, r, ranks, microbatches, chunks) for r in range(ranks)))
+
+
+def _breadth_first(schedule: str, rank: int, ranks: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
+    """All micro-batches through a stage, then through the rank's next; back in the reverse order of stages."""
+    stages = range(rank, ranks * chunks, ranks)
+    # Huang et al., GPipe, 2019, as torch has it: the first micro-batch comes back first. Lamy-Poirier, Breadth-First
+    # Pipeline Parallelism, 2022: the last one does.
+    back = range(microbatches) if schedule == GPIPE else range(microbatches)[::-1]
+    forward = [(s, "forward", m) for s in stages for m in range(microbatches)]
+    return (*forward, *((s, "backward", m) for s in reversed(stages) for m in back))
+
+
+def _one_by_one(schedule: str, rank: int, ranks: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
+    """One forward, one backward, after as many forwards as it takes until the first gradients are back.
+
+    Narayanan et al., Megatron-LM, 2021; with the backward in halves, Qi et al., Zero Bubble Pipeline Parallelism, 2023.
+    """
+    size = microbatches // max(1, microbatches // ranks)  # of a round: so many go through a stage before the next one
+    away = ranks - 1 - rank
+    total = chunks * microbatches
+    order = [divmod(k, size * chunks) for k in range(total)]  # which round, and which place in it
+    forward = [(rank + ranks * (at // size), turn * size + at % size) for turn, at in order]
+    back = [(rank + ranks * (chunks - 1 - at // size), turn * size + at % size) for turn, at in order]
+    # The first gradients come twice as late for a rank further from the end; half as many forwards are enough where
+    # the weights' half of the backward fills the gap.
+    ahead = away if schedule == ONE_F_ONE_B else (chunks - 1) * size + away * (1 if schedule in SPLIT else 2)
+    ahead = min(ahead, total)
+    halves = schedule in SPLIT
+    row: list[Action] = [(s, "forward", m) for s, m in forward[:ahead]]
+    for k in range(total):
+        if ahead + k < total:
+            stage, which = forward[ahead + k]
+            row.append((stage, "forward", which))
+        stage, which = back[k]
+        row.append((stage, "input" if halves else "backward", which))
+        # Rank r puts off the weights of its first r micro-batches.
+        if halves and k >= rank:
+            stage, which = back[k - rank]
+            row.append((stage, "weight", which))
+    if halves:
+        row += [(s, "weight", m) for s, m in back[max(0, total - rank) :]]
+    return tuple(row)
+
+
+# In the grids of the V-shaped schedules, a word is an action of the rank's stage 0 or 1: F forward, B backward, I and W
+# its halves. "W" alone is the weights' half that has waited longest, "+" what is done as one with what follows.
+
+
+def _zbv(rank: int, ranks: int, microbatches: int) -> list[str]:
+    """Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 6; extra micro-batches are left out afterwards."""
+    count = max(microbatches, 2 * ranks - 1)
+    away = ranks - rank
+    words = ["F0"] * (2 * away - 1) + ["F1", "F0"] * rank + ["F1", "I1", "W1"] * away
+    for k in range(count - ranks):
+        words += ["F0"] * (k < count - 2 * ranks + 1 + rank) + ["I0", "W0", "F1", "I1", "W1"]
+    words += ["I0", "I1"] * rank + ["I0", "W0"] * away
+    return words + ["W1"] * rank + ["W0"] * rank
+
+
+def _dual_pipe_v(rank: int, ranks: int, microbatches: int) -> list[str]:
+    """DeepSeek-AI, DualPipe, 2024, cut in half: a forward and a backward are done as one in the steady part."""
+    away = ranks - 1 - rank
+    words = ["F0"] * (2 * away) + ["F0", "F1"] * (rank + 1) + ["I1", "W", "F1"] * away
+    steady = ["F0+", "B1", "F1+", "B0"] * (microbatches - 2 * ranks + rank + 1)
+    if away == 0 and steady:
+        steady[0] = "F0"
+    words += steady + ["B1", "F1+", "B0"] * away
+    # Half way down, the backward passes are split, and what is put off fills the end.
+    last = ["B1", "B0"] * (rank + 1)
+    half = rank + 1
+    words += last[:half] + [word.replace("B", "I") for word in last[half:]]
+    return words + ["W", "I0"] * away + ["W"] * (rank + 1)
+
+
+def _numbered(rank: int, ranks: int, microbatches: int, words: Iterable[str]) -> tuple[tuple[Action, ...], set[Action]]:
+    """Give the words as actions, each of its kind's next micro-batch, and which of them are held."""
+    stages = (rank, 2 * ranks - 1 - rank)
+    names = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+    count: Counter[str] = Counter()
+    waiting: deque[tuple[int, int]] = deque()  # halves that were put off: stage, micro-batch
+    row: list[Action] = []
+    held = set()
+    for word in words:
+        if word == "W":
+            if waiting:
+                stage, which = waiting.popleft()
+                row.append((stage, "weight", which))
+            continue
+        kind, stage = word[0], stages[int(word[1])]
+        counted = ("B" if kind == "I" else kind) + word[1]  # whole or half, it is the next to go back
+        action = (stage, names[kind], count[counted])
+        count[counted] += 1
+        if action[2] >= microbatches:
+            continue
+        if kind == "I":
+            waiting.append((stage, action[2]))
+        if word.endswith("+"):
+            held.add(action)
+        row.append(action)
+    return tuple(row), held
+
+
+# Which way what an action gives travels: to the next stage, or back to the one before.
+_WAY = {"forward": "forward", "backward": "back", "input": "back"}
+
+
+def replay(
+    rows: Sequence[Sequence[Action]],
+    took: Mapping[Action, float],
+    held: frozenset[Action] = frozenset(),
+    launch: float = 0.0,
+    hand_over: float = 0.0,
+) -> float:
+    """Give how long a step takes: the longest that any rank does, from its first action's begin to its last one's end.
+
+    Each action takes as long as `took` says, after `launch`; what comes from another rank arrives `hand_over` later.
+    What is neither a pass forward nor back (the weights' half, a reduction) waits for nothing but its turn. Steps may
+    overlap, as in a job they do: a rank that is through begins the next. NaN where ranks wait for each other for good.
+    """
+    home = {stage: rank for rank, row in enumerate(rows) for stage, _, _ in row}
+    last = max(home, default=0)
+    began = [nan] * len(rows)
+    free = [0.0] * len(rows)
+    place = [0] * len(rows)
+    ready: dict[Action, float] = {}  # when a stage has passed a micro-batch on, or its gradients back
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            at, now = place[rank], free[rank]
+            while at < len(row):
+                stage, what, which = action = row[at]
+                way = _WAY.get(what, "")
+                source = stage - 1 if way == "forward" else stage + 1
+                if way and 0 <= source <= last:
+                    there = ready.get((source, way, which))
+                    if there is None:
+                        break
+                    now = max(now, there if home[source] == rank else there + hand_over)
+                if not at:
+                    began[rank] = now
+                now += launch + took[action]
+                if at and row[at - 1] in held:
+                    held_stage, held_what, held_which = row[at - 1]
+                    ready[held_stage, _WAY[held_what], held_which] = now
+                if way and action not in held:
+                    ready[stage, way, which] = now
+                at += 1
+            moved = moved or at > place[rank]
+            place[rank], free[rank] = at, now
+    if any(at < len(row) for at, row in zip(place, rows, strict=True)):
+        return nan
+    return max((end - begin for begin, end in zip(began, free, strict=True) if end > begin), default=0.0)
