@@ -21,6 +21,7 @@ from dlprof.measures.arithmetic import arithmetic
 from dlprof.measures.breakdown import breakdown
 from dlprof.measures.device import device_time
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
+from dlprof.measures.whole_job import loop_step_ns, whole_job
 from dlprof.panels import PICTURES
 from dlprof.result import CATEGORIES, DeviceTime, Finding, Outcome, Result, TimePart, Window
 from dlprof.run import Run
@@ -58,7 +59,7 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
     """Measure a run, ask every rule, and give the result."""
     wanted = [m for r in rules for m in r.needs]
     wanted += [m for p in PICTURES for m in p.needs]
-    measured = measure(run, [*wanted, step_means, breakdown, device_time, *overview.NEEDS], jobs, progress)
+    measured = measure(run, [*wanted, step_means, breakdown, device_time, whole_job, *overview.NEEDS], jobs, progress)
     outcomes = [_ask(rule, measured) for rule in rules]
     order = {"found": 0, "clear": 1, "not_measured": 2, "error": 3}
     outcomes.sort(key=lambda o: (order[o.state], -o.saving_ns, o.id))
@@ -83,13 +84,16 @@ def _ask(rule: Rule, run: Measured) -> Outcome:
         if isinstance(said, Clear):
             return outcome("clear", summary=said.summary)
         _check(said)
-        step = mean_step_ns(run)
+        if said.scope == "risk":
+            return outcome("found", **_told(said))
+        step = loop_step_ns(run) if said.scope == "job" else mean_step_ns(run)
+        of = "of the training loop's time" if said.scope == "job" else of_step(run)
         saving = min(said.saving_ns, step)
         share = saving / step if step else 0.0
         if share < LEAST_SHARE:
-            return outcome("clear", summary=f"{percent(share)} {of_step(run)}")
+            return outcome("clear", summary=f"{percent(share)} {of}")
         if saving < LEAST_NOISE * said.noise_ns:
-            varies = f"{percent(share)} {of_step(run)} ± {percent(said.noise_ns / step)}"
+            varies = f"{percent(share)} {of} ± {percent(said.noise_ns / step)}"
             raise NotMeasured(f"{varies}: it varies too much between the measured steps; record more of them")
     except NotMeasured as e:
         return outcome("not_measured", why=str(e))
@@ -97,19 +101,13 @@ def _ask(rule: Rule, run: Measured) -> Outcome:
         return outcome("error", why=str(e))
     except Exception as e:  # noqa: BLE001 - one rule's fault costs only its own row
         return outcome("error", why=f"{type(e).__name__}: {e}")
-    return outcome(
-        "found",
-        title=said.title,
-        summary=said.summary,
-        saving_ns=saving,
-        share=share,
-        speedup=1 / (1 - share) if share < 1 else 1e6,
-        ranks=said.ranks,
-        advice=said.advice,
-        evidence=said.evidence,
-        sure=said.sure,
-        verdict=said.verdict,
-    )
+    speedup = 1 / (1 - share) if share < 1 else 1e6
+    return outcome("found", saving_ns=saving, share=share, speedup=speedup, **_told(said))
+
+
+def _told(said: Finding) -> dict[str, object]:
+    told = ("title", "summary", "ranks", "advice", "evidence", "sure", "verdict", "scope")
+    return {name: getattr(said, name) for name in told}
 
 
 def _check(said: Finding) -> None:

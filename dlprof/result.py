@@ -34,9 +34,14 @@ CATEGORIES = (
 
 SAVING = (
     "How much shorter the mean steady step of this run would be were this bottleneck gone. "
-    "Each is estimated alone; savings overlap and are not summed."
+    "Each is estimated alone; savings overlap and are not summed. What is said of the job is time outside the steady "
+    "steps, spread over the training steps."
 )
 
+# What a finding speaks of. step: the mean steady step. job: time outside the steady steps; its saving is that time
+# spread over the training steps, its share and speed-up are the training loop's. risk: nothing is saved, but the job
+# may die.
+Scope = Literal["step", "job", "risk"]
 State = Literal["found", "clear", "not_measured", "error"]
 Shape = Literal["table", "bars", "lines", "timeline"]
 
@@ -75,6 +80,7 @@ class Finding:
     sure: str = ""
     verdict: str = ""  # the diagnosis as the report's first sentence, e.g. "31 % of each step waits for data"
     noise_ns: float = 0.0  # standard error of what the saving was estimated from
+    scope: Scope = "step"
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,7 @@ class Outcome:
     sure: str = ""
     verdict: str = ""
     manual: str = ""
+    scope: Scope = "step"
 
 
 @dataclass(frozen=True)

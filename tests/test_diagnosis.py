@@ -23,6 +23,7 @@ from dlprof.result import CATEGORIES, Finding, Panel, to_json
 from dlprof.rules import RULES
 from dlprof.run import Run, open_run
 from tests import traces
+from tests.runs import CPU, MS, light, recorded
 
 Check = Callable[[Measured], Finding | Clear]
 
@@ -225,3 +226,18 @@ def test_device_time_is_asked_for_without_any_rule(job: Run) -> None:
     assert {d.rank: d.span_ns for d in diagnose(job, [], jobs=1).device} == {
         d.rank: d.span_ns for d in diagnose(job, [rule(finding(), needs=(device_time,))], jobs=1).device
     }
+
+
+def test_what_is_said_of_the_job_is_a_share_of_its_training_loop(tmp_path: Path) -> None:
+    """Thirty steps of 10 ms, of which validation adds 20 to each ten: 12 ms a training step."""
+    steps = [light(n, 10 * MS) if n % 11 < 10 else light(n, 20 * MS, kind="validation") for n in range(33)]
+    path = recorded(tmp_path, (None, steps, CPU))
+    said = answer(open_run(path), finding(0.3, scope="job"))
+    assert (said.state, said.scope, said.saving_ns) == ("found", "job", pytest.approx(3 * MS))
+    assert said.share == pytest.approx(3 / 12)
+    assert answer(open_run(path), finding(0.021, scope="job")).summary == "1.8 % of the training loop's time"
+
+
+def test_a_risk_saves_nothing_and_is_found_all_the_same(job: Run) -> None:
+    said = answer(job, finding(0.0, scope="risk"))
+    assert (said.state, said.scope, said.saving_ns, said.share, said.speedup) == ("found", "risk", 0, 0, 1)

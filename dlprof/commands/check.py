@@ -49,8 +49,11 @@ def check(path: Path, limits: tuple[str, ...]) -> None:
             bad, what = True, f"{o.state.replace('_', ' ')}: {o.why}"
         else:
             value = o.share * 100 if unit == "%" else o.saving_ns / _NS[unit]
-            bad = value >= limit
-            what = f"{percent(o.share)} of the step, {duration(o.saving_ns)}" if o.state == "found" else "clear"
+            # What may end the job is no matter of time.
+            bad = value >= limit or o.scope == "risk"
+            of = "training loop" if o.scope == "job" else "step"
+            what = f"{percent(o.share)} of the {of}, {duration(o.saving_ns)}" if o.state == "found" else "clear"
+            what = o.title if o.scope == "risk" else what
         failed |= bad
         click.echo(f"{'FAIL' if bad else 'ok  '}  {rule} < {limit:g} {unit}: {what}")
     if failed:

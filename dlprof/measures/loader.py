@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from dlprof.engine import Measured, RankData, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import host
-from dlprof.measures.steps import light_steps, step_means
+from dlprof.measures.steps import light_steps, standard_error, step_means
 
 # What travels of the batches: enough for a replay, a few kilobytes.
 MOST_FETCHES = 400
@@ -113,6 +113,52 @@ def fetch_series(rank: RankData) -> pd.DataFrame:
     series = pd.DataFrame({c: fetches[c].to_numpy() / n for c in ("dur_ns", "cpu_ns", "delay_ns")})
     series = series.where(series >= 0, -1.0).assign(worker=fetches["worker"].to_numpy())
     return series.tail(MOST_FETCHES).assign(gap_ns=_gap(fetches)).reset_index(drop=True)
+
+
+@per_rank
+def restarts(rank: RankData) -> pd.DataFrame:
+    """Give what epochs cost that begin with new workers, one row a loader with workers.
+
+    Columns: loader, epochs, anew (epochs that began with other workers than the one before), means of those: start_ns
+    (iter()), first_ns (the first next()), end_ns (the workers' leaving) and the three's standard error noise_ns, and
+    fetch_ns (what a batch takes a worker that is there already). NaN: not recorded.
+    """
+    loading = rank.table("loading")
+    rows = []
+    for loader, mine in loading[loading["loader"] >= 0].groupby("loader"):
+        starts = mine[mine["kind"] == "start"]
+        workers = starts["workers"].astype(str).to_numpy()
+        if not (workers != "").any():
+            continue
+        mine = mine.assign(epoch=(mine["kind"] == "start").cumsum() - 1)
+        other = np.append(False, workers[1:] != workers[:-1])
+        mine = mine[other[mine["epoch"].clip(lower=0)] & (mine["count"] == 1)]
+        together = mine[mine["kind"].isin(["start", "first", "end"])].groupby("epoch")["dur_ns"].sum()
+        rows.append(
+            {
+                "loader": int(str(loader)),
+                "epochs": int(starts["count"].sum()),
+                "anew": int(starts.loc[other, "count"].sum()),
+                "start_ns": _mean(mine, "start"),
+                "first_ns": _mean(mine, "first"),
+                "end_ns": _mean(mine, "end"),
+                "noise_ns": standard_error(together.to_numpy(dtype=float)),
+                "fetch_ns": _warm_fetch(rank, workers),
+            }
+        )
+    columns = ("loader", "epochs", "anew", "start_ns", "first_ns", "end_ns", "noise_ns", "fetch_ns")
+    return pd.DataFrame(rows, columns=list(columns))
+
+
+def _warm_fetch(rank: RankData, workers: NDArray[np.object_]) -> float:
+    """Give what a batch takes such workers, the first of each left out where they have more; NaN: not recorded."""
+    if not rank.has("fetches"):
+        return float("nan")
+    fetches = rank.table("fetches")
+    mine = fetches[fetches["pid"].isin({int(p) for text in set(workers) for p in text.split() if p.isdigit()})]
+    warm = mine[mine.duplicated("pid")]
+    warm = warm if len(warm) else mine
+    return float(warm["dur_ns"].sum() / warm["count"].sum()) if len(warm) else float("nan")
 
 
 def training_fetches(rank: RankData) -> pd.DataFrame:

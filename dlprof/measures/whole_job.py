@@ -1,7 +1,7 @@
 """Where the whole job went: its steady steps, and all that the figures of the steady step leave out.
 
-Validation, an epoch's first and last batch, warming up: none of it is in the mean steady step, and by the definition
-of a saving (how much shorter that step would be) no rule can put a figure on it. So it is told here, as it is.
+Validation, an epoch's first and last batch, warming up: none of it is in the mean steady step, and what it costs is no
+saving of that step. It is told here as it is, and set against what the whole training loop takes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dlprof.engine import RankData, per_rank
+from dlprof.engine import Measured, RankData, per_rank
+from dlprof.errors import NotMeasured
 from dlprof.measures.steps import light_steps
 
 PARTS = ("setup", "warmup", "steady", "traced", "epoch_ends", "validation", "other")
@@ -54,3 +55,26 @@ def whole_job(rank: RankData) -> pd.DataFrame:
         held = groups.agg(["size", "sum"])
         rows += [(k, int(held["size"][k]), float(held["sum"][k])) for k in STALLS if k in held.index]
     return pd.DataFrame(rows, columns=["part", "steps", "ns"])
+
+
+def loop_step_ns(run: Measured) -> float:
+    """Give what the training loop takes for each training step with all that lies between them: the ranks' mean, ns.
+
+    As in a job that runs for long: steps that warm up or are traced count as steady ones, and setting up not at all.
+    Raises NotMeasured where no steady step was recorded.
+    """
+    frame = run.frame(whole_job)
+    steps, ns = (frame.pivot_table(index="rank", columns="part", values=c) for c in ("steps", "ns"))
+    steps, ns = (t.reindex(columns=list(PARTS)).fillna(0.0) for t in (steps, ns))
+    if not len(steps) or not (steps["steady"] > 0).all():
+        raise NotMeasured("no steady training step was recorded")
+    plain = steps["steady"] + steps["warmup"] + steps["traced"]
+    beside = ns["epoch_ends"] + ns["validation"] + ns["other"]
+    loop = plain * ns["steady"] / steps["steady"] + beside
+    return float((loop / training_steps(run)).mean())
+
+
+def training_steps(run: Measured) -> pd.Series[float]:
+    """Count each rank's training steps, in whatever part of the job; by rank."""
+    frame = run.frame(whole_job)
+    return frame[frame["part"].isin(("warmup", "steady", "traced", "epoch_ends"))].groupby("rank")["steps"].sum()

@@ -137,7 +137,7 @@ def _tiles(result: Result) -> list[Tile]:
             Tile(words.duration(window.step_ns), "mean steady step" if window.unit == "step" else "length of the trace")
         )
         first = result.found[0] if result.found else None
-        if first is not None and 0 < first.saving_ns < window.step_ns:
+        if first is not None and first.scope == "step" and 0 < first.saving_ns < window.step_ns:
             tiles.append(Tile(words.duration(window.step_ns - first.saving_ns), "predicted if finding 1 is fixed"))
         if window.mfu is not None:
             tiles.append(Tile(words.percent(window.mfu), "of the device's peak arithmetic is used (MFU)"))

@@ -136,6 +136,8 @@ def saves(outcome: Outcome) -> bool:
 
 def saving(outcome: Outcome) -> str:
     """Write what a finding saves of a step, as "−66.0 ms"; a finding that claims no saving has a dash."""
+    if outcome.scope == "risk":
+        return "risk"
     return MINUS + duration(outcome.saving_ns) if saves(outcome) else UNKNOWN
 
 
@@ -262,7 +264,9 @@ def _diagnosis(result: Result, first: Outcome) -> tuple[str, str]:
         sentence = f"{sentence.rstrip('.')}: {percent(first.share)} of {_each(result)}"
     sentence = sentence if sentence.endswith((".", "!", "?", "…")) else sentence + "."
     if not saves(first):
-        return sentence, "No saving of time is claimed for it."
+        return sentence, (
+            "Fixing it saves no time, but the job." if first.scope == "risk" else "No saving of time is claimed for it."
+        )
     what = "what was traced" if unit(result) == "trace" else "this job"
     if first.speedup >= 1.005 and math.isfinite(first.speedup):
         return sentence, f"Fixing it would make {what} {times(first.speedup)} faster."

@@ -15,6 +15,8 @@ from dlprof.rules import (
     slow_worker_batches,
     straggler,
     thread_oversubscription,
+    validation_share,
+    worker_restart,
 )
 
 RULES: tuple[Rule, ...] = (
@@ -31,4 +33,6 @@ RULES: tuple[Rule, ...] = (
     slow_worker_batches.RULE,
     straggler.RULE,
     thread_oversubscription.RULE,
+    validation_share.RULE,
+    worker_restart.RULE,
 )

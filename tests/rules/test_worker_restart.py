@@ -1,0 +1,104 @@
+"""Workers that start anew: found with what staying ones would give; those that stay, or are none, are left alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.rules.worker_restart import RULE
+from tests import runs, traces
+from tests.rules.asking import ask
+from tests.runs import MS, light
+
+LOADER = {"role": "train", "num_workers": 2, "persistent_workers": False, "start_method": "fork"}
+
+
+def recorded(
+    folder: Path,
+    workers: Sequence[str] = ("1 2", "3 4", "5 6", "7 8"),
+    *,
+    ranks: int = 1,
+    start: int = 50,
+    first: int = 250,
+    end: int = 20,
+    loader: dict[str, Any] = LOADER,
+) -> Path:
+    """Record epochs of 10 steps, 100 ms each; an epoch begins with iter() and its first next(), a batch takes 40 ms."""
+    steps, loading, fetches = [], [], []
+    for epoch, pids in enumerate(workers):
+        for k in range(10):
+            step = 10 * epoch + k
+            at = traces.BASE_NS + step * 1_000 * MS
+            longer = (start + first) * (k == 0) + end * (k == 9)
+            steps.append(light(step, (100 + longer) * MS, first=int(k in (0, 9))))
+            row: dict[str, Any] = {"start_ns": at, "count": 1, "step": step, "loader": 0}
+            if k == 0:
+                loading.append(row | {"kind": "start", "dur_ns": start * MS, "workers": pids})
+            loading.append(row | {"kind": "batch" if k else "first", "start_ns": at + start * MS, "dur_ns": first * MS})
+            if pids:
+                pid = int(pids.split()[k % 2])
+                fetches.append({"pid": pid, "worker": k % 2, "start_ns": at, "count": 1, "dur_ns": 40 * MS})
+            if k == 9:
+                loading.append(row | {"kind": "end", "start_ns": at + 100 * MS, "dur_ns": end * MS})
+    path = runs.recorded(folder, *((None, steps, {**runs.CPU, "loaders": [loader]}) for _ in range(ranks)))
+    for rank in range(ranks):
+        at_rank = path / f"ranks/{rank:05d}"
+        (at_rank / "loading.jsonl").write_text("".join(json.dumps(r) + "\n" for r in loading))
+        (at_rank / "fetches.jsonl").write_text("".join(json.dumps(r) + "\n" for r in fetches))
+    return path
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_three_epochs_that_begin_anew_are_spread_over_the_training_steps(tmp_path: Path, ranks: int) -> None:
+    found = ask(RULE, recorded(tmp_path, ranks=ranks))
+    assert (found.state, found.scope) == ("found", "job")
+    # 50 + 250 + 20 ms, less a batch of 40; three times in 40 steps.
+    assert found.saving_ns == pytest.approx(3 * 280 * MS / 40)
+    # Steps of an epoch's ends last 420 and 120 ms, and all others 100.
+    assert found.share == pytest.approx(21 / ((4 * 520 + 32 * 100 + 4 * 20) / 40), rel=0.02)
+    assert found.ranks == tuple(range(ranks))
+    assert found.advice == (
+        "`persistent_workers=True` (is False) on the loader of training: 2 workers, 280.0 ms less an epoch",
+    )
+    assert found.evidence is not None
+    assert found.evidence.rows == (("training", 4, "50.0 ms", "250.0 ms", "40.0 ms", "20.0 ms", "280.0 ms"),)
+
+
+def test_spawned_workers_are_told_what_makes_them_slow(tmp_path: Path) -> None:
+    found = ask(RULE, recorded(tmp_path, loader={**LOADER, "start_method": "spawn"}, first=1_000))
+    assert any("spawned" in a for a in found.advice)
+
+
+def test_of_a_first_batch_nobody_knows_how_long_it_takes_nothing_is_promised(tmp_path: Path) -> None:
+    path = recorded(tmp_path)
+    (path / "ranks/00000/fetches.jsonl").unlink()
+    assert ask(RULE, path).saving_ns == pytest.approx(3 * 70 * MS / 40)
+
+
+def test_workers_that_stay_are_left_alone(tmp_path: Path) -> None:
+    clear = ask(RULE, recorded(tmp_path, ["1 2"] * 4))
+    assert (clear.state, clear.summary) == ("clear", "the workers stay from epoch to epoch")
+
+
+def test_workers_that_start_at_once_are_left_alone(tmp_path: Path) -> None:
+    clear = ask(RULE, recorded(tmp_path, start=5, first=41, end=2))
+    assert clear.state == "clear"
+    assert "start anew" in clear.summary
+
+
+def test_a_loader_without_workers_is_left_alone(tmp_path: Path) -> None:
+    assert ask(RULE, recorded(tmp_path, [""] * 4)).summary == "no loader has workers"
+
+
+def test_of_one_epoch_nothing_is_known(tmp_path: Path) -> None:
+    answer = ask(RULE, recorded(tmp_path, ["1 2"]))
+    assert (answer.state, "one epoch" in answer.why) == ("not_measured", True)
+
+
+def test_without_the_record_of_batches_it_abstains(tmp_path: Path) -> None:
+    plain = runs.recorded(tmp_path, (None, [light(n, MS) for n in range(9)], runs.CPU))
+    assert ask(RULE, plain).state == "not_measured"
