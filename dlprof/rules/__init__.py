@@ -15,6 +15,7 @@ from dlprof.rules import (
     slow_worker_batches,
     straggler,
     thread_oversubscription,
+    unfused_optimizer,
     validation_share,
     worker_restart,
 )
@@ -33,6 +34,7 @@ RULES: tuple[Rule, ...] = (
     slow_worker_batches.RULE,
     straggler.RULE,
     thread_oversubscription.RULE,
+    unfused_optimizer.RULE,
     validation_share.RULE,
     worker_restart.RULE,
 )

@@ -1,0 +1,80 @@
+"""What the optimizer's step takes: of the training thread on a CPU run, of the device and its idle time on a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from dlprof import intervals as iv
+from dlprof.engine import RankData, per_rank
+from dlprof.errors import NotMeasured
+from dlprof.measures import breakdown, device, host
+from dlprof.measures.steps import light_steps, standard_error, timing
+
+RANGES = ("Optimizer.step#", "dlprof::optimizer")
+
+
+@per_rank
+def optimizer_work(rank: RankData) -> pd.DataFrame:
+    """Give one row, of a mean steady step: ns that the optimizer takes, noise_ns, of it idle_ns in which a device waits
+    for it, and calls (of kernels; on the CPU of operators; NaN: not traced).
+
+    On a GPU `ns` is the time of the kernels that the optimizer launched, and that idle time. Raises NotMeasured where
+    the optimizer's time cannot be told.
+    """
+    t = timing(rank)
+    windows = iv.merge(t.windows)
+    n = max(len(t.windows), 1)
+    traced = rank.has("spans")
+    if traced and device.has_device(rank):
+        kernels = _launched(rank)
+        start, dur = kernels["start_ns"].to_numpy(), kernels["dur_ns"].to_numpy()
+        inside = starts_within(windows, start)
+        idle = iv.total(breakdown.partition(rank).get("optimizer_host", iv.EMPTY)) / n
+        took = float(dur[inside].sum()) / n
+        edges = np.append(t.windows[:, 0], t.windows[-1, 1])
+        each = iv.per_slot(iv.union(start[inside], (start + dur)[inside]), edges).astype(float)
+        return _row(took + idle, standard_error(each), idle, float(inside.sum()) / n)
+    if (rank.facts.get("device") or {}).get("type") not in ("cpu", None):
+        raise NotMeasured("without a trace of its device nobody knows what the optimizer's kernels take")
+    calls = np.nan
+    within = iv.EMPTY
+    if traced:
+        thread = host.on_training_thread(rank)
+        within = iv.intersect(windows, host.cover(thread, host.is_named(thread, *RANGES)))
+        ops = host.outermost(thread[host.is_kind(thread, "op")])
+        calls = float(starts_within(within, ops["start_ns"].to_numpy()).sum()) / n
+    if t.source == "steps":
+        frame = rank.once(light_steps)
+        took_ns = np.maximum(frame.loc[frame["steady"], "optimizer_ns"].to_numpy(dtype=float), 0.0)
+    else:
+        took_ns = iv.per_slot(within, np.append(t.windows[:, 0], t.windows[-1, 1])).astype(float)
+    if not took_ns.sum():
+        raise NotMeasured("no optimizer was seen at work")
+    return _row(float(took_ns.mean()), standard_error(took_ns), 0.0, calls)
+
+
+def _row(ns: float, noise_ns: float, idle_ns: float, calls: float) -> pd.DataFrame:
+    return pd.DataFrame({"ns": [ns], "noise_ns": [noise_ns], "idle_ns": [idle_ns], "calls": [calls]})
+
+
+def _launched(rank: RankData) -> pd.DataFrame:
+    """Give the kernels that the training thread launched in its optimizer."""
+    thread = host.on_training_thread(rank)
+    within = host.cover(thread, host.is_named(thread, *RANGES))
+    if not len(within):
+        raise NotMeasured("the trace does not tell what belongs to the optimizer")
+    calls = thread[host.is_kind(thread, "runtime")]
+    mine = calls["launch"].to_numpy()[starts_within(within, calls["start_ns"].to_numpy())]
+    work = device.device_work(rank)
+    launch = work["launch"].to_numpy()
+    return work[host.is_kind(work, "kernel") & (launch >= 0) & np.isin(launch, mine)]
+
+
+def starts_within(windows: iv.Intervals, start: np.ndarray) -> np.ndarray:
+    """Tell for each instant whether it lies in an interval set."""
+    if not len(windows):
+        return np.zeros(len(start), dtype=bool)
+    at = np.searchsorted(windows[:, 0], start, side="right") - 1
+    inside: np.ndarray = (at >= 0) & (start < windows[np.maximum(at, 0), 1])
+    return inside

@@ -1,0 +1,69 @@
+"""What the optimizer takes, on hand-made runs of a CPU and of a GPU."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlprof.engine import RankData
+from dlprof.errors import NotMeasured
+from dlprof.measures.optimizer import optimizer_work, starts_within
+from dlprof.run import open_run
+from tests import runs, traces
+from tests.runs import MS
+
+
+def test_on_a_cpu_it_is_the_mean_of_all_steady_steps(tmp_path: Path) -> None:
+    steps = [runs.light(n, 10 * MS, optimizer_ns=2 * MS + n % 2 * 1_000) for n in range(30)]
+    rank = RankData(open_run(runs.recorded(tmp_path / "run", (None, steps, runs.CPU))).ranks[0])
+    (row,) = rank.once(optimizer_work.function).to_dict("records")
+    assert row["ns"] == pytest.approx(2 * MS + 500, rel=1e-3)
+    assert 0 < row["noise_ns"] < 500
+    assert row["idle_ns"] == 0
+    assert np.isnan(row["calls"])
+
+
+def test_a_foreign_trace_of_a_cpu_tells_its_ranges_and_operators(tmp_path: Path) -> None:
+    events = [
+        e
+        for n in range(2)
+        for e in (
+            traces.step(n, n * MS, MS),
+            traces.op("aten::mm", n * MS, 100_000),
+            traces.annotation("Optimizer.step#SGD.step", n * MS + 200_000, 300_000),
+            traces.op("aten::add_", n * MS + 210_000, 50_000),
+            traces.op("aten::mul_", n * MS + 270_000, 50_000),
+        )
+    ]
+    rank = runs.rank_of(tmp_path, traces.trace(*events, device="", backend="", world_size=1))
+    (row,) = rank.once(optimizer_work.function).to_dict("records")
+    assert (row["ns"], row["calls"]) == (300_000, 2)
+
+
+def test_on_a_gpu_it_is_its_kernels_and_the_idle_time_before_them(tmp_path: Path) -> None:
+    made = traces.trace(
+        traces.step(1, 0, MS),
+        traces.launched("gemm", 0, 10_000, 190_000, 1),
+        traces.annotation("Optimizer.step#Adam.step", 250_000, 400_000),
+        # The device ran dry at 200 µs: 50 µs of that are before the optimizer, 60 µs within.
+        traces.launched("multi_tensor_apply", 300_000, 310_000, 40_000, 2),
+        traces.launched("multi_tensor_apply", 320_000, 350_000, 50_000, 3),
+        traces.launched("elsewhere", 700_000, 710_000, 290_000, 4),
+    )
+    (row,) = runs.rank_of(tmp_path, made).once(optimizer_work.function).to_dict("records")
+    # From 400 to 650 µs the device idles, too, while the thread is in the optimizer.
+    assert row["idle_ns"] == 60_000 + 250_000
+    assert row["ns"] == 90_000 + row["idle_ns"]
+    assert row["calls"] == 2
+
+
+def test_without_an_optimizer_it_abstains(tmp_path: Path) -> None:
+    made = traces.trace(traces.step(1, 0, MS), traces.op("aten::mm", 0, MS), device="", backend="", world_size=1)
+    with pytest.raises(NotMeasured, match="no optimizer"):
+        runs.rank_of(tmp_path, made).once(optimizer_work.function)
+
+
+def test_which_instants_lie_in_a_set() -> None:
+    windows = np.array([[0, 10], [20, 30]], dtype=np.int64)
+    assert starts_within(windows, np.array([0, 9, 10, 25, 30])).tolist() == [True, True, False, True, False]
+    assert starts_within(np.empty((0, 2), dtype=np.int64), np.array([1])).tolist() == [False]
