@@ -18,12 +18,13 @@ from dlprof import __version__, overview
 from dlprof.engine import Measure, Measured, MeasureFailed, Progress, measure
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.measures.arithmetic import arithmetic
+from dlprof.measures.blame import blame
 from dlprof.measures.breakdown import breakdown
 from dlprof.measures.device import device_time
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.measures.whole_job import loop_step_ns, whole_job
 from dlprof.panels import PICTURES
-from dlprof.result import CATEGORIES, DeviceTime, Finding, Outcome, Result, TimePart, Window
+from dlprof.result import CATEGORIES, Blame, DeviceTime, Finding, Outcome, Result, TimePart, Window
 from dlprof.run import Run
 from dlprof.units import percent
 
@@ -59,7 +60,8 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
     """Measure a run, ask every rule, and give the result."""
     wanted = [m for r in rules for m in r.needs]
     wanted += [m for p in PICTURES for m in p.needs]
-    measured = measure(run, [*wanted, step_means, breakdown, device_time, whole_job, *overview.NEEDS], jobs, progress)
+    wanted += [step_means, breakdown, blame, device_time, whole_job, *overview.NEEDS]
+    measured = measure(run, wanted, jobs, progress)
     outcomes = [_ask(rule, measured) for rule in rules]
     order = {"found": 0, "clear": 1, "not_measured": 2, "error": 3}
     outcomes.sort(key=lambda o: (order[o.state], -o.saving_ns, o.id))
@@ -72,6 +74,7 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
         panels=overview.drawn(measured, PICTURES),
         facts=overview.facts(measured),
         dlprof=__version__,
+        blame=_blame(measured),
     )
 
 
@@ -170,6 +173,17 @@ def _time(run: Measured) -> tuple[TimePart, ...]:
     return tuple(
         TimePart(int(r), str(c), float(n), float(s))
         for r, c, n, s in zip(frame["rank"], frame["category"], frame["ns"], frame["share"], strict=True)
+    )
+
+
+def _blame(run: Measured) -> tuple[Blame, ...]:
+    try:
+        frame, step = run.frame(blame), mean_step_ns(run)
+    except (NotMeasured, MeasureFailed):
+        return ()
+    return tuple(
+        Blame(int(r), int(by), str(c), float(n), float(n) / step)
+        for r, by, c, n in zip(frame["rank"], frame["culprit"], frame["category"], frame["ns"], strict=True)
     )
 
 

@@ -163,6 +163,20 @@ class TimePart:
 
 
 @dataclass(frozen=True)
+class Blame:
+    """How long one rank waits for another, of its communication in the mean steady step, and what made that one late.
+
+    `category` is what the culprit spends more time on than the rank that waits. Culprit −1: several, too small to list.
+    """
+
+    rank: int
+    culprit: int
+    category: str
+    ns: float
+    share: float
+
+
+@dataclass(frozen=True)
 class Fact:
     """One line of the report's facts of the run."""
 
@@ -183,11 +197,16 @@ class Result:
     panels: tuple[Panel, ...] = ()  # of the run as a whole: steps over the run, one step's timeline
     facts: tuple[Fact, ...] = ()
     dlprof: str = ""
+    blame: tuple[Blame, ...] = ()  # of each rank the most first; empty where waiting could not be told
 
     @property
     def found(self) -> tuple[Outcome, ...]:
         """The findings, dearest first."""
         return tuple(o for o in self.outcomes if o.state == "found")
+
+
+# What a result.json of this format may lack: fields that came later.
+_LATER = ("blame",)
 
 
 def to_json(result: Result) -> dict[str, Any]:
@@ -203,7 +222,7 @@ def from_json(data: Any) -> Result:
         raise DlprofError(
             f"result.json has format {data.get('format')!r}; this dlprof reads format {FORMAT}: upgrade it"
         )
-    missing = [f.name for f in fields(Result) if f.name not in data]
+    missing = [f.name for f in fields(Result) if f.name not in data and f.name not in _LATER]
     if missing:
         raise DlprofError(f"result.json is not a dlprof result: without {', '.join(missing)}")
     try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, across_ranks, per_rank
@@ -21,7 +22,7 @@ from dlprof.measures.steps import timing
 _POINT_TO_POINT = ("send", "recv", "")
 
 # Their end is one instant for every member: nobody has the result before the last has given its part.
-_SYNCHRONOUS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "barrier")
+SYNCHRONOUS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "barrier")
 
 # Matched collectives must overlap in time on all their ranks; where more than this share does not, it was no match.
 MISMATCHED = 0.1
@@ -105,8 +106,9 @@ def traced_steps(rank: RankData) -> pd.DataFrame:
 def matched(run: Measured) -> pd.DataFrame:
     """Match the collectives of all ranks: the rows of `collectives`, with instance, wait_ns, and last (came last).
 
-    wait_ns = latest start − own start on clocks brought together; never longer than the collective. Raises NotMeasured
-    where there is none, a rank is missing, or they do not match.
+    wait_ns = latest start − own start on clocks brought together; never longer than the collective. offset_ns is what
+    the rank's clock is ahead by, row the place of the row in `collectives`. Raises NotMeasured where there is none, a
+    rank is missing, or they do not match.
     """
     if len(run.ranks) < 2:
         alone = run.world_size < 2
@@ -119,7 +121,7 @@ def matched(run: Measured) -> pd.DataFrame:
         rank, why = next(iter(lacking.items()))
         raise NotMeasured(f"waiting shows only with every rank's trace; of rank {rank}: {why}")
     key = ["step", "group", "members", "collective"]
-    frame = frame.assign(order=frame.groupby(["rank", *key]).cumcount())
+    frame = frame.assign(order=frame.groupby(["rank", *key]).cumcount(), row=np.arange(len(frame)))
     instance = frame.groupby([*key, "order"]).ngroup()
     present = instance.map(instance.value_counts())
     said = frame["members"].str.count(",") + 1
@@ -127,9 +129,9 @@ def matched(run: Measured) -> pd.DataFrame:
     frame = frame.assign(instance=instance)[full]
     if not len(frame):
         raise NotMeasured(_lacking(run) if run.missing_ranks else "the ranks' collectives do not match in number")
-    offset = _clock_offsets(run, frame)
-    start = frame["start_ns"].to_numpy() - frame["rank"].map(offset).to_numpy()
-    end = frame["end_ns"].to_numpy() - frame["rank"].map(offset).to_numpy()
+    offset = frame["rank"].map(_clock_offsets(run, frame)).to_numpy(dtype=np.int64)
+    start = frame["start_ns"].to_numpy() - offset
+    end = frame["end_ns"].to_numpy() - offset
     by = frame["instance"].to_numpy()
     latest = pd.Series(start).groupby(by).transform("max").to_numpy()
     earliest_end = pd.Series(end).groupby(by).transform("min").to_numpy()
@@ -137,7 +139,7 @@ def matched(run: Measured) -> pd.DataFrame:
     if apart > MISMATCHED:
         raise NotMeasured(f"the ranks' collectives do not match: {apart:.0%} of the pairs do not overlap in time")
     wait = np.clip(latest - start, 0, end - start).astype(np.int64)
-    return frame.assign(wait_ns=wait, last=latest == start)
+    return frame.assign(wait_ns=wait, last=latest == start, offset_ns=offset)
 
 
 def _lacking(run: Measured) -> str:
@@ -150,7 +152,7 @@ def _clock_offsets(run: Measured, frame: pd.DataFrame) -> dict[int, int]:
 
     Ranks whose host is not told have a clock each.
     """
-    synchronous = frame[frame["collective"].isin(_SYNCHRONOUS)]
+    synchronous = frame[frame["collective"].isin(SYNCHRONOUS)]
     frame = synchronous if len(synchronous) else frame
     # Whole ns throughout: a float of today's Unix time knows but every 256th.
     first = frame.groupby("instance")["end_ns"].transform("min")
@@ -171,8 +173,30 @@ def waiting(run: Measured) -> dict[int, iv.Intervals]:
     pairs = run.frame(matched)
     until = pairs.assign(until_ns=pairs["start_ns"] + pairs["wait_ns"])
     waited = {int(str(r)): _set(g, "until_ns") for r, g in until.groupby("rank")}
-    bare = {int(str(r)): _set(g, "end_ns") for r, g in run.frame(exposed).groupby("rank")}
-    return {r: iv.intersect(waited.get(r, iv.EMPTY), bare.get(r, iv.EMPTY)) for r in run.ranks}
+    return {r: iv.intersect(waited.get(r, iv.EMPTY), bare) for r, bare in _exposed_of(run).items()}
+
+
+def exposed_waits(run: Measured) -> NDArray[np.int64]:
+    """Give for each row of `matched` how long its rank waited in it and computed nothing meanwhile, ns.
+
+    Where a rank waits in several collectives at once, the time is the earliest one's: of each rank, they add up.
+    """
+    pairs = run.frame(matched)
+    bare = _exposed_of(run)
+    found = np.zeros(len(pairs), dtype=np.int64)
+    of, starts = pairs["rank"].to_numpy(), pairs["start_ns"].to_numpy()
+    for rank, intervals in bare.items():
+        at = np.flatnonzero(of == rank)
+        at = at[np.argsort(starts[at], kind="stable")]
+        start, until = starts[at], starts[at] + pairs["wait_ns"].to_numpy()[at]
+        start = np.maximum(start, np.concatenate((start[:1], np.maximum.accumulate(until)[:-1])))
+        found[at] = iv.within(intervals, start, np.maximum(start, until))
+    return found
+
+
+def _exposed_of(run: Measured) -> dict[int, iv.Intervals]:
+    of = {int(str(r)): _set(g, "end_ns") for r, g in run.frame(exposed).groupby("rank")}
+    return {r: of.get(r, iv.EMPTY) for r in run.ranks}
 
 
 @across_ranks(collectives, exposed, traced_steps)
@@ -180,34 +204,20 @@ def waits(run: Measured) -> pd.DataFrame:
     """Tell how long each rank waited for others in each traced step, computing nothing meanwhile.
 
     Columns: rank, step, dur_ns, loose_ns (see traced_steps), wait_ns (exposed), exposed_ns (all exposed communication),
-    last, matched (how many of the step's matched collectives it came to last, and how many there were). Raises
-    NotMeasured as `matched` does.
+    last, matched (how many of the step's matched collectives it came to last, and how many there were). A wait belongs
+    to the step in which it begins. Raises NotMeasured as `matched` does.
     """
-    pairs = run.frame(matched)
-    when = dict(iter(run.frame(exposed).groupby(["rank", "step"])))
-    steps = run.frame(traced_steps)
-    by_step = dict(iter(pairs.groupby(["rank", "step"])))
-    rows = []
-    for rank, step, dur, loose in zip(steps["rank"], steps["step"], steps["dur_ns"], steps["loose_ns"], strict=True):
-        bare = _set(when.get((rank, step)), "end_ns")
-        mine = by_step.get((rank, step))
-        waited = _set(mine.assign(until=mine["start_ns"] + mine["wait_ns"]), "until") if mine is not None else iv.EMPTY
-        rows.append(
-            {
-                "rank": rank,
-                "step": step,
-                "dur_ns": dur,
-                "loose_ns": loose,
-                "wait_ns": iv.total(iv.intersect(waited, bare)),
-                "exposed_ns": iv.total(bare),
-                "last": 0 if mine is None else int(mine["last"].sum()),
-                "matched": 0 if mine is None else len(mine),
-            }
-        )
-    return pd.DataFrame(rows)
+    pairs = run.frame(matched).assign(waited_ns=exposed_waits(run))
+    of_step = pairs.groupby(["rank", "step"]).agg(
+        wait_ns=("waited_ns", "sum"), last=("last", "sum"), matched=("last", "size")
+    )
+    when = run.frame(exposed)
+    bare = when.assign(exposed_ns=when["end_ns"] - when["start_ns"]).groupby(["rank", "step"])["exposed_ns"].sum()
+    steps = run.frame(traced_steps).join(of_step, on=["rank", "step"]).join(bare, on=["rank", "step"])
+    counted = ["wait_ns", "exposed_ns", "last", "matched"]
+    steps[counted] = steps[counted].fillna(0).astype(np.int64)
+    return steps[["rank", "step", "dur_ns", "loose_ns", *counted]]
 
 
-def _set(frame: pd.DataFrame | None, end: str) -> iv.Intervals:
-    if frame is None or not len(frame):
-        return iv.EMPTY
+def _set(frame: pd.DataFrame, end: str) -> iv.Intervals:
     return iv.union(frame["start_ns"].to_numpy(), frame[end].to_numpy())

@@ -158,6 +158,7 @@ def stack(result: Result) -> Figure | None:
         return None
     categories = words.ordered(p for of_rank in parts.values() for p in of_rank)
     bars, note = _stack_bars(result, parts)
+    waits = {f"rank {rank}": of_rank for rank, of_rank in words.waits_for(result).items()}
     largest = max(sum(max(ns, 0.0) for ns in bar.values()) for _, bar in bars)
     divisor, unit = units.scale("ns", largest)
     roomy = len(bars) <= LABELLED_RANKS
@@ -177,7 +178,10 @@ def stack(result: Result) -> Figure | None:
             "marker": {"color": drawn.light, "line": {"color": CARD, "width": 1 if roomy else 0}},
             "hoverinfo": "text",
             "hovertext": [
-                _drawn(f"{label} · {drawn.name}: {words.duration(v)}, {words.percent(v / total)} of the {each}")
+                _drawn(
+                    f"{label} · {drawn.name}: {words.duration(v)}, {words.percent(v / total)} of the {each}"
+                    + (_waiting(waits.get(label, {})) if category == "communication" else "")
+                )
                 for (label, _), v, total in zip(bars, values, totals, strict=True)
             ],
         }
@@ -218,6 +222,16 @@ def stack(result: Result) -> Figure | None:
         tuple(categories),
         note,
     )
+
+
+def _waiting(waits: Mapping[int, float]) -> str:
+    """Say how much of a rank's communication is waiting, and for whom most."""
+    if not waits:
+        return ""
+    culprit = next(iter(waits))
+    most = f", most of it for rank {culprit}" if culprit >= 0 and len(waits) > 1 else ""
+    most = f" for rank {culprit}" if culprit >= 0 and len(waits) == 1 else most
+    return f" ({words.duration(sum(waits.values()))} of it waiting{most})"
 
 
 def _stack_bars(

@@ -89,6 +89,7 @@ def render(result: Result) -> str:
         command=" ".join(result.run.command),
         missing=words.ranks(result.run.missing_ranks),
         saving=SAVING,
+        blamed=words.blamed(result),
         looks=words.DRAWN,
         look=words.look,
         categories=words.ordered(part.category for part in result.time),

@@ -31,6 +31,8 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
         lines += [paint(line, "33") for line in _wrap(notice, width, "  ! ", "    ")]
     if result.time:
         lines += ["", *_bars(result, width, colour)]
+    for sentence in words.blamed(result):
+        lines += _wrap(sentence, width, "  ")
     if result.found:
         lines += ["", *_findings(result.found, width, colour)]
     return "\n".join(line.replace(words.NBSP, " ").rstrip() for line in [*lines, *_closing(result, width)]) + "\n"
@@ -39,6 +41,7 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
 def _bars(result: Result, width: int, colour: bool) -> list[str]:
     """One bar a rank for the first ranks and the most unlike, then a legend; all bars are as long as the step."""
     parts = words.by_rank(result.time)
+    waits = words.waits_for(result)
     order = list(parts)
     odd = sorted(r for r in words.outliers(result.time, OUTLIERS + FIRST_RANKS) if r not in order[:FIRST_RANKS])[
         :OUTLIERS
@@ -49,7 +52,7 @@ def _bars(result: Result, width: int, colour: bool) -> list[str]:
     room = width - label - bar - 7
     lines = []
     for rank in drawn:
-        told = _told(parts[rank], room)
+        told = _told(parts[rank], waits.get(rank, {}), room)
         lines.append(f"  {f'rank {rank}':<{label}}  {_bar(parts[rank], bar, colour)}   {told}")
     left = [rank for rank in order if rank not in drawn]
     if left:
@@ -89,13 +92,22 @@ def _glyph(category: str, count: int, colour: bool) -> str:
     return _paint(text, f"38;5;{shape.ansi}") if colour and count else text
 
 
-def _told(parts: Mapping[str, TimePart], room: int) -> str:
-    """The largest parts in words, as many as the room takes."""
+def _told(parts: Mapping[str, TimePart], waits: Mapping[int, float], room: int) -> str:
+    """The largest parts in words, as many as the room takes; what is waiting for whom is none of communication."""
+    shares = {words.look(part.category).name.lower(): part.share for part in parts.values()}
+    whole = sum(part.ns for part in parts.values())
+    if waits and "communication" in parts and whole > 0:
+        culprit, ns = next(iter(waits.items()))
+        waited = {f"waiting for rank {culprit}" if culprit >= 0 else "waiting for others": ns / whole}
+        if len(waits) > 1:
+            waited["waiting for others"] = sum(waits.values()) / whole - ns / whole
+        name = words.look("communication").name.lower()
+        shares = {**shares, **waited, name: max(shares[name] - sum(waits.values()) / whole, 0.0)}
     text = ""
-    for part in sorted(parts.values(), key=lambda p: -p.share):
-        more = f"{words.look(part.category).name.lower()} {words.about(part.share)}"
+    for name, share in sorted(shares.items(), key=lambda item: -item[1]):
+        more = f"{name} {words.about(share)}"
         longer = f"{text}  {more}" if text else more
-        if part.share < 0.005 or _columns(longer) > room:
+        if share < 0.005 or _columns(longer) > room:
             break
         text = longer
     return text

@@ -68,6 +68,22 @@ PASSES: Mapping[str, Category] = {
     "reduce": Category("Reduce", "gradients summed over data-parallel ranks", "#ee6677", "#ee6677", 204, "×"),
 }
 
+# What makes a rank late that others wait for: "for rank 1, which ...".
+LATE: Mapping[str, str] = {
+    "computation": "computes longer",
+    "communication": "is held up in other collectives",
+    "copy": "copies longer",
+    "input_wait": "waits for its loader",
+    "pipeline_bubble": "waits for another stage of its pipeline",
+    "checkpoint": "saves a checkpoint",
+    "validation": "validates",
+    "garbage_collection": "collects Python's garbage",
+    "compilation": "compiles",
+    "optimizer_host": "is longer in its optimizer, on the host",
+    "host": "is longer on the host, launching and in Python",
+    "other": "comes late for a reason that the trace does not tell",
+}
+
 DRAWN: Mapping[str, Category] = {**LOOKS, **PASSES}
 
 
@@ -210,6 +226,47 @@ def ordered(categories: Iterable[str]) -> list[str]:
     """Give each category once: the known ones in the order in which they claim time, then any others."""
     seen = list(dict.fromkeys(categories))
     return [c for c in CATEGORIES if c in seen] + [c for c in seen if c not in CATEGORIES]
+
+
+# Below this share of a step a wait is not worth a sentence; so many sentences are.
+WORTH_SAYING = 0.02
+MOST_SENTENCES = 3
+
+
+def waits_for(result: Result) -> dict[int, dict[int, float]]:
+    """Give how long each rank waits for which other, ns of the mean step: rank → culprit → ns, the most first."""
+    found: dict[int, dict[int, float]] = {}
+    for b in result.blame:
+        mine = found.setdefault(b.rank, {})
+        mine[b.culprit] = mine.get(b.culprit, 0.0) + b.ns
+    return {rank: dict(sorted(mine.items(), key=lambda item: -item[1])) for rank, mine in found.items()}
+
+
+def blamed(result: Result) -> list[str]:
+    """Say who waits for whom and why, as "Ranks 0, 2 wait 41 ms a step for rank 1, which waits for its loader."."""
+    if result.window is None:
+        return []
+    least = WORTH_SAYING * result.window.step_ns
+    waiting: dict[int, dict[int, float]] = {}
+    for rank, mine in waits_for(result).items():
+        for culprit, ns in mine.items():
+            if culprit >= 0 and ns >= least:
+                waiting.setdefault(culprit, {})[rank] = ns
+    said = []
+    for culprit, by in sorted(waiting.items(), key=lambda item: -sum(item[1].values()))[:MOST_SENTENCES]:
+        why: dict[str, float] = {}
+        for b in result.blame:
+            if b.culprit == culprit and b.rank in by:
+                why[b.category] = why.get(b.category, 0.0) + b.ns
+        reason = max(why, key=lambda c: why[c])
+        mostly = "mostly " if why[reason] < 0.75 * sum(why.values()) else ""
+        who = ranks(by)
+        mean = duration(sum(by.values()) / len(by))
+        said.append(
+            f"{who[0].upper()}{who[1:]} {'waits' if len(by) == 1 else 'wait'} {mean} a {unit(result)} for rank"
+            f"{NBSP}{culprit}, which {mostly}{LATE.get(reason, plain(reason, 40))}."
+        )
+    return said
 
 
 def mean_shares(time: Sequence[TimePart]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from dlprof.result import DeviceTime, Fact, Outcome, Panel, Result, RunInfo, TimePart, Window
+from dlprof.result import Blame, DeviceTime, Fact, Outcome, Panel, Result, RunInfo, TimePart, Window
 
 MS = 1e6
 
@@ -188,6 +188,11 @@ def ddp() -> Result:
         panels=(steps_panel(), timeline_panel()),
         facts=FACTS,
         dlprof="0.1.0",
+        blame=tuple(
+            Blame(rank, 1, category, share * 214.6 * MS, share)
+            for rank in (0, 2, 3)
+            for category, share in (("input_wait", 0.26), ("computation", 0.02))
+        ),
     )
 
 

@@ -1,0 +1,140 @@
+"""Blame: a rank's waiting for another, charged to what made that other one late.
+
+Two ranks that leave one collective together and come to the next one apart did something different in between. What
+the late one spent its time on beyond what the waiting one did, category by category, made it late: its wait for data,
+its longer computation, its checkpoint. That counts from the last collective in which both took part, and not from when
+the waiting one arrived: a rank that was held up before its forward pass still runs the pass while the others wait.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof import intervals as iv
+from dlprof.engine import Measured, RankData, across_ranks, per_rank
+from dlprof.errors import NotMeasured
+from dlprof.measures.breakdown import breakdown, partition
+from dlprof.measures.collectives import SYNCHRONOUS, collectives, exposed, exposed_waits, matched, traced_steps
+from dlprof.measures.replay import own_time
+from dlprof.measures.steps import step_means
+from dlprof.result import CATEGORIES
+
+# What the trace does not tell: lateness that is older than it, and time that lies in no category.
+UNKNOWN = "other"
+
+# So many of a rank's reasons travel to the result; what is left of its waiting is then one more.
+MOST_REASONS = 16
+
+_UNKNOWN = CATEGORIES.index(UNKNOWN)
+
+
+@per_rank
+def accounts(rank: RankData) -> pd.DataFrame:
+    """Give what this rank had spent on each category when each of its `collectives` began and when it had ended.
+
+    A row a collective, in their order; ns of the steady traced steps so far, in two columns a category ("copy_start",
+    "copy_end"), none of a category that the rank has nothing of. begin_ns is the start of the first of these steps.
+    """
+    found = rank.once(collectives.function)
+    parts = {c: p for c, p in partition(rank).items() if len(p)}
+    begin = np.full(len(found), min((int(p[0, 0]) for p in parts.values()), default=0))
+    columns = {"begin_ns": begin}
+    for category, part in parts.items():
+        for side in ("start", "end"):
+            columns[f"{category}_{side}"] = iv.within(part, begin, found[f"{side}_ns"].to_numpy())
+    return pd.DataFrame(columns)
+
+
+@across_ranks(accounts, collectives, exposed)
+def charged(run: Measured) -> pd.DataFrame:
+    """Charge each rank's waiting in the traced steps: rank, culprit, category, ns (together).
+
+    Of each rank they add up to its waiting in `waits`. Raises NotMeasured as `matched` does.
+    """
+    pairs = run.frame(matched)
+    lacking = run.lacking(accounts)
+    if lacking:
+        first, why = next(iter(lacking.items()))
+        raise NotMeasured(f"nobody knows what rank {first} did meanwhile: {why}")
+    spent = run.frame(accounts)
+    row = pairs["row"].to_numpy()
+    before = _before(pairs)
+    met = before >= 0
+    since = np.where(met[:, None], _spent(spent, "end")[row[np.maximum(before, 0)]], 0.0)
+    did = _spent(spent, "start")[row] - since
+    # Where the ranks have not met before in the trace, one may have come late into it.
+    begin = spent["begin_ns"].to_numpy()[row] - pairs["offset_ns"].to_numpy()
+    did[:, _UNKNOWN] += np.where(met, 0, begin - begin.min())
+    culprit = _culprits(pairs)
+    more = np.clip(did[culprit] - did, 0.0, None)
+    more[more.sum(axis=1) <= 0, _UNKNOWN] = 1.0
+    ns = more / more.sum(axis=1)[:, None] * exposed_waits(run)[:, None]
+    rank = pairs["rank"].to_numpy()
+    frame = pd.DataFrame(ns, columns=list(CATEGORIES)).assign(rank=rank, culprit=rank[culprit])
+    together = frame[ns.sum(axis=1) > 0].groupby(["rank", "culprit"], as_index=False).sum()
+    reasons: pd.DataFrame = together.melt(["rank", "culprit"], var_name="category", value_name="ns").query("ns > 0")
+    return reasons
+
+
+def _spent(spent: pd.DataFrame, side: str) -> NDArray[np.float64]:
+    """Give the accounts of all ranks as rows × CATEGORIES."""
+    columns = [f"{c}_{side}" for c in CATEGORIES]
+    return spent.reindex(columns=columns).fillna(0.0).to_numpy(dtype=float)
+
+
+def _culprits(pairs: pd.DataFrame) -> NDArray[np.int64]:
+    """Give for each matched row the row of the rank that came last to the same collective."""
+    instance, last = pairs["instance"].to_numpy(), pairs["last"].to_numpy()
+    row_of = np.zeros(instance.max() + 1, dtype=np.int64)
+    at = np.flatnonzero(last)[::-1]  # of several, the first rank
+    row_of[instance[at]] = at
+    found: NDArray[np.int64] = row_of[instance]
+    return found
+
+
+def _before(pairs: pd.DataFrame) -> NDArray[np.int64]:
+    """Give for each matched row the same rank's row of the last collective that all members of this one had left.
+
+    −1 where the trace holds none. Only collectives that end for all members at once count.
+    """
+    rows = pairs.assign(
+        begin=pairs["start_ns"] - pairs["offset_ns"],
+        done=pairs["end_ns"] - pairs["offset_ns"],
+        at=np.arange(len(pairs)),
+    )
+    met = rows.groupby("instance").agg(
+        members=("members", "first"), kind=("collective", "first"), begin=("begin", "min"), done=("done", "max")
+    )
+    everybody = frozenset(str(r) for r in pairs["rank"].unique())
+    sets = {m: frozenset(m.split(",")) if m else everybody for m in met["members"].unique()}
+    together = met[met["kind"].isin((*SYNCHRONOUS, ""))].sort_values("done")
+    earlier = pd.Series(-1, index=met.index)
+    for members, mine in sets.items():
+        wider = together[together["members"].isin([m for m, s in sets.items() if s >= mine])]
+        these = met.index[met["members"] == members]
+        if len(wider):
+            place = np.searchsorted(wider["done"].to_numpy(), met.loc[these, "begin"].to_numpy(), side="right") - 1
+            earlier[these] = np.where(place >= 0, wider.index.to_numpy()[np.maximum(place, 0)], -1)
+    row_at = rows.set_index(["instance", "rank"])["at"]
+    wanted = pd.MultiIndex.from_arrays([earlier[rows["instance"]].to_numpy(), rows["rank"].to_numpy()])
+    return row_at.reindex(wanted).fillna(-1).to_numpy(dtype=np.int64)
+
+
+@across_ranks(accounts, breakdown, collectives, exposed, step_means, traced_steps)
+def blame(run: Measured) -> pd.DataFrame:
+    """Charge each rank's waiting in the mean steady step: rank, culprit, category, ns; of each rank the most first.
+
+    Of each rank they add up to wait_ns in `own_time`. Reasons too small and too many are one: culprit −1, UNKNOWN.
+    Raises NotMeasured as `matched` does.
+    """
+    frame = run.frame(charged)
+    own = run.frame(own_time).set_index("rank")["wait_ns"]
+    scale = own / frame.groupby("rank")["ns"].sum()
+    frame = frame.assign(ns=frame["ns"] * frame["rank"].map(scale).fillna(0.0))
+    frame = frame[frame["ns"] > 0].sort_values(["rank", "ns"], ascending=[True, False], kind="stable")
+    few = frame.groupby("rank").cumcount() < MOST_REASONS
+    left = frame[~few].groupby("rank", as_index=False)["ns"].sum().assign(culprit=-1, category=UNKNOWN)
+    together: pd.DataFrame = pd.concat([frame[few], left[frame.columns]], ignore_index=True)
+    return together.sort_values("rank", kind="stable", ignore_index=True)

@@ -1,0 +1,142 @@
+"""Blame: known culprits and causes in made runs of many ranks, on skewed clocks, and on the real eight ranks."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dlprof.engine import Measured, by_rank
+from dlprof.errors import NotMeasured
+from dlprof.measures.blame import MOST_REASONS, accounts, blame, charged
+from dlprof.measures.collectives import collectives
+from dlprof.measures.replay import own_time
+from tests import runs, traces
+from tests.measures.test_collectives import late_by
+from tests.runs import MS
+
+NEEDS = (accounts, blame, charged, collectives, own_time)
+
+HELD_UP = ("input_wait", "computation", "host", "copy")
+
+
+def held_up(
+    *more: Mapping[str, int], steps: int = 3, clocks: Sequence[int] = (), hosts: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Make a rank for each mapping: a step of 3 ms fetches, copies, computes and launches, 0.25 ms each and 1 ms.
+
+    `more`: what a rank spends beyond that on each of HELD_UP, ns. All meet in an all-reduce of 0.5 ms at the end.
+    """
+    usual = {"input_wait": 250_000, "copy": 250_000, "computation": MS, "host": 250_000}
+    longest = max(sum(m.values()) for m in more)
+    period = sum(usual.values()) + longest + 1_250_000
+    made = []
+    for rank, mine in enumerate(more):
+        spent = {c: ns + mine.get(c, 0) for c, ns in usual.items()}
+        events: list[Any] = []
+        for n in range(steps):
+            t = n * period + (clocks[rank] if clocks else 0)
+            events += [traces.step(n, t, period), traces.fetch(t, spent["input_wait"])]
+            at = t + spent["input_wait"]
+            events += [
+                traces.copy(at, spent["copy"], 1_000_000),
+                traces.kernel("gemm", at + spent["copy"], spent["computation"]),
+            ]
+            begin = t + sum(spent.values())
+            end = t + sum(usual.values()) + longest + 500_000
+            events.append(traces.collective(begin, end - begin, 1_000_000, ranks=tuple(range(len(more)))))
+            events.append(traces.kernel("adam", end, 750_000))
+        host = hosts[rank] if hosts else "node-1"
+        made.append(traces.trace(*events, rank=rank, world_size=len(more), host=host))
+    return made
+
+
+def run_of(folder: Path, made: list[dict[str, Any]]) -> Measured:
+    return runs.measured(runs.foreign(folder, *made), *NEEDS)
+
+
+def rows(frame: pd.DataFrame) -> dict[tuple[int, int, str], float]:
+    return {(int(r), int(c), str(k)): n for r, c, k, n in frame[["rank", "culprit", "category", "ns"]].to_numpy()}
+
+
+@pytest.mark.parametrize("cause", HELD_UP)
+def test_the_cause_is_named_though_the_late_rank_computes_while_the_others_wait(tmp_path: Path, cause: str) -> None:
+    # All ranks compute last: a late rank does that while the others wait for it, whatever held it up before.
+    run = run_of(tmp_path, held_up({}, {cause: MS}, {}))
+    assert rows(run.frame(blame)) == pytest.approx({(0, 1, cause): MS, (2, 1, cause): MS})
+
+
+def test_several_causes_share_the_blame_and_what_the_late_rank_does_less_takes_none(tmp_path: Path) -> None:
+    run = run_of(tmp_path, held_up({"copy": 400_000}, {"input_wait": 600_000, "host": 200_000}))
+    assert rows(run.frame(blame)) == pytest.approx({(0, 1, "input_wait"): 300_000, (0, 1, "host"): 100_000})
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_many_ranks_on_hosts_whose_clocks_are_apart_blame_the_same_one(tmp_path: Path, ranks: int) -> None:
+    rng = np.random.default_rng(ranks)
+    culprit = int(rng.integers(ranks))
+    more = [{"computation": int(ns)} for ns in rng.integers(0, 100_000, ranks)]
+    more[culprit] = {"input_wait": 2 * MS}
+    per_host = rng.integers(-50 * MS, 50 * MS, ranks // 4)
+    clocks = [100 * MS + int(per_host[r // 4]) for r in range(ranks)]
+    made = held_up(*more, clocks=clocks, hosts=[f"node-{r // 4}" for r in range(ranks)])
+    run = run_of(tmp_path, made)
+    frame = run.frame(charged)
+    assert set(frame["culprit"]) == {culprit}
+    expected = {r: 3 * (2 * MS - more[r]["computation"]) for r in range(ranks) if r != culprit}
+    assert by_rank(frame, "ns") == pytest.approx(expected, abs=3)
+    # What the trace does not tell is the clocks' rounding, and no more.
+    told = frame.groupby("category")["ns"].sum()
+    assert told["input_wait"] == pytest.approx(sum(expected.values()), abs=10 * ranks)
+
+
+def test_it_adds_up_to_the_waiting_however_many_reasons_there_are(tmp_path: Path) -> None:
+    # Every rank is the last in one step: each waits for all the others, for a little.
+    ranks = MOST_REASONS + 4
+    more = [{"host": 100_000} if r else {} for r in range(ranks)]
+    made = held_up(*more)
+    steps = [held_up(*(more[r:] + more[:r]), steps=1) for r in range(ranks)]
+    period = made[0]["traceEvents"][0]["dur"]
+    for rank in range(ranks):
+        made[rank]["traceEvents"] = [
+            {**e, "ts": e["ts"] + n * period} | ({"name": f"ProfilerStep#{n}"} if "Profiler" in e["name"] else {})
+            for n, step in enumerate(steps)
+            for e in step[rank]["traceEvents"]
+        ]
+    run = run_of(tmp_path, made)
+    frame, own = run.frame(blame), run.frame(own_time).set_index("rank")["wait_ns"]
+    assert by_rank(frame, "ns") == pytest.approx(own[own > 0].to_dict())
+    assert (frame.groupby("rank").size() <= MOST_REASONS + 1).all()
+
+
+def test_lateness_that_is_older_than_the_trace_has_no_cause(tmp_path: Path) -> None:
+    made = late_by(0, 0, steps=1)
+    # Rank 1 begins its only step 0.3 ms late, and meets the other at the same instant as ever.
+    for event in made[1]["traceEvents"]:
+        if event["name"] == "gemm" or event["name"].startswith("Profiler"):
+            event["ts"] += 300
+        elif event["name"].startswith("nccl"):
+            event["ts"] += 300
+            event["dur"] -= 300
+    made[1]["traceEvents"][-1]["ts"] -= 300
+    assert rows(run_of(tmp_path, made).frame(blame)) == pytest.approx({(0, 1, "other"): 300_000})
+
+
+def test_groups_blame_within_themselves(tmp_path: Path) -> None:
+    late = (0, 300_000, 0, 500_000)
+
+    def rank(r: int) -> dict[str, Any]:
+        pair = (0, 1) if r < 2 else (2, 3)
+        events = [traces.kernel("gemm", 0, MS + late[r])]
+        events.append(traces.collective(MS + late[r], MS - late[r], 1_000, group=f"{7 + r // 2}", ranks=pair))
+        return traces.trace(traces.step(0, 0, 3 * MS), *events, rank=r, world_size=4)
+
+    found = rows(run_of(tmp_path, [rank(r) for r in range(4)]).frame(charged))
+    assert found == pytest.approx({(0, 1, "computation"): 300_000, (2, 3, "computation"): 500_000})
+
+
+def test_where_waiting_cannot_be_told_nobody_is_blamed(tmp_path: Path) -> None:
+    with pytest.raises(NotMeasured, match="1 of 3 are not here"):
+        run_of(tmp_path, late_by(0, 0, 2 * MS)[:2]).frame(blame)
