@@ -10,6 +10,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pandas as pd
@@ -21,10 +22,11 @@ from dlprof.measures.arithmetic import arithmetic
 from dlprof.measures.blame import blame
 from dlprof.measures.breakdown import breakdown
 from dlprof.measures.device import device_time
+from dlprof.measures.room import room
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.measures.whole_job import loop_step_ns, whole_job
 from dlprof.panels import PICTURES
-from dlprof.result import CATEGORIES, Blame, DeviceTime, Finding, Outcome, Result, TimePart, Window
+from dlprof.result import CATEGORIES, Blame, DeviceTime, Finding, Outcome, Result, TimePart, Together, Window
 from dlprof.run import Run
 from dlprof.units import percent
 
@@ -43,12 +45,16 @@ class Clear:
 
 @dataclass(frozen=True)
 class Rule:
-    """One known bottleneck. `check` gives Finding or Clear, or raises NotMeasured; `needs`: all it may ask for."""
+    """One known bottleneck. `check` gives Finding or Clear, or raises NotMeasured; `needs`: all it may ask for.
+
+    `saves_from`: the categories of `time` that its saving comes out of; none where it lies between the steady steps.
+    """
 
     id: str
     title: str
     needs: tuple[Measure, ...]
     check: Callable[[Measured], Finding | Clear]
+    saves_from: tuple[str, ...] = ()
 
     @property
     def manual(self) -> str:
@@ -71,6 +77,7 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
         device=_device(measured),
         time=_time(measured),
         outcomes=tuple(outcomes),
+        together=_together(measured, rules, [o for o in outcomes if o.state == "found"]),
         panels=overview.drawn(measured, PICTURES),
         facts=overview.facts(measured),
         dlprof=__version__,
@@ -91,7 +98,8 @@ def _ask(rule: Rule, run: Measured) -> Outcome:
             return outcome("found", **_told(said))
         step = loop_step_ns(run) if said.scope == "job" else mean_step_ns(run)
         of = "of the training loop's time" if said.scope == "job" else of_step(run)
-        saving = min(said.saving_ns, step)
+        most = min(step, _room(rule, run))
+        saving = min(said.saving_ns, most)
         share = saving / step if step else 0.0
         if share < LEAST_SHARE:
             return outcome("clear", summary=f"{percent(share)} {of}")
@@ -104,13 +112,54 @@ def _ask(rule: Rule, run: Measured) -> Outcome:
         return outcome("error", why=str(e))
     except Exception as e:  # noqa: BLE001 - one rule's fault costs only its own row
         return outcome("error", why=f"{type(e).__name__}: {e}")
-    speedup = 1 / (1 - share) if share < 1 else 1e6
-    return outcome("found", saving_ns=saving, share=share, speedup=speedup, **_told(said))
+    told = _told(said)
+    # What is cut by less than a part in a hundred was rounding, or the trace's own spread.
+    if said.saving_ns > 1.01 * most:
+        told["sure"] = f"{said.sure} Cut to what the step has of it, waiting for it included.".strip()
+    return outcome("found", saving_ns=saving, share=share, speedup=_speedup(share), **told)
 
 
 def _told(said: Finding) -> dict[str, object]:
     told = ("title", "summary", "ranks", "advice", "evidence", "sure", "verdict", "scope")
     return {name: getattr(said, name) for name in told}
+
+
+def _room(rule: Rule, run: Measured) -> float:
+    """Give what the mean steady step has of what a rule saves from, ns; infinity where it is not divided.
+
+    A rule and `time` may measure in different steps: the light layer's all, the trace's few. What a report shows must
+    agree with itself, so the smaller of the two counts, and the reader is told.
+    """
+    if rule.saves_from:
+        with suppress(NotMeasured, MeasureFailed):
+            return room(run, rule.saves_from)
+    return math.inf
+
+
+def _together(run: Measured, rules: Sequence[Rule], found: Sequence[Outcome]) -> Together | None:
+    """Bound what all findings save together: what two of them claim is there once, and the step has no more of it.
+
+    Never more than the savings' sum, but where no rank has a part in all of them: then each hides what another would
+    save, and only the step's own parts bound them. With findings of the whole job it is the training loop's.
+    """
+    found = [o for o in found if o.scope != "risk"]
+    if not found:
+        return None
+    inside, job = ([o for o in found if o.scope == scope] for scope in ("step", "job"))
+    of = {r.id: r.saves_from for r in rules}
+    total = sum(o.saving_ns for o in inside)
+    shared = set(run.ranks).intersection(*(o.ranks for o in inside if o.ranks))
+    if inside and all(of[o.id] for o in inside):
+        with suppress(NotMeasured, MeasureFailed):
+            most = room(run, {c for o in inside for c in of[o.id]})
+            total = min(total, most) if shared else most
+    step = loop_step_ns(run) if job else mean_step_ns(run)
+    total = min(max(total + sum(o.saving_ns for o in job), found[0].saving_ns), step)
+    return Together(total, total / step, _speedup(total / step))
+
+
+def _speedup(share: float) -> float:
+    return 1 / (1 - share) if share < 1 else 1e6
 
 
 def _check(said: Finding) -> None:

@@ -186,6 +186,15 @@ class Fact:
 
 
 @dataclass(frozen=True)
+class Together:
+    """What all findings together save at most of the mean steady step. No sum: what they share is there only once."""
+
+    saving_ns: float
+    share: float
+    speedup: float
+
+
+@dataclass(frozen=True)
 class Result:
     """Everything that a renderer may know."""
 
@@ -198,6 +207,7 @@ class Result:
     facts: tuple[Fact, ...] = ()
     dlprof: str = ""
     blame: tuple[Blame, ...] = ()  # of each rank the most first; empty where waiting could not be told
+    together: Together | None = None  # None: nothing was found
 
     @property
     def found(self) -> tuple[Outcome, ...]:
@@ -206,7 +216,7 @@ class Result:
 
 
 # What a result.json of this format may lack: fields that came later.
-_LATER = ("blame",)
+_LATER = ("blame", "together")
 
 
 def to_json(result: Result) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from dlprof.engine import Measured, RankData, per_rank
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.measures.device import device_time
 from dlprof.measures.steps import mean_step_ns, step_means
+from dlprof.measures.whole_job import whole_job
 from dlprof.result import CATEGORIES, Finding, Panel, to_json
 from dlprof.rules import RULES
 from dlprof.run import Run, open_run
-from tests import traces
+from tests import runs, traces
 from tests.runs import CPU, MS, light, recorded
 
 Check = Callable[[Measured], Finding | Clear]
@@ -43,8 +44,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return open_run(folder)
 
 
-def rule(check: Check, name: str = "some_rule", needs: Any = (step_means,)) -> Rule:
-    return Rule(name, "Some state", needs, check)
+def rule(check: Check, name: str = "some_rule", needs: Any = (step_means,), saves_from: tuple[str, ...] = ()) -> Rule:
+    return Rule(name, "Some state", needs, check, saves_from)
 
 
 def finding(saving: float = 0.5, **said: Any) -> Check:
@@ -140,6 +141,56 @@ def test_a_saving_is_at_most_the_step(job: Run) -> None:
     said = answer(job, finding(3.0))
     assert (said.state, said.share, said.saving_ns) == ("found", 1, 990_000)
     assert math.isfinite(said.speedup)
+
+
+def test_a_saving_is_at_most_what_the_step_has_of_it(job: Run) -> None:
+    # A rank copies 25 µs of each step of 990, and its reduction of 120 may be waiting for the other rank's 25.
+    said = diagnose(job, [rule(finding(0.5, sure="By hand."), saves_from=("copy",))], jobs=1).outcomes[0]
+    assert said.state == "found"
+    assert said.saving_ns == pytest.approx(50_000)
+    assert said.sure == "By hand. Cut to what the step has of it, waiting for it included."
+    said = diagnose(job, [rule(finding(0.05, sure="By hand."), saves_from=("copy",))], jobs=1).outcomes[0]
+    assert said.saving_ns == pytest.approx(49_500)
+    assert said.sure == "By hand."
+    assert diagnose(job, [rule(finding(), saves_from=("checkpoint",))], jobs=1).outcomes[0].state == "clear"
+
+
+def test_what_findings_claim_twice_is_saved_once(job: Run) -> None:
+    def together(*rules: Rule) -> float:
+        most = diagnose(job, rules, jobs=1).together
+        assert most is not None
+        assert most.saving_ns == pytest.approx(most.share * 990_000)
+        assert most.speedup == pytest.approx(1 / (1 - most.share))
+        return most.share
+
+    def claims(share: float, name: str, *saves_from: str, ranks: tuple[int, ...] = (0, 1)) -> Rule:
+        return rule(finding(share, ranks=ranks), name, saves_from=saves_from)
+
+    assert diagnose(job, [rule(lambda _: Clear("fine"))], jobs=1).together is None
+    alone = claims(0.3, "a", "computation")
+    assert together(alone) == pytest.approx(0.3)
+    # Computation takes 550 of 990 µs on each rank, waiting for the other's at most 120 of communication and what
+    # nobody claims: so no more than that together.
+    twice = together(alone, claims(0.4, "b", "computation"), claims(0.45, "c", "computation"))
+    assert 0.6 < twice < 0.8
+    # Of different parts both may go, but never more than there is.
+    assert together(claims(0.1, "a", "computation"), claims(0.05, "b", "input_wait")) == pytest.approx(0.15)
+    risk = rule(finding(0.0, scope="risk"), "risk")
+    assert together(alone, risk) == pytest.approx(0.3)
+    # Rank 0 hides what would be saved on rank 1, and the other way round: their sum bounds nothing.
+    hidden = together(claims(0.05, "a", "computation", ranks=(0,)), claims(0.05, "b", "input_wait", ranks=(1,)))
+    assert hidden > 0.6
+
+
+def test_what_lies_between_the_steps_is_bounded_with_the_whole_loop(tmp_path: Path) -> None:
+    rows = [runs.light(n, 100 * runs.MS, kind="validation" if n % 5 == 4 else "train") for n in range(40)]
+    job = open_run(runs.recorded(tmp_path, (None, rows, runs.CPU)))
+    rules = [rule(finding(0.1), "a", (whole_job,)), rule(finding(0.2, scope="job"), "b", (whole_job,))]
+    most = diagnose(job, rules, jobs=1).together
+    assert most is not None
+    # A step of 100 ms, and 25 more of validation to each.
+    assert most.saving_ns == pytest.approx(30 * runs.MS)
+    assert most.share == pytest.approx(30 / 125, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,11 @@ def test_result_json_has_its_format_and_what_a_saving_is() -> None:
     assert {"run", "window", "device", "time", "outcomes"} < set(data)
 
 
+def test_a_file_from_before_findings_were_bounded_together_is_read() -> None:
+    older = {k: v for k, v in plain(EMPTY).items() if k != "together"}
+    assert from_json(older) == EMPTY
+
+
 @pytest.mark.parametrize("newer", [FORMAT + 1, "1", None, []])
 def test_another_format_is_refused(newer: Any) -> None:
     with pytest.raises(DlprofError, match="this dlprof reads format 1"):

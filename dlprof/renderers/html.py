@@ -81,6 +81,7 @@ def render(result: Result) -> str:
         stack=stack,
         device=figures.device(result),
         cards=cards,
+        together=words.together(result),
         panels=panels,
         clear=[o for o in result.outcomes if o.state == "clear"],
         not_measured=[o for o in result.outcomes if o.state == "not_measured"],

@@ -35,6 +35,8 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
         lines += _wrap(sentence, width, "  ")
     if result.found:
         lines += ["", *_findings(result.found, width, colour)]
+        together = words.together(result)
+        lines += ["", *_wrap(together, width, "  ")] if together else []
     return "\n".join(line.replace(words.NBSP, " ").rstrip() for line in [*lines, *_closing(result, width)]) + "\n"
 
 

@@ -162,6 +162,14 @@ def speedup(outcome: Outcome) -> str:
     return times(outcome.speedup) if saves(outcome) and outcome.speedup >= 1 else UNKNOWN
 
 
+def together(result: Result) -> str:
+    """Bound what all findings give together, as a sentence; "" where fewer than two claim a saving."""
+    most = result.together
+    if most is None or sum(saves(o) for o in result.found) < 2 or not math.isfinite(most.saving_ns):
+        return ""
+    return f"All of these together: at most {times(most.speedup)} faster ({MINUS}{duration(most.saving_ns)})."
+
+
 def counted(n: int, one: str, many: str = "") -> str:
     """Write a number of things: "1 step", "412 steps"."""
     return f"{n:,}{NBSP}{one if n == 1 else many or one + 's'}"

@@ -99,5 +99,9 @@ def _evidence(steps: pd.DataFrame, rank: int) -> Panel:
 
 
 RULE = Rule(
-    "checkpoint_stall", "Saving checkpoints", (breakdown, own_time, stall_means, stalled_steps, step_means), check
+    "checkpoint_stall",
+    "Saving checkpoints",
+    (breakdown, own_time, stall_means, stalled_steps, step_means),
+    check,
+    saves_from=("checkpoint",),
 )

@@ -130,5 +130,9 @@ def _evidence(run: Measured, frame: pd.DataFrame, rank: int) -> Panel:
 
 
 RULE = Rule(
-    "exposed_communication", "Communication that nothing hides", (breakdown, collectives, own_time, step_means), check
+    "exposed_communication",
+    "Communication that nothing hides",
+    (breakdown, collectives, own_time, step_means),
+    check,
+    saves_from=("communication",),
 )

@@ -63,4 +63,6 @@ def check(run: Measured) -> Finding | Clear:
     )
 
 
-RULE = Rule("exposed_copy", "Copies that nothing hides", (breakdown, copies, own_time, step_means), check)
+RULE = Rule(
+    "exposed_copy", "Copies that nothing hides", (breakdown, copies, own_time, step_means), check, saves_from=("copy",)
+)

@@ -89,5 +89,9 @@ def _evidence(steps: pd.DataFrame, rank: int) -> Panel:
 
 
 RULE = Rule(
-    "gc_pauses", "Pauses for garbage collection", (breakdown, own_time, stall_means, stalled_steps, step_means), check
+    "gc_pauses",
+    "Pauses for garbage collection",
+    (breakdown, own_time, stall_means, stalled_steps, step_means),
+    check,
+    saves_from=("garbage_collection",),
 )

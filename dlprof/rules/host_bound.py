@@ -132,4 +132,5 @@ RULE = Rule(
     "Waiting for the host",
     (breakdown, host_work, hottest, launches, loader_calls, own_time, step_means),
     check,
+    saves_from=("host", "optimizer_host"),
 )

@@ -96,4 +96,10 @@ def _evidence(mine: pd.DataFrame, rank: int) -> Panel:
     return Panel("table", f"Waits of a traced step on rank {rank}", rows, columns)
 
 
-RULE = Rule("host_sync", "Waiting for the device", (breakdown, own_time, step_means, syncs), check)
+RULE = Rule(
+    "host_sync",
+    "Waiting for the device",
+    (breakdown, own_time, step_means, syncs),
+    check,
+    saves_from=("host", "optimizer_host"),
+)

@@ -251,4 +251,5 @@ RULE = Rule(
     "Waiting for data",
     (breakdown, fetch_series, hottest, loader_calls, loader_means, own_time, step_means, step_series, worker_means),
     check,
+    saves_from=("input_wait",),
 )

@@ -67,4 +67,10 @@ def check(run: Measured) -> Finding | Clear:
     )
 
 
-RULE = Rule("pageable_copy", "Copies from pageable memory", (breakdown, copies, own_time, step_means), check)
+RULE = Rule(
+    "pageable_copy",
+    "Copies from pageable memory",
+    (breakdown, copies, own_time, step_means),
+    check,
+    saves_from=("copy",),
+)

@@ -122,4 +122,10 @@ def _evidence(told: Mapping[Any, Any], bubble: float) -> Panel:
     )
 
 
-RULE = Rule("pipeline_bubble", "Idle pipeline stages", (bubbles, step_means), check)
+RULE = Rule(
+    "pipeline_bubble",
+    "Idle pipeline stages",
+    (bubbles, step_means),
+    check,
+    saves_from=("pipeline_bubble", "communication"),
+)

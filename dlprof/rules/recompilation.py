@@ -102,4 +102,5 @@ RULE = Rule(
     "Compiling again and again",
     (breakdown, compilations, own_time, stall_means, stalled_steps, step_means),
     check,
+    saves_from=("compilation",),
 )

@@ -89,4 +89,5 @@ RULE = Rule(
     "One slow loader worker",
     (breakdown, fetch_series, loader_means, own_time, step_means, step_series, worker_means),
     check,
+    saves_from=("input_wait",),
 )

@@ -137,5 +137,9 @@ def _table(run: Measured, steps: pd.DataFrame) -> Panel:
 
 
 RULE = Rule(
-    "straggler", "A late rank", (breakdown, light_own_time, own_time, step_means, traced_own_time, waits), check
+    "straggler",
+    "A late rank",
+    (breakdown, light_own_time, own_time, step_means, traced_own_time, waits),
+    check,
+    saves_from=("communication", "pipeline_bubble"),
 )

@@ -135,5 +135,9 @@ def _others(sampled: pd.DataFrame) -> float:
 
 
 RULE = Rule(
-    "thread_oversubscription", "Threads that wait for a core", (breakdown, own_time, sample_means, step_means), check
+    "thread_oversubscription",
+    "Threads that wait for a core",
+    (breakdown, own_time, sample_means, step_means),
+    check,
+    saves_from=("computation", "communication", "input_wait", "optimizer_host", "host", "other"),
 )

@@ -84,4 +84,10 @@ def check(run: Measured) -> Finding | Clear:
     )
 
 
-RULE = Rule("unfused_optimizer", "Unfused optimizer", (optimizer_work, own_time, step_means), check)
+RULE = Rule(
+    "unfused_optimizer",
+    "Unfused optimizer",
+    (optimizer_work, own_time, step_means),
+    check,
+    saves_from=("computation", "optimizer_host", "host", "other"),
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from dlprof.result import Blame, DeviceTime, Fact, Outcome, Panel, Result, RunInfo, TimePart, Window
+from dlprof.result import Blame, DeviceTime, Fact, Outcome, Panel, Result, RunInfo, TimePart, Together, Window
 
 MS = 1e6
 
@@ -193,6 +193,7 @@ def ddp() -> Result:
             for rank in (0, 2, 3)
             for category, share in (("input_wait", 0.26), ("computation", 0.02))
         ),
+        together=Together(94.8 * MS, 94.8 / 214.6, 214.6 / (214.6 - 94.8)),
     )
 
 
@@ -345,6 +346,7 @@ def hostile() -> Result:
         panels=evidence,
         facts=tuple(Fact(a, a, everything) for a in ATTACKS),
         dlprof=ATTACKS[0],
+        together=Together(math.nan, math.inf, math.nan),
     )
 
 

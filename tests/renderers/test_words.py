@@ -77,6 +77,14 @@ def test_headline_is_the_verdict_of_the_dearest_finding_and_its_gain() -> None:
     assert "1.44" in gain
 
 
+def test_findings_together_are_bounded_where_there_are_several() -> None:
+    said = words.together(results.ddp()).replace(words.NBSP, " ")
+    assert said == "All of these together: at most 1.79 × faster (−94.8 ms)."
+    assert words.together(results.many()) == ""
+    assert words.together(results.healthy()) == ""
+    assert words.together(results.hostile()) == ""
+
+
 def test_headline_of_a_healthy_run_says_what_fills_the_step_and_what_was_not_checked() -> None:
     diagnosis, gain = words.headline(results.healthy())
     assert diagnosis.startswith("Computation takes 89")
