@@ -229,12 +229,18 @@ def _model(model: Any) -> dict[str, Any]:
         or any(getattr(m, "_compiled_call_impl", None) is not None for m in modules),
         "channels_last": _channels_last(images[0]) if images else None,
         "ddp": next((_ask(_ddp, m) for m in modules if type(m).__name__ == "DistributedDataParallel"), None),
+        "data_parallel": "DataParallel" in names,
         "fsdp": any("FSDP" in name or name == "FullyShardedDataParallel" for name in names),
     }
 
 
 # What wraps the script's own model, and where it keeps it.
-_WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module", "DeepSpeedEngine": "module"}
+_WRAPPERS = {
+    "DataParallel": "module",
+    "DeepSpeedEngine": "module",
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
 
 
 def _inner_class(model: Any) -> str:
@@ -253,10 +259,17 @@ def _ddp(ddp: Any) -> dict[str, Any]:
     return {
         "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
         "find_unused_parameters": ddp.find_unused_parameters,
+        # Of the last step that DDP looked at, which is every hundredth; None: of none yet.
+        "unused_parameter_bytes": _ask(_unused_bytes, ddp) if ddp.find_unused_parameters else None,
         "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
         "static_graph": ddp.static_graph,
         "broadcast_buffers": ddp.broadcast_buffers,
     }
+
+
+def _unused_bytes(ddp: Any) -> int | None:
+    size = ddp._get_ddp_logging_data().get("unused_parameter_size")
+    return None if size is None else int(size)
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from dlprof.diagnosis import Rule
 from dlprof.rules import (
     checkpoint_stall,
+    data_parallel,
     exposed_communication,
     exposed_copy,
     gc_pauses,
@@ -16,12 +17,14 @@ from dlprof.rules import (
     straggler,
     thread_oversubscription,
     unfused_optimizer,
+    unused_parameters,
     validation_share,
     worker_restart,
 )
 
 RULES: tuple[Rule, ...] = (
     checkpoint_stall.RULE,
+    data_parallel.RULE,
     exposed_communication.RULE,
     exposed_copy.RULE,
     gc_pauses.RULE,
@@ -35,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     straggler.RULE,
     thread_oversubscription.RULE,
     unfused_optimizer.RULE,
+    unused_parameters.RULE,
     validation_share.RULE,
     worker_restart.RULE,
 )

@@ -64,6 +64,7 @@ def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path
             "compiled": False,
             "channels_last": True,
             "ddp": None,
+            "data_parallel": False,
             "fsdp": False,
         }
     ]

@@ -1,0 +1,64 @@
+"""One process drives several GPUs with nn.DataParallel.
+
+In every step it copies the whole model from the first GPU to the others, shares out the batch, gathers all outputs on
+the first GPU, and adds up all gradients there. Its threads share one Python interpreter, so they launch in turn. None
+of the copying is hidden. DistributedDataParallel has a process a GPU, keeps the models alike by their gradients alone,
+and reduces those while the backward pass still runs; PyTorch's manual recommends it even on one machine.
+
+Needs a trace that holds `DataParallel.forward`.
+
+Saving: the copying gone. The reduction that takes its place is mostly hidden, and counted as nothing; what the threads
+cost each other is not in it.
+
+What to change: `torchrun --nproc-per-node GPUS`, `DistributedDataParallel(model, device_ids=[local_rank])` and a
+`DistributedSampler`; the batch size is then a GPU's, not the sum.
+"""
+
+from __future__ import annotations
+
+from dlprof.diagnosis import Clear, Rule
+from dlprof.engine import Measured, by_rank
+from dlprof.errors import NotMeasured
+from dlprof.measures import settings
+from dlprof.measures.data_parallel import replication
+from dlprof.measures.replay import own_time, saving
+from dlprof.measures.steps import mean_step_ns, of_step, step_means
+from dlprof.result import Finding, Panel
+from dlprof.units import duration, percent
+
+# The change is larger than a keyword: worth it from where exposed communication is notable.
+NOTABLE_SHARE = 0.05
+
+
+def check(run: Measured) -> Finding | Clear:
+    """Look at what DataParallel copies in a step."""
+    model = settings.model(run)
+    if model and not model.get("data_parallel"):
+        return Clear("the model is not in nn.DataParallel")
+    if not model and any(f.get("world_size", 1) > 1 for f in run.trace_facts.values()):
+        return Clear("each rank is a process of its own")
+    frame = run.frame(replication)
+    copying, forward = by_rank(frame, "copying_ns"), by_rank(frame, "forward_ns")
+    step = mean_step_ns(run)
+    gain = saving(run, copying)
+    if not gain:
+        raise NotMeasured("nn.DataParallel has one device to work on, or its copying was not traced")
+    if gain / step < NOTABLE_SHARE:
+        return Clear(f"nn.DataParallel copies for {percent(gain / step)} of the step")
+    worst = max(copying, key=lambda r: copying[r])
+    parts = (("inside DataParallel's forward", forward[worst]), ("copying, in forward and backward", copying[worst]))
+    return Finding(
+        title="One process drives several GPUs",
+        summary=f"nn.DataParallel spreads the model and the batch, and gathers outputs and gradients, for"
+        f" {duration(copying[worst])} of {duration(step)}.",
+        verdict=f"{percent(gain / step)} {of_step(run)} nn.DataParallel copies the model to and fro.",
+        noise_ns=float(frame["noise_ns"].max()),
+        saving_ns=gain,
+        advice=("`DistributedDataParallel` under `torchrun --nproc-per-node GPUS`, with a `DistributedSampler`",),
+        evidence=Panel("bars", f"nn.DataParallel in a step of rank {worst}", parts, unit="ns"),
+        ranks=tuple(sorted(copying)),
+        sure="The host's time in the copying, as traced; not measured against DistributedDataParallel.",
+    )
+
+
+RULE = Rule("data_parallel", "Several GPUs in one process", (own_time, replication, step_means), check)

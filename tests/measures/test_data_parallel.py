@@ -1,0 +1,80 @@
+"""DDP's search and DataParallel's copying, on hand-made traces."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.errors import NotMeasured
+from dlprof.measures.data_parallel import replication, unused_search
+from tests import runs, traces
+from tests.runs import MS
+
+SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"
+
+
+def test_the_search_and_the_last_reduction_of_each_step_on_a_cpu(tmp_path: Path) -> None:
+    events: list[Any] = []
+    for n in range(2):
+        t = n * MS
+        events += [
+            traces.step(n, t, MS),
+            traces.op("aten::mm", t, 300_000),
+            traces.op(SEARCH, t + 300_000, 40_000),
+            traces.op("aten::mm_backward", t + 350_000, 250_000),
+            traces.annotation("gloo:all_reduce", t + 500_000, 300_000),
+            traces.annotation("gloo:all_reduce", t + 590_000, 300_000),
+        ]
+    rank = runs.rank_of(tmp_path, traces.trace(*events, device="", backend="gloo"))
+    (row,) = rank.once(unused_search.function).to_dict("records")
+    # Of the last reduction 90 µs lie behind the gradients'.
+    assert (row["search_ns"], row["flags_ns"], row["noise_ns"]) == (40_000, 90_000, 0)
+
+
+def test_on_a_gpu_the_flags_are_told_by_their_type(tmp_path: Path) -> None:
+    flags = traces.collective(700_000, 20_000, 100, correlation=3)
+    flags["args"]["dtype"] = "Int"
+    made = traces.trace(
+        traces.step(0, 0, MS),
+        traces.op(SEARCH, 300_000, 40_000),
+        traces.launched("gemm", 0, 10_000, 500_000, 1),
+        traces.collective(550_000, 100_000, 1_000, correlation=2),
+        flags,
+    )
+    (row,) = runs.rank_of(tmp_path, made).once(unused_search.function).to_dict("records")
+    assert (row["search_ns"], row["flags_ns"]) == (40_000, 20_000)
+
+
+def test_one_reduction_alone_is_the_gradients(tmp_path: Path) -> None:
+    events = [
+        traces.step(0, 0, MS),
+        traces.op(SEARCH, 300_000, 40_000),
+        traces.annotation("gloo:all_reduce", 500_000, 300_000),
+    ]
+    rank = runs.rank_of(tmp_path, traces.trace(*events, device="", backend="gloo"))
+    assert rank.once(unused_search.function)["flags_ns"][0] == 0
+
+
+def test_without_a_search_it_abstains(tmp_path: Path) -> None:
+    with pytest.raises(NotMeasured, match="no search"):
+        runs.rank_of(tmp_path, traces.training(2)).once(unused_search.function)
+
+
+def test_data_parallels_copying_counts_once_on_any_thread(tmp_path: Path) -> None:
+    made = traces.trace(
+        traces.step(0, 0, MS),
+        traces.annotation("DataParallel.forward", 0, 600_000),
+        traces.op("Scatter", 10_000, 20_000),
+        traces.op("Broadcast", 40_000, 160_000),
+        traces.op("Gather", 550_000, 50_000),
+        traces.op("BroadcastBackward", 700_000, 200_000, tid=traces.AUTOGRAD),
+        traces.op("ReduceAddCoalesced", 720_000, 150_000, tid=traces.AUTOGRAD),
+        traces.kernel("gemm", 200_000, 300_000),
+    )
+    (row,) = runs.rank_of(tmp_path, made).once(replication.function).to_dict("records")
+    assert (row["forward_ns"], row["copying_ns"]) == (600_000, 20_000 + 160_000 + 50_000 + 200_000)
+
+
+def test_without_data_parallel_it_abstains(tmp_path: Path) -> None:
+    with pytest.raises(NotMeasured, match="no DataParallel"):
+        runs.rank_of(tmp_path, traces.training(2)).once(replication.function)
