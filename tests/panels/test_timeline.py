@@ -1,0 +1,62 @@
+"""One traced step: on one clock where the ranks share one, from each one's beginning where not, and never too many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.errors import NotMeasured
+from dlprof.overview import MOST_RANKS
+from dlprof.panels.timeline import PICTURE
+from dlprof.result import Panel
+from tests import runs, traces
+
+US = 1_000
+
+
+def draw(folder: Path, *made: dict[str, Any]) -> Panel:
+    (panel,) = PICTURE.draw(runs.measured(runs.foreign(folder, *made), *PICTURE.needs))
+    return panel
+
+
+def at(panel: Panel, lane: str, name: str) -> tuple[int, int]:
+    """Give when a piece begins and how long it is, ns."""
+    ((start, dur),) = [(row[1], row[2]) for row in panel.rows if row[0] == lane and row[3] == name]
+    return start, dur
+
+
+def test_the_middle_step_stands_where_it_ran(tmp_path: Path) -> None:
+    panel = draw(tmp_path, traces.training(world_size=1))
+    assert (panel.shape, panel.unit, panel.title) == ("timeline", "ns", "One traced step (step 1)")
+    assert at(panel, "rank 0 · thread", "fetch") == (5 * US, 100 * US)
+    assert at(panel, "rank 0 · device", "sm90_gemm") == (180 * US, 500 * US)  # the two kernels follow each other
+    assert {row[4] for row in panel.rows if row[0].endswith("device")} == {"computation", "communication", "copy"}
+
+
+def test_ranks_of_one_clock_are_drawn_on_it(tmp_path: Path) -> None:
+    later = traces.training(rank=1, base_ns=traces.BASE_NS + 300 * US)
+    panel = draw(tmp_path, traces.training(rank=0), later)
+    assert at(panel, "rank 0 · thread", "fetch")[0] == 5 * US
+    assert at(panel, "rank 1 · thread", "fetch")[0] == 305 * US
+    assert panel.note == ""
+
+
+def test_ranks_whose_clocks_differ_are_drawn_each_from_its_beginning(tmp_path: Path) -> None:
+    elsewhere = traces.training(rank=1, base_ns=traces.BASE_NS + 50_000 * US, host="node-2")
+    panel = draw(tmp_path, traces.training(rank=0), elsewhere)
+    assert at(panel, "rank 0 · thread", "fetch")[0] == at(panel, "rank 1 · thread", "fetch")[0] == 5 * US
+    assert "their clocks differ" in panel.note
+
+
+def test_of_many_ranks_the_first_are_drawn(tmp_path: Path) -> None:
+    world = MOST_RANKS + 3
+    panel = draw(tmp_path, *(traces.training(rank=r, world_size=world) for r in range(world)))
+    assert len({row[0].split(" · ")[0] for row in panel.rows}) == MOST_RANKS
+    assert panel.note == f"The first {MOST_RANKS} of {world} ranks."
+
+
+def test_a_trace_without_steps_has_no_picture(tmp_path: Path) -> None:
+    with pytest.raises(NotMeasured):
+        draw(tmp_path, traces.trace(traces.kernel("gemm", 0, 1_000 * US), world_size=1))

@@ -1,0 +1,44 @@
+"""The table of the whole job: each part once, as the ranks' mean, with its share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dlprof.errors import NotMeasured
+from dlprof.panels.whole_job import PICTURE
+from tests import runs
+from tests.runs import MS
+
+S = 1_000 * MS
+
+
+def steps(length: int, validated: int) -> list[dict[str, object]]:
+    made = [runs.light(n, length) for n in range(40)]
+    for n in range(20, 20 + validated):
+        made[n]["kind"] = "validation"
+    return made
+
+
+def test_parts_are_means_of_the_ranks_and_shares_of_the_job(tmp_path: Path) -> None:
+    stalls = [[runs.stall("checkpoint", 5, 800 * MS)], []]
+    path = runs.recorded(tmp_path, (None, steps(S, 8), runs.CPU), (None, steps(S, 4), runs.CPU), stalls=stalls)
+    (panel,) = PICTURE.draw(runs.measured(path, *PICTURE.needs))
+    assert [row[0] for row in panel.rows] == [
+        "training, warming up",
+        "training, steady",
+        "validation",
+        "of it saving checkpoints",
+    ]
+    assert [row[1] for row in panel.rows] == ["3", "31", "6", "0.50"]
+    assert panel.rows[1][3] == "78 %"  # 31 of 40
+    assert panel.rows[2][3] == "15 %"
+    assert panel.rows[3][2:] == ("400.0 ms", "1.0 %")
+    assert panel.note.startswith("Means over 2 ranks.")
+
+
+def test_a_job_of_nothing_but_steady_steps_has_no_such_table(tmp_path: Path) -> None:
+    run = runs.measured(runs.recorded(tmp_path, (None, [runs.light(0, S)], runs.CPU)), *PICTURE.needs)
+    with pytest.raises(NotMeasured, match="steady"):
+        PICTURE.draw(run)
