@@ -41,6 +41,7 @@ FAULTS = {
     "checkpoint_every_few": "checkpoint_stall",  # the whole state saved over and over, every 5 steps
     "garbage": "gc_pauses",  # many objects live on, and each step leaves cycles
     "item_every_step": "host_sync",  # the loss is read, and the GPU runs dry meanwhile
+    "keeps_batches": "memory_growth",  # every batch is kept for later, and none is ever dropped
     "many_threads": "thread_oversubscription",  # on the CPU, each rank with two threads for each core of the host
     "no_workers": "input_wait",  # the training thread reads and decodes
     "pageable": "pageable_copy",  # batches copied to the GPU from ordinary memory
@@ -49,8 +50,11 @@ FAULTS = {
     "slow_loader_one_rank": "input_wait",  # rank 1 reads from slow storage, and all wait for it
     "slow_rank": "straggler",  # the last rank computes more than the others
     "slow_worker": "slow_worker_batches",  # the first of several workers reads from slow storage
+    "small_batch": "memory_headroom",  # too few pictures a step to keep the GPU busy, and its memory all but free
+    "tight_memory": "allocator_retries",  # sizes change at every step, in hardly more memory than the largest needs
+    "validates_often": "validation_share",  # every 10 steps
 }
-NEEDS_GPU = ("item_every_step", "pageable")
+NEEDS_GPU = ("item_every_step", "pageable", "small_batch", "tight_memory")
 NEEDS_TWO_RANKS = ("blocking_allreduce", "slow_loader_one_rank", "slow_rank")
 
 Pixels = npt.NDArray[np.uint8]  # height × width × 3
@@ -514,6 +518,10 @@ def main() -> None:
         args.workers = max(2, args.workers)
     if args.fault == "pageable":
         args.pin_memory = False
+    if args.fault == "small_batch":
+        args.batch_size = 8
+    if args.fault == "validates_often":
+        args.validate_every = 10
     folder = make_pictures(args.data, args.dataset, args.images)  # before the process group: nothing can time out
 
     if args.device == "cuda":
@@ -560,7 +568,7 @@ def main() -> None:
     train_loader = build_loader(args, folder / "train", train=True)
     val_loader = build_loader(args, folder / "val", train=False)
 
-    kept: list[Any] = []  # fault garbage
+    kept: list[Any] = []  # faults garbage and keeps_batches
     logged_at, logged_step = time.perf_counter(), 0
     for step, (epoch, (pixels, labels)) in enumerate(batches(train_loader, args.epochs), start=1):
         non_blocking = args.fault != "pageable"
@@ -571,6 +579,8 @@ def main() -> None:
             images = normalised(pixels, args)
             if args.fault == "changing_shapes":
                 images = images[:, :, step // 3 % 16 :]  # another height every third step
+            if args.fault == "tight_memory" and step > 1:
+                images = images[:, :, step * 7 % 64 :]
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
             if args.fault == "slow_rank" and args.rank == args.world - 1:
@@ -590,6 +600,11 @@ def main() -> None:
             python_metrics(logits, labels)
         if args.fault == "garbage":
             litter(kept)
+        if args.fault == "keeps_batches":
+            kept.append((images, logits.detach()))
+        if args.fault == "tight_memory" and step == 10:
+            total = torch.cuda.get_device_properties(args.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(1.02 * torch.cuda.max_memory_allocated() / total)
         if args.fault == "checkpoint_every_few" and step % 5 == 0 and args.rank == 0:
             for _ in range(1 if args.device == "cuda" else 40):  # as if the CPU's small model were so many times larger
                 save(args.data / "checkpoint.pt", bare, optimizer, step)

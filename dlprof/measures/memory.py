@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
+from dlprof.measures import samples
+from dlprof.measures.steps import ENOUGH, light_steps, standard_error
 
 # What travels of the series: enough for any screen.
 MOST_ROWS = 500
@@ -14,8 +19,10 @@ MOST_ROWS = 500
 
 @per_rank
 def memory_use(rank: RankData) -> pd.DataFrame:
-    """Give one row: peak_allocated_bytes, peak_reserved_bytes, total_bytes (NaN: not known), retries, ooms and late.
+    """Give one row: peak_allocated_bytes, peak_reserved_bytes, kept_bytes, total_bytes (NaN: not known), retries, ooms
+    and late.
 
+    `kept_bytes` is the least that a step left allocated: parameters, the optimizer's state and what else stays.
     `late` counts the allocations from the device in the second half of the readings, when the allocator's cache should
     serve all. Peaks are since the script last reset them, at any reading. −1: not told.
     """
@@ -28,10 +35,125 @@ def memory_use(rank: RankData) -> pd.DataFrame:
         {
             "peak_allocated_bytes": [int(frame[["peak_allocated_bytes", "allocated_bytes"]].to_numpy().max())],
             "peak_reserved_bytes": [int(frame[["peak_reserved_bytes", "reserved_bytes"]].to_numpy().max())],
+            "kept_bytes": [int(frame["allocated_bytes"].min())],
             "total_bytes": [np.nan if total is None else float(total)],
             "retries": [int(frame["retries"].max())],
             "ooms": [int(frame["ooms"].max())],
             "late": [int(asked[-1] - halfway) if halfway >= 0 else -1],
+        }
+    )
+
+
+# A leak lifts the floor of what is held, a cache or a buffer only its height, and only once: the readings are cut into
+# so many parts in time, of so many readings at least, and the least of each part is looked at.
+PARTS = 6
+_A_PART = 3
+
+# Growing is what goes on: the second half of the readings grows by at least this share of what the first half did.
+_GOES_ON = 0.5
+
+# And by so much of what was held, or the interpreter's own bookkeeping would count.
+_VISIBLE = 0.02
+
+_HELD = {"process": ("processes", "anonymous_bytes", "rss_bytes")} | {
+    "workers": ("processes", "children_anonymous_bytes", "children_rss_bytes")
+}
+
+
+@per_rank
+def memory_growth(rank: RankData) -> pd.DataFrame:
+    """Give one row for each memory that was read while training was steady: whether, and how fast, it grows.
+
+    Columns: what (device: PyTorch's allocator; process; workers: with all other children), metric (of the samples, ""
+    for the device), grows (1: the floor rises in each part of the time, and goes on), first_bytes and last_bytes (the
+    floor of the first and the last part), per_s (bytes), left_bytes (that the device, or the host of the rank, had left
+    at last; NaN: not read here). Raises NotMeasured where too little was read.
+    """
+    begin, end = samples.steady(rank)
+    rows = []
+    if rank.has("memory"):
+        frame = _within(_readings(rank), begin, end)
+        device = rank.facts.get("device") or {}
+        total = device.get("memory_bytes") if device.get("type") == "cuda" else None
+        rows.append(_growth("device", "", frame["at_ns"].to_numpy(), frame["allocated_bytes"].to_numpy(dtype=float)))
+        if rows[-1] is not None:
+            rows[-1]["left_bytes"] = np.nan if total is None else total - rows[-1]["last_bytes"]
+    if rank.has("samples"):
+        read = _within(rank.table("samples"), begin, end)
+        left = read[(read["source"] == "host") & (read["metric"] == "memory_available_bytes")]["value"].tail(_A_PART)
+        for what, (source, *metrics) in _HELD.items():
+            there = [m for m in metrics if (read["metric"] == m).any()]
+            if there:
+                mine = read[(read["source"] == source) & (read["metric"] == there[0])]
+                row = _growth(what, there[0], mine["at_ns"].to_numpy(), mine["value"].to_numpy())
+                rows.append(None if row is None else row | {"left_bytes": float(left.min()) if len(left) else np.nan})
+    found = [row for row in rows if row is not None]
+    if not found:
+        raise NotMeasured(f"fewer than {PARTS * _A_PART} readings of memory while training was steady")
+    return pd.DataFrame(found)
+
+
+def _within(frame: pd.DataFrame, begin: int, end: int) -> pd.DataFrame:
+    at = frame["at_ns"].to_numpy()
+    return frame[(at >= begin) & (at <= end)]
+
+
+def _growth(what: str, metric: str, at: NDArray[np.int64], held: NDArray[np.float64]) -> dict[str, Any] | None:
+    """Give a row of memory_growth; None: there are too few readings."""
+    if len(at) < PARTS * _A_PART:
+        return None
+    lowest = np.array([part[np.argmin(held[part])] for part in np.array_split(np.arange(len(at)), PARTS)])
+    floor = held[lowest]
+    half = PARTS // 2
+    early, late = floor[half] - floor[0], floor[-1] - floor[half - 1]
+    rises = bool((np.diff(floor) > 0).all()) and late >= _GOES_ON * early
+    grown, seconds = float(floor[-1] - floor[0]), float(at[lowest[-1]] - at[lowest[0]]) / 1e9
+    return {
+        "what": what,
+        "metric": metric,
+        "grows": int(rises and seconds > 0 and grown > _VISIBLE * floor[0]),
+        "first_bytes": float(floor[0]),
+        "last_bytes": float(floor[-1]),
+        "per_s": grown / seconds if seconds > 0 else 0.0,
+    }
+
+
+@per_rank
+def retry_cost(rank: RankData) -> pd.DataFrame:
+    """Give one row: what steps cost in which the allocator had to empty its cache and ask again.
+
+    Columns: retries and ooms (failed allocations) while training was steady; readings with a retry since the one before
+    and without (two counts of steady steps: retried, plain); ns, what the first last longer, spread over all steady
+    steps, and its standard error noise_ns (NaN: none, or too few, are plain).
+    """
+    readings = _readings(rank)
+    steps = rank.once(light_steps)
+    steps = steps[steps["steady"]]
+    if not len(steps):
+        raise NotMeasured("no steady training step was recorded")
+    if (readings["retries"] < 0).any():
+        raise NotMeasured("this PyTorch does not count what its allocator retries")
+    upto = readings["step"].to_numpy()
+    more = np.diff(readings["retries"].to_numpy(), prepend=0)
+    # A reading is of the step that had just ended, so a step belongs to the first reading that is not before it.
+    at = np.searchsorted(upto, steps["step"].to_numpy())
+    known = at < len(upto)
+    dur = steps["dur_ns"].to_numpy(dtype=float)[known]
+    retried = more[at[known]] > 0
+    within = np.unique(at[known])
+    failed = np.diff(readings["ooms"].to_numpy(), prepend=0)
+    n, plain = int(retried.sum()), dur[~retried]
+    enough = len(plain) >= ENOUGH
+    cost = float((dur[retried] - plain.mean()).sum() / len(dur)) if enough else np.nan
+    noise = float(np.hypot(standard_error(dur[retried]), standard_error(plain))) * n / len(dur) if enough else np.nan
+    return pd.DataFrame(
+        {
+            "retries": [int(more[within].clip(min=0).sum())],
+            "ooms": [int(failed[within].clip(min=0).sum())],
+            "retried": [n],
+            "plain": [len(plain)],
+            "ns": [max(cost, 0.0) if enough else np.nan],
+            "noise_ns": [noise],
         }
     )
 

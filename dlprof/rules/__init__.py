@@ -2,6 +2,7 @@
 
 from dlprof.diagnosis import Rule
 from dlprof.rules import (
+    allocator_retries,
     checkpoint_stall,
     data_parallel,
     exposed_communication,
@@ -10,6 +11,8 @@ from dlprof.rules import (
     host_bound,
     host_sync,
     input_wait,
+    memory_growth,
+    memory_headroom,
     pageable_copy,
     pipeline_bubble,
     recompilation,
@@ -23,6 +26,7 @@ from dlprof.rules import (
 )
 
 RULES: tuple[Rule, ...] = (
+    allocator_retries.RULE,
     checkpoint_stall.RULE,
     data_parallel.RULE,
     exposed_communication.RULE,
@@ -31,6 +35,8 @@ RULES: tuple[Rule, ...] = (
     host_bound.RULE,
     host_sync.RULE,
     input_wait.RULE,
+    memory_growth.RULE,
+    memory_headroom.RULE,
     pageable_copy.RULE,
     pipeline_bubble.RULE,
     recompilation.RULE,

@@ -90,6 +90,7 @@ class _Processes:
         row = {
             "cpu_s": round(own.cpu_s, 2),
             "rss_bytes": own.rss_bytes,
+            **_anonymous("anonymous_bytes", [own]),
             "threads": own.threads,
             "voluntary_switches": own.voluntary,
             "involuntary_switches": own.involuntary,
@@ -97,6 +98,7 @@ class _Processes:
             "children": len(children),
             "children_cpu_s": round(cpu_s, 2),
             "children_rss_bytes": sum(child.rss_bytes for child in children.values()),
+            **_anonymous("children_anonymous_bytes", children.values()),
             "children_threads": sum(child.threads for child in children.values()),
             "children_voluntary_switches": voluntary,
             "children_involuntary_switches": involuntary,
@@ -107,6 +109,7 @@ class _Processes:
 class _Process(NamedTuple):
     cpu_s: float
     rss_bytes: int
+    anonymous_bytes: int | None  # of these, not mapped from files; None: this kernel does not tell
     threads: int
     voluntary: int
     involuntary: int
@@ -117,19 +120,29 @@ def _read(pid: int) -> _Process | None:
     """Read a process's counters; None: it has ended. The two files that it takes, and not psutil's five."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        status = Path(f"/proc/{pid}/status").read_bytes().partition(b"\nvoluntary_ctxt_switches:")[2].split()
+        told = Path(f"/proc/{pid}/status").read_bytes()
     except OSError:
         return None
     if stat[0] in (b"Z", b"X"):
         return None
+    anonymous = told.partition(b"\nRssAnon:")[2].split(None, 1)
+    status = told.partition(b"\nvoluntary_ctxt_switches:")[2].split()
     return _Process(
         cpu_s=(int(stat[11]) + int(stat[12])) / _TICKS,
         rss_bytes=int(stat[21]) * _PAGE_BYTES,
+        anonymous_bytes=int(anonymous[0]) * 1024 if anonymous else None,
         threads=int(stat[17]),
         voluntary=int(status[0]),
         involuntary=int(status[2]),  # behind its name
         since=int(stat[19]),
     )
+
+
+def _anonymous(name: str, processes: Iterable[_Process]) -> dict[str, int]:
+    """Give what processes hold that is no file's: what one that leaks has more and more of."""
+    told = [p.anonymous_bytes for p in processes]
+    known = [n for n in told if n is not None]
+    return {name: sum(known)} if len(known) == len(told) else {}
 
 
 def _waited(pid: int) -> dict[str, int]:

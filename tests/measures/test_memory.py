@@ -48,6 +48,7 @@ def test_peaks_headroom_and_what_the_cache_could_not_serve(tmp_path: Path) -> No
     assert found == {
         "peak_allocated_bytes": 29 * GB + GB // 2,
         "peak_reserved_bytes": 31 * GB,
+        "kept_bytes": 5 * GB,
         "total_bytes": 100 * GB,
         "retries": 3,
         "ooms": 1,

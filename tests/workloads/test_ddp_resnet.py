@@ -186,7 +186,9 @@ def test_one_process_trains_validates_and_checkpoints(data: Path) -> None:
     workload.build_model("resnet20", classes=10, small=True).load_state_dict(saved["model"])
 
 
-@pytest.mark.parametrize("fault", ["checkpoint_every_few", "garbage", "no_workers", "python_metrics", "slow_decode"])
+@pytest.mark.parametrize(
+    "fault", ["checkpoint_every_few", "garbage", "keeps_batches", "no_workers", "python_metrics", "slow_decode"]
+)
 def test_fault_of_one_process_runs(data: Path, fault: str) -> None:
     done = train(data, "--fault", fault, "--steps", "6")
     assert len(losses(done)) == 6

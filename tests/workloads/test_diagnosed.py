@@ -49,6 +49,18 @@ def test_a_planted_fault_is_found(tmp_path: Path, fault: str, rule: str, least: 
     assert found["share"] > least
 
 
+@pytest.mark.slow
+def test_memory_that_is_never_dropped_and_frequent_validation_are_found(tmp_path: Path) -> None:
+    steps = ("--sample", "0.25", "--", "--steps", "80")
+    for fault, rule, scope in (
+        ("keeps_batches", "memory_growth", "risk"),
+        ("validates_often", "validation_share", "job"),
+    ):
+        (tmp_path / fault).mkdir()
+        said = recorded("ddp_resnet", tmp_path / fault, "--fault", fault, *steps)[rule]
+        assert (said["state"], said["scope"]) == ("found", scope), said
+
+
 def test_without_a_fault_neither_loader_nor_host_is_blamed_for_much(tmp_path: Path) -> None:
     # The cores are shared with other tests: a little waiting may be real.
     said = outcomes(tmp_path)

@@ -1,0 +1,142 @@
+"""Memory grows from step to step, and will not last.
+
+Something keeps what each step makes: losses that are kept with their graphs, outputs in a list, a cache without limit,
+samples that a data set collects. No step becomes slower by it, until the memory is used up and the job dies.
+
+Needs what is sampled beside the job of a rank's process, its children and the host's memory, or what PyTorch's CUDA
+allocator tells a few times a second. Growing is told from filling: what the least of each part of the time was must
+rise throughout, and in the second half still as in the first. Memory that is mapped from files does not count. What
+forked workers copy of their parent's memory as they touch it does not show in their own figures.
+
+Saving: none. The finding tells when memory will be used up if it goes on so, and speaks where that is within two days.
+
+What to change: keep numbers, not tensors (`loss.item()` every k steps, `loss.detach()`); bound the caches of data sets;
+`dlprof wrap --memory` records which lines allocated what is held on a GPU, for pytorch.org/memory_viz; on the host
+`tracemalloc` or memray tell.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pandas as pd
+
+from dlprof.diagnosis import Clear, Rule
+from dlprof.engine import Measured
+from dlprof.errors import NotMeasured
+from dlprof.measures.memory import memory_growth, memory_series
+from dlprof.measures.samples import sample_series
+from dlprof.measures.steps import mean_step_ns, step_means
+from dlprof.result import Finding, Panel
+from dlprof.units import digits, duration, size
+
+# A choice: about as long as clusters let one job run. What lasts longer will not end this job.
+HORIZON_S = 48 * 3600
+
+# Enough for any screen.
+MOST_POINTS = 200
+
+_WHAT = {"device": "PyTorch's memory on the GPU", "process": "the process's memory", "workers": "its workers' memory"}
+
+_CURES = {
+    "device": (
+        "keep numbers, not tensors: `total += loss.detach()`, or `loss.item()` every k steps; no outputs in lists",
+        "`dlprof wrap --memory` records which lines allocated what is held, for pytorch.org/memory_viz",
+    ),
+    "process": (
+        "find what each step appends to (losses with their graph, outputs, logs): keep numbers, not tensors",
+        "`tracemalloc`, or memray, tells which lines allocated it",
+    ),
+    "workers": (
+        "bound what the data set or its collate function keeps from sample to sample: each worker has its own copy",
+    ),
+}
+
+
+def check(run: Measured) -> Finding | Clear:
+    """Look at what grows, and at when the memory that it grows in is used up."""
+    frame = run.frame(memory_growth)
+    grows = frame[frame["grows"] == 1]
+    if not len(grows):
+        return Clear(f"what is held does not grow: {_held(frame)}")
+    ends = {}
+    for row in grows.to_dict("records"):
+        left, per_s = _left(run, frame, row), _together(run, grows, row)
+        if math.isfinite(left):
+            ends[row["rank"], row["what"]] = max(left, 0.0) / per_s
+    if not ends:
+        raise NotMeasured("memory grows, but how much of it is left was not read")
+    (rank, what), seconds = min(ends.items(), key=lambda e: e[1])
+    if seconds > HORIZON_S:
+        return Clear(f"{_WHAT[str(what)]} grows, and would last for {digits(seconds / 3600)} h")
+    row = grows[(grows["rank"] == rank) & (grows["what"] == what)].to_dict("records")[0]
+    step = mean_step_ns(run)
+    when = _when(seconds)
+    return Finding(
+        title=f"Memory grows, and is used up in {when}",
+        summary=f"On rank {rank} {_WHAT[str(what)]} grew from {size(row['first_bytes'])} to {size(row['last_bytes'])},"
+        f" by {size(row['per_s'] * step / 1e9)} a step of {duration(step)}; {size(_left(run, frame, row))} are left"
+        f" {'on the GPU' if what == 'device' else 'on the host'}, enough for {seconds * 1e9 / step:,.0f} steps.",
+        verdict=f"Memory grows from step to step, and is used up in {when}.",
+        scope="risk",
+        saving_ns=0.0,
+        advice=_CURES[str(what)],
+        evidence=_evidence(run, int(rank), row),
+        ranks=tuple(sorted({int(r) for r in grows["rank"]})),
+        sure="The rate of the steady steps, taken to go on."
+        + ("" if what == "device" else " A container, or a queue's limit, may leave less than the host has."),
+    )
+
+
+def _held(frame: pd.DataFrame) -> str:
+    most = frame.groupby("what", sort=False)["last_bytes"].max()
+    return ", ".join(f"{_WHAT[str(w)]} is {size(float(n))}" for w, n in most.items() if n)
+
+
+def _host(run: Measured, rank: int) -> object:
+    return run.facts[rank].get("host")
+
+
+def _left(run: Measured, frame: pd.DataFrame, row: dict[Any, Any]) -> float:
+    """Give the bytes left to what grows; a host's are read with its first rank."""
+    if row["what"] == "device":
+        return float(row["left_bytes"])
+    host = _host(run, row["rank"])
+    told = frame[(frame["what"] != "device") & (frame["rank"].map(lambda r: _host(run, r) == host))]["left_bytes"]
+    return float(told.min())
+
+
+def _together(run: Measured, grows: pd.DataFrame, row: dict[Any, Any]) -> float:
+    """Give the bytes a second by which all grows that shares the same memory."""
+    if row["what"] == "device":
+        return float(row["per_s"])
+    host = _host(run, row["rank"])
+    same = (grows["what"] != "device") & grows["rank"].map(lambda r: _host(run, r) == host)
+    return float(grows.loc[same, "per_s"].sum())
+
+
+def _when(seconds: float) -> str:
+    for least, unit in ((3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * least:
+            return f"{seconds / least:.{0 if seconds >= 10 * least else 1}f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _evidence(run: Measured, rank: int, row: dict[Any, Any]) -> Panel:
+    title = f"{_WHAT[row['what']].capitalize()}, rank {rank}".replace("Pytorch", "PyTorch").replace("gpu", "GPU")
+    if row["what"] == "device":
+        series = run.frame(memory_series)
+        mine = series[series["rank"] == rank][["step", "allocated_bytes"]]
+        x = "step"
+    else:
+        series = run.frame(sample_series)
+        mine = series[(series["rank"] == rank) & (series["metric"] == row["metric"])][["at_ns", "value"]]
+        mine = mine.assign(at_ns=mine["at_ns"] - mine["at_ns"].min())
+        x = "time_ns"
+    mine = mine.iloc[:: -(-len(mine) // MOST_POINTS) or 1]
+    rows = tuple((int(at), float(held)) for at, held in mine.to_numpy())
+    return Panel("lines", title, rows, (x, "held"), unit="bytes")
+
+
+RULE = Rule("memory_growth", "Memory that grows", (memory_growth, memory_series, sample_series, step_means), check)

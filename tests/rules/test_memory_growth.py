@@ -1,0 +1,112 @@
+"""Memory that grows: found with when it is used up; what fills, jumps or wavers is left alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dlprof.rules.memory_growth import RULE
+from tests import runs, traces
+from tests.measures.test_memory import GB, GPU, reading
+from tests.rules.asking import ask
+from tests.runs import MS, light
+
+MB = 1_000_000
+SECOND = 1_000 * MS
+
+
+def sampled(
+    folder: Path,
+    held: Callable[[int], int],
+    *,
+    children: Callable[[int], int] = lambda _: 0,
+    mapped: Callable[[int], int] = lambda _: 0,
+    left: int | None = 2 * GB,
+    ranks: int = 1,
+    n: int = 60,
+) -> Path:
+    """Record a step a second; in second n each rank's process holds held(n) bytes, and maps so much of files beside."""
+    steps = [light(k, 900 * MS) for k in range(n)]
+    runs.recorded(folder, *((None, steps, runs.CPU) for _ in range(ranks)))
+    for rank in range(ranks):
+        lines = [
+            {"at_ns": traces.BASE_NS + k * SECOND, "rss_bytes": held(k) + mapped(k), "anonymous_bytes": held(k)}
+            | {"children_rss_bytes": children(k), "children_anonymous_bytes": children(k)}
+            for k in range(n)
+        ]
+        at = folder / f"ranks/{rank:05d}/processes.jsonl"
+        at.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    if left is not None:
+        (folder / "hosts/node-1").mkdir(parents=True)
+        host = [{"at_ns": traces.BASE_NS + k * SECOND, "memory_available_bytes": left} for k in range(n)]
+        (folder / "hosts/node-1/host.jsonl").write_text("".join(json.dumps(row) + "\n" for row in host))
+    return folder
+
+
+def test_a_process_that_grows_is_told_when_the_host_is_full(tmp_path: Path) -> None:
+    found = ask(RULE, sampled(tmp_path, lambda n: GB + n * 10 * MB))
+    assert (found.state, found.scope, found.saving_ns) == ("found", "risk", 0)
+    # 10 MB a second and 2 GB left.
+    assert found.title == "Memory grows, and is used up in 3.3 min"
+    assert "by 9 MB a step of 900.0 ms; 2 GB are left on the host, enough for 222 steps" in found.summary
+    assert found.evidence is not None
+    assert found.evidence.columns == ("time_ns", "held")
+    assert found.evidence.rows[-1] == (59 * SECOND, GB + 590 * MB)
+
+
+def test_all_ranks_of_a_host_use_up_the_same_memory(tmp_path: Path) -> None:
+    found = ask(RULE, sampled(tmp_path, lambda n: GB + n * 10 * MB, ranks=2))
+    assert found.title == "Memory grows, and is used up in 100 s"
+    assert found.ranks == (0, 1)
+
+
+def test_workers_that_grow_are_named(tmp_path: Path) -> None:
+    found = ask(RULE, sampled(tmp_path, lambda _: GB, children=lambda n: GB // 2 + n * 10 * MB))
+    assert "its workers' memory grew" in found.summary
+    assert "data set" in found.advice[0]
+
+
+def test_tensors_that_stay_on_the_gpu_are_told_with_the_gpus_memory(tmp_path: Path) -> None:
+    path = runs.recorded(tmp_path / "run", (None, [light(n, 900 * MS) for n in range(60)], GPU))
+    rows = [reading(n, (20 * GB) + n * GB // 10) for n in range(60)]
+    (path / "ranks/00000/memory.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    found = ask(RULE, path)
+    assert found.state == "found"
+    assert "on the GPU" in found.summary
+    assert any("--memory" in a for a in found.advice)
+    assert found.evidence is not None
+    assert found.evidence.columns == ("step", "held")
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda _: GB,
+        lambda n: GB + 500 * MB * (n > 30),  # once, for a buffer
+        lambda n: GB + int(500 * MB * (1 - 0.8**n)),  # a cache that fills
+        lambda n: GB + n % 10 * 50 * MB,  # garbage that is collected
+        lambda n: GB + n * 10_000,  # an interpreter's own
+    ],
+    ids=["same", "once", "fills", "wavers", "little"],
+)
+def test_what_does_not_go_on_is_left_alone(tmp_path: Path, held: Callable[[int], int]) -> None:
+    assert ask(RULE, sampled(tmp_path, held)).state == "clear"
+
+
+def test_what_is_mapped_from_files_is_left_alone(tmp_path: Path) -> None:
+    assert ask(RULE, sampled(tmp_path, lambda _: GB, mapped=lambda n: n * 20 * MB)).state == "clear"
+
+
+def test_what_lasts_for_days_is_left_alone(tmp_path: Path) -> None:
+    clear = ask(RULE, sampled(tmp_path, lambda n: 100 * MB + n * 200_000, left=1_000 * GB))
+    assert (clear.state, "would last for" in clear.summary) == ("clear", True)
+
+
+def test_too_few_readings_or_an_unknown_end_abstain(tmp_path: Path) -> None:
+    short = ask(RULE, sampled(tmp_path / "short", lambda n: GB + n * 10 * MB, n=15))
+    assert (short.state, "fewer than 18 readings" in short.why) == ("not_measured", True)
+    unknown = ask(RULE, sampled(tmp_path / "unknown", lambda n: GB + n * 10 * MB, left=None))
+    assert (unknown.state, "was not read" in unknown.why) == ("not_measured", True)
