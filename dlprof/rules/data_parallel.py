@@ -61,4 +61,10 @@ def check(run: Measured) -> Finding | Clear:
     )
 
 
-RULE = Rule("data_parallel", "Several GPUs in one process", (own_time, replication, step_means), check)
+RULE = Rule(
+    "data_parallel",
+    "Several GPUs in one process",
+    (own_time, replication, step_means),
+    check,
+    saves_from=("computation", "communication", "copy", "host", "other"),
+)

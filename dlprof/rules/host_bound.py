@@ -4,10 +4,12 @@ A GPU runs what the host has queued. Where a kernel ends before the next was lau
 as long as the Python that drives it. On a CPU run it is the time in which no operator runs and nothing is waited for:
 the script's own Python. Waiting for the loader is not counted here.
 
-Needs a trace. On a GPU an idle gap counts only where the launch of the next kernel came after the device had run dry;
-gaps before work that was queued in time are dependencies, and small ones the device's own.
+Needs a trace. On a GPU an idle gap counts where the launch of the next kernel came after the device had run dry, and
+where the next kernel was queued in time and took up to 20 µs to start. Longer gaps before queued work are dependencies
+within the device, which no host could shorten.
 
-Saving: all of this time gone, which a captured graph comes near to.
+Saving: on a GPU what a captured graph would save of these gaps, all but a µs each, and the script's own Python between
+them. On a CPU all of the time.
 
 What to change: find what Python does there (the table) and take it out of the loop, or do it rarely, or in tensors;
 launch less (`fused=True` optimizers, `torch.compile`, larger batches); replay launches (`torch.compile(mode=
@@ -23,6 +25,7 @@ from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_noise
+from dlprof.measures.gaps import gaps
 from dlprof.measures.host_work import PYTHON, host_work, launches
 from dlprof.measures.loader import before_forward, loader_calls
 from dlprof.measures.replay import own_time, saving
@@ -43,8 +46,9 @@ def check(run: Measured) -> Finding | Clear:
         raise NotMeasured("nothing marks the steps: starting up cannot be told from training (prof.step() marks them)")
     work = run.frame(host_work)
     late = part(run, *_HOST)
+    gone, sure = _removable(run, late)
     step = mean_step_ns(run)
-    gain = saving(run, late)
+    gain = saving(run, gone)
     share = gain / step
     if share < NOTABLE_SHARE:
         return Clear(f"{percent(share)} of the step waits for the host")
@@ -66,8 +70,20 @@ def check(run: Measured) -> Finding | Clear:
         advice=_advice(run, worst, phase, python > 0.5 and not _only_traced(run)),
         evidence=_evidence(mine, worst),
         ranks=tuple(sorted(r for r, ns in late.items() if ns >= late[worst] / 2)),
-        sure="Estimated as all of it gone. " + _slowed(run),
+        sure=f"{sure} {_slowed(run)}",
     )
+
+
+def _removable(run: Measured, late: dict[int, float]) -> tuple[dict[int, float], str]:
+    """Give what could be saved of the host's part of the step, ns by rank, and how that was estimated."""
+    try:
+        rows = run.frame(gaps).set_index("rank")
+    except NotMeasured:
+        return late, "Estimated as all of it gone."
+    # What a graph keeps is the device's own, and not slowed by a trace.
+    added = rows["overhead_ns"] - rows["kept_ns"]
+    gone = {r: max(0.0, ns + float(added.get(r, 0.0))) for r, ns in late.items()}
+    return gone, "Estimated as the launches of a captured graph, and without the script's own Python between them."
 
 
 def _hottest(run: Measured, rank: int, phase: str) -> str:
@@ -130,7 +146,7 @@ def _evidence(mine: pd.DataFrame, rank: int) -> Panel:
 RULE = Rule(
     "host_bound",
     "Waiting for the host",
-    (breakdown, host_work, hottest, launches, loader_calls, own_time, step_means),
+    (breakdown, gaps, host_work, hottest, launches, loader_calls, own_time, step_means),
     check,
-    saves_from=("host", "optimizer_host"),
+    saves_from=("host", "optimizer_host", "other"),
 )

@@ -70,4 +70,10 @@ def check(run: Measured) -> Finding | Clear:
     )
 
 
-RULE = Rule("unused_parameters", "Search for unused parameters", (own_time, step_means, unused_search), check)
+RULE = Rule(
+    "unused_parameters",
+    "Search for unused parameters",
+    (own_time, step_means, unused_search),
+    check,
+    saves_from=("computation", "communication", "host"),
+)

@@ -1,0 +1,95 @@
+"""The device is done with a kernel before the host has launched the next one, kernel after kernel.
+
+Launching an operator from Python costs the host some 10 µs, whatever it computes. Where kernels are shorter than that
+the device waits for nearly each of them, and a faster device or more careful kernels would change nothing.
+
+Needs a trace of a GPU. A gap counts where it lies behind a kernel of less than 10 µs, and the next one was launched too
+late, or in time and took up to 20 µs to start. Where the script itself does something else for longer than 100 µs, that
+is not launching.
+
+Saving: these gaps but for a µs each, which is what a captured graph keeps. It is part of what `host_bound` finds, with
+a cause.
+
+What to change: more work a kernel (a larger batch, longer sequences); fewer kernels (`torch.compile`, fused layers and
+optimizers, `foreach` functions); cheaper launches (CUDA graphs: `torch.compile(mode="reduce-overhead")`).
+"""
+
+from __future__ import annotations
+
+from dlprof.diagnosis import Clear, Rule
+from dlprof.engine import Measured
+from dlprof.errors import NotMeasured
+from dlprof.measures import settings
+from dlprof.measures.breakdown import breakdown, part, part_noise
+from dlprof.measures.gaps import SMALL_NS, gaps, small_kernels
+from dlprof.measures.replay import own_time, saving
+from dlprof.measures.steps import mean_step_ns, of_step, step_means
+from dlprof.result import Finding, Panel
+from dlprof.units import digits, duration, percent
+
+# Half of where idle time is worth a look (rule host_bound), since here its cause is known.
+NOTABLE_SHARE = 0.05
+
+_HOST = ("host", "optimizer_host")
+
+
+def check(run: Measured) -> Finding | Clear:
+    """Look at the launch-bound gaps behind small kernels."""
+    if settings.on_cpu(run):
+        raise NotMeasured("the job trains on the CPU, which launches no kernels")
+    if (run.frame(step_means)["unit"] != "step").any():
+        raise NotMeasured("nothing marks the steps: starting up cannot be told from training (prof.step() marks them)")
+    rows = run.frame(gaps).set_index("rank")
+    late = part(run, *_HOST)
+    gone = {}
+    for r, row in rows.iterrows():
+        traced = row["launching_ns"] + row["python_ns"]
+        # The trace slows the host, and not the device: the host's gaps are brought to the steps without it.
+        scale = late.get(int(str(r)), 0.0) / traced if traced else 1.0
+        left = row["small_launching_ns"] * scale + row["small_overhead_ns"] - row["small_kept_ns"]
+        gone[int(str(r))] = max(0.0, float(left))
+    step = mean_step_ns(run)
+    gain = saving(run, gone)
+    kernels = run.frame(small_kernels)
+    if gain / step < NOTABLE_SHARE:
+        return Clear(f"for {percent(gain / step)} of the step the device waits for the launch behind a small kernel")
+    worst = max(gone, key=lambda r: gone[r])
+    mine = kernels[kernels["rank"] == worst]
+    small, number = float(mine["small"].iloc[0]), float(mine["kernels"].iloc[0])
+    compiled = settings.model(run).get("compiled")
+    advice = (
+        [] if compiled else ['`torch.compile(model, mode="reduce-overhead")`: fewer kernels, launched as one graph']
+    )
+    batch = settings.training_loader(run, worst).get("batch_size")
+    advice.append(
+        "a larger batch" + (f" (is {batch})" if batch else "") + ": each kernel does more, at the same launch"
+    )
+    return Finding(
+        title="Kernels are too small to hide their launches",
+        summary=f"{digits(small)} of {digits(number)} kernels a step of rank {worst} take less than"
+        f" {duration(SMALL_NS)}; behind them the device waits {duration(gone[worst])} for launches.",
+        verdict=f"{percent(gain / step)} {of_step(run)} the device waits for the launch of the next small kernel.",
+        noise_ns=part_noise(run, *_HOST),
+        saving_ns=gain,
+        advice=tuple(advice),
+        evidence=Panel(
+            "table",
+            f"Small kernels of a step on rank {worst}, the most frequent",
+            tuple(
+                (name[:120], digits(float(count)), duration(float(mean)))
+                for name, count, mean in zip(mine["name"], mine["count"], mine["mean_ns"], strict=True)
+            ),
+            ("kernel", "times a step", "takes"),
+        ),
+        ranks=tuple(sorted(r for r, ns in gone.items() if ns >= gone[worst] / 2)),
+        sure="Estimated as the gaps that a captured graph would close.",
+    )
+
+
+RULE = Rule(
+    "small_kernels",
+    "Kernels too small for their launches",
+    (breakdown, gaps, own_time, small_kernels, step_means),
+    check,
+    saves_from=("host", "optimizer_host", "other"),
+)
