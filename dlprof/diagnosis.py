@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,8 +20,9 @@ from dlprof.engine import Measure, Measured, MeasureFailed, Progress, measure
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.measures.arithmetic import arithmetic
 from dlprof.measures.blame import blame
-from dlprof.measures.breakdown import breakdown
+from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.device import device_time
+from dlprof.measures.replay import saving as replay
 from dlprof.measures.room import room
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.measures.whole_job import loop_step_ns, whole_job
@@ -139,23 +140,50 @@ def _room(rule: Rule, run: Measured) -> float:
 def _together(run: Measured, rules: Sequence[Rule], found: Sequence[Outcome]) -> Together | None:
     """Bound what all findings save together: what two of them claim is there once, and the step has no more of it.
 
-    Never more than the savings' sum, but where no rank has a part in all of them: then each hides what another would
-    save, and only the step's own parts bound them. With findings of the whole job it is the training loop's.
+    Findings that save from the same categories give at most what all of these would; those of different ones at most
+    their sum, but where no rank has a part in all of them: then each hides what another would save, and only the step's
+    own parts bound them. With findings of the whole job it is the training loop's.
     """
     found = [o for o in found if o.scope != "risk"]
     if not found:
         return None
     inside, job = ([o for o in found if o.scope == scope] for scope in ("step", "job"))
-    of = {r.id: r.saves_from for r in rules}
-    total = sum(o.saving_ns for o in inside)
-    shared = set(run.ranks).intersection(*(o.ranks for o in inside if o.ranks))
-    if inside and all(of[o.id] for o in inside):
-        with suppress(NotMeasured, MeasureFailed):
-            most = room(run, {c for o in inside for c in of[o.id]})
-            total = min(total, most) if shared else most
+    of = {r.id: frozenset(r.saves_from) for r in rules}
+    total = sum(_at_most(run, categories, claims) for categories, claims in _overlapping(inside, of))
+    if inside and not set(run.ranks).intersection(*(o.ranks for o in inside if o.ranks)):
+        total = _removable(run, frozenset().union(*(of[o.id] for o in inside)))
     step = loop_step_ns(run) if job else mean_step_ns(run)
     total = min(max(total + sum(o.saving_ns for o in job), found[0].saving_ns), step)
     return Together(total, total / step, _speedup(total / step))
+
+
+def _overlapping(
+    found: Iterable[Outcome], of: Mapping[str, frozenset[str]]
+) -> list[tuple[frozenset[str], list[float]]]:
+    """Gather findings that have a category in common, directly or through others: categories, savings."""
+    groups: list[tuple[frozenset[str], list[float]]] = []
+    for o in found:
+        categories, claims = of[o.id], [o.saving_ns]
+        for group in [g for g in groups if g[0] & categories]:
+            groups.remove(group)
+            categories, claims = categories | group[0], group[1] + claims
+        groups.append((categories, claims))
+    return groups
+
+
+def _at_most(run: Measured, categories: frozenset[str], claims: Sequence[float]) -> float:
+    """Give what findings save together that have these categories in common."""
+    return sum(claims) if len(claims) < 2 else min(sum(claims), max(_removable(run, categories), *claims))
+
+
+def _removable(run: Measured, categories: frozenset[str]) -> float:
+    """Give what the job saves without all of some categories, on every rank, ns; infinity where that is not known."""
+    with suppress(NotMeasured, MeasureFailed):
+        # What is waiting among communication and bubbles goes with its cause: a replay of the ranks' own time tells
+        # nothing of it.
+        waits = {"communication", "pipeline_bubble"} & categories
+        return room(run, categories) if waits else replay(run, part(run, *categories))
+    return math.inf
 
 
 def _speedup(share: float) -> float:
