@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 TORCH_FLAGS ?=
 
-.PHONY: demo test test-all check format lint types contracts bench clean
+.PHONY: demo test test-all check format lint types contracts bench accuracy clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml Makefile
@@ -51,6 +51,10 @@ contracts: $(VENV)/.ready
 
 bench: $(VENV)/.ready .bench/.ready
 	$(BIN)/python -m benchmarks
+
+# An hour of recordings on two cores: every fault that the machine can show, in turn with healthy runs.
+accuracy: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.accuracy
 
 clean:
 	rm -rf $(VENV) .bench runs data dlprof-report build *.egg-info

@@ -54,6 +54,12 @@ FAULTS = {
     "tight_memory": "allocator_retries",  # sizes change at every step, in hardly more memory than the largest needs
     "validates_often": "validation_share",  # every 10 steps
 }
+# Options under which it is healthy as well.
+HEALTHY = {
+    "adamw": "--optimizer adamw",
+    "checkpoints": "--checkpoint-every 50",
+    "two_workers": "--workers 2",
+}
 NEEDS_GPU = ("item_every_step", "pageable", "small_batch", "tight_memory")
 NEEDS_TWO_RANKS = ("blocking_allreduce", "slow_loader_one_rank", "slow_rank")
 
