@@ -18,6 +18,7 @@ from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, partition
 from dlprof.measures.collectives import SYNCHRONOUS, collectives, exposed, exposed_waits, matched, traced_steps
 from dlprof.measures.replay import own_time
+from dlprof.measures.stalls import KINDS, stall_means, stalled_steps
 from dlprof.measures.steps import step_means
 from dlprof.result import CATEGORIES
 
@@ -122,19 +123,57 @@ def _before(pairs: pd.DataFrame) -> NDArray[np.int64]:
     return row_at.reindex(wanted).fillna(-1).to_numpy(dtype=np.int64)
 
 
-@across_ranks(accounts, breakdown, collectives, exposed, step_means, traced_steps)
+@across_ranks(accounts, breakdown, collectives, exposed, stall_means, stalled_steps, step_means, traced_steps)
 def blame(run: Measured) -> pd.DataFrame:
     """Charge each rank's waiting in the mean steady step: rank, culprit, category, ns; of each rank the most first.
 
-    Of each rank they add up to wait_ns in `own_time`. Reasons too small and too many are one: culprit −1, UNKNOWN.
-    Raises NotMeasured as `matched` does.
+    Of each rank they add up to wait_ns in `own_time`. Waiting for stalls is taken from every steady step, where they
+    were recorded, and the traced steps tell the rest. Reasons too many are one: culprit −1, UNKNOWN. Raises NotMeasured
+    as `matched` does.
     """
-    frame = run.frame(charged)
     own = run.frame(own_time).set_index("rank")["wait_ns"]
-    scale = own / frame.groupby("rank")["ns"].sum()
-    frame = frame.assign(ns=frame["ns"] * frame["rank"].map(scale).fillna(0.0))
+    frame = run.frame(charged)
+    stalls = _stalls(run)
+    if stalls is None:
+        frame = _to(frame, own)
+    else:
+        room = (own / stalls.groupby("rank")["ns"].sum()).clip(upper=1.0)
+        stalls = stalls.assign(ns=stalls["ns"] * stalls["rank"].map(room))
+        left = own - stalls.groupby("rank")["ns"].sum().reindex(own.index).fillna(0.0)
+        others = _to(frame[~frame["category"].isin(KINDS)], left)
+        unknown = left[~left.index.isin(others["rank"])].rename("ns").reset_index().assign(culprit=-1, category=UNKNOWN)
+        frame = pd.concat([stalls, others, unknown[frame.columns]], ignore_index=True)
     frame = frame[frame["ns"] > 0].sort_values(["rank", "ns"], ascending=[True, False], kind="stable")
     few = frame.groupby("rank").cumcount() < MOST_REASONS
     left = frame[~few].groupby("rank", as_index=False)["ns"].sum().assign(culprit=-1, category=UNKNOWN)
     together: pd.DataFrame = pd.concat([frame[few], left[frame.columns]], ignore_index=True)
     return together.sort_values("rank", kind="stable", ignore_index=True)
+
+
+def _to(frame: pd.DataFrame, wait: pd.Series[float]) -> pd.DataFrame:
+    """Scale each rank's blame to how long it waits."""
+    scale = wait / frame.groupby("rank")["ns"].sum()
+    return frame.assign(ns=frame["ns"] * frame["rank"].map(scale).fillna(0.0))
+
+
+def _stalls(run: Measured) -> pd.DataFrame | None:
+    """Charge each rank's waiting for the stalls of others, as all steady steps tell it; None where not recorded.
+
+    In a step that stalls all wait until the longest stall is over: it is that rank's, as far as it exceeds their own.
+    """
+    try:
+        steps, means = run.frame(stalled_steps), run.frame(stall_means)
+    except NotMeasured:
+        return None
+    parts = []
+    for kind, mine in steps.groupby("kind"):
+        table = mine.pivot_table(index="step", columns="rank", values="ns", aggfunc="sum", observed=True)
+        table = table.reindex(columns=list(run.ranks)).fillna(0.0)
+        waits = (-table).add(table.max(axis=1), axis=0) / means["steps"].mean()
+        found = waits.groupby(table.idxmax(axis=1)).sum().rename_axis(index="culprit")
+        parts.append(found.reset_index().melt("culprit", var_name="rank", value_name="ns").assign(category=kind))
+    if not parts:
+        return None
+    together = pd.concat(parts, ignore_index=True)
+    together = together.astype({"rank": np.int64, "culprit": np.int64})
+    return together[together["ns"] > 0][["rank", "culprit", "category", "ns"]]

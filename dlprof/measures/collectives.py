@@ -1,7 +1,8 @@
 """Collectives: those of each rank, and matched over all ranks, who waited in them for whom.
 
 Collectives match by process group and order. On clocks brought together, the last to arrive is the one that the others
-waited for: wait = latest start − own start. What is left of a rank's communication is transfer.
+waited for: wait = latest start − own start. What is left of a rank's communication is transfer. Where only one rank
+gives, as in a broadcast, it is the one that is waited for; where only one receives, it is the one that waits.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import breakdown, device, host
 from dlprof.measures.steps import timing
 
+Nanoseconds = NDArray[np.int64]
+
 # Of a pair and not of the group: they match by partner, which order alone does not tell.
 _POINT_TO_POINT = ("send", "recv", "")
 
@@ -26,6 +29,10 @@ SYNCHRONOUS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send
 
 # Matched collectives must overlap in time on all their ranks; where more than this share does not, it was no match.
 MISMATCHED = 0.1
+
+# One rank gives, the others receive and wait for it alone; or all give, and only the one that receives waits.
+_FROM_ONE = ("broadcast", "scatter")
+_TO_ONE = ("reduce", "gather")
 
 
 @per_rank
@@ -104,42 +111,72 @@ def traced_steps(rank: RankData) -> pd.DataFrame:
 
 @across_ranks(collectives)
 def matched(run: Measured) -> pd.DataFrame:
-    """Match the collectives of all ranks: the rows of `collectives`, with instance, wait_ns, and last (came last).
+    """Match the collectives of all ranks: the rows of `instances`, with wait_ns, and last (who is waited for).
 
     wait_ns = latest start − own start on clocks brought together; never longer than the collective. offset_ns is what
-    the rank's clock is ahead by, row the place of the row in `collectives`. Raises NotMeasured where there is none, a
-    rank is missing, or they do not match.
+    the rank's clock is ahead by. Raises NotMeasured where there is none, a rank is missing, or they do not match.
     """
     if len(run.ranks) < 2:
         alone = run.world_size < 2
         raise NotMeasured("one rank: nobody to wait for" if alone else _lacking(run))
-    frame = run.frame(collectives)
-    if not len(frame):
-        raise NotMeasured("no collectives in the traced steps")
+    frame = instances(run)
     lacking = run.lacking(collectives)
     if lacking:
         rank, why = next(iter(lacking.items()))
         raise NotMeasured(f"waiting shows only with every rank's trace; of rank {rank}: {why}")
-    key = ["step", "group", "members", "collective"]
-    frame = frame.assign(order=frame.groupby(["rank", *key]).cumcount(), row=np.arange(len(frame)))
-    instance = frame.groupby([*key, "order"]).ngroup()
-    present = instance.map(instance.value_counts())
-    said = frame["members"].str.count(",") + 1
-    full = present == np.where(frame["members"] == "", run.world_size, said)
-    frame = frame.assign(instance=instance)[full]
+    frame = frame[frame["present"] == frame["wanted"]]
     if not len(frame):
         raise NotMeasured(_lacking(run) if run.missing_ranks else "the ranks' collectives do not match in number")
     offset = frame["rank"].map(_clock_offsets(run, frame)).to_numpy(dtype=np.int64)
-    start = frame["start_ns"].to_numpy() - offset
-    end = frame["end_ns"].to_numpy() - offset
+    start = np.asarray(frame["start_ns"], dtype=np.int64) - offset
+    end = np.asarray(frame["end_ns"], dtype=np.int64) - offset
+    until, last = _releases(frame, start, end)
+    all_wait = frame["collective"].isin((*SYNCHRONOUS, "")).to_numpy()
+    apart = (until > end)[all_wait]
+    if len(apart) and np.mean(apart) > MISMATCHED:
+        raise NotMeasured(f"the ranks' collectives do not match: {np.mean(apart):.0%} of them do not overlap in time")
+    wait = np.clip(until - start, 0, end - start).astype(np.int64)
+    return frame.assign(wait_ns=wait, last=last, offset_ns=offset)
+
+
+def _releases(frame: pd.DataFrame, start: Nanoseconds, end: Nanoseconds) -> tuple[Nanoseconds, NDArray[np.bool_]]:
+    """Give for each matched row until when its rank had to wait, and whether it is the one that was waited for.
+
+    Traces do not tell who gives or receives where one does. It is taken to be the first rank that can be: nobody has a
+    broadcast before its giver began, and nobody ends a reduction before the last has given.
+    """
     by = frame["instance"].to_numpy()
     latest = pd.Series(start).groupby(by).transform("max").to_numpy()
     earliest_end = pd.Series(end).groupby(by).transform("min").to_numpy()
-    apart = float(np.mean(latest > earliest_end))
-    if apart > MISMATCHED:
-        raise NotMeasured(f"the ranks' collectives do not match: {apart:.0%} of the pairs do not overlap in time")
-    wait = np.clip(latest - start, 0, end - start).astype(np.int64)
-    return frame.assign(wait_ns=wait, last=latest == start, offset_ns=offset)
+    from_one = frame["collective"].isin(_FROM_ONE).to_numpy()
+    to_one = frame["collective"].isin(_TO_ONE).to_numpy()
+    can = np.where(from_one, start <= earliest_end, end >= latest)
+    first = pd.Series(np.where(can, frame["rank"].to_numpy(), np.iinfo(np.int64).max)).groupby(by).transform("min")
+    one = frame["rank"].to_numpy() == first.to_numpy()
+    given = pd.Series(np.where(one, start, np.iinfo(np.int64).min)).groupby(by).transform("max").to_numpy()
+    until = np.where(from_one, np.maximum(given, start), np.where(to_one & ~one, start, latest))
+    return until, np.where(from_one, one, start == latest)
+
+
+def instances(run: Measured) -> pd.DataFrame:
+    """Give the rows of `collectives` with instance, the same number for the same collective on all ranks.
+
+    They match by step, process group, kind and order. `row` is a row's own place, `present` how many ranks have the
+    instance and `wanted` how many took part in it. Raises NotMeasured where there are no collectives.
+    """
+    frame = run.frame(collectives)
+    if not len(frame):
+        raise NotMeasured("no collectives in the traced steps")
+    key = ["step", "group", "members", "collective"]
+    order = frame.groupby(["rank", *key], sort=False).cumcount()
+    frame = frame.assign(order=order, row=np.arange(len(frame)))
+    instance = frame.groupby([*key, "order"]).ngroup()
+    said = frame["members"].str.count(",") + 1
+    return frame.assign(
+        instance=instance,
+        present=instance.map(instance.value_counts()),
+        wanted=np.where(frame["members"] == "", run.world_size, said),
+    )
 
 
 def _lacking(run: Measured) -> str:

@@ -7,6 +7,7 @@ all do the same work, so that what a rank spends there beyond the shortest is wa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,9 +101,9 @@ def _waiting_phases(run: Measured) -> list[str]:
 
 @dataclass(frozen=True)
 class Lead:
-    """By how much the slowest rank's own time exceeds the next one's, and what that costs; times in ns."""
+    """By how much the late ranks' own time exceeds the next one's, and what that costs; times in ns."""
 
-    rank: int
+    ranks: tuple[int, ...]  # the slowest first
     behind_ns: float
     noise_ns: float  # standard error of behind_ns
     window_noise_ns: float  # how far the mean of a few steps in a row is off, on this machine; 0: not known
@@ -110,21 +111,23 @@ class Lead:
     step_ns: float
 
 
-def lead(own: pd.DataFrame) -> Lead:
+def lead(own: pd.DataFrame, late: Sequence[int] = ()) -> Lead:
     """Find the slowest rank in a frame of own times (steps × ranks, at least one by two), and replay it without.
 
-    The late rank brought to the next one's pace keeps its jitter: every step is replayed, not the mean one.
+    With `late`, some of the ranks, find by how much the fastest of them is behind the slowest of all others. Late ranks
+    brought to the others' pace keep their jitter: every step is replayed, not the mean one.
     """
-    mean = own.mean()
-    rank = int(str(mean.idxmax()))
-    others = own.drop(columns=rank)
+    mean = own.mean().sort_values(ascending=False, kind="stable")
+    ranks = tuple(int(str(r)) for r in mean.index if r in late) or (int(str(mean.index[0])),)
+    others = own.drop(columns=list(ranks))
     # Signed: a rank that is late by chance in some steps is early by chance in others.
-    behind: NDArray[np.float64] = (own[rank] - own[others.mean().idxmax()]).to_numpy(dtype=float)
+    behind: NDArray[np.float64] = (own[ranks[-1]] - own[others.mean().idxmax()]).to_numpy(dtype=float)
     blocks = behind[: len(behind) // BLOCK * BLOCK].reshape(-1, BLOCK).mean(axis=1)
     many = len(blocks) >= BLOCK
-    without = np.maximum(others.max(axis=1), own[rank] - max(float(behind.mean()), 0.0))
+    slowest = own[list(ranks)].max(axis=1)
+    without = np.maximum(others.max(axis=1), slowest - max(float(behind.mean()), 0.0))
     return Lead(
-        rank=rank,
+        ranks=ranks,
         behind_ns=float(behind.mean()),
         noise_ns=standard_error(blocks if many else behind),
         window_noise_ns=float(blocks.std(ddof=1)) if many else 0.0,

@@ -50,7 +50,7 @@ def _bars(result: Result, width: int, colour: bool) -> list[str]:
     ]
     drawn = order if len(order) <= FIRST_RANKS + 1 else order[:FIRST_RANKS] + odd
     label = max(len(f"rank {rank}") for rank in drawn)
-    bar = max(16, min(40, width - label - 47))
+    bar = max(16, min(40, width - label - 49))
     room = width - label - bar - 7
     lines = []
     for rank in drawn:

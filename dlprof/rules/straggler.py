@@ -1,20 +1,23 @@
-"""One rank is late, and all others wait for it.
+"""One rank is late, or all ranks of one host, and all others wait for it.
 
 Synchronous training runs at the pace of its slowest rank. The others show the loss as communication: they sit in a
 collective that cannot begin. The culprit shows least of it, for it arrives last and waits for nobody.
 
 Needs the traces of all ranks: collectives are matched by process group and order, and waiting is the latest start less
 one's own. A rank's own time is the step less that waiting. On a CPU run the light layer tells it for every step; on a
-GPU only the traced steps do, and a difference that comes and goes between them is not told.
+GPU only the traced steps do, and a difference that comes and goes between them is not told. Where traces are missing,
+the ranks that are here vote: whose collectives are abnormally short is the one that the others wait for.
 
-Saving: every step replayed with the late rank at the mean pace of the next slowest; its jitter stays.
+Saving: every step replayed with the late ranks at the mean pace of the next slowest; their jitter stays. What another
+rule answers for (a late rank's wait for data, its checkpoints, its garbage) is that rule's saving and not this one's.
 
-What to change depends on what the late rank does with its own time, which the table tells: a slower loader, more or
-longer inputs, more layers, a checkpoint that only it writes, a throttled or shared device.
+What to change depends on what the late rank does with its own time, which the report tells: more work, more or longer
+inputs, a slower clock, a host whose cores are taken.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 
@@ -24,11 +27,14 @@ from dlprof.diagnosis import LEAST_NOISE, Clear, Rule
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.collectives import waits
+from dlprof.measures.collectives import collectives, exposed, matched, waits
 from dlprof.measures.lateness import Lead, lead, light_own_time, traced_own_time
 from dlprof.measures.replay import own_time
+from dlprof.measures.samples import sample_means
 from dlprof.measures.steps import mean_step_ns, step_means
-from dlprof.result import Finding, Panel
+from dlprof.measures.votes import voted
+from dlprof.measures.workload import longer_because, workload
+from dlprof.result import CATEGORIES, Finding, Panel
 from dlprof.units import duration, percent
 
 # Notable from 5 % of a step on; other tools grade 5, 10 and 20 %.
@@ -37,39 +43,84 @@ NOTABLE_SHARE = 0.05
 # More rows than this nobody reads: the slowest and the fastest are shown.
 MOST_ROWS = 16
 
+# What a late rank may do with its time that another rule answers for, and claims the saving of.
+_OWNERS: Mapping[str, str] = {
+    "input_wait": "input_wait",
+    "pipeline_bubble": "pipeline_bubble",
+    "checkpoint": "checkpoint_stall",
+    "garbage_collection": "gc_pauses",
+    "compilation": "recompilation",
+}
+
+# What it does, and what to change; what its computation is longer by is looked into further.
+_CAUSES: Mapping[str, tuple[str, str]] = {
+    "computation": (
+        "computes longer",
+        "give it the same work (shards, sequence lengths, layers); then look at its device: clock, users, cooling",
+    ),
+    "communication": ("transfers longer", "look at its link: a slow network card or a wrong route"),
+    "copy": ("copies longer", "look at its link to the device and at its pinned memory"),
+    "input_wait": ("waits longer for its data", "speed up its loader: see input_wait, and its disk and cores"),
+    "pipeline_bubble": ("idles longer in its pipeline", "see pipeline_bubble"),
+    "checkpoint": ("saves checkpoints", "see checkpoint_stall"),
+    "validation": ("validates longer", "let all ranks validate, each its share"),
+    "garbage_collection": ("collects garbage longer", "see gc_pauses"),
+    "compilation": ("compiles longer", "see recompilation"),
+    "optimizer_host": ("is longer in its optimizer", "give each rank the same share of the optimizer's state"),
+    "host": ("spends longer on the host", "look at what only this rank does: logging, saving, its cores"),
+    "other": ("is late for a reason that was not recorded", "look at what only this rank does"),
+}
+
 
 def check(run: Measured) -> Finding | Clear:
-    """Find the rank with the longest own time, and what its lead over the next costs."""
-    steps = run.frame(waits)
+    """Find the ranks with the longest own time, and what their lead over the next costs."""
+    try:
+        steps = run.frame(waits)
+    except NotMeasured as why:
+        return _by_vote(run, why)
     steps = steps.assign(own_ns=steps.groupby("step")["dur_ns"].transform("mean") - steps["wait_ns"])
     late, source = _lead(run)
-    culprit, step = late.rank, mean_step_ns(run)
+    who = _who(run, late)
     # Traced steps are slower than others; the share of them is what carries over.
     share = late.saving_ns / late.step_ns if late.behind_ns > 0 else 0.0
     if share < NOTABLE_SHARE:
-        return Clear(f"the slowest rank ({culprit}) costs {percent(share)} of a step")
-    last = steps[steps["rank"] == culprit]
-    table = _table(run, steps)
-    why, cause = _cause(run, culprit)
+        return Clear(f"the slowest rank ({late.ranks[0]}) costs {percent(share)} of a step")
+    more = _more(run, late.ranks)
+    owned = {c: ns for c, ns in more.items() if c in _OWNERS}
+    left = share * (1 - sum(owned.values()) / max(sum(more.values()), 1.0))
+    if left < NOTABLE_SHARE:
+        owner = max(owned, key=lambda c: owned[c])
+        return Clear(
+            f"the others wait {percent(share)} of a step for {who}, which {_CAUSES[owner][0]}: see {_OWNERS[owner]}"
+        )
+    cause = max((c for c in more if c not in _OWNERS), key=lambda c: more[c])
+    does, do = _CAUSES[cause]
+    because, instead = longer_because(run, late.ranks[0]) if cause == "computation" else ("", "")
+    last = steps[steps["rank"].isin(late.ranks)]
+    also = "".join(
+        f"; that it {_CAUSES[c][0]} is counted by {_OWNERS[c]}" for c in owned if owned[c] > 0.1 * more[cause]
+    )
+    come = f"last in {int(last['last'].sum())} of {int(steps.groupby('rank')['matched'].sum().max())} collectives"
     return Finding(
-        title=f"Rank {culprit} makes the others wait",
-        summary=f"It is last in {int(last['last'].sum())} of {int(last['matched'].sum())} collectives and waits"
-        f" {duration(last['wait_ns'].mean())} a step, the others {duration(_others(steps, culprit))}; {why}.",
-        verdict=f"{percent(share)} of each step all ranks wait for rank {culprit}.",
-        saving_ns=share * step,
-        noise_ns=late.noise_ns * late.saving_ns / late.behind_ns,
-        advice=(cause,),
-        evidence=table,
-        ranks=(culprit,),
-        sure=f"Estimated by replaying the steps with the late rank at the pace of the next slowest one, {source}.",
+        title=f"{who[0].upper()}{who[1:]} makes the others wait",
+        summary=f"It is {come} and waits {duration(last['wait_ns'].mean())} a step, the others"
+        f" {duration(_others(steps, late.ranks))}; it {does} than the others ({duration(more[cause])} a step more)"
+        f"{': ' if because else ''}{because}{also}.",
+        verdict=f"{percent(left)} of each step all ranks wait for {who}.",
+        saving_ns=left * mean_step_ns(run),
+        noise_ns=late.noise_ns * late.saving_ns / late.behind_ns * left / share,
+        advice=(instead or do,),
+        evidence=_table(run, steps),
+        ranks=tuple(sorted(late.ranks)),
+        sure=f"Estimated by replaying the steps with {who} at the pace of the next slowest rank, {source}.",
     )
 
 
 def _lead(run: Measured) -> tuple[Lead, str]:
-    """Find the late rank from every step where the light layer can tell, else from the traced ones."""
-    traced = lead(run.frame(traced_own_time))
+    """Find the late ranks from every step where the light layer can tell, else from the traced ones."""
+    traced = _dearest(run, run.frame(traced_own_time))
     try:
-        whole = lead(run.frame(light_own_time))
+        whole = _dearest(run, run.frame(light_own_time))
     except NotMeasured:
         return traced, "in the traced steps"
     # What one short window shows must exceed what such windows show by chance.
@@ -79,38 +130,78 @@ def _lead(run: Measured) -> tuple[Lead, str]:
     return (traced, "in the traced steps") if missed and not told else (whole, "in every steady step")
 
 
-def _others(steps: pd.DataFrame, culprit: int) -> float:
-    return float(steps[steps["rank"] != culprit]["wait_ns"].mean())
+def _dearest(run: Measured, own: pd.DataFrame) -> Lead:
+    """Give the lead that costs most: that of the slowest rank, or that of all ranks of one host together."""
+    hosts: dict[str, list[int]] = {}
+    for rank in own.columns:
+        hosts.setdefault(_host(run, int(rank)), []).append(int(rank))
+    together = [lead(own, ranks) for ranks in hosts.values() if 1 < len(ranks) < len(own.columns)]
+    return max((lead(own), *together), key=lambda found: found.saving_ns)
 
 
-def _cause(run: Measured, culprit: int) -> tuple[str, str]:
-    """Tell in which part of its own time the late rank exceeds the median of the others most, and what to do."""
+def _host(run: Measured, rank: int) -> str:
+    return str(run.facts[rank].get("host") or run.trace_facts[rank].get("host") or "")
+
+
+def _who(run: Measured, late: Lead) -> str:
+    return f"rank {late.ranks[0]}" if len(late.ranks) == 1 else f"host {_host(run, late.ranks[0])}"
+
+
+def _others(steps: pd.DataFrame, late: tuple[int, ...]) -> float:
+    return float(steps[~steps["rank"].isin(late)]["wait_ns"].mean())
+
+
+def _more(run: Measured, late: tuple[int, ...]) -> dict[str, float]:
+    """Give by how much each category of the late ranks' own time exceeds the median of the others', ns; never below 0.
+
+    Their waiting for others is no own time.
+    """
     waiting = by_rank(run.frame(own_time), "wait_ns")
-
-    def more(*categories: str) -> float:
-        """Give by how much the culprit exceeds the median of the others."""
-        ns = part(run, *categories)
-        if categories == ("communication",):
+    more = {}
+    for category in CATEGORIES:
+        ns = part(run, category)
+        if category == "communication":
             ns = {r: max(0.0, t - waiting.get(r, 0.0)) for r, t in ns.items()}
-        return ns[culprit] - median(t for r, t in ns.items() if r != culprit)
+        others = [t for r, t in ns.items() if r not in late]
+        more[category] = max(0.0, median(t for r, t in ns.items() if r in late) - median(others))
+    return more
 
-    by = {c: more(c) for c in ("computation", "input_wait", "copy", "communication")} | {
-        "host": more("host", "optimizer_host")
-    }
-    cause = max(by, key=lambda c: by[c])
-    words = {
-        "computation": (
-            "computes longer",
-            "give it the same work (shards, sequence lengths, layers); then look at its device: clock, users, cooling",
+
+def _by_vote(run: Measured, why: NotMeasured) -> Finding | Clear:
+    """Name the late rank without matching starts: where ranks are missing, by whose collectives are too short."""
+    if not run.missing_ranks or len(run.ranks) < 2:
+        raise why
+    try:
+        votes = run.frame(voted).set_index("rank")
+    except NotMeasured as e:
+        raise NotMeasured(f"{why}; {e}") from None
+    late = int(str(votes["votes"].idxmax()))
+    counted, mine = int(votes["counted"].iloc[0]), int(votes["votes"].max())
+    if 2 * mine <= counted:
+        raise NotMeasured(
+            f"{why}; the collectives of those that are here last alike: if one is late, its trace is not here"
+        )
+    # What is hidden behind computation costs nothing, and is no waiting.
+    exposed_ns = pd.Series(part(run, "communication"), dtype=float).reindex(votes.index).fillna(0.0)
+    others = votes.assign(waited_ns=votes["waited_ns"].clip(upper=exposed_ns)).drop(index=late)
+    # Without the late one, the others still wait for the next: what the one that waits least of them waits is gained.
+    gain = float(others["waited_ns"].min())
+    share = gain / mean_step_ns(run)
+    if share < NOTABLE_SHARE:
+        return Clear(f"rank {late} costs {percent(share)} of a step, as far as the ranks that are here tell")
+    missing = f"{len(run.missing_ranks)} of {run.world_size} ranks are not here"
+    return Finding(
+        title=f"Rank {late} makes the others wait",
+        summary=f"Its collectives are abnormally short in {mine} of {counted}: the others wait"
+        f" {duration(float(others['waited_ns'].mean()))} a step in theirs. {missing}, and what they do is not known.",
+        verdict=f"{percent(share)} of each step ranks wait for rank {late}.",
+        saving_ns=gain,
+        advice=(
+            "compare its input, its work and its host with another's; the traces of all ranks would tell which it is",
         ),
-        "input_wait": ("waits longer for its data", "speed up its loader: see input_wait, and its disk and cores"),
-        "copy": ("copies longer", "look at its link to the device and at its pinned memory"),
-        "communication": ("transfers longer", "look at its link: a slow network card or a wrong route"),
-    }
-    does, do = words.get(
-        cause, ("spends longer on the host", "look at what only this rank does: logging, saving, its cores")
+        ranks=(late,),
+        sure=f"Estimated from the lengths of collectives alone; {missing}: were one of them nearly as late, less.",
     )
-    return f"it {does} than the others ({duration(by[cause])} a step more)", do
 
 
 def _table(run: Measured, steps: pd.DataFrame) -> Panel:
@@ -139,7 +230,20 @@ def _table(run: Measured, steps: pd.DataFrame) -> Panel:
 RULE = Rule(
     "straggler",
     "A late rank",
-    (breakdown, light_own_time, own_time, step_means, traced_own_time, waits),
+    (
+        breakdown,
+        collectives,
+        exposed,
+        light_own_time,
+        matched,
+        own_time,
+        sample_means,
+        step_means,
+        traced_own_time,
+        voted,
+        waits,
+        workload,
+    ),
     check,
     saves_from=("communication", "pipeline_bubble"),
 )

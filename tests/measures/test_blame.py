@@ -111,6 +111,23 @@ def test_it_adds_up_to_the_waiting_however_many_reasons_there_are(tmp_path: Path
     assert (frame.groupby("rank").size() <= MOST_REASONS + 1).all()
 
 
+def test_stalls_that_no_traced_step_saw_are_blamed_as_all_steps_tell(tmp_path: Path) -> None:
+    # Rank 1 saves for 10 ms in every tenth step, none of them traced; in those it also copies 1 ms longer.
+    made = held_up({}, {"copy": MS}, {})
+    length = 4 * MS
+    steps = [[runs.light(n, length + 10 * MS * (n % 10 == 0)) for n in range(43)] for _ in range(3)]
+    saved = [runs.stall("checkpoint", n, 10 * MS) for n in range(0, 43, 10)]
+    facts = {"device": {"type": "cuda"}, "host": "node-1"}
+    folder = runs.recorded(
+        tmp_path / "run", *((m, s, facts) for m, s in zip(made, steps, strict=True)), stalls=[[], saved, []]
+    )
+    run = runs.measured(folder, *NEEDS)
+    found, wait = rows(run.frame(blame)), run.frame(own_time).set_index("rank")["wait_ns"]
+    steady = 40
+    assert found[0, 1, "checkpoint"] == pytest.approx(min(4 * 10 * MS / steady, wait[0]))
+    assert found[0, 1, "checkpoint"] + found.get((0, 1, "copy"), 0.0) == pytest.approx(wait[0])
+
+
 def test_lateness_that_is_older_than_the_trace_has_no_cause(tmp_path: Path) -> None:
     made = late_by(0, 0, steps=1)
     # Rank 1 begins its only step 0.3 ms late, and meets the other at the same instant as ever.

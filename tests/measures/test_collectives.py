@@ -122,6 +122,47 @@ def test_ranks_that_starve_in_turn_lose_more_than_their_means_tell(tmp_path: Pat
     assert saving(run, {0: 1.0 * MS, 1: 1.0 * MS}) == pytest.approx(MS)
 
 
+def test_a_broadcast_is_waited_for_and_its_giver_waits_for_nobody(tmp_path: Path) -> None:
+    # Rank 0 gives and goes on. Rank 1 comes after that, rank 2 has been waiting.
+    begins, lasts = (MS, 2 * MS, 0), (300_000, 100_000, 1_200_000)
+    made = []
+    for rank in range(3):
+        events: list[Any] = [traces.step(0, 0, 5 * MS)]
+        events.append(
+            traces.collective(
+                begins[rank],
+                lasts[rank],
+                1_000,
+                "broadcast",
+                ranks=(0, 1, 2),
+                kernel_name="ncclDevKernel_Broadcast_RING_LL",
+            )
+        )
+        events.append(traces.collective(3 * MS, MS, 1_000, ranks=(0, 1, 2)))
+        made.append(traces.trace(*events, rank=rank, world_size=3))
+    frame = run_of(tmp_path, made).frame(matched)
+    given = frame[frame["collective"] == "broadcast"].set_index("rank")
+    assert given["wait_ns"].to_dict() == {0: 0, 1: 0, 2: MS}
+    assert given["last"].to_dict() == {0: True, 1: False, 2: False}
+
+
+def test_only_the_receiver_of_a_reduction_waits(tmp_path: Path) -> None:
+    begins, ends = (0, MS, 200_000), (1_300_000, 1_200_000, 400_000)
+    made = []
+    for rank in range(3):
+        event = traces.collective(
+            begins[rank],
+            ends[rank] - begins[rank],
+            1_000,
+            "reduce",
+            ranks=(0, 1, 2),
+            kernel_name="ncclDevKernel_Reduce_Sum_f32_RING_LL",
+        )
+        made.append(traces.trace(traces.step(0, 0, 2 * MS), event, rank=rank, world_size=3))
+    frame = run_of(tmp_path, made).frame(matched).set_index("rank")
+    assert frame["wait_ns"].to_dict() == {0: MS, 1: 0, 2: 0}
+
+
 def test_the_real_gloo_pair_matches(tmp_path: Path) -> None:
     golden = Path(__file__).parent.parent / "golden"
     for n in range(2):

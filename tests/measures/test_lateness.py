@@ -20,7 +20,14 @@ def own(*columns: list[float]) -> pd.DataFrame:
 
 def test_the_lead_is_over_the_next_slowest() -> None:
     late = lead(own([10.0, 10.0], [16.0, 16.0], [12.0, 12.0]))
-    assert (late.rank, late.behind_ns, late.saving_ns, late.step_ns) == (1, 4.0, 4.0, 16.0)
+    assert (late.ranks, late.behind_ns, late.saving_ns, late.step_ns) == ((1,), 4.0, 4.0, 16.0)
+
+
+def test_ranks_that_are_late_together_are_behind_the_slowest_of_the_others() -> None:
+    times = own([10.0, 10.0], [16.0, 16.0], [12.0, 12.0], [15.0, 15.0])
+    assert lead(times).saving_ns == 1.0
+    late = lead(times, (1, 3))
+    assert (late.ranks, late.behind_ns, late.saving_ns) == ((1, 3), 3.0, 3.0)
 
 
 def test_a_late_rank_without_its_lead_keeps_its_jitter() -> None:
@@ -75,7 +82,7 @@ def test_more_work_in_a_waiting_phase_shows_only_in_the_trace(tmp_path: Path) ->
     run = runs.measured(cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=MS), light_own_time, traced_own_time)
     assert lead(run.frame(light_own_time)).behind_ns == 0
     late = lead(run.frame(traced_own_time))
-    assert late.rank == 1
+    assert late.ranks == (1,)
     assert late.behind_ns == pytest.approx(MS)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from dlprof.rules.straggler import RULE
 from tests import runs, traces
+from tests.measures.test_blame import held_up
 from tests.measures.test_collectives import late_by
 from tests.rules.asking import ask
 from tests.runs import MS
@@ -45,6 +46,63 @@ def test_ranks_late_in_turn_are_no_straggler(tmp_path: Path) -> None:
                 )
         made.append({**one[rank], "traceEvents": events})
     assert ask(RULE, runs.foreign(tmp_path, *made)).state != "found"
+
+
+def test_a_late_loader_is_the_loaders_rule_to_find(tmp_path: Path) -> None:
+    clear = ask(RULE, runs.foreign(tmp_path, *held_up({}, {"input_wait": 2 * MS}, {})))
+    assert clear.state == "clear"
+    assert "wait 40 % of a step for rank 1, which waits longer for its data: see input_wait" in clear.summary
+
+
+def test_what_another_rule_owns_is_not_claimed_twice(tmp_path: Path) -> None:
+    found = ask(RULE, runs.foreign(tmp_path, *held_up({}, {"input_wait": MS, "computation": MS}, {})))
+    assert (found.state, found.ranks) == ("found", (1,))
+    assert found.saving_ns == pytest.approx(MS)
+    assert "counted by input_wait" in found.summary
+
+
+def test_all_ranks_of_a_host_may_be_late_together(tmp_path: Path) -> None:
+    hosts = ["node-1"] * 4 + ["node-2"] * 4
+    more = [{"host": int(MS * slow)} for slow in (0, 0.1, 0.05, 0, 1, 1.02, 1.05, 1)]
+    found = ask(RULE, runs.foreign(tmp_path, *held_up(*more, hosts=hosts)))
+    assert (found.state, found.ranks) == ("found", (4, 5, 6, 7))
+    assert found.saving_ns == pytest.approx(0.9 * MS)
+    assert "host node-2" in found.verdict
+
+
+def test_more_kernels_are_more_work_and_longer_ones_are_not(tmp_path: Path) -> None:
+    made = held_up({}, {"computation": MS}, {})
+    assert "as many kernels, each 1.57 × as long" in ask(RULE, runs.foreign(tmp_path / "longer", *made)).summary
+    kernels = [e for e in made[1]["traceEvents"] if e["name"] == "gemm"]
+    for e in kernels:
+        made[1]["traceEvents"].append({**e, "ts": e["ts"] + e["dur"] / 2, "dur": e["dur"] / 2})
+        e["dur"] /= 2
+    found = ask(RULE, runs.foreign(tmp_path / "more", *made))
+    assert "3 kernels a step, the others 2" in found.summary
+    assert "same number of batches" in found.advice[0]
+
+
+def test_more_data_is_told_from_slower_kernels(tmp_path: Path) -> None:
+    made = held_up({}, {"computation": MS}, {})
+    for e in made[1]["traceEvents"]:
+        if "Memcpy" in e["name"]:
+            e["args"]["bytes"] *= 2
+    found = ask(RULE, runs.foreign(tmp_path, *made))
+    assert "2.00 × the others' data" in found.summary
+
+
+def test_where_ranks_are_missing_the_shortest_collectives_vote(tmp_path: Path) -> None:
+    made = held_up({}, {"computation": 2 * MS}, {"copy": 10_000}, {}, {"copy": 20_000}, {})
+    found = ask(RULE, runs.foreign(tmp_path / "here", *made[:5]))
+    assert (found.state, found.ranks) == ("found", (1,))
+    assert found.saving_ns == pytest.approx(2 * MS - 20_000)
+    assert "1 of 6 ranks are not here" in found.sure
+    # Without the late rank, the others' collectives are all alike.
+    for n, rank in enumerate(r for r in range(6) if r != 1):
+        traces.write(tmp_path / "gone" / f"rank{n}.json.gz", made[rank])
+    answer = ask(RULE, tmp_path / "gone")
+    assert answer.state == "not_measured"
+    assert "its trace is not here" in answer.why
 
 
 def test_a_missing_rank_abstains(tmp_path: Path) -> None:

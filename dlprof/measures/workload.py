@@ -1,0 +1,96 @@
+"""How much each rank has to do in a step, to tell more work from slower work."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof import intervals as iv
+from dlprof.engine import Measured, RankData, by_rank, per_rank
+from dlprof.errors import NotMeasured
+from dlprof.measures import device, host
+from dlprof.measures.samples import sample_means
+from dlprof.measures.steps import timing
+
+
+@per_rank
+def workload(rank: RankData) -> pd.DataFrame:
+    """Give one row, of the mean steady traced step: pieces of computation, piece_ns (of a mean one), copied_bytes.
+
+    Pieces are kernels on a device, else the outermost operators of the training thread; copied_bytes go from the host
+    to the device, NaN without a device.
+    """
+    t = timing(rank)
+    if not len(t.windows):
+        raise NotMeasured("no steps were traced")
+    on_device = device.has_device(rank)
+    within = iv.merge(t.windows)
+    if on_device:
+        work = device.device_work(rank)
+        pieces = work[host.is_kind(work, "kernel")]
+        copies = work[host.is_one_of(work["copy"], "HtoD")]
+        copied = float(copies["bytes"].clip(lower=0).to_numpy()[_inside(copies, within)].sum())
+    else:
+        thread = host.on_training_thread(rank)
+        pieces = host.outermost(thread[host.is_kind(thread, "op")])
+        copied = float("nan")
+    chosen = pieces["dur_ns"].to_numpy()[_inside(pieces, within)]
+    n = len(t.windows)
+    mean = float(chosen.mean()) if len(chosen) else 0.0
+    return pd.DataFrame({"pieces": [len(chosen) / n], "piece_ns": [mean], "copied_bytes": [copied / n]})
+
+
+def _inside(spans: pd.DataFrame, within: iv.Intervals) -> NDArray[np.bool_]:
+    start = spans["start_ns"].to_numpy()
+    inside: NDArray[np.bool_] = iv.within(within, start, start + 1) > 0
+    return inside
+
+
+def longer_because(run: Measured, late: int) -> tuple[str, str]:
+    """Tell why a rank computes longer than the others, and what to do; as far as it was recorded.
+
+    In this order: more kernels or operators, more bytes copied in, a slower clock, no free core for its main thread.
+    Each must make up at least half of what its computation is longer by.
+    """
+    frame = run.frame(workload).set_index("rank")
+    mine, others = frame.loc[late], frame.drop(index=late).median()
+    least = 1 + (mine["pieces"] * mine["piece_ns"] / (others["pieces"] * others["piece_ns"]) - 1) / 2
+    if not least > 1:
+        return "", ""
+    on_device = mine["copied_bytes"] == mine["copied_bytes"]
+    what = "kernels" if on_device else "operators"
+    if mine["pieces"] >= least * others["pieces"]:
+        more = f"{mine['pieces']:,.0f} {what} a step, the others {others['pieces']:,.0f}"
+        return more, "give it the same work: the same layers, the same number of batches, nothing that only it computes"
+    if mine["copied_bytes"] >= least * others["copied_bytes"] > 0:
+        ratio = mine["copied_bytes"] / others["copied_bytes"]
+        return f"{ratio:.2f} × the others' data a step", "give it batches like the others': sort or bucket by length"
+    slower = _sampled(run, "gpu", "sm_clock_mhz", late)
+    if slower is not None and slower[1] >= least * slower[0]:
+        said = f"its clock runs at {slower[0]:,.0f} MHz, the others' at {slower[1]:,.0f}"
+        return said, "look at its power limit, its cooling and who else uses it (`nvidia-smi -q -d CLOCK,PERFORMANCE`)"
+    waited = _sampled(run, "processes", "main_thread_waited_share", late)
+    if waited is not None and waited[0] - waited[1] >= 1 - 1 / least:
+        said = (
+            f"for {100 * waited[0]:.0f} % of the time its main thread has no core, the others' {100 * waited[1]:.0f} %"
+        )
+        return said, "find out what else runs on its host, or give its process cores of its own"
+    ratio = mine["piece_ns"] / others["piece_ns"]
+    return (
+        f"as many {what}, each {ratio:.2f} × as long",
+        "give it the same work (shards, sequence lengths); then look at its device: clock, users, cooling",
+    )
+
+
+def _sampled(run: Measured, source: str, metric: str, late: int) -> tuple[float, float] | None:
+    """Give a sampled metric's mean on the late rank, and the median of the others'; None where it was not sampled."""
+    try:
+        means = run.frame(sample_means)
+    except NotMeasured:
+        return None
+    chosen = by_rank(means[(means["source"] == source) & (means["metric"] == metric)], "mean")
+    others = [value for rank, value in chosen.items() if rank != late]
+    return (chosen[late], median(others)) if late in chosen and others else None
