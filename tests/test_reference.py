@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.rules import RULES
 from tests import jobs
 
 TRACES = Path(__file__).parent.parent.parent / "shared" / "traces"
@@ -161,3 +162,26 @@ def test_ranks_that_are_not_here_are_named(result: Any) -> None:
     assert (run["world_size"], run["ranks"], run["missing_ranks"]) == (8, [3], [0, 1, 2, 4, 5, 6, 7])
     assert any("7 of 8 ranks" in w for w in run["warnings"])
     assert outcome(result("dlrm_a100_rank3_of_8"), "straggler")["state"] == "not_measured"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_saving_is_larger_than_what_the_step_has_of_it(result: Any, name: str) -> None:
+    """On any rank: its own time in the rule's categories, and of its waiting as much as the others have of them."""
+    said = result(name)
+    time: dict[int, dict[str, float]] = defaultdict(dict)
+    for part in said["time"]:
+        time[part["rank"]][part["category"]] = part["ns"]
+    of = {r.id: set(r.saves_from) for r in RULES}
+    found = [o for o in said["outcomes"] if o["state"] == "found" and of[o["id"]]]
+    assert found
+    for o in found:
+        own = {r: sum(ns for c, ns in parts.items() if c in of[o["id"]]) for r, parts in time.items()}
+        waiting = {"communication", "pipeline_bubble", "other"} - of[o["id"]]
+        most = max(
+            own[r] + min(sum(own.values()) - own[r], sum(parts.get(c, 0.0) for c in waiting))
+            for r, parts in time.items()
+        )
+        assert 0 < o["saving_ns"] <= most * (1 + 1e-9), o["id"]
+        assert "Cut to what the step has" not in o["sure"], o["id"]
+    together = said["together"]["saving_ns"]
+    assert found[0]["saving_ns"] <= together <= said["window"]["step_ns"] * (1 + 1e-9)
