@@ -37,6 +37,7 @@ from torch.utils.data.distributed import DistributedSampler
 # What can be planted, and the dlprof rule that must notice it. Each is one `if args.fault == ...` below.
 FAULTS = {
     "blocking_allreduce": "exposed_communication",  # gradients reduced one by one, after backward
+    "blocking_copies": "blocking_copy",  # batches from pinned memory, each of which the script waits for
     "changing_shapes": "recompilation",  # compiled for one size of pictures, and the size changes
     "checkpoint_every_few": "checkpoint_stall",  # the whole state saved over and over, every 5 steps
     "garbage": "gc_pauses",  # many objects live on, and each step leaves cycles
@@ -60,7 +61,7 @@ HEALTHY = {
     "checkpoints": "--checkpoint-every 50",
     "two_workers": "--workers 2",
 }
-NEEDS_GPU = ("item_every_step", "pageable", "small_batch", "tight_memory")
+NEEDS_GPU = ("blocking_copies", "item_every_step", "pageable", "small_batch", "tight_memory")
 NEEDS_TWO_RANKS = ("blocking_allreduce", "slow_loader_one_rank", "slow_rank")
 
 Pixels = npt.NDArray[np.uint8]  # height × width × 3
@@ -577,7 +578,7 @@ def main() -> None:
     kept: list[Any] = []  # faults garbage and keeps_batches
     logged_at, logged_step = time.perf_counter(), 0
     for step, (epoch, (pixels, labels)) in enumerate(batches(train_loader, args.epochs), start=1):
-        non_blocking = args.fault != "pageable"
+        non_blocking = args.fault not in ("blocking_copies", "pageable")
         pixels = pixels.to(args.device, non_blocking=non_blocking)
         labels = labels.to(args.device, non_blocking=non_blocking)
 

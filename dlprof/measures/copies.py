@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof import intervals as iv
-from dlprof.engine import Measured, RankData, per_rank
+from dlprof.engine import Measured, RankData, by_rank, per_rank
 from dlprof.measures import device, host
 from dlprof.measures.breakdown import part
 from dlprof.measures.steps import timing
@@ -61,9 +61,14 @@ def copies(rank: RankData) -> pd.DataFrame:
 
 
 def hideable(run: Measured, exposed: Mapping[int, float]) -> dict[int, float]:
-    """Bound exposed copy time (rank → ns a step) by the computation of the step, behind which it could be hidden."""
+    """Bound exposed copy time (rank → ns a step) by the computation behind which it could be hidden.
+
+    That is the step's, less what hides other copies already: they share the link.
+    """
     computation = part(run, "computation")
-    return {r: min(ns, computation.get(r, 0.0)) for r, ns in exposed.items()}
+    frame = run.frame(copies)
+    hidden = by_rank(frame.assign(hidden_ns=(frame["copy_ns"] - frame["exposed_ns"]).clip(lower=0.0)), "hidden_ns")
+    return {r: min(ns, max(0.0, computation.get(r, 0.0) - hidden.get(r, 0.0))) for r, ns in exposed.items()}
 
 
 def copy_table(frame: pd.DataFrame, rank: int) -> Panel:

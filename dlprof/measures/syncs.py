@@ -29,10 +29,11 @@ MOST_ROWS = 20
 
 @per_rank
 def syncs(rank: RankData) -> pd.DataFrame:
-    """Give what made the training thread wait in the steady traced steps: asked, call, and a step its calls, ns,
-    idle_ns, host_ns.
+    """Give what made the training thread wait in the steady traced steps: asked, call, pinned, and a step its calls,
+    ns, idle_ns, host_ns.
 
-    `asked` is the outermost operator, `call` the runtime's; `ns` is the thread's wait; `idle_ns` how long the device
+    `asked` is the outermost operator, `call` the runtime's; `pinned` is 1 where the wait is for a copy to the device
+    from pinned memory, which need not be waited for; `ns` is the thread's wait; `idle_ns` how long the device
     then had nothing because the host had launched nothing more; `host_ns` all that it waits for the host. NaN on the
     CPU, where values are only read.
     Raises NotMeasured without a trace.
@@ -51,6 +52,7 @@ def syncs(rank: RankData) -> pd.DataFrame:
             {
                 "asked": counts.index,
                 "call": "",
+                "pinned": 0,
                 "calls": counts.to_numpy() / n,
                 "ns": np.nan,
                 "idle_ns": np.nan,
@@ -72,7 +74,7 @@ def syncs(rank: RankData) -> pd.DataFrame:
     last = np.append(at[1:] != at[:-1], True)[: len(at)]
     idle = np.where(open_then & last, own[np.maximum(at, 0)] if len(gaps) else 0, 0)
     frame = waits.assign(ns=end - begin, idle_ns=idle, calls=1)
-    sums = frame.groupby(["asked", "call"], as_index=False)[["calls", "ns", "idle_ns"]].sum()
+    sums = frame.groupby(["asked", "call", "pinned"], as_index=False)[["calls", "ns", "idle_ns"]].sum()
     sums[["calls", "ns", "idle_ns"]] = sums[["calls", "ns", "idle_ns"]] / n
     ordered = sums.sort_values("ns", ascending=False, kind="stable", ignore_index=True)
     return ordered.head(MOST_ROWS).assign(host_ns=iv.total(hosts) / n)
@@ -100,12 +102,26 @@ def _waits(rank: RankData, thread: pd.DataFrame, ops: pd.DataFrame) -> pd.DataFr
     within = (at >= 0) & (start < (begin + ops["dur_ns"].to_numpy())[np.maximum(at, 0)]) if len(ops) else at >= 0
     asked = np.where(within, ops["name"].astype("str").to_numpy()[np.maximum(at, 0)] if len(ops) else "", "")
     one = np.where(within, at, -1 - np.arange(len(calls)))
+    # The operators that copy from pinned memory: by the calls that launched those copies.
+    free = host.is_one_of(copies["copy"], "HtoD") & host.is_one_of(copies["memory"], "pinned")
+    copied = thread["start_ns"].to_numpy()[runtime & np.isin(launch, copies["launch"].to_numpy()[free]) & (launch >= 0)]
     frame = pd.DataFrame(
-        {"one": one, "asked": asked, "call": calls["name"].astype("str").to_numpy(), "start_ns": start, "end_ns": end}
-    )
+        {
+            "one": one,
+            "asked": asked,
+            "call": calls["name"].astype("str").to_numpy(),
+            "pinned": np.isin(at, np.searchsorted(begin, copied, side="right") - 1) & within,
+            "start_ns": start,
+            "end_ns": end,
+        }
+    ).astype({"pinned": int})
     # The longest call names the wait.
     frame = frame.assign(ns=end - start).sort_values("ns", ascending=False, kind="stable")
     together = frame.groupby("one").agg(
-        asked=("asked", "first"), call=("call", "first"), start_ns=("start_ns", "min"), end_ns=("end_ns", "max")
+        asked=("asked", "first"),
+        call=("call", "first"),
+        pinned=("pinned", "max"),
+        start_ns=("start_ns", "min"),
+        end_ns=("end_ns", "max"),
     )
     return together.sort_values("start_ns", ignore_index=True)

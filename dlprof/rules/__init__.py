@@ -3,6 +3,7 @@
 from dlprof.diagnosis import Rule
 from dlprof.rules import (
     allocator_retries,
+    blocking_copy,
     checkpoint_stall,
     data_parallel,
     exposed_communication,
@@ -28,6 +29,7 @@ from dlprof.rules import (
 
 RULES: tuple[Rule, ...] = (
     allocator_retries.RULE,
+    blocking_copy.RULE,
     checkpoint_stall.RULE,
     data_parallel.RULE,
     exposed_communication.RULE,

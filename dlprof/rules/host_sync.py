@@ -7,7 +7,7 @@ launched again.
 
 Needs a trace of a device. A wait counts where the device ran dry meanwhile: then for as long as the host took to launch
 again, and not for the waiting itself, in which the device worked. What the device waited for anyway (the next batch,
-another rank) is left out.
+another rank) is left out. Waiting for copies from pinned memory is the business of `blocking_copy`.
 
 Saving: that idle time gone. It is part of what `host_bound` finds, with a cause.
 
@@ -57,6 +57,7 @@ def check(run: Measured) -> Finding | Clear:
     frame = run.frame(syncs)
     if frame["idle_ns"].isna().any():
         raise NotMeasured("the trace holds no work of a device")
+    frame = frame[frame["pinned"] == 0]
     late = part(run, *_HOST)
     # The trace slows the host: of its part of the steps that were not traced these waits have the same share.
     of_host = (frame.groupby("rank")["idle_ns"].sum() / frame.groupby("rank")["host_ns"].first()).fillna(0.0)

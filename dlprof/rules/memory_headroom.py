@@ -135,4 +135,10 @@ def _fixed(run: Measured) -> dict[int, float]:
     return {r: ns + max(0.0, exchanged.get(r, 0.0) - float(waits.get(r, 0.0))) for r, ns in host.items()}
 
 
-RULE = Rule("memory_headroom", "Memory of the GPU", (breakdown, memory_use, own_time, step_means), check)
+RULE = Rule(
+    "memory_headroom",
+    "Memory of the GPU",
+    (breakdown, memory_use, own_time, step_means),
+    check,
+    saves_from=(*_HOST, "communication"),
+)

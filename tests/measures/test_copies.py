@@ -36,6 +36,6 @@ def test_copies_outside_the_steps_do_not_count(tmp_path: Path) -> None:
 
 def test_a_copy_hides_behind_no_more_than_is_computed(tmp_path: Path) -> None:
     made = traces.trace(traces.step(1, 0, MS), traces.kernel("gemm", 0, 200_000), world_size=1)
-    run = runs.measured(runs.foreign(tmp_path, made), breakdown)
+    run = runs.measured(runs.foreign(tmp_path, made), breakdown, copies)
     assert hideable(run, {0: 50_000.0}) == {0: 50_000}
     assert hideable(run, {0: 700_000.0}) == {0: 200_000}

@@ -49,6 +49,21 @@ def test_what_comes_back_is_another_rules_business(tmp_path: Path) -> None:
     assert ask(RULE, batches(tmp_path, "DtoH (Device -> Pageable)")).state == "clear"
 
 
+@pytest.mark.parametrize(("hidden", "room"), [(0, 300_000), (100_000, 200_000)])
+def test_no_more_is_gained_than_there_is_computation_left_to_hide_behind(
+    tmp_path: Path, hidden: int, room: int
+) -> None:
+    """Of 0.3 ms that it computes a part hides another copy already."""
+    made = traces.trace(
+        traces.step(1, 0, MS),
+        traces.copy(0, 700_000, 10_000_000),
+        traces.kernel("gemm", 700_000, 300_000),
+        *([traces.copy(800_000, hidden, 1_000_000, "HtoD (Pinned -> Device)", stream=9)] if hidden else []),
+        world_size=1,
+    )
+    assert ask(RULE, runs.foreign(tmp_path, made)).saving_ns == pytest.approx(room)
+
+
 def test_without_a_device_it_abstains(tmp_path: Path) -> None:
     made = traces.trace(traces.step(1, 0, MS), traces.op("aten::mm", 0, MS), device="", backend="gloo", world_size=1)
     assert ask(RULE, runs.foreign(tmp_path, made)).state == "not_measured"
