@@ -523,6 +523,8 @@ def main() -> None:
         args.workers = 0
     if args.fault == "slow_worker":
         args.workers = max(2, args.workers)
+    if args.fault == "blocking_copies":
+        args.pin_memory = True
     if args.fault == "pageable":
         args.pin_memory = False
     if args.fault == "small_batch":

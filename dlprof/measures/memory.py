@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import samples
 from dlprof.measures.steps import ENOUGH, light_steps, standard_error
 
 # What travels of the series: enough for any screen.
@@ -64,28 +62,28 @@ _HELD = {"process": ("processes", "anonymous_bytes", "rss_bytes")} | {
 def memory_growth(rank: RankData) -> pd.DataFrame:
     """Give one row for each memory that was read while training was steady: whether, and how fast, it grows.
 
-    Columns: what (device: PyTorch's allocator; process; workers: with all other children), metric (of the samples, ""
+    Columns: what (device: PyTorch's allocator; process; workers: all its children), metric (of the samples, ""
     for the device), grows (1: the floor rises in each part of the time, and goes on), first_bytes and last_bytes (the
-    floor of the first and the last part), per_s (bytes), left_bytes (that the device, or the host of the rank, had left
-    at last; NaN: not read here). Raises NotMeasured where too little was read.
+    floor of the first and the last part), per_step (bytes), left_bytes (that the device, or the rank's host, had at
+    last; NaN: not read here). Raises NotMeasured where too little was read.
     """
-    begin, end = samples.steady(rank)
+    steps = _untouched(rank)
     rows = []
     if rank.has("memory"):
-        frame = _within(_readings(rank), begin, end)
+        frame = _within(_readings(rank), steps)
         device = rank.facts.get("device") or {}
         total = device.get("memory_bytes") if device.get("type") == "cuda" else None
-        rows.append(_growth("device", "", frame["at_ns"].to_numpy(), frame["allocated_bytes"].to_numpy(dtype=float)))
+        rows.append(_growth("device", "", steps, frame["at_ns"], frame["allocated_bytes"]))
         if rows[-1] is not None:
             rows[-1]["left_bytes"] = np.nan if total is None else total - rows[-1]["last_bytes"]
     if rank.has("samples"):
-        read = _within(rank.table("samples"), begin, end)
+        read = _within(rank.table("samples"), steps)
         left = read[(read["source"] == "host") & (read["metric"] == "memory_available_bytes")]["value"].tail(_A_PART)
         for what, (source, *metrics) in _HELD.items():
             there = [m for m in metrics if (read["metric"] == m).any()]
             if there:
                 mine = read[(read["source"] == source) & (read["metric"] == there[0])]
-                row = _growth(what, there[0], mine["at_ns"].to_numpy(), mine["value"].to_numpy())
+                row = _growth(what, there[0], steps, mine["at_ns"], mine["value"])
                 rows.append(None if row is None else row | {"left_bytes": float(left.min()) if len(left) else np.nan})
     found = [row for row in rows if row is not None]
     if not found:
@@ -93,28 +91,46 @@ def memory_growth(rank: RankData) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def _within(frame: pd.DataFrame, begin: int, end: int) -> pd.DataFrame:
-    at = frame["at_ns"].to_numpy()
-    return frame[(at >= begin) & (at <= end)]
+def _untouched(rank: RankData) -> pd.DataFrame:
+    """Give the steps from the first steady one to the last, before or after those that the profiler's memory swells."""
+    steps = rank.once(light_steps)
+    at = np.flatnonzero(steps["steady"].to_numpy())
+    profiled = np.flatnonzero(steps["profiled"].to_numpy() != 0)
+    if not len(at):
+        raise NotMeasured("no steady training step was recorded")
+    if len(profiled):
+        at = max(at[at > profiled[-1]], at[at < profiled[0]], key=len)
+    return steps.iloc[at[0] : at[-1] + 1] if len(at) else steps.iloc[:0]
 
 
-def _growth(what: str, metric: str, at: NDArray[np.int64], held: NDArray[np.float64]) -> dict[str, Any] | None:
+def _within(frame: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    if not len(steps):
+        return frame.iloc[:0]
+    at, last = frame["at_ns"].to_numpy(), steps.iloc[-1]
+    within: pd.DataFrame = frame[(at >= steps["start_ns"].iloc[0]) & (at <= last["start_ns"] + last["dur_ns"])]
+    return within
+
+
+def _growth(
+    what: str, metric: str, steps: pd.DataFrame, at_ns: pd.Series[int], bytes_: pd.Series[float]
+) -> dict[str, Any] | None:
     """Give a row of memory_growth; None: there are too few readings."""
-    if len(at) < PARTS * _A_PART:
+    if len(at_ns) < PARTS * _A_PART:
         return None
+    at, held = np.searchsorted(steps["start_ns"].to_numpy(), at_ns.to_numpy()), bytes_.to_numpy(dtype=float)
     lowest = np.array([part[np.argmin(held[part])] for part in np.array_split(np.arange(len(at)), PARTS)])
     floor = held[lowest]
     half = PARTS // 2
     early, late = floor[half] - floor[0], floor[-1] - floor[half - 1]
     rises = bool((np.diff(floor) > 0).all()) and late >= _GOES_ON * early
-    grown, seconds = float(floor[-1] - floor[0]), float(at[lowest[-1]] - at[lowest[0]]) / 1e9
+    grown, passed = float(floor[-1] - floor[0]), int(at[lowest[-1]] - at[lowest[0]])
     return {
         "what": what,
         "metric": metric,
-        "grows": int(rises and seconds > 0 and grown > _VISIBLE * floor[0]),
+        "grows": int(rises and passed > 0 and grown > _VISIBLE * floor[0]),
         "first_bytes": float(floor[0]),
         "last_bytes": float(floor[-1]),
-        "per_s": grown / seconds if seconds > 0 else 0.0,
+        "per_step": grown / passed if passed else 0.0,
     }
 
 

@@ -93,7 +93,7 @@ def sample_means(rank: RankData) -> pd.DataFrame:
 
     Raises NotMeasured where nothing was sampled, or too little of the steady steps.
     """
-    begin, end = steady(rank)
+    begin, end = _steady(rank)
     rows = []
     for (source, metric), frame in _metrics(rank):
         at = frame["at_ns"].to_numpy()
@@ -135,8 +135,8 @@ def _rated(metric: str, frame: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray
     return at[1:][sound], (grown[sound] / span[sound]), span[sound]
 
 
-def steady(rank: RankData) -> tuple[int, int]:
-    """Give when the first steady step began and the last one ended; raises NotMeasured where there is none."""
+def _steady(rank: RankData) -> tuple[int, int]:
+    """Give when the first steady step began and the last one ended."""
     if not rank.has("steps"):
         raise NotMeasured("no record of every step")
     steps = rank.once(light_steps)

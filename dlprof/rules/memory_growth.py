@@ -62,22 +62,23 @@ def check(run: Measured) -> Finding | Clear:
         return Clear(f"what is held does not grow: {_held(frame)}")
     ends = {}
     for row in grows.to_dict("records"):
-        left, per_s = _left(run, frame, row), _together(run, grows, row)
+        left, per_step = _left(run, frame, row), _together(run, grows, row)
         if math.isfinite(left):
-            ends[row["rank"], row["what"]] = max(left, 0.0) / per_s
+            ends[row["rank"], row["what"]] = max(left, 0.0) / per_step
     if not ends:
         raise NotMeasured("memory grows, but how much of it is left was not read")
-    (rank, what), seconds = min(ends.items(), key=lambda e: e[1])
+    (rank, what), steps = min(ends.items(), key=lambda e: e[1])
+    step = mean_step_ns(run)
+    seconds = steps * step / 1e9
     if seconds > HORIZON_S:
         return Clear(f"{_WHAT[str(what)]} grows, and would last for {digits(seconds / 3600)} h")
     row = grows[(grows["rank"] == rank) & (grows["what"] == what)].to_dict("records")[0]
-    step = mean_step_ns(run)
     when = _when(seconds)
     return Finding(
         title=f"Memory grows, and is used up in {when}",
         summary=f"On rank {rank} {_WHAT[str(what)]} grew from {size(row['first_bytes'])} to {size(row['last_bytes'])},"
-        f" by {size(row['per_s'] * step / 1e9)} a step of {duration(step)}; {size(_left(run, frame, row))} are left"
-        f" {'on the GPU' if what == 'device' else 'on the host'}, enough for {seconds * 1e9 / step:,.0f} steps.",
+        f" by {size(row['per_step'])} a step of {duration(step)}; {size(_left(run, frame, row))} are left"
+        f" {'on the GPU' if what == 'device' else 'on the host'}, enough for {steps:,.0f} steps.",
         verdict=f"Memory grows from step to step, and is used up in {when}.",
         scope="risk",
         saving_ns=0.0,
@@ -108,12 +109,12 @@ def _left(run: Measured, frame: pd.DataFrame, row: dict[Any, Any]) -> float:
 
 
 def _together(run: Measured, grows: pd.DataFrame, row: dict[Any, Any]) -> float:
-    """Give the bytes a second by which all grows that shares the same memory."""
+    """Give the bytes a step by which all grows that shares the same memory."""
     if row["what"] == "device":
-        return float(row["per_s"])
+        return float(row["per_step"])
     host = _host(run, row["rank"])
     same = (grows["what"] != "device") & grows["rank"].map(lambda r: _host(run, r) == host)
-    return float(grows.loc[same, "per_s"].sum())
+    return float(grows.loc[same, "per_step"].sum())
 
 
 def _when(seconds: float) -> str:

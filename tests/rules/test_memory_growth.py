@@ -27,9 +27,10 @@ def sampled(
     left: int | None = 2 * GB,
     ranks: int = 1,
     n: int = 60,
+    profiled: range = range(0),
 ) -> Path:
     """Record a step a second; in second n each rank's process holds held(n) bytes, and maps so much of files beside."""
-    steps = [light(k, 900 * MS) for k in range(n)]
+    steps = [light(k, 900 * MS, profiled=int(k in profiled)) for k in range(n)]
     runs.recorded(folder, *((None, steps, runs.CPU) for _ in range(ranks)))
     for rank in range(ranks):
         lines = [
@@ -49,9 +50,9 @@ def sampled(
 def test_a_process_that_grows_is_told_when_the_host_is_full(tmp_path: Path) -> None:
     found = ask(RULE, sampled(tmp_path, lambda n: GB + n * 10 * MB))
     assert (found.state, found.scope, found.saving_ns) == ("found", "risk", 0)
-    # 10 MB a second and 2 GB left.
-    assert found.title == "Memory grows, and is used up in 3.3 min"
-    assert "by 9 MB a step of 900.0 ms; 2 GB are left on the host, enough for 222 steps" in found.summary
+    # 10 MB a step of 0.9 s, and 2 GB left.
+    assert found.title == "Memory grows, and is used up in 3.0 min"
+    assert "by 10 MB a step of 900.0 ms; 2 GB are left on the host, enough for 200 steps" in found.summary
     assert found.evidence is not None
     assert found.evidence.columns == ("time_ns", "held")
     assert found.evidence.rows[-1] == (59 * SECOND, GB + 590 * MB)
@@ -59,7 +60,7 @@ def test_a_process_that_grows_is_told_when_the_host_is_full(tmp_path: Path) -> N
 
 def test_all_ranks_of_a_host_use_up_the_same_memory(tmp_path: Path) -> None:
     found = ask(RULE, sampled(tmp_path, lambda n: GB + n * 10 * MB, ranks=2))
-    assert found.title == "Memory grows, and is used up in 100 s"
+    assert found.title == "Memory grows, and is used up in 90 s"
     assert found.ranks == (0, 1)
 
 
@@ -110,3 +111,13 @@ def test_too_few_readings_or_an_unknown_end_abstain(tmp_path: Path) -> None:
     assert (short.state, "fewer than 18 readings" in short.why) == ("not_measured", True)
     unknown = ask(RULE, sampled(tmp_path / "unknown", lambda n: GB + n * 10 * MB, left=None))
     assert (unknown.state, "was not read" in unknown.why) == ("not_measured", True)
+
+
+def test_what_the_profiler_holds_meanwhile_does_not_hide_it(tmp_path: Path) -> None:
+    swollen = range(15, 25)
+    found = ask(
+        RULE, sampled(tmp_path, lambda n: GB + n * 10 * MB + (n in swollen) * GB + (n < 15) * GB, profiled=swollen)
+    )
+    assert found.title == "Memory grows, and is used up in 3.0 min"
+    few = ask(RULE, sampled(tmp_path / "few", lambda _: GB, n=30, profiled=range(10, 20)))
+    assert "fewer than 18 readings" in few.why
