@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 2 workloads/pipeline_transformer.py                          a stage a GPU, or a CPU rank
     torchrun --nproc-per-node 2 workloads/pipeline_transformer.py --schedule Interleaved1F1B
+    torchrun --nproc-per-node 2 workloads/pipeline_transformer.py --schedule Naive          one stage works at a time
+    torchrun --nproc-per-node 2 workloads/pipeline_transformer.py --split 6,2              layers of each stage
     torchrun --nproc-per-node 2 workloads/pipeline_transformer.py --fault few_microbatches
 
 Each sequence counts through the vocabulary by a step of its own, so the loss falls once the model has seen which. Plain
@@ -25,10 +27,19 @@ from torch.utils.data import DataLoader, IterableDataset
 # What can be planted, and the dlprof rule that must notice it. Each is one `if args.fault == ...` below.
 FAULTS = {
     "few_microbatches": "pipeline_bubble",  # as many as there are ranks: the least that 1F1B takes
+    "uneven_split": "stage_imbalance",  # the last stage has half of the others' layers besides its own
 }
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-ONE_STAGE_A_RANK = ("GPipe", "1F1B")
+# Naive: the whole batch goes through one stage after the other, as a model does that is cut up and no more.
+ONE_STAGE_A_RANK = ("Naive", "GPipe", "1F1B")
+SCHEDULES = (
+    *ONE_STAGE_A_RANK,
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on the same rank
 
 
@@ -85,6 +96,11 @@ def stages_of(rank: int, ranks: int, schedule: str) -> list[int]:
     return [rank, 2 * ranks - 1 - rank] if schedule in V_SHAPED else [rank, rank + ranks]
 
 
+def share_out(layers: int, stages: int) -> list[int]:
+    """Give how many layers each stage has; where they cannot be shared out evenly, the first stages have one more."""
+    return [len(range(stage, layers, stages)) for stage in range(stages)]
+
+
 # ---- the text ------------------------------------------------------------------------------------------------------
 
 
@@ -122,6 +138,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--schedule", choices=SCHEDULES, default="1F1B")
     parser.add_argument("--microbatches", type=int, help="that a batch is cut into (default: four a rank)")
     parser.add_argument("--layers", type=int, default=8, help="in the whole model (default: 8)")
+    parser.add_argument("--split", type=counts, metavar="N,N,...", help="layers of each stage (default: shared evenly)")
     parser.add_argument("--width", type=int)
     parser.add_argument("--heads", type=int)
     parser.add_argument("--vocabulary", type=int, default=128, help="tokens (default: 128)")
@@ -143,11 +160,29 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"a pipeline needs two ranks: torchrun --nproc-per-node 2 {parser.prog} ...")
     if args.microbatches is None:
         args.microbatches = 4 * args.world
+    if args.schedule == "Naive":
+        args.microbatches = 1
     if args.fault == "few_microbatches":
         args.microbatches = args.world
     if args.batch_size % args.microbatches:
         parser.error(f"--batch-size {args.batch_size} cannot be cut into {args.microbatches} micro-batches")
+    stages = args.world * (1 if args.schedule in ONE_STAGE_A_RANK else 2)
+    if args.split is None:
+        args.split = share_out(args.layers, stages)
+        if args.fault == "uneven_split":
+            half = [n // 2 for n in args.split[:-1]]
+            args.split = [*half, args.layers - sum(half)]
+    if len(args.split) != stages or sum(args.split) != args.layers:
+        split = ",".join(map(str, args.split))
+        parser.error(
+            f"--split {split}: {args.schedule} on {args.world} ranks has {stages} stages of {args.layers} layers"
+        )
     return args
+
+
+def counts(text: str) -> list[int]:
+    """Read numbers that commas separate."""
+    return [int(n) for n in text.split(",")]
 
 
 def build_schedule(args: argparse.Namespace, device: torch.device) -> tuple[schedules._PipelineSchedule, list[Stage]]:
@@ -157,12 +192,10 @@ def build_schedule(args: argparse.Namespace, device: torch.device) -> tuple[sche
     modules, stages = [], []
     for index in mine:
         torch.manual_seed(args.seed + index)
-        # Where the layers cannot be shared out evenly, the first stages have one more.
-        blocks = len(range(index, args.layers, count))
-        module = Stage(args, blocks, first=index == 0, last=index == count - 1).to(device)
+        module = Stage(args, args.split[index], first=index == 0, last=index == count - 1).to(device)
         modules.append(module)
         stages.append(PipelineStage(module, index, count, device))
-    make = getattr(schedules, f"Schedule{args.schedule}")
+    make = getattr(schedules, "ScheduleGPipe" if args.schedule == "Naive" else f"Schedule{args.schedule}")
     return make(stages if len(mine) > 1 else stages[0], args.microbatches, loss_fn=loss_of), modules
 
 
@@ -180,7 +213,8 @@ def main() -> None:
     if args.rank == 0:
         print(
             f"{args.layers} layers of {args.width} over {args.world} ranks on {args.device}, {args.schedule}, batch"
-            f" {args.batch_size} in {args.microbatches} micro-batches, fault: {args.fault or 'none'}",
+            f" {args.batch_size} in {args.microbatches} micro-batches, layers a stage"
+            f" {','.join(map(str, args.split))}, fault: {args.fault or 'none'}",
             flush=True,
         )
     schedule, modules = build_schedule(args, device)

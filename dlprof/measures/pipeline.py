@@ -1,4 +1,4 @@
-"""How long the stages of a pipeline stand idle: measured, and as the schedule alone would have it.
+"""How long the stages of a pipeline stand idle: measured, replayed from their own chunks, and by the schedule alone.
 
 The bubble is the idle share of one synchronous step. The step begins with the first stage's first forward, and its last
 backward ends it, so its length is that of schedule.step() on the rank that holds the first stage: another rank's own
@@ -8,7 +8,10 @@ under the same name.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite, nan
 from typing import Any
 
 import numpy as np
@@ -17,39 +20,29 @@ import pandas as pd
 from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.errors import NotMeasured
+from dlprof.measures.schedules import GPIPE, INTERLEAVED, LOOPED_BFS, ONE_F_ONE_B, Action, grid, replay, runs
 from dlprof.measures.steps import light_steps, standard_error
 
 # Schedules that fill and drain once a step: (p − 1) of v·m + p − 1 slots are idle on each of p ranks, with v chunks a
-# rank and m micro-batches (Huang et al., GPipe, 2019; Narayanan et al., Megatron-LM, 2021).
-_FILL_AND_DRAIN = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS")
+# rank and m micro-batches (Huang et al., GPipe, 2019; Narayanan et al., Megatron-LM, 2021). What is published of those
+# that split the backward holds only where forward, input and weight pass take the same time: their grid is replayed.
+_FILL_AND_DRAIN = (GPIPE, ONE_F_ONE_B, INTERLEAVED, LOOPED_BFS)
 
-# Those that split the backward fill all but the first forwards: p − 1 forwards of a chunk are left in a step that ends
-# for all ranks at once (Qi et al., Zero Bubble Pipeline Parallelism, 2023, whose own figure lets optimizers run early).
-_SPLIT_BACKWARD = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-
-# Of so many steps the chunks travel, so that all ranks have one in common.
-_STEPS_SHOWN = 8
+# As many steps as travel with their chunks, spread over the run, and never more rows a rank than this.
+_STEPS = 40
 _MOST_ROWS = 4_000
 
 SCHEDULE = "schedule"
 
 
-def closed_form(schedule: str, ranks: int, microbatches: int, chunks: int, forward_share: float) -> float:
-    """Give the bubble that a schedule has with stages alike and hand-over for nothing; NaN: not known of it.
+def closed_form(schedule: str, ranks: int, microbatches: int, chunks: int) -> float:
+    """Give the bubble that a schedule has with stages alike and hand-over for nothing; NaN: there is no such formula.
 
-    `forward_share`: one chunk's forward pass ÷ all of a rank's work in a step.
+    It holds where the micro-batches are a multiple of the ranks.
     """
-    if schedule in _FILL_AND_DRAIN:
-        return (ranks - 1) / (chunks * microbatches + ranks - 1)
-    if schedule in _SPLIT_BACKWARD:
-        idle = (ranks - 1) * forward_share
-        return idle / (1 + idle)
-    return float("nan")
-
-
-def with_twice_the_microbatches(schedule: str, ranks: int, microbatches: int, chunks: int, share: float) -> float:
-    """Give the closed form with twice the micro-batches, each of half the size."""
-    return closed_form(schedule, ranks, 2 * microbatches, chunks, share / 2)
+    if schedule not in _FILL_AND_DRAIN:
+        return nan
+    return (ranks - 1) / (chunks * microbatches + ranks - 1)
 
 
 def _told(rank: RankData) -> Mapping[str, Any]:
@@ -61,29 +54,30 @@ def _told(rank: RankData) -> Mapping[str, Any]:
 
 
 def _steady(rank: RankData) -> pd.DataFrame:
-    """Give the chunks of the steady steps."""
-    chunks = rank.table("chunks")
+    """Give the chunks of the steady steps; `call` counts the calls of schedule.step() within a step."""
+    frame = rank.table("chunks")
+    calls = (frame["action"] == SCHEDULE).to_numpy().cumsum()
+    number = frame["step"].to_numpy()
+    first = pd.Series(calls).groupby(number).transform("min").to_numpy()
     steps = rank.once(light_steps)
     steady = steps.loc[steps["steady"], "step"].to_numpy()
-    return chunks[np.isin(chunks["step"].to_numpy(), steady)]
+    return frame.assign(call=calls - first)[np.isin(number, steady)]
 
 
 @per_rank
 def pipeline(rank: RankData) -> pd.DataFrame:
     """Give one row of the steady calls of schedule.step(): which schedule, and the mean call in ns.
 
-    Columns: schedule, microbatches, stages and ranks (as text, ", " between), first_stage (this rank holds it), chunks
-    (a rank), calls, calls_a_step (of training), dur_ns, busy_ns (inside chunks), noise_ns (standard error of what is
-    left), and the mean of one forward_ns, backward_ns, input_ns, weight_ns, loss_ns, reduce_ns; NaN: none.
+    Columns: schedule, microbatches, stages and ranks (as text, ", " between), size (how many ranks), first_stage (this
+    rank holds it), chunks (stages a rank), calls, calls_a_step (of training), dur_ns, busy_ns (inside chunks), noise_ns
+    (standard error of what is left).
     """
     told = _told(rank)
     frame = _steady(rank)
     calls = frame[(frame["action"] == SCHEDULE).to_numpy()]
     if not len(calls):
         raise NotMeasured("no steady step ran the pipeline")
-    one = frame.groupby("action", observed=True)["dur_ns"].mean()
     idle = (calls["dur_ns"] - calls["busy_ns"]).to_numpy(dtype=float)
-    actions = ("forward", "backward", "input", "weight", "loss", "reduce")
     return pd.DataFrame(
         {
             "schedule": [str(told["schedule"])],
@@ -98,98 +92,296 @@ def pipeline(rank: RankData) -> pd.DataFrame:
             "dur_ns": [float(calls["dur_ns"].mean())],
             "busy_ns": [float(calls["busy_ns"].mean())],
             "noise_ns": [standard_error(idle)],
-            **{f"{a}_ns": [float(one.get(a, np.nan))] for a in actions},
         }
     )
 
 
 @per_rank
 def pipeline_chunks(rank: RankData) -> pd.DataFrame:
-    """Give the chunks of a few steady steps, one by one: step, stage, microbatch, action, start_ns, dur_ns."""
+    """Give the chunks of some steady steps, one by one, and the row of the call that they belong to.
+
+    Columns: step, call, stage, microbatch, action, start_ns, dur_ns. Ranks choose the same steps, as far as they have
+    them: those whose numbers a power of two divides.
+    """
     _told(rank)
     frame = _steady(rank)
-    frame = frame[(frame["action"] != SCHEDULE).to_numpy()]
-    shown = frame[frame["step"].isin(frame["step"].unique()[:_STEPS_SHOWN])].iloc[:_MOST_ROWS]
-    if not len(shown):
+    step = frame["step"].to_numpy()
+    detailed = np.unique(step[(frame["action"] != SCHEDULE).to_numpy()])
+    if not len(detailed):
         raise NotMeasured("no chunk of a steady step was recorded")
-    columns = ["step", "stage", "microbatch", "action", "start_ns", "dur_ns"]
-    return shown[columns].astype({"action": "str"})
+    frame = frame[np.isin(step, detailed)]
+    stride = 1
+    while True:
+        shown = detailed[detailed % stride == 0] if (detailed % stride == 0).any() else detailed[:1]
+        chosen = np.isin(frame["step"].to_numpy(), shown)
+        if len(shown) == 1 or (len(shown) <= _STEPS and chosen.sum() <= _MOST_ROWS):
+            break
+        stride *= 2
+    columns = ["step", "call", "stage", "microbatch", "action", "start_ns", "dur_ns"]
+    return frame.loc[chosen, columns].astype({"action": "str"})
 
 
-@across_ranks(pipeline)
-def bubbles(run: Measured) -> pd.DataFrame:
-    """Give the bubble of each rank: the columns of `pipeline` and step_ns, bubble, closed, doubled.
+@dataclass(frozen=True)
+class Pipe:
+    """One pipeline whose ranks are all here: how its mean step went, and all that is needed to replay it.
 
-    `step_ns` is the synchronous step of the rank's pipeline; where the rank with the first stage is not here, its own.
-    `bubble` is the idle share of it. `closed` is the closed form, `doubled` that with twice the micro-batches; NaN
-    where none is known.
+    `rows` is what each of its `ranks` did, in order. `took` has the lengths of one call each, ns, a loss counted with
+    its forward; `mean` those by stage and action. What is around a rank's chunks: `edge_ns`, before the first one and
+    after the last one of the rank with the first stage; `launch_ns`, before a chunk that waits for no other rank.
     """
-    frame = run.frame(pipeline)
-    first = frame[frame["first_stage"]].set_index("ranks")["dur_ns"]
-    step = frame["ranks"].map(first.groupby(level=0).first()).fillna(frame["dur_ns"])
-    busy = frame.groupby("ranks")["busy_ns"].transform("mean")
-    share = frame.groupby("ranks")["forward_ns"].transform("mean") / busy
-    shape = list(zip(frame["schedule"], frame["size"], frame["microbatches"], frame["chunks"], share, strict=True))
-    return frame.assign(
-        step_ns=step,
-        bubble=(1 - frame["busy_ns"] / step).clip(lower=0.0),
-        closed=[closed_form(*of) for of in shape],
-        doubled=[with_twice_the_microbatches(*of) for of in shape],
+
+    schedule: str
+    microbatches: int
+    chunks: int
+    ranks: tuple[int, ...]
+    step_ns: float
+    busy_ns: Mapping[int, float]
+    rows: tuple[tuple[Action, ...], ...]
+    held: frozenset[Action]
+    took: tuple[Mapping[Action, float], ...]
+    mean: Mapping[tuple[int, str], float]
+    edge_ns: float
+    launch_ns: float
+
+    @property
+    def stages(self) -> int:
+        """How many stages it has."""
+        return len(self.ranks) * self.chunks
+
+    def lengths(self, of: Mapping[tuple[int, str], float]) -> dict[Action, float]:
+        """Give every action of the rows the length that its stage and kind have."""
+        return {a: of[a[:2]] for row in self.rows for a in row}
+
+    def even(self) -> dict[tuple[int, str], float]:
+        """Give the mean lengths as if all stages were alike: each kind of action has its mean over the stages."""
+        by: dict[str, list[float]] = {}
+        for (_, what), ns in self.mean.items():
+            by.setdefault(what, []).append(ns)
+        return {(stage, what): float(np.mean(by[what])) for stage, what in self.mean}
+
+    def again(self, lengths: Mapping[Action, float], launch: float = 0.0, hand_over: float = 0.0) -> float:
+        """Replay its step with other lengths, ns."""
+        return replay(self.rows, lengths, self.held, launch, hand_over)
+
+
+def pipes(run: Measured) -> list[Pipe]:
+    """Give the pipelines that can be replayed: all ranks are here, and have the chunks of a call in common."""
+    told = run.frame(pipeline)
+    chunks = run.frame(pipeline_chunks)
+    found = [_pipe(ranks, chunks[chunks["rank"].isin(ranks["rank"])]) for _, ranks in told.groupby("ranks")]
+    return [pipe for pipe in found if pipe is not None]
+
+
+def _pipe(told: pd.DataFrame, chunks: pd.DataFrame) -> Pipe | None:
+    shape = told.iloc[0]
+    told = told.assign(first=[int(str(s).split(", ", 1)[0]) for s in told["stages"]]).sort_values("first")
+    ranks = tuple(int(str(r)) for r in told["rank"])
+    if len(ranks) != int(shape["size"]) or told["chunks"].nunique() != 1 or not told["first_stage"].iloc[0]:
+        return None
+    calls = [
+        {key: _call(one) for key, one in chunks[chunks["rank"] == r].groupby(["step", "call"], sort=True)}
+        for r in ranks
+    ]
+    shared = [key for key in calls[0] if all(key in mine for mine in calls)]
+    rows = [tuple(mine[key].order for mine in calls) for key in shared]
+    if not rows or not all(map(all, rows)):
+        return None
+    # Calls that did something else (other micro-batches, an interrupted step) are left out.
+    usual = Counter(rows).most_common(1)[0][0]
+    chosen = [[mine[key] for mine in calls] for key, row in zip(shared, rows, strict=True) if row == usual]
+    took = tuple({action: ns for rank in call for action, ns in rank.took.items()} for call in chosen)
+    sums: dict[tuple[int, str], list[float]] = {}
+    for call in took:
+        for (stage, what, _), ns in call.items():
+            sums.setdefault((stage, what), []).append(ns)
+    home = {stage: r for r, row in enumerate(usual) for stage, _, _ in row}
+    gaps = [gap for call in chosen for r, rank in enumerate(call) for gap in rank.gaps(home, r)]
+    schedule, m, v = str(shape["schedule"]), int(shape["microbatches"]), int(shape["chunks"])
+    known = grid(schedule, len(ranks), m, v) if runs(schedule, len(ranks), m, v) else None
+    return Pipe(
+        schedule=schedule,
+        microbatches=m,
+        chunks=v,
+        ranks=ranks,
+        step_ns=float(np.mean([call[0].dur for call in chosen])),
+        busy_ns={r: float(np.mean([sum(call[k].took.values()) for call in chosen])) for k, r in enumerate(ranks)},
+        rows=usual,
+        held=known.held if known is not None else frozenset(),
+        took=took,
+        mean={key: float(np.mean(ns)) for key, ns in sums.items()},
+        edge_ns=float(np.mean([call[0].edge for call in chosen])),
+        launch_ns=max(0.0, float(np.median(gaps))) if gaps else 0.0,
     )
 
 
-@across_ranks(bubbles, pipeline_chunks)
-def simulated_bubbles(run: Measured) -> pd.DataFrame:
-    """Give the bubble that each rank would have if handing over and launching took no time: rank, simulated.
+@dataclass(frozen=True)
+class _Call:
+    """One schedule.step() on one rank."""
 
-    Every rank does its chunks in the order in which it did them, each as long as the mean of its stage and action, and
-    as soon as what it needs is there. What is measured above that is handing over and launching; what that is above the
-    closed form, stages that are not alike. NaN where a rank of the pipeline, or a step that all have, is missing.
+    dur: float
+    edge: float  # before its first chunk and after its last
+    order: tuple[Action, ...]
+    took: Mapping[Action, float]
+    begins: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    def gaps(self, home: Mapping[int, int], rank: int) -> list[int]:
+        """Give the ns before each chunk that needs nothing from another rank."""
+        last = max(home)
+        found = []
+        for k, (stage, what, _) in enumerate(self.order[1:], start=1):
+            source = stage - 1 if what == "forward" else stage + 1 if what in ("backward", "input") else -1
+            if not 0 <= source <= last or home[source] == rank:
+                found.append(self.begins[k] - self.ends[k - 1])
+        return found
+
+
+def _call(rows: pd.DataFrame) -> _Call:
+    whole = rows[(rows["action"] == SCHEDULE).to_numpy()].iloc[0]
+    rows = rows[(rows["action"] != SCHEDULE).to_numpy()]
+    took: dict[Action, float] = {}
+    begins: list[int] = []
+    ends: list[int] = []
+    for stage, which, what, start, dur in zip(
+        rows["stage"], rows["microbatch"], rows["action"], rows["start_ns"], rows["dur_ns"], strict=True
+    ):
+        of = (int(stage), str(what) if what != "loss" else "forward", int(which))
+        if what == "loss" and of in took:
+            took[of] += float(dur)
+            ends[-1] = int(start + dur)
+            continue
+        took[of] = float(dur)
+        begins.append(int(start))
+        ends.append(int(start + dur))
+    edge = float(int(whole["dur_ns"]) - (ends[-1] - begins[0])) if begins else 0.0
+    return _Call(float(whole["dur_ns"]), max(0.0, edge), tuple(took), took, tuple(begins), tuple(ends))
+
+
+@across_ranks(pipeline, pipeline_chunks)
+def bubbles(run: Measured) -> pd.DataFrame:
+    """Give the bubble of each rank: the columns of `pipeline`, what it is of which step, and what it comes from.
+
+    `step_ns` is the synchronous step of the rank's pipeline, and `bubble` the idle share of it; where the rank with the
+    first stage is not here, of its own. `simulated` is the bubble of the same chunks in the same order if launching and
+    handing over took no time, `scheduled` that with stages and micro-batches alike besides, `closed` the closed form.
+
+    The idle time is the sum of four, in ns of the mean step: schedule_ns, what even stages would leave idle;
+    imbalance_ns, what uneven stages and micro-batches add to it; launch_ns, the host between chunks that wait for
+    nobody; communication_ns, the rest, which is handing over. A stage that is longer than the others stands less idle
+    than it would among even ones: its imbalance_ns is negative. NaN where a pipeline cannot be replayed.
     """
-    told = run.frame(bubbles)
-    chunks = run.frame(pipeline_chunks)
+    frame = run.frame(pipeline)
+    try:
+        parts = [_parts(pipe) for pipe in pipes(run)]
+    except NotMeasured:
+        parts = []
+    first = frame[frame["first_stage"]].set_index("ranks")["dur_ns"]
+    frame = frame.assign(
+        step_ns=frame["ranks"].map(first.groupby(level=0).first()).fillna(frame["dur_ns"]),
+        closed=[
+            closed_form(*of)
+            for of in zip(frame["schedule"], frame["size"], frame["microbatches"], frame["chunks"], strict=True)
+        ],
+    )
+    known = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame({c: [] for c in ("rank", *_PARTS)})
+    known = frame[["rank"]].merge(known, on="rank", how="left").set_index(frame.index)
+    # One set of figures: where chunks are known, all of it is of the calls that they are of.
+    for column in ("step_ns", "busy_ns"):
+        frame[column] = known[column].fillna(frame[column])
+    return frame.assign(
+        bubble=(1 - frame["busy_ns"] / frame["step_ns"]).clip(lower=0.0),
+        **{c: known[c].astype(float) for c in _PARTS[2:]},
+    )
+
+
+_PARTS = (
+    "step_ns",
+    "busy_ns",
+    "simulated",
+    "scheduled",
+    "schedule_ns",
+    "imbalance_ns",
+    "launch_ns",
+    "communication_ns",
+)
+
+
+def _parts(pipe: Pipe) -> pd.DataFrame:
+    """Tell what a pipeline's idle time comes from, rank by rank; what each part is, `bubbles` says."""
+    alike = pipe.lengths(pipe.even())
+    even = pipe.again(alike)
+    own = float(np.mean([pipe.again(took) for took in pipe.took]))
+    launched = float(np.mean([pipe.again(took, pipe.launch_ns) for took in pipe.took])) + pipe.edge_ns
+    rows = []
+    for rank, row in zip(pipe.ranks, pipe.rows, strict=True):
+        busy, idle = pipe.busy_ns[rank], even - sum(alike[a] for a in row)
+        rows.append(
+            {
+                "rank": rank,
+                "step_ns": pipe.step_ns,
+                "busy_ns": busy,
+                "simulated": 1 - busy / own,
+                "scheduled": idle / even,
+                "schedule_ns": idle,
+                "imbalance_ns": own - busy - idle,
+                "launch_ns": min(launched, pipe.step_ns) - own,
+                "communication_ns": pipe.step_ns - min(launched, pipe.step_ns),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+@across_ranks(pipeline, pipeline_chunks)
+def stage_lengths(run: Measured) -> pd.DataFrame:
+    """Give how long each stage works on a micro-batch, and what uneven stages cost their pipeline.
+
+    Columns: ranks (as `pipeline` has them), rank, stage, forward_ns, backward_ns (both halves of it), stage_ns (their
+    sum); and of the pipeline, replayed with launching and handing over for nothing: slowdown (its step with the stages
+    as they are ÷ with even ones), gain_ns (their difference), explained (the share of it that the longest stage gives
+    when it alone takes the mean), calls_a_step. Raises NotMeasured where no pipeline can be replayed.
+    """
     parts = []
-    for _, ranks in told.groupby("ranks"):
-        mine = chunks[chunks["rank"].isin(ranks["rank"])]
-        seen = mine.groupby("step")["rank"].nunique()
-        common = seen.index[seen == ranks["size"].iloc[0]]
-        ends = _replay(mine, int(common[0])) if len(common) else {}
-        whole = max((end for end, _ in ends.values()), default=np.nan)
-        busy = ranks["rank"].map({rank: work for rank, (_, work) in ends.items()})
-        parts.append(pd.DataFrame({"rank": ranks["rank"], "simulated": (1 - busy / whole).astype(float)}))
+    for pipe in pipes(run):
+        even, mean = pipe.even(), pipe.mean
+        frame = pd.DataFrame({"stage": range(pipe.stages)})
+        home = {stage: rank for rank, row in zip(pipe.ranks, pipe.rows, strict=True) for stage, _, _ in row}
+        frame["rank"] = [home[s] for s in frame["stage"]]
+        frame["forward_ns"] = [mean.get((s, "forward"), 0.0) for s in frame["stage"]]
+        frame["backward_ns"] = [backward_ns(mean, s) for s in frame["stage"]]
+        frame["stage_ns"] = frame["forward_ns"] + frame["backward_ns"]
+        longest = int(frame["stage_ns"].to_numpy().argmax())
+        now, ideal = pipe.again(pipe.lengths(mean)), pipe.again(pipe.lengths(even))
+        fixed = pipe.again(pipe.lengths({k: even[k] if k[0] == longest else ns for k, ns in mean.items()}))
+        frame["slowdown"] = now / ideal
+        frame["gain_ns"] = now - ideal
+        frame["explained"] = (now - fixed) / (now - ideal) if now > ideal else nan
+        parts.append(frame.assign(ranks=", ".join(map(str, pipe.ranks)), calls_a_step=_calls(run, pipe)))
+    if not parts:
+        raise NotMeasured(why_not_replayed(run))
     return pd.concat(parts, ignore_index=True)
 
 
-def _replay(chunks: pd.DataFrame, step: int) -> dict[int, tuple[float, float]]:
-    """Run a step's chunks again with mean lengths: rank → when it is through, and how long it worked; {}: it hangs."""
-    took = chunks.groupby(["stage", "action"])["dur_ns"].mean().to_dict()
-    one = chunks[chunks["step"] == step].sort_values("start_ns", kind="stable")
-    left = {
-        int(str(rank)): list(zip(of["stage"], of["microbatch"], of["action"], strict=True))[::-1]
-        for rank, of in one.groupby("rank")
-    }
-    last = int(one["stage"].max())
-    free = dict.fromkeys(left, 0.0)
-    worked = dict.fromkeys(left, 0.0)
-    ready: dict[tuple[int, int, str], float] = {}  # when a stage has sent a micro-batch on, or its gradients back
-    while any(left.values()):
-        before = sum(map(len, left.values()))
-        for rank, todo in left.items():
-            while todo:
-                stage, which, action = todo[-1]
-                way = {"forward": "on", "backward": "back", "input": "back"}.get(action, "")
-                source = stage - 1 if way == "on" else stage + 1
-                needs = bool(way) and 0 <= source <= last
-                if needs and (source, which, way) not in ready:
-                    break
-                todo.pop()
-                begin = max(free[rank], ready[source, which, way] if needs else 0.0)
-                free[rank] = begin + took[stage, action]
-                worked[rank] += took[stage, action]
-                ready[stage, which, way] = free[rank]
-        if sum(map(len, left.values())) == before:
-            return {}
-    return {rank: (free[rank], worked[rank]) for rank in left}
+def _calls(run: Measured, pipe: Pipe) -> float:
+    told = run.frame(pipeline)
+    return float(told.loc[told["rank"] == pipe.ranks[0], "calls_a_step"].iloc[0])
+
+
+def backward_ns(mean: Mapping[tuple[int, str], float], stage: int) -> float:
+    """Give how long a whole backward pass of a stage takes, ns, be it recorded whole or in halves."""
+    halves = mean.get((stage, "input"), nan) + mean.get((stage, "weight"), nan)
+    return mean.get((stage, "backward"), halves if isfinite(halves) else 0.0)
+
+
+def why_not_replayed(run: Measured) -> str:
+    """Say why no pipeline of a run can be replayed."""
+    told = run.frame(pipeline)
+    here = {int(str(r)) for r in told["rank"]}
+    wanted = {int(r) for ranks in told["ranks"] for r in str(ranks).split(", ")}
+    missing = sorted(wanted - here)
+    if missing:
+        few = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+        return f"a pipeline is replayed from the chunks of all its ranks, and those of rank {few} are not here"
+    return "the ranks of no pipeline have the chunks of the same step"
 
 
 def idle_ns(rank: RankData) -> float:

@@ -1,48 +1,86 @@
-"""The idle share of each rank of a pipeline."""
+"""The idle share of each rank of a pipeline, and how long its stages take."""
 
 from __future__ import annotations
 
-import math
+import pandas as pd
 
 from dlprof.engine import Measured, MeasureFailed
 from dlprof.errors import NotMeasured
-from dlprof.measures.pipeline import bubbles, simulated_bubbles
+from dlprof.measures.pipeline import bubbles, stage_lengths
 from dlprof.overview import MOST_RANKS, Picture
 from dlprof.result import Panel
-from dlprof.units import digits, duration, percent
+from dlprof.units import UNKNOWN, count, digits, duration, percent
+
+_MOST_ROWS = 4 * MOST_RANKS
 
 
 def draw(run: Measured) -> list[Panel]:
-    """Tell of each rank how large its bubble is, beside what its schedule leaves."""
-    frame = run.frame(bubbles)
-    try:
-        simulated = run.frame(simulated_bubbles).set_index("rank")["simulated"].to_dict()
-    except (NotMeasured, MeasureFailed):
-        simulated = {}
-    shown = frame.sort_values(["ranks", "rank"]).head(4 * MOST_RANKS)
+    """Tell of each rank how large its bubble is and what it comes from, and of each stage how long it takes."""
+    frame = run.frame(bubbles).sort_values(["ranks", "rank"])
+    shown = frame.head(_MOST_ROWS)
+    parts = ("schedule_ns", "imbalance_ns", "communication_ns", "launch_ns")
     rows = tuple(
         (
             f"rank {row['rank']}",
             row["stages"],
-            duration(row["busy_ns"]),
-            duration(row["step_ns"]),
+            f"{duration(row['busy_ns'])} of {duration(row['step_ns'])}",
             percent(row["bubble"]),
-            percent(simulated.get(row["rank"], math.nan)),
+            percent(row["simulated"]),
+            percent(row["scheduled"]),
             percent(row["closed"]),
+            *(UNKNOWN if pd.isna(row[part]) else duration(row[part]) for part in parts),
         )
         for row in shown.to_dict("records")
     )
-    columns = ("", "stages", "at work", "of a step of", "bubble, measured", "of these stages", "of the schedule")
+    columns = (
+        "",
+        "stages",
+        "at work",
+        "bubble, measured",
+        "simulated",
+        "of even stages",
+        "closed form",
+        "schedule",
+        "imbalance",
+        "handing over",
+        "launching",
+    )
     first = frame.iloc[0]
     note = (
-        f"{str(first['schedule']).removeprefix('Schedule')}, {first['microbatches']} micro-batches,"
-        f" {digits(first['chunks'])} stage{'s' if first['chunks'] > 1 else ''} a rank. A bubble is the idle share of a"
-        " step. Of these stages: as they would run with hand-over and launching for nothing, which the rest of the"
-        " measured is. Of the schedule: were all stages alike, too."
+        f"{str(first['schedule']).removeprefix('Schedule')}, {count(int(first['microbatches']), 'micro-batch')},"
+        f" {count(int(first['chunks']), 'stage')} a rank. A bubble is the idle share of a step: measured; simulated"
+        " with the measured chunks, launching and handing over for nothing; the same with stages and micro-batches"
+        " alike; by the formula of the schedule. The idle time of a step is the sum of the last four: a stage longer"
+        " than the others stands less idle for it, and its imbalance is negative."
     )
     if len(frame) > len(shown):
         note += f" The first {len(shown)} of {len(frame)} ranks."
-    return [Panel("table", "Pipeline bubbles", rows, columns, note=note)]
+    return [Panel("table", "Pipeline bubbles", rows, columns, note=note), *_stages(run)]
 
 
-PICTURE = Picture((bubbles, simulated_bubbles), draw)
+def _stages(run: Measured) -> list[Panel]:
+    try:
+        frame = run.frame(stage_lengths)
+    except (NotMeasured, MeasureFailed):
+        return []
+    frame = frame[frame["ranks"] == frame["ranks"].iloc[0]]
+    mean = float(frame["stage_ns"].mean())
+    rows = tuple(
+        (
+            f"stage {row['stage']}",
+            f"rank {row['rank']}",
+            duration(row["forward_ns"]),
+            duration(row["backward_ns"]),
+            f"{digits(row['stage_ns'] / mean if mean else 0.0)} ×",
+        )
+        for row in frame.head(_MOST_ROWS).to_dict("records")
+    )
+    columns = ("", "on", "forward", "backward", "of the mean stage")
+    slowdown = digits(float(frame["slowdown"].iloc[0]))
+    note = f"The mean of a micro-batch. Replayed, the step is {slowdown} × what even stages would make it."
+    if len(frame) > _MOST_ROWS:
+        note += f" The first {_MOST_ROWS} of {len(frame)} stages."
+    return [Panel("table", "Pipeline stages", rows, columns, note=note)]
+
+
+PICTURE = Picture((bubbles, stage_lengths), draw)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dlprof.engine import Measured
-from dlprof.measures.pipeline import bubbles, pipeline_chunks
+from dlprof.measures.pipeline import SCHEDULE, bubbles, pipeline_chunks
 from dlprof.overview import Picture
 from dlprof.result import Panel
 
 
 def draw(run: Measured) -> list[Panel]:
     """Draw one step of the first pipeline, a lane a stage."""
+    return [gantt(run, str(run.frame(bubbles)["ranks"].iloc[0]))]
+
+
+def gantt(run: Measured, ranks: str) -> Panel:
+    """Draw one step of the pipeline of some ranks, as `pipeline` has them: a lane a stage, and what it worked on."""
     told = run.frame(bubbles)
+    mine = told[told["ranks"] == ranks]
     frame = run.frame(pipeline_chunks)
-    frame = frame[frame["rank"].isin(told.loc[told["ranks"] == told["ranks"].iloc[0], "rank"])]
+    frame = frame[frame["rank"].isin(mine["rank"]) & (frame["action"] != SCHEDULE) & (frame["call"] == 0)]
     # The first step that most ranks have; where there are many ranks, each writes fewer.
     step = int(str(frame.groupby("step")["rank"].nunique().idxmax()))
     frame = frame[frame["step"] == step].sort_values(["stage", "start_ns"], kind="stable")
@@ -29,10 +35,10 @@ def draw(run: Measured) -> list[Panel]:
             strict=True,
         )
     )
-    more = told["ranks"].nunique() - 1
-    note = f"One of {more + 1} pipelines that run side by side." if more else ""
-    schedule = str(told["schedule"].iloc[0]).removeprefix("Schedule")
-    return [Panel("timeline", f"Pipeline, {schedule}: the micro-batches of step {step}", rows, unit="ns", note=note)]
+    count = told["ranks"].nunique()
+    note = f"One of {count} pipelines that run side by side." if count > 1 else ""
+    schedule = str(mine["schedule"].iloc[0]).removeprefix("Schedule")
+    return Panel("timeline", f"Pipeline, {schedule}: the micro-batches of step {step}", rows, unit="ns", note=note)
 
 
 PICTURE = Picture((bubbles, pipeline_chunks), draw)

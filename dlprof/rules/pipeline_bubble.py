@@ -3,14 +3,16 @@
 A batch is cut into micro-batches that follow each other through the stages. The last stage has nothing to do until the
 first micro-batch arrives, and the first stage nothing until its gradients come back. How long, the schedule decides:
 GPipe and 1F1B leave (p − 1) ÷ (m + p − 1) of a step idle on each of p ranks, with m micro-batches; v stages a rank make
-that (p − 1) ÷ (v·m + p − 1); schedules that split the backward pass leave p − 1 forward passes of one stage.
+that (p − 1) ÷ (v·m + p − 1); schedules that split the backward pass fill more, the less its halves differ.
 
-Needs a pipeline of torch.distributed.pipelining, recorded by dlprof: every schedule.step() and how much of it each
-rank was at work. The bubble is the idle share of a step, on a GPU in the device's time. What is measured above the
-schedule's own comes from stages that are not alike, from handing over and from launching; it is told, and not saved.
+Needs a pipeline of torch.distributed.pipelining, recorded by dlprof: when each rank was at work on which micro-batch.
+The bubble is the idle share of a step, on a GPU in the device's time. The report tells it apart by replaying the step:
+what its schedule leaves idle with stages alike, what uneven stages add (see stage_imbalance), launching, handing over.
 
-Saving: the bubble of the schedule with twice the micro-batches, each of half the size and taking half as long, the
-batch being the same. Small micro-batches use a GPU less well: it may be less.
+Saving: the best of the plans that change one line (twice or four times the micro-batches of the same batch; another
+schedule for the same stages), each replayed with this run's own chunk times. It takes for granted that a micro-batch of
+half the size takes half as long, and that launching and handing over take as long as now. Small micro-batches use a GPU
+less well: it may be less.
 
 What to change: more micro-batches; a schedule with several stages a rank (Interleaved1F1B) or with split backward
 passes (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV); fewer stages, with other kinds of parallelism instead.
@@ -18,7 +20,6 @@ passes (InterleavedZeroBubble, ZBVZeroBubble, DualPipeV); fewer stages, with oth
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,105 +28,111 @@ import pandas as pd
 from dlprof.diagnosis import Clear, Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
-from dlprof.measures.pipeline import bubbles, closed_form
+from dlprof.measures.pipeline import bubbles
+from dlprof.measures.pipeline_plans import ASSUMED, pipeline_plans
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
 from dlprof.units import duration, percent
 
-# The bubble is called negligible from four micro-batches a rank on (Huang et al., GPipe, 2019): twice as many would
-# then still save a tenth of the step.
-NOTABLE_SHARE = 0.10
+# The bubble is called negligible from four micro-batches a rank on (Huang et al., GPipe, 2019): four times as many
+# would then, on many ranks, still save 15 % of the step.
+NOTABLE_SHARE = 0.15
 
 
 def check(run: Measured) -> Finding | Clear:
-    """Look at the pipeline that loses most to its schedule, and at what twice the micro-batches would give it."""
+    """Look at the pipeline that would gain most from one changed line."""
     frame = run.frame(bubbles)
     if (frame["size"] < 2).all():
         return Clear("the pipeline has one rank")
-    known = frame[frame["closed"].notna()]
-    idle = float(frame["bubble"].mean())
-    if not len(known):
-        raise NotMeasured(
-            f"{percent(idle)} of a step is idle, but how much of it the schedule {frame['schedule'].iloc[0]} costs is"
-            " not known here"
-        )
-    gain, pipeline = max((_gain(ranks), str(of)) for of, ranks in known.groupby("ranks"))
-    worst = known[known["ranks"] == pipeline]
-    share = gain / mean_step_ns(run)
+    try:
+        plans = run.frame(pipeline_plans)
+    except NotMeasured as e:
+        idle = f"{percent(float(frame['bubble'].mean()))} of a pipeline's step is idle"
+        raise NotMeasured(f"{idle}, but what would fill it is not known: {e}") from None
+    calls = frame.groupby("ranks")["calls_a_step"].first()
+    easy = plans[plans["easy"]]
+    easy = easy.assign(saving=easy["gain_ns"] * easy["ranks"].map(calls)).sort_values("saving", ascending=False)
+    if not len(easy):
+        bubble = float(frame["bubble"].mean())
+        return Clear(f"{percent(bubble)} of a pipeline's step is idle, and no other schedule takes these stages")
+    best = easy.to_dict("records")[0]
+    worst, plans = frame[frame["ranks"] == best["ranks"]], plans[plans["ranks"] == best["ranks"]]
     bubble = float(worst["bubble"].mean())
+    share = float(best["saving"]) / mean_step_ns(run)
     if share < NOTABLE_SHARE:
         return Clear(
-            f"{percent(bubble)} of a pipeline's step is idle; twice the micro-batches would save {percent(share)} of it"
+            f"{percent(bubble)} of a pipeline's step is idle; {best['change']} would save {percent(max(share, 0.0))}"
+            f" {of_step(run)}"
         )
     told = worst.to_dict("records")[0]
-    rest = max(bubble - told["closed"], 0.0)
     return Finding(
         title="Pipeline stages stand idle",
         summary=f"{percent(bubble)} of a pipeline's step of {duration(told['step_ns'])} is idle on its {told['size']}"
-        f" ranks: {percent(min(told['closed'], bubble))} by the schedule ({_name(told)}, {told['microbatches']}"
-        f" micro-batches), {percent(rest)} by unequal stages, handing over and launching.",
-        verdict=f"{percent(share)} {of_step(run)} is a bubble that more micro-batches would fill.",
-        noise_ns=float(worst["noise_ns"].max()),
-        saving_ns=gain,
-        advice=_advice(told),
-        evidence=_evidence(told, bubble),
+        f" ranks ({_name(told)}, {told['microbatches']} micro-batches): {_parts(worst)}.",
+        verdict=f"{percent(share)} {of_step(run)} is a bubble that {best['change']} would fill.",
+        noise_ns=float(worst["noise_ns"].max()) * told["calls_a_step"],
+        saving_ns=float(best["saving"]),
+        advice=_advice(told, plans, best),
+        evidence=_evidence(plans),
         ranks=tuple(int(r) for r in worst["rank"]),
-        sure="By the closed form of the schedule: the same batch in twice as many micro-batches, each taking half as"
-        " long. Smaller ones may use a device less well.",
+        sure=f"Replayed with the chunk times of this run; {best['change']} is the best change of one line. It takes for"
+        f" granted: {ASSUMED}.",
     )
-
-
-def _gain(ranks: pd.DataFrame) -> float:
-    """Give what twice the micro-batches would save of one pipeline's mean steady step, ns; no more than is idle."""
-    busy = float(ranks["busy_ns"].mean())
-    now, then = float(ranks["closed"].iloc[0]), float(ranks["doubled"].iloc[0])
-    less = busy / (1 - now) - busy / (1 - then)
-    idle = float((ranks["bubble"] * ranks["step_ns"]).mean())
-    return max(0.0, min(less, idle)) * float(ranks["calls_a_step"].iloc[0])
 
 
 def _name(told: Mapping[Any, Any]) -> str:
     return str(told["schedule"]).removeprefix("Schedule")
 
 
-def _advice(told: Mapping[Any, Any]) -> tuple[str, ...]:
-    more = 2 * told["microbatches"]
-    advice = [
-        f"`n_microbatches={more}` (is {told['microbatches']}): the schedule's bubble becomes"
-        f" {percent(told['doubled'])} of a step"
+def _parts(ranks: pd.DataFrame) -> str:
+    """Tell what the idle time comes from, the mean of the ranks."""
+    words = {
+        "schedule_ns": "the schedule",
+        "imbalance_ns": "uneven stages",
+        "communication_ns": "handing over",
+        "launch_ns": "launching",
+    }
+    shares = {word: float((ranks[column] / ranks["step_ns"]).mean()) for column, word in words.items()}
+    return ", ".join(f"{percent(share)} by {word}" for word, share in shares.items())
+
+
+def _advice(told: Mapping[Any, Any], plans: pd.DataFrame, best: Mapping[Any, Any]) -> tuple[str, ...]:
+    rest = plans[~plans["even"] & (plans["gain_ns"] > 0) & (plans["change"] != best["change"])]
+    # Of what is left, the best that is one line too and of another kind, and the best that is more work.
+    other_kind = rest["easy"] & ((rest["schedule"] == told["schedule"]) != (best["schedule"] == told["schedule"]))
+    others = [
+        chosen.sort_values("step_ns").to_dict("records")[:1] for chosen in (rest[other_kind], rest[~rest["easy"]])
     ]
-    other = _other(told)
-    if other is not None:
-        advice.append(f"`ScheduleInterleaved1F1B` with 2 stages a rank: {percent(other)}, for twice the hand-overs")
-    return tuple(advice)
+    return tuple(_how(told, plan) for plan in [best, *(one for few in others for one in few)])
 
 
-def _other(told: Mapping[Any, Any]) -> float | None:
-    """Give the bubble with two stages a rank, where there is one now."""
-    if told["chunks"] > 1:
-        return None
-    return closed_form("ScheduleInterleaved1F1B", told["size"], told["microbatches"], 2, math.nan)
+def _how(told: Mapping[Any, Any], plan: Mapping[Any, Any]) -> str:
+    then = f"the pipeline's step becomes {duration(plan['step_ns'])}, {percent(plan['bubble'])} of it idle"
+    if plan["schedule"] == told["schedule"] and plan["chunks"] == told["chunks"]:
+        return f"`n_microbatches={plan['microbatches']}` (is {told['microbatches']}): {then}"
+    stages = f" with {plan['chunks']} stages a rank" if plan["chunks"] != told["chunks"] else ""
+    return f"`{plan['schedule']}`{stages} (is `{told['schedule']}`): {then}"
 
 
-def _evidence(told: Mapping[Any, Any], bubble: float) -> Panel:
-    name, m = _name(told), told["microbatches"]
-    rows = [
-        ("measured", bubble, "pipeline_bubble"),
-        (f"{name}, {m} micro-batches", float(told["closed"]), "pipeline_bubble"),
-        (f"{name}, {2 * m} micro-batches", float(told["doubled"]), "pipeline_bubble"),
-    ]
-    other = _other(told)
-    if other is not None:
-        rows.append((f"Interleaved1F1B, {m} micro-batches", other, "pipeline_bubble"))
-    return Panel(
-        "bars", "Idle share of the pipeline's step: measured, and as schedules have it", tuple(rows), unit="share"
+def _evidence(plans: pd.DataFrame) -> Panel:
+    rows = tuple(
+        (
+            row["change"],
+            duration(row["step_ns"]),
+            duration(row["gain_ns"]) if abs(row["gain_ns"]) >= 0.0005 * row["step_ns"] else "",
+            percent(row["bubble"]),
+            "yes" if row["easy"] else "",
+        )
+        for row in plans.to_dict("records")
     )
+    columns = ("", "pipeline's step", "shorter by", "idle", "one line")
+    return Panel("table", "What would become of the pipeline's step", rows, columns, note=f"Predicted: {ASSUMED}.")
 
 
 RULE = Rule(
     "pipeline_bubble",
     "Idle pipeline stages",
-    (bubbles, step_means),
+    (bubbles, pipeline_plans, step_means),
     check,
     saves_from=("pipeline_bubble", "communication"),
 )

@@ -1,75 +1,81 @@
 """Bubbles of pipelines: found with what more micro-batches give, silent where there are enough, else abstaining."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 
 import pytest
 
 from dlprof.rules.pipeline_bubble import RULE
-from tests import runs, traces
+from tests import pipelines, runs
+from tests.pipelines import alike
 from tests.rules.asking import ask
 from tests.runs import MS
 
 
-def recorded(
-    folder: Path, ranks: int, microbatches: int, schedule: str = "Schedule1F1B", call: int = 100, busy: int = 60
-) -> Path:
-    """Record a pipeline of some ranks: steps of 120 ms, of which schedule.step() takes `call` and work `busy`."""
-    steps = [runs.light(n, 120 * MS) for n in range(33)]
-    told = {"schedule": schedule, "microbatches": microbatches, "num_stages": ranks, "ranks": list(range(ranks))}
-    every = [{**runs.CPU, "pipeline": {**told, "stages": [r]}} for r in range(ranks)]
-    path = runs.recorded(folder / "run", *((None, steps, facts) for facts in every))
-    for r in range(ranks):
-        lines = [
-            {
-                "step": n,
-                "action": "schedule",
-                "start_ns": traces.BASE_NS + n * 1_000 * MS,
-                "dur_ns": call * MS,
-                "busy_ns": busy * MS,
-            }
-            for n in range(33)
-        ]
-        (path / f"ranks/{r:05d}/chunks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
 def test_as_few_microbatches_as_ranks_are_found(tmp_path: Path) -> None:
-    # Four ranks, four micro-batches: 3/7 of the schedule's step is idle, with eight 3/11. 60 ms of work take 105 ms
-    # with four, and 82.5 with eight.
-    found = ask(RULE, recorded(tmp_path, 4, 4, call=110))
+    # Four ranks, four micro-batches of 60 ms: 7 of them take 420 ms; 16 of a quarter, 19 of 15 ms.
+    found = ask(RULE, pipelines.recorded(tmp_path, "Schedule1F1B", 4, 4, alike(20, 40), step=450))
     assert found.state == "found"
-    assert found.saving_ns == pytest.approx(22.5 * MS)
-    assert found.verdict == "19 % of each step is a bubble that more micro-batches would fill."
+    assert found.saving_ns == pytest.approx((420 - 19 * 15) * MS)
+    assert found.verdict == "30 % of each step is a bubble that 16 micro-batches would fill."
     assert found.summary.startswith(
-        "45 % of a pipeline's step of 110.0 ms is idle on its 4 ranks: 43 % by the schedule"
+        "43 % of a pipeline's step of 420.0 ms is idle on its 4 ranks (1F1B, 4 micro-batches)"
     )
-    assert "2.6 % by unequal stages" in found.summary
+    assert "43 % by the schedule, 0 % by uneven" in found.summary
     assert found.ranks == (0, 1, 2, 3)
-    assert "`n_microbatches=8` (is 4)" in found.advice[0]
-    assert "27 %" in found.advice[1]  # two stages a rank: 3/11
+    assert found.advice[0].startswith("`n_microbatches=16` (is 4)")
+    assert "`ScheduleInterleavedZeroBubble` with 2 stages a rank (is `Schedule1F1B`)" in found.advice[1]
     assert found.evidence is not None
-    assert [round(v, 3) for _, v, _ in found.evidence.rows] == [0.455, 0.429, 0.273, 0.273]
+    rows = {row[0]: row for row in found.evidence.rows}
+    assert rows["as it is"][1:] == ("420.0 ms", "", "43 %", "")
+    assert rows["8 micro-batches"][1:] == ("330.0 ms", "90.0 ms", "27 %", "yes")
 
 
-def test_no_more_is_saved_than_is_idle(tmp_path: Path) -> None:
-    found = ask(RULE, recorded(tmp_path, 4, 4, call=75))
-    assert found.saving_ns == pytest.approx(15 * MS)
+def test_another_schedule_for_the_same_stages_may_be_the_best_line(tmp_path: Path) -> None:
+    # The loader's batch cannot be cut further.
+    loader = {"role": "train", "batch_size": 4}
+    path = pipelines.recorded(
+        tmp_path, "ScheduleInterleaved1F1B", 4, 4, alike(20, 40), chunks=2, loaders=[loader], step=700
+    )
+    found = ask(RULE, path)
+    # 11 slots of 60 ms; four micro-batches in two chunks of 60 ms and three forwards.
+    assert found.saving_ns == pytest.approx((660 - 540) * MS)
+    assert found.verdict == "17 % of each step is a bubble that InterleavedZeroBubble would fill."
+
+
+def test_each_call_within_a_step_counts(tmp_path: Path) -> None:
+    path = pipelines.recorded(tmp_path, "Schedule1F1B", 4, 4, alike(20, 40), step=900)
+    once = ask(RULE, path).saving_ns
+    for rank in range(4):
+        log = path / f"ranks/{rank:05d}/chunks.jsonl"
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        lines += [line | {"start_ns": line["start_ns"] + 450 * MS} for line in lines]
+        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert ask(RULE, path).saving_ns == pytest.approx(2 * once)
 
 
 def test_enough_microbatches_are_left_alone(tmp_path: Path) -> None:
-    clear = ask(RULE, recorded(tmp_path, 4, 32, call=70))
+    clear = ask(RULE, pipelines.recorded(tmp_path, "Schedule1F1B", 4, 32, alike(4, 8)))
     assert clear.state == "clear"
-    assert clear.summary.startswith("14 % of a pipeline's step is idle; twice the micro-batches would save")
+    assert clear.summary.startswith("8.6 % of a pipeline's step is idle; 128 micro-batches would save 6.4 %")
 
 
 def test_a_pipeline_of_one_rank_has_no_bubble(tmp_path: Path) -> None:
-    assert ask(RULE, recorded(tmp_path, 1, 4)).summary == "the pipeline has one rank"
+    assert ask(RULE, pipelines.recorded(tmp_path, "Schedule1F1B", 1, 4, alike(2, 4))).summary.endswith("has one rank")
 
 
-def test_a_schedule_of_the_users_own_abstains_with_what_was_measured(tmp_path: Path) -> None:
-    answer = ask(RULE, recorded(tmp_path, 4, 4, schedule="MySchedule"))
-    assert (answer.state, answer.why.startswith("40 % of a step is idle")) == ("not_measured", True)
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [({"name": "MySchedule"}, "what MySchedule does"), ({"here": (0, 2, 3)}, "those of rank 1 are not here")],
+)
+def test_what_cannot_be_replayed_abstains_with_what_was_measured(
+    tmp_path: Path, said: dict[str, str], why: str
+) -> None:
+    answer = ask(RULE, pipelines.recorded(tmp_path, "Schedule1F1B", 4, 4, alike(20, 40), **said))  # type: ignore[arg-type]
+    assert (answer.state, answer.why.startswith("43 % of a pipeline's step is idle")) == ("not_measured", True)
+    assert why in answer.why
 
 
 def test_without_a_pipeline_it_abstains(tmp_path: Path) -> None:

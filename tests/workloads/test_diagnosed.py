@@ -80,4 +80,14 @@ def test_few_microbatches_are_found_and_enough_are_left_alone(tmp_path: Path) ->
     found = recorded("pipeline_transformer", tmp_path / "fault", "--fault", "few_microbatches", *steps)
     assert found["pipeline_bubble"]["state"] == "found", found["pipeline_bubble"]
     assert found["pipeline_bubble"]["share"] > 0.1
-    assert recorded("pipeline_transformer", tmp_path, *steps)["pipeline_bubble"]["state"] == "clear"
+    said = recorded("pipeline_transformer", tmp_path, *steps)
+    assert said["pipeline_bubble"]["state"] == "clear"
+    assert said["stage_imbalance"]["state"] == "clear"
+
+
+@pytest.mark.slow
+def test_an_uneven_split_is_found(tmp_path: Path) -> None:
+    said = recorded("pipeline_transformer", tmp_path, "--fault", "uneven_split", "--", "--steps", "30")
+    assert said["stage_imbalance"]["state"] == "found", said["stage_imbalance"]
+    assert "stage 1" in said["stage_imbalance"]["title"]
+    assert said["stage_imbalance"]["share"] > 0.1

@@ -57,7 +57,9 @@ def test_it_learns_and_the_fault_changes_nothing_but_the_time() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule", ["Naive", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+)
 def test_other_schedules_train(schedule: str) -> None:
     assert len(losses(train("--steps=10", f"--schedule={schedule}"))) == 1
 
@@ -66,8 +68,15 @@ def test_other_schedules_train(schedule: str) -> None:
 def test_every_stage_and_layer_is_on_one_rank(schedule: str) -> None:
     stages = [s for rank in range(3) for s in workload.stages_of(rank, 3, schedule)]
     assert sorted(stages) == list(range(len(stages)))
-    layers = 8
-    assert sum(len(range(s, layers, len(stages))) for s in stages) == layers
+    assert sum(workload.share_out(8, len(stages))) == 8
+
+
+def test_the_uneven_split_burdens_the_last_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert workload.parse([*TINY, "--layers=8"]).split == [2, 2, 2, 2]
+    assert workload.parse([*TINY, "--layers=8", "--fault=uneven_split"]).split == [1, 1, 1, 5]
+    assert workload.parse([*TINY, "--layers=8", "--split=1,2,3,2"]).split == [1, 2, 3, 2]
+    assert workload.parse([*TINY, "--layers=8", "--schedule=Naive"]).microbatches == 1
 
 
 def test_the_text_is_the_same_for_every_rank_and_can_be_predicted() -> None:
@@ -80,7 +89,11 @@ def test_the_text_is_the_same_for_every_rank_and_can_be_predicted() -> None:
 
 @pytest.mark.parametrize(
     ("options", "ranks", "said"),
-    [((), 1, "a pipeline needs two ranks"), (("--microbatches=5",), 2, "cannot be cut into 5")],
+    [
+        ((), 1, "a pipeline needs two ranks"),
+        (("--microbatches=5",), 2, "cannot be cut into 5"),
+        (("--split=3,2",), 2, "2 stages of 4 layers"),
+    ],
 )
 def test_what_cannot_be_is_a_usage_error(options: tuple[str, ...], ranks: int, said: str) -> None:
     done = train(*options, ranks=ranks)
