@@ -165,7 +165,8 @@ def speedup(outcome: Outcome) -> str:
 def together(result: Result) -> str:
     """Bound what all findings give together, as a sentence; "" where fewer than two claim a saving."""
     most = result.together
-    if most is None or sum(saves(o) for o in result.found) < 2 or not math.isfinite(most.saving_ns):
+    # From a hundred on it bounds nothing.
+    if most is None or sum(saves(o) for o in result.found) < 2 or not 0 < most.speedup < 100:
         return ""
     return f"All of these together: at most {times(most.speedup)} faster ({MINUS}{duration(most.saving_ns)})."
 
