@@ -385,7 +385,10 @@ class _Answer:
         """Give what it says now."""
         if self._file is None or file_of(self._fd) != self._file:
             return []
-        return os.pread(self._fd, 512, 0).split()
+        try:
+            return os.pread(self._fd, 512, 0).split()
+        except OSError:  # of a thread that is no more
+            return []
 
 
 class _Log:

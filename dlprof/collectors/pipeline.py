@@ -158,9 +158,13 @@ class Pipeline:
             try:
                 return original(stage, *args, **kwargs)
             finally:
-                what = action(*args, **kwargs)
-                which = _microbatch(*args, **kwargs) if what != "reduce" else -1
-                call.chunks.append((stage.stage_index, which, what, began, self._now()))
+                ended = self._now()
+                try:
+                    what = action(*args, **kwargs)
+                    which = _microbatch(*args, **kwargs) if what != "reduce" else -1
+                    call.chunks.append((stage.stage_index, which, what, began, ended))
+                except Exception as e:  # noqa: BLE001 - a stage of another make; the script goes on
+                    self._fail(e)
 
         return chunk
 
@@ -168,13 +172,17 @@ class Pipeline:
         @functools.wraps(original)
         def loss(schedule: Any, stage: Any, output: Any, targets: Any, index: int, *args: Any, **kwargs: Any) -> Any:
             call = self._call
-            if call is None or not stage.is_last or get_ident() != self._thread:
+            if call is None or not getattr(stage, "is_last", False) or get_ident() != self._thread:
                 return original(schedule, stage, output, targets, index, *args, **kwargs)
             began = self._now()
             try:
                 return original(schedule, stage, output, targets, index, *args, **kwargs)
             finally:
-                call.chunks.append((stage.stage_index, index, "loss", began, self._now()))
+                ended = self._now()
+                try:
+                    call.chunks.append((stage.stage_index, index, "loss", began, ended))
+                except Exception as e:  # noqa: BLE001 - a stage of another make; the script goes on
+                    self._fail(e)
 
         return loss
 
@@ -183,10 +191,11 @@ class Pipeline:
     def _begin(self, schedule: Any) -> bool:
         """Begin to measure a schedule's step; False: nothing is measured of it."""
         recorder = self._recorder
-        # A schedule without backward evaluates; one within another is its own eval().
-        if recorder is None or self._call is not None or get_ident() != self._thread or not schedule._has_backward:
-            return False
+        if recorder is None or self._call is not None or get_ident() != self._thread:
+            return False  # one within another is its own eval()
         try:
+            if not schedule._has_backward:
+                return False  # it evaluates
             if schedule is not self._schedule:
                 self._see(schedule, recorder)
             now = time.perf_counter_ns()

@@ -248,6 +248,36 @@ def test_evaluation_failures_and_forks_are_left_alone(tmp_path: Path) -> None:
     assert len(written) == 7 * (1 + 2 * 3 + 1)
 
 
+def test_a_chunk_that_cannot_be_told_costs_the_recording_and_not_the_job(tmp_path: Path) -> None:
+    rank = alone(
+        tmp_path,
+        """
+        class Nameless(PipelineStage):
+            # Breaks whoever but torch's own code asks which stage this is.
+            @property
+            def stage_index(self):
+                if "dlprof" in sys._getframe(1).f_code.co_filename and number > 2:
+                    raise AttributeError("no index")
+                return 0
+            @stage_index.setter
+            def stage_index(self, index):
+                pass
+        losses, number = [], 0
+        stage = Nameless(nn.Linear(8, 8), 0, 1, torch.device("cpu"))
+        schedule = schedules.ScheduleGPipe(stage, 2, loss_fn=F.mse_loss)
+        optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.01)
+        for number in range(8):
+            schedule.step(torch.ones(2, 8), target=torch.zeros(2, 8), losses=losses)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(losses) == 2, losses
+        """,
+    )
+    (warning,) = facts(rank)["warnings"]
+    assert warning.startswith("pipeline is off: AttributeError: no index")
+    assert len(rows(rank)) == 8
+
+
 def test_a_long_job_keeps_every_step_and_the_chunks_of_some(tmp_path: Path) -> None:
     steps = 700
     rank = alone(
