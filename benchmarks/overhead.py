@@ -14,9 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import dlprof
 
@@ -146,54 +147,97 @@ def pause(script: Path, python: Path, step_ms: int) -> float:
     return float(json.loads(out.read_text()))
 
 
-def hooks_us(steps: int = 20_000) -> tuple[float, float]:
-    """Give the µs that recording takes of a step (one fetch, forward, backward and optimizer step, and its line in the
-    file), and of one call of an inner module. The work between the hooks is left out.
+def paired_us(pause_s: float, blocks: int = 150, steps: int = 40) -> tuple[float, float, float]:
+    """Give the µs of a step without recording, those that recording adds to it, and the standard error of these.
+
+    In one process, which alternates between blocks of steps with all that recording has put into torch in its place,
+    and blocks with what was there before: two processes that run the same script differ by more than what is measured.
     """
+    import gc
+
     import torch
+    from torch.optim import optimizer as optimizers
+    from torch.utils.data import DataLoader, TensorDataset
 
     from dlprof import hooks
-    from dlprof import recorder as recording
     from dlprof.collectors import COLLECTORS
 
-    class Iterator:
-        _num_yielded = 1
+    torch.set_num_threads(1)
+    data = TensorDataset(torch.randn(4096, 8), torch.randn(4096, 1))
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(50)), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    identity = torch.nn.Identity()
-    plain_us = _each_us(lambda: identity(1), steps)
+    def batches() -> Iterator[Any]:
+        while True:
+            yield from DataLoader(data, batch_size=8)
+
+    feed = batches()
+
+    def step() -> float:
+        began = time.perf_counter()
+        batch = next(feed)
+        optimizer.zero_grad()
+        (model(batch[0]) - batch[1]).square().mean().backward()
+        optimizer.step()
+        took = time.perf_counter() - began
+        time.sleep(pause_s)
+        return took
+
+    for _ in range(20):
+        step()
     os.environ["DLPROF_WINDOW"] = "off"
+    before = _attributes()
+    called: list[Any] = [gc.callbacks]
+    hooked: list[dict[Any, Any]] = [
+        optimizers._global_optimizer_pre_hooks,  # type: ignore[list-item]
+        optimizers._global_optimizer_post_hooks,  # type: ignore[list-item]
+    ]
     with tempfile.TemporaryDirectory() as folder:
         hooks.install(folder, COLLECTORS)
-        recorder = dlprof._recorder
-        iterator, optimizer = Iterator(), torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        for _ in range(50):
+            step()
+        patches = [
+            (*at, before[at], value) for at, value in _attributes().items() if before.get(at, value) is not value
+        ]
+        if os.environ.get("SHOW"):
+            print([(getattr(p[0], "__name__", p[0]), p[1]) for p in patches], [c for c in called], hooked)
+        only = os.environ.get("ONLY")
+        patches = [p for p in patches if not only or p[1] in only.split(",")]
+        ours = [*(list(c) for c in called), *(dict(h) for h in hooked)]
 
-        def step() -> None:
-            if recorder.begin_fetch(iterator, first=False):
-                recorder.end()
-            if recorder.begin_forward(identity):
-                recorder.end()
-            if recorder.begin(recording.BACKWARD):
-                recorder.end()
-            recorder.begin_optimizer(optimizer)
-            recorder.end_optimizer()
+        def put(place: int) -> None:
+            for owner, name, *values in patches:
+                setattr(owner, name, values[place])
+            for container, content in zip((*called, *hooked), ours, strict=True):
+                container.clear()
+                if place:
+                    (container.update if isinstance(content, dict) else container.extend)(content)
 
-        step_us = _each_us(step, steps)
-        recorder.begin_forward(identity)
-        inner_us = _each_us(lambda: identity(1), steps)
-        recorder.end()
-        recorder.stop("exit")
-    return step_us, inner_us - plain_us
+        means: list[tuple[float, float]] = []
+        for n in range(blocks):
+            mean = [0.0, 0.0]
+            for place in (0, 1) if n % 2 else (1, 0):
+                put(place)
+                took = sorted(step() for _ in range(steps + 5))[:steps]
+                mean[place] = statistics.fmean(took) * 1e6
+            means.append((mean[0], mean[1]))
+        put(1)
+        dlprof._recorder.stop("exit")
+    added = [ours_us - plain_us for plain_us, ours_us in means]
+    plain = statistics.fmean(plain_us for plain_us, _ in means)
+    return plain, statistics.fmean(added), statistics.stdev(added) / len(added) ** 0.5
 
 
-def _each_us(call: Callable[[], object], times: int) -> float:
-    """Give the µs of one call: the least of five rounds, which is the one that nobody disturbed."""
-    rounds = []
-    for _ in range(5):
-        began = time.perf_counter()
-        for _ in range(times):
-            call()
-        rounds.append((time.perf_counter() - began) / times * 1e6)
-    return min(rounds)
+def _attributes() -> dict[tuple[Any, str], Any]:
+    """Give every attribute of torch's modules, and of their classes."""
+    found: dict[tuple[Any, str], Any] = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] == "torch":
+            for name, value in list(vars(module).items()):
+                found[module, name] = value
+                if isinstance(value, type) and value.__module__ == module_name:
+                    found |= {(value, n): v for n, v in list(vars(value).items())}
+    return found
 
 
 def main() -> None:

@@ -42,10 +42,19 @@ def _watch_modules(recorder: Recorder) -> None:
 
     original: Any = torch.nn.Module.__call__
     is_compiling = torch.compiler.is_compiling
+    # The one of the two that costs nothing; Dynamo reads both as constants, and nothing that stands after them.
+    is_traced = getattr(torch.compiler, "is_dynamo_compiling", is_compiling)
+    as_we_know_it = ("_compiled_call_impl", "_call_impl")
+    known = getattr(getattr(original, "__code__", None), "co_names", ()) == as_we_know_it
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
-        if is_compiling() or recorder.inside or not recorder.begin_forward(self):
-            return original(self, *args, **kwargs)
+        if is_traced() or recorder.inside or is_compiling() or not recorder.begin_forward(self):
+            if not known:
+                return original(self, *args, **kwargs)
+            # What the original does, without its frame: a model has hundreds of modules within the outermost.
+            if self._compiled_call_impl is None:
+                return self._call_impl(*args, **kwargs)
+            return self._compiled_call_impl(*args, **kwargs)
         try:
             return original(self, *args, **kwargs)
         finally:

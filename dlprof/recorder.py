@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import get_ident
 from types import FrameType
@@ -32,6 +32,11 @@ _RANGES = ("dlprof::fetch", "dlprof::forward", "dlprof::backward", "dlprof::opti
 # A script that takes this many optimizer steps on one batch has no loop over a loader; its steps are the optimizer's.
 # A gradient-accumulating or adversarial loop takes far fewer a batch.
 _STEPS_WITHOUT_FETCH = 32
+
+# Collectors hear of steps this often: a crash costs at most so much. What they do for one step alone, with nothing of
+# theirs in the processor's caches, takes several times as long as for many.
+_TELL_EVERY_NS = 250_000_000
+_NO_STEP = sys.maxsize
 
 # Steps kept in memory until the process trains: a long validation before training must not grow without bound.
 _EARLY_STEPS = 4096
@@ -48,6 +53,7 @@ class Step:
 
     __slots__ = (
         "backwards",
+        "device",
         "dur_ns",
         "fetches",
         "first",
@@ -70,6 +76,7 @@ class Step:
         self.fetches = self.forwards = self.backwards = self.optimizer_steps = 0
         self.first = self.profiled = 0
         self.loaders: tuple[LoaderSeen, ...] = ()  # that it took batches from
+        self.device: Any = None  # what Recorder.end_of_step gave
 
     @property
     def worked(self) -> bool:
@@ -103,8 +110,11 @@ class Collector(Protocol):
     def start(self, recorder: Recorder) -> None:
         """Begin: the process trains, and recorder.folder exists. Runs on the training thread."""
 
-    def step(self, step: Step) -> None:
-        """Hear that a step has ended and the next, recorder.row, has begun. Runs on the training thread."""
+    def step(self, done: Sequence[Step]) -> int | None:
+        """Hear of the steps that have ended since last time, the last of them right now. Runs on the training thread.
+
+        Gives the number of the step whose beginning must be heard of at once; None: there is no hurry.
+        """
 
     def stop(self) -> None:
         """End, and leave what is in memory on disk. Runs once, perhaps in a signal handler."""
@@ -186,6 +196,7 @@ class Recorder:
         # What opens a named range around each phase: the trace while its window is open, NVTX all along.
         self.ranges: list[Callable[[str], Any]] = []
         self.first_forward: Callable[[], None] | None = None  # called before the first forward of each step
+        self.end_of_step: Callable[[], Any] | None = None  # called at its end; Step.device keeps what it gives
         self.switched_off: Callable[[], None] | None = None  # called when no step will be heard of any more
         self.off = False
         self.started = False
@@ -201,11 +212,13 @@ class Recorder:
         self._fetched = False
         self._newly_asked = False  # the loader that was asked last had not been, in this step
         self._steps_since_fetch = 0
-        self._early: list[Step] = []
-        self._collectors: list[Collector] = []
+        self._done: list[Step] = []  # steps that the collectors have not heard of
+        self._tell_ns = 0
+        self._tell_step = _NO_STEP
+        self._collectors: tuple[Collector, ...] = ()
         for make in collectors:
             try:
-                self._collectors.append(make())
+                self._collectors += (make(),)
             except Exception as e:  # noqa: BLE001, PERF203 - one collector must not cost the others
                 self.warn(f"{getattr(make, '__name__', make)} is off: {_tell(e)}")
 
@@ -419,7 +432,7 @@ class Recorder:
         self._owner = thread
         self._phases.clear()
         self._open_ranges.clear()
-        self._early.clear()
+        self._done.clear()
         self._optimizer_depth = 0
         self.inside = False
         self.row = Step(0, time.perf_counter_ns())
@@ -475,14 +488,31 @@ class Recorder:
             if seen.role != "train" and seen.role != row.kind != "other":
                 seen.role = row.kind
                 self.news = True
+        if self.end_of_step is not None:
+            row.device = self.end_of_step()
         self.row = Step(row.number + 1, now)
         if self.started:
-            for collector in tuple(self._collectors):
-                self._guard(collector, collector.step, row)
+            self._done.append(row)
+            if now >= self._tell_ns or row.number + 1 >= self._tell_step or self.news:
+                self._tell_collectors()
             if self._asked_to_stop is not None:
                 self.stop(self._asked_to_stop)
-        elif len(self._early) < _EARLY_STEPS:
-            self._early.append(row)
+        elif len(self._done) < _EARLY_STEPS:
+            self._done.append(row)
+
+    def _tell_collectors(self) -> None:
+        done, self._done = self._done, []
+        if not done:
+            return
+        self._tell_ns = done[-1].start_ns + done[-1].dur_ns + _TELL_EVERY_NS
+        self._tell_step = _NO_STEP
+        for collector in self._collectors:
+            try:
+                asked = collector.step(done)
+            except Exception as e:  # noqa: BLE001, PERF203 - see _guard
+                self._drop(collector, e)
+            else:
+                self._tell_step = min(self._tell_step, _NO_STEP if asked is None else asked)
 
     def _see_model(self, module: Any) -> None:
         if len(self._model_ids) >= _MOST_SEEN:
@@ -536,12 +566,10 @@ class Recorder:
         self.started = True
         self.trained_from = self.row.number
         self._stop_with_process()
-        for collector in tuple(self._collectors):
+        for collector in self._collectors:
             self._guard(collector, collector.start, self)
-        for row in self._early:
-            for collector in tuple(self._collectors):
-                self._guard(collector, collector.step, row)
-        self._early.clear()
+        self._tell_collectors()
+        self._tell_ns = 0
 
     def _leave_word(self, name: str) -> None:
         """Tell the loaders' workers, which were started before, where this rank records; see folder_of_rank."""
@@ -587,13 +615,14 @@ class Recorder:
             if not self.off and (self.row.worked or self.row.fetches):
                 self.row.first = 1  # cut off by the end of the job: no step to compare with others
                 self._end_step(time.perf_counter_ns())
+            self._tell_collectors()
         except Exception as e:  # noqa: BLE001 - the process ends as it would without us
             self._fail(e)
         self._switch_off()
         # A second Ctrl-C, while the first one's end is being written: at once, then, and without a traceback of ours.
         with contextlib.suppress(KeyboardInterrupt):
             # Backwards: facts close the list, since they tell how the others ended.
-            for collector in reversed(tuple(self._collectors)):
+            for collector in reversed(self._collectors):
                 self._guard(collector, collector.stop)
         self._has_stopped.set()
 
@@ -601,9 +630,11 @@ class Recorder:
         try:
             call(*args)
         except Exception as e:  # noqa: BLE001 - one collector must not cost the others, nor the job
-            if collector in self._collectors:
-                self._collectors.remove(collector)
-            self.warn(f"{collector.name} is off: {_tell(e)}; the job goes on without it")
+            self._drop(collector, e)
+
+    def _drop(self, collector: Collector, error: Exception) -> None:
+        self._collectors = tuple(c for c in self._collectors if c is not collector)
+        self.warn(f"{collector.name} is off: {_tell(error)}; the job goes on without it")
 
     def _fail(self, error: Exception) -> None:
         self._switch_off()
@@ -613,7 +644,7 @@ class Recorder:
         self.off = True
         self.inside = True
         self.ranges.clear()
-        self.first_forward = None
+        self.first_forward = self.end_of_step = None
         if self.switched_off is not None:
             with contextlib.suppress(Exception):
                 self.switched_off()
@@ -625,7 +656,7 @@ class Recorder:
         if self.started:
             self._switch_off()
             self._stopped = True
-            self._collectors.clear()
+            self._collectors = ()
             if signal.getsignal(signal.SIGTERM) == self._terminated:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.profiler_woken:

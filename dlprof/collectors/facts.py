@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,11 @@ class Facts:
         }
         recorder.news = True
 
-    def step(self, step: Step) -> None:
+    def step(self, done: Sequence[Step]) -> None:
         """Write again if there is news; a script that makes an optimizer a step always has some."""
         recorder = self._recorder
         if recorder is not None and (recorder.news or recorder.mark != self._mark):
-            ended_ns = step.start_ns + step.dur_ns
+            ended_ns = done[-1].start_ns + done[-1].dur_ns
             if ended_ns > self._next_ns or self._free:
                 self._free = max(self._free - 1, 0)
                 began_ns = time.perf_counter_ns()

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -71,21 +71,21 @@ class Flops:
         self._recorder = recorder
         recorder.flops = self.said
 
-    def step(self, step: Step) -> None:
+    def step(self, done: Sequence[Step]) -> int | None:
         """Begin to count with the step that has just begun, or take what the step that has ended was counted to do."""
         recorder = self._recorder
         if recorder is None or (self._mode is None and self.said["state"] != "waiting"):
-            return
+            return None
         mode, left = self._mode, self._leave()
         if self._counting:
             self._counting = False
-            self._take(recorder, step, mode)
+            self._take(recorder, done[-1], mode)
         if not left:
             # Our mode lies below one that the script has entered meanwhile, and does nothing until that is left.
             recorder.row.profiled = 1
-            return
-        if self.said["state"] == "waiting" and recorder.ended is None and self._is_time(recorder):
+        elif self.said["state"] == "waiting" and recorder.ended is None and self._is_time(recorder):
             self._begin(recorder)
+        return recorder.row.number + 1
 
     def stop(self) -> None:
         """Stop counting; half a step is none. Also when recording is switched off, and in a fork's child."""

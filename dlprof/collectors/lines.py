@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import get_ident
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -73,7 +73,7 @@ class Lines:
         self._look()
         self._watch_thread()
 
-    def step(self, step: Step) -> None:
+    def step(self, done: Sequence[Step]) -> None:
         """Look for functions that came later, and write from time to time."""
         recorder = self._recorder
         if recorder is None:
@@ -83,7 +83,7 @@ class Lines:
         if self._problem and self._problem not in recorder.warnings:
             recorder.warn(self._problem)
         counts = self._counts
-        if counts is not None and step.start_ns + step.dur_ns > counts.due_ns:
+        if counts is not None and done[-1].start_ns + done[-1].dur_ns > counts.due_ns:
             counts.write(recorder.folder, "main")
 
     def stop(self) -> None:

@@ -11,8 +11,10 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from threading import get_ident
+from time import perf_counter_ns
 from typing import Any
 
 import dlprof
@@ -38,6 +40,12 @@ _MOST_EPOCHS = 1_000
 
 _Row = tuple[Any, ...]
 
+# Batches ready, batches being made and the worker whose turn it is, where the training thread fetches itself.
+_NOBODY = (-1, -1, -1)
+
+# The same for what the kernel has counted, where it is not asked.
+_UNASKED = (-1, -1, -1, -1)
+
 
 class Loader:
     """Writes loading.jsonl and fetches.jsonl: keys and units as in the tables `loading` and `fetches`."""
@@ -52,7 +60,7 @@ class Loader:
         self._fetches = _Log("fetches.jsonl", _fetch_line, keys=2, sums=3)
         self._counters: _Counters | None = None
         self._usage: tuple[int, int, int] = (0, 0, 0)
-        self._asking = False
+        self._asking = 0  # the thread that is inside a loader's next(), if it is the one that trains
         self._fetching = False
         self._last_fetch_ns = 0
         self._collate_ns = 0
@@ -67,17 +75,17 @@ class Loader:
         self._loading.open(recorder.folder)
         self._fetches.open(recorder.folder)
         self._counters = self._counters or _Counters()
-        self._usage = (time.perf_counter_ns(), *self._counters.core())
+        self._usage = (perf_counter_ns(), *self._counters.core())
 
-    def step(self, step: Step) -> None:
+    def step(self, done: Sequence[Step]) -> None:
         """Write what has gathered."""
-        now = step.start_ns + step.dur_ns
-        if now - self._usage[0] > _WRITE_EVERY_NS:
+        now = done[-1].start_ns + done[-1].dur_ns
+        if now - self._usage[0] >= _WRITE_EVERY_NS:
             self._write(now)
 
     def stop(self) -> None:
         """Write the rest."""
-        self._write(time.perf_counter_ns(), last=True)
+        self._write(perf_counter_ns(), last=True)
         self._recorder = None
 
     def _write(self, now: int, *, last: bool = False) -> None:
@@ -104,7 +112,8 @@ class Loader:
         self._epochs.clear()
         self._loading.forget()
         self._fetches.forget()
-        self._asking = self._fetching = False
+        self._asking = 0
+        self._fetching = False
 
     def _fail(self, error: Exception) -> None:
         """Switch off: the batch goes on its way. Of a folder that is gone or full the rank tells, not each worker."""
@@ -125,25 +134,26 @@ class Loader:
 
         @functools.wraps(following)
         def __next__(iterator: Any) -> Any:  # noqa: N807 - what it stands for
-            if self._asking or not self._trains():
+            recorder = None if self._asking else dlprof._recorder
+            if recorder is None or self._off or not recorder.fetching:
                 return following(iterator)
-            self._asking = True
+            self._asking = get_ident()
             try:
-                asked = self._ask(iterator)
-                began = time.perf_counter_ns()
+                asked = _NOBODY if getattr(iterator, "_data_queue", None) is None else self._ask(iterator)
+                began = perf_counter_ns()
                 batch = following(iterator)
-                self._got(iterator, asked, began, time.perf_counter_ns() - began)
+                self._got(recorder, iterator, asked, began, perf_counter_ns() - began)
             finally:
-                self._asking = False
+                self._asking = 0
             return batch
 
         @functools.wraps(iterating)
         def __iter__(loader: Any) -> Any:  # noqa: N807 - what it stands for
             if self._asking or not self._trains():
                 return iterating(loader)
-            began = time.perf_counter_ns()
+            began = perf_counter_ns()
             iterator = iterating(loader)
-            self._begun(iterator, began, time.perf_counter_ns() - began)
+            self._begun(iterator, began, perf_counter_ns() - began)
             return iterator
 
         @functools.wraps(ending)
@@ -151,11 +161,11 @@ class Loader:
             # Also called by __del__, when the interpreter may be half gone: then nothing of ours must run.
             if self._recorder is None or getattr(iterator, "_shutdown", True):
                 return ending(iterator)
-            began = time.perf_counter_ns()
+            began = perf_counter_ns()
             try:
                 return ending(iterator)
             finally:
-                self._ended(iterator, began, time.perf_counter_ns() - began)
+                self._ended(iterator, began, perf_counter_ns() - began)
 
         dataloader._BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign, assignment]
         dataloader.DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
@@ -169,16 +179,13 @@ class Loader:
     def _ask(self, iterator: Any) -> tuple[int, int, int]:
         """Give how many batches are ready, how many are being made, and which worker makes the one that is due."""
         try:
-            waiting = getattr(iterator, "_data_queue", None)
-            if waiting is None:
-                return -1, -1, -1
             tasks, outstanding = iterator._task_info, iterator._tasks_outstanding
             due = tasks.get(iterator._rcvd_idx)
             # Those that came before their turn are kept among the tasks.
-            ready = waiting.qsize() + len(tasks) - outstanding
+            ready = iterator._data_queue.qsize() + len(tasks) - outstanding
             return ready, outstanding, -1 if due is None else due[0]
         except Exception:  # noqa: BLE001 - an iterator of another make, a system whose queues cannot tell
-            return -1, -1, -1
+            return _NOBODY
 
     def _begun(self, iterator: Any, began: int, took: int) -> None:
         try:
@@ -189,13 +196,12 @@ class Loader:
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
-    def _got(self, iterator: Any, asked: tuple[int, int, int], began: int, took: int) -> None:
+    def _got(self, recorder: Recorder, iterator: Any, asked: tuple[int, int, int], began: int, took: int) -> None:
         try:
-            recorder = dlprof._recorder
             epoch = self._epochs.get(id(iterator))
             if epoch is None:
                 epoch = self._epochs[id(iterator)] = _Epoch(began, 0, "")
-            unix, step = recorder.unix(0), recorder.row.number
+            unix, step = recorder.unix_ns - recorder.perf_ns, recorder.row.number
             ready, outstanding, worker = asked
             kind = "batch"
             if epoch.first:
@@ -254,42 +260,40 @@ class Loader:
             if self._off:
                 return None
             counters = self._counters
-            info = sys.modules["torch.utils.data._utils.worker"].get_worker_info()
-            if info is None:
-                if not self._trains():
+            if self._asking and self._asking == get_ident():
+                counters = self._counters = counters or _Counters()
+            elif counters is None or not counters.worker:
+                info = sys.modules["torch.utils.data._utils.worker"].get_worker_info()
+                if info is None:
                     return None
-                if counters is None:
-                    counters = self._counters = _Counters()
-                asked = counters.all() if self._last_fetch_ns > _WORTH_ASKING_NS else (-1, -1, -1, -1)
-            else:
-                if counters is None or not counters.worker:
-                    counters = self._counters = self._join(info)
+                counters = self._counters = self._join(info)
+            if counters.worker:
                 # From the end of one fetch to the end of the next: a batch is shipped while the next is fetched.
                 asked = counters.last
-            if not isinstance(fetcher.collate_fn, _Collate):
+            else:
+                asked = counters.all() if self._last_fetch_ns > _WORTH_ASKING_NS else _UNASKED
+            if type(fetcher.collate_fn) is not _Collate:
                 fetcher.collate_fn = _Collate(fetcher.collate_fn, self)
             self._collate_ns = 0
-            return (*asked, time.perf_counter_ns())
+            return (*asked, perf_counter_ns())
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
             return None
 
     def _end_fetch(self, before: tuple[int, ...]) -> None:
         try:
-            now = time.perf_counter_ns()
+            now = perf_counter_ns()
             recorder, counters = dlprof._recorder, self._counters
             if counters is None:
                 return
             began = before[-1]
-            self._last_fetch_ns = now - began
+            self._last_fetch_ns = took = now - began
+            used: Iterable[int] = _UNASKED
             if counters.worker or before[0] >= 0:
                 counters.last = counters.all()
                 used = [-1 if b < 0 else a - b for a, b in zip(counters.last, before, strict=False)]
-            else:
-                used = [-1, -1, -1, -1]
-            self._fetches.add(
-                (counters.id, counters.pid, recorder.unix(began), 1, now - began, self._collate_ns, *used)
-            )
+            start = began - recorder.perf_ns + recorder.unix_ns
+            self._fetches.add((counters.id, counters.pid, start, 1, took, self._collate_ns, *used))
             if counters.worker and now - self._fetches.written_ns > _WRITE_EVERY_NS:
                 self._ship(now)
         except Exception as e:  # noqa: BLE001 - the script goes on
@@ -313,7 +317,7 @@ class Loader:
 
     def _leave(self) -> None:
         try:
-            self._ship(time.perf_counter_ns(), last=True)
+            self._ship(perf_counter_ns(), last=True)
         except Exception as e:  # noqa: BLE001 - the worker ends as it would without us
             self._fail(e)
 
@@ -337,11 +341,11 @@ class _Collate:
         self._loader = loader
 
     def __call__(self, samples: Any) -> Any:
-        began = time.perf_counter_ns()
+        began = perf_counter_ns()
         try:
             return self._original(samples)
         finally:
-            self._loader._collate_ns += time.perf_counter_ns() - began
+            self._loader._collate_ns += perf_counter_ns() - began
 
 
 class _Counters:
@@ -418,7 +422,7 @@ class _Log:
         """Open the file, or make it."""
         self._file = Log(folder / self._name)
         self._most = max(self._file.size, _BURST_BYTES)
-        self._opened_ns = time.perf_counter_ns()
+        self._opened_ns = perf_counter_ns()
 
     def add(self, row: _Row) -> None:
         """Add a row."""

@@ -7,6 +7,7 @@ nothing is reset, since the script may use the peaks itself. A job that does not
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,13 @@ class Memory:
             self._history = "off"
         self._begin_history()
 
-    def step(self, step: Step) -> None:
+    def step(self, done: Sequence[Step]) -> None:
         """Read the counters, if the last reading is old enough."""
-        now = step.start_ns + step.dur_ns
+        now = done[-1].start_ns + done[-1].dur_ns
         if self._ask is not None and now - self._read_ns >= _READ_EVERY_NS:
             self._read_ns = now
             self._begin_history()
-            self._read(now, step.number)
+            self._read(now, done[-1].number)
 
     def stop(self) -> None:
         """Close the file, and leave the history on disk."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,12 +75,15 @@ class Nvtx:
         recorder.ranges.append(functools.partial(_Range, library))
         self._step = library.start(f"dlprof::step {recorder.row.number}")
 
-    def step(self, step: Step) -> None:
+    def step(self, done: Sequence[Step]) -> int | None:
         """End a step's range and start the next one's: phases and the script's own ranges may cross its ends."""
         library = self._library
-        if library is not None:
-            library.end(self._step)
-            self._step = library.start(f"dlprof::step {step.number + 1}")
+        if library is None:
+            return None
+        library.end(self._step)
+        begun = done[-1].number + 1
+        self._step = library.start(f"dlprof::step {begun}")
+        return begun + 1
 
     def stop(self) -> None:
         """End the last step's range."""

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -76,12 +76,12 @@ class Pipeline:
         self._recorder = recorder
         self._watch()
 
-    def step(self, step: Step) -> None:
+    def step(self, done: Sequence[Step]) -> None:
         """Write what has gathered."""
         if not self._watched:
             self._watch()
-        now = step.start_ns + step.dur_ns
-        if (self._lines or self._waiting) and now - self._written_ns > _WRITE_EVERY_NS:
+        now = done[-1].start_ns + done[-1].dur_ns
+        if (self._lines or self._waiting) and now - self._written_ns >= _WRITE_EVERY_NS:
             self._written_ns = now
             try:
                 self._drain(len(self._waiting) - _MAX_WAITING)

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -75,16 +75,16 @@ class Stalls:
         self._watch_distributed()
         os.register_at_fork(after_in_child=self._disarm)
         self._recorder = recorder
-        self._see_compilations(recorder.row.number)
+        self._see_compilations(())
         gc.callbacks.append(self._collecting)
 
-    def step(self, step: Step) -> None:
+    def step(self, done: Sequence[Step]) -> None:
         """Write what has gathered."""
         if not self._distributed_seen:
             self._watch_distributed()
-        self._see_compilations(step.number)
-        now = step.start_ns + step.dur_ns
-        if self._found and now - self._written_ns > _WRITE_EVERY_NS:
+        self._see_compilations(done)
+        now = done[-1].start_ns + done[-1].dur_ns
+        if self._found and now - self._written_ns >= _WRITE_EVERY_NS:
             self._written_ns = now
             try:
                 self._write()
@@ -96,7 +96,7 @@ class Stalls:
         """Stop listening and write the rest."""
         try:
             if self._recorder is not None:
-                self._see_compilations(self._recorder.row.number)
+                self._see_compilations(())
             self._write()
         finally:
             self._disarm()
@@ -129,8 +129,8 @@ class Stalls:
         found = _Found(kind, recorder.unix(began), ended - began, recorder.row.number, generation, path, named)
         self._found.append(found)
 
-    def _see_compilations(self, step: int) -> None:
-        """Look whether Dynamo has compiled since we last looked."""
+    def _see_compilations(self, done: Sequence[Step]) -> None:
+        """Look whether Dynamo has compiled since we last looked: in these steps, or in the one that has begun."""
         dynamo: Any = sys.modules.get(_DYNAMO)
         known = getattr(dynamo, "_compilation_metrics", None)
         recorder = self._recorder
@@ -138,12 +138,12 @@ class Stalls:
             return
         self._compilations = known[-1]
         try:
-            self._add_compilations(recorder, known, step)
+            self._add_compilations(recorder, known, done)
         except Exception as e:  # noqa: BLE001 - a Dynamo that tells it otherwise; the other stalls are worth having
             self._dynamo_is_strange = True
             recorder.warn(f"compilations are not recorded from here on: {type(e).__name__}: {e}")
 
-    def _add_compilations(self, recorder: Recorder, known: Any, step: int) -> None:
+    def _add_compilations(self, recorder: Recorder, known: Any, done: Sequence[Step]) -> None:
         timed = (c for c in tuple(known) if getattr(c, "start_time_us", None) and getattr(c, "end_time_us", None))
         new = [c for c in timed if c.end_time_us > self._compiled_to_us]
         if not new:
@@ -165,6 +165,8 @@ class Stalls:
             path = f"{frame.co_filename}:{frame.co_firstlineno} {frame.co_name}" if frame is not None else None
             reason = (frame.recompile_reason if frame is not None else None) or "unknown" if again else None
             phase = "backward" if c.is_forward is False else "forward"
+            within = (s.number for s in done if recorder.unix(s.start_ns + s.dur_ns) >= end)
+            step = next(within, recorder.row.number)
             # What was collected meanwhile is part of it.
             self._found[:] = [f for f in self._found if not start <= f.start_ns < end]
             self._found.append(_Found("compilation", start, end - start, step, None, path, phase, reason))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from dlprof.log import Log
@@ -44,17 +45,17 @@ class Steps:
         self._offset_ns = recorder.unix(0)
         self._device = _DeviceClock(recorder)
 
-    def step(self, step: Step) -> None:
-        """Add the step's line, once its device time is known, and write what has gathered."""
-        device = self._device
-        span = device.end_step() if device is not None else None
-        if span is None and not self._waiting:
-            self._add(step, -1)
-        else:
-            self._waiting.append((step, span))
-            self._drain(len(self._waiting) - _MAX_WAITING)
-        if step.start_ns + step.dur_ns - self._written_ns > _WRITE_EVERY_NS:
-            self._written_ns = step.start_ns + step.dur_ns
+    def step(self, done: Sequence[Step]) -> None:
+        """Add each step's line, once its device time is known, and write what has gathered."""
+        for step in done:
+            if step.device is None and not self._waiting:
+                self._add(step, -1)
+            else:
+                self._waiting.append((step, step.device))
+        self._drain(len(self._waiting) - _MAX_WAITING)
+        now = done[-1].start_ns + done[-1].dur_ns
+        if now - self._written_ns >= _WRITE_EVERY_NS:
+            self._written_ns = now
             self._write()
 
     def stop(self) -> None:
@@ -154,7 +155,7 @@ class _DeviceClock:
         self._begun: Any = None
         self._recorder = recorder
         if torch.version.cuda is not None or torch.version.hip is not None:
-            recorder.first_forward = self._begin_step
+            recorder.first_forward, recorder.end_of_step = self._begin_step, self._end_step
 
     def _begin_step(self) -> None:
         try:
@@ -162,7 +163,7 @@ class _DeviceClock:
         except Exception as e:  # noqa: BLE001 - host times are worth having without the device's
             self._give_up(e)
 
-    def end_step(self) -> tuple[Any, Any] | None:
+    def _end_step(self) -> tuple[Any, Any] | None:
         """Give the step's pair of events; None: nothing ran on a device."""
         begun, self._begun = self._begun, None
         if begun is None:
@@ -196,6 +197,6 @@ class _DeviceClock:
         return event
 
     def _give_up(self, error: Exception) -> None:
-        self._recorder.first_forward = None
+        self._recorder.first_forward = self._recorder.end_of_step = None
         self._begun = None
         self._recorder.warn(f"no device times from here on: {type(error).__name__}: {error}")

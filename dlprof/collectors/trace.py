@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -48,16 +48,19 @@ class Trace:
         if not self._done and self.window["skip"] == 0:
             self._advance(recorder, recorder.row.number)
 
-    def step(self, step: Step) -> None:  # noqa: ARG002 - the next one, recorder.row, matters here
+    def step(self, done: Sequence[Step]) -> int | None:  # noqa: ARG002 - the next one, recorder.row, matters here
         """Move the window on to the step that has just begun."""
         recorder = self._recorder
         if recorder is None or recorder.ended is not None:
-            return
+            return None
         if self._settle:
             self._settle -= 1
             recorder.row.profiled = 1
         if not self._done:
             self._advance(recorder, recorder.row.number)
+        if self._done and not self._settle:
+            return None
+        return max(recorder.row.number + 1, recorder.trained_from + self.window["skip"])
 
     def stop(self) -> None:
         """Leave what the open window has."""
