@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import get_ident
+from time import perf_counter_ns
 from types import FrameType
 from typing import Any, Protocol
 
@@ -171,9 +172,9 @@ class Recorder:
         self.trained_from = 0  # number of the first step that trained
         self.row = Step(0, 0)
         # One fixed anchor, so that the clock in the files is Unix time and monotonic too.
-        before = time.perf_counter_ns()
+        before = perf_counter_ns()
         self.unix_ns = time.time_ns()
-        self.perf_ns = (before + time.perf_counter_ns()) // 2
+        self.perf_ns = (before + perf_counter_ns()) // 2
 
         # What was seen, for the facts; weak, so that nothing lives longer for being watched.
         self.news = False
@@ -206,7 +207,7 @@ class Recorder:
         self._pid = os.getpid()
         self._owner = 0
         self._phases: list[int] = []
-        self._open_ranges: list[Any] = []
+        self._open_ranges: dict[int, Any] = {}  # by how many phases are open
         self._since_ns = 0  # when the innermost phase was entered or resumed
         self._optimizer_depth = 0
         self._fetched = False
@@ -259,7 +260,7 @@ class Recorder:
     def begin(self, phase: int) -> bool:
         """Enter a phase; False: not ours to time, and end() must not be called."""
         try:
-            if self.off or not self._mine(phase):
+            if self.off or (get_ident() != self._owner and not self._mine(phase)):
                 return False
             row = self.row
             if phase == BACKWARD:
@@ -277,11 +278,11 @@ class Recorder:
     def begin_forward(self, module: Any) -> bool:
         """Enter an outermost module's call."""
         try:
-            if self.off or not self._mine(FORWARD):
+            if self.off or (get_ident() != self._owner and not self._mine(FORWARD)):
                 return False
             row = self.row
             if not row.forwards:
-                row.lead_ns = time.perf_counter_ns() - row.start_ns - row.parts[FETCH]
+                row.lead_ns = perf_counter_ns() - row.start_ns - row.parts[FETCH]
                 if self.first_forward is not None:
                     self.first_forward()
             row.forwards += 1
@@ -298,7 +299,7 @@ class Recorder:
     def begin_fetch(self, iterator: Any, *, first: bool) -> bool:
         """Enter next() of a loader's iterator; ends the step before it, if anything was done with its batch."""
         try:
-            if self.off or not self._mine(FETCH) or FETCH in self._phases:
+            if self.off or (get_ident() != self._owner and not self._mine(FETCH)) or FETCH in self._phases:
                 return False
             self._enter_loader()
             row = self.row
@@ -354,18 +355,30 @@ class Recorder:
         seen = self._iterators.get(id(iterator))
         return -1 if seen is None else self.loaders.index(seen)
 
-    def end(self) -> None:
-        """Leave the innermost phase."""
+    def end(self) -> int:
+        """Leave the innermost phase, and tell which it was; −1: there was none."""
+        phases = self._phases
+        if not phases:
+            return -1
         try:
-            if self._phases:
-                self._pop()
+            if self._open_ranges:
+                opened = self._open_ranges.pop(len(phases), None)
+                if opened is not None:
+                    opened.__exit__(None, None, None)
+            phase = phases.pop()
+            now = perf_counter_ns()
+            self.row.parts[phase] += now - self._since_ns
+            self._since_ns = now
+            self.inside = self.off or (bool(phases) and phases[-1] != OPTIMIZER)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
+            return -1
+        return phase
 
     def begin_optimizer(self, optimizer: Any) -> None:
         """Enter an optimizer's step; only the outermost counts (ZeroRedundancyOptimizer steps another inside)."""
         try:
-            if self.off or not self._mine(OPTIMIZER):
+            if self.off or (get_ident() != self._owner and not self._mine(OPTIMIZER)):
                 return
             self._optimizer_depth += 1
             if self._optimizer_depth > 1:
@@ -388,7 +401,7 @@ class Recorder:
             self._optimizer_depth -= 1
             if self._optimizer_depth or OPTIMIZER not in self._phases:
                 return
-            while self._pop() != OPTIMIZER:
+            while self.end() not in (OPTIMIZER, -1):
                 pass
             self.row.optimizer_steps += 1
             self._steps_since_fetch += 1
@@ -396,7 +409,7 @@ class Recorder:
             if (self.mark is None and not self._fetched) or (self.mark == "loader" and stale):
                 self.mark = "optimizer"
             if self.mark == "optimizer":
-                self._end_step(time.perf_counter_ns())
+                self._end_step(perf_counter_ns())
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
@@ -408,7 +421,7 @@ class Recorder:
             if self.off or not self._mine(FETCH):
                 return
             self.mark = "user"
-            self._end_step(time.perf_counter_ns())
+            self._end_step(perf_counter_ns())
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
@@ -435,29 +448,30 @@ class Recorder:
         self._done.clear()
         self._optimizer_depth = 0
         self.inside = False
-        self.row = Step(0, time.perf_counter_ns())
+        self.row = Step(0, perf_counter_ns())
         return True
 
     def _enter_loader(self) -> None:
         if self._phases == [OPTIMIZER]:
             # A step() that raised never told us that it ended.
-            self._pop()
+            self.end()
             self._optimizer_depth = 0
         self._fetched = True
         self._steps_since_fetch = 0
         if self.mark is None or (self.mark == "optimizer" and not self.loaders):
             self.mark = "loader"
         if self.mark != "user" and self.row.worked and not self._phases:
-            self._end_step(time.perf_counter_ns())
+            self._end_step(perf_counter_ns())
 
     def _push(self, phase: int) -> None:
         phases = self._phases
-        now = time.perf_counter_ns()
+        now = perf_counter_ns()
         if phases:
             self.row.parts[phases[-1]] += now - self._since_ns
         phases.append(phase)
         self.inside = phase != OPTIMIZER
-        self._open_ranges.append(self._open(_RANGES[phase]) if self.ranges else None)
+        if self.ranges:
+            self._open_ranges[len(phases)] = self._open(_RANGES[phase])
         self._since_ns = now
 
     def _open(self, name: str) -> contextlib.ExitStack:
@@ -465,18 +479,6 @@ class Recorder:
         for make in self.ranges:
             opened.enter_context(make(name))
         return opened
-
-    def _pop(self) -> int:
-        opened = self._open_ranges.pop()
-        if opened is not None:
-            opened.__exit__(None, None, None)
-        phases = self._phases
-        phase = phases.pop()
-        now = time.perf_counter_ns()
-        self.row.parts[phase] += now - self._since_ns
-        self._since_ns = now
-        self.inside = self.off or (bool(phases) and phases[-1] != OPTIMIZER)
-        return phase
 
     def _end_step(self, now: int) -> None:
         row = self.row
@@ -614,7 +616,7 @@ class Recorder:
         try:
             if not self.off and (self.row.worked or self.row.fetches):
                 self.row.first = 1  # cut off by the end of the job: no step to compare with others
-                self._end_step(time.perf_counter_ns())
+                self._end_step(perf_counter_ns())
             self._tell_collectors()
         except Exception as e:  # noqa: BLE001 - the process ends as it would without us
             self._fail(e)

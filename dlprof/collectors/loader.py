@@ -98,7 +98,9 @@ class Loader:
             _, cpu_now, delay_now = self._usage
             delayed = delay_now - delay if delay >= 0 else -1
             begin, step = recorder.unix(began), recorder.row.number
-            self._loading.add(("usage", -1, begin, step, -1, "", 1, now - began, -1, -1, -1, cpu_now - cpu, delayed))
+            self._loading.rows.append(
+                ("usage", -1, begin, step, -1, "", 1, now - began, -1, -1, -1, cpu_now - cpu, delayed)
+            )
             self._loading.write(now, last=last)
             self._fetches.write(now, last=last)
         except Exception:
@@ -207,15 +209,16 @@ class Loader:
             if epoch.first:
                 epoch.loader = recorder.place_of(iterator)
                 started = epoch.began + unix
-                self._loading.add(
+                self._loading.rows.append(
                     ("start", epoch.loader, started, step, -1, epoch.pids, 1, epoch.took, -1, -1, -1, -1, -1)
                 )
                 epoch.first = False
                 kind = "first"
             empty = -1 if ready < 0 else 0 if ready else 1
-            self._loading.add(
-                (kind, epoch.loader, began + unix, step, worker, "", 1, took, empty, ready, outstanding, -1, -1)
-            )
+            row = (kind, epoch.loader, began + unix, step, worker, "", 1, took, empty, ready, outstanding, -1, -1)
+            self._loading.rows.append(row)
+            if len(self._loading.rows) >= _MOST_ROWS:
+                self._loading.fit()
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
@@ -226,7 +229,7 @@ class Loader:
             return
         try:
             begin, step = recorder.unix(began), recorder.row.number
-            self._loading.add(("end", epoch.loader, begin, step, -1, "", 1, took, -1, -1, -1, -1, -1))
+            self._loading.rows.append(("end", epoch.loader, begin, step, -1, "", 1, took, -1, -1, -1, -1, -1))
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
@@ -293,7 +296,9 @@ class Loader:
                 counters.last = counters.all()
                 used = [-1 if b < 0 else a - b for a, b in zip(counters.last, before, strict=False)]
             start = began - recorder.perf_ns + recorder.unix_ns
-            self._fetches.add((counters.id, counters.pid, start, 1, took, self._collate_ns, *used))
+            self._fetches.rows.append((counters.id, counters.pid, start, 1, took, self._collate_ns, *used))
+            if len(self._fetches.rows) >= _MOST_ROWS:
+                self._fetches.fit()
             if counters.worker and now - self._fetches.written_ns > _WRITE_EVERY_NS:
                 self._ship(now)
         except Exception as e:  # noqa: BLE001 - the script goes on
@@ -407,7 +412,7 @@ class _Log:
         self._line = line
         self._keys = keys
         self._sums = sums
-        self._rows: list[_Row] = []
+        self.rows: list[_Row] = []
         self._file: Log | None = None
         self._most = 0
         self._opened_ns = 0
@@ -424,48 +429,55 @@ class _Log:
         self._most = max(self._file.size, _BURST_BYTES)
         self._opened_ns = perf_counter_ns()
 
-    def add(self, row: _Row) -> None:
-        """Add a row."""
-        self._rows.append(row)
-        if len(self._rows) >= _MOST_ROWS and not self.is_open:
+    def fit(self) -> None:
+        """Sum what has gathered, if there is no file yet; rows are added without asking, as each takes its time."""
+        if not self.is_open:
             self._sum()
 
     def write(self, now: int, *, last: bool) -> None:
         """Write what has gathered, as far as the budget allows; the last time in any case."""
         self.written_ns = now
-        if not self._rows or self._file is None:
+        if not self.rows or self._file is None:
             return
         # Each new generation of workers finds the file as long as the last one left it.
         if self._file.size >= self._most + _BYTES_A_SECOND * (now - self._opened_ns) // 1_000_000_000:
             self._sum()
             if not last:
                 return
-        lines = "".join(map(self._line, self._rows))
-        self._rows.clear()
+        lines = "".join(map(self._line, self.rows))
+        self.rows.clear()
         self._file.write(lines)
 
     def forget(self) -> None:
         """Drop rows and file: they are another process's."""
-        self._rows.clear()
+        self.rows.clear()
         self._file = None
 
     def _sum(self) -> None:
         keys, sums = self._keys, self._sums
-        together: dict[_Row, _Row] = {}
-        for row in self._rows:
-            have = together.get(row[:keys])
-            if have is not None:
-                both = zip(have[sums:], row[sums:], strict=True)
-                row = (*have[:sums], *(a + b if a >= 0 <= b else -1 for a, b in both))
-            together[row[:keys]] = row
-        self._rows = list(together.values())
+        alike: dict[_Row, list[_Row]] = {}
+        for row in self.rows:
+            alike.setdefault(row[:keys], []).append(row)
+        self.rows = []
+        for rows in alike.values():
+            columns = list(zip(*rows, strict=True))[sums:]
+            self.rows.append((*rows[0][:sums], *(-1 if min(c) < 0 else sum(c) for c in columns)))
+
+
+# In %-format, which takes half the time that f-strings take.
+_BATCH = '{"kind":"%s","loader":%s,"start_ns":%s,"step":%s,"count":%s,"dur_ns":%s'
+_QUEUE = ',"worker":%s,"empty":%s,"ready":%s,"outstanding":%s'
+_FETCH = (
+    '{"worker":%s,"pid":%s,"start_ns":%s,"count":%s,"dur_ns":%s,"collate_ns":%s,"cpu_ns":%s,"delay_ns":%s,'
+    '"stored_bytes":%s,"read_bytes":%s}\n'
+)
 
 
 def _loading_line(row: _Row) -> str:
     kind, loader, start, step, worker, pids, count, dur, empty, ready, outstanding, cpu, delay = row
-    line = f'{{"kind":"{kind}","start_ns":{start},"dur_ns":{dur},"count":{count},"step":{step},"loader":{loader}'
+    line = _BATCH % (kind, loader, start, step, count, dur)
     if ready >= 0:
-        line += f',"worker":{worker if count == 1 else -1},"empty":{empty},"ready":{ready},"outstanding":{outstanding}'
+        line += _QUEUE % (worker if count == 1 else -1, empty, ready, outstanding)
     if kind == "start":
         line += f',"workers":"{pids}"'
     elif kind == "usage":
@@ -474,8 +486,4 @@ def _loading_line(row: _Row) -> str:
 
 
 def _fetch_line(row: _Row) -> str:
-    worker, pid, start, count, fetch, collate, cpu, delay, stored, read = row
-    return (
-        f'{{"worker":{worker},"pid":{pid},"start_ns":{start},"count":{count},"dur_ns":{fetch},"collate_ns":{collate},'
-        f'"cpu_ns":{cpu},"delay_ns":{delay},"stored_bytes":{stored},"read_bytes":{read}}}\n'
-    )
+    return _FETCH % row

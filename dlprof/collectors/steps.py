@@ -18,6 +18,12 @@ _EACH_STEPS = 10_000
 _SHARED_NS = 30_000_000
 _LONG_NS = 40_000_000
 
+# In %-format, which takes half the time that f-strings take.
+_LINE = (
+    '{"step":%s,"kind":"%s","start_ns":%s,"dur_ns":%s,"lead_ns":%s,"fetch_ns":%s,"forward_ns":%s,"backward_ns":%s,'
+    '"optimizer_ns":%s,"device_ns":%s,"fetches":%s,"backwards":%s,"optimizer_steps":%s,"profiled":%s,"first":%s%s}\n'
+)
+
 # Steps whose device time is still outstanding; a device that is further behind than this loses it, not the step.
 _MAX_WAITING = 64
 
@@ -135,13 +141,10 @@ def _line(like: tuple[str, int, int, bool, bool], steps: int, number: int, start
     kind, profiled, first, no_lead, no_device = like
     dur, lead, fetch, forward, backward, optimizer, device, fetches, backwards, optimizer_steps = sums
     several = f',"steps":{steps}' if steps > 1 else ""
-    return (
-        f'{{"step":{number},"kind":"{kind}","start_ns":{start_ns},"dur_ns":{dur},'
-        f'"lead_ns":{-1 if no_lead else lead},"fetch_ns":{fetch},"forward_ns":{forward},'
-        f'"backward_ns":{backward},"optimizer_ns":{optimizer},"device_ns":{-1 if no_device else device},'
-        f'"fetches":{fetches},"backwards":{backwards},"optimizer_steps":{optimizer_steps},'
-        f'"profiled":{profiled},"first":{first}{several}}}\n'
-    )
+    lead, device = -1 if no_lead else lead, -1 if no_device else device
+    counts = (fetches, backwards, optimizer_steps)
+    times = (dur, lead, fetch, forward, backward, optimizer, device)
+    return _LINE % (number, kind, start_ns, *times, *counts, profiled, first, several)
 
 
 class _DeviceClock:

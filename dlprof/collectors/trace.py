@@ -60,7 +60,8 @@ class Trace:
             self._advance(recorder, recorder.row.number)
         if self._done and not self._settle:
             return None
-        return max(recorder.row.number + 1, recorder.trained_from + self.window["skip"])
+        opens: int = recorder.trained_from + self.window["skip"]
+        return max(recorder.row.number + 1, opens)
 
     def stop(self) -> None:
         """Leave what the open window has."""
