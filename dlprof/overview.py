@@ -17,6 +17,7 @@ from dlprof.measures import settings
 from dlprof.measures.arithmetic import arithmetic
 from dlprof.measures.loader import before_forward, loader_calls, loader_means
 from dlprof.measures.memory import memory_use
+from dlprof.measures.operators import tensor_cores
 from dlprof.measures.samples import sample_means
 from dlprof.measures.steps import mean_step_ns, step_means
 from dlprof.result import Fact, Panel, RunInfo
@@ -30,6 +31,7 @@ NEEDS: tuple[Measure, ...] = (
     memory_use,
     sample_means,
     step_means,
+    tensor_cores,
 )
 
 # As many ranks as can be told apart in one chart.
@@ -202,10 +204,28 @@ def facts(run: Measured) -> tuple[Fact, ...]:
     for name in sorted(environment):
         add("Environment", name, _several(run, "env", name))
     _arithmetic_facts(run, add)
+    _tensor_facts(run, add)
     _memory_facts(run, add)
     _sample_facts(run, add)
     _recording_facts(run, add)
     return tuple(out)
+
+
+def _tensor_facts(run: Measured, add: Any) -> None:
+    """Tell which share of its kernels' time each rank spends on tensor cores, and in float32 beside them."""
+    try:
+        frame = run.frame(tensor_cores).sort_values("rank")
+    except (NotMeasured, MeasureFailed):
+        return
+    for name, column in (
+        ("kernels' time on tensor cores", "tensor_ns"),
+        ("of it in TF32", "tf32_ns"),
+        ("kernels' time in float32 products without", "float32_ns"),
+    ):
+        shares = [float(v) for v in frame[column] / frame["kernel_ns"].clip(lower=1)]
+        few = shares if len(shares) <= MOST_RANKS else [min(shares), max(shares)]
+        text = " to ".join(percent(v) for v in few) if len(few) < len(shares) else ", ".join(percent(v) for v in few)
+        add("Arithmetic", name, text)
 
 
 def _arithmetic_facts(run: Measured, add: Any) -> None:

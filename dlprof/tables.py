@@ -25,7 +25,8 @@ SPANS: Mapping[str, str] = {
     "memory": CATEGORY,  # host side of a copy: pageable, pinned, "": not said
     "collective": CATEGORY,  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, ... "": none
     "group": CATEGORY,  # process group of a collective, "": not said
-    "dtype": CATEGORY,  # of a collective's elements, "": not said
+    "dtype": CATEGORY,  # of a collective's elements, or those that an operator multiplies, "": not said
+    "shape": CATEGORY,  # of the tensors that an operator multiplies, as "64x128 128x256"; "": not said, or none
 }
 
 # On a host lane: op, fetch (a loader's next()), runtime (CUDA or HIP calls), annotation, python, and communication

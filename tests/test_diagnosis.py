@@ -249,7 +249,7 @@ def test_the_result_holds_the_whole_run(job: Run) -> None:
         mine = [p for p in result.time if p.rank == r]
         assert sum(p.ns for p in mine) == pytest.approx(990_000)
         assert [p.category for p in mine] == sorted((p.category for p in mine), key=CATEGORIES.index)
-    assert {p.shape for p in result.panels} == {"lines", "timeline"}
+    assert {p.shape for p in result.panels} == {"lines", "table", "timeline"}
 
 
 def test_a_run_without_steps_has_no_window_and_every_rule_says_why(tmp_path: Path) -> None:

@@ -24,8 +24,9 @@ _COUNTED_STEP = 9
 # Steps that turned out not to train (validation), or held no arithmetic that is known, before it is given up.
 _MOST_TRIES = 8
 
-# What is kept by name; the rest is summed up as "others".
+# What is kept by name; the rest is summed up as "others". And so many of the shapes that operators met.
 _MOST_OPERATORS = 10
+_MOST_SHAPES = 40
 
 # Operators with arithmetic of their own that no formula below covers, and libraries' own operators, are told by name.
 _UNCOUNTED = (
@@ -53,7 +54,7 @@ _PLAIN_NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functio
 
 
 class Flops:
-    """Leaves in the facts what one step computes: `flops`, by operator and data type."""
+    """Leaves in the facts what one step computes: `flops`, by operator and data type, and by shape with bytes."""
 
     name = "flops"
 
@@ -205,6 +206,7 @@ def _mode(recorder: Recorder) -> Any:
             self.error = ""
             self.flops: Counter[tuple[str, str, bool]] = Counter()  # by operator, dtype, and whether in backward
             self.calls: Counter[tuple[str, str]] = Counter()
+            self.shapes: dict[tuple[str, str, str], list[int]] = {}  # → calls, FLOPs, bytes
             self.uncounted: Counter[str] = Counter()
             self.known: dict[Any, tuple[str, Callable[[Any, Any], int] | None]] = {}
 
@@ -221,8 +223,16 @@ def _mode(recorder: Recorder) -> Any:
                 return
             if formula is not None:
                 dtype = str(next(a for a in args if hasattr(a, "dtype")).dtype).replace("torch.", "")
-                self.flops[name, dtype, recorder.phase == BACKWARD] += formula(args, out)
+                flops = formula(args, out)
+                self.flops[name, dtype, recorder.phase == BACKWARD] += flops
                 self.calls[name, dtype] += 1
+                tensors = [t for t in args if hasattr(t, "element_size")]
+                shape = " ".join("x".join(map(str, t.shape)) for t in tensors)
+                met = self.shapes.setdefault((name, dtype, shape), [0, 0, 0])
+                met[0] += 1
+                met[1] += flops
+                given = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if hasattr(t, "element_size")]
+                met[2] += sum(t.numel() * t.element_size() for t in (*tensors, *given))
             elif name in self.uncounted:
                 self.uncounted[name] += 1
 
@@ -241,6 +251,10 @@ def _mode(recorder: Recorder) -> Any:
             return {
                 "backward": sum(flops for (_, _, backward), flops in self.flops.items() if backward),
                 "operators": rows[:_MOST_OPERATORS] + others,
+                "shapes": [
+                    {"operator": o, "dtype": d, "shape": text, "calls": calls, "flops": flops, "bytes": size}
+                    for (o, d, text), (calls, flops, size) in sorted(self.shapes.items(), key=lambda s: -s[1][1])
+                ][:_MOST_SHAPES],
                 "uncounted": {name: n for name, n in self.uncounted.most_common(_MOST_OPERATORS) if n},
             }
 

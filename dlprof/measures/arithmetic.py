@@ -19,7 +19,12 @@ from dlprof.errors import NotMeasured
 from dlprof.measures.steps import timing
 
 # Peaks in FLOP/s as the vendors' data sheets give them, dense: NVIDIA's say "with sparsity" where they are twice these.
+# GeForce cards add up in float32 at half the rate, which is what PyTorch asks for (Turing whitepaper, appendix A).
 _V100 = {"float16": 125e12, "float32": 15.7e12}
+_V100_PCIE = {"float16": 112e12, "float32": 14e12}
+_T4 = {"float16": 65e12, "float32": 8.1e12}
+_RTX_2080_TI = {"float16": 53.8e12, "float32": 13.4e12}
+_A10 = {"bfloat16": 125e12, "float16": 125e12, "tf32": 62.5e12, "float32": 31.2e12}
 _A100 = {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12}
 _H100_PCIE = {"float8": 1513e12, "bfloat16": 756e12, "float16": 756e12, "tf32": 378e12, "float32": 51e12}
 _H100_SXM = {"float8": 1979e12, "bfloat16": 989e12, "float16": 989e12, "tf32": 494e12, "float32": 67e12}
@@ -27,16 +32,23 @@ _L4 = {"float8": 242e12, "bfloat16": 121e12, "float16": 121e12, "tf32": 60e12, "
 _MI300X = {"float8": 2615e12, "bfloat16": 1307e12, "float16": 1307e12, "float32": 163.4e12}
 _B200 = {"float8": 4.5e15, "bfloat16": 2.25e15, "float16": 2.25e15, "tf32": 1.1e15}
 
-# The first pattern that a device's name matches; whole words, so that an H20 is no H200.
-_PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
-    (r"V100-SXM", _V100),
-    (r"\bA100\b", _A100),
-    (r"\bH100 PCIe\b", _H100_PCIE),
-    (r"\bH[12]00 NVL\b", {}),  # parts of their own, of another clock
-    (r"\bG?H[12]00\b", _H100_SXM),
-    (r"\bB200\b", _B200),
-    (r"\bL4\b", _L4),
-    (r"\bMI300X\b", _MI300X),
+# The first pattern that a device's name matches, with its memory's bytes a second by the same data sheets; whole words,
+# so that an H20 is no H200. An A100 comes with 40 or 80 GB, and the name does not always tell: the slower counts.
+_PEAKS: tuple[tuple[str, Mapping[str, float], float], ...] = (
+    (r"V100-(?:SXM|DGXS)", _V100, 900e9),
+    (r"V100-PCIE", _V100_PCIE, 900e9),
+    (r"\bA100\b.*80GB", _A100, 1935e9),
+    (r"\bA100\b", _A100, 1555e9),
+    (r"\bH100 PCIe\b", _H100_PCIE, 2000e9),
+    (r"\bH[12]00 NVL\b", {}, 0.0),  # parts of their own, of another clock
+    (r"\bG?H200\b", _H100_SXM, 4800e9),
+    (r"\bG?H100\b", _H100_SXM, 3350e9),
+    (r"\bB200\b", _B200, 7700e9),
+    (r"\bL4\b", _L4, 300e9),
+    (r"\bA10\b", _A10, 600e9),
+    (r"\bT4\b", _T4, 300e9),
+    (r"\bRTX 2080 Ti\b", _RTX_2080_TI, 616e9),
+    (r"\bMI300X\b", _MI300X, 5300e9),
 )
 
 # FLOPs in precisions whose peak is not known may be this share of all before no MFU is told.
@@ -84,6 +96,16 @@ def operator_flops(rank: RankData) -> pd.DataFrame:
     )
 
 
+def device_peaks(facts: Mapping[str, Any], trace_facts: Mapping[str, Any]) -> tuple[str, Mapping[str, float], float]:
+    """Give a rank's device: name, peaks in FLOP/s by precision, bytes a second of its memory; {} and 0: unknown."""
+    listed = trace_facts.get("devices") or []
+    name = str((facts.get("device") or {}).get("name") or (listed[0].get("name") if listed else "") or "")
+    for pattern, peaks, bandwidth in _PEAKS:
+        if re.search(pattern, name):
+            return name, peaks, bandwidth
+    return name, {}, 0.0
+
+
 def _counted(rank: RankData) -> Mapping[str, Any]:
     flops = rank.facts.get("flops") or {}
     state = flops.get("state")
@@ -99,18 +121,16 @@ def _counted(rank: RankData) -> Mapping[str, Any]:
 
 def _at_peak(rank: RankData, operators: Any) -> tuple[float, str]:
     """Give how many seconds the step's arithmetic takes at the device's peak, NaN where none is known, and why not."""
-    device = rank.facts.get("device") or {}
-    name = str(device.get("name") or "")
-    if device.get("type") == "cpu":
+    if (rank.facts.get("device") or {}).get("type") == "cpu":
         return np.nan, "the peak of a CPU is not known"
-    peaks = next((p for pattern, p in _PEAKS if re.search(pattern, name)), {})
+    name, peaks, _ = device_peaks(rank.facts, rank.trace_facts)
     if not peaks:
         return np.nan, f"the peak of {name or 'this device'} is not known"
     matmul = rank.facts.get("matmul") or {}
     total = sum(float(row["flops"]) for row in operators)
     seconds = unknown = 0.0
     for row in operators:
-        precision = _precision(row, matmul)
+        precision = precision_of(row, matmul)
         peak = peaks.get(precision) or peaks.get("float32" if precision == "tf32" else "")
         if peak is None:
             unknown += float(row["flops"])
@@ -121,7 +141,7 @@ def _at_peak(rank: RankData, operators: Any) -> tuple[float, str]:
     return seconds, ""
 
 
-def _precision(row: Mapping[str, Any], matmul: Mapping[str, Any]) -> str:
+def precision_of(row: Mapping[str, Any], matmul: Mapping[str, Any]) -> str:
     """Name the precision in which an operator multiplies."""
     dtype = str(row["dtype"])
     if dtype.startswith("float8"):

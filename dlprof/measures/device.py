@@ -107,12 +107,12 @@ def _late_host(rank: RankData) -> iv.Intervals:
     starts = work["start_ns"].to_numpy()
     following = np.searchsorted(starts, idle[:, 1], side="left")
     launch = np.where(following < len(work), work["launch"].to_numpy()[np.minimum(following, len(work) - 1)], -1)
-    launched = _launch_start(rank, launch)
+    launched = launch_start(rank, launch)
     return idle[launched >= idle[:, 0]]
 
 
-def _launch_start(rank: RankData, launch: np.ndarray) -> np.ndarray:
-    """Give when each launch was called; the end of time where that is not known."""
+def launch_start(rank: RankData, launch: np.ndarray) -> np.ndarray:
+    """Give when each launch was called, ns; the end of time where that is not known."""
     spans = rank.table("spans")
     ids = spans["launch"].to_numpy()
     calls = host.is_kind(spans, "runtime") & (ids >= 0)

@@ -1,22 +1,69 @@
-"""What one step computes."""
+"""What one step computes, and which operators take its time."""
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
+
 from dlprof.engine import Measured
-from dlprof.measures.arithmetic import operator_flops
+from dlprof.errors import NotMeasured
+from dlprof.measures.arithmetic import device_peaks, operator_flops
+from dlprof.measures.operators import operators
 from dlprof.overview import Picture
 from dlprof.result import Panel
+from dlprof.units import digits, duration, quantity, size
+
+HEAVIEST = 10
 
 
 def draw(run: Measured) -> list[Panel]:
-    """Draw the floating-point operations of one step, a bar an operator."""
+    """Draw the floating-point operations of one step, a bar an operator, and a table of the heaviest operators."""
+    panels = []
+    for panel in (_flops, _heaviest):
+        with suppress(NotMeasured):
+            panels.append(panel(run))
+    return panels
+
+
+def _flops(run: Measured) -> Panel:
     frame = run.frame(operator_flops)
     ranks = frame["rank"].nunique()
     named = frame["operator"].str.removeprefix("aten::") + " · " + frame["dtype"]
     sums = frame.groupby(named, sort=False)["flops"].sum().sort_values(ascending=False, kind="stable")
     rows = tuple((str(name), float(n) / ranks) for name, n in sums.items())
     note = "Counted in one step that no time is taken from; two floating-point operations a multiplication."
-    return [Panel("bars", "What one step computes, by operator", rows, unit="FLOP", note=note)]
+    return Panel("bars", "What one step computes, by operator", rows, unit="FLOP", note=note)
 
 
-PICTURE = Picture((operator_flops,), draw)
+def _heaviest(run: Measured) -> Panel:
+    """Give the roofline as a table: what each of the heaviest operators computes, moves and is bound by."""
+    frame = run.frame(operators)
+    rank = int(frame["rank"].iloc[0])
+    mine = frame[frame["rank"] == rank].head(HEAVIEST)
+    rows = tuple(
+        (
+            " ".join((str(name).removeprefix("aten::")[:80], *([str(shape)] if shape else []))),
+            dtype or "–",
+            digits(float(calls)),
+            duration(float(ns)),
+            "–" if math.isnan(flops) else quantity(float(flops), "FLOP"),
+            "–" if math.isnan(flops) else f"{quantity(float(flops) / float(ns) * 1e9, 'FLOP')}/s",
+            "–" if math.isnan(moved) else size(float(moved)),
+            bound or "–",
+        )
+        for name, shape, dtype, calls, ns, flops, moved, bound in zip(
+            *(mine[c] for c in ("operator", "shape", "dtype", "calls", "ns", "flops", "bytes", "bound")), strict=True
+        )
+    )
+    name, peaks, bandwidth = device_peaks(run.facts[rank], run.trace_facts[rank])
+    tops = ", ".join(f"{quantity(peak, 'FLOP')}/s in {precision}" for precision, peak in peaks.items())
+    known = f"{name} computes {tops} and moves {size(bandwidth)}/s at most (its data sheet)." if peaks else ""
+    note = (
+        "Time a traced step in the kernels that it launched, on a CPU in itself; bound by what takes longer at the"
+        f" device's peaks, or by launching where a kernel takes less than 10 µs. {known}"
+    ).strip()
+    columns = ("operator, shapes", "type", "calls", "time a step", "computes", "rate", "moves", "bound by")
+    return Panel("table", f"The heaviest operators of a step, rank {rank}", rows, columns, note=note)
+
+
+PICTURE = Picture((operator_flops, operators), draw)

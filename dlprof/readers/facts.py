@@ -78,6 +78,7 @@ RANK: Mapping[str, Shape] = {
         "total": int,
         "backward": int,
         "operators": [{"operator": str, "dtype": str, "flops": int, "calls": int}],
+        "shapes": [{"operator": str, "dtype": str, "shape": str, "calls": int, "flops": int, "bytes": int}],
         "uncounted": {},
     },
     "step": {"mark": str},

@@ -75,6 +75,10 @@ def kind_of(category: str, name: str) -> tuple[Side, str] | None:
     return None
 
 
+# Operators that multiply matrices or convolve: of these a trace may tell the shapes.
+MULTIPLIES = re.compile(r"^aten::(?:_scaled_mm|addmm|baddbmm|bmm|mm|(?:\w+_)?convolution(?:_\w+)?)$")
+
+
 # A collective by any of its names, without signs and in lower case: the first found decides.
 _COLLECTIVES = (
     ("all_reduce", r"allreduce|crossdevicereduce"),

@@ -46,7 +46,7 @@ from dlprof.readers.events import (
     plain,
     ranks_of,
 )
-from dlprof.readers.patterns import NO_ROWS, collective_of, copy_of, element_type, kind_of, rank_in
+from dlprof.readers.patterns import MULTIPLIES, NO_ROWS, collective_of, copy_of, element_type, kind_of, rank_in
 
 PEEK_BYTES = 256 << 10
 _WORK = ("kernel", "communication", "copy", "set")
@@ -134,6 +134,7 @@ class _Names(dict[tuple[str, str], int]):
         self.device: list[bool] = []
         self.direction: list[tuple[str, str]] = []
         self.collective: list[str] = []
+        self.multiplies: list[bool] = []
 
     def __missing__(self, key: tuple[str, str]) -> int:
         category, name = key
@@ -143,6 +144,7 @@ class _Names(dict[tuple[str, str], int]):
         self.device.append(side == "device")
         self.direction.append(copy_of(name) if kind == "copy" else ("", ""))
         self.collective.append(collective_of(name) if kind == "communication" else "")
+        self.multiplies.append(kind == "op" and MULTIPLIES.search(name) is not None)
         self[key] = code = len(self)
         return code
 
@@ -194,6 +196,21 @@ class _Ranks(dict[bytes, list[int]]):
         return ranks
 
 
+class _Shapes(dict[tuple[bytes, bytes], tuple[str, str]]):
+    """Gives the shapes of the tensors that pieces of JSON list, as text, and their element type; "" where not said."""
+
+    def __missing__(self, key: tuple[bytes, bytes]) -> tuple[str, str]:
+        dims, types = plain(key[0]), plain(key[1])
+        shapes, dtype = [], ""
+        for shape, text in zip(dims or [], types or [], strict=False):
+            name, width = element_type(text) if isinstance(text, str) else ("", 0)
+            if width and isinstance(shape, list) and shape and all(isinstance(n, int) for n in shape):
+                shapes.append("x".join(map(str, shape)))
+                dtype = dtype or name
+        self[key] = told = (" ".join(shapes), dtype)
+        return told
+
+
 class _Rows:
     """The rows read so far, as columns; what is rare (bytes, groups) as row numbers and values."""
 
@@ -206,11 +223,13 @@ class _Rows:
         self.device_lanes = _DeviceLanes(self.lanes)
         self.groups: dict[str, dict[str, Any]] = {}
         self.ranks_of = _Ranks()
+        self.shapes_of = _Shapes()
         self.columns: dict[str, list[NDArray[Any]]] = defaultdict(list)
         self.count = 0
         self.bytes: dict[int, int] = {}
         self.copies: dict[int, tuple[str, str]] = {}
         self.collectives: dict[int, tuple[str, str, str]] = {}
+        self.multiplied: dict[int, tuple[str, str]] = {}
         self.sizes: dict[int, int] = {}
         self.halves: dict[tuple[Scalar, Scalar], list[tuple[int, int, Event]]] = defaultdict(list)
         self.left_out: Counter[str] = Counter()
@@ -307,6 +326,11 @@ class _Rows:
         self._copies(first, np.flatnonzero((kind == _KIND["copy"]) | (kind == _KIND["set"])), events, what)
         for i in np.flatnonzero(kind == _KIND["communication"]):
             self._collective(first + int(i), events[i], bool(device[i]))
+        for i in np.flatnonzero(np.array(names.multiplies)[what]):
+            told = events[i].args
+            shape = self.shapes_of[bytes(told.dims), bytes(told.types)]
+            if shape[0]:
+                self.multiplied[first + int(i)] = shape
         working = lane[(kind == _KIND["op"]) | call]
         self.working_lanes.update(np.flatnonzero(np.bincount(working)).tolist())
 
@@ -453,7 +477,11 @@ class _Rows:
             "memory": sparse([c[1] for c in names.direction], {i: c[1] for i, c in self.copies.items()}),
             "collective": sparse(names.collective, {i: c[0] for i, c in self.collectives.items()}),
             "group": sparse(none, {i: c[1] for i, c in self.collectives.items()}),
-            "dtype": sparse(none, {i: c[2] for i, c in self.collectives.items()}),
+            "dtype": sparse(
+                none,
+                {i: c[2] for i, c in self.collectives.items()} | {i: m[1] for i, m in self.multiplied.items()},
+            ),
+            "shape": sparse(none, {i: m[0] for i, m in self.multiplied.items()}),
         }
         order = _in_time(start, dur)
         columns: dict[str, Any] = {name: column[order] for name, column in categories.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -80,6 +81,11 @@ def test_a_step_of_known_arithmetic_and_the_same_weights_and_random_numbers(tmp_
         ("aten::mm", "float32", 2 * (LINEAR + HEAD), 4),
     }
     assert flops["uncounted"] == {}
+    assert sum(row["flops"] for row in flops["shapes"]) == flops["total"]
+    (head,) = (row for row in flops["shapes"] if row["operator"] == "aten::addmm" and row["flops"] == HEAD)
+    # bias, rows × inputs, inputs × outputs; each read once, and rows × outputs written.
+    bias, rows_in, weight = (math.prod(map(int, tensor.split("x"))) for tensor in head["shape"].split())
+    assert head["bytes"] == 4 * (bias + rows_in + weight + HEAD * bias // (2 * weight))
     # The counted step and the traced window, from the warm-up to the step after the export.
     profiled = [row["step"] for row in rows(tmp_path / "run/ranks/00000") if row["profiled"]]
     assert profiled == [9, 10, 11, 12, 13, 14]

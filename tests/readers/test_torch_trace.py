@@ -536,3 +536,19 @@ def test_a_gloo_job_of_two_ranks(rank: int) -> None:
     ]
     assert [name for name, _ in told[:2]] == ["broadcast", "broadcast"]
     assert set(spans["lane"].astype(str).str.partition(":")[0]) == {"host"}
+
+
+def test_what_operators_multiply_has_its_shapes_and_type(tmp_path: Path) -> None:
+    told = {
+        "Input Dims": [[512], [64, 128], [128, 512], []],
+        "Input type": ["c10::Half", "c10::Half", "c10::Half", "Scalar"],
+    }
+    spans = spans_of(
+        tmp_path,
+        traces.op("aten::addmm", 0, 5, **told),
+        traces.op("aten::add", 10, 5, **told),
+        traces.op("aten::mm", 20, 5),
+        traces.op("aten::cudnn_convolution", 30, 5, **{"Input Dims": "abridged", "Input type": ["float"]}),
+    )
+    assert spans["shape"].to_list() == ["512 64x128 128x512", "", "", ""]
+    assert spans["dtype"].to_list() == ["float16", "", "", ""]

@@ -1,0 +1,50 @@
+"""Sizes off a multiple of 8: found by their cost, silent on good ones and odd batches, abstaining without shapes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.rules.misaligned_shapes import RULE
+from tests import runs, traces
+from tests.rules.asking import ask
+from tests.runs import MS
+
+KERNEL = "ampere_bf16_s16816gemm_bf16_128x128"
+
+
+def trained(folder: Path, *shapes: list[int], took: int = 6 * MS, dtype: str = "c10::BFloat16") -> Path:
+    """Write three steps of 10 ms, of which so many ns are one product; the host waits for it."""
+    events: list[Any] = []
+    told = {"Input Dims": [*shapes], "Input type": [dtype] * len(shapes)} if shapes else {}
+    for n in range(3):
+        t = n * 10 * MS
+        events += [traces.step(n, t, 10 * MS), traces.op("aten::mm", t, 40_000, **told)]
+        events += traces.launched(KERNEL, t, t + 10_000, took, 3 * n + 1)
+        events += traces.launched("elementwise", t + 50_000, t + took + 10_000, 9 * MS - took, 3 * n + 2)
+        events += [traces.call("cudaStreamSynchronize", t + 100_000, 9 * MS, 3 * n + 3)]
+    return runs.foreign(folder, traces.trace(*events, world_size=1, device="NVIDIA A100-SXM4-80GB"))
+
+
+def test_found_with_what_a_good_shape_would_take(tmp_path: Path) -> None:
+    found = ask(RULE, trained(tmp_path, [4096, 1022], [1022, 4099]))
+    assert found.state == "found"
+    assert found.saving_ns == pytest.approx(6 * MS - 2 * 4096 * 1022 * 4099 / 156e12 * 1e9, rel=1e-6)
+    assert "4096x1022 1022x4099" in str(found.evidence)
+
+
+def test_good_sizes_and_any_batch_are_left_alone(tmp_path: Path) -> None:
+    assert ask(RULE, trained(tmp_path, [4091, 1024], [1024, 4096])).state == "clear"
+
+
+def test_an_odd_one_that_is_fast_is_left_alone(tmp_path: Path) -> None:
+    assert ask(RULE, trained(tmp_path, [4096, 1022], [1022, 4099], took=220_000)).state == "clear"
+
+
+def test_float32_is_left_alone(tmp_path: Path) -> None:
+    assert ask(RULE, trained(tmp_path, [4096, 1022], [1022, 4099], dtype="float")).state != "found"
+
+
+def test_without_shapes_it_abstains(tmp_path: Path) -> None:
+    answer = ask(RULE, trained(tmp_path))
+    assert (answer.state, "tells no shapes" in answer.why) == ("not_measured", True)
