@@ -20,6 +20,7 @@ import pandas as pd
 from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.errors import NotMeasured
+from dlprof.measures import pipeline_ranges
 from dlprof.measures.schedules import GPIPE, INTERLEAVED, LOOPED_BFS, ONE_F_ONE_B, Action, grid, replay, runs
 from dlprof.measures.steps import light_steps, standard_error
 
@@ -47,14 +48,18 @@ def closed_form(schedule: str, ranks: int, microbatches: int, chunks: int) -> fl
 
 def _told(rank: RankData) -> Mapping[str, Any]:
     told = rank.facts.get("pipeline")
-    if not rank.has("chunks") or not isinstance(told, Mapping):
-        rank.table("chunks")  # says why, where nothing was recorded
-        raise NotMeasured("no step of a pipeline schedule was recorded")
-    return told
+    if rank.has("chunks") and isinstance(told, Mapping):
+        return told
+    if not rank.facts and rank.has("spans"):
+        return pipeline_ranges.told(rank)
+    rank.table("chunks")  # says why, where nothing was recorded
+    raise NotMeasured("no step of a pipeline schedule was recorded")
 
 
 def _steady(rank: RankData) -> pd.DataFrame:
     """Give the chunks of the steady steps; `call` counts the calls of schedule.step() within a step."""
+    if not rank.has("chunks"):
+        return pipeline_ranges.steady(rank)
     frame = rank.table("chunks")
     calls = (frame["action"] == SCHEDULE).to_numpy().cumsum()
     number = frame["step"].to_numpy()
@@ -176,7 +181,12 @@ def _pipe(told: pd.DataFrame, chunks: pd.DataFrame) -> Pipe | None:
     shape = told.iloc[0]
     told = told.assign(first=[int(str(s).split(", ", 1)[0]) for s in told["stages"]]).sort_values("first")
     ranks = tuple(int(str(r)) for r in told["rank"])
-    if len(ranks) != int(shape["size"]) or told["chunks"].nunique() != 1 or not told["first_stage"].iloc[0]:
+    if (
+        len(ranks) != int(shape["size"])
+        or told["stages"].duplicated().any()
+        or told["chunks"].nunique() != 1
+        or not told["first_stage"].iloc[0]
+    ):
         return None
     calls = [
         {key: _call(one) for key, one in chunks[chunks["rank"] == r].groupby(["step", "call"], sort=True)}
@@ -386,9 +396,7 @@ def why_not_replayed(run: Measured) -> str:
 
 def idle_ns(rank: RankData) -> float:
     """Give the ns of the mean steady step that this rank's schedule.step() spends outside its chunks; 0: none known."""
-    try:
-        _told(rank)
-    except NotMeasured:
+    if not rank.has("chunks") or not isinstance(rank.facts.get("pipeline"), Mapping):
         return 0.0
     frame = _steady(rank)
     calls = frame[(frame["action"] == SCHEDULE).to_numpy()]
