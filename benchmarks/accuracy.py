@@ -179,7 +179,7 @@ def _spread(values: Sequence[float], form: str = ".2f") -> str:
 
 
 def main() -> None:
-    """Record everything in turn, round after round, and write what came of it after each round."""
+    """Record everything in turn, round after round, and write what came of it so far."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--steps", type=int, default=60, help="of each recording")
@@ -203,8 +203,8 @@ def main() -> None:
                     healthy = said.step_ns if one.name == "healthy" else healthy
                     records.append(replace(said, healthy_ns=healthy))
                     print(_line(records[-1]), flush=True)
-            (args.out / "accuracy.json").write_text(json.dumps([asdict(r) for r in records], indent=1) + "\n")
-            (args.out / "README.md").write_text(tables(records))
+                    (args.out / "accuracy.json").write_text(json.dumps([asdict(r) for r in records], indent=1) + "\n")
+                    (args.out / "README.md").write_text(tables(records))
     wrong = [r for r in records if not r.rule and any(share >= NOTABLE_SHARE for _, share, _ in r.found)]
     missed = [r for r in records if r.rule and r.step_ns and all(f[0] != r.rule for f in r.found)]
     print(

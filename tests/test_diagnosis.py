@@ -144,6 +144,10 @@ def test_a_saving_is_at_most_the_step(job: Run) -> None:
     assert math.isfinite(said.speedup)
 
 
+def test_rules_save_from_categories_that_there_are() -> None:
+    assert {c for r in RULES for c in r.saves_from} <= set(CATEGORIES)
+
+
 def test_a_saving_is_at_most_what_the_step_has_of_it(job: Run) -> None:
     # A rank copies 25 µs of each step of 990, and its reduction of 120 may be waiting for the other rank's 25.
     said = diagnose(job, [rule(finding(0.5, sure="By hand."), saves_from=("copy",))], jobs=1).outcomes[0]

@@ -74,7 +74,7 @@ def gaps(rank: RankData) -> pd.DataFrame:
 def _kept(busy: iv.Intervals, *idle: iv.Intervals) -> int:
     """Give what a graph would keep of some idle time: a short gap for each that there is, and no more than there is."""
     together = iv.merge(*idle)
-    number = len(np.unique(np.searchsorted(busy[:, 0], together[:, 0], side="right")))
+    number = np.count_nonzero(np.diff(np.searchsorted(busy[:, 0], together[:, 0], side="right"), prepend=-1))
     return min(GRAPH_GAP_NS * number, iv.total(together))
 
 
@@ -101,16 +101,20 @@ def small_kernels(rank: RankData) -> pd.DataFrame:
     inside = np.zeros(len(work), dtype=bool)
     for s, e in iv.merge(timing(rank).windows):
         inside[np.searchsorted(start, s) : np.searchsorted(start, e)] = True
-    kernels = work[inside & host.is_kind(work, "kernel")]
-    small = kernels[kernels["dur_ns"] < SMALL_NS]
-    by_name = small.groupby("name", observed=True)["dur_ns"].agg(["size", "mean"])
-    by_name = by_name.sort_values("size", ascending=False, kind="stable").head(MOST_ROWS)
+    inside &= host.is_kind(work, "kernel")
+    dur, name = work["dur_ns"].to_numpy(), work["name"].cat
+    small = inside & (dur < SMALL_NS)
+    code, names = name.codes.to_numpy()[small], name.categories
+    count = np.bincount(code, minlength=len(names))
+    took = np.bincount(code, weights=dur[small], minlength=len(names))
+    most = np.argsort(-count, kind="stable")[:MOST_ROWS]
+    most = most[count[most] > 0]
     return pd.DataFrame(
         {
-            "name": by_name.index.astype("str"),
-            "count": by_name["size"].to_numpy() / n,
-            "mean_ns": by_name["mean"].to_numpy(dtype=float),
-            "small": len(small) / n,
-            "kernels": len(kernels) / n,
+            "name": names[most].astype("str"),
+            "count": count[most] / n,
+            "mean_ns": took[most] / count[most],
+            "small": np.count_nonzero(small) / n,
+            "kernels": np.count_nonzero(inside) / n,
         }
     )

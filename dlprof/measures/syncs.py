@@ -43,7 +43,8 @@ def syncs(rank: RankData) -> pd.DataFrame:
     n = max(len(timing(rank).windows), 1)
     if not len(thread):
         raise NotMeasured("no thread of the host was traced")
-    ops = host.outermost(thread[host.is_kind(thread, "op")])
+    # Three columns, not the frame: choosing rows of all would cost more than all that follows.
+    ops = host.outermost(thread[["name", "start_ns", "dur_ns"]][host.is_kind(thread, "op")])
     if not device.has_device(rank):
         read = ops[host.is_named(ops, *_READS)]
         read = read[_inside(windows, read["start_ns"].to_numpy())]
@@ -100,7 +101,10 @@ def _waits(rank: RankData, thread: pd.DataFrame, ops: pd.DataFrame) -> pd.DataFr
     begin = ops["start_ns"].to_numpy()
     at = np.searchsorted(begin, start, side="right") - 1
     within = (at >= 0) & (start < (begin + ops["dur_ns"].to_numpy())[np.maximum(at, 0)]) if len(ops) else at >= 0
-    asked = np.where(within, ops["name"].astype("str").to_numpy()[np.maximum(at, 0)] if len(ops) else "", "")
+    name = ops["name"].cat
+    asked = np.where(
+        within, name.categories.to_numpy()[name.codes.to_numpy()[np.maximum(at, 0)]] if len(ops) else "", ""
+    )
     one = np.where(within, at, -1 - np.arange(len(calls)))
     # The operators that copy from pinned memory: by the calls that launched those copies.
     free = host.is_one_of(copies["copy"], "HtoD") & host.is_one_of(copies["memory"], "pinned")
