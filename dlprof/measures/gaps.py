@@ -74,7 +74,8 @@ def gaps(rank: RankData) -> pd.DataFrame:
 def _kept(busy: iv.Intervals, *idle: iv.Intervals) -> int:
     """Give what a graph would keep of some idle time: a short gap for each that there is, and no more than there is."""
     together = iv.merge(*idle)
-    number = np.count_nonzero(np.diff(np.searchsorted(busy[:, 0], together[:, 0], side="right"), prepend=-1))
+    after = np.searchsorted(busy[:, 0], together[:, 0], side="right")
+    number = int(np.count_nonzero(np.diff(after, prepend=-1)))
     return min(GRAPH_GAP_NS * number, iv.total(together))
 
 

@@ -97,10 +97,11 @@ def _traced(rank: RankData) -> pd.DataFrame:
     if device.has_device(rank):
         work = kernels(rank)
         work = work[_inside(windows, work["start_ns"].to_numpy())]
+        text = work["name"].cat
         rows = pd.DataFrame(
             {
                 "owner": _owners(rank)[np.asarray(work.index)],
-                "name": work["name"].astype("str").to_numpy(),
+                "name": np.asarray(text.categories.astype("str"), dtype=object)[text.codes],
                 "ns": work["dur_ns"].to_numpy(dtype=float),
             }
         )
@@ -163,9 +164,10 @@ def _owners(rank: RankData) -> NDArray[np.int64]:
     spans = rank.table("spans")
     launch = spans["launch"].to_numpy()
     owner = np.full(len(spans), -1, dtype=np.int64)
+    launches = host.is_kind(spans, "runtime") & (launch >= 0)
     called, by = [], []
     for rows, parent in _nested(rank, "op", "runtime"):
-        calls = (launch[rows] >= 0) & host.is_kind(spans.iloc[rows], "runtime")
+        calls = launches[rows]
         called.append(launch[rows][calls])
         by.append(np.where(parent[calls] >= 0, rows[np.maximum(parent[calls], 0)], -1))
     if not called:
