@@ -94,39 +94,42 @@ def _traced(rank: RankData) -> pd.DataFrame:
     n = len(windows)
     if not n:
         raise NotMeasured("no steps were traced")
+    spans = rank.table("spans")
+    name = spans["name"].cat.codes.to_numpy()
     if device.has_device(rank):
         work = kernels(rank)
-        work = work[_inside(windows, work["start_ns"].to_numpy())]
-        text = work["name"].cat
-        rows = pd.DataFrame(
-            {
-                "owner": _owners(rank)[np.asarray(work.index)],
-                "name": np.asarray(text.categories.astype("str"), dtype=object)[text.codes],
-                "ns": work["dur_ns"].to_numpy(dtype=float),
-            }
-        )
-        kinds = kernel_kinds(work)
-        for column, kind in (("tensor_ns", "tensor"), ("tf32_ns", "tf32"), ("float32_ns", "float32")):
-            rows[column] = np.where(kinds == kind, rows["ns"], 0.0)
-        rows["tensor_ns"] += rows["tf32_ns"]
+        inside = _inside(windows, work["start_ns"].to_numpy())
+        row = work.index.to_numpy()[inside]
+        owner, ns = _owners(rank)[row], work["dur_ns"].to_numpy(dtype=float)[inside]
+        kinds = rank.once(kernel_kinds)[inside]
+        took = {kind: np.where(kinds == kind, ns, 0.0) for kind in ("tensor", "tf32", "float32")}
     else:
-        owner, took = _own_time(rank)
-        rows = pd.DataFrame(
-            {"owner": owner, "name": "", "ns": took, "tensor_ns": 0.0, "tf32_ns": 0.0, "float32_ns": 0.0}
-        )
-    if not len(rows):
+        owner, ns = _own_time(rank)
+        row = owner
+        took = dict.fromkeys(("tensor", "tf32", "float32"), np.zeros(len(ns)))
+    if not len(row):
         raise NotMeasured("no operator's work was traced")
-    spans = rank.table("spans")
-    known = rows["owner"].to_numpy() >= 0
-    at = np.maximum(rows["owner"].to_numpy(), 0)
-    for column, of in (("operator", "name"), ("dtype", "dtype"), ("shape", "shape")):
-        text = spans[of].cat
-        said = np.asarray(text.categories.astype("str"), dtype=object)[text.codes.to_numpy()[at]]
-        rows[column] = np.where(known, said, rows["name"] if column == "operator" else "")
-    rows["calls"] = 1.0
-    summed = ["calls", "ns", "tensor_ns", "tf32_ns", "float32_ns"]
-    frame = rows.groupby(["operator", "dtype", "shape"], as_index=False, sort=False)[summed].sum()
-    frame[summed] /= n
+    known = owner >= 0
+    # One number for what a row is grouped by; a kernel that no operator is known to have launched stands for itself.
+    keys, groups = name[np.where(known, owner, row)].astype(np.int64), {}
+    for column in ("dtype", "shape"):
+        text = spans[column].cat
+        groups[column] = ["", *text.categories.astype("str")]
+        keys = keys * len(groups[column]) + np.where(known, text.codes.to_numpy()[owner] + 1, 0)
+    found, of = np.unique(keys, return_inverse=True)
+    sums = {
+        "calls": np.bincount(of).astype(float),
+        "ns": np.bincount(of, ns),
+        "tensor_ns": np.bincount(of, took["tensor"] + took["tf32"]),
+        "tf32_ns": np.bincount(of, took["tf32"]),
+        "float32_ns": np.bincount(of, took["float32"]),
+    }
+    said = {}
+    for column in ("shape", "dtype"):
+        said[column] = np.array(groups[column], dtype=object)[found % len(groups[column])]
+        found = found // len(groups[column])
+    said["operator"] = spans["name"].cat.categories.astype("str").to_numpy(dtype=object)[found]
+    frame = pd.DataFrame({c: said[c] for c in ("operator", "dtype", "shape")} | {c: v / n for c, v in sums.items()})
     return frame.sort_values("ns", ascending=False, kind="stable", ignore_index=True)
 
 
@@ -135,14 +138,18 @@ def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def kernels(rank: RankData) -> pd.DataFrame:
-    """Give the device's kernels that compute, with their row in the spans as index."""
+    """Give name and times of the device's kernels that compute, with their row in the spans as index."""
+    return rank.once(_kernels)
+
+
+def _kernels(rank: RankData) -> pd.DataFrame:
     work = device.device_work(rank)
-    return work[host.is_kind(work, "kernel")]
+    return work[["name", "start_ns", "dur_ns"]][host.is_kind(work, "kernel")]
 
 
-def kernel_kinds(work: pd.DataFrame) -> NDArray[Any]:
-    """Tell of each kernel: "tensor", "tf32" (tensor cores on float32), "float32" (a product without them), or ""."""
-    names = work["name"].cat
+def kernel_kinds(rank: RankData) -> NDArray[Any]:
+    """Tell of each of `kernels`: "tensor", "tf32" (tensor cores on float32), "float32" (products without them), ""."""
+    names = kernels(rank)["name"].cat
     kinds = np.asarray([_kind(str(name)) for name in names.categories] or [""], dtype=object)
     return kinds[names.codes]
 
@@ -293,7 +300,7 @@ def tensor_cores(rank: RankData) -> pd.DataFrame:
     work = kernels(rank)
     start, dur = work["start_ns"].to_numpy(), work["dur_ns"].to_numpy(dtype=float)
     inside = _inside(windows, start)
-    kinds = kernel_kinds(work)
+    kinds = rank.once(kernel_kinds)
     n = len(windows)
     took = {k: float(dur[inside & (kinds == k)].sum()) / n for k in ("tensor", "tf32", "float32")}
     frame = rank.once(operators.function)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dlprof.engine import RankData
-from dlprof.measures.operators import kernel_kinds, kernels, operators, parents, products, tensor_cores
+from dlprof.measures.operators import kernel_kinds, operators, parents, products, tensor_cores
 from dlprof.run import open_run
 from tests import runs, traces
 from tests.runs import MS
@@ -122,7 +122,7 @@ def test_a_recording_without_shapes_has_those_of_the_counted_step(tmp_path: Path
 )
 def test_kernels_are_told_by_their_names(tmp_path: Path, name: str, kind: str) -> None:
     rank = runs.rank_of(tmp_path, traces.trace(traces.kernel(name, 0, 10)))
-    assert kernel_kinds(kernels(rank)).tolist() == [kind]
+    assert kernel_kinds(rank).tolist() == [kind]
 
 
 def test_time_on_tensor_cores_and_what_16_bits_would_save(tmp_path: Path) -> None:
