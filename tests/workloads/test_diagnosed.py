@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.commands.run import count_gpus
 from tests.jobs import environment
 
 ROOT = Path(__file__).parents[2]
@@ -18,9 +19,11 @@ def outcomes(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
     return recorded("ddp_resnet", folder, *options, "--", "--steps", "40", "--data", str(folder.parent / "data"))
 
 
-def recorded(workload: str, folder: Path, *options: str) -> dict[str, dict[str, Any]]:
-    """Record a reference workload on two CPU ranks, and give what the rules said of it."""
-    command = [sys.executable, "-m", "dlprof", "run", str(ROOT / "workloads" / f"{workload}.py"), "--procs", "2"]
+def recorded(
+    workload: str, folder: Path, *options: str, ranks: tuple[str, str] = ("--procs", "2")
+) -> dict[str, dict[str, Any]]:
+    """Record a reference workload, on two CPU ranks if not told otherwise, and give what the rules said of it."""
+    command = [sys.executable, "-m", "dlprof", "run", str(ROOT / "workloads" / f"{workload}.py"), *ranks]
     command += ["-o", str(folder / "run"), *options]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -91,3 +94,29 @@ def test_an_uneven_split_is_found(tmp_path: Path) -> None:
     assert said["stage_imbalance"]["state"] == "found", said["stage_imbalance"]
     assert "stage 1" in said["stage_imbalance"]["title"]
     assert said["stage_imbalance"]["share"] > 0.1
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_loops_is_found_and_a_fused_one_left_alone(tmp_path: Path) -> None:
+    steps = ("--", "--steps", "60")
+    (tmp_path / "fault").mkdir()
+    found = recorded("amp_transformer", tmp_path / "fault", "--fault", "loop_optimizer", *steps)["unfused_optimizer"]
+    assert found["state"] == "found", found
+    assert found["share"] > 0.04
+    assert recorded("amp_transformer", tmp_path, *steps)["unfused_optimizer"]["state"] == "clear"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(count_gpus() < 1, reason="needs a GPU, and there is none here")
+@pytest.mark.parametrize(
+    ("fault", "rule"),
+    [
+        ("full_precision", "fp32_matmul"),
+        ("loop_optimizer", "unfused_optimizer"),
+        ("odd_shapes", "misaligned_shapes"),
+        ("tiny_batch", "small_kernels"),
+    ],
+)
+def test_a_fault_that_only_a_gpu_shows_is_found(tmp_path: Path, fault: str, rule: str) -> None:
+    found = recorded("amp_transformer", tmp_path, "--fault", fault, "--", "--steps", "60", ranks=("--gpus", "1"))[rule]
+    assert found["state"] == "found", found

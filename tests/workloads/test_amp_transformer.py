@@ -1,0 +1,118 @@
+"""The language model workload: it learns in every precision there is; a fault costs time, not accuracy."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from dlprof.rules import RULES
+
+SCRIPT = Path(__file__).parents[2] / "workloads" / "amp_transformer.py"
+TINY = ["--device=cpu", "--width=32", "--length=16", "--batch-size=8", "--layers=2", "--log-every=10", "--lr=0.003"]
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("amp_transformer", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+workload = load()
+
+
+def train(*options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run the script as a user would, on CPU ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), *TINY, *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [float(x) for x in re.findall(r"loss (\S+)", done.stdout)]
+
+
+def test_it_learns_and_a_loop_over_the_parameters_changes_nothing_but_the_time() -> None:
+    healthy = losses(train("--steps=60"))
+    assert len(healthy) == 6
+    assert healthy[-1] < 0.75 * healthy[0]
+    # Every piece of text is another one, so the length of the run decides which come first.
+    assert losses(train("--steps=60", "--fault=loop_optimizer")) == pytest.approx(healthy, rel=1e-2)
+
+
+@pytest.mark.slow
+def test_it_trains_in_bfloat16_compiled_and_on_two_ranks() -> None:
+    found = losses(train("--steps=20", "--precision=bf16", "--compile=eager", ranks=2))
+    assert len(found) == 2
+    assert found[1] < found[0]
+
+
+@pytest.mark.slow
+def test_searching_for_unused_parameters_finds_none_and_trains_as_ever() -> None:
+    done = train("--steps=10", "--fault=find_unused", ranks=2)
+    assert len(losses(done)) == 1
+    assert "did not find any unused parameters" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--fault=full_precision",), "needs a GPU"),
+        (("--fault=odd_shapes",), "needs a GPU"),
+        (("--fault=data_parallel",), "needs two GPUs"),
+        (("--fault=find_unused",), "needs two ranks"),
+        (("--precision=fp16",), "needs a GPU"),
+        (("--heads=5",), "cannot be shared out among 5 heads"),
+        (("--vocabulary=100",), "less than the bytes"),
+    ],
+)
+def test_what_cannot_be_is_a_usage_error(
+    options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        workload.parse([*TINY, *options])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_odd_shapes_are_off_a_multiple_of_eight_and_others_are_not() -> None:
+    healthy, odd = (workload.parse(["--device=cuda", *more]) for more in ([], ["--fault=odd_shapes"]))
+    assert [n % 8 for n in (healthy.width, healthy.length, healthy.vocabulary)] == [0, 0, 0]
+    assert 0 not in [n % 8 for n in (odd.width, odd.width // odd.heads, odd.length, odd.vocabulary)]
+    assert odd.width % odd.heads == 0
+
+
+def test_the_text_is_made_anew_for_each_seed_and_words_come_again() -> None:
+    text = workload.make_text(5_000, seed=1)
+    assert len(text) == 5_000
+    assert text == workload.make_text(5_000, seed=1) != workload.make_text(5_000, seed=2)
+    words = text.decode().lower().replace(".", "").split()
+    assert len(set(words)) < len(words) / 2
+    pieces = workload.Windows(text, 99)
+    assert len(pieces) == 50
+    torch.testing.assert_close(pieces[1][0], pieces[0][-1])
+
+
+def test_every_fault_names_a_rule_and_is_listed() -> None:
+    assert set(workload.FAULTS.values()) <= {rule.id for rule in RULES}
+    readme = (SCRIPT.parent / "README.md").read_text()
+    assert all(f"`{fault}`" in readme for fault in workload.FAULTS)
