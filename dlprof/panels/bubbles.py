@@ -13,45 +13,36 @@ from dlprof.units import UNKNOWN, count, digits, duration, percent
 
 _MOST_ROWS = 4 * MOST_RANKS
 
+# What idle time comes from, and its word.
+_PARTS = {
+    "schedule_ns": "schedule",
+    "imbalance_ns": "imbalance",
+    "communication_ns": "handing over",
+    "launch_ns": "launching",
+}
+
 
 def draw(run: Measured) -> list[Panel]:
     """Tell of each rank how large its bubble is and what it comes from, and of each stage how long it takes."""
     frame = run.frame(bubbles).sort_values(["ranks", "rank"])
     shown = frame.head(_MOST_ROWS)
-    parts = ("schedule_ns", "imbalance_ns", "communication_ns", "launch_ns")
     rows = tuple(
         (
             f"rank {row['rank']}",
-            row["stages"],
-            f"{duration(row['busy_ns'])} of {duration(row['step_ns'])}",
-            percent(row["bubble"]),
-            percent(row["simulated"]),
-            percent(row["scheduled"]),
-            percent(row["closed"]),
-            *(UNKNOWN if pd.isna(row[part]) else duration(row[part]) for part in parts),
+            duration(row["step_ns"] * row["bubble"]),
+            *(UNKNOWN if pd.isna(row[part]) else duration(row[part]) for part in _PARTS),
+            *(percent(row[share]) for share in ("bubble", "simulated", "scheduled", "closed")),
         )
         for row in shown.to_dict("records")
     )
-    columns = (
-        "",
-        "stages",
-        "at work",
-        "bubble, measured",
-        "simulated",
-        "of even stages",
-        "closed form",
-        "schedule",
-        "imbalance",
-        "handing over",
-        "launching",
-    )
+    columns = ("", "idle", *_PARTS.values(), "bubble", "simulated", "even stages", "formula")
     first = frame.iloc[0]
     note = (
         f"{str(first['schedule']).removeprefix('Schedule')}, {count(int(first['microbatches']), 'micro-batch')},"
-        f" {count(int(first['chunks']), 'stage')} a rank. A bubble is the idle share of a step: measured; simulated"
-        " with the measured chunks, launching and handing over for nothing; the same with stages and micro-batches"
-        " alike; by the formula of the schedule. The idle time of a step is the sum of the last four: a stage longer"
-        " than the others stands less idle for it, and its imbalance is negative."
+        f" {count(int(first['chunks']), 'stage')} a rank, a step of {duration(first['step_ns'])}. What is idle of it is"
+        " the sum of the four beside it; a stage longer than the others stands less idle for it, and its imbalance is"
+        " negative. The bubble is the idle share: measured; simulated with the measured chunks, launching and handing"
+        " over for nothing; the same with stages and micro-batches alike; by the formula of the schedule."
     )
     if len(frame) > len(shown):
         note += f" The first {len(shown)} of {len(frame)} ranks."

@@ -1,0 +1,37 @@
+"""What the report shows of a pipeline: bubbles whose parts add up, stages, and one step drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dlprof.panels import bubbles, pipeline
+from tests import pipelines, runs
+from tests.measures.test_pipeline import recorded
+from tests.pipelines import alike
+
+
+def test_each_rank_has_a_row_and_each_stage(tmp_path: Path) -> None:
+    path = pipelines.recorded(tmp_path, "Schedule1F1B", 2, 4, alike(10, 20), hand_over=5)
+    ranks, stages = bubbles.PICTURE.draw(runs.measured(path, *bubbles.PICTURE.needs))
+    # Five slots of 30 ms and two hand-overs a round of two micro-batches.
+    assert ranks.rows[0][:6] == ("rank 0", "50.0 ms", "30.0 ms", "0 ns", "20.0 ms", "0 ns")
+    assert ranks.rows[0][6:] == ("29 %", "20 %", "20 %", "20 %")
+    assert "1F1B, 4 micro-batches, 1 stage a rank, a step of 170.0 ms" in ranks.note
+    assert stages.rows == (
+        ("stage 0", "rank 0", "10.0 ms", "20.0 ms", "1 ×"),
+        ("stage 1", "rank 1", "10.0 ms", "20.0 ms", "1 ×"),
+    )
+
+
+def test_what_was_not_replayed_is_not_told(tmp_path: Path) -> None:
+    path = pipelines.recorded(tmp_path, "Schedule1F1B", 2, 4, alike(10, 20), here=[0])
+    (ranks,) = bubbles.PICTURE.draw(runs.measured(path, *bubbles.PICTURE.needs))
+    assert ranks.rows[0] == ("rank 0", "30.0 ms", "—", "—", "—", "—", "20 %", "—", "—", "20 %")
+
+
+def test_a_step_is_drawn_with_a_lane_a_stage(tmp_path: Path) -> None:
+    run = runs.measured(recorded(tmp_path), *pipeline.PICTURE.needs)
+    (panel,) = pipeline.PICTURE.draw(run)
+    assert panel.shape == "timeline"
+    assert panel.rows[0] == ("stage 0 · rank 0", 0, 10_000_000, "0", "forward")
+    assert len(panel.rows) == 8
