@@ -24,6 +24,11 @@ _METRICS: Mapping[str, tuple[str, float]] = {
     "temperature.gpu": ("temperature_c", 1),
     "clocks.sm": ("sm_clock_mhz", 1),
     "clocks.current.sm": ("sm_clock_mhz", 1),
+    "clocks.max.sm": ("sm_clock_max_mhz", 1),
+    "power.default_limit": ("power_limit_default_w", 1),
+    "enforced.power.limit": ("power_limit_w", 1),
+    "clocks_event_reasons.active": ("clock_reasons_bits", 1),
+    "clocks_throttle_reasons.active": ("clock_reasons_bits", 1),
     "clocks.mem": ("memory_clock_mhz", 1),
     "clocks.current.memory": ("memory_clock_mhz", 1),
 }
@@ -95,9 +100,10 @@ def _time(word: str) -> int | None:
 
 
 def _number(word: str) -> float | None:
-    """Give the number of "87 %", "612.34 W" or "87"; None where a GPU does not tell ([N/A], [Not Supported])."""
+    """Give the number of "87 %", "612.34 W", "87" or "0x04"; None where a GPU does not tell ([N/A])."""
     try:
-        value = float(word.split()[0])
+        first = word.split()[0]
+        value = float(int(first, 16)) if first.startswith("0x") else float(first)
     except (ValueError, IndexError):
         return None
     return value if math.isfinite(value) else None

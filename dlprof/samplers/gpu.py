@@ -126,6 +126,7 @@ class _Gpu:
             self._memory,
             self._power,
             self._power_limit,
+            self._power_limit_default,
             self._energy,
             self._clocks,
             self._clock_limit,
@@ -160,6 +161,9 @@ class _Gpu:
 
     def _power_limit(self) -> Reading:
         return {"power_limit_w": self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle) / 1000}
+
+    def _power_limit_default(self) -> Reading:
+        return {"power_limit_default_w": self._nvml.nvmlDeviceGetPowerManagementDefaultLimit(self._handle) / 1000}
 
     def _energy(self) -> Reading:
         return {"energy_j": self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1000}

@@ -38,6 +38,7 @@ class Documented:
             "nvmlDeviceGetMemoryInfo": lambda _: pynvml.c_nvmlMemory_t(total=80 << 30, free=20 << 30, used=60 << 30),
             "nvmlDeviceGetPowerUsage": lambda _: 612_345,  # mW
             "nvmlDeviceGetEnforcedPowerLimit": lambda _: 700_000,  # mW
+            "nvmlDeviceGetPowerManagementDefaultLimit": lambda _: 750_000,  # mW
             "nvmlDeviceGetTotalEnergyConsumption": self._energy,  # mJ
             "nvmlDeviceGetClockInfo": lambda _, kind: {1: 1755, 2: 2619}[kind],
             "nvmlDeviceGetMaxClockInfo": lambda _, kind: {1: 1980, 2: 2619}[kind],
@@ -138,6 +139,7 @@ def test_every_metric_has_the_unit_of_its_name(tmp_path: Path, monkeypatch: pyte
         "memory_total_bytes": 80 << 30,
         "power_w": 612.345,
         "power_limit_w": 700.0,
+        "power_limit_default_w": 750.0,
         "energy_j": 6200.0,
         "sm_clock_mhz": 1755,
         "memory_clock_mhz": 2619,

@@ -1,0 +1,148 @@
+"""The GPU computes with a lower clock than it could.
+
+A GPU that becomes too hot, whose supply of power fails, or whose owner has set a lower clock or power limit, runs its
+multiprocessors slower, and everything computed takes longer by as much. One hot GPU of many holds up all the others.
+
+Needs the clocks and the reasons for them that are sampled beside the job through NVML, or logged by nvidia-smi
+(`clocks.sm`, `clocks.max.sm`, `clocks_event_reasons.active`), and a trace, which tells how much of a step computes.
+That a GPU under full load reaches its normal power limit is how it is built, and no fault.
+
+Saving: the computation of the step, times the clock that is missing. Missing for heat or a power brake is what the same
+GPU has in readings without, else what the fastest like it in this run has, else its maximum; for a clock that was set
+its maximum; for a lowered power limit what the default would allow, with power growing as the cube of the clock.
+Kernels that wait for memory gain less.
+
+What to change: cooling, the place of the node, its supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE` tells); where a
+setting does it, `nvidia-smi -rgc`, `-rac`, or `-pl` with the default limit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dlprof.diagnosis import Clear, Rule
+from dlprof.engine import Measured
+from dlprof.errors import NotMeasured
+from dlprof.measures import settings
+from dlprof.measures.breakdown import breakdown, part, part_noise
+from dlprof.measures.clocks import clocks
+from dlprof.measures.replay import own_time, saving
+from dlprof.measures.steps import mean_step_ns, of_step, step_means
+from dlprof.result import Finding, Panel
+from dlprof.units import digits, duration, percent
+
+# Where tools for stragglers begin to speak: 5 % of a step.
+NOTABLE_SHARE = 0.05
+
+# A reason in fewer of the readings than this came by chance.
+OFTEN = 0.1
+
+_MOST_ROWS = 16
+
+_WHY = {
+    "heat": "it is too hot",
+    "power_brake": "its supply of power brakes it",
+    "hardware": "its hardware slows it down (heat or power)",
+    "set": "its clock was set lower",
+    "limit": "its power limit was lowered",
+}
+
+
+def check(run: Measured) -> Finding | Clear:
+    """Look at each GPU's clock, at what holds it down, and at what computing would take without."""
+    if settings.on_cpu(run):
+        raise NotMeasured("the job trains on the CPU")
+    rows = run.frame(clocks).to_dict("records")
+    best = max((row["clock_mhz"] for row in rows if not _slowed(row)), default=math.nan)
+    lost = [(row, *_missing(row, best)) for row in rows]
+    row, why, share = max(lost, key=lambda told: told[2])
+    fastest = max(r["clock_mhz"] for r in rows)
+    if not why:
+        if all(math.isnan(r["heat"]) and math.isnan(r["limit_w"]) for r in rows):
+            raise NotMeasured("what holds the clocks down was not read")
+        return Clear(f"nothing but its normal power limit holds a GPU's clock down; {digits(fastest)} MHz at most")
+    computed = part(run, "computation")
+    # A log of nvidia-smi names no rank: then the slowest GPU is taken for all of them.
+    own = {r["rank"]: s for r, _, s in lost if r["source"] == "gpu"}
+    removed = {rank: ns * own.get(rank, share if not own else 0.0) for rank, ns in computed.items()}
+    gain = saving(run, removed)
+    step = mean_step_ns(run)
+    if gain / step < NOTABLE_SHARE:
+        return Clear(f"a GPU's clock is held down since {_WHY[why]}, for {percent(gain / step)} of the step")
+    which = f"the GPU of rank {row['rank']}" if row["source"] == "gpu" else f"GPU {row['source'].split()[-1]}"
+    return Finding(
+        title=f"A GPU's clock is held down: {_WHY[why]}",
+        summary=f"{which[0].upper()}{which[1:]} ran at {digits(row['clock_mhz'])} MHz in the mean"
+        + (f", of {digits(row['max_mhz'])} at most" if row["max_mhz"] > 0 else "")
+        + f"; {percent(share)} of it is missing, and {duration(max(computed.values()))} of a step are computing.",
+        verdict=f"{percent(gain / step)} {of_step(run)} is lost to a GPU's lowered clock.",
+        saving_ns=gain,
+        noise_ns=part_noise(run, "computation") * share,
+        advice=(_cure(row, why),),
+        evidence=_evidence(rows),
+        ranks=tuple(sorted(r["rank"] for r, w, _ in lost if w and r["source"] == "gpu")),
+        sure="Predicted with computation as fast as the clock; kernels that wait for memory gain less.",
+    )
+
+
+def _slowed(row: dict[Any, Any]) -> bool:
+    return any(row[reason] > OFTEN for reason in ("heat", "power_brake", "hardware", "set")) or _lowered(row)
+
+
+def _lowered(row: dict[Any, Any]) -> bool:
+    return bool(row["limit_w"] < 0.99 * row["default_w"])
+
+
+def _missing(row: dict[Any, Any], best: float) -> tuple[str, float]:
+    """Give what holds a GPU's clock down, and the share of computing that is lost by it; "" where nothing does."""
+    clock = row["clock_mhz"]
+    for reason in ("heat", "power_brake", "hardware"):
+        if row[reason] > OFTEN:
+            could = next((mhz for mhz in (row["free_mhz"], best, row["max_mhz"]) if mhz > clock), clock)
+            return reason, 1 - clock / could
+    if row["set"] > OFTEN and row["max_mhz"] > clock:
+        return "set", 1 - clock / row["max_mhz"]
+    if _lowered(row) and row["power_cap"] > OFTEN:
+        could = clock * (row["default_w"] / row["limit_w"]) ** (1 / 3)
+        return "limit", 1 - clock / min(could, row["max_mhz"] if row["max_mhz"] > clock else could)
+    return "", 0.0
+
+
+def _cure(row: dict[Any, Any], why: str) -> str:
+    if why == "set":
+        return f"`nvidia-smi -rgc` and `nvidia-smi -rac`: the clock was set; {digits(row['max_mhz'])} MHz are possible"
+    if why == "limit":
+        return f"`nvidia-smi -pl {row['default_w']:.0f}` (is {row['limit_w']:.0f} W)"
+    return "look at the node's cooling and power (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE`), or leave the node out"
+
+
+def _evidence(rows: list[dict[Any, Any]]) -> Panel:
+    def share(value: float) -> str:
+        return percent(value) if math.isfinite(value) else "–"
+
+    def number(value: float) -> str:
+        return digits(value) if math.isfinite(value) else "–"
+
+    held = ("heat", "power_brake", "hardware", "power_cap", "set")
+    told = sorted(rows, key=lambda r: r["clock_mhz"])[:_MOST_ROWS]
+    cells = tuple(
+        (
+            f"rank {r['rank']}" if r["source"] == "gpu" else r["source"],
+            number(r["clock_mhz"]),
+            number(r["max_mhz"]),
+            *(share(r[reason]) for reason in held),
+        )
+        for r in told
+    )
+    columns = ("GPU of", "MHz", "at most", "heat", "power brake", "hardware slowdown", "power limit", "clock set")
+    return Panel("table", "Clocks, and how often what held them down", cells, columns)
+
+
+RULE = Rule(
+    "throttled_clock",
+    "Lowered clocks",
+    (breakdown, clocks, own_time, step_means),
+    check,
+    saves_from=("computation",),
+)
