@@ -81,3 +81,19 @@ def test_a_sharded_model_gets_the_advice_for_one(tmp_path: Path) -> None:
     assert "`fully_shard` whole blocks" in advice[0]
     assert any("reshard_after_forward=False" in a for a in advice)
     assert not any("DistributedDataParallel" in a for a in advice)
+
+
+def test_what_computation_cannot_hide_half_the_bytes_halve(tmp_path: Path) -> None:
+    """Of each ms 0.3 are computing and 0.7 are transfer: 0.3 could be hidden, and 0.35 need not be sent."""
+    made = []
+    for rank in range(2):
+        events: list[Any] = []
+        for n in range(2):
+            t = n * MS
+            events += [traces.step(n, t, MS), traces.kernel("gemm", t, 300_000)]
+            events += [traces.collective(t + 300_000, 700_000, 100_000)]
+        made.append(traces.trace(*events, rank=rank))
+    found = ask(RULE, runs.foreign(tmp_path, *made))
+    assert found.saving_ns == pytest.approx(350_000)
+    assert "halved" in found.sure
+    assert "300.0 µs less a step" in found.advice[-1]

@@ -15,7 +15,7 @@ from tests.runs import MS, light
 
 SECOND = 1_000 * MS
 GPU = {"device": {"type": "cuda", "name": "NVIDIA H100"}}
-NORMAL = {"sm_clock_mhz": 1_800, "sm_clock_max_mhz": 1_980, "clock_reasons_bits": 0x4}
+NORMAL: dict[str, float] = {"sm_clock_mhz": 1_800, "sm_clock_max_mhz": 1_980, "clock_reasons_bits": 0x4}
 LIMITS = {"power_limit_w": 700, "power_limit_default_w": 700}
 
 

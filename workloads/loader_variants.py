@@ -1,0 +1,265 @@
+"""Train a small network on records that come in any of the ways a DataLoader has, well, or with one of FAULTS planted.
+
+    python workloads/loader_variants.py                                        files, two workers, forked
+    python workloads/loader_variants.py --storage tar --start-method spawn     a stream of sharded tar files
+    python workloads/loader_variants.py --fault workers_restart                with a mistake
+
+The records are written once, under --data, in each form: a file a record, tar files of many (read from front to end, a
+share of them a worker), and one array that is mapped into memory. Plain PyTorch: any profiler can be pointed at it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import io
+import shutil
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own custom
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+# What can be planted, and the dlprof rule that must notice it. Each is one `if args.fault == ...` below.
+FAULTS = {
+    "blocking_copies": "blocking_copy",  # from pinned memory, but each is waited for
+    "no_workers": "input_wait",  # the training thread reads
+    "pageable": "pageable_copy",  # batches copied to the GPU from ordinary memory
+    "slow_collate": "input_wait",  # samples put together number by number, in Python
+    "slow_storage": "input_wait",  # each read waits, for longer than the workers can hide
+    "slow_worker": "slow_worker_batches",  # the first worker reads from slower storage than the others
+    "workers_restart": "worker_restart",  # new workers in each of many short epochs
+}
+# Options under which it is healthy as well.
+HEALTHY = {
+    "mapped": "--storage mapped",
+    "spawned": "--start-method spawn",
+    "tar": "--storage tar",
+}
+NEEDS_GPU = ("blocking_copies", "pageable")
+
+WIDTH = 512  # numbers of a record
+CLASSES = 10
+SHARDS = 8
+
+Record = tuple[Tensor, int]
+
+
+# ---- the records ---------------------------------------------------------------------------------------------------
+
+
+def make_records(data: Path, records: int) -> Path:
+    """Give the folder with files/*.npy, shards/*.tar and records.npy, made unless it is there.
+
+    Whoever comes first writes, and others wait on the lock; what an interrupted run left half done is written again.
+    """
+    folder, partial = data / f"records-{records}", data / f"records-{records}.partial"
+    data.mkdir(parents=True, exist_ok=True)
+    with (data / f"records-{records}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return folder
+        print(f"writing {records} records into {folder}", flush=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "files").mkdir(parents=True)
+        (partial / "shards").mkdir()
+        rng = np.random.default_rng(7)
+        centres = rng.normal(size=(CLASSES, WIDTH))
+        every = rng.normal(size=(records, WIDTH)) + centres[np.arange(records) % CLASSES]
+        every = every.astype(np.float32)
+        np.save(partial / "records.npy", every)
+        for n, record in enumerate(every):
+            np.save(partial / "files" / f"{n:06d}.npy", record)
+        for shard in range(SHARDS):
+            with tarfile.open(partial / "shards" / f"{shard:03d}.tar", "w") as tar:
+                for n in range(shard, records, SHARDS):
+                    tar.add(partial / "files" / f"{n:06d}.npy", f"{n:06d}.npy")
+        partial.rename(folder)
+    return folder
+
+
+class Files(Dataset[Record]):
+    """A file a record."""
+
+    def __init__(self, folder: Path, read: Callable[[], None]) -> None:
+        self.files, self.read = sorted((folder / "files").glob("*.npy")), read
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Record:
+        self.read()
+        return torch.from_numpy(np.load(self.files[index])), index % CLASSES
+
+
+class Mapped(Dataset[Record]):
+    """One array, mapped into memory: a record is read when it is touched."""
+
+    def __init__(self, folder: Path, read: Callable[[], None]) -> None:
+        self.path, self.read = folder / "records.npy", read
+        self.records: Any = None  # each worker maps it for itself: a mapping does not travel to spawned ones
+        self.length = len(np.load(self.path, mmap_mode="r"))
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Record:
+        if self.records is None:
+            self.records = np.load(self.path, mmap_mode="r")
+        self.read()
+        return torch.from_numpy(np.array(self.records[index])), index % CLASSES
+
+
+class Shards(IterableDataset[Record]):
+    """A stream: each worker reads its share of the tar files, from front to end."""
+
+    def __init__(self, folder: Path, read: Callable[[], None]) -> None:
+        self.shards, self.read = sorted((folder / "shards").glob("*.tar")), read
+
+    def __iter__(self) -> Iterator[Record]:
+        """Read this worker's shards."""
+        worker = get_worker_info()
+        mine = self.shards if worker is None else self.shards[worker.id :: worker.num_workers]
+        for shard in mine:
+            with tarfile.open(shard, "r|") as tar:
+                for member in tar:
+                    self.read()
+                    file = tar.extractfile(member)
+                    assert file is not None
+                    record = np.load(io.BytesIO(file.read()))
+                    yield torch.from_numpy(record), int(member.name[:6]) % CLASSES
+
+
+STORAGE: dict[str, type[Files | Mapped | Shards]] = {"files": Files, "mapped": Mapped, "tar": Shards}
+
+
+class Storage:
+    """What a read waits for beside the local disk's time, as over a network; longer for the first worker if asked."""
+
+    def __init__(self, read_ms: float, first_worker_ms: float) -> None:
+        self.read_ms, self.first_worker_ms = read_ms, first_worker_ms
+
+    def __call__(self) -> None:
+        """Wait as a read does."""
+        worker = get_worker_info()
+        first = worker is not None and worker.id == 0
+        time.sleep((self.read_ms + self.first_worker_ms * first) / 1e3)
+
+
+def slow_collate(samples: list[Record]) -> tuple[Tensor, Tensor]:
+    """Put a batch together number by number."""
+    rows = [[float(number) for number in record] for record, _ in samples]
+    return torch.tensor(rows), torch.tensor([label for _, label in samples])
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; a usage error exits with 2."""
+    faults = "\n".join(f"  {name:22s} must be noticed by {rule}" for name, rule in FAULTS.items())
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n")[0],
+        epilog=f"faults:\n{faults}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    switch = argparse.BooleanOptionalAction
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="where the records are kept (default: data)")
+    parser.add_argument("--storage", choices=list(STORAGE), default="files")
+    parser.add_argument("--records", type=int, default=2048, help="of an epoch (default: 2048)")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--steps", type=int, help="stop after so many (default: all epochs')")
+    parser.add_argument("--workers", type=int, default=2, help="loader processes (default: 2)")
+    parser.add_argument("--prefetch-factor", type=int, default=2, help="batches ahead, a worker (default: 2)")
+    parser.add_argument("--persistent-workers", action=switch, default=True, help="keep them between epochs")
+    parser.add_argument("--pin-memory", action=switch, help="default: on a GPU")
+    parser.add_argument("--non-blocking", action=switch, default=True, help="queue copies to the GPU, wait for none")
+    parser.add_argument("--start-method", choices=["fork", "forkserver", "spawn"], default="fork")
+    parser.add_argument("--read-ms", type=float, default=0.2, help="what a read waits for storage (default: 0.2)")
+    parser.add_argument("--layers", type=int, default=6, help="of the network (default: 6)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fault", choices=list(FAULTS), help="plant this mistake")
+    args = parser.parse_args(argv)
+    if args.fault in NEEDS_GPU and args.device != "cuda":
+        parser.error(f"--fault {args.fault} needs a GPU: on the CPU no batch is copied")
+    if args.records < args.batch_size:
+        parser.error(f"--records {args.records} is not one batch of {args.batch_size}")
+    if args.pin_memory is None:
+        args.pin_memory = args.device == "cuda"
+    if args.fault == "blocking_copies":
+        args.pin_memory, args.non_blocking = True, False
+    if args.fault == "no_workers":
+        args.workers, args.read_ms = 0, max(args.read_ms, 0.5)
+    if args.fault == "pageable":
+        args.pin_memory, args.non_blocking = False, False
+    if args.fault == "slow_storage":
+        args.read_ms = 4.0
+    if args.fault == "slow_worker":
+        args.workers = max(2, args.workers)
+    if args.fault == "workers_restart":
+        args.persistent_workers, args.records, args.epochs = False, args.records // 8, args.epochs * 8
+    return args
+
+
+def build_loader(args: argparse.Namespace, folder: Path) -> DataLoader[Record]:
+    """Give the records in batches of float32 (batch × WIDTH) and their classes."""
+    storage = Storage(args.read_ms, 4.0 if args.fault == "slow_worker" else 0.0)
+    records = STORAGE[args.storage](folder, storage)
+    return DataLoader(
+        records,
+        args.batch_size,
+        shuffle=None if args.storage == "tar" else True,
+        num_workers=args.workers,
+        pin_memory=args.pin_memory,
+        drop_last=True,
+        prefetch_factor=args.prefetch_factor if args.workers else None,
+        persistent_workers=args.persistent_workers and args.workers > 0,
+        multiprocessing_context=args.start_method if args.workers else None,
+        collate_fn=slow_collate if args.fault == "slow_collate" else None,
+    )
+
+
+def batches(loader: DataLoader[Record], epochs: int) -> Iterator[Any]:
+    """Give every batch of every epoch."""
+    for _ in range(epochs):
+        yield from loader
+
+
+def main() -> None:
+    args = parse()
+    folder = make_records(args.data, args.records)
+    torch.manual_seed(args.seed)
+    layers = [layer for _ in range(args.layers) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)).to(args.device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, fused=True)
+    loader = build_loader(args, folder)
+    print(
+        f"{args.records} records an epoch, {args.storage}, {args.workers} workers, {args.start_method},"
+        f" fault: {args.fault or 'none'}",
+        flush=True,
+    )
+    began = time.perf_counter()
+    step = 0
+    for step, (records, labels) in enumerate(batches(loader, args.epochs), start=1):
+        records = records.to(args.device, non_blocking=args.non_blocking)
+        labels = labels.to(args.device, non_blocking=args.non_blocking)
+        loss = F.cross_entropy(model(records), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step == args.steps:
+            break
+    took = time.perf_counter() - began
+    print(f"{step} steps  loss {loss.item():.4f}  {1e3 * took / step:.2f} ms a step, epochs' ends included", flush=True)
+
+
+if __name__ == "__main__":
+    main()
