@@ -182,7 +182,7 @@ def main() -> None:
     """Record everything in turn, round after round, and write what came of it so far."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--steps", type=int, default=60, help="of each recording")
+    options.add_argument("--steps", type=int, default=120, help="of each recording")
     options.add_argument("--workloads", nargs="*", help="only these, by name")
     options.add_argument("--only", nargs="*", help="only these faults, beside the healthy runs")
     options.add_argument("--out", type=Path, default=REPORTS)

@@ -395,8 +395,8 @@ def _waits(rank: RankData, work: pd.DataFrame) -> float:
     """Add up what the host waits for its device in calls of the runtime, ns: all but the copying itself."""
     spans = rank.table("spans")
     dur = spans["dur_ns"].to_numpy()
-    chosen = host.is_kind(spans, "runtime") & (dur > _BLOCKED_NS)
-    chosen &= host.is_named(spans, *_BLOCKING) & _inside(timing(rank).windows, spans["start_ns"].to_numpy())
+    chosen = np.flatnonzero(host.is_kind(spans, "runtime") & (dur > _BLOCKED_NS) & host.is_named(spans, *_BLOCKING))
+    chosen = chosen[_inside(timing(rank).windows, spans["start_ns"].to_numpy()[chosen])]
     copies = work[host.is_kind(work, "copy")]
     copied = copies.loc[np.isin(copies["launch"].to_numpy(), spans["launch"].to_numpy()[chosen]), "dur_ns"].sum()
     return max(0.0, float(dur[chosen].sum()) - float(copied))
