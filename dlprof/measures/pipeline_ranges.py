@@ -48,7 +48,9 @@ def _ranges(rank: RankData) -> pd.DataFrame:
     found = {n: _ACTION.fullmatch(n) or _GPIPE.fullmatch(n) for n in names if n.startswith(("PP:", "For", "Back"))}
     thread = spans[host.is_kind(spans, "annotation") & ~host.is_on_device(rank)]
     rows = thread[host.is_one_of(thread["name"], *(n for n, match in found.items() if match))]
-    if not len(rows):
+    # Anybody may call a range "Forward 0"; in a pipeline, something is sent as well.
+    stages = any(match and match.re is _ACTION for match in found.values())
+    if not len(rows) or not (stages or _sends(rank)):
         raise NotMeasured(_why_none(rank))
     if any(_OVERLAPPED.fullmatch(n) for n in names):
         raise NotMeasured("the trace names a forward and a backward that DualPipeV overlaps by one range")
@@ -68,9 +70,12 @@ def _parsed(match: re.Match[str] | None) -> tuple[int, str, int]:
     )
 
 
+def _sends(rank: RankData) -> bool:
+    return bool(host.is_one_of(rank.table("spans")["collective"], *_POINT_TO_POINT).any())
+
+
 def _why_none(rank: RankData) -> str:
-    spans = rank.table("spans")
-    if not host.is_one_of(spans["collective"], *_POINT_TO_POINT).any():
+    if not _sends(rank):
         return "no pipeline stages were recorded, and the trace sends nothing from rank to rank"
     return (
         "the trace sends from rank to rank, but names no stage or micro-batch (1F1B does not, nor do pipelines that are"

@@ -92,6 +92,7 @@ def test_chunks_are_what_was_computed_within_the_ranges(
     ("events", "why"),
     [
         ([], "no pipeline stages were recorded"),
+        ([traces.annotation("Forward 0", 10, 20)], "no pipeline stages were recorded"),
         ([traces.annotation("gloo:recv", 10, 20)], "names no stage or micro-batch"),
         (
             [traces.annotation("PP:0F0", 10, 20), traces.annotation("PP:(0F1;3B0)OVERLAP_F_B", 40, 20)],
