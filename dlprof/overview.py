@@ -15,6 +15,7 @@ from dlprof.engine import Measure, Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.arithmetic import arithmetic
+from dlprof.measures.collectives import clocks
 from dlprof.measures.loader import before_forward, loader_calls, loader_means
 from dlprof.measures.memory import memory_use
 from dlprof.measures.operators import tensor_cores
@@ -26,6 +27,7 @@ from dlprof.units import digits, duration, percent, quantity, size
 # What the facts need.
 NEEDS: tuple[Measure, ...] = (
     arithmetic,
+    clocks,
     loader_calls,
     loader_means,
     memory_use,
@@ -208,6 +210,7 @@ def facts(run: Measured) -> tuple[Fact, ...]:
     _memory_facts(run, add)
     _sample_facts(run, add)
     _recording_facts(run, add)
+    _clock_facts(run, add)
     return tuple(out)
 
 
@@ -308,6 +311,25 @@ def _memory_facts(run: Measured, add: Any) -> None:
     ):
         most = int(frame[column].max())
         add("Memory", name, f"{most:,}" if most >= 0 else "")
+
+
+def _clock_facts(run: Measured, add: Any) -> None:
+    """Say how far the hosts' clocks are apart, as the ends of collectives show it, or why waiting cannot be told."""
+    if run.world_size < 2:
+        return
+    try:
+        frame = run.frame(clocks)
+    except NotMeasured as e:
+        add("Across ranks", "who waits for whom", f"not told: {e}")
+        return
+    except MeasureFailed:
+        return
+    hosts = frame.drop_duplicates("host").reset_index(drop=True)
+    if len(hosts) > 1:
+        ahead = [f"{row['host']} {duration(row['ahead_ns'])}" for row in hosts.head(MOST_RANKS).to_dict("records")]
+        more = [f"and {len(hosts) - MOST_RANKS} more"] if len(hosts) > MOST_RANKS else []
+        add("Across ranks", "clocks brought together, ahead by", [*ahead, *more])
+    add("Across ranks", "ends of a collective then differ by", duration(float(hosts["residual_ns"].max())))
 
 
 def _recording_facts(run: Measured, add: Any) -> None:

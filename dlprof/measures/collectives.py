@@ -127,7 +127,8 @@ def matched(run: Measured) -> pd.DataFrame:
     frame = frame[frame["present"] == frame["wanted"]]
     if not len(frame):
         raise NotMeasured(_lacking(run) if run.missing_ranks else "the ranks' collectives do not match in number")
-    offset = frame["rank"].map(_clock_offsets(run, frame)).to_numpy(dtype=np.int64)
+    ahead = _clocks(run, frame).set_index("rank")["ahead_ns"]
+    offset = frame["rank"].map(ahead).to_numpy(dtype=np.int64)
     start = np.asarray(frame["start_ns"], dtype=np.int64) - offset
     end = np.asarray(frame["end_ns"], dtype=np.int64) - offset
     until, last = _releases(frame, start, end)
@@ -184,10 +185,12 @@ def _lacking(run: Measured) -> str:
     return f"waiting shows only with every rank's trace; {len(missing)} of {run.world_size} are not here"
 
 
-def _clock_offsets(run: Measured, frame: pd.DataFrame) -> dict[int, int]:
-    """Give what each rank's clock is ahead by, in ns: per host, the median difference of matched ends.
+def _clocks(run: Measured, frame: pd.DataFrame) -> pd.DataFrame:
+    """Tell for each rank its host, what its clock is ahead by (ahead_ns) and how far that is off (residual_ns).
 
-    Ranks whose host is not told have a clock each.
+    Collectives that end for all at once end at one instant: a host's clock is ahead by the median difference of its
+    ranks' ends from everybody's median, and what differs still is the residual, its median size. Ranks on one host have
+    one clock; ranks whose host is not told have a clock each.
     """
     synchronous = frame[frame["collective"].isin(SYNCHRONOUS)]
     frame = synchronous if len(synchronous) else frame
@@ -195,11 +198,23 @@ def _clock_offsets(run: Measured, frame: pd.DataFrame) -> dict[int, int]:
     first = frame.groupby("instance")["end_ns"].transform("min")
     after = frame["end_ns"] - first
     difference = after - after.groupby(frame["instance"]).transform("median")
-    hosts = {r: (run.facts[r].get("host") or run.trace_facts[r].get("host") or f"rank {r}") for r in run.ranks}
-    if len(set(hosts.values())) == 1:
-        return dict.fromkeys(run.ranks, 0)
-    ahead = difference.groupby(frame["rank"].map(hosts)).median()
-    return {r: round(float(ahead.get(hosts[r], 0.0))) for r in run.ranks}
+    hosts = {r: str(run.facts[r].get("host") or run.trace_facts[r].get("host") or f"rank {r}") for r in run.ranks}
+    host = frame["rank"].map(hosts)
+    ahead = difference.groupby(host).median() * (len(set(hosts.values())) > 1)
+    left = (difference - host.map(ahead)).abs().groupby(host).median()
+    clocks = pd.DataFrame({"rank": run.ranks, "host": [hosts[r] for r in run.ranks]})
+    return clocks.assign(
+        ahead_ns=clocks["host"].map(ahead).fillna(0.0).round().astype(np.int64), residual_ns=clocks["host"].map(left)
+    )
+
+
+@across_ranks(collectives)
+def clocks(run: Measured) -> pd.DataFrame:
+    """Tell for each rank its host, what its clock is ahead by (ahead_ns) and how far that is off (residual_ns), in ns.
+
+    Raises NotMeasured as `matched` does.
+    """
+    return _clocks(run, run.frame(matched))
 
 
 def waiting(run: Measured) -> dict[int, iv.Intervals]:
@@ -213,19 +228,23 @@ def waiting(run: Measured) -> dict[int, iv.Intervals]:
     return {r: iv.intersect(waited.get(r, iv.EMPTY), bare) for r, bare in _exposed_of(run).items()}
 
 
-def exposed_waits(run: Measured) -> NDArray[np.int64]:
+def exposed_waits(run: Measured) -> Nanoseconds:
     """Give for each row of `matched` how long its rank waited in it and computed nothing meanwhile, ns.
 
     Where a rank waits in several collectives at once, the time is the earliest one's: of each rank, they add up.
     """
     pairs = run.frame(matched)
-    bare = _exposed_of(run)
-    found = np.zeros(len(pairs), dtype=np.int64)
-    of, starts = pairs["rank"].to_numpy(), pairs["start_ns"].to_numpy()
-    for rank, intervals in bare.items():
-        at = np.flatnonzero(of == rank)
-        at = at[np.argsort(starts[at], kind="stable")]
-        start, until = starts[at], starts[at] + pairs["wait_ns"].to_numpy()[at]
+    begin = pairs["start_ns"].to_numpy()
+    return exposed_between(run, pairs["rank"].to_numpy(), begin, begin + pairs["wait_ns"].to_numpy())
+
+
+def exposed_between(run: Measured, ranks: Nanoseconds, begin: Nanoseconds, end: Nanoseconds) -> Nanoseconds:
+    """Give how much of some times of some ranks is exposed communication, ns; of times that overlap the earliest's."""
+    found = np.zeros(len(ranks), dtype=np.int64)
+    for rank, intervals in _exposed_of(run).items():
+        at = np.flatnonzero(ranks == rank)
+        at = at[np.argsort(begin[at], kind="stable")]
+        start, until = begin[at], end[at]
         start = np.maximum(start, np.concatenate((start[:1], np.maximum.accumulate(until)[:-1])))
         found[at] = iv.within(intervals, start, np.maximum(start, until))
     return found

@@ -4,6 +4,7 @@ from dlprof.overview import Picture
 from dlprof.panels import (
     arithmetic,
     bubbles,
+    collectives,
     lines,
     memory,
     pipeline,
@@ -21,6 +22,7 @@ PICTURES: tuple[Picture, ...] = (
     whole_job.PICTURE,
     timeline.PICTURE,
     syncs.PICTURE,
+    collectives.PICTURE,
     pipeline.PICTURE,
     bubbles.PICTURE,
     arithmetic.PICTURE,

@@ -1,0 +1,133 @@
+"""How fast collectives move their bytes: by kind, group and size, beside what the link can carry where that is known.
+
+Of a collective's time, what the last to arrive spends in it is transfer: the least over its ranks. Bytes over that is
+the algorithm's bandwidth; what it asks of every rank's link is the bus bandwidth, with nccl-tests' factors, which can
+be held against the link's own peak whatever the collective and however many ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlprof.engine import Measured, across_ranks
+from dlprof.errors import NotMeasured
+from dlprof.measures.breakdown import breakdown, part
+from dlprof.measures.collectives import collectives, exposed, exposed_between, instances, matched, traced_steps
+
+# Bounds of the classes of size, bytes: from one to the next, a transfer takes up to 16 times as long.
+CLASSES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
+
+# What a GPU's NVLinks carry in one direction together, bytes/s: half of what NVIDIA's data sheets give for both.
+_NVLINK = (
+    ("V100-SXM", 150e9),
+    ("A100-SXM", 300e9),
+    ("H100 80GB HBM3", 450e9),
+    ("H100-SXM", 450e9),
+    ("H200", 450e9),
+    ("B200", 900e9),
+)
+
+
+def bus_factor(collective: str, ranks: int) -> float:
+    """Give bus bandwidth over algorithm bandwidth, as nccl-tests defines it; an all-gather counts its output."""
+    if collective == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    if collective in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (ranks - 1) / ranks
+    return 1.0
+
+
+@across_ranks(breakdown, collectives, exposed, traced_steps)
+def bandwidth(run: Measured) -> pd.DataFrame:
+    """Sum up the collectives by kind, members and class of size, for the mean traced step.
+
+    Columns: collective, members, ranks (how many), size (index into CLASSES, −1: not told), count (a step), bytes (of
+    all), transfer_ns (of all; at most, where ranks are missing), wait_ns (mean over its ranks), exposed_ns (of transfer
+    and rank, in the mean steady step), algbw, busbw (bytes/s), peak (of the link, bytes/s), culprit, late (how many
+    collectives it came last to) and matched (of how many). NaN and culprit −1: not known.
+    """
+    try:
+        frame, known = run.frame(matched), True
+    except NotMeasured:
+        frame, known = instances(run), False
+        frame = frame.assign(wait_ns=0, last=False)
+    begin = (frame["start_ns"] + frame["wait_ns"]).to_numpy()
+    frame = frame.assign(
+        size=np.where(frame["bytes"] < 0, -1, np.searchsorted(CLASSES, frame["bytes"], side="right")),
+        bare_ns=exposed_between(run, frame["rank"].to_numpy(), begin, frame["end_ns"].to_numpy()) * _scale(run, frame),
+        dur_ns=frame["end_ns"] - frame["start_ns"],
+        late=frame["rank"].where(frame["last"], -1),
+    )
+    one = frame.groupby("instance").agg(
+        collective=("collective", "first"),
+        members=("members", "first"),
+        ranks=("wanted", "first"),
+        size=("size", "first"),
+        bytes=("bytes", "max"),
+        transfer_ns=("dur_ns", "min"),
+        wait_ns=("wait_ns", "mean"),
+        bare_ns=("bare_ns", "mean"),
+        late=("late", "max"),
+    )
+    steps = max(int(run.frame(traced_steps).groupby("rank").size().max()), 1)
+    rows = [
+        _row(run, {"collective": kind, "members": members, "ranks": n, "size": size}, mine, steps, known)
+        for (kind, members, n, size), mine in one.groupby(["collective", "members", "ranks", "size"])
+    ]
+    return pd.DataFrame(rows).sort_values("transfer_ns", ascending=False, ignore_index=True)
+
+
+def _row(run: Measured, key: dict[str, Any], mine: pd.DataFrame, steps: int, known: bool) -> dict[str, Any]:
+    total, transfer = float(mine["bytes"].sum()), float(mine["transfer_ns"].sum())
+    told = key["size"] >= 0 and transfer > 0
+    algbw = total / transfer * 1e9 if told else np.nan
+    late = mine["late"][mine["late"] >= 0].value_counts()
+    return key | {
+        "count": len(mine) / steps,
+        "bytes": total / steps if told else np.nan,
+        "transfer_ns": transfer / steps,
+        "wait_ns": float(mine["wait_ns"].sum()) / steps if known else np.nan,
+        "exposed_ns": float(mine["bare_ns"].sum()) / steps,
+        "algbw": algbw,
+        "busbw": algbw * bus_factor(str(key["collective"]), int(key["ranks"])),
+        "peak": _peak(run, str(key["members"])),
+        "culprit": int(str(late.index[0])) if len(late) else -1,
+        "late": int(late.iloc[0]) if len(late) else 0,
+        "matched": len(mine),
+    }
+
+
+def _scale(run: Measured, frame: pd.DataFrame) -> pd.Series[float]:
+    """Give for each row what brings its rank's exposed communication from the traced steps to the mean steady one."""
+    when, steps = run.frame(exposed), run.frame(traced_steps)
+    traced = (when["end_ns"] - when["start_ns"]).groupby(when["rank"]).sum() / steps.groupby("rank").size()
+    steady = pd.Series(part(run, "communication"), dtype=float)
+    return frame["rank"].map((steady / traced).replace([np.inf, -np.inf], np.nan)).fillna(0.0)
+
+
+def _peak(run: Measured, members: str) -> float:
+    """Give what the link between some ranks carries in one direction, bytes/s: known of NVLink within one host."""
+    ranks = [int(r) for r in members.split(",")] if members else range(run.world_size)
+    hosts, names = set(), set()
+    for rank in ranks:
+        if rank not in run.facts:
+            return float("nan")
+        facts, trace = run.facts[rank], run.trace_facts[rank]
+        hosts.add(facts.get("host") or trace.get("host"))
+        devices = trace.get("devices") or [{}]
+        names.add(str((facts.get("device") or {}).get("name") or devices[0].get("name") or ""))
+    if len(hosts) != 1 or None in hosts or len(names) != 1:
+        return float("nan")
+    name = names.pop()
+    return next((peak for known, peak in _NVLINK if known in name), float("nan"))
+
+
+def size_class(index: int) -> str:
+    """Write a class of size."""
+    if index < 0:
+        return "not told"
+    words = [f"{bound >> 10} KiB" if bound < 1 << 20 else f"{bound >> 20} MiB" for bound in CLASSES]
+    return f"below {words[index]}" if index < len(words) else f"{words[-1]} or more"
