@@ -20,7 +20,9 @@ def exchanging(
         for rank in members:
             late = MS // 2 if rank == members[-1] else 0
             events = [traces.kernel("gemm", 0, MS + late)]
-            events.append(traces.collective(MS + late, 3 * MS // 2 - late, elements, group=str(group), ranks=members))
+            events.append(
+                traces.collective(MS + late, 3 * MS // 2 - late, elements, group=str(7 + group), ranks=members)
+            )
             world = sum(map(len, groups))
             made.append(traces.trace(traces.step(0, 0, 3 * MS), *events, rank=rank, world_size=world, device=device))
     return made

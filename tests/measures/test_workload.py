@@ -1,0 +1,33 @@
+"""How much a rank has to do: kernels on a device, operators on a CPU, and what tells more work from slower work."""
+
+from pathlib import Path
+
+import numpy as np
+
+from dlprof.measures.samples import sample_means
+from dlprof.measures.workload import longer_because, workload
+from tests import runs, traces
+from tests.measures.test_blame import held_up
+from tests.measures.test_lateness import cpu_run
+from tests.runs import MS
+
+
+def test_kernels_and_copied_bytes_of_a_step(tmp_path: Path) -> None:
+    made = held_up({}, {"computation": MS})
+    frame = runs.measured(runs.foreign(tmp_path, *made), workload).frame(workload).set_index("rank")
+    assert frame["pieces"].to_dict() == {0: 2, 1: 2}
+    assert frame["piece_ns"].to_dict() == {0: 875_000, 1: 1_375_000}
+    assert frame["copied_bytes"].to_dict() == {0: 1_000_000, 1: 1_000_000}
+
+
+def test_a_cpu_has_operators(tmp_path: Path) -> None:
+    run = runs.measured(cpu_run(tmp_path, 1 * MS, 3 * MS), workload, sample_means)
+    frame = run.frame(workload).set_index("rank")
+    assert frame["pieces"].to_dict() == {0: 2, 1: 2}
+    assert np.isnan(frame["copied_bytes"]).all()
+    assert longer_because(run, 1)[0].startswith("as many operators, each 1.67 ×")
+
+
+def test_ranks_alike_give_no_reason(tmp_path: Path) -> None:
+    run = runs.measured(runs.foreign(tmp_path, traces.training(), traces.training(rank=1)), workload, sample_means)
+    assert longer_because(run, 0) == ("", "")
