@@ -19,9 +19,12 @@ def room(run: Measured, categories: Iterable[str]) -> float:
     Raises NotMeasured where the step is not divided.
     """
     frame = run.frame(breakdown)
-    parts = frame.pivot_table(index="rank", columns="category", values="ns", aggfunc="sum", observed=True).fillna(0.0)
     chosen = set(categories)
-    own = parts[[c for c in parts if c in chosen]].sum(axis=1)
-    waits = parts[[c for c in parts if c in _WAITING and c not in chosen]].sum(axis=1)
-    elsewhere = own.sum() - own
-    return float((own + elsewhere.clip(upper=waits)).max())
+    own, waits = ({int(r): 0.0 for r in frame["rank"].unique()} for _ in range(2))
+    for rank, category, ns in zip(frame["rank"], frame["category"], frame["ns"], strict=True):
+        if category in chosen:
+            own[rank] += ns
+        elif category in _WAITING:
+            waits[rank] += ns
+    total = sum(own.values())
+    return float(max(own[r] + min(waits[r], total - own[r]) for r in own))

@@ -103,7 +103,10 @@ def plain(text: object, limit: int | None = None, *, keep: str = "") -> str:
     whole = str(text)
     if limit is not None and len(whole) > limit:
         whole = whole[: limit - 1] + "…"
-    if whole.isprintable():  # nothing that _unsafe tells, nor anything unassigned
+    rest = whole.replace(NBSP, "")
+    for char in keep:
+        rest = rest.replace(char, "")
+    if rest.isprintable():  # nothing that _unsafe tells, nor anything unassigned
         return whole
     return "".join(c if c in keep or not _unsafe(c) else _escape(c) for c in whole)
 
