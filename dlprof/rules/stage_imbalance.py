@@ -4,11 +4,10 @@ A pipeline moves like a queue: every micro-batch passes every stage, so the long
 second, and the others wait for it with whatever they hold. Often it is the last one, which has the head and the loss
 beside its layers, or the first one with a large embedding.
 
-Needs a pipeline of torch.distributed.pipelining, recorded by dlprof on all of its ranks: how long each stage's forward
-and backward took. The slowdown is the step replayed with the stages as they are ÷ the same with every stage at the mean
-of all (S in Lin et al., Understanding Stragglers in Large Model Training, 2025), launching and handing over for nothing
-in both. What the longest stage explains of it is replayed with that stage alone at the mean; it is more than all where
-the other stages are below the mean and stay there.
+Needs a pipeline of torch.distributed.pipelining on all of its ranks, recorded by dlprof or in traces that name its
+chunks: how long each stage's forward and backward took. The slowdown is the step replayed with the stages as they are ÷
+the same with every stage at the mean of all (S in Lin et al., Understanding Stragglers in Large Model Training, 2025),
+launching and handing over for nothing in both.
 
 Saving: the measured step replayed with even stages. Layers cannot be cut at will: it may be less.
 
