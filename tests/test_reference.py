@@ -185,3 +185,12 @@ def test_no_saving_is_larger_than_what_the_step_has_of_it(result: Any, name: str
         assert "Cut to what the step has" not in o["sure"], o["id"]
     together = said["together"]["saving_ns"]
     assert found[0]["saving_ns"] <= together <= said["window"]["step_ns"] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products_in_float32_are_found_where_tensor_cores_would_help_and_the_host_keeps_up(
+    result: Any, name: str
+) -> None:
+    said = outcome(result(name), "fp32_matmul")
+    assert (said["state"] == "found") == (name == "resnet_rtx2080ti"), said
+    assert outcome(result(name), "misaligned_shapes")["state"] == "clear"  # nothing there is multiplied in 16 bits

@@ -66,7 +66,8 @@ def operators(rank: RankData) -> pd.DataFrame:
 
     Columns: operator, dtype and shape ("": not told), calls (kernels on a device), ns, tensor_ns and float32_ns (in
     kernels that multiply on tensor cores, and in float32 without), flops and bytes (NaN: not known), bound ("compute",
-    "memory", "launch" or "": not known), best_ns: what compute and memory allow at the least (NaN: not known).
+    "memory", "launch" or "": not known), best_ns: what compute and memory allow at the least (NaN: not known), and
+    shared (the operator met several shapes, and its time was shared out among them by FLOPs).
     Raises NotMeasured where no operator's work was traced.
     """
     frame = _traced(rank)
@@ -86,7 +87,7 @@ def operators(rank: RankData) -> pd.DataFrame:
     bound = np.where(np.isnan(compute) | np.isnan(memory), "", bound)
     short = frame["ns"].to_numpy() < SMALL_NS * frame["calls"].to_numpy()
     frame["bound"] = np.where(on_device & short, "launch", bound)
-    return frame.head(MOST_ROWS).drop(columns="tf32_ns")
+    return frame.head(MOST_ROWS).drop(columns=["tf32_ns", "times"])
 
 
 def _traced(rank: RankData) -> pd.DataFrame:
@@ -119,6 +120,8 @@ def _traced(rank: RankData) -> pd.DataFrame:
     found, of = np.unique(keys, return_inverse=True)
     sums = {
         "calls": np.bincount(of).astype(float),
+        # Of operators: one may launch several kernels.
+        "times": np.bincount(of, _first(owner)),
         "ns": np.bincount(of, ns),
         "tensor_ns": np.bincount(of, took["tensor"] + took["tf32"]),
         "tf32_ns": np.bincount(of, took["tf32"]),
@@ -131,6 +134,13 @@ def _traced(rank: RankData) -> pd.DataFrame:
     said["operator"] = spans["name"].cat.categories.astype("str").to_numpy(dtype=object)[found]
     frame = pd.DataFrame({c: said[c] for c in ("operator", "dtype", "shape")} | {c: v / n for c, v in sums.items()})
     return frame.sort_values("ns", ascending=False, kind="stable", ignore_index=True)
+
+
+def _first(owner: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Give 1 where an operator stands for the first time, else 0."""
+    first = np.zeros(len(owner))
+    first[np.unique(owner, return_index=True)[1]] = 1
+    return first
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -243,10 +253,9 @@ def _with_counts(rank: RankData, frame: pd.DataFrame) -> pd.DataFrame:
     for row in _records(frame):
         if row["shape"]:
             flops, size = products(row["operator"], row["shape"], row["dtype"])
-            rows.append({**row, "flops": flops * row["calls"], "bytes": size * row["calls"]})
+            rows.append({**row, "flops": flops * row["times"], "bytes": size * row["times"]})
             continue
         shapes = met.get(next((name for known, name in _COUNTED_AS if known.search(row["operator"])), row["operator"]))
-        # Not one call may have several kernels, and no operator shares its count with another of the trace's.
         total = sum(float(s["flops"]) for s in shapes) if shapes else 0.0
         if not shapes or not total:
             rows.append({**row, "flops": math.nan, "bytes": math.nan})
@@ -256,7 +265,10 @@ def _with_counts(rank: RankData, frame: pd.DataFrame) -> pd.DataFrame:
             taken = {c: row[c] * share for c in ("ns", "tensor_ns", "tf32_ns", "float32_ns")}
             taken |= {"calls": float(shape["calls"]), "flops": float(shape["flops"]), "bytes": float(shape["bytes"])}
             rows.append({**row, **taken, "dtype": str(shape["dtype"]), "shape": str(shape["shape"])})
-    made = pd.DataFrame(rows, columns=[*frame.columns, "flops", "bytes"])
+            rows[-1]["shared"] = len(shapes) > 1
+    made = pd.DataFrame(
+        [{"shared": False, **row} for row in rows], columns=[*frame.columns, "flops", "bytes", "shared"]
+    )
     return made.sort_values("ns", ascending=False, kind="stable", ignore_index=True)
 
 
@@ -350,7 +362,8 @@ def _misaligned(frame: pd.DataFrame, half: float, bandwidth: float) -> tuple[flo
     wrong = [r for r in rows if odd & {d for tensor in sizes(r["shape"])[-2:] for d in tensor[-2:]}] if odd else []
     wrong = [r for r in wrong if r["operator"].endswith("mm") or odd & set(_features(r["operator"], r["shape"]))]
     right = [r for r in rows if r not in wrong and r["flops"] > 0 and r["ns"] > 0]
-    # What well-shaped products of this run reach is the best guess for the others.
+    # What well-shaped products of this run reach is the best guess for the others, where each has its own time.
+    right = [r for r in right if not r["shared"]]
     if sum(r["ns"] for r in right) > 0.2 * sum(r["ns"] for r in rows):
         half = max(half * 0.2, sum(r["flops"] for r in right) / sum(r["ns"] for r in right) * 1e9)
     took = sum(r["ns"] for r in wrong)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 
+import numpy as np
+import pandas as pd
+
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures.arithmetic import device_peaks, operator_flops
@@ -39,7 +42,7 @@ def _heaviest(run: Measured) -> Panel:
     """Give the roofline as a table: what each of the heaviest operators computes, moves and is bound by."""
     frame = run.frame(operators)
     rank = int(frame["rank"].iloc[0])
-    mine = frame[frame["rank"] == rank].head(HEAVIEST)
+    mine = _whole(frame[frame["rank"] == rank]).head(HEAVIEST)
     rows = tuple(
         (
             " ".join((str(name).removeprefix("aten::")[:80], *([str(shape)] if shape else []))),
@@ -64,6 +67,19 @@ def _heaviest(run: Measured) -> Panel:
     ).strip()
     columns = ("operator, shapes", "type", "calls", "time a step", "computes", "rate", "moves", "bound by")
     return Panel("table", f"The heaviest operators of a step, rank {rank}", rows, columns, note=note)
+
+
+def _whole(frame: pd.DataFrame) -> pd.DataFrame:
+    """Put together what was only shared out: an operator that met several shapes is one row."""
+    parts = frame[frame["shared"]]
+    sums = parts.groupby(["operator", "dtype"], as_index=False, sort=False).agg(
+        {"calls": "sum", "ns": "sum", "flops": "sum", "bytes": "sum", "shape": "size", "bound": "first"}
+    )
+    bounds = parts.groupby(["operator", "dtype"], sort=False)["bound"].nunique().to_numpy()
+    sums["shape"] = [f"of {number} shapes" for number in sums["shape"]]
+    sums["bound"] = np.where(bounds > 1, "", sums["bound"])
+    rows = pd.concat([frame[~frame["shared"]], sums], ignore_index=True)
+    return rows.sort_values("ns", ascending=False, kind="stable", ignore_index=True)
 
 
 PICTURE = Picture((operator_flops, operators), draw)

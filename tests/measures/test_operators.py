@@ -29,6 +29,7 @@ def test_each_kernel_counts_for_the_innermost_operator_that_launched_it(tmp_path
         traces.step(0, 0, MS),
         traces.op("aten::linear", 0, 100_000),
         product("aten::addmm", 10_000, "ampere_sgemm_128x64_tn", 50_000, 200_000, 1, *ADDED, dtype="float"),
+        traces.launched("splitKreduce_kernel", 20_000, 600_000, 10_000, 3),  # by the same operator
         traces.op("aten::relu", 120_000, 20_000),
         traces.launched("vectorized_elementwise_kernel", 125_000, 250_000, 5_000, 2),
         traces.kernel("of nobody", 400_000, 100_000),
@@ -39,7 +40,7 @@ def test_each_kernel_counts_for_the_innermost_operator_that_launched_it(tmp_path
     assert list(found) == ["aten::addmm", "of nobody", "aten::relu"]
     mine = found["aten::addmm"]
     assert (mine["shape"], mine["dtype"]) == ("512 1024x256 256x512", "float32")
-    assert (mine["calls"], mine["ns"], mine["float32_ns"], mine["tensor_ns"]) == (1, 200_000, 200_000, 0)
+    assert (mine["calls"], mine["ns"], mine["float32_ns"], mine["tensor_ns"]) == (2, 210_000, 200_000, 0)
     assert mine["flops"] == 2 * 1024 * 256 * 512
     assert mine["bytes"] == 4 * (1024 * 256 + 256 * 512 + 1024 * 512)
     # 268 MFLOP take 13.8 µs at 19.5 TFLOP/s, and 3.7 MB 1.9 µs at 1,935 GB/s.

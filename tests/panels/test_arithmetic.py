@@ -1,0 +1,41 @@
+"""The table of the heaviest operators, on hand-made runs."""
+
+from pathlib import Path
+from typing import Any
+
+from dlprof.measures.arithmetic import operator_flops
+from dlprof.measures.operators import operators
+from dlprof.panels.arithmetic import HEAVIEST, draw
+from tests import runs, traces
+from tests.runs import MS
+
+
+def table(folder: Path, facts: dict[str, Any], *names: str) -> Any:
+    """Draw what is known of a step with so many operators, each of a kernel shorter than the one before."""
+    events: list[Any] = [traces.step(0, 0, 10 * MS)]
+    for n, name in enumerate(names):
+        events += [traces.op(name, n * 20_000, 15_000)]
+        events += traces.launched("kernel", n * 20_000 + 1_000, MS + n * 300_000, 300_000 - n * 10_000, n + 1)
+    path = runs.recorded(folder / "run", (traces.trace(*events, world_size=1), [], facts))
+    (panel,) = draw(runs.measured(path, operator_flops, operators))
+    return panel
+
+
+def test_the_heaviest_come_first_and_there_are_ten(tmp_path: Path) -> None:
+    panel = table(tmp_path, {"device": {"type": "cuda"}}, *(f"aten::op{n}" for n in range(12)))
+    assert panel.shape == "table"
+    assert [row[0] for row in panel.rows] == [f"op{n}" for n in range(HEAVIEST)]
+    assert {row[4] for row in panel.rows} == {"–"}
+
+
+def test_shapes_among_which_time_was_only_shared_out_are_one_row(tmp_path: Path) -> None:
+    each = {"operator": "aten::mm", "dtype": "bfloat16", "calls": 1}
+    shapes = [
+        {**each, "shape": "8x8 8x8", "flops": 3_000_000, "bytes": 300},
+        {**each, "shape": "8x8 8x16", "flops": 6_000_000, "bytes": 500},
+    ]
+    facts = {"device": {"type": "cuda", "name": "NVIDIA A100"}, "flops": {"state": "waiting", "shapes": shapes}}
+    panel = table(tmp_path, facts, "aten::mm", "aten::add")
+    assert panel.rows[0][:5] == ("mm of 2 shapes", "bfloat16", "2", "300.0 µs", "9 MFLOP")
+    assert panel.rows[1][0] == "add"
+    assert "312 TFLOP/s in bfloat16" in panel.note
