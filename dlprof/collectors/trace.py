@@ -122,7 +122,8 @@ class Trace:
         if xpu is not None and xpu.is_available() and xpu.is_initialized():
             activities.append(kinds.XPU)
         self._named = torch.autograd.profiler.record_function
-        profiler = make(activities=activities)
+        # Of tiny operators shapes make the traced steps a third longer, and the file half as large again.
+        profiler = make(activities=activities, record_shapes=os.environ.get("DLPROF_SHAPES") == "on")
         # Kineto announces itself on stderr, which is the script's; it reads the level as it starts.
         quiet = "KINETO_LOG_LEVEL" not in os.environ
         if quiet:

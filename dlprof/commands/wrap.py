@@ -80,6 +80,7 @@ class Recording:
     memory: bool
     nsys: bool
     nvtx: bool
+    shapes: bool
     stacks: str
     sample: float
     no_sample: bool
@@ -96,6 +97,7 @@ class Recording:
             "stacks": self.stacks,
             "memory": "on" if self.memory else "off",
             "nvtx": "on" if self.nvtx or self.nsys else "off",
+            "shapes": "on" if self.shapes else "off",
             "window": "off" if self.no_trace else "nsys" if self.nsys else self.window,
         }
 
@@ -128,6 +130,11 @@ _OPTIONS = (
         help="Time a function line by line, in the ranks and in loader workers: package.data:Images.__getitem__,"
         " path/to/file.py:function, __main__:function; auto: the hottest functions of your own files. Repeatable."
         " Slows these functions.",
+    ),
+    click.option(
+        "--shapes",
+        is_flag=True,
+        help="Trace the shapes that operators meet: each then has its own time in the report. Slows the traced steps.",
     ),
     click.option(
         "--stacks",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.readers import torch_trace
 from tests.jobs import facts, launch, record, rows, wrapped
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
@@ -306,3 +307,12 @@ def test_what_a_rank_computes_of_a_model_that_ranks_share(kind: str, totals: lis
     assert done.stdout == plain.stdout
     told = [facts(tmp_path / f"run/ranks/{rank:05d}")["flops"] for rank in (0, 1)]
     assert [flops.get("total") for flops in told] == totals
+
+
+def test_shapes_are_in_the_trace_where_they_are_asked_for(tmp_path: Path) -> None:
+    record(job(tmp_path, EPOCHS), folder=tmp_path / "run", options=["--window", "2,1,2", "--shapes"])
+    spans = torch_trace.read(tmp_path / "run/ranks/00000/trace.json.gz").tables["spans"]
+    multiplied = spans[spans["name"] == "aten::addmm"]
+    assert len(multiplied)
+    assert (multiplied["shape"] != "").all()
+    assert set(multiplied["dtype"]) == {"float32"}
