@@ -187,10 +187,15 @@ def test_no_saving_is_larger_than_what_the_step_has_of_it(result: Any, name: str
     assert found[0]["saving_ns"] <= together <= said["window"]["step_ns"] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_products_in_float32_are_found_where_tensor_cores_would_help_and_the_host_keeps_up(
-    result: Any, name: str
-) -> None:
-    said = outcome(result(name), "fp32_matmul")
-    assert (said["state"] == "found") == (name == "resnet_rtx2080ti"), said
+def test_products_in_float32_are_found_as_far_as_the_host_keeps_up(result: Any) -> None:
+    for name in ("resnet_rtx2080ti", "resnet50_v100_workers4"):
+        said = outcome(result(name), "fp32_matmul")
+        # Two thirds of these kernels' time are products in float32, and the host could launch only so much sooner.
+        assert said["state"] == "found"
+        assert 0.05 < said["share"] < 0.15
+
+
+@pytest.mark.parametrize("name", ["dlrm_v100_8ranks", "dlrm_a100_rank3_of_8", "ddp_a100_rank0_of_2"])
+def test_few_or_tf32_products_are_left_alone(result: Any, name: str) -> None:
+    assert outcome(result(name), "fp32_matmul")["state"] == "clear"
     assert outcome(result(name), "misaligned_shapes")["state"] == "clear"  # nothing there is multiplied in 16 bits
