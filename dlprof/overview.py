@@ -15,7 +15,7 @@ from dlprof.engine import Measure, Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.arithmetic import arithmetic
-from dlprof.measures.collectives import clocks
+from dlprof.measures.collectives import host_clocks
 from dlprof.measures.loader import before_forward, loader_calls, loader_means
 from dlprof.measures.memory import memory_use
 from dlprof.measures.operators import tensor_cores
@@ -27,7 +27,7 @@ from dlprof.units import digits, duration, percent, quantity, size
 # What the facts need.
 NEEDS: tuple[Measure, ...] = (
     arithmetic,
-    clocks,
+    host_clocks,
     loader_calls,
     loader_means,
     memory_use,
@@ -318,7 +318,7 @@ def _clock_facts(run: Measured, add: Any) -> None:
     if run.world_size < 2:
         return
     try:
-        frame = run.frame(clocks)
+        frame = run.frame(host_clocks)
     except NotMeasured as e:
         add("Across ranks", "who waits for whom", f"not told: {e}")
         return

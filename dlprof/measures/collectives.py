@@ -209,7 +209,7 @@ def _clocks(run: Measured, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 @across_ranks(collectives)
-def clocks(run: Measured) -> pd.DataFrame:
+def host_clocks(run: Measured) -> pd.DataFrame:
     """Tell for each rank its host, what its clock is ahead by (ahead_ns) and how far that is off (residual_ns), in ns.
 
     Raises NotMeasured as `matched` does.
