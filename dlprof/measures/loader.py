@@ -120,8 +120,10 @@ def restarts(rank: RankData) -> pd.DataFrame:
     """Give what epochs cost that begin with new workers, one row a loader with workers.
 
     Columns: loader, epochs, anew (epochs that began with other workers than the one before), means of those: start_ns
-    (iter()), first_ns (the first next()), end_ns (the workers' leaving) and the three's standard error noise_ns, and
-    fetch_ns (what a batch takes a worker that is there already). NaN: not recorded.
+    (iter()), first_ns (the first next()), end_ns (the workers' leaving) and the three's standard error noise_ns,
+    after_ns (what forward, backward and optimizer then take longer than in a steady step: a fork leaves the script's
+    memory to be copied as it is written to), and fetch_ns (what a batch takes a worker that is there already). NaN: not
+    recorded.
     """
     loading = rank.table("loading")
     rows = []
@@ -143,11 +145,21 @@ def restarts(rank: RankData) -> pd.DataFrame:
                 "first_ns": _mean(mine, "first"),
                 "end_ns": _mean(mine, "end"),
                 "noise_ns": standard_error(together.to_numpy(dtype=float)),
+                "after_ns": _longer(rank, mine.loc[mine["kind"] == "first", "step"]),
                 "fetch_ns": _warm_fetch(rank, workers),
             }
         )
-    columns = ("loader", "epochs", "anew", "start_ns", "first_ns", "end_ns", "noise_ns", "fetch_ns")
+    columns = ("loader", "epochs", "anew", "start_ns", "first_ns", "end_ns", "noise_ns", "after_ns", "fetch_ns")
     return pd.DataFrame(rows, columns=list(columns))
+
+
+def _longer(rank: RankData, numbers: pd.Series[int]) -> float:
+    """Give how much longer the model and the optimizer take in these training steps than in steady ones; NaN: none."""
+    steps = rank.once(light_steps)
+    phases = steps[["forward_ns", "backward_ns", "optimizer_ns"]].clip(lower=0).sum(axis=1)
+    these = phases[steps["step"].isin(numbers) & (steps["kind"] == "train") & (steps["profiled"] == 0)]
+    steady = phases[steps["steady"]]
+    return max(float(these.mean() - steady.mean()), 0.0) if len(these) and len(steady) else float("nan")
 
 
 def _warm_fetch(rank: RankData, workers: NDArray[np.object_]) -> float:

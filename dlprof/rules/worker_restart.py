@@ -2,14 +2,16 @@
 
 With `persistent_workers=False`, the default, each epoch begins with new worker processes and ends with waiting for them
 to leave. The first batch then waits until a worker has started, opened its files and fetched; with the start method
-spawn each of them imports the script and its libraries again. Validation has a loader of its own, and pays as well.
+spawn each of them imports the script and its libraries again. After a fork the script's own memory is copied page by
+page as the next step writes to it. Validation has a loader of its own, and pays as well.
 
 Needs the epochs that dlprof records beside the light layer: iter(), the first next() and the end of each, and the
 workers' process ids, which tell whether they stayed. Of one epoch alone nothing can be said: how often workers start
 anew is seen from the second on.
 
-Saving: the starts, first batches and ends of all epochs but the first, less what fetching one batch takes a worker that
-is there already, since no batch is prefetched over an epoch's end. This time is not in the steady steps: it is spread
+Saving: the starts, first batches and ends of all epochs but the first, and what the step after a start computes longer
+than others; less what fetching one batch takes a worker that is there already, since no batch is prefetched over an
+epoch's end. This time is not in the steady steps: it is spread
 over the training steps, and its share is that of the training loop.
 
 What to change: `persistent_workers=True`. Its price: the workers' memory stays, and they do not see what the script
@@ -59,8 +61,8 @@ def check(run: Measured) -> Finding | Clear:
     return Finding(
         title="Loader workers start anew in every epoch",
         summary=f"On rank {worst} {count(int(mine['anew'].sum()), 'epoch')} began with new workers: starting them, the"
-        f" first batch and their leaving took {duration(_sum(first))} an epoch of {_name(run, worst, first)}, of which"
-        f" {duration(first['ns'])} would be gone.",
+        f" first batch and step, and their leaving took {duration(_sum(first))} an epoch of"
+        f" {_name(run, worst, first)}, of which {duration(first['ns'])} would be gone.",
         verdict=f"{percent(gain / loop)} of the training loop's time goes to loader workers that start anew.",
         scope="job",
         saving_ns=gain,
@@ -77,11 +79,11 @@ def _freed(frame: pd.DataFrame) -> pd.Series[float]:
     """Give what an epoch would be shorter by; of a first batch that is not known how long it takes, nothing."""
     fetch = frame["fetch_ns"].fillna(math.inf)
     first = (frame["first_ns"].fillna(0.0) - fetch).clip(lower=0.0)
-    return frame["start_ns"].fillna(0.0) + first + frame["end_ns"].fillna(0.0)
+    return first + frame[["start_ns", "end_ns", "after_ns"]].fillna(0.0).sum(axis=1)
 
 
 def _sum(row: pd.Series[float]) -> float:
-    return sum(float(row[c]) for c in ("start_ns", "first_ns", "end_ns") if math.isfinite(row[c]))
+    return sum(float(row[c]) for c in ("start_ns", "first_ns", "end_ns", "after_ns") if math.isfinite(row[c]))
 
 
 def _loader(run: Measured, rank: int, number: int) -> dict[str, object]:
@@ -119,12 +121,21 @@ def _evidence(run: Measured, rank: int, mine: pd.DataFrame) -> Panel:
         (
             _name(run, rank, row),
             int(row["epochs"]),
-            *(told(float(row[c])) for c in ("start_ns", "first_ns", "fetch_ns", "end_ns")),
+            *(told(float(row[c])) for c in ("start_ns", "first_ns", "fetch_ns", "after_ns", "end_ns")),
             duration(row["ns"]),
         )
         for _, row in mine.iterrows()
     )
-    columns = ("loader of", "epochs", "iter()", "first batch", "any batch takes a worker", "end", "to gain an epoch")
+    columns = (
+        "loader of",
+        "epochs",
+        "iter()",
+        "first batch",
+        "any batch takes a worker",
+        "slower step",
+        "end",
+        "to gain",
+    )
     return Panel("table", f"Epochs of rank {rank} that begin with new workers, means", rows, columns)
 
 

@@ -25,6 +25,7 @@ def recorded(
     start: int = 50,
     first: int = 250,
     end: int = 20,
+    slower: int = 0,
     loader: dict[str, Any] = LOADER,
 ) -> Path:
     """Record epochs of 10 steps, 100 ms each; an epoch begins with iter() and its first next(), a batch takes 40 ms."""
@@ -34,7 +35,8 @@ def recorded(
             step = 10 * epoch + k
             at = traces.BASE_NS + step * 1_000 * MS
             longer = (start + first) * (k == 0) + end * (k == 9)
-            steps.append(light(step, (100 + longer) * MS, first=int(k in (0, 9))))
+            forward = 10 + slower * (k == 0)
+            steps.append(light(step, (100 + longer) * MS, first=int(k in (0, 9)), forward_ns=forward * MS))
             row: dict[str, Any] = {"start_ns": at, "count": 1, "step": step, "loader": 0}
             if k == 0:
                 loading.append(row | {"kind": "start", "dur_ns": start * MS, "workers": pids})
@@ -65,7 +67,7 @@ def test_three_epochs_that_begin_anew_are_spread_over_the_training_steps(tmp_pat
         "`persistent_workers=True` (is False) on the loader of training: 2 workers, 280.0 ms less an epoch",
     )
     assert found.evidence is not None
-    assert found.evidence.rows == (("training", 4, "50.0 ms", "250.0 ms", "40.0 ms", "20.0 ms", "280.0 ms"),)
+    assert found.evidence.rows == (("training", 4, "50.0 ms", "250.0 ms", "40.0 ms", "0 ns", "20.0 ms", "280.0 ms"),)
 
 
 def test_spawned_workers_are_told_what_makes_them_slow(tmp_path: Path) -> None:
@@ -102,3 +104,7 @@ def test_of_one_epoch_nothing_is_known(tmp_path: Path) -> None:
 def test_without_the_record_of_batches_it_abstains(tmp_path: Path) -> None:
     plain = runs.recorded(tmp_path, (None, [light(n, MS) for n in range(9)], runs.CPU))
     assert ask(RULE, plain).state == "not_measured"
+
+
+def test_what_a_fork_makes_slower_in_the_next_step_counts(tmp_path: Path) -> None:
+    assert ask(RULE, recorded(tmp_path, slower=40)).saving_ns == pytest.approx(3 * 320 * MS / 40)

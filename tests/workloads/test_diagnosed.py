@@ -120,3 +120,13 @@ def test_an_optimizer_that_loops_is_found_and_a_fused_one_left_alone(tmp_path: P
 def test_a_fault_that_only_a_gpu_shows_is_found(tmp_path: Path, fault: str, rule: str) -> None:
     found = recorded("amp_transformer", tmp_path, "--fault", fault, "--", "--steps", "60", ranks=("--gpus", "1"))[rule]
     assert found["state"] == "found", found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "rule"),
+    [("slow_collate", "input_wait"), ("slow_worker", "slow_worker_batches"), ("workers_restart", "worker_restart")],
+)
+def test_what_is_wrong_with_a_loader_is_found(tmp_path: Path, fault: str, rule: str) -> None:
+    options = ("--procs", "1", "--fault", fault, "--", "--steps", "80", "--data", str(tmp_path / "data"))
+    assert recorded("loader_variants", tmp_path, *options)[rule]["state"] == "found"
