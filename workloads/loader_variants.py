@@ -184,7 +184,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--non-blocking", action=switch, default=True, help="queue copies to the GPU, wait for none")
     parser.add_argument("--start-method", choices=["fork", "forkserver", "spawn"], default="fork")
     parser.add_argument("--read-ms", type=float, default=0.2, help="what a read waits for storage (default: 0.2)")
-    parser.add_argument("--layers", type=int, default=12, help="of the network (default: 12)")
+    parser.add_argument("--layers", type=int, default=32, help="of the network (default: 32)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fault", choices=list(FAULTS), help="plant this mistake")
     args = parser.parse_args(argv)
