@@ -32,6 +32,7 @@ NOTABLE_SHARE = 0.05
 
 def check(run: Measured) -> Finding | Clear:
     """Look at what DataParallel copies in a step."""
+    step = mean_step_ns(run)
     model = settings.model(run)
     if model and not model.get("data_parallel"):
         return Clear("the model is not in nn.DataParallel")
@@ -39,7 +40,6 @@ def check(run: Measured) -> Finding | Clear:
         return Clear("each rank is a process of its own")
     frame = run.frame(replication)
     copying, forward = by_rank(frame, "copying_ns"), by_rank(frame, "forward_ns")
-    step = mean_step_ns(run)
     gain = saving(run, copying)
     if not gain:
         raise NotMeasured("nn.DataParallel has one device to work on, or its copying was not traced")
