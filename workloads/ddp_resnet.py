@@ -53,6 +53,7 @@ FAULTS = {
     "slow_worker": "slow_worker_batches",  # the first of several workers reads from slow storage
     "small_batch": "memory_headroom",  # too few pictures a step to keep the GPU busy, and its memory all but free
     "tight_memory": "allocator_retries",  # sizes change at every step, in hardly more memory than the largest needs
+    "tiny_buckets": "small_collectives",  # every gradient is a bucket and an exchange of its own
     "validates_often": "validation_share",  # every 10 steps
 }
 # Options under which it is healthy as well.
@@ -62,7 +63,7 @@ HEALTHY = {
     "two_workers": "--workers 2",
 }
 NEEDS_GPU = ("blocking_copies", "item_every_step", "pageable", "small_batch", "tight_memory")
-NEEDS_TWO_RANKS = ("blocking_allreduce", "slow_loader_one_rank", "slow_rank")
+NEEDS_TWO_RANKS = ("blocking_allreduce", "slow_loader_one_rank", "slow_rank", "tiny_buckets")
 
 Pixels = npt.NDArray[np.uint8]  # height × width × 3
 
@@ -527,6 +528,8 @@ def main() -> None:
         args.pin_memory = True
     if args.fault == "pageable":
         args.pin_memory = False
+    if args.fault == "tiny_buckets":
+        args.bucket_mb = 0.001
     if args.fault == "small_batch":
         args.batch_size = 8
     if args.fault == "validates_often":

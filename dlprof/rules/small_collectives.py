@@ -1,0 +1,124 @@
+"""Many small collectives: each takes longer to start than to move its bytes.
+
+A collective has a price that does not depend on its size: a launch, a handshake of all ranks, a first hop over every
+link. Below some tens of kilobytes that is all of its time. The same bytes in few large collectives pay it few times.
+
+Needs a trace with collectives and their sizes; where sizes are not told, those of a DistributedDataParallel model
+follow from its parameters and the number of its exchanges.
+
+Saving: what is exposed of their transfer, as far as fewer of them would start less often; their bytes are taken to cost
+nothing, and what computation hides is not counted. Waiting for a late rank is `straggler`'s.
+
+What to change: larger buckets (`bucket_cap_mb`), `fully_shard` on whole blocks, gradients exchanged once a step and not
+one by one, metrics reduced in one tensor.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+
+from dlprof.diagnosis import Clear, Rule
+from dlprof.engine import Measured
+from dlprof.errors import NotMeasured
+from dlprof.measures import settings
+from dlprof.measures.bandwidth import CLASSES, bandwidth
+from dlprof.measures.breakdown import breakdown, part, part_noise
+from dlprof.measures.steps import mean_step_ns, of_step, step_means
+from dlprof.result import Finding, Panel
+from dlprof.units import count, digits, duration, percent, size
+
+# No collective is meant to be that small, so it is worth a line from where any finding is (diagnosis.LEAST_SHARE).
+NOTABLE_SHARE = 0.02
+
+# A class of size that ends at 64 KiB: even 10 Gbit/s carries that in 52 µs, about what starting a collective takes.
+SMALL_BYTES = CLASSES[1]
+
+# What a bucket of DistributedDataParallel holds unless told otherwise.
+BUCKET_BYTES = 25 << 20
+
+# So few a step are nobody's buckets: a loss, a gradient norm, a flag.
+FEW = 8
+
+
+def check(run: Measured) -> Finding | Clear:
+    """Look at the collectives below SMALL_BYTES, and at what of their time lies open."""
+    frame = run.frame(bandwidth)
+    each = (frame["bytes"] / frame["count"]).fillna(_by_parameters(run, frame))
+    if each.isna().all():
+        raise NotMeasured("the trace does not tell how large its collectives are")
+    small = frame.assign(each=each)[each < SMALL_BYTES]
+    # Groups beside each other exchange at the same time: of a rank's own, there are as many as of one of them.
+    n = float((small["count"] * small["ranks"]).sum() / run.world_size)
+    if n <= FEW:
+        return Clear(f"{count(n, 'collective')} below {size(SMALL_BYTES)} a step")
+    total = float((small["each"] * small["count"] * small["ranks"]).sum() / run.world_size)
+    kinds = small["collective"].nunique()
+    fewer = max(kinds, math.ceil(total / BUCKET_BYTES))
+    bare = float((small["exposed_ns"] * small["ranks"]).sum() / run.world_size)
+    gain = bare * max(0.0, 1 - fewer / n)
+    step = mean_step_ns(run)
+    if gain < NOTABLE_SHARE * step:
+        return Clear(f"{percent(gain / step)} of the step is exposed start-up of {count(n, 'small collective')}")
+    communication = max(max(part(run, "communication").values()), 1.0)
+    mean = float(small["transfer_ns"].sum() / small["count"].sum())
+    return Finding(
+        title="Many small collectives",
+        summary=f"{count(n, 'collective')} of {size(total / n)} a step, each of {duration(mean)}: {size(total)} in all;"
+        f" for {duration(bare)} of a step of {duration(step)} nothing is computed beside them.",
+        verdict=f"{percent(gain / step)} {of_step(run)} starts small collectives.",
+        saving_ns=gain,
+        noise_ns=part_noise(run, "communication") * min(1.0, gain / communication),
+        advice=_advice(run, n, fewer),
+        evidence=_evidence(small),
+        sure=f"Estimated as {count(fewer, 'start')} a step in place of {digits(round(n, 1))}; moving the bytes is"
+        " taken to cost nothing at this size.",
+    )
+
+
+def _by_parameters(run: Measured, frame: pd.DataFrame) -> pd.Series[float]:
+    """Give the mean size of the all-reduces of a DistributedDataParallel model; NaN for all else."""
+    model = settings.model(run)
+    held = model.get("parameter_bytes") if model.get("ddp") else None
+    reduces = (frame["collective"] == "all_reduce") & frame["bytes"].isna()
+    times = float(frame["count"][reduces].sum())
+    known = pd.Series(float("nan"), index=frame.index)
+    return known.mask(reduces, float(held) / times) if isinstance(held, int) and times else known
+
+
+def _advice(run: Measured, n: float, fewer: int) -> tuple[str, ...]:
+    ddp, fsdp = settings.model(run).get("ddp"), settings.model(run).get("fsdp")
+    if ddp:
+        return (f"`bucket_cap_mb=25` (is {ddp.get('bucket_cap_mb')}): {count(fewer, 'exchange')} a step, not {n:.0f}",)
+    if fsdp:
+        return ("`fully_shard` whole blocks and not single layers: one all-gather a block",)
+    return (
+        "exchange gradients together: `DistributedDataParallel` does, in buckets of 25 MB during the backward pass",
+        "reduce metrics and flags in one tensor, and not in every step",
+    )
+
+
+def _evidence(small: pd.DataFrame) -> Panel:
+    rows = tuple(
+        (
+            str(row["collective"]),
+            int(row["ranks"]),
+            digits(round(row["count"], 1)),
+            size(row["each"]),
+            duration(row["transfer_ns"] / row["count"]),
+            duration(row["exposed_ns"]),
+        )
+        for row in small.sort_values("exposed_ns", ascending=False).head(12).to_dict("records")
+    )
+    columns = ("collective", "ranks", "a step", "mean size", "transfer of one", "exposed a step")
+    return Panel("table", "The small collectives of a step", rows, columns)
+
+
+RULE = Rule(
+    "small_collectives",
+    "Many small collectives",
+    (bandwidth, breakdown, step_means),
+    check,
+    saves_from=("communication",),
+)

@@ -1,0 +1,55 @@
+"""Many small collectives: found with what their starts cost; large, few and hidden ones left alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.rules.small_collectives import RULE
+from tests import runs, traces
+from tests.rules.asking import ask
+from tests.runs import MS
+
+
+def starting(n: int, elements: int, hidden: bool = False, told: bool = True) -> list[dict[str, Any]]:
+    """Make two ranks with steps of 4 ms, 1 ms of which goes to n all-reduces that are, or are not, hidden."""
+    made = []
+    for rank in range(2):
+        events: list[Any] = []
+        for step in range(3):
+            t = step * 4 * MS
+            events += [traces.step(step, t, 4 * MS), traces.kernel("gemm", t, (4 if hidden else 3) * MS)]
+            for i in range(n):
+                event = traces.collective(t + 3 * MS + i * (MS // n), MS // n, elements)
+                if not told:
+                    event["args"] = {"stream": 21, "device": 0}
+                events.append(event)
+        made.append(traces.trace(*events, rank=rank))
+    return made
+
+
+def test_found_with_what_fewer_starts_save(tmp_path: Path) -> None:
+    found = ask(RULE, runs.foreign(tmp_path, *starting(50, 1_000)))
+    assert found.state == "found"
+    assert found.share == pytest.approx(0.25 * 49 / 50, rel=1e-3)
+    assert "50 collectives of 4 kB a step" in found.summary
+
+
+def test_large_ones_few_ones_and_hidden_ones_are_left_alone(tmp_path: Path) -> None:
+    assert ask(RULE, runs.foreign(tmp_path / "large", *starting(50, 1_000_000))).state == "clear"
+    assert ask(RULE, runs.foreign(tmp_path / "few", *starting(4, 1_000))).state == "clear"
+    assert ask(RULE, runs.foreign(tmp_path / "hidden", *starting(50, 1_000, hidden=True))).state == "clear"
+
+
+def test_the_size_of_buckets_follows_from_the_model(tmp_path: Path) -> None:
+    model = {"parameters": 25_000, "parameter_bytes": 100_000, "ddp": {"bucket_cap_mb": 0.001}}
+    facts = {"device": {"type": "cuda"}, "models": [model]}
+    made = starting(50, 1_000, told=False)
+    found = ask(RULE, runs.recorded(tmp_path / "run", *((m, [], facts) for m in made)))
+    assert found.state == "found"
+    assert "bucket_cap_mb=25` (is 0.001)" in found.advice[0]
+
+
+def test_sizes_that_nobody_told_abstain(tmp_path: Path) -> None:
+    answer = ask(RULE, runs.foreign(tmp_path, *starting(50, 1_000, told=False)))
+    assert (answer.state, "how large" in answer.why) == ("not_measured", True)
