@@ -200,6 +200,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.workers, args.read_ms = 0, max(args.read_ms, 0.5)
     if args.fault == "pageable":
         args.pin_memory, args.non_blocking = False, False
+    if args.fault == "slow_collate":
+        args.workers = 1
     if args.fault == "slow_storage":
         args.read_ms = 4.0
     if args.fault == "slow_worker":
