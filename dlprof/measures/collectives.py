@@ -143,20 +143,22 @@ def matched(run: Measured) -> pd.DataFrame:
 def _releases(frame: pd.DataFrame, start: Nanoseconds, end: Nanoseconds) -> tuple[Nanoseconds, NDArray[np.bool_]]:
     """Give for each matched row until when its rank had to wait, and whether it is the one that was waited for.
 
-    Traces do not tell who gives or receives where one does. It is taken to be the first rank that can be: nobody has a
-    broadcast before its giver began, and nobody ends a reduction before the last has given.
+    Where one gives or one receives, who left before the last had come did not wait for it: of a broadcast it waited
+    for the giver at most, which is taken to be the first rank that had begun before anybody was done.
     """
     by = frame["instance"].to_numpy()
     latest = pd.Series(start).groupby(by).transform("max").to_numpy()
     earliest_end = pd.Series(end).groupby(by).transform("min").to_numpy()
+    rooted = frame["collective"].isin((*_FROM_ONE, *_TO_ONE)).to_numpy()
     from_one = frame["collective"].isin(_FROM_ONE).to_numpy()
-    to_one = frame["collective"].isin(_TO_ONE).to_numpy()
-    can = np.where(from_one, start <= earliest_end, end >= latest)
-    first = pd.Series(np.where(can, frame["rank"].to_numpy(), np.iinfo(np.int64).max)).groupby(by).transform("min")
-    one = frame["rank"].to_numpy() == first.to_numpy()
+    ranks = frame["rank"].to_numpy()
+    giver = np.where(start <= earliest_end, ranks, np.iinfo(np.int64).max)
+    one = ranks == pd.Series(giver).groupby(by).transform("min").to_numpy()
     given = pd.Series(np.where(one, start, np.iinfo(np.int64).min)).groupby(by).transform("max").to_numpy()
-    until = np.where(from_one, np.maximum(given, start), np.where(to_one & ~one, start, latest))
-    return until, np.where(from_one, one, start == latest)
+    left = rooted & (end < latest)
+    until = np.where(left, np.where(from_one, np.maximum(given, start), start), latest)
+    stayed = pd.Series(~left & (start < latest)).groupby(by).transform("any").to_numpy()
+    return until, np.where(from_one & ~stayed, one, start == latest)
 
 
 def instances(run: Measured) -> pd.DataFrame:

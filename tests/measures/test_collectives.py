@@ -146,6 +146,15 @@ def test_a_broadcast_is_waited_for_and_its_giver_waits_for_nobody(tmp_path: Path
     assert given["last"].to_dict() == {0: True, 1: False, 2: False}
 
 
+def test_a_giver_that_stays_until_the_last_receiver_came_has_waited(tmp_path: Path) -> None:
+    made = []
+    for rank, begin in enumerate((0, MS)):
+        event = traces.collective(begin, 3 * MS // 2 - begin, 1_000, "broadcast", kernel_name="ncclDevKernel_Broadcast")
+        made.append(traces.trace(traces.step(0, 0, 2 * MS), event, rank=rank))
+    frame = run_of(tmp_path, made).frame(matched).set_index("rank")
+    assert (frame["wait_ns"].to_dict(), frame["last"].to_dict()) == ({0: MS, 1: 0}, {0: False, 1: True})
+
+
 def test_only_the_receiver_of_a_reduction_waits(tmp_path: Path) -> None:
     begins, ends = (0, MS, 200_000), (1_300_000, 1_200_000, 400_000)
     made = []
