@@ -50,6 +50,9 @@ _A_PART = 3
 # Growing is what goes on: the second half of the readings grows by at least this share of what the first half did.
 _GOES_ON = 0.5
 
+# What each step keeps comes evenly: each part grows by at least this share of their mean.
+_EACH_PART = 1 / 3
+
 # And by so much of what was held, or the interpreter's own bookkeeping would count.
 _VISIBLE = 0.02
 
@@ -122,7 +125,8 @@ def _growth(
     floor = held[lowest]
     half = PARTS // 2
     early, late = floor[half] - floor[0], floor[-1] - floor[half - 1]
-    rises = bool((np.diff(floor) > 0).all()) and late >= _GOES_ON * early
+    rises = bool((np.diff(floor) > _EACH_PART * (floor[-1] - floor[0]) / (PARTS - 1)).all())
+    rises = rises and late >= _GOES_ON * early
     grown, passed = float(floor[-1] - floor[0]), int(at[lowest[-1]] - at[lowest[0]])
     return {
         "what": what,
