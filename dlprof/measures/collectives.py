@@ -104,7 +104,7 @@ def traced_steps(rank: RankData) -> pd.DataFrame:
     frame = pd.DataFrame({"step": numbers, "dur_ns": t.windows[:, 1] - t.windows[:, 0]})
     if t.source != "steps" or not t.phases.get("backward"):
         return frame.assign(loose_ns=np.nan)
-    light = rank.table("steps").set_index("step")
+    light = rank.table("steps").drop_duplicates("step").set_index("step")
     loose = light["dur_ns"] - light["backward_ns"]
     return frame.assign(loose_ns=loose.reindex(numbers).to_numpy() - (t.step_ns - t.phases["backward"]))
 
