@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,6 +232,7 @@ def paired_us(pause_s: float, blocks: int = 100, steps: int = 40) -> tuple[float
 def _attributes() -> dict[tuple[Any, str], Any]:
     """Give every attribute of torch's modules, and of their classes, but for what they count."""
     found: dict[tuple[Any, str], Any] = {}
+    warnings.simplefilter("ignore", FutureWarning)  # of names that torch keeps for old scripts
     for module_name, module in list(sys.modules.items()):
         if module_name.split(".")[0] == "torch":
             for name, value in list(vars(module).items()):
