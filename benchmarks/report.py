@@ -7,6 +7,7 @@ HTA does its load, temporal breakdown and overlap; dlprof its whole report. Both
 from __future__ import annotations
 
 import argparse
+import compileall
 import gzip
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import dlprof
 from benchmarks.processes import in_turn, peak_bytes, ratio
 
 TRACE = Path("../shared/traces/ddp_a100_rank0_of_2/nccl_data.json.gz")
@@ -86,6 +88,8 @@ def main() -> None:
     if not args.trace.exists() or not args.peer.exists():
         print(f"report: left out, needs {args.trace} and {args.peer} (--trace, --peer)")
         return
+    # pip compiles what it installs, the peer included, and leaves an editable package to whoever runs it first.
+    compileall.compile_dir(Path(dlprof.__file__).parent, quiet=1)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "traces"
         folder.mkdir()

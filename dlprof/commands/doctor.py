@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +286,8 @@ def _install(package: str) -> str:
 
 
 def _version(package: str) -> str:
+    from importlib import metadata  # with all of email, which no other command needs
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof import intervals as iv
 from dlprof.engine import RankData, per_rank
@@ -113,16 +114,20 @@ def _late_host(rank: RankData) -> iv.Intervals:
 
 def launch_start(rank: RankData, launch: np.ndarray) -> np.ndarray:
     """Give when each launch was called, ns; the end of time where that is not known."""
-    spans = rank.table("spans")
-    ids = spans["launch"].to_numpy()
-    calls = host.is_kind(spans, "runtime") & (ids >= 0)
-    ids, called = ids[calls], spans["start_ns"].to_numpy()[calls]
+    ids, called = rank.once(_calls)
     never = np.full(len(launch), np.iinfo(np.int64).max)
     if not len(ids):
         return never
-    order = np.argsort(ids, kind="stable")  # of one launch's calls the earlier stays first
-    ids, called = ids[order], called[order]
     at = np.searchsorted(ids, launch, side="left")
     inside = at < len(ids)
     known = inside & (ids[np.minimum(at, len(ids) - 1)] == launch)
     return np.where(known, called[np.minimum(at, len(ids) - 1)], never)
+
+
+def _calls(rank: RankData) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Give the calls that launched something, in order of their launches: launch, start_ns."""
+    spans = rank.table("spans")
+    ids = spans["launch"].to_numpy()
+    calls = np.flatnonzero(host.is_kind(spans, "runtime") & (ids >= 0))
+    order = calls[np.argsort(ids[calls], kind="stable")]  # of one launch's calls the earlier stays first
+    return ids[order], spans["start_ns"].to_numpy()[order]

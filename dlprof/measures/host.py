@@ -22,14 +22,13 @@ def is_on_device(rank: RankData) -> NDArray[np.bool_]:
 
 
 def _is_on_device(rank: RankData) -> NDArray[np.bool_]:
-    lane = rank.table("spans")["lane"].cat
-    return np.asarray([str(c).startswith("device") for c in lane.categories] or [False], dtype=bool)[lane.codes]
+    lane = rank.table("spans")["lane"]
+    return _are(lane, [str(c).startswith("device") for c in lane.cat.categories])
 
 
 def is_named(frame: pd.DataFrame, *prefixes: str) -> NDArray[np.bool_]:
     """Tell for each span whether its name begins with one of the prefixes."""
-    name = frame["name"].cat
-    return np.asarray([str(c).startswith(prefixes) for c in name.categories] or [False], dtype=bool)[name.codes]
+    return _are(frame["name"], [str(c).startswith(prefixes) for c in frame["name"].cat.categories])
 
 
 def is_kind(frame: pd.DataFrame, *kinds: str) -> NDArray[np.bool_]:
@@ -39,8 +38,23 @@ def is_kind(frame: pd.DataFrame, *kinds: str) -> NDArray[np.bool_]:
 
 def is_one_of(column: pd.Series[str], *values: str) -> NDArray[np.bool_]:
     """Tell for each value of a categorical column whether it is one of those given."""
-    told = column.cat
-    return np.asarray([c in values for c in told.categories] or [False], dtype=bool)[told.codes]
+    return _are(column, [c in values for c in column.cat.categories])
+
+
+# Comparing all rows with one code takes a tenth of looking each row up.
+_FEW = 5
+
+
+def _are(column: pd.Series[str], wanted: list[bool]) -> NDArray[np.bool_]:
+    """Tell for each value of a categorical column whether its category is wanted."""
+    codes = column.cat.codes.to_numpy()
+    few = [code for code, yes in enumerate(wanted) if yes]
+    if len(few) > _FEW:
+        return np.asarray(wanted, dtype=bool)[codes]
+    found = np.zeros(len(codes), dtype=bool)
+    for code in few:
+        found |= codes == code
+    return found
 
 
 def training_lane(rank: RankData) -> str:

@@ -144,7 +144,8 @@ def _first(owner: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
+    names = [str(c) for c in frame.columns]
+    return [dict(zip(names, row, strict=True)) for row in zip(*(frame[c].tolist() for c in frame.columns), strict=True)]
 
 
 def kernels(rank: RankData) -> pd.DataFrame:
@@ -238,8 +239,9 @@ def parents(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int6
         begin = start[todo]
         reach = np.maximum.accumulate(end[todo])
         outer = np.concatenate(([True], begin[1:] >= reach[:-1]))
-        around, todo = todo[outer], todo[~outer]
-        parent[todo] = around[np.searchsorted(start[around], start[todo], side="right") - 1]
+        around = todo[outer][np.cumsum(outer) - 1]
+        todo, around = todo[~outer], around[~outer]
+        parent[todo] = around
     return parent
 
 
