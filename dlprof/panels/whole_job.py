@@ -36,7 +36,7 @@ def draw(run: Measured) -> list[Panel]:
     )
     if len(rows) < 2:
         raise NotMeasured("all of the job were steady steps")
-    note = "Findings and their savings speak of the steady steps alone."
+    note = "Findings and their savings speak of the steady steps, but for those outside of them."
     if ranks > 1:
         note = f"Means over {ranks} ranks. {note}"
     return [Panel("table", "The whole job", rows, ("", "how many", "time", "share of the job"), note=note)]

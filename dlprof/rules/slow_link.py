@@ -1,0 +1,297 @@
+"""A link that is slow: large collectives far below what it can carry, or far below the pace of other groups like it.
+
+GPUs that could talk over NVLink exchange through the host's memory; hosts through a socket where there is InfiniBand;
+one card, cable or slot carries half of what its neighbours do. Every collective on it is slow, and nothing fails.
+
+Needs the traces of a whole process group, with the sizes of its collectives: transfer is what the last to come spends
+in one. Judged are all-reduces, all-gathers and reduce-scatters, in which every rank gives and takes alike; smaller ones
+than 1 MiB tell of starting and not of a link. What the link carries is known of NVLink within a host, and asked of
+collectives of 16 MiB or more. Else groups are compared that are placed alike on as many hosts and exchange alike.
+
+Saving: the exposed transfer of the slow ones, shorter by as much as they would be at three quarters of the link's peak,
+or at the others' pace; then the step replayed, for no rank gets faster than the next slowest. What computation hides
+and what is waiting for a late rank is not counted. Where collectives queue behind each other, more is gained.
+
+What to change: settings that turn the fast path off (`NCCL_P2P_DISABLE`, `NCCL_IB_DISABLE`); then the hardware.
+`NCCL_DEBUG=INFO` tells the path that was taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from dlprof.diagnosis import Clear, Rule
+from dlprof.engine import Measured
+from dlprof.errors import NotMeasured
+from dlprof.measures import settings
+from dlprof.measures.bandwidth import CLASSES, bandwidth, bus_factor
+from dlprof.measures.breakdown import breakdown, part, part_noise
+from dlprof.measures.collectives import collectives, exposed, matched, traced_steps
+from dlprof.measures.replay import own_time, saving
+from dlprof.measures.steps import mean_step_ns, of_step, step_means
+from dlprof.result import Finding, Panel
+from dlprof.units import UNKNOWN, digits, duration, percent, size
+
+# No link is meant to be slow, so it is worth a line from where any finding is (diagnosis.LEAST_SHARE).
+NOTABLE_SHARE = 0.02
+
+# Every rank gives and takes as much as the others: what is asked of each link follows from the bytes.
+JUDGED = ("all_reduce", "all_gather", "reduce_scatter")
+
+# Two groups start alike, so their times can be compared from where bytes take longer than a start does. Against a peak
+# of hundreds of GB/s, it takes 16 MiB.
+LARGE_BYTES = CLASSES[2]
+LARGE_FOR_PEAK = CLASSES[3]
+
+# The fewest links between two GPUs that have any are one of a V100's six. Below an eighth of all of them is PCIe's
+# range (16 of 150, 32 of 300, 63 of 450 GB/s, less what it loses), or the host's memory.
+SLOW_OF_PEAK = 1 / 8
+
+# nccl-tests reaches 75 to 80 % of NVLink's peak with large messages.
+ATTAINABLE = 0.75
+
+# Links fail by halves: one port of two, half of a slot's lanes. Half way there is more than neighbours' traffic.
+SLOWER = 1.5
+
+# Groups are alike if their collectives are as large, to a factor; and a slow one is slow so many times.
+ALIKE_SIZE = 2.0
+LEAST_COUNT = 3
+
+# More than this nobody reads.
+MOST_ROWS = 12
+MOST_NAMED = 8
+
+# What turns a fast path off: within hosts, between them, or both; with which values (none: any); what it does.
+_ON = ("1", "2", "true", "TRUE", "y", "yes")
+_SETTINGS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
+    ("NCCL_P2P_DISABLE", "within", _ON, "it sends what the GPUs of a host exchange through the host's memory"),
+    ("NCCL_P2P_LEVEL", "within", ("LOC", "0"), "it sends what the GPUs of a host exchange through the host's memory"),
+    ("NCCL_SHM_DISABLE", "within", _ON, "what cannot go from GPU to GPU then goes through the network card"),
+    ("NCCL_IB_DISABLE", "between", _ON, "hosts then exchange through sockets, not InfiniBand or RoCE"),
+    ("NCCL_NET", "between", ("Socket", "socket"), "hosts then exchange through sockets, not InfiniBand or RoCE"),
+    ("NCCL_SOCKET_IFNAME", "between", (), "sockets then use that interface: is it the fast one?"),
+    ("GLOO_SOCKET_IFNAME", "between", (), "gloo then uses that interface: is it the fast one?"),
+    ("NCCL_PROTO", "both", ("LL",), "of each eight bytes on the link four are flags"),
+    ("NCCL_MAX_NCHANNELS", "both", (), "few channels do not fill a link"),
+    ("NCCL_MAX_CTAS", "both", (), "few channels do not fill a link"),
+)
+
+
+def check(run: Measured) -> Finding | Clear:
+    """Hold the pace of large collectives against the link's peak and against the groups placed alike."""
+    frame = _large(run)
+    of_peak = frame["busbw"] / frame["peak"].where(frame["each"] >= LARGE_FOR_PEAK)
+    frame = frame.assign(of_peak=of_peak, alike_ns=_alike(frame))
+    judged = frame[frame["of_peak"].notna() | frame["alike_ns"].notna()]
+    if not len(judged):
+        raise NotMeasured("neither what the link can carry is known, nor another group that is placed and sized alike")
+    below, behind = judged["of_peak"] < SLOW_OF_PEAK, judged["took_ns"] > SLOWER * judged["alike_ns"]
+    at_peak = judged["of_peak"] / ATTAINABLE * judged["took_ns"]
+    better = pd.concat([at_peak.where(below), judged["alike_ns"].where(behind)], axis=1).min(axis=1)
+    judged = judged.assign(better_ns=better).sort_values("exposed_ns", ascending=False, ignore_index=True)
+    slow = judged[judged["better_ns"].notna()]
+    if not len(slow):
+        return Clear(_fine(judged))
+    gain = saving(run, _removed(run, slow))
+    step = mean_step_ns(run)
+    if gain < NOTABLE_SHARE * step:
+        return Clear(f"{percent(gain / step)} {of_step(run)} is exposed transfer over a slow link")
+    ranks = sorted({r for members in slow["on"] for r in members})
+    who, worst = _who(run, judged, slow), slow.iloc[0]
+    bare = float(max(part(run, "communication").values()))
+    against = (
+        f"{percent(worst['of_peak'])} of what their NVLinks carry"
+        if worst["of_peak"] < SLOW_OF_PEAK
+        else f"others like it take {duration(worst['alike_ns'])}"
+    )
+    return Finding(
+        title=f"The link of {who} is slow",
+        summary=f"{worst['collective']} of {size(worst['each'])} between {_named(worst['on'])} takes"
+        f" {duration(worst['took_ns'])}, {size(worst['busbw'])}/s on the bus: {against}.",
+        verdict=f"{percent(gain / step)} {of_step(run)} is lost on the slow link of {who}.",
+        saving_ns=gain,
+        noise_ns=part_noise(run, "communication") * min(1.0, gain / max(bare, 1.0)),
+        advice=_advice(run, slow, ranks),
+        evidence=_evidence(judged),
+        ranks=tuple(ranks),
+        sure=_sure(slow),
+    )
+
+
+def _large(run: Measured) -> pd.DataFrame:
+    """Give the rows of `bandwidth` by which a link can be judged.
+
+    With each and took_ns (the medians of bytes and transfer of one; busbw is theirs), on (the ranks, in order) and
+    placed. Raises NotMeasured where there is none, or transfer is not told from waiting.
+    """
+    try:
+        pairs = run.frame(matched)
+    except NotMeasured:
+        if _through_host(run):
+            raise NotMeasured(
+                "gloo sends what is on a GPU through the host, and the trace times no such link; NCCL would not"
+            ) from None
+        raise
+    frame = run.frame(bandwidth)
+    if (frame["size"] < 0).all():
+        raise NotMeasured("the trace does not tell how large its collectives are")
+    each = pairs.assign(dur_ns=pairs["end_ns"] - pairs["start_ns"]).groupby("instance")
+    one = each.agg(
+        {"collective": "first", "members": "first", "wanted": "first", "bytes": "max", "dur_ns": "min"}
+    ).rename(columns={"wanted": "ranks"})
+    one = one.assign(size=np.where(one["bytes"] < 0, -1, np.searchsorted(CLASSES, one["bytes"], side="right")))
+    key = ["collective", "members", "ranks", "size"]
+    median = one.groupby(key).agg(each=("bytes", "median"), took_ns=("dur_ns", "median")).reset_index()
+    frame = frame.merge(median, on=key)
+    often = frame["collective"].isin(JUDGED) & (frame["matched"] >= LEAST_COUNT)
+    frame = frame[often & (frame["each"] >= LARGE_BYTES) & (frame["took_ns"] > 0)]
+    if not len(frame):
+        raise NotMeasured(f"no collective of {size(LARGE_BYTES)} or more, {LEAST_COUNT} times or more, to judge it by")
+    factor = [bus_factor(str(kind), int(n)) for kind, n in zip(frame["collective"], frame["ranks"], strict=True)]
+    on = [tuple(map(int, m.split(","))) if m else tuple(range(run.world_size)) for m in frame["members"]]
+    placed = [_placed(run, ranks) for ranks in on]
+    busbw = frame["each"] * factor / frame["took_ns"] * 1e9
+    return frame.assign(busbw=busbw, on=pd.Series(on, index=frame.index), placed=placed).reset_index(drop=True)
+
+
+def _through_host(run: Measured) -> bool:
+    return any(f.get("backend") == "gloo" and (f.get("device") or {}).get("type") == "cuda" for f in run.facts.values())
+
+
+def _host(run: Measured, rank: int) -> str:
+    return str(run.facts[rank].get("host") or run.trace_facts[rank].get("host") or "")
+
+
+def _placed(run: Measured, ranks: Sequence[int]) -> str:
+    """Say how a group's ranks lie among all ranks and hosts; "" where a host is not told."""
+    hosts = [_host(run, r) for r in ranks]
+    order = {h: n for n, h in enumerate(dict.fromkeys(hosts))}
+    return f"{[r - ranks[0] for r in ranks]} on {[order[h] for h in hosts]}" if all(hosts) else ""
+
+
+def _alike(frame: pd.DataFrame) -> pd.Series[float]:
+    """Give for each row how long the median of the other groups like it takes for as many bytes, ns; NaN: none is.
+
+    One that exchanges more is not taken to be faster with less, for a start takes as long.
+    """
+    each, took, members = (frame[name].to_numpy() for name in ("each", "took_ns", "members"))
+    alike = np.full(len(frame), np.nan)
+    placed = frame.assign(at=np.arange(len(frame)))[frame["placed"] != ""]
+    for _, group in placed.groupby(["collective", "placed"]):
+        at = group["at"].to_numpy()
+        for i in at:
+            ratio = each[i] / each[at]
+            others = (members[at] != members[i]) & (ratio >= 1 / ALIKE_SIZE) & (ratio <= ALIKE_SIZE)
+            if others.any():
+                alike[i] = np.median((took[at] * np.maximum(ratio, 1.0))[others])
+    return pd.Series(alike, index=frame.index)
+
+
+def _removed(run: Measured, slow: pd.DataFrame) -> dict[int, float]:
+    """Give what each rank's own time is shorter by at the better pace, ns."""
+    removed = dict.fromkeys(run.ranks, 0.0)
+    for row in slow.to_dict("records"):
+        for rank in row["on"]:
+            removed[rank] += row["exposed_ns"] * max(0.0, 1 - row["better_ns"] / row["took_ns"])
+    return removed
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}–{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:MOST_NAMED]))}{', …' if len(ranks) > MOST_NAMED else ''}"
+
+
+def _who(run: Measured, judged: pd.DataFrame, slow: pd.DataFrame) -> str:
+    """Name the host that all slow groups have in common and no other has; else the ranks, those of the dearest."""
+    if slow["members"].nunique() > 1 and {r for ranks in slow["on"] for r in ranks} == set(run.ranks):
+        return "all ranks"
+    common = set.intersection(*({_host(run, r) for r in ranks} for ranks in slow["on"]))
+    fine = {_host(run, r) for ranks in judged["on"][~judged["members"].isin(slow["members"])] for r in ranks}
+    left = common - fine
+    if fine and len(left) == 1 and "" not in left:
+        return f"host {left.pop()}"
+    return _named(slow["on"].iloc[0]) + (" and others" if slow["members"].nunique() > 1 else "")
+
+
+def _fine(judged: pd.DataFrame) -> str:
+    if judged["of_peak"].notna().any():
+        return f"large collectives reach {percent(float(judged['of_peak'].min()))} of the link's peak or more"
+    slowest = float((judged["took_ns"] / judged["alike_ns"]).max())
+    return f"the slowest group takes {digits(slowest)} × as long as those like it"
+
+
+def _advice(run: Measured, slow: pd.DataFrame, ranks: Sequence[int]) -> tuple[str, ...]:
+    across = any(len({_host(run, r) for r in members}) > 1 for members in slow["on"])
+    advice = []
+    for name, where, values, does in _SETTINGS:
+        is_set = {r: str((run.facts[r].get("env") or {}).get(name) or "") for r in run.ranks}
+        value = next((is_set[r] for r in ranks if is_set[r] and (not values or is_set[r] in values)), "")
+        if value and where in ("both", "between" if across else "within"):
+            others = [r for r in run.ranks if r not in ranks]
+            alone = ", only on these ranks" if others and all(is_set[r] != value for r in others) else ""
+            advice.append(f"unset `{name}` (is {value}{alone}): {does}")
+    if settings.on_cpu(run):
+        return (*advice, "look at the network and the cores of these ranks' hosts: what else uses them")
+    if across:
+        return (
+            *advice,
+            "`NCCL_DEBUG=INFO`: does NCCL take `NET/IB` or `NET/Socket`? Then each card's rate (`ibstat`)",
+        )
+    return (
+        *advice,
+        "`NCCL_DEBUG=INFO`: do these ranks exchange `via P2P`, or `via SHM`, the host's memory?",
+        "`nvidia-smi topo -m` and `nvidia-smi nvlink --status` on their host: how GPUs are joined, which links are up",
+    )
+
+
+def _sure(slow: pd.DataFrame) -> str:
+    below = bool((slow["of_peak"] < SLOW_OF_PEAK).any())
+    pace = f"{percent(ATTAINABLE)} of the link's peak" if below else "the pace of the groups like it"
+    fewer = " GPUs that are joined by some of their links only reach less." if below else ""
+    return f"Estimated as the exposed transfer at {pace}; what is hidden, and waiting, is not counted.{fewer}"
+
+
+def _evidence(judged: pd.DataFrame) -> Panel:
+    rows = tuple(
+        (
+            str(row["collective"]),
+            _named(row["on"]).removeprefix("ranks "),
+            size(row["each"]),
+            digits(round(row["count"], 1)),
+            duration(row["took_ns"]),
+            duration(row["alike_ns"]),
+            f"{size(row['busbw'])}/s",
+            percent(row["of_peak"]),
+            duration(row["exposed_ns"]),
+        )
+        for row in judged.sort_values(["better_ns", "exposed_ns"], ascending=[True, False])
+        .head(MOST_ROWS)
+        .to_dict("records")
+    )
+    columns = (
+        "collective",
+        "ranks",
+        "mean size",
+        "a step",
+        "transfer of one",
+        "others like it",
+        "bus bandwidth",
+        "of the link's peak",
+        "exposed a step",
+    )
+    note = f"Transfer is the median; {UNKNOWN}: not known."
+    note += "" if len(judged) <= MOST_ROWS else f" {MOST_ROWS} of {len(judged)}."
+    return Panel("table", "Large collectives and their links", rows, columns, note=note)
+
+
+RULE = Rule(
+    "slow_link",
+    "A slow link",
+    (bandwidth, breakdown, collectives, exposed, matched, own_time, step_means, traced_steps),
+    check,
+    saves_from=("communication",),
+)
