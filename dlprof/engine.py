@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pandas as pd
 
 from dlprof import tables
@@ -212,16 +213,18 @@ class Measured:
         return _unwrap(self._together[measure.name])
 
     def _of_all_ranks(self, measure: Measure) -> Answer:
-        frames, first = [], None
+        frames, ranks, first = [], [], None
         for r in self.ranks:
             answer = self._answers[r].answers.get(measure.name)
             if isinstance(answer, pd.DataFrame):
-                frames.append(answer.assign(rank=r))
+                frames.append(answer)
+                ranks.append(r)
             elif first is None or isinstance(answer, Failure):
                 first = answer
         if not frames:
             return first if first is not None else NotMeasured("nothing was read")
-        return pd.concat(frames, ignore_index=True)
+        rows = np.repeat(np.array(ranks, dtype=np.int64), [len(frame) for frame in frames])
+        return pd.concat(frames, ignore_index=True).assign(rank=rows)
 
     def lacking(self, measure: Measure) -> dict[int, str]:
         """Tell which ranks have no such per-rank frame, and why."""
