@@ -44,6 +44,7 @@ _EARLY_STEPS = 4096
 
 # How long the end of the process waits for a training thread that outlives the script.
 _NEXT_STEP_S = 1.0
+_PATIENCE_NS = 5_000_000_000  # that a second SIGTERM waits for what the first has begun to write
 
 # A script that makes modules or optimizers as it goes, as meta-learning does: so many of each are told of.
 _MOST_SEEN = 100
@@ -204,6 +205,8 @@ class Recorder:
         self._stopped = False
         self._asked_to_stop: str | None = None  # by another thread than the one that trains
         self._has_stopped = threading.Event()
+        self._stopping_since = 0  # while the files are being written
+        self._due = 0  # the signal that came meanwhile
         self._pid = os.getpid()
         self._owner = 0
         self._phases: list[int] = []
@@ -597,9 +600,12 @@ class Recorder:
             pass  # not the main thread: a SIGTERM then costs the open window, as without a handler
 
     def _terminated(self, number: int, _: FrameType | None) -> None:
+        if self._stopping_since and perf_counter_ns() - self._stopping_since < _PATIENCE_NS:
+            # A scheduler signals the whole job, and so does the launcher that it signalled: files first.
+            self._due = number
+            return
         self.stop(f"signal {number}")
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        _die(number)
 
     def stop(self, ended: str) -> None:
         """End the recording: the last step is closed, and every collector leaves its files. Does nothing twice."""
@@ -612,6 +618,7 @@ class Recorder:
             if self._stopped:
                 return
         self._stopped = True
+        self._stopping_since = perf_counter_ns()
         self.ended = ended
         try:
             if not self.off and (self.row.worked or self.row.fetches):
@@ -626,7 +633,10 @@ class Recorder:
             # Backwards: facts close the list, since they tell how the others ended.
             for collector in reversed(self._collectors):
                 self._guard(collector, collector.stop)
+        self._stopping_since = 0
         self._has_stopped.set()
+        if self._due:
+            _die(self._due)
 
     def _guard(self, collector: Collector, call: Callable[..., None], *args: Any) -> None:
         try:
@@ -663,6 +673,11 @@ class Recorder:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.profiler_woken:
             _leave_without_destructors()
+
+
+def _die(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _recorded_by(rank: Path) -> int | None:

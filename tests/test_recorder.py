@@ -292,6 +292,30 @@ def test_sigterm_leaves_the_window_and_the_status_is_sigterm(tmp_path: Path) -> 
     assert json.loads((tmp_path / "run/run.json").read_text())["exit"] == {"code": None, "signal": signal.SIGTERM.value}
 
 
+def test_a_second_sigterm_waits_for_what_the_first_leaves(tmp_path: Path) -> None:
+    # As where a scheduler signals every process of a job, and the launcher, signalled too, passes it on.
+    loop = script(
+        tmp_path,
+        """
+        import pathlib, signal, threading
+        unfinished = pathlib.Path("run/ranks/00000/trace.json.tmp")
+        def again():
+            while not unfinished.exists():
+                time.sleep(0.0005)
+            os.kill(os.getpid(), signal.SIGTERM)
+        threading.Thread(target=again, daemon=True).start()
+        for n in range(10**9):
+            train(data[:8])
+            if n == 400:
+                os.kill(os.getpid(), signal.SIGTERM)
+        """,
+    )
+    done = launch(wrapped(tmp_path / "run", [sys.executable, loop], "--window", "2,1,1000000"), tmp_path)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert facts(tmp_path / "run/ranks/00000")["window"]["state"] == "partial"
+    assert (tmp_path / "run/ranks/00000/trace.json.gz").exists()
+
+
 def test_the_scripts_own_handler_and_profiler_come_first(tmp_path: Path) -> None:
     loop = script(
         tmp_path,
