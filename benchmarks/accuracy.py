@@ -9,7 +9,6 @@ cannot show is left out with the workload's own word. Writes accuracy.json and a
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import shlex
@@ -20,6 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+
+from dlprof.commands.run import constant
 
 WORKLOADS = Path(__file__).parent.parent / "workloads"
 REPORTS = Path(__file__).parent.parent / "reports"
@@ -56,15 +57,6 @@ class Recorded:
     torch: str = ""
     healthy_ns: float = 0.0  # the mean step of the healthy run in the same round
     together: Mapping[str, float] | None = None
-
-
-def constant(script: Path, name: str) -> dict[str, str]:
-    """Give a dict of texts that a workload defines, without running it; empty where it defines none."""
-    for node in ast.parse(script.read_text()).body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
-            value: dict[str, str] = ast.literal_eval(node.value)
-            return value
-    return {}
 
 
 def planted(script: Path) -> list[Planted]:

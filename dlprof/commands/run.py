@@ -7,18 +7,49 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from dlprof.commands.wrap import Recording, record, recording_options
 from dlprof.errors import DlprofError
 
+if TYPE_CHECKING:
+    import ast
+
+# They are training scripts and no part of the package.
+NO_WORKLOADS = "none are here; they are in the folder workloads of dlprof's repository: run from a clone of it"
+
+
+def print_list(ctx: click.Context, _param: click.Parameter, asked: bool) -> None:
+    """Print every workload, what it covers, and its faults with the rule that must notice each; then end."""
+    if not asked or ctx.resilient_parsing:
+        return
+    scripts = workloads()
+    if not scripts:
+        raise DlprofError(NO_WORKLOADS)
+    for script in scripts:
+        faults = constant(script, "FAULTS")
+        width = max(map(len, faults), default=0)
+        click.echo(f"{script.stem}: {covers(script)}")
+        for fault, rule in faults.items():
+            click.echo(f"    {fault:<{width}}  {rule}")
+    ctx.exit()
+
 
 @click.command(short_help="Run and record a reference workload.")
 @click.argument("workload")
+@click.option(
+    "--list",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=print_list,
+    help="List the workloads, and the faults of each with the rule that must notice it.",
+)
 @click.option("--gpus", type=click.IntRange(min=1), help="Ranks, one a GPU.")
 @click.option("--procs", type=click.IntRange(min=1), help="Ranks on the CPU, over gloo.")
-@click.option("--fault", help="A fault to plant, by name; the workload's --help lists them.")
+@click.option("--fault", help="A fault to plant, by name; --list shows them.")
 @recording_options
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -29,7 +60,7 @@ def run(
     recording: Recording,
     args: tuple[str, ...],
 ) -> None:
-    """Run WORKLOAD, a path or a name in ./workloads, on several ranks and print where its time goes.
+    """Run WORKLOAD, a path or a name that --list shows, on several ranks and print where its time goes.
 
     With neither --gpus nor --procs: one rank on each GPU there is, else 2 ranks on the CPU. What stands after -- goes
     to the workload.
@@ -37,6 +68,9 @@ def run(
     if gpus and procs:
         raise click.UsageError("--gpus and --procs exclude each other")
     script = find_workload(workload)
+    known = constant(script, "FAULTS") if fault else {}
+    if fault and known and fault not in known:
+        raise DlprofError(f"{script.stem} has no fault {fault}; there are: {', '.join(known)}")
     there = 0 if procs else count_gpus()
     if gpus and gpus > there:
         raise DlprofError(
@@ -64,14 +98,52 @@ def run(
 
 def find_workload(name: str) -> Path:
     """Give the script of a workload named by its path or by its bare name; raise DlprofError where there is none."""
-    folder = Path("workloads")
-    for path in (Path(name), folder / name, folder / f"{name}.py"):
-        if path.is_file():
-            return path
-    there = ", ".join(sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_")))
-    raise DlprofError(
-        f"no workload {name}" + (f"; in {folder} there are: {there}" if there else f" here or in {folder}")
-    )
+    if Path(name).is_file():
+        return Path(name)
+    scripts = workloads()
+    for script in scripts:
+        if name in (script.stem, script.name):
+            return script
+    there = ", ".join(script.stem for script in scripts)
+    raise DlprofError(f"no workload {name}; there are: {there}" if there else f"no workload {name}: {NO_WORKLOADS}")
+
+
+def workloads() -> list[Path]:
+    """List the scripts in ./workloads and in the repository that this dlprof runs from, those here first of a name."""
+    found: dict[str, Path] = {}
+    for folder in (Path("workloads"), Path(__file__).resolve().parents[2] / "workloads"):
+        for script in folder.glob("*.py"):
+            if not script.name.startswith("_"):
+                found.setdefault(script.stem, script)
+    return [found[name] for name in sorted(found)]
+
+
+def constant(script: Path, name: str) -> dict[str, str]:
+    """Give a dict of texts that a workload defines, without running it; empty where it defines none."""
+    import ast
+
+    for node in _parsed(script).body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            value: dict[str, str] = ast.literal_eval(node.value)
+            return value
+    return {}
+
+
+def covers(script: Path) -> str:
+    """Give the first sentence of a workload's docstring, without its word on faults; empty where it has none."""
+    import ast
+
+    first = (ast.get_docstring(_parsed(script)) or "").partition("\n")[0]
+    return first.partition(", well,")[0].rstrip(".")
+
+
+def _parsed(script: Path) -> ast.Module:
+    import ast
+
+    try:
+        return ast.parse(script.read_bytes(), str(script))
+    except (OSError, SyntaxError, ValueError) as e:
+        raise DlprofError(f"{script} is no Python script that can be read: {e}") from None
 
 
 def count_gpus() -> int:

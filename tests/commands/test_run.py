@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.commands.run import count_gpus, find_workload
+from dlprof.commands.run import constant, count_gpus, find_workload, workloads
 from dlprof.errors import DlprofError
 from tests.jobs import DLPROF, environment, launch
 
@@ -36,7 +36,11 @@ def test_two_cpu_ranks_with_a_fault_and_arguments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [(["none"], "no workload none"), (["tells.py", "--gpus", "99"], "--gpus 99: there")],
+    [
+        (["none"], "no workload none; there are: amp_transformer, "),
+        (["tells.py", "--gpus", "99"], "--gpus 99: there"),
+        (["ddp_resnet", "--fault", "none"], "ddp_resnet has no fault none; there are: blocking_allreduce, "),
+    ],
 )
 def test_a_mistake_is_one_line_before_anything_starts(given: list[str], says: str, tmp_path: Path) -> None:
     (tmp_path / "tells.py").write_text(WORKLOAD)
@@ -56,8 +60,35 @@ def test_a_workload_is_found_by_path_and_by_bare_name(tmp_path: Path, monkeypatc
         find_workload("one") == find_workload("one.py") == find_workload("workloads/one.py") == Path("workloads/one.py")
     )
     assert find_workload("two.py") == Path("two.py")
-    with pytest.raises(DlprofError, match="there are: one"):
+    assert find_workload("ddp_resnet") == Path(__file__).resolve().parents[2] / "workloads" / "ddp_resnet.py"
+    (tmp_path / "workloads/ddp_resnet.py").write_text("")
+    assert find_workload("ddp_resnet") == Path("workloads/ddp_resnet.py")
+    with pytest.raises(DlprofError, match=r"there are: .*, ddp_resnet, .*, one"):
         find_workload("three")
+
+
+def test_the_list_tells_of_every_workload_and_of_every_fault_its_rule(tmp_path: Path) -> None:
+    (tmp_path / "workloads").mkdir()
+    (tmp_path / "workloads/mine.py").write_text('"""Train mine, well, or not."""\nFAULTS = {"late": "input_wait"}\n')
+    done = launch([*DLPROF, "run", "--list"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "mine: Train mine" in lines
+    assert "ddp_resnet: Train a ResNet on pictures with DistributedDataParallel" in lines
+    listed = [line.split() for line in lines if line.startswith("    ")]
+    assert ["late", "input_wait"] in listed
+    known = (Path(__file__).resolve().parents[2] / "workloads").glob("*.py")
+    assert all([fault, rule] in listed for script in known for fault, rule in constant(script, "FAULTS").items())
+
+
+def test_where_dlprof_is_installed_without_its_repository_the_word_is_where_workloads_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dlprof.commands.run.__file__", str(tmp_path / "site-packages/dlprof/commands/run.py"))
+    assert workloads() == []
+    with pytest.raises(DlprofError, match=r"no workload ddp_resnet: none are here; .*run from a clone"):
+        find_workload("ddp_resnet")
 
 
 @pytest.mark.parametrize(

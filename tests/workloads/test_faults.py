@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy import Recorded, constant, planted, tables
+from benchmarks.accuracy import Recorded, planted, tables
+from dlprof.commands.run import constant
 from dlprof.rules import RULES
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "workloads").glob("*.py"))
