@@ -329,7 +329,8 @@ def _clock_facts(run: Measured, add: Any) -> None:
         ahead = [f"{row['host']} {duration(row['ahead_ns'])}" for row in hosts.head(MOST_RANKS).to_dict("records")]
         more = [f"and {len(hosts) - MOST_RANKS} more"] if len(hosts) > MOST_RANKS else []
         add("Across ranks", "clocks brought together, ahead by", [*ahead, *more])
-    add("Across ranks", "ends of a collective then differ by", duration(float(hosts["residual_ns"].max())))
+    if hosts["residual_ns"].notna().any():
+        add("Across ranks", "ends of a collective then differ by", duration(float(hosts["residual_ns"].max())))
 
 
 def _recording_facts(run: Measured, add: Any) -> None:

@@ -25,6 +25,7 @@ SPANS: Mapping[str, str] = {
     "memory": CATEGORY,  # host side of a copy: pageable, pinned, "": not said
     "collective": CATEGORY,  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, ... "": none
     "group": CATEGORY,  # process group of a collective, "": not said
+    "peer": "int64",  # the rank that a send goes to or a receive comes from; -1: not said, or neither
     "dtype": CATEGORY,  # of a collective's elements, or those that an operator multiplies, "": not said
     "shape": CATEGORY,  # of the tensors that an operator multiplies, as "64x128 128x256"; "": not said, or none
 }

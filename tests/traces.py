@@ -116,6 +116,24 @@ def collective(
     return made
 
 
+def sent(
+    name: str,
+    peer: int,
+    start: int,
+    dur: int,
+    elements: int = 1_000,
+    group: str = "0",
+    ranks: tuple[int, ...] = (0, 1),
+    told: bool = True,
+    **where: Any,
+) -> Event:
+    """Give an NCCL kernel of a "send" to or a "recv" from a peer, which torch writes there where it knows (`told`)."""
+    made = collective(start, dur, elements, name, group, ranks, "ncclDevKernel_SendRecv(ncclDevKernelArgs)", **where)
+    if told:
+        made["args"]["Dst Rank" if name == "send" else "Src Rank"] = peer
+    return made
+
+
 def trace(
     *events: Event | list[Event],
     rank: int | None = 0,

@@ -15,7 +15,7 @@ import pandas as pd
 from dlprof.engine import Measured, across_ranks
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.collectives import collectives, exposed, exposed_between, instances, matched, traced_steps
+from dlprof.measures.collectives import SENT, collectives, exposed, exposed_between, instances, matched, traced_steps
 
 # Bounds of the classes of size, bytes: from one to the next, a transfer takes up to 16 times as long.
 CLASSES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
@@ -58,7 +58,7 @@ def bandwidth(run: Measured) -> pd.DataFrame:
     frame = frame.assign(
         size=np.where(frame["bytes"] < 0, -1, np.searchsorted(CLASSES, frame["bytes"], side="right")),
         bare_ns=exposed_between(run, frame["rank"].to_numpy(), begin, frame["end_ns"].to_numpy()) * _scale(run, frame),
-        dur_ns=frame["end_ns"] - frame["start_ns"],
+        dur_ns=_transfer(frame),
         late=frame["rank"].where(frame["last"], -1),
     )
     one = frame.groupby("instance").agg(
@@ -78,6 +78,16 @@ def bandwidth(run: Measured) -> pd.DataFrame:
         for (kind, members, n, size), mine in one.groupby(["collective", "members", "ranks", "size"])
     ]
     return pd.DataFrame(rows).sort_values("transfer_ns", ascending=False, ignore_index=True)
+
+
+def _transfer(frame: pd.DataFrame) -> pd.Series[float]:
+    """Give what each row's rank knows of the transfer, ns; of the same collective the least is it.
+
+    A sender may be rid of its bytes long before they have arrived: the receiver knows, once it need not wait.
+    """
+    dur = (frame["end_ns"] - frame["start_ns"]).astype(float)
+    sent = frame["collective"] == SENT
+    return dur.mask(sent, (dur - frame["wait_ns"]).mask(frame["is_sender"]))
 
 
 def _row(run: Measured, key: dict[str, Any], mine: pd.DataFrame, steps: int, known: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, partition
-from dlprof.measures.collectives import SYNCHRONOUS, collectives, exposed, exposed_waits, matched, traced_steps
+from dlprof.measures.collectives import SENT, SYNCHRONOUS, collectives, exposed, exposed_waits, matched, traced_steps
 from dlprof.measures.replay import own_time
 from dlprof.measures.stalls import KINDS, stall_means, stalled_steps
 from dlprof.measures.steps import step_means
@@ -98,7 +98,8 @@ def _culprits(pairs: pd.DataFrame) -> NDArray[np.int64]:
 def _before(pairs: pd.DataFrame) -> NDArray[np.int64]:
     """Give for each matched row the same rank's row of the last collective that all members of this one had left.
 
-    −1 where the trace holds none. Only collectives that end for all members at once count.
+    −1 where the trace holds none. Only what ends for all members at once counts: of sends and receives, those that
+    neither had left before the other came.
     """
     rows = pairs.assign(
         begin=pairs["start_ns"] - pairs["offset_ns"],
@@ -106,11 +107,17 @@ def _before(pairs: pd.DataFrame) -> NDArray[np.int64]:
         at=np.arange(len(pairs)),
     )
     met = rows.groupby("instance").agg(
-        members=("members", "first"), kind=("collective", "first"), begin=("begin", "min"), done=("done", "max")
+        members=("members", "first"),
+        kind=("collective", "first"),
+        begin=("begin", "min"),
+        come=("begin", "max"),
+        left=("done", "min"),
+        done=("done", "max"),
     )
     everybody = frozenset(str(r) for r in pairs["rank"].unique())
     sets = {m: frozenset(m.split(",")) if m else everybody for m in met["members"].unique()}
-    together = met[met["kind"].isin((*SYNCHRONOUS, ""))].sort_values("done")
+    both = (met["kind"] == SENT) & (met["left"] >= met["come"])
+    together = met[met["kind"].isin((*SYNCHRONOUS, "")) | both].sort_values("done")
     earlier = pd.Series(-1, index=met.index)
     for members, mine in sets.items():
         wider = together[together["members"].isin([m for m, s in sets.items() if s >= mine])]

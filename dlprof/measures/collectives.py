@@ -1,12 +1,14 @@
-"""Collectives: those of each rank, and matched over all ranks, who waited in them for whom.
+"""Collectives, sends and receives: those of each rank, and matched over all ranks, who waited in them for whom.
 
-Collectives match by process group and order. On clocks brought together, the last to arrive is the one that the others
-waited for: wait = latest start − own start. What is left of a rank's communication is transfer. Where only one rank
-gives, as in a broadcast, it is the one that is waited for; where only one receives, it is the one that waits.
+Collectives match by process group and order, a send and its receive by the two ranks and their order. On clocks brought
+together, the last to arrive is the one that the others waited for: wait = latest start − own start. What is left of a
+rank's communication is transfer. Where only one rank gives, as in a broadcast, it is the one that is waited for; where
+only one receives, it is the one that waits.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,18 +19,27 @@ from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import breakdown, device, host
+from dlprof.measures.point_to_point import POINT_TO_POINT, point_to_point
 from dlprof.measures.steps import timing
 
 Nanoseconds = NDArray[np.int64]
-
-# Of a pair and not of the group: they match by partner, which order alone does not tell.
-_POINT_TO_POINT = ("send", "recv", "")
 
 # Their end is one instant for every member: nobody has the result before the last has given its part.
 SYNCHRONOUS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "barrier")
 
 # Matched collectives must overlap in time on all their ranks; where more than this share does not, it was no match.
+# Nor was it where so many receives had ended before their send began.
 MISMATCHED = 0.1
+
+# A send and its receive together, once they are matched; its `members` are the sender and the receiver.
+SENT = "send"
+
+# Why sends and receives have no partner.
+UNTOLD = (
+    "the trace does not tell between which ranks is sent and received (NCCL's does; gloo's, with more than two ranks,"
+    " only with --shapes)"
+)
+NO_PAIRS = "sends and receives do not match, in number or in time, or their hosts' clocks are not known"
 
 # One rank gives, the others receive and wait for it alone; or all give, and only the one that receives waits.
 _FROM_ONE = ("broadcast", "scatter")
@@ -37,33 +48,40 @@ _TO_ONE = ("reduce", "gather")
 
 @per_rank
 def collectives(rank: RankData) -> pd.DataFrame:
-    """Give the collectives of the steady traced steps in order.
+    """Give the collectives, sends and receives of the steady traced steps in order.
 
-    Columns: step, group, members, collective, bytes, start_ns, end_ns. `members` are the ranks of the
-    process group as text, "" where the trace does not tell. From the device's kernels where there is a device, else
-    from the host's (gloo: from issue to completion). Empty where the rank has none.
+    Columns: step, group, members, collective, peer, bytes, start_ns, end_ns. `members` are the ranks of the
+    process group as text, "" where the trace does not tell; `peer` is the other rank of a send or receive, −1 where it
+    is none or not told. From the device's kernels where there is a device, else from the host's (gloo: from issue to
+    completion). Empty where the rank has none.
     """
     spans = rank.table("spans")
     t = timing(rank)
-    of = host.is_kind(spans, "communication") & ~host.is_one_of(spans["collective"], *_POINT_TO_POINT)
+    between = point_to_point(rank)
+    of = host.is_kind(spans, "communication") & ~host.is_one_of(spans["collective"], *POINT_TO_POINT, "")
+    of[between["row"].to_numpy(dtype=np.int64)] = False
     if device.has_device(rank):
         of &= host.is_on_device(rank)
     else:
         of &= ~host.is_on_device(rank) & ~host.is_named(spans, "c10d", "_c10d")
-    chosen = spans[of]
+    columns = ["group", "collective", "peer", "bytes", "start_ns", "dur_ns"]
+    chosen = spans[of][columns].astype({"group": "str", "collective": "str"})
+    if len(between):
+        chosen = pd.concat([chosen, between[columns]]).sort_values("start_ns", kind="stable")
     start = chosen["start_ns"].to_numpy()
     window = np.searchsorted(t.windows[:, 0], start, side="right") - 1
     inside = (window >= 0) & (start < t.windows[np.maximum(window, 0), 1]) if len(t.windows) else window >= 0
     numbers = t.numbers if len(t.numbers) else np.zeros(max(len(t.windows), 1), dtype=np.int64)
     chosen, start = chosen[inside], start[inside]
     groups = rank.trace_facts.get("groups") or {}
-    group = chosen["group"].astype("str")
+    group = chosen["group"]
     return pd.DataFrame(
         {
             "step": numbers[window[inside]],
             "group": group.to_numpy(),
             "members": group.map(lambda g: _members(groups.get(g))).to_numpy(),
-            "collective": chosen["collective"].astype("str").to_numpy(),
+            "collective": chosen["collective"].to_numpy(),
+            "peer": chosen["peer"].to_numpy(),
             "bytes": chosen["bytes"].to_numpy(),
             "start_ns": start,
             "end_ns": start + chosen["dur_ns"].to_numpy(),
@@ -114,7 +132,8 @@ def matched(run: Measured) -> pd.DataFrame:
     """Match the collectives of all ranks: the rows of `instances`, with wait_ns, and last (who is waited for).
 
     wait_ns = latest start − own start on clocks brought together; never longer than the collective. offset_ns is what
-    the rank's clock is ahead by. Raises NotMeasured where there is none, a rank is missing, or they do not match.
+    the rank's clock is ahead by. Sends and receives that do not match are left out, as `unmatched` tells. Raises
+    NotMeasured where there is none, a rank is missing, or they do not match.
     """
     if len(run.ranks) < 2:
         alone = run.world_size < 2
@@ -127,10 +146,14 @@ def matched(run: Measured) -> pd.DataFrame:
     frame = frame[frame["present"] == frame["wanted"]]
     if not len(frame):
         raise NotMeasured(_lacking(run) if run.missing_ranks else "the ranks' collectives do not match in number")
-    ahead = _clocks(run, frame).set_index("rank")["ahead_ns"]
-    offset = frame["rank"].map(ahead).to_numpy(dtype=np.int64)
+    clocks = _clocks(run, frame).set_index("rank")
+    offset = frame["rank"].map(clocks["ahead_ns"]).to_numpy(dtype=np.int64)
     start = np.asarray(frame["start_ns"], dtype=np.int64) - offset
     end = np.asarray(frame["end_ns"], dtype=np.int64) - offset
+    fits = _fits(frame, start, end, clocks["host"])
+    if not fits.any():
+        raise NotMeasured(NO_PAIRS)
+    frame, offset, start, end = frame[fits], offset[fits], start[fits], end[fits]
     until, last = _releases(frame, start, end)
     all_wait = frame["collective"].isin((*SYNCHRONOUS, "")).to_numpy()
     apart = (until > end)[all_wait]
@@ -140,16 +163,35 @@ def matched(run: Measured) -> pd.DataFrame:
     return frame.assign(wait_ns=wait, last=last, offset_ns=offset)
 
 
+def _fits(frame: pd.DataFrame, start: Nanoseconds, end: Nanoseconds, hosts: pd.Series[str]) -> NDArray[np.bool_]:
+    """Tell which matched rows can be one: of sends and receives, all or none.
+
+    No receive ends before its send begins. Between hosts that shows only on clocks that collectives brought together.
+    """
+    sent = (frame["collective"] == SENT).to_numpy()
+    if not sent.any():
+        return ~sent
+    apart = frame["rank"].map(hosts).groupby(frame["instance"]).transform("nunique").to_numpy() > 1
+    together = frame["collective"].isin(SYNCHRONOUS).any()
+    by = frame["instance"].to_numpy()
+    begun = pd.Series(np.where(frame["is_sender"], start, np.iinfo(np.int64).min)).groupby(by).transform("max")
+    wrong = (begun.to_numpy() > end)[sent & ~frame["is_sender"].to_numpy()]
+    fine = np.mean(wrong) <= MISMATCHED if len(wrong) else False
+    told: NDArray[np.bool_] = ~sent | (fine & (together | ~apart))
+    return told
+
+
 def _releases(frame: pd.DataFrame, start: Nanoseconds, end: Nanoseconds) -> tuple[Nanoseconds, NDArray[np.bool_]]:
     """Give for each matched row until when its rank had to wait, and whether it is the one that was waited for.
 
     Where one gives or one receives, who left before the last had come did not wait for it: of a broadcast it waited
-    for the giver at most, which is taken to be the first rank that had begun before anybody was done.
+    for the giver at most, which is taken to be the first rank that had begun before anybody was done. A sender may be
+    rid of its bytes before they are asked for.
     """
     by = frame["instance"].to_numpy()
     latest = pd.Series(start).groupby(by).transform("max").to_numpy()
     earliest_end = pd.Series(end).groupby(by).transform("min").to_numpy()
-    rooted = frame["collective"].isin((*_FROM_ONE, *_TO_ONE)).to_numpy()
+    rooted = frame["collective"].isin((*_FROM_ONE, *_TO_ONE, SENT)).to_numpy()
     from_one = frame["collective"].isin(_FROM_ONE).to_numpy()
     ranks = frame["rank"].to_numpy()
     giver = np.where(start <= earliest_end, ranks, np.iinfo(np.int64).max)
@@ -164,15 +206,20 @@ def _releases(frame: pd.DataFrame, start: Nanoseconds, end: Nanoseconds) -> tupl
 def instances(run: Measured) -> pd.DataFrame:
     """Give the rows of `collectives` with instance, the same number for the same collective on all ranks.
 
-    They match by step, process group, kind and order. `row` is a row's own place, `present` how many ranks have the
-    instance and `wanted` how many took part in it. Raises NotMeasured where there are no collectives.
+    They match by step, process group, kind and order; a send and its receive by step, the two ranks, process group and
+    order, where both ranks have as many of them (is_sender tells which is which). `row` is a row's own place in
+    `collectives`, `present` how many ranks have the instance and `wanted` how many took part in it. Raises NotMeasured
+    where there is nothing that could match.
     """
     frame = run.frame(collectives)
     if not len(frame):
         raise NotMeasured("no collectives in the traced steps")
+    frame = _paired(frame.assign(row=np.arange(len(frame))))
+    if not len(frame):
+        raise NotMeasured(UNTOLD if (run.frame(collectives)["peer"] < 0).all() else NO_PAIRS)
     key = ["step", "group", "members", "collective"]
     order = frame.groupby(["rank", *key], sort=False).cumcount()
-    frame = frame.assign(order=order, row=np.arange(len(frame)))
+    frame = frame.assign(order=order)
     instance = frame.groupby([*key, "order"]).ngroup()
     said = frame["members"].str.count(",") + 1
     return frame.assign(
@@ -180,6 +227,38 @@ def instances(run: Measured) -> pd.DataFrame:
         present=instance.map(instance.value_counts()),
         wanted=np.where(frame["members"] == "", run.world_size, said),
     )
+
+
+def _paired(frame: pd.DataFrame) -> pd.DataFrame:
+    """Give sends and receives one name and their two ranks as members, and leave out those that have no partner."""
+    sends, sent = frame["collective"] == "send", frame["collective"].isin(POINT_TO_POINT)
+    frame = frame.assign(is_sender=sends)
+    if not sent.any():
+        return frame
+    mine, theirs = frame["rank"].astype("str"), frame["peer"].astype("str")
+    frame = frame.assign(
+        members=frame["members"].mask(sent, (mine + "," + theirs).where(sends, theirs + "," + mine)),
+        collective=frame["collective"].mask(sent, SENT),
+    )
+    of_pair = frame[sent].groupby(["step", "group", "members"])["is_sender"]
+    even = (of_pair.transform("mean") == 0.5) & (frame["peer"][sent] >= 0)
+    return frame[even.reindex(frame.index, fill_value=True)]
+
+
+def unmatched(run: Measured) -> str:
+    """Say why sends and receives are not matched; "" where there are none, or they are."""
+    try:
+        frame = run.frame(collectives)
+    except NotMeasured:
+        return ""
+    sent = frame[frame["collective"].isin(POINT_TO_POINT)]
+    if not len(sent):
+        return ""
+    if (sent["peer"] < 0).all():
+        return UNTOLD
+    with suppress(NotMeasured):
+        return "" if (run.frame(matched)["collective"] == SENT).any() else NO_PAIRS
+    return NO_PAIRS
 
 
 def _lacking(run: Measured) -> str:
@@ -195,7 +274,7 @@ def _clocks(run: Measured, frame: pd.DataFrame) -> pd.DataFrame:
     one clock; ranks whose host is not told have a clock each.
     """
     synchronous = frame[frame["collective"].isin(SYNCHRONOUS)]
-    frame = synchronous if len(synchronous) else frame
+    frame = synchronous if len(synchronous) else frame[frame["collective"] != SENT]
     # Whole ns throughout: a float of today's Unix time knows but every 256th.
     first = frame.groupby("instance")["end_ns"].transform("min")
     after = frame["end_ns"] - first

@@ -8,6 +8,7 @@ import numpy as np
 
 from dlprof.engine import Measured
 from dlprof.measures.bandwidth import bandwidth, size_class
+from dlprof.measures.collectives import SENT, collectives, matched, unmatched
 from dlprof.overview import Picture
 from dlprof.result import Panel
 from dlprof.units import UNKNOWN, digits, duration, percent, size
@@ -27,7 +28,7 @@ def draw(run: Measured) -> list[Panel]:
         worst = mine.nlargest(1, "late").iloc[0]
         busbw = float(mine["carried"].sum(skipna=False)) / transfer if transfer else math.nan
         cells = (
-            f"{kind or 'not told'}{f' in {groups} groups' if groups > 1 else ''}",
+            _named(str(kind), groups),
             str(ranks),
             size_class(int(str(of_size))),
             digits(round(float(mine["count"].sum()) / groups, 1)),
@@ -56,13 +57,16 @@ def draw(run: Measured) -> list[Panel]:
         "last to come",
     )
     note = (
-        "Of a step and a rank, hidden time included. Transfer is the least time over the ranks; bytes over it is the"
+        "Of a step and a rank, hidden time included. Transfer is the least time over the ranks (of what is sent, the"
+        " receiver's from when both had come); bytes over it is the"
         " algorithm's bandwidth, and the bus bandwidth is what that asks of each link (nccl-tests' factors)."
     )
     if not waits:
         note += (
             " Not every rank's trace is here or matches: waiting is not told apart, and transfer takes at most so long."
         )
+    if why := unmatched(run):
+        note += f" Not in it: {why}."
     if frame["peak"].isna().all():
         note += " What the link could carry is not known."
     if len(rows) > MOST_ROWS:
@@ -70,8 +74,14 @@ def draw(run: Measured) -> list[Panel]:
     return [Panel("table", "Collectives", shown, columns, note=note)]
 
 
+def _named(kind: str, groups: int) -> str:
+    if kind == SENT:
+        return "send and receive" + (f" in {groups} directions" if groups > 1 else "")
+    return (kind or "not told") + (f" in {groups} groups" if groups > 1 else "")
+
+
 def _rate(value: float) -> str:
     return f"{size(value)}/s" if math.isfinite(value) else UNKNOWN
 
 
-PICTURE = Picture((bandwidth,), draw)
+PICTURE = Picture((bandwidth, collectives, matched), draw)

@@ -46,13 +46,16 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     dtype: Scalar = None
     group: Scalar = msgspec.field(name="Process Group Name", default=None)
     group_text: Scalar = msgspec.field(name="Process Group Description", default=None)
+    source: Scalar = msgspec.field(name="Src Rank", default=None)
+    destination: Scalar = msgspec.field(name="Dst Rank", default=None)
     group_ranks: msgspec.Raw = msgspec.field(name="Process Group Ranks", default=msgspec.Raw(b"null"))
     dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw(b"null"))
     types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw(b"null"))
+    inputs: msgspec.Raw = msgspec.field(name="Concrete Inputs", default=msgspec.Raw(b"null"))
 
 
 NO_ARGS = Args()
-RAW = ("group_ranks", "dims", "types")
+RAW = ("group_ranks", "dims", "types", "inputs")
 
 
 class TypedEvent(msgspec.Struct, gc=False):

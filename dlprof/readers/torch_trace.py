@@ -50,6 +50,8 @@ from dlprof.readers.patterns import MULTIPLIES, NO_ROWS, collective_of, copy_of,
 
 PEEK_BYTES = 256 << 10
 _WORK = ("kernel", "communication", "copy", "set")
+# How torch names what NCCL sends from one rank of a group to another: nccl:send 0->1, nccl:recv 1<-0.
+_PAIR = re.compile(r"^nccl:(?:send|recv) \d{1,6}(?:->|<-)(\d{1,6})$")
 _NO_KIND = -1
 _KIND = {"": _NO_KIND} | {kind: code for code, kind in enumerate(tables.KINDS)}
 # A trace of ten years is a broken clock.
@@ -229,6 +231,7 @@ class _Rows:
         self.bytes: dict[int, int] = {}
         self.copies: dict[int, tuple[str, str]] = {}
         self.collectives: dict[int, tuple[str, str, str]] = {}
+        self.peers: dict[int, tuple[int, str | None]] = {}  # the rank, and in which group it has that number
         self.multiplied: dict[int, tuple[str, str]] = {}
         self.sizes: dict[int, int] = {}
         self.halves: dict[tuple[Scalar, Scalar], list[tuple[int, int, Event]]] = defaultdict(list)
@@ -365,6 +368,22 @@ class _Rows:
             self.bytes[row] = size
         if collective or group or dtype:
             self.collectives[row] = (collective, group, dtype)
+        if collective in ("send", "recv"):
+            self._peer(row, e, collective, group)
+
+    def _peer(self, row: int, e: Event, collective: str, group: str) -> None:
+        """Note whom an event sends to or receives from, where it tells."""
+        peer = integer(e.args.destination if collective == "send" else e.args.source)
+        if peer >= 0:
+            self.peers[row] = (peer, None)
+            return
+        if e.name in ("c10d::send", "c10d::recv_"):  # tensors, group, rank, tag
+            inputs = plain(e.args.inputs)
+            peer = integer(inputs[2]) if isinstance(inputs, list) and len(inputs) > 2 else -1
+        elif named := _PAIR.search(e.name):
+            peer = int(named[1])
+        if peer >= 0:
+            self.peers[row] = (peer, group)
 
     def _group(self, args: Args) -> str:
         """Give a group's name (if it has none, its description or a name made of its ranks) and note what is told."""
@@ -432,7 +451,7 @@ class _Rows:
         groups = {**self.groups, **_groups(self.keys)}
         if groups:
             facts["groups"] = groups
-        spans = self._spans()
+        spans = self._spans(groups)
         if self.count:
             base = facts.get("base_time_ns", 0)
             unix = int(spans["start_ns"].iloc[self.count // 2]) >= _UNIX_US * 1000
@@ -448,7 +467,18 @@ class _Rows:
             tuple(warnings),
         )
 
-    def _spans(self) -> pd.DataFrame:
+    def _peers(self, groups: Mapping[str, Mapping[str, Any]]) -> NDArray[np.int64]:
+        """Give each row's peer as a rank of the job; −1 where only its number in an unknown group is told."""
+        found = np.full(self.count, -1, dtype=np.int64)
+        for row, (peer, group) in self.peers.items():
+            if group is not None:
+                told = groups.get(group) or (next(iter(groups.values())) if len(groups) == 1 and not group else {})
+                ranks = told.get("ranks") or []
+                peer = ranks[peer] if peer < len(ranks) else -1
+            found[row] = peer
+        return found
+
+    def _spans(self, groups: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
         if not self.count:
             return tables.empty("spans")
         what, lane, start, dur, launch = (
@@ -486,6 +516,7 @@ class _Rows:
         order = _in_time(start, dur)
         columns: dict[str, Any] = {name: column[order] for name, column in categories.items()}
         columns |= {"start_ns": start[order], "dur_ns": dur[order], "launch": launch[order], "bytes": size[order]}
+        columns["peer"] = self._peers(groups)[order]
         return pd.DataFrame({name: columns[name] for name in tables.SPANS}, copy=False)
 
     def _lane_names(self, lane: NDArray[np.int32], works: NDArray[np.bool_]) -> list[str]:

@@ -25,6 +25,7 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.bandwidth import CLASSES, bandwidth
 from dlprof.measures.breakdown import breakdown, part, part_noise
+from dlprof.measures.collectives import SENT
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
 from dlprof.units import count, digits, duration, percent, size
@@ -45,6 +46,9 @@ FEW = 8
 def check(run: Measured) -> Finding | Clear:
     """Look at the collectives below SMALL_BYTES, and at what of their time lies open."""
     frame = run.frame(bandwidth)
+    frame = frame[frame["collective"] != SENT]
+    if not len(frame):
+        raise NotMeasured("no collectives in the traced steps, but sends and receives")
     each = (frame["bytes"] / frame["count"]).fillna(_by_parameters(run, frame))
     if each.isna().all():
         raise NotMeasured("the trace does not tell how large its collectives are")

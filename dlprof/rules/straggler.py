@@ -27,7 +27,7 @@ from dlprof.diagnosis import LEAST_NOISE, Clear, Rule
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.collectives import collectives, exposed, matched, waits
+from dlprof.measures.collectives import SENT, collectives, exposed, matched, waits
 from dlprof.measures.lateness import Lead, lead, light_own_time, traced_own_time
 from dlprof.measures.replay import own_time
 from dlprof.measures.samples import sample_means
@@ -78,6 +78,8 @@ def check(run: Measured) -> Finding | Clear:
         steps = run.frame(waits)
     except NotMeasured as why:
         return _by_vote(run, why)
+    if not (run.frame(matched)["collective"] != SENT).any() and max(part(run, "pipeline_bubble").values(), default=0):
+        raise NotMeasured("the ranks exchange nothing but with their pipeline's neighbours: see stage_imbalance")
     steps = steps.assign(own_ns=steps.groupby("step")["dur_ns"].transform("mean") - steps["wait_ns"])
     late, source = _lead(run)
     who = _who(run, late)
@@ -100,9 +102,9 @@ def check(run: Measured) -> Finding | Clear:
     also = "".join(
         f"; that it {_CAUSES[c][0]} is counted by {_OWNERS[c]}" for c in owned if owned[c] > 0.1 * more[cause]
     )
-    matched = int(steps.groupby("rank")["matched"].sum().max())
+    met = int(steps.groupby("rank")["matched"].sum().max())
     # Ranks of one host may come at the very same time, and are then last together.
-    come = f"last in {min(int(last['last'].sum()), matched)} of {matched} collectives"
+    come = f"last in {min(int(last['last'].sum()), met)} of {met} collectives"
     return Finding(
         title=f"{who[0].upper()}{who[1:]} makes the others wait",
         summary=f"It is {come} and waits {duration(last['wait_ns'].mean())} a step, the others"

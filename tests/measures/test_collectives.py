@@ -9,7 +9,7 @@ import pytest
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown
-from dlprof.measures.collectives import collectives, exposed, matched, waits
+from dlprof.measures.collectives import UNTOLD, collectives, exposed, matched, unmatched, waits
 from dlprof.measures.replay import own_time, saving, saving_input
 from dlprof.measures.steps import step_means, step_series
 from tests import runs, traces
@@ -180,3 +180,97 @@ def test_the_real_gloo_pair_matches(tmp_path: Path) -> None:
     assert set(frame["collective"]) >= {"all_reduce"}
     assert (frame.groupby("instance")["rank"].nunique() == 2).all()
     assert (frame.groupby("instance")["wait_ns"].min() == 0).all()
+
+
+def pipeline(
+    *stages: list[tuple[str, int, int, int]], hosts: tuple[str, ...] = (), told: bool = True
+) -> list[dict[str, Any]]:
+    """Make a rank of each list of (send or recv, peer, start, end) in µs, in one step of 10 ms."""
+    made = []
+    ranks = tuple(range(len(stages)))
+    for rank, sends in enumerate(stages):
+        events: list[Any] = [traces.step(0, 0, 10 * MS)]
+        for name, peer, start, end in sends:
+            events.append(traces.sent(name, peer, start * 1_000, (end - start) * 1_000, ranks=ranks, told=told))
+        host = hosts[rank] if hosts else "node-1"
+        made.append(traces.trace(*events, rank=rank, world_size=len(stages), host=host))
+    return made
+
+
+HANDED_ON = (
+    [("send", 1, 1_000, 1_500), ("recv", 1, 1_600, 7_200)],
+    [("recv", 0, 0, 1_500), ("send", 2, 3_000, 3_300), ("recv", 2, 3_400, 5_200), ("send", 0, 7_000, 7_200)],
+    [("recv", 1, 200, 3_300), ("send", 1, 5_000, 5_200)],
+)
+
+
+def test_a_receiver_waits_for_what_is_sent_to_it(tmp_path: Path) -> None:
+    frame = run_of(tmp_path, pipeline(*HANDED_ON)).frame(matched).set_index(["members", "rank"])
+    assert frame["wait_ns"].to_dict() == {
+        ("0,1", 0): 0,
+        ("0,1", 1): MS,
+        ("1,2", 1): 0,
+        ("1,2", 2): 2_800_000,
+        ("2,1", 1): 1_600_000,
+        ("2,1", 2): 0,
+        ("1,0", 0): 5_400_000,
+        ("1,0", 1): 0,
+    }
+
+
+def test_a_sender_that_is_rid_of_its_bytes_waits_for_nobody(tmp_path: Path) -> None:
+    made = pipeline([("send", 1, 1_000, 1_100)], [("recv", 0, 2_000, 2_300)])
+    frame = run_of(tmp_path, made).frame(matched).set_index("rank")
+    assert frame["wait_ns"].to_dict() == {0: 0, 1: 0}
+    late = pipeline([("send", 1, 1_000, 2_300)], [("recv", 0, 2_000, 2_300)])
+    frame = run_of(tmp_path / "late", late).frame(matched).set_index("rank")
+    assert (frame["wait_ns"].to_dict(), frame["last"].to_dict()) == ({0: MS, 1: 0}, {0: False, 1: True})
+
+
+def test_sends_of_a_pair_match_in_their_order_whatever_lies_between(tmp_path: Path) -> None:
+    made = pipeline(
+        [("send", 1, 100, 200), ("send", 2, 300, 400), ("send", 1, 500, 600)],
+        [("recv", 0, 50, 200), ("recv", 0, 450, 600)],
+        [("recv", 0, 0, 400)],
+    )
+    frame = run_of(tmp_path, made).frame(matched)
+    assert by_rank(frame, "wait_ns") == {0: 0, 1: 100_000, 2: 300_000}
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        ([("send", 1, 1_000, 1_500)], [("recv", 0, 0, 1_500), ("recv", 0, 2_000, 2_100)]),  # one more on one side
+        ([("send", 1, 1_000, 1_500)], [("recv", 0, 0, 900)]),  # received before it was sent
+    ],
+)
+def test_sends_that_cannot_match_are_left_out(tmp_path: Path, stages: Any) -> None:
+    run = run_of(tmp_path, pipeline(*stages))
+    with pytest.raises(NotMeasured, match="sends and receives do not match"):
+        run.frame(matched)
+    assert "do not match" in unmatched(run)
+
+
+def test_sends_to_who_knows_whom_are_said_to_be_so(tmp_path: Path) -> None:
+    run = run_of(tmp_path, pipeline(*HANDED_ON, told=False))
+    with pytest.raises(NotMeasured, match="between which ranks"):
+        run.frame(matched)
+    assert unmatched(run) == UNTOLD
+
+
+def test_sends_between_hosts_need_clocks_that_collectives_bring_together(tmp_path: Path) -> None:
+    hosts = ("node-1", "node-2")
+    made = pipeline(
+        [("send", 1, 1_000, 1_500), ("recv", 1, 1_600, 3_000)],
+        [("recv", 0, 0, 1_500), ("send", 0, 2_000, 3_000)],
+        hosts=hosts,
+    )
+    for event in made[1]["traceEvents"]:
+        event["ts"] += 20_000
+    run = run_of(tmp_path / "without", made)
+    with pytest.raises(NotMeasured, match="clocks"):
+        run.frame(matched)
+    for rank, trace in enumerate(made):
+        trace["traceEvents"].append(traces.collective(4 * MS + 20 * MS * rank, MS, 1_000))
+    frame = run_of(tmp_path / "with", made).frame(matched)
+    assert by_rank(frame[frame["collective"] == "send"], "wait_ns") == {0: 400_000, 1: MS}

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from dlprof.measures.bandwidth import bandwidth
+from dlprof.measures.collectives import collectives, matched
 from dlprof.panels.collectives import draw
-from tests import runs
+from tests import runs, traces
 from tests.measures.test_bandwidth import exchanging
+from tests.measures.test_collectives import HANDED_ON, pipeline
 
 
 def test_groups_of_as_many_ranks_share_a_row(tmp_path: Path) -> None:
@@ -18,3 +20,19 @@ def test_what_missing_ranks_hide_is_said(tmp_path: Path) -> None:
     (panel,) = draw(runs.measured(runs.foreign(tmp_path, *exchanging((0, 1, 2))[:2]), bandwidth))
     assert panel.rows[0][5] == "—"
     assert "at most so long" in panel.note
+
+
+def test_a_send_and_its_receive_are_one_whose_transfer_begins_when_both_have_come(tmp_path: Path) -> None:
+    run = runs.measured(runs.foreign(tmp_path, *pipeline(*HANDED_ON)), bandwidth, collectives, matched)
+    (panel,) = draw(run)
+    # Transfers of 500, 300, 200 and 200 µs, and 1, 2.8, 1.6 and 5.4 ms of waiting of one of two ranks each.
+    assert panel.rows[0][:2] == ("send and receive in 4 directions", "2")
+    assert panel.rows[0][5:7] == ("1.35 ms", "300.0 µs")
+
+
+def test_why_sends_are_not_in_it_is_said(tmp_path: Path) -> None:
+    made = exchanging((0, 1), (2, 3))
+    for trace in made:
+        trace["traceEvents"].append(traces.sent("send", 0, 0, 1_000, group="", ranks=(0, 1, 2, 3), told=False))
+    (panel,) = draw(runs.measured(runs.foreign(tmp_path, *made), bandwidth, collectives, matched))
+    assert "between which ranks" in panel.note

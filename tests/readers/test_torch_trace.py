@@ -552,3 +552,35 @@ def test_what_operators_multiply_has_its_shapes_and_type(tmp_path: Path) -> None
     )
     assert spans["shape"].to_list() == ["512 64x128 128x512", "", "", ""]
     assert spans["dtype"].to_list() == ["float16", "", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "peer"),
+    [
+        ("record_param_comms", {"Collective name": "send", "Dst Rank": 6, "Rank": 2}, 6),
+        ("record_param_comms", {"Collective name": "recv", "Src Rank": 6, "Rank": 2}, 6),
+        ("record_param_comms", {"Collective name": "recv", "Rank": 2}, -1),
+        ("c10d::send", {"Concrete Inputs": ["", "", "1", "0"]}, 6),  # the second rank of the job's only group
+        ("c10d::recv_", {"Concrete Inputs": ["", "", "0", "7"]}, 4),
+        ("c10d::recv_", {}, -1),
+        ("c10d::recv_any_source_", {"Concrete Inputs": ["", "", "1"]}, -1),
+        ("nccl:send 0->1", {}, 6),
+        ("nccl:recv 0<-3", {}, -1),
+    ],
+)
+def test_whom_a_send_goes_to_is_a_rank_of_the_job(tmp_path: Path, name: str, args: dict[str, Any], peer: int) -> None:
+    made = traces.trace(traces.op(name, 0, 10) | {"args": args}, rank=4, world_size=8)
+    made["distributedInfo"]["pg_config"] = [{"pg_name": "0", "pg_size": 2, "ranks": [4, 6]}]
+    assert only(read(tmp_path, made).tables["spans"])["peer"] == peer
+
+
+def test_a_number_in_one_of_several_groups_is_no_rank(tmp_path: Path) -> None:
+    made = traces.trace(traces.op("c10d::send", 0, 10, **{"Concrete Inputs": ["", "", "1", "0"]}))
+    made["distributedInfo"]["pg_config"].append({"pg_name": "7", "pg_size": 2, "ranks": [2, 3]})
+    assert only(read(tmp_path, made).tables["spans"])["peer"] == -1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_gloos_calls_tell_the_other_rank(rank: int) -> None:
+    spans = torch_trace.read(GOLDEN / f"gloo_rank{rank}.json.gz").tables["spans"]
+    assert spans.loc[spans["name"] == ("c10d::send", "c10d::recv_")[rank], "peer"].tolist() == [1 - rank]
