@@ -1,4 +1,4 @@
-"""Train a ResNet on pictures with DistributedDataParallel, well, or with one of the mistakes in FAULTS planted.
+"""Train a ResNet, VGG-19 or AlexNet on pictures with DistributedDataParallel, well, or with one of FAULTS planted.
 
     python workloads/ddp_resnet.py                                     one process
     torchrun --nproc-per-node 2 workloads/ddp_resnet.py                one process a GPU, or a CPU rank each
@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
@@ -68,7 +69,9 @@ NEEDS_TWO_RANKS = ("blocking_allreduce", "slow_loader_one_rank", "slow_rank", "t
 Pixels = npt.NDArray[np.uint8]  # height × width × 3
 
 
-# ---- the model: He et al., Deep Residual Learning for Image Recognition, 2015 ------------------------------------
+# ---- the models --------------------------------------------------------------------------------------------------
+
+# He et al., Deep Residual Learning for Image Recognition, 2015
 
 
 class BasicBlock(nn.Module):
@@ -126,11 +129,11 @@ class ResNet(nn.Module):
         self, block: type[BasicBlock | Bottleneck], widths: list[int], blocks: list[int], classes: int, small: bool
     ) -> None:
         super().__init__()
-        layers: list[nn.Module] = []
+        layers: list[nn.Module]
         if small:  # 32×32 pictures cannot afford to lose resolution before the first stage
-            layers += [nn.Conv2d(3, widths[0], 3, 1, 1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True)]
+            layers = [nn.Conv2d(3, widths[0], 3, 1, 1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True)]
         else:
-            layers += [nn.Conv2d(3, widths[0], 7, 2, 3, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True)]
+            layers = [nn.Conv2d(3, widths[0], 7, 2, 3, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True)]
             layers += [nn.MaxPool2d(3, 2, 1)]
         channels = widths[0]
         for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
@@ -139,9 +142,7 @@ class ResNet(nn.Module):
                 channels = width * block.expansion
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Linear(channels, classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        start(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Give the logits, batch × classes, of normalised pictures, batch × 3 × height × width."""
@@ -149,8 +150,45 @@ class ResNet(nn.Module):
         return logits
 
 
+class Stack(nn.Module):
+    """Convolutions one after the other, with max pooling between some, and three large linear layers behind them."""
+
+    def __init__(self, convolutions: list[tuple[int, int, int] | int], grid: int, classes: int, small: bool) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = 3
+        for convolution in convolutions:
+            if isinstance(convolution, int):
+                layers.append(nn.MaxPool2d(convolution, 2))
+                continue
+            width, kernel, stride = (convolution[0], 3, 1) if small else convolution
+            layers += [nn.Conv2d(channels, width, kernel, stride, (kernel - 1) // 2), nn.ReLU(inplace=True)]
+            channels = width
+        self.features = nn.Sequential(*layers)
+        # What is left of 32×32 pictures is hardly more than a point.
+        self.grid, hidden = (1, 512) if small else (grid, 4096)
+        self.classifier = nn.Sequential(
+            nn.Linear(channels * self.grid**2, hidden),
+            *(nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(hidden, hidden)),
+            *(nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(hidden, classes)),
+        )
+        start(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give the logits, batch × classes, of normalised pictures, batch × 3 × height × width."""
+        logits: Tensor = self.classifier(F.adaptive_avg_pool2d(self.features(x), self.grid).flatten(1))
+        return logits
+
+
+def start(model: nn.Module) -> None:
+    """Draw the convolutions' weights so that signals keep their size through many layers."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
 WIDTHS = [64, 128, 256, 512]
-MODELS: dict[str, tuple[type[BasicBlock | Bottleneck], list[int], list[int]]] = {
+RESNETS: dict[str, tuple[type[BasicBlock | Bottleneck], list[int], list[int]]] = {
     "resnet18": (BasicBlock, WIDTHS, [2, 2, 2, 2]),
     "resnet20": (BasicBlock, [16, 32, 64], [3, 3, 3]),  # the paper's smallest for 32×32: light enough for two CPU cores
     "resnet34": (BasicBlock, WIDTHS, [3, 4, 6, 3]),
@@ -158,11 +196,57 @@ MODELS: dict[str, tuple[type[BasicBlock | Bottleneck], list[int], list[int]]] = 
     "resnet101": (Bottleneck, WIDTHS, [3, 4, 23, 3]),
     "resnet152": (Bottleneck, WIDTHS, [3, 8, 36, 3]),
 }
+# Width, kernel and stride of each convolution, and between them the window of each max pooling; then the grid of points
+# that the linear layers see. Most of the weights are theirs: many bytes to exchange for little computing.
+Layers = list[tuple[int, int, int] | int]
+ALEXNET: Layers = [(64, 11, 4), 3, (192, 5, 1), 3, (384, 3, 1), (256, 3, 1), (256, 3, 1), 3]
+VGG19: Layers = [*[(64, 3, 1)] * 2, 2, *[(128, 3, 1)] * 2, 2, *[(256, 3, 1)] * 4, 2]
+VGG19 += [*[(512, 3, 1)] * 4, 2, *[(512, 3, 1)] * 4, 2]
+STACKS = {
+    "alexnet": (ALEXNET, 6),  # Krizhevsky, One Weird Trick for Parallelizing Convolutional Neural Networks, 2014
+    "vgg19": (VGG19, 7),  # Simonyan and Zisserman, Very Deep Convolutional Networks for Image Recognition, 2014
+}
 
 
-def build_model(name: str, classes: int, small: bool) -> ResNet:
-    """Give a new ResNet; `small` is the stem for 32×32 pictures."""
-    return ResNet(*MODELS[name], classes=classes, small=small)
+def build_model(name: str, classes: int, small: bool) -> nn.Module:
+    """Give a new model; `small` is the one for 32×32 pictures."""
+    if name in STACKS:
+        return Stack(*STACKS[name], classes=classes, small=small)
+    return ResNet(*RESNETS[name], classes=classes, small=small)
+
+
+# ---- the optimizer for large batches: You et al., Large Batch Training of Convolutional Networks, 2017 -----------
+
+
+class Lars(torch.optim.Optimizer):
+    """SGD with momentum, in which each layer's step is scaled to the size of its weights (LARS)."""
+
+    def __init__(self, model: nn.Module, lr: float, momentum: float, weight_decay: float) -> None:
+        layers = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() <= 1]  # biases and norms step as with SGD
+        groups = [
+            {"params": layers, "trust": 0.001, "weight_decay": weight_decay},
+            {"params": others, "trust": 0.0, "weight_decay": 0.0},
+        ]
+        super().__init__(groups, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 - nobody passes one
+        """Update every weight that has a gradient."""
+        for group in self.param_groups:
+            weights = [p for p in group["params"] if p.grad is not None]
+            if not weights:
+                continue
+            gradients = torch._foreach_add([p.grad for p in weights], weights, alpha=group["weight_decay"])
+            if group["trust"]:
+                sizes = torch.stack(torch._foreach_norm(weights))
+                slopes = torch.stack(torch._foreach_norm([p.grad for p in weights])) + group["weight_decay"] * sizes
+                trusted = torch.where((sizes > 0) & (slopes > 0), group["trust"] * sizes / slopes, 1.0)
+                gradients = torch._foreach_mul(gradients, list(trusted.unbind()))
+            velocities = [self.state[p].setdefault("velocity", torch.zeros_like(p)) for p in weights]
+            torch._foreach_mul_(velocities, group["momentum"])
+            torch._foreach_add_(velocities, gradients)
+            torch._foreach_add_(weights, velocities, alpha=-group["lr"])
 
 
 # ---- the pictures --------------------------------------------------------------------------------------------------
@@ -364,7 +448,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     switch = argparse.BooleanOptionalAction
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--model", choices=list(MODELS))
+    parser.add_argument("--model", choices=[*RESNETS, *STACKS])
     parser.add_argument("--dataset", choices=list(CLASSES))
     parser.add_argument("--data", type=Path, default=Path("data"), help="where the pictures are kept (default: data)")
     parser.add_argument("--images", type=int, help="how many to train on")
@@ -388,9 +472,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--bucket-mb", type=float, help="gradients that DDP reduces in one go, MiB; compiled: 1 or more"
     )
-    parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
+    parser.add_argument("--find-unused", action="store_true", help="let DDP look for parameters without a gradient")
+    parser.add_argument("--hook", choices=["fp16", "powersgd"], help="how DDP makes gradients smaller on their way")
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches an optimizer step (default: 1)")
+    parser.add_argument("--optimizer", choices=["sgd", "adamw", "lars"], default="sgd")
     parser.add_argument(
-        "--lr", type=float, help="learning rate (default: sgd 0.1 from 256 pictures a step on, less below; adamw 0.001)"
+        "--lr",
+        type=float,
+        help="learning rate (default: adamw 0.001; sgd 0.1 and lars 4 from 256 pictures a step on, less below; 0.01 for"
+        " alexnet and vgg19 with sgd)",
     )
     parser.add_argument("--validate-every", type=int, default=0, metavar="N", help="steps (default: 0, never)")
     parser.add_argument("--checkpoint-every", type=int, default=0, metavar="N", help="steps (default: 0, never)")
@@ -412,13 +502,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.compile:
         args.bucket_mb = max(1.0, args.bucket_mb)  # DDP's first bucket is 1 MiB, and Dynamo refuses smaller ones
     if args.lr is None:
-        args.lr = 0.1 * min(1, args.batch_size * args.world / 256) if args.optimizer == "sgd" else 0.001
+        share = min(1, args.batch_size * args.accumulate * args.world / 256)
+        args.lr = {"sgd": 0.1 * share, "lars": 4 * share, "adamw": 0.001}[args.optimizer]
+        if args.optimizer == "sgd" and args.model in STACKS:  # they have no norms: the papers' rate
+            args.lr = 0.01
     if args.fault in NEEDS_GPU and args.device != "cuda":
         parser.error(f"--fault {args.fault} needs a GPU: on the CPU no batch is copied and no value waited for")
     if args.fault == "many_threads" and args.device != "cpu":
         parser.error("--fault many_threads needs --device cpu: a GPU's operators take one thread")
     if args.fault in NEEDS_TWO_RANKS and args.world < 2:
         parser.error(f"--fault {args.fault} needs two ranks: torchrun --nproc-per-node 2 {parser.prog} ...")
+    if (args.find_unused or args.hook) and args.world < 2:
+        parser.error(f"--find-unused and --hook need two ranks: torchrun --nproc-per-node 2 {parser.prog} ...")
+    if args.hook == "powersgd" and args.device == "cpu":
+        args.bucket_mb = 4096.0  # one for all: gloo exchanges several in an order that each rank has for itself
+    if args.accumulate < 1:
+        parser.error(f"--accumulate {args.accumulate}: one batch at least")
     if args.device == "cpu" and args.precision in ("tf32", "fp16"):
         parser.error(f"--precision {args.precision} needs a GPU")
     if args.images < args.batch_size * args.world:
@@ -516,6 +615,11 @@ def autocast(args: argparse.Namespace) -> contextlib.AbstractContextManager[Any]
     return torch.autocast(args.device, torch.bfloat16 if args.precision == "bf16" else torch.float16)
 
 
+def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Give the context whose forward passes leave their gradients on this rank, to be added to the next batch's."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+
+
 def main() -> None:
     args = parse()
     if args.fault == "many_threads":
@@ -546,7 +650,8 @@ def main() -> None:
     if args.rank == 0:
         print(
             f"{args.model}, {args.images} {args.dataset}-shaped pictures, {args.world} ranks on {args.device}, "
-            f"batch {args.batch_size} a rank, {args.precision}, {args.workers} workers, fault: {args.fault or 'none'}",
+            f"batch {args.batch_size}{f' × {args.accumulate}' if args.accumulate > 1 else ''} a rank, "
+            f"{args.precision}, {args.workers} workers, fault: {args.fault or 'none'}",
             flush=True,
         )
 
@@ -567,12 +672,21 @@ def main() -> None:
             device_ids=[args.local_rank] if args.device == "cuda" else None,
             bucket_cap_mb=args.bucket_mb,
             gradient_as_bucket_view=True,
+            find_unused_parameters=args.find_unused,
         )
+        if args.hook == "fp16":
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        if args.hook == "powersgd":  # after as many steps as the paper's authors found enough to settle
+            model.register_comm_hook(
+                powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10), powerSGD_hook.powerSGD_hook
+            )
     torch.manual_seed(args.seed + args.rank)  # other augmentations on every rank
 
     optimizer: torch.optim.Optimizer
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4, fused=True)
+    elif args.optimizer == "lars":
+        optimizer = Lars(model, args.lr, momentum=0.9, weight_decay=1e-4)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.05, fused=True)
     scaler = torch.amp.GradScaler(args.device, enabled=args.precision == "fp16")
@@ -587,7 +701,8 @@ def main() -> None:
         pixels = pixels.to(args.device, non_blocking=non_blocking)
         labels = labels.to(args.device, non_blocking=non_blocking)
 
-        with autocast(args):
+        accumulating = step % args.accumulate > 0
+        with no_sync(model) if accumulating else contextlib.nullcontext(), autocast(args):
             images = normalised(pixels, args)
             if args.fault == "changing_shapes":
                 images = images[:, :, step // 3 % 16 :]  # another height every third step
@@ -597,14 +712,15 @@ def main() -> None:
             loss = F.cross_entropy(logits, labels)
             if args.fault == "slow_rank" and args.rank == args.world - 1:
                 bare(images)  # the same work once more, for nothing
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        if args.fault == "blocking_allreduce":
+        scaler.scale(loss / args.accumulate).backward()
+        if args.fault == "blocking_allreduce" and not accumulating:
             for parameter in bare.parameters():
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= args.world
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        if not accumulating:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
 
         if args.fault == "item_every_step":
             loss.item()

@@ -46,11 +46,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
-def train(data: Path, *options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+def train(data: Path, *options: str, ranks: int = 1, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
     """Run the script as a user would, on CPU ranks; give what it printed and its exit code."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     return subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), *TINY, "--data", str(data), *options],
+        [sys.executable, *launcher, str(script), *TINY, "--data", str(data), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -67,11 +67,13 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [  # as published with the models' weights in torchvision
+        ("alexnet", 61_100_840),
         ("resnet18", 11_689_512),
         ("resnet34", 21_797_672),
         ("resnet50", 25_557_032),
         ("resnet101", 44_549_160),
         ("resnet152", 60_192_808),
+        ("vgg19", 143_667_240),
     ],
 )
 def test_models_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
@@ -87,6 +89,32 @@ def test_resnet20_has_the_papers_size() -> None:
         assert model(torch.empty(2, 3, 32, 32)).shape == (2, 10)
     # The paper's table 6 says 0.27 M, with shortcuts that have no weights. Ours are 1×1 projections: 2,752 more.
     assert sum(p.numel() for p in model.parameters()) == 269_722 + (16 * 32 + 2 * 32) + (32 * 64 + 2 * 64)
+
+
+@pytest.mark.parametrize("name", ["alexnet", "vgg19"])
+def test_models_take_small_pictures_too(name: str) -> None:
+    with torch.device("meta"):
+        assert workload.build_model(name, classes=10, small=True)(torch.empty(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_lars_scales_each_layers_step_to_its_weights() -> None:
+    model = torch.nn.Linear(3, 2)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = workload.Lars(model, lr=2.0, momentum=0.9, weight_decay=0.1)
+    gradients = [torch.randn_like(p) for p in before]
+    for _ in range(2):
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    # The paper's equations, a layer at a time; its velocity holds the rate, which is the same in both steps.
+    w, b = before
+    velocity = torch.zeros_like(w)
+    for _ in range(2):
+        local = 0.001 * w.norm() / (gradients[0].norm() + 0.1 * w.norm())
+        velocity = 0.9 * velocity + 2.0 * local * (gradients[0] + 0.1 * w)
+        w = w - velocity
+    torch.testing.assert_close(model.weight.detach(), w)
+    torch.testing.assert_close(model.bias.detach(), b - 2.0 * (1 + 1.9) * gradients[1])
 
 
 def test_png_comes_back_as_it_was() -> None:
@@ -175,6 +203,39 @@ def test_fault_of_two_ranks_costs_time_and_not_accuracy(data: Path, healthy: lis
     done = train(data, "--fault", fault, "--steps", "6", ranks=2)
     assert f"fault: {fault}" in done.stdout
     assert losses(done) == pytest.approx(healthy[:6], rel=0.02)
+
+
+def test_gradients_are_exchanged_once_for_the_batches_that_are_added_up(data: Path, tmp_path: Path) -> None:
+    options = ["--accumulate=2", "--hook=fp16", "--find-unused", "--optimizer=lars", "--lr=2", "--steps=6"]
+    job = tmp_path / "counts.py"
+    job.write_text(
+        f"""
+import os, runpy, sys
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+compress, calls = default_hooks.fp16_compress_hook, []
+def counted(state, bucket):
+    calls.append(bucket.is_last())
+    return compress(state, bucket)
+counted.__annotations__ = compress.__annotations__
+default_hooks.fp16_compress_hook = counted
+sys.argv = {[str(SCRIPT), *TINY, "--data", str(data), *options]!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+with open(f"{tmp_path}/" + os.environ["RANK"], "w") as file:
+    file.write(str(sum(calls)))
+"""
+    )
+    done = train(data, *options, ranks=2, script=job)
+    assert len(losses(done)) == 6
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["3", "3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [("--hook=powersgd", "--steps=16"), ("--model=alexnet", "--steps=3"), ("--model=vgg19", "--steps=3")]
+)
+def test_other_hooks_and_models_train_on_two_ranks(data: Path, options: tuple[str, ...]) -> None:
+    found = losses(train(data, *options, ranks=2))
+    assert all(math.isfinite(loss) for loss in found)
 
 
 def test_one_process_trains_validates_and_checkpoints(data: Path) -> None:
