@@ -4,6 +4,9 @@ Two ranks that leave one collective together and come to the next one apart did 
 the late one spent its time on beyond what the waiting one did, category by category, made it late: its wait for data,
 its longer computation, its checkpoint. That counts from the last collective in which both took part, and not from when
 the waiting one arrived: a rank that was held up before its forward pass still runs the pass while the others wait.
+
+Who was late because it had waited itself, in a collective of another group, hands the blame on to the rank that it had
+waited for, and so on to the start of the chain.
 """
 
 from __future__ import annotations
@@ -25,10 +28,16 @@ from dlprof.result import CATEGORIES
 # What the trace does not tell: lateness that is older than it, and time that lies in no category.
 UNKNOWN = "other"
 
+# A chain is followed over so many ranks, and from a late rank to so many of its last waits; what is left stays with the
+# rank that the trail ends at, as communication.
+MOST_LINKS = 32
+MOST_WAITS = 256
+
 # So many of a rank's reasons travel to the result; what is left of its waiting is then one more.
 MOST_REASONS = 16
 
 _UNKNOWN = CATEGORIES.index(UNKNOWN)
+_COMMUNICATION = CATEGORIES.index("communication")
 
 
 @per_rank
@@ -50,7 +59,7 @@ def accounts(rank: RankData) -> pd.DataFrame:
 
 @across_ranks(accounts, collectives, exposed)
 def charged(run: Measured) -> pd.DataFrame:
-    """Charge each rank's waiting in the traced steps: rank, culprit, category, ns (together).
+    """Charge each rank's waiting in the traced steps: rank, culprit (where the chain begins), category, ns (together).
 
     Of each rank they add up to its waiting in `waits`. Raises NotMeasured as `matched` does.
     """
@@ -68,15 +77,88 @@ def charged(run: Measured) -> pd.DataFrame:
     # Where the ranks have not met before in the trace, one may have come late into it.
     begin = spent["begin_ns"].to_numpy()[row] - pairs["offset_ns"].to_numpy()
     did[:, _UNKNOWN] += np.where(met, 0, begin - begin.min())
+    wait = exposed_waits(run)
+    links = _links(pairs, before, wait)
+    waited = np.bincount(links["row"], links["ns"], len(pairs))
+    did[:, _COMMUNICATION] = np.clip(did[:, _COMMUNICATION] - waited, 0.0, None)
     culprit = _culprits(pairs)
     more = np.clip(did[culprit] - did, 0.0, None)
-    more[more.sum(axis=1) <= 0, _UNKNOWN] = 1.0
-    ns = more / more.sum(axis=1)[:, None] * exposed_waits(run)[:, None]
+    handed = np.clip(waited[culprit] - waited, 0.0, None)
+    more[more.sum(axis=1) + handed <= 0, _UNKNOWN] = 1.0
+    total = more.sum(axis=1) + handed
+    return _followed(pairs["rank"].to_numpy(), culprit, wait, more / total[:, None], handed / total, links)
+
+
+def _links(pairs: pd.DataFrame, before: NDArray[np.int64], wait: NDArray[np.int64]) -> pd.DataFrame:
+    """Give the waits that a rank had behind it when a matched row of it began: row, earlier (that row), ns.
+
+    Those since the last meeting of the row's ranks, the last MOST_WAITS of them.
+    """
     rank = pairs["rank"].to_numpy()
-    frame = pd.DataFrame(ns, columns=list(CATEGORIES)).assign(rank=rank, culprit=rank[culprit])
-    together = frame[ns.sum(axis=1) > 0].groupby(["rank", "culprit"], as_index=False).sum()
+    begin = (pairs["start_ns"] - pairs["offset_ns"]).to_numpy()
+    end = (pairs["end_ns"] - pairs["offset_ns"]).to_numpy()
+    until = begin + pairs["wait_ns"].to_numpy()
+    since = np.where(before >= 0, end[np.maximum(before, 0)], np.iinfo(np.int64).min)
+    rows, earlier = [], []
+    for one in np.unique(rank):
+        mine = np.flatnonzero(rank == one)
+        waits = mine[wait[mine] > 0]
+        first = np.searchsorted(begin[waits], since[mine])
+        beyond = np.searchsorted(begin[waits], begin[mine])
+        first = np.maximum(first, beyond - MOST_WAITS)
+        n = np.maximum(beyond - first, 0)
+        rows.append(np.repeat(mine, n))
+        earlier.append(waits[np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n) + np.repeat(first, n)])
+    frame = pd.DataFrame({"row": np.concatenate(rows), "earlier": np.concatenate(earlier)})
+    # What was issued before and goes on beside holds nobody up.
+    frame = frame[until[frame["earlier"]] <= begin[frame["row"]]]
+    return frame.assign(ns=wait[frame["earlier"]])
+
+
+def _followed(
+    rank: NDArray[np.int64],
+    culprit: NDArray[np.int64],
+    wait: NDArray[np.int64],
+    own: NDArray[np.float64],
+    handed: NDArray[np.float64],
+    links: pd.DataFrame,
+) -> pd.DataFrame:
+    """Follow each wait to where its chain begins: rank, culprit, category, ns.
+
+    `own` is the share of each row's lateness that its culprit's own doing is, by category, and `handed` what its
+    waiting before is. A chain that leads back to the one that waits ends before it.
+    """
+    to = links.assign(share=links["ns"] / links.groupby("row")["ns"].transform("sum"))[["row", "earlier", "share"]]
+    at = np.flatnonzero(wait)
+    waits = pd.DataFrame({"row": at, "rank": rank[at], "ns": wait[at].astype(float)})
+    found = []
+    for _ in range(MOST_LINKS):
+        row = waits["row"].to_numpy()
+        spread = pd.DataFrame(own[row] * waits["ns"].to_numpy()[:, None], columns=list(CATEGORIES))
+        found.append(spread.assign(rank=waits["rank"].to_numpy(), culprit=rank[culprit[row]]))
+        passed = pd.DataFrame({"row": culprit[row], "rank": waits["rank"], "ns": waits["ns"] * handed[row]})
+        passed = passed[passed["ns"] > 0].groupby(["row", "rank"], as_index=False)["ns"].sum()
+        if not len(passed):
+            break
+        passed = passed.merge(to, on="row")
+        passed = passed.assign(ns=passed["ns"] * passed["share"])
+        back = rank[culprit[passed["earlier"]]] == passed["rank"].to_numpy()
+        found.append(_ended(passed[back], rank))
+        waits = passed[~back].groupby(["earlier", "rank"], as_index=False)["ns"].sum()
+        waits = waits.rename(columns={"earlier": "row"})
+    else:
+        found.append(_ended(waits, rank[culprit]))
+    together = pd.concat(found, ignore_index=True).groupby(["rank", "culprit"], as_index=False).sum()
     reasons: pd.DataFrame = together.melt(["rank", "culprit"], var_name="category", value_name="ns").query("ns > 0")
     return reasons
+
+
+def _ended(waits: pd.DataFrame, culprit: NDArray[np.int64]) -> pd.DataFrame:
+    """Charge what is followed no further to a rank for each row, as its communication."""
+    cells = np.zeros((len(waits), len(CATEGORIES)))
+    cells[:, _COMMUNICATION] = waits["ns"]
+    ranks = {"rank": waits["rank"].to_numpy(), "culprit": culprit[waits["row"]]}
+    return pd.DataFrame(cells, columns=list(CATEGORIES)).assign(**ranks)
 
 
 def _spent(spent: pd.DataFrame, side: str) -> NDArray[np.float64]:

@@ -154,6 +154,100 @@ def test_groups_blame_within_themselves(tmp_path: Path) -> None:
     assert found == pytest.approx({(0, 1, "computation"): 300_000, (2, 3, "computation"): 500_000})
 
 
+def meeting(
+    ranks: int, *meetings: tuple[tuple[int, ...], ...], late: Mapping[int, tuple[str, int]], usual: int = MS
+) -> list[dict[str, Any]]:
+    """Make ranks that work for `usual` ns and meet in groups of theirs, one meeting of 0.1 ms after the other.
+
+    `late`: what a rank does before the first, input_wait or computation, and for how many ns.
+    """
+    free = {r: usual + late.get(r, ("", 0))[1] for r in range(ranks)}
+    events: dict[int, list[Any]] = {}
+    for r in range(ranks):
+        cause, ns = late.get(r, ("computation", 0))
+        first = traces.fetch(0, ns) if cause == "input_wait" else traces.kernel("more", 0, ns)
+        events[r] = [traces.step(0, 0, 20 * MS), first, traces.kernel("gemm", ns, usual)]
+    for n, groups in enumerate(meetings):
+        for group in groups:
+            over = max(free[r] for r in group) + 100_000
+            for r in group:
+                made = traces.collective(free[r], over - free[r], 1_000, group=f"{n}-{group[0]}", ranks=group)
+                events[r].append(made)
+                free[r] = over
+    return [traces.trace(*events[r], rank=r, world_size=ranks) for r in range(ranks)]
+
+
+def test_the_blame_is_handed_on_to_where_the_chain_begins(tmp_path: Path) -> None:
+    # Rank 1 comes late to rank 0, for it had waited for rank 2, which had waited for its data.
+    made = meeting(3, ((1, 2),), ((0, 1),), late={2: ("input_wait", MS)})
+    found = rows(run_of(tmp_path, made).frame(charged))
+    # Rank 0 waits for the transfer between the others as well.
+    assert found == pytest.approx(
+        {(1, 2, "input_wait"): MS, (0, 2, "input_wait"): MS, (0, 1, "communication"): 100_000}
+    )
+
+
+def test_of_two_causes_in_a_chain_each_takes_its_part(tmp_path: Path) -> None:
+    late = {1: ("computation", 300_000), 2: ("input_wait", MS)}
+    found = rows(run_of(tmp_path, meeting(3, ((1, 2),), ((0, 1),), late=late)).frame(charged))
+    assert found == pytest.approx(
+        {
+            (1, 2, "input_wait"): 700_000,
+            (0, 2, "input_wait"): 700_000,
+            (0, 1, "computation"): 300_000,
+            (0, 1, "communication"): 100_000,
+        }
+    )
+
+
+@pytest.mark.parametrize("cause", ["input_wait", "computation"])
+def test_sixty_four_ranks_wait_for_one_that_few_of_them_meet(tmp_path: Path, cause: str) -> None:
+    # Eight hosts of eight: each host meets, then those of one place on every host. Only host 1 meets rank 13 itself.
+    hosts = tuple(tuple(range(h, h + 8)) for h in range(0, 64, 8))
+    places = tuple(tuple(range(p, 64, 8)) for p in range(8))
+    made = meeting(64, hosts, places, late={13: (cause, 2 * MS)})
+    found = run_of(tmp_path, made).frame(charged)
+    assert set(found["culprit"]) == {13}
+    assert by_rank(found, "ns") == pytest.approx({r: 2 * MS for r in range(64) if r != 13})
+    assert set(found["category"]) == {cause}
+
+
+def test_a_chain_that_leads_back_ends_before_who_waits(tmp_path: Path) -> None:
+    made = meeting(3, ((0, 1),), ((1, 2),), ((2, 0),), late={0: ("computation", MS)})
+    found = rows(run_of(tmp_path, made).frame(charged))
+    # Rank 0 waits while ranks 1 and 2 exchange, which began late because of rank 0 itself.
+    assert found == pytest.approx(
+        {(1, 0, "computation"): MS, (2, 0, "computation"): MS, (2, 1, "communication"): 100_000}
+        | {(0, 1, "communication"): 100_000}
+    )
+
+
+def test_who_waits_for_a_late_data_loader_three_stages_back_is_told(tmp_path: Path) -> None:
+    us = 1_000
+    made = []
+    for rank in range(3):
+        # Rank 0 fetches for 1 ms. Each stage computes for 1 ms once it has received, and hands on in 0.1 ms.
+        at = MS + rank * 1_100 * us
+        events: list[Any] = [traces.step(0, 0, 6 * MS), traces.fetch(0, 0 if rank else MS)]
+        if rank:
+            events.append(traces.sent("recv", rank - 1, 0, at, ranks=(0, 1, 2)))
+        events.append(traces.kernel("gemm", at, MS))
+        if rank < 2:
+            events.append(traces.sent("send", rank + 1, at + MS, 100 * us, ranks=(0, 1, 2)))
+        made.append(traces.trace(*events, rank=rank, world_size=3))
+    found = rows(run_of(tmp_path, made).frame(charged))
+    assert found == pytest.approx(
+        {
+            (1, 0, "input_wait"): MS,
+            (1, 0, "computation"): MS,
+            (2, 0, "input_wait"): MS,
+            (2, 0, "computation"): MS,
+            (2, 1, "computation"): MS,
+            (2, 1, "communication"): 100 * us,
+        }
+    )
+
+
 def test_where_waiting_cannot_be_told_nobody_is_blamed(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match="1 of 3 are not here"):
         run_of(tmp_path, late_by(0, 0, 2 * MS)[:2]).frame(blame)
