@@ -112,7 +112,8 @@ def _links(pairs: pd.DataFrame, before: NDArray[np.int64], wait: NDArray[np.int6
     frame = pd.DataFrame({"row": np.concatenate(rows), "earlier": np.concatenate(earlier)})
     # What was issued before and goes on beside holds nobody up.
     frame = frame[until[frame["earlier"]] <= begin[frame["row"]]]
-    return frame.assign(ns=wait[frame["earlier"]])
+    chosen: pd.DataFrame = frame.assign(ns=wait[frame["earlier"]])
+    return chosen
 
 
 def _followed(
@@ -137,14 +138,13 @@ def _followed(
         spread = pd.DataFrame(own[row] * waits["ns"].to_numpy()[:, None], columns=list(CATEGORIES))
         found.append(spread.assign(rank=waits["rank"].to_numpy(), culprit=rank[culprit[row]]))
         passed = pd.DataFrame({"row": culprit[row], "rank": waits["rank"], "ns": waits["ns"] * handed[row]})
-        passed = passed[passed["ns"] > 0].groupby(["row", "rank"], as_index=False)["ns"].sum()
-        if not len(passed):
+        if not passed["ns"].any():
             break
-        passed = passed.merge(to, on="row")
+        passed = passed.groupby(["row", "rank"], as_index=False).agg({"ns": "sum"}).merge(to, on="row")
         passed = passed.assign(ns=passed["ns"] * passed["share"])
         back = rank[culprit[passed["earlier"]]] == passed["rank"].to_numpy()
         found.append(_ended(passed[back], rank))
-        waits = passed[~back].groupby(["earlier", "rank"], as_index=False)["ns"].sum()
+        waits = passed[~back].groupby(["earlier", "rank"], as_index=False).agg({"ns": "sum"})
         waits = waits.rename(columns={"earlier": "row"})
     else:
         found.append(_ended(waits, rank[culprit]))
