@@ -5,7 +5,8 @@ nobody works on the model. The wait ends when the loader can make batches at lea
 
 Needs the wait in the loader (every step of a recorded run, or the loader's ranges in a trace) and, on a GPU, a trace
 that tells when the device was idle: a wait behind which the device still computes costs nothing and is not counted.
-With several ranks, a wait counts as far as no other rank is slower anyway.
+With several ranks, a wait counts as far as no other rank is slower anyway; where all ranks' traces are here, the report
+tells who waits meanwhile for the rank that waits for its data.
 
 Saving: what more workers would give, predicted from the recorded batches: their fetches are replayed with n workers
 beside the loop's own steps, in order, through a queue as deep as the loader's. Where fetching computes, workers and
@@ -24,10 +25,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dlprof.diagnosis import Clear, Rule
-from dlprof.engine import Measured
+from dlprof.diagnosis import LEAST_SHARE, Clear, Rule
+from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
+from dlprof.measures.blame import blame
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.loader import before_forward, fetch_series, loader_calls, loader_means, worker_means
 from dlprof.measures.replay import own_time, saving_input
@@ -61,14 +63,16 @@ def check(run: Measured) -> Finding | Clear:
     helps = plan is not None and plan.gain_ns >= NOTABLE_SHARE * step
     most = wait[worst]
     late = tuple(sorted(r for r, w in wait.items() if w >= most / 2))
+    culprit, victims = _victims(run, late)
     everybody = len(late) == len(run.ranks)
     who = "The training loop waits" if everybody else f"Rank {_listed(late)} waits"
     where = "" if everybody else f" on rank {_listed(late)}"
     return Finding(
         title=f"{who} for data",
         summary=f"Of a step of {duration(step)}, rank {worst} waits {duration(most)} in next() of its loader"
-        f" with nothing else to do; {_settings(run, worst)}{_seen(run, worst)}.{_hottest(run, worst)}",
-        verdict=f"{percent(share)} {of_step(run)} waits for data{where}.",
+        f" with nothing else to do; {_settings(run, worst)}{_seen(run, worst)}.{_blamed(culprit, victims)}"
+        f"{_hottest(run, worst)}",
+        verdict=f"{percent(share)} {of_step(run)} waits for data{where}{_also(run, late, victims)}.",
         noise_ns=part_noise(run, "input_wait"),
         saving_ns=plan.gain_ns if plan is not None and helps else gain,
         advice=_planned(run, worst, plan) if plan is not None else _advice(run, worst, wait[worst], step),
@@ -76,6 +80,38 @@ def check(run: Measured) -> Finding | Clear:
         ranks=late,
         sure=_sure(plan, helps) + _assumed(run),
     )
+
+
+def _victims(run: Measured, late: tuple[int, ...]) -> tuple[int, dict[int, float]]:
+    """Give the late rank whose loader costs others most, and how long each of them waits for it, ns a step.
+
+    −1 and nobody where that is not known, or none waits long enough to be worth a word.
+    """
+    try:
+        frame = run.frame(blame)
+    except NotMeasured:
+        return -1, {}
+    frame = frame[(frame["category"] == "input_wait") & frame["culprit"].isin(late)]
+    frame = frame[frame["ns"] >= LEAST_SHARE * mean_step_ns(run)]
+    if not len(frame):
+        return -1, {}
+    culprit = int(str(frame.groupby("culprit")["ns"].sum().idxmax()))
+    return culprit, by_rank(frame[frame["culprit"] == culprit], "ns")
+
+
+def _blamed(culprit: int, victims: Mapping[int, float]) -> str:
+    if not victims:
+        return ""
+    who = f"Rank {next(iter(victims))} waits" if len(victims) == 1 else f"Ranks {_listed(tuple(victims))} wait"
+    mean = duration(sum(victims.values()) / len(victims))
+    return f" {who} {mean} a step for rank {culprit}, which waits for its loader."
+
+
+def _also(run: Measured, late: tuple[int, ...], victims: Mapping[int, float]) -> str:
+    others = set(run.ranks) - set(late)
+    if not others or not others <= set(victims):
+        return ""
+    return f", and {'the other waits' if len(others) == 1 else 'all others wait'} for it"
 
 
 def _no_loader(run: Measured) -> str:
@@ -249,7 +285,18 @@ def _evidence(run: Measured, rank: int) -> Panel:
 RULE = Rule(
     "input_wait",
     "Waiting for data",
-    (breakdown, fetch_series, hottest, loader_calls, loader_means, own_time, step_means, step_series, worker_means),
+    (
+        blame,
+        breakdown,
+        fetch_series,
+        hottest,
+        loader_calls,
+        loader_means,
+        own_time,
+        step_means,
+        step_series,
+        worker_means,
+    ),
     check,
     saves_from=("input_wait",),
 )

@@ -155,18 +155,18 @@ def test_groups_blame_within_themselves(tmp_path: Path) -> None:
 
 
 def meeting(
-    ranks: int, *meetings: tuple[tuple[int, ...], ...], late: Mapping[int, tuple[str, int]], usual: int = MS
+    ranks: int, *meetings: tuple[tuple[int, ...], ...], late: Mapping[int, tuple[str, int]], period: int = 20 * MS
 ) -> list[dict[str, Any]]:
-    """Make ranks that work for `usual` ns and meet in groups of theirs, one meeting of 0.1 ms after the other.
+    """Make ranks that work for 1 ms and meet in groups of theirs, one meeting of 0.1 ms after the other.
 
     `late`: what a rank does before the first, input_wait or computation, and for how many ns.
     """
-    free = {r: usual + late.get(r, ("", 0))[1] for r in range(ranks)}
+    free = {r: MS + late.get(r, ("", 0))[1] for r in range(ranks)}
     events: dict[int, list[Any]] = {}
     for r in range(ranks):
         cause, ns = late.get(r, ("computation", 0))
         first = traces.fetch(0, ns) if cause == "input_wait" else traces.kernel("more", 0, ns)
-        events[r] = [traces.step(0, 0, 20 * MS), first, traces.kernel("gemm", ns, usual)]
+        events[r] = [traces.step(0, 0, period), first, traces.kernel("gemm", ns, MS)]
     for n, groups in enumerate(meetings):
         for group in groups:
             over = max(free[r] for r in group) + 100_000
