@@ -23,12 +23,12 @@ def is_on_device(rank: RankData) -> NDArray[np.bool_]:
 
 def _is_on_device(rank: RankData) -> NDArray[np.bool_]:
     lane = rank.table("spans")["lane"]
-    return _are(lane, [str(c).startswith("device") for c in lane.cat.categories])
+    return _are(lane, [c.startswith("device") for c in _texts(lane)])
 
 
 def is_named(frame: pd.DataFrame, *prefixes: str) -> NDArray[np.bool_]:
     """Tell for each span whether its name begins with one of the prefixes."""
-    return _are(frame["name"], [str(c).startswith(prefixes) for c in frame["name"].cat.categories])
+    return _are(frame["name"], [c.startswith(prefixes) for c in _texts(frame["name"])])
 
 
 def is_kind(frame: pd.DataFrame, *kinds: str) -> NDArray[np.bool_]:
@@ -38,7 +38,12 @@ def is_kind(frame: pd.DataFrame, *kinds: str) -> NDArray[np.bool_]:
 
 def is_one_of(column: pd.Series[str], *values: str) -> NDArray[np.bool_]:
     """Tell for each value of a categorical column whether it is one of those given."""
-    return _are(column, [c in values for c in column.cat.categories])
+    return _are(column, [c in values for c in _texts(column)])
+
+
+def _texts(column: pd.Series[str]) -> list[str]:
+    """Give the categories of a column of texts; iterating over them would make a pandas object of each."""
+    return column.cat.categories.tolist()
 
 
 # Comparing all rows with one code takes a tenth of looking each row up.

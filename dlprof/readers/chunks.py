@@ -30,6 +30,8 @@ LONGEST = 64 << 20  # one value larger than this is taken for damage
 _PACKED = 64 << 10  # read of a packed file at once
 _BLOCK = 1 << 20
 
+_OPEN, _CLOSE = b"[]"
+
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*("?)|[][{}]', re.DOTALL)
@@ -62,7 +64,7 @@ class TraceFile(Generic[E]):
     short of its end, "" where it does not. `unreadable` counts events that could not be decoded.
     """
 
-    def __init__(self, path: Path, decode: Callable[[bytes], list[E]], limit: int | None = None) -> None:
+    def __init__(self, path: Path, decode: Callable[[bytes | memoryview], list[E]], limit: int | None = None) -> None:
         self.path = path
         self.keys: dict[str, Any] = {}
         self.cut = ""
@@ -70,7 +72,7 @@ class TraceFile(Generic[E]):
         self.is_list = False
         self._decode = decode
         self._repair = False
-        self._buffer = b""
+        self._buffer = bytearray()
         self._ended = False
         self._packing = ""
         self._limit = limit
@@ -104,7 +106,7 @@ class TraceFile(Generic[E]):
     @property
     def buffered(self) -> bytes:
         """What was read and not yet understood."""
-        return self._buffer
+        return bytes(self._buffer)
 
     def _error(self, what: str) -> DlprofError:
         return DlprofError(f"{self.path}: {what}")
@@ -149,17 +151,18 @@ class TraceFile(Generic[E]):
         except (zlib.error, _inflate.error):
             self._packing = "the gzip data are damaged"
 
-    def _fill(self, size: int) -> None:
-        """Hold at least so many bytes, or all that are left."""
+    def _fill(self, size: int, before: bytes = b"") -> None:
+        """Hold at least so many bytes, or all that are left; and what is to stand before them, where they are events."""
         if self._limit is not None:
             size = min(size, self._limit)
-        parts, held = [self._buffer], len(self._buffer)
+        parts: list[bytes | bytearray] = [before, self._buffer]
+        held = len(self._buffer)
         while held < size and not self._ended:
             block = next(self._blocks, b"")
             self._ended = not block
             parts.append(block)
             held += len(block)
-        self._buffer = b"".join(parts)
+        self._buffer = bytearray().join(parts)
         if self._limit is not None:
             self._buffer = self._buffer[: self._limit]
             self._ended = True
@@ -211,13 +214,13 @@ class TraceFile(Generic[E]):
     def _value(self) -> bytes | None:
         """Pass over one value and give its bytes, None where it has no end."""
         while True:
-            if self._buffer[:1] in (b"{", b"[", b'"'):
+            if self._buffer.startswith((b"{", b"[", b'"')):
                 end = _closed(self._buffer)
             else:
                 scalar = _SCALAR.match(self._buffer)
                 end = scalar.end() if scalar else 0
             if end:
-                value = self._buffer[:end]
+                value = bytes(self._buffer[:end])
                 self._drop(end)
                 return value
             if not self._more():
@@ -226,7 +229,7 @@ class TraceFile(Generic[E]):
     def _array(self) -> Iterator[list[E]]:
         """Give the events of the array that begins here, and pass over its end."""
         while True:
-            self._fill(CHUNK)
+            self._fill(CHUNK, b" ")
             split = self._split()
             if split is not None:
                 yield split
@@ -243,12 +246,16 @@ class TraceFile(Generic[E]):
 
     def _split(self) -> list[E] | None:
         """Decode up to the last boundary between two events, and drop that; None where no boundary can be proved."""
-        window = max(len(self._buffer) - (64 << 10), 0)
-        candidates = [(m.start() + 1, m.end()) for m in _BOUNDARY.finditer(self._buffer, window)][:-4:-1]
+        buffer = self._buffer
+        window = max(len(buffer) - (64 << 10), 0)
+        candidates = [(m.start() + 1, m.end()) for m in _BOUNDARY.finditer(buffer, window)][:-4:-1]
         for repair in (True,) if self._repair else (False, True):
             for end, following in candidates:
-                array = b"".join((b"[", memoryview(self._buffer)[:end], b"]"))
-                events = self._try(_repaired(array) if repair else array)
+                # The brackets of an array take the place of what stands around the events: copying takes longer.
+                around, buffer[0], buffer[end] = (buffer[0], buffer[end]), _OPEN, _CLOSE
+                array = memoryview(buffer)[: end + 1]
+                events = self._try(_repaired(bytes(array)) if repair else array)
+                buffer[0], buffer[end] = around
                 if events is not None:
                     self._repair = repair
                     self._drop(following)
@@ -267,14 +274,14 @@ class TraceFile(Generic[E]):
         self.unreadable += alone.count(None)
         return [event for one in alone if one is not None for event in one]
 
-    def _try(self, array: bytes) -> list[E] | None:
+    def _try(self, array: bytes | memoryview) -> list[E] | None:
         try:
             return self._decode(array)
         except NOT_JSON:
             return None
 
 
-def _closed(buffer: bytes) -> int:
+def _closed(buffer: bytearray) -> int:
     """Give where the bracketed value or the text that begins the buffer ends, 0 where it does not."""
     depth = 0
     for token in _TOKEN.finditer(buffer):
@@ -290,7 +297,7 @@ def _closed(buffer: bytes) -> int:
     return 0
 
 
-def _elements(buffer: bytes) -> tuple[list[tuple[int, int]], int, bool]:
+def _elements(buffer: bytearray) -> tuple[list[tuple[int, int]], int, bool]:
     """Give the bracketed elements from an array's inside, where they end, and whether the array is closed there."""
     found: list[tuple[int, int]] = []
     depth = begin = end = 0

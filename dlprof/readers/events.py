@@ -91,11 +91,11 @@ class BlurredTimes(Exception):  # noqa: N818 - not an error: the file is read ag
     """Times were decoded as float64 that are too large for it: the file must be read with `exact`."""
 
 
-def decoder(exact: bool) -> Callable[[bytes], list[Event]]:
+def decoder(exact: bool) -> Callable[[bytes | memoryview], list[Event]]:
     """Give a function that decodes an array of events; an exact one keeps the digits of every time, and is slower."""
     decode_all: Any = msgspec.json.Decoder(list[ExactEvent] if exact else list[TypedEvent]).decode
 
-    def decode(array: bytes) -> list[Event]:
+    def decode(array: bytes | memoryview) -> list[Event]:
         try:
             return decode_all(array)  # type: ignore[no-any-return]
         except msgspec.ValidationError:
@@ -109,7 +109,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _number = msgspec.json.Decoder(Decimal)
 
 
-def _lenient(array: bytes) -> list[Event]:
+def _lenient(array: bytes | memoryview) -> list[Event]:
     """Decode events whose fields have unexpected types: take what can be taken, leave out what is no event."""
     events: list[Event] = []
     for element in _elements.decode(array):
