@@ -152,7 +152,7 @@ class TraceFile(Generic[E]):
             self._packing = "the gzip data are damaged"
 
     def _fill(self, size: int, before: bytes = b"") -> None:
-        """Hold at least so many bytes, or all that are left; and what is to stand before them, where they are events."""
+        """Hold at least so many bytes, or all that are left; `before` stands before them, where they are events."""
         if self._limit is not None:
             size = min(size, self._limit)
         parts: list[bytes | bytearray] = [before, self._buffer]
