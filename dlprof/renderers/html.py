@@ -19,7 +19,7 @@ from typing import Any
 from jinja2 import Environment, Template
 from markupsafe import Markup, escape
 
-from dlprof.renderers import figures, words
+from dlprof.renderers import drawing, figures, parts, words
 from dlprof.result import SAVING, Outcome, Result
 
 
@@ -41,13 +41,13 @@ class Card:
     speedup: str
     width: float  # the saving as a part of the step, in percent
     where: str
-    evidence: figures.Figure | None
+    evidence: drawing.Figure | None
 
 
 def render(result: Result) -> str:
     """Give the page as text. Write it as UTF-8 with Unix line ends: its policy holds the hashes of its scripts."""
-    figure_of: dict[str, figures.Figure] = {}
-    stack = figures.stack(result)
+    figure_of: dict[str, drawing.Figure] = {}
+    stack = parts.stack(result)
     if stack:
         figure_of["where"] = stack
     cards = []
@@ -79,7 +79,7 @@ def render(result: Result) -> str:
         unit=words.unit(result),
         result=result,
         stack=stack,
-        device=figures.device(result),
+        device=parts.device(result),
         cards=cards,
         together=words.together(result),
         panels=panels,
@@ -97,7 +97,7 @@ def render(result: Result) -> str:
     )
 
 
-def _card(number: int, outcome: Outcome, evidence: figures.Figure | None) -> Card:
+def _card(number: int, outcome: Outcome, evidence: drawing.Figure | None) -> Card:
     share = outcome.share if 0 <= outcome.share <= 1 else 0.0  # False for NaN as well
     return Card(
         number,
@@ -217,13 +217,13 @@ def _colours() -> Markup:
 
     def block(dark: bool) -> str:
         named = {
-            "ink": figures.INK,
-            "mute": figures.MUTE,
-            "line": figures.LINE,
-            "card": figures.CARD,
-            "hot": figures.HOT,
+            "ink": drawing.INK,
+            "mute": drawing.MUTE,
+            "line": drawing.LINE,
+            "card": drawing.CARD,
+            "hot": drawing.HOT,
         }
-        known = {k: figures.DARK[v] if dark else v for k, v in named.items()}
+        known = {k: drawing.DARK[v] if dark else v for k, v in named.items()}
         known |= {f"c-{k}": v.dark if dark else v.light for k, v in words.DRAWN.items()}
         return "".join(f"--{k}:{v};" for k, v in known.items())
 
@@ -233,7 +233,7 @@ def _colours() -> Markup:
 
 def _data(specs: dict[str, Any]) -> Markup:
     """The figures as JSON that stays inside its script element and is valid in any HTML parser."""
-    text = json.dumps({"figures": specs, "dark": figures.DARK}, separators=(",", ":"), allow_nan=False)
+    text = json.dumps({"figures": specs, "dark": drawing.DARK}, separators=(",", ":"), allow_nan=False)
     # With all but ASCII escaped already (U+2028 and U+2029 too), these three are what HTML could read.
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.renderers import figures, html
+from dlprof.renderers import drawing, html
 from tests.renderers import results
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
@@ -133,7 +133,7 @@ def test_attacks_run_nothing_and_show_as_text(opened: Open) -> None:
     assert "<script>alert(1)</script>" in ticks
 
 
-@pytest.mark.parametrize(("theme", "ink"), [("light", figures.INK), ("dark", figures.DARK[figures.INK])])
+@pytest.mark.parametrize(("theme", "ink"), [("light", drawing.INK), ("dark", drawing.DARK[drawing.INK])])
 def test_page_and_figures_follow_the_theme(opened: Open, theme: str, ink: str) -> None:
     browser = opened("ddp", theme)
     rgb = f"rgb({int(ink[1:3], 16)}, {int(ink[3:5], 16)}, {int(ink[5:], 16)})"

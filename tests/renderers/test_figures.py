@@ -9,13 +9,13 @@ from typing import Any
 import plotly.graph_objects as go  # type: ignore[import-untyped]
 import pytest
 
-from dlprof.renderers import figures, words
+from dlprof.renderers import bars, drawing, figures, lines, parts, timeline, words
 from dlprof.result import Panel, Result
 from tests.renderers import results
 
 
-def every_figure(result: Result) -> list[figures.Figure]:
-    stack = figures.stack(result)
+def every_figure(result: Result) -> list[drawing.Figure]:
+    stack = parts.stack(result)
     evidence = [figures.panel(o.evidence) for o in result.found if o.evidence]
     return [f for f in ([stack] if stack else []) + evidence + [figures.panel(p) for p in result.panels] if f.spec]
 
@@ -56,7 +56,7 @@ def test_every_figure_says_what_it_shows_and_has_a_table() -> None:
 
 
 def test_the_stack_holds_each_rank_and_its_parts_add_up_to_the_step() -> None:
-    figure = figures.stack(results.ddp())
+    figure = parts.stack(results.ddp())
     assert figure is not None
     assert figure.spec is not None
     traces = figure.spec["data"]
@@ -68,31 +68,31 @@ def test_the_stack_holds_each_rank_and_its_parts_add_up_to_the_step() -> None:
 
 
 def test_no_divided_step_no_stack() -> None:
-    assert figures.stack(results.empty()) is None
+    assert parts.stack(results.empty()) is None
 
 
 @pytest.mark.parametrize("ranks", [16, 17, 128, 129, 1000])
 def test_the_stack_stays_readable_for_any_number_of_ranks(ranks: int) -> None:
-    figure = figures.stack(results.many(ranks))
+    figure = parts.stack(results.many(ranks))
     assert figure is not None
     assert figure.spec is not None
     layout = figure.spec["layout"]
     bars = len(figure.spec["data"][0]["x"])
-    assert bars <= figures.SINGLE_RANKS
+    assert bars <= parts.SINGLE_RANKS
     assert layout["height"] <= 1000
     assert len(layout["yaxis"]["tickvals"]) <= 30
-    assert bool(figure.note) == (ranks > figures.SINGLE_RANKS)
-    if ranks > figures.SINGLE_RANKS:  # the slow one still stands by itself
+    assert bool(figure.note) == (ranks > parts.SINGLE_RANKS)
+    if ranks > parts.SINGLE_RANKS:  # the slow one still stands by itself
         assert layout["yaxis"]["ticktext"][0] == "rank 37"
         assert figure.spec["data"][0]["x"][0] == pytest.approx(0.9 * 512)
 
 
 def test_the_device_table_starts_with_the_mean_and_its_parts_are_shares_of_the_span() -> None:
-    table = figures.device(results.ddp())
+    table = parts.device(results.ddp())
     assert table is not None
     assert [row[0] for row in table.rows] == ["mean", "0", "1", "2", "3"]
     assert table.rows[2][3].replace(words.NBSP, " ").endswith("· 4.0 %")
-    assert figures.device(results.healthy()) is None
+    assert parts.device(results.healthy()) is None
 
 
 def test_few_bars_lie_and_many_stand() -> None:
@@ -102,9 +102,9 @@ def test_few_bars_lie_and_many_stand() -> None:
     assert many is not None
     assert (few["data"][0]["orientation"], few["data"][0]["x"]) == ("h", [1.5, 3.0])
     assert few["layout"]["xaxis"]["ticksuffix"].strip() == "ms"
-    assert few["data"][0]["marker"]["color"] == [figures.SERIES[0], words.LOOKS["copy"].light]
+    assert few["data"][0]["marker"]["color"] == [drawing.SERIES[0], words.LOOKS["copy"].light]
     assert many["data"][0]["orientation"] == "v"
-    assert len(many["data"][0]["y"]) <= figures.BARS
+    assert len(many["data"][0]["y"]) <= bars.BARS
     assert max(many["data"][0]["y"]) == 999
 
 
@@ -119,12 +119,12 @@ def test_thinned_lines_keep_every_spike_and_short_ones_every_point() -> None:
     values: list[float | None] = [1.0] * 50_000
     values[12_345], values[40_001] = 99.0, -99.0
     values[20_000:21_000] = [None] * 1000
-    keep = figures.downsample(values, 2000)
+    keep = lines.downsample(values, 2000)
     assert len(keep) <= 2000
     assert {0, 12_345, 40_001, 49_999} <= set(keep)
     assert any(values[i] is None for i in keep)
     assert keep == sorted(keep)
-    assert figures.downsample(values[:100], 2000) == list(range(100))
+    assert lines.downsample(values[:100], 2000) == list(range(100))
 
 
 def test_lines_keep_to_the_points_of_a_screen_and_say_so() -> None:
@@ -132,7 +132,7 @@ def test_lines_keep_to_the_points_of_a_screen_and_say_so() -> None:
     figure = figures.panel(panel)
     assert figure.spec is not None
     a, wait = figure.spec["data"]
-    assert max(len(a["x"]), len(wait["x"])) <= figures.POINTS
+    assert max(len(a["x"]), len(wait["x"])) <= lines.POINTS
     assert "Thinned" in figure.note
     assert wait["line"]["color"] == words.LOOKS["input_wait"].light
     assert a["line"]["color"] not in {look.light for look in words.LOOKS.values()}
@@ -163,7 +163,7 @@ def test_a_crowded_timeline_keeps_the_longest_spans_and_loses_no_lane() -> None:
     figure = figures.panel(Panel("timeline", "t", rows))
     assert figure.spec is not None
     trace = figure.spec["data"][0]
-    assert len(trace["x"]) <= figures.SPANS
+    assert len(trace["x"]) <= timeline.SPANS
     assert any(text.startswith("k4321 ·") for text in trace["hovertext"])
     assert any("short spans, together" in text for text in trace["hovertext"])
     assert set(trace["y"]) == set(range(7))
@@ -171,8 +171,8 @@ def test_a_crowded_timeline_keeps_the_longest_spans_and_loses_no_lane() -> None:
 
 
 def test_spans_drawn_together_cover_each_of_their_own_and_no_other_lane() -> None:
-    spans = [figures._Span(f"lane {i % 3}", i * 7.0, 1 + i % 5, str(i), ("copy", "host")[i % 2]) for i in range(9000)]
-    drawn, note = figures.merge(spans, 300)
+    spans = [timeline.Span(f"lane {i % 3}", i * 7.0, 1 + i % 5, str(i), ("copy", "host")[i % 2]) for i in range(9000)]
+    drawn, note = timeline.merge(spans, 300)
     assert note
     assert len(drawn) <= 300
     for span in spans[::50]:
@@ -182,7 +182,7 @@ def test_spans_drawn_together_cover_each_of_their_own_and_no_other_lane() -> Non
             and span.start + span.dur <= d.start + d.dur
             for d in drawn
         )
-    assert figures.merge(spans[:300], 300) == (spans[:300], "")
+    assert timeline.merge(spans[:300], 300) == (spans[:300], "")
 
 
 def test_columns_of_figures_are_told_from_columns_of_words() -> None:
@@ -195,7 +195,7 @@ def test_long_tables_are_cut_with_a_word_and_cells_carry_units() -> None:
         "table", "t", tuple((f"r{i}", 1.5e6, 0.25, 2048) for i in range(80)), ("name", "mean_ns", "x_share", "n_bytes")
     )
     table = figures.panel(panel).table
-    assert len(table.rows) == figures.ROWS
+    assert len(table.rows) == drawing.ROWS
     assert table.note == "30 more rows are in result.json."
     assert table.columns == ("name", "mean", "x share", "n")
     assert [c.replace(words.NBSP, " ") for c in table.rows[0]] == ["r0", "1.50 ms", "25 %", "2.05 kB"]
@@ -218,5 +218,5 @@ def test_text_on_a_bar_stands_out_in_both_themes() -> None:
 
     for look in words.DRAWN.values():
         for background in (look.light, look.dark):
-            low, high = sorted((luminance(figures.inside(look.light)), luminance(background)))
+            low, high = sorted((luminance(drawing.inside(look.light)), luminance(background)))
             assert (high + 0.05) / (low + 0.05) >= 3, look.name  # WCAG 2.1, 1.4.11

@@ -1,0 +1,122 @@
+"""Lines over steps or time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dlprof import units
+from dlprof.renderers import words
+from dlprof.renderers.drawing import (
+    LANES,
+    MUTE,
+    SERIES,
+    Figure,
+    axis,
+    drawn,
+    layout,
+    number,
+    plain_table,
+    rounded,
+)
+from dlprof.result import Panel
+
+POINTS = 2_000  # of one line: about two for each pixel of a wide figure
+ALL_POINTS = 12_000  # of all lines of a figure
+
+
+def lines(evidence: Panel) -> Figure:
+    """A line for each column after the first; a column named like a category has its colour."""
+    names = [words.plain(c, 60) for c in evidence.columns[1:]]
+    width = max([len(names), *(len(row) - 1 for row in evidence.rows)], default=0)
+    names += [f"series {i + 1}" for i in range(len(names), width)]
+    beyond = max(width - LANES, 0)
+    width -= beyond
+    names = names[:width]
+    x_name = evidence.columns[0] if evidence.columns else ""
+    numbers = [number(row[0]) if row else None for row in evidence.rows]
+    named = any(n is None for n in numbers)
+    xs: list[float] = [float(i) if named else n or 0.0 for i, n in enumerate(numbers)]
+    columns = [[number(row[i + 1]) if len(row) > i + 1 else None for row in evidence.rows] for i in range(width)]
+    given = words.plain(evidence.unit, 24)
+    largest = max((abs(v) for column in columns for v in column if v is not None), default=0.0)
+    divisor, unit = units.scale(given, largest)
+    x_divisor, x_unit = units.scale(words.suffix(x_name), max((abs(x) for x in xs), default=0.0))
+    room = min(POINTS, max(200, ALL_POINTS // max(width, 1)))
+    data = []
+    thinned = False
+    for i, (name, column) in enumerate(zip(names, columns, strict=True)):
+        keep = downsample(column, room)
+        thinned = thinned or len(keep) < len(column)
+        known = evidence.columns[i + 1] in words.LOOKS if i + 1 < len(evidence.columns) else False
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines" if len(keep) > 40 else "lines+markers",
+                "name": drawn(words.look(name).name if known else name, 40),
+                "x": [rounded(xs[k] / x_divisor) for k in keep],
+                "y": [rounded(v / divisor) if (v := column[k]) is not None else None for k in keep],
+                "line": {
+                    "color": words.look(name).light if known else SERIES[i % len(SERIES)],
+                    "width": 1.6 if width <= 6 else 1,
+                    "dash": "solid" if known else ("solid", "dot", "dash")[i // len(SERIES) % 3],
+                },
+                "marker": {"size": 5},
+            }
+        )
+    x_axis = axis(x_unit, showgrid=False, fixedrange=False, nticks=10)
+    x_axis["title"] = {"text": drawn(words.header(x_name), 80), "standoff": 6, "font": {"size": 12, "color": MUTE}}
+    if named and evidence.rows:
+        ticks = list(range(0, len(xs), math.ceil(len(xs) / 8)))
+        x_axis |= {"tickvals": ticks, "ticktext": [drawn(evidence.rows[k][0], 14) for k in ticks]}
+    arranged = layout(
+        260,
+        64,
+        xaxis=x_axis,
+        yaxis=axis(unit, rangemode="tozero", nticks=6),
+        hovermode="x unified" if width <= 8 else "closest",
+        dragmode="zoom",
+    )
+    arranged["margin"]["b"] = 46
+    if 1 < width <= 12:
+        arranged |= {
+            "showlegend": True,
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"color": MUTE}},
+        }
+        arranged["margin"]["t"] = 34
+    rows = []
+    for name, column in zip(names, columns, strict=True):
+        known_values = [v for v in column if v is not None]
+        if known_values:
+            mean = sum(known_values) / len(known_values)
+            figures = [words.quantity(v, given) for v in (min(known_values), mean, max(known_values))]
+            rows.append((name, f"{len(known_values):,}", *figures))
+        else:
+            rows.append((name, "0", units.UNKNOWN, units.UNKNOWN, units.UNKNOWN))
+    table = plain_table(("line", "points", "least", "mean", "most"), rows)
+    table = replace(table, numeric=(False, True, True, True, True))
+    label = (
+        f"Lines: {words.plain(evidence.title, 160)}; {words.counted(width, 'line')} over {len(evidence.rows):,} points."
+    )
+    note = "Thinned to what a screen can show: the least and the most of each stretch are kept." if thinned else ""
+    note += f" {beyond:,} more lines are in result.json." if beyond else ""
+    return Figure("", label, {"data": data, "layout": arranged}, table, (), note)
+
+
+def downsample(values: Sequence[float | None], room: int) -> list[int]:
+    """Give the places to keep, at most `room`: of each stretch the least and the most, of each gap the first."""
+    n = len(values)
+    if n <= room:
+        return list(range(n))
+    stretches = max(room // 2 - 1, 1)
+    keep = {0, n - 1}
+    for s in range(stretches):
+        stretch = range(n * s // stretches, n * (s + 1) // stretches)
+        known = [i for i in stretch if values[i] is not None]
+        if known:
+            keep.add(min(known, key=lambda i: values[i] or 0.0))
+            keep.add(max(known, key=lambda i: values[i] or 0.0))
+        if len(known) < len(stretch) and not known:
+            keep.add(stretch[0])
+    return sorted(keep)

@@ -1,0 +1,191 @@
+"""Where the step goes: its exclusive parts a rank, and what the devices did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dlprof import units
+from dlprof.renderers import words
+from dlprof.renderers.drawing import CARD, FONT, HOT, Figure, Table, axis, drawn, inside, layout, margin, rounded
+from dlprof.result import Outcome, Result, TimePart
+
+MARKED = 4  # ranks of one finding are pointed at; more would hide each other
+LABELLED_RANKS = 16  # have a bar with a label each
+SINGLE_RANKS = 128  # have a bar each; beyond, neighbours share one
+
+
+def stack(result: Result) -> Figure | None:
+    """Give the parts of the mean step as one stacked bar a rank, or None where nothing divided the step.
+
+    Up to LABELLED_RANKS bars carry label and percentages; beyond, they are thin; beyond SINGLE_RANKS neighbouring ranks
+    share one (their mean), and the most unlike ranks are drawn by themselves above.
+    """
+    parts = words.by_rank(result.time)
+    if not parts:
+        return None
+    categories = words.ordered(p for of_rank in parts.values() for p in of_rank)
+    bars, note = _stack_bars(result, parts)
+    waits = {f"rank {rank}": of_rank for rank, of_rank in words.waits_for(result).items()}
+    largest = max(sum(max(ns, 0.0) for ns in bar.values()) for _, bar in bars)
+    divisor, unit = units.scale("ns", largest)
+    roomy = len(bars) <= LABELLED_RANKS
+    height = (30 if roomy else 9 if len(bars) <= 72 else 6) * len(bars) + 36
+    each = words.unit(result)
+    data = []
+    for category in categories:
+        look = words.look(category)
+        values = [max(bar.get(category, 0.0), 0.0) for _, bar in bars]
+        totals = [sum(max(v, 0.0) for v in bar.values()) or 1.0 for _, bar in bars]
+        trace: dict[str, Any] = {
+            "type": "bar",
+            "orientation": "h",
+            "name": drawn(look.name),
+            "y": list(range(len(bars))),
+            "x": [rounded(v / divisor) for v in values],
+            "marker": {"color": look.light, "line": {"color": CARD, "width": 1 if roomy else 0}},
+            "hoverinfo": "text",
+            "hovertext": [
+                drawn(
+                    f"{label} · {look.name}: {words.duration(v)}, {words.percent(v / total)} of the {each}"
+                    + (_waiting(waits.get(label, {})) if category == "communication" else "")
+                )
+                for (label, _), v, total in zip(bars, values, totals, strict=True)
+            ],
+        }
+        if roomy:
+            trace |= {
+                "text": [words.about(v / t) if v / t >= 0.06 else "" for v, t in zip(values, totals, strict=True)],
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "textangle": 0,
+                "insidetextfont": {"size": 11.5, "color": inside(look.light), "family": FONT},
+            }
+        data.append(trace)
+    every = 1 if roomy else max(1, math.ceil(len(bars) / 16))
+    ticks = [i for i in range(len(bars)) if i % every == 0 or (not roomy and bars[i][0].startswith("rank") and note)]
+    labels = [bars[i][0] for i in ticks]
+    arranged = layout(
+        height,
+        margin(labels),
+        barmode="stack",
+        bargap=0.28 if roomy else 0.08,
+        xaxis=axis(unit, range=[0, rounded(largest / divisor)], nticks=8),
+        yaxis=axis(autorange="reversed", tickvals=ticks, ticktext=[drawn(t, 24) for t in labels], showgrid=False),
+        annotations=_marks(result.found, bars, divisor),
+    )
+    if arranged["annotations"]:
+        arranged["margin"]["r"] = 92 if roomy else 142
+    shown = ", ".join(
+        f"{words.look(c).name} {words.about(s)}" for c, s in list(words.mean_shares(result.time).items())[:4]
+    )
+    label = (
+        f"Stacked bars of the parts of the mean {each}, {words.counted(len(bars), 'bar')}. Mean over ranks: {shown}."
+    )
+    return Figure(
+        "",
+        words.plain(label, 400),
+        {"data": data, "layout": arranged},
+        _stack_table(parts, categories),
+        tuple(categories),
+        note,
+    )
+
+
+def _waiting(waits: Mapping[int, float]) -> str:
+    """Say how much of a rank's communication is waiting, and for whom most."""
+    if not waits:
+        return ""
+    culprit = next(iter(waits))
+    most = f", most of it for rank {culprit}" if culprit >= 0 and len(waits) > 1 else ""
+    most = f" for rank {culprit}" if culprit >= 0 and len(waits) == 1 else most
+    return f" ({words.duration(sum(waits.values()))} of it waiting{most})"
+
+
+def _stack_bars(
+    result: Result, parts: Mapping[int, Mapping[str, TimePart]]
+) -> tuple[list[tuple[str, Mapping[str, float]]], str]:
+    """What each bar is called and holds in ns, and a note where ranks share bars."""
+    single = {rank: {c: p.ns for c, p in of_rank.items()} for rank, of_rank in parts.items()}
+    if len(parts) <= SINGLE_RANKS:
+        return [(f"rank {rank}", bar) for rank, bar in single.items()], ""
+    size = math.ceil(len(parts) / (SINGLE_RANKS // 2))
+    order = list(parts)
+    bars: list[tuple[str, Mapping[str, float]]] = [
+        (f"rank {r}", single[r]) for r in sorted(words.outliers(result.time, 8))
+    ]
+    unlike = len(bars)
+    for i in range(0, len(order), size):
+        group = order[i : i + size]
+        names = {c for r in group for c in single[r]}
+        mean = {c: sum(single[r].get(c, 0.0) for r in group) / len(group) for c in names}
+        bars.append((f"{group[0]}–{group[-1]}", mean))
+    note = f"Each bar is the mean of {size} neighbouring ranks"
+    return bars, note + (f"; the {unlike} most unlike the others stand above by themselves." if unlike else ".")
+
+
+def _marks(
+    found: Sequence[Outcome], bars: Sequence[tuple[str, Mapping[str, float]]], divisor: float
+) -> list[dict[str, Any]]:
+    """Beside its bar, the numbers of the findings that lie with a few ranks, and not with all."""
+    marks: dict[str, list[str]] = {}
+    for number, outcome in enumerate(found, 1):
+        if 0 < len(outcome.ranks) <= min(MARKED, len(bars) - 1):
+            for rank in outcome.ranks:
+                marks.setdefault(f"rank {rank}", []).append(str(number))
+    return [
+        {
+            "x": rounded(sum(max(ns, 0.0) for ns in bar.values()) / divisor),
+            "xref": "x",
+            "xanchor": "left",
+            "xshift": 8,
+            "y": i,
+            "yref": "y",
+            "showarrow": False,
+            "text": f"◀ {label + ': ' if len(bars) > LABELLED_RANKS else ''}finding {', '.join(marks[label])}",
+            "font": {"size": 12, "color": HOT},
+        }
+        for i, (label, bar) in enumerate(bars)
+        if label in marks
+    ]
+
+
+def _stack_table(parts: Mapping[int, Mapping[str, TimePart]], categories: Sequence[str]) -> Table:
+    rows = []
+    for rank, of_rank in list(parts.items())[:SINGLE_RANKS]:
+        cells = []
+        for category in categories:
+            part = of_rank.get(category)
+            cells.append("" if part is None else f"{words.duration(part.ns)} · {words.percent(part.share)}")
+        rows.append((str(rank), *cells))
+    left = len(parts) - len(rows)
+    note = f"{left} more ranks are in result.json." if left else ""
+    return Table(
+        ("rank", *(words.look(c).name for c in categories)), tuple(rows), (False, *(True for _ in categories)), note
+    )
+
+
+def device(result: Result) -> Table | None:
+    """Give the partition of each rank's device span, the mean over ranks first, or None where no device was traced."""
+    spans = [d for d in result.device if d.span_ns > 0]
+    if not spans:
+        return None
+
+    def cells(name: str, span: float, *values: float) -> tuple[str, ...]:
+        return (name, words.duration(span), *(f"{words.duration(v)} · {words.percent(v / span)}" for v in values))
+
+    rows = [
+        cells(str(d.rank), d.span_ns, d.computation_ns, d.exposed_communication_ns, d.exposed_copy_ns, d.idle_ns)
+        for d in spans[:SINGLE_RANKS]
+    ]
+    if len(spans) > 1:
+        sums = [
+            sum(getattr(d, f"{part}_ns") for d in spans) / len(spans)
+            for part in ("span", "computation", "exposed_communication", "exposed_copy", "idle")
+        ]
+        rows.insert(0, cells("mean", *sums))
+    left = len(spans) - SINGLE_RANKS
+    note = f"{left} more ranks are in result.json." if left > 0 else ""
+    columns = ("rank", "span", "computation", "exposed communication", "exposed copies", "idle")
+    return Table(columns, tuple(rows), (False, *(True,) * 5), note)
