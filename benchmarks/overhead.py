@@ -28,6 +28,9 @@ PEERS = Path(".bench/bin")
 # What a step of 5 ms sleeps, about, after its work.
 PAUSE_S = 0.003
 
+# What every recording adds to a step, in one process: the one line a step alone, and with all that is on by default.
+PAIRED = {"the light layer": ("Facts", "Steps"), "every source inside a rank": None}
+
 # Steps before the window, which opens after 2 more to warm up, and how many it traces.
 BEFORE, TRACED = 100, 30
 
@@ -151,8 +154,12 @@ def pause(script: Path, python: Path, step_ms: int) -> float:
     return float(json.loads(out.read_text()))
 
 
-def paired_us(pause_s: float, blocks: int = 100, steps: int = 40) -> tuple[float, float, float]:
+def paired_us(
+    pause_s: float, only: Sequence[str] | None, blocks: int = 100, steps: int = 40
+) -> tuple[float, float, float]:
     """Give the µs of a step without recording, those that recording adds to it, and the standard error of these.
+
+    `only` names the collectors that record; None: all.
 
     In one process, which alternates between blocks of steps with all that recording has put into torch in its place,
     and blocks with what was there before: two processes that run the same script differ by more than what is measured.
@@ -197,7 +204,7 @@ def paired_us(pause_s: float, blocks: int = 100, steps: int = 40) -> tuple[float
         optimizers._global_optimizer_post_hooks,
     ]
     with tempfile.TemporaryDirectory() as folder:
-        hooks.install(folder, COLLECTORS)
+        hooks.install(folder, [c for c in COLLECTORS if only is None or c.__name__ in only])
         for _ in range(50):
             step()
         now = _attributes()
@@ -248,7 +255,16 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--seconds", type=float, default=3.0, help="of training in each run")
     options.add_argument("--steps", type=int, nargs="*", default=STEPS_MS, help="lengths of a step, in ms")
+    options.add_argument("--paired", choices=list(PAIRED), help="only what recording adds to a step in one process")
     args = options.parse_args()
+    if args.paired:
+        plain_us, added_us, error_us = paired_us(PAUSE_S, PAIRED[args.paired])
+        print(
+            f"in one process, {args.paired} adds {added_us:.0f} ± {error_us:.0f} µs to {plain_us:.0f} µs of work",
+            end="",
+        )
+        print(f" in 51 modules: {added_us / 50:.2f} % of 5 ms")
+        return
     python = PEERS / "python"
     if not python.exists():
         python = Path(sys.executable)
@@ -271,10 +287,9 @@ def main() -> None:
             print(f"\nstep of {step_ms} ms: mean step ÷ plain (least … most of {args.rounds} rounds)")
             for name, found in ratios.items():
                 print(f"{name:44}{statistics.median(found):.3f} ({min(found):.3f} … {max(found):.3f})", flush=True)
-    plain_us, added_us, error_us = paired_us(PAUSE_S)
-    print(
-        f"\nin one process: every step adds {added_us:.0f} ± {error_us:.0f} µs to {plain_us:.0f} µs of work, 51 modules"
-    )
+    for what in PAIRED:
+        # Each in a process of its own: what hangs on PyTorch is hung there once.
+        subprocess.run([sys.executable, "-m", "benchmarks.overhead", "--paired", what], check=True)
 
 
 if __name__ == "__main__":
