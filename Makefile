@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 TORCH_FLAGS ?=
 
-.PHONY: demo test test-all check format lint types contracts bench accuracy clean
+.PHONY: demo test test-all check format lint types contracts bench accuracy reports clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml Makefile
@@ -52,9 +52,13 @@ contracts: $(VENV)/.ready
 bench: $(VENV)/.ready .bench/.ready
 	$(BIN)/python -m benchmarks
 
-# An hour of recordings on two cores: every fault that the machine can show, in turn with healthy runs.
+# Some hours of recordings on two cores: every fault that the machine can show, in turn with healthy runs. It goes on
+# where it was stopped. HOW="--minutes 30", "--only FAULT --again", …: `python -m benchmarks.accuracy --help`.
 accuracy: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.accuracy
+	$(BIN)/python -m benchmarks.accuracy $(HOW)
+
+reports: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.reports $(HOW)
 
 clean:
 	rm -rf $(VENV) .bench runs data dlprof-report build *.egg-info

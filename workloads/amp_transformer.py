@@ -28,14 +28,16 @@ from torch.utils.data import DataLoader, Dataset
 # What can be planted, and the dlprof rule that must notice it. Each is one `if args.fault == ...` below.
 FAULTS = {
     "data_parallel": "data_parallel",  # one process drives all GPUs, and copies the model to each in every step
-    # DDP looks in every step for parameters without a gradient, and there are none. Beside large layers that is little;
-    # it shows with --layers 12 --width 64 --length 16 --batch-size 2.
-    "find_unused": "unused_parameters",
+    "find_unused": "unused_parameters",  # DDP looks for parameters without a gradient in every step: there are none
     "full_precision": "fp32_matmul",  # neither autocast nor TF32
     "loop_optimizer": "unfused_optimizer",  # AdamW takes one parameter after the other
     "odd_shapes": "misaligned_shapes",  # widths and lengths that are no multiple of 8
     "tiny_batch": "small_kernels",  # so little work in each kernel that launching it takes longer
 }
+# What else a fault needs, to cost more than a little.
+SHOWN_WITH = {"find_unused": "--layers 12 --width 64 --length 16 --batch-size 2"}
+# A step with it does less than any healthy one: none says how long it would take without.
+OTHER_STEP = ("tiny_batch",)
 NEEDS_GPU = ("full_precision", "odd_shapes", "tiny_batch")
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")

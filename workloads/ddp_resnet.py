@@ -63,6 +63,8 @@ HEALTHY = {
     "checkpoints": "--checkpoint-every 50",
     "two_workers": "--workers 2",
 }
+# A step with it does less than any healthy one: none says how long it would take without.
+OTHER_STEP = ("small_batch",)
 NEEDS_GPU = ("blocking_copies", "item_every_step", "pageable", "small_batch", "tight_memory")
 NEEDS_TWO_RANKS = ("blocking_allreduce", "slow_loader_one_rank", "slow_rank", "tiny_buckets")
 

@@ -43,6 +43,7 @@ HEALTHY = {
     "tar": "--storage tar",
 }
 NEEDS_GPU = ("blocking_copies", "pageable")
+RANKS = 1  # no distributed job
 
 WIDTH = 512  # numbers of a record
 CLASSES = 10

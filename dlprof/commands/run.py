@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -29,7 +29,7 @@ def print_list(ctx: click.Context, _param: click.Parameter, asked: bool) -> None
     if not scripts:
         raise DlprofError(NO_WORKLOADS)
     for script in scripts:
-        faults = constant(script, "FAULTS")
+        faults = constant(script, "FAULTS") or {}
         width = max(map(len, faults), default=0)
         click.echo(f"{script.stem}: {covers(script)}")
         for fault, rule in faults.items():
@@ -62,22 +62,23 @@ def run(
 ) -> None:
     """Run WORKLOAD, a path or a name that --list shows, on several ranks and print where its time goes.
 
-    With neither --gpus nor --procs: one rank on each GPU there is, else 2 ranks on the CPU. What stands after -- goes
-    to the workload.
+    With neither --gpus nor --procs: one rank on each GPU there is, else 2 ranks on the CPU; those that are no
+    distributed job have one. What stands after -- goes to the workload.
     """
     if gpus and procs:
         raise click.UsageError("--gpus and --procs exclude each other")
     script = find_workload(workload)
-    known = constant(script, "FAULTS") if fault else {}
+    known = constant(script, "FAULTS")
     if fault and known and fault not in known:
         raise DlprofError(f"{script.stem} has no fault {fault}; there are: {', '.join(known)}")
+    usual = constant(script, "RANKS")
     there = 0 if procs else count_gpus()
     if gpus and gpus > there:
         raise DlprofError(
             f"--gpus {gpus}: there {'is' if there == 1 else 'are'} {there} here; --procs N runs on the CPU"
         )
-    on_gpus = gpus or (there if not procs else 0)
-    ranks = on_gpus or procs or 2
+    on_gpus = gpus or (min(there, usual or there) if not procs else 0)
+    ranks = on_gpus or procs or usual or 2
     env = dict(os.environ)
     if not on_gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""
@@ -118,15 +119,17 @@ def workloads() -> list[Path]:
     return [found[name] for name in sorted(found)]
 
 
-def constant(script: Path, name: str) -> dict[str, str]:
-    """Give a dict of texts that a workload defines, without running it; empty where it defines none."""
+def constant(script: Path, name: str) -> Any:
+    """Give what a workload sets a name to, literally, without running it; None where it sets no such name.
+
+    FAULTS: of each fault, the rule that must notice it. RANKS: how many it is made for, where any other number is odd.
+    """
     import ast
 
     for node in _parsed(script).body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
-            value: dict[str, str] = ast.literal_eval(node.value)
-            return value
-    return {}
+            return ast.literal_eval(node.value)
+    return None
 
 
 def covers(script: Path) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.reports import PLOTLY, sharing
 from dlprof.renderers import drawing, html
 from tests.renderers import results
 
@@ -97,6 +99,18 @@ def test_the_page_draws_every_figure_without_complaint_or_request(opened: Open, 
     assert all(chart.get_attribute("data-drawn") == "yes" for chart in charts)
     assert complaints(browser) == []
     assert [url for url in requests(browser) if not url.startswith("file://")] == []
+
+
+def test_a_page_that_shares_plotly_with_others_draws_every_figure(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(sharing(html.render(results.ddp()), PLOTLY), encoding="utf-8", newline="\n")
+    (tmp_path / PLOTLY).write_bytes((files("dlprof.renderers") / "page" / PLOTLY).read_bytes())
+    log(browser, "browser")
+    browser.get(page.as_uri())
+    drawn = "return document.documentElement.dataset.drawn === 'all'"
+    WebDriverWait(browser, 60).until(lambda b: b.execute_script(drawn))
+    assert all(c.get_attribute("data-drawn") == "yes" for c in browser.find_elements(By.CSS_SELECTOR, ".chart"))
+    assert complaints(browser) == []
 
 
 def test_the_network_log_and_the_policy_would_tell(opened: Open) -> None:

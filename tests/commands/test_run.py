@@ -74,11 +74,21 @@ def test_the_list_tells_of_every_workload_and_of_every_fault_its_rule(tmp_path: 
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "mine: Train mine" in lines
-    assert "ddp_resnet: Train a ResNet on pictures with DistributedDataParallel" in lines
+    assert "ddp_resnet: Train a ResNet, VGG-19 or AlexNet on pictures with DistributedDataParallel" in lines
     listed = [line.split() for line in lines if line.startswith("    ")]
     assert ["late", "input_wait"] in listed
     known = (Path(__file__).resolve().parents[2] / "workloads").glob("*.py")
-    assert all([fault, rule] in listed for script in known for fault, rule in constant(script, "FAULTS").items())
+    assert all(
+        [fault, rule] in listed for script in known for fault, rule in (constant(script, "FAULTS") or {}).items()
+    )
+
+
+def test_a_workload_that_is_no_distributed_job_has_one_rank_if_not_told_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("RANKS = 1\nraise SystemExit\n")
+    env = environment(CUDA_VISIBLE_DEVICES="")
+    said = [launch([*DLPROF, "run", "one.py", *more], tmp_path, env=env).stderr for more in ([], ["--procs", "2"])]
+    assert "dlprof: one.py on 1 CPU rank\n" in said[0]
+    assert "dlprof: one.py on 2 CPU ranks\n" in said[1]
 
 
 def test_where_dlprof_is_installed_without_its_repository_the_word_is_where_workloads_are(

@@ -1,0 +1,115 @@
+"""The folder reports/: result.json and report.html of every workload, healthy and with its most telling fault.
+
+The pages share one copy of plotly.js, so that all of them together are small enough to keep with the code. What other
+machines have made stays; of this one, what is made anew replaces what was there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+from benchmarks import summary
+from benchmarks.accuracy import WORKLOADS, Planted, machine, planted, run
+from benchmarks.summary import REPORTS, Reported
+from dlprof.renderers import html, words
+from dlprof.result import Result, from_json, to_json
+
+ROOT = WORKLOADS.parent
+PLOTLY = "plotly-basic.min.js"
+
+# The faults whose reports show most, the best first; the first that this machine can show is recorded.
+TELLING = {
+    "amp_transformer": ("full_precision", "loop_optimizer"),
+    "ddp_resnet": ("slow_loader_one_rank", "no_workers"),
+    "loader_variants": ("slow_worker",),
+    "pipeline_transformer": ("uneven_split",),
+}
+
+
+def record(one: Planted, steps: int) -> Result | str:
+    """Record one of them and give what was diagnosed, without this machine's paths; a failure's own word else."""
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary) / f"{one.workload}-{one.fault or 'healthy'}"
+        fault = ["--fault", one.fault] if one.fault else []
+        command = [sys.executable, "-m", "dlprof", "run", one.workload, "--quiet", "-o", str(out), *fault]
+        code, said = run([*command, "--", "--steps", str(steps), *one.options], ROOT)
+        if code or not (out / "result.json").exists():
+            lines = [line for line in said.splitlines() if "error:" in line] or said.splitlines()
+            return lines[0].split("error:")[-1].strip() if lines else f"exit code {code}"
+        text = (out / "result.json").read_text()
+    for folder in (temporary, str(ROOT), str(Path.home())):
+        text = text.replace(f"{folder}/", "")
+    return from_json(json.loads(text))
+
+
+def sharing(page: str, plotly: str) -> str:
+    """Give a report's page with plotly.js taken out of it: it is loaded from `plotly`, a path relative to the page."""
+    whole = (files("dlprof.renderers") / "page" / PLOTLY).read_text(encoding="utf-8")
+    before, script, after = page.partition(f"<script>{whole}</script>")
+    head, policy, rest = before.partition("script-src ")
+    if not script or not policy:
+        raise ValueError("a page that holds plotly.js otherwise than it used to")
+    # What stands beside a page that was opened from a disk has no origin that 'self' could name.
+    return f'{head}{policy}&#39;self&#39; file: {rest}<script src="{plotly}"></script>{after}'
+
+
+def keep(one: Planted, result: Result, here: str, out: Path) -> Reported:
+    """Write one report into its folder, and give its line in the index."""
+    folder = Path(re.sub(r"[^a-z0-9]+", "-", here.lower()).strip("-")) / f"{one.workload}-{one.fault or 'healthy'}"
+    (out / folder).mkdir(parents=True, exist_ok=True)
+    named = replace(result, run=replace(result.run, path=folder.name))
+    (out / folder / "result.json").write_text(json.dumps(to_json(named), allow_nan=False, separators=(",", ":")) + "\n")
+    (out / folder / "report.html").write_text(sharing(html.render(named), f"../../{PLOTLY}"))
+    diagnosis, gain = words.headline(named)
+    return Reported(
+        *(one.workload, one.name, one.rule, here, datetime.date.today().isoformat(), folder.as_posix()),
+        headline=f"{diagnosis} {gain}",
+        steps=words.steps(named),
+    )
+
+
+def main() -> None:
+    """Record and keep two reports of each workload, and write the index."""
+    options = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.reports")
+    options.add_argument("--workloads", nargs="*", help="only these, by name")
+    options.add_argument("--steps", type=int, default=120, help="of each recording (default: 120)")
+    options.add_argument("--out", type=Path, default=REPORTS, help="default: reports")
+    args = options.parse_args()
+    here = machine()
+    args.out.mkdir(exist_ok=True)
+    for name in (PLOTLY, "plotly-basic.LICENSE"):
+        (args.out / name).write_bytes((files("dlprof.renderers") / "page" / name).read_bytes())
+    for script in sorted(WORKLOADS.glob("*.py")):
+        if args.workloads and script.stem not in args.workloads:
+            continue
+        (healthy, *_), faults = planted(script)
+        first = TELLING.get(script.stem, ())
+        faults.sort(key=lambda f: first.index(f.name) if f.name in first else len(first))
+        made = []
+        for choices in ([healthy], faults):
+            for one in choices:
+                result = record(one, args.steps)
+                if isinstance(result, Result):
+                    made.append(keep(one, result, here, args.out))
+                    print(f"{one.workload} {one.name}: {made[-1].headline}", flush=True)
+                    break
+                print(f"{one.workload} {one.name}: {result}", flush=True)
+        before = summary.reported(args.out)
+        old = [r for r in before if (r.workload, r.machine) == (script.stem, here)]
+        for folder in {r.folder for r in old} - {r.folder for r in made}:
+            shutil.rmtree(args.out / folder, ignore_errors=True)
+        kept = [r for r in before if r not in old]
+        summary.write(args.out, made=sorted([*kept, *made], key=lambda r: (r.workload, r.machine)))
+
+
+if __name__ == "__main__":
+    main()

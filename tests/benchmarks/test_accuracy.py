@@ -1,0 +1,92 @@
+"""Recording what is missing: another run goes on where one was stopped, and leaves other machines' rows alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import accuracy, summary
+from benchmarks.accuracy import Planted
+from benchmarks.summary import Recorded
+
+SCRIPT = """
+import argparse, time
+FAULTS = {"late": "input_wait", "later": "host_bound", "never": "host_sync"}
+HEALTHY = {"wide": "--wide"}
+SHOWN_WITH = {"later": "--wide"}
+"""
+
+
+@pytest.fixture
+def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let recordings take no time: what is chosen is under test. Gives what was recorded, in turn."""
+    (tmp_path / "workloads").mkdir()
+    (tmp_path / "workloads" / "job.py").write_text(SCRIPT)
+    recorded: list[str] = []
+
+    def record(one: Planted, here: str, number: int, folder: Path, more: object) -> Recorded:
+        recorded.append(one.name)
+        row = Recorded(one.workload, one.name, one.rule, here, "2026-01-02", number, 1e6 * len(recorded), torch="2.13")
+        return dataclasses.replace(row, step_ns=0.0, said="needs a GPU") if one.fault == "never" else row
+
+    monkeypatch.setattr(accuracy, "WORKLOADS", tmp_path / "workloads")
+    monkeypatch.setattr(accuracy, "machine", lambda: "here")
+    monkeypatch.setattr(accuracy, "record", record)
+    return recorded
+
+
+def accuracy_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> list[Recorded]:
+    monkeypatch.setattr(sys, "argv", ["accuracy", "--out", str(folder / "out"), *options])
+    accuracy.main()
+    return summary.recorded(folder / "out")
+
+
+def test_each_fault_follows_a_healthy_run_with_its_options(
+    tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = accuracy_of(tmp_path, monkeypatch, "--rounds", "1")
+    assert done == ["healthy", "late", "healthy, --wide", "later", "healthy", "never"]
+    assert [r.healthy_ns for r in rows] == [0, 1e6, 0, 3e6, 0, 5e6]
+
+
+def test_a_second_run_records_what_is_missing_and_a_third_nothing(
+    tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--only", "late")
+    assert done == ["healthy", "late"]
+    accuracy_of(tmp_path, monkeypatch, "--rounds", "2")
+    # What cannot be shown here is not tried in another round.
+    assert done[2:6] == ["healthy, --wide", "later", "healthy", "never"]
+    assert done[6:] == ["healthy", "late", "healthy, --wide", "later"]
+    accuracy_of(tmp_path, monkeypatch, "--rounds", "2")
+    assert len(done) == 10
+    accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--only", "late", "--again")
+    assert done[10:] == ["healthy", "late"]
+
+
+def test_other_machines_keep_their_rows_and_faults_that_are_gone_do_not(
+    tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = Recorded("job", "never", "host_sync", "1 × H", "2026-01-01", 0, 2e6, 1e6, torch="2.13")
+    gone = dataclasses.replace(there, name="gone")
+    (tmp_path / "out").mkdir()
+    summary.write(tmp_path / "out", [there, gone])
+    rows = accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--again")
+    assert rows[0] == there
+    assert {r.name for r in rows} == {"never", "healthy", "healthy, --wide", "late", "later"}
+    assert {r.machine for r in rows[1:]} == {"here"}
+
+
+def test_a_workload_that_ends_with_a_usage_error_tells_why(tmp_path: Path) -> None:
+    code, said = accuracy.run([sys.executable, "-c", "import sys; sys.exit('job.py: error: needs a GPU')"], tmp_path)
+    assert (code, said) == (1, "job.py: error: needs a GPU\n")
+
+
+def test_one_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "LONGEST_S", 0.5)
+    code, said = accuracy.run([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path)
+    assert code == 1
+    assert "error: ended after" in said
