@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 @click.option(
     "--jobs", type=click.IntRange(min=1), help="Processes that read at once. [default: all cores that memory allows]"
 )
+@click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
 @click.option("--quiet", is_flag=True, help="No progress.")
-def report(path: Path, out: Path | None, form: str, jobs: int | None, quiet: bool) -> None:
+def report(path: Path, out: Path | None, form: str, jobs: int | None, show: bool, quiet: bool) -> None:
     """Say where the time goes in PATH: a run, a folder of torch-profiler traces, or one trace file.
 
     Prints the verdict and writes report.html and result.json: beside a run, or into a new folder dlprof-report.
@@ -40,6 +41,11 @@ def report(path: Path, out: Path | None, form: str, jobs: int | None, quiet: boo
         click.echo(verdict)
         raise
     click.echo(verdict if form == "json" else f"{verdict}\nreport: {_shown(html)}")
+    if show:
+        import webbrowser
+
+        if not webbrowser.open(html.resolve().as_uri()):
+            click.echo("no browser was found to open it with", err=True)
 
 
 def write_report(path: Path, out: Path | None = None) -> str:

@@ -14,9 +14,9 @@ from dlprof.measures.arithmetic import device_peaks, operator_flops
 from dlprof.measures.operators import operators
 from dlprof.overview import Picture
 from dlprof.result import Panel
-from dlprof.units import digits, duration, quantity, size
+from dlprof.units import UNKNOWN, digits, duration, quantity, size
 
-HEAVIEST = 10
+HEAVIEST = 40
 
 
 def draw(run: Measured) -> list[Panel]:
@@ -46,13 +46,13 @@ def _heaviest(run: Measured) -> Panel:
     rows = tuple(
         (
             " ".join((str(name).removeprefix("aten::")[:80], *([str(shape)] if shape else []))),
-            dtype or "–",
+            dtype or UNKNOWN,
             digits(float(calls)),
             duration(float(ns)),
-            "–" if math.isnan(flops) else quantity(float(flops), "FLOP"),
-            "–" if math.isnan(flops) else f"{quantity(float(flops) / float(ns) * 1e9, 'FLOP')}/s",
-            "–" if math.isnan(moved) else size(float(moved)),
-            bound or "–",
+            UNKNOWN if math.isnan(flops) else quantity(float(flops), "FLOP"),
+            UNKNOWN if math.isnan(flops) else f"{quantity(float(flops) / float(ns) * 1e9, 'FLOP')}/s",
+            UNKNOWN if math.isnan(moved) else size(float(moved)),
+            bound or UNKNOWN,
         )
         for name, shape, dtype, calls, ns, flops, moved, bound in zip(
             *(mine[c] for c in ("operator", "shape", "dtype", "calls", "ns", "flops", "bytes", "bound")), strict=True

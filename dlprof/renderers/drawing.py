@@ -17,7 +17,7 @@ from typing import Any
 from dlprof import units
 from dlprof.renderers import words
 
-ROWS = 50  # of a table
+ROWS = 200  # of a table
 LANES = 64  # of a timeline, and lines of a figure
 
 INK, MUTE, LINE, CARD, HOT = "#1d1f24", "#5d626d", "#e6e3dd", "#ffffff", "#a32a6f"
@@ -150,7 +150,7 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
 
 
 # A figure as words.quantity or a rule writes it: "1,204", "−3.1 ms", "31 %", "5 of 8", "—".
-_FIGURE = re.compile(f"[{units.MINUS}-]?[0-9][0-9.,]*(?:[ {words.NBSP}]?[^ ]{{1,6}}| of [0-9,]+)?|{units.UNKNOWN}|")
+_FIGURE = re.compile(f"[{units.MINUS}-]?[0-9][0-9.,]*(?:[ {words.NBSP}]?[^ ]{{1,6}}| of [0-9,]+)?|[{units.UNKNOWN}–]|")
 
 
 def _figures(cells: Sequence[str]) -> bool:

@@ -81,6 +81,7 @@ def render(result: Result) -> str:
         stack=stack,
         device=parts.device(result),
         cards=cards,
+        first=cards[:DEAREST],
         together=words.together(result),
         panels=panels,
         clear=[o for o in result.outcomes if o.state == "clear"],
@@ -128,6 +129,7 @@ def _lede(result: Result) -> str:
 
 
 _MOST_TILES = 5
+DEAREST = 3  # findings that the first screen names
 
 
 def _tiles(result: Result) -> list[Tile]:

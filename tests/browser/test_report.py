@@ -195,6 +195,44 @@ def test_the_keyboard_reaches_every_part_and_zooms(opened: Open) -> None:
     WebDriverWait(browser, 20).until(lambda b: b.execute_script(span) == pytest.approx(whole))
 
 
+def column(browser: webdriver.Chrome, label: str, place: int) -> list[str]:
+    """Give the cells of a column that are shown, of the table in the region of that label."""
+    return list(
+        browser.execute_script(
+            'return [...document.querySelector(`[aria-label="${arguments[0]}"] table`).tBodies[0].rows]'
+            ".filter(row => !row.hidden).map(row => row.cells[arguments[1]].textContent.replaceAll('\u00a0', ' '))",
+            label,
+            place,
+        )
+    )
+
+
+def test_tables_sort_by_what_their_figures_mean(opened: Open) -> None:
+    browser = opened("tables")
+    head = browser.find_elements(By.CSS_SELECTOR, '[aria-label="Operators"] thead button')
+    assert column(browser, "Operators", 1)[:3] == ["1.00 s", "20.0 ms", "999.0 µs"]
+    head[1].send_keys(Keys.ENTER)
+    assert column(browser, "Operators", 1)[:3] == ["1.00 s", "20.0 ms", "10.0 ms"]
+    head[1].send_keys(Keys.ENTER)
+    assert column(browser, "Operators", 1)[:3] == ["—", "4.00 µs", "999.0 µs"]
+    head[0].click()
+    assert column(browser, "Operators", 0)[:4] == ["op 0", "op 1", "op 2", "op 3"]
+    sorts = browser.execute_script(
+        "return [...document.querySelectorAll('[aria-label=\"Operators\"] th')].map(t => t.ariaSort)"
+    )
+    assert sorts[:3] == ["ascending", None, None]
+
+
+def test_tables_are_filtered_by_any_word(opened: Open) -> None:
+    browser = opened("tables")
+    box = browser.find_element(By.CSS_SELECTOR, 'input[aria-label="Filter the rows of Operators"]')
+    box.send_keys("OP 1")
+    assert set(column(browser, "Operators", 0)) == {"op 1", "op 10", "op 11"}
+    assert browser.find_element(By.CSS_SELECTOR, ".filter [role=status]").text == "3 of 12"
+    box.send_keys(Keys.BACKSPACE * 4)
+    assert len(column(browser, "Operators", 0)) == 12
+
+
 def test_the_page_prints(opened: Open) -> None:
     browser = opened("ddp", "dark")
     pdf = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +113,13 @@ def test_analyse_answers_every_rule(tmp_path: Path) -> None:
     result = report.analyse(recorded(tmp_path / "run"))
     assert all(isinstance(o, Outcome) for o in result.outcomes)
     assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_open_gives_the_page_to_the_browser(job: Path) -> None:
+    browser = job.parent / "browser"
+    browser.write_text('#!/bin/sh\necho "$1" > opened\n')
+    browser.chmod(0o755)
+    words = [sys.executable, "-m", "dlprof", "report", str(job), "-o", "out", "--open"]
+    subprocess.run(words, cwd=job.parent, env=os.environ | {"BROWSER": f"{browser} %s"}, check=True)
+    page = (job.parent / "out" / "report.html").resolve()
+    assert (job.parent / "opened").read_text().strip() == page.as_uri()

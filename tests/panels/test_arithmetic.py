@@ -21,7 +21,7 @@ def table(folder: Path, facts: dict[str, Any], *names: str) -> Any:
     return panel
 
 
-def test_the_heaviest_come_first_and_there_are_ten(tmp_path: Path) -> None:
+def test_the_heaviest_come_first_and_no_more_than_a_table_holds(tmp_path: Path) -> None:
     panel = table(tmp_path, {"device": {"type": "cuda"}}, *(f"aten::op{n}" for n in range(12)))
     assert panel.shape == "table"
     assert [row[0] for row in panel.rows] == [f"op{n}" for n in range(HEAVIEST)]

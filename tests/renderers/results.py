@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from dlprof.result import Blame, DeviceTime, Fact, Outcome, Panel, Result, RunInfo, TimePart, Together, Window
 
@@ -350,4 +351,12 @@ def hostile() -> Result:
     )
 
 
-ALL = {"ddp": ddp, "healthy": healthy, "many": many, "empty": empty, "hostile": hostile}
+def tables() -> Result:
+    """A table with figures of several units, in no order."""
+    times = (1e9, 2e7, 999e3, 3e6, 4e3, None, 5e6, 6e6, 7e6, 8e6, 9e6, 1e7)
+    rows = tuple((f"op {i}", ns, f"{i} of 12") for i, ns in enumerate(times))
+    panel = Panel("table", "Operators", rows, ("operator", "time_ns", "calls"))
+    return replace(healthy(), panels=(panel,))
+
+
+ALL = {"ddp": ddp, "healthy": healthy, "many": many, "empty": empty, "hostile": hostile, "tables": tables}

@@ -192,7 +192,10 @@ def test_columns_of_figures_are_told_from_columns_of_words() -> None:
 
 def test_long_tables_are_cut_with_a_word_and_cells_carry_units() -> None:
     panel = Panel(
-        "table", "t", tuple((f"r{i}", 1.5e6, 0.25, 2048) for i in range(80)), ("name", "mean_ns", "x_share", "n_bytes")
+        "table",
+        "t",
+        tuple((f"r{i}", 1.5e6, 0.25, 2048) for i in range(drawing.ROWS + 30)),
+        ("name", "mean_ns", "x_share", "n_bytes"),
     )
     table = figures.panel(panel).table
     assert len(table.rows) == drawing.ROWS

@@ -68,6 +68,72 @@
     Object.keys(figures).forEach(draw);
   }
 
+  // A written figure as a number of its column's dimension: "718.0 µs" is less than "5.57 ms", and nothing is least.
+  const multiples = { n: 1e-9, µ: 1e-6, m: 1e-3, k: 1e3, M: 1e6, G: 1e9, T: 1e12, P: 1e15 };
+  function amount(text) {
+    const found = /^(<\s*)?([−-]?)([\d.,]+)\s*([nµmkMGTP](?=s|B|FLOP|W|Hz))?/.exec(text);
+    if (!found) return -Infinity;
+    const size = Number(found[3].replaceAll(",", "")) * (multiples[found[4]] ?? 1);
+    return (found[2] ? -size : size) - (found[1] ? 1e-9 : 0);
+  }
+
+  const words = new Intl.Collator("en", { numeric: true });
+
+  function sort(table, column, up) {
+    const heads = [...table.tHead.rows[0].cells];
+    heads.forEach((head) => head.removeAttribute("aria-sort"));
+    heads[column].setAttribute("aria-sort", up ? "ascending" : "descending");
+    const figures = heads[column].classList.contains("num");
+    const body = table.tBodies[0];
+    const keyed = [...body.rows].map((row) => {
+      const text = row.cells[column].textContent.trim();
+      return [row.classList.contains("mean"), figures ? amount(text) : text, row];
+    });
+    const apart = figures ? (a, b) => (a === b ? 0 : a - b) : words.compare;
+    keyed.sort(([m, a], [n, b]) => n - m || (up ? apart(a, b) : apart(b, a)));
+    body.append(...keyed.map(([, , row]) => row));
+  }
+
+  function sortable(table) {
+    [...table.tHead.rows[0].cells].forEach((head, column) => {
+      if (!head.textContent) return;
+      const button = document.createElement("button");
+      button.type = "button";
+      button.append(...head.childNodes);
+      head.append(button);
+      // Figures are wanted largest first, words from A on.
+      button.addEventListener("click", () => {
+        const before = head.getAttribute("aria-sort");
+        sort(table, column, before ? before === "descending" : !head.classList.contains("num"));
+      });
+    });
+  }
+
+  function filterable(table) {
+    const rows = [...table.tBodies[0].rows];
+    const line = document.createElement("div");
+    line.className = "filter";
+    const input = document.createElement("input");
+    input.type = "search";
+    input.placeholder = "Filter rows";
+    input.setAttribute("aria-label", "Filter the rows of " + table.parentElement.getAttribute("aria-label"));
+    const told = document.createElement("span");
+    told.setAttribute("role", "status");
+    input.addEventListener("input", () => {
+      const wanted = input.value.trim().toLowerCase();
+      rows.forEach((row) => (row.hidden = !row.textContent.toLowerCase().includes(wanted)));
+      told.textContent = wanted ? `${rows.filter((row) => !row.hidden).length} of ${rows.length}` : "";
+    });
+    line.append(input, told);
+    table.parentElement.before(line);
+  }
+
+  const filtered = 10; // rows from which on a filter is worth its place
+  document.querySelectorAll("table.sorts").forEach((table) => {
+    sortable(table);
+    if (table.tBodies[0].rows.length >= filtered) filterable(table);
+  });
+
   document.querySelectorAll(".chart[tabindex]").forEach((chart) => chart.addEventListener("keydown", steer));
   night.addEventListener("change", drawAll);
   window.addEventListener("beforeprint", () => reprint(true));
