@@ -49,6 +49,23 @@ def bandwidth(run: Measured) -> pd.DataFrame:
     and rank, in the mean steady step), algbw, busbw (bytes/s), peak (of the link, bytes/s), culprit, late (how many
     collectives it came last to) and matched (of how many). NaN and culprit −1: not known.
     """
+    one = run.frame(transfers)
+    steps = max(int(run.frame(traced_steps).groupby("rank").size().max()), 1)
+    rows = [
+        _row(run, {"collective": kind, "members": members, "ranks": n, "size": size}, mine, steps)
+        for (kind, members, n, size), mine in one.groupby(["collective", "members", "ranks", "size"])
+    ]
+    return pd.DataFrame(rows).sort_values("transfer_ns", ascending=False, ignore_index=True)
+
+
+@across_ranks(breakdown, collectives, exposed, traced_steps)
+def transfers(run: Measured) -> pd.DataFrame:
+    """Give each collective of the traced steps once, whatever rank had it.
+
+    Columns: collective, members, ranks (how many), size (index into CLASSES, −1: not told), bytes, dtype, transfer_ns
+    (where ranks are missing, at most), wait_ns (mean over its ranks, NaN: not known), bare_ns (exposed transfer, mean
+    over its ranks, brought to the steady steps), late (the last to come, −1: not known).
+    """
     try:
         frame, known = run.frame(matched), True
     except NotMeasured:
@@ -67,17 +84,13 @@ def bandwidth(run: Measured) -> pd.DataFrame:
         ranks=("wanted", "first"),
         size=("size", "first"),
         bytes=("bytes", "max"),
+        dtype=("dtype", "first"),
         transfer_ns=("dur_ns", "min"),
         wait_ns=("wait_ns", "mean"),
         bare_ns=("bare_ns", "mean"),
         late=("late", "max"),
     )
-    steps = max(int(run.frame(traced_steps).groupby("rank").size().max()), 1)
-    rows = [
-        _row(run, {"collective": kind, "members": members, "ranks": n, "size": size}, mine, steps, known)
-        for (kind, members, n, size), mine in one.groupby(["collective", "members", "ranks", "size"])
-    ]
-    return pd.DataFrame(rows).sort_values("transfer_ns", ascending=False, ignore_index=True)
+    return one if known else one.assign(wait_ns=np.nan)
 
 
 def _transfer(frame: pd.DataFrame) -> pd.Series[float]:
@@ -90,7 +103,7 @@ def _transfer(frame: pd.DataFrame) -> pd.Series[float]:
     return dur.mask(sent, (dur - frame["wait_ns"]).mask(frame["is_sender"]))
 
 
-def _row(run: Measured, key: dict[str, Any], mine: pd.DataFrame, steps: int, known: bool) -> dict[str, Any]:
+def _row(run: Measured, key: dict[str, Any], mine: pd.DataFrame, steps: int) -> dict[str, Any]:
     total, transfer = float(mine["bytes"].sum()), float(mine["transfer_ns"].sum())
     told = key["size"] >= 0 and transfer > 0
     algbw = total / transfer * 1e9 if told else np.nan
@@ -99,7 +112,7 @@ def _row(run: Measured, key: dict[str, Any], mine: pd.DataFrame, steps: int, kno
         "count": len(mine) / steps,
         "bytes": total / steps if told else np.nan,
         "transfer_ns": transfer / steps,
-        "wait_ns": float(mine["wait_ns"].sum()) / steps if known else np.nan,
+        "wait_ns": float(mine["wait_ns"].sum(skipna=False)) / steps,
         "exposed_ns": float(mine["bare_ns"].sum()) / steps,
         "algbw": algbw,
         "busbw": algbw * bus_factor(str(key["collective"]), int(key["ranks"])),

@@ -50,7 +50,7 @@ _TO_ONE = ("reduce", "gather")
 def collectives(rank: RankData) -> pd.DataFrame:
     """Give the collectives, sends and receives of the steady traced steps in order.
 
-    Columns: step, group, members, collective, peer, bytes, start_ns, end_ns. `members` are the ranks of the
+    Columns: step, group, members, collective, peer, bytes, dtype, start_ns, end_ns. `members` are the ranks of the
     process group as text, "" where the trace does not tell; `peer` is the other rank of a send or receive, −1 where it
     is none or not told. From the device's kernels where there is a device, else from the host's (gloo: from issue to
     completion). Empty where the rank has none.
@@ -64,8 +64,8 @@ def collectives(rank: RankData) -> pd.DataFrame:
         of &= host.is_on_device(rank)
     else:
         of &= ~host.is_on_device(rank) & ~host.is_named(spans, "c10d", "_c10d")
-    columns = ["group", "collective", "peer", "bytes", "start_ns", "dur_ns"]
-    chosen = spans[of][columns].astype({"group": "str", "collective": "str"})
+    columns = ["group", "collective", "peer", "bytes", "dtype", "start_ns", "dur_ns"]
+    chosen = spans[of][columns].astype({"group": "str", "collective": "str", "dtype": "str"})
     if len(between):
         chosen = pd.concat([chosen, between[columns]]).sort_values("start_ns", kind="stable")
     start = chosen["start_ns"].to_numpy()
@@ -83,6 +83,7 @@ def collectives(rank: RankData) -> pd.DataFrame:
             "collective": chosen["collective"].to_numpy(),
             "peer": chosen["peer"].to_numpy(),
             "bytes": chosen["bytes"].to_numpy(),
+            "dtype": chosen["dtype"].to_numpy(),
             "start_ns": start,
             "end_ns": start + chosen["dur_ns"].to_numpy(),
         }

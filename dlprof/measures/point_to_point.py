@@ -24,11 +24,11 @@ _EITHER = "send_recv"
 # Who writes of a call whom it sends to, the most telling first; each call of the script's shows once in each.
 _CALLS = ("record_param_comms", "c10d::", "nccl:")
 
-_COLUMNS = ("collective", "group", "peer", "bytes", "start_ns", "dur_ns")
+_COLUMNS = ("collective", "group", "peer", "bytes", "dtype", "start_ns", "dur_ns")
 
 
 def point_to_point(rank: RankData) -> pd.DataFrame:
-    """Give the sends and receives in order: row (of spans), collective, group, peer, bytes, start_ns, dur_ns.
+    """Give the sends and receives in order: row (of spans), collective, group, peer, bytes, dtype, start_ns, dur_ns.
 
     What carries several at once has a row for each. peer: the other rank, −1: not told.
     """
@@ -51,7 +51,7 @@ def _point_to_point(rank: RankData) -> pd.DataFrame:
 
 def _told(spans: pd.DataFrame) -> pd.DataFrame:
     chosen = spans[[*_COLUMNS, "lane", "name", "launch"]]
-    text = {name: chosen[name].astype("str") for name in ("collective", "group", "lane", "name")}
+    text = {name: chosen[name].astype("str") for name in ("collective", "group", "dtype", "lane", "name")}
     return chosen.assign(row=chosen.index, order=0, **text)
 
 
@@ -73,7 +73,7 @@ def _of_kernels(rank: RankData, kernels: pd.DataFrame, calls: pd.DataFrame) -> p
         place = np.searchsorted(mine["launched_ns"].to_numpy(), calls["start_ns"].to_numpy()[here])
         of[here] = np.append(mine.index, -1)[place]
     carried = calls.assign(kernel=of, order=np.arange(len(calls)))[np.isin(of, kernels.index[silent])]
-    several = carried[["kernel", "collective", "group", "peer", "bytes", "order"]].merge(
+    several = carried[["kernel", "collective", "group", "peer", "bytes", "dtype", "order"]].merge(
         kernels[["row", "start_ns", "dur_ns"]], left_on="kernel", right_index=True
     )
     alone = kernels[~kernels.index.isin(carried["kernel"]) & (kernels["collective"] != _EITHER)]

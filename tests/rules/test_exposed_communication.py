@@ -31,7 +31,24 @@ def test_found_with_what_transfer_costs(tmp_path: Path) -> None:
     assert found.state == "found"
     assert found.share == pytest.approx(0.4)
     assert found.evidence is not None
-    assert found.evidence.rows[0][:2] == ("all_reduce", 1.0)
+    assert [row[:3] for row in found.evidence.rows[:3]] == [
+        ("as it is", "1.00 ms", ""),
+        ("hidden behind computation", "600.0 µs", "1.67 ×"),
+        ("exchange every 2 batches", "800.0 µs", "1.25 ×"),
+    ]
+
+
+def test_what_is_not_known_of_a_change_is_no_figure(tmp_path: Path) -> None:
+    facts = {"device": {"type": "cuda"}, "models": [{"parameters": 1, "ddp": {"bucket_cap_mb": 25.0}}]}
+    found = ask(RULE, runs.recorded(tmp_path / "run", *((m, [], facts) for m in reducing())))
+    assert found.evidence is not None
+    unknown = {str(row[0]): row[3] for row in found.evidence.rows if row[1:3] == ("—", "—")}
+    assert set(unknown) == {
+        "other buckets than `bucket_cap_mb=25`",
+        "gradients in 16 bits",
+        "gradients of low rank (`powerSGD_hook`)",
+    }
+    assert all(unknown.values())
 
 
 def test_hidden_communication_is_left_alone(tmp_path: Path) -> None:
@@ -95,5 +112,6 @@ def test_what_computation_cannot_hide_half_the_bytes_halve(tmp_path: Path) -> No
         made.append(traces.trace(*events, rank=rank))
     found = ask(RULE, runs.foreign(tmp_path, *made))
     assert found.saving_ns == pytest.approx(350_000)
-    assert "halved" in found.sure
-    assert "300.0 µs less a step" in found.advice[-1]
+    assert "half as many exchanges" in found.sure
+    assert found.evidence is not None
+    assert found.evidence.rows[1][1] == "700.0 µs"

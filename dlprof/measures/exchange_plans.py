@@ -1,0 +1,222 @@
+"""What a step would be if ranks exchanged otherwise: hidden, in other buckets, seldom, or with half the bytes.
+
+Every plan is made of what this run shows of itself: the exposed transfer, the computation that hides nothing yet, and
+what a collective takes to start and for each byte, which two classes of size tell. What nothing here tells is not
+guessed: its plan says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from dlprof import intervals as iv
+from dlprof.engine import Measured, RankData, across_ranks, per_rank
+from dlprof.measures import breakdown, device, host, settings
+from dlprof.measures.bandwidth import CLASSES, bandwidth, transfers
+from dlprof.measures.collectives import collectives, exposed, traced_steps
+from dlprof.measures.replay import own_time, saving
+from dlprof.measures.steps import step_means, timing
+from dlprof.units import UNKNOWN, count, digits, duration, size
+
+# Exchanges of gradients, which are made once a step; the others go with each pass.
+GRADIENTS = ("all_reduce", "reduce_scatter")
+
+# Bucket sizes that are tried, MB; 25 is DistributedDataParallel's own.
+BUCKETS_MB = (1, 5, 10, 25, 50, 100, 200)
+
+# Two classes of size tell starting from moving where one's collectives are so many times as large, and so many there.
+APART = 4.0
+ENOUGH = 3
+
+# Kernels that other threads than the training loop's launch are the backward pass, where they are so much of all.
+BACKWARD_SHARE = 0.1
+
+
+@per_rank
+def overlap(rank: RankData) -> pd.DataFrame:
+    """Give a rank's computation of the mean traced step: computation_ns, beside_ns, backward_ns, backward_beside_ns.
+
+    `beside` is what of it runs beside communication. Of the backward pass alone NaN where nothing tells which it is.
+    """
+    windows = iv.merge(timing(rank).windows)
+    on_device = device.has_device(rank)
+    computed = device.device_sets(rank).computation if on_device else breakdown.cpu_computation(rank)
+    computed = iv.intersect(windows, computed)
+    beside = iv.intersect(computed, breakdown.communication(rank))
+    backward = _backward(rank) if on_device else breakdown.phases(rank).get("backward", iv.EMPTY)
+    known = len(backward) > 0
+    n = max(len(timing(rank).windows), 1)
+    row = {"computation_ns": iv.total(computed) / n, "beside_ns": iv.total(beside) / n}
+    row["backward_ns"] = iv.total(iv.intersect(computed, backward)) / n if known else np.nan
+    row["backward_beside_ns"] = iv.total(iv.intersect(beside, backward)) / n if known else np.nan
+    return pd.DataFrame([row])
+
+
+def _backward(rank: RankData) -> iv.Intervals:
+    """Give when the device computes for the backward pass: autograd launches that from a thread of its own."""
+    spans = rank.table("spans")
+    calls = host.is_kind(spans, "runtime") & (spans["launch"].to_numpy() >= 0)
+    others = calls & ~host.is_one_of(spans["lane"], host.training_lane(rank))
+    work = device.device_work(rank)
+    kernels = host.is_kind(work, "kernel")
+    theirs = kernels & np.isin(work["launch"].to_numpy(), spans["launch"].to_numpy()[others])
+    found = host.cover(work, theirs)
+    enough = iv.total(found) >= BACKWARD_SHARE * iv.total(host.cover(work, kernels))
+    return found if enough else iv.EMPTY
+
+
+def free_to_hide(run: Measured) -> dict[int, float]:
+    """Give how much computation of the mean step hides nothing yet and could, ns a rank.
+
+    Of the backward pass where that is told, for gradients are not there before it; all of it in a sharded model, whose
+    parameters are gathered throughout.
+    """
+    frame = run.frame(overlap).set_index("rank")
+    free = frame["computation_ns"] - frame["beside_ns"]
+    backward = frame["backward_ns"] - frame["backward_beside_ns"]
+    if not settings.model(run).get("fsdp"):
+        free = backward.where(backward.notna(), free)
+    steady = pd.Series(breakdown.part(run, "computation"), dtype=float)
+    scale = steady / frame["computation_ns"].replace(0.0, np.nan)
+    return {int(str(r)): float(ns) for r, ns in (free * scale).fillna(0.0).clip(lower=0.0).items()}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What one collective takes: to start, ns, and for each byte, ns."""
+
+    start_ns: float
+    byte_ns: float
+
+
+def fitted(run: Measured) -> Fit | None:
+    """Tell starting from moving by the smallest and the largest class of all-reduces; None where they are alike."""
+    frame = run.frame(transfers)
+    frame = frame[(frame["collective"] == "all_reduce") & (frame["bytes"] > 0) & (frame["transfer_ns"] > 0)]
+    if not len(frame):
+        return None
+    frame = frame[frame["members"] == frame.groupby("members")["transfer_ns"].sum().idxmax()]
+    by = frame.groupby("size").agg(bytes=("bytes", "median"), ns=("transfer_ns", "median"), n=("bytes", "size"))
+    by = by[by["n"] >= ENOUGH].sort_values("bytes")
+    if len(by) < 2 or by["bytes"].iloc[-1] < APART * by["bytes"].iloc[0]:
+        return None
+    byte = (by["ns"].iloc[-1] - by["ns"].iloc[0]) / (by["bytes"].iloc[-1] - by["bytes"].iloc[0])
+    start = by["ns"].iloc[0] - byte * by["bytes"].iloc[0]
+    return Fit(max(float(start), 0.0), float(byte)) if byte > 0 else None
+
+
+@across_ranks(
+    bandwidth, breakdown.breakdown, collectives, exposed, overlap, own_time, step_means, traced_steps, transfers
+)
+def exchange_plans(run: Measured) -> pd.DataFrame:
+    """Give what each change of the exchange would save: change, key, gain_ns (NaN: not known), why.
+
+    key: hidden, bucket, half (as many exchanges), quarter, bytes (half as many), powersgd. `why` says what is taken for
+    granted, or why it is not known. Where ranks are missing, all exposed communication of the one that has least counts
+    as transfer.
+    """
+    transfer = exposed_transfer(run)
+    rows = [_hidden(run, transfer)]
+    frame = run.frame(bandwidth)
+    of = frame["exposed_ns"] * frame["ranks"]
+    gradients = of[frame["collective"].isin(GRADIENTS)].sum() / of.sum() if of.sum() > 0 else 0.0
+    if gradients > 0:
+        grads = transfer * gradients
+        rows += [_bucket(run, grads)] if settings.model(run).get("ddp") else []
+        rows += [_seldom(run, grads, "half", 2), _seldom(run, grads, "quarter", 4)]
+        rows += _compressed(run, grads)
+    return pd.DataFrame(rows, columns=["change", "key", "gain_ns", "why"])
+
+
+def exposed_transfer(run: Measured) -> pd.Series[float]:
+    """Give the exposed communication of each rank less its waiting for others, ns of the mean step."""
+    own = run.frame(own_time).set_index("rank")
+    bare = pd.Series(breakdown.part(run, "communication"), dtype=float).reindex(own.index).fillna(0.0)
+    if not own["known"].all():
+        return bare * 0.0 + float(bare.min())
+    return (bare - own["wait_ns"]).clip(lower=0.0)
+
+
+def _gain(run: Measured, removed: Mapping[int, float] | pd.Series[float]) -> float:
+    return saving(run, {int(str(r)): float(ns) for r, ns in removed.items()})
+
+
+def _hidden(run: Measured, transfer: pd.Series[float]) -> tuple[str, str, float, str]:
+    free = pd.Series(free_to_hide(run), dtype=float).reindex(transfer.index).fillna(0.0)
+    of = "its backward pass" if _backward_told(run) else "computation"
+    least = float(free.min())
+    why = f"{duration(least)} of {of} hides nothing yet" if least > 0 else f"nothing of {of} is free to hide it"
+    return "hidden behind computation", "hidden", _gain(run, np.minimum(transfer, free)), why
+
+
+def _backward_told(run: Measured) -> bool:
+    return bool(run.frame(overlap)["backward_ns"].notna().all()) and not settings.model(run).get("fsdp")
+
+
+def _bucket(run: Measured, grads: pd.Series[float]) -> tuple[str, str, float, str]:
+    """Try other buckets: fewer start less often, but the last one, which only the end of the pass fills, grows."""
+    now = settings.model(run)["ddp"].get("bucket_cap_mb")
+    frame = run.frame(bandwidth)
+    mine = frame[frame["collective"] == "all_reduce"]
+    mine = mine[mine["members"] == mine.groupby("members")["transfer_ns"].sum().idxmax()]
+    n, total = float(mine["count"].sum()), float(mine["bytes"].sum())
+    fit = fitted(run)
+    asked = f"other buckets than `bucket_cap_mb={digits(now) if now else UNKNOWN}`"
+    if fit is None:
+        return asked, "bucket", math.nan, "its exchanges do not tell what starting one takes: their sizes are alike"
+    computes = float(run.frame(overlap)["backward_ns"].mean())
+    if not math.isfinite(computes):
+        return asked, "bucket", math.nan, "the trace does not tell the backward pass, which would hide them"
+
+    def open_ns(exchanges: float) -> float:
+        all_of_it = exchanges * fit.start_ns + total * fit.byte_ns
+        return max(all_of_it / exchanges, all_of_it - computes * (1 - 1 / exchanges))
+
+    sizes = {mb: max(1.0, math.ceil(total / (mb << 20))) for mb in BUCKETS_MB}
+    best = min(sizes, key=lambda mb: open_ns(sizes[mb]))
+    less = max(open_ns(max(n, 1.0)) - open_ns(sizes[best]), 0.0)
+    told = (
+        f"{count(round(n), 'exchange')} become {sizes[best]:.0f}; starting one takes {duration(fit.start_ns)}, moving"
+        f" {size(total)} {duration(total * fit.byte_ns)}"
+    )
+    return f"`bucket_cap_mb={best}` (is {digits(now)})", "bucket", _gain(run, grads.clip(upper=less)), told
+
+
+def _seldom(run: Measured, grads: pd.Series[float], key: str, batches: int) -> tuple[str, str, float, str]:
+    why = "the optimizer then steps once for so many batches"
+    return f"exchange every {batches} batches", key, _gain(run, grads * (1 - 1 / batches)), why
+
+
+def _compressed(run: Measured, grads: pd.Series[float]) -> list[tuple[str, str, float, str]]:
+    """Give half the bytes, where they are of four bytes each, and low-rank gradients."""
+    frame = run.frame(transfers)
+    frame = frame[frame["collective"].isin(GRADIENTS)]
+    sized = frame[frame["bytes"] > 0]
+    wide = set(frame["dtype"]) - {""} or set(settings.model(run).get("dtypes") or ())
+    rows = []
+    change = "gradients in 16 bits"
+    if wide and wide <= {"float32"}:
+        fit, moved = fitted(run), float(sized["bytes"].sum())
+        if fit is not None:
+            moving = moved * fit.byte_ns
+            part = moving / (moving + len(sized) * fit.start_ns)
+            why = f"moving is {part:.0%} of a transfer, starting the rest; turning them into 16 bits costs nothing"
+            rows.append((change, "bytes", _gain(run, grads * part / 2), why.replace("%", " %")))
+        elif len(sized) and sized["bytes"].median() >= CLASSES[2]:
+            why = f"exchanges of {size(float(sized['bytes'].median()))} take half as long for half the bytes"
+            rows.append((change, "bytes", _gain(run, grads / 2), why))
+        else:
+            why = "exchanges are too small, or too alike, to tell what their bytes take" if len(sized) else _UNSIZED
+            rows.append((change, "bytes", math.nan, why))
+    if settings.model(run).get("ddp"):
+        why = "what compressing takes, and the shapes of the gradients, are not recorded"
+        rows.append(("gradients of low rank (`powerSGD_hook`)", "powersgd", math.nan, why))
+    return rows
+
+
+_UNSIZED = "the trace does not tell how large its exchanges are (--shapes)"

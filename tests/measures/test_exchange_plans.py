@@ -1,0 +1,116 @@
+"""Plans of exchanging otherwise: exact on made steps, and silent where the run does not tell."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.engine import Measured
+from dlprof.measures.exchange_plans import exchange_plans, exposed_transfer, fitted, free_to_hide, overlap
+from tests import runs, traces
+from tests.runs import MS
+
+US = 1_000
+DDP = {"bucket_cap_mb": 1.0, "find_unused_parameters": False}
+
+
+def step(
+    *reduced: tuple[int, int, int], forward: int = 2 * MS, backward: int = 3 * MS, period: int = 10 * MS
+) -> list[Any]:
+    """Give a step of one rank: a forward and a backward kernel, and all-reduces of (start, length, float32 numbers)."""
+    events: list[Any] = [traces.step(0, 0, period)]
+    events += traces.launched("gemm", 0, 10 * US, forward, 1)
+    call = traces.call("cudaLaunchKernel", 20 * US, 5 * US, 2, tid=traces.AUTOGRAD)
+    events += [call, traces.kernel("gemm_backward", 10 * US + forward, backward, 2)]
+    return events + [traces.collective(start, dur, elements) for start, dur, elements in reduced]
+
+
+def run_of(folder: Path, events: list[Any], **model: Any) -> Measured:
+    facts = {"device": {"type": "cuda"}, "host": "node-1", "models": [{"parameters": 1, **model}]}
+    made = [(traces.trace(*events, rank=r), [], facts) for r in range(2)]
+    return runs.measured(runs.recorded(folder / "run", *made), exchange_plans, overlap)
+
+
+def gains(run: Measured) -> dict[str, float]:
+    return dict(run.frame(exchange_plans)[["key", "gain_ns"]].to_numpy())
+
+
+def test_only_what_the_backward_pass_computes_beside_nothing_can_hide_more(tmp_path: Path) -> None:
+    # Of 3 ms of backward 1 ms is beside the first exchange, and 4 ms of the others lie open.
+    run = run_of(tmp_path, step((4_010 * US, 2 * MS, 1_000), (6_010 * US, 3 * MS, 1_000)), ddp=DDP)
+    assert free_to_hide(run) == pytest.approx({0: 2 * MS, 1: 2 * MS})
+    assert exposed_transfer(run).tolist() == [4 * MS, 4 * MS]
+    assert gains(run)["hidden"] == pytest.approx(2 * MS)
+
+
+def test_a_sharded_models_forward_pass_hides_too(tmp_path: Path) -> None:
+    run = run_of(tmp_path, step((4_010 * US, 2 * MS, 1_000), (6_010 * US, 3 * MS, 1_000)), fsdp=True)
+    assert gains(run)["hidden"] == pytest.approx(4 * MS)
+
+
+def test_where_nothing_tells_the_backward_pass_all_computation_counts(tmp_path: Path) -> None:
+    events = [e for e in step((5_010 * US, 4 * MS, 1_000)) if e["cat"] != "cuda_runtime"]
+    assert free_to_hide(run_of(tmp_path, events)) == pytest.approx({0: 5 * MS, 1: 5 * MS})
+
+
+def sizes(*, small: int, large: int) -> list[tuple[int, int, int]]:
+    """Give three small and three large all-reduces after the backward pass: 100 µs to start, 1 µs for 10,000 bytes."""
+    found, at = [], 5_010 * US
+    for elements in (small, large) * 3:
+        dur = 100 * US + elements * 4 // 10
+        found.append((at, dur, elements))
+        at += dur
+    return found
+
+
+def test_two_classes_of_size_tell_starting_from_moving(tmp_path: Path) -> None:
+    run = run_of(tmp_path, step(*sizes(small=25_000, large=2_500_000)), ddp=DDP)
+    fit = fitted(run)
+    assert fit is not None
+    assert (fit.start_ns, fit.byte_ns) == pytest.approx((100 * US, 0.1))
+    # 30.3 MB move in 3.03 ms and six exchanges start in 0.6 ms. Half the bytes take 1.515 ms less.
+    assert exposed_transfer(run).tolist() == pytest.approx([3.63 * MS] * 2)
+    assert gains(run)["bytes"] == pytest.approx(1.515 * MS)
+    assert gains(run)["half"] == pytest.approx(1.815 * MS)
+    # In 5 MB six exchanges remain. In 10 MB it is three: 3.33 ms, of which 1.33 do not fit beside 2 of 3 ms of backward;
+    # with six 3.63 ms, 1.13 of them beyond 2.5 ms. 1 MB makes 29, and starting them costs more than they hide.
+    assert gains(run)["bucket"] == pytest.approx(0.0, abs=1)
+
+
+def test_small_buckets_that_mostly_start_become_few(tmp_path: Path) -> None:
+    reduced, at = [], 5_010 * US
+    for elements in (250, 25_000) * 20:
+        reduced.append((at, 100 * US + elements * 4 // 10, elements))
+        at += reduced[-1][1]
+    run = run_of(tmp_path, step(*reduced, period=12 * MS), ddp=DDP)
+    plan = run.frame(exchange_plans).set_index("key").loc["bucket"]
+    # Forty exchanges of 2.02 MB take 4.202 ms: 1.277 ms more than 39/40 of 3 ms. Two take 0.402 ms, half of it open.
+    assert plan["change"] == "`bucket_cap_mb=1` (is 1)"
+    assert plan["gain_ns"] == pytest.approx(1.277 * MS - 0.201 * MS, rel=1e-3)
+
+
+def test_exchanges_that_are_alike_do_not_tell_what_starting_takes(tmp_path: Path) -> None:
+    run = run_of(tmp_path, step(*sizes(small=25_000, large=25_000)), ddp=DDP)
+    assert fitted(run) is None
+    plans = run.frame(exchange_plans).set_index("key")
+    assert plans["gain_ns"][["bucket", "bytes", "powersgd"]].isna().all()
+    assert "alike" in plans["why"]["bucket"]
+    assert plans["gain_ns"]["half"] == pytest.approx(exposed_transfer(run)[0] / 2)
+
+
+def test_large_exchanges_take_half_as_long_for_half_the_bytes(tmp_path: Path) -> None:
+    run = run_of(tmp_path, step((5_010 * US, 4 * MS, 10_000_000)), ddp=DDP)
+    assert gains(run)["bytes"] == pytest.approx(2 * MS)
+
+
+def test_sixteen_bits_are_not_offered_to_who_has_them(tmp_path: Path) -> None:
+    events = step((5_010 * US, 4 * MS, 10_000_000))
+    events[-1]["args"]["dtype"] = "BFloat16"
+    assert set(gains(run_of(tmp_path, events, ddp=DDP))) == {"hidden", "bucket", "half", "quarter", "powersgd"}
+
+
+def test_what_is_no_exchange_of_gradients_can_only_be_hidden(tmp_path: Path) -> None:
+    events = step()
+    for rank in range(2):
+        events.append(traces.collective(5_010 * US + rank, 4 * MS, 1_000, "all_gather", ranks=(0, 1)))
+    assert set(gains(run_of(tmp_path, events, fsdp=True))) == {"hidden"}
