@@ -72,7 +72,7 @@ def test_two_classes_of_size_tell_starting_from_moving(tmp_path: Path) -> None:
     assert exposed_transfer(run).tolist() == pytest.approx([3.63 * MS] * 2)
     assert gains(run)["bytes"] == pytest.approx(1.515 * MS)
     assert gains(run)["half"] == pytest.approx(1.815 * MS)
-    # In 5 MB six exchanges remain. In 10 MB it is three: 3.33 ms, of which 1.33 do not fit beside 2 of 3 ms of backward;
+    # In 5 MB six remain. In 10 MB it is three: 3.33 ms, of which 1.33 do not fit beside 2 of 3 ms of backward;
     # with six 3.63 ms, 1.13 of them beyond 2.5 ms. 1 MB makes 29, and starting them costs more than they hide.
     assert gains(run)["bucket"] == pytest.approx(0.0, abs=1)
 
