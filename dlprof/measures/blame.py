@@ -19,7 +19,16 @@ from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, partition
-from dlprof.measures.collectives import SENT, SYNCHRONOUS, collectives, exposed, exposed_waits, matched, traced_steps
+from dlprof.measures.collectives import (
+    SENT,
+    SYNCHRONOUS,
+    collectives,
+    culprits,
+    exposed,
+    exposed_waits,
+    matched,
+    traced_steps,
+)
 from dlprof.measures.replay import own_time
 from dlprof.measures.stalls import KINDS, stall_means, stalled_steps
 from dlprof.measures.steps import step_means
@@ -81,7 +90,7 @@ def charged(run: Measured) -> pd.DataFrame:
     links = _links(pairs, before, wait)
     waited = np.bincount(links["row"], links["ns"], len(pairs))
     did[:, _COMMUNICATION] = np.clip(did[:, _COMMUNICATION] - waited, 0.0, None)
-    culprit = _culprits(pairs)
+    culprit = culprits(pairs)
     more = np.clip(did[culprit] - did, 0.0, None)
     handed = np.clip(waited[culprit] - waited, 0.0, None)
     more[more.sum(axis=1) + handed <= 0, _UNKNOWN] = 1.0
@@ -165,16 +174,6 @@ def _spent(spent: pd.DataFrame, side: str) -> NDArray[np.float64]:
     """Give the accounts of all ranks as rows × CATEGORIES."""
     columns = [f"{c}_{side}" for c in CATEGORIES]
     return spent.reindex(columns=columns).fillna(0.0).to_numpy(dtype=float)
-
-
-def _culprits(pairs: pd.DataFrame) -> NDArray[np.int64]:
-    """Give for each matched row the row of the rank that came last to the same collective."""
-    instance, last = pairs["instance"].to_numpy(), pairs["last"].to_numpy()
-    row_of = np.zeros(instance.max() + 1, dtype=np.int64)
-    at = np.flatnonzero(last)[::-1]  # of several, the first rank
-    row_of[instance[at]] = at
-    found: NDArray[np.int64] = row_of[instance]
-    return found
 
 
 def _before(pairs: pd.DataFrame) -> NDArray[np.int64]:

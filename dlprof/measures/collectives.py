@@ -311,25 +311,74 @@ def waiting(run: Measured) -> dict[int, iv.Intervals]:
 
 
 def exposed_waits(run: Measured) -> Nanoseconds:
-    """Give for each row of `matched` how long its rank waited in it and computed nothing meanwhile, ns.
+    """Give for each row of `matched` what waiting in it cost its rank, ns: waiting, and what that laid open.
 
-    Where a rank waits in several collectives at once, the time is the earliest one's: of each rank, they add up.
+    Waiting counts where the rank computed nothing meanwhile; where it waits in several collectives at once, the time
+    is the earliest one's, so that of each rank they add up. A transfer that nothing hides here, but that computation of
+    the last to come hides there, is open only because this rank is ahead. Such transfers count as far as this rank had
+    computed while it waited: without the waiting, that would have hidden them.
     """
     pairs = run.frame(matched)
-    begin = pairs["start_ns"].to_numpy()
-    return exposed_between(run, pairs["rank"].to_numpy(), begin, begin + pairs["wait_ns"].to_numpy())
+    rank, begin, end = (pairs[name].to_numpy() for name in ("rank", "start_ns", "end_ns"))
+    until = begin + pairs["wait_ns"].to_numpy()
+    waited = exposed_between(run, rank, begin, until)
+    bare = exposed_between(run, rank, until, end)
+    rows = pd.DataFrame({"rank": rank, "step": pairs["step"].to_numpy()})
+    rows = rows.assign(
+        waited=waited,
+        hidden=_apart(rank, begin, until) - waited,
+        opened=np.clip(bare - bare[culprits(pairs)], 0, None),
+    )
+    of_step = rows.groupby(["rank", "step"]).sum().join(_bare_of_steps(run), how="left")
+    most = np.minimum(of_step["hidden"], of_step["exposed_ns"] - of_step["waited"]).clip(lower=0)
+    share = (most / of_step["opened"].replace(0, np.nan)).clip(upper=1.0).fillna(0.0)
+    part = share.reindex(pd.MultiIndex.from_frame(rows[["rank", "step"]])).to_numpy()
+    found: Nanoseconds = waited + np.rint(rows["opened"].to_numpy() * part).astype(np.int64)
+    return found
+
+
+def culprits(pairs: pd.DataFrame) -> Nanoseconds:
+    """Give for each matched row the place of the row of the rank that came last to the same collective."""
+    instance, last = pairs["instance"].to_numpy(), pairs["last"].to_numpy()
+    row_of = np.zeros(instance.max() + 1, dtype=np.int64)
+    at = np.flatnonzero(last)[::-1]  # of several, the first rank
+    row_of[instance[at]] = at
+    found: Nanoseconds = row_of[instance]
+    return found
 
 
 def exposed_between(run: Measured, ranks: Nanoseconds, begin: Nanoseconds, end: Nanoseconds) -> Nanoseconds:
     """Give how much of some times of some ranks is exposed communication, ns; of times that overlap the earliest's."""
     found = np.zeros(len(ranks), dtype=np.int64)
     for rank, intervals in _exposed_of(run).items():
-        at = np.flatnonzero(ranks == rank)
-        at = at[np.argsort(begin[at], kind="stable")]
-        start, until = begin[at], end[at]
-        start = np.maximum(start, np.concatenate((start[:1], np.maximum.accumulate(until)[:-1])))
-        found[at] = iv.within(intervals, start, np.maximum(start, until))
+        at, start, until = _one_after_the_other(ranks, rank, begin, end)
+        found[at] = iv.within(intervals, start, until)
     return found
+
+
+def _apart(ranks: Nanoseconds, begin: Nanoseconds, end: Nanoseconds) -> Nanoseconds:
+    """Give how long some times of some ranks are, ns; of times that overlap the earliest's."""
+    found = np.zeros(len(ranks), dtype=np.int64)
+    for rank in np.unique(ranks):
+        at, start, until = _one_after_the_other(ranks, int(rank), begin, end)
+        found[at] = until - start
+    return found
+
+
+def _one_after_the_other(
+    ranks: Nanoseconds, rank: int, begin: Nanoseconds, end: Nanoseconds
+) -> tuple[Nanoseconds, Nanoseconds, Nanoseconds]:
+    """Give the places, starts and ends of a rank's times, each beginning where all before it have ended."""
+    at = np.flatnonzero(ranks == rank)
+    at = at[np.argsort(begin[at], kind="stable")]
+    start, until = begin[at], end[at]
+    start = np.maximum(start, np.concatenate((start[:1], np.maximum.accumulate(until)[:-1])))
+    return at, start, np.maximum(start, until)
+
+
+def _bare_of_steps(run: Measured) -> pd.Series[int]:
+    when = run.frame(exposed)
+    return when.assign(exposed_ns=when["end_ns"] - when["start_ns"]).groupby(["rank", "step"])["exposed_ns"].sum()
 
 
 def _exposed_of(run: Measured) -> dict[int, iv.Intervals]:
@@ -339,19 +388,18 @@ def _exposed_of(run: Measured) -> dict[int, iv.Intervals]:
 
 @across_ranks(collectives, exposed, traced_steps)
 def waits(run: Measured) -> pd.DataFrame:
-    """Tell how long each rank waited for others in each traced step, computing nothing meanwhile.
+    """Tell what waiting for others cost each rank in each traced step.
 
-    Columns: rank, step, dur_ns, loose_ns (see traced_steps), wait_ns (exposed), exposed_ns (all exposed communication),
-    last, matched (how many of the step's matched collectives it came to last, and how many there were). A wait belongs
-    to the step in which it begins. Raises NotMeasured as `matched` does.
+    Columns: rank, step, dur_ns, loose_ns (see traced_steps), wait_ns (see exposed_waits), exposed_ns (all exposed
+    communication), last, matched (how many of the step's matched collectives it came to last, and how many there were).
+    A wait belongs to the step in which it begins. Raises NotMeasured as `matched` does.
     """
     pairs = run.frame(matched).assign(waited_ns=exposed_waits(run))
     of_step = pairs.groupby(["rank", "step"]).agg(
         wait_ns=("waited_ns", "sum"), last=("last", "sum"), matched=("last", "size")
     )
-    when = run.frame(exposed)
-    bare = when.assign(exposed_ns=when["end_ns"] - when["start_ns"]).groupby(["rank", "step"])["exposed_ns"].sum()
-    steps = run.frame(traced_steps).join(of_step, on=["rank", "step"]).join(bare, on=["rank", "step"])
+    steps = run.frame(traced_steps).join(of_step, on=["rank", "step"])
+    steps = steps.join(_bare_of_steps(run), on=["rank", "step"])
     counted = ["wait_ns", "exposed_ns", "last", "matched"]
     steps[counted] = steps[counted].fillna(0).astype(np.int64)
     return steps[["rank", "step", "dur_ns", "loose_ns", *counted]]

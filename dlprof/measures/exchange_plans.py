@@ -151,7 +151,7 @@ def _hidden(run: Measured, transfer: pd.Series[float]) -> tuple[str, str, float,
     of = "its backward pass" if _backward_told(run) else "computation"
     least = float(free.min())
     why = f"{duration(least)} of {of} hides nothing yet" if least > 0 else f"nothing of {of} is free to hide it"
-    return "hidden behind computation", "hidden", _gain(run, np.minimum(transfer, free)), why
+    return "hidden behind computation", "hidden", _gain(run, transfer.clip(upper=free)), why
 
 
 def _backward_told(run: Measured) -> bool:

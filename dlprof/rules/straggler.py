@@ -4,9 +4,11 @@ Synchronous training runs at the pace of its slowest rank. The others show the l
 collective that cannot begin. The culprit shows least of it, for it arrives last and waits for nobody.
 
 Needs the traces of all ranks: collectives are matched by process group and order, and waiting is the latest start less
-one's own. A rank's own time is the step less that waiting. On a CPU run the light layer tells it for every step; on a
-GPU only the traced steps do, and a difference that comes and goes between them is not told. Where traces are missing,
-the ranks that are here vote: whose collectives are abnormally short is the one that the others wait for.
+one's own. A rank's own time is the step less that waiting, and less the transfers that lie open on it only because it
+is ahead: those that the last to come hides behind its computation, as this rank would have without the waiting. On a
+CPU run the light layer tells it for every step; on a GPU only the traced steps do, and a difference that comes and goes
+between them is not told. Where traces are missing, the ranks that are here vote: whose collectives are abnormally short
+is the one that the others wait for.
 
 Saving: every step replayed with the late ranks at the mean pace of the next slowest; their jitter stays. What another
 rule answers for (a late rank's wait for data, its checkpoints, its garbage) is that rule's saving and not this one's.

@@ -83,6 +83,27 @@ def test_waiting_behind_computation_is_not_counted(tmp_path: Path) -> None:
     assert by_rank(run_of(tmp_path, made).frame(waits), "wait_ns") == {0: 3 * 350_000, 1: 0}
 
 
+@pytest.mark.parametrize(
+    ("computes", "costs"),
+    [
+        # It computes while it waits, which would have hidden the first transfer: that lies open, because it is ahead.
+        (2 * MS, 1_500_000 + 500_000),
+        # It has nothing to compute: the transfer would lie open in any case.
+        (MS, MS + 1_500_000),
+    ],
+)
+def test_a_transfer_that_lies_open_for_being_ahead_is_waiting_too(tmp_path: Path, computes: int, costs: int) -> None:
+    made = []
+    for rank, (ends, ready) in enumerate([(computes, (MS, 2_500_000)), (4 * MS, (2 * MS, 4 * MS))]):
+        events: list[Any] = [traces.step(0, 0, 4_500_000), traces.kernel("gemm", 0, ends)]
+        for begin, over in zip(ready, (2_500_000, 4_500_000), strict=True):
+            events.append(traces.collective(begin, over - begin, 1_000))
+        made.append(traces.trace(*events, rank=rank))
+    run = run_of(tmp_path, made)
+    assert by_rank(run.frame(waits), "wait_ns") == {0: costs, 1: 0}
+    assert saving(run, {1: 9 * MS}) == pytest.approx(costs)
+
+
 def test_a_missing_rank_abstains(tmp_path: Path) -> None:
     run = runs.measured(runs.foreign(tmp_path, *late_by(0, 0, 0)[:2]), *NEEDS)
     with pytest.raises(NotMeasured, match="1 of 3 are not here"):

@@ -27,7 +27,7 @@ def step(
 
 def run_of(folder: Path, events: list[Any], **model: Any) -> Measured:
     facts = {"device": {"type": "cuda"}, "host": "node-1", "models": [{"parameters": 1, **model}]}
-    made = [(traces.trace(*events, rank=r), [], facts) for r in range(2)]
+    made: list[Any] = [(traces.trace(*events, rank=r), [], facts) for r in range(2)]
     return runs.measured(runs.recorded(folder / "run", *made), exchange_plans, overlap)
 
 
