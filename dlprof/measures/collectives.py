@@ -327,7 +327,7 @@ def exposed_waits(run: Measured) -> Nanoseconds:
     rows = rows.assign(
         waited=waited,
         hidden=_apart(rank, begin, until) - waited,
-        opened=np.clip(bare - bare[culprits(pairs)], 0, None),
+        opened=np.maximum(bare - bare[culprits(pairs)], 0),
     )
     of_step = rows.groupby(["rank", "step"]).sum().join(_bare_of_steps(run), how="left")
     most = np.minimum(of_step["hidden"], of_step["exposed_ns"] - of_step["waited"]).clip(lower=0)
