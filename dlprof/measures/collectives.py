@@ -330,7 +330,8 @@ def exposed_waits(run: Measured) -> Nanoseconds:
         opened=np.maximum(bare - bare[culprits(pairs)], 0),
     )
     of_step = rows.groupby(["rank", "step"]).sum().join(_bare_of_steps(run), how="left")
-    most = np.minimum(of_step["hidden"], of_step["exposed_ns"] - of_step["waited"]).clip(lower=0)
+    room = of_step["exposed_ns"] - of_step["waited"]
+    most = of_step["hidden"].where(of_step["hidden"] < room, room).clip(lower=0)
     share = (most / of_step["opened"].replace(0, np.nan)).clip(upper=1.0).fillna(0.0)
     part = share.reindex(pd.MultiIndex.from_frame(rows[["rank", "step"]])).to_numpy()
     found: Nanoseconds = waited + np.rint(rows["opened"].to_numpy() * part).astype(np.int64)
