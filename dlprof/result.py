@@ -43,17 +43,18 @@ SAVING = (
 # may die.
 Scope = Literal["step", "job", "risk"]
 State = Literal["found", "clear", "not_measured", "error"]
-Shape = Literal["table", "bars", "lines", "timeline"]
+Shape = Literal["table", "bars", "lines", "timeline", "flame"]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One piece of evidence, as data in one of four shapes; a renderer draws it, a rule never does.
+    """One piece of evidence, as data in one of five shapes; a renderer draws it, a rule never does.
 
     table: `columns` are headers, `rows` are rows of cells (text or number).
     bars: `rows` are [label, value] pairs, or [label, value, category]; `unit` is the value's.
     lines: `columns` are [x, y1, y2, ...] names, `rows` are points; `unit` is that of every y.
     timeline: `rows` are [lane, start_ns, dur_ns, name, category]; times from the panel's own zero.
+    flame: `rows` are [depth, start, width, name, category]: a frame stands under the one that called it, `unit` wide.
     """
 
     shape: Shape

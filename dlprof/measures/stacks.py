@@ -18,6 +18,14 @@ DOING = ("rest", "compute", "fetch", "worker")
 MOST_OWN = 24
 MOST_LIBRARY = 8
 
+# What travels of the tree of calls: frames with at least this share of all that was seen, as deep as a screen is high.
+LEAST_FRAME = 1 / 250
+MOST_FRAMES = 400
+MOST_DEPTH = 40
+
+# Frames that only pass a call on.
+_PASSED = re.compile(r"(?:\w+\.)*(?:_wrapped_call_impl|_call_impl|decorate_context|wrapper|inner) \(.*torch[/\\]")
+
 # A function is worth naming in a finding from this share of the samples on, and where there are this many: below, a
 # share is off by a tenth and more.
 NOTABLE_SHARE = 0.2
@@ -48,7 +56,7 @@ def hottest(rank: RankData) -> pd.DataFrame:
     lines: dict[tuple[str, Function], Counter[int]] = defaultdict(Counter)
     samples: Counter[str] = Counter()
     for role, phase, stack, n in zip(table["role"], table["phase"], table["stack"], table["samples"], strict=True):
-        doing = "worker" if role == "worker" else phase if phase in ("fetch", "rest") else "compute"
+        doing = _doing(role, phase)
         frames = [(f[1], f[2], int(f[3])) for f in map(_FRAME.fullmatch, stack.split(";")) if f is not None]
         samples[doing] += n
         for function in {(name, file) for name, file, _ in frames}:
@@ -78,6 +86,41 @@ def hottest(rank: RankData) -> pd.DataFrame:
     )
     place = frame.groupby(["doing", "own"]).cumcount()
     return frame[place < frame["own"].map({True: MOST_OWN, False: MOST_LIBRARY})][columns].reset_index(drop=True)
+
+
+@per_rank
+def flame(rank: RankData) -> pd.DataFrame:
+    """Give the tree of calls: doing, parent (its row, -1: none), name, own, samples; each parent before its children.
+
+    Small frames, and those deeper than a screen shows, are left out: what is missing of a parent was there, or its own.
+    """
+    table = rank.table("stacks")
+    table = table[table["role"].isin(["main", "worker"])]
+    least = LEAST_FRAME * float(table["samples"].sum())
+    if not least:
+        raise NotMeasured("no Python stack of the training thread was seen")
+    names: dict[str, str] = {}
+    seen: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for role, phase, stack, n in zip(table["role"], table["phase"], table["stack"], table["samples"], strict=True):
+        path: list[str] = []
+        for text in stack.split(";"):
+            if text not in names:
+                names[text] = "" if _PASSED.match(text) else _FRAME.sub(r"\1 (\2)", text)
+            if names[text]:
+                path.append(names[text])
+        doing = _doing(role, phase)
+        for depth in range(1, min(len(path), MOST_DEPTH) + 1):
+            seen[doing, tuple(path[:depth])] += n
+    kept = sorted((key for key, n in seen.most_common(MOST_FRAMES) if n >= least), key=lambda key: len(key[1]))
+    place = {key: row for row, key in enumerate(kept)}
+    rows = [(doing, place.get((doing, path[:-1]), -1), path[-1], seen[doing, path]) for doing, path in kept]
+    frame = pd.DataFrame(rows, columns=["doing", "parent", "name", "samples"])
+    files = [name.rpartition(" (")[2].rstrip(")") for name in frame["name"]]
+    return frame.assign(own=[is_own(file) for file in files])
+
+
+def _doing(role: str, phase: str) -> str:
+    return "worker" if role == "worker" else phase if phase in ("fetch", "rest") else "compute"
 
 
 def is_own(file: str) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pandas as pd
 
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
-from dlprof.measures.stacks import DOING, hottest, shown
+from dlprof.measures.stacks import DOING, MOST_FRAMES, flame, hottest, shown
 from dlprof.overview import Picture
 from dlprof.result import Panel
 from dlprof.units import percent
@@ -27,8 +29,61 @@ _DOING = {
 }
 
 
+# What a frame of each kind stands on, in the colour of what the training thread was doing.
+_CATEGORY = {"rest": "host", "compute": "computation", "fetch": "input_wait", "worker": "other"}
+
+
 def draw(run: Measured) -> list[Panel]:
-    """Show the Python functions seen most, the user's own first, over all ranks."""
+    """Show the Python functions seen most, the user's own first, and how they call each other, over all ranks."""
+    return [_flame(run), *_hottest(run)]
+
+
+@dataclass
+class _Call:
+    """A function as it was called, of all ranks together."""
+
+    name: str
+    category: str
+    samples: int = 0
+    calls: dict[str, _Call] = field(default_factory=dict)
+
+
+def _flame(run: Measured) -> Panel:
+    """Draw who calls whom: what the training thread was doing, and upon it its functions, the widest first."""
+    roots = {doing: _Call(_DOING[doing], _CATEGORY[doing]) for doing in DOING}
+    for _, frame in run.frame(flame).groupby("rank"):
+        made: list[_Call] = []
+        for doing, parent, name, samples, own in zip(
+            *(frame[c] for c in ("doing", "parent", "name", "samples", "own")), strict=True
+        ):
+            under = made[parent] if parent >= 0 else roots[doing]
+            call = under.calls.setdefault(name, _Call(_named(name), "own" if own else "library"))
+            call.samples += int(samples)
+            made.append(call)
+            if parent < 0:
+                roots[doing].samples += int(samples)
+    rows: list[tuple[int, int, int, str, str]] = []
+    left = [(0, 0, root) for root in roots.values() if root.samples]
+    at = 0
+    for place, (_, _, root) in enumerate(left):
+        left[place] = (0, at, root)
+        at += root.samples
+    while left:
+        depth, at, call = left.pop()
+        rows.append((depth, at, call.samples, call.name, call.category))
+        for inner in sorted(call.calls.values(), key=lambda c: -c.samples):
+            left.append((depth + 1, at, inner))
+            at += inner.samples
+    note = "Wide is where Python was seen most; a function stands under the one that called it."
+    return Panel("flame", "Where Python was seen", tuple(sorted(rows)[:MOST_FRAMES]), unit="samples", note=note)
+
+
+def _named(name: str) -> str:
+    function, _, file = name.rpartition(" (")
+    return shown(function, file.rstrip(")"), 0)
+
+
+def _hottest(run: Measured) -> list[Panel]:
     frame = run.frame(hottest)
     samples = frame.groupby(["rank", "doing"])["samples"].first().groupby("doing").sum()
     functions = frame.groupby(["doing", "function", "file", "own"], as_index=False).agg(
@@ -58,4 +113,4 @@ def draw(run: Measured) -> list[Panel]:
     return [Panel("table", "Hottest Python functions", tuple(rows), columns, note=note)]
 
 
-PICTURE = Picture((hottest,), draw)
+PICTURE = Picture((flame, hottest), draw)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from dlprof.renderers import words
 from dlprof.renderers.bars import bars
 from dlprof.renderers.drawing import Figure, plain_table
+from dlprof.renderers.flame import flame
 from dlprof.renderers.lines import lines
 from dlprof.renderers.timeline import timeline
 from dlprof.result import Panel
@@ -14,7 +15,9 @@ from dlprof.result import Panel
 
 def panel(evidence: Panel) -> Figure:
     """Give the figure of a panel of any shape."""
-    drawn = {"table": _table, "bars": bars, "lines": lines, "timeline": timeline}[evidence.shape](evidence)
+    drawn = {"table": _table, "bars": bars, "lines": lines, "timeline": timeline, "flame": flame}[evidence.shape](
+        evidence
+    )
     note = " ".join(n for n in (words.plain(evidence.note, 600), drawn.note) if n)
     return replace(drawn, title=words.plain(evidence.title, 200), note=note)
 

@@ -84,7 +84,13 @@ LATE: Mapping[str, str] = {
     "other": "comes late for a reason that the trace does not tell",
 }
 
-DRAWN: Mapping[str, Category] = {**LOOKS, **PASSES}
+# Whose a Python function is.
+FRAMES: Mapping[str, Category] = {
+    "own": Category("Yours", "a function of the job's own files", "#b5651d", "#e39a57", 137, "█"),
+    "library": Category("Libraries", "one of Python or an installed package", "#cfcac0", "#9a9488", 248, "░"),
+}
+
+DRAWN: Mapping[str, Category] = {**LOOKS, **PASSES, **FRAMES}
 
 
 def look(category: str) -> Category:

@@ -18,6 +18,7 @@ from tests.renderers import results
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
 
 from selenium import webdriver  # noqa: E402
+from selenium.webdriver.common.actions.action_builder import ActionBuilder  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
@@ -231,6 +232,26 @@ def test_tables_are_filtered_by_any_word(opened: Open) -> None:
     assert browser.find_element(By.CSS_SELECTOR, ".filter [role=status]").text == "3 of 12"
     box.send_keys(Keys.BACKSPACE * 4)
     assert len(column(browser, "Operators", 0)) == 12
+
+
+def test_a_frame_of_the_flame_graph_is_widened_by_a_click_and_the_whole_comes_back(opened: Open) -> None:
+    browser = opened("tables")
+    chart = browser.find_element(By.ID, "chart-panel-2")
+    span = "return document.getElementById('chart-panel-2')._fullLayout.xaxis.range"
+    assert browser.execute_script(span) == [0, 1200]
+    drawn = [text.text for text in chart.find_elements(By.CSS_SELECTOR, ".bartext")]
+    assert "decode (data.py)" in drawn
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", chart)
+    frame = chart.find_element(By.CSS_SELECTOR, ".draglayer .nsewdrag").rect
+    plot = browser.execute_script("return document.querySelector('#chart-panel-2').getBoundingClientRect().y")
+    mouse = ActionBuilder(browser)
+    # The third row of frames, in the first tenth of the width.
+    at = round(frame["x"] + frame["width"] / 10), round(plot + 8 + (frame["height"]) * 2.5 / 4)
+    mouse.pointer_action.move_to_location(at[0] - 3, at[1]).move_to_location(*at).click()
+    mouse.perform()
+    WebDriverWait(browser, 20).until(lambda b: b.execute_script(span) == [0, 500])
+    chart.send_keys("0")
+    WebDriverWait(browser, 20).until(lambda b: b.execute_script(span) == [0, 1200])
 
 
 def test_the_page_prints(opened: Open) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.errors import NotMeasured
-from dlprof.measures.stacks import MOST_LIBRARY, MOST_OWN, hottest, hottest_own, is_own
+from dlprof.measures.stacks import MOST_DEPTH, MOST_FRAMES, MOST_LIBRARY, MOST_OWN, flame, hottest, hottest_own, is_own
 from tests.runs import CPU, light, measured, recorded
 
 MS = 1_000_000
@@ -87,3 +87,37 @@ def test_a_run_without_stacks_says_so(tmp_path: Path) -> None:
 )
 def test_whose_a_file_is(file: str, own: bool) -> None:
     assert is_own(file) == own
+
+
+def test_the_tree_of_calls_stands_on_what_the_thread_was_doing(tmp_path: Path) -> None:
+    module = f"Module._call_impl ({LIB}/nn/modules/module.py:9)"
+    text = SEEN + f"{MAIN}{module};Net.forward (/me/net.py:5) 50\n"
+    frame = measured(run(tmp_path, text), flame).frame(flame)
+    told = {}
+    for row in frame.to_dict("records"):
+        above = frame["name"][row["parent"]].split(" ")[0] if row["parent"] >= 0 else ""
+        told[row["doing"], above, row["name"].split(" ")[0]] = (row["samples"], bool(row["own"]))
+    assert told == {
+        ("rest", "", "run"): (36, True),
+        ("rest", "run", "log"): (36, True),
+        ("rest", "log", "dumps"): (6, False),
+        ("compute", "", "run"): (50, True),
+        ("compute", "run", "Net.forward"): (50, True),
+        ("fetch", "", "run"): (40, True),
+        ("fetch", "run", "_BaseDataLoaderIter.__next__"): (40, False),
+        ("fetch", "_BaseDataLoaderIter.__next__", "wait"): (40, False),
+        ("worker", "", "_worker_loop"): (100, False),
+        ("worker", "_worker_loop", "read"): (100, True),
+        ("worker", "read", "decode"): (80, True),
+    }
+
+
+def test_the_tree_of_calls_is_no_larger_than_a_screen(tmp_path: Path) -> None:
+    deep = "".join(f"{MAIN}{';'.join(f'f{k} (/me/f.py:1)' for k in range(n))} 9\n" for n in range(1, 90))
+    wide = "".join(f"{MAIN}g{n} (/me/g.py:1) 9\n" for n in range(2000))
+    frame = measured(run(tmp_path, deep, wide), flame).frame(flame)
+    assert frame.groupby("rank").size().max() <= MOST_FRAMES
+    assert set(frame.loc[frame["rank"] == 1, "name"]) == {
+        "run (/me/train.py)"
+    }  # each of the others was seen too seldom
+    assert len(frame[frame["rank"] == 0]) == MOST_DEPTH

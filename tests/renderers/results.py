@@ -316,6 +316,7 @@ def hostile() -> Result:
         Panel("bars", everything, tuple((a, float(i), a) for i, a in enumerate(ATTACKS)), unit=ATTACKS[2]),
         Panel("lines", everything, tuple((a, 1.0, math.nan, math.inf, None) for a in ATTACKS), ATTACKS[:5], ATTACKS[3]),
         Panel("timeline", everything, tuple((a, i, 5, a, a) for i, a in enumerate(ATTACKS))),
+        Panel("flame", everything, tuple((i, 0, 50 - i, a, a) for i, a in enumerate(ATTACKS)), unit=ATTACKS[2]),
     )
     found = tuple(
         Outcome(
@@ -323,9 +324,9 @@ def hostile() -> Result:
             "found",
             everything,
             summary=everything,
-            saving_ns=(1e6, 1e6, math.inf, math.nan)[i],
-            share=(0.1, 1.0, math.inf, math.nan)[i],
-            speedup=(1.1, math.inf, math.nan, -1.0)[i],
+            saving_ns=(1e6, 1e6, math.inf, math.nan)[i % 4],
+            share=(0.1, 1.0, math.inf, math.nan)[i % 4],
+            speedup=(1.1, math.inf, math.nan, -1.0)[i % 4],
             ranks=(0,),
             advice=ATTACKS,
             evidence=panel,
@@ -356,7 +357,15 @@ def tables() -> Result:
     times = (1e9, 2e7, 999e3, 3e6, 4e3, None, 5e6, 6e6, 7e6, 8e6, 9e6, 1e7)
     rows = tuple((f"op {i}", ns, f"{i} of 12") for i, ns in enumerate(times))
     panel = Panel("table", "Operators", rows, ("operator", "time_ns", "calls"))
-    return replace(healthy(), panels=(panel,))
+    calls = (
+        (0, 0, 900, "waiting for the loader", "input_wait"),
+        (1, 0, 870, "main (train.py)", "own"),
+        (2, 0, 500, "decode (data.py)", "own"),
+        (3, 0, 480, "open (PIL/Image.py)", "library"),
+        (0, 900, 300, "between the phases", "host"),
+        (1, 900, 290, "log (train.py)", "own"),
+    )
+    return replace(healthy(), panels=(panel, Panel("flame", "Where Python was seen", calls, unit="samples")))
 
 
 ALL = {"ddp": ddp, "healthy": healthy, "many": many, "empty": empty, "hostile": hostile, "tables": tables}

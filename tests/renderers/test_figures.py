@@ -205,7 +205,7 @@ def test_long_tables_are_cut_with_a_word_and_cells_carry_units() -> None:
     assert table.numeric == (False, True, True, True)
 
 
-@pytest.mark.parametrize("shape", ["table", "bars", "lines", "timeline"])
+@pytest.mark.parametrize("shape", ["table", "bars", "lines", "timeline", "flame"])
 def test_a_panel_without_rows_is_drawn_empty(shape: Any) -> None:
     figure = figures.panel(Panel(shape, "nothing", ()))
     if figure.spec:
@@ -223,3 +223,18 @@ def test_text_on_a_bar_stands_out_in_both_themes() -> None:
         for background in (look.light, look.dark):
             low, high = sorted((luminance(drawing.inside(look.light)), luminance(background)))
             assert (high + 0.05) / (low + 0.05) >= 3, look.name  # WCAG 2.1, 1.4.11
+
+
+def test_a_flame_graph_stands_callers_above_what_they_call() -> None:
+    rows = ((0, 0, 10, "rest", "host"), (1, 0, 7, "f", "own"), (2, 0, 3, "g", "library"), (1, 7, 2, "g", "library"))
+    figure = figures.panel(Panel("flame", "t", rows, unit="samples"))
+    assert figure.spec is not None
+    [trace] = figure.spec["data"]
+    assert sorted(zip(trace["y"], trace["base"], trace["x"], trace["text"], strict=True)) == [
+        (0, 0, 10, "rest"),
+        (1, 0, 7, "f"),
+        (1, 7, 2, "g"),
+        (2, 0, 3, "g"),
+    ]
+    assert figure.table.rows[2] == ("g", "Libraries", "5\u00a0samples", "50\u00a0%")
+    assert figure.legend == ("own", "library")

@@ -28,8 +28,34 @@
       doubleClick: "reset",
     };
     return Plotly.react(element, data, printing ? { ...layout, width: printed } : layout, config).then(() => {
+      if (layout.meta?.click === "zoom") {
+        if (!element.dataset.drawn) {
+          element.on("plotly_click", widen);
+          element.on("plotly_relayout", () => fit(element));
+        }
+        fit(element);
+      }
       element.dataset.drawn = "yes";
     });
+  }
+
+  const letter = 6.6; // pixels of a letter in a frame, in the mean
+
+  // Frames tell as much of their names as they have room for.
+  function fit(chart) {
+    const [low, high] = chart._fullLayout.xaxis.range;
+    const scale = chart._fullLayout._size.w / (high - low) / letter;
+    const { base, x } = chart.data[0];
+    const shown = figures[chart.id.slice("chart-".length)].data[0].text.map((name, i) => {
+      const room = Math.floor((Math.min(base[i] + x[i], high) - Math.max(base[i], low)) * scale) - 1;
+      return name.length <= room ? name : room > 3 ? name.slice(0, room - 1).replace(/&[^;]*$/, "") + "…" : "";
+    });
+    Plotly.restyle(chart, { text: [shown] });
+  }
+
+  // A frame that is clicked on becomes as wide as its figure.
+  function widen({ event, points: [frame] }) {
+    Plotly.relayout(event.target.closest(".chart"), { "xaxis.range": [frame.base, frame.base + frame.value] });
   }
 
   // What the pointer does by dragging, the keyboard does by + − ← → and 0.
