@@ -247,7 +247,7 @@ def test_a_frame_of_the_flame_graph_is_widened_by_a_click_and_the_whole_comes_ba
     mouse = ActionBuilder(browser)
     # The third row of frames, in the first tenth of the width.
     at = round(frame["x"] + frame["width"] / 10), round(plot + 8 + (frame["height"]) * 2.5 / 4)
-    mouse.pointer_action.move_to_location(at[0] - 3, at[1]).move_to_location(*at).click()
+    mouse.pointer_action.move_to_location(at[0] - 3, at[1]).move_to_location(*at).click()  # type: ignore[no-untyped-call]
     mouse.perform()
     WebDriverWait(browser, 20).until(lambda b: b.execute_script(span) == [0, 500])
     chart.send_keys("0")
