@@ -18,8 +18,10 @@ from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.steps import timing
 
-# Peaks in FLOP/s as the vendors' data sheets give them, dense: NVIDIA's say "with sparsity" where they are twice these.
-# GeForce cards add up in float32 at half the rate, which is what PyTorch asks for (Turing whitepaper, appendix A).
+# Peaks in FLOP/s as the vendors' data sheets give them (NVIDIA's of V100, T4, A10, A100, L4, H100, H200 and HGX B200,
+# AMD's of the MI300X), dense: NVIDIA's say "with sparsity" where they are twice these. What a sheet does not give for
+# the very part, as float32 of a single B200, is left out. GeForce cards add up in float32 at half the rate, which is
+# what PyTorch asks for (Turing whitepaper, appendix A).
 _V100 = {"float16": 125e12, "float32": 15.7e12}
 _V100_PCIE = {"float16": 112e12, "float32": 14e12}
 _T4 = {"float16": 65e12, "float32": 8.1e12}
@@ -33,16 +35,20 @@ _MI300X = {"float8": 2615e12, "bfloat16": 1307e12, "float16": 1307e12, "float32"
 _B200 = {"float8": 4.5e15, "bfloat16": 2.25e15, "float16": 2.25e15, "tf32": 1.1e15}
 
 # The first pattern that a device's name matches, with its memory's bytes a second by the same data sheets; whole words,
-# so that an H20 is no H200. An A100 comes with 40 or 80 GB, and the name does not always tell: the slower counts.
+# so that an H20 is no H200. An A100 comes with 40 or 80 GB, a GH200 with HBM3 or HBM3e, and the name does not always
+# tell: the slower counts. A slice of a GPU (MIG) has some of its units and bears its name.
 _PEAKS: tuple[tuple[str, Mapping[str, float], float], ...] = (
+    (r"\bMIG\b", {}, 0.0),
     (r"V100-(?:SXM|DGXS)", _V100, 900e9),
     (r"V100-PCIE", _V100_PCIE, 900e9),
+    (r"\bA100-SXM4-80GB\b", _A100, 2039e9),
     (r"\bA100\b.*80GB", _A100, 1935e9),
     (r"\bA100\b", _A100, 1555e9),
     (r"\bH100 PCIe\b", _H100_PCIE, 2000e9),
     (r"\bH[12]00 NVL\b", {}, 0.0),  # parts of their own, of another clock
-    (r"\bG?H200\b", _H100_SXM, 4800e9),
-    (r"\bG?H100\b", _H100_SXM, 3350e9),
+    (r"\bGH200\b", _H100_SXM, 4000e9),
+    (r"\bH200\b", _H100_SXM, 4800e9),
+    (r"\bH100\b", _H100_SXM, 3350e9),
     (r"\bB200\b", _B200, 7700e9),
     (r"\bL4\b", _L4, 300e9),
     (r"\bA10\b", _A10, 600e9),

@@ -7,6 +7,7 @@ be held against the link's own peak whatever the collective and however many ran
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,15 @@ from dlprof.measures.collectives import SENT, collectives, exposed, exposed_betw
 # Bounds of the classes of size, bytes: from one to the next, a transfer takes up to 16 times as long.
 CLASSES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
 
-# What a GPU's NVLinks carry in one direction together, bytes/s: half of what NVIDIA's data sheets give for both.
+# What a GPU's NVLinks carry in one direction together, bytes/s: half of what NVIDIA's data sheets of these parts give
+# for both (300, 600, 900 and 1,800 GB/s). By patterns of names: how a GH200's are wired, and what of them a slice of a
+# GPU (MIG) has, is not known.
 _NVLINK = (
-    ("V100-SXM", 150e9),
-    ("A100-SXM", 300e9),
-    ("H100 80GB HBM3", 450e9),
-    ("H100-SXM", 450e9),
-    ("H200", 450e9),
-    ("B200", 900e9),
+    (r"V100-SXM", 150e9),
+    (r"A100-SXM", 300e9),
+    (r"H100 80GB HBM3|H100-SXM", 450e9),
+    (r"\bH200\b", 450e9),
+    (r"\bG?B200\b", 900e9),
 )
 
 
@@ -145,7 +147,8 @@ def _peak(run: Measured, members: str) -> float:
     if len(hosts) != 1 or None in hosts or len(names) != 1:
         return float("nan")
     name = names.pop()
-    return next((peak for known, peak in _NVLINK if known in name), float("nan"))
+    whole = not re.search(r"\bMIG\b", name)
+    return next((peak for known, peak in _NVLINK if whole and re.search(known, name)), float("nan"))
 
 
 def size_class(index: int) -> str:

@@ -8,7 +8,7 @@ import pytest
 from dlprof.diagnosis import diagnose
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
-from dlprof.measures.arithmetic import arithmetic, operator_flops
+from dlprof.measures.arithmetic import arithmetic, device_peaks, operator_flops
 from dlprof.renderers import words
 from dlprof.run import open_run
 from tests import runs
@@ -66,6 +66,7 @@ def test_each_precision_counts_against_its_own_peak(tmp_path: Path) -> None:
         ({"type": "cuda", "name": "NVIDIA GeForce RTX 4090"}, "float16", "peak of NVIDIA GeForce RTX 4090"),
         ({"type": "cuda", "name": "NVIDIA H20"}, "float16", "peak of NVIDIA H20"),
         ({"type": "cuda", "name": "NVIDIA H100 NVL"}, "float16", "peak of NVIDIA H100 NVL"),
+        ({"type": "cuda", "name": "NVIDIA H100 80GB HBM3 MIG 1g.10gb"}, "float16", "peak of NVIDIA H100 80GB HBM3 MIG"),
         (A100, "float64", "one of the step's precisions"),
         (A100, "float32", "no usual one"),
     ],
@@ -106,3 +107,19 @@ def test_what_was_not_counted_is_not_measured(tmp_path: Path, flops: dict[str, A
     path = runs.recorded(tmp_path / "run", (None, steps, {"device": A100, "flops": flops}))
     with pytest.raises(NotMeasured, match=why):
         runs.measured(path, arithmetic).frame(arithmetic)
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "bandwidth"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12, 2039e9),
+        ("NVIDIA A100 80GB PCIe", 312e12, 1935e9),
+        ("NVIDIA A100-SXM4-40GB", 312e12, 1555e9),
+        ("NVIDIA GH200 480GB", 989e12, 4000e9),
+        ("NVIDIA H200", 989e12, 4800e9),
+        ("NVIDIA GB200", None, 0.0),
+    ],
+)
+def test_a_part_has_the_peaks_of_its_own_data_sheet(name: str, bf16: float | None, bandwidth: float) -> None:
+    _, peaks, found = device_peaks({"device": {"name": name}}, {})
+    assert (peaks.get("bfloat16"), found) == (bf16, bandwidth)

@@ -53,6 +53,23 @@ def test_waiting_is_no_transfer(tmp_path: Path) -> None:
     assert (row["peak"], row["culprit"], row["late"], row["matched"]) == (450e9, 3, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA GB200", 900e9),
+        ("Tesla V100-SXM2-32GB", 150e9),
+        ("NVIDIA H100 80GB HBM3", 450e9),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100 PCIe", None),
+    ],
+)
+def test_a_link_has_the_peak_of_its_part(tmp_path: Path, device: str, peak: float | None) -> None:
+    made = exchanging((0, 1), device=device)
+    (found,) = runs.measured(runs.foreign(tmp_path, *made), bandwidth).frame(bandwidth)["peak"]
+    assert found == peak if peak else np.isnan(found)
+
+
 def test_groups_are_told_apart(tmp_path: Path) -> None:
     frame = runs.measured(runs.foreign(tmp_path, *exchanging((0, 1), (2, 3))), bandwidth).frame(bandwidth)
     assert set(frame["members"]) == {"0,1", "2,3"}
