@@ -19,15 +19,32 @@ from dlprof import __version__, overview
 from dlprof.engine import Measure, Measured, MeasureFailed, Progress, measure
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.measures.arithmetic import arithmetic
+from dlprof.measures.bandwidth import bandwidth, size_class
 from dlprof.measures.blame import blame
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.device import device_time
 from dlprof.measures.replay import saving as replay
 from dlprof.measures.room import room
+from dlprof.measures.spread import spread
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.measures.whole_job import loop_step_ns, whole_job
+from dlprof.measures.work import work
 from dlprof.panels import PICTURES
-from dlprof.result import CATEGORIES, Blame, DeviceTime, Finding, Outcome, Result, TimePart, Together, Window
+from dlprof.result import (
+    CATEGORIES,
+    MOST_WORK,
+    Blame,
+    DeviceTime,
+    Exchange,
+    Finding,
+    Outcome,
+    RankStep,
+    Result,
+    TimePart,
+    Together,
+    Window,
+    Work,
+)
 from dlprof.run import Run
 from dlprof.units import percent
 
@@ -67,7 +84,7 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
     """Measure a run, ask every rule, and give the result."""
     wanted = [m for r in rules for m in r.needs]
     wanted += [m for p in PICTURES for m in p.needs]
-    wanted += [step_means, breakdown, blame, device_time, whole_job, *overview.NEEDS]
+    wanted += [bandwidth, blame, breakdown, device_time, spread, step_means, whole_job, work, *overview.NEEDS]
     measured = measure(run, wanted, jobs, progress)
     outcomes = [_ask(rule, measured) for rule in rules]
     order = {"found": 0, "clear": 1, "not_measured": 2, "error": 3}
@@ -83,6 +100,9 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
         facts=overview.facts(measured),
         dlprof=__version__,
         blame=_blame(measured),
+        steps=_steps(measured),
+        work=_work(measured),
+        exchanges=_exchanges(measured),
     )
 
 
@@ -121,7 +141,7 @@ def _ask(rule: Rule, run: Measured) -> Outcome:
 
 
 def _told(said: Finding) -> dict[str, object]:
-    told = ("title", "summary", "ranks", "advice", "evidence", "sure", "verdict", "scope")
+    told = ("title", "summary", "ranks", "advice", "evidence", "sure", "verdict", "scope", "noise_ns", "forecasts")
     return {name: getattr(said, name) for name in told}
 
 
@@ -218,8 +238,20 @@ def _window(run: Measured) -> Window | None:
         overhead=None if pd.isna(overhead) else float(overhead),
         unit="step" if (means["unit"] == "step").all() else "trace",
         traced_steps=int(means["traced_steps"].min()),
+        noise_ns=_noise(run),
         **computed,
     )
+
+
+def _noise(run: Measured) -> float | None:
+    """Give the standard error of the run's mean step, ns. Ranks that wait for each other err together: no smaller one
+    for there being many of them.
+    """
+    try:
+        noise = run.frame(spread)["noise_ns"]
+    except (NotMeasured, MeasureFailed):
+        return None
+    return None if noise.isna().any() else float(noise.mean())
 
 
 def _arithmetic(run: Measured) -> dict[str, float]:
@@ -248,9 +280,62 @@ def _time(run: Measured) -> tuple[TimePart, ...]:
         share=frame["ns"] / total, place=frame["category"].map({c: i for i, c in enumerate(CATEGORIES)})
     ).sort_values(["rank", "place"])
     return tuple(
-        TimePart(int(r), str(c), float(n), float(s))
-        for r, c, n, s in zip(frame["rank"], frame["category"], frame["ns"], frame["share"], strict=True)
+        TimePart(int(r), str(c), float(n), float(s), float(e))
+        for r, c, n, s, e in zip(
+            frame["rank"], frame["category"], frame["ns"], frame["share"], frame["noise_ns"], strict=True
+        )
     )
+
+
+def _steps(run: Measured) -> tuple[RankStep, ...]:
+    try:
+        frame = run.frame(spread)
+    except (NotMeasured, MeasureFailed):
+        return ()
+    return tuple(
+        RankStep(int(r), int(n), float(ns), None if pd.isna(e) else float(e))
+        for r, n, ns, e in zip(frame["rank"], frame["steps"], frame["step_ns"], frame["noise_ns"], strict=True)
+    )
+
+
+def _work(run: Measured) -> tuple[Work, ...]:
+    try:
+        frame = run.frame(work)
+    except (NotMeasured, MeasureFailed):
+        return ()
+    ranks = frame["rank"].nunique()
+    sums = frame.groupby(["kind", "name"], as_index=False)[["calls", "ns", "noise_ns"]].sum()
+    sums = sums.sort_values(["ns", "name"], ascending=[False, True], kind="stable")
+    sums = sums[sums.groupby("kind").cumcount() < MOST_WORK]
+    # The noise is the mean of the ranks': what holds one of them up holds up all.
+    return tuple(
+        Work(kind, str(name), float(calls) / ranks, float(ns) / ranks, float(noise) / ranks)
+        for kind, name, calls, ns, noise in zip(*(sums[c] for c in sums.columns), strict=True)
+    )
+
+
+def _exchanges(run: Measured) -> tuple[Exchange, ...]:
+    try:
+        frame = run.frame(bandwidth)
+    except (NotMeasured, MeasureFailed):
+        return ()
+    frame = frame.assign(carried=frame["busbw"] * frame["transfer_ns"])
+    found = []
+    for (kind, ranks, of_size), mine in frame.groupby(["collective", "ranks", "size"]):
+        groups, transfer = len(mine), float(mine["transfer_ns"].sum())
+        wait, carried = float(mine["wait_ns"].mean()), float(mine["carried"].sum(skipna=False))
+        found.append(
+            Exchange(
+                str(kind),
+                int(str(ranks)),
+                size_class(int(str(of_size))),
+                float(mine["count"].sum()) / groups,
+                transfer / groups,
+                None if math.isnan(wait) else wait,
+                None if math.isnan(carried) or not transfer else carried / transfer,
+            )
+        )
+    return tuple(sorted(found, key=lambda e: -(e.transfer_ns + (e.wait_ns or 0.0))))
 
 
 def _blame(run: Measured) -> tuple[Blame, ...]:

@@ -11,7 +11,7 @@ import importlib
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -23,11 +23,12 @@ import pandas as pd
 
 from dlprof import tables
 from dlprof.errors import DlprofError, NotMeasured
+from dlprof.progress import Done
 from dlprof.readers import SOURCES, Source
 from dlprof.run import TRACE, Rank, Run
 
 T = TypeVar("T")
-Progress = Callable[[int, int], None]
+Progress = Callable[[Done], None]
 
 # Tables need about as many bytes as the JSON they come from; a gzip holds about a fifteenth of it (both seen on real
 # traces). Each process is granted that and the interpreter's own footprint.
@@ -295,14 +296,30 @@ def measure(run: Run, wanted: Iterable[Measure], jobs: int | None = None, progre
     workers = min(jobs or _cores(), len(run.ranks), _fitting(run))
     answers: dict[int, _RankAnswer] = {}
     backend = processes if workers > 1 else serial
+    far = so_far(run)
+    if progress:
+        progress(far([]))
     for index, answer in backend(run.ranks, todo, workers):
         answers[index] = answer
         if progress:
-            progress(len(answers), len(run.ranks))
+            progress(far(answers))
     if answers and not run.recorded and not any(a.tables for a in answers.values()):
         said = answers[min(answers)].warnings[0]
         raise DlprofError(said if len(answers) == 1 else f"none of {len(answers)} traces can be read: {said}")
     return Measured(run, answers)
+
+
+def so_far(run: Run) -> Callable[[Collection[int]], Done]:
+    """Give a function that tells how much is done once some of a run's ranks are: their number, files and bytes."""
+    sizes = {r.index: [p.stat().st_size for p in r.files.values() if p.exists()] for r in run.ranks}
+    whole = (sum(len(of) for of in sizes.values()), sum(sum(of) for of in sizes.values()))
+
+    def done(ranks: Collection[int]) -> Done:
+        read = [sizes[r] for r in ranks]
+        files, read_bytes = sum(len(of) for of in read), sum(sum(of) for of in read)
+        return Done(len(ranks), len(sizes), files, whole[0], read_bytes, whole[1])
+
+    return done
 
 
 def serial(ranks: Sequence[Rank], todo: Sequence[Measure], workers: int = 1) -> Iterator[tuple[int, _RankAnswer]]:  # noqa: ARG001 - a backend's signature

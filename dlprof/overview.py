@@ -144,7 +144,7 @@ def _loader_facts(run: Measured, add: Any) -> None:
     if lead is not None:
         where = "between the optimizer's step and" if _several(run, "step", "mark") == ["optimizer"] else "before"
         share = percent(lead[1] / mean_step_ns(run))
-        add("Loader", "none that dlprof knows", f"{duration(lead[1])} of a step ({share}) {where} the first forward")
+        add("Loading", "none that dlprof knows", f"{duration(lead[1])} of a step ({share}) {where} the first forward")
     try:
         means = run.frame(loader_means)
     except (NotMeasured, MeasureFailed):
@@ -152,11 +152,11 @@ def _loader_facts(run: Measured, add: Any) -> None:
     queued = means[(means["empty"] >= 0) & (means["batches"] > 0)]
     if len(queued):
         asked, empty = int(queued["batches"].sum()), int(queued["empty"].sum())
-        add("Loader", "queue empty when asked", f"{empty:,} of {asked:,} batches")
-        add("Loader", "batches ready when asked", digits(float(queued["ready"].mean())))
+        add("Loading", "queue empty when asked", f"{empty:,} of {asked:,} batches")
+        add("Loading", "batches ready when asked", digits(float(queued["ready"].mean())))
     for column, name in (("start_ns", "starting an epoch"), ("first_ns", "first batch"), ("end_ns", "ending an epoch")):
         if means[column].notna().any():
-            add("Loader", name, duration(float(means[column].mean())))
+            add("Loading", name, duration(float(means[column].mean())))
 
 
 def facts(run: Measured) -> tuple[Fact, ...]:

@@ -38,6 +38,9 @@ SAVING = (
     "steps, spread over the training steps."
 )
 
+# So many operators, and as many kernels, are kept: what one of two hundred takes is far below a hundredth of a step.
+MOST_WORK = 200
+
 # What a finding speaks of. step: the mean steady step. job: time outside the steady steps; its saving is that time
 # spread over the training steps, its share and speed-up are the training loop's. risk: nothing is saved, but the job
 # may die.
@@ -66,6 +69,15 @@ class Panel:
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """What the mean steady step of the run would be, in ns, with a setting at another value, all else as it is."""
+
+    setting: str  # as code names it: num_workers
+    value: str
+    step_ns: float
+
+
+@dataclass(frozen=True)
 class Finding:
     """What a rule found: one sentence each for title and summary; `saving_ns` as defined above, per mean steady step.
 
@@ -82,6 +94,7 @@ class Finding:
     verdict: str = ""  # the diagnosis as the report's first sentence, e.g. "31 % of each step waits for data"
     noise_ns: float = 0.0  # standard error of what the saving was estimated from
     scope: Scope = "step"
+    forecasts: tuple[Forecast, ...] = ()  # for other values of a setting that the advice names
 
 
 @dataclass(frozen=True)
@@ -103,6 +116,8 @@ class Outcome:
     verdict: str = ""
     manual: str = ""
     scope: Scope = "step"
+    noise_ns: float = 0.0
+    forecasts: tuple[Forecast, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,6 +152,7 @@ class Window:
     traced_steps: int = 0
     flops: float | None = None  # what one rank computes in a step, the mean of the ranks; None: not counted
     mfu: float | None = None  # share of the device's peak arithmetic that the steady steps use; None: not known
+    noise_ns: float | None = None  # standard error of step_ns, with its drift over the run; None: not known
 
 
 @dataclass(frozen=True)
@@ -161,6 +177,44 @@ class TimePart:
     category: str
     ns: float
     share: float
+    noise_ns: float = 0.0  # standard error of ns over the steps that it was measured in; 0: not known
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """How long one rank's mean steady step is, of how many, and its standard error; None: not known."""
+
+    rank: int
+    steps: int
+    step_ns: float
+    noise_ns: float | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one operator, or one kernel of a device, takes of a mean traced step: the mean over the ranks.
+
+    `ns` is the time in it and in nothing within it; `noise_ns` its standard error over the traced steps, 0: not known.
+    """
+
+    kind: Literal["operator", "kernel"]
+    name: str
+    calls: float
+    ns: float
+    noise_ns: float = 0.0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Collectives of one kind, number of ranks and class of size, of a mean traced step and rank; None: not known."""
+
+    collective: str
+    ranks: int
+    size: str
+    count: float
+    transfer_ns: float
+    wait_ns: float | None = None
+    busbw: float | None = None  # bytes/s
 
 
 @dataclass(frozen=True)
@@ -209,6 +263,9 @@ class Result:
     dlprof: str = ""
     blame: tuple[Blame, ...] = ()  # of each rank the most first; empty where waiting could not be told
     together: Together | None = None  # None: nothing was found
+    steps: tuple[RankStep, ...] = ()
+    work: tuple[Work, ...] = ()  # the heaviest of each kind, MOST_WORK at most, heaviest first
+    exchanges: tuple[Exchange, ...] = ()
 
     @property
     def found(self) -> tuple[Outcome, ...]:
@@ -217,7 +274,7 @@ class Result:
 
 
 # What a result.json of this format may lack: fields that came later.
-_LATER = ("blame", "together")
+_LATER = ("blame", "together", "steps", "work", "exchanges")
 
 
 def to_json(result: Result) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dlprof.measures.breakdown import breakdown
 from dlprof.measures.device import device_time
 from dlprof.measures.replay import own_time
 from dlprof.measures.steps import step_means
+from dlprof.progress import Done
 from dlprof.readers import torch_trace
 from dlprof.run import TRACE, Rank, Run, open_run
 from tests import traces
@@ -139,9 +141,13 @@ def test_work_is_done_in_other_processes(job: Run) -> None:
 
 
 def test_progress_counts_the_ranks(job: Run) -> None:
-    seen: list[tuple[int, int]] = []
-    engine.measure(job, [rows], jobs=1, progress=lambda done, of: seen.append((done, of)))
-    assert seen == [(n, RANKS) for n in range(1, RANKS + 1)]
+    seen: list[Done] = []
+    engine.measure(job, [rows], jobs=1, progress=seen.append)
+    assert [(done.ranks, done.of_ranks) for done in seen] == [(n, RANKS) for n in range(RANKS + 1)]
+    assert (seen[0].files, seen[0].bytes) == (0, 0)
+    sizes = [p.stat().st_size for r in job.ranks for p in r.files.values()]
+    assert (seen[-1].files, seen[-1].of_files, seen[-1].bytes) == (len(sizes), len(sizes), sum(sizes))
+    assert all(one.bytes < other.bytes for one, other in pairwise(seen))
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

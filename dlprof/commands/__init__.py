@@ -2,10 +2,11 @@
 
 import click
 
-from dlprof.commands import check, doctor, explain, report, rules, run, wrap
+from dlprof.commands import check, compare, doctor, explain, report, rules, run, wrap
 
 COMMANDS: tuple[click.Command, ...] = (
     check.check,
+    compare.compare,
     doctor.doctor,
     explain.explain,
     report.report,

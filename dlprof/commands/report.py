@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dlprof.errors import DlprofError
+from dlprof.progress import Done, Progress
 
 if TYPE_CHECKING:
     from dlprof.result import Result
@@ -32,7 +33,8 @@ def report(path: Path, out: Path | None, form: str, jobs: int | None, show: bool
 
     Prints the verdict and writes report.html and result.json: beside a run, or into a new folder dlprof-report.
     """
-    result = analyse(path, jobs, _waiting if quiet else _progress)
+    with Progress(quiet=quiet) as progress:
+        result = analyse(path, jobs, _getting_ready(progress))
     verdict = _json(result) if form == "json" else _verdict(result)
     try:
         html = _write_files(result, path, out)
@@ -40,7 +42,7 @@ def report(path: Path, out: Path | None, form: str, jobs: int | None, show: bool
         # Reading may have taken minutes: what was found is said, wherever it could not be written.
         click.echo(verdict)
         raise
-    click.echo(verdict if form == "json" else f"{verdict}\nreport: {_shown(html)}")
+    click.echo(verdict if form == "json" else f"{verdict}\nreport: {shown(html)}")
     if show:
         import webbrowser
 
@@ -50,11 +52,11 @@ def report(path: Path, out: Path | None, form: str, jobs: int | None, show: bool
 
 def write_report(path: Path, out: Path | None = None) -> str:
     """Analyse a run, write report.html and result.json, and give the verdict as text for the terminal."""
-    result = analyse(path, progress=_waiting)
-    return f"{_verdict(result)}\nreport: {_shown(_write_files(result, path, out))}"
+    result = analyse(path, progress=_getting_ready())
+    return f"{_verdict(result)}\nreport: {shown(_write_files(result, path, out))}"
 
 
-def analyse(path: Path, jobs: int | None = None, progress: Callable[[int, int], None] | None = None) -> Result:
+def analyse(path: Path, jobs: int | None = None, progress: Callable[[Done], None] | None = None) -> Result:
     """Open a run or traces and ask every rule."""
     # The measures multiply no matrices: threads of a linear-algebra library would only be started, and forked.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -68,8 +70,12 @@ def analyse(path: Path, jobs: int | None = None, progress: Callable[[int, int], 
 def _verdict(result: Result) -> str:
     from dlprof.renderers import terminal
 
-    width = shutil.get_terminal_size((88, 24)).columns
-    return terminal.render(result, width=max(60, min(width, 110)), colour=_colour())
+    return terminal.render(result, width(), colour())
+
+
+def width() -> int:
+    """Give how many columns are written."""
+    return max(60, min(shutil.get_terminal_size((88, 24)).columns, 110))
 
 
 def _json(result: Result) -> str:
@@ -86,7 +92,7 @@ def _write_files(result: Result, path: Path, out: Path | None) -> Path:
     try:
         folder = _folder(path, out)
         for name, text in files.items():
-            _write(folder / name, text)
+            write(folder / name, text)
     except OSError as e:
         raise DlprofError(
             f"the report could not be written: {e.strerror}: {e.filename}; -o names another folder"
@@ -94,7 +100,7 @@ def _write_files(result: Result, path: Path, out: Path | None) -> Path:
     return folder / "report.html"
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
     """Name a file as is shortest for whoever reads it here."""
     here = os.path.relpath(path)
     return str(path.resolve()) if here.startswith(os.path.join("..", "..")) else here  # noqa: PTH118
@@ -102,22 +108,27 @@ def _shown(path: Path) -> str:
 
 def _folder(path: Path, out: Path | None) -> Path:
     """Make and give the folder that the report goes to."""
+    if out is None and path.is_dir() and ((path / "run.json").is_file() or (path / "ranks").is_dir()):
+        return path
+    return new_folder("dlprof-report", out)
+
+
+def new_folder(name: str, out: Path | None = None) -> Path:
+    """Make and give the folder that was asked for, else a new one of this name; raise DlprofError after a thousand."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         return out
-    if path.is_dir() and ((path / "run.json").is_file() or (path / "ranks").is_dir()):
-        return path
     for n in range(1, 1000):
-        folder = Path("dlprof-report" if n == 1 else f"dlprof-report-{n}")
+        folder = Path(name if n == 1 else f"{name}-{n}")
         try:
             folder.mkdir()
         except FileExistsError:
             continue
         return folder
-    raise DlprofError("a thousand folders dlprof-report are here already; -o names another")
+    raise DlprofError(f"a thousand folders {name} are here already; -o names another")
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
     """Write a whole file or none: a reader never sees half of it."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -128,24 +139,20 @@ def _write(path: Path, text: str) -> None:
         raise
 
 
-def _colour() -> bool:
+def colour() -> bool:
+    """Say whether stdout shows colours."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
-def _waiting(done: int, total: int) -> None:
-    """Get the page ready while other processes read the ranks that are left."""
-    if done < total:
-        from dlprof.renderers import html
+def _getting_ready(progress: Callable[[Done], None] | None = None) -> Callable[[Done], None]:
+    """Give a function that says how far it is, and gets the page ready while other processes read what is left."""
 
-        html.prepare()
+    def said(done: Done) -> None:
+        if progress is not None:
+            progress(done)
+        if 0 < done.ranks < done.of_ranks:
+            from dlprof.renderers import html
 
+            html.prepare()
 
-def _progress(done: int, total: int) -> None:
-    _waiting(done, total)
-    if total < 2:
-        return
-    if sys.stderr.isatty():
-        end = "\n" if done == total else ""
-        click.echo(f"\rread {done} of {total} ranks{end}", err=True, nl=False)
-    elif done == total or done % max(1, total // 10) == 0:
-        click.echo(f"read {done} of {total} ranks", err=True)
+    return said

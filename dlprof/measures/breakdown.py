@@ -172,13 +172,13 @@ def _noise(rank: RankData, t: Timing) -> dict[str, float]:
         known = dict(zip(means["kind"], means["noise_ns"], strict=True))
     if t.source == "steps" and (_BUBBLE, "rest") in _recorded(rank):
         known[_BUBBLE] = float(rank.once(pipeline.pipeline.function)["noise_ns"].iloc[0])
+    if t.source == "steps":
+        frame = rank.once(light_steps)
+        known["input_wait"] = standard_error(frame.loc[frame["steady"], "fetch_ns"].to_numpy(dtype=float))
     if not len(t.windows):
         return known
     edges = np.append(t.windows[:, 0], t.windows[-1, 1])
     noise = {c: standard_error(iv.per_slot(p, edges).astype(float)) for c, p in partition(rank).items()}
-    if t.source == "steps":
-        frame = rank.once(light_steps)
-        noise["input_wait"] = standard_error(frame.loc[frame["steady"], "fetch_ns"].to_numpy(dtype=float))
     return noise | known
 
 

@@ -101,11 +101,11 @@ def _traced(rank: RankData) -> pd.DataFrame:
         work = kernels(rank)
         inside = _inside(windows, work["start_ns"].to_numpy())
         row = work.index.to_numpy()[inside]
-        owner, ns = _owners(rank)[row], work["dur_ns"].to_numpy(dtype=float)[inside]
+        owner, ns = owners(rank)[row], work["dur_ns"].to_numpy(dtype=float)[inside]
         kinds = rank.once(kernel_kinds)[inside]
         took = {kind: np.where(kinds == kind, ns, 0.0) for kind in ("tensor", "tf32", "float32")}
     else:
-        owner, ns = _own_time(rank)
+        owner, ns = own_times(rank)
         row = owner
         took = dict.fromkeys(("tensor", "tf32", "float32"), np.zeros(len(ns)))
     if not len(row):
@@ -177,7 +177,7 @@ def _inside(windows: NDArray[np.int64], start: NDArray[np.int64]) -> NDArray[np.
     return inside
 
 
-def _owners(rank: RankData) -> NDArray[np.int64]:
+def owners(rank: RankData) -> NDArray[np.int64]:
     """Give for each span of the device the row of the innermost operator that launched it, -1: none is known."""
     spans = rank.table("spans")
     launch = spans["launch"].to_numpy()
@@ -199,7 +199,7 @@ def _owners(rank: RankData) -> NDArray[np.int64]:
     return owner
 
 
-def _own_time(rank: RankData) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def own_times(rank: RankData) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Give the operators within the steady traced steps, as rows of the spans, and the time each spends in no other."""
     spans = rank.table("spans")
     start, dur = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy(dtype=float)

@@ -62,15 +62,15 @@ def render(result: Result) -> str:
     for fact in result.facts:
         sections.setdefault(fact.section, []).append((fact.name, fact.value))
     diagnosis, gain = words.headline(result)
-    return _template().render(
+    return template("report.html").render(
         title=f"{words.name(result)} · {words.plain(diagnosis, 120)}",
-        css=Markup(_page("page.css")),
+        css=Markup(asset("page.css")),
         scripts=tuple(Markup(s) for s in _scripts()),
         policy=_policy(),
-        colours=_colours(),
+        colours=colours(),
         data=_data({name: f.spec for name, f in figure_of.items() if f.spec}),
         name=words.name(result),
-        headline=_emphasised(diagnosis),
+        headline=emphasised(diagnosis),
         calm=not result.found,
         gain=gain,
         lede=_lede(result),
@@ -161,7 +161,7 @@ _SHARE = re.compile(r"[0-9][0-9.,]*[ \u00a0]?%(?: of (?:each|every|the) (?:mean 
 _JOINED = re.compile(r"([0-9]) (%|×|[nµm]?s\b|[kMGT]?B\b)")
 
 
-def _emphasised(sentence: str) -> Markup:
+def emphasised(sentence: str) -> Markup:
     """Set the first share in the sentence apart."""
     text = _JOINED.sub(f"\\1{words.NBSP}\\2", sentence)
     share = _SHARE.search(text)
@@ -174,7 +174,7 @@ def _emphasised(sentence: str) -> Markup:
 _CODE = re.compile(r"``(.+?)``|`([^`\n]+)`")
 
 
-def _inline(text: object, limit: int = 2000) -> Markup:
+def inline(text: object, limit: int = 2000) -> Markup:
     """Text in which `code` stands in backticks."""
     whole = words.plain(text, limit, keep="\n")
     parts, end = [], 0
@@ -194,7 +194,7 @@ def _manual(text: str) -> Markup:
             continue
         first = next((i for i, line in enumerate(lines) if line.lstrip().startswith(("- ", "* "))), len(lines))
         if first:
-            out.append(Markup("<p>{}</p>").format(_inline(" ".join(lines[:first]))))
+            out.append(Markup("<p>{}</p>").format(inline(" ".join(lines[:first]))))
         items: list[str] = []
         for line in lines[first:]:
             if line.lstrip().startswith(("- ", "* ")) or not items:
@@ -203,7 +203,7 @@ def _manual(text: str) -> Markup:
                 items[-1] += " " + line.strip()
         if items:
             out.append(
-                Markup("<ul>{}</ul>").format(Markup("").join(Markup("<li>{}</li>").format(_inline(i)) for i in items))
+                Markup("<ul>{}</ul>").format(Markup("").join(Markup("<li>{}</li>").format(inline(i)) for i in items))
             )
     return Markup("\n").join(out)
 
@@ -214,7 +214,7 @@ def _whole_code(text: str) -> str:
     return words.plain(match[1] or match[2], 2000) if match else ""
 
 
-def _colours() -> Markup:
+def colours() -> Markup:
     """The colours of the style sheet, from the one table that the figures use."""
 
     def block(dark: bool) -> str:
@@ -243,12 +243,13 @@ def _data(specs: dict[str, Any]) -> Markup:
 
 
 @cache
-def _page(name: str) -> str:
+def asset(name: str) -> str:
+    """Give the text of a file of the page."""
     return (files("dlprof.renderers") / "page" / name).read_text(encoding="utf-8")
 
 
 def _scripts() -> tuple[str, ...]:
-    return _page("plotly-basic.min.js"), _page("page.js")
+    return asset("plotly-basic.min.js"), asset("page.js")
 
 
 @cache
@@ -265,15 +266,17 @@ def _policy() -> str:
 
 def prepare() -> None:
     """Do what every page needs whatever its result says: who waits for the result can do it meanwhile."""
-    _template()
+    template("report.html")
     _policy()
 
 
 @cache
-def _template() -> Template:
+def template(name: str) -> Template:
+    """Give a page's template, in which every text is escaped and made safe to show."""
+
     def written(value: object) -> object:
         return value if isinstance(value, Markup) or not isinstance(value, str) else words.plain(value, 2000)
 
     environment = Environment(autoescape=True, finalize=written, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(inline=_inline, manual=_manual, whole_code=_whole_code)
-    return environment.from_string(_page("report.html"))
+    environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code)
+    return environment.from_string(asset(name))

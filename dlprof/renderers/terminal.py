@@ -19,24 +19,24 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
     width = max(width, NARROWEST)
     paint = _paint if colour else _leave
     diagnosis, gain = words.headline(result)
-    lines = [*_wrap(f"{words.name(result)} · {words.devices(result)} · {words.steps(result)}", width), ""]
-    lines += [paint(line, "1") for line in _wrap(diagnosis, width, "  ")]
-    lines += _wrap(gain, width, "  ")
+    lines = [*wrap(f"{words.name(result)} · {words.devices(result)} · {words.steps(result)}", width), ""]
+    lines += [paint(line, "1") for line in wrap(diagnosis, width, "  ")]
+    lines += wrap(gain, width, "  ")
     notices = words.notices(result)
     if len(notices) > NOTICES:
         notices = [*notices[:NOTICES], f"… and {len(notices) - NOTICES} more warnings, in the report"]
     if notices:
         lines.append("")
     for notice in notices:
-        lines += [paint(line, "33") for line in _wrap(notice, width, "  ! ", "    ")]
+        lines += [paint(line, "33") for line in wrap(notice, width, "  ! ", "    ")]
     if result.time:
         lines += ["", *_bars(result, width, colour)]
     for sentence in words.blamed(result):
-        lines += _wrap(sentence, width, "  ")
+        lines += wrap(sentence, width, "  ")
     if result.found:
         lines += ["", *_findings(result.found, width, colour)]
         together = words.together(result)
-        lines += ["", *_wrap(together, width, "  ")] if together else []
+        lines += ["", *wrap(together, width, "  ")] if together else []
     return "\n".join(line.replace(words.NBSP, " ").rstrip() for line in [*lines, *_closing(result, width)]) + "\n"
 
 
@@ -55,25 +55,25 @@ def _bars(result: Result, width: int, colour: bool) -> list[str]:
     lines = []
     for rank in drawn:
         told = _told(parts[rank], waits.get(rank, {}), room)
-        lines.append(f"  {f'rank {rank}':<{label}}  {_bar(parts[rank], bar, colour)}   {told}")
+        lines.append(f"  {f'rank {rank}':<{label}}  {stripe(parts[rank], bar, colour)}   {told}")
     left = [rank for rank in order if rank not in drawn]
     if left:
         busy = [parts[r]["computation"].share if "computation" in parts[r] else 0.0 for r in left]
-        lines += _wrap(
+        lines += wrap(
             f"… {len(left)} more: computation {words.percent(min(busy))} to {words.percent(max(busy))}", width, "  "
         )
     names = words.ordered(p for part in parts.values() for p in part)
-    legend = [f"{_glyph(c, 1, colour)}{words.NBSP}{words.look(c).name.replace(' ', words.NBSP)}" for c in names]
+    legend = [f"{glyph(c, 1, colour)}{words.NBSP}{words.look(c).name.replace(' ', words.NBSP)}" for c in names]
     each = "the trace" if words.unit(result) == "trace" else "the mean steady step"
     return [
         *lines,
         "",
-        *_wrap("   ".join(legend), width, "  "),
-        *_wrap(f"Each bar is {each} of that rank.", width, "  "),
+        *wrap("   ".join(legend), width, "  "),
+        *wrap(f"Each bar is {each} of that rank.", width, "  "),
     ]
 
 
-def _bar(parts: Mapping[str, TimePart], length: int, colour: bool) -> str:
+def stripe(parts: Mapping[str, TimePart], length: int, colour: bool) -> str:
     """Fill the length in proportion; what is too small for a column goes to its neighbours, and none is lost."""
     ordered = words.ordered(parts)
     whole = sum(max(parts[c].ns, 0.0) for c in ordered)
@@ -83,12 +83,13 @@ def _bar(parts: Mapping[str, TimePart], length: int, colour: bool) -> str:
     for category in ordered:
         reached += max(parts[category].ns, 0.0)
         end = round(length * reached / whole)
-        text += _glyph(category, end - drawn, colour)
+        text += glyph(category, end - drawn, colour)
         drawn = end
     return text
 
 
-def _glyph(category: str, count: int, colour: bool) -> str:
+def glyph(category: str, count: int, colour: bool) -> str:
+    """Give so many columns of a category's glyph."""
     shape = words.look(category)
     text = shape.glyph * count
     return _paint(text, f"38;5;{shape.ansi}") if colour and count else text
@@ -109,7 +110,7 @@ def _told(parts: Mapping[str, TimePart], waits: Mapping[int, float], room: int) 
     for name, share in sorted(shares.items(), key=lambda item: -item[1]):
         more = f"{name} {words.about(share)}"
         longer = f"{text}  {more}" if text else more
-        if share < 0.005 or _columns(longer) > room:
+        if share < 0.005 or columns(longer) > room:
             break
         text = longer
     return text
@@ -119,24 +120,24 @@ def _findings(found: Sequence[Outcome], width: int, colour: bool) -> list[str]:
     """Number, rule, saving, speed-up; below them the title with its ranks, and the first thing to change."""
     paint = _paint if colour else _leave
     digits = len(str(len(found)))
-    column = max(_columns(words.plain(o.id, 30)) for o in found)
+    column = max(columns(words.plain(o.id, 30)) for o in found)
     lines = []
     for number, outcome in enumerate(found, 1):
         start = f"  {number:>{digits}}  "
         figures = f"{words.saving(outcome):>10}  {words.speedup(outcome):>7}"
         name = words.plain(outcome.id, 30)
         if len(start) + column + 2 + len(figures) <= width:
-            padding = " " * (column - _columns(name) + 2)
+            padding = " " * (column - columns(name) + 2)
             lines.append(start + paint(name, "1") + padding + paint(figures, "1;35"))
         else:
-            lines += [paint(line, "1") for line in _wrap(name, width, start)]
+            lines += [paint(line, "1") for line in wrap(name, width, start)]
             lines.append(paint(" " * len(start) + figures.strip(), "1;35"))
         where = words.ranks(outcome.ranks)
         title = words.plain(outcome.title, 400)
         indent = " " * len(start)
-        lines += _wrap(f"{title} ({where})" if where and where not in title.lower() else title, width, indent)
+        lines += wrap(f"{title} ({where})" if where and where not in title.lower() else title, width, indent)
         if outcome.advice:
-            lines += _wrap(words.plain(outcome.advice[0], 400).replace("`", ""), width, indent + "→ ", indent + "  ")
+            lines += wrap(words.plain(outcome.advice[0], 400).replace("`", ""), width, indent + "→ ", indent + "  ")
     return lines
 
 
@@ -150,15 +151,15 @@ def _closing(result: Result, width: int) -> list[str]:
         said.append(f"not measured: {len(by_state['not_measured'])} (dlprof explain RULE)")
     if by_state["error"]:
         said.append(f"errors: {', '.join(words.plain(o.id, 40) for o in by_state['error'])}")
-    lines = ["", *_wrap(" · ".join(said), width, "  ")] if said else []
+    lines = ["", *wrap(" · ".join(said), width, "  ")] if said else []
     window = result.window
     if window is not None and window.overhead is not None:
         traced = f"{words.counted(window.traced_steps, 'traced step')}" if window.traced_steps else "the traced steps"
-        lines += _wrap(f"{traced} took {words.times(window.overhead)} as long as the others", width, "  ")
+        lines += wrap(f"{traced} took {words.times(window.overhead)} as long as the others", width, "  ")
     return lines
 
 
-def _wrap(text: str, width: int, first: str = "", later: str | None = None) -> list[str]:
+def wrap(text: str, width: int, first: str = "", later: str | None = None) -> list[str]:
     """Break text at spaces into lines of at most so many columns; a word longer than a line is cut.
 
     `first` opens the first line, `later` the others (by default as wide as the first). No-break spaces hold.
@@ -169,11 +170,11 @@ def _wrap(text: str, width: int, first: str = "", later: str | None = None) -> l
     for word in text.split(" "):
         while True:
             joined = line + word if empty else f"{line} {word}"
-            if _columns(joined) <= width:
+            if columns(joined) <= width:
                 line, empty = joined, False
                 break
             if empty:
-                cut = _fit(word, width - _columns(line))
+                cut = _fit(word, width - columns(line))
                 lines.append(line + word[:cut])
                 word = word[cut:]
             else:
@@ -182,17 +183,17 @@ def _wrap(text: str, width: int, first: str = "", later: str | None = None) -> l
     return [*lines, line]
 
 
-def _fit(text: str, columns: int) -> int:
+def _fit(text: str, room: int) -> int:
     """How many characters of a text fit, one at least."""
     used = 0
     for n, char in enumerate(text):
-        used += _columns(char)
-        if used > columns:
+        used += columns(char)
+        if used > room:
             return max(n, 1)
     return len(text)
 
 
-def _columns(text: str) -> int:
+def columns(text: str) -> int:
     """How many columns a terminal gives to a text: wide characters two, combining ones and colour codes none."""
     total, escape = 0, False
     for char in text:

@@ -36,7 +36,7 @@ from dlprof.measures.replay import own_time, saving_input
 from dlprof.measures.stacks import hottest, hottest_own
 from dlprof.measures.steps import mean_step_ns, of_step, step_means, step_series
 from dlprof.measures.workers import Plan, planned
-from dlprof.result import Finding, Panel
+from dlprof.result import Finding, Forecast, Panel
 from dlprof.units import count, duration, percent
 
 # From here on a wait is worth a change: XProf's input pipeline analyzer and the TensorBoard plugin say 5 %.
@@ -77,6 +77,7 @@ def check(run: Measured) -> Finding | Clear:
         saving_ns=plan.gain_ns if plan is not None and helps else gain,
         advice=_planned(run, worst, plan) if plan is not None else _advice(run, worst, wait[worst], step),
         evidence=_evidence(run, worst) if plan is None else _predictions(plan, worst),
+        forecasts=_forecasts(plan, step) if plan is not None and helps else (),
         ranks=late,
         sure=_sure(plan, helps) + _assumed(run),
     )
@@ -160,6 +161,15 @@ def _planned(run: Measured, rank: int, plan: Plan) -> tuple[str, ...]:
     if left > 0.05 * then.step_ns and advice[0].startswith("`num"):
         advice.append(f"{duration(left)} of waiting is then left: only cheaper samples take that away")
     return (*advice, *_queue_advice(loader, now.workers))
+
+
+def _forecasts(plan: Plan, step: float) -> tuple[Forecast, ...]:
+    """Tell the run's mean step with each number of workers: it gains as the worst rank does, of which more is known."""
+    best = plan.now.step_ns - plan.chosen.step_ns
+    gains = (
+        {f.workers: plan.gain_ns * (plan.now.step_ns - f.step_ns) / best for f in plan.forecasts[1:]} if best else {}
+    )
+    return tuple(Forecast("num_workers", str(n), step - gain) for n, gain in sorted(gains.items()))
 
 
 def _predictions(plan: Plan, rank: int) -> Panel:

@@ -1,0 +1,72 @@
+"""`dlprof compare A B`: what got faster or slower from one run to another, and was the promised gain reached."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dlprof.errors import DlprofError
+
+if TYPE_CHECKING:
+    from dlprof.result import Result
+
+
+@click.command()
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Folder for compare.html and compare.json.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What to print.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Processes that read at once. [default: all cores that memory allows]"
+)
+@click.option("--quiet", is_flag=True, help="No progress.")
+def compare(a: Path, b: Path, out: Path | None, form: str, jobs: int | None, quiet: bool) -> None:
+    """Say what got faster or slower from A to B, and whether what A's report had predicted came true.
+
+    A and B: runs, folders of torch-profiler traces, single traces, or files result.json. Prints the differences with
+    their noise, and writes compare.html and compare.json into a new folder dlprof-compare.
+    """
+    from dlprof import comparison
+    from dlprof.commands.report import colour, new_folder, shown, width, write
+    from dlprof.renderers import compare_page, compare_text
+
+    told = comparison.compare(_result(a, jobs, quiet), _result(b, jobs, quiet))
+    data = json.dumps(comparison.to_json(told), allow_nan=False, separators=(",", ":"))
+    verdict = data if form == "json" else compare_text.render(told, width(), colour())
+    try:
+        folder = new_folder("dlprof-compare", out)
+        for name, text in (("compare.json", data), ("compare.html", compare_page.render(told))):
+            write(folder / name, text)
+    except OSError as e:
+        click.echo(verdict)
+        raise DlprofError(
+            f"the page could not be written: {e.strerror}: {e.filename}; -o names another folder"
+        ) from None
+    click.echo(verdict if form == "json" else f"{verdict}\npage: {shown(folder / 'compare.html')}")
+
+
+def _result(path: Path, jobs: int | None, quiet: bool) -> Result:
+    """Give the result of a run or of traces, or the one that a file result.json holds."""
+    from dlprof.commands.report import analyse
+    from dlprof.progress import Progress
+    from dlprof.result import from_json
+
+    if path.is_file() and path.suffix == ".json" and _is_result(path):
+        try:
+            return from_json(json.loads(path.read_bytes()))
+        except ValueError as e:
+            raise DlprofError(f"{path}: cannot be read: {e}") from None
+        except DlprofError as e:
+            raise DlprofError(f"{path}: {e}") from None
+    with Progress(f"{path.name}: ", quiet=quiet) as progress:
+        return analyse(path, jobs, progress)
+
+
+def _is_result(path: Path) -> bool:
+    """Tell by its head whether a file is a result of ours, and no trace of a hundred megabytes."""
+    with path.open("rb") as file:
+        return re.match(rb'\s*\{\s*"format"\s*:.{0,40}"saving"', file.read(256), re.DOTALL) is not None

@@ -1,0 +1,529 @@
+"""Two results side by side: what got faster or slower from run A to run B, and was the promised gain reached.
+
+A difference counts only beyond the noise of what it was measured from. That noise is each run's own: how its steps vary
+and drift. What changes from one recording to the next (another host, another neighbour on it) no single run can tell;
+that is what LEAST_SHARE is for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
+from typing import Any, Literal
+
+from dlprof.result import CATEGORIES, MOST_WORK, Exchange, Outcome, Result, Work
+
+FORMAT = 1
+
+# A difference is told where it is at least twice its standard error and this share of A's step: two recordings of one
+# job with steps of 50 ms were up to 0.9 % apart (the README's table of what recording costs).
+LEAST_NOISE = 2.0
+LEAST_SHARE = 0.01
+
+NOISE = (
+    "±: twice the standard error of the difference, from how the steps of each run vary and drift. A difference below"
+    " it, or below 1 % of A's step, is within noise. How much two recordings of one job differ, no single pair tells."
+)
+
+# Where facts are what somebody chose or installed; in the others they are what was measured.
+SETTINGS = ("Job", "Device", "Software", "Loader", "Model", "Optimizer", "Pipeline", "Precision", "Environment")
+# Different in any two runs, and no choice.
+_NAMES = (("Job", "folder"), ("Job", "ended"))
+_COMMAND = ("Job", "command")
+# What a step does: where it differs, so does what a step should take.
+_WORK = (("Loader", "batch size"), ("Model", "parameters"), ("Pipeline", "microbatches"))
+
+Verdict = Literal["faster", "slower", "noise", "unknown"]
+# beaten: B is faster than predicted; in_part: it gained, but less; broken: it gained nothing.
+Kept = Literal["beaten", "reached", "in_part", "broken"]
+State = Literal["gone", "new", "less", "more", "same", "untold"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One part of the step in both runs, ns of a mean step; None: not known. `noise_ns`: standard error of b_ns − a_ns.
+
+    `noise_ns` is None where a run does not tell it: then nobody knows whether the difference is one.
+    """
+
+    name: str
+    a_ns: float | None
+    b_ns: float | None
+    noise_ns: float | None = None
+    least_ns: float = 0.0  # below this, a difference is none whatever its noise
+
+    @property
+    def ns(self) -> float | None:
+        """What B takes longer, ns."""
+        return None if self.a_ns is None or self.b_ns is None else self.b_ns - self.a_ns
+
+    @property
+    def verdict(self) -> Verdict:
+        """Say whether B is faster or slower, or within the noise, or that it is not known."""
+        if self.ns is None:
+            return "unknown"
+        if abs(self.ns) < max(self.least_ns, LEAST_NOISE * (self.noise_ns or 0.0)) or self.ns == 0:
+            return "noise"
+        if self.noise_ns is None:
+            return "unknown"
+        return "faster" if self.ns < 0 else "slower"
+
+
+@dataclass(frozen=True)
+class WorkDifference:
+    """An operator, a kernel or a kind of collective: its time, and how often it is called a step (None: not there)."""
+
+    time: Difference
+    a_calls: float | None
+    b_calls: float | None
+    wait: Difference | None = None  # of collectives: waiting for other ranks, beside the transfer
+
+
+@dataclass(frozen=True)
+class FindingChange:
+    """What became of one bottleneck. gone: B was looked at and does not have it; untold: one run cannot say (why)."""
+
+    id: str
+    state: State
+    title: str
+    a_ns: float | None
+    b_ns: float | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One fact that differs; "" where a run does not have it."""
+
+    section: str
+    name: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What A promised for what is changed in B, and what B measured; ns of the mean step.
+
+    The prediction lies between `least_ns` and `most_ns`: savings of several findings overlap. `reached` is the share of
+    the least gain predicted that was measured; `noise_ns` is the measured gain's standard error.
+    """
+
+    findings: tuple[str, ...]
+    changed: tuple[str, ...]  # "num_workers 0 → 2"
+    least_ns: float
+    most_ns: float
+    measured_ns: float
+    noise_ns: float | None
+    reached: float | None  # None: no gain was predicted
+    kept: Kept
+    basis: str  # which findings predicted it, and for what
+    beside: tuple[str, ...]  # settings that were changed as well, of which A had promised nothing
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that a renderer may know of two runs. Empty tuples and None: not compared, and `not_compared` says why."""
+
+    a: Result
+    b: Result
+    step: Difference | None
+    ranks: tuple[Difference, ...]
+    time: tuple[Difference, ...]  # by category, the mean over ranks
+    time_by_rank: tuple[tuple[int, tuple[Difference, ...]], ...]
+    findings: tuple[FindingChange, ...]
+    operators: tuple[WorkDifference, ...]
+    kernels: tuple[WorkDifference, ...]
+    exchanges: tuple[WorkDifference, ...]
+    settings: tuple[Setting, ...]
+    measured: tuple[Setting, ...]  # facts that are no choice, where they differ
+    promise: Promise | None
+    not_compared: tuple[str, ...]
+    doubts: tuple[str, ...]  # what a reader must know before trusting the differences
+
+
+def compare(a: Result, b: Result) -> Comparison:
+    """Compare two results; what cannot be compared is left out, with the reason."""
+    refused = list(_refused(a, b))
+    step = None if refused else _step(a, b)
+    least = LEAST_SHARE * a.window.step_ns if a.window else 0.0
+    same_ranks = a.run.world_size == b.run.world_size
+    if not refused and not same_ranks:
+        refused.append(
+            f"ranks one by one: A has {a.run.world_size} of them and B {b.run.world_size}; means over the ranks are"
+            " compared, of steps that may do other work"
+        )
+    time, of_ranks = _times(a, b, least) if step else ((), ())
+    operators, kernels = (_works(a, b, kind, least) if step else () for kind in ("operator", "kernel"))
+    exchanges = _exchanges(a, b, least) if step else ()
+    if step:
+        refused += _missing(a, b)
+    settings, measured = _facts(a, b)
+    return Comparison(
+        a=a,
+        b=b,
+        step=step,
+        ranks=_ranks(a, b, least) if step and same_ranks else (),
+        time=time,
+        time_by_rank=of_ranks if same_ranks else (),
+        findings=_findings(a, b, least),
+        operators=operators,
+        kernels=kernels,
+        exchanges=exchanges,
+        settings=settings,
+        measured=measured,
+        promise=_promise(a, b, step, settings) if step and same_ranks and _alike(a, b) else None,
+        not_compared=tuple(refused),
+        doubts=tuple(_doubts(a, b, settings)) if step else (),
+    )
+
+
+def to_json(c: Comparison) -> dict[str, Any]:
+    """Give the comparison as plain data: the differences, and of both runs which they are."""
+    said: dict[str, Any] = {"format": FORMAT, "noise": NOISE}
+    for name, result in (("a", c.a), ("b", c.b)):
+        said[name] = {"run": asdict(result.run), "window": asdict(result.window) if result.window else None}
+    said["step"] = _told(c.step) if c.step else None
+    said["ranks"] = [_told(d) for d in c.ranks]
+    said["time"] = [_told(d) for d in c.time]
+    said["time_by_rank"] = [{"rank": rank, "time": [_told(d) for d in of]} for rank, of in c.time_by_rank]
+    said["findings"] = [asdict(f) for f in c.findings]
+    for name, work in (("operators", c.operators), ("kernels", c.kernels), ("collectives", c.exchanges)):
+        said[name] = [
+            {**_told(w.time), "a_calls": w.a_calls, "b_calls": w.b_calls, "wait": _told(w.wait) if w.wait else None}
+            for w in work
+        ]
+    said["settings"] = [asdict(s) for s in c.settings]
+    said["measured"] = [asdict(s) for s in c.measured]
+    said["promise"] = asdict(c.promise) if c.promise else None
+    return said | {"not_compared": list(c.not_compared), "doubts": list(c.doubts)}
+
+
+def _told(d: Difference) -> dict[str, Any]:
+    return {**asdict(d), "ns": d.ns, "verdict": d.verdict}
+
+
+def _refused(a: Result, b: Result) -> Iterator[str]:
+    """Say why steps cannot be compared at all."""
+    for name, result in (("A", a), ("B", b)):
+        if result.window is None:
+            yield f"steps and their parts: no steady step was recorded in {name}"
+        elif result.window.unit == "trace":
+            yield f"steps and their parts: nothing marks a step in {name}, so its whole trace stands for one"
+
+
+def _alike(a: Result, b: Result) -> bool:
+    return a.run.device == b.run.device
+
+
+def _doubts(a: Result, b: Result, settings: Iterable[Setting]) -> Iterator[str]:
+    assert a.window is not None
+    assert b.window is not None
+    if not _alike(a, b):
+        yield (
+            f"the devices differ ({a.run.device or 'not told'} and {b.run.device or 'not told'}): what is faster or"
+            " slower may be theirs, and no prediction is held against B"
+        )
+    if a.window.source != b.window.source:
+        traced, other = ("A", "B") if a.window.source == "trace" else ("B", "A")
+        yield (
+            f"{traced}'s step is that of its traced steps, which the profiler slows, {other}'s that of the others: they"
+            " differ by that alone"
+        )
+    for s in settings:
+        if (s.section, s.name) in _WORK and s.a and s.b:
+            yield f"{s.name} is {s.a} in A and {s.b} in B: their steps do different work"
+    for name, result in (("A", a), ("B", b)):
+        if result.run.missing_ranks:
+            n = len(result.run.missing_ranks)
+            yield f"{n} of {result.run.world_size} ranks of {name} are not here; means are over the others"
+    if any(result.window is None or result.window.noise_ns is None for result in (a, b)):
+        yield "a run with one measured step, or written by an older dlprof, does not tell its noise"
+
+
+def _missing(a: Result, b: Result) -> Iterator[str]:
+    """Say what of the step only one of the runs tells."""
+    parts: tuple[tuple[str, Callable[[Result], object]], ...] = (
+        ("parts of the step", lambda r: r.time),
+        ("operators", lambda r: any(w.kind == "operator" for w in r.work)),
+        ("kernels", lambda r: any(w.kind == "kernel" for w in r.work)),
+        ("collectives", lambda r: r.exchanges),
+    )
+    for what, there in parts:
+        lacking = [name for name, result in (("A", a), ("B", b)) if not there(result)]
+        if len(lacking) == 1:
+            yield f"{what}: {lacking[0]} has none"
+
+
+def _noise(*errors: float | None) -> float | None:
+    """Combine standard errors of what is independent; None where one is not known."""
+    known = [e for e in errors if e is not None]
+    return math.hypot(*known) if len(known) == len(errors) else None
+
+
+def _step(a: Result, b: Result) -> Difference:
+    assert a.window is not None
+    assert b.window is not None
+    return Difference(
+        "step",
+        a.window.step_ns,
+        b.window.step_ns,
+        _noise(a.window.noise_ns, b.window.noise_ns),
+        LEAST_SHARE * a.window.step_ns,
+    )
+
+
+def _ranks(a: Result, b: Result, least: float) -> tuple[Difference, ...]:
+    of_b = {s.rank: s for s in b.steps}
+    return tuple(
+        Difference(
+            f"rank {s.rank}",
+            s.step_ns,
+            of_b[s.rank].step_ns,
+            _noise(s.noise_ns, of_b[s.rank].noise_ns),
+            least,
+        )
+        for s in a.steps
+        if s.rank in of_b
+    )
+
+
+Part = tuple[float, float | None]  # ns and its standard error
+
+
+def _times(
+    a: Result, b: Result, least: float
+) -> tuple[tuple[Difference, ...], tuple[tuple[int, tuple[Difference, ...]], ...]]:
+    """Give the categories' differences, as the mean over the ranks and rank by rank; none where a run has no parts."""
+    of_a, of_b = _parts(a), _parts(b)
+    if not of_a or not of_b:
+        return (), ()
+    means = [_mean(list(of.values())) for of in (of_a, of_b)]
+    each = tuple((rank, _categories(of_a[rank], of_b[rank], least)) for rank in sorted(of_a) if rank in of_b)
+    return _categories(means[0], means[1], least), each
+
+
+def _parts(result: Result) -> dict[int, dict[str, Part]]:
+    """Give rank → category → part. None is known better than the step that it is a share of."""
+    steps = {s.rank: s.noise_ns for s in result.steps}
+    found: dict[int, dict[str, Part]] = {}
+    for p in result.time:
+        of_step = steps.get(p.rank)
+        noise = _noise(p.noise_ns or None, None if of_step is None else of_step * p.share)
+        found.setdefault(p.rank, {})[p.category] = (p.ns, noise)
+    return found
+
+
+def _mean(ranks: list[dict[str, Part]]) -> dict[str, Part]:
+    """Give the mean over the ranks, with the mean of their noise: they wait for each other, and err together."""
+    found: dict[str, Part] = {}
+    for category in dict.fromkeys(c for parts in ranks for c in parts):
+        mine = [parts.get(category, (0.0, 0.0)) for parts in ranks]
+        noise = [e for _, e in mine if e is not None]
+        found[category] = (
+            sum(ns for ns, _ in mine) / len(mine),
+            sum(noise) / len(noise) if len(noise) == len(mine) else None,
+        )
+    return found
+
+
+def _categories(a: Mapping[str, Part], b: Mapping[str, Part], least: float) -> tuple[Difference, ...]:
+    order = [c for c in CATEGORIES if c in a or c in b] + sorted((a.keys() | b.keys()) - set(CATEGORIES))
+    rows = []
+    for category in order:
+        (of_a, noise_a), (of_b, noise_b) = a.get(category, (0.0, 0.0)), b.get(category, (0.0, 0.0))
+        rows.append(Difference(category, of_a, of_b, _noise(noise_a, noise_b), least))
+    return tuple(rows)
+
+
+def _works(a: Result, b: Result, kind: str, least: float) -> tuple[WorkDifference, ...]:
+    """Give what operators or kernels take in both runs, what changed most first; none where only one run tells them.
+
+    What is not among the heaviest of a run takes at most what the lightest of these does; where that leaves nothing to
+    say, it is left out.
+    """
+    of_a, of_b = ({w.name: w for w in r.work if w.kind == kind} for r in (a, b))
+    if not of_a or not of_b:
+        return ()
+    floors = [min(w.ns for w in of.values()) if len(of) >= MOST_WORK else 0.0 for of in (of_a, of_b)]
+
+    def part(w: Work | None, floor: float) -> Part:
+        # Of a single step, or of older results, the noise is not known.
+        return (floor, 0.0) if w is None else (w.ns, w.noise_ns or None)
+
+    rows = []
+    for name in dict.fromkeys((*of_a, *of_b)):
+        one, other = of_a.get(name), of_b.get(name)
+        (a_ns, a_noise), (b_ns, b_noise) = part(one, floors[0]), part(other, floors[1])
+        time = Difference(name, a_ns, b_ns, _noise(a_noise, b_noise), least)
+        if (one is not None and other is not None) or _larger(time, missing_in_b=other is None):
+            calls = (one.calls if one else None, other.calls if other else None)
+            rows.append(WorkDifference(time, *calls))
+    return tuple(sorted(rows, key=lambda r: -abs(r.time.ns or 0.0)))
+
+
+def _larger(d: Difference, *, missing_in_b: bool) -> bool:
+    """Tell whether what one run does not list is surely less there."""
+    return d.ns is not None and (d.ns < 0 if missing_in_b else d.ns > 0)
+
+
+def _exchanges(a: Result, b: Result, least: float) -> tuple[WorkDifference, ...]:
+    """Give the collectives by kind, ranks and size; their noise is not known, but where nothing differs."""
+    if not a.exchanges or not b.exchanges:
+        return ()
+
+    def key(e: Exchange) -> tuple[str, int, str]:
+        return e.collective, e.ranks, e.size
+
+    of_a, of_b = ({key(e): e for e in r.exchanges} for r in (a, b))
+    rows = []
+    for k in dict.fromkeys((*of_a, *of_b)):
+        one, other = of_a.get(k), of_b.get(k)
+        name = f"{k[0] or 'not told'} · {k[1]} ranks · {k[2]}"
+        time = Difference(name, one.transfer_ns if one else 0.0, other.transfer_ns if other else 0.0, None, least)
+        waits = tuple(e.wait_ns if e else 0.0 for e in (one, other))
+        wait = None if None in waits else Difference(f"{name}, waiting", waits[0], waits[1], None, least)
+        calls = (one.count if one else None, other.count if other else None)
+        rows.append(WorkDifference(time, *calls, wait))
+    return tuple(sorted(rows, key=lambda r: -abs(r.time.ns or 0.0) - abs((r.wait.ns or 0.0) if r.wait else 0.0)))
+
+
+def _findings(a: Result, b: Result, least: float) -> tuple[FindingChange, ...]:
+    """Tell what became of each bottleneck that was found in either run, the dearest first."""
+    of_a, of_b = ({o.id: o for o in r.outcomes} for r in (a, b))
+    changes = []
+    for name in dict.fromkeys(o.id for r in (a, b) for o in r.found):
+        one, other = of_a.get(name), of_b.get(name)
+        in_a, in_b = (o is not None and o.state == "found" for o in (one, other))
+        told = one if one is not None and in_a else other
+        assert told is not None
+        state: State
+        why = ""
+        if one is not None and other is not None and in_a and in_b:
+            noise = LEAST_NOISE * math.hypot(one.noise_ns, other.noise_ns)
+            change = other.saving_ns - one.saving_ns
+            state = "same" if abs(change) < max(noise, least) else "less" if change < 0 else "more"
+        else:
+            missing = other if in_a else one
+            silent = missing is None or missing.state != "clear"
+            state = "untold" if silent else "gone" if in_a else "new"
+            where = "B" if in_a else "A"
+            if missing is None:
+                why = f"{where} was written by a dlprof without this rule"
+            elif silent:
+                why = f"{where}: {missing.why}"
+            else:
+                why = missing.summary
+        a_ns, b_ns = (o.saving_ns if o is not None and o.state == "found" else None for o in (one, other))
+        changes.append(FindingChange(name, state, told.title, a_ns, b_ns, why))
+    return tuple(sorted(changes, key=lambda f: -max(f.a_ns or 0.0, f.b_ns or 0.0)))
+
+
+def _facts(a: Result, b: Result) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
+    """Give the facts that differ: those that somebody chose, and those that were measured."""
+    of_a, of_b = ({(f.section, f.name): f.value for f in r.facts} for r in (a, b))
+    of_a[_COMMAND], of_b[_COMMAND] = _apart(a.run.command, b.run.command)
+    differ = [
+        Setting(*key, of_a.get(key, ""), of_b.get(key, ""))
+        for key in dict.fromkeys((*of_a, *of_b))
+        if of_a.get(key) != of_b.get(key) and key not in _NAMES
+    ]
+    chosen = tuple(s for s in differ if s.section in SETTINGS)
+    return chosen, tuple(s for s in differ if s.section not in SETTINGS)
+
+
+def _apart(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
+    """Give the words of two commands that the other one does not have in their place."""
+    only_a: list[str] = []
+    only_b: list[str] = []
+    for what, start, end, from_, to in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if what != "equal":
+            only_a += a[start:end]
+            only_b += b[from_:to]
+    return shlex.join(only_a), shlex.join(only_b)
+
+
+_CODE = re.compile(r"`([^`]+)`")
+_ASSIGNED = re.compile(r"\b([A-Za-z_]\w*) ?= ?(\"[^\"]*\"|'[^']*'|[\w.]+)")
+
+
+def proposals(outcome: Outcome) -> dict[str, str]:
+    """Give the settings that a finding's advice names, with the values that it proposes: num_workers → 6."""
+    named: dict[str, str] = {}
+    for text in outcome.advice:
+        for code in _CODE.findall(text):
+            for name, value in _ASSIGNED.findall(code):
+                named.setdefault(name, value.strip("'\""))
+    return named
+
+
+def _promise(a: Result, b: Result, step: Difference, settings: Iterable[Setting]) -> Promise | None:
+    """Hold A's predictions against B: of the findings whose settings were changed, or which are gone.
+
+    None where nothing was changed that A had promised anything for.
+    """
+    assert a.window is not None
+    assert step.a_ns is not None
+    assert step.b_ns is not None
+    differ = {s.name.replace(" ", "_"): s for s in settings if s.section not in ("Job", "Software", "Environment")}
+    differ |= {s.name: s for s in settings if s.section == "Environment"}
+    of_b = {o.id: o for o in b.outcomes}
+    taken: list[tuple[Outcome, float, str]] = []
+    changed: dict[str, None] = {}
+    names: set[str] = set()
+    for o in a.found:
+        if o.scope != "step" or o.saving_ns <= 0:
+            continue
+        named = {name: value for name, value in proposals(o).items() if name in differ}
+        named = {name: value for name, value in named.items() if not _still(differ[name].b, differ[name].a, value)}
+        there = of_b.get(o.id)
+        gone = there is not None and there.state == "clear"
+        if not named and not gone:
+            continue
+        names |= named.keys()
+        changed.update(dict.fromkeys(f"{n} {differ[n].a or 'not set'} → {differ[n].b or 'not set'}" for n in named))
+        forecast = next(
+            (f for f in o.forecasts if f.setting in differ and f.value == differ[f.setting].b and f.setting in named),
+            None,
+        )
+        if forecast is not None:
+            taken.append((o, step.a_ns - forecast.step_ns, f"for {forecast.setting}={forecast.value}"))
+        else:
+            other = [f"{n}={v}" for n, v in named.items() if differ[n].b != v]
+            taken.append((o, o.saving_ns, f"for {', '.join(other)}, not what B has" if other else ""))
+    if not taken:
+        return None
+    gains = [gain for _, gain, _ in taken]
+    total = sum(max(g, 0.0) for g in gains)
+    if a.together is not None and len(taken) > 1:
+        total = min(total, a.together.saving_ns)
+    most, least = max(gains), max(total, *gains) if len(gains) > 1 else gains[0]
+    gain = step.a_ns - step.b_ns
+    within = max(step.least_ns, LEAST_NOISE * (step.noise_ns or 0.0))
+    kept: Kept
+    if gain >= most - within:
+        kept = "beaten" if gain > least + within else "reached"
+    else:
+        kept = "in_part" if gain > within else "broken"
+    who = "; ".join(f"{o.id}{f', {said}' if said else ''}" for o, _, said in taken)
+    return Promise(
+        findings=tuple(o.id for o, _, _ in taken),
+        changed=tuple(changed),
+        least_ns=step.a_ns - least,
+        most_ns=step.a_ns - most,
+        measured_ns=step.b_ns,
+        noise_ns=step.noise_ns,
+        reached=gain / most if most > 0 else None,
+        kept=kept,
+        basis=who,
+        beside=tuple(f"{s.name} {s.a or 'not set'} → {s.b or 'not set'}" for n, s in differ.items() if n not in names),
+    )
+
+
+def _still(now: str, before: str, proposed: str) -> bool:
+    """Tell whether a setting went from what was proposed to something else: nobody took the advice."""
+    return before == proposed and now != proposed

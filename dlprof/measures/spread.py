@@ -1,0 +1,32 @@
+"""How well the mean steady step of a rank is known: its standard error, with what drifts over the run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from dlprof.engine import RankData, per_rank
+from dlprof.measures.steps import light_steps, standard_error, timing
+
+# Steps that follow each other are alike: a clock that sinks or a neighbour on the machine holds for many of them. The
+# means of so many stretches of the run show it, as the single steps do not.
+STRETCHES = 10
+
+
+@per_rank
+def spread(rank: RankData) -> pd.DataFrame:
+    """Give one row: steps, step_ns (their mean) and noise_ns, its standard error (NaN: of a single step).
+
+    The larger one of what the single steps tell and what the means of STRETCHES consecutive stretches tell.
+    """
+    t = timing(rank)
+    if t.source == "steps":
+        frame = rank.once(light_steps)
+        values = frame.loc[frame["steady"], "dur_ns"].to_numpy(dtype=float)
+    else:
+        values = (t.windows[:, 1] - t.windows[:, 0]).astype(float)
+    noise = standard_error(values) if len(values) > 1 else np.nan
+    if len(values) >= 2 * STRETCHES:
+        means = np.array([part.mean() for part in np.array_split(values, STRETCHES)])
+        noise = max(noise, standard_error(means))
+    return pd.DataFrame({"steps": [len(values)], "step_ns": [t.step_ns], "noise_ns": [noise]})

@@ -1,0 +1,66 @@
+"""What each operator and each kernel takes of a step, by name, so that two runs can be told apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from dlprof.engine import RankData, per_rank
+from dlprof.errors import NotMeasured
+from dlprof.measures import device
+from dlprof.measures.operators import kernels, own_times, owners
+from dlprof.measures.steps import standard_error, timing
+from dlprof.result import MOST_WORK
+
+# Names of kernels that templates made can be thousands of letters long.
+LONGEST_NAME = 300
+
+
+@per_rank
+def work(rank: RankData) -> pd.DataFrame:
+    """Give what operators and kernels take of a mean steady traced step: kind, name, calls, ns, noise_ns.
+
+    On a device an operator has the kernels that it launched, each counts as a call; on a CPU the time that it spends in
+    no other. noise_ns is the standard error over the traced steps, 0 of a single one. The heaviest first, MOST_WORK of
+    each kind. Raises NotMeasured where no operator's work was traced.
+    """
+    windows = timing(rank).windows
+    if not len(windows):
+        raise NotMeasured("no steps were traced")
+    spans = rank.table("spans")
+    names = spans["name"].cat.categories.astype("str").str.slice(0, LONGEST_NAME).to_numpy(dtype=object)
+    code, start = spans["name"].cat.codes.to_numpy(), spans["start_ns"].to_numpy()
+    found = []
+    if device.has_device(rank):
+        rows = kernels(rank).index.to_numpy()
+        dur = spans["dur_ns"].to_numpy(dtype=float)[rows]
+        by = owners(rank)[rows]
+        found.append(_sums("operator", windows, names[code[by[by >= 0]]], start[rows[by >= 0]], dur[by >= 0]))
+        found.append(_sums("kernel", windows, names[code[rows]], start[rows], dur))
+    else:
+        rows, dur = own_times(rank)
+        found.append(_sums("operator", windows, names[code[rows]], start[rows], dur))
+    frame = pd.concat(found, ignore_index=True)
+    if not len(frame):
+        raise NotMeasured("no operator's work was traced")
+    return frame
+
+
+def _sums(kind: str, windows: np.ndarray, name: np.ndarray, start: np.ndarray, dur: np.ndarray) -> pd.DataFrame:
+    """Add up what began in each of the windows, by name."""
+    step = np.searchsorted(windows[:, 0], start, side="right") - 1
+    inside = (step >= 0) & (start < windows[np.maximum(step, 0), 1])
+    n = len(windows)
+    place, found = pd.factorize(name[inside])
+    ns = np.bincount(place * n + step[inside], dur[inside], len(found) * n).reshape(-1, n)
+    calls = np.bincount(place, minlength=len(found)) / n
+    heaviest = np.argsort(-ns.sum(axis=1), kind="stable")[:MOST_WORK]
+    return pd.DataFrame(
+        {
+            "kind": kind,
+            "name": found[heaviest],
+            "calls": calls[heaviest],
+            "ns": ns[heaviest].mean(axis=1),
+            "noise_ns": [standard_error(of_step) for of_step in ns[heaviest]],
+        }
+    )

@@ -1,0 +1,211 @@
+"""A comparison of two runs as one page in the look of the report; compare.html. It needs no script and no network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from dlprof.comparison import NOISE, Comparison, Difference, FindingChange, WorkDifference
+from dlprof.renderers import compare_text, html, words
+from dlprof.renderers.drawing import inside
+from dlprof.result import Result
+from dlprof.units import MINUS, UNKNOWN, digits
+
+MOST_RANKS = 16  # have bars of their own; the table has MOST_ROWS
+MOST_ROWS = 100
+MOST_WORK = 25
+
+# The page draws with boxes, so nothing but its own styles may run.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+GROUPS = (("gone", "less"), ("new", "more"), ("same",), ("untold",))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One part of a stacked bar: its colour's name, its width and what it says."""
+
+    category: str
+    width: float  # percent of the longest bar
+    label: str  # inside, where there is room
+    title: str
+    ink: str  # that stands out on its colour
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One stacked bar."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+    total: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One difference: its figures, and a bar from the middle to the left (faster) or right, all in percent."""
+
+    name: str
+    category: str
+    a: str
+    b: str
+    change: str
+    verdict: str
+    left: float
+    width: float
+    from_: float  # where the margin begins and how wide it is
+    margin: float
+    calls: str = ""
+
+
+def render(c: Comparison) -> str:
+    """Give the page as text."""
+    first, second = compare_text.headline(c)
+    d = c.step
+    return html.template("compare.html").render(
+        title=f"{words.name(c.a)} · {words.plain(first, 120)}",
+        css=Markup(html.asset("page.css") + html.asset("compare.css")),
+        colours=html.colours(),
+        policy=POLICY,
+        headline=html.emphasised(first),
+        good=d is not None and d.verdict in ("faster", "noise"),
+        second=second,
+        runs=[("A", c.a.run.path, _lede(c.a)), ("B", c.b.run.path, _lede(c.b))],
+        notices=[*c.doubts, *(f"Not compared: {why}." for why in c.not_compared)],
+        tiles=_tiles(c),
+        bars=_bars(c),
+        categories=words.ordered(d.name for d in c.time),
+        look=words.look,
+        looks=words.DRAWN,
+        time=_rows(c.time, name=lambda n: words.look(n).name),
+        ranks=_rows(c.ranks[:MOST_ROWS]),
+        more_ranks=max(len(c.ranks) - MOST_ROWS, 0),
+        promise=c.promise,
+        kept=compare_text.KEPT,
+        findings=_findings(c.findings),
+        states=compare_text.STATES,
+        work=[
+            (what, note, _work(rows))
+            for what, note, rows in (
+                (
+                    "Operators",
+                    "Time of a traced step in each alone; on a GPU, in the kernels that it launched.",
+                    c.operators,
+                ),
+                ("Kernels", "Time of a traced step in the device's kernels, by name.", c.kernels),
+                ("Collectives", "Transfer of a traced step and rank, by kind, ranks and size.", c.exchanges),
+            )
+            if rows
+        ],
+        settings=c.settings[:MOST_ROWS],
+        measured=c.measured[:MOST_ROWS],
+        noise=NOISE,
+        dlprof=c.b.dlprof or c.a.dlprof,
+    )
+
+
+def _lede(result: Result) -> str:
+    return f"{words.name(result)} · {words.devices(result)} · {words.steps(result)}"
+
+
+def _tiles(c: Comparison) -> list[tuple[str, str]]:
+    """The figures that matter: value, what it is."""
+    d = c.step
+    if d is None or d.a_ns is None or d.b_ns is None or d.ns is None:
+        return []
+    tiles = [(words.duration(d.a_ns), "mean steady step of A"), (words.duration(d.b_ns), "mean steady step of B")]
+    sign = MINUS if d.ns < 0 else "+"
+    tiles.append((f"{sign}{words.duration(abs(d.ns))}", f"a step{compare_text.margin(d) or ', noise not known'}"))
+    p = c.promise
+    if p is not None:
+        least, most = words.duration(p.least_ns), words.duration(p.most_ns)
+        tiles.append((most, "predicted from A" if least == most else f"predicted from A, or down to {least}"))
+        if p.reached is not None:
+            tiles.append((words.percent(p.reached), "of the predicted gain was measured"))
+    elif d.a_ns and d.b_ns:
+        tiles.append((words.times(d.a_ns / d.b_ns), "as many steps a second"))
+    return tiles
+
+
+def _bars(c: Comparison) -> list[Bar]:
+    """The mean steps of both runs and, of few ranks, theirs below; all on one scale."""
+    if not c.time:
+        return []
+    of = [("A", compare_text.mean_parts(c.a)), ("B", compare_text.mean_parts(c.b))]
+    several = len(c.time_by_rank) > 1 and len(c.time_by_rank) <= MOST_RANKS
+    if several:
+        of = [(f"{name}, mean", parts) for name, parts in of]
+        by_rank = [("A", words.by_rank(c.a.time)), ("B", words.by_rank(c.b.time))]
+        for rank, _ in c.time_by_rank:
+            of += [(f"{name}, rank {rank}", parts[rank]) for name, parts in by_rank]
+    longest = max(sum(p.ns for p in parts.values()) for _, parts in of) or 1.0
+    found = []
+    for name, parts in of:
+        total = sum(p.ns for p in parts.values()) or 1.0
+        pieces = []
+        for category in words.ordered(parts):
+            ns = max(parts[category].ns, 0.0)
+            share = ns / total
+            said = f"{words.look(category).name}: {words.duration(ns)}, {words.percent(share)}"
+            label = words.about(share) if ns / longest >= 0.06 else ""
+            pieces.append(
+                Piece(_colour(category), round(100 * ns / longest, 2), label, said, inside(words.look(category).light))
+            )
+        found.append(Bar(name, tuple(pieces), words.duration(total)))
+    return found
+
+
+def _colour(category: str) -> str:
+    return category if category in words.LOOKS else "other"
+
+
+def _rows(differences: Sequence[Difference], calls: Sequence[str] = (), name: Callable[[str], str] = str) -> list[Row]:
+    """Give rows whose bars share one scale, wide enough for the largest difference and its margin."""
+    reach = max((abs(d.ns or 0.0) + 2 * (d.noise_ns or 0.0) for d in differences), default=0.0) or 1.0
+    rows = []
+    for i, d in enumerate(differences):
+        ns, margin = d.ns or 0.0, 2 * (d.noise_ns or 0.0)
+        at, half = 50 * ns / reach, 50 * margin / reach
+        rows.append(
+            Row(
+                name=words.plain(name(d.name), 160),
+                category=_colour(d.name) if d.name in words.LOOKS else "",
+                a=UNKNOWN if d.a_ns is None else words.duration(d.a_ns),
+                b=UNKNOWN if d.b_ns is None else words.duration(d.b_ns),
+                change=compare_text.change(d),
+                verdict=d.verdict,
+                left=round(50 + min(at, 0.0), 2),
+                width=round(abs(at), 2),
+                from_=round(max(50 + at - half, 0.0), 2),
+                margin=round(2 * half, 2),
+                calls=calls[i] if calls else "",
+            )
+        )
+    return rows
+
+
+def _work(work: Sequence[WorkDifference]) -> list[Row]:
+    """The rows that changed most; of collectives waiting stands beside the transfer."""
+    differences, calls = [], []
+    for w in [*compare_text.changed(work), *(w for w in work if w not in compare_text.changed(work))][:MOST_WORK]:
+        both = [UNKNOWN if n is None else digits(round(n, 1)) for n in (w.a_calls, w.b_calls)]
+        differences.append(w.time)
+        calls.append(both[0] if both[0] == both[1] else " → ".join(both))
+        if w.wait is not None:
+            differences.append(w.wait)
+            calls.append("")
+    return _rows(differences, calls)
+
+
+def _findings(findings: Iterable[FindingChange]) -> list[tuple[FindingChange, str, str]]:
+    """Each finding with what it would save in A and in B."""
+
+    def cell(ns: float | None, f: FindingChange, letter: str) -> str:
+        if ns is not None:
+            return MINUS + words.duration(ns) if ns else "risk"
+        return "not known" if f.state == "untold" and f.why.startswith(letter) else "clear"
+
+    ordered = sorted(findings, key=lambda f: next(i for i, group in enumerate(GROUPS) if f.state in group))
+    return [(f, cell(f.a_ns, f, "A"), cell(f.b_ns, f, "B")) for f in ordered]

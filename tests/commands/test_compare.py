@@ -1,0 +1,152 @@
+"""`dlprof compare` says what differs between two runs, and whether a prediction came true, on recordings by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dlprof.cli import cli
+from tests import jobs, runs, traces
+from tests.runs import CPU, MS, light
+
+
+def run(*words: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["compare", *map(str, words)])
+
+
+def odd(n: int) -> int:
+    return MS if n % 2 else -MS
+
+
+def job(folder: Path, step: int, wait: int, workers: int, world: int = 1) -> Path:
+    """Record steps of so many ms with so long a wait for the loader, both a ms more or less in turn."""
+    loader = {"role": "train", "num_workers": workers, "batch_size": 8, "persistent_workers": workers > 0}
+    facts = {**CPU, "loaders": [loader], "cpu": {"affinity": 8, "count": 8}}
+    steps = [light(n, step * MS + odd(n), fetch_ns=wait * MS + odd(n)) for n in range(63)]
+    return runs.recorded(folder, *[(None, steps, facts) for _ in range(world)])
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Give a run that waits 40 of its 100 ms for data, and one with two workers that takes 62; stand beside them."""
+    monkeypatch.chdir(tmp_path)
+    return job(tmp_path / "slow", 100, 40, 0), job(tmp_path / "fixed", 62, 2, 2)
+
+
+def test_what_was_predicted_is_held_against_what_was_measured(pair: tuple[Path, Path]) -> None:
+    done = run(*pair)
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stdout.split())
+    assert "B is 1.61 × faster: a step takes 62.0 ms instead of 100.0 ms." in said
+    assert "Predicted 60.0 ms for num_workers 0 → 2" in said
+    assert "less than was predicted, 95 % of the gain (predicted by input_wait)." in said
+    assert done.stdout.splitlines()[-1] == "page: dlprof-compare/compare.html"
+    assert sorted(p.name for p in Path("dlprof-compare").iterdir()) == ["compare.html", "compare.json"]
+
+
+def test_json_is_the_comparison_and_nothing_else(pair: tuple[Path, Path]) -> None:
+    done = run(*pair, "--format", "json", "-o", "out", "--quiet")
+    told: dict[str, Any] = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert told["step"]["ns"] == pytest.approx(-38 * MS, abs=0.1 * MS)
+    assert told["step"]["verdict"] == "faster"
+    assert {d["name"]: d["verdict"] for d in told["time"]} == {"input_wait": "faster", "other": "noise"}
+    assert told["promise"]["findings"] == ["input_wait"]
+    assert told["promise"]["most_ns"] == pytest.approx(60 * MS, abs=0.1 * MS)
+    assert [f["state"] for f in told["findings"] if f["id"] == "input_wait"] == ["gone"]
+    assert ("num workers", "0", "2") in {(s["name"], s["a"], s["b"]) for s in told["settings"]}
+    assert json.loads(Path("out/compare.json").read_text()) == told
+
+
+def test_a_result_will_do_for_its_run(pair: tuple[Path, Path]) -> None:
+    assert CliRunner().invoke(cli, ["report", str(pair[0]), "-o", "a"]).exit_code == 0
+    whole = json.loads(run(*pair, "--format", "json").stdout)
+    from_file = json.loads(run("a/result.json", pair[1], "--format", "json").stdout)
+    assert from_file == whole
+
+
+def test_a_run_against_itself_differs_in_nothing(pair: tuple[Path, Path]) -> None:
+    done = run(pair[0], pair[0])
+    assert "No difference beyond noise" in done.stdout
+    assert "Predicted" not in done.stdout
+
+
+def test_foreign_traces_are_compared_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    a = runs.foreign(tmp_path / "a", *(traces.training(rank=r) for r in range(2)))
+    b = runs.foreign(tmp_path / "b", *(traces.training(steps=5, rank=r) for r in range(2)))
+    told = json.loads(run(a, b, "--format", "json").stdout)
+    assert {w["name"] for w in told["kernels"]} == {"sm90_gemm", "sm90_gemm_backward", "multi_tensor_apply"}
+    assert told["not_compared"] == []
+
+
+def test_another_number_of_ranks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run(job(tmp_path / "one", 100, 40, 0), job(tmp_path / "two", 62, 2, 2, world=2))
+    assert "not compared: ranks one by one: A has 1 of them and B 2" in " ".join(done.stdout.split())
+
+
+def test_a_broken_result_is_one_line(pair: tuple[Path, Path]) -> None:
+    Path("result.json").write_text('{"format":1,"saving":"')
+    done = run("result.json", pair[1])
+    assert done.exit_code == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("dlprof: result.json: cannot be read")
+
+
+def test_what_was_found_is_said_though_it_cannot_be_written(pair: tuple[Path, Path]) -> None:
+    Path("file").touch()
+    done = run(*pair, "-o", "file")
+    assert done.exit_code == 1
+    assert "faster" in done.stdout
+    assert "-o names another folder" in done.stderr
+
+
+TRAIN = """
+import sys, time, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 480
+    def __getitem__(self, index):
+        time.sleep(0.004)
+        return torch.randn(64)
+
+def main():
+    workers = int(sys.argv[1])
+    loader = DataLoader(Slow(), batch_size=8, num_workers=workers, persistent_workers=workers > 0)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch in loader:
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow
+def test_two_real_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    for workers in (0, 2):
+        command = jobs.wrapped(tmp_path / f"run{workers}", [sys.executable, script, str(workers)], "--stacks", "off")
+        done = jobs.launch(command, tmp_path)
+        assert done.returncode == 0, done.stderr
+    told = json.loads(run("run0", "run2", "--format", "json").stdout)
+    # Loading sleeps 32 ms of a step of 52 ms or more: two workers hide it whatever else the machine does.
+    assert told["step"]["verdict"] == "faster"
+    assert {d["name"]: d["verdict"] for d in told["time"]}["input_wait"] == "faster"
+    assert "input_wait" in told["promise"]["findings"]
+    assert "num_workers 0 → 2" in told["promise"]["changed"]
