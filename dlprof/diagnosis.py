@@ -89,6 +89,8 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
     outcomes = [_ask(rule, measured) for rule in rules]
     order = {"found": 0, "clear": 1, "not_measured": 2, "error": 3}
     outcomes.sort(key=lambda o: (order[o.state], -o.saving_ns, o.id))
+    # What a finding shows is not shown twice.
+    shown = [o.evidence for o in outcomes if o.evidence]
     return Result(
         run=overview.run_info(measured),
         window=_window(measured),
@@ -96,7 +98,7 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
         time=_time(measured),
         outcomes=tuple(outcomes),
         together=_together(measured, rules, [o for o in outcomes if o.state == "found"]),
-        panels=overview.drawn(measured, PICTURES),
+        panels=tuple(p for p in overview.drawn(measured, PICTURES) if p not in shown),
         facts=overview.facts(measured),
         dlprof=__version__,
         blame=_blame(measured),
