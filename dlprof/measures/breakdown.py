@@ -27,6 +27,9 @@ _BUBBLE = "pipeline_bubble"
 # What a device does takes the same time whether or not a profiler slows its host.
 _ON_DEVICE = ("computation", "communication", "copy", _BUBBLE)
 
+# What the engine itself takes between two operators is tens of µs at most; waiting for a collective takes longer.
+_LEAST_WAIT_NS = 100_000
+
 # Collectives between two stages of a pipeline.
 _POINT_TO_POINT = ("send", "recv", "send_recv")
 
@@ -114,7 +117,11 @@ def _belongs_to_a_device(rank: RankData) -> bool:
 
 
 def cpu_computation(rank: RankData) -> iv.Intervals:
-    """Give the time in which the training thread runs an operator, or code that torch.compile made."""
+    """Give the time in which the training thread runs an operator, or code that torch.compile made.
+
+    Hooks and autograd functions in Python wait for collectives inside what the profiler shows as an operator (FSDP's
+    do): where nothing else runs in it while a collective is in flight, that is no computation.
+    """
     return rank.once(_cpu_computation)
 
 
@@ -124,7 +131,10 @@ def _cpu_computation(rank: RankData) -> iv.Intervals:
     fetch = host.cover(thread, host.is_kind(thread, "fetch"))
     # A call that blocks in a collective is an operator to the profiler, and may lie inside one.
     blocked = host.cover(thread, host.is_kind(thread, "communication") & host.is_named(thread, "c10d", "_c10d"))
-    return iv.subtract(iv.subtract(host.cover(thread, works), fetch), blocked)
+    frames = works & host.is_frame(thread)
+    between = iv.subtract(host.cover(thread, frames), host.cover(thread, works & ~frames))
+    waits = iv.intersect(between[between[:, 1] - between[:, 0] >= _LEAST_WAIT_NS], communication(rank))
+    return iv.subtract(iv.subtract(iv.subtract(host.cover(thread, works), fetch), blocked), waits)
 
 
 def communication(rank: RankData) -> iv.Intervals:

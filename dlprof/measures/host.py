@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
@@ -14,6 +16,12 @@ _MARKS = ("ProfilerStep#", "dlprof::", "enumerate(DataLoader)", "Optimizer.step#
 
 # Code that torch.compile generated runs under these ranges and not under operators.
 COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph", "CompiledFunction")
+
+# Around each function of the backward pass, and the hooks on what it is given.
+_ENGINE = "autograd::engine::evaluate_function"
+
+# A subclass of torch.autograd.Function, or its backward; what torch.compile makes has no operators inside.
+_PYTHON_FUNCTION = re.compile(r"(?!CompiledFunction)[A-Za-z_]\w*(?<!\d)")
 
 
 def is_on_device(rank: RankData) -> NDArray[np.bool_]:
@@ -29,6 +37,15 @@ def _is_on_device(rank: RankData) -> NDArray[np.bool_]:
 def is_named(frame: pd.DataFrame, *prefixes: str) -> NDArray[np.bool_]:
     """Tell for each span whether its name begins with one of the prefixes."""
     return _are(frame["name"], [c.startswith(prefixes) for c in _texts(frame["name"])])
+
+
+def is_frame(frame: pd.DataFrame) -> NDArray[np.bool_]:
+    """Tell for each operator whether it may only span what hooks or Python do: the engine's, and Python's functions.
+
+    torch's own backward functions end with a digit (AddmmBackward0), its other operators have a namespace.
+    """
+    names = _texts(frame["name"])
+    return _are(frame["name"], [c.startswith(_ENGINE) or _PYTHON_FUNCTION.fullmatch(c) is not None for c in names])
 
 
 def is_kind(frame: pd.DataFrame, *kinds: str) -> NDArray[np.bool_]:

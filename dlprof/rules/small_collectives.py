@@ -3,8 +3,8 @@
 A collective has a price that does not depend on its size: a launch, a handshake of all ranks, a first hop over every
 link. Below some tens of kilobytes that is all of its time. The same bytes in few large collectives pay it few times.
 
-Needs a trace with collectives and their sizes; where sizes are not told, those of a DistributedDataParallel model
-follow from its parameters and the number of its exchanges.
+Needs a trace with collectives and their sizes; where sizes are not told, those of a DistributedDataParallel or FSDP2
+model follow from its parameters and the number of its exchanges.
 
 Saving: what is exposed of their transfer, as far as fewer of them would start less often; their bytes are taken to cost
 nothing, and what computation hides is not counted. Waiting for a late rank is `straggler`'s.
@@ -82,13 +82,20 @@ def check(run: Measured) -> Finding | Clear:
 
 
 def _by_parameters(run: Measured, frame: pd.DataFrame) -> pd.Series[float]:
-    """Give the mean size of the all-reduces of a DistributedDataParallel model; NaN for all else."""
+    """Give the mean size of what a DistributedDataParallel or FSDP2 model reduces, and FSDP2 gathers; else NaN.
+
+    Each bucket or unit is reduced once a step. (gloo's reduce-scatter is an all-reduce.)
+    """
     model = settings.model(run)
-    held = model.get("parameter_bytes") if model.get("ddp") else None
-    reduces = (frame["collective"] == "all_reduce") & frame["bytes"].isna()
+    held = model.get("parameter_bytes") if model.get("ddp") or model.get("fsdp") else None
+    untold = frame["bytes"].isna()
+    reduces = frame["collective"].isin(("all_reduce", "reduce_scatter")) & untold
     times = float(frame["count"][reduces].sum())
     known = pd.Series(float("nan"), index=frame.index)
-    return known.mask(reduces, float(held) / times) if isinstance(held, int) and times else known
+    if not isinstance(held, int) or not times:
+        return known
+    gathers = (frame["collective"] == "all_gather") & untold & bool(model.get("fsdp"))
+    return known.mask(reduces | gathers, float(held) / times)
 
 
 def _advice(run: Measured, n: float, fewer: int) -> tuple[str, ...]:

@@ -101,6 +101,33 @@ def test_a_call_that_blocks_in_a_collective_is_no_computation(tmp_path: Path) ->
     assert parts_of(rank) == {"computation": 400_000, "communication": 400_000, "host": 200_000}
 
 
+@pytest.mark.parametrize(
+    ("frame", "computed"),
+    [
+        ("RegisterPostBackwardFunctionBackward", 400_000),  # a hook in Python, which waits
+        ("autograd::engine::evaluate_function: AddmmBackward0", 400_000),
+        ("AddmmBackward0", 800_000),  # an operator of torch's own computes what its parts do not show
+        ("CompiledFunctionBackward", 800_000),  # and compiled code has no operators
+    ],
+)
+def test_hooks_that_wait_for_a_collective_compute_nothing(tmp_path: Path, frame: str, computed: int) -> None:
+    rank = runs.rank_of(
+        tmp_path,
+        on_cpu(
+            traces.step(1, 0, 1_000_000),
+            traces.op("aten::linear", 0, 200_000),
+            traces.op(frame, 200_000, 600_000),
+            traces.op("aten::cat", 200_000, 100_000),
+            traces.op("c10d::_reduce_scatter_base_", 300_000, 50_000),
+            traces.annotation("gloo:all_reduce", 300_000, 400_000, tid=traces.AUTOGRAD),
+            traces.op("aten::div_", 790_000, 10_000),
+        ),
+    )
+    found = parts_of(rank)
+    blocked = 50_000  # the call itself
+    assert found["computation"] == computed - (blocked if computed == 800_000 else 0)
+
+
 def test_the_mean_is_over_the_steps(tmp_path: Path) -> None:
     rank = runs.rank_of(
         tmp_path,

@@ -50,6 +50,18 @@ def test_the_size_of_buckets_follows_from_the_model(tmp_path: Path) -> None:
     assert "bucket_cap_mb=25` (is 0.001)" in found.advice[0]
 
 
+def test_the_size_of_sharded_units_follows_from_the_model(tmp_path: Path) -> None:
+    model = {"parameters": 25_000, "parameter_bytes": 100_000, "fsdp": True}
+    facts = {"device": {"type": "cuda"}, "models": [model]}
+    made = starting(50, 1_000, told=False)
+    found = ask(RULE, runs.recorded(tmp_path / "run", *((m, [], facts) for m in made)))
+    assert found.state == "found"
+    assert "50 collectives of 2 kB a step" in found.summary
+    assert "fully_shard" in found.advice[0]
+    model["parameter_bytes"] = 100_000_000
+    assert ask(RULE, runs.recorded(tmp_path / "large", *((m, [], facts) for m in made))).state == "clear"
+
+
 def test_sizes_that_nobody_told_abstain(tmp_path: Path) -> None:
     answer = ask(RULE, runs.foreign(tmp_path, *starting(50, 1_000, told=False)))
     assert (answer.state, "how large" in answer.why) == ("not_measured", True)

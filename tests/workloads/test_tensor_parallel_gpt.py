@@ -1,0 +1,65 @@
+"""The tensor-parallel workload: the same model learns alike however it is cut up; a fault costs time, not accuracy."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.workloads.scripts import listed, load, losses, planted, train
+
+TINY = ["--device=cpu", "--width=32", "--length=16", "--batch-size=8", "--layers=2", "--log-every=10", "--lr=0.01"]
+
+workload = load("tensor_parallel_gpt")
+
+
+def test_it_learns() -> None:
+    found = losses(train("tensor_parallel_gpt", *TINY, "--steps=40"))
+    assert len(found) == 4
+    assert found[-1] < 0.9 * found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        (["--no-sequence-parallel"], 2),
+        (["--fault=column_only"], 2),
+        (["--fault=loop_optimizer"], 2),
+        (["--precision=bf16"], 2),
+        (["--tensor-parallel=2", "--batch-size=4"], 4),
+    ],
+    ids=["replicated", "column_only", "loop_optimizer", "bf16", "two dimensions"],
+)
+def test_other_ways_to_cut_it_up_learn_as_well(options: list[str], ranks: int) -> None:
+    plain = losses(train("tensor_parallel_gpt", *TINY, "--steps=20"))
+    found = losses(train("tensor_parallel_gpt", *TINY, "--steps=20", *options, ranks=ranks))
+    assert found == pytest.approx(plain, rel=0.2)
+    assert found[1] < found[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "said"),
+    [
+        ((), 1, "needs two ranks"),
+        (("--fault=read_every_step",), 2, "needs a GPU"),
+        (("--tensor-parallel=3",), 4, "does not divide 4 ranks"),
+        (("--heads=5",), 2, "cannot be shared out among 2 ranks"),
+        (("--width=30",), 2, "cannot be shared out among 4 heads"),
+    ],
+)
+def test_what_cannot_be_is_a_usage_error(
+    options: tuple[str, ...],
+    ranks: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    with pytest.raises(SystemExit) as stopped:
+        workload.parse(["--device=cpu", *options])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_fault_is_planted_and_listed() -> None:
+    assert planted("tensor_parallel_gpt") == set(workload.FAULTS)
+    assert all(f"`{fault}`" in listed() for fault in workload.FAULTS)

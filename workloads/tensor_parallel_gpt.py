@@ -1,0 +1,307 @@
+"""Train a language model whose every layer is cut up over several ranks, well, or with one of FAULTS planted.
+
+    torchrun --nproc-per-node 2 workloads/tensor_parallel_gpt.py                         one model
+    torchrun --nproc-per-node 4 workloads/tensor_parallel_gpt.py --tensor-parallel 2     two models of two
+    torchrun --nproc-per-node 2 workloads/tensor_parallel_gpt.py --no-sequence-parallel
+    torchrun --nproc-per-node 2 workloads/tensor_parallel_gpt.py --fault column_only
+
+Linear layers come in pairs: the first is cut by columns and gives each rank some heads or features, the second by rows
+and adds up what the ranks have. Between such pairs each rank keeps some of the sequence (sequence parallel), or all of
+it. Each sequence counts through the vocabulary by a step of its own, so the loss falls once the model has seen which.
+Plain PyTorch: any profiler can be pointed at it, and none is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - torch's own custom
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.data import DataLoader, IterableDataset
+
+# What can be planted, and the dlprof rule that must notice it. Each is one `if args.fault == ...` below.
+FAULTS = {
+    "column_only": "exposed_communication",  # all layers are cut by columns, and every output is gathered
+    "loop_optimizer": "unfused_optimizer",  # AdamW takes one parameter after the other
+    "read_every_step": "host_sync",  # the loss is read in every step, and the GPU runs dry
+    "tiny_batch": "small_collectives",  # so few tokens that what is exchanged is hardly worth a start
+}
+# Options under which it is healthy as well.
+HEALTHY = {"replicated": "--no-sequence-parallel"}
+NEEDS_GPU = ("read_every_step",)
+
+
+# ---- the model: Radford et al., Language Models are Unsupervised Multitask Learners, 2019 --------------------------
+
+
+class Attention(nn.Module):
+    """Causal self-attention; as many heads as the features that this rank's part of the linear layers gives."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give features, batch × length × width, of features of the same shape."""
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(seen.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """Two linear layers, the inner features four times as many."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give features, batch × length × width, of features of the same shape."""
+        down: Tensor = self.down(F.gelu(self.up(x)))
+        return down
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, each after a norm and beside a way around."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.feed = Attention(width, heads), FeedForward(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give features, batch × length × width, of features of the same shape."""
+        x = x + self.attention(self.norm1(x))
+        out: Tensor = x + self.feed(self.norm2(x))
+        return out
+
+
+class Transformer(nn.Module):
+    """Predicts each next token of a sequence from those before it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.token = nn.Embedding(args.vocabulary, args.width)
+        self.place = nn.Embedding(args.length, args.width)
+        self.blocks = nn.ModuleList(Block(args.width, args.heads) for _ in range(args.layers))
+        self.norm, self.head = nn.LayerNorm(args.width), nn.Linear(args.width, args.vocabulary)
+
+    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Give the logits, batch × length × vocabulary, of tokens (batch × length) and their places (1 × length)."""
+        x = self.token(tokens) + self.place(places)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def cut_up(model: Transformer, mesh: DeviceMesh, args: argparse.Namespace) -> None:
+    """Leave this rank its part of every layer, in place."""
+    along = Shard(1)  # the dimension of the sequence
+    if args.fault == "column_only":
+        plan: dict[str, Any] = {
+            name: ColwiseParallel(output_layouts=Replicate())
+            for name in ("attention.q", "attention.k", "attention.v", "attention.out", "feed.up", "feed.down")
+        }
+        for block in model.blocks:
+            parallelize_module(block, mesh, plan)
+        return
+    kept = along if args.sequence_parallel else Replicate()  # how features lie between pairs of layers
+    plan = {
+        "attention.q": ColwiseParallel(),
+        "attention.k": ColwiseParallel(),
+        "attention.v": ColwiseParallel(),
+        "attention.out": RowwiseParallel(output_layouts=kept),
+        "feed.up": ColwiseParallel(),
+        "feed.down": RowwiseParallel(output_layouts=kept),
+    }
+    if args.sequence_parallel:
+        gathered = PrepareModuleInput(input_layouts=(along,), desired_input_layouts=(Replicate(),))
+        plan |= {
+            "norm1": SequenceParallel(),
+            "norm2": SequenceParallel(),
+            "attention": gathered,
+            "feed": gathered,
+        }
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=kept),
+            "place": RowwiseParallel(input_layouts=Replicate(), output_layouts=kept),
+            **({"norm": SequenceParallel()} if args.sequence_parallel else {}),
+            "head": ColwiseParallel(input_layouts=kept, output_layouts=Replicate()),
+        },
+    )
+
+
+# ---- the text ------------------------------------------------------------------------------------------------------
+
+
+class Counting(IterableDataset[Tensor]):
+    """Endless sequences of tokens, length + 1 each, that count from anywhere by 1 to 8, round and round."""
+
+    def __init__(self, vocabulary: int, length: int, seed: int) -> None:
+        self.vocabulary, self.length, self.seed = vocabulary, length, seed
+
+    def __iter__(self) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        while True:
+            start, step = torch.randint(self.vocabulary, (2,), generator=generator).tolist()
+            yield (start + (1 + step % 8) * torch.arange(self.length + 1)) % self.vocabulary
+
+
+# ---- one rank ------------------------------------------------------------------------------------------------------
+
+# On two CPU cores a step then takes some 400 ms; a GPU's width keeps it busy.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"precision": "fp32", "layers": 2, "width": 256, "heads": 4, "length": 64, "batch_size": 16, "steps": 60},
+    "cuda": {
+        "precision": "bf16",
+        "layers": 24,
+        "width": 4096,
+        "heads": 32,
+        "length": 2048,
+        "batch_size": 8,
+        "steps": 100,
+    },
+}
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line and fill what it leaves open with the device's DEFAULTS; a usage error exits with 2."""
+    faults = "\n".join(f"  {name:22s} must be noticed by {rule}" for name, rule in FAULTS.items())
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n")[0],
+        epilog=f"faults:\n{faults}\n\nOptions without a stated default have one for the CPU and one for GPUs.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--tensor-parallel", type=int, metavar="N", help="ranks that share a model; the rest is data parallel (all)"
+    )
+    parser.add_argument(
+        "--sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="share out the sequence between pairs of layers, too (default)",
+    )
+    parser.add_argument("--precision", choices=["fp32", "bf16"], help="of the products; parameters stay in fp32")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--width", type=int, help="of the model's features")
+    parser.add_argument(
+        "--heads", type=int, help="of the attention; they share out the width, and the ranks share them"
+    )
+    parser.add_argument("--vocabulary", type=int, default=256, help="tokens (default: 256)")
+    parser.add_argument("--length", type=int, help="of a sequence, tokens")
+    parser.add_argument("--batch-size", type=int, help="sequences a model and step")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--lr", type=float, default=0.001, help="learning rate (default: 0.001)")
+    parser.add_argument("--log-every", type=int, default=20, metavar="N", help="steps (default: 20)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fault", choices=list(FAULTS), help="plant this mistake")
+    args = parser.parse_args(argv)
+
+    args.rank, args.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    for name, value in DEFAULTS[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.world < 2:
+        parser.error(f"tensor parallelism needs two ranks: torchrun --nproc-per-node 2 {parser.prog} ...")
+    if args.fault in NEEDS_GPU and args.device != "cuda":
+        parser.error(f"--fault {args.fault} needs a GPU: a CPU's results are there as soon as they are asked for")
+    if args.tensor_parallel is None:
+        args.tensor_parallel = args.world
+    if args.tensor_parallel < 1 or args.world % args.tensor_parallel:
+        parser.error(f"--tensor-parallel {args.tensor_parallel} does not divide {args.world} ranks")
+    if args.fault == "tiny_batch":
+        args.batch_size, args.length = 1, 16
+    for name in ("heads", "length", "vocabulary"):
+        if getattr(args, name) % args.tensor_parallel:
+            parser.error(f"--{name} {getattr(args, name)} cannot be shared out among {args.tensor_parallel} ranks")
+    if args.width % args.heads:
+        parser.error(f"--width {args.width} cannot be shared out among {args.heads} heads")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    if args.device == "cuda":
+        torch.cuda.set_device(args.local_rank)
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    # Ranks next to each other share a model: they exchange most, and sit on one host.
+    copies = args.world // args.tensor_parallel
+    mesh = init_device_mesh(args.device, (copies, args.tensor_parallel), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(args.seed)  # the same on every rank
+    model = Transformer(args).to(args.device)
+    if args.rank == 0:
+        count = sum(p.numel() for p in model.parameters())
+        print(
+            f"{args.layers} layers of {args.width}, {count:,} parameters, cut up over {args.tensor_parallel} ranks,"
+            f" {copies} times, on {args.device}, batch {args.batch_size} × {args.length}, {args.precision},"
+            f" fault: {args.fault or 'none'}",
+            flush=True,
+        )
+    cut_up(model, mesh["tensor"], args)
+    if copies > 1:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+    how: dict[str, Any] = {"fused": True} if args.fault != "loop_optimizer" else {"foreach": False}
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.1, **how)
+
+    # The ranks that share a model read the same sequences.
+    loader = DataLoader(
+        Counting(args.vocabulary, args.length, args.seed + args.rank // args.tensor_parallel),
+        args.batch_size,
+        pin_memory=args.device == "cuda",
+    )
+    places = torch.arange(args.length, device=args.device).unsqueeze(0)
+    logged_at = time.perf_counter()
+    for step, sequences in enumerate(loader, start=1):
+        tokens = sequences.to(args.device, non_blocking=True)
+        with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
+            logits = model(tokens[:, :-1], places)
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if args.fault == "read_every_step" and not loss.isfinite():
+            raise ValueError(f"step {step}: the loss is not finite")
+
+        if step % args.log_every == 0 and args.rank == 0:
+            value = loss.item()  # waits for the device, so not at every step
+            now = time.perf_counter()
+            rate = args.log_every * args.batch_size * copies * args.length / (now - logged_at)
+            print(f"step {step}  loss {value:.4f}  {rate:,.0f} tokens/s", flush=True)
+            logged_at = now
+        if step == args.steps:
+            break
+
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
