@@ -45,7 +45,7 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
 
 def planted(name: str) -> set[str]:
     """Give the faults that a workload's code looks for."""
-    return set(re.findall(r'args\.fault == "(\w+)"', (FOLDER / f"{name}.py").read_text()))
+    return set(re.findall(r'args\.fault [!=]= "(\w+)"', (FOLDER / f"{name}.py").read_text()))
 
 
 def listed() -> str:

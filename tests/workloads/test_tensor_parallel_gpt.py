@@ -19,21 +19,16 @@ def test_it_learns() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "ranks"),
-    [
-        (["--no-sequence-parallel"], 2),
-        (["--fault=column_only"], 2),
-        (["--fault=loop_optimizer"], 2),
-        (["--precision=bf16"], 2),
-        (["--tensor-parallel=2", "--batch-size=4"], 4),
-    ],
-    ids=["replicated", "column_only", "loop_optimizer", "bf16", "two dimensions"],
+    "option", ["--fault=column_only", "--fault=loop_optimizer", "--no-sequence-parallel", "--precision=bf16"]
 )
-def test_other_ways_to_cut_it_up_learn_as_well(options: list[str], ranks: int) -> None:
+def test_other_ways_to_cut_it_up_learn_the_same(option: str) -> None:
     plain = losses(train("tensor_parallel_gpt", *TINY, "--steps=20"))
-    found = losses(train("tensor_parallel_gpt", *TINY, "--steps=20", *options, ranks=ranks))
-    assert found == pytest.approx(plain, rel=0.2)
-    assert found[1] < found[0]
+    assert losses(train("tensor_parallel_gpt", *TINY, "--steps=20", option)) == pytest.approx(plain, rel=1e-2)
+
+
+@pytest.mark.slow
+def test_two_models_of_two_ranks_each_train() -> None:
+    assert len(losses(train("tensor_parallel_gpt", *TINY, "--steps=20", "--tensor-parallel=2", ranks=4))) == 2
 
 
 @pytest.mark.parametrize(
@@ -43,7 +38,7 @@ def test_other_ways_to_cut_it_up_learn_as_well(options: list[str], ranks: int) -
         (("--fault=read_every_step",), 2, "needs a GPU"),
         (("--tensor-parallel=3",), 4, "does not divide 4 ranks"),
         (("--heads=5",), 2, "cannot be shared out among 2 ranks"),
-        (("--width=30",), 2, "cannot be shared out among 4 heads"),
+        (("--width=30",), 2, "cannot be shared out among 8 heads"),
     ],
 )
 def test_what_cannot_be_is_a_usage_error(
