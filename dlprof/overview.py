@@ -19,8 +19,8 @@ from dlprof.measures.collectives import host_clocks
 from dlprof.measures.loader import before_forward, loader_calls, loader_means
 from dlprof.measures.memory import memory_use
 from dlprof.measures.operators import tensor_cores
-from dlprof.measures.samples import sample_means
-from dlprof.measures.steps import mean_step_ns, step_means
+from dlprof.measures.samples import sample_means, sample_series
+from dlprof.measures.steps import mean_step_ns, step_means, step_series
 from dlprof.result import Fact, Panel, RunInfo
 from dlprof.units import digits, duration, percent, quantity, size
 
@@ -58,6 +58,25 @@ def drawn(run: Measured, pictures: Iterable[Picture]) -> tuple[Panel, ...]:
         with suppress(NotMeasured, MeasureFailed):
             panels += picture.draw(run)
     return tuple(panels)
+
+
+# What tells when the run began, and its steps.
+CLOCK: tuple[Measure, ...] = (sample_series, step_series)
+
+
+def began_ns(run: Measured) -> int:
+    """Give when the first thing that is drawn over time was: what pictures over the run count from."""
+    first = []
+    for measure, column in ((step_series, "start_ns"), (sample_series, "at_ns")):
+        with suppress(NotMeasured, MeasureFailed):
+            first.append(int(run.frame(measure)[column].min()))
+    return min(first, default=0)
+
+
+def step_times(run: Measured) -> pd.Series[float]:
+    """Give when each step began on the first rank that did, in ns from the run's beginning, by its number."""
+    series = run.frame(step_series)
+    return series.groupby("step")["start_ns"].min() - began_ns(run)
 
 
 def points(table: pd.DataFrame) -> tuple[tuple[Any, ...], ...]:

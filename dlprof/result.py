@@ -46,18 +46,22 @@ MOST_WORK = 200
 # may die.
 Scope = Literal["step", "job", "risk"]
 State = Literal["found", "clear", "not_measured", "error"]
-Shape = Literal["table", "bars", "lines", "timeline", "flame"]
+Shape = Literal["table", "bars", "lines", "areas", "timeline", "flame"]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One piece of evidence, as data in one of five shapes; a renderer draws it, a rule never does.
+    """One piece of evidence, as data in one of six shapes; a renderer draws it, a rule never does.
 
     table: `columns` are headers, `rows` are rows of cells (text or number).
     bars: `rows` are [label, value] pairs, or [label, value, category]; `unit` is the value's.
     lines: `columns` are [x, y1, y2, ...] names, `rows` are points; `unit` is that of every y.
+    areas: the same, stacked upon each other; the y columns are categories.
     timeline: `rows` are [lane, start_ns, dur_ns, name, category]; times from the panel's own zero.
     flame: `rows` are [depth, start, width, name, category]: a frame stands under the one that called it, `unit` wide.
+
+    Lines and areas whose first column is time_ns speak of the same time, from the run's beginning. `marks` point at
+    places of theirs: [x, label, category].
     """
 
     shape: Shape
@@ -66,6 +70,7 @@ class Panel:
     columns: tuple[str, ...] = ()
     unit: str = ""
     note: str = ""
+    marks: tuple[tuple[float, str, str], ...] = ()
 
 
 @dataclass(frozen=True)

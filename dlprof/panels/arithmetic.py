@@ -16,7 +16,7 @@ from dlprof.overview import Picture
 from dlprof.result import Panel
 from dlprof.units import UNKNOWN, digits, duration, quantity, size
 
-HEAVIEST = 40
+HEAVIEST = 30
 
 
 def draw(run: Measured) -> list[Panel]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 
 from dlprof.engine import Measured
 from dlprof.measures.memory import memory_series
-from dlprof.overview import MOST_RANKS, Picture, points
+from dlprof.overview import CLOCK, MOST_RANKS, Picture, points, step_times
 from dlprof.result import Panel
 
 
@@ -22,12 +23,19 @@ def draw(run: Measured) -> list[Panel]:
     else:
         named = [frame.set_axis([f"rank {r} {kind}" for r in frame.columns], axis=1) for kind, frame in kinds.items()]
         table = pd.concat(named, axis=1)
+    at = step_times(run)
+    table.index = pd.Index(np.interp(table.index, at.index, at))
     note = "By tensors at the end of a step, and taken from the device by PyTorch's allocator."
     return [
         Panel(
-            "lines", "GPU memory of PyTorch", points(table), ("step", *map(str, table.columns)), unit="bytes", note=note
+            "lines",
+            "GPU memory of PyTorch",
+            points(table),
+            ("time_ns", *map(str, table.columns)),
+            unit="bytes",
+            note=note,
         )
     ]
 
 
-PICTURE = Picture((memory_series,), draw)
+PICTURE = Picture((memory_series, *CLOCK), draw)

@@ -6,7 +6,7 @@ import pandas as pd
 
 from dlprof.engine import Measured
 from dlprof.measures.samples import ENOUGH, sample_series
-from dlprof.overview import MOST_RANKS, Picture, points
+from dlprof.overview import CLOCK, MOST_RANKS, Picture, began_ns, points
 from dlprof.result import Panel
 
 # As many points of what was sampled as a chart of this size can show.
@@ -18,7 +18,7 @@ _CHILDREN = "loader workers and other children"
 def draw(run: Measured) -> list[Panel]:
     """Draw what was sampled over the run: cores, memory, and of the GPUs what they told."""
     series = run.frame(sample_series)
-    zero = series["at_ns"].min()
+    zero = began_ns(run)
     # Wide enough that none is left empty between two readings of a rank.
     apart = series.groupby(["rank", "source", "metric"])["at_ns"].diff().median()
     width = int(max((series["at_ns"].max() - zero) / MOST_POINTS, 1.5 * apart, 1))
@@ -78,4 +78,4 @@ def _of_hosts(run: Measured, series: pd.DataFrame, metric: str) -> pd.DataFrame:
     return table.rename(columns=lambda rank: f"all of {run.facts[rank].get('host') or 'the host'}")
 
 
-PICTURE = Picture((sample_series,), draw)
+PICTURE = Picture(CLOCK, draw)

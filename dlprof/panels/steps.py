@@ -1,37 +1,104 @@
-"""How long each step took."""
+"""How long each step took, what it was made of, and what held it up."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import numpy as np
 import pandas as pd
 
-from dlprof.engine import Measured
+from dlprof.engine import Measured, MeasureFailed
 from dlprof.errors import NotMeasured
+from dlprof.measures.stalls import stalled_steps
 from dlprof.measures.steps import step_series
-from dlprof.overview import MOST_RANKS, Picture, points
+from dlprof.overview import CLOCK, MOST_RANKS, Picture, points, step_times
 from dlprof.result import Panel
+from dlprof.units import count, duration
+
+# Points of the parts of the steps: each the mean of as many steps as it takes.
+MOST_POINTS = 300
+
+# What is pointed at: stalls from this share of the mean step on, the longest of them.
+LEAST_STALL = 0.1
+MOST_STALLS = 40
+MOST_EPOCHS = 40
+
+_PARTS = {"fetch": "input_wait", "forward": "forward", "backward": "backward", "optimizer": "optimizer_host"}
+
+Mark = tuple[float, str, str]
 
 
 def draw(run: Measured) -> list[Panel]:
-    """Draw the duration of each step, a line a rank."""
+    """Draw the duration of each step, a line a rank, and what the steps were made of."""
     series = run.frame(step_series)
-    series = series[series["kind"] == "train"]
-    if series["step"].nunique() < 2:
+    train = series[series["kind"] == "train"]
+    if train["step"].nunique() < 2:
         raise NotMeasured("fewer than two steps")
-    table = series.pivot_table(index="step", columns="rank", values="dur_ns", aggfunc="first")
+    # A trace alone holds a few steps somewhere in the run.
+    if train["profiled"].all():
+        return [_durations(train, None, ())]
+    at = step_times(run)
+    return [_durations(train, at, _marks(run, series, at)), *_parts(train, at)]
+
+
+def _durations(train: pd.DataFrame, at: pd.Series[float] | None, marks: tuple[Mark, ...]) -> Panel:
+    table = train.pivot_table(index="step", columns="rank", values="dur_ns", aggfunc="first")
     if table.shape[1] > MOST_RANKS:
         table = pd.DataFrame({"mean of ranks": table.mean(axis=1), "slowest rank": table.max(axis=1)})
     else:
         table.columns = pd.Index([f"rank {r}" for r in table.columns])
-    slowed = series.groupby("step")["profiled"].max().astype(int) > 0
+    slowed = train.groupby("step")["profiled"].max().astype(int) > 0
     note = ""
     if slowed.any() and not slowed.all():
         stretches = slowed.index.to_series().groupby((slowed != slowed.shift()).cumsum()).agg(["first", "last"])
         found = [(a, b) for a, b in stretches.itertuples(index=False, name=None) if slowed[a]]
         told = [f"{a}" if a == b else f"{a} to {b}" for a, b in found]
         note = f"{'Step' if told == [str(found[0][0])] else 'Steps'} {' and '.join(told)}: slowed by what was recorded."
-    return [
-        Panel("lines", "Steps over the run", points(table), ("step", *map(str, table.columns)), unit="ns", note=note)
-    ]
+    over = "step"
+    if at is not None:
+        over, table = "time_ns", table.set_axis(pd.Index(at[table.index]), axis=0)
+    columns = (over, *map(str, table.columns))
+    return Panel("lines", "Steps over the run", points(table), columns, unit="ns", note=note, marks=marks)
 
 
-PICTURE = Picture((step_series,), draw)
+def _parts(train: pd.DataFrame, at: pd.Series[float]) -> list[Panel]:
+    columns = [f"{phase}_ns" for phase in _PARTS]
+    known = train[(train[columns] >= 0).all(axis=1)]
+    if known["step"].nunique() < 2:
+        return []
+    means = known.groupby("step")[["dur_ns", *columns]].mean()
+    means["other"] = (means.pop("dur_ns") - means[columns].sum(axis=1)).clip(lower=0)
+    together = np.arange(len(means)) // -(-len(means) // MOST_POINTS)
+    first = at[means.index].groupby(together).first()
+    table = means.groupby(together).mean().set_axis(pd.Index(first), axis=0)
+    size = int(np.bincount(together)[0])
+    note = "The mean of the ranks" + (f" and of {size} steps a point." if size > 1 else ".")
+    note += " Other is what lies between fetching, forward, backward and the optimizer."
+    named = ("time_ns", *_PARTS.values(), "other")
+    return [Panel("areas", "What the training thread did in its steps", points(table), named, unit="ns", note=note)]
+
+
+def _marks(run: Measured, series: pd.DataFrame, at: pd.Series[float]) -> tuple[Mark, ...]:
+    """Point at what makes steps differ: epochs, validation, and what held them up."""
+    steps = series.drop_duplicates("step").set_index("step").sort_index()
+    marks: list[Mark] = []
+    epochs = steps.index[(steps["first"] != 0).to_numpy()]
+    # One step ends an epoch, the next one begins another.
+    epochs = epochs[np.diff(epochs, prepend=-2) > 1]
+    if len(epochs) <= MOST_EPOCHS:
+        marks += [(float(at[n]), f"step {n}: an epoch begins or ends", "epoch") for n in epochs]
+    validates = (steps["kind"] == "validation").to_numpy()
+    for _, stretch in steps[validates].groupby((~validates).cumsum()[validates]):
+        n = int(stretch.index[0])
+        length = duration(float(stretch["dur_ns"].sum()))
+        marks.append((float(at[n]), f"step {n}: validation, {count(len(stretch), 'step')}, {length}", "validation"))
+    with suppress(NotMeasured, MeasureFailed):
+        stalls = run.frame(stalled_steps).groupby(["kind", "step"], as_index=False)["ns"].max()
+        stalls = stalls[(stalls["ns"] >= LEAST_STALL * steps["dur_ns"].mean()) & stalls["step"].isin(at.index)]
+        for row in stalls.nlargest(MOST_STALLS, "ns").to_dict("records"):
+            told = f"step {row['step']}: {str(row['kind']).replace('_', ' ')}, {duration(float(row['ns']))}"
+            marks.append((float(at[row["step"]]), told, str(row["kind"])))
+    return tuple(sorted(marks))
+
+
+PICTURE = Picture((*CLOCK, stalled_steps), draw)

@@ -58,6 +58,7 @@ def render(result: Result) -> str:
         cards.append(_card(number, outcome, evidence))
     panels = [(f"panel-{i}", figures.panel(panel)) for i, panel in enumerate(result.panels, 1)]
     figure_of.update(panels)
+    _together([figure.spec for _, figure in panels if figure.spec])
     sections: dict[str, list[tuple[str, str]]] = {}
     for fact in result.facts:
         sections.setdefault(fact.section, []).append((fact.name, fact.value))
@@ -96,6 +97,14 @@ def render(result: Result) -> str:
         look=words.look,
         categories=words.ordered(part.category for part in result.time),
     )
+
+
+def _together(specs: list[dict[str, Any]]) -> None:
+    """Give the figures over the run's time one range, so that what happened at once stands above each other."""
+    timed = [s for s in specs if s["layout"].get("meta") == {"axis": "time"}]
+    xs = [x for s in timed for trace in s["data"] for x in trace["x"] if x is not None]
+    for s in timed if xs else []:
+        s["layout"]["xaxis"]["range"] = [min(0.0, *xs), max(xs)]
 
 
 def _card(number: int, outcome: Outcome, evidence: drawing.Figure | None) -> Card:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from dlprof import units
 from dlprof.renderers import words
@@ -24,6 +25,9 @@ from dlprof.result import Panel
 
 POINTS = 2_000  # of one line: about two for each pixel of a wide figure
 ALL_POINTS = 12_000  # of all lines of a figure
+MARKS = 200
+
+NO_LINE = {"width": 0}
 
 
 def lines(evidence: Panel) -> Figure:
@@ -42,14 +46,18 @@ def lines(evidence: Panel) -> Figure:
     given = words.plain(evidence.unit, 24)
     largest = max((abs(v) for column in columns for v in column if v is not None), default=0.0)
     divisor, unit = units.scale(given, largest)
-    x_divisor, x_unit = units.scale(words.suffix(x_name), max((abs(x) for x in xs), default=0.0))
+    over_time = x_name == "time_ns"
+    # What stands on the same axis has the same unit, however short it is.
+    x_divisor, x_unit = (
+        (1e9, "s") if over_time else units.scale(words.suffix(x_name), max((abs(x) for x in xs), default=0.0))
+    )
     room = min(POINTS, max(200, ALL_POINTS // max(width, 1)))
-    data = []
+    data: list[dict[str, Any]] = []
     thinned = False
     for i, (name, column) in enumerate(zip(names, columns, strict=True)):
         keep = downsample(column, room)
         thinned = thinned or len(keep) < len(column)
-        known = evidence.columns[i + 1] in words.LOOKS if i + 1 < len(evidence.columns) else False
+        known = evidence.columns[i + 1] in words.DRAWN if i + 1 < len(evidence.columns) else False
         data.append(
             {
                 "type": "scatter",
@@ -85,6 +93,11 @@ def lines(evidence: Panel) -> Figure:
             "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"color": MUTE}},
         }
         arranged["margin"]["t"] = 34
+    if over_time:
+        arranged["meta"] = {"axis": "time"}
+    marks = [mark for mark in evidence.marks if number(mark[0]) is not None][:MARKS]
+    data += _marks(marks, x_divisor, 1.06 * largest / divisor)
+    arranged["shapes"] = [_upright(mark, x_divisor) for mark in marks]
     rows = []
     for name, column in zip(names, columns, strict=True):
         known_values = [v for v in column if v is not None]
@@ -94,6 +107,7 @@ def lines(evidence: Panel) -> Figure:
             rows.append((name, f"{len(known_values):,}", *figures))
         else:
             rows.append((name, "0", units.UNKNOWN, units.UNKNOWN, units.UNKNOWN))
+    rows += [(label, *[""] * 4) for _, label, _ in marks]
     table = plain_table(("line", "points", "least", "mean", "most"), rows)
     table = replace(table, numeric=(False, True, True, True, True))
     label = (
@@ -101,7 +115,44 @@ def lines(evidence: Panel) -> Figure:
     )
     note = "Thinned to what a screen can show: the least and the most of each stretch are kept." if thinned else ""
     note += f" {beyond:,} more lines are in result.json." if beyond else ""
-    return Figure("", label, {"data": data, "layout": arranged}, table, (), note)
+    return Figure(
+        "", label, {"data": data, "layout": arranged}, table, tuple(words.ordered(mark[2] for mark in marks)), note
+    )
+
+
+def areas(evidence: Panel) -> Figure:
+    """Lines stacked upon each other, filled in the colours of their categories."""
+    figure = lines(evidence)
+    spec: dict[str, Any] = figure.spec or {"data": []}
+    data = [
+        trace | {"mode": "lines", "stackgroup": "parts", "fillcolor": trace["line"]["color"], "line": NO_LINE}
+        for trace in spec["data"]
+    ]
+    return replace(figure, spec=spec | {"data": data}, label=figure.label.replace("Lines:", "Stacked areas:", 1))
+
+
+def _marks(marks: Sequence[tuple[float, str, str]], divisor: float, height: float) -> list[dict[str, Any]]:
+    """Give a row of marks a category, above the lines."""
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": drawn(words.look(category).name, 40),
+            "showlegend": False,
+            "x": [rounded(at / divisor) for at, _, of in marks if of == category],
+            "y": [rounded(height) for _, _, of in marks if of == category],
+            "marker": {"symbol": "triangle-down", "size": 10, "color": words.look(category).light},
+            "hoverinfo": "text",
+            "hovertext": [drawn(label) for _, label, of in marks if of == category],
+        }
+        for category in words.ordered(mark[2] for mark in marks)
+    ]
+
+
+def _upright(mark: tuple[float, str, str], divisor: float) -> dict[str, Any]:
+    x = rounded(mark[0] / divisor)
+    line = {"color": words.look(mark[2]).light, "width": 1, "dash": "dot"}
+    return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "layer": "below", "line": line}
 
 
 def downsample(values: Sequence[float | None], room: int) -> list[int]:

@@ -90,7 +90,12 @@ FRAMES: Mapping[str, Category] = {
     "library": Category("Libraries", "one of Python or an installed package", "#cfcac0", "#9a9488", 248, "░"),
 }
 
-DRAWN: Mapping[str, Category] = {**LOOKS, **PASSES, **FRAMES}
+# What steps over the run are marked with, beside categories.
+MARKS: Mapping[str, Category] = {
+    "epoch": Category("Epoch", "an epoch begins or ends", "#7d8597", "#8f98aa", 242, "|"),
+}
+
+DRAWN: Mapping[str, Category] = {**LOOKS, **PASSES, **FRAMES, **MARKS}
 
 
 def look(category: str) -> Category:

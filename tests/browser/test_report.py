@@ -254,6 +254,16 @@ def test_a_frame_of_the_flame_graph_is_widened_by_a_click_and_the_whole_comes_ba
     WebDriverWait(browser, 20).until(lambda b: b.execute_script(span) == [0, 1200])
 
 
+def test_what_stands_on_the_runs_time_is_zoomed_together(opened: Open) -> None:
+    browser = opened("tables")
+    ranges = "return [3, 4].map(n => document.getElementById('chart-panel-' + n)._fullLayout.xaxis.range)"
+    assert browser.execute_script(ranges) == [[0, 9], [0, 9]]
+    browser.find_element(By.ID, "chart-panel-4").send_keys("+")
+    WebDriverWait(browser, 20).until(lambda b: b.execute_script(ranges) == [[2.25, 6.75], [2.25, 6.75]])
+    browser.find_element(By.ID, "chart-panel-3").send_keys("0")
+    WebDriverWait(browser, 20).until(lambda b: b.execute_script(ranges) == [[0, 9], [0, 9]])
+
+
 def test_the_page_prints(opened: Open) -> None:
     browser = opened("ddp", "dark")
     pdf = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})

@@ -6,6 +6,7 @@ from typing import Any
 from dlprof.measures.arithmetic import operator_flops
 from dlprof.measures.operators import operators
 from dlprof.panels.arithmetic import HEAVIEST, draw
+from dlprof.units import UNKNOWN
 from tests import runs, traces
 from tests.runs import MS
 
@@ -22,10 +23,10 @@ def table(folder: Path, facts: dict[str, Any], *names: str) -> Any:
 
 
 def test_the_heaviest_come_first_and_no_more_than_a_table_holds(tmp_path: Path) -> None:
-    panel = table(tmp_path, {"device": {"type": "cuda"}}, *(f"aten::op{n}" for n in range(12)))
+    panel = table(tmp_path, {"device": {"type": "cuda"}}, *(f"aten::op{n}" for n in range(HEAVIEST + 2)))
     assert panel.shape == "table"
     assert [row[0] for row in panel.rows] == [f"op{n}" for n in range(HEAVIEST)]
-    assert {row[4] for row in panel.rows} == {"–"}
+    assert {row[4] for row in panel.rows} == {UNKNOWN}
 
 
 def test_shapes_among_which_time_was_only_shared_out_are_one_row(tmp_path: Path) -> None:

@@ -314,7 +314,14 @@ def hostile() -> Result:
     evidence = (
         Panel("table", everything, tuple((a, i) for i, a in enumerate(ATTACKS)), ("name", ATTACKS[0]), note=everything),
         Panel("bars", everything, tuple((a, float(i), a) for i, a in enumerate(ATTACKS)), unit=ATTACKS[2]),
-        Panel("lines", everything, tuple((a, 1.0, math.nan, math.inf, None) for a in ATTACKS), ATTACKS[:5], ATTACKS[3]),
+        Panel(
+            "lines",
+            everything,
+            tuple((a, 1.0, math.nan, math.inf, None) for a in ATTACKS),
+            ATTACKS[:5],
+            ATTACKS[3],
+            marks=((1.0, ATTACKS[0], ATTACKS[1]),),
+        ),
         Panel("timeline", everything, tuple((a, i, 5, a, a) for i, a in enumerate(ATTACKS))),
         Panel("flame", everything, tuple((i, 0, 50 - i, a, a) for i, a in enumerate(ATTACKS)), unit=ATTACKS[2]),
     )
@@ -352,6 +359,17 @@ def hostile() -> Result:
     )
 
 
+def over_time() -> tuple[Panel, ...]:
+    """Two panels on the run's time, of different lengths."""
+    steps = tuple((n * 1e9, 2e8, 3e8) for n in range(10))
+    parts = tuple((n * 1e9, 1e8, 1e8) for n in range(8))
+    marks = ((4e9, "step 4: checkpoint, 1.00 s", "checkpoint"), (6e9, "step 6: an epoch begins or ends", "epoch"))
+    return (
+        Panel("lines", "Steps over the run", steps, ("time_ns", "rank 0", "rank 1"), "ns", marks=marks),
+        Panel("areas", "Parts", parts, ("time_ns", "input_wait", "forward"), "ns"),
+    )
+
+
 def tables() -> Result:
     """A table with figures of several units, in no order."""
     times = (1e9, 2e7, 999e3, 3e6, 4e3, None, 5e6, 6e6, 7e6, 8e6, 9e6, 1e7)
@@ -365,7 +383,9 @@ def tables() -> Result:
         (0, 900, 300, "between the phases", "host"),
         (1, 900, 290, "log (train.py)", "own"),
     )
-    return replace(healthy(), panels=(panel, Panel("flame", "Where Python was seen", calls, unit="samples")))
+    return replace(
+        healthy(), panels=(panel, Panel("flame", "Where Python was seen", calls, unit="samples"), *over_time())
+    )
 
 
 ALL = {"ddp": ddp, "healthy": healthy, "many": many, "empty": empty, "hostile": hostile, "tables": tables}

@@ -205,7 +205,7 @@ def test_long_tables_are_cut_with_a_word_and_cells_carry_units() -> None:
     assert table.numeric == (False, True, True, True)
 
 
-@pytest.mark.parametrize("shape", ["table", "bars", "lines", "timeline", "flame"])
+@pytest.mark.parametrize("shape", ["table", "bars", "lines", "areas", "timeline", "flame"])
 def test_a_panel_without_rows_is_drawn_empty(shape: Any) -> None:
     figure = figures.panel(Panel(shape, "nothing", ()))
     if figure.spec:
@@ -238,3 +238,24 @@ def test_a_flame_graph_stands_callers_above_what_they_call() -> None:
     ]
     assert figure.table.rows[2] == ("g", "Libraries", "5\u00a0samples", "50\u00a0%")
     assert figure.legend == ("own", "library")
+
+
+def test_areas_are_stacked_in_the_colours_of_their_categories() -> None:
+    rows = ((0, 1e6, 2e6), (1e9, 3e6, 4e6))
+    figure = figures.panel(Panel("areas", "t", rows, ("time_ns", "input_wait", "backward"), "ns"))
+    assert figure.spec is not None
+    assert [t["fillcolor"] for t in figure.spec["data"]] == [words.DRAWN[c].light for c in ("input_wait", "backward")]
+    assert [t["y"] for t in figure.spec["data"]] == [[1.0, 3.0], [2.0, 4.0]]
+    assert figure.spec["data"][0]["x"] == [0, 1]  # seconds, like all that stands on the run's time
+
+
+def test_marks_stand_above_the_lines_with_their_words() -> None:
+    marks = ((1e9, "step 1: <b>", "checkpoint"), (2e9, "step 2", "epoch"), (math.nan, "never", "epoch"))
+    panel = Panel("lines", "t", ((0, 1e6), (3e9, 3e6)), ("time_ns", "rank 0"), "ns", marks=marks)
+    figure = figures.panel(panel)
+    assert figure.spec is not None
+    line, *marked = figure.spec["data"]
+    assert [(t["x"], t["hovertext"]) for t in marked] == [([1], ["step 1: &lt;b&gt;"]), ([2], ["step 2"])]
+    assert all(t["y"][0] > max(line["y"]) for t in marked)
+    assert figure.legend == ("checkpoint", "epoch")
+    assert [row[0] for row in figure.table.rows] == ["rank 0", "step 1: <b>", "step 2"]

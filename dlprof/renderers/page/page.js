@@ -4,7 +4,7 @@
   const { figures, dark } = JSON.parse(document.getElementById("data").textContent);
   const night = window.matchMedia("(prefers-color-scheme: dark)");
   // Fields of a specification that hold colours; a text that looks like a colour stays what it is.
-  const painted = new Set(["color", "bgcolor", "bordercolor", "gridcolor", "linecolor"]);
+  const painted = new Set(["color", "bgcolor", "bordercolor", "gridcolor", "linecolor", "fillcolor"]);
   const printed = 680; // pixels between the margins of an A4 page
   let printing = false;
 
@@ -28,8 +28,10 @@
       doubleClick: "reset",
     };
     return Plotly.react(element, data, printing ? { ...layout, width: printed } : layout, config).then(() => {
+      const first = !element.dataset.drawn;
+      if (layout.meta?.axis === "time" && first) element.on("plotly_relayout", () => follow(element));
       if (layout.meta?.click === "zoom") {
-        if (!element.dataset.drawn) {
+        if (first) {
           element.on("plotly_click", widen);
           element.on("plotly_relayout", () => fit(element));
         }
@@ -37,6 +39,17 @@
       }
       element.dataset.drawn = "yes";
     });
+  }
+
+  // What stands on the run's time is zoomed together.
+  function follow(chart) {
+    const [low, high] = chart._fullLayout.xaxis.range;
+    for (const name of Object.keys(figures)) {
+      const other = document.getElementById("chart-" + name);
+      if (figures[name].layout.meta?.axis !== "time" || !other._fullLayout) continue;
+      const [from, to] = other._fullLayout.xaxis.range;
+      if (from !== low || to !== high) Plotly.relayout(other, { "xaxis.range": [low, high] });
+    }
   }
 
   const letter = 6.6; // pixels of a letter in a frame, in the mean
