@@ -24,7 +24,8 @@ def draw(run: Measured) -> list[Panel]:
         named = [frame.set_axis([f"rank {r} {kind}" for r in frame.columns], axis=1) for kind, frame in kinds.items()]
         table = pd.concat(named, axis=1)
     at = step_times(run)
-    table.index = pd.Index(np.interp(table.index, at.index, at))
+    times = np.interp(table.index.to_numpy(), at.index.to_numpy(), at.to_numpy())
+    table = table.set_axis(pd.Index(np.atleast_1d(times)), axis=0)
     note = "By tensors at the end of a step, and taken from the device by PyTorch's allocator."
     return [
         Panel(

@@ -23,7 +23,7 @@ def test_the_picture_of_the_steps_tells_the_counted_step_from_the_window(tmp_pat
 
 
 def drawn(folder: Path, *ranks: list[dict[str, Any]], stalls: list[dict[str, Any]] | None = None) -> dict[str, Panel]:
-    runs.recorded(folder, *((None, steps, {"device": A100}) for steps in ranks), stalls=stalls and [stalls])
+    runs.recorded(folder, *((None, steps, {"device": A100}) for steps in ranks), stalls=[stalls] if stalls else None)
     made = runs.measured(folder, *PICTURE.needs)
     return {panel.title: panel for panel in PICTURE.draw(made)}
 

@@ -1,0 +1,38 @@
+"""What all figures share: tables, and text that stands out."""
+
+from __future__ import annotations
+
+from dlprof.renderers import drawing, figures, words
+from dlprof.result import Panel
+
+
+def test_columns_of_figures_are_told_from_columns_of_words() -> None:
+    rows = (("7", 7, "14.6 ms", "5 of 8", "aten::add", "", None), ("1", 1.5, "31 %", "0 of 8", "12 Monkeys", "", 4))
+    assert figures.panel(Panel("table", "t", rows)).table.numeric == (False, True, True, True, False, False, True)
+
+
+def test_long_tables_are_cut_with_a_word_and_cells_carry_units() -> None:
+    panel = Panel(
+        "table",
+        "t",
+        tuple((f"r{i}", 1.5e6, 0.25, 2048) for i in range(drawing.ROWS + 30)),
+        ("name", "mean_ns", "x_share", "n_bytes"),
+    )
+    table = figures.panel(panel).table
+    assert len(table.rows) == drawing.ROWS
+    assert table.note == "30 more rows are in result.json."
+    assert table.columns == ("name", "mean", "x share", "n")
+    assert [c.replace(words.NBSP, " ") for c in table.rows[0]] == ["r0", "1.50 ms", "25 %", "2.05 kB"]
+    assert table.numeric == (False, True, True, True)
+
+
+def test_text_on_a_bar_stands_out_in_both_themes() -> None:
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    for look in words.DRAWN.values():
+        for background in (look.light, look.dark):
+            low, high = sorted((luminance(drawing.inside(look.light)), luminance(background)))
+            assert (high + 0.05) / (low + 0.05) >= 3, look.name  # WCAG 2.1, 1.4.11

@@ -1,0 +1,48 @@
+"""Where the step goes: every rank and part is there, for any number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from dlprof.renderers import parts, words
+from tests.renderers import results
+
+
+def test_the_stack_holds_each_rank_and_its_parts_add_up_to_the_step() -> None:
+    figure = parts.stack(results.ddp())
+    assert figure is not None
+    assert figure.spec is not None
+    traces = figure.spec["data"]
+    assert figure.legend == ("computation", "communication", "copy", "input_wait", "checkpoint", "host", "other")
+    assert [t["marker"]["color"] for t in traces] == [words.LOOKS[c].light for c in figure.legend]
+    for i in range(4):
+        assert sum(t["x"][i] for t in traces) == pytest.approx(214.6, rel=1e-4)
+    assert [a["text"] for a in figure.spec["layout"]["annotations"]] == ["◀ finding 2", "◀ finding 1"]
+
+
+def test_no_divided_step_no_stack() -> None:
+    assert parts.stack(results.empty()) is None
+
+
+@pytest.mark.parametrize("ranks", [16, 17, 128, 129, 1000])
+def test_the_stack_stays_readable_for_any_number_of_ranks(ranks: int) -> None:
+    figure = parts.stack(results.many(ranks))
+    assert figure is not None
+    assert figure.spec is not None
+    layout = figure.spec["layout"]
+    bars = len(figure.spec["data"][0]["x"])
+    assert bars <= parts.SINGLE_RANKS
+    assert layout["height"] <= 1000
+    assert len(layout["yaxis"]["tickvals"]) <= 30
+    assert bool(figure.note) == (ranks > parts.SINGLE_RANKS)
+    if ranks > parts.SINGLE_RANKS:  # the slow one still stands by itself
+        assert layout["yaxis"]["ticktext"][0] == "rank 37"
+        assert figure.spec["data"][0]["x"][0] == pytest.approx(0.9 * 512)
+
+
+def test_the_device_table_starts_with_the_mean_and_its_parts_are_shares_of_the_span() -> None:
+    table = parts.device(results.ddp())
+    assert table is not None
+    assert [row[0] for row in table.rows] == ["mean", "0", "1", "2", "3"]
+    assert table.rows[2][3].replace(words.NBSP, " ").endswith("· 4.0 %")
+    assert parts.device(results.healthy()) is None

@@ -1,0 +1,46 @@
+"""A timeline keeps its longest spans and every lane, however crowded."""
+
+from __future__ import annotations
+
+from dlprof.renderers import figures, timeline, words
+from dlprof.result import Panel
+
+
+def test_a_timeline_draws_short_spans_upon_long_ones_in_their_lanes() -> None:
+    rows = (("b", 0, 10, "short", "copy"), ("b", 0, 100, "long", "host"), ("a", 5, 7, "other lane", "nonsense"))
+    figure = figures.panel(Panel("timeline", "t", rows))
+    assert figure.spec is not None
+    trace = figure.spec["data"][0]
+    assert trace["x"] == [100.0, 10.0, 7.0]
+    assert trace["y"] == [0, 0, 1]
+    assert trace["marker"]["color"] == [words.LOOKS[c].light for c in ("host", "copy", "other")]
+    assert figure.legend == ("copy", "host", "nonsense")
+
+
+def test_a_crowded_timeline_keeps_the_longest_spans_and_loses_no_lane() -> None:
+    rows = tuple(
+        (f"lane {i % 7}", i * 100, 1 + i % 90 + (10_000 if i == 4321 else 0), f"k{i}", "copy") for i in range(20_000)
+    )
+    figure = figures.panel(Panel("timeline", "t", rows))
+    assert figure.spec is not None
+    trace = figure.spec["data"][0]
+    assert len(trace["x"]) <= timeline.SPANS
+    assert any(text.startswith("k4321 ·") for text in trace["hovertext"])
+    assert any("short spans, together" in text for text in trace["hovertext"])
+    assert set(trace["y"]) == set(range(7))
+    assert "20,000" in figure.note
+
+
+def test_spans_drawn_together_cover_each_of_their_own_and_no_other_lane() -> None:
+    spans = [timeline.Span(f"lane {i % 3}", i * 7.0, 1 + i % 5, str(i), ("copy", "host")[i % 2]) for i in range(9000)]
+    drawn, note = timeline.merge(spans, 300)
+    assert note
+    assert len(drawn) <= 300
+    for span in spans[::50]:
+        assert any(
+            (d.lane, d.category) == (span.lane, span.category)
+            and d.start <= span.start
+            and span.start + span.dur <= d.start + d.dur
+            for d in drawn
+        )
+    assert timeline.merge(spans[:300], 300) == (spans[:300], "")
