@@ -175,7 +175,7 @@ def test_memory_holds_chunks_and_not_the_file(tmp_path: Path, monkeypatch: pytes
     sizes = []
     decode = msgspec.json.Decoder(list[dict[str, Any]]).decode
 
-    def watched(array: bytes) -> list[dict[str, Any]]:
+    def watched(array: bytes | memoryview) -> list[dict[str, Any]]:
         sizes.append(len(array))
         return decode(array)
 
