@@ -41,6 +41,7 @@ FAULTS = {
     "blocking_copies": "blocking_copy",  # batches from pinned memory, each of which the script waits for
     "changing_shapes": "recompilation",  # compiled for one size of pictures, and the size changes
     "checkpoint_every_few": "checkpoint_stall",  # the whole state saved over and over, every 5 steps
+    "copies_back": "exposed_copy",  # every batch's pictures are fetched from the GPU again, as if to look at them
     "garbage": "gc_pauses",  # many objects live on, and each step leaves cycles
     "item_every_step": "host_sync",  # the loss is read, and the GPU runs dry meanwhile
     "keeps_batches": "memory_growth",  # every batch is kept for later, and none is ever dropped
@@ -65,7 +66,7 @@ HEALTHY = {
 }
 # A step with it does less than any healthy one: none says how long it would take without.
 OTHER_STEP = ("small_batch",)
-NEEDS_GPU = ("blocking_copies", "item_every_step", "pageable", "small_batch", "tight_memory")
+NEEDS_GPU = ("blocking_copies", "copies_back", "item_every_step", "pageable", "small_batch", "tight_memory")
 NEEDS_TWO_RANKS = ("blocking_allreduce", "slow_loader_one_rank", "slow_rank", "tiny_buckets")
 
 Pixels = npt.NDArray[np.uint8]  # height × width × 3
@@ -724,6 +725,8 @@ def main() -> None:
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
 
+        if args.fault == "copies_back":
+            images.cpu()
         if args.fault == "item_every_step":
             loss.item()
         if args.fault == "python_metrics":
