@@ -50,6 +50,9 @@ def render(result: Result) -> str:
     stack = parts.stack(result)
     if stack:
         figure_of["where"] = stack
+    waited = parts.blame(result)
+    if waited:
+        figure_of["waits"] = waited
     cards = []
     for number, outcome in enumerate(result.found, 1):
         evidence = figures.panel(outcome.evidence) if outcome.evidence else None
@@ -80,6 +83,7 @@ def render(result: Result) -> str:
         unit=words.unit(result),
         result=result,
         stack=stack,
+        waited=waited,
         device=parts.device(result),
         cards=cards,
         first=cards[:DEAREST],

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dlprof import units
 from dlprof.renderers import words
-from dlprof.renderers.drawing import CARD, FONT, HOT, Figure, Table, axis, drawn, inside, layout, margin, rounded
+from dlprof.renderers.drawing import (
+    CARD,
+    FONT,
+    HOT,
+    INK,
+    Figure,
+    Table,
+    axis,
+    drawn,
+    inside,
+    layout,
+    margin,
+    plain_table,
+    rounded,
+)
 from dlprof.result import Outcome, Result, TimePart
 
 MARKED = 4  # ranks of one finding are pointed at; more would hide each other
 LABELLED_RANKS = 16  # have a bar with a label each
 SINGLE_RANKS = 128  # have a bar each; beyond, neighbours share one
+CULPRITS = 8  # ranks that others wait for
+WORTH_DRAWING = 0.005  # of a step; a shorter wait is none
 
 
 def stack(result: Result) -> Figure | None:
@@ -164,6 +181,87 @@ def _stack_table(parts: Mapping[int, Mapping[str, TimePart]], categories: Sequen
     return Table(
         ("rank", *(words.look(c).name for c in categories)), tuple(rows), (False, *(True for _ in categories)), note
     )
+
+
+def blame(result: Result) -> Figure | None:
+    """Give who is waited for and why, a bar a culprit, or None where nobody waits, or it could not be told.
+
+    A bar is how long a rank waits for it in the mean step, the mean of all ranks; its parts are what made it late.
+    """
+    if result.window is None:
+        return None
+    ranks = max(len(result.run.ranks), 1)
+    why: dict[int, dict[str, float]] = {}
+    for b in result.blame:
+        if b.culprit >= 0 and b.ns > 0:
+            mine = why.setdefault(b.culprit, {})
+            mine[b.category] = mine.get(b.category, 0.0) + b.ns / ranks
+    least = WORTH_DRAWING * result.window.step_ns
+    culprits = sorted((c for c in why if sum(why[c].values()) >= least), key=lambda c: -sum(why[c].values()))
+    more = len(culprits) - CULPRITS
+    culprits = culprits[:CULPRITS]
+    if not culprits:
+        return None
+    waits = words.waits_for(result)
+    by = {c: {rank: mine[c] for rank, mine in waits.items() if mine.get(c, 0.0) >= least} for c in culprits}
+    largest = max(sum(why[c].values()) for c in culprits)
+    divisor, unit = units.scale("ns", largest)
+    categories = words.ordered(category for c in culprits for category in why[c])
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": drawn(words.look(category).name),
+            "y": list(range(len(culprits))),
+            "x": [rounded(why[c].get(category, 0.0) / divisor) for c in culprits],
+            "marker": {"color": words.look(category).light, "line": {"color": CARD, "width": 1}},
+            "hoverinfo": "text",
+            "hovertext": [
+                drawn(
+                    f"rank {c} {words.LATE.get(category, words.plain(category, 40))}:"
+                    f" {words.duration(why[c].get(category, 0.0))} of each rank's {words.unit(result)}"
+                )
+                for c in culprits
+            ],
+        }
+        for category in categories
+    ]
+    labels = [f"rank {c}" for c in culprits]
+    arranged = layout(
+        30 * len(culprits) + 36,
+        margin(labels),
+        barmode="stack",
+        bargap=0.28,
+        xaxis=axis(unit, range=[0, rounded(largest / divisor)], nticks=8),
+        yaxis=axis(autorange="reversed", tickvals=list(range(len(culprits))), ticktext=labels, showgrid=False),
+        annotations=[
+            {
+                "x": rounded(sum(why[c].values()) / divisor),
+                "xref": "x",
+                "xanchor": "left",
+                "xshift": 8,
+                "y": i,
+                "yref": "y",
+                "showarrow": False,
+                "text": f"{words.counted(len(by[c]), 'rank')} {'waits' if len(by[c]) == 1 else 'wait'}",
+                "font": {"size": 12, "color": INK},
+            }
+            for i, c in enumerate(culprits)
+        ],
+    )
+    arranged["margin"]["r"] = 120
+    rows = [
+        (f"rank {rank}", *(words.duration(mine[c]) if mine.get(c) else "" for c in culprits))
+        for rank, mine in waits.items()
+    ]
+    table = plain_table(("waits for", *labels), rows)
+    table = replace(table, numeric=(False, *(True for _ in culprits)))
+    told = ", ".join(
+        f"{label} {words.duration(sum(why[c].values()))}" for label, c in zip(labels, culprits, strict=True)
+    )
+    label = f"Stacked bars of how long the ranks wait for others in the mean, by what made those late: {told}."
+    note = f"{more} more ranks are waited for, less." if more > 0 else ""
+    return Figure("Who is waited for", label, {"data": data, "layout": arranged}, table, tuple(categories), note)
 
 
 def device(result: Result) -> Table | None:

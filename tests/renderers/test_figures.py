@@ -16,7 +16,9 @@ from tests.renderers import results
 def every_figure(result: Result) -> list[drawing.Figure]:
     stack = parts.stack(result)
     evidence = [figures.panel(o.evidence) for o in result.found if o.evidence]
-    return [f for f in ([stack] if stack else []) + evidence + [figures.panel(p) for p in result.panels] if f.spec]
+    blame = parts.blame(result)
+    drawn = [f for f in (stack, blame) if f]
+    return [f for f in drawn + evidence + [figures.panel(p) for p in result.panels] if f.spec]
 
 
 @pytest.mark.parametrize("name", results.ALL)

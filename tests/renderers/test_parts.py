@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dlprof.renderers import parts, words
+from dlprof.result import Blame
 from tests.renderers import results
+from tests.renderers.results import MS
 
 
 def test_the_stack_holds_each_rank_and_its_parts_add_up_to_the_step() -> None:
@@ -46,3 +50,32 @@ def test_the_device_table_starts_with_the_mean_and_its_parts_are_shares_of_the_s
     assert [row[0] for row in table.rows] == ["mean", "0", "1", "2", "3"]
     assert table.rows[2][3].replace(words.NBSP, " ").endswith("· 4.0 %")
     assert parts.device(results.healthy()) is None
+
+
+def test_who_is_waited_for_stands_with_what_made_it_late() -> None:
+    figure = parts.blame(results.ddp())
+    assert figure is not None
+    assert figure.spec is not None
+    assert figure.legend == ("computation", "input_wait")
+    # Three of four ranks wait: the mean is over all four.
+    assert [t["x"] for t in figure.spec["data"]] == [pytest.approx([share * 214.6 * 3 / 4]) for share in (0.02, 0.26)]
+    assert [a["text"].replace(words.NBSP, " ") for a in figure.spec["layout"]["annotations"]] == ["3 ranks wait"]
+    assert [row[0] for row in figure.table.rows] == ["rank 0", "rank 2", "rank 3"]
+
+
+def test_of_hundreds_of_culprits_the_worst_are_drawn_and_short_waits_are_none() -> None:
+    ranks = 256
+    blame = tuple(
+        Blame(rank, culprit, "host", (culprit + 1) * MS, 0.1)
+        for rank in range(ranks)
+        for culprit in range(40)
+        if rank != culprit
+    )
+    made = replace(results.many(ranks), blame=blame)
+    figure = parts.blame(made)
+    assert figure is not None
+    assert figure.spec is not None
+    assert figure.spec["layout"]["yaxis"]["ticktext"] == [f"rank {c}" for c in range(39, 31, -1)]
+    assert figure.note
+    assert parts.blame(replace(made, blame=tuple(replace(b, ns=1.0) for b in blame))) is None
+    assert parts.blame(replace(made, blame=())) is None
