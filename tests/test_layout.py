@@ -123,7 +123,8 @@ def test_folders_are_at_most_two_levels_deep() -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", ["", "collectors", "commands", "measures", "panels", "readers", "renderers", "rules", "samplers"]
+    "folder",
+    ["", "collectors", "commands", "exports", "measures", "panels", "readers", "renderers", "rules", "samplers"],
 )
 def test_tests_stand_where_the_package_has_the_module(folder: str) -> None:
     """Whatever is tested in tests/FOLDER/test_NAME.py is dlprof/FOLDER/NAME.py."""
@@ -133,7 +134,7 @@ def test_tests_stand_where_the_package_has_the_module(folder: str) -> None:
     assert here - there - beyond == set()
 
 
-@pytest.mark.parametrize("folder", ["commands", "measures", "readers", "renderers", "rules", "samplers"])
+@pytest.mark.parametrize("folder", ["commands", "exports", "measures", "readers", "renderers", "rules", "samplers"])
 def test_every_module_has_a_test(folder: str) -> None:
     missing = {f"{folder}/{p.name}" for p in modules(folder) if not (TESTS / folder / f"test_{p.name}").is_file()}
     assert missing <= WITHOUT_TEST

@@ -2,13 +2,14 @@
 
 import click
 
-from dlprof.commands import check, compare, doctor, explain, report, rules, run, wrap
+from dlprof.commands import check, compare, doctor, explain, export, report, rules, run, wrap
 
 COMMANDS: tuple[click.Command, ...] = (
     check.check,
     compare.compare,
     doctor.doctor,
     explain.explain,
+    export.export,
     report.report,
     rules.rules,
     run.run,

@@ -1,0 +1,383 @@
+"""All ranks on one clock in one reduced trace, in the Trace Event Format that ui.perfetto.dev opens.
+
+A rank is a process. Above its threads and streams stand tracks of dlprof's own: its steps, the exclusive parts of the
+traced ones, its stalls, its collectives (an arrow leads from the last rank to come to those that waited for it), and
+whom it waits for. The shortest spans are left out first, so that a browser can hold what is left.
+
+The format: Google, Trace Event Format (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof import __version__
+from dlprof.engine import Measured, MeasureFailed, Progress, RankData, measure, per_rank
+from dlprof.errors import DlprofError, NotMeasured
+from dlprof.measures import breakdown, host
+from dlprof.measures.blame import blame
+from dlprof.measures.collectives import collectives, exposed, host_clocks, matched, traced_steps
+from dlprof.measures.operators import parents
+from dlprof.measures.steps import step_series
+from dlprof.run import Run
+
+# So many spans of all ranks together: about 60 MB of text, which the Perfetto page opens in some seconds.
+MOST_SPANS = 400_000
+# A rank of a very large job still has so many.
+FEWEST_SPANS = 2_000
+# The same of a rank's exclusive parts of its steps.
+PARTS_SHARE = 0.2
+
+LONGEST_NAME = 300
+
+STEPS, PARTS, STALLS = "steps", "where the step goes", "stalls"
+EXCHANGES, WAITS = "collectives", "waits for"
+TRACKS = (STEPS, PARTS, WAITS, EXCHANGES, STALLS)
+OWN = "dlprof"
+
+# Kinds of spans as Kineto's categories, host and device.
+_CATEGORIES = {
+    "annotation": ("user_annotation", "gpu_user_annotation"),
+    "communication": ("user_annotation", "kernel"),
+    "copy": ("", "gpu_memcpy"),
+    "fetch": ("user_annotation", ""),
+    "kernel": ("", "kernel"),
+    "op": ("cpu_op", ""),
+    "python": ("python_function", ""),
+    "runtime": ("cuda_runtime", ""),
+    "set": ("", "gpu_memset"),
+    "sync": ("", "cuda_sync"),
+}
+
+# Numbers of processes and threads: a rank's processes begin at (rank + 1) × this.
+_THREADS = 1_000
+# A job of many ranks has more waits than anybody looks at.
+MOST_ARROWS = 20_000
+# Rows that are written as one piece.
+_PIECE = 20_000
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a trace holds, and what was left out of it; `warnings`: what a reader of it should know."""
+
+    spans: int
+    left_out: int
+    shortest_ns: int  # of the spans that were kept, where some were left out
+    arrows: int
+    warnings: tuple[str, ...]
+
+
+@per_rank
+def reduced(rank: RankData) -> pd.DataFrame:
+    """Give a rank's longest spans, and tracks of dlprof's own: track, category, name, start_ns, dur_ns, bytes, of.
+
+    `of` is how many spans there were, 0 on the own tracks. As many are kept as the job's ranks share MOST_SPANS.
+    """
+    said = rank.facts.get("world_size") or rank.trace_facts.get("world_size") or 1
+    most = max(MOST_SPANS // max(int(said), 1), FEWEST_SPANS)
+    found = [_spans(rank, most), *_own(rank, int(most * PARTS_SHARE))]
+    return pd.concat([f for f in found if len(f)] or found[:1], ignore_index=True)
+
+
+def _spans(rank: RankData, most: int) -> pd.DataFrame:
+    spans = rank.table("spans")
+    dur = spans["dur_ns"].to_numpy()
+    # The longest; of equally long ones the first, which are not to be told apart anyway.
+    kept = np.sort(np.argsort(-dur, kind="stable")[:most]) if len(dur) > most else np.arange(len(dur))
+    chosen = spans.iloc[kept]
+    lane = chosen["lane"].astype("str")
+    of_device = lane.str.startswith("device")
+    kind = chosen["kind"].astype("str")
+    category = np.where(
+        of_device,
+        kind.map({k: c[1] for k, c in _CATEGORIES.items()}),
+        kind.map({k: c[0] for k, c in _CATEGORIES.items()}),
+    )
+    training = host.training_lane(rank)
+    track = lane.mask(lane == training, f"training thread ({training.removeprefix('host:')})")
+    return pd.DataFrame(
+        {
+            "track": track.str.replace("^host:", "thread ", regex=True).str.replace(":", " stream ").to_numpy(),
+            "category": category,
+            "name": chosen["name"].astype("str").str.slice(0, LONGEST_NAME).to_numpy(),
+            "start_ns": chosen["start_ns"].to_numpy(),
+            "dur_ns": chosen["dur_ns"].to_numpy(),
+            "bytes": chosen["bytes"].to_numpy(),
+            "of": len(spans),
+        }
+    )
+
+
+def _own(rank: RankData, most: int) -> Iterator[pd.DataFrame]:
+    """Give the tracks of one rank alone, as far as they lie within the trace."""
+    spans = rank.table("spans")
+    if not len(spans):
+        return
+    begin = int(spans["start_ns"].min())
+    end = int((spans["start_ns"] + spans["dur_ns"]).max())
+    with suppress(NotMeasured):
+        steps = rank.once(step_series.function)
+        yield _track(STEPS, steps["kind"] + " step " + steps["step"].astype("str"), steps, begin, end)
+    if rank.has("stalls"):
+        stalls = rank.table("stalls")
+        yield _track(STALLS, stalls["kind"].astype("str"), stalls, begin, end)
+    with suppress(NotMeasured):
+        parts = breakdown.partition(rank)
+        pieces = [(c, s, e - s) for c, p in parts.items() for s, e in p]
+        frame = pd.DataFrame(pieces, columns=["name", "start_ns", "dur_ns"])
+        yield _track(PARTS, frame["name"], frame.nlargest(most, "dur_ns"), begin, end)
+
+
+def _track(track: str, name: pd.Series[str], frame: pd.DataFrame, begin: int, end: int) -> pd.DataFrame:
+    start, dur = frame["start_ns"].to_numpy(), frame["dur_ns"].to_numpy()
+    inside = (start < end) & (start + dur > begin)
+    names = name.reindex(frame.index).to_numpy()[inside]
+    made = pd.DataFrame({"start_ns": start[inside], "dur_ns": dur[inside], "name": names})
+    return made.assign(track=track, category=OWN, bytes=-1, of=0)
+
+
+NEEDS = (blame, collectives, exposed, host_clocks, reduced, traced_steps)
+
+
+def write(run: Run, path: Path, jobs: int | None = None, progress: Progress | None = None) -> Written:
+    """Write the trace of a run; packed where the name ends in .gz. Raises DlprofError where no rank has a trace."""
+    measured = measure(run, NEEDS, jobs, progress)
+    try:
+        frame = measured.frame(reduced)
+    except NotMeasured as e:
+        raise DlprofError(f"{run.path}: nothing to export: {e}") from None
+    except MeasureFailed as e:
+        raise DlprofError(f"{run.path}: cannot be exported: {e}") from None
+    ahead, warnings = _ahead(measured)
+    shared = _shared(measured)
+    frame = frame.assign(start_ns=frame["start_ns"] - frame["rank"].map(ahead).to_numpy(dtype=np.int64))
+    zero = int(frame["start_ns"].min())
+    spans = frame.loc[frame["of"] > 0]
+    arrows = 0
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with _open(part, packed=path.suffix == ".gz") as file:
+            file.write(_head(run, zero) + _meta(_process(measured, measured.ranks[0])))
+            for rank, mine in frame.groupby("rank", sort=True):
+                number = int(str(rank))
+                ours = shared[shared["rank"] == number]
+                rows = pd.concat([mine, ours], ignore_index=True) if len(ours) else mine
+                arrows += _rank(file, measured, number, rows.reset_index(drop=True), zero)
+            file.write("\n]}\n")
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    total = int(spans.groupby("rank")["of"].first().sum())
+    return Written(len(spans), total - len(spans), int(spans["dur_ns"].min()), arrows, tuple(warnings))
+
+
+def _open(path: Path, *, packed: bool) -> TextIO:
+    if packed:
+        return gzip.open(path, "wt", compresslevel=5, encoding="utf-8", newline="\n")
+    return path.open("w", encoding="utf-8", newline="\n")
+
+
+def _ahead(run: Measured) -> tuple[dict[int, int], list[str]]:
+    """Give what each rank's clock is ahead by, ns, and a warning where that is not known."""
+    try:
+        frame = run.frame(host_clocks)
+    except (NotMeasured, MeasureFailed) as e:
+        hosts = {run.facts[r].get("host") or run.trace_facts[r].get("host") for r in run.ranks}
+        told = [] if len(hosts) == 1 and None not in hosts else [f"the hosts' clocks are taken as they are: {e}"]
+        return dict.fromkeys(run.ranks, 0), told
+    return {int(r): int(ns) for r, ns in zip(frame["rank"], frame["ahead_ns"], strict=True)}, []
+
+
+def _shared(run: Measured) -> pd.DataFrame:
+    """Give the collectives of all ranks and who waits in them for whom, on clocks brought together.
+
+    Arrows have a number each: `ends` is that of the one that ends on a row (−1: none), `begins` those that begin there.
+    """
+    columns = ["rank", "track", "category", "name", "start_ns", "dur_ns", "bytes", "ends", "begins", "because"]
+    try:
+        pairs = run.frame(matched)
+    except (NotMeasured, MeasureFailed):
+        return pd.DataFrame({c: pd.Series(dtype="int64" if c == "rank" else "object") for c in columns})
+    last = pairs[pairs["last"]].drop_duplicates("instance").set_index("instance")["rank"]
+    culprit = pairs["instance"].map(last).fillna(-1).to_numpy(dtype=np.int64)
+    ends, begins = _arrows(pairs)
+    start = (pairs["start_ns"] - pairs["offset_ns"]).to_numpy()
+    both = pd.DataFrame({"rank": pairs["rank"].to_numpy(), "category": OWN, "bytes": pairs["bytes"].to_numpy()})
+    exchanges = both.assign(
+        track=EXCHANGES,
+        name=(pairs["collective"].where(pairs["collective"] != "", "collective") + " " + pairs["group"])
+        .str.strip()
+        .to_numpy(),
+        start_ns=start,
+        dur_ns=(pairs["end_ns"] - pairs["start_ns"]).to_numpy(),
+        ends=ends,
+        begins=begins,
+        because="",
+    )
+    reasons = _reasons(run)
+    waits = both.assign(
+        track=WAITS,
+        name=[f"rank {c}" for c in culprit],
+        start_ns=start,
+        dur_ns=pairs["wait_ns"].to_numpy(),
+        ends=-1,
+        begins="",
+        because=[reasons.get((int(r), int(c)), "") for r, c in zip(pairs["rank"], culprit, strict=True)],
+    )
+    together: pd.DataFrame = pd.concat([exchanges, waits[waits["dur_ns"] > 0]], ignore_index=True)
+    return together[columns]
+
+
+def _arrows(pairs: pd.DataFrame) -> tuple[NDArray[np.int64], list[str]]:
+    """Draw an arrow from each collective's last rank to every one that waited, of the longest waits MOST_ARROWS."""
+    ends = np.full(len(pairs), -1, dtype=np.int64)
+    begins = [""] * len(pairs)
+    wait, instance = pairs["wait_ns"].to_numpy(), pairs["instance"].to_numpy()
+    last = {int(i): at for at, i in enumerate(instance) if pairs["last"].iat[at]}
+    longest = np.argsort(-wait, kind="stable")[:MOST_ARROWS]
+    for number, at in enumerate(longest[wait[longest] > 0].tolist()):
+        giver = last.get(int(instance[at]), at)
+        if giver != at:
+            ends[at] = number
+            begins[giver] += f" {number}"
+    return ends, begins
+
+
+def _reasons(run: Measured) -> dict[tuple[int, int], str]:
+    """Give what made a culprit late for a rank that waits for it, most of the time."""
+    try:
+        frame = run.frame(blame)
+    except (NotMeasured, MeasureFailed):
+        return {}
+    top = frame.sort_values("ns", ascending=False, kind="stable").drop_duplicates(["rank", "culprit"])
+    return {(int(r), int(c)): str(why) for r, c, why in zip(top["rank"], top["culprit"], top["category"], strict=True)}
+
+
+def _head(run: Run, zero: int) -> str:
+    told = {"exporter": f"dlprof {__version__}", "run": run.path.name}
+    return (
+        f'{{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":{zero},'
+        f'"otherData":{json.dumps(told)},"traceEvents":[\n'
+    )
+
+
+def _rank(file: TextIO, run: Measured, rank: int, rows: pd.DataFrame, zero: int) -> int:
+    """Write the events of one rank; give how many arrows end on it."""
+    pid = (rank + 1) * _THREADS
+    rows, tracks = placed(rows)
+    metas = [_process(run, rank), (pid, pid, "process_sort_index", {"sort_index": rank})]
+    for place, track in enumerate(tracks, 1):
+        metas.append((pid, pid + place, "thread_name", {"name": track}))
+        metas.append((pid, pid + place, "thread_sort_index", {"sort_index": place}))
+    file.writelines(",\n" + _meta(meta) for meta in metas)
+    quoted: dict[str, str] = {}
+
+    def text(value: str) -> str:
+        found = quoted.get(value)
+        if found is None:
+            found = quoted[value] = json.dumps(value)
+        return found
+
+    if "ends" not in rows:
+        rows = rows.assign(ends=-1, begins="", because="")
+    texts = {c: rows[c].fillna("") for c in ("begins", "because")}
+    rows = rows.assign(ends=rows["ends"].fillna(-1).astype(np.int64), **texts)
+    flow = f'"cat":"{OWN}","name":"released"'
+    arrows = 0
+    for first in range(0, len(rows), _PIECE):
+        piece = rows.iloc[first : first + _PIECE]
+        lines = []
+        for place, category, called, start, dur, size, ends, begins, because in zip(
+            *(
+                piece[c].tolist()
+                for c in ("place", "category", "name", "start_ns", "dur_ns", "bytes", "ends", "begins", "because")
+            ),
+            strict=True,
+        ):
+            args = f'"bytes":{int(size)}' if size >= 0 else ""
+            args += f'{"," if args else ""}"because":{text(because)}' if because else ""
+            at = f'"pid":{pid},"tid":{pid + place},"ts":{_us(start - zero)}'
+            lines.append(
+                f'{{"ph":"X","cat":{text(category)},"name":{text(called)},{at},"dur":{_us(dur)}'
+                + (f',"args":{{{args}}}}}' if args else "}")
+            )
+            # Each end binds to the span that it lies in.
+            lines += [f'{{"ph":"s",{flow},"id":{number},{at}}}' for number in begins.split()]
+            if ends >= 0:
+                leaves = _us(start - zero + max(dur - 1, 0))
+                lines.append(f'{{"ph":"f","bp":"e",{flow},"id":{ends},"pid":{pid},"tid":{pid + place},"ts":{leaves}}}')
+                arrows += 1
+        file.write(",\n" + ",\n".join(lines))
+    return arrows
+
+
+def _us(ns: int) -> str:
+    """Write ns as µs, exactly."""
+    sign, ns = ("-", -ns) if ns < 0 else ("", ns)
+    return f"{sign}{ns // 1000}.{ns % 1000:03d}"
+
+
+_Meta = tuple[int, int, str, dict[str, Any]]  # process, thread, what is told, and its value
+
+
+def _process(run: Measured, rank: int) -> _Meta:
+    """Name a rank's process."""
+    pid = (rank + 1) * _THREADS
+    name = str(run.facts[rank].get("host") or run.trace_facts[rank].get("host") or "")
+    return pid, pid, "process_name", {"name": f"rank {rank}" + (f" · {name}" if name else "")}
+
+
+def _meta(told: _Meta) -> str:
+    return json.dumps(dict(zip(("ph", "pid", "tid", "name", "args"), ("M", *told), strict=True)), separators=(",", ":"))
+
+
+def placed(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """Give the rows in order with `place`, the number of their track, and the tracks' names: dlprof's own ones first.
+
+    Spans of one track lie within or behind each other, as the format wants it; one that begins within another and ends
+    behind it (an asynchronous collective does) goes to a further track of the same name.
+    """
+    names = rows["track"].unique().tolist()
+    training = [n for n in names if n.startswith("training thread")]
+    devices = sorted(n for n in names if n.startswith("device"))
+    first = [t for t in TRACKS if t in names] + training + devices
+    order = [*first, *sorted(set(names) - set(first))]
+    found, tracks = [], []
+    for track in order:
+        mine = rows[rows["track"] == track].sort_values(["start_ns", "dur_ns"], ascending=[True, False], kind="stable")
+        more = 0
+        while len(mine):
+            start = mine["start_ns"].to_numpy()
+            end = start + mine["dur_ns"].to_numpy()
+            fits = _nested(start, end)
+            tracks.append(track if not more else f"{track} ({more + 1})")
+            found.append(mine[fits].assign(place=len(tracks)))
+            mine, more = mine[~fits], more + 1
+            if len(tracks) >= _THREADS - 2:
+                # Nobody looks at a thousand tracks; what is left would only spoil the last of them.
+                mine = mine.iloc[:0]
+    return pd.concat(found, ignore_index=True), tracks
+
+
+def _nested(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Tell of spans, in order of start and the longer first, which may stay together on one track."""
+    fits = np.ones(len(start), dtype=bool)
+    while True:
+        rows = np.flatnonzero(fits)
+        around = parents(start[rows], end[rows])
+        wrong = (around >= 0) & (end[rows] > end[rows][np.maximum(around, 0)])
+        if not wrong.any():
+            return fits
+        fits[rows[wrong]] = False

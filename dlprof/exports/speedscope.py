@@ -1,0 +1,109 @@
+"""The Python stacks that py-spy saw, in the file format of speedscope.app: one profile a rank and role.
+
+The format: https://www.speedscope.app/file-format-schema.json. A profile is sampled: stacks of frames, each with the
+number of times that it was seen. The training thread's stacks stand on what the step was doing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dlprof import __version__
+from dlprof.engine import Progress, so_far
+from dlprof.errors import DlprofError
+from dlprof.readers import SOURCES
+from dlprof.run import Run
+
+SCHEMA = "https://www.speedscope.app/file-format-schema.json"
+
+# Stacks of one profile; the rarest are left out, and the profile's name says how many.
+MOST_STACKS = 20_000
+
+ROLES = {
+    "main": "training thread",
+    "worker": "loader workers",
+    "thread": "other threads",
+    "other": "other processes",
+}
+_DOING = {
+    "fetch": "(waiting for the loader)",
+    "forward": "(forward)",
+    "backward": "(backward)",
+    "optimizer": "(optimizer)",
+    "rest": "(between the phases)",
+}
+_FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
+
+
+def write(run: Run, path: Path, progress: Progress | None = None) -> int:
+    """Write the profiles of all ranks, and give their number; raise DlprofError where no stack was seen."""
+    source = next(s for s in SOURCES if s.reader == "stacks")
+    frames: dict[str, int] = {}
+    profiles: list[dict[str, Any]] = []
+    far = so_far(run)
+    for n, rank in enumerate(run.ranks, 1):
+        if "stacks" in rank.files:
+            table = source.read(rank.files["stacks"]).tables["stacks"]
+            profiles += _profiles(rank.index, table, frames, alone=len(run.ranks) == 1)
+        if progress:
+            progress(far([r.index for r in run.ranks[:n]]))
+    if not profiles:
+        raise DlprofError(f"{run.path}: {source.absent}")
+    told = {
+        "$schema": SCHEMA,
+        "exporter": f"dlprof {__version__}",
+        "name": run.path.name,
+        "activeProfileIndex": 0,
+        "shared": {"frames": [_frame(text) for text in frames]},
+        "profiles": profiles,
+    }
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(json.dumps(told, separators=(",", ":")), encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    return len(profiles)
+
+
+def _profiles(rank: int, table: pd.DataFrame, frames: dict[str, int], *, alone: bool) -> list[dict[str, Any]]:
+    found = []
+    text = table.astype({"role": "str", "phase": "str", "stack": "str"})
+    for role, title in ROLES.items():
+        mine = text[text["role"] == role].nlargest(MOST_STACKS, "samples", keep="first")
+        left = int((text["role"] == role).sum()) - len(mine)
+        if not len(mine):
+            continue
+        samples, weights = [], []
+        for phase, stack, times in zip(mine["phase"], mine["stack"], mine["samples"], strict=True):
+            names = stack.split(";") if stack else []
+            names = [_DOING[phase], *names] if phase in _DOING else names
+            samples.append([frames.setdefault(name, len(frames)) for name in names])
+            weights.append(int(times))
+        name = title if alone else f"rank {rank} · {title}"
+        found.append(
+            {
+                "type": "sampled",
+                "name": f"{name} ({left:,} rarer stacks left out)" if left else name,
+                "unit": "none",
+                "startValue": 0,
+                "endValue": sum(weights),
+                "samples": samples,
+                "weights": weights,
+            }
+        )
+    return found
+
+
+def _frame(text: str) -> dict[str, Any]:
+    match = _FRAME.fullmatch(text)
+    if match is None:
+        return {"name": text}
+    named: dict[str, Any] = {"name": match[1], "file": match[2]}
+    return named | ({"line": int(match[3])} if match[3] != "0" else {})

@@ -1,0 +1,44 @@
+"""Every table and measure is there as CSV, with the figures that it had."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pandas as pd
+
+from dlprof.engine import RankData
+from dlprof.exports import frames
+from dlprof.measures.breakdown import breakdown
+from dlprof.run import open_run
+from tests import runs, traces
+
+
+def test_tables_and_measures_come_back_as_they_were(tmp_path: Path) -> None:
+    run = open_run(runs.foreign(tmp_path / "job", *(traces.training(rank=r) for r in range(2))))
+    made = frames.write(run, tmp_path / "csv", jobs=1)
+    for rank in run.ranks:
+        data = RankData(rank)
+        for name in data.tables:
+            table = data.table(name)
+            back = pd.read_csv(tmp_path / "csv" / "tables" / f"{rank.index:05d}" / f"{name}.csv")
+            assert list(back.columns) == list(table.columns)
+            numbers = [c for c in table.columns if table[c].dtype.kind in "if"]
+            pd.testing.assert_frame_equal(back[numbers], table[numbers].reset_index(drop=True), check_dtype=False)
+    parts = pd.read_csv(tmp_path / "csv" / "measures" / "breakdown.csv")
+    measured = runs.measured(tmp_path / "job", breakdown).frame(breakdown)
+    assert parts["category"].tolist() == measured["category"].tolist()
+    assert parts["ns"].tolist() == measured["ns"].tolist()
+    assert made.tables == 4
+    assert made.measures == len(list((tmp_path / "csv" / "measures").iterdir()))
+
+
+def test_what_was_not_measured_is_told_with_its_reason(tmp_path: Path) -> None:
+    run = open_run(runs.foreign(tmp_path / "job", traces.training(world_size=1)))
+    made = frames.write(run, tmp_path / "csv", jobs=1)
+    with (tmp_path / "csv" / "not_measured.csv").open() as file:
+        silent = {row["measure"]: row["why"] for row in csv.DictReader(file)}
+    assert silent["matched"] == "one rank: nobody to wait for"
+    assert len(silent) == made.not_measured
+    assert made.measures + made.not_measured == len(frames.every_measure())
+    assert not (tmp_path / "csv" / "measures" / "matched.csv").exists()

@@ -1,0 +1,76 @@
+"""Stacks in speedscope's format: a profile a rank and role, and every sample in it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.errors import DlprofError
+from dlprof.exports import speedscope
+from dlprof.run import open_run
+from tests.runs import CPU, MS, light, recorded
+
+MAIN = 'process 10:"python train.py";thread (0x1): MainThread'
+LOADER = "__next__ (/lib/python3.11/site-packages/torch/utils/data/dataloader.py:700)"
+WORKER = "_worker_loop (/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py:300)"
+
+
+def job(folder: Path, *stacks: str, ranks: int = 1) -> Path:
+    path = recorded(folder, *[(None, [light(n, MS) for n in range(9)], {**CPU, "pid": 10}) for _ in range(ranks)])
+    for rank in range(ranks):
+        (path / "ranks" / f"{rank:05d}" / "stacks.txt.gz").write_bytes(gzip.compress("".join(stacks).encode()))
+    return path
+
+
+def written(path: Path, out: Path) -> Any:
+    speedscope.write(open_run(path), out)
+    return json.loads(out.read_text())
+
+
+def test_profiles_frames_and_weights(tmp_path: Path) -> None:
+    path = job(
+        tmp_path / "run",
+        f"{MAIN};main (train.py:5);{LOADER} 30\n",
+        f"{MAIN};main (train.py:7) 12\n",
+    )
+    told = written(path, tmp_path / "s.json")
+    assert told["$schema"] == speedscope.SCHEMA
+    (profile,) = told["profiles"]
+    assert (profile["type"], profile["unit"], profile["name"]) == ("sampled", "none", "training thread")
+    frames = told["shared"]["frames"]
+    seen = {
+        tuple(frames[i]["name"] for i in stack): times
+        for stack, times in zip(profile["samples"], profile["weights"], strict=True)
+    }
+    assert seen == {
+        ("(waiting for the loader)", "main", "__next__"): 30,
+        ("(between the phases)", "main"): 12,
+    }
+    assert (profile["startValue"], profile["endValue"]) == (0, 42)
+    assert {"name": "main", "file": "train.py", "line": 5} in frames
+
+
+def test_each_rank_has_profiles_that_share_frames(tmp_path: Path) -> None:
+    told = written(job(tmp_path / "run", f"{MAIN};main (train.py:5) 3\n", ranks=2), tmp_path / "s.json")
+    assert [p["name"] for p in told["profiles"]] == ["rank 0 · training thread", "rank 1 · training thread"]
+    assert told["profiles"][0]["samples"] == told["profiles"][1]["samples"]
+    assert len(told["shared"]["frames"]) == 2
+
+
+def test_the_rarest_stacks_are_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speedscope, "MOST_STACKS", 2)
+    stacks = [f"{MAIN};f{n} (train.py:{n}) {n}\n" for n in range(1, 6)]
+    (profile,) = written(job(tmp_path / "run", *stacks), tmp_path / "s.json")["profiles"]
+    assert profile["weights"] == [5, 4]
+    assert profile["name"] == "training thread (3 rarer stacks left out)"
+
+
+def test_without_stacks_there_is_nothing_to_export(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run", (None, [light(n, MS) for n in range(9)], CPU))
+    with pytest.raises(DlprofError, match="no Python stacks were seen"):
+        speedscope.write(open_run(path), tmp_path / "s.json")
+    assert not (tmp_path / "s.json").exists()
