@@ -14,6 +14,14 @@ from dlprof.measures.steps import timing
 # Pieces of one category closer than this share of the step are drawn as one.
 GRAIN = 1 / 600
 
+# A step so much longer than the middle one is drawn beside it.
+SLOW = 1.1
+
+# Workers of a rank's loader that have a lane.
+MOST_WORKERS = 4
+
+Row = tuple[str, int, int, str, str]
+
 _PHASES = (
     ("fetch", "input_wait", ("dlprof::fetch", "enumerate(DataLoader)")),
     ("optimizer", "optimizer_host", ("dlprof::optimizer", "Optimizer.step#")),
@@ -24,35 +32,82 @@ _PHASES = (
 
 @per_rank
 def excerpt(rank: RankData) -> pd.DataFrame:
-    """Give the middle one of the steady traced steps: lane (thread, device), step, start_ns, dur_ns, name, category.
+    """Give two steady traced steps: shown (middle, slowest), lane, step, begin_ns, start_ns, dur_ns, name, category.
 
-    The middle one, not the shortest or longest, and by its place, so that all ranks show the same step.
+    The middle one, not the shortest or longest, and by its place, so that all ranks show the same step; and this
+    rank's slowest, where it is another and stands out. Lanes: thread, worker N (of the loader), device (without one:
+    work), communication.
     """
     t = timing(rank)
     if not len(t.windows) or t.unit != "step":
         raise NotMeasured("no step was traced")
-    chosen = len(t.windows) // 2
-    begin, end = (int(x) for x in t.windows[chosen])
-    step = int(t.numbers[chosen]) if len(t.numbers) else 0
+    lengths = t.windows[:, 1] - t.windows[:, 0]
+    middle, slowest = len(t.windows) // 2, int(np.argmax(lengths))
+    shown = {"middle": middle}
+    if lengths[slowest] >= SLOW * lengths[middle]:
+        shown["slowest"] = slowest
+    parts = []
+    for which, chosen in shown.items():
+        begin, end = (int(x) for x in t.windows[chosen])
+        rows = [*_on_thread(rank, begin, end), *_in_workers(rank, begin, end), *_working(rank, begin, end)]
+        frame = pd.DataFrame(rows, columns=["lane", "start_ns", "dur_ns", "name", "category"])
+        step = int(t.numbers[chosen]) if len(t.numbers) else 0
+        parts.append(frame.assign(shown=which, step=step, begin_ns=begin))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _on_thread(rank: RankData, begin: int, end: int) -> list[Row]:
     thread = host.on_training_thread(rank)
-    rows: list[tuple[str, int, int, str, str]] = []
+    rows: list[Row] = []
     left = np.array([[begin, end]], dtype=np.int64)
     for name, category, ranges in _PHASES:
         got = iv.intersect(left, host.cover(thread, host.is_named(thread, *ranges)))
         left = iv.subtract(left, got)
         rows += [("thread", int(s), int(e - s), name, category) for s, e in _coarse(got, end - begin)]
+    return rows
+
+
+def _in_workers(rank: RankData, begin: int, end: int) -> list[Row]:
+    """Give the batches that the first workers made meanwhile, as far as each was told by itself."""
+    if not rank.has("fetches"):
+        return []
+    fetches = rank.table("fetches")
+    start, dur = fetches["start_ns"].to_numpy(), fetches["dur_ns"].to_numpy()
+    single = (fetches["count"] == 1).to_numpy() & (dur >= 0) & fetches["worker"].between(0, MOST_WORKERS - 1).to_numpy()
+    mine = fetches[single & (start < end) & (start + dur > begin)]
+    return [
+        (f"worker {worker}", int(max(s, begin)), int(min(s + d, end) - max(s, begin)), "makes a batch", "worker")
+        for worker, s, d in zip(mine["worker"], mine["start_ns"], mine["dur_ns"], strict=True)
+    ]
+
+
+def _working(rank: RankData, begin: int, end: int) -> list[Row]:
+    """Give what the device did, without one the training thread: communication beside the rest, hidden or not."""
     on_device = device.has_device(rank)
-    work = device.device_work(rank) if on_device else thread
+    work = device.device_work(rank) if on_device else host.on_training_thread(rank)
     starts = work["start_ns"].to_numpy()
     work = work[(starts >= begin) & (starts < end) & host.is_kind(work, "op", *device.WORK)]
-    lane = "device" if on_device else "work"
-    parts = breakdown.partition(rank)
-    for category in ("computation", "communication", "copy"):
+    parts = dict(breakdown.partition(rank))
+    if on_device:
+        parts["communication"] = iv.subtract(
+            device.device_sets(rank).communication, parts.get("pipeline_bubble", iv.EMPTY)
+        )
+    rows: list[Row] = []
+    for category, lane in (
+        ("computation", "device" if on_device else "work"),
+        ("copy", "device" if on_device else "work"),
+        ("communication", "communication"),
+        ("pipeline_bubble", "communication"),
+    ):
         pieces = _coarse(iv.clip(parts.get(category, iv.EMPTY), begin, end), end - begin)
-        names = _longest(work, pieces) if category != "communication" or on_device else ["collective"] * len(pieces)
+        if category == "communication" and on_device:
+            names = _longest(work[host.is_kind(work, "communication")], pieces)
+        elif lane == "communication":
+            names = ["collective" if category == "communication" else "waits for another stage"] * len(pieces)
+        else:
+            names = _longest(work, pieces)
         rows += [(lane, int(s), int(e - s), n, category) for (s, e), n in zip(pieces, names, strict=True)]
-    frame = pd.DataFrame(rows, columns=["lane", "start_ns", "dur_ns", "name", "category"])
-    return frame.assign(step=step, begin_ns=begin)
+    return rows
 
 
 def _coarse(a: iv.Intervals, length: int) -> iv.Intervals:

@@ -90,12 +90,13 @@ FRAMES: Mapping[str, Category] = {
     "library": Category("Libraries", "one of Python or an installed package", "#cfcac0", "#9a9488", 248, "░"),
 }
 
-# What steps over the run are marked with, beside categories.
-MARKS: Mapping[str, Category] = {
+# What is drawn beside the parts of a step: loader workers, and the marks of steps over the run.
+BESIDE: Mapping[str, Category] = {
+    "worker": Category("Loader worker", "a worker of the loader makes a batch", "#8d7aa8", "#b8a5d6", 139, "▒"),
     "epoch": Category("Epoch", "an epoch begins or ends", "#7d8597", "#8f98aa", 242, "|"),
 }
 
-DRAWN: Mapping[str, Category] = {**LOOKS, **PASSES, **FRAMES, **MARKS}
+DRAWN: Mapping[str, Category] = {**LOOKS, **PASSES, **FRAMES, **BESIDE}
 
 
 def look(category: str) -> Category:

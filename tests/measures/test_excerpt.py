@@ -1,11 +1,12 @@
 """The step that is drawn."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from dlprof.errors import NotMeasured
-from dlprof.measures.excerpt import excerpt
+from dlprof.measures.excerpt import MOST_WORKERS, excerpt
 from tests import runs, traces
 from tests.runs import MS
 
@@ -14,7 +15,9 @@ def test_the_middle_step_is_drawn_by_lane_and_category(tmp_path: Path) -> None:
     frame = runs.rank_of(tmp_path, traces.training(3)).once(excerpt.function)
     assert set(frame["step"]) == {1}
     device = frame[frame["lane"] == "device"]
-    assert set(device["category"]) == {"computation", "communication", "copy"}
+    assert set(device["category"]) == {"computation", "copy"}
+    assert set(frame.loc[frame["lane"] == "communication", "category"]) == {"communication"}
+    assert set(frame["shown"]) == {"middle"}
     assert "sm90_gemm" in set(device["name"])
     thread = frame[frame["lane"] == "thread"]
     assert dict(zip(thread["name"], thread["dur_ns"], strict=True)) == {"fetch": 100_000, "optimizer": 80_000}
@@ -30,3 +33,32 @@ def test_thousands_of_kernels_become_what_a_screen_can_show(tmp_path: Path) -> N
 def test_a_trace_without_steps_draws_none(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured):
         runs.rank_of(tmp_path, traces.trace(traces.kernel("gemm", 0, MS))).once(excerpt.function)
+
+
+def test_the_slowest_step_stands_beside_the_middle_one_where_it_stands_out(tmp_path: Path) -> None:
+    kernels = [traces.kernel("gemm", start * MS + 100, MS // 2) for start in (0, 1, 2)]
+    steps = [traces.step(0, 0, MS), traces.step(1, MS, MS), traces.step(2, 2 * MS, MS * 12 // 10)]
+    frame = runs.rank_of(tmp_path, traces.trace(*steps, *kernels)).once(excerpt.function)
+    assert set(zip(frame["shown"], frame["step"], strict=True)) == {("middle", 1), ("slowest", 2)}
+
+
+def test_hidden_communication_has_its_lane_beside_the_computation(tmp_path: Path) -> None:
+    events = (traces.step(1, 0, MS), traces.kernel("gemm", 0, 800_000), traces.collective(200_000, 400_000, 1_000))
+    frame = runs.rank_of(tmp_path, traces.trace(*events)).once(excerpt.function)
+    (row,) = frame[frame["lane"] == "communication"].to_dict("records")
+    assert (row["start_ns"] - row["begin_ns"], row["dur_ns"]) == (200_000, 400_000)
+
+
+def test_loader_workers_have_lanes(tmp_path: Path) -> None:
+    steps = [runs.light(n, MS, traces.BASE_NS + n * MS) for n in range(3)]
+    folder = runs.recorded(tmp_path, (traces.trace(traces.step(0, 0, MS), traces.step(1, MS, MS)), steps, runs.CPU))
+    made = {"pid": 9, "count": 1, "collate_ns": -1, "cpu_ns": -1, "delay_ns": -1, "stored_bytes": -1, "read_bytes": -1}
+    fetches = [
+        made | {"worker": worker, "start_ns": traces.BASE_NS + MS + at, "dur_ns": MS // 2}
+        for worker, at in ((0, -MS // 4), (1, MS // 4), (MOST_WORKERS, MS // 4), (1, 5 * MS))
+    ]
+    (folder / "ranks/00000/fetches.jsonl").write_text("".join(json.dumps(f) + "\n" for f in fetches))
+    frame = runs.measured(folder, excerpt).frame(excerpt)
+    mine = frame[(frame["category"] == "worker") & (frame["shown"] == "middle")]
+    told = zip(mine["lane"], mine["start_ns"] - mine["begin_ns"], mine["dur_ns"], strict=True)
+    assert list(told) == [("worker 0", 0, MS // 4), ("worker 1", MS // 4, MS // 2)]

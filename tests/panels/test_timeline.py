@@ -32,7 +32,8 @@ def test_the_middle_step_stands_where_it_ran(tmp_path: Path) -> None:
     assert (panel.shape, panel.unit, panel.title) == ("timeline", "ns", "One traced step (step 1)")
     assert at(panel, "rank 0 · thread", "fetch") == (5 * US, 100 * US)
     assert at(panel, "rank 0 · device", "sm90_gemm") == (180 * US, 500 * US)  # the two kernels follow each other
-    assert {row[4] for row in panel.rows if row[0].endswith("device")} == {"computation", "communication", "copy"}
+    assert {row[4] for row in panel.rows if row[0].endswith("device")} == {"computation", "copy"}
+    assert {row[4] for row in panel.rows if row[0].endswith("communication")} == {"communication"}
 
 
 def test_ranks_of_one_clock_are_drawn_on_it(tmp_path: Path) -> None:
@@ -50,11 +51,29 @@ def test_ranks_whose_clocks_differ_are_drawn_each_from_its_beginning(tmp_path: P
     assert "their clocks differ" in panel.note
 
 
-def test_of_many_ranks_the_first_are_drawn(tmp_path: Path) -> None:
-    world = MOST_RANKS + 3
-    panel = draw(tmp_path, *(traces.training(rank=r, world_size=world) for r in range(world)))
-    assert len({row[0].split(" · ")[0] for row in panel.rows}) == MOST_RANKS
-    assert panel.note == f"The first {MOST_RANKS} of {world} ranks."
+def test_of_many_ranks_the_first_are_drawn_and_those_that_others_wait_for(tmp_path: Path) -> None:
+    world, late = MOST_RANKS + 3, MOST_RANKS + 1
+    made = [traces.training(rank=r, world_size=world) for r in range(world)]
+    for event in made[late]["traceEvents"]:
+        if "nccl" in event["name"]:
+            event["dur"] /= 10
+    panel = draw(tmp_path, *made)
+    drawn = {row[0].split(" · ")[0] for row in panel.rows}
+    assert len(drawn) == MOST_RANKS
+    assert {"rank 0", "rank 1", "rank 2", f"rank {late}"} <= drawn
+    assert panel.note.startswith(f"{MOST_RANKS} of {world} ranks: ")
+
+
+def test_the_slowest_step_is_the_one_that_most_ranks_say(tmp_path: Path) -> None:
+    def job(rank: int, slow: int) -> dict[str, Any]:
+        starts = [n * 2_000 * US for n in range(4)]
+        steps = [traces.step(n, at, (1_500 if n == slow else 1_000) * US) for n, at in enumerate(starts)]
+        return traces.trace(*steps, *(traces.kernel("gemm", at + US, 500 * US) for at in starts), rank=rank)
+
+    made = [job(rank, slow) for rank, slow in ((0, 3), (1, 3), (2, 1))]
+    panels = PICTURE.draw(runs.measured(runs.foreign(tmp_path, *made), *PICTURE.needs))
+    assert [p.title for p in panels] == ["One traced step (step 2)", "The slowest traced step (step 3)"]
+    assert {row[0].split(" · ")[0] for row in panels[1].rows} == {"rank 0", "rank 1"}
 
 
 def test_a_trace_without_steps_has_no_picture(tmp_path: Path) -> None:
