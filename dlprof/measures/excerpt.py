@@ -57,14 +57,18 @@ def excerpt(rank: RankData) -> pd.DataFrame:
 
 
 def _on_thread(rank: RankData, begin: int, end: int) -> list[Row]:
-    thread = host.on_training_thread(rank)
     rows: list[Row] = []
     left = np.array([[begin, end]], dtype=np.int64)
-    for name, category, ranges in _PHASES:
-        got = iv.intersect(left, host.cover(thread, host.is_named(thread, *ranges)))
+    for (name, category, _), cover in zip(_PHASES, rank.once(_phases), strict=True):
+        got = iv.intersect(left, iv.clip(cover, begin, end))
         left = iv.subtract(left, got)
         rows += [("thread", int(s), int(e - s), name, category) for s, e in _coarse(got, end - begin)]
     return rows
+
+
+def _phases(rank: RankData) -> list[iv.Intervals]:
+    thread = host.on_training_thread(rank)
+    return [host.cover(thread, host.is_named(thread, *ranges)) for _, _, ranges in _PHASES]
 
 
 def _in_workers(rank: RankData, begin: int, end: int) -> list[Row]:
@@ -85,8 +89,9 @@ def _working(rank: RankData, begin: int, end: int) -> list[Row]:
     """Give what the device did, without one the training thread: communication beside the rest, hidden or not."""
     on_device = device.has_device(rank)
     work = device.device_work(rank) if on_device else host.on_training_thread(rank)
-    starts = work["start_ns"].to_numpy()
-    work = work[(starts >= begin) & (starts < end) & host.is_kind(work, "op", *device.WORK)]
+    first, last = np.searchsorted(work["start_ns"].to_numpy(), (begin, end))
+    work = work.iloc[first:last]
+    work = work[host.is_kind(work, "op", *device.WORK)]
     parts = dict(breakdown.partition(rank))
     if on_device:
         parts["communication"] = iv.subtract(

@@ -150,7 +150,9 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
 
 
 # A figure as words.quantity or a rule writes it: "1,204", "−3.1 ms", "31 %", "5 of 8", "—".
-_FIGURE = re.compile(f"[{units.MINUS}-]?[0-9][0-9.,]*(?:[ {words.NBSP}]?[^ ]{{1,8}}| of [0-9,]+)?|[{units.UNKNOWN}–]|")
+_FIGURE = re.compile(
+    f"(?:< )?[{units.MINUS}-]?[0-9][0-9.,]*(?:[ {words.NBSP}]?[^ ]{{1,8}}| of [0-9,]+)?|[{units.UNKNOWN}–]|"
+)
 
 
 def _figures(cells: Sequence[str]) -> bool:
