@@ -64,19 +64,26 @@ def drawn(run: Measured, pictures: Iterable[Picture]) -> tuple[Panel, ...]:
 CLOCK: tuple[Measure, ...] = (sample_series, step_series)
 
 
-def began_ns(run: Measured) -> int:
-    """Give when the first thing that is drawn over time was: what pictures over the run count from."""
-    first = []
+# What lies so far apart was told by clocks that know nothing of each other: a log beside somebody else's traces.
+_ANOTHER_CLOCK_NS = 7 * 86_400 * 10**9
+
+
+def began_ns(run: Measured, own: float) -> int:
+    """Give what pictures over the run count from: when the first thing that is drawn over time was.
+
+    `own` is when what the picture shows began; where all the rest lies a week away, it counts from there.
+    """
+    first = [int(own)]
     for measure, column in ((step_series, "start_ns"), (sample_series, "at_ns")):
         with suppress(NotMeasured, MeasureFailed):
             first.append(int(run.frame(measure)[column].min()))
-    return min(first, default=0)
+    return min(at for at in first if abs(at - own) < _ANOTHER_CLOCK_NS)
 
 
 def step_times(run: Measured) -> pd.Series[float]:
     """Give when each step began on the first rank that did, in ns from the run's beginning, by its number."""
     series = run.frame(step_series)
-    return series.groupby("step")["start_ns"].min() - began_ns(run)
+    return series.groupby("step")["start_ns"].min() - began_ns(run, series["start_ns"].min())
 
 
 def points(table: pd.DataFrame) -> tuple[tuple[Any, ...], ...]:

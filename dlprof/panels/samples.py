@@ -18,7 +18,7 @@ _CHILDREN = "loader workers and other children"
 def draw(run: Measured) -> list[Panel]:
     """Draw what was sampled over the run: cores, memory, and of the GPUs what they told."""
     series = run.frame(sample_series)
-    zero = began_ns(run)
+    zero = began_ns(run, series["at_ns"].min())
     # Wide enough that none is left empty between two readings of a rank.
     apart = series.groupby(["rank", "source", "metric"])["at_ns"].diff().median()
     width = int(max((series["at_ns"].max() - zero) / MOST_POINTS, 1.5 * apart, 1))

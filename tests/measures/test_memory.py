@@ -62,8 +62,8 @@ def test_peaks_headroom_and_what_the_cache_could_not_serve(tmp_path: Path) -> No
     assert told["allocations retried after emptying the cache"] == "3"
     assert told["for pytorch.org/memory_viz"] == "ranks/00000/memory_snapshot.pickle"
     (panel,) = [p for p in result.panels if p.title == "GPU memory of PyTorch"]
-    assert panel.columns == ("step", "rank 0 reserved", "rank 0 allocated")
-    assert panel.rows[-1] == (10, 6 * GB, 5 * GB)
+    assert panel.columns == ("time_ns", "rank 0 reserved", "rank 0 allocated")
+    assert panel.rows[-1] == (10 * 1_000 * MS, 6 * GB, 5 * GB)
 
 
 def test_a_long_job_is_thinned_and_an_older_pytorch_tells_less(tmp_path: Path) -> None:
