@@ -101,11 +101,11 @@ def _traced(rank: RankData) -> pd.DataFrame:
         work = kernels(rank)
         inside = _inside(windows, work["start_ns"].to_numpy())
         row = work.index.to_numpy()[inside]
-        owner, ns = owners(rank)[row], work["dur_ns"].to_numpy(dtype=float)[inside]
+        owner, ns = rank.once(owners)[row], work["dur_ns"].to_numpy(dtype=float)[inside]
         kinds = rank.once(kernel_kinds)[inside]
         took = {kind: np.where(kinds == kind, ns, 0.0) for kind in ("tensor", "tf32", "float32")}
     else:
-        owner, ns = own_times(rank)
+        owner, ns = rank.once(own_times)
         row = owner
         took = dict.fromkeys(("tensor", "tf32", "float32"), np.zeros(len(ns)))
     if not len(row):

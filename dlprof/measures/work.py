@@ -28,30 +28,32 @@ def work(rank: RankData) -> pd.DataFrame:
     if not len(windows):
         raise NotMeasured("no steps were traced")
     spans = rank.table("spans")
-    names = spans["name"].cat.categories.astype("str").str.slice(0, LONGEST_NAME).to_numpy(dtype=object)
     code, start = spans["name"].cat.codes.to_numpy(), spans["start_ns"].to_numpy()
     found = []
     if device.has_device(rank):
         rows = kernels(rank).index.to_numpy()
         dur = spans["dur_ns"].to_numpy(dtype=float)[rows]
-        by = owners(rank)[rows]
-        found.append(_sums("operator", windows, names[code[by[by >= 0]]], start[rows[by >= 0]], dur[by >= 0]))
-        found.append(_sums("kernel", windows, names[code[rows]], start[rows], dur))
+        by = rank.once(owners)[rows]
+        known = by >= 0
+        found.append(_sums("operator", windows, code[by[known]], start[rows[known]], dur[known]))
+        found.append(_sums("kernel", windows, code[rows], start[rows], dur))
     else:
-        rows, dur = own_times(rank)
-        found.append(_sums("operator", windows, names[code[rows]], start[rows], dur))
+        rows, dur = rank.once(own_times)
+        found.append(_sums("operator", windows, code[rows], start[rows], dur))
     frame = pd.concat(found, ignore_index=True)
     if not len(frame):
         raise NotMeasured("no operator's work was traced")
-    return frame
+    names = spans["name"].cat.categories
+    named = frame.assign(name=[str(names[i])[:LONGEST_NAME] for i in frame["name"]])
+    return named.astype({"name": "object"})
 
 
-def _sums(kind: str, windows: np.ndarray, name: np.ndarray, start: np.ndarray, dur: np.ndarray) -> pd.DataFrame:
-    """Add up what began in each of the windows, by name."""
+def _sums(kind: str, windows: np.ndarray, code: np.ndarray, start: np.ndarray, dur: np.ndarray) -> pd.DataFrame:
+    """Add up what began in each of the windows, by the number of its name."""
     step = np.searchsorted(windows[:, 0], start, side="right") - 1
     inside = (step >= 0) & (start < windows[np.maximum(step, 0), 1])
     n = len(windows)
-    place, found = pd.factorize(name[inside])
+    place, found = pd.factorize(code[inside])
     ns = np.bincount(place * n + step[inside], dur[inside], len(found) * n).reshape(-1, n)
     calls = np.bincount(place, minlength=len(found)) / n
     heaviest = np.argsort(-ns.sum(axis=1), kind="stable")[:MOST_WORK]
