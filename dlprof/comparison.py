@@ -35,7 +35,7 @@ SETTINGS = ("Job", "Device", "Software", "Loader", "Model", "Optimizer", "Pipeli
 _NAMES = (("Job", "folder"), ("Job", "ended"))
 _COMMAND = ("Job", "command")
 # What a step does: where it differs, so does what a step should take.
-_WORK = (("Loader", "batch size"), ("Model", "parameters"), ("Pipeline", "microbatches"))
+_WORK = (("Loader", "batch size"), ("Model", "parameters"))
 
 Verdict = Literal["faster", "slower", "noise", "unknown"]
 # beaten: B is faster than predicted; in_part: it gained, but less; broken: it gained nothing.
@@ -417,7 +417,7 @@ def _findings(a: Result, b: Result, least: float) -> tuple[FindingChange, ...]:
             elif silent:
                 why = f"{where}: {missing.why}"
             else:
-                why = missing.summary
+                why = f"{where}: {missing.summary}" if missing.summary else ""
         a_ns, b_ns = (o.saving_ns if o is not None and o.state == "found" else None for o in (one, other))
         changes.append(FindingChange(name, state, told.title, a_ns, b_ns, why))
     return tuple(sorted(changes, key=lambda f: -max(f.a_ns or 0.0, f.b_ns or 0.0)))
@@ -478,7 +478,9 @@ def _promise(a: Result, b: Result, step: Difference, settings: Iterable[Setting]
     for o in a.found:
         if o.scope != "step" or o.saving_ns <= 0:
             continue
-        named = {name: value for name, value in proposals(o).items() if name in differ}
+        # A forecast knows its setting by the fact's name, as the advice's code need not: n_microbatches.
+        named = {f.setting: "" for f in o.forecasts} | proposals(o)
+        named = {name: value for name, value in named.items() if name in differ}
         named = {name: value for name, value in named.items() if not _still(differ[name].b, differ[name].a, value)}
         there = of_b.get(o.id)
         gone = there is not None and there.state == "clear"
@@ -493,7 +495,7 @@ def _promise(a: Result, b: Result, step: Difference, settings: Iterable[Setting]
         if forecast is not None:
             taken.append((o, step.a_ns - forecast.step_ns, f"for {forecast.setting}={forecast.value}"))
         else:
-            other = [f"{n}={v}" for n, v in named.items() if differ[n].b != v]
+            other = [f"{n}={v}" for n, v in named.items() if v and differ[n].b != v]
             taken.append((o, o.saving_ns, f"for {', '.join(other)}, not what B has" if other else ""))
     if not taken:
         return None

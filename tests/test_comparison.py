@@ -96,10 +96,10 @@ def test_what_became_of_each_finding() -> None:
     states = {f.id: (f.state, f.why) for f in compare(a, b).findings}
     assert states == {
         "less": ("less", ""),
-        "gone": ("gone", "nothing of it"),
+        "gone": ("gone", "B: nothing of it"),
         "same": ("same", ""),
         "untold": ("untold", "B: no trace"),
-        "new": ("new", "nothing of it"),
+        "new": ("new", "A: nothing of it"),
     }
 
 
@@ -243,3 +243,15 @@ def test_json_holds_all_of_it() -> None:
     assert data["promise"]["kept"] == "reached"
     assert {d["name"] for d in data["time"]} == {"computation", "input_wait"}
     assert (data["a"]["window"]["step_ns"], data["b"]["window"]["step_ns"]) == (100 * MS, 70 * MS)
+
+
+def test_a_forecast_is_found_by_the_name_of_the_fact() -> None:
+    advice = "`n_microbatches=16` (is 4): the pipeline's step becomes 70 ms"
+    forecasts = (Forecast("microbatches", "8", 80 * MS), Forecast("microbatches", "16", 70 * MS))
+    a = run(
+        100, found("pipeline_bubble", 30, advice, forecasts=forecasts), facts=(Fact("Pipeline", "microbatches", "4"),)
+    )
+    promise = compare(a, run(81, found("pipeline_bubble", 10), facts=(Fact("Pipeline", "microbatches", "8"),))).promise
+    assert promise is not None
+    assert (promise.most_ns, promise.kept) == (pytest.approx(80 * MS), "reached")
+    assert promise.changed == ("microbatches 4 → 8",)

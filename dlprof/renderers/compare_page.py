@@ -170,7 +170,7 @@ def _rows(differences: Sequence[Difference], calls: Sequence[str] = (), name: Ca
         at, half = 50 * ns / reach, 50 * margin / reach
         rows.append(
             Row(
-                name=words.plain(name(d.name), 160),
+                name=words.plain(name(d.name), 100),
                 category=_colour(d.name) if d.name in words.LOOKS else "",
                 a=UNKNOWN if d.a_ns is None else words.duration(d.a_ns),
                 b=UNKNOWN if d.b_ns is None else words.duration(d.b_ns),

@@ -23,7 +23,7 @@ STATES = {
 }
 KEPT = {
     "beaten": "more than was predicted",
-    "reached": "as predicted",
+    "reached": "as predicted, within noise",
     "in_part": "less than was predicted",
     "broken": "not what was predicted",
 }

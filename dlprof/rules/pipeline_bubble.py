@@ -32,7 +32,7 @@ from dlprof.errors import NotMeasured
 from dlprof.measures.pipeline import bubbles
 from dlprof.measures.pipeline_plans import ASSUMED, pipeline_plans
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
-from dlprof.result import Finding, Panel
+from dlprof.result import Finding, Forecast, Panel
 from dlprof.units import duration, percent
 
 # The bubble is called negligible from four micro-batches a rank on (Huang et al., GPipe, 2019): four times as many
@@ -75,6 +75,7 @@ def check(run: Measured) -> Finding | Clear:
         saving_ns=float(best["saving"]),
         advice=_advice(told, plans, best),
         evidence=_evidence(plans),
+        forecasts=_forecasts(mean_step_ns(run), told, plans),
         ranks=tuple(int(r) for r in worst["rank"]),
         sure=f"Replayed with the chunk times of this run; {best['change']} is the best change of one line. It takes for"
         f" granted: {ASSUMED}.",
@@ -113,6 +114,17 @@ def _how(told: Mapping[Any, Any], plan: Mapping[Any, Any]) -> str:
         return f"`n_microbatches={plan['microbatches']}` (is {told['microbatches']}): {then}"
     stages = f" with {plan['chunks']} stages a rank" if plan["chunks"] != told["chunks"] else ""
     return f"`{plan['schedule']}`{stages} (is `{told['schedule']}`): {then}"
+
+
+def _forecasts(step: float, told: Mapping[Any, Any], plans: pd.DataFrame) -> tuple[Forecast, ...]:
+    """Tell the mean step with other micro-batches, and with other schedules, where nothing else is changed."""
+    same = plans[(plans["chunks"] == told["chunks"]) & ~plans["even"]]
+    found = []
+    for setting, other in (("microbatches", "schedule"), ("schedule", "microbatches")):
+        alone = same[(same[other] == told[other]) & (same[setting] != told[setting])]
+        gains = alone["gain_ns"] * told["calls_a_step"]
+        found += [Forecast(setting, str(v), step - float(g)) for v, g in zip(alone[setting], gains, strict=True)]
+    return tuple(found)
 
 
 def _evidence(plans: pd.DataFrame) -> Panel:

@@ -133,6 +133,10 @@ def test_workers_that_wait_for_storage_are_predicted_to_take_the_wait_away(tmp_p
     assert found.evidence is not None
     assert [row[0] for row in found.evidence.rows] == ["1 (is)", "2", "3", "4 (proposed)", "5", "6"]
     assert "Predicted for 4 workers" in found.sure
+    forecasts = {f.value: f.step_ns for f in found.forecasts}
+    assert {f.setting for f in found.forecasts} == {"num_workers"}
+    assert forecasts["4"] == pytest.approx(80 * MS - found.saving_ns)
+    assert forecasts["2"] == pytest.approx(40 * MS, rel=0.05)
 
 
 def test_workers_that_compute_are_predicted_to_give_what_the_cores_allow(tmp_path: Path) -> None:

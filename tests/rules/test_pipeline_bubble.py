@@ -31,6 +31,9 @@ def test_as_few_microbatches_as_ranks_are_found(tmp_path: Path) -> None:
     rows = {row[0]: row for row in found.evidence.rows}
     assert rows["as it is"][1:] == ("420.0 ms", "", "43 %", "")
     assert rows["8 micro-batches"][1:] == ("330.0 ms", "90.0 ms", "27 %", "yes")
+    forecasts = {(f.setting, f.value): f.step_ns for f in found.forecasts}
+    assert forecasts["microbatches", "16"] == pytest.approx(450 * MS - found.saving_ns)
+    assert forecasts["microbatches", "8"] == pytest.approx((450 - 90) * MS)
 
 
 def test_another_schedule_for_the_same_stages_may_be_the_best_line(tmp_path: Path) -> None:
