@@ -231,11 +231,28 @@ def blame(run: Measured) -> pd.DataFrame:
         others = _to(frame[~frame["category"].isin(KINDS)], left)
         unknown = left[~left.index.isin(others["rank"])].rename("ns").reset_index().assign(culprit=-1, category=UNKNOWN)
         frame = pd.concat([stalls, others, unknown[frame.columns]], ignore_index=True)
+    frame = _at_most_spent(run, frame)
     frame = frame[frame["ns"] > 0].sort_values(["rank", "ns"], ascending=[True, False], kind="stable")
     few = frame.groupby("rank").cumcount() < MOST_REASONS
     left = frame[~few].groupby("rank", as_index=False)["ns"].sum().assign(culprit=-1, category=UNKNOWN)
     together: pd.DataFrame = pd.concat([frame[few], left[frame.columns]], ignore_index=True)
     return together.sort_values("rank", kind="stable", ignore_index=True)
+
+
+def _at_most_spent(run: Measured, frame: pd.DataFrame) -> pd.DataFrame:
+    """Cut what is charged to a category to what the culprit's mean steady step has of it; the rest is UNKNOWN.
+
+    The traced steps may hold more of it than the others by chance.
+    """
+    spent = run.frame(breakdown).groupby(["rank", "category"])["ns"].sum()
+    most = spent.reindex(pd.MultiIndex.from_frame(frame[["culprit", "category"]])).fillna(0.0).to_numpy()
+    most = np.where(frame["category"] == UNKNOWN, np.inf, most)
+    over = frame.assign(ns=(frame["ns"] - most).clip(lower=0.0), category=UNKNOWN)
+    both = pd.concat([frame.assign(ns=frame["ns"].clip(upper=most)), over], ignore_index=True)
+    together: pd.DataFrame = both.groupby(["rank", "culprit", "category"], as_index=False, sort=False).agg(
+        {"ns": "sum"}
+    )
+    return together
 
 
 def _to(frame: pd.DataFrame, wait: pd.Series[float]) -> pd.DataFrame:

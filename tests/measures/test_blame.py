@@ -11,6 +11,7 @@ import pytest
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.blame import MOST_REASONS, accounts, blame, charged
+from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.collectives import collectives
 from dlprof.measures.replay import own_time
 from tests import runs, traces
@@ -126,6 +127,19 @@ def test_stalls_that_no_traced_step_saw_are_blamed_as_all_steps_tell(tmp_path: P
     steady = 40
     assert found[0, 1, "checkpoint"] == pytest.approx(min(4 * 10 * MS / steady, wait[0]))
     assert found[0, 1, "checkpoint"] + found.get((0, 1, "copy"), 0.0) == pytest.approx(wait[0])
+
+
+def test_nobody_is_charged_more_than_the_late_rank_spent(tmp_path: Path) -> None:
+    # The traced steps wait 1 ms longer for data on rank 1; the mean steady step waits for no more than 0.6 ms there.
+    made = held_up({}, {"input_wait": MS})
+    steps = [[runs.light(n, 4 * MS, fetch_ns=600_000 * r) for n in range(43)] for r in range(2)]
+    facts = {"device": {"type": "cuda"}, "host": "node-1"}
+    folder = runs.recorded(tmp_path / "run", *((m, s, facts) for m, s in zip(made, steps, strict=True)))
+    run = runs.measured(folder, breakdown, *NEEDS)
+    spent = part(run, "input_wait")[1]
+    found, wait = rows(run.frame(blame)), run.frame(own_time).set_index("rank")["wait_ns"]
+    assert spent < wait[0]
+    assert found == pytest.approx({(0, 1, "input_wait"): spent, (0, 1, "other"): wait[0] - spent})
 
 
 def test_lateness_that_is_older_than_the_trace_has_no_cause(tmp_path: Path) -> None:
