@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH ?= $(if $(findstring GPU,$(shell nvidia-smi -L 2>/dev/null)),torch>=2.6,torch==2.13.0)
 TORCH_FLAGS ?=
 
-.PHONY: demo test test-all check format lint types contracts bench accuracy reports clean
+.PHONY: demo test test-all check format lint types contracts axe bench accuracy reports clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml Makefile
@@ -42,6 +42,12 @@ types: $(VENV)/.ready
 contracts: $(VENV)/.ready
 	$(BIN)/lint-imports
 
+# What the browser tests ask of a page's accessibility, from npm; they skip without it.
+axe: .axe/node_modules/axe-core/axe.min.js
+
+.axe/node_modules/axe-core/axe.min.js:
+	npm install --silent --no-save --no-audit --no-fund --fetch-retries=1 --prefix .axe axe-core@4.14.1
+
 # The peers that reading and recording are measured against, in an environment of their own.
 .bench/.ready: Makefile
 	$(PYTHON) -m venv .bench
@@ -61,4 +67,4 @@ reports: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.reports $(HOW)
 
 clean:
-	rm -rf $(VENV) .bench runs data dlprof-report build *.egg-info
+	rm -rf $(VENV) .axe .bench runs data dlprof-report build *.egg-info

@@ -78,9 +78,12 @@ def number(value: Any) -> float | None:
     return None
 
 
-def rounded(value: float | None) -> float | None:
-    """Six digits place a point more exactly than a screen can."""
-    return None if value is None else float(f"{value:.6g}")
+def rounded(value: float | None, digits: int = 6) -> float | int | None:
+    """Six digits place a point more exactly than a screen can, zoomed in as well; what is never zoomed needs four."""
+    if value is None:
+        return None
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
 def layout(height: int, left: int, **more: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dlprof.result import Panel
 
 FRAMES = 1_500  # that are drawn; a frame narrower than a pixel is none
 DEPTH = 48
+NAMED = 60  # functions in the table beside it
 
 
 def flame(evidence: Panel) -> Figure:
@@ -66,7 +67,7 @@ def flame(evidence: Panel) -> Figure:
         seen[name, category] = seen.get((name, category), 0.0) + width
     rows = [
         (name, words.look(category).name, words.quantity(width, unit), words.percent(width / whole))
-        for (name, category), width in sorted(seen.items(), key=lambda item: -item[1])
+        for (name, category), width in sorted(seen.items(), key=lambda item: -item[1])[:NAMED]
     ]
     table = replace(plain_table(("function", "whose", unit, "share"), rows), numeric=(False, False, True, True))
     label = f"Flame graph: {words.plain(evidence.title, 160)}; {words.counted(len(frames), 'frame')}."

@@ -248,11 +248,29 @@ def colours() -> Markup:
 
 def _data(specs: dict[str, Any]) -> Markup:
     """The figures as JSON that stays inside its script element and is valid in any HTML parser."""
-    text = json.dumps({"figures": specs, "dark": drawing.DARK}, separators=(",", ":"), allow_nan=False)
+    data = {"figures": _packed(specs), "dark": drawing.DARK}
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     # With all but ASCII escaped already (U+2028 and U+2029 too), these three are what HTML could read.
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return Markup(text)
+
+
+PACKED = 60  # texts in a list from which on each of their parts is written once
+_PART = " · "
+
+
+def _packed(value: Any) -> Any:
+    """Write what repeats in long lists of texts once: {"texts": parts, "of": for each text the places of its parts}."""
+    if isinstance(value, dict):
+        return {key: _packed(inner) for key, inner in value.items()}
+    if not isinstance(value, list):
+        return value
+    if len(value) < PACKED or not all(isinstance(text, str) for text in value):
+        return [_packed(inner) for inner in value] if value and isinstance(value[0], dict) else value
+    place: dict[str, int] = {}
+    of = [[place.setdefault(part, len(place)) for part in text.split(_PART)] for text in value]
+    return {"texts": list(place), "of": [places[0] if len(places) == 1 else places for places in of]}
 
 
 @cache

@@ -24,7 +24,7 @@ from dlprof.renderers.drawing import (
 from dlprof.result import Panel
 
 POINTS = 2_000  # of one line: about two for each pixel of a wide figure
-ALL_POINTS = 12_000  # of all lines of a figure
+ALL_POINTS = 8_000  # of all lines of a figure
 MARKS = 200
 
 NO_LINE = {"width": 0}
@@ -64,7 +64,7 @@ def lines(evidence: Panel) -> Figure:
                 "mode": "lines" if len(keep) > 40 else "lines+markers",
                 "name": drawn(words.look(name).name if known else name, 40),
                 "x": [rounded(xs[k] / x_divisor) for k in keep],
-                "y": [rounded(v / divisor) if (v := column[k]) is not None else None for k in keep],
+                "y": [rounded(v / divisor, 4) if (v := column[k]) is not None else None for k in keep],
                 "line": {
                     "color": words.look(name).light if known else SERIES[i % len(SERIES)],
                     "width": 1.6 if width <= 6 else 1,

@@ -23,7 +23,7 @@ from dlprof.renderers.drawing import (
 )
 from dlprof.result import Panel
 
-SPANS = 3_000  # drawn one by one in a timeline; a browser draws so many in a fifth of a second
+SPANS = 2_000  # drawn one by one in a timeline: about two for each pixel of a wide figure
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
+AXE = Path(__file__).parents[2] / ".axe/node_modules/axe-core/axe.min.js"
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -262,6 +263,27 @@ def test_what_stands_on_the_runs_time_is_zoomed_together(opened: Open) -> None:
     WebDriverWait(browser, 20).until(lambda b: b.execute_script(ranges) == [[2.25, 6.75], [2.25, 6.75]])
     browser.find_element(By.ID, "chart-panel-3").send_keys("0")
     WebDriverWait(browser, 20).until(lambda b: b.execute_script(ranges) == [[0, 9], [0, 9]])
+
+
+def grave_faults(browser: webdriver.Chrome) -> dict[str, list[str]]:
+    """Give what axe-core holds for serious or critical, by rule, with the first elements."""
+    browser.set_script_timeout(60)
+    found = browser.execute_async_script(
+        f"{AXE.read_text(encoding='utf-8')}; const done = arguments[0];"
+        "axe.run().then(r => done(r.violations), e => done([{impact: 'critical', id: String(e), nodes: []}]))"
+    )
+    return {v["id"]: [n["html"][:200] for n in v["nodes"][:3]] for v in found if v["impact"] in ("serious", "critical")}
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed (make axe)")
+@pytest.mark.parametrize(("name", "theme"), [("ddp", "light"), ("ddp", "dark"), ("tables", "light")])
+def test_axe_finds_no_serious_fault(opened: Open, name: str, theme: str) -> None:
+    browser = opened(name, theme)
+    browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert grave_faults(browser) == {}
+    # It would tell.
+    browser.execute_script("document.querySelector('main').append(document.createElement('button'))")
+    assert set(grave_faults(browser)) == {"button-name"}
 
 
 def test_the_page_prints(opened: Open) -> None:

@@ -7,11 +7,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
 from dlprof.renderers import html, words
+from dlprof.result import CATEGORIES, Blame, Fact, Panel, Result, TimePart
 from tests.renderers import results
 
 
@@ -176,3 +178,30 @@ def test_a_manual_keeps_its_paragraphs_lists_and_code() -> None:
     page = Page(str(html._manual(results.MANUAL + "\n\n<b>x</b>")))
     assert [tag for tag, _ in page.elements] == ["p", "p", "code", "p", "ul", "li", "code", "li", "pre", "p", "p"]
     assert "<b>x</b>" in page.text
+
+
+def full(ranks: int) -> Result:
+    """A result with as much of everything as the report ever holds of a job."""
+    few = min(ranks, 8)
+    name = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>, at::detail::Array<char*>>"
+    names = tuple(f"rank {r}" for r in range(few))
+    times = tuple(tuple(1e9 * n + 1e4 * r for r in range(few + 1)) for n in range(2_000))
+    readings = tuple(tuple(1e9 * n + 1e4 * r for r in range(few + 3)) for n in range(200))
+    spans = tuple((f"rank {n % few} · device", 1e4 * n, 7e3 + n, name, "computation") for n in range(600 * few))
+    panels = (
+        Panel("lines", "Steps", times, ("time_ns", *names), "ns"),
+        Panel("areas", "Parts", tuple(row[:6] for row in readings), ("time_ns", *CATEGORIES[:5]), "ns"),
+        *(Panel("timeline", f"Step {n}", spans, unit="ns") for n in range(2)),
+        *(Panel("lines", f"Sampled {n}", readings, ("time_ns", *names, "a", "b")) for n in range(7)),
+        Panel("flame", "Stacks", tuple((n % 30, n, 2, f"{name} {n}", "own") for n in range(400)), unit="samples"),
+        *(Panel("table", f"Table {n}", ((name, *range(9)),) * 64, tuple(map(str, range(10)))) for n in range(5)),
+    )
+    time = tuple(TimePart(r, c, 1e7, 1 / len(CATEGORIES)) for r in range(ranks) for c in CATEGORIES)
+    blame = tuple(Blame(r, c, "host", 1e6, 0.01) for r in range(ranks) for c in range(8) if r != c)
+    facts = tuple(Fact(f"Section {n % 9}", f"name {n}", name) for n in range(150))
+    return replace(results.many(ranks), panels=panels, time=time, blame=blame, facts=facts)
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(8, 2_000_000), (256, 4_000_000)])
+def test_a_page_keeps_to_its_size_however_much_was_recorded(ranks: int, most: int) -> None:
+    assert len(html.render(full(ranks)).encode()) <= most

@@ -1,7 +1,10 @@
 // Draws the figures of the report from the JSON in the page, in the colours of the reader's theme.
 "use strict";
 (() => {
-  const { figures, dark } = JSON.parse(document.getElementById("data").textContent);
+  // Long lists of texts come with each of their parts once.
+  const unpacked = (key, value) =>
+    value?.texts && value.of ? value.of.map((at) => [at].flat().map((i) => value.texts[i]).join(" · ")) : value;
+  const { figures, dark } = JSON.parse(document.getElementById("data").textContent, unpacked);
   const night = window.matchMedia("(prefers-color-scheme: dark)");
   // Fields of a specification that hold colours; a text that looks like a colour stays what it is.
   const painted = new Set(["color", "bgcolor", "bordercolor", "gridcolor", "linecolor", "fillcolor"]);
