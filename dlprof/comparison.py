@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
 from typing import Any, Literal
 
-from dlprof.result import CATEGORIES, MOST_WORK, Exchange, Outcome, Result, Work
+from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, Exchange, Outcome, Result, Work
 
 FORMAT = 1
 
@@ -132,6 +132,7 @@ class Comparison:
     a: Result
     b: Result
     step: Difference | None
+    quantiles: tuple[Difference, ...]  # of the steps, the mean over ranks, by QUANTILES; their noise is not known
     ranks: tuple[Difference, ...]
     time: tuple[Difference, ...]  # by category, the mean over ranks
     time_by_rank: tuple[tuple[int, tuple[Difference, ...]], ...]
@@ -167,6 +168,7 @@ def compare(a: Result, b: Result) -> Comparison:
         a=a,
         b=b,
         step=step,
+        quantiles=_quantiles(a, b, least) if step else (),
         ranks=_ranks(a, b, least) if step and same_ranks else (),
         time=time,
         time_by_rank=of_ranks if same_ranks else (),
@@ -188,6 +190,7 @@ def to_json(c: Comparison) -> dict[str, Any]:
     for name, result in (("a", c.a), ("b", c.b)):
         said[name] = {"run": asdict(result.run), "window": asdict(result.window) if result.window else None}
     said["step"] = _told(c.step) if c.step else None
+    said["quantiles"] = [_told(d) for d in c.quantiles]
     said["ranks"] = [_told(d) for d in c.ranks]
     said["time"] = [_told(d) for d in c.time]
     said["time_by_rank"] = [{"rank": rank, "time": [_told(d) for d in of]} for rank, of in c.time_by_rank]
@@ -290,6 +293,16 @@ def _ranks(a: Result, b: Result, least: float) -> tuple[Difference, ...]:
         for s in a.steps
         if s.rank in of_b
     )
+
+
+def _quantiles(a: Result, b: Result, least: float) -> tuple[Difference, ...]:
+    """Give the quantiles of the steps, as the means over the ranks; none where a run does not tell them."""
+    of_a, of_b = ([s.quantiles_ns for s in r.steps if len(s.quantiles_ns) == len(QUANTILES)] for r in (a, b))
+    if not of_a or not of_b:
+        return ()
+    means = [[sum(column) / len(of) for column in zip(*of, strict=True)] for of in (of_a, of_b)]
+    names = [f"{100 * q:.0f} %" for q in QUANTILES]
+    return tuple(Difference(n, x, y, None, least) for n, x, y in zip(names, *means, strict=True))
 
 
 Part = tuple[float, float | None]  # ns and its standard error

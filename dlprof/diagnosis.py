@@ -33,6 +33,7 @@ from dlprof.panels import PICTURES
 from dlprof.result import (
     CATEGORIES,
     MOST_WORK,
+    QUANTILES,
     Blame,
     DeviceTime,
     Exchange,
@@ -294,9 +295,14 @@ def _steps(run: Measured) -> tuple[RankStep, ...]:
         frame = run.frame(spread)
     except (NotMeasured, MeasureFailed):
         return ()
+    columns = [f"q{i}" for i in range(len(QUANTILES))]
     return tuple(
-        RankStep(int(r), int(n), float(ns), None if pd.isna(e) else float(e))
-        for r, n, ns, e in zip(frame["rank"], frame["steps"], frame["step_ns"], frame["noise_ns"], strict=True)
+        RankStep(int(r), int(n), float(ns), None if pd.isna(e) else float(e), tuple(q))
+        for r, n, ns, e, q in zip(
+            *(frame[c] for c in ("rank", "steps", "step_ns", "noise_ns")),
+            frame[columns].to_numpy().tolist(),
+            strict=True,
+        )
     )
 
 

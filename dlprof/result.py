@@ -38,6 +38,9 @@ SAVING = (
     "steps, spread over the training steps."
 )
 
+# Of a rank's steady steps, beside their mean.
+QUANTILES = (0.05, 0.5, 0.95, 1.0)
+
 # So many operators, and as many kernels, are kept: what one of two hundred takes is far below a hundredth of a step.
 MOST_WORK = 200
 
@@ -187,12 +190,13 @@ class TimePart:
 
 @dataclass(frozen=True)
 class RankStep:
-    """How long one rank's mean steady step is, of how many, and its standard error; None: not known."""
+    """How long one rank's mean steady step is, of how many, its standard error (None: not known), and its QUANTILES."""
 
     rank: int
     steps: int
     step_ns: float
     noise_ns: float | None = None
+    quantiles_ns: tuple[float, ...] = ()  # empty: not told
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,20 @@ def test_parts_are_compared_as_means_and_by_rank() -> None:
     assert c.not_compared == ()
 
 
+def test_single_steps_are_compared_by_their_quantiles() -> None:
+    a, b = run(100, ranks=2), run(100, ranks=2)
+    a = replace(a, steps=tuple(replace(s, quantiles_ns=(90 * MS, 95 * MS, 110 * MS, 300 * MS)) for s in a.steps))
+    b = replace(b, steps=tuple(replace(s, quantiles_ns=(90 * MS, 95 * MS, 150 * MS, 400 * MS)) for s in b.steps))
+    told = {d.name: (d.ns, d.verdict) for d in compare(a, b).quantiles}
+    assert told == {
+        "5 %": (0, "noise"),
+        "50 %": (0, "noise"),
+        "95 %": (40 * MS, "unknown"),
+        "100 %": (100 * MS, "unknown"),
+    }
+    assert compare(a, run(100)).quantiles == ()
+
+
 def test_a_part_that_only_one_run_has_is_compared_with_none() -> None:
     (_, wait) = compare(run(100), run(140, wait=40)).time
     assert (wait.a_ns, wait.b_ns, wait.verdict) == (0, 40 * MS, "slower")

@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 @click.option(
     "--jobs", type=click.IntRange(min=1), help="Processes that read at once. [default: all cores that memory allows]"
 )
+@click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
 @click.option("--quiet", is_flag=True, help="No progress.")
-def compare(a: Path, b: Path, out: Path | None, form: str, jobs: int | None, quiet: bool) -> None:
+def compare(a: Path, b: Path, out: Path | None, form: str, jobs: int | None, show: bool, quiet: bool) -> None:
     """Say what got faster or slower from A to B, and whether what A's report had predicted came true.
 
     A and B: runs, folders of torch-profiler traces, single traces, or files result.json. Prints the differences with
     their noise, and writes compare.html and compare.json into a new folder dlprof-compare.
     """
     from dlprof import comparison
-    from dlprof.commands.report import colour, new_folder, shown, width, write
+    from dlprof.commands.report import browse, colour, new_folder, shown, width, write
     from dlprof.renderers import compare_page, compare_text
 
     told = comparison.compare(_result(a, jobs, quiet), _result(b, jobs, quiet))
@@ -47,6 +48,8 @@ def compare(a: Path, b: Path, out: Path | None, form: str, jobs: int | None, qui
             f"the page could not be written: {e.strerror}: {e.filename}; -o names another folder"
         ) from None
     click.echo(verdict if form == "json" else f"{verdict}\npage: {shown(folder / 'compare.html')}")
+    if show:
+        browse(folder / "compare.html")
 
 
 def _result(path: Path, jobs: int | None, quiet: bool) -> Result:

@@ -44,15 +44,22 @@ def report(path: Path, out: Path | None, form: str, jobs: int | None, show: bool
         raise
     click.echo(verdict if form == "json" else f"{verdict}\nreport: {shown(html)}")
     if show:
-        import webbrowser
+        browse(html)
 
-        if not webbrowser.open(html.resolve().as_uri()):
-            click.echo("no browser was found to open it with", err=True)
+
+def browse(page: Path) -> None:
+    """Open a page in the user's browser, or say that there is none."""
+    import webbrowser
+
+    if not webbrowser.open(page.resolve().as_uri()):
+        click.echo("no browser was found to open it with", err=True)
 
 
 def write_report(path: Path, out: Path | None = None) -> str:
     """Analyse a run, write report.html and result.json, and give the verdict as text for the terminal."""
-    result = analyse(path, progress=_getting_ready())
+    # Behind the job's own output, a line that goes again is all that is said meanwhile.
+    with Progress(quiet=not sys.stderr.isatty()) as progress:
+        result = analyse(path, progress=_getting_ready(progress))
     return f"{_verdict(result)}\nreport: {shown(_write_files(result, path, out))}"
 
 
@@ -144,12 +151,11 @@ def colour() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
-def _getting_ready(progress: Callable[[Done], None] | None = None) -> Callable[[Done], None]:
+def _getting_ready(progress: Callable[[Done], None]) -> Callable[[Done], None]:
     """Give a function that says how far it is, and gets the page ready while other processes read what is left."""
 
     def said(done: Done) -> None:
-        if progress is not None:
-            progress(done)
+        progress(done)
         if 0 < done.ranks < done.of_ranks:
             from dlprof.renderers import html
 

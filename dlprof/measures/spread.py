@@ -7,6 +7,7 @@ import pandas as pd
 
 from dlprof.engine import RankData, per_rank
 from dlprof.measures.steps import light_steps, standard_error, timing
+from dlprof.result import QUANTILES
 
 # Steps that follow each other are alike: a clock that sinks or a neighbour on the machine holds for many of them. The
 # means of so many stretches of the run show it, as the single steps do not.
@@ -15,9 +16,10 @@ STRETCHES = 10
 
 @per_rank
 def spread(rank: RankData) -> pd.DataFrame:
-    """Give one row: steps, step_ns (their mean) and noise_ns, its standard error (NaN: of a single step).
+    """Give one row: steps, step_ns (their mean), noise_ns, its standard error (NaN: of a single step), and quantiles.
 
-    The larger one of what the single steps tell and what the means of STRETCHES consecutive stretches tell.
+    noise_ns is the larger one of what the single steps tell and what the means of STRETCHES consecutive stretches tell.
+    The QUANTILES of the steps are q0, q1, ... in ns.
     """
     t = timing(rank)
     if t.source == "steps":
@@ -29,4 +31,5 @@ def spread(rank: RankData) -> pd.DataFrame:
     if len(values) >= 2 * STRETCHES:
         means = np.array([part.mean() for part in np.array_split(values, STRETCHES)])
         noise = max(noise, standard_error(means))
-    return pd.DataFrame({"steps": [len(values)], "step_ns": [t.step_ns], "noise_ns": [noise]})
+    quantiles = {f"q{i}": [float(q)] for i, q in enumerate(np.quantile(values, QUANTILES))}
+    return pd.DataFrame({"steps": [len(values)], "step_ns": [t.step_ns], "noise_ns": [noise], **quantiles})

@@ -20,6 +20,14 @@ MOST_WORK = 25
 # The page draws with boxes, so nothing but its own styles may run.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
+# As a reader knows them; the others by their number.
+QUANTILES = {
+    "5 %": "5 % of the steps are shorter than",
+    "50 %": "median",
+    "95 %": "95 % are shorter than",
+    "100 %": "longest",
+}
+
 GROUPS = (("gone", "less"), ("new", "more"), ("same",), ("untold",))
 
 
@@ -80,6 +88,7 @@ def render(c: Comparison) -> str:
         look=words.look,
         looks=words.DRAWN,
         time=_rows(c.time, name=lambda n: words.look(n).name),
+        quantiles=_rows(c.quantiles, name=lambda n: QUANTILES.get(n, n)),
         ranks=_rows(c.ranks[:MOST_ROWS]),
         more_ranks=max(len(c.ranks) - MOST_ROWS, 0),
         promise=c.promise,

@@ -49,6 +49,12 @@ def render(c: Comparison, width: int = 80, colour: bool = False) -> str:
         lines += _table([(words.look(d.name).name, d) for d in told(c.time)], width)
         quiet = [words.look(d.name).name.lower() for d in c.time if d not in told(c.time)]
         lines += wrap(f"no difference, or within noise: {', '.join(quiet)}", width, "  ", "    ") if quiet else []
+    spread = {d.name: d for d in c.quantiles}
+    if "50 %" in spread and "95 %" in spread:
+        told_of = [
+            f"{n} {_cell(spread[q].a_ns)} → {_cell(spread[q].b_ns)}" for n, q in (("median", "50 %"), ("95 %", "95 %"))
+        ]
+        lines += wrap(f"of the single steps: {', '.join(told_of)}", width, "  ", "    ")
     if c.findings:
         lines += ["", *_findings(c.findings, width)]
     for what, rows in (("operators", c.operators), ("kernels", c.kernels), ("collectives", c.exchanges)):

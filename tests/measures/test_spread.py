@@ -26,6 +26,7 @@ def test_steps_that_scatter_have_the_error_of_their_mean(tmp_path: Path) -> None
     steady = np.array(durations[-int(row["steps"]) :], dtype=float)
     assert row["step_ns"] == pytest.approx(steady.mean())
     assert row["noise_ns"] == pytest.approx(standard_error(steady))
+    assert [row[f"q{i}"] for i in range(4)] == [99 * MS, pytest.approx(100 * MS, abs=MS), 101 * MS, 101 * MS]
 
 
 def test_a_drift_is_more_than_the_single_steps_tell(tmp_path: Path) -> None:

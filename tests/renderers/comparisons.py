@@ -22,7 +22,10 @@ def measured(result: Result, noise: float = 0.4, slower: float = 1.0) -> Result:
         result,
         window=window,
         time=tuple(TimePart(p.rank, p.category, p.ns * slower, p.share, 0.2 * MS) for p in result.time),
-        steps=tuple(RankStep(r, 400, window.step_ns, noise * MS) for r in result.run.ranks),
+        steps=tuple(
+            RankStep(r, 400, window.step_ns, noise * MS, tuple(f * window.step_ns for f in (0.9, 1, 1.2, 3)))
+            for r in result.run.ranks
+        ),
         work=(
             *(Work("operator", f"aten::{name}", 12.5, ms * slower * MS, 0.1 * MS) for name, ms in OPERATORS),
             Work("kernel", "ampere_sgemm<float, 128, 32>" * 9, 3, 40 * slower * MS, 0.1 * MS),
