@@ -29,6 +29,7 @@ PLOTLY = "plotly-basic.min.js"
 # The faults whose reports show most, the best first; the first that this machine can show is recorded.
 TELLING = {
     "amp_transformer": ("full_precision", "loop_optimizer"),
+    "bert_pretrain": ("boolean_mask", "loop_optimizer"),
     "ddp_resnet": ("slow_loader_one_rank", "no_workers"),
     "loader_variants": ("slow_worker",),
     "pipeline_transformer": ("uneven_split",),

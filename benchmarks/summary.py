@@ -111,7 +111,7 @@ def page(made: Sequence[Reported]) -> str:
     items = "".join(
         f'<tr><th scope="row">{html.escape(r.workload)}</th><td>{html.escape(r.name)}</td>'
         f'<td><a href="{html.escape(r.folder)}/report.html">{html.escape(r.headline)}</a></td>'
-        f"<td>{html.escape(r.steps)}</td><td>{html.escape(r.machine)}</td><td>{r.date}</td></tr>\n"
+        f'<td>{html.escape(r.steps)}</td><td>{html.escape(r.machine)}</td><td class="date">{r.date}</td></tr>\n'
         for r in made
     )
     return f"""<!doctype html>
@@ -125,6 +125,7 @@ def page(made: Sequence[Reported]) -> str:
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }}
 table {{ border-collapse: collapse; width: 100% }}
 th, td {{ text-align: left; vertical-align: top; padding: .4rem .8rem .4rem 0; border-bottom: 1px solid #8884 }}
+.date {{ white-space: nowrap }}
 </style>
 <h1>What dlprof says of its reference workloads</h1>
 <table>
@@ -156,7 +157,7 @@ def tables(rows: Sequence[Recorded]) -> str:
     if errors:
         lines += [
             f"- The step that was predicted without the fault is off the healthy step by {median(errors):.1%} in the"
-            f" median of {len(errors)} faults, and by {NEAR:.0%} at most for {sum(e <= NEAR for e in errors)} of them.",
+            f" median of {len(errors)} faults (by {NEAR:.0%} at most: {sum(e <= NEAR for e in errors)} of them).",
         ]
     lines += ["", "Short recordings, a healthy one before every two faulty ones:"]
     for (machine,), group in _grouped((r for r in rows if r.step_ns), lambda r: (r.machine,)).items():

@@ -58,7 +58,7 @@ def test_the_sums_are_over_recordings_and_the_errors_over_faults() -> None:
     text = summary.tables(ROWS)
     assert "Found in 4 of 5 faulty recordings of 4 faults; as the first finding in 3." in text
     assert "A finding with a share of 5% or more in 1 of 2 healthy recordings." in text
-    assert "off the healthy step by 6.5% in the median of 2 faults, and by 15% at most for 2 of them." in text
+    assert "off the healthy step by 6.5% in the median of 2 faults (by 15% at most: 2 of them)." in text
 
 
 def test_a_fault_whose_step_does_less_is_compared_with_none() -> None:

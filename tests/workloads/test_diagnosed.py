@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.commands.run import count_gpus
+from dlprof.commands.run import constant, count_gpus
 from tests.jobs import environment
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +104,13 @@ def test_an_optimizer_that_loops_is_found_and_a_fused_one_left_alone(tmp_path: P
     assert found["state"] == "found", found
     assert found["share"] > 0.04
     assert recorded("amp_transformer", tmp_path, *steps)["unfused_optimizer"]["state"] == "clear"
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_loops_is_found_beside_accumulation_too(tmp_path: Path) -> None:
+    options = constant(ROOT / "workloads" / "bert_pretrain.py", "SHOWN_WITH")["loop_optimizer"].split()
+    said = recorded("bert_pretrain", tmp_path, "--fault", "loop_optimizer", "--", "--steps", "60", *options)
+    assert said["unfused_optimizer"]["state"] == "found", said["unfused_optimizer"]
 
 
 @pytest.mark.slow
