@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof.engine import Measured, across_ranks
 from dlprof.errors import NotMeasured
@@ -26,8 +27,9 @@ def own_time(run: Measured) -> pd.DataFrame:
 
     Columns: rank, step_ns, wait_ns, own_ns, known. Ranks that wait for each other have one step, the mean of theirs (a
     rank whose trace began earlier shows a longer one). Where waiting cannot be told (`known` is False) all of a rank's
-    own step counts as own. The waiting of the traced steps is brought to the mean steady step in the proportion of the
-    two's exposed communication.
+    own step counts as own, but for the bubble of its pipeline, in which it waits for its neighbours: that is in neither
+    of the two. The waiting of the traced steps is brought to the mean steady step in the proportion of the two's
+    exposed communication.
     """
     means = run.frame(step_means)[["rank", "step_ns"]].set_index("rank")["step_ns"]
     try:
@@ -44,10 +46,18 @@ def own_time(run: Measured) -> pd.DataFrame:
             "rank": means.index,
             "step_ns": means.to_numpy(),
             "wait_ns": wait,
-            "own_ns": means.to_numpy() - wait,
+            "own_ns": np.maximum(means.to_numpy() - wait - _bubble(run, means.index), 0.0),
             "known": known,
         }
     )
+
+
+def _bubble(run: Measured, ranks: pd.Index[int]) -> NDArray[np.float64]:
+    try:
+        bubble = pd.Series(part(run, "pipeline_bubble"), dtype=float)
+    except NotMeasured:
+        return np.zeros(len(ranks))
+    return bubble.reindex(ranks).fillna(0.0).to_numpy(dtype=float)
 
 
 def saving(run: Measured, removed: Mapping[int, float]) -> float:

@@ -1,12 +1,13 @@
 """Waiting for data: found with what it would gain, silent on a loader that keeps up, abstaining without a loader."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dlprof.rules.input_wait import RULE
-from tests import runs, traces
+from tests import pipelines, runs, traces
 from tests.measures.test_blame import held_up, meeting
 from tests.rules.asking import ask
 from tests.runs import MS
@@ -76,6 +77,22 @@ def test_ranks_that_starve_alike_are_not_said_to_wait_for_each_other(tmp_path: P
     found = ask(RULE, runs.foreign(tmp_path, *held_up({"input_wait": MS}, {"input_wait": MS})))
     assert "which waits for its loader" not in found.summary
     assert found.verdict.endswith("waits for data.")
+
+
+def test_a_pipelines_stage_that_starves_holds_up_the_others(tmp_path: Path) -> None:
+    # Rank 0 waits 100 ms for data before each step's pipeline, and rank 1 for rank 0, in its bubble.
+    path = pipelines.recorded(tmp_path, "Schedule1F1B", 2, 4, pipelines.alike(10, 20), step=250)
+    series = [runs.light(n, 250 * MS, traces.BASE_NS + n * 10_000 * MS, fetch_ns=100 * MS) for n in range(33)]
+    (path / "ranks/00000/steps.jsonl").write_text("".join(json.dumps(one) + "\n" for one in series))
+    chunks = path / "ranks/00001/chunks.jsonl"
+    lines = [json.loads(line) for line in chunks.read_text().splitlines()]
+    for line in lines:
+        if line["action"] == "schedule":  # it begins when rank 1 has nothing to do but wait
+            line |= {"start_ns": line["start_ns"] - 100 * MS, "dur_ns": line["dur_ns"] + 100 * MS}
+    chunks.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = ask(RULE, path)
+    assert found.saving_ns == pytest.approx(100 * MS)
+    assert found.ranks == (0,)
 
 
 def test_a_trace_alone_will_do(tmp_path: Path) -> None:
