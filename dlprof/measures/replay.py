@@ -57,7 +57,7 @@ def _bubble(run: Measured, ranks: pd.Index[int]) -> NDArray[np.float64]:
         bubble = pd.Series(part(run, "pipeline_bubble"), dtype=float)
     except NotMeasured:
         return np.zeros(len(ranks))
-    return bubble.reindex(ranks).fillna(0.0).to_numpy(dtype=float)
+    return np.array([bubble.get(rank, 0.0) for rank in ranks])
 
 
 def saving(run: Measured, removed: Mapping[int, float]) -> float:

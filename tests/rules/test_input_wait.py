@@ -79,7 +79,8 @@ def test_ranks_that_starve_alike_are_not_said_to_wait_for_each_other(tmp_path: P
     assert found.verdict.endswith("waits for data.")
 
 
-def test_a_pipelines_stage_that_starves_holds_up_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_pipelines_stage_that_starves_holds_up_the_others(tmp_path: Path, traced: bool) -> None:
     # Rank 0 waits 100 ms for data before each step's pipeline, and rank 1 for rank 0, in its bubble.
     path = pipelines.recorded(tmp_path, "Schedule1F1B", 2, 4, pipelines.alike(10, 20), step=250)
     series = [runs.light(n, 250 * MS, traces.BASE_NS + n * 10_000 * MS, fetch_ns=100 * MS) for n in range(33)]
@@ -90,6 +91,16 @@ def test_a_pipelines_stage_that_starves_holds_up_the_others(tmp_path: Path) -> N
         if line["action"] == "schedule":  # it begins when rank 1 has nothing to do but wait
             line |= {"start_ns": line["start_ns"] - 100 * MS, "dur_ns": line["dur_ns"] + 100 * MS}
     chunks.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for rank in range(2) if traced else ():
+        events: list[Any] = []
+        for n in range(20, 23):
+            at = n * 10_000 * MS
+            events += [traces.step(n, at, 250 * MS), traces.fetch(at, 100 * MS * (1 - rank))]
+            events.append(traces.op("aten::mm", at + 120 * MS, 60 * MS))
+            begins = at + 100 * MS if rank == 0 else at
+            events.append(traces.annotation(("gloo:send", "gloo:recv")[rank], begins, at + 110 * MS - begins))
+        made = traces.trace(*events, rank=rank, device="", backend="gloo")
+        traces.write(path / f"ranks/{rank:05d}/trace.json.gz", made)
     found = ask(RULE, path)
     assert found.saving_ns == pytest.approx(100 * MS)
     assert found.ranks == (0,)
