@@ -123,12 +123,19 @@ def lines(evidence: Panel) -> Figure:
 def areas(evidence: Panel) -> Figure:
     """Lines stacked upon each other, filled in the colours of their categories."""
     figure = lines(evidence)
-    spec: dict[str, Any] = figure.spec or {"data": []}
+    spec: dict[str, Any] = figure.spec or {"data": [], "layout": {"margin": {}}}
     data = [
         trace | {"mode": "lines", "stackgroup": "parts", "fillcolor": trace["line"]["color"], "line": NO_LINE}
         for trace in spec["data"]
     ]
-    return replace(figure, spec=spec | {"data": data}, label=figure.label.replace("Lines:", "Stacked areas:", 1))
+    arranged = spec["layout"] | {"showlegend": False}
+    arranged["margin"] = arranged["margin"] | {"t": 8}
+    return replace(
+        figure,
+        spec={"data": data, "layout": arranged},
+        label=figure.label.replace("Lines:", "Stacked areas:", 1),
+        legend=tuple(words.ordered(c for c in evidence.columns[1:])),
+    )
 
 
 def _marks(marks: Sequence[tuple[float, str, str]], divisor: float, height: float) -> list[dict[str, Any]]:

@@ -87,7 +87,7 @@ def stack(result: Result) -> Figure | None:
         height,
         margin(labels),
         barmode="stack",
-        bargap=0.28 if roomy else 0.08,
+        bargap=0.28 if roomy else 0,
         xaxis=axis(unit, range=[0, rounded(largest / divisor)], nticks=8),
         yaxis=axis(autorange="reversed", tickvals=ticks, ticktext=[drawn(t, 24) for t in labels], showgrid=False),
         annotations=_marks(result.found, bars, divisor),
@@ -139,6 +139,8 @@ def _stack_bars(
         mean = {c: sum(single[r].get(c, 0.0) for r in group) / len(group) for c in names}
         bars.append((f"{group[0]}–{group[-1]}", mean))
     note = f"Each bar is the mean of {size} neighbouring ranks"
+    if unlike == 1:
+        return bars, f"{note}; the one most unlike the others stands above by itself."
     return bars, note + (f"; the {unlike} most unlike the others stand above by themselves." if unlike else ".")
 
 

@@ -9,6 +9,7 @@
   // Fields of a specification that hold colours; a text that looks like a colour stays what it is.
   const painted = new Set(["color", "bgcolor", "bordercolor", "gridcolor", "linecolor", "fillcolor"]);
   const printed = 680; // pixels between the margins of an A4 page
+  const narrow = 480; // pixels of a figure in which few numbers fit beside each other
   let printing = false;
 
   function themed(value, key) {
@@ -22,6 +23,7 @@
   function draw(name) {
     const element = document.getElementById("chart-" + name);
     const { data, layout } = themedFor(figures[name]);
+    if (element.clientWidth < narrow && !layout.xaxis.tickvals) layout.xaxis.nticks = 4;
     const config = {
       displaylogo: false,
       displayModeBar: false, // it covers what it stands on, and the keys below do the same
