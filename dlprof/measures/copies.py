@@ -13,7 +13,7 @@ from dlprof.measures import device, host
 from dlprof.measures.breakdown import part
 from dlprof.measures.steps import timing
 from dlprof.result import Panel
-from dlprof.units import duration, size
+from dlprof.units import UNKNOWN, duration, size
 
 # Scalars (a loss, a counter) are copied in a few bytes; what they cost is a wait, not a copy.
 TINY_BYTES = 4_096
@@ -77,12 +77,12 @@ def copy_table(frame: pd.DataFrame, rank: int) -> Panel:
     rows = tuple(
         (
             c,
-            m or "–",
+            m or UNKNOWN,
             round(float(n), 1),
-            size(b) if b >= 0 else "–",
+            size(b) if b >= 0 else UNKNOWN,
             duration(t),
             duration(e),
-            f"{size(b / t * 1e9)}/s" if b > 0 and t > 0 else "–",
+            f"{size(b / t * 1e9)}/s" if b > 0 and t > 0 else UNKNOWN,
         )
         for c, m, n, b, t, e in zip(
             mine["copy"], mine["memory"], mine["count"], mine["bytes"], mine["copy_ns"], mine["exposed_ns"], strict=True

@@ -300,6 +300,44 @@ def products(operator: str, shape: str, dtype: str) -> tuple[float, float]:
     return 2.0 * batch * m * k * n, float(batch * (m * k + k * n + m * n) * _WIDTH.get(dtype, math.nan))
 
 
+# What travels of the kernels: those that take longest.
+MOST_KERNELS = 40
+
+# What a kernel's kind says of it.
+UNITS = {"tensor": "tensor cores", "tf32": "tensor cores, TF32", "float32": "float32 product without"}
+
+
+@per_rank
+def kernel_times(rank: RankData) -> pd.DataFrame:
+    """Give the kernels that take longest: name, kind, calls and ns of a mean steady traced step; of all of them
+    total_ns, and kernels, how many names there are.
+
+    Raises NotMeasured where the trace holds no kernel.
+    """
+    device.device_sets(rank)
+    windows = timing(rank).windows
+    work = kernels(rank)
+    inside = _inside(windows, work["start_ns"].to_numpy())
+    names = work["name"].cat
+    codes = names.codes.to_numpy()[inside]
+    dur = work["dur_ns"].to_numpy(dtype=float)[inside]
+    if not len(codes):
+        raise NotMeasured("no kernel ran in the traced steps")
+    calls = np.bincount(codes, minlength=len(names.categories))
+    ns = np.bincount(codes, weights=dur, minlength=len(names.categories))
+    chosen = np.argsort(-ns, kind="stable")[: min(MOST_KERNELS, int((calls > 0).sum()))]
+    return pd.DataFrame(
+        {
+            "name": [str(names.categories[k])[:200] for k in chosen],
+            "kind": [_kind(str(names.categories[k])) for k in chosen],
+            "calls": calls[chosen] / len(windows),
+            "ns": ns[chosen] / len(windows),
+            "total_ns": float(dur.sum()) / len(windows),
+            "kernels": int((calls > 0).sum()),
+        }
+    )
+
+
 @per_rank
 def tensor_cores(rank: RankData) -> pd.DataFrame:
     """Give one row, ns of a mean steady traced step: kernel_ns, tensor_ns (on tensor cores), tf32_ns (of these),

@@ -1,0 +1,34 @@
+"""The tables of kernels and copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dlprof.measures.operators import MOST_KERNELS
+from dlprof.overview import drawn
+from dlprof.panels.kernels import PICTURE
+from tests import runs, traces
+from tests.runs import MS
+
+
+def test_kernels_stand_with_their_calls_and_share_the_longest_first(tmp_path: Path) -> None:
+    made = runs.measured(runs.foreign(tmp_path, traces.training(world_size=1)), *PICTURE.needs)
+    kernels, copies = drawn(made, [PICTURE])
+    assert [row[0] for row in kernels.rows] == ["sm90_gemm", "sm90_gemm_backward", "multi_tensor_apply"]
+    assert kernels.rows[0][2:] == ("1", "300.0 µs", "300.0 µs", "55 %")
+    assert copies.rows[0][0] == "HtoD"
+
+
+def test_of_many_kernels_the_longest_are_shown_and_the_rest_are_counted(tmp_path: Path) -> None:
+    many = [traces.kernel(f"kernel_{n}", n * 10_000, 1_000 + n) for n in range(MOST_KERNELS + 10)]
+    made = runs.measured(runs.foreign(tmp_path, traces.trace(traces.step(1, 0, MS), *many)), *PICTURE.needs)
+    (panel,) = drawn(made, [PICTURE])
+    assert [row[0] for row in panel.rows] == [f"kernel_{n}" for n in range(MOST_KERNELS + 9, 9, -1)]
+    assert f"The longest {MOST_KERNELS} of {MOST_KERNELS + 10} kernels" in panel.note
+
+
+def test_a_job_on_the_cpu_has_neither(tmp_path: Path) -> None:
+    made = runs.measured(
+        runs.recorded(tmp_path, (None, [runs.light(n, MS) for n in range(5)], runs.CPU)), *PICTURE.needs
+    )
+    assert drawn(made, [PICTURE]) == ()
