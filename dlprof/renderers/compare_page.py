@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from dlprof.comparison import NOISE, Comparison, Difference, FindingChange, WorkDifference
 from dlprof.renderers import compare_text, html, words
-from dlprof.renderers.drawing import inside
+from dlprof.renderers.drawing import ON_LIGHT, inside
 from dlprof.result import Result
 from dlprof.units import MINUS, UNKNOWN, digits
 
@@ -39,7 +39,6 @@ class Piece:
     width: float  # percent of the longest bar
     label: str  # inside, where there is room
     title: str
-    ink: str  # that stands out on its colour
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def render(c: Comparison) -> str:
     return html.template("compare.html").render(
         title=f"{words.name(c.a)} · {words.plain(first, 120)}",
         css=Markup(html.asset("page.css") + html.asset("compare.css")),
-        colours=html.colours(),
+        colours=html.colours() + _inks(),
         policy=POLICY,
         headline=html.emphasised(first),
         good=d is not None and d.verdict in ("faster", "noise"),
@@ -113,6 +112,16 @@ def render(c: Comparison) -> str:
         noise=NOISE,
         dlprof=c.b.dlprof or c.a.dlprof,
     )
+
+
+def _inks() -> Markup:
+    """The colours of text upon the categories', in both themes: of black and white, one always stands out (WCAG AA)."""
+
+    def block(dark: bool) -> str:
+        colours = {name: look.dark if dark else look.light for name, look in words.LOOKS.items()}
+        return "".join(f"--i-{n}:{'#000' if inside(c) == ON_LIGHT else '#fff'};" for n, c in colours.items())
+
+    return Markup(f":root{{{block(False)}}}@media screen and (prefers-color-scheme:dark){{:root{{{block(True)}}}}}")
 
 
 def _lede(result: Result) -> str:
@@ -159,9 +168,7 @@ def _bars(c: Comparison) -> list[Bar]:
             share = ns / total
             said = f"{words.look(category).name}: {words.duration(ns)}, {words.percent(share)}"
             label = words.about(share) if ns / longest >= 0.06 else ""
-            pieces.append(
-                Piece(_colour(category), round(100 * ns / longest, 2), label, said, inside(words.look(category).light))
-            )
+            pieces.append(Piece(_colour(category), round(100 * ns / longest, 2), label, said))
         found.append(Bar(name, tuple(pieces), words.duration(total)))
     return found
 

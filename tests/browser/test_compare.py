@@ -1,0 +1,54 @@
+"""The page of a comparison in a real browser: no complaint, no request, nothing wider than the screen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from selenium import webdriver
+
+from dlprof.renderers import compare_page
+from tests.browser import test_report
+from tests.browser.test_report import AXE, complaints, grave_faults, log, requests
+from tests.renderers import comparisons
+
+pytestmark = test_report.pytestmark
+browser = test_report.browser
+
+
+def show(browser: webdriver.Chrome, folder: Path, name: str, theme: str = "light") -> None:
+    page = folder / "compare.html"
+    page.write_text(compare_page.render(comparisons.ALL[name]()), encoding="utf-8", newline="\n")
+    features = [{"name": "prefers-color-scheme", "value": theme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    log(browser, "browser")
+    log(browser, "performance")
+    browser.get(page.as_uri())
+
+
+@pytest.mark.parametrize("name", comparisons.ALL)
+def test_no_complaint_and_no_request(browser: webdriver.Chrome, tmp_path: Path, name: str) -> None:
+    show(browser, tmp_path, name)
+    assert complaints(browser) == []
+    assert [url for url in requests(browser) if not url.startswith("file://")] == []
+    assert browser.execute_script("return document.scripts.length") == 0
+
+
+@pytest.mark.parametrize("width", [380, 1280])
+@pytest.mark.parametrize("name", ["fixed", "large", "hostile"])
+def test_nothing_is_wider_than_the_screen(browser: webdriver.Chrome, tmp_path: Path, name: str, width: int) -> None:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        show(browser, tmp_path, name)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed (make axe)")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_no_serious_fault(browser: webdriver.Chrome, tmp_path: Path, theme: str) -> None:
+    show(browser, tmp_path, "fixed", theme)
+    browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert grave_faults(browser) == {}
