@@ -44,7 +44,7 @@ FAULTS = {
 }
 # Options under which it is healthy as well.
 HEALTHY = {"replicated": "--no-sequence-parallel"}
-NEEDS_GPU = ("read_every_step",)
+NEEDS_GPU = ("read_every_step", "tiny_batch")
 
 
 # ---- the model: Radford et al., Language Models are Unsupervised Multitask Learners, 2019 --------------------------
@@ -231,7 +231,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.world < 2:
         parser.error(f"tensor parallelism needs two ranks: torchrun --nproc-per-node 2 {parser.prog} ...")
     if args.fault in NEEDS_GPU and args.device != "cuda":
-        parser.error(f"--fault {args.fault} needs a GPU: a CPU's results are there as soon as they are asked for")
+        parser.error(f"--fault {args.fault} needs a GPU: a CPU is not waited for, and gloo's trace tells no sizes")
     if args.tensor_parallel is None:
         args.tensor_parallel = args.world
     if args.tensor_parallel < 1 or args.world % args.tensor_parallel:

@@ -23,16 +23,15 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def train(name: str, *options: str, ranks: int = 2, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def train(name: str, *options: str, ranks: int = 2, limit_s: int = 180) -> subprocess.CompletedProcess[str]:
     """Run a workload, under torchrun where there are to be several ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     return subprocess.run(
         [sys.executable, *launcher, str(FOLDER / f"{name}.py"), *options],
-        cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=limit_s,
         check=False,
     )
 

@@ -14,11 +14,13 @@ workload = load("deepspeed_gpt")
 there = importlib.util.find_spec("deepspeed") is not None  # its import decides on a device: not in this process
 
 
+# DeepSpeed compiles an operator on its first run; one that is stopped meanwhile leaves a lock that all others wait for.
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not there, reason="deepspeed is not installed")
 @pytest.mark.parametrize("options", [["--stage=1"], ["--stage=2"], ["--stage=3"], ["--stage=2", "--offload"]])
 def test_every_stage_learns(options: list[str]) -> None:
-    found = losses(train("deepspeed_gpt", *TINY, "--steps=40", *options))
+    found = losses(train("deepspeed_gpt", *TINY, "--steps=40", *options, limit_s=850))
     assert len(found) == 4
     assert found[-1] < 0.9 * found[0]
 
