@@ -41,8 +41,9 @@ PARTS_SHARE = 0.2
 LONGEST_NAME = 300
 
 STEPS, PARTS, STALLS = "steps", "where the step goes", "stalls"
-EXCHANGES, WAITS = "collectives", "waits for"
-TRACKS = (STEPS, PARTS, WAITS, EXCHANGES, STALLS)
+EXCHANGES, WAITS, CHUNKS = "collectives", "waits for", "pipeline"
+WORKER = "loader worker "
+TRACKS = (STEPS, PARTS, WAITS, EXCHANGES, STALLS, CHUNKS)
 OWN = "dlprof"
 
 # Kinds of spans as Kineto's categories, host and device.
@@ -132,6 +133,15 @@ def _own(rank: RankData, most: int) -> Iterator[pd.DataFrame]:
     if rank.has("stalls"):
         stalls = rank.table("stalls")
         yield _track(STALLS, stalls["kind"].astype("str"), stalls, begin, end)
+    if rank.has("chunks"):
+        chunks = rank.table("chunks")
+        number = chunks["microbatch"].astype("str").where(chunks["microbatch"] >= 0, "")
+        yield _track(CHUNKS, (chunks["action"].astype("str") + " " + number).str.strip(), chunks, begin, end)
+    if rank.has("fetches"):
+        fetches = rank.table("fetches")
+        # A row that stands for several batches has no place in time.
+        for worker, mine in fetches[(fetches["worker"] >= 0) & (fetches["count"] == 1)].groupby("worker"):
+            yield _track(f"{WORKER}{worker}", pd.Series("batch", index=mine.index), mine, begin, end)
     with suppress(NotMeasured):
         parts = breakdown.partition(rank)
         pieces = [(c, s, e - s) for c, p in parts.items() for s, e in p]
@@ -352,7 +362,8 @@ def placed(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     names = rows["track"].unique().tolist()
     training = [n for n in names if n.startswith("training thread")]
     devices = sorted(n for n in names if n.startswith("device"))
-    first = [t for t in TRACKS if t in names] + training + devices
+    workers = sorted((n for n in names if n.startswith(WORKER)), key=lambda n: (len(n), n))
+    first = [t for t in TRACKS if t in names] + training + devices + workers
     order = [*first, *sorted(set(names) - set(first))]
     found, tracks = [], []
     for track in order:

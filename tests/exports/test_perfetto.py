@@ -154,6 +154,25 @@ def test_what_overlaps_goes_to_a_further_track() -> None:
     assert dict(zip(placed["name"], placed["place"], strict=True)) == {"outer": 1, "inner": 1, "later": 1, "beyond": 2}
 
 
+def test_loader_workers_stalls_and_steps_of_a_recording_have_their_tracks(tmp_path: Path) -> None:
+    steps = [runs.light(n, 900 * MS) for n in range(20)]
+    made = traces.trace(*(traces.step(n, n * 1_000 * MS, 900 * MS) for n in (10, 11)), world_size=1, device="")
+    stalls = [[runs.stall("checkpoint", 10, 50 * MS), runs.stall("checkpoint", 3, 50 * MS)]]
+    path = runs.recorded(tmp_path / "run", (made, steps, runs.CPU), stalls=stalls)
+    runs.loading(path, 0, step=900 * MS, wait=MS, fetch=300 * MS, cpu=MS, n=20, workers=2)
+    events, _ = written(path, tmp_path / "out.json")
+    check(events)
+    found = {track: spans for (_, track), spans in tracks(events).items()}
+    # What lies outside of the traced steps is left out.
+    assert [e["name"] for e in found["steps"]] == ["train step 10", "train step 11"]
+    assert [(e["name"], e["dur"]) for e in found["stalls"]] == [("checkpoint", 50_000)]
+    # Two workers fetch from step 10 on, 300 ms a batch: each has six or seven of them begun by 1,900 ms.
+    for worker in (0, 1):
+        batches = found[f"loader worker {worker}"]
+        assert len(batches) == 7
+        assert {e["dur"] for e in batches} == {300_000}
+
+
 def test_names_that_attack_stay_names(tmp_path: Path) -> None:
     name = 'a "quoted" \\ name\n</script>\u2028'
     path = runs.foreign(tmp_path / "job", traces.trace(traces.step(0, 0, MS), traces.op(name, 0, 10), world_size=1))
