@@ -174,7 +174,11 @@ def main() -> None:
                     beside = healthy_with(one.workload, shlex.join(one.options))
                     if before is None or before.name != beside.name or served == 2:  # no older than one recording
                         before, served = add(record(beside, here, number, folder, more)), 0
-                    row = add(replace(record(one, here, number, folder, more), healthy_ns=before.step_ns))
+                    if before.step_ns:
+                        row = replace(record(one, here, number, folder, more), healthy_ns=before.step_ns)
+                    else:  # as where a library is missing
+                        row = replace(before, name=one.name, rule=one.rule)
+                    add(row)
                     served += row.step_ns > 0
                 for one in healthy if args.only is None else []:
                     if missing(one, number):
@@ -187,6 +191,8 @@ def main() -> None:
 
 
 def _line(row: Recorded) -> str:
+    if not row.step_ns:
+        return f"{row.workload} {row.name}: not run: {row.said}"
     found = ", ".join(f"{i} {share:.1%}" for i, share, _ in row.found) or "nothing found"
     return f"{row.workload} {row.name}: {row.step_ns / 1e6:.1f} ms, {found}{f' ({row.said})' if row.said else ''}"
 

@@ -36,6 +36,8 @@ FAULTS = {
 }
 # Options under which it is healthy as well.
 HEALTHY = {"stage1": "--stage 1", "stage3": "--stage 3"}
+# A step with it does less than any healthy one: none says how long it would take without.
+OTHER_STEP = ("tiny_batch",)
 NEEDS_GPU = ("offload", "tiny_buckets")
 NEEDS_TWO_RANKS = ("long_sequences", "tiny_batch", "tiny_buckets")
 

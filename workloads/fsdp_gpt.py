@@ -47,6 +47,8 @@ HEALTHY = {
     "prefetch": "--prefetch 2",
     "zero1": "--sharding zero1",
 }
+# A step with it does less than any healthy one: none says how long it would take without.
+OTHER_STEP = ("tiny_batch",)
 NEEDS_GPU = ("no_p2p", "norm_every_step", "whole_model")
 NEEDS_FSDP = ("each_layer", "whole_model")
 

@@ -44,6 +44,8 @@ FAULTS = {
 }
 # Options under which it is healthy as well.
 HEALTHY = {"replicated": "--no-sequence-parallel"}
+# A step with it does less than any healthy one: none says how long it would take without.
+OTHER_STEP = ("tiny_batch",)
 NEEDS_GPU = ("read_every_step", "tiny_batch")
 
 

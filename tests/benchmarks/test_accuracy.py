@@ -30,7 +30,8 @@ def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def record(one: Planted, here: str, number: int, folder: Path, more: object) -> Recorded:
         recorded.append(one.name)
         row = Recorded(one.workload, one.name, one.rule, here, "2026-01-02", number, 1e6 * len(recorded), torch="2.13")
-        return dataclasses.replace(row, step_ns=0.0, said="needs a GPU") if one.fault == "never" else row
+        no = "needs a GPU" if one.fault == "never" else "needs a library" if one.workload == "foreign" else ""
+        return dataclasses.replace(row, step_ns=0.0, said=no) if no else row
 
     monkeypatch.setattr(accuracy, "WORKLOADS", tmp_path / "workloads")
     monkeypatch.setattr(accuracy, "machine", lambda: "here")
@@ -65,6 +66,19 @@ def test_a_second_run_records_what_is_missing_and_a_third_nothing(
     assert len(done) == 10
     accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--only", "late", "--again")
     assert done[10:] == ["healthy", "late"]
+
+
+def test_faults_of_a_workload_that_does_not_run_are_not_tried(
+    tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "workloads" / "foreign.py").write_text('FAULTS = {"late": "input_wait", "later": "host_bound"}')
+    rows = accuracy_of(tmp_path, monkeypatch, "--rounds", "2", "--workloads", "foreign")
+    assert done == ["healthy"]
+    assert [(r.name, r.rule, r.said) for r in rows] == [
+        ("healthy", "", "needs a library"),
+        ("late", "input_wait", "needs a library"),
+        ("later", "host_bound", "needs a library"),
+    ]
 
 
 def test_other_machines_keep_their_rows_and_faults_that_are_gone_do_not(
