@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
 from typing import Any, Literal
 
-from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, Exchange, Outcome, Result, Work
+from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, Exchange, Fact, Outcome, Result, Work
 
 FORMAT = 1
 
@@ -438,7 +438,7 @@ def _findings(a: Result, b: Result, least: float) -> tuple[FindingChange, ...]:
 
 def _facts(a: Result, b: Result) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
     """Give the facts that differ: those that somebody chose, and those that were measured."""
-    of_a, of_b = ({(f.section, f.name): f.value for f in r.facts} for r in (a, b))
+    of_a, of_b = ({(f.section, name): value for f in r.facts for name, value in _single(f)} for r in (a, b))
     of_a[_COMMAND], of_b[_COMMAND] = _apart(a.run.command, b.run.command)
     differ = [
         Setting(*key, of_a.get(key, ""), of_b.get(key, ""))
@@ -447,6 +447,20 @@ def _facts(a: Result, b: Result) -> tuple[tuple[Setting, ...], tuple[Setting, ..
     ]
     chosen = tuple(s for s in differ if s.section in SETTINGS)
     return chosen, tuple(s for s in differ if s.section not in SETTINGS)
+
+
+_SEVERAL = re.compile(r"\w+=.*, \w+=.*", re.DOTALL)
+_NEXT = re.compile(r", (?=\w+=)")
+
+
+def _single(fact: Fact) -> Iterator[tuple[str, str]]:
+    """Take a fact of several settings (ddp: bucket_cap_mb=25, static_graph=False) apart: ddp.bucket_cap_mb, ..."""
+    if not _SEVERAL.fullmatch(fact.value):
+        yield fact.name, fact.value
+        return
+    for one in _NEXT.split(fact.value):
+        name, _, value = one.partition("=")
+        yield f"{fact.name}.{name}", value
 
 
 def _apart(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
@@ -482,7 +496,11 @@ def _promise(a: Result, b: Result, step: Difference, settings: Iterable[Setting]
     assert a.window is not None
     assert step.a_ns is not None
     assert step.b_ns is not None
-    differ = {s.name.replace(" ", "_"): s for s in settings if s.section not in ("Job", "Software", "Environment")}
+    differ = {
+        s.name.rpartition(".")[2].replace(" ", "_"): s
+        for s in settings
+        if s.section not in ("Job", "Software", "Environment")
+    }
     differ |= {s.name: s for s in settings if s.section == "Environment"}
     of_b = {o.id: o for o in b.outcomes}
     taken: list[tuple[Outcome, float, str]] = []

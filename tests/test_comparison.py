@@ -151,6 +151,20 @@ def test_settings_that_differ_are_told_apart_from_what_was_measured() -> None:
     assert [s.name for s in c.measured] == ["cores in use"]
 
 
+def test_a_fact_of_several_settings_is_taken_apart() -> None:
+    a, b = (
+        run(100, o, facts=(Fact("Model", "ddp", f"bucket_cap_mb=25.0, find_unused_parameters={there}"),))
+        for o, there in (
+            (found("unused_parameters", 3, "`find_unused_parameters=False` (is True)"), True),
+            (clear("x"), False),
+        )
+    )
+    c = compare(a, b)
+    assert [(s.name, s.a, s.b) for s in c.settings] == [("ddp.find_unused_parameters", "True", "False")]
+    assert c.promise is not None
+    assert c.promise.changed == ("find_unused_parameters True → False",)
+
+
 WORKERS = (
     Fact("Loader", "num workers", "0"),
     Fact("Loader", "num workers", "2"),
