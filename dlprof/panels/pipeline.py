@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pandas as pd
+
+from dlprof import intervals as iv
 from dlprof.engine import Measured
 from dlprof.measures.pipeline import SCHEDULE, bubbles, pipeline_chunks
 from dlprof.overview import Picture
 from dlprof.result import Panel
+
+# A gap between two chunks below this share of the step is only their handing over.
+LEAST_GAP = 1 / 500
 
 
 def draw(run: Measured) -> list[Panel]:
@@ -35,10 +42,27 @@ def gantt(run: Measured, ranks: str) -> Panel:
             strict=True,
         )
     )
+    rows += _idle(frame, zero)
     count = told["ranks"].nunique()
     note = f"One of {count} pipelines that run side by side." if count > 1 else ""
     schedule = str(mine["schedule"].iloc[0]).removeprefix("Schedule")
     return Panel("timeline", f"Pipeline, {schedule}: the micro-batches of step {step}", rows, unit="ns", note=note)
+
+
+def _idle(frame: pd.DataFrame, zero: int) -> tuple[tuple[str, int, int, str, str], ...]:
+    """Give what is between the chunks: where a rank works on none of its stages, each of their lanes has its bubble."""
+    frame = frame[frame["stage"] >= 0]
+    end = int((frame["start_ns"] + frame["dur_ns"]).max())
+    step = np.array([[zero, end]], dtype=np.int64)
+    rows = []
+    for rank, mine in frame.groupby("rank"):
+        start = mine["start_ns"].to_numpy()
+        left = iv.subtract(step, iv.union(start, start + mine["dur_ns"].to_numpy()))
+        left = left[left[:, 1] - left[:, 0] >= LEAST_GAP * (end - zero)]
+        for stage in sorted(mine["stage"].unique()):
+            lane = f"stage {stage} · rank {rank}"
+            rows += [(lane, int(a) - zero, int(b - a), "bubble", "pipeline_bubble") for a, b in left]
+    return tuple(rows)
 
 
 PICTURE = Picture((bubbles, pipeline_chunks), draw)

@@ -34,4 +34,16 @@ def test_a_step_is_drawn_with_a_lane_a_stage(tmp_path: Path) -> None:
     (panel,) = pipeline.PICTURE.draw(run)
     assert panel.shape == "timeline"
     assert panel.rows[0] == ("stage 0 · rank 0", 0, 10_000_000, "0", "forward")
-    assert len(panel.rows) == 8
+    assert len([row for row in panel.rows if row[4] != "pipeline_bubble"]) == 8
+
+
+def test_what_a_rank_does_not_work_in_is_its_bubble(tmp_path: Path) -> None:
+    path = pipelines.recorded(tmp_path, "Schedule1F1B", 2, 4, alike(10, 20), hand_over=5)
+    (panel,) = pipeline.PICTURE.draw(runs.measured(path, *pipeline.PICTURE.needs))
+    end = max(row[1] + row[2] for row in panel.rows)
+    for lane in ("stage 0 · rank 0", "stage 1 · rank 1"):
+        mine = sorted(row[1:3] for row in panel.rows if row[0] == lane)
+        # They and the chunks follow each other without a hole, from the beginning to the end.
+        assert [start for start, _ in mine] == [0, *(start + dur for start, dur in mine)][:-1]
+        assert sum(mine[-1]) == end
+        assert any(row[0] == lane and row[4] == "pipeline_bubble" for row in panel.rows)
