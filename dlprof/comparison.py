@@ -502,27 +502,18 @@ def _promise(a: Result, b: Result, step: Difference, settings: Iterable[Setting]
         if s.section not in ("Job", "Software", "Environment")
     }
     differ |= {s.name: s for s in settings if s.section == "Environment"}
-    of_b = {o.id: o for o in b.outcomes}
+    gone = {o.id for o in b.outcomes if o.state == "clear"}
     taken: list[tuple[Outcome, float, str]] = []
     changed: dict[str, None] = {}
     names: set[str] = set()
-    for o in a.found:
-        if o.scope != "step" or o.saving_ns <= 0:
-            continue
-        # A forecast knows its setting by the fact's name, as the advice's code need not: n_microbatches.
-        named = {f.setting: "" for f in o.forecasts} | proposals(o)
-        named = {name: value for name, value in named.items() if name in differ}
-        named = {name: value for name, value in named.items() if not _still(differ[name].b, differ[name].a, value)}
-        there = of_b.get(o.id)
-        gone = there is not None and there.state == "clear"
-        if not named and not gone:
+    for o in sorted((o for o in a.found if o.scope == "step" and o.saving_ns > 0), key=lambda o: o.id not in gone):
+        named = _followed(o, differ)
+        # What took one bottleneck away was meant for that one: of others that it is advised for too, nothing is due.
+        if o.id not in gone and named.keys() <= names:
             continue
         names |= named.keys()
         changed.update(dict.fromkeys(f"{n} {differ[n].a or 'not set'} → {differ[n].b or 'not set'}" for n in named))
-        forecast = next(
-            (f for f in o.forecasts if f.setting in differ and f.value == differ[f.setting].b and f.setting in named),
-            None,
-        )
+        forecast = next((f for f in o.forecasts if f.setting in named and f.value == differ[f.setting].b), None)
         if forecast is not None:
             taken.append((o, step.a_ns - forecast.step_ns, f"for {forecast.setting}={forecast.value}"))
         else:
@@ -557,6 +548,11 @@ def _promise(a: Result, b: Result, step: Difference, settings: Iterable[Setting]
     )
 
 
-def _still(now: str, before: str, proposed: str) -> bool:
-    """Tell whether a setting went from what was proposed to something else: nobody took the advice."""
-    return before == proposed and now != proposed
+def _followed(o: Outcome, differ: Mapping[str, Setting]) -> dict[str, str]:
+    """Give the settings of a finding's advice and forecasts that were changed, but for those that had been as advised.
+
+    With the value that the advice proposes, "" where it does not name the setting. A forecast knows its setting by the
+    fact's name, as the advice's code need not: n_microbatches.
+    """
+    named = {f.setting: "" for f in o.forecasts} | proposals(o)
+    return {n: v for n, v in named.items() if n in differ and not differ[n].a == v != differ[n].b}

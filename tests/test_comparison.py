@@ -165,6 +165,18 @@ def test_a_fact_of_several_settings_is_taken_apart() -> None:
     assert c.promise.changed == ("find_unused_parameters True → False",)
 
 
+def test_a_setting_that_took_one_bottleneck_away_owes_nothing_for_others() -> None:
+    advice = "`find_unused_parameters=False` (is True)"
+    facts = (Fact("Model", "ddp", "bucket_cap_mb=25.0, find_unused_parameters=True"),)
+    a = run(100, found("exposed_communication", 40, advice), found("unused_parameters", 5, advice), facts=facts)
+    facts = (Fact("Model", "ddp", "bucket_cap_mb=25.0, find_unused_parameters=False"),)
+    b = run(95, found("exposed_communication", 36, "`bucket_cap_mb=50`"), clear("unused_parameters"), facts=facts)
+    promise = compare(a, b).promise
+    assert promise is not None
+    assert promise.findings == ("unused_parameters",)
+    assert promise.kept == "reached"
+
+
 WORKERS = (
     Fact("Loader", "num workers", "0"),
     Fact("Loader", "num workers", "2"),
