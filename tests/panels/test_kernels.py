@@ -32,3 +32,13 @@ def test_a_job_on_the_cpu_has_neither(tmp_path: Path) -> None:
         runs.recorded(tmp_path, (None, [runs.light(n, MS) for n in range(5)], runs.CPU)), *PICTURE.needs
     )
     assert drawn(made, [PICTURE]) == ()
+
+
+def test_kernels_that_take_no_time_were_called_all_the_same(tmp_path: Path) -> None:
+    made = traces.training(world_size=1)
+    for event in made["traceEvents"]:
+        if event.get("cat") == "kernel" and "gemm" in event["name"]:
+            event["dur"] = 0
+    kernels, _ = drawn(runs.measured(runs.foreign(tmp_path, made), *PICTURE.needs), [PICTURE])
+    assert [row[0] for row in kernels.rows] == ["multi_tensor_apply", "sm90_gemm", "sm90_gemm_backward"]
+    assert kernels.rows[1][2:] == ("1", "0 ns", "0 ns", "0 %")
