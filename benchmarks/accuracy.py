@@ -50,15 +50,19 @@ def planted(script: Path) -> tuple[list[Planted], list[Planted]]:
     """List what to record of a workload: its healthy runs, the plain one first, and its faults."""
     name = script.stem
     healthy = [Planted(name, "healthy", "")]
-    healthy += [healthy_with(name, options) for options in (constant(script, "HEALTHY") or {}).values()]
+    healthy += [
+        Planted(name, f"healthy, {options}", "", options=tuple(shlex.split(options)))
+        for options in (constant(script, "HEALTHY") or {}).values()
+    ]
     shown = constant(script, "SHOWN_WITH") or {}
     faults = constant(script, "FAULTS") or {}
     return healthy, [Planted(name, f, rule, f, tuple(shlex.split(shown.get(f, "")))) for f, rule in faults.items()]
 
 
-def healthy_with(workload: str, options: str) -> Planted:
-    """Give a workload's healthy run with options of its own."""
-    return Planted(workload, f"healthy, {options}" if options else "healthy", "", options=tuple(shlex.split(options)))
+def without(one: Planted) -> Planted:
+    """Give what a faulty run is compared with: the same without the fault. With options, nobody calls that healthy."""
+    name = f"no fault, {shlex.join(one.options)}" if one.options else "healthy"
+    return Planted(one.workload, name, "", options=one.options)
 
 
 def machine() -> str:
@@ -171,7 +175,7 @@ def main() -> None:
                 for one in faults:
                     if (args.only is not None and one.name not in args.only) or not missing(one, number):
                         continue
-                    beside = healthy_with(one.workload, shlex.join(one.options))
+                    beside = without(one)
                     if before is None or before.name != beside.name or served == 2:  # no older than one recording
                         before, served = add(record(beside, here, number, folder, more)), 0
                     if before.step_ns:
@@ -185,7 +189,7 @@ def main() -> None:
                         add(record(one, here, number, folder, more))
     summary.write(args.out, rows)
     mine = [r for r in rows if r.machine == here]
-    false = sum(not r.rule and any(share >= NOTABLE_SHARE for _, share, _ in r.found) for r in mine)
+    false = sum(r.healthy and any(share >= NOTABLE_SHARE for _, share, _ in r.found) for r in mine)
     missed = sum(bool(r.rule and r.step_ns) and all(f[0] != r.rule for f in r.found) for r in mine)
     print(f"{len(mine)} recordings on {here}; {false} healthy with a finding of {NOTABLE_SHARE:.0%}, {missed} missed")
 

@@ -49,8 +49,8 @@ def test_each_fault_follows_a_healthy_run_with_its_options(
     tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = accuracy_of(tmp_path, monkeypatch, "--rounds", "1")
-    assert done == ["healthy", "late", "healthy, --wide", "later", "healthy", "never"]
-    assert [r.healthy_ns for r in rows] == [0, 1e6, 0, 3e6, 0, 5e6]
+    assert done == ["healthy", "late", "no fault, --wide", "later", "healthy", "never", "healthy, --wide"]
+    assert [r.healthy_ns for r in rows] == [0, 1e6, 0, 3e6, 0, 5e6, 0]
 
 
 def test_a_second_run_records_what_is_missing_and_a_third_nothing(
@@ -60,12 +60,12 @@ def test_a_second_run_records_what_is_missing_and_a_third_nothing(
     assert done == ["healthy", "late"]
     accuracy_of(tmp_path, monkeypatch, "--rounds", "2")
     # What cannot be shown here is not tried in another round.
-    assert done[2:6] == ["healthy, --wide", "later", "healthy", "never"]
-    assert done[6:] == ["healthy", "late", "healthy, --wide", "later"]
+    assert done[2:7] == ["no fault, --wide", "later", "healthy", "never", "healthy, --wide"]
+    assert done[7:] == ["healthy", "late", "no fault, --wide", "later", "healthy, --wide"]
     accuracy_of(tmp_path, monkeypatch, "--rounds", "2")
-    assert len(done) == 10
+    assert len(done) == 12
     accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--only", "late", "--again")
-    assert done[10:] == ["healthy", "late"]
+    assert done[12:] == ["healthy", "late"]
 
 
 def test_faults_of_a_workload_that_does_not_run_are_not_tried(
@@ -90,7 +90,7 @@ def test_other_machines_keep_their_rows_and_faults_that_are_gone_do_not(
     summary.write(tmp_path / "out", [there, gone])
     rows = accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--again")
     assert rows[0] == there
-    assert {r.name for r in rows} == {"never", "healthy", "healthy, --wide", "late", "later"}
+    assert {r.name for r in rows} == {"never", "healthy", "healthy, --wide", "no fault, --wide", "late", "later"}
     assert {r.machine for r in rows[1:]} == {"here"}
 
 

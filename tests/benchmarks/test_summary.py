@@ -26,6 +26,7 @@ ROWS = [
     ),
     row("other", "gc_pauses", step_ns=110e6, healthy_ns=100e6, found=(("input_wait", 0.1, 99e6),), said="a | reason"),
     row("between", "worker_restart", step_ns=90e6, healthy_ns=100e6, found=(("worker_restart", 0.4, None),)),
+    row("no fault, --tiny", step_ns=1e6, found=(("host_bound", 0.5, 5e5),)),
     row("gpu_only", "host_sync", said="needs a GPU"),
     row("elsewhere", "host_sync", said="needs a GPU"),
     row("elsewhere", "host_sync", machine="1 × H", step_ns=2e6, healthy_ns=1e6, found=(("host_sync", 0.5, 1e6),)),
