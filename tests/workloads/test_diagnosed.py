@@ -1,5 +1,6 @@
 """Planted faults, recorded for real on two CPU ranks, must be diagnosed; the run without one is left alone."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -137,3 +138,32 @@ def test_a_fault_that_only_a_gpu_shows_is_found(tmp_path: Path, fault: str, rule
 def test_what_is_wrong_with_a_loader_is_found(tmp_path: Path, fault: str, rule: str) -> None:
     options = ("--procs", "1", "--fault", fault, "--", "--steps", "80", "--data", str(tmp_path / "data"))
     assert recorded("loader_variants", tmp_path, *options)[rule]["state"] == "found"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workload", "fault", "rule", "least"),
+    [
+        ("dlrm_like", "python_ids", "host_bound", 0.1),
+        ("dlrm_like", "uneven_tables", "straggler", 0.1),
+        ("fsdp_gpt", "each_layer", "small_collectives", 0.05),
+        ("fsdp_gpt", "long_sequences", "straggler", 0.15),
+    ],
+)
+def test_what_is_wrong_with_a_sharded_job_is_found(
+    tmp_path: Path, workload: str, fault: str, rule: str, least: float
+) -> None:
+    found = recorded(workload, tmp_path, "--fault", fault, "--", "--steps", "35")[rule]
+    assert found["state"] == "found", found
+    assert found["share"] > least
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
+@pytest.mark.parametrize(
+    ("fault", "rule"),
+    [("no_workers", "input_wait"), ("python_callback", "host_bound"), ("validates_often", "validation_share")],
+)
+def test_what_is_wrong_with_a_lightning_job_is_found(tmp_path: Path, fault: str, rule: str) -> None:
+    found = recorded("lightning_cnn", tmp_path, "--fault", fault, "--", "--steps", "60")[rule]
+    assert found["state"] == "found", found
