@@ -62,9 +62,13 @@ def _backward(rank: RankData) -> iv.Intervals:
     spans = rank.table("spans")
     calls = host.is_kind(spans, "runtime") & (spans["launch"].to_numpy() >= 0)
     others = calls & ~host.is_one_of(spans["lane"], host.training_lane(rank))
+    ids = np.sort(spans["launch"].to_numpy()[others])
+    if not len(ids):
+        return iv.EMPTY
     work = device.device_work(rank)
     kernels = host.is_kind(work, "kernel")
-    theirs = kernels & np.isin(work["launch"].to_numpy(), spans["launch"].to_numpy()[others])
+    launch = work["launch"].to_numpy()
+    theirs = kernels & (ids[np.minimum(np.searchsorted(ids, launch), len(ids) - 1)] == launch)
     found = host.cover(work, theirs)
     enough = iv.total(found) >= BACKWARD_SHARE * iv.total(host.cover(work, kernels))
     return found if enough else iv.EMPTY

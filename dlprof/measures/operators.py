@@ -327,10 +327,11 @@ def kernel_times(rank: RankData) -> pd.DataFrame:
     ns = np.bincount(codes, weights=dur, minlength=len(names.categories))
     chosen = np.argsort(-ns, kind="stable")
     chosen = chosen[calls[chosen] > 0][:MOST_KERNELS]  # a kernel may take no time at all
+    texts = names.categories[chosen].tolist()
     return pd.DataFrame(
         {
-            "name": [str(names.categories[k])[:200] for k in chosen],
-            "kind": [_kind(str(names.categories[k])) for k in chosen],
+            "name": [text[:200] for text in texts],
+            "kind": [_kind(text) for text in texts],
             "calls": calls[chosen] / len(windows),
             "ns": ns[chosen] / len(windows),
             "total_ns": float(dur.sum()) / len(windows),

@@ -38,6 +38,8 @@ def point_to_point(rank: RankData) -> pd.DataFrame:
 def _point_to_point(rank: RankData) -> pd.DataFrame:
     spans = rank.table("spans")
     named = host.is_kind(spans, "communication") & host.is_one_of(spans["collective"], *POINT_TO_POINT, _EITHER)
+    if not named.any():
+        return pd.DataFrame({name: spans[name].iloc[:0] for name in _COLUMNS}).assign(row=0)[["row", *_COLUMNS]]
     on_device = host.is_on_device(rank)
     calls = _told(spans[named & ~on_device & (spans["peer"].to_numpy() >= 0)])
     if device.has_device(rank):
