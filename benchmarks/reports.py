@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import re
 import shutil
 import sys
@@ -49,6 +50,7 @@ def record(one: Planted, steps: int) -> Result | str:
         text = (out / "result.json").read_text()
     for folder in (temporary, str(ROOT), str(Path.home())):
         text = text.replace(f"{folder}/", "")
+    text = re.sub(rf"\b{re.escape(os.uname().nodename)}\b", "host", text)
     return from_json(json.loads(text))
 
 
