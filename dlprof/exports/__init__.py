@@ -1,1 +1,28 @@
 """A run in the formats of other tools: one file a format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dlprof.errors import DlprofError
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give the path to write to, so that nobody sees half a file and none is left; raise DlprofError where that fails.
+
+    What is no ordinary file (a pipe, /dev/stdout) is written to itself: a renamed file would take its place.
+    """
+    itself = path.exists() and not path.is_file()
+    part = path if itself else path.with_name(f".{path.name}.part")
+    try:
+        yield part
+        if not itself:
+            part.replace(path)
+    except OSError as e:
+        raise DlprofError(f"{path}: cannot be written: {e.strerror or e}") from None
+    finally:
+        if not itself:
+            part.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from dlprof import __version__
 from dlprof.engine import Measured, MeasureFailed, Progress, RankData, measure, per_rank
 from dlprof.errors import DlprofError, NotMeasured
+from dlprof.exports import whole_file
 from dlprof.measures import breakdown, host
 from dlprof.measures.blame import blame
 from dlprof.measures.collectives import collectives, exposed, host_clocks, matched, traced_steps
@@ -175,20 +176,14 @@ def write(run: Run, path: Path, jobs: int | None = None, progress: Progress | No
     zero = int(frame["start_ns"].min())
     spans = frame.loc[frame["of"] > 0]
     arrows = 0
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with _open(part, packed=path.suffix == ".gz") as file:
-            file.write(_head(run, zero) + _meta(_process(measured, measured.ranks[0])))
-            for rank, mine in frame.groupby("rank", sort=True):
-                number = int(str(rank))
-                ours = shared[shared["rank"] == number]
-                rows = pd.concat([mine, ours], ignore_index=True) if len(ours) else mine
-                arrows += _rank(file, measured, number, rows.reset_index(drop=True), zero)
-            file.write("\n]}\n")
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as part, _open(part, packed=path.suffix == ".gz") as file:
+        file.write(_head(run, zero) + _meta(_process(measured, measured.ranks[0])))
+        for rank, mine in frame.groupby("rank", sort=True):
+            number = int(str(rank))
+            ours = shared[shared["rank"] == number]
+            rows = pd.concat([mine, ours], ignore_index=True) if len(ours) else mine
+            arrows += _rank(file, measured, number, rows.reset_index(drop=True), zero)
+        file.write("\n]}\n")
     total = int(spans.groupby("rank")["of"].first().sum())
     return Written(len(spans), total - len(spans), int(spans["dur_ns"].min()), arrows, tuple(warnings))
 

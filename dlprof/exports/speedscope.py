@@ -16,6 +16,7 @@ import pandas as pd
 from dlprof import __version__
 from dlprof.engine import Progress, so_far
 from dlprof.errors import DlprofError
+from dlprof.exports import whole_file
 from dlprof.readers import SOURCES
 from dlprof.run import Run
 
@@ -62,13 +63,8 @@ def write(run: Run, path: Path, progress: Progress | None = None) -> int:
         "shared": {"frames": [_frame(text) for text in frames]},
         "profiles": profiles,
     }
-    part = path.with_name(f".{path.name}.part")
-    try:
+    with whole_file(path) as part:
         part.write_text(json.dumps(told, separators=(",", ":")), encoding="utf-8")
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
     return len(profiles)
 
 

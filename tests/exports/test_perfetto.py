@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +187,25 @@ def test_without_a_trace_there_is_nothing_to_export(tmp_path: Path) -> None:
     with pytest.raises(DlprofError, match="nothing to export"):
         perfetto.write(open_run(path), tmp_path / "out.json", jobs=1)
     assert not (tmp_path / "out.json").exists()
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
+    run = open_run(runs.foreign(tmp_path / "run", job(0, 0)))
+    pipe = tmp_path / "out.json"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as reader:
+        got = reader.submit(pipe.read_text)
+        perfetto.write(run, pipe, jobs=1)
+        assert len(json.loads(got.result(timeout=60))["traceEvents"]) > 10
+    assert pipe.is_fifo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.json", "run"]
+
+
+def test_what_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    run = open_run(runs.foreign(tmp_path / "run", job(0, 0)))
+    with pytest.raises(DlprofError, match=r"nowhere/out\.json: cannot be written: No such file"):
+        perfetto.write(run, tmp_path / "nowhere/out.json", jobs=1)
+    with pytest.raises(DlprofError, match="No space left"):
+        perfetto.write(run, Path("/dev/full"), jobs=1)
+    assert Path("/dev/full").is_char_device()
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
