@@ -17,8 +17,12 @@ GRAIN = 1 / 600
 # A step so much longer than the middle one is drawn beside it.
 SLOW = 1.1
 
-# Workers of a rank's loader that have a lane.
+# Workers of a rank's loader, and streams of its device, that have a lane.
 MOST_WORKERS = 4
+MOST_STREAMS = 4
+
+# What a stream may do, and the kinds of spans that are it.
+_ROLES = {"computation": ("kernel",), "communication": ("communication",), "copies": ("copy", "set")}
 
 Row = tuple[str, int, int, str, str]
 
@@ -35,8 +39,8 @@ def excerpt(rank: RankData) -> pd.DataFrame:
     """Give two steady traced steps: shown (middle, slowest), lane, step, begin_ns, start_ns, dur_ns, name, category.
 
     The middle one, not the shortest or longest, and by its place, so that all ranks show the same step; and this
-    rank's slowest, where it is another and stands out. Lanes: thread, worker N (of the loader), device (without one:
-    work), communication.
+    rank's slowest, where it is another and stands out. Lanes: thread; of a device's streams `computation 7`,
+    `communication 20`, `copies 22`, by what each does most; without a device work and communication; worker N.
     """
     t = timing(rank)
     if not len(t.windows) or t.unit != "step":
@@ -49,7 +53,8 @@ def excerpt(rank: RankData) -> pd.DataFrame:
     parts = []
     for which, chosen in shown.items():
         begin, end = (int(x) for x in t.windows[chosen])
-        rows = [*_on_thread(rank, begin, end), *_in_workers(rank, begin, end), *_working(rank, begin, end)]
+        working = _on_streams if device.has_device(rank) else _working
+        rows = [*_on_thread(rank, begin, end), *working(rank, begin, end), *_in_workers(rank, begin, end)]
         frame = pd.DataFrame(rows, columns=["lane", "start_ns", "dur_ns", "name", "category"])
         step = int(t.numbers[chosen]) if len(t.numbers) else 0
         parts.append(frame.assign(shown=which, step=step, begin_ns=begin))
@@ -85,32 +90,54 @@ def _in_workers(rank: RankData, begin: int, end: int) -> list[Row]:
     ]
 
 
+def _on_streams(rank: RankData, begin: int, end: int) -> list[Row]:
+    """Give what each of the busiest streams ran, hidden or not: those that compute first, those that copy last."""
+    work = device.device_work(rank)
+    start, dur = work["start_ns"].to_numpy(), work["dur_ns"].to_numpy()
+    # What ran when the step began has a name, too.
+    late = np.maximum(start, begin)
+    work = work.assign(start_ns=late, dur_ns=start + dur - late)[(start < end) & (start + dur > begin)]
+    bubble = breakdown.partition(rank).get("pipeline_bubble", iv.EMPTY)
+    streams = []
+    lanes = work["lane"].cat.codes.to_numpy()
+    for code in np.unique(lanes):
+        mine = work[lanes == code]
+        spans = {role: mine[host.is_kind(mine, *kinds)] for role, kinds in _ROLES.items()}
+        ran = {role: iv.clip(host.cover(of_role), begin, end) for role, of_role in spans.items()}
+        busy = {role: iv.total(pieces) for role, pieces in ran.items()}
+        role = max(busy, key=lambda role: busy[role])
+        name = str(work["lane"].cat.categories[code]).removeprefix("device").removeprefix(":")
+        streams.append((list(_ROLES).index(role), -sum(busy.values()), f"{role} {name}", spans, ran))
+    rows: list[Row] = []
+    busiest = sorted(streams, key=lambda stream: stream[1])[:MOST_STREAMS]
+    for _, _, lane, spans, ran in sorted(busiest, key=lambda stream: stream[:3]):
+        for role, category, cover in (
+            ("computation", "computation", ran["computation"]),
+            ("communication", "communication", iv.subtract(ran["communication"], bubble)),
+            ("communication", "pipeline_bubble", iv.intersect(ran["communication"], bubble)),
+            ("copies", "copy", ran["copies"]),
+        ):
+            pieces = _coarse(cover, end - begin)
+            names = _longest(spans[role], pieces)
+            rows += [(lane, int(s), int(e - s), n, category) for (s, e), n in zip(pieces, names, strict=True)]
+    return rows
+
+
 def _working(rank: RankData, begin: int, end: int) -> list[Row]:
-    """Give what the device did, without one the training thread: communication beside the rest, hidden or not."""
-    on_device = device.has_device(rank)
-    work = device.device_work(rank) if on_device else host.on_training_thread(rank)
+    """Give what the training thread computes, and beside it the communication that nothing hides."""
+    work = host.on_training_thread(rank)
     first, last = np.searchsorted(work["start_ns"].to_numpy(), (begin, end))
     work = work.iloc[first:last]
     work = work[host.is_kind(work, "op", *device.WORK)]
-    parts = dict(breakdown.partition(rank))
-    if on_device:
-        parts["communication"] = iv.subtract(
-            device.device_sets(rank).communication, parts.get("pipeline_bubble", iv.EMPTY)
-        )
+    parts = breakdown.partition(rank)
     rows: list[Row] = []
-    for category, lane in (
-        ("computation", "device" if on_device else "work"),
-        ("copy", "device" if on_device else "work"),
-        ("communication", "communication"),
-        ("pipeline_bubble", "communication"),
+    for category, lane, called in (
+        ("computation", "work", ""),
+        ("communication", "communication", "collective"),
+        ("pipeline_bubble", "communication", "waits for another stage"),
     ):
         pieces = _coarse(iv.clip(parts.get(category, iv.EMPTY), begin, end), end - begin)
-        if category == "communication" and on_device:
-            names = _longest(work[host.is_kind(work, "communication")], pieces)
-        elif lane == "communication":
-            names = ["collective" if category == "communication" else "waits for another stage"] * len(pieces)
-        else:
-            names = _longest(work, pieces)
+        names = [called] * len(pieces) if called else _longest(work, pieces)
         rows += [(lane, int(s), int(e - s), n, category) for (s, e), n in zip(pieces, names, strict=True)]
     return rows
 

@@ -11,6 +11,7 @@ from dlprof.renderers.drawing import (
     CARD,
     FONT,
     LANES,
+    LINE,
     Figure,
     axis,
     drawn,
@@ -23,6 +24,7 @@ from dlprof.renderers.drawing import (
 )
 from dlprof.result import Panel
 
+ROOMY = 16  # lanes that have room for large names
 SPANS = 2_000  # drawn one by one in a timeline: about two for each pixel of a wide figure
 
 
@@ -76,9 +78,9 @@ def timeline(evidence: Panel) -> Figure:
         "textangle": 0,
         "insidetextfont": {"size": 11, "color": [inside(c) for c in colours], "family": FONT},
     }
-    labels = [words.plain(lane, 28) for lane in lanes]
+    labels, groups = _labels(lanes)
     arranged = layout(
-        24 * max(len(lanes), 1) + 40,
+        (24 if len(lanes) <= ROOMY else 18) * max(len(lanes), 1) + 40,
         margin(labels),
         barmode="overlay",
         xaxis=axis(unit, range=[rounded(first / divisor), rounded(end / divisor)], fixedrange=False, nticks=9),
@@ -91,6 +93,10 @@ def timeline(evidence: Panel) -> Figure:
         dragmode="zoom",
         hovermode="closest",
         uniformtext={"mode": "hide", "minsize": 10},
+        shapes=[
+            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": at, "y1": at, "line": {"color": LINE, "width": 1}}
+            for at in groups
+        ],
     )
     sums: dict[tuple[str, str], list[float]] = {}
     for s in spans:
@@ -102,6 +108,17 @@ def timeline(evidence: Panel) -> Figure:
     count = f"{words.counted(len(spans), 'span')} on {words.counted(len(lanes), 'lane')}"
     label = f"Timeline: {words.plain(evidence.title, 160)}; {count} in {words.duration(end)}."
     return Figure("", label, {"data": [trace], "layout": arranged}, table, tuple(categories), note)
+
+
+def _labels(lanes: Sequence[str]) -> tuple[list[str], list[float]]:
+    """Give what stands beside each lane, and where lines part groups: neighbours named alike up to the first " · ".
+
+    Of a group only the first lane has the whole name: rank 0 · thread, computation 7, worker 0.
+    """
+    parts = [lane.partition(" · ") for lane in lanes]
+    follows = [bool(rest) and i > 0 and parts[i - 1][0] == group for i, (group, _, rest) in enumerate(parts)]
+    labels = [words.plain(parts[i][2] if follows[i] else lane, 28) for i, lane in enumerate(lanes)]
+    return labels, [i - 0.5 for i in range(1, len(lanes)) if not follows[i]] if any(follows) else []
 
 
 def merge(spans: Sequence[Span], room: int) -> tuple[list[Span], str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.errors import NotMeasured
-from dlprof.measures.excerpt import MOST_WORKERS, excerpt
+from dlprof.measures.excerpt import MOST_STREAMS, MOST_WORKERS, excerpt
 from tests import runs, traces
 from tests.runs import MS
 
@@ -14,9 +14,9 @@ from tests.runs import MS
 def test_the_middle_step_is_drawn_by_lane_and_category(tmp_path: Path) -> None:
     frame = runs.rank_of(tmp_path, traces.training(3)).once(excerpt.function)
     assert set(frame["step"]) == {1}
-    device = frame[frame["lane"] == "device"]
+    device = frame[frame["lane"] == "computation 7"]
     assert set(device["category"]) == {"computation", "copy"}
-    assert set(frame.loc[frame["lane"] == "communication", "category"]) == {"communication"}
+    assert set(frame.loc[frame["lane"] == "communication 21", "category"]) == {"communication"}
     assert set(frame["shown"]) == {"middle"}
     assert "sm90_gemm" in set(device["name"])
     thread = frame[frame["lane"] == "thread"]
@@ -45,8 +45,33 @@ def test_the_slowest_step_stands_beside_the_middle_one_where_it_stands_out(tmp_p
 def test_hidden_communication_has_its_lane_beside_the_computation(tmp_path: Path) -> None:
     events = (traces.step(1, 0, MS), traces.kernel("gemm", 0, 800_000), traces.collective(200_000, 400_000, 1_000))
     frame = runs.rank_of(tmp_path, traces.trace(*events)).once(excerpt.function)
-    (row,) = frame[frame["lane"] == "communication"].to_dict("records")
+    (row,) = frame[frame["lane"] == "communication 21"].to_dict("records")
     assert (row["start_ns"] - row["begin_ns"], row["dur_ns"]) == (200_000, 400_000)
+
+
+def test_streams_have_lanes_by_what_they_do_and_the_idlest_have_none(tmp_path: Path) -> None:
+    steps = (traces.step(1, 0, MS), traces.step(2, MS, MS))
+    events = (
+        traces.copy(MS + 500_000, 100_000, 9, stream=22),
+        traces.kernel("early", MS - 50_000, 60_000, stream=9),
+        *(traces.kernel("gemm", MS + 100_000 + n * 200_000, 100_000 + n, stream=7) for n in range(4)),
+        traces.collective(MS + 200_000, 400_000, 1_000, stream=20),
+        traces.kernel("elsewhere", MS + 10_000, 300_000, stream=7, device=1),
+        *(traces.kernel("idler", MS + 10_000, 10_000 + n, stream=n) for n in (30, 31)),
+    )
+    made = traces.trace(*steps, *sorted(events, key=lambda e: float(e["ts"])))
+    frame = runs.rank_of(tmp_path, made).once(excerpt.function)
+    assert list(frame["lane"].unique()) == ["computation 7", "computation 1:7", "communication 20", "copies 22"]
+    assert frame["lane"].nunique() == MOST_STREAMS
+    assert set(frame["step"]) == {2}
+
+
+def test_what_runs_when_the_step_begins_is_cut_and_named(tmp_path: Path) -> None:
+    steps = (traces.step(1, 0, MS), traces.step(2, MS, MS))
+    kernels = (traces.kernel("early", MS - 50_000, 150_000), traces.kernel("gemm", MS + 200_000, 100_000))
+    frame = runs.rank_of(tmp_path, traces.trace(*steps, *kernels)).once(excerpt.function)
+    told = zip(frame["name"], frame["start_ns"] - frame["begin_ns"], frame["dur_ns"], strict=True)
+    assert list(told) == [("early", 0, 100_000), ("gemm", 200_000, 100_000)]
 
 
 def test_loader_workers_have_lanes(tmp_path: Path) -> None:

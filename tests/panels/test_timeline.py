@@ -31,9 +31,9 @@ def test_the_middle_step_stands_where_it_ran(tmp_path: Path) -> None:
     panel = draw(tmp_path, traces.training(world_size=1))
     assert (panel.shape, panel.unit, panel.title) == ("timeline", "ns", "One traced step (step 1)")
     assert at(panel, "rank 0 · thread", "fetch") == (5 * US, 100 * US)
-    assert at(panel, "rank 0 · device", "sm90_gemm") == (180 * US, 500 * US)  # the two kernels follow each other
-    assert {row[4] for row in panel.rows if row[0].endswith("device")} == {"computation", "copy"}
-    assert {row[4] for row in panel.rows if row[0].endswith("communication")} == {"communication"}
+    assert at(panel, "rank 0 · computation 7", "sm90_gemm") == (180 * US, 500 * US)  # the two kernels follow each other
+    assert {row[4] for row in panel.rows if row[0].endswith("computation 7")} == {"computation", "copy"}
+    assert {row[4] for row in panel.rows if row[0].endswith("communication 21")} == {"communication"}
 
 
 def test_ranks_of_one_clock_are_drawn_on_it(tmp_path: Path) -> None:

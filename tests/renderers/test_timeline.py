@@ -17,6 +17,23 @@ def test_a_timeline_draws_short_spans_upon_long_ones_in_their_lanes() -> None:
     assert figure.legend == ("copy", "host", "nonsense")
 
 
+def test_of_lanes_of_one_group_the_first_tells_which() -> None:
+    lanes = ("rank 0 · thread", "rank 0 · computation 7", "rank 1 · thread", "rank 1 · worker 0", "alone")
+    figure = figures.panel(Panel("timeline", "t", tuple((lane, 0, 5, "a", "copy") for lane in lanes)))
+    assert figure.spec is not None
+    arranged = figure.spec["layout"]
+    assert arranged["yaxis"]["ticktext"] == ["rank 0 · thread", "computation 7", "rank 1 · thread", "worker 0", "alone"]
+    assert [shape["y0"] for shape in arranged["shapes"]] == [1.5, 3.5]
+    assert [row[0] for row in figure.table.rows] == list(lanes)
+
+
+def test_lanes_that_stand_alone_are_not_parted() -> None:
+    figure = figures.panel(Panel("timeline", "t", tuple((f"stage {n} · rank {n}", 0, 5, "a", "copy") for n in (0, 1))))
+    assert figure.spec is not None
+    assert figure.spec["layout"]["yaxis"]["ticktext"] == ["stage 0 · rank 0", "stage 1 · rank 1"]
+    assert figure.spec["layout"]["shapes"] == []
+
+
 def test_a_crowded_timeline_keeps_the_longest_spans_and_loses_no_lane() -> None:
     rows = tuple(
         (f"lane {i % 7}", i * 100, 1 + i % 90 + (10_000 if i == 4321 else 0), f"k{i}", "copy") for i in range(20_000)
