@@ -14,6 +14,9 @@ from dlprof.measures.steps import light_steps, standard_error, step_means
 # What travels of the batches: enough for a replay, a few kilobytes.
 MOST_FETCHES = 400
 
+# Batches that tell what taking one takes.
+_ENOUGH = 3
+
 
 @per_rank
 def loader_calls(rank: RankData) -> pd.DataFrame:
@@ -52,9 +55,10 @@ def loader_means(rank: RankData) -> pd.DataFrame:
     """Give one row of the training loader in the steady steps, and of what the process used meanwhile.
 
     Columns: batches, empty (of how many no batch was ready when asked), ready and outstanding (means, batches; NaN
-    without workers) · epochs, start_ns, first_ns, end_ns (means over the run's epochs: iter(), the first next(), the
-    workers' leaving; NaN: none) · cores (CPU time of the process ÷ time) and delayed (share of the time that the
-    training thread was ready and had no core), NaN where the kernel does not tell.
+    without workers), taken_ns (the median next() when every batch that was asked for is ready: it receives one, and
+    waits for nobody; NaN: not seen) · epochs, start_ns, first_ns, end_ns (means over the run's epochs: iter(), the
+    first next(), the workers' leaving; NaN: none) · cores (CPU time of the process ÷ time) and delayed (share of the
+    time that the training thread was ready and had no core), NaN where the kernel does not tell.
     """
     loading = rank.table("loading")
     if not loading["kind"].isin(["first", "batch"]).any():
@@ -75,6 +79,7 @@ def loader_means(rank: RankData) -> pd.DataFrame:
             "empty": [int(queued["empty"].sum()) if found else -1],
             "ready": [queued["ready"].sum() / n if found else np.nan],
             "outstanding": [queued["outstanding"].sum() / n if found else np.nan],
+            "taken_ns": [_taken(queued)],
             "epochs": [int(mine.loc[mine["kind"] == "start", "count"].sum())],
             "start_ns": [_mean(mine, "start")],
             "first_ns": [_mean(mine, "first")],
@@ -223,6 +228,12 @@ def _in_steady(rank: RankData, at: NDArray[np.int64]) -> NDArray[np.bool_]:
     inside = (step >= 0) & (at < (begin + steps["dur_ns"].to_numpy())[step])
     found: NDArray[np.bool_] = inside & steps["steady"].to_numpy(dtype=bool)[step]
     return found
+
+
+def _taken(queued: pd.DataFrame) -> float:
+    """Give what taking a batch takes that is surely there, ns: all are, or the one whose turn it is may be missing."""
+    there = queued[(queued["outstanding"] > 0) & (queued["ready"] == queued["outstanding"])]
+    return float((there["dur_ns"] / there["count"]).median()) if len(there) >= _ENOUGH else float("nan")
 
 
 def _mean(rows: pd.DataFrame, kind: str) -> float:

@@ -15,6 +15,9 @@ C cores runs at min(1, C ÷ N), as a fair scheduler lets it; N is taken from how
 others, which gives the mean stretch of a thread's computing; times and stretches are solved for together. The kernel
 tells how long computing really waited for a core: by how much that differs from the model's stretch of the run as it
 was, for other jobs on the host or for a scheduler that does better, is taken to stay.
+
+Batches that cost nothing bound what cheaper samples can give: the same model without the fetches. Then the ranks have
+the cores to themselves, and what one waited for another that had none is gone with it.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.loader import fetch_series, loader_means
-from dlprof.measures.replay import saving_input
+from dlprof.measures.replay import own_time, saving_input
 from dlprof.measures.steps import step_means, step_series
 
 Times = NDArray[np.float64]
@@ -181,7 +184,9 @@ def pace(run: Measured, rank: int) -> Pace:
         raise NotMeasured("what fetching and training use of the cores was not recorded")
     used = np.where(used < 0, used[used >= 0].mean(), used)
     delay = np.minimum(np.maximum(delay, 0.0), np.maximum(fetch - used, 0.0))
-    own = (series["dur_ns"] - series["fetch_ns"]).to_numpy(dtype=float)
+    # Taking a batch that is there is the loop's own work.
+    taken = 0.0 if np.isnan(row["taken_ns"]) else float(row["taken_ns"])
+    own = (series["dur_ns"] - (series["fetch_ns"] - taken).clip(lower=0)).to_numpy(dtype=float)
     inside = 0.0 if workers else 1.0  # the share of fetching that the loop's own figures hold
     own_delay = (0.0 if np.isnan(row["delayed"]) else row["delayed"]) * step["step_ns"] - inside * delay.mean()
     own_used = row["cores"] * step["step_ns"] - inside * used.mean()
@@ -270,6 +275,26 @@ def planned(run: Measured, wait: Mapping[int, float], worst: int) -> Plan | None
     # Ranks beyond those that were looked at wait less than they, and are taken to be like the worst.
     gone = {r: w * freed.get(r, freed[worst]) for r, w in wait.items()}
     return Plan(given, chosen, saving_input(run, gone))
+
+
+def step_without_loading(run: Measured) -> float:
+    """Give the mean step if batches cost nothing, ns; raises as `pace` does.
+
+    Ranks compute what they did, on the cores that fetching leaves them. Where a rank computes not, it is transfer, the
+    same for all of them, or waiting for others that had less of the cores: the least that any rank has of it stays.
+    """
+    waits = run.frame(own_time).set_index("rank")["wait_ns"]
+    paces = {rank: pace(run, rank) for rank in run.ranks}
+    stands = {r: max(float(p.own.mean()) * (1 - p.own_cpu) - float(waits[r]), 0.0) for r, p in paces.items()}
+    stays, nothing = min(stands.values()), np.zeros(1)
+
+    def alone(recorded: Pace) -> float:
+        computes = float(recorded.own.mean()) * recorded.own_cpu
+        own = max(computes + stays, 1.0)
+        bare = replace(recorded, own=np.array([own]), own_cpu=computes / own, fetch=nothing, fetch_cpu=nothing)
+        return replayed(bare, 0).step_ns
+
+    return max(alone(p) for p in paces.values())
 
 
 def freed_by_equal_workers(run: Measured, rank: int, slow: int) -> float:

@@ -8,11 +8,15 @@ that tells when the device was idle: a wait behind which the device still comput
 With several ranks, a wait counts as far as no other rank is slower anyway; where all ranks' traces are here, the report
 tells who waits meanwhile for the rank that waits for its data.
 
+A batch that is ready must still be received: what `next()` takes then is not waiting for data, and not counted.
+
 Saving: what more workers would give, predicted from the recorded batches: their fetches are replayed with n workers
 beside the loop's own steps, in order, through a queue as deep as the loader's. Where fetching computes, workers and
-training share the cores of the host; where it waits for storage, they do not. Where batches were not recorded, or more
-workers would not help, the saving is the waiting gone altogether, and the report says so: the most that faster loading
-can give.
+training share the cores of the host; where it waits for storage, they do not. Where batches that cost nothing would
+give more than twice as much, samples are the bottleneck, not the number of workers, and the saving is theirs: the wait
+gone, and on a CPU also the cores that fetching takes from training. That is the most that cheaper samples can give, and
+the report says so: one recording cannot tell how cheap they can become. It is the saving as well where batches were not
+recorded.
 
 What to change, in this order: let worker processes load (`num_workers`), keep them between epochs
 (`persistent_workers=True`), make a sample cheaper (decode smaller, cache what is decoded, store what is read together
@@ -33,14 +37,18 @@ from dlprof.measures.blame import blame
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.loader import before_forward, fetch_series, loader_calls, loader_means, worker_means
 from dlprof.measures.replay import own_time, saving_input
+from dlprof.measures.room import room
 from dlprof.measures.stacks import hottest, hottest_own
 from dlprof.measures.steps import mean_step_ns, of_step, step_means, step_series
-from dlprof.measures.workers import Plan, planned
+from dlprof.measures.workers import Plan, planned, step_without_loading
 from dlprof.result import Finding, Forecast, Panel
 from dlprof.units import count, duration, percent
 
 # From here on a wait is worth a change: XProf's input pipeline analyzer and the TensorBoard plugin say 5 %.
 NOTABLE_SHARE = 0.05
+
+# More workers are what is missing where they give the larger part of what there is to gain.
+LARGER_PART = 0.5
 
 MOST_BARS = 60
 MOST_ROWS = 12
@@ -51,16 +59,21 @@ def check(run: Measured) -> Finding | Clear:
     calls = run.frame(loader_calls).set_index("rank")
     if not calls["calls"].sum():
         raise NotMeasured(_no_loader(run))
-    wait = part(run, "input_wait")
+    wait, taken = _waits(run)
     step = mean_step_ns(run)
-    gain = saving_input(run, wait)
+    gain = min(saving_input(run, wait), room(run, ("input_wait",)))
     share = gain / step
     if share < NOTABLE_SHARE:
-        return Clear(f"{percent(share)} of the step waits for data")
+        ready = max(taken.values()) / step
+        besides = f", and {percent(ready)} takes over batches that are ready" if ready >= LEAST_SHARE else ""
+        return Clear(f"{percent(share)} of the step waits for data{besides}")
     worst = max(wait, key=lambda r: wait[r])
     plan = planned(run, wait, worst)
     # Where workers do not help, what is to be gained is what cheaper samples would give.
-    helps = plan is not None and plan.gain_ns >= NOTABLE_SHARE * step
+    if plan is not None:
+        gain = max(_for_nothing(run, gain), plan.gain_ns)
+    helps = plan is not None and plan.gain_ns >= max(NOTABLE_SHARE * step, LARGER_PART * gain)
+    saving = plan.gain_ns if plan is not None and helps else gain
     most = wait[worst]
     late = tuple(sorted(r for r, w in wait.items() if w >= most / 2))
     culprit, victims = _victims(run, late)
@@ -74,13 +87,35 @@ def check(run: Measured) -> Finding | Clear:
         f"{_hottest(run, worst)}",
         verdict=f"{percent(share)} {of_step(run)} waits for data{where}{_also(run, late, victims)}.",
         noise_ns=part_noise(run, "input_wait"),
-        saving_ns=plan.gain_ns if plan is not None and helps else gain,
-        advice=_planned(run, worst, plan) if plan is not None else _advice(run, worst, wait[worst], step),
+        saving_ns=saving,
+        advice=_planned(run, worst, plan, helps) if plan is not None else _advice(run, worst, wait[worst], step),
         evidence=_evidence(run, worst) if plan is None else _predictions(plan, worst),
         forecasts=_forecasts(plan, step) if plan is not None and helps else (),
         ranks=late,
-        sure=_sure(plan, helps) + _assumed(run),
+        sure=_sure(run, plan, helps) + _assumed(run),
     )
+
+
+def _waits(run: Measured) -> tuple[dict[int, float], dict[int, float]]:
+    """Give each rank's exposed wait for data in the mean steady step, ns, and what of it takes over ready batches."""
+    wait = part(run, "input_wait")
+    try:
+        takes = by_rank(run.frame(loader_means).dropna(subset="taken_ns"), "taken_ns")
+    except NotMeasured:
+        takes = {}
+    taken = {r: min(takes.get(r, 0.0), ns) for r, ns in wait.items()}
+    return {r: ns - taken[r] for r, ns in wait.items()}, taken
+
+
+def _for_nothing(run: Measured, gone: float) -> float:
+    """Give what the run gains where batches cost nothing, ns; `gone`: what it gains by its waiting alone.
+
+    On a GPU's host it is that: what the host computes beside a busy GPU costs no time.
+    """
+    try:
+        return mean_step_ns(run) - step_without_loading(run) if settings.on_cpu(run) else gone
+    except NotMeasured:
+        return gone
 
 
 def _victims(run: Measured, late: tuple[int, ...]) -> tuple[int, dict[int, float]]:
@@ -126,11 +161,14 @@ def _no_loader(run: Measured) -> str:
     )
 
 
-def _sure(plan: Plan | None, helps: bool) -> str:
+def _sure(run: Measured, plan: Plan | None, helps: bool) -> str:
     bound = "the whole wait gone, step by step over all ranks: the most that faster loading can give."
     if plan is None:
         return f"Estimated as {bound} Workers that need more cores than are free give less."
     if not helps:
+        if settings.on_cpu(run):
+            bound = "batches that cost nothing, and training with the cores to itself: the most that cheaper samples"
+            bound += " can give."
         return f"Estimated as {bound} More workers alone would give {duration(plan.gain_ns)} of it."
     return (
         f"Predicted for {count(plan.chosen.workers, 'worker')} by replaying the recorded batches, with the host's cores"
@@ -138,27 +176,32 @@ def _sure(plan: Plan | None, helps: bool) -> str:
     )
 
 
-def _planned(run: Measured, rank: int, plan: Plan) -> tuple[str, ...]:
+def _planned(run: Measured, rank: int, plan: Plan, helps: bool) -> tuple[str, ...]:
     now, then = plan.now, plan.chosen
     loader = settings.training_loader(run, rank)
     left = max(then.wait_ns, 0.0)
-    advice = []
+    workers = ""
     if then.workers > now.workers and then.step_ns < now.step_ns * (1 - NOTABLE_SHARE / 2):
         keep = "" if now.workers else ", persistent_workers=True"
-        advice.append(
-            f"`num_workers={then.workers}{keep}` (is {now.workers}): a step of {duration(then.step_ns)} is predicted"
-        )
-        slower = then.step_ns - left - (now.step_ns - now.wait_ns)
-        if slower > 0.05 * then.step_ns:
-            advice.append(
-                f"make a sample cheaper, or cache what is decoded: the workers take {duration(slower)} a step from"
-                " training, which needs the same cores"
-            )
-    else:
+        workers = f"`num_workers={then.workers}{keep}` (is {now.workers})"
+    if not helps:
         cores = settings.cores_per_rank(run, rank)
         there = f": a rank has {count(cores, 'core')}" if cores else ""
-        advice.append(f"make a sample cheaper, or cache what is decoded; more workers would not help{there}")
-    if left > 0.05 * then.step_ns and advice[0].startswith("`num"):
+        advice = [
+            "make a sample cheaper, or cache what is decoded; more workers would"
+            + (f" give less{there}" if workers else f" not help{there}")
+        ]
+        if workers:
+            advice.append(f"{workers} alone: a step of {duration(then.step_ns)} is predicted")
+        return (*advice, *_queue_advice(loader, now.workers))
+    advice = [f"{workers or f'`num_workers={then.workers}`'}: a step of {duration(then.step_ns)} is predicted"]
+    slower = then.step_ns - left - (now.step_ns - now.wait_ns)
+    if slower > 0.05 * then.step_ns:
+        advice.append(
+            f"make a sample cheaper, or cache what is decoded: the workers take {duration(slower)} a step from"
+            " training, which needs the same cores"
+        )
+    if left > 0.05 * then.step_ns:
         advice.append(f"{duration(left)} of waiting is then left: only cheaper samples take that away")
     return (*advice, *_queue_advice(loader, now.workers))
 
@@ -198,9 +241,11 @@ def _seen(run: Measured, rank: int) -> str:
     if not len(means) or not len(workers):
         return ""
     told = ""
-    if means["empty"].iloc[0] >= 0:
+    # Batches that are there before their turn fill it as well, and the one that is waited for may be missing.
+    empty = int(means["empty"].iloc[0])
+    if empty > 0:
         of_all = count(int(means["batches"].iloc[0]), "batch")
-        told = f"; the queue was empty for {int(means['empty'].iloc[0])} of {of_all}"
+        told = f"; the queue was empty for {empty} of {of_all}"
     n = workers["batches"] / workers["batches"].sum()
     fetch, cpu = float((workers["dur_ns"] * n).sum()), float((workers["cpu_ns"] * n).sum(skipna=False))
     of_it = f", {duration(cpu)} of it computing" if math.isfinite(cpu) else ""
@@ -308,5 +353,6 @@ RULE = Rule(
         worker_means,
     ),
     check,
-    saves_from=("input_wait",),
+    # Workers that compute slow everything that computes beside them.
+    saves_from=("computation", "communication", "input_wait", "optimizer_host", "host", "other"),
 )

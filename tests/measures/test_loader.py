@@ -53,6 +53,25 @@ def test_means_of_the_queue_and_of_each_worker_in_the_steady_steps(tmp_path: Pat
     assert series["gap_ns"].iloc[0] == 0
 
 
+def test_taking_over_a_batch_is_told_from_those_that_are_surely_ready(tmp_path: Path) -> None:
+    path = told(tmp_path, 2)
+    assert pd.isna(runs.measured(path, loader_means).frame(loader_means)["taken_ns"][0])
+    ready(path, every=2, takes=3 * MS, outstanding=2)
+    assert runs.measured(path, loader_means).frame(loader_means)["taken_ns"][0] == 3 * MS
+    # Of four that were asked for two are ready: the one whose turn it is may be missing.
+    ready(path, every=2, takes=3 * MS, outstanding=4)
+    assert pd.isna(runs.measured(path, loader_means).frame(loader_means)["taken_ns"][0])
+
+
+def ready(path: Path, *, every: int, takes: int, outstanding: int) -> None:
+    """Let one batch out of so many find two ready, and be taken in such a time, ns."""
+    file = path / "ranks/00000/loading.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    found = {"empty": 0, "ready": 2, "outstanding": outstanding, "dur_ns": takes}
+    changed = [line | found if line["kind"] == "batch" and line["step"] % every == 0 else line for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in changed))
+
+
 def test_the_training_thread_is_no_worker(tmp_path: Path) -> None:
     run = runs.measured(told(tmp_path, 0), loader_means, worker_means)
     assert run.frame(loader_means)["empty"][0] == -1

@@ -1,5 +1,6 @@
 """The step with other numbers of workers: known answers, and what the model must not claim."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from dlprof.measures.breakdown import breakdown
 from dlprof.measures.loader import fetch_series, loader_means
 from dlprof.measures.replay import own_time
 from dlprof.measures.steps import step_means, step_series
-from dlprof.measures.workers import Pace, forecasts, planned, proposed, replayed
+from dlprof.measures.workers import Pace, forecasts, planned, proposed, replayed, step_without_loading
 from tests import runs
 from tests.runs import MS
 
@@ -112,8 +113,43 @@ def test_a_run_that_its_batches_do_not_explain_is_not_forecast(tmp_path: Path) -
     assert planned(run, {0: 60.0 * MS}, 0) is None
 
 
+def test_without_its_loading_a_rank_has_its_cores_to_itself(tmp_path: Path) -> None:
+    # One core, all the time at work: the loop computes 20 ms of a step in 30 ms, and its worker 80 ms in 100 ms.
+    path = recorded(tmp_path, fetch=100, cpu=80, workers=1, own=30, cores=1)
+    held_up(path, 0, loop=10 * MS, worker=20 * MS, computing=20 * MS)
+    run = runs.measured(path, *NEEDS)
+    assert step_without_loading(run) == pytest.approx(20 * MS, rel=0.01)
+    # More workers give nothing: the core has no more to give.
+    assert min(f.step_ns for f in forecasts(run, 0)) > 95 * MS
+
+
+def test_without_loading_the_rank_that_computes_most_sets_the_pace_and_what_all_wait_for_stays(tmp_path: Path) -> None:
+    path = recorded(tmp_path, fetch=130, cpu=10, workers=1, own=50, ranks=2)
+    # Of 50 ms, rank 0 computes 20 and rank 1 45: 5 ms are nobody's computing, the others are rank 0's waiting.
+    held_up(path, 0, loop=0, worker=0, computing=20 * MS)
+    held_up(path, 1, loop=0, worker=0, computing=45 * MS)
+    assert step_without_loading(runs.measured(path, *NEEDS)) == pytest.approx(50 * MS, rel=0.01)
+    held_up(path, 1, loop=0, worker=0, computing=30 * MS)
+    # Now 20 ms are left, in which rank 1 may have waited for what nobody recorded.
+    assert step_without_loading(runs.measured(path, *NEEDS)) == pytest.approx(50 * MS, rel=0.01)
+
+
+def held_up(path: Path, rank: int, *, loop: int, worker: int, computing: int) -> None:
+    """Say what a step's loop and its worker waited for a core, and what the loop's process computed, ns."""
+    for name, said in (
+        ("loading.jsonl", {"delay_ns": loop, "cpu_ns": computing}),
+        ("fetches.jsonl", {"delay_ns": worker}),
+    ):
+        file = path / f"ranks/{rank:05d}" / name
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        changed = [line | said if line.get("kind") in ("usage", None) else line for line in lines]
+        file.write_text("".join(json.dumps(line) + "\n" for line in changed))
+
+
 def test_without_a_record_of_batches_nothing_is_forecast(tmp_path: Path) -> None:
     steps = [runs.light(k, 80 * MS, fetch_ns=60 * MS) for k in range(40)]
     run = runs.measured(runs.recorded(tmp_path / "run", (None, steps, runs.CPU)), *NEEDS)
     with pytest.raises(NotMeasured):
         forecasts(run, 0)
+    with pytest.raises(NotMeasured):
+        step_without_loading(run)

@@ -8,7 +8,10 @@ import pytest
 
 from dlprof.rules.input_wait import RULE
 from tests import pipelines, runs, traces
-from tests.measures.test_blame import held_up, meeting
+from tests.measures.test_blame import held_up as meeting_late
+from tests.measures.test_blame import meeting
+from tests.measures.test_loader import ready
+from tests.measures.test_workers import held_up
 from tests.rules.asking import ask
 from tests.runs import MS
 
@@ -60,7 +63,7 @@ def test_one_starving_rank_is_named(tmp_path: Path) -> None:
 
 
 def test_who_waits_for_the_starving_rank_is_told(tmp_path: Path) -> None:
-    found = ask(RULE, runs.foreign(tmp_path, *held_up({}, {"input_wait": MS}, {})))
+    found = ask(RULE, runs.foreign(tmp_path, *meeting_late({}, {"input_wait": MS}, {})))
     assert found.ranks == (1,)
     assert found.saving_ns == pytest.approx(1.25 * MS)
     assert "Ranks 0, 2 wait 1.00 ms a step for rank 1, which waits for its loader." in found.summary
@@ -74,7 +77,7 @@ def test_so_is_who_waits_for_one_that_waits_for_it(tmp_path: Path) -> None:
 
 
 def test_ranks_that_starve_alike_are_not_said_to_wait_for_each_other(tmp_path: Path) -> None:
-    found = ask(RULE, runs.foreign(tmp_path, *held_up({"input_wait": MS}, {"input_wait": MS})))
+    found = ask(RULE, runs.foreign(tmp_path, *meeting_late({"input_wait": MS}, {"input_wait": MS})))
     assert "which waits for its loader" not in found.summary
     assert found.verdict.endswith("waits for data.")
 
@@ -181,6 +184,31 @@ def test_where_workers_cannot_help_the_saving_is_that_of_cheaper_samples(tmp_pat
     assert "num_workers" not in found.advice[0]
     assert found.saving_ns == pytest.approx(80 * MS)
     assert "More workers alone would give" in found.sure
+
+
+def test_batches_that_compute_take_the_cores_from_training_too(tmp_path: Path) -> None:
+    # One core: training computes 20 ms of each 100, in 30 of them, and the worker all the others.
+    path = watched(tmp_path, fetch=100, cpu=80, workers=1, own=30, cores=1)
+    held_up(path, 0, loop=10 * MS, worker=20 * MS, computing=20 * MS)
+    found = ask(RULE, path)
+    assert found.verdict.startswith("70 % of each step waits for data")
+    assert found.saving_ns == pytest.approx(80 * MS, rel=0.01)
+    assert "make a sample cheaper" in found.advice[0]
+    assert "batches that cost nothing" in found.sure
+
+
+def test_taking_over_batches_that_are_ready_is_no_waiting(tmp_path: Path) -> None:
+    path = watched(tmp_path, fetch=20, cpu=2, workers=1, own=18)
+    ready(path, every=1, takes=2 * MS, outstanding=2)
+    clear = ask(RULE, path)
+    assert (clear.state, clear.summary) == (
+        "clear",
+        "0 % of the step waits for data, and 10 % takes over batches that are ready",
+    )
+    # Where some batches are waited for, taking them over is no part of the wait.
+    path = watched(tmp_path / "other", fetch=40, cpu=2, workers=1, own=18)
+    ready(path, every=2, takes=2 * MS, outstanding=2)
+    assert ask(RULE, path).saving_ns == pytest.approx(20 * MS, rel=0.05)
 
 
 def test_a_script_without_a_loader_is_told_what_passes_before_its_forward(tmp_path: Path) -> None:
