@@ -19,6 +19,7 @@ from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import breakdown, settings
 from dlprof.measures.collectives import collectives, exposed, traced_steps, waiting, waits
+from dlprof.measures.loader import in_steady
 from dlprof.measures.steps import PHASES, standard_error, step_series
 
 # Ranks wait in a phase where at least this share of all their waiting falls into it.
@@ -26,6 +27,9 @@ WAITING_PHASE = 0.1
 
 # Disturbances last: steps in a row are alike. Means of this many (as many as a window traces) are nearly independent.
 BLOCK = 5
+
+# What travels of the ranks' use of their cores: a few kilobytes.
+MOST_ROWS = 400
 
 
 @per_rank
@@ -83,6 +87,37 @@ def light_own_time(run: Measured) -> pd.DataFrame:
         spent = _pivot(series, f"{phase}_ns")
         own = own.sub(spent.sub(spent.min(axis=1), axis=0))
     return own.dropna()
+
+
+@per_rank
+def busy(rank: RankData) -> pd.DataFrame:
+    """Give what a rank's process used of its cores in the steady steps: step, time_ns, busy_ns; thinned alike.
+
+    busy_ns is CPU time, and the time in which the training thread was ready to run and had no core. A rank that waits
+    for another sleeps, with gloo. Raises NotMeasured where the kernel does not tell.
+    """
+    loading = rank.table("loading")
+    usage = loading[(loading["kind"] == "usage") & (loading["delay_ns"] >= 0)]
+    usage = usage[in_steady(rank, usage["start_ns"].to_numpy())]
+    if not len(usage):
+        raise NotMeasured("what the ranks use of their cores was not recorded")
+    stride = -(-len(rank.table("steps")) // MOST_ROWS)
+    usage = usage.assign(step=usage["step"] // stride, busy_ns=usage["cpu_ns"] + usage["delay_ns"])
+    sums: pd.DataFrame = usage.groupby("step", as_index=False)[["dur_ns", "busy_ns"]].sum()
+    return sums.rename(columns={"dur_ns": "time_ns"})
+
+
+def busy_share(run: Measured) -> pd.DataFrame:
+    """Give each rank's busy share of the time: one row some steps, one column a rank. Raises NotMeasured as `busy`.
+
+    With several threads a rank may be busy for longer than the time. Raises it also where ranks that wait are busy.
+    """
+    gloo = all("gloo" in str(run.facts[r].get("backend") or run.trace_facts[r].get("backend")) for r in run.ranks)
+    if not settings.on_cpu(run) or not gloo or run.lacking(busy):
+        raise NotMeasured("what a rank is busy does not tell its own time")
+    frame = run.frame(busy)
+    shares = frame.assign(share=frame["busy_ns"] / frame["time_ns"].clip(lower=1))
+    return shares.pivot_table(index="step", columns="rank", values="share").dropna()
 
 
 def _pivot(series: pd.DataFrame, column: str) -> pd.DataFrame:

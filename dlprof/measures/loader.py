@@ -64,13 +64,13 @@ def loader_means(rank: RankData) -> pd.DataFrame:
     if not loading["kind"].isin(["first", "batch"]).any():
         raise NotMeasured("no DataLoader was seen")
     mine = loading[loading["loader"] == _training_loader(rank)]
-    steady = mine[(mine["kind"] == "batch") & _in_steady(rank, mine["start_ns"].to_numpy())]
+    steady = mine[(mine["kind"] == "batch") & in_steady(rank, mine["start_ns"].to_numpy())]
     batches = int(steady["count"].sum())
     queued = steady[steady["empty"] >= 0]
     n = max(int(queued["count"].sum()), 1)
     found = len(queued) > 0
     # What the process used while it was profiled, or began, is of no steady step.
-    usage = loading[(loading["kind"] == "usage") & _in_steady(rank, loading["start_ns"].to_numpy())]
+    usage = loading[(loading["kind"] == "usage") & in_steady(rank, loading["start_ns"].to_numpy())]
     took = max(int(usage["dur_ns"].sum()), 1)
     delays = len(usage) > 0 and bool((usage["delay_ns"] >= 0).all())
     return pd.DataFrame(
@@ -201,7 +201,7 @@ def _training_fetches(rank: RankData) -> pd.DataFrame:
         begin = steps.loc[steps["steady"], "start_ns"].min()
         keep = fetches["pid"].isin(pids).to_numpy() & fetches.duplicated("pid").to_numpy() & (start >= begin)
     else:
-        keep = (fetches["worker"] == -1).to_numpy() & _in_steady(rank, start)
+        keep = (fetches["worker"] == -1).to_numpy() & in_steady(rank, start)
     if not keep.any():
         raise NotMeasured("no fetch of a batch was recorded in the steady steps")
     kept: pd.DataFrame = fetches[keep]
@@ -215,12 +215,12 @@ def _training_loader(rank: RankData) -> int:
 
 def _most_frequent(rank: RankData) -> int:
     loading = rank.table("loading")
-    begun = loading[(loading["kind"] == "batch") & _in_steady(rank, loading["start_ns"].to_numpy())]
+    begun = loading[(loading["kind"] == "batch") & in_steady(rank, loading["start_ns"].to_numpy())]
     counts = begun.groupby("loader")["count"].sum()
     return int(str(counts.idxmax())) if len(counts) else -1
 
 
-def _in_steady(rank: RankData, at: NDArray[np.int64]) -> NDArray[np.bool_]:
+def in_steady(rank: RankData, at: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Tell which instants lie in steady steps."""
     steps = rank.once(light_steps)
     begin = steps["start_ns"].to_numpy()

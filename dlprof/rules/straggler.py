@@ -6,9 +6,9 @@ collective that cannot begin. The culprit shows least of it, for it arrives last
 Needs the traces of all ranks: collectives are matched by process group and order, and waiting is the latest start less
 one's own. A rank's own time is the step less that waiting, and less the transfers that lie open on it only because it
 is ahead: those that the last to come hides behind its computation, as this rank would have without the waiting. On a
-CPU run the light layer tells it for every step; on a GPU only the traced steps do, and a difference that comes and goes
-between them is not told. Where traces are missing, the ranks that are here vote: whose collectives are abnormally short
-is the one that the others wait for.
+CPU run the light layer tells it for every step, or at least whether the rank is busy for longer in all of them; on a
+GPU only the traced steps do, and a difference that comes and goes between them is not told. Where traces are missing,
+the ranks that are here vote: whose collectives are abnormally short is the one that the others wait for.
 
 Saving: every step replayed with the late ranks at the mean pace of the next slowest; their jitter stays. What another
 rule answers for (a late rank's wait for data, its checkpoints, its garbage) is that rule's saving and not this one's.
@@ -20,6 +20,7 @@ inputs, a slower clock, a host whose cores are taken.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 
@@ -30,7 +31,7 @@ from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.collectives import SENT, collectives, exposed, matched, waits
-from dlprof.measures.lateness import Lead, lead, light_own_time, traced_own_time
+from dlprof.measures.lateness import Lead, busy, busy_share, lead, light_own_time, traced_own_time
 from dlprof.measures.replay import own_time
 from dlprof.measures.samples import sample_means
 from dlprof.measures.steps import mean_step_ns, step_means
@@ -53,6 +54,8 @@ _OWNERS: Mapping[str, str] = {
     "garbage_collection": "gc_pauses",
     "compilation": "recompilation",
 }
+
+_TRACED = "in the traced steps"
 
 # What it does, and what to change; what its computation is longer by is looked into further.
 _CAUSES: Mapping[str, tuple[str, str]] = {
@@ -98,6 +101,12 @@ def check(run: Measured) -> Finding | Clear:
             f"the others wait {percent(share)} of a step for {who}, which {_CAUSES[owner][0]}: see {_OWNERS[owner]}"
         )
     cause = max((c for c in more if c not in _OWNERS), key=lambda c: more[c])
+    gain = _confirmed(run, late, left, cause) if source == _TRACED else left
+    if gain < NOTABLE_SHARE:
+        return Clear(
+            f"{who} costs {percent(share)} of a step in the traced ones, but in all steady steps it is busy for"
+            f" {percent(gain)} more of the time at most: it computes no longer than the others"
+        )
     does, do = _CAUSES[cause]
     because, instead = longer_because(run, late.ranks[0]) if cause == "computation" else ("", "")
     last = steps[steps["rank"].isin(late.ranks)]
@@ -112,9 +121,9 @@ def check(run: Measured) -> Finding | Clear:
         summary=f"It is {come} and waits {duration(last['wait_ns'].mean())} a step, the others"
         f" {duration(_others(steps, late.ranks))}; it {does} than the others ({duration(more[cause])} a step more)"
         f"{': ' if because else ''}{because}{also}.",
-        verdict=f"{percent(left)} of each step all ranks wait for {who}.",
-        saving_ns=left * mean_step_ns(run),
-        noise_ns=late.noise_ns * late.saving_ns / late.behind_ns * left / share,
+        verdict=f"{percent(gain)} of each step all ranks wait for {who}.",
+        saving_ns=gain * mean_step_ns(run),
+        noise_ns=late.noise_ns * late.saving_ns / late.behind_ns * gain / share,
         advice=(instead or do,),
         evidence=_table(run, steps),
         ranks=tuple(sorted(late.ranks)),
@@ -128,12 +137,29 @@ def _lead(run: Measured) -> tuple[Lead, str]:
     try:
         whole = _dearest(run, run.frame(light_own_time))
     except NotMeasured:
-        return traced, "in the traced steps"
+        return traced, _TRACED
     # What one short window shows must exceed what such windows show by chance.
     traced = replace(traced, noise_ns=max(traced.noise_ns, whole.window_noise_ns))
     told = whole.saving_ns >= NOTABLE_SHARE * whole.step_ns and whole.behind_ns >= LEAST_NOISE * whole.noise_ns
     missed = traced.behind_ns >= LEAST_NOISE * traced.noise_ns
-    return (traced, "in the traced steps") if missed and not told else (whole, "in every steady step")
+    return (traced, _TRACED) if missed and not told else (whole, "in every steady step")
+
+
+def _confirmed(run: Measured, late: Lead, share: float, cause: str) -> float:
+    """Give what of a share of the traced steps can be true of all steady ones.
+
+    On a CPU who computes longer is busy for longer. The few traced steps, all in a row, may be unlike the others: a
+    rank may share its core meanwhile, and the memory that the profiler takes costs one rank more than another. Several
+    threads are busy for longer than their rank is late, so that this is the most that it can be.
+    """
+    if cause != "computation":
+        return share
+    with suppress(NotMeasured):
+        shares = busy_share(run)
+        if len(shares) > 1 and set(late.ranks) < set(shares.columns):
+            more = lead(shares, late.ranks)
+            return min(share, max(more.behind_ns, 0.0) + LEAST_NOISE * more.noise_ns)
+    return share
 
 
 def _dearest(run: Measured, own: pd.DataFrame) -> Lead:
@@ -238,6 +264,7 @@ RULE = Rule(
     "A late rank",
     (
         breakdown,
+        busy,
         collectives,
         exposed,
         light_own_time,

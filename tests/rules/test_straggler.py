@@ -8,6 +8,7 @@ from dlprof.rules.straggler import RULE
 from tests import runs, traces
 from tests.measures.test_blame import held_up
 from tests.measures.test_collectives import late_by
+from tests.measures.test_lateness import cpu_run
 from tests.rules.asking import ask
 from tests.runs import MS
 
@@ -139,3 +140,20 @@ def test_what_was_unusual_about_the_traced_steps_is_taken_off(tmp_path: Path) ->
     found = ask(RULE, folder)
     assert (found.state, found.ranks) == ("found", (1,))
     assert found.saving_ns == pytest.approx(1 * MS, rel=0.01)
+
+
+@pytest.mark.parametrize(("cores", "state"), [((0.8, 0.81), "clear"), ((0.8, 0.97), "found"), ((), "found")])
+def test_who_is_late_in_the_traced_steps_alone_is_not_busy_for_longer(
+    tmp_path: Path, cores: tuple[float, ...], state: str
+) -> None:
+    """In the backward pass, where all wait, rank 1 takes 1 of 6 ms more; the light layer cannot tell it."""
+    folder = cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=MS)
+    for rank, mine in enumerate(cores):
+        runs.loading(folder, rank, step=6 * MS, wait=0, fetch=MS, cpu=0, n=20, workers=1, cores=mine)
+    said = ask(RULE, folder)
+    assert said.state == state
+    if state == "found":
+        assert said.ranks == (1,)
+        assert said.saving_ns == pytest.approx(1 * MS, rel=0.05)
+    else:
+        assert "busy for 1.0 % more of the time at most" in said.summary
