@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof import intervals as iv
-from dlprof.engine import RankData, per_rank
+from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import breakdown, device, host
 from dlprof.measures.steps import standard_error, timing
@@ -18,24 +18,43 @@ _REPLICATION = ("Broadcast", "Scatter", "Gather", "ReduceAddCoalesced")
 
 
 @per_rank
-def unused_search(rank: RankData) -> pd.DataFrame:
-    """Give one row, ns of a steady traced step: search_ns, what DDP's search for unused parameters takes; flags_ns, the
-    exposed part of the all_reduce that tells all ranks what was used; noise_ns.
+def unused_searches(rank: RankData) -> pd.DataFrame:
+    """Give for each steady traced step: step, search_ns, what DDP's search for unused parameters takes; flags_ns, the
+    exposed part of the all_reduce that tells all ranks what was used.
 
     Raises NotMeasured where the trace has no such search.
     """
     thread = host.on_training_thread(rank)
-    windows = timing(rank).windows
+    t = timing(rank)
+    windows = t.windows
     search = iv.intersect(iv.merge(windows), host.cover(thread, host.is_named(thread, _SEARCH)))
     if not len(search):
         raise NotMeasured("the trace holds no search for unused parameters")
     flags = iv.intersect(_flags(rank, windows), breakdown.exposed_communication(rank))
     edges = np.append(windows[:, 0], windows[-1, 1])
-    each = (iv.per_slot(search, edges) + iv.per_slot(flags, edges)).astype(float)
-    n = len(windows)
     return pd.DataFrame(
-        {"search_ns": [iv.total(search) / n], "flags_ns": [iv.total(flags) / n], "noise_ns": [standard_error(each)]}
+        {
+            "step": t.numbers if len(t.numbers) else np.arange(len(windows)),
+            "search_ns": iv.per_slot(search, edges).astype(float),
+            "flags_ns": iv.per_slot(flags, edges).astype(float),
+        }
     )
+
+
+@across_ranks(unused_searches)
+def unused_search(run: Measured) -> pd.DataFrame:
+    """Give the same for each rank's mean steady traced step, and noise_ns, the standard error of both together.
+
+    Whoever comes first to the flags waits there for the last; without them it would wait in the next exchange. So of
+    a step's flags the least of all ranks counts.
+    """
+    each = run.frame(unused_searches)
+    if not run.missing_ranks:
+        each = each.assign(flags_ns=each.groupby("step")["flags_ns"].transform("min"))
+    means = each.groupby("rank")[["search_ns", "flags_ns"]].mean()
+    # The ranks do the same: a step's mean over them is one value.
+    both = (each["search_ns"] + each["flags_ns"]).groupby(each["step"]).mean().to_numpy(dtype=float)
+    return means.assign(noise_ns=standard_error(both)).reset_index()
 
 
 def _flags(rank: RankData, windows: iv.Intervals) -> iv.Intervals:

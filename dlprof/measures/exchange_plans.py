@@ -18,9 +18,9 @@ from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.measures import breakdown, device, host, settings
 from dlprof.measures.bandwidth import CLASSES, bandwidth, transfers
-from dlprof.measures.collectives import collectives, exposed, traced_steps
+from dlprof.measures.collectives import collectives, exposed, traced_steps, waits
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import step_means, timing
+from dlprof.measures.steps import standard_error, step_means, timing
 from dlprof.units import UNKNOWN, count, digits, duration, size
 
 # Exchanges of gradients, which are made once a step; the others go with each pass.
@@ -144,6 +144,29 @@ def exposed_transfer(run: Measured) -> pd.Series[float]:
     if not own["known"].all():
         return bare * 0.0 + float(bare.min())
     return (bare - own["wait_ns"]).clip(lower=0.0)
+
+
+@across_ranks(breakdown.breakdown, collectives, exposed, own_time, step_means, traced_steps)
+def transfer_noise(run: Measured) -> pd.DataFrame:
+    """Give one row, how well the exposed transfer is known: share, the standard error of its mean over its mean.
+
+    Waiting varies far more from step to step, for it is the difference of two ranks' jitter; a transfer is one for all
+    its ranks, so that their mean counts as one value a step. Where waiting cannot be told, it is all communication's.
+    """
+    if run.frame(own_time)["known"].all():
+        steps = run.frame(waits)
+        steps = steps.assign(ns=(steps["exposed_ns"] - steps["wait_ns"]).clip(lower=0))
+        each = steps.groupby("step")["ns"].mean().to_numpy(dtype=float)
+        share = standard_error(each) / each.mean() if len(each) and each.mean() else 0.0
+    else:
+        most = max(breakdown.part(run, "communication").values(), default=0.0)
+        share = breakdown.part_noise(run, "communication") / most if most else 0.0
+    return pd.DataFrame({"share": [share]})
+
+
+def gain_noise(run: Measured, gain_ns: float) -> float:
+    """Give the standard error of what is gained of the exposed transfer, ns."""
+    return gain_ns * float(run.frame(transfer_noise)["share"].iloc[0])
 
 
 def _gain(run: Measured, removed: Mapping[int, float] | pd.Series[float]) -> float:

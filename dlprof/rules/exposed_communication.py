@@ -25,9 +25,9 @@ from dlprof.diagnosis import Clear, Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part, part_noise
+from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.collectives import collectives
-from dlprof.measures.exchange_plans import exchange_plans, exposed_transfer
+from dlprof.measures.exchange_plans import exchange_plans, exposed_transfer, gain_noise, transfer_noise
 from dlprof.measures.replay import own_time
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
@@ -69,7 +69,7 @@ def check(run: Measured) -> Finding | Clear:
         summary=f"{count(per_step, 'collective')} a step on rank {worst}; for {duration(transfer[worst])} of"
         f" {duration(step)} data is in transfer and nothing is computed{waits}.{unsplit}",
         verdict=f"{percent(share)} {of_step(run)} is communication that nothing hides.",
-        noise_ns=part_noise(run, "communication"),
+        noise_ns=gain_noise(run, gain),
         saving_ns=gain,
         advice=_advice(run, frame[frame["rank"] == worst], per_step),
         evidence=_evidence(run, plans, step),
@@ -142,7 +142,7 @@ def _share(run: Measured, step: float) -> float:
 RULE = Rule(
     "exposed_communication",
     "Communication that nothing hides",
-    (breakdown, collectives, exchange_plans, own_time, step_means),
+    (breakdown, collectives, exchange_plans, own_time, step_means, transfer_noise),
     check,
     saves_from=("communication",),
 )

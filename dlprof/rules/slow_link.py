@@ -28,8 +28,9 @@ from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.bandwidth import CLASSES, bandwidth, bus_factor
-from dlprof.measures.breakdown import breakdown, part, part_noise
+from dlprof.measures.breakdown import breakdown
 from dlprof.measures.collectives import collectives, exposed, matched, traced_steps
+from dlprof.measures.exchange_plans import gain_noise, transfer_noise
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
@@ -101,7 +102,6 @@ def check(run: Measured) -> Finding | Clear:
         return Clear(f"{percent(gain / step)} {of_step(run)} is exposed transfer over a slow link")
     ranks = sorted({r for members in slow["on"] for r in members})
     who, worst = _who(run, judged, slow), slow.iloc[0]
-    bare = float(max(part(run, "communication").values()))
     against = (
         f"{percent(worst['of_peak'])} of what their NVLinks carry"
         if worst["of_peak"] < SLOW_OF_PEAK
@@ -113,7 +113,7 @@ def check(run: Measured) -> Finding | Clear:
         f" {duration(worst['took_ns'])}, {size(worst['busbw'])}/s on the bus: {against}.",
         verdict=f"{percent(gain / step)} {of_step(run)} is lost on the slow link of {who}.",
         saving_ns=gain,
-        noise_ns=part_noise(run, "communication") * min(1.0, gain / max(bare, 1.0)),
+        noise_ns=gain_noise(run, gain),
         advice=_advice(run, slow, ranks),
         evidence=_evidence(judged),
         ranks=tuple(ranks),
@@ -291,7 +291,7 @@ def _evidence(judged: pd.DataFrame) -> Panel:
 RULE = Rule(
     "slow_link",
     "A slow link",
-    (bandwidth, breakdown, collectives, exposed, matched, own_time, step_means, traced_steps),
+    (bandwidth, breakdown, collectives, exposed, matched, own_time, step_means, traced_steps, transfer_noise),
     check,
     saves_from=("communication",),
 )

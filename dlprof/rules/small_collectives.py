@@ -24,8 +24,8 @@ from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.bandwidth import CLASSES, bandwidth
-from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.collectives import SENT
+from dlprof.measures.exchange_plans import gain_noise, transfer_noise
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
 from dlprof.units import count, digits, duration, percent, size
@@ -65,7 +65,6 @@ def check(run: Measured) -> Finding | Clear:
     step = mean_step_ns(run)
     if gain < NOTABLE_SHARE * step:
         return Clear(f"{percent(gain / step)} of the step is exposed start-up of {count(n, 'small collective')}")
-    communication = max(max(part(run, "communication").values()), 1.0)
     mean = float(small["transfer_ns"].sum() / small["count"].sum())
     return Finding(
         title="Many small collectives",
@@ -73,7 +72,7 @@ def check(run: Measured) -> Finding | Clear:
         f" for {duration(bare)} of a step of {duration(step)} nothing is computed beside them.",
         verdict=f"{percent(gain / step)} {of_step(run)} starts small collectives.",
         saving_ns=gain,
-        noise_ns=part_noise(run, "communication") * min(1.0, gain / communication),
+        noise_ns=gain_noise(run, gain),
         advice=_advice(run, n, fewer),
         evidence=_evidence(small),
         sure=f"Estimated as {count(fewer, 'start')} a step in place of {digits(round(n, 1))}; moving the bytes is"
@@ -129,7 +128,7 @@ def _evidence(small: pd.DataFrame) -> Panel:
 RULE = Rule(
     "small_collectives",
     "Many small collectives",
-    (bandwidth, breakdown, step_means),
+    (bandwidth, step_means, transfer_noise),
     check,
     saves_from=("communication",),
 )

@@ -115,3 +115,29 @@ def test_what_computation_cannot_hide_half_the_bytes_halve(tmp_path: Path) -> No
     assert "half as many exchanges" in found.sure
     assert found.evidence is not None
     assert found.evidence.rows[1][1] == "700.0 µs"
+
+
+def jittering(transfer: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Make two ranks of steps of 4 ms that are late in turn, and exchange for so many ns once both have come."""
+    late = ((0, 1_500_000, 0, 1_400_000, 0), (1_200_000, 0, 0, 0, 1_600_000))
+    made = []
+    for rank in range(2):
+        events: list[Any] = []
+        for n, took in enumerate(transfer):
+            t, mine, last = 4 * n * MS, late[rank][n], max(late[0][n], late[1][n])
+            events += [traces.step(n, t, 4 * MS), traces.kernel("gemm", t, MS + mine)]
+            events += [traces.collective(t + MS + mine, last - mine + took, 100_000)]
+        made.append(traces.trace(*events, rank=rank))
+    return made
+
+
+def test_ranks_that_wait_in_turn_leave_the_transfer_sure(tmp_path: Path) -> None:
+    found = ask(RULE, runs.foreign(tmp_path, *jittering((800_000, 810_000, 790_000, 800_000, 800_000))))
+    assert found.state == "found"
+    assert found.share == pytest.approx(0.2, rel=0.01)
+
+
+def test_a_transfer_that_comes_and_goes_is_not_told(tmp_path: Path) -> None:
+    answer = ask(RULE, runs.foreign(tmp_path, *jittering((10_000, 10_000, 10_000, 2_400_000, 10_000))))
+    assert answer.state == "not_measured"
+    assert "varies too much" in answer.why
