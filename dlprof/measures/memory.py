@@ -86,6 +86,8 @@ def memory_growth(rank: RankData) -> pd.DataFrame:
             there = [m for m in metrics if (read["metric"] == m).any()]
             if there:
                 mine = read[(read["source"] == source) & (read["metric"] == there[0])]
+                if what == "process":
+                    mine = _beyond(mine, rank.table("samples"))
                 row = _growth(what, there[0], steps, mine["at_ns"], mine["value"])
                 rows.append(None if row is None else row | {"left_bytes": float(left.min()) if len(left) else np.nan})
     found = [row for row in rows if row is not None]
@@ -104,6 +106,20 @@ def _untouched(rank: RankData) -> pd.DataFrame:
     if len(profiled):
         at = max(at[at > profiled[-1]], at[at < profiled[0]], key=len)
     return steps.iloc[at[0] : at[-1] + 1] if len(at) else steps.iloc[:0]
+
+
+def _beyond(mine: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
+    """Leave out the first readings, in which a process only fills again what it had held before, as for the profiler.
+
+    An interpreter keeps what it has freed. All of them where it never gets so far, or too few would be left.
+    """
+    if not len(mine):
+        return mine
+    same = (samples["source"] == mine["source"].iloc[0]) & (samples["metric"] == mine["metric"].iloc[0])
+    before = samples[same & (samples["at_ns"] < mine["at_ns"].iloc[0])]["value"]
+    at = np.flatnonzero(mine["value"].to_numpy() >= before.max()) if len(before) else np.empty(0, dtype=np.int64)
+    left: pd.DataFrame = mine.iloc[at[0] :] if len(at) and len(mine) - at[0] >= PARTS * _A_PART else mine
+    return left
 
 
 def _within(frame: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:

@@ -11,7 +11,7 @@ import pandas as pd
 from dlprof import intervals as iv
 from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures.steps import light_steps, standard_error
+from dlprof.measures.steps import ENOUGH, light_steps, standard_error
 
 KINDS = ("checkpoint", "compilation", "garbage_collection")
 
@@ -54,10 +54,14 @@ def stall_means(rank: RankData) -> pd.DataFrame:
     """Give one row a kind of KINDS, zeros where there was none of it.
 
     Columns: kind, mean_ns and its standard error noise_ns (of a steady step), stalls (how many), longest_ns, every (a
-    steady step out of so many has one; 0: none has), steps (how many were steady).
+    steady step out of so many has one; 0: none has), steps (how many were steady), beside_ns (how much longer than by
+    the stalls the mean step is for the steps that have one, or come after one that has) and its standard error
+    beside_noise_ns (NaN: too few steps are neither).
     """
     stalls = steady_stalls(rank)
-    n = int(rank.once(light_steps)["steady"].sum())
+    steps = rank.once(light_steps)
+    steps = steps[steps["steady"]]
+    n = len(steps)
     rows = []
     for kind in KINDS:
         mine = stalls[stalls["kind"] == kind]
@@ -65,6 +69,7 @@ def stall_means(rank: RankData) -> pd.DataFrame:
         # A script saves on a schedule: not how often, only how long is left to chance, once there are two to compare.
         scheduled = kind == "checkpoint" and len(stalled) > 1
         spread = stalled if scheduled else np.append(stalled, np.zeros(n - len(stalled)))
+        beside, beside_noise = _beside(steps, mine)
         rows.append(
             {
                 "kind": kind,
@@ -74,9 +79,29 @@ def stall_means(rank: RankData) -> pd.DataFrame:
                 "longest_ns": float(mine["dur_ns"].max()) if len(mine) else 0.0,
                 "every": n / len(stalled) if len(stalled) else 0.0,
                 "steps": n,
+                "beside_ns": beside,
+                "beside_noise_ns": beside_noise,
             }
         )
     return pd.DataFrame(rows)
+
+
+def _beside(steps: pd.DataFrame, stalls: pd.DataFrame) -> tuple[float, float]:
+    """Give how much longer steps are that stall, and those after them, than the others, their stalls not counted.
+
+    Of the mean steady step, ns, with its standard error. Who waited meanwhile may have the cores to itself or be ahead
+    in the step after, which makes that one shorter: both count.
+    """
+    number = steps["step"].to_numpy()
+    touched = np.isin(number, stalls["step"]) | np.isin(number, stalls["step"] + 1)
+    stalled = stalls.groupby("step")["dur_ns"].sum().reindex(number).fillna(0.0).to_numpy()
+    left = steps["dur_ns"].to_numpy(dtype=float) - stalled
+    if touched.sum() < 2 or (~touched).sum() < ENOUGH:
+        return float("nan"), float("nan")
+    longer = float(left[touched].mean() - left[~touched].mean())
+    noise = float(np.hypot(standard_error(left[touched]), standard_error(left[~touched])))
+    share = float(touched.mean())
+    return longer * share, noise * share
 
 
 @per_rank

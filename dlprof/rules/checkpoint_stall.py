@@ -8,7 +8,9 @@ Needs the stalls that dlprof records beside the light layer: what the training t
 as device work leaves room for it. Checkpoints that another thread saves, or other libraries without these functions,
 are not seen.
 
-Saving: the stalls gone altogether, which saving in the background comes near to.
+Saving: the stalls gone altogether, which saving in the background comes near to, and what the steps that save take
+longer beside them, as to gather the state or to replace a file: by how much they, and the steps after them, are longer
+than the others.
 
 What to change: save less often (what a failure costs is half the interval, on average); save in the background
 (`torch.distributed.checkpoint.async_save` returns once the state is copied); let each rank write its own part; write to
@@ -21,10 +23,11 @@ import math
 
 import pandas as pd
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import LEAST_NOISE, Clear, Rule
 from dlprof.engine import Measured
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.replay import own_time, saving_stalls
+from dlprof.measures.room import room
 from dlprof.measures.stalls import stall_means, stalled_steps
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
@@ -45,7 +48,7 @@ def check(run: Measured) -> Finding | Clear:
     means = means[means["kind"] == _KIND].set_index("rank")
     saved = part(run, _KIND)
     step = mean_step_ns(run)
-    gain = saving_stalls(run, _KIND, saved)
+    gain = min(saving_stalls(run, _KIND, saved), room(run, (_KIND,)))
     share = gain / step
     if share < NOTABLE_SHARE:
         return Clear(
@@ -56,17 +59,18 @@ def check(run: Measured) -> Finding | Clear:
     worst = max(saved, key=lambda r: saved[r])
     mine = means.to_dict("index")[worst]
     every, mean = float(mine["every"]), float(mine["mean_ns"])
+    beside = float(mine["beside_ns"]) if mine["beside_ns"] > LEAST_NOISE * mine["beside_noise_ns"] else 0.0
     steps = run.frame(stalled_steps)
     steps = steps[(steps["rank"] == worst) & (steps["kind"] == _KIND)]
     late = tuple(sorted(r for r, ns in saved.items() if ns >= saved[worst] / 2))
     return Finding(
         title="Saving checkpoints holds up training",
         summary=f"Rank {worst} saves in one steady step of {digits(every)} and stands still for"
-        f" {duration(mean * every)} then{_where(steps)}.",
-        verdict=f"{percent(share)} {of_step(run)} waits for checkpoints.",
-        noise_ns=part_noise(run, _KIND),
-        saving_ns=gain,
-        advice=_advice(every, share),
+        f" {duration(mean * every)} then{_where(steps)}{_besides(beside * every)}.",
+        verdict=f"{percent((gain + beside) / step)} {of_step(run)} waits for checkpoints.",
+        noise_ns=math.hypot(part_noise(run, _KIND), float(mine["beside_noise_ns"]) if beside else 0.0),
+        saving_ns=gain + beside,
+        advice=_advice(every, (gain + beside) / step),
         evidence=_evidence(steps, worst),
         ranks=late,
         sure="Measured in every steady step, estimated as all of it gone; saving in the background still copies the"
@@ -79,6 +83,10 @@ def _where(steps: pd.DataFrame) -> str:
     # The longest names the place; "" is a buffer in memory.
     path = str(steps.nlargest(1, "ns")["path"].iloc[0]) if len(steps) else ""
     return f" ({path[-80:]})" if path else ""
+
+
+def _besides(ns: float) -> str:
+    return f"; such a step takes {duration(ns)} longer beside that" if ns else ""
 
 
 def _advice(every: float, share: float) -> tuple[str, ...]:
@@ -103,5 +111,6 @@ RULE = Rule(
     "Saving checkpoints",
     (breakdown, own_time, stall_means, stalled_steps, step_means),
     check,
-    saves_from=("checkpoint",),
+    # Gathering the state, or replacing a file, is the host's.
+    saves_from=("checkpoint", "host", "other"),
 )

@@ -55,6 +55,19 @@ def test_a_stall_counts_in_the_steady_step_in_which_it_begins(tmp_path: Path) ->
     ]
 
 
+def test_what_stalled_steps_take_longer_besides_is_their_difference_to_the_others(tmp_path: Path) -> None:
+    often = range(4, 30, 2)
+    steps = [runs.light(n, 10 * MS + (n in (10, 20)) * 8 * MS) for n in range(30)]
+    stalls = [stall("checkpoint", n, 5 * MS) for n in (10, 20)] + [stall("garbage_collection", n, MS) for n in often]
+    path = runs.recorded(tmp_path / "run", (None, steps, runs.CPU), stalls=[stalls])
+    rows = runs.measured(path, stall_means).frame(stall_means).set_index("kind")
+    # Two of 27 steps are 3 ms longer than by what is known.
+    assert rows["beside_ns"]["checkpoint"] == pytest.approx(2 * 3 * MS / 27)
+    assert rows["beside_noise_ns"]["checkpoint"] > 0
+    # Hardly a step has neither a pause nor one before it, and none compiles.
+    assert rows["beside_ns"][["garbage_collection", "compilation"]].isna().all()
+
+
 def test_no_stall_is_zero_and_no_record_abstains(tmp_path: Path) -> None:
     assert run_of(tmp_path, []).frame(stall_means)["mean_ns"].to_list() == [0.0, 0.0, 0.0]
     path = runs.recorded(tmp_path / "old", (None, [runs.light(n, MS) for n in range(30)], runs.CPU))

@@ -31,6 +31,16 @@ def test_saving_every_fifth_step_is_found(tmp_path: Path) -> None:
     assert [row[0] for row in found.evidence.rows[:2]] == ["step 5", "step 10"]
 
 
+def test_what_a_saving_step_takes_longer_besides_is_saved_too(tmp_path: Path) -> None:
+    # Saving stands still for 50 ms, and the state is gathered for 30 ms before; the step after is 10 ms shorter.
+    took = dict.fromkeys(range(5, 63, 5), 180 * MS) | {n + 1: 90 * MS for n in range(5, 63, 5)}
+    steps = [runs.light(n, took.get(n, 100 * MS)) for n in range(63)]
+    stalls = [[runs.stall("checkpoint", n, 50 * MS) for n in range(5, 63, 5)]]
+    found = ask(RULE, runs.recorded(tmp_path / "run", (None, steps, runs.CPU), stalls=stalls))
+    assert found.saving_ns == pytest.approx((80 - 10) / 5 * MS)
+    assert "50.0 ms then; such a step takes 20.0 ms longer beside that" in found.summary
+
+
 def test_the_others_wait_for_the_rank_that_saves(tmp_path: Path) -> None:
     found = ask(RULE, recorded(tmp_path, range(5, 63, 5), range(0)))
     assert found.ranks == (0,)

@@ -113,6 +113,18 @@ def test_too_few_readings_or_an_unknown_end_abstain(tmp_path: Path) -> None:
     assert (unknown.state, "was not read" in unknown.why) == ("not_measured", True)
 
 
+def test_what_the_profiler_left_free_is_filled_first(tmp_path: Path) -> None:
+    def held(n: int) -> int:
+        # Ten readings long nothing is asked for: what is kept fits into what was freed.
+        return GB + (200 * MB if n in range(5, 10) else max(100, 10 * (n - 10)) * MB * (n >= 10))
+
+    found = ask(RULE, sampled(tmp_path, held, n=55, profiled=range(5, 10)))
+    assert found.state == "found"
+    assert "by 10 MB a step" in found.summary
+    # One that never holds more than then does not grow.
+    assert ask(RULE, sampled(tmp_path / "no", lambda n: min(held(n), GB + 200 * MB), n=55)).state == "clear"
+
+
 def test_what_the_profiler_holds_meanwhile_does_not_hide_it(tmp_path: Path) -> None:
     swollen = range(15, 25)
     found = ask(
