@@ -64,7 +64,7 @@ class Panel:
     flame: `rows` are [depth, start, width, name, category]: a frame stands under the one that called it, `unit` wide.
 
     Lines and areas whose first column is time_ns speak of the same time, from the run's beginning. `marks` point at
-    places of theirs: [x, label, category].
+    places of theirs: [x, label, category]. `steps`: the number of the step that each of their rows is of.
     """
 
     shape: Shape
@@ -74,6 +74,7 @@ class Panel:
     unit: str = ""
     note: str = ""
     marks: tuple[tuple[float, str, str], ...] = ()
+    steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

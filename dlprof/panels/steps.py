@@ -54,11 +54,11 @@ def _durations(train: pd.DataFrame, at: pd.Series[float] | None, marks: tuple[Ma
         found = [(a, b) for a, b in stretches.itertuples(index=False, name=None) if slowed[a]]
         told = [f"{a}" if a == b else f"{a} to {b}" for a, b in found]
         note = f"{'Step' if told == [str(found[0][0])] else 'Steps'} {' and '.join(told)}: slowed by what was recorded."
-    over = "step"
+    over, steps = "step", tuple(int(str(n)) for n in table.index)
     if at is not None:
         over, table = "time_ns", table.set_axis(pd.Index(at[table.index]), axis=0)
     columns = (over, *map(str, table.columns))
-    return Panel("lines", "Steps over the run", points(table), columns, unit="ns", note=note, marks=marks)
+    return Panel("lines", "Steps over the run", points(table), columns, unit="ns", note=note, marks=marks, steps=steps)
 
 
 def _parts(train: pd.DataFrame, at: pd.Series[float]) -> list[Panel]:
@@ -70,12 +70,14 @@ def _parts(train: pd.DataFrame, at: pd.Series[float]) -> list[Panel]:
     means["other"] = (means.pop("dur_ns") - means[columns].sum(axis=1)).clip(lower=0)
     together = np.arange(len(means)) // -(-len(means) // MOST_POINTS)
     first = at[means.index].groupby(together).first()
+    steps = tuple(int(str(n)) for n in means.index.to_series().groupby(together).first())
     table = means.groupby(together).mean().set_axis(pd.Index(first), axis=0)
     size = int(np.bincount(together)[0])
     note = "The mean of the ranks" + (f" and of {size} steps a point." if size > 1 else ".")
     note += " Other is what lies between fetching, forward, backward and the optimizer."
     named = ("time_ns", *_PARTS.values(), "other")
-    return [Panel("areas", "What the training thread did in its steps", points(table), named, unit="ns", note=note)]
+    title = "What the training thread did in its steps"
+    return [Panel("areas", title, points(table), named, unit="ns", note=note, steps=steps)]
 
 
 def _marks(run: Measured, series: pd.DataFrame, at: pd.Series[float]) -> tuple[Mark, ...]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import compress
+from typing import TypeVar
 
 from dlprof.renderers import words
 from dlprof.renderers.bars import bars
-from dlprof.renderers.drawing import Figure, plain_table
+from dlprof.renderers.drawing import Figure, Table, plain_table
 from dlprof.renderers.flame import flame
 from dlprof.renderers.lines import areas, lines
 from dlprof.renderers.timeline import timeline
 from dlprof.result import Panel
+from dlprof.units import UNKNOWN
+
+T = TypeVar("T")
 
 
 def panel(evidence: Panel) -> Figure:
@@ -29,4 +34,21 @@ def panel(evidence: Panel) -> Figure:
 
 
 def _table(evidence: Panel) -> Figure:
-    return Figure("", "", None, plain_table(evidence.columns, evidence.rows))
+    return _known(plain_table(evidence.columns, evidence.rows))
+
+
+def _known(table: Table) -> Figure:
+    """Leave out the columns in which nothing is known, and say which."""
+    told = [not i or {row[i] for row in table.rows if row[i]} != {UNKNOWN} for i in range(len(table.columns))]
+    lacking = [name for name, known in zip(table.columns, told, strict=True) if not known]
+
+    def kept(cells: tuple[T, ...]) -> tuple[T, ...]:
+        return tuple(compress(cells, told))
+
+    known = replace(
+        table,
+        columns=kept(table.columns),
+        rows=tuple(kept(row) for row in table.rows),
+        numeric=kept(table.numeric),
+    )
+    return Figure("", "", None, known, note=f"Not known here: {', '.join(lacking)}." if lacking else "")

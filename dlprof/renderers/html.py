@@ -64,7 +64,7 @@ def render(result: Result) -> str:
     _together([figure.spec for _, figure in panels if figure.spec])
     sections: dict[str, list[tuple[str, str]]] = {}
     for fact in result.facts:
-        sections.setdefault(fact.section, []).append((fact.name, fact.value))
+        sections.setdefault(fact.section, []).append((fact.name, _fact(fact.name, fact.value)))
     diagnosis, gain = words.headline(result)
     return template("report.html").render(
         title=f"{words.name(result)} · {words.plain(diagnosis, 120)}",
@@ -99,7 +99,10 @@ def render(result: Result) -> str:
         blamed=words.blamed(result),
         looks=words.DRAWN,
         look=words.look,
-        categories=words.ordered(part.category for part in result.time),
+        categories=[
+            *words.ordered(part.category for part in result.time),
+            *(("waiting",) if stack and "waiting" in stack.legend else ()),
+        ],
     )
 
 
@@ -124,6 +127,13 @@ def _card(number: int, outcome: Outcome, evidence: drawing.Figure | None) -> Car
     )
 
 
+def _fact(name: str, value: str) -> str:
+    """Write large numbers as a reader wants them; what else uses facts wants them as they are."""
+    if not value.isdecimal() or len(value) < LONG_NUMBER:
+        return value
+    return words.quantity(float(value), "bytes") if name.endswith("bytes") else f"{int(value):,}"
+
+
 def _lede(result: Result) -> str:
     """Who ran, where, and what was measured."""
     hosts = {0: "", 1: " on one host"}.get(len(result.run.hosts), f" on {len(result.run.hosts)} hosts")
@@ -142,7 +152,8 @@ def _lede(result: Result) -> str:
 
 
 _MOST_TILES = 5
-DEAREST = 3  # findings that the first screen names
+DEAREST = 5  # findings that the first screen names
+LONG_NUMBER = 5  # digits that are hard to read without commas
 
 
 def _tiles(result: Result) -> list[Tile]:

@@ -27,11 +27,19 @@ POINTS = 2_000  # of one line: about two for each pixel of a wide figure
 ALL_POINTS = 8_000  # of all lines of a figure
 MARKS = 200
 
+TOGETHER = 8  # lines whose figures stand in one box beside the pointer
+# Of so many points and more, those this many times as high as nineteen of twenty are cut off.
+FEW, PEAK = 20, 4
+
 NO_LINE = {"width": 0}
 
 
 def lines(evidence: Panel) -> Figure:
     """A line for each column after the first; a column named like a category has its colour."""
+    return _drawn(evidence, stacked=False)
+
+
+def _drawn(evidence: Panel, *, stacked: bool) -> Figure:
     names = [words.plain(c, 60) for c in evidence.columns[1:]]
     width = max([len(names), *(len(row) - 1 for row in evidence.rows)], default=0)
     names += [f"series {i + 1}" for i in range(len(names), width)]
@@ -44,7 +52,9 @@ def lines(evidence: Panel) -> Figure:
     xs: list[float] = [float(i) if named else n or 0.0 for i, n in enumerate(numbers)]
     columns = [[number(row[i + 1]) if len(row) > i + 1 else None for row in evidence.rows] for i in range(width)]
     given = words.plain(evidence.unit, 24)
-    largest = max((abs(v) for column in columns for v in column if v is not None), default=0.0)
+    points = [[column[k] or 0.0 for column in columns] for k in range(len(xs))]
+    heights = [sum(values) for values in points] if stacked else [max(values, default=0.0) for values in points]
+    largest, cut = _top(heights) if given == "ns" else (max(map(abs, heights), default=0.0), "")
     divisor, unit = units.scale(given, largest)
     over_time = x_name == "time_ns"
     # What stands on the same axis has the same unit, however short it is.
@@ -73,6 +83,10 @@ def lines(evidence: Panel) -> Figure:
                 "marker": {"size": 5},
             }
         )
+        # One line tells the step for all that stand at the same place.
+        if evidence.steps and (i == 0 or width > TOGETHER):
+            data[-1]["customdata"] = [evidence.steps[k] for k in keep]
+            data[-1]["hovertemplate"] = "%{y} · step %{customdata}"
     x_axis = axis(x_unit, showgrid=False, fixedrange=False, nticks=10)
     x_axis["title"] = {"text": drawn(words.header(x_name), 80), "standoff": 6, "font": {"size": 12, "color": MUTE}}
     if named and evidence.rows:
@@ -83,10 +97,12 @@ def lines(evidence: Panel) -> Figure:
         64,
         xaxis=x_axis,
         yaxis=axis(unit, rangemode="tozero", nticks=6),
-        hovermode="x unified" if width <= 8 else "closest",
+        hovermode="x unified" if width <= TOGETHER else "closest",
         dragmode="zoom",
     )
     arranged["margin"]["b"] = 46
+    if cut:
+        arranged["yaxis"]["range"] = [0, rounded(largest / divisor)]
     if 1 < width <= 12:
         arranged |= {
             "showlegend": True,
@@ -96,7 +112,7 @@ def lines(evidence: Panel) -> Figure:
     if over_time:
         arranged["meta"] = {"axis": "time"}
     marks = [mark for mark in evidence.marks if number(mark[0]) is not None][:MARKS]
-    data += _marks(marks, x_divisor, 1.06 * largest / divisor)
+    data += _marks(marks, x_divisor, (0.96 if cut else 1.06) * largest / divisor)
     arranged["shapes"] = [_upright(mark, x_divisor) for mark in marks]
     rows = []
     for name, column in zip(names, columns, strict=True):
@@ -114,15 +130,21 @@ def lines(evidence: Panel) -> Figure:
         f"Lines: {words.plain(evidence.title, 160)}; {words.counted(width, 'line')} over {len(evidence.rows):,} points."
     )
     note = "Thinned to what a screen can show: the least and the most of each stretch are kept." if thinned else ""
+    note += f" {cut}" if cut else ""
     note += f" {beyond:,} more lines are in result.json." if beyond else ""
     return Figure(
-        "", label, {"data": data, "layout": arranged}, table, tuple(words.ordered(mark[2] for mark in marks)), note
+        "",
+        label,
+        {"data": data, "layout": arranged},
+        table,
+        tuple(words.ordered(mark[2] for mark in marks)),
+        note.strip(),
     )
 
 
 def areas(evidence: Panel) -> Figure:
     """Lines stacked upon each other, filled in the colours of their categories."""
-    figure = lines(evidence)
+    figure = _drawn(evidence, stacked=True)
     spec: dict[str, Any] = figure.spec or {"data": [], "layout": {"margin": {}}}
     data = [
         trace | {"mode": "lines", "stackgroup": "parts", "fillcolor": trace["line"]["color"], "line": NO_LINE}
@@ -154,6 +176,24 @@ def _marks(marks: Sequence[tuple[float, str, str]], divisor: float, height: floa
         }
         for category in words.ordered(mark[2] for mark in marks)
     ]
+
+
+def _top(heights: Sequence[float]) -> tuple[float, str]:
+    """Give how high a figure of lengths of time reaches, and a note where peaks are cut off.
+
+    A first step that is many times as long as all others would press these against the axis.
+    """
+    ordered = sorted(heights)
+    largest = ordered[-1] if ordered else 0.0
+    usual = ordered[len(ordered) * 19 // 20] if len(ordered) >= FEW else largest
+    if largest <= PEAK * usual or usual <= 0:
+        return largest, ""
+    top = 2 * usual
+    higher = sum(h > top for h in ordered)
+    return top, (
+        f"The axis ends at {words.duration(top)}: {words.counted(higher, 'point')} above it,"
+        f" the highest {words.duration(largest)}."
+    )
 
 
 def _upright(mark: tuple[float, str, str], divisor: float) -> dict[str, Any]:

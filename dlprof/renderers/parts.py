@@ -31,6 +31,7 @@ LABELLED_RANKS = 16  # have a bar with a label each
 SINGLE_RANKS = 128  # have a bar each; beyond, neighbours share one
 CULPRITS = 8  # ranks that others wait for
 WORTH_DRAWING = 0.005  # of a step; a shorter wait is none
+VISIBLE = 0.002  # of a bar: less than a pixel needs no explanation of its colour
 
 
 def stack(result: Result) -> Figure | None:
@@ -43,7 +44,10 @@ def stack(result: Result) -> Figure | None:
     if not parts:
         return None
     categories = words.ordered(p for of_rank in parts.values() for p in of_rank)
-    bars, note = _stack_bars(result, parts)
+    single = _parted(result, parts)
+    bars, note = _stack_bars(result, single)
+    if any("waiting" in bar for _, bar in bars):
+        categories.insert(categories.index("communication") + 1, "waiting")
     waits = {f"rank {rank}": of_rank for rank, of_rank in words.waits_for(result).items()}
     largest = max(sum(max(ns, 0.0) for ns in bar.values()) for _, bar in bars)
     divisor, unit = units.scale("ns", largest)
@@ -66,7 +70,7 @@ def stack(result: Result) -> Figure | None:
             "hovertext": [
                 drawn(
                     f"{label} · {look.name}: {words.duration(v)}, {words.percent(v / total)} of the {each}"
-                    + (_waiting(waits.get(label, {})) if category == "communication" else "")
+                    + (_most(waits.get(label, {})) if category == "waiting" else "")
                 )
                 for (label, _), v, total in zip(bars, values, totals, strict=True)
             ],
@@ -104,31 +108,39 @@ def stack(result: Result) -> Figure | None:
         "",
         words.plain(label, 400),
         {"data": data, "layout": arranged},
-        _stack_table(parts, categories),
-        tuple(categories),
+        _stack_table(parts, single),
+        tuple(c for c in categories if any(bar.get(c, 0.0) >= VISIBLE * sum(bar.values()) for _, bar in bars)),
         note,
     )
 
 
-def _waiting(waits: Mapping[int, float]) -> str:
-    """Say how much of a rank's communication is waiting, and for whom most."""
-    if not waits:
-        return ""
-    culprit = next(iter(waits))
-    most = f", most of it for rank {culprit}" if culprit >= 0 and len(waits) > 1 else ""
-    most = f" for rank {culprit}" if culprit >= 0 and len(waits) == 1 else most
-    return f" ({words.duration(sum(waits.values()))} of it waiting{most})"
+def _most(waits: Mapping[int, float]) -> str:
+    """Say for whom a rank waits, or waits most."""
+    culprit = next(iter(waits), -1)
+    return "" if culprit < 0 else f", {'all' if len(waits) == 1 else 'most'} of it for rank {culprit}"
+
+
+def _parted(result: Result, parts: Mapping[int, Mapping[str, TimePart]]) -> dict[int, dict[str, float]]:
+    """Give the parts of each rank's step in ns, with what it waits for others taken out of its communication."""
+    waits = words.waits_for(result)
+    parted = {}
+    for rank, of_rank in parts.items():
+        mine = {c: p.ns for c, p in of_rank.items()}
+        waiting = min(sum(waits.get(rank, {}).values()), mine.get("communication", 0.0))
+        if waiting >= WORTH_DRAWING * sum(mine.values()) > 0:
+            mine |= {"communication": mine["communication"] - waiting, "waiting": waiting}
+        parted[rank] = mine
+    return parted
 
 
 def _stack_bars(
-    result: Result, parts: Mapping[int, Mapping[str, TimePart]]
+    result: Result, single: Mapping[int, Mapping[str, float]]
 ) -> tuple[list[tuple[str, Mapping[str, float]]], str]:
     """What each bar is called and holds in ns, and a note where ranks share bars."""
-    single = {rank: {c: p.ns for c, p in of_rank.items()} for rank, of_rank in parts.items()}
-    if len(parts) <= SINGLE_RANKS:
+    if len(single) <= SINGLE_RANKS:
         return [(f"rank {rank}", bar) for rank, bar in single.items()], ""
-    size = math.ceil(len(parts) / (SINGLE_RANKS // 2))
-    order = list(parts)
+    size = math.ceil(len(single) / (SINGLE_RANKS // 2))
+    order = list(single)
     bars: list[tuple[str, Mapping[str, float]]] = [
         (f"rank {r}", single[r]) for r in sorted(words.outliers(result.time, 8))
     ]
@@ -170,19 +182,24 @@ def _marks(
     ]
 
 
-def _stack_table(parts: Mapping[int, Mapping[str, TimePart]], categories: Sequence[str]) -> Table:
+def _stack_table(parts: Mapping[int, Mapping[str, TimePart]], single: Mapping[int, Mapping[str, float]]) -> Table:
+    categories = words.ordered(p for of_rank in parts.values() for p in of_rank)
+    waiting = any("waiting" in bar for bar in single.values())
     rows = []
     for rank, of_rank in list(parts.items())[:SINGLE_RANKS]:
         cells = []
         for category in categories:
             part = of_rank.get(category)
             cells.append("" if part is None else f"{words.duration(part.ns)} · {words.percent(part.share)}")
+            if category == "communication" and waiting:
+                cells.append(words.duration(single[rank].get("waiting", 0.0)))
         rows.append((str(rank), *cells))
+    names = [words.look(c).name for c in categories]
+    if waiting:
+        names.insert(categories.index("communication") + 1, "of it waiting")
     left = len(parts) - len(rows)
     note = f"{left} more ranks are in result.json." if left else ""
-    return Table(
-        ("rank", *(words.look(c).name for c in categories)), tuple(rows), (False, *(True for _ in categories)), note
-    )
+    return Table(("rank", *names), tuple(rows), (False, *(True for _ in names)), note)
 
 
 def blame(result: Result) -> Figure | None:

@@ -90,9 +90,12 @@ FRAMES: Mapping[str, Category] = {
     "library": Category("Libraries", "one of Python or an installed package", "#cfcac0", "#9a9488", 248, "░"),
 }
 
-# What is drawn beside the parts of a step: loader workers, and the marks of steps over the run.
+# What is drawn beside the parts of a step: loader workers, the waiting in communication, marks of steps over the run.
 BESIDE: Mapping[str, Category] = {
     "worker": Category("Loader worker", "a worker of the loader makes a batch", "#8d7aa8", "#b8a5d6", 139, "▒"),
+    "waiting": Category(
+        "Waiting for other ranks", "of the communication, until the last rank has come", "#f7b9c1", "#d99aa3", 217, "░"
+    ),
     "epoch": Category("Epoch", "an epoch begins or ends", "#7d8597", "#8f98aa", 242, "|"),
 }
 

@@ -129,7 +129,8 @@ def test_bars_have_a_mark_for_every_part(opened: Open) -> None:
     widths = browser.execute_script(
         "return [...document.querySelectorAll('#chart-where .bars .point path')].map(bar => bar.getBBox().width)"
     )
-    positive = sum(part.ns > 0 for part in results.ddp().time)
+    # Three ranks wait for a fourth: of these, communication has two bars.
+    positive = sum(part.ns > 0 for part in results.ddp().time) + 3
     assert sum(width > 1 for width in widths) == positive
 
 
@@ -263,6 +264,16 @@ def test_what_stands_on_the_runs_time_is_zoomed_together(opened: Open) -> None:
     WebDriverWait(browser, 20).until(lambda b: b.execute_script(ranges) == [[2.25, 6.75], [2.25, 6.75]])
     browser.find_element(By.ID, "chart-panel-3").send_keys("0")
     WebDriverWait(browser, 20).until(lambda b: b.execute_script(ranges) == [[0, 9], [0, 9]])
+
+
+def test_the_pointer_tells_time_and_number_of_a_step(opened: Open) -> None:
+    browser = opened("tables")
+    browser.execute_script("Plotly.Fx.hover('chart-panel-3', {xval: 4})")
+    told = "return document.querySelector('#chart-panel-3 .hoverlayer').textContent"
+    WebDriverWait(browser, 20).until(lambda b: "step 44" in b.execute_script(told))
+    shown = browser.execute_script(told).replace("\u00a0", " ")
+    assert "rank 0 : 200 ms · step 44" in shown
+    assert "rank 1 : 300 ms" in shown
 
 
 def grave_faults(browser: webdriver.Chrome) -> dict[str, list[str]]:

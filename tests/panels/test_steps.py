@@ -36,6 +36,7 @@ def test_steps_stand_where_they_were_and_what_held_them_up_is_marked(tmp_path: P
     panel = drawn(tmp_path, steps, stalls=stalls)["Steps over the run"]
     assert panel.columns == ("time_ns", "rank 0")
     assert panel.rows[3] == (3_000 * MS, 10 * MS)
+    assert panel.steps == tuple(n for n in range(30) if n not in (20, 21))
     assert panel.marks == (
         (10_000 * MS, "step 10: an epoch begins or ends", "epoch"),
         (15_000 * MS, "step 15: checkpoint, 8.00 ms", "checkpoint"),

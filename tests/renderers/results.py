@@ -365,7 +365,15 @@ def over_time() -> tuple[Panel, ...]:
     parts = tuple((n * 1e9, 1e8, 1e8) for n in range(8))
     marks = ((4e9, "step 4: checkpoint, 1.00 s", "checkpoint"), (6e9, "step 6: an epoch begins or ends", "epoch"))
     return (
-        Panel("lines", "Steps over the run", steps, ("time_ns", "rank 0", "rank 1"), "ns", marks=marks),
+        Panel(
+            "lines",
+            "Steps over the run",
+            steps,
+            ("time_ns", "rank 0", "rank 1"),
+            "ns",
+            marks=marks,
+            steps=tuple(range(40, 50)),
+        ),
         Panel("areas", "Parts", parts, ("time_ns", "input_wait", "forward"), "ns"),
     )
 

@@ -10,6 +10,7 @@ import pytest
 
 from dlprof.renderers import drawing, figures, parts
 from dlprof.result import Panel, Result
+from dlprof.units import UNKNOWN
 from tests.renderers import results
 
 
@@ -62,3 +63,12 @@ def test_a_panel_without_rows_is_drawn_empty(shape: Any) -> None:
     if figure.spec:
         go.Figure(figure.spec)
     assert figure.title == "nothing"
+
+
+def test_columns_in_which_nothing_is_known_are_left_out_and_named() -> None:
+    rows = (("a", None, 1.0, "", None), ("b", UNKNOWN, 2.0, "", 3.0))
+    figure = figures.panel(Panel("table", "t", rows, ("name", "rate", "time", "mark", "some"), note="Of a step."))
+    assert figure.table.columns == ("name", "time", "mark", "some")
+    assert [len(row) for row in figure.table.rows] == [4, 4]
+    assert len(figure.table.numeric) == 4
+    assert figure.note == "Of a step. Not known here: rate."

@@ -149,6 +149,13 @@ def test_attacks_are_shown_as_text(pages: dict[str, Page]) -> None:
     assert "\\u202eevil" in pages["hostile"].text
 
 
+def test_large_numbers_among_the_facts_are_written_for_readers() -> None:
+    facts = tuple(Fact("Model", *said) for said in (("parameters", "272474"), ("parameter bytes", "1089896")))
+    page = html.render(replace(results.healthy(), facts=(*facts, Fact("Loader", "batch size", "1024"))))
+    for text in ("272,474", "1.09\u00a0MB", ">1024<"):
+        assert text in page
+
+
 def test_a_page_without_findings_does_not_pretend(pages: dict[str, Page]) -> None:
     assert "this is not a clean bill" in pages["empty"].text
     assert "this is not a clean bill" not in pages["healthy"].text

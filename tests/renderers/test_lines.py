@@ -57,3 +57,44 @@ def test_marks_stand_above_the_lines_with_their_words() -> None:
     assert all(t["y"][0] > max(line["y"]) for t in marked)
     assert figure.legend == ("checkpoint", "epoch")
     assert [row[0] for row in figure.table.rows] == ["rank 0", "step 1: <b>", "step 2"]
+
+
+def test_a_first_step_that_dwarfs_all_others_is_cut_off_and_told() -> None:
+    rows = tuple((n * 1e9, 9e9 if n == 0 else (2e7 if n == 30 else 1e7)) for n in range(60))
+    panel = Panel("lines", "t", rows, ("time_ns", "rank 0"), "ns", marks=((0.0, "step 0", "epoch"),))
+    figure = figures.panel(panel)
+    assert figure.spec is not None
+    line, mark = figure.spec["data"]
+    top = figure.spec["layout"]["yaxis"]["range"][1]
+    assert figure.spec["layout"]["yaxis"]["range"] == [0, 20]  # ms
+    assert line["y"][0] == 9000
+    assert mark["y"][0] < top
+    assert figure.note.replace(words.NBSP, " ") == "The axis ends at 20.0 ms: 1 point above it, the highest 9.00 s."
+    assert figure.table.rows[0][-1].replace(words.NBSP, " ") == "9.00 s"
+
+
+def test_peaks_that_a_figure_has_room_for_and_other_units_are_not_cut() -> None:
+    rows = tuple((n * 1e9, 3e7 if n == 0 else 1e7) for n in range(60))
+    for unit, values in (("ns", rows), ("bytes", tuple((x, y * (1000 if not x else 1)) for x, y in rows))):
+        figure = figures.panel(Panel("lines", "t", values, ("time_ns", "rank 0"), unit))
+        assert figure.spec is not None
+        assert "range" not in figure.spec["layout"]["yaxis"]
+        assert figure.note == ""
+
+
+def test_areas_are_as_high_as_all_of_their_parts_together() -> None:
+    rows = (*((n * 1e9, 1e7, 1e7) for n in range(59)), (59e9, 1e8, 1e9))
+    figure = figures.panel(Panel("areas", "t", rows, ("time_ns", "forward", "backward"), "ns"))
+    assert figure.spec is not None
+    assert figure.spec["layout"]["yaxis"]["range"] == [0, 40]
+
+
+def test_the_pointer_tells_the_step_of_a_point_once() -> None:
+    rows = tuple((n * 1e9, 1e6, 2e6) for n in range(5))
+    panel = Panel("lines", "t", rows, ("time_ns", "rank 0", "rank 1"), "ns", steps=(7, 8, 9, 10, 12))
+    figure = figures.panel(panel)
+    assert figure.spec is not None
+    first, second = figure.spec["data"]
+    assert first["customdata"] == [7, 8, 9, 10, 12]
+    assert "step %{customdata}" in first["hovertemplate"]
+    assert "customdata" not in second

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dlprof.renderers import parts, words
-from dlprof.result import Blame
+from dlprof.result import Blame, TimePart
 from tests.renderers import results
 from tests.renderers.results import MS
 
@@ -17,11 +17,32 @@ def test_the_stack_holds_each_rank_and_its_parts_add_up_to_the_step() -> None:
     assert figure is not None
     assert figure.spec is not None
     traces = figure.spec["data"]
-    assert figure.legend == ("computation", "communication", "copy", "input_wait", "checkpoint", "host", "other")
-    assert [t["marker"]["color"] for t in traces] == [words.LOOKS[c].light for c in figure.legend]
+    drawn = ("computation", "communication", "waiting", "copy", "input_wait", "checkpoint", "host", "other")
+    assert figure.legend == drawn
+    assert [t["marker"]["color"] for t in traces] == [words.DRAWN[c].light for c in drawn]
     for i in range(4):
         assert sum(t["x"][i] for t in traces) == pytest.approx(214.6, rel=1e-4)
     assert [a["text"] for a in figure.spec["layout"]["annotations"]] == ["◀ finding 2", "◀ finding 1"]
+
+
+def test_waiting_for_other_ranks_is_drawn_apart_from_what_else_communicates() -> None:
+    figure = parts.stack(results.ddp())
+    assert figure is not None
+    assert figure.spec is not None
+    transfer, waiting = figure.spec["data"][1:3]
+    assert waiting["x"] == [pytest.approx(share * 214.6) for share in (0.28, 0, 0.28, 0.28)]
+    assert transfer["x"] == [pytest.approx(share * 214.6) for share in (0.03, 0.04, 0.02, 0.01)]
+    assert "all of it for rank 1" in waiting["hovertext"][0]
+    assert figure.table.columns[1:4] == ("Computation", "Communication", "of it waiting")
+    assert len({len(row) for row in figure.table.rows} | {len(figure.table.columns), len(figure.table.numeric)}) == 1
+
+
+def test_what_is_too_short_to_be_seen_is_in_the_table_and_not_in_the_legend() -> None:
+    short = replace(results.ddp(), time=(*results.ddp().time, TimePart(0, "compilation", 0.1 * MS, 0.0005)))
+    figure = parts.stack(short)
+    assert figure is not None
+    assert "compilation" not in figure.legend
+    assert "Compilation" in figure.table.columns
 
 
 def test_no_divided_step_no_stack() -> None:
