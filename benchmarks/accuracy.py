@@ -6,7 +6,11 @@ workloads can plant, under which options they are healthy too, and which options
 (FAULTS, HEALTHY, SHOWN_WITH); what this machine cannot show is left out with the workload's own word.
 
 Writes accuracy.json and README.md into --out, after every recording. What is there already is kept, that of other
-machines too, and only what is missing is recorded: it may be stopped at any time, and go on later.
+machines too, and only what is missing is recorded: it may be stopped at any time, and go on later. What --keep left can
+be diagnosed anew with --kept, as to see what another estimator makes of the same recordings:
+
+    python -m benchmarks.accuracy --rounds 1 --seconds 25 --keep /tmp/runs --out /tmp/before
+    python -m benchmarks.accuracy --kept /tmp/runs --out /tmp/after
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import datetime
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +30,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from benchmarks import summary
 from benchmarks.summary import NOTABLE_SHARE, REPORTS, Recorded
 from dlprof.commands.run import constant, count_gpus
@@ -33,6 +40,12 @@ WORKLOADS = Path(__file__).parent.parent / "workloads"
 
 # A recording takes half a minute. One that takes so long hangs.
 LONGEST_S = 600
+
+# With --seconds, no recording has fewer steps: what comes every tenth step is then still seen several times.
+LEAST_STEPS = 60
+
+# Beside a run that is kept: what was made of it.
+ROW = "accuracy.json"
 
 
 @dataclass(frozen=True)
@@ -92,24 +105,27 @@ def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
     return process.returncode, said
 
 
-def record(one: Planted, here: str, number: int, folder: Path, more: Sequence[str]) -> Recorded:
-    """Record one of them in a folder whose data outlasts it, and give what was diagnosed."""
+def record(one: Planted, here: str, number: int, folder: Path, out: Path, steps: int) -> Recorded:
+    """Record one of them into `out`, in a folder whose data outlasts it, and give what was diagnosed."""
     row = Recorded(one.workload, one.name, one.rule, here, datetime.date.today().isoformat(), number)
     script = WORKLOADS / f"{one.workload}.py"
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        out = Path(temporary) / "run"
-        fault = ["--fault", one.fault] if one.fault else []
-        command = [sys.executable, "-m", "dlprof", "run", str(script), "--quiet", "-o", str(out), *fault]
-        code, words = run([*command, "--", *more, *one.options], folder)
-        if code or not (out / "result.json").exists():
-            lines = [line for line in words.splitlines() if "error:" in line] or words.splitlines()
-            return replace(row, said=lines[0].split("error:")[-1].strip() if lines else f"exit code {code}")
-        result = json.loads((out / "result.json").read_text())
+    fault = ["--fault", one.fault] if one.fault else []
+    command = [sys.executable, "-m", "dlprof", "run", str(script), "--quiet", "-o", str(out), *fault]
+    code, words = run([*command, "--", "--steps", str(steps), *one.options], folder)
+    return diagnosed(row, out, code, words)
+
+
+def diagnosed(row: Recorded, out: Path, code: int, words: str) -> Recorded:
+    """Give a row with what the diagnosis of a run says, or what was said where there is none."""
+    if code or not (out / "result.json").exists():
+        lines = [line for line in words.splitlines() if "error:" in line] or words.splitlines()
+        return replace(row, said=lines[0].split("error:")[-1].strip() if lines else f"exit code {code}")
+    result = json.loads((out / "result.json").read_text())
     if result["window"] is None:
         return replace(row, said="no steady step was recorded")
     step = result["window"]["step_ns"]
     outcomes = result["outcomes"]
-    ours = next((o for o in outcomes if o["id"] == one.rule), None)
+    ours = next((o for o in outcomes if o["id"] == row.rule), None)
     return replace(
         row,
         step_ns=step,
@@ -124,6 +140,20 @@ def record(one: Planted, here: str, number: int, folder: Path, more: Sequence[st
     )
 
 
+def again(folder: Path) -> list[tuple[Recorded, Recorded]]:
+    """Diagnose anew every run that is kept in a folder; give the rows as they were, each with what it is now."""
+    rows = []
+    for file in sorted(folder.glob(f"*/{ROW}"), key=lambda f: f.parent.name.rpartition("-")[2]):
+        was = msgspec.json.decode(file.read_bytes(), type=Recorded)
+        code, words = run([sys.executable, "-m", "dlprof", "report", str(file.parent), "--quiet"], folder)
+        now = diagnosed(replace(was, step_ns=0.0, found=(), said="", together=None), file.parent, code, words)
+        rows.append((was, now))
+        print(_line(now), flush=True)
+    # A step may be another one too, where what is steady was decided otherwise.
+    steps = {was.step_ns: now.step_ns for was, now in rows}
+    return [(was, replace(now, healthy_ns=steps.get(was.healthy_ns, was.healthy_ns))) for was, now in rows]
+
+
 def main() -> None:
     """Record what is missing, round after round, and write what came of it so far."""
     options = argparse.ArgumentParser(
@@ -131,10 +161,14 @@ def main() -> None:
     )
     options.add_argument("--rounds", type=int, default=3, help="recordings of each fault (default: 3)")
     options.add_argument("--steps", type=int, default=120, help="of each recording (default: 120)")
+    most = f"of training at most, by what steps took last: fewer of them, but {LEAST_STEPS} at least"
+    options.add_argument("--seconds", type=float, help=most)
     options.add_argument("--workloads", nargs="*", help="only these, by name")
     options.add_argument("--only", nargs="*", metavar="FAULT", help="only these faults, beside the healthy runs")
     options.add_argument("--again", action="store_true", help="drop what this machine has of these, and record it anew")
     options.add_argument("--minutes", type=float, help="start nothing after so long")
+    options.add_argument("--keep", type=Path, metavar="DIR", help="keep the run folders in DIR")
+    options.add_argument("--kept", type=Path, metavar="DIR", help="record nothing: diagnose anew what is kept in DIR")
     options.add_argument("--out", type=Path, default=REPORTS, help="default: reports")
     args = options.parse_args()
     scripts = [p for p in sorted(WORKLOADS.glob("*.py")) if not args.workloads or p.stem in args.workloads]
@@ -144,6 +178,16 @@ def main() -> None:
     ends = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
     here = machine()
     args.out.mkdir(exist_ok=True)
+    if args.kept is not None:
+        both = again(args.kept)
+        old = [was for was, _ in both]
+        summary.write(args.out, [*(r for r in summary.recorded(args.out) if r not in old), *(now for _, now in both)])
+        return
+    took = {
+        (r.workload, r.name): r.step_ns
+        for r in (*summary.recorded(REPORTS), *summary.recorded(args.out))
+        if r.machine == here and r.step_ns
+    }
     # Faults that no workload plants any more are forgotten.
     names = {(one.workload, one.name) for p in WORKLOADS.glob("*.py") for kind in planted(p) for one in kind}
     rows = [r for r in summary.recorded(args.out) if not r.rule or (r.workload, r.name) in names]
@@ -160,6 +204,22 @@ def main() -> None:
         same = [r for r in rows if (r.machine, r.workload, r.name) == (here, one.workload, one.name)]
         return time.monotonic() < ends and not any(r.round == number or not r.step_ns for r in same)
 
+    def steps(one: Planted) -> int:
+        """Give how many steps to record: fewer of those that are known to take long."""
+        step = took.get((one.workload, one.name))
+        many = int(args.seconds * 1e9 / step) if args.seconds and step else args.steps
+        return int(min(args.steps, max(LEAST_STEPS, many)))
+
+    def made(one: Planted, number: int, healthy_ns: float = 0.0) -> Recorded:
+        """Record one, and keep its run where that is asked for."""
+        out = (args.keep or folder) / f"{one.workload}-{one.fault or 'healthy'}-{time.time_ns()}"
+        row = replace(record(one, here, number, folder, out.absolute(), steps(one)), healthy_ns=healthy_ns)
+        if args.keep and row.step_ns:
+            (out / ROW).write_bytes(msgspec.json.encode(row))
+        else:
+            shutil.rmtree(out, ignore_errors=True)
+        return row
+
     def add(row: Recorded) -> Recorded:
         rows.append(row)
         print(_line(row), flush=True)
@@ -167,7 +227,7 @@ def main() -> None:
         return row
 
     with tempfile.TemporaryDirectory() as temporary:
-        folder, more = Path(temporary), ("--steps", str(args.steps))
+        folder = Path(temporary)
         for number in range(args.rounds):
             for script in scripts:
                 healthy, faults = planted(script)
@@ -177,16 +237,16 @@ def main() -> None:
                         continue
                     beside = without(one)
                     if before is None or before.name != beside.name or served == 2:  # no older than one recording
-                        before, served = add(record(beside, here, number, folder, more)), 0
+                        before, served = add(made(beside, number)), 0
                     if before.step_ns:
-                        row = replace(record(one, here, number, folder, more), healthy_ns=before.step_ns)
+                        row = made(one, number, before.step_ns)
                     else:  # as where a library is missing
                         row = replace(before, name=one.name, rule=one.rule)
                     add(row)
                     served += row.step_ns > 0
                 for one in healthy if args.only is None else []:
                     if missing(one, number):
-                        add(record(one, here, number, folder, more))
+                        add(made(one, number))
     summary.write(args.out, rows)
     mine = [r for r in rows if r.machine == here]
     false = sum(r.healthy and any(share >= NOTABLE_SHARE for _, share, _ in r.found) for r in mine)

@@ -11,6 +11,8 @@ import pytest
 from benchmarks import accuracy, summary
 from benchmarks.accuracy import Planted
 from benchmarks.summary import Recorded
+from tests import runs
+from tests.runs import MS
 
 SCRIPT = """
 import argparse, time
@@ -20,15 +22,22 @@ SHOWN_WITH = {"later": "--wide"}
 """
 
 
+# How many steps each recording was to have.
+recorded_steps: list[int] = []
+
+
 @pytest.fixture
 def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let recordings take no time: what is chosen is under test. Gives what was recorded, in turn."""
     (tmp_path / "workloads").mkdir()
     (tmp_path / "workloads" / "job.py").write_text(SCRIPT)
     recorded: list[str] = []
+    recorded_steps.clear()
 
-    def record(one: Planted, here: str, number: int, folder: Path, more: object) -> Recorded:
+    def record(one: Planted, here: str, number: int, folder: Path, out: Path, steps: int) -> Recorded:
         recorded.append(one.name)
+        recorded_steps.append(steps)
+        out.mkdir(parents=True)
         row = Recorded(one.workload, one.name, one.rule, here, "2026-01-02", number, 1e6 * len(recorded), torch="2.13")
         no = "needs a GPU" if one.fault == "never" else "needs a library" if one.workload == "foreign" else ""
         return dataclasses.replace(row, step_ns=0.0, said=no) if no else row
@@ -36,6 +45,7 @@ def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(accuracy, "WORKLOADS", tmp_path / "workloads")
     monkeypatch.setattr(accuracy, "machine", lambda: "here")
     monkeypatch.setattr(accuracy, "record", record)
+    monkeypatch.setattr(accuracy, "REPORTS", tmp_path / "reports")
     return recorded
 
 
@@ -66,6 +76,34 @@ def test_a_second_run_records_what_is_missing_and_a_third_nothing(
     assert len(done) == 12
     accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--only", "late", "--again")
     assert done[12:] == ["healthy", "late"]
+
+
+def test_steps_that_take_long_are_recorded_fewer_times(
+    tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    was = [Recorded("job", n, "", "here", "2026-01-01", 0, ns) for n, ns in (("healthy", 2e8), ("late", 9e9))]
+    summary.write(tmp_path / "out", was)
+    accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--only", "late", "later", "--again", "--seconds", "20")
+    assert done == ["healthy", "late", "no fault, --wide", "later"]
+    assert recorded_steps == [100, accuracy.LEAST_STEPS, 120, 120]
+
+
+def test_kept_runs_are_diagnosed_anew(tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "kept"
+    rows = accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--only", "late", "--keep", str(kept))
+    assert len(list(kept.glob(f"*/{accuracy.ROW}"))) == len(done) == 2
+    steps = [runs.light(n, 100 * MS, fetch_ns=40 * MS, forward_ns=30 * MS) for n in range(40)]
+    facts = {**runs.CPU, "loaders": [{"role": "train", "num_workers": 2}], "cpu": {"count": 16, "affinity": 16}}
+    for folder in kept.iterdir():
+        runs.recorded(folder, (None, steps, facts))
+    (healthy, late) = accuracy_of(tmp_path, monkeypatch, "--kept", str(kept))
+    assert len(done) == 2
+    assert (healthy.name, late.name, late.rule, late.round) == ("healthy", "late", "input_wait", 0)
+    assert [healthy.step_ns, late.step_ns, late.healthy_ns] == [100 * MS] * 3
+    assert [found[0] for found in late.found] == ["input_wait"]
+    assert late.found[0][1:] == pytest.approx((0.4, 60 * MS))
+    assert rows[1].found == ()
 
 
 def test_faults_of_a_workload_that_does_not_run_are_not_tried(
