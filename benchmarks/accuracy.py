@@ -140,10 +140,10 @@ def diagnosed(row: Recorded, out: Path, code: int, words: str) -> Recorded:
     )
 
 
-def again(folder: Path) -> list[tuple[Recorded, Recorded]]:
-    """Diagnose anew every run that is kept in a folder; give the rows as they were, each with what it is now."""
+def again(folder: Path) -> list[Recorded]:
+    """Diagnose anew every run that is kept in a folder."""
     rows = []
-    for file in sorted(folder.glob(f"*/{ROW}"), key=lambda f: f.parent.name.rpartition("-")[2]):
+    for file in sorted(folder.absolute().glob(f"*/{ROW}"), key=lambda f: f.parent.name.rpartition("-")[2]):
         was = msgspec.json.decode(file.read_bytes(), type=Recorded)
         code, words = run([sys.executable, "-m", "dlprof", "report", str(file.parent), "--quiet"], folder)
         now = diagnosed(replace(was, step_ns=0.0, found=(), said="", together=None), file.parent, code, words)
@@ -151,7 +151,7 @@ def again(folder: Path) -> list[tuple[Recorded, Recorded]]:
         print(_line(now), flush=True)
     # A step may be another one too, where what is steady was decided otherwise.
     steps = {was.step_ns: now.step_ns for was, now in rows}
-    return [(was, replace(now, healthy_ns=steps.get(was.healthy_ns, was.healthy_ns))) for was, now in rows]
+    return [replace(now, healthy_ns=steps.get(was.healthy_ns, was.healthy_ns)) for was, now in rows]
 
 
 def main() -> None:
@@ -179,9 +179,10 @@ def main() -> None:
     here = machine()
     args.out.mkdir(exist_ok=True)
     if args.kept is not None:
-        both = again(args.kept)
-        old = [was for was, _ in both]
-        summary.write(args.out, [*(r for r in summary.recorded(args.out) if r not in old), *(now for _, now in both)])
+        rows = again(args.kept)
+        anew = {(r.machine, r.workload, r.name, r.round) for r in rows}
+        old = summary.recorded(args.out)
+        summary.write(args.out, [*(r for r in old if (r.machine, r.workload, r.name, r.round) not in anew), *rows])
         return
     took = {
         (r.workload, r.name): r.step_ns
