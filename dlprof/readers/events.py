@@ -10,7 +10,7 @@ import contextlib
 import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import Any, Union
 
 import msgspec
 import numpy as np
@@ -58,10 +58,9 @@ NO_ARGS = Args()
 RAW = ("group_ranks", "dims", "types", "inputs")
 
 
-class TypedEvent(msgspec.Struct, gc=False):
-    """One event as it stands in the file; a time may be a number or a text that is one."""
+class Event(msgspec.Struct, tag_field="ph", tag="X", gc=False):
+    """One event as it stands in the file, whole; a time may be a number or a text that is one."""
 
-    ph: str = ""
     cat: str = ""
     name: str = ""
     pid: Scalar = None
@@ -71,20 +70,40 @@ class TypedEvent(msgspec.Struct, gc=False):
     args: Args = NO_ARGS
 
 
-class ExactEvent(msgspec.Struct, gc=False):
-    """The same with its time as the file's own digits."""
-
-    ph: str = ""
-    cat: str = ""
-    name: str = ""
-    pid: Scalar = None
-    tid: Scalar = None
-    ts: Decimal | None = None
-    dur: Scalar = None
-    args: Args = NO_ARGS
+class Begin(Event, tag="B"):
+    """The beginning of an event that was written as two marks."""
 
 
-Event = TypedEvent | ExactEvent
+class End(Event, tag="E"):
+    """The end of one."""
+
+
+class ExactEvent(Event, tag="X"):
+    """An event with its time as the file's own digits."""
+
+    ts: Decimal | None = None  # type: ignore[assignment]
+
+
+class ExactBegin(Begin, tag="B"):
+    """A beginning with its time as the file's own digits."""
+
+    ts: Decimal | None = None  # type: ignore[assignment]
+
+
+class ExactEnd(End, tag="E"):
+    """An end with its time as the file's own digits."""
+
+    ts: Decimal | None = None  # type: ignore[assignment]
+
+
+WHOLE, BEGINS, ENDS = (Event, ExactEvent), (Begin, ExactBegin), (End, ExactEnd)
+
+# What else there is becomes no row: arrows (a third of a trace's events), threads' names, counters, moments. Nothing is
+# made of their fields, which saves a fifth of the time that decoding takes.
+_NO_ROW = tuple(
+    msgspec.defstruct(f"Phase{ord(phase)}", [], tag_field="ph", tag=phase, gc=False)
+    for phase in "sftMiICPNODbneSTpFRcVv(),aL"
+)
 
 
 class BlurredTimes(Exception):  # noqa: N818 - not an error: the file is read again
@@ -93,7 +112,8 @@ class BlurredTimes(Exception):  # noqa: N818 - not an error: the file is read ag
 
 def decoder(exact: bool) -> Callable[[bytes | memoryview], list[Event]]:
     """Give a function that decodes an array of events; an exact one keeps the digits of every time, and is slower."""
-    decode_all: Any = msgspec.json.Decoder(list[ExactEvent] if exact else list[TypedEvent]).decode
+    phases = (ExactEvent, ExactBegin, ExactEnd) if exact else (Event, Begin, End)
+    decode_all: Any = msgspec.json.Decoder(list[Union[(*phases, *_NO_ROW)]]).decode  # type: ignore[valid-type]
 
     def decode(array: bytes | memoryview) -> list[Event]:
         try:
@@ -107,6 +127,7 @@ def decoder(exact: bool) -> Callable[[bytes | memoryview], list[Event]]:
 _elements = msgspec.json.Decoder(list[msgspec.Raw])
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _number = msgspec.json.Decoder(Decimal)
+_EXACT = {b'"X"': ExactEvent, b'"B"': ExactBegin, b'"E"': ExactEnd}
 
 
 def _lenient(array: bytes | memoryview) -> list[Event]:
@@ -118,7 +139,10 @@ def _lenient(array: bytes | memoryview) -> list[Event]:
         except msgspec.ValidationError:
             continue
         taken: dict[str, Any] = {}
-        for name in ExactEvent.__struct_fields__:
+        kind = _EXACT.get(bytes(raw.get("ph", b"")))
+        if kind is None:
+            continue
+        for name in kind.__struct_fields__:
             value = raw.get(name)
             if value is None:
                 continue
@@ -129,11 +153,11 @@ def _lenient(array: bytes | memoryview) -> list[Event]:
                     taken[name] = _number.decode(value)
             else:
                 scalar = msgspec.json.decode(value)
-                if name in ("ph", "cat", "name"):
+                if name in ("cat", "name"):
                     taken[name] = scalar if isinstance(scalar, str) else "" if scalar is None else str(scalar)
                 elif isinstance(scalar, (int, float, str)):
                     taken[name] = scalar
-        events.append(ExactEvent(**taken))
+        events.append(kind(**taken))
     return events
 
 

@@ -28,15 +28,17 @@ from dlprof.errors import DlprofError
 from dlprof.readers import Reading
 from dlprof.readers.chunks import TraceFile, open_file
 from dlprof.readers.events import (
+    BEGINS,
+    ENDS,
     NO_ARGS,
     NO_TIME,
     RAW,
+    WHOLE,
     Args,
     BlurredTimes,
     Event,
     ExactEvent,
     Scalar,
-    TypedEvent,
     decoder,
     exact_nanoseconds,
     integer,
@@ -52,6 +54,7 @@ PEEK_BYTES = 256 << 10
 _WORK = ("kernel", "communication", "copy", "set")
 # How torch names what NCCL sends from one rank of a group to another: nccl:send 0->1, nccl:recv 1<-0.
 _PAIR = re.compile(r"^nccl:(?:send|recv) \d{1,6}(?:->|<-)(\d{1,6})$")
+_HALVES = frozenset(BEGINS + ENDS)
 _NO_KIND = -1
 _KIND = {"": _NO_KIND} | {kind: code for code, kind in enumerate(tables.KINDS)}
 # A trace of ten years is a broken clock.
@@ -83,7 +86,7 @@ def peek(path: Path) -> dict[str, Any]:
     """
     with open_file(path):
         pass
-    file = TraceFile(path, msgspec.json.Decoder(list[TypedEvent]).decode, PEEK_BYTES)
+    file = TraceFile(path, decoder(exact=False), PEEK_BYTES)
     found: dict[str, Any] = {"is_trace": False}
     try:
         begun = file.header()
@@ -241,11 +244,11 @@ class _Rows:
 
     def add(self, events: list[Event]) -> None:
         """Take the rows of some events."""
-        whole = [e for e in events if e.ph == "X"]
-        if len(whole) < len(events) and not {"B", "E"}.isdisjoint({e.ph for e in events}):
-            for e in [e for e in events if e.ph in ("B", "E")]:
+        whole = [e for e in events if type(e) in WHOLE]
+        if len(whole) < len(events) and not _HALVES.isdisjoint(map(type, events)):
+            for e in [e for e in events if type(e) in _HALVES]:
                 self._half(e)
-        self.seen += len(whole) or sum(bool(e.ph) for e in events)
+        self.seen += len(events)
         if whole:
             self._add(whole)
 
@@ -259,7 +262,7 @@ class _Rows:
             self.bad_time += 1
             return
         at = Decimal(int(ns)) / 1000
-        half = ExactEvent(ph=e.ph, cat=e.cat, name=e.name, pid=e.pid, tid=e.tid, ts=at, args=args)
+        half = msgspec.structs.replace(e, ts=at, args=args)
         mine = self.halves[e.pid, e.tid]
         mine.append((int(ns), len(mine), half))
 
@@ -270,11 +273,12 @@ class _Rows:
         for marks in self.halves.values():
             opened: list[Event] = []
             for _, _, mark in sorted(marks, key=lambda m: m[:2]):
-                if mark.ph == "B":
+                if type(mark) in BEGINS:
                     opened.append(mark)
                 elif opened:
                     begin = opened.pop()
-                    made.append(msgspec.structs.replace(begin, ph="X", dur=str(mark.ts - begin.ts)))  # type: ignore[operator]
+                    fields = {**msgspec.structs.asdict(begin), "dur": str(mark.ts - begin.ts)}  # type: ignore[operator]
+                    made.append(ExactEvent(**fields))
                 else:
                     alone += 1
             alone += len(opened)
