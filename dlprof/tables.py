@@ -180,9 +180,10 @@ def check(name: str, frame: pd.DataFrame) -> pd.DataFrame:
     columns = TABLES[name]
     if list(frame.columns) != list(columns):
         raise DlprofError(f"table {name}: columns are {list(frame.columns)}, not {list(columns)}")
-    wrong = [c for c, dtype in columns.items() if str(frame.dtypes[c]) != dtype]
+    dtypes = frame.dtypes
+    wrong = [c for c, dtype in columns.items() if str(dtypes[c]) != dtype]
     if wrong:
-        raise DlprofError(f"table {name}: {wrong[0]} is {frame.dtypes[wrong[0]]}, not {columns[wrong[0]]}")
+        raise DlprofError(f"table {name}: {wrong[0]} is {dtypes[wrong[0]]}, not {columns[wrong[0]]}")
     return frame
 
 

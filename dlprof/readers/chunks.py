@@ -29,6 +29,9 @@ CHUNK = 1 << 20  # stays in a processor's cache with the events that it becomes:
 LONGEST = 64 << 20  # one value larger than this is taken for damage
 _PACKED = 64 << 10  # read of a packed file at once
 _BLOCK = 1 << 20
+# At how many boundaries a chunk may end, and how far before its end they are looked for.
+_TRIED = 3
+_WINDOWS = (4 << 10, 64 << 10)
 
 _OPEN, _CLOSE = b"[]"
 
@@ -155,8 +158,10 @@ class TraceFile(Generic[E]):
         """Hold at least so many bytes, or all that are left; `before` stands before them, where they are events."""
         if self._limit is not None:
             size = min(size, self._limit)
-        parts: list[bytes | bytearray] = [before, self._buffer]
         held = len(self._buffer)
+        if held >= size and not before:
+            return
+        parts: list[bytes | bytearray] = [before, self._buffer]
         while held < size and not self._ended:
             block = next(self._blocks, b"")
             self._ended = not block
@@ -168,7 +173,10 @@ class TraceFile(Generic[E]):
             self._ended = True
 
     def _drop(self, count: int) -> None:
-        self._buffer = self._buffer[count:]
+        try:
+            del self._buffer[:count]
+        except BufferError:  # events that were decoded from it point into it
+            self._buffer = self._buffer[count:]
 
     def _more(self) -> bool:
         """Read on, twice as far; give False where there is nothing more or too much is held already."""
@@ -247,8 +255,12 @@ class TraceFile(Generic[E]):
     def _split(self) -> list[E] | None:
         """Decode up to the last boundary between two events, and drop that; None where no boundary can be proved."""
         buffer = self._buffer
-        window = max(len(buffer) - (64 << 10), 0)
-        candidates = [(m.start() + 1, m.end()) for m in _BOUNDARY.finditer(buffer, window)][:-4:-1]
+        candidates: list[tuple[int, int]] = []
+        for window in _WINDOWS:
+            matches = _BOUNDARY.finditer(buffer, max(len(buffer) - window, 0))
+            candidates = [(m.start() + 1, m.end()) for m in matches][: -_TRIED - 1 : -1]
+            if len(candidates) == _TRIED:
+                break
         for repair in (True,) if self._repair else (False, True):
             for end, following in candidates:
                 # The brackets of an array take the place of what stands around the events: copying takes longer.

@@ -52,6 +52,7 @@ from dlprof.readers.patterns import MULTIPLIES, NO_ROWS, collective_of, copy_of,
 
 PEEK_BYTES = 256 << 10
 _WORK = ("kernel", "communication", "copy", "set")
+_STEP = re.compile(r"ProfilerStep#(\d{1,18})")
 # How torch names what NCCL sends from one rank of a group to another: nccl:send 0->1, nccl:recv 1<-0.
 _PAIR = re.compile(r"^nccl:(?:send|recv) \d{1,6}(?:->|<-)(\d{1,6})$")
 _HALVES = frozenset(BEGINS + ENDS)
@@ -324,7 +325,8 @@ class _Rows:
         launch[linked[without]] = np.maximum(integers([args[i].correlation_id for i in without]), 0)
         launch[launch == 0] = -1
         # AMD tells a copy's bytes on the call, not on the copy.
-        for n in [n for n, a in enumerate(args) if a.size is not None]:
+        sizes = [a.size for a in args]
+        for n in [] if sizes.count(None) == len(sizes) else [n for n, size in enumerate(sizes) if size is not None]:
             row, size = int(linked[n]), integer(args[n].size)
             if call[row] and launch[row] > 0 and size >= 0:
                 self.sizes[int(launch[row])] = size
@@ -564,7 +566,7 @@ def _in_time(start: NDArray[np.int64], dur: NDArray[np.int64]) -> NDArray[np.int
     A trace is a few long runs that are in order already, which a stable sort by one key merges fast.
     """
     order = np.argsort(start, kind="stable")
-    same = start[order][1:] == start[order][:-1]
+    same = np.diff(start[order]) == 0
     tied = np.flatnonzero(np.concatenate((same, [False])) | np.concatenate(([False], same)))
     order[tied] = order[tied][np.lexsort((-dur[order[tied]], start[order[tied]]))]
     return order
@@ -572,23 +574,20 @@ def _in_time(start: NDArray[np.int64], dur: NDArray[np.int64]) -> NDArray[np.int
 
 def _steps(spans: pd.DataFrame) -> pd.DataFrame:
     """Give the steps that the host marks, each number once: the longest of its marks."""
-    names = spans["name"].cat.categories
-    number = {str(n): int(n[13:]) for n in names if re.fullmatch(r"ProfilerStep#\d{1,18}", str(n))}
-    if not number:
+    marks = [_STEP.fullmatch(str(n)) for n in spans["name"].cat.categories]
+    if not any(marks):
         return tables.empty("traced_steps")
+    number = np.array([int(m[1]) if m else -1 for m in marks], dtype=np.int64)
     # By the categories' codes: looking for a name in every row, as text, takes longer than all that follows.
-    marks = np.flatnonzero([str(n) in number for n in names])
-    found = spans[np.isin(spans["name"].cat.codes.to_numpy(), marks)]
-    found = found[(found["kind"] == "annotation") & found["lane"].astype(str).str.startswith("host:")]
-    steps = pd.DataFrame(
-        {
-            "step": found["name"].astype(str).map(number).astype("int64"),
-            "start_ns": found["start_ns"],
-            "dur_ns": found["dur_ns"],
-        }
-    )
-    steps = steps.sort_values(["dur_ns", "start_ns"], ascending=[False, True]).drop_duplicates("step")
-    return steps.sort_values(["start_ns", "step"], ignore_index=True)
+    codes = spans["name"].cat.codes.to_numpy()
+    rows = np.flatnonzero((number >= 0)[codes])
+    kind, lane = spans["kind"].array[rows], spans["lane"].array[rows]
+    rows = rows[[k == "annotation" and str(of).startswith("host:") for k, of in zip(kind, lane, strict=True)]]
+    step, start, dur = number[codes[rows]], spans["start_ns"].to_numpy()[rows], spans["dur_ns"].to_numpy()[rows]
+    longest = np.lexsort((start, -dur, step))
+    first = longest[np.diff(step[longest], prepend=-1) != 0]
+    first = first[np.lexsort((step[first], start[first]))]
+    return pd.DataFrame({"step": step[first], "start_ns": start[first], "dur_ns": dur[first]})
 
 
 def _header_facts(keys: Mapping[str, Any], path: Path) -> dict[str, Any]:
