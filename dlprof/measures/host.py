@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -60,7 +61,7 @@ def is_one_of(column: pd.Series[str], *values: str) -> NDArray[np.bool_]:
 
 def _texts(column: pd.Series[str]) -> list[str]:
     """Give the categories of a column of texts; iterating over them would make a pandas object of each."""
-    return column.cat.categories.tolist()
+    return cast("pd.Categorical", column.array).categories.tolist()
 
 
 # Comparing all rows with one code takes a tenth of looking each row up.
@@ -69,10 +70,10 @@ _FEW = 5
 
 def _are(column: pd.Series[str], wanted: list[bool]) -> NDArray[np.bool_]:
     """Tell for each value of a categorical column whether its category is wanted."""
-    codes = column.cat.codes.to_numpy()
+    codes = cast("pd.Categorical", column.array).codes  # as they are: .cat makes a series of them
     few = [code for code, yes in enumerate(wanted) if yes]
     if len(few) > _FEW:
-        return np.asarray(wanted, dtype=bool)[codes]
+        return cast("NDArray[np.bool_]", np.asarray(wanted, dtype=bool)[codes])
     found = np.zeros(len(codes), dtype=bool)
     for code in few:
         found |= codes == code

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,7 @@ def kernel_kinds(rank: RankData) -> NDArray[Any]:
     return kinds[names.codes]
 
 
+@lru_cache(1 << 14)  # the ranks of a job run the same kernels
 def _kind(name: str) -> str:
     if _TENSOR.search(name) and not _NO_TENSOR.search(name):
         return "tf32" if _TF32.search(name) else "tensor"

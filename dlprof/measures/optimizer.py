@@ -64,11 +64,11 @@ def _launched(rank: RankData) -> pd.DataFrame:
     within = host.cover(thread, host.is_named(thread, *RANGES))
     if not len(within):
         raise NotMeasured("the trace does not tell what belongs to the optimizer")
-    calls = thread[host.is_kind(thread, "runtime")]
+    calls = thread[["start_ns", "launch"]][host.is_kind(thread, "runtime")]
     mine = calls["launch"].to_numpy()[starts_within(within, calls["start_ns"].to_numpy())]
-    work = device.device_work(rank)
-    launch = work["launch"].to_numpy()
-    return work[host.is_kind(work, "kernel") & (launch >= 0) & np.isin(launch, mine)]
+    kernels = device.device_work(rank)
+    kernels = kernels[host.is_kind(kernels, "kernel")]
+    return kernels[np.isin(kernels["launch"].to_numpy(), mine[mine >= 0])]
 
 
 def starts_within(windows: iv.Intervals, start: np.ndarray) -> np.ndarray:

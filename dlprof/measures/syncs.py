@@ -89,13 +89,13 @@ def _inside(windows: iv.Intervals, start: np.ndarray) -> np.ndarray:
 
 def _waits(rank: RankData, thread: pd.DataFrame, ops: pd.DataFrame) -> pd.DataFrame:
     """Give each wait once: asked, call, start_ns, end_ns; an operator that copies and then synchronises waits once."""
-    runtime = host.is_kind(thread, "runtime")
+    called = thread[["name", "start_ns", "dur_ns", "launch"]][host.is_kind(thread, "runtime")]
     copies = device.device_work(rank)
     # A copy to ordinary memory is done when the call returns.
     home = host.is_one_of(copies["copy"], "DtoH") & host.is_one_of(copies["memory"], "pageable")
-    launch = thread["launch"].to_numpy()
-    blocking = host.is_named(thread, *_COPIES) & np.isin(launch, copies["launch"].to_numpy()[home]) & (launch >= 0)
-    calls = thread[runtime & (host.is_named(thread, *_BLOCKING) | blocking)]
+    launch = called["launch"].to_numpy()
+    blocking = host.is_named(called, *_COPIES) & np.isin(launch, copies["launch"].to_numpy()[home]) & (launch >= 0)
+    calls = called[host.is_named(called, *_BLOCKING) | blocking]
     start = calls["start_ns"].to_numpy()
     end = start + calls["dur_ns"].to_numpy()
     begin = ops["start_ns"].to_numpy()
@@ -108,7 +108,7 @@ def _waits(rank: RankData, thread: pd.DataFrame, ops: pd.DataFrame) -> pd.DataFr
     one = np.where(within, at, -1 - np.arange(len(calls)))
     # The operators that copy from pinned memory: by the calls that launched those copies.
     free = host.is_one_of(copies["copy"], "HtoD") & host.is_one_of(copies["memory"], "pinned")
-    copied = thread["start_ns"].to_numpy()[runtime & np.isin(launch, copies["launch"].to_numpy()[free]) & (launch >= 0)]
+    copied = called["start_ns"].to_numpy()[np.isin(launch, copies["launch"].to_numpy()[free]) & (launch >= 0)]
     frame = pd.DataFrame(
         {
             "one": one,

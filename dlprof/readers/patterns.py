@@ -66,6 +66,7 @@ NO_ROWS = re.compile(
 _COMPILED = tuple((p, re.compile(p.categories), re.compile(p.name)) for p in PATTERNS)
 
 
+@lru_cache(1 << 16)  # the ranks of a job run the same things
 def kind_of(category: str, name: str) -> tuple[Side, str] | None:
     """Give the side and the kind of an event, None where no pattern knows it."""
     category = category.lower()
