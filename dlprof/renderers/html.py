@@ -11,12 +11,16 @@ import hashlib
 import inspect
 import json
 import re
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, Template
+from jinja2 import Environment, FileSystemBytecodeCache, FunctionLoader, Template
+from jinja2.bccache import Bucket
 from markupsafe import Markup, escape
 
 from dlprof.renderers import drawing, figures, parts, words
@@ -319,6 +323,21 @@ def template(name: str) -> Template:
     def written(value: object) -> object:
         return value if isinstance(value, Markup) or not isinstance(value, str) else words.plain(value, 2000)
 
-    environment = Environment(autoescape=True, finalize=written, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True,
+        finalize=written,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(asset),
+        bytecode_cache=None if sys.dont_write_bytecode else _Compiled(str(Path(__file__).parent / "__pycache__")),
+    )
     environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code)
-    return environment.from_string(asset(name))
+    return environment.get_template(name)
+
+
+class _Compiled(FileSystemBytecodeCache):
+    """Keeps templates compiled beside the compiled modules, as Python keeps those; where it cannot, it does not."""
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        with suppress(OSError):
+            super().dump_bytecode(bucket)
