@@ -30,14 +30,20 @@ def host_work(rank: RankData) -> pd.DataFrame:
     start = calls["start_ns"].to_numpy()
     end = start + calls["dur_ns"].to_numpy()
     code, names = calls["name"].cat.codes.to_numpy(), calls["name"].cat.categories
-    rows = []
+    rows: list[tuple[str, str, float]] = []
     for phase, when in _phases(thread, idle).items():
         # The outermost calls do not overlap, so what each has of the idle time adds up.
         took = np.bincount(code, weights=iv.within(when, start, end), minlength=len(names))
-        rows += [(str(names[int(c)]), phase, took[c] / n) for c in np.flatnonzero(took)]
-        rows.append((PYTHON, phase, (iv.total(when) - took.sum()) / n))
-    frame = pd.DataFrame(rows, columns=["name", "phase", "ns"])
-    return frame[frame["ns"] > 0].nlargest(MOST_ROWS, "ns").reset_index(drop=True)
+        rows += [(str(names[int(c)]), phase, float(took[c]) / n) for c in np.flatnonzero(took)]
+        rows.append((PYTHON, phase, float(iv.total(when) - took.sum()) / n))
+    rows = sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])[:MOST_ROWS]
+    return pd.DataFrame(
+        {
+            "name": pd.Series([row[0] for row in rows], dtype="str"),
+            "phase": pd.Series([row[1] for row in rows], dtype="str"),
+            "ns": pd.Series([row[2] for row in rows], dtype=float),
+        }
+    )
 
 
 def _phases(thread: pd.DataFrame, idle: iv.Intervals) -> dict[str, iv.Intervals]:

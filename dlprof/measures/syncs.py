@@ -109,23 +109,22 @@ def _waits(rank: RankData, thread: pd.DataFrame, ops: pd.DataFrame) -> pd.DataFr
     # The operators that copy from pinned memory: by the calls that launched those copies.
     free = host.is_one_of(copies["copy"], "HtoD") & host.is_one_of(copies["memory"], "pinned")
     copied = called["start_ns"].to_numpy()[np.isin(launch, copies["launch"].to_numpy()[free]) & (launch >= 0)]
-    frame = pd.DataFrame(
-        {
-            "one": one,
-            "asked": asked,
-            "call": calls["name"].astype("str").to_numpy(),
-            "pinned": np.isin(at, np.searchsorted(begin, copied, side="right") - 1) & within,
-            "start_ns": start,
-            "end_ns": end,
-        }
-    ).astype({"pinned": int})
+    pinned = np.isin(at, np.searchsorted(begin, copied, side="right") - 1) & within
     # The longest call names the wait.
-    frame = frame.assign(ns=end - start).sort_values("ns", ascending=False, kind="stable")
-    together = frame.groupby("one").agg(
-        asked=("asked", "first"),
-        call=("call", "first"),
-        pinned=("pinned", "max"),
-        start_ns=("start_ns", "min"),
-        end_ns=("end_ns", "max"),
+    longest = np.argsort(start - end, kind="stable")
+    _, first, of = np.unique(one[longest], return_index=True, return_inverse=True)
+    first, count = longest[first], len(first)
+    begins, ends, from_pinned = np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64), np.zeros(count, int)
+    np.minimum.at(begins, of, start[longest])
+    np.maximum.at(ends, of, end[longest])
+    np.maximum.at(from_pinned, of, pinned[longest].astype(int))
+    order = np.argsort(begins, kind="stable")
+    return pd.DataFrame(
+        {
+            "asked": asked[first][order],
+            "call": calls["name"].astype("str").to_numpy()[first][order],
+            "pinned": from_pinned[order],
+            "start_ns": begins[order],
+            "end_ns": ends[order],
+        }
     )
-    return together.sort_values("start_ns", ignore_index=True)

@@ -126,7 +126,7 @@ class TraceFile(Generic[E]):
                     "named .gz but not gzip; a file that was unpacked on its way here is to be named .json"
                 )
             else:
-                while block := file.read(_BLOCK):
+                while block := file.read(min(_BLOCK, self._limit or _BLOCK)):
                     yield block
 
     def _gunzipped(self, file: BinaryIO) -> Iterator[bytes]:
@@ -159,7 +159,7 @@ class TraceFile(Generic[E]):
         if self._limit is not None:
             size = min(size, self._limit)
         held = len(self._buffer)
-        if held >= size and not before:
+        if (held >= size or self._ended) and not before:
             return
         parts: list[bytes | bytearray] = [before, self._buffer]
         while held < size and not self._ended:
