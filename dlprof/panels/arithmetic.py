@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from dataclasses import dataclass, field
 
-import numpy as np
 import pandas as pd
 
 from dlprof.engine import Measured
@@ -41,45 +41,67 @@ def _flops(run: Measured) -> Panel:
 def _heaviest(run: Measured) -> Panel:
     """Give the roofline as a table: what each of the heaviest operators computes, moves and is bound by."""
     frame = run.frame(operators)
-    rank = int(frame["rank"].iloc[0])
-    mine = _whole(frame[frame["rank"] == rank]).head(HEAVIEST)
-    rows = tuple(
-        (
-            " ".join((str(name).removeprefix("aten::")[:80], *([str(shape)] if shape else []))),
-            dtype or UNKNOWN,
-            digits(float(calls)),
-            duration(float(ns)),
-            UNKNOWN if math.isnan(flops) else quantity(float(flops), "FLOP"),
-            UNKNOWN if math.isnan(flops) else f"{quantity(float(flops) / float(ns) * 1e9, 'FLOP')}/s",
-            UNKNOWN if math.isnan(moved) else size(float(moved)),
-            bound or UNKNOWN,
+    rank, ranks = int(frame["rank"].iloc[0]), frame["rank"].nunique()
+    rows = []
+    for (name, dtype, shape), op in sorted(_by_operator(frame).items(), key=lambda item: -item[1].ns)[:HEAVIEST]:
+        shape = shape or (f"of {len(op.shapes)} shapes" if len(op.shapes) > 1 else "")
+        flops, moved = op.flops / ranks, op.moved / ranks
+        slowest = max(op.by_rank, key=lambda r: op.by_rank[r])
+        rows.append(
+            (
+                " ".join((name.removeprefix("aten::")[:80], *([shape] if shape else []))),
+                dtype or UNKNOWN,
+                digits(op.calls / ranks),
+                duration(op.ns / ranks),
+                UNKNOWN if math.isnan(flops) else quantity(flops, "FLOP"),
+                UNKNOWN if math.isnan(flops) else f"{quantity(op.flops / op.ns * 1e9, 'FLOP')}/s",
+                UNKNOWN if math.isnan(moved) else size(moved),
+                next(iter(op.bounds)) or UNKNOWN if len(op.bounds) == 1 else UNKNOWN,
+                *([f"rank {slowest}, {duration(op.by_rank[slowest])}"] if ranks > 1 else []),
+            )
         )
-        for name, shape, dtype, calls, ns, flops, moved, bound in zip(
-            *(mine[c] for c in ("operator", "shape", "dtype", "calls", "ns", "flops", "bytes", "bound")), strict=True
-        )
-    )
-    name, peaks, bandwidth = device_peaks(run.facts[rank], run.trace_facts[rank])
+    device, peaks, bandwidth = device_peaks(run.facts[rank], run.trace_facts[rank])
     tops = ", ".join(f"{quantity(peak, 'FLOP')}/s in {precision}" for precision, peak in peaks.items())
-    known = f"{name} computes {tops} and moves {size(bandwidth)}/s at most (its data sheet)." if peaks else ""
+    known = f"{device} computes {tops} and moves {size(bandwidth)}/s at most (its data sheet)." if peaks else ""
     note = (
         "Time a traced step in the kernels that it launched, on a CPU in itself; bound by what takes longer at the"
         f" device's peaks, or by launching where a kernel takes less than 10 µs. {known}"
     ).strip()
-    columns = ("operator, shapes", "type", "calls", "time a step", "computes", "rate", "moves", "bound by")
-    return Panel("table", f"The heaviest operators of a step, rank {rank}", rows, columns, note=note)
+    columns = ("operator, shapes", "type", "calls", "time a step", "computes", "rate", "moves", "bound by", "most on")
+    who = f"mean of {ranks} ranks" if ranks > 1 else f"rank {rank}"
+    title = f"The heaviest operators of a step, {who}"
+    return Panel("table", title, tuple(rows), columns if ranks > 1 else columns[:-1], note=note)
 
 
-def _whole(frame: pd.DataFrame) -> pd.DataFrame:
-    """Put together what was only shared out: an operator that met several shapes is one row."""
-    parts = frame[frame["shared"]]
-    sums = parts.groupby(["operator", "dtype"], as_index=False, sort=False).agg(
-        {"calls": "sum", "ns": "sum", "flops": "sum", "bytes": "sum", "shape": "size", "bound": "first"}
-    )
-    bounds = parts.groupby(["operator", "dtype"], sort=False)["bound"].nunique().to_numpy()
-    sums["shape"] = [f"of {number} shapes" for number in sums["shape"]]
-    sums["bound"] = np.where(bounds > 1, "", sums["bound"])
-    rows = pd.concat([frame[~frame["shared"]], sums], ignore_index=True)
-    return rows.sort_values("ns", ascending=False, kind="stable", ignore_index=True)
+@dataclass
+class _Operator:
+    """What an operator takes, added up over the ranks; what one of them does not know is not known (NaN)."""
+
+    calls: float = 0.0
+    ns: float = 0.0
+    flops: float = 0.0
+    moved: float = 0.0
+    bounds: set[str] = field(default_factory=set)
+    shapes: set[str] = field(default_factory=set)
+    by_rank: dict[int, float] = field(default_factory=dict)
+
+
+def _by_operator(frame: pd.DataFrame) -> dict[tuple[str, str, str], _Operator]:
+    """Add up by operator, type and shapes; among shapes that its time was only shared out to, it is one ("")."""
+    found: dict[tuple[str, str, str], _Operator] = {}
+    columns = ("operator", "dtype", "shape", "shared", "calls", "ns", "flops", "bytes", "bound", "rank")
+    for name, dtype, shape, shared, calls, ns, flops, moved, bound, rank in zip(
+        *(frame[c].tolist() for c in columns), strict=True
+    ):
+        op = found.setdefault((name, dtype, "" if shared else shape), _Operator())
+        op.calls += calls
+        op.ns += ns
+        op.flops += flops
+        op.moved += moved
+        op.bounds.add(bound)
+        op.shapes.add(shape)
+        op.by_rank[rank] = op.by_rank.get(rank, 0.0) + ns
+    return found
 
 
 PICTURE = Picture((operator_flops, operators), draw)

@@ -40,3 +40,21 @@ def test_shapes_among_which_time_was_only_shared_out_are_one_row(tmp_path: Path)
     assert panel.rows[0][:5] == ("mm of 2 shapes", "bfloat16", "2", "300.0 µs", "9 MFLOP")
     assert panel.rows[1][0] == "add"
     assert "312 TFLOP/s in bfloat16" in panel.note
+
+
+def test_of_several_ranks_the_mean_is_shown_and_the_one_with_most(tmp_path: Path) -> None:
+    def job(rank: int, dur: int, shapes: list[dict[str, Any]]) -> tuple[Any, list[Any], dict[str, Any]]:
+        mm = [traces.op("aten::mm", 0, 15_000), *traces.launched("kernel", 1_000, MS, dur, 1)]
+        add = [traces.op("aten::add", 20_000, 15_000), *traces.launched("kernel", 21_000, 5 * MS, dur // 2, 2)]
+        made = traces.trace(traces.step(0, 0, 10 * MS), *mm, *(add if rank else []), rank=rank, world_size=2)
+        return made, [], {"device": {"type": "cuda"}, "flops": {"state": "done", "shapes": shapes}}
+
+    each = {"operator": "aten::mm", "dtype": "bfloat16", "calls": 1}
+    shapes = [{**each, "shape": s, "flops": 3_000_000, "bytes": 300} for s in ("8x8 8x8", "8x8 8x16")]
+    path = runs.recorded(tmp_path / "run", job(0, 200_000, shapes), job(1, 400_000, shapes))
+    (panel,) = draw(runs.measured(path, operator_flops, operators))
+    assert panel.title == "The heaviest operators of a step, mean of 2 ranks"
+    assert [(*row[:6], row[-1]) for row in panel.rows] == [
+        ("mm of 2 shapes", "bfloat16", "2", "300.0 µs", "6 MFLOP", "20 GFLOP/s", "rank 1, 400.0 µs"),
+        ("add", UNKNOWN, "0.50", "100.0 µs", UNKNOWN, UNKNOWN, "rank 1, 200.0 µs"),
+    ]

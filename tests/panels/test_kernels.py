@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from dlprof.measures.operators import MOST_KERNELS
 from dlprof.overview import drawn
@@ -42,3 +43,18 @@ def test_kernels_that_take_no_time_were_called_all_the_same(tmp_path: Path) -> N
     kernels, _ = drawn(runs.measured(runs.foreign(tmp_path, made), *PICTURE.needs), [PICTURE])
     assert [row[0] for row in kernels.rows] == ["multi_tensor_apply", "sm90_gemm", "sm90_gemm_backward"]
     assert kernels.rows[1][2:] == ("1", "0 ns", "0 ns", "0 %")
+
+
+def test_of_several_ranks_the_mean_is_shown_and_the_one_with_most(tmp_path: Path) -> None:
+    def job(rank: int, gemm: int, *more: dict[str, Any]) -> dict[str, Any]:
+        events = (traces.step(0, 0, MS), traces.kernel("gemm", 10_000, gemm), *more)
+        return traces.trace(*events, rank=rank, world_size=2)
+
+    path = runs.foreign(tmp_path, job(0, 100_000), job(1, 200_000, traces.kernel("only", 500_000, 100_000)))
+    (panel,) = drawn(runs.measured(path, *PICTURE.needs), [PICTURE])
+    assert panel.title == "Kernels, mean of 2 ranks"
+    assert panel.columns[-1] == "most on"
+    assert [(row[0], *row[2:]) for row in panel.rows] == [
+        ("gemm", "1", "150.0 µs", "150.0 µs", "75 %", "rank 1, 200.0 µs"),
+        ("only", "0.50", "50.0 µs", "100.0 µs", "25 %", "rank 1, 100.0 µs"),
+    ]
