@@ -110,6 +110,7 @@ LOADING: Mapping[str, str] = {
     "outstanding": "int64",  # batches that workers had been told to fetch
     "cpu_ns": "int64",  # CPU time of the whole process
     "delay_ns": "int64",  # that the training thread was ready to run and had no core
+    "thread_ns": "int64",  # CPU time of the training thread alone
 }
 
 # A batch that was fetched, by a worker or in the training thread, in order of time; rows and -1 as in LOADING.

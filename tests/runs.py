@@ -81,7 +81,7 @@ def loading(
         rows.append({"kind": kind, "start_ns": at, "dur_ns": wait, "count": 1, "step": k, "loader": 0} | asked)
         busy = int((step - wait) * cores) + (0 if workers else cpu)
         rows.append({"kind": "usage", "start_ns": at, "dur_ns": step, "count": 1, "step": k, "cpu_ns": busy})
-        rows[-1]["delay_ns"] = 0
+        rows[-1] |= {"delay_ns": 0, "thread_ns": min(busy, step)}
         worker = k % workers if workers else -1
         # A worker fetches one batch after the other, all of them when the run is steady.
         starts = begins[n // 2] + k // workers * fetch if workers else at + 1

@@ -59,7 +59,7 @@ class Loader:
         self._loading = _Log("loading.jsonl", _loading_line, keys=2, sums=6)
         self._fetches = _Log("fetches.jsonl", _fetch_line, keys=2, sums=3)
         self._counters: _Counters | None = None
-        self._usage: tuple[int, int, int] = (0, 0, 0)
+        self._usage: tuple[int, int, int, int] = (0, 0, 0, 0)
         self._asking = 0  # the thread that is inside a loader's next(), if it is the one that trains
         self._fetching = False
         self._last_fetch_ns = 0
@@ -75,7 +75,7 @@ class Loader:
         self._loading.open(recorder.folder)
         self._fetches.open(recorder.folder)
         self._counters = self._counters or _Counters()
-        self._usage = (perf_counter_ns(), *self._counters.core())
+        self._usage = (perf_counter_ns(), *self._counters.cores())
 
     def step(self, done: Sequence[Step]) -> None:
         """Write what has gathered."""
@@ -93,14 +93,11 @@ class Loader:
         if recorder is None or counters is None or self._off:
             return
         try:
-            began, cpu, delay = self._usage
-            self._usage = (now, *counters.core())
-            _, cpu_now, delay_now = self._usage
-            delayed = delay_now - delay if delay >= 0 else -1
+            began, *before = self._usage
+            self._usage = (now, *counters.cores())
+            used = [-1 if b < 0 else a - b for a, b in zip(self._usage[1:], before, strict=True)]
             begin, step = recorder.unix(began), recorder.row.number
-            self._loading.rows.append(
-                ("usage", -1, begin, step, -1, "", 1, now - began, -1, -1, -1, cpu_now - cpu, delayed)
-            )
+            self._loading.rows.append(("usage", -1, begin, step, -1, "", 1, now - began, -1, -1, -1, *used))
             self._loading.write(now, last=last)
             self._fetches.write(now, last=last)
         except Exception:
@@ -210,12 +207,12 @@ class Loader:
                 epoch.loader = recorder.place_of(iterator)
                 started = epoch.began + unix
                 self._loading.rows.append(
-                    ("start", epoch.loader, started, step, -1, epoch.pids, 1, epoch.took, -1, -1, -1, -1, -1)
+                    ("start", epoch.loader, started, step, -1, epoch.pids, 1, epoch.took, -1, -1, -1, -1, -1, -1)
                 )
                 epoch.first = False
                 kind = "first"
             empty = -1 if ready < 0 else 0 if ready else 1
-            row = (kind, epoch.loader, began + unix, step, worker, "", 1, took, empty, ready, outstanding, -1, -1)
+            row = (kind, epoch.loader, began + unix, step, worker, "", 1, took, empty, ready, outstanding, -1, -1, -1)
             self._loading.rows.append(row)
             if len(self._loading.rows) >= _MOST_ROWS:
                 self._loading.fit()
@@ -229,7 +226,7 @@ class Loader:
             return
         try:
             begin, step = recorder.unix(began), recorder.row.number
-            self._loading.rows.append(("end", epoch.loader, begin, step, -1, "", 1, took, -1, -1, -1, -1, -1))
+            self._loading.rows.append(("end", epoch.loader, begin, step, -1, "", 1, took, -1, -1, -1, -1, -1, -1))
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
@@ -368,16 +365,17 @@ class _Counters:
         self._io = _Answer("/proc/self/io")
         self.last = self.all()
 
-    def core(self) -> tuple[int, int]:
-        """Give the ns of CPU time, and those that the thread was ready to run and had no core (−1: unknown)."""
+    def cores(self) -> tuple[int, int, int]:
+        """Give the ns of CPU time, those that the thread was ready and had no core, and its own (−1: unknown)."""
         words = self._schedstat.words()
-        return time.process_time_ns(), int(words[1]) if words else -1
+        ran, delayed = (int(words[0]), int(words[1])) if words else (-1, -1)
+        return time.process_time_ns(), delayed, ran
 
     def all(self) -> tuple[int, int, int, int]:
-        """Give the same, the bytes that came from storage, and those that were read at all (−1: unknown)."""
+        """Give the first two, the bytes that came from storage, and those that were read at all (−1: unknown)."""
         words = self._io.words()
         stored, read = (int(words[9]), int(words[1])) if words else (-1, -1)
-        return (*self.core(), stored, read)
+        return (*self.cores()[:2], stored, read)
 
 
 class _Answer:
@@ -474,14 +472,14 @@ _FETCH = (
 
 
 def _loading_line(row: _Row) -> str:
-    kind, loader, start, step, worker, pids, count, dur, empty, ready, outstanding, cpu, delay = row
+    kind, loader, start, step, worker, pids, count, dur, empty, ready, outstanding, cpu, delay, ran = row
     line = _BATCH % (kind, loader, start, step, count, dur)
     if ready >= 0:
         line += _QUEUE % (worker if count == 1 else -1, empty, ready, outstanding)
     if kind == "start":
         line += f',"workers":"{pids}"'
     elif kind == "usage":
-        line += f',"cpu_ns":{cpu},"delay_ns":{delay}'
+        line += f',"cpu_ns":{cpu},"delay_ns":{delay},"thread_ns":{ran}'
     return line + "}\n"
 
 

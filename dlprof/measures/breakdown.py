@@ -19,6 +19,7 @@ from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, by_rank, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import device, host, pipeline, stalls
+from dlprof.measures.blocked import blocked
 from dlprof.measures.steps import PHASES, Timing, light_steps, standard_error, timing
 from dlprof.result import CATEGORIES
 
@@ -159,12 +160,16 @@ def breakdown(rank: RankData) -> pd.DataFrame:
     in the trace, each phase of the training thread (fetch, forward, backward, optimizer, rest) scaled to its length in
     the steps that were not traced. Stalls, which the few traced steps may hold by chance or miss, were recorded in all
     steps: theirs is the recorded time, as far as device work leaves room for it; the other parts share what is left.
-    So is the bubble of a pipeline on the CPU.
+    So is the bubble of a pipeline on the CPU. And where the kernel tells how long the training thread stood still in
+    all steady steps, communication is no longer than that, and no shorter than what of it nothing else explains.
     """
     t = timing(rank)
     parts = _traced(rank, t) if len(t.windows) else _light_only(rank, t)
     parts = {c: parts[c] for c in CATEGORIES if parts.get(c, 0.0) > 0.0}
     noise = _noise(rank, t)
+    if t.source == "steps" and (bounds := _communication_bounds(rank, parts)):
+        least, most, unsure = bounds
+        noise["communication"] = min(noise.get("communication", np.inf), (most - least) / 2 + unsure)
     return pd.DataFrame(
         {
             "category": pd.Series(list(parts), dtype="str"),
@@ -221,7 +226,33 @@ def _traced(rank: RankData, t: Timing) -> dict[str, float]:
         if not busy:
             busy = {c: means[c] for c in others}
         return {**_to(left, {**busy, **dict.fromkeys(rest.keys() - busy.keys(), 0.0)}), **stalled}
-    return {**busy, **_to(left - sum(busy.values()), rest), **stalled}
+    return _with_blocked(rank, {**busy, **_to(left - sum(busy.values()), rest), **stalled})
+
+
+def _with_blocked(rank: RankData, parts: dict[str, float]) -> dict[str, float]:
+    """Bring communication to within its bounds; computation and the host share the difference.
+
+    The profiler takes memory, which costs one rank's step and then another's: the traced steps wait more than others.
+    """
+    bounds = _communication_bounds(rank, parts)
+    if bounds is None:
+        return parts
+    sharing: dict[str, float] = {c: parts[c] for c in ("computation", "host") if c in parts} or {"host": 0.0}
+    room = parts["communication"] + sum(sharing.values())
+    communication = min(float(np.clip(parts["communication"], bounds[0], bounds[1])), room)
+    return {**parts, "communication": communication, **_to(room - communication, sharing)}
+
+
+def _communication_bounds(rank: RankData, parts: Mapping[str, float]) -> tuple[float, float, float] | None:
+    """Give the least and the most that communication can be of the mean steady step, and their standard error, ns.
+
+    Whoever waits for a collective stands still; so may what is neither communication nor computation. None: not told.
+    """
+    known = blocked(rank) if parts.get("communication") and not parts.get(_BUBBLE) else None
+    if known is None:
+        return None
+    others = sum(ns for c, ns in parts.items() if c not in ("communication", "computation"))
+    return max(known[0] - others, 0.0), known[0], known[1]
 
 
 def _within(recorded: Mapping[tuple[str, str], float], room: float) -> dict[str, float]:

@@ -98,7 +98,8 @@ def busy(rank: RankData) -> pd.DataFrame:
     """
     loading = rank.table("loading")
     usage = loading[(loading["kind"] == "usage") & (loading["delay_ns"] >= 0)]
-    usage = usage[in_steady(rank, usage["start_ns"].to_numpy())]
+    begin, took = usage["start_ns"].to_numpy(), usage["dur_ns"].to_numpy()
+    usage = usage[in_steady(rank, begin) & in_steady(rank, begin + took - 1)]
     if not len(usage):
         raise NotMeasured("what the ranks use of their cores was not recorded")
     stride = -(-len(rank.table("steps")) // MOST_ROWS)

@@ -89,6 +89,7 @@ def test_workers_of_every_kind(tmp_path: Path, dataset: str, method: str, worker
     )
     assert counts(loading) == {"start": epochs, "first": epochs, "batch": epochs * 11, "end": epochs}
     assert {row["loader"] for row in loading if row["kind"] != "usage"} == {0}
+    assert all(row["thread_ns"] >= 0 for row in loading if row["kind"] == "usage")
     started = [row for row in loading if row["kind"] == "start"]
     pids = {int(p) for row in started for p in row["workers"].split()}
     assert len(pids) == workers * epochs  # they do not persist

@@ -207,3 +207,37 @@ def test_parts_that_vary_between_the_steps_say_how_much(tmp_path: Path) -> None:
 def test_a_rank_without_records_abstains() -> None:
     with pytest.raises(NotMeasured):
         RankData(Rank(0)).once(breakdown.function)
+
+
+@pytest.mark.parametrize(("stood_still", "communication"), [(500_000, 450_000), (100_000, 100_000), (220_000, 200_000)])
+def test_standing_still_in_every_step_bounds_communication(
+    tmp_path: Path, stood_still: int, communication: int
+) -> None:
+    """Of 1 ms the trace shows 200 µs of communication and 50 µs of Python: who waits for it stands still."""
+    made = on_cpu(
+        traces.step(20, 0, 1_000_000),
+        traces.op("aten::conv2d", 0, 750_000),
+        traces.annotation("gloo:all_reduce", 750_000, 200_000, tid=traces.MAIN),
+    )
+    steps = [runs.light(n, 1_000_000) for n in range(20)] + [runs.light(20, 1_000_000, profiled=1)]
+    facts = {**runs.CPU, "backend": "gloo", "cpu": {"torch_threads": 1}}
+    folder = runs.recorded(tmp_path / "run", (made, steps, facts))
+    runs.loading(folder, 0, step=1_000_000, wait=stood_still, fetch=0, cpu=0, n=20, workers=1)
+    frame = runs.measured(folder, breakdown).frame(breakdown).set_index("category")
+    assert frame["ns"].sum() == pytest.approx(1_000_000)
+    assert frame["ns"]["communication"] == pytest.approx(communication)
+    # What shares the difference keeps its proportion.
+    assert frame["ns"]["computation"] / frame["ns"]["host"] == pytest.approx(15)
+
+
+def test_a_thread_that_shares_its_work_waits_for_other_threads_too(tmp_path: Path) -> None:
+    made = on_cpu(
+        traces.step(20, 0, 1_000_000),
+        traces.op("aten::conv2d", 0, 750_000),
+        traces.annotation("gloo:all_reduce", 750_000, 200_000, tid=traces.MAIN),
+    )
+    facts = {**runs.CPU, "backend": "gloo", "cpu": {"torch_threads": 2}}
+    folder = runs.recorded(tmp_path / "run", (made, [runs.light(n, 1_000_000) for n in range(20)], facts))
+    runs.loading(folder, 0, step=1_000_000, wait=500_000, fetch=0, cpu=0, n=20, workers=1)
+    frame = runs.measured(folder, breakdown).frame(breakdown).set_index("category")
+    assert frame["ns"]["communication"] == pytest.approx(200_000)
