@@ -12,7 +12,10 @@ DS-Analyzer has it (Mohan et al., Analyzing and Mitigating Data Stalls in DNN Tr
 Cores set the other limit. What a fetch waits for storage is the same however many wait; what it computes takes longer
 once more threads are ready to run than there are cores, and so does the loop's own work. A thread that finds N ready on
 C cores runs at min(1, C ÷ N), as a fair scheduler lets it; N is taken from how long each is busy, independently of the
-others, which gives the mean stretch of a thread's computing; times and stretches are solved for together. The kernel
+others, which gives the mean stretch of a thread's computing; times and stretches are solved for together. Where an
+operator is split over several threads, it ends with the last of them: one that has no core holds up all, which spin
+meanwhile and count as computing, so that k threads get on with the k-th power of what one does. (With more threads than
+cores they do not spin: OpenMP's then give up their core to each other.) The kernel
 tells how long computing really waited for a core: by how much that differs from the model's stretch of the run as it
 was, for other jobs on the host or for a scheduler that does better, is taken to stay.
 
@@ -72,6 +75,11 @@ class Pace:
     cores: float  # of the host, and
     ranks: int  # how many ranks like this one share them
     beside: tuple[float, float] = (1.0, 1.0)  # measured stretch ÷ the model's, of the loop and of a fetch
+
+    @property
+    def together(self) -> int:
+        """How many threads of the loop must all have a core for it to get on."""
+        return self.threads if self.threads <= self.cores else 1
 
 
 @dataclass(frozen=True)
@@ -146,13 +154,13 @@ def _stretches(pace: Pace, workers: int, trains: float, fetches: float) -> tuple
     fetching = pace.ranks * workers
     busy, each = (trains, fetches / workers) if workers else (trains + fetches, 0.0)
 
-    def stretch(itself: int, loops: int, fetchers: int) -> float:
+    def stretch(itself: int, loops: int, fetchers: int, together: int = 1) -> float:
         ready = itself + pace.threads * np.arange(loops + 1)[:, None] + np.arange(fetchers + 1)[None, :]
         chance = _chance(loops, busy)[:, None] * _chance(fetchers, each)[None, :]
-        return 1.0 / float((chance * np.minimum(1.0, pace.cores / ready)).sum())
+        return 1.0 / float((chance * np.minimum(1.0, pace.cores / ready) ** together).sum())
 
-    trains = stretch(pace.threads, pace.ranks - 1, fetching)
-    return trains, stretch(1, pace.ranks, fetching - 1) if workers else trains
+    trains = stretch(pace.threads, pace.ranks - 1, fetching, pace.together)
+    return trains, stretch(1, pace.ranks, fetching - 1) if workers else stretch(1, pace.ranks - 1, 0)
 
 
 def _chance(n: int, share: float) -> Times:
@@ -190,8 +198,9 @@ def pace(run: Measured, rank: int) -> Pace:
     inside = 0.0 if workers else 1.0  # the share of fetching that the loop's own figures hold
     own_delay = (0.0 if np.isnan(row["delayed"]) else row["delayed"]) * step["step_ns"] - inside * delay.mean()
     own_used = row["cores"] * step["step_ns"] - inside * used.mean()
-    alone = min(max(1.0 - own_delay / own.mean(), 0.1), 1.0)
     threads = int(cpu.get("torch_threads") or 1) if settings.on_cpu(run) else 1
+    # The kernel tells what the training thread waited for a core; what the others did, it spun.
+    alone = min(max(1.0 - own_delay / own.mean(), 0.1), 1.0) ** (threads if threads <= cores else 1)
     needs = fetch - delay + float(fetches["gap_ns"].iloc[0])
     # A worker has one thread where the training thread may have used several.
     needs = np.maximum(needs, used)

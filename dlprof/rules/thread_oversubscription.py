@@ -9,7 +9,10 @@ kernel counts it. The rule speaks where a rank has more threads than cores to it
 host cause is no fault of the job's. On a GPU also a trace: it matters only where the GPU has nothing to do meanwhile.
 
 Saving: the main thread's waiting gone, less the part that falls to programs outside the job, by what they use of the
-host's cores. What it loses by waiting for its own pool, whose threads wait as well, comes on top and is not counted.
+host's cores. What it loses by waiting for its own pool, whose threads wait as well, comes on top and is not counted;
+nor is that with fewer threads each has more of the work. The two are of one kind: a pool's threads may spin while they
+wait for each other, and the kernel counts spinning as computing. Had all that a rank used of the cores been work, its own
+cores would take that long for it: the report gives this least saving as well.
 
 What to change: as many threads as a rank has cores to itself, loader workers left out of account only where the loader
 is idle: `OMP_NUM_THREADS` in the job's environment, or `torch.set_num_threads`.
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import LEAST_SHARE, Clear, Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
@@ -28,7 +31,7 @@ from dlprof.measures.replay import own_time, saving
 from dlprof.measures.samples import sample_means
 from dlprof.measures.steps import mean_step_ns, step_means
 from dlprof.result import Finding, Panel
-from dlprof.units import count, digits, percent
+from dlprof.units import count, digits, duration, percent
 
 # Where tools for input and stragglers begin to speak: 5 % of a step (XProf, NVIDIA's resiliency extension).
 NOTABLE_SHARE = 0.05
@@ -84,8 +87,19 @@ def check(run: Measured) -> Finding | Clear:
         evidence=_evidence(sampled, threads, cores, waited, step),
         ranks=tuple(sorted(r for r in waited if threads[r] > cores[r])),
         sure="Counted by the kernel; estimated as the main thread's waiting gone"
-        + (f", but for the {percent(others)} of the used cores that programs outside the job have." if others else "."),
+        + (f", but for the {percent(others)} of the used cores that programs outside the job have." if others else ".")
+        + _least(sampled, worst, cores[worst], step, gain),
     )
+
+
+def _least(sampled: pd.DataFrame, rank: int, cores: int, step: float, most: float) -> str:
+    """Say what is saved where all that a rank used of the cores was work, and had to be done with its own."""
+    used = sampled[(sampled["rank"] == rank) & (sampled["source"] == "processes") & (sampled["metric"] == "cpu_cores")]
+    if not len(used):
+        return ""
+    least = min(max(1 - float(used["mean"].iloc[0]) / cores, 0.0) * step, most)
+    left = duration(least) if least >= LEAST_SHARE * step else "nothing"
+    return f" If its threads never spun while they waited for each other, {left} is saved."
 
 
 def _cores(run: Measured, rank: int) -> int | None:

@@ -64,14 +64,22 @@ def test_one_slow_worker_holds_up_all_and_a_deep_queue_does_not_help() -> None:
 
 
 def recorded(
-    folder: Path, *, fetch: int, cpu: int, workers: int, own: int = 20, cores: int = 16, ranks: int = 1
+    folder: Path,
+    *,
+    fetch: int,
+    cpu: int,
+    workers: int,
+    own: int = 20,
+    cores: int = 16,
+    ranks: int = 1,
+    threads: int = 1,
 ) -> Path:
     """Make a run whose steps are what the model has them be: a worker's fetches one after the other."""
     step = max(own, fetch // workers) if workers else own + fetch
     facts = {
         **runs.CPU,
         "loaders": [{"role": "train", "num_workers": workers, "prefetch_factor": 2 if workers else None}],
-        "cpu": {"count": cores, "affinity": cores, "torch_threads": 1},
+        "cpu": {"count": cores, "affinity": cores, "torch_threads": threads},
     }
     steps = [runs.light(k, step * MS, fetch_ns=(step - own) * MS) for k in range(40)]
     path = runs.recorded(folder / "run", *((None, steps, facts) for _ in range(ranks)))
@@ -132,6 +140,14 @@ def test_without_loading_the_rank_that_computes_most_sets_the_pace_and_what_all_
     held_up(path, 1, loop=0, worker=0, computing=30 * MS)
     # Now 20 ms are left, in which rank 1 may have waited for what nobody recorded.
     assert step_without_loading(runs.measured(path, *NEEDS)) == pytest.approx(50 * MS, rel=0.01)
+
+
+def test_threads_that_share_an_operator_spin_while_one_of_them_has_no_core(tmp_path: Path) -> None:
+    # Two threads and a worker that always computes, on two cores: of 40 ms each thread has a core for 30 and both of
+    # them for 22.5; for the others one spins.
+    path = recorded(tmp_path, fetch=130, cpu=100, workers=1, own=40, cores=2, threads=2)
+    held_up(path, 0, loop=10 * MS, worker=30 * MS, computing=60 * MS)
+    assert step_without_loading(runs.measured(path, *NEEDS)) == pytest.approx(22.5 * MS, rel=0.01)
 
 
 def held_up(path: Path, rank: int, *, loop: int, worker: int, computing: int) -> None:

@@ -49,6 +49,8 @@ def test_four_ranks_with_eight_threads_on_eight_cores_are_found(tmp_path: Path) 
     # One of the two cores is for the loader's worker.
     assert found.advice == ("`OMP_NUM_THREADS=1`, or `torch.set_num_threads(1)` (is 8)",)
     assert "outside the job" not in found.sure
+    # They use the two cores that each has: if all of that is work, no number of threads does it sooner.
+    assert found.sure.endswith("never spun while they waited for each other, nothing is saved.")
     assert found.evidence is not None
     assert found.evidence.rows[1] == ("rank 1", 8, 2, "25 %", "2", "900", "")
 
@@ -79,6 +81,13 @@ def test_what_other_programs_on_the_host_cause_is_no_saving(tmp_path: Path) -> N
 def test_workers_that_take_all_cores_are_named(tmp_path: Path) -> None:
     found = ask(RULE, recorded(tmp_path, 0.3, 0.3, workers=6))
     assert found.advice[1] == "fewer loader workers: 6 of them and the rank share 4 cores"
+
+
+def test_what_fewer_threads_save_at_least_is_told(tmp_path: Path) -> None:
+    """A rank uses two of three cores: with all of them it would take two thirds of the time."""
+    found = ask(RULE, recorded(tmp_path, 0.5, 0.5, count=6, affinity=6))
+    assert found.share == pytest.approx(0.5)
+    assert found.sure.endswith("each other, 300.0 ms is saved.")
 
 
 def test_without_samples_or_a_kernel_that_counts_it_abstains(tmp_path: Path) -> None:
