@@ -11,8 +11,8 @@ host cause is no fault of the job's. On a GPU also a trace: it matters only wher
 Saving: the main thread's waiting gone, less the part that falls to programs outside the job, by what they use of the
 host's cores. What it loses by waiting for its own pool, whose threads wait as well, comes on top and is not counted;
 nor is that with fewer threads each has more of the work. The two are of one kind: a pool's threads may spin while they
-wait for each other, and the kernel counts spinning as computing. Had all that a rank used of the cores been work, its own
-cores would take that long for it: the report gives this least saving as well.
+wait for each other, and the kernel counts spinning as computing. Had all that a rank used of the cores been work, it
+would need its own cores for as long: the report gives this least saving as well.
 
 What to change: as many threads as a rank has cores to itself, loader workers left out of account only where the loader
 is idle: `OMP_NUM_THREADS` in the job's environment, or `torch.set_num_threads`.
