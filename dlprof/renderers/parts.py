@@ -95,6 +95,7 @@ def stack(result: Result) -> Figure | None:
         xaxis=axis(unit, range=[0, rounded(largest / divisor)], nticks=8),
         yaxis=axis(autorange="reversed", tickvals=ticks, ticktext=[drawn(t, 24) for t in labels], showgrid=False),
         annotations=_marks(result.found, bars, divisor),
+        uniformtext={"mode": "hide", "minsize": 10},  # on a narrow page plotly would write what nobody can read
     )
     if arranged["annotations"]:
         arranged["margin"]["r"] = 92 if roomy else 142
@@ -280,7 +281,8 @@ def blame(result: Result) -> Figure | None:
     )
     label = f"Stacked bars of how long the ranks wait for others in the mean, by what made those late: {told}."
     note = f"{more} more ranks are waited for, less." if more > 0 else ""
-    return Figure("Who is waited for", label, {"data": data, "layout": arranged}, table, tuple(categories), note)
+    seen = tuple(c for c in categories if any(why[k].get(c, 0.0) >= VISIBLE * largest for k in culprits))
+    return Figure("Who is waited for", label, {"data": data, "layout": arranged}, table, seen, note)
 
 
 def device(result: Result) -> Table | None:
