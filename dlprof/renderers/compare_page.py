@@ -128,22 +128,27 @@ def _lede(result: Result) -> str:
     return f"{words.name(result)} · {words.devices(result)} · {words.steps(result)}"
 
 
-def _tiles(c: Comparison) -> list[tuple[str, str]]:
-    """The figures that matter: value, what it is."""
+def _tiles(c: Comparison) -> list[html.Tile]:
+    """The figures that matter."""
     d = c.step
     if d is None or d.a_ns is None or d.b_ns is None or d.ns is None:
         return []
-    tiles = [(words.duration(d.a_ns), "mean steady step of A"), (words.duration(d.b_ns), "mean steady step of B")]
+    tiles = [
+        html.Tile(words.duration(d.a_ns), "mean steady step of A"),
+        html.Tile(words.duration(d.b_ns), "mean steady step of B"),
+    ]
     sign = MINUS if d.ns < 0 else "+"
-    tiles.append((f"{sign}{words.duration(abs(d.ns))}", f"a step{compare_text.margin(d) or ', noise not known'}"))
+    tiles.append(
+        html.Tile(f"{sign}{words.duration(abs(d.ns))}", f"a step{compare_text.margin(d) or ', noise not known'}")
+    )
     p = c.promise
     if p is not None:
         least, most = words.duration(p.least_ns), words.duration(p.most_ns)
-        tiles.append((most, "predicted from A" if least == most else f"predicted from A, or down to {least}"))
+        tiles.append(html.Tile(most, "predicted from A" if least == most else f"predicted from A, or down to {least}"))
         if p.reached is not None:
-            tiles.append((words.percent(p.reached), "of the predicted gain was measured"))
+            tiles.append(html.Tile(words.percent(p.reached), "of the predicted gain was measured"))
     elif d.a_ns and d.b_ns:
-        tiles.append((words.times(d.a_ns / d.b_ns), "as many steps a second"))
+        tiles.append(html.Tile(words.times(d.a_ns / d.b_ns), "as many steps a second"))
     return tiles
 
 
