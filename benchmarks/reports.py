@@ -14,9 +14,10 @@ import re
 import shutil
 import sys
 import tempfile
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from benchmarks import summary
 from benchmarks.accuracy import WORKLOADS, Planted, machine, planted, run

@@ -11,11 +11,11 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any, Literal
 
-from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, Exchange, Fact, Outcome, Result, Work
+from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, Exchange, Fact, Outcome, Result, Work, plain
 
 FORMAT = 1
 
@@ -188,26 +188,26 @@ def to_json(c: Comparison) -> dict[str, Any]:
     """Give the comparison as plain data: the differences, and of both runs which they are."""
     said: dict[str, Any] = {"format": FORMAT, "noise": NOISE}
     for name, result in (("a", c.a), ("b", c.b)):
-        said[name] = {"run": asdict(result.run), "window": asdict(result.window) if result.window else None}
+        said[name] = {"run": plain(result.run), "window": plain(result.window) if result.window else None}
     said["step"] = _told(c.step) if c.step else None
     said["quantiles"] = [_told(d) for d in c.quantiles]
     said["ranks"] = [_told(d) for d in c.ranks]
     said["time"] = [_told(d) for d in c.time]
     said["time_by_rank"] = [{"rank": rank, "time": [_told(d) for d in of]} for rank, of in c.time_by_rank]
-    said["findings"] = [asdict(f) for f in c.findings]
+    said["findings"] = [plain(f) for f in c.findings]
     for name, work in (("operators", c.operators), ("kernels", c.kernels), ("collectives", c.exchanges)):
         said[name] = [
             {**_told(w.time), "a_calls": w.a_calls, "b_calls": w.b_calls, "wait": _told(w.wait) if w.wait else None}
             for w in work
         ]
-    said["settings"] = [asdict(s) for s in c.settings]
-    said["measured"] = [asdict(s) for s in c.measured]
-    said["promise"] = asdict(c.promise) if c.promise else None
+    said["settings"] = [plain(s) for s in c.settings]
+    said["measured"] = [plain(s) for s in c.measured]
+    said["promise"] = plain(c.promise) if c.promise else None
     return said | {"not_compared": list(c.not_compared), "doubts": list(c.doubts)}
 
 
 def _told(d: Difference) -> dict[str, Any]:
-    return {**asdict(d), "ns": d.ns, "verdict": d.verdict}
+    return {**plain(d), "ns": d.ns, "verdict": d.verdict}
 
 
 def _refused(a: Result, b: Result) -> Iterator[str]:

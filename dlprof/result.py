@@ -1,4 +1,4 @@
-"""What the rules said, and all that a report may know: frozen dataclasses, to and from result.json (format 1).
+"""What the rules said, and all that a report may know: frozen structs, to and from result.json (format 1).
 
 Saving: how much shorter the mean steady step of this run would be, in ns, were this bottleneck gone.
 Each is estimated alone; savings overlap and are not summed.
@@ -7,7 +7,6 @@ Each is estimated alone; savings overlap and are not summed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 import msgspec
@@ -52,8 +51,7 @@ State = Literal["found", "clear", "not_measured", "error"]
 Shape = Literal["table", "bars", "lines", "areas", "timeline", "flame"]
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(msgspec.Struct, frozen=True):
     """One piece of evidence, as data in one of six shapes; a renderer draws it, a rule never does.
 
     table: `columns` are headers, `rows` are rows of cells (text or number).
@@ -77,8 +75,7 @@ class Panel:
     steps: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Forecast:
+class Forecast(msgspec.Struct, frozen=True):
     """What the mean steady step of the run would be, in ns, with a setting at another value, all else as it is."""
 
     setting: str  # as code names it: num_workers
@@ -86,8 +83,7 @@ class Forecast:
     step_ns: float
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """What a rule found: one sentence each for title and summary; `saving_ns` as defined above, per mean steady step.
 
     `advice` is what to change, one change a line, code as `code`; `sure`: how it was estimated, on what assumption.
@@ -106,8 +102,7 @@ class Finding:
     forecasts: tuple[Forecast, ...] = ()  # for other values of a setting that the advice names
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """What became of one rule on one run: exactly one of found, clear, not_measured (`why`), error (`why`)."""
 
     id: str
@@ -129,8 +124,7 @@ class Outcome:
     forecasts: tuple[Forecast, ...] = ()
 
 
-@dataclass(frozen=True)
-class RunInfo:
+class RunInfo(msgspec.Struct, frozen=True):
     """Which run this is and how it ended."""
 
     path: str
@@ -141,12 +135,11 @@ class RunInfo:
     hosts: tuple[str, ...] = ()
     device: str = ""
     torch: str = ""
-    exit: Mapping[str, int | None] = field(default_factory=lambda: {"code": None, "signal": None})
+    exit: Mapping[str, int | None] = msgspec.field(default_factory=lambda: {"code": None, "signal": None})
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(msgspec.Struct, frozen=True):
     """Which steps the figures speak of. `overhead`: mean profiled ÷ mean unprofiled step, None where one is missing.
 
     `source` is "steps" where the light layer gave the mean, "trace" where the trace did. `unit` is "step", or "trace"
@@ -164,8 +157,7 @@ class Window:
     noise_ns: float | None = None  # standard error of step_ns, with its drift over the run; None: not known
 
 
-@dataclass(frozen=True)
-class DeviceTime:
+class DeviceTime(msgspec.Struct, frozen=True):
     """Exact partition of one rank's device span: computation + exposed communication + exposed copy + idle = span."""
 
     rank: int
@@ -178,8 +170,7 @@ class DeviceTime:
     idle_ns: int
 
 
-@dataclass(frozen=True)
-class TimePart:
+class TimePart(msgspec.Struct, frozen=True):
     """One exclusive part of one rank's mean steady step."""
 
     rank: int
@@ -189,8 +180,7 @@ class TimePart:
     noise_ns: float = 0.0  # standard error of ns over the steps that it was measured in; 0: not known
 
 
-@dataclass(frozen=True)
-class RankStep:
+class RankStep(msgspec.Struct, frozen=True):
     """How long one rank's mean steady step is, of how many, its standard error (None: not known), and its QUANTILES."""
 
     rank: int
@@ -200,8 +190,7 @@ class RankStep:
     quantiles_ns: tuple[float, ...] = ()  # empty: not told
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """What one operator, or one kernel of a device, takes of a mean traced step: the mean over the ranks.
 
     `ns` is the time in it and in nothing within it; `noise_ns` its standard error over the traced steps, 0: not known.
@@ -214,8 +203,7 @@ class Work:
     noise_ns: float = 0.0
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(msgspec.Struct, frozen=True):
     """Collectives of one kind, number of ranks and class of size, of a mean traced step and rank; None: not known."""
 
     collective: str
@@ -227,8 +215,7 @@ class Exchange:
     busbw: float | None = None  # bytes/s
 
 
-@dataclass(frozen=True)
-class Blame:
+class Blame(msgspec.Struct, frozen=True):
     """How long one rank waits for another, of its communication in the mean steady step, and what made that one late.
 
     `category` is what the culprit spends more time on than the rank that waits. Culprit −1: several, too small to list.
@@ -241,8 +228,7 @@ class Blame:
     share: float
 
 
-@dataclass(frozen=True)
-class Fact:
+class Fact(msgspec.Struct, frozen=True):
     """One line of the report's facts of the run."""
 
     section: str
@@ -250,8 +236,7 @@ class Fact:
     value: str
 
 
-@dataclass(frozen=True)
-class Together:
+class Together(msgspec.Struct, frozen=True):
     """What all findings together save at most of the mean steady step. No sum: what they share is there only once."""
 
     saving_ns: float
@@ -259,8 +244,7 @@ class Together:
     speedup: float
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(msgspec.Struct, frozen=True):
     """Everything that a renderer may know."""
 
     run: RunInfo
@@ -287,9 +271,14 @@ class Result:
 _LATER = ("blame", "together", "steps", "work", "exchanges")
 
 
+def plain(value: Any) -> Any:
+    """Give structs and dataclasses as plain data; a number of NumPy's becomes Python's own."""
+    return msgspec.to_builtins(value, enc_hook=lambda number: number.item())
+
+
 def to_json(result: Result) -> dict[str, Any]:
     """Give the result as plain data, in the layout of result.json."""
-    return {"format": FORMAT, "saving": SAVING, **asdict(result)}
+    return {"format": FORMAT, "saving": SAVING, **plain(result)}
 
 
 def from_json(data: Any) -> Result:
@@ -300,7 +289,7 @@ def from_json(data: Any) -> Result:
         raise DlprofError(
             f"result.json has format {data.get('format')!r}; this dlprof reads format {FORMAT}: upgrade it"
         )
-    missing = [f.name for f in fields(Result) if f.name not in data and f.name not in _LATER]
+    missing = [name for name in Result.__struct_fields__ if name not in data and name not in _LATER]
     if missing:
         raise DlprofError(f"result.json is not a dlprof result: without {', '.join(missing)}")
     try:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dlprof.comparison import Comparison, Difference, compare, proposals, to_json
 from dlprof.result import Exchange, Fact, Forecast, Outcome, RankStep, Result, RunInfo, TimePart, Together, Window, Work

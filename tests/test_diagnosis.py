@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from msgspec.structs import replace
 
 from dlprof import diagnosis
 from dlprof.diagnosis import LEAST_NOISE, LEAST_SHARE, Clear, Rule, diagnose, rule_named

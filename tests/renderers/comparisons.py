@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from dlprof.comparison import Comparison, compare
 from dlprof.result import Exchange, Fact, RankStep, Result, TimePart, Work

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from dlprof.result import Blame, DeviceTime, Fact, Outcome, Panel, Result, RunInfo, TimePart, Together, Window
 

@@ -7,10 +7,10 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from msgspec.structs import replace
 
 from dlprof.renderers import html, words
 from dlprof.result import CATEGORIES, Blame, Fact, Panel, Result, TimePart

@@ -120,7 +120,7 @@ def test_outliers_are_the_ranks_unlike_the_mean_and_alike_ranks_have_none() -> N
     ],
 )
 def test_name_is_that_of_the_script(command: tuple[str, ...], name: str) -> None:
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     result = results.empty()
     assert words.name(replace(result, run=replace(result.run, command=command))) == name
