@@ -140,11 +140,14 @@ def new_folder(name: str, env: Mapping[str, str]) -> Path:
 
 
 def job_id(env: Mapping[str, str]) -> str | None:
-    """Name the job whose tasks each start a supervisor of their own (srun, mpirun); None: there is only this one."""
-    if env.get("SLURM_STEP_ID") and env.get("SLURM_NTASKS", "1") != "1":
-        return f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+    """Name the job whose tasks each start a supervisor of their own (mpirun, srun); None: there is only this one."""
     if env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
         return env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
+    # Of this step: SLURM_NTASKS is the allocation's, where one process in a batch script or a shell is its own job.
+    if env.get("SLURM_STEP_ID") and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        return f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+    if env.get("PMI_SIZE", "1") != "1":
+        return _process_manager()
     return None
 
 
@@ -211,6 +214,19 @@ def _claim(folder: Path, record: Mapping[str, Any], job: str | None) -> bool:
     except OSError as e:
         raise DlprofError(f"cannot record into {folder}: {e}; choose another folder with -o") from None
     return True
+
+
+def _process_manager() -> str | None:
+    """Name what has started this host's tasks of an MPI job (MPICH's and Intel's tell no name): the one parent of all.
+
+    The tasks of another host have another.
+    """
+    parent = os.getppid()
+    try:
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+    return f"{os.uname().nodename}-{parent}-{started}"
 
 
 def _job_of(path: Path) -> str | None:

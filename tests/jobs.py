@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ DLPROF = (sys.executable, "-m", "dlprof")
 
 def environment(**changes: str) -> dict[str, str]:
     """Give an environment in which no outer recording or launcher shows, with one thread a process."""
-    hidden = ("DLPROF_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_")
+    hidden = ("DLPROF_", "SLURM_", "OMPI_", "PMIX_", "PMI_", "TORCHELASTIC_")
     env = {k: v for k, v in os.environ.items() if not k.startswith(hidden) and k not in ("RANK", "WORLD_SIZE")}
     return env | {"OMP_NUM_THREADS": "1"} | changes
 
@@ -36,6 +37,13 @@ def record(script: Path, *args: str, folder: Path, options: Sequence[str] = (), 
     done = launch(wrapped(folder, [sys.executable, script, *args], *options), script.parent, **more)
     assert done.returncode == 0, done.stderr
     return done
+
+
+def free_port() -> str:
+    """Give a port that nobody listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
 
 
 def children(pid: int) -> list[int]:

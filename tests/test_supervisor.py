@@ -257,7 +257,7 @@ def test_a_run_that_recorded_nothing_says_why(tmp_path: Path) -> None:
 
 def test_tasks_of_one_job_share_a_folder_and_others_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    env = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "PATH": os.environ["PATH"]}
+    env = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "PATH": os.environ["PATH"]}
     folder = new_folder("train", env)
     first = supervise(["true"], folder, env, {})
     second = supervise(["false"], new_folder("train", env), env, {})

@@ -37,7 +37,8 @@ class Facts:
         self._free = _FREE
         self._next_ns = 0  # not written again before, but for so many times
         self._known: dict[int, dict[str, Any]] = {}
-        size = _number("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+        # Not SLURM_NTASKS: a single process in a batch script has that of its whole allocation.
+        size = _number("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
         self._group: dict[str, Any] = {"world_size": size or 1, "backend": None}
 
     def start(self, recorder: Recorder) -> None:
@@ -46,7 +47,7 @@ class Facts:
         self._fixed = {
             "format": 1,
             "rank": recorder.rank,
-            "local_rank": _number("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+            "local_rank": _number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "restart": recorder.restart,

@@ -300,7 +300,7 @@ def _nsys(env: Mapping[str, str]) -> tuple[str, ...]:
             " traces a few steps)"
         )
     # Tasks of one job on one host each have an nsys of their own.
-    task = next((f"-{env[name]}" for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK") if env.get(name)), "")
+    task = next((f"-{env[name]}" for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if env.get(name)), "")
     return (
         command,
         "profile",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import environment, facts, launch, rows, wrapped
+from tests.jobs import environment, facts, free_port, launch, rows, wrapped
 
 if importlib.util.find_spec("deepspeed") is None:  # its import decides on a device: not in this process
     pytest.skip("deepspeed is not installed", allow_module_level=True)
@@ -30,26 +33,44 @@ config = {
 }
 data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-for x, y in DataLoader(data, batch_size=4):
+for n, (x, y) in enumerate(DataLoader(data, batch_size=4)):
     loss = nn.functional.mse_loss(engine(x), y)
     engine.backward(loss)
     engine.step()
-print("loss", loss.item(), flush=True)
+    if "fails" in sys.argv and n == 9 and torch.distributed.get_rank() == 1:
+        sys.exit(9)
+print(f"loss {loss.item()}\\n", end="", flush=True)
 """
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-THEIRS = ["-m", "deepspeed.launcher.runner", "--launcher", "local", "--num_gpus", "2"]
+THEIRS = ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
+BOUND = [*THEIRS, "--bind_cores_to_rank"]
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Have DeepSpeed build its operator in a place of its own: a lock that a killed build left would hang it."""
+    return environment(DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=str(tmp_path_factory.mktemp("extensions")))
+
+
+def records(command: list[str], env: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, *command]
+    if "deepspeed.launcher.runner" in command:
+        command.insert(3, f"--master_port={free_port()}")
+    return launch(wrapped(folder / "run", command, "--window", "4,1,2"), folder, env=env, timeout=500)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "stage"), [(TORCHRUN, 1), (TORCHRUN, 2), (TORCHRUN, 3)])
-def test_each_micro_batch_is_a_step(launcher: list[str], stage: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, *launcher, "train.py", str(stage)]
-    env = environment(DS_ACCELERATOR="cpu")
-    done = launch(wrapped(tmp_path / "run", command, "--window", "4,1,2"), tmp_path, env=env)
+@pytest.mark.timeout(600)  # where a compiler makes DeepSpeed's operator
+@pytest.mark.parametrize(("launcher", "stage"), [(TORCHRUN, 1), (TORCHRUN, 2), (TORCHRUN, 3), (THEIRS, 1), (BOUND, 2)])
+def test_each_micro_batch_is_a_step(launcher: list[str], stage: int, env: dict[str, str], tmp_path: Path) -> None:
+    if launcher is BOUND and shutil.which("numactl") is None:
+        pytest.skip("numactl, which DeepSpeed binds with, is not installed")
+    done = records([*launcher, "train.py", str(stage)], env, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("loss ") == 2
+    assert sorted(path.name for path in (tmp_path / "run/ranks").iterdir()) == ["00000", "00001"]
     for number in (0, 1):
         rank = tmp_path / f"run/ranks/{number:05d}"
         assert [row["kind"] for row in rows(rank)] == ["train"] * 16 + ["other"]
@@ -57,3 +78,14 @@ def test_each_micro_batch_is_a_step(launcher: list[str], stage: int, tmp_path: P
         told = facts(rank)
         assert (told["window"]["state"], told["warnings"]) == ("exported", [])
         assert told["models"][0]["class"] == "Sequential"
+        assert (told["rank"], told["local_rank"], told["world_size"]) == (number, number, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_their_launchers_status_is_that_of_the_rank_that_failed(env: dict[str, str], tmp_path: Path) -> None:
+    done = records([*THEIRS, "train.py", "fails", "1"], env, tmp_path)
+    assert done.returncode == 9, done.stderr
+    for number in (0, 1):
+        assert len([row for row in rows(tmp_path / f"run/ranks/{number:05d}") if row["kind"] == "train"]) >= 8
+    assert json.loads((tmp_path / "run/run.json").read_text())["exit"] == {"code": 9, "signal": None}

@@ -1,0 +1,273 @@
+"""Jobs that MPI's and SLURM's own launchers start: one folder with all ranks, and they end as without dlprof.
+
+The launchers are real; where one is not installed, its tests skip. SLURM's run on a cluster of this one machine, which
+is made for them and knows nothing of another one that may be here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.collectors.facts import Facts
+from dlprof.recorder import find_rank
+from dlprof.supervisor import job_id
+from tests.jobs import DLPROF, environment, facts, free_port, launch, rows, words, wrapped
+
+# What launchers put into the environment of a task, as far as it matters here: Open MPI 4.1, MPICH 4.0, SLURM 22.05.
+_ALLOCATED = {"SLURM_JOB_ID": "11", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_TASKS_PER_NODE": "4"}
+_BATCH = _ALLOCATED | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+_SHELL = _BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
+_STEP = _ALLOCATED | {"SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+_OPEN = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+_OPEN |= {"PMIX_NAMESPACE": "2004221953"}
+_MPICH = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("set_by", "rank", "size", "job"),
+    [
+        ({}, 0, 1, None),
+        (_ALLOCATED, 0, 1, None),
+        (_BATCH, 0, 1, None),
+        (_SHELL, 0, 1, None),
+        (_STEP, 3, 4, "11.2"),
+        (_OPEN, 3, 4, "2004221953"),
+        (_BATCH | _OPEN, 3, 4, "2004221953"),
+        (_MPICH, 3, 4, "this process's parent"),
+        (_BATCH | _MPICH, 3, 4, "this process's parent"),
+        (_STEP | {"RANK": "5", "WORLD_SIZE": "8"}, 5, 8, "11.2"),
+    ],
+)
+def test_a_task_is_told_from_a_single_process_in_an_allocation(
+    set_by: Mapping[str, str], rank: int, size: int, job: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in set(os.environ) - set(environment()) | {"OMP_NUM_THREADS"}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_by.items():
+        monkeypatch.setenv(name, value)
+    assert find_rank() == rank
+    assert Facts()._group["world_size"] == size
+    told = job_id(os.environ)
+    if job == "this process's parent":
+        assert told is not None
+        assert f"-{os.getppid()}-" in told
+    else:
+        assert told == job
+
+
+TRAINS = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+def number(*names):
+    return int(next(os.environ[name] for name in names if name in os.environ))
+rank = number("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+size = number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+dist.init_process_group("gloo", init_method="file://" + os.path.abspath("meeting"), rank=rank, world_size=size)
+model = DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for n in range(100000 if "long" in sys.argv else 30):
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if n == 20:
+        print("ready", flush=True)
+        if "dies" in sys.argv:
+            time.sleep(1)  # until the other has all that this one sent it
+            sys.exit(7)
+    time.sleep(0.002)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "trains.py"
+    path.write_text(TRAINS)
+    return path
+
+
+def both_ranks(run: Path) -> list[Any]:
+    """Give what the two ranks of a run said, once it is sure that they are its only ones."""
+    assert sorted(path.name for path in (run / "ranks").iterdir()) == ["00000", "00001"]
+    told = [facts(run / f"ranks/{rank:05d}") for rank in (0, 1)]
+    assert [(one["rank"], one["local_rank"], one["world_size"]) for one in told] == [(0, 0, 2), (1, 1, 2)]
+    assert [one["warnings"] for one in told] == [[], []]
+    return told
+
+
+def until(ready: Callable[[], Any]) -> bool:
+    deadline = time.monotonic() + 90
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return bool(ready())
+
+
+def mpirun(kind: str) -> list[str]:
+    """Give the words that start two tasks of this machine; the test is skipped where that kind of MPI is not here."""
+    for name in (f"mpirun.{kind}", "mpirun"):
+        command = shutil.which(name)
+        if command is None:
+            continue
+        version = subprocess.run([command, "--version"], capture_output=True, text=True, check=False).stdout
+        if ("Open MPI" in version) == (kind == "openmpi"):
+            more = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if kind == "openmpi" else []
+            return [command, *more, "-n", "2"]
+    pytest.skip(f"{kind} is not installed")
+
+
+@pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)])
+def test_ranks_of_mpirun_and_its_status(kind: str, script: Path, tmp_path: Path) -> None:
+    command = [*mpirun(kind), sys.executable, str(script), "dies"]
+    done = launch(wrapped(tmp_path / "run", command, "--window", "5,1,3"), tmp_path)
+    assert done.returncode == 7, done.stderr
+    told = both_ranks(tmp_path / "run")
+    assert [one["window"]["state"] for one in told] == ["exported", "exported"]
+    assert all(len(rows(tmp_path / f"run/ranks/{rank:05d}")) >= 20 for rank in (0, 1))
+    assert json.loads((tmp_path / "run/run.json").read_text())["exit"] == {"code": 7, "signal": None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+def test_tasks_of_mpirun_that_each_wrap_themselves_share_a_folder(kind: str, script: Path, tmp_path: Path) -> None:
+    task = [*DLPROF, "wrap", "--no-report", "--no-trace", str(script)]
+    for _ in range(2):
+        (tmp_path / "meeting").unlink(missing_ok=True)
+        done = launch([*mpirun(kind), *task], tmp_path)
+        assert done.returncode == 0, done.stderr
+    runs = list((tmp_path / "runs").iterdir())
+    assert len(runs) == 2
+    for run in runs:
+        both_ranks(run)
+
+
+@pytest.mark.slow
+def test_sigterm_to_dlprof_ends_the_ranks_of_mpirun(script: Path, tmp_path: Path) -> None:
+    command = [*mpirun("openmpi"), sys.executable, str(script), "long"]
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(wrapped(tmp_path / "run", command), env=environment(), cwd=tmp_path, stdout=said)
+    assert until(lambda: (tmp_path / "said").read_text().count("ready") == 2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 1  # as mpirun ends
+    assert until(lambda: not running(script))
+    assert [one["ended"] for one in both_ranks(tmp_path / "run")] == [f"signal {int(signal.SIGTERM)}"] * 2
+
+
+def running(script: Path) -> list[str]:
+    """List the processes that run a script."""
+    return [line for p in Path("/proc").glob("[0-9]*") if str(script) in (line := words(int(p.name)))]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Start a SLURM of this one machine; give the environment in which its commands find it."""
+    daemons = {name: shutil.which(name, path=os.defpath + ":/usr/sbin") for name in ("munged", "slurmctld", "slurmd")}
+    if os.geteuid() != 0 or None in daemons.values() or shutil.which("srun") is None:
+        pytest.skip("SLURM is not installed (slurm-wlm, munge), or not ours to start")
+    place = tmp_path_factory.mktemp("slurm")  # a short one: a socket's path has 107 letters at most
+    for folder in (place / "state", place / "spool"):
+        folder.mkdir()
+    key = place / "key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+    host = os.uname().nodename
+    settings = {
+        "ClusterName": "one",
+        "SlurmctldHost": f"{host}(127.0.0.1)",
+        "SlurmUser": "root",
+        "SlurmctldPort": free_port(),
+        "SlurmdPort": free_port(),
+        "AuthType": "auth/munge",
+        "AuthInfo": f"socket={place}/munge.socket",
+        "CredType": "cred/munge",
+        "StateSaveLocation": place / "state",
+        "SlurmdSpoolDir": place / "spool",
+        "SlurmctldPidFile": place / "slurmctld.pid",
+        "SlurmdPidFile": place / "slurmd.pid",
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "MpiDefault": "none",
+        "KillWait": 30,
+        "SlurmdParameters": "config_overrides",
+        "NodeName": f"{host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=500 State=UNKNOWN",
+        "PartitionName": "all Nodes=ALL Default=YES State=UP",
+    }
+    (place / "slurm.conf").write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+    env = environment(SLURM_CONF=str(place / "slurm.conf"))
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str, *more: str) -> None:
+        with (place / f"{name}.log").open("w") as log:
+            started.append(subprocess.Popen([str(daemons[name]), *more], env=env, stdout=log, stderr=log))
+
+    try:
+        files = [f"--{name}-file={place}/munge.{name}" for name in ("pid", "log", "seed")]
+        start("munged", "--foreground", "--force", f"--socket={place}/munge.socket", f"--key-file={key}", *files)
+        assert until((place / "munge.socket").exists), (place / "munged.log").read_text()
+        start("slurmctld", "-D")
+        start("slurmd", "-D")
+        idle = ["sinfo", "--noheader", "--format", "%T"]
+        assert until(lambda: launch(idle, place, env=env).stdout.strip() == "idle"), (place / "slurmd.log").read_text()
+        yield env
+    finally:
+        for process in reversed(started):
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.mark.slow
+def test_tasks_of_srun_share_a_folder_and_an_allocation_of_two_is_no_job_of_two(
+    slurm: dict[str, str], script: Path, tmp_path: Path
+) -> None:
+    options = ["--no-report", "--no-trace"]
+    done = launch(["srun", "-n", "2", *DLPROF, "wrap", *options, str(script)], tmp_path, env=slurm)
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    both_ranks(run)
+    alone = tmp_path / "alone.py"
+    alone.write_text(
+        "import torch\nmodel = torch.nn.Linear(8, 1)\noptimizer = torch.optim.SGD(model.parameters())\n"
+        "for n in range(20):\n    model(torch.ones(4, 8)).sum().backward()\n    optimizer.step()\n"
+    )
+    done = launch(["salloc", "-n", "2", *DLPROF, "wrap", *options, "-o", "alone", str(alone)], tmp_path, env=slurm)
+    assert done.returncode == 0, done.stderr
+    assert facts(tmp_path / "alone/ranks/00000")["world_size"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [True, False])
+def test_scancel_leaves_what_was_recorded(inside: bool, slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
+    dlprof = [*DLPROF, "wrap", "-o", "run", "--no-report", "--window", "5,1,100000"]
+    task = ["srun", "-n", "2"]
+    train = [sys.executable, str(script), "long"]
+    command = [*task, *dlprof, "--", *train] if inside else [*dlprof, "--", *task, *train]
+    said = tmp_path / "said"
+    batch = ["sbatch", "--parsable", "-n", "2", "-o", str(said), f"--wrap=exec {shlex.join(command)}"]
+    job = launch(batch, tmp_path, env=slurm).stdout.strip()
+    assert until(lambda: said.exists() and said.read_text().count("ready") == 2), said.read_text()
+    launch(["scancel", job], tmp_path, env=slurm)
+    left = ["squeue", "--noheader", f"--jobs={job}"]
+    assert until(lambda: not launch(left, tmp_path, env=slurm).stdout.strip())
+    assert until(lambda: not running(script))
+    told = both_ranks(tmp_path / "run")
+    assert [one["ended"] for one in told] == [f"signal {int(signal.SIGTERM)}"] * 2
+    assert [one["window"]["state"] for one in told] == ["partial", "partial"]
+    ended = json.loads((tmp_path / "run/run.json").read_text())["exit"]
+    assert ended == ({"code": None, "signal": 15} if inside else {"code": 143, "signal": None})
