@@ -17,7 +17,8 @@ operator is split over several threads, it ends with the last of them: one that 
 meanwhile and count as computing, so that k threads get on with the k-th power of what one does. (With more threads than
 cores they do not spin: OpenMP's then give up their core to each other.) The kernel
 tells how long computing really waited for a core: by how much that differs from the model's stretch of the run as it
-was, for other jobs on the host or for a scheduler that does better, is taken to stay.
+was, for other jobs on the host or for a scheduler that does better, is taken to stay. But nobody is held up for longer
+than others compute: while a loop that needs k cores stands still, C − k + 1 of them at least are somebody else's.
 
 Batches that cost nothing bound what cheaper samples can give: the same model without the fetches. Then the ranks have
 the cores to themselves, and what one waited for another that had none is gone with it.
@@ -75,6 +76,7 @@ class Pace:
     cores: float  # of the host, and
     ranks: int  # how many ranks like this one share them
     beside: tuple[float, float] = (1.0, 1.0)  # measured stretch ÷ the model's, of the loop and of a fetch
+    stretch: float = 1.0  # of the loop's computing, as measured
 
     @property
     def together(self) -> int:
@@ -110,13 +112,15 @@ def replayed(pace: Pace, workers: int) -> Forecast:
     trains, fetches = 1.0, 1.0
     trained = float(pace.own.mean()) * pace.own_cpu
     fetched = float(pace.fetch_cpu.mean())
+    others = (pace.ranks - (workers == 0)) * fetched + (pace.ranks - 1) * pace.threads * trained
+    longest = max(1.0 + others / max(pace.cores - pace.threads + 1, 1.0) / max(trained, 1.0), pace.stretch)
     told = Forecast(workers, 0.0, 0.0)
     for _ in range(_ROUNDS):
         own = pace.own * (1 - pace.own_cpu + pace.own_cpu * trains)
         told = _replay(own, pace.fetch + pace.fetch_cpu * (fetches - 1), workers, pace.prefetch)
         now = _stretches(pace, workers, trained * trains / told.step_ns, fetched * fetches / told.step_ns)
         # Half-way, or the two would swing around each other.
-        trains = (trains + max(1.0, now[0] * pace.beside[0])) / 2
+        trains = (trains + min(max(1.0, now[0] * pace.beside[0]), longest)) / 2
         fetches = (fetches + max(1.0, now[1] * pace.beside[1])) / 2
     # The mean stretch may promise a little more than all cores at work can do.
     least = pace.ranks * (pace.threads * trained + fetched) / pace.cores
@@ -218,8 +222,9 @@ def pace(run: Measured, rank: int) -> Pace:
     trained, waited = recorded.own.mean() * recorded.own_cpu, own.mean() * (1 - alone)
     ready = (trained + waited) / step["step_ns"], (used.mean() + delay.mean()) / step["step_ns"]
     model = _stretches(recorded, workers, *ready)
-    beside = (1 + waited / max(trained, 1.0)) / model[0], (1 + delay.mean() / max(used.mean(), 1.0)) / model[1]
-    return replace(recorded, beside=beside)
+    stretch = 1 + waited / max(trained, 1.0)
+    beside = stretch / model[0], (1 + delay.mean() / max(used.mean(), 1.0)) / model[1]
+    return replace(recorded, beside=beside, stretch=stretch)
 
 
 def in_turn(fetches: pd.DataFrame) -> pd.DataFrame:

@@ -53,6 +53,16 @@ def test_ranks_of_one_host_share_its_cores() -> None:
     assert four.step_ns == pytest.approx(150, rel=0.1)
 
 
+def test_nobody_is_held_up_for_longer_than_others_compute() -> None:
+    # Whatever a loop was seen to wait: of 20 ms on both of two cores, workers that compute 6 ms a batch can make 26.
+    more: dict[str, Any] = {"own_cpu": 1.0, "fetch_cpu": 6.0, "cores": 2, "beside": (3.0, 1.0)}
+    assert replayed(pace(20.0, 60.0, threads=2, **more), 8).step_ns == pytest.approx(26, rel=0.01)
+    # A loop that needs one of the two stands still while both are taken, and for half as long.
+    assert replayed(pace(20.0, 60.0, **more), 8).step_ns == pytest.approx(23, rel=0.01)
+    # What was measured is more than a model.
+    assert replayed(pace(20.0, 60.0, stretch=2.0, **more), 8).step_ns == pytest.approx(40, rel=0.01)
+
+
 def test_one_slow_worker_holds_up_all_and_a_deep_queue_does_not_help() -> None:
     fetch = np.full(48, 10.0)
     fetch[::4] = 100.0
