@@ -1,76 +1,23 @@
-"""Two results side by side: what got faster or slower from run A to run B, and was the promised gain reached.
-
-A difference counts only beyond the noise of what it was measured from. That noise is each run's own: how its steps vary
-and drift. What changes from one recording to the next (another host, another neighbour on it) no single run can tell;
-that is what LEAST_SHARE is for.
-"""
+"""Two results side by side: what got faster or slower from run A to run B, and was the promised gain reached."""
 
 from __future__ import annotations
 
 import math
-import re
-import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from typing import Any, Literal
 
-from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, Exchange, Fact, Outcome, Result, Work, plain
+from dlprof.choices import Setting, differing
+from dlprof.differences import LEAST_NOISE, LEAST_SHARE, NOISE, Difference
+from dlprof.promises import Promise, promise
+from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, Exchange, Result, Work, plain
 
 FORMAT = 1
 
-# A difference is told where it is at least twice its standard error and this share of A's step: two recordings of one
-# job with steps of 50 ms were up to 0.9 % apart (the README's table of what recording costs).
-LEAST_NOISE = 2.0
-LEAST_SHARE = 0.01
-
-NOISE = (
-    "±: twice the standard error of the difference, from how the steps of each run vary and drift. A difference below"
-    " it, or below 1 % of A's step, is within noise. How much two recordings of one job differ, no single pair tells."
-)
-
-# Where facts are what somebody chose or installed; in the others they are what was measured.
-SETTINGS = ("Job", "Device", "Software", "Loader", "Model", "Optimizer", "Pipeline", "Precision", "Environment")
-# Different in any two runs, and no choice.
-_NAMES = (("Job", "folder"), ("Job", "ended"))
-_COMMAND = ("Job", "command")
 # What a step does: where it differs, so does what a step should take.
 _WORK = (("Loader", "batch size"), ("Model", "parameters"))
 
-Verdict = Literal["faster", "slower", "noise", "unknown"]
-# beaten: B is faster than predicted; in_part: it gained, but less; broken: it gained nothing.
-Kept = Literal["beaten", "reached", "in_part", "broken"]
 State = Literal["gone", "new", "less", "more", "same", "untold"]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One part of the step in both runs, ns of a mean step; None: not known. `noise_ns`: standard error of b_ns − a_ns.
-
-    `noise_ns` is None where a run does not tell it: then nobody knows whether the difference is one.
-    """
-
-    name: str
-    a_ns: float | None
-    b_ns: float | None
-    noise_ns: float | None = None
-    least_ns: float = 0.0  # below this, a difference is none whatever its noise
-
-    @property
-    def ns(self) -> float | None:
-        """What B takes longer, ns."""
-        return None if self.a_ns is None or self.b_ns is None else self.b_ns - self.a_ns
-
-    @property
-    def verdict(self) -> Verdict:
-        """Say whether B is faster or slower, or within the noise, or that it is not known."""
-        if self.ns is None:
-            return "unknown"
-        if abs(self.ns) < max(self.least_ns, LEAST_NOISE * (self.noise_ns or 0.0)) or self.ns == 0:
-            return "noise"
-        if self.noise_ns is None:
-            return "unknown"
-        return "faster" if self.ns < 0 else "slower"
 
 
 @dataclass(frozen=True)
@@ -93,36 +40,6 @@ class FindingChange:
     a_ns: float | None
     b_ns: float | None
     why: str = ""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One fact that differs; "" where a run does not have it."""
-
-    section: str
-    name: str
-    a: str
-    b: str
-
-
-@dataclass(frozen=True)
-class Promise:
-    """What A promised for what is changed in B, and what B measured; ns of the mean step.
-
-    The prediction lies between `least_ns` and `most_ns`: savings of several findings overlap. `reached` is the share of
-    the least gain predicted that was measured; `noise_ns` is the measured gain's standard error.
-    """
-
-    findings: tuple[str, ...]
-    changed: tuple[str, ...]  # "num_workers 0 → 2"
-    least_ns: float
-    most_ns: float
-    measured_ns: float
-    noise_ns: float | None
-    reached: float | None  # None: no gain was predicted
-    kept: Kept
-    basis: str  # which findings predicted it, and for what
-    beside: tuple[str, ...]  # settings that were changed as well, of which A had promised nothing
 
 
 @dataclass(frozen=True)
@@ -163,7 +80,7 @@ def compare(a: Result, b: Result) -> Comparison:
     exchanges = _exchanges(a, b, least) if step else ()
     if step:
         refused += _missing(a, b)
-    settings, measured = _facts(a, b)
+    settings, measured = differing(a, b)
     return Comparison(
         a=a,
         b=b,
@@ -178,7 +95,7 @@ def compare(a: Result, b: Result) -> Comparison:
         exchanges=exchanges,
         settings=settings,
         measured=measured,
-        promise=_promise(a, b, step, settings) if step and same_ranks and _alike(a, b) else None,
+        promise=promise(a, b, step, settings) if step and same_ranks and _alike(a, b) else None,
         not_compared=tuple(refused),
         doubts=tuple(_doubts(a, b, settings)) if step else (),
     )
@@ -434,125 +351,3 @@ def _findings(a: Result, b: Result, least: float) -> tuple[FindingChange, ...]:
         a_ns, b_ns = (o.saving_ns if o is not None and o.state == "found" else None for o in (one, other))
         changes.append(FindingChange(name, state, told.title, a_ns, b_ns, why))
     return tuple(sorted(changes, key=lambda f: -max(f.a_ns or 0.0, f.b_ns or 0.0)))
-
-
-def _facts(a: Result, b: Result) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
-    """Give the facts that differ: those that somebody chose, and those that were measured."""
-    of_a, of_b = ({(f.section, name): value for f in r.facts for name, value in _single(f)} for r in (a, b))
-    of_a[_COMMAND], of_b[_COMMAND] = _apart(a.run.command, b.run.command)
-    differ = [
-        Setting(*key, of_a.get(key, ""), of_b.get(key, ""))
-        for key in dict.fromkeys((*of_a, *of_b))
-        if of_a.get(key) != of_b.get(key) and key not in _NAMES
-    ]
-    chosen = tuple(s for s in differ if s.section in SETTINGS)
-    return chosen, tuple(s for s in differ if s.section not in SETTINGS)
-
-
-_SEVERAL = re.compile(r"\w+=.*, \w+=.*", re.DOTALL)
-_NEXT = re.compile(r", (?=\w+=)")
-
-
-def _single(fact: Fact) -> Iterator[tuple[str, str]]:
-    """Take a fact of several settings (ddp: bucket_cap_mb=25, static_graph=False) apart: ddp.bucket_cap_mb, ..."""
-    if not _SEVERAL.fullmatch(fact.value):
-        yield fact.name, fact.value
-        return
-    for one in _NEXT.split(fact.value):
-        name, _, value = one.partition("=")
-        yield f"{fact.name}.{name}", value
-
-
-def _apart(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
-    """Give the words of two commands that the other one does not have in their place."""
-    only_a: list[str] = []
-    only_b: list[str] = []
-    for what, start, end, from_, to in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-        if what != "equal":
-            only_a += a[start:end]
-            only_b += b[from_:to]
-    return shlex.join(only_a), shlex.join(only_b)
-
-
-_CODE = re.compile(r"`([^`]+)`")
-_ASSIGNED = re.compile(r"\b([A-Za-z_]\w*) ?= ?(\"[^\"]*\"|'[^']*'|[\w.]+)")
-
-
-def proposals(outcome: Outcome) -> dict[str, str]:
-    """Give the settings that a finding's advice names, with the values that it proposes: num_workers → 6."""
-    named: dict[str, str] = {}
-    for text in outcome.advice:
-        for code in _CODE.findall(text):
-            for name, value in _ASSIGNED.findall(code):
-                named.setdefault(name, value.strip("'\""))
-    return named
-
-
-def _promise(a: Result, b: Result, step: Difference, settings: Iterable[Setting]) -> Promise | None:
-    """Hold A's predictions against B: of the findings whose settings were changed, or which are gone.
-
-    None where nothing was changed that A had promised anything for.
-    """
-    assert a.window is not None
-    assert step.a_ns is not None
-    assert step.b_ns is not None
-    differ = {
-        s.name.rpartition(".")[2].replace(" ", "_"): s
-        for s in settings
-        if s.section not in ("Job", "Software", "Environment")
-    }
-    differ |= {s.name: s for s in settings if s.section == "Environment"}
-    gone = {o.id for o in b.outcomes if o.state == "clear"}
-    taken: list[tuple[Outcome, float, str]] = []
-    changed: dict[str, None] = {}
-    names: set[str] = set()
-    for o in sorted((o for o in a.found if o.scope == "step" and o.saving_ns > 0), key=lambda o: o.id not in gone):
-        named = _followed(o, differ)
-        # What took one bottleneck away was meant for that one: of others that it is advised for too, nothing is due.
-        if o.id not in gone and named.keys() <= names:
-            continue
-        names |= named.keys()
-        changed.update(dict.fromkeys(f"{n} {differ[n].a or 'not set'} → {differ[n].b or 'not set'}" for n in named))
-        forecast = next((f for f in o.forecasts if f.setting in named and f.value == differ[f.setting].b), None)
-        if forecast is not None:
-            taken.append((o, step.a_ns - forecast.step_ns, f"for {forecast.setting}={forecast.value}"))
-        else:
-            other = [f"{n}={v}" for n, v in named.items() if v and differ[n].b != v]
-            taken.append((o, o.saving_ns, f"for {', '.join(other)}, not what B has" if other else ""))
-    if not taken:
-        return None
-    gains = [gain for _, gain, _ in taken]
-    total = sum(max(g, 0.0) for g in gains)
-    if a.together is not None and len(taken) > 1:
-        total = min(total, a.together.saving_ns)
-    most, least = max(gains), max(total, *gains) if len(gains) > 1 else gains[0]
-    gain = step.a_ns - step.b_ns
-    within = max(step.least_ns, LEAST_NOISE * (step.noise_ns or 0.0))
-    kept: Kept
-    if gain >= most - within:
-        kept = "beaten" if gain > least + within else "reached"
-    else:
-        kept = "in_part" if gain > within else "broken"
-    who = "; ".join(f"{o.id}{f', {said}' if said else ''}" for o, _, said in taken)
-    return Promise(
-        findings=tuple(o.id for o, _, _ in taken),
-        changed=tuple(changed),
-        least_ns=step.a_ns - least,
-        most_ns=step.a_ns - most,
-        measured_ns=step.b_ns,
-        noise_ns=step.noise_ns,
-        reached=gain / most if most > 0 else None,
-        kept=kept,
-        basis=who,
-        beside=tuple(f"{s.name} {s.a or 'not set'} → {s.b or 'not set'}" for n, s in differ.items() if n not in names),
-    )
-
-
-def _followed(o: Outcome, differ: Mapping[str, Setting]) -> dict[str, str]:
-    """Give the settings of a finding's advice and forecasts that were changed, but for those that had been as advised.
-
-    With the value that the advice proposes, "" where it does not name the setting. A forecast knows its setting by the
-    fact's name, as the advice's code need not: n_microbatches.
-    """
-    named = {f.setting: "" for f in o.forecasts} | proposals(o)
-    return {n: v for n, v in named.items() if n in differ and not differ[n].a == v != differ[n].b}

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dlprof.comparison import Comparison, Difference, compare, proposals, to_json
+from dlprof.comparison import Comparison, compare, to_json
+from dlprof.differences import Difference
+from dlprof.promises import proposals
 from dlprof.result import Exchange, Fact, Forecast, Outcome, RankStep, Result, RunInfo, TimePart, Together, Window, Work
 
 MS = 1e6

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from dlprof.comparison import NOISE, Comparison, Difference, FindingChange, WorkDifference
+from dlprof.comparison import Comparison, FindingChange, WorkDifference
+from dlprof.differences import NOISE, Difference
 from dlprof.renderers import compare_text, html, words
 from dlprof.renderers.drawing import ON_LIGHT, inside
 from dlprof.result import Result

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dlprof.comparison import Comparison, Difference, FindingChange, Promise, Setting, WorkDifference
+from dlprof.choices import Setting
+from dlprof.comparison import Comparison, FindingChange, WorkDifference
+from dlprof.differences import Difference
+from dlprof.promises import Promise
 from dlprof.renderers import words
 from dlprof.renderers.terminal import NARROWEST, columns, stripe, wrap
 from dlprof.result import Result, TimePart

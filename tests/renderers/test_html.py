@@ -196,7 +196,7 @@ def full(ranks: int) -> Result:
     readings = tuple(tuple(1e9 * n + 1e4 * r for r in range(few + 3)) for n in range(200))
     spans = tuple((f"rank {n % few} · device", 1e4 * n, 7e3 + n, name, "computation") for n in range(600 * few))
     panels = (
-        Panel("lines", "Steps", times, ("time_ns", *names), "ns"),
+        Panel("lines", "Steps", times, ("time_ns", *names), "ns", steps=tuple(range(100_000, 102_000))),
         Panel("areas", "Parts", tuple(row[:6] for row in readings), ("time_ns", *CATEGORIES[:5]), "ns"),
         *(Panel("timeline", f"Step {n}", spans, unit="ns") for n in range(2)),
         *(Panel("lines", f"Sampled {n}", readings, ("time_ns", *names, "a", "b")) for n in range(7)),
