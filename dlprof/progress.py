@@ -38,12 +38,10 @@ class Progress:
         label: str = "",
         *,
         quiet: bool = False,
-        verb: str = "read",
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._label = label
-        self._verb = verb
         self._stream = None if quiet else stream or sys.stderr
         self._clock = clock
         self._start = clock()
@@ -83,7 +81,7 @@ class Progress:
         self._width = len(text)
 
     def _told(self, done: Done) -> str:
-        parts = [f"{self._label}{self._verb} {done.ranks} of {count(done.of_ranks, 'rank')}"]
+        parts = [f"{self._label}read {done.ranks} of {count(done.of_ranks, 'rank')}"]
         if done.of_files:
             parts.append(f"{done.files} of {count(done.of_files, 'file')}")
         seconds = self._clock() - self._start

@@ -68,12 +68,14 @@ def export(
         except DlprofError as e:
             failed.append(e)
     if folder:
-        label = f"{folder.name}: "
-        with Progress(label, quiet=quiet) as reading, Progress(label, quiet=quiet, verb="wrote") as writing:
-            there = frames.write(run, folder, jobs, reading, writing)
-        click.echo(
-            f"{folder}: {count(there.tables, 'table')}, {count(there.measures, 'measure')},"
-            f" {there.not_measured} not measured"
-        )
+        try:
+            with Progress(f"{folder.name}: ", quiet=quiet) as progress:
+                there = frames.write(run, folder, jobs, progress)
+            click.echo(
+                f"{folder}: {count(there.tables, 'table')}, {count(there.measures, 'measure')},"
+                f" {there.not_measured} not measured"
+            )
+        except DlprofError as e:
+            failed.append(e)
     if failed:
         raise DlprofError("; ".join(map(str, failed)))

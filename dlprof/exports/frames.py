@@ -10,11 +10,15 @@ import csv
 import importlib
 import pkgutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import pandas as pd
 
 from dlprof import measures
-from dlprof.engine import Measure, MeasureFailed, Progress, RankData, measure, so_far
-from dlprof.errors import NotMeasured
+from dlprof.engine import Measure, MeasureFailed, Progress, RankData, measure
+from dlprof.errors import DlprofError, NotMeasured
 from dlprof.run import Run
 
 # Rows that pandas turns into text at once.
@@ -41,15 +45,38 @@ def every_measure() -> tuple[Measure, ...]:
     return tuple(found[name] for name in sorted(found))
 
 
-def write(
-    run: Run, folder: Path, jobs: int | None, reading: Progress | None = None, writing: Progress | None = None
-) -> Written:
-    """Write a run's tables and measures. The measures come first; then each rank is read once more for its tables."""
+class _Tables(Measure):
+    """What writes a rank's tables while they are there for its measures, in whichever process reads it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Tables, (self.name, self.module, self.function)
+
+
+def _write_tables(folder: Path, rank: RankData) -> pd.DataFrame:
+    """Write the tables of a rank, and name them."""
+    at = folder / f"{rank.index:05d}"
+    at.mkdir(parents=True, exist_ok=True)
+    for name in rank.tables:
+        rank.table(name).to_csv(at / f"{name}.csv", index=False, chunksize=_PIECE)
+    return pd.DataFrame({"table": rank.tables})
+
+
+def write(run: Run, folder: Path, jobs: int | None, progress: Progress | None = None) -> Written:
+    """Write a run's tables and measures; raise DlprofError where the folder does not take them."""
+    try:
+        (folder / "measures").mkdir(parents=True, exist_ok=True)
+        return _write(run, folder, jobs, progress)
+    except OSError as e:
+        raise DlprofError(f"{folder}: cannot be written: {e.strerror or e}") from None
+
+
+def _write(run: Run, folder: Path, jobs: int | None, progress: Progress | None) -> Written:
     wanted = every_measure()
-    measured = measure(run, wanted, jobs, reading)
-    there = 0
+    tables = _Tables("tables", __name__, partial(_write_tables, folder / "tables"))
+    measured = measure(run, (*wanted, tables), jobs, progress)
+    for rank, why in measured.lacking(tables).items():
+        raise DlprofError(f"{folder}: the tables of rank {rank} cannot be written: {why}")
     silent: list[tuple[str, str]] = []
-    (folder / "measures").mkdir(parents=True, exist_ok=True)
     for m in wanted:
         try:
             frame = measured.frame(m)
@@ -57,18 +84,6 @@ def write(
             silent.append((m.name, str(e)))
             continue
         frame.to_csv(folder / "measures" / f"{m.name}.csv", index=False, chunksize=_PIECE)
-        there += 1
     with (folder / "not_measured.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("measure", "why"), *silent])
-    tables = 0
-    far = so_far(run)
-    for n, rank in enumerate(run.ranks, 1):
-        data = RankData(rank)
-        at = folder / "tables" / f"{rank.index:05d}"
-        at.mkdir(parents=True, exist_ok=True)
-        for name in data.tables:
-            data.table(name).to_csv(at / f"{name}.csv", index=False, chunksize=_PIECE)
-            tables += 1
-        if writing:
-            writing(far([r.index for r in run.ranks[:n]]))
-    return Written(tables, there, len(silent))
+    return Written(len(measured.frame(tables)), len(wanted) - len(silent), len(silent))

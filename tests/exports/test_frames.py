@@ -6,8 +6,10 @@ import csv
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 from dlprof.engine import RankData
+from dlprof.errors import DlprofError
 from dlprof.exports import frames
 from dlprof.measures.breakdown import breakdown
 from dlprof.run import open_run
@@ -42,3 +44,24 @@ def test_what_was_not_measured_is_told_with_its_reason(tmp_path: Path) -> None:
     assert len(silent) == made.not_measured
     assert made.measures + made.not_measured == len(frames.every_measure())
     assert not (tmp_path / "csv" / "measures" / "matched.csv").exists()
+
+
+def test_several_processes_write_what_one_does(tmp_path: Path) -> None:
+    run = open_run(runs.foreign(tmp_path / "job", *(traces.training(rank=r) for r in range(3))))
+    written = []
+    for jobs in (1, 2):
+        folder = tmp_path / f"csv{jobs}"
+        made = frames.write(run, folder, jobs)
+        files = {p.relative_to(folder): p.read_bytes() for p in sorted(folder.rglob("*.csv"))}
+        written.append((made, files))
+    assert written[0] == written[1]
+    assert written[0][0].tables == 6
+
+
+@pytest.mark.parametrize("taken", ["csv", "csv/tables"])
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, taken: str) -> None:
+    run = open_run(runs.foreign(tmp_path / "job", traces.training(world_size=1)))
+    (tmp_path / taken).parent.mkdir(exist_ok=True)
+    (tmp_path / taken).write_text("a file")
+    with pytest.raises(DlprofError, match="cannot be written"):
+        frames.write(run, tmp_path / "csv", jobs=1)
