@@ -95,8 +95,9 @@ def _on_streams(rank: RankData, begin: int, end: int) -> list[Row]:
     work = device.device_work(rank)
     start, dur = work["start_ns"].to_numpy(), work["dur_ns"].to_numpy()
     # What ran when the step began has a name, too.
-    late = np.maximum(start, begin)
-    work = work.assign(start_ns=late, dur_ns=start + dur - late)[(start < end) & (start + dur > begin)]
+    shown = np.flatnonzero((start < end) & (start + dur > begin))
+    late = np.maximum(start[shown], begin)
+    work = work[["lane", "kind", "name"]].iloc[shown].assign(start_ns=late, dur_ns=(start + dur)[shown] - late)
     bubble = breakdown.partition(rank).get("pipeline_bubble", iv.EMPTY)
     streams = []
     lanes = work["lane"].cat.codes.to_numpy()
