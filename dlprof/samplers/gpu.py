@@ -153,6 +153,7 @@ class _Gpu:
         return {"busy_share": now.gpu / 100, "memory_busy_share": now.memory / 100}
 
     def _memory(self) -> Reading:
+        # Used is what nobody else can have: also what the driver keeps for itself, which nvidia-smi tells apart.
         now = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
         return {"memory_used_bytes": now.used, "memory_total_bytes": now.total}
 

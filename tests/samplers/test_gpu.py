@@ -1,6 +1,7 @@
-"""The GPU sampler against NVML's answers as its documentation has them. They were written by hand, not recorded.
+"""The GPU sampler against NVML's answers as its documentation has them: their units and types are not recorded.
 
-No GPU was at hand: `Documented` stands where nvidia-ml-py calls the driver and answers in the types of the real module.
+No GPU was at hand: `Documented` stands where nvidia-ml-py calls the driver and answers in the types of the real module,
+by default with figures made up. `PRINTED` are those of real GPUs, as nvidia-smi printed them, which stands on NVML too.
 The last test asks a real driver, and is skipped where there is none.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 import pynvml
 import pytest
 
+from dlprof.measures.clocks import REASONS
 from dlprof.samplers.gpu import GpuSampler
 from dlprof.sampling import Host, sample
 
@@ -30,7 +32,7 @@ class Documented:
         self.calls: list[str] = []
         self.refused: dict[str | int, int] = {}
         self.millijoules = 5_000_000
-        answers: Mapping[str, Callable[..., Any]] = {
+        self.answers: dict[str, Callable[..., Any]] = {
             "nvmlInit": lambda: None,
             "nvmlShutdown": lambda: None,
             "nvmlDeviceGetHandleByUUID": self._handle,
@@ -51,15 +53,15 @@ class Documented:
             "nvmlGpmSampleGet": lambda _, taken: taken,
             "nvmlGpmMetricsGet": self._gpm,
         }
-        for name, answer in answers.items():
-            monkeypatch.setattr(pynvml, name, self._asked(name, answer))
+        for name in self.answers:
+            monkeypatch.setattr(pynvml, name, self._asked(name))
 
-    def _asked(self, name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+    def _asked(self, name: str) -> Callable[..., Any]:
         def ask(*args: Any) -> Any:
             self.calls.append(name)
             if name in self.refused:
                 raise pynvml.NVMLError(self.refused[name])
-            return answer(*args)
+            return self.answers[name](*args)
 
         return ask
 
@@ -92,6 +94,22 @@ class Documented:
             metric.nvmlReturn = self.refused.get(f"gpm {metric.metricId}", 0)
             metric.value = {2: 93.5, 3: 40.0, 5: 55.25, 10: 62.0, 60: 3.0, 61: float("nan")}[metric.metricId]
         return asked
+
+
+# Of nvidia_gpu_exporter's captures of 2026, made idle and with gpu-burn or ffmpeg running: how busy the GPU and its
+# memory were (%), memory total, free, used and reserved (MiB), power, its limit and default (W), SM, memory and largest
+# SM clock (MHz), °C, clocks_event_reasons.active, and which of the named reasons was "Active". N/A: MIG mode is on.
+PRINTED = """
+H100-80GB-HBM3  590.48.01  100  11   81559   61263  19818  479  631.95  700  700  1980   2619  1980  59  0x0  none
+H100-80GB-HBM3  590.48.01    0   0   81559   81081      0  479   69.85  700  700   345   2619  1980  41  0x1  idle
+H100-MIG        590.48.01  N/A N/A   81559   69956  11125  479  433.78  700  700  1980   2619  1980  53  0x0  none
+H200            590.48.01  100   7  143771  110796  32362  614  627.40  700  700  1980   3201  1980  52  0x0  none
+L40S            595.80       9   2   46068   44225   1235  609  110.23  350  350  2520   9001  2520  54  0x0  none
+RTX-4080-SUPER  595.71.05    7   2   16376   14470   1474  434   84.24  320  320  2805  11251  3165  46  0x0  none
+RTX-2080-SUPER  595.71.05    0   9    8192    7571    214  408   39.32  250  250   765    810  2145  40  0x4  power_cap
+"""
+# What the measure of the clocks calls what held them down; an idle GPU's clock nothing did.
+NAMED: dict[str, set[str]] = {"none": set(), "idle": set(), "power_cap": {"power_cap"}}
 
 
 def host_with(run: Path, *devices: Mapping[str, Any]) -> Host:
@@ -161,6 +179,47 @@ def test_every_metric_has_the_unit_of_its_name(tmp_path: Path, monkeypatch: pyte
     assert held["clocks_held_by_power_ns"] == (1 << 40) + 74
     assert held["power_brake_slowdown_ns"] == (1 << 40) + 271
     assert second["energy_j"] - first["energy_j"] == 600
+
+
+@pytest.mark.parametrize("printed", PRINTED.strip().splitlines(), ids=lambda line: "-".join(line.split()[::15]))
+def test_what_real_gpus_said_is_told_as_nvidia_smi_prints_it(
+    printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words: list[Any] = [int(word) if word.isdigit() else word for word in printed.split()]
+    _, _, *shares, total, free, used, reserved, watts, limit, default, sm, memory, most, celsius, mask, active = words
+    busy, memory_busy = shares
+    power, bits = float(watts), int(mask, 16)
+    driver = Documented(monkeypatch)
+    # Megabytes are rounded, each for itself.
+    assert abs(total - free - used - reserved) <= 2
+    driver.answers |= {
+        "nvmlDeviceGetUtilizationRates": lambda _: pynvml.c_nvmlUtilization_t(gpu=busy, memory=memory_busy),
+        "nvmlDeviceGetMemoryInfo": lambda _: pynvml.c_nvmlMemory_t(
+            total=total << 20, free=free << 20, used=(total - free) << 20
+        ),
+        "nvmlDeviceGetPowerUsage": lambda _: round(1000 * power),
+        "nvmlDeviceGetEnforcedPowerLimit": lambda _: 1000 * limit,
+        "nvmlDeviceGetPowerManagementDefaultLimit": lambda _: 1000 * default,
+        "nvmlDeviceGetClockInfo": lambda _, kind: {pynvml.NVML_CLOCK_SM: sm, pynvml.NVML_CLOCK_MEM: memory}[kind],
+        "nvmlDeviceGetMaxClockInfo": lambda _, kind: {pynvml.NVML_CLOCK_SM: most}[kind],
+        "nvmlDeviceGetTemperature": lambda _, sensor: {pynvml.NVML_TEMPERATURE_GPU: celsius}[sensor],
+        "nvmlDeviceGetCurrentClocksEventReasons": lambda _: bits,
+    }
+    if busy == "N/A":
+        driver.refused["nvmlDeviceGetUtilizationRates"] = pynvml.NVML_ERROR_NOT_SUPPORTED
+    host = host_with(tmp_path, cuda())
+    ticks(host).stop()
+    row = rows(host)[-1]
+    told = (None, None) if busy == "N/A" else (busy / 100, memory_busy / 100)
+    assert (row.get("busy_share"), row.get("memory_busy_share")) == told
+    assert (row["power_w"], row["power_limit_w"], row["power_limit_default_w"]) == (power, limit, default)
+    assert (row["sm_clock_mhz"], row["memory_clock_mhz"], row["sm_clock_max_mhz"]) == (sm, memory, most)
+    assert row["temperature_c"] == celsius
+    # What the driver keeps for itself is used as well: nobody else can have it.
+    assert row["memory_used_bytes"] >> 20 == pytest.approx(used + reserved, abs=2)
+    assert row["memory_used_bytes"] + (free << 20) == row["memory_total_bytes"]
+    assert {name for name, mask in REASONS.items() if row["clock_reasons_bits"] & mask} == NAMED[active]
+    assert bool(row["clock_reasons_bits"] & 0x1) == (active == "idle")
 
 
 @pytest.mark.parametrize(
