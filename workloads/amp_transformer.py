@@ -35,10 +35,13 @@ FAULTS = {
     "tiny_batch": "small_kernels",  # so little work in each kernel that launching it takes longer
 }
 # What else a fault needs, to cost more than a little.
-SHOWN_WITH = {"find_unused": "--layers 12 --width 64 --length 16 --batch-size 2"}
+SHOWN_WITH = {
+    "find_unused": "--layers 12 --width 64 --length 16 --batch-size 2",
+    "loop_optimizer": "--width 256 --length 32 --batch-size 4",
+}
 # A step with it does less than any healthy one: none says how long it would take without.
 OTHER_STEP = ("tiny_batch",)
-NEEDS_GPU = ("full_precision", "odd_shapes", "tiny_batch")
+NEEDS_GPU = ("find_unused", "full_precision", "odd_shapes", "tiny_batch")
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
@@ -126,7 +129,8 @@ class Transformer(nn.Module):
 
 # On a CPU core a step then takes some 40 ms; a GPU's width keeps it busy.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"precision": "fp32", "layers": 4, "width": 256, "heads": 4, "length": 32, "batch_size": 4, "steps": 100},
+    # So many bytes a parameter that two CPU cores compute for long enough to exchange the gradients meanwhile.
+    "cpu": {"precision": "fp32", "layers": 4, "width": 128, "heads": 4, "length": 64, "batch_size": 16, "steps": 100},
     "cuda": {
         "precision": "bf16",
         "layers": 12,
@@ -184,7 +188,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.fault == "tiny_batch":
         args.batch_size, args.length = 1, 64
     if args.fault in NEEDS_GPU and args.device != "cuda":
-        parser.error(f"--fault {args.fault} needs a GPU: a CPU has neither tensor cores nor launches")
+        why = "a CPU has neither tensor cores nor launches"
+        if args.fault == "find_unused":
+            why = "beside a CPU's computing the search is nothing"
+        parser.error(f"--fault {args.fault} needs a GPU: {why}")
     if args.fault == "data_parallel" and (args.device != "cuda" or torch.cuda.device_count() < 2 or args.world > 1):
         parser.error("--fault data_parallel needs two GPUs, and one process that drives them (no torchrun)")
     if args.fault == "find_unused" and args.world < 2:

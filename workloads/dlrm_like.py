@@ -35,6 +35,8 @@ FAULTS = {
     "table_by_table": "small_collectives",  # an exchange for each table, and not one for all
     "uneven_tables": "straggler",  # the first rank holds all tables but one for each other rank
 }
+# What else a fault needs, to cost more than a little: more of the tables, and less of the network.
+SHOWN_WITH = {"uneven_tables": "--width 32 --hidden 256 --batch-size 2048"}
 NEEDS_GPU = ("host_tables", "pageable", "table_by_table")
 NEEDS_TWO_RANKS = ("table_by_table", "uneven_tables")
 
@@ -163,7 +165,7 @@ def look_up(bags: nn.ModuleList, ids: Tensor, owners: list[list[int]], args: arg
 
 # On two CPU cores a step then takes some 120 ms; on GPUs the tables take 12 GB, and AdaGrad's sums as much again.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"tables": 8, "rows": 20_000, "width": 32, "bag": 8, "hidden": 256, "batch_size": 2048, "workers": 0},
+    "cpu": {"tables": 8, "rows": 20_000, "width": 16, "bag": 8, "hidden": 512, "batch_size": 4096, "workers": 0},
     "cuda": {
         "tables": 24,
         "rows": 1_000_000,

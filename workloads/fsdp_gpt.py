@@ -49,6 +49,8 @@ HEALTHY = {
 }
 # A step with it does less than any healthy one: none says how long it would take without.
 OTHER_STEP = ("tiny_batch",)
+# What else a fault needs, to cost more than a little.
+SHOWN_WITH = {"loop_optimizer": "--batch-size 32"}
 NEEDS_GPU = ("no_p2p", "norm_every_step", "whole_model")
 NEEDS_FSDP = ("each_layer", "whole_model")
 
@@ -117,7 +119,7 @@ class Counting(IterableDataset[Tensor]):
 
 # On two CPU cores a step then takes some 400 ms; a GPU's width keeps it busy.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"precision": "fp32", "layers": 4, "width": 64, "heads": 4, "length": 64, "batch_size": 128, "steps": 60},
+    "cpu": {"precision": "fp32", "layers": 4, "width": 64, "heads": 4, "length": 64, "batch_size": 192, "steps": 60},
     "cuda": {
         "precision": "bf16",
         "layers": 24,
