@@ -306,7 +306,7 @@ def products(operator: str, shape: str, dtype: str) -> tuple[float, float]:
 MOST_KERNELS = 40
 
 # What a kernel's kind says of it.
-UNITS = {"tensor": "tensor cores", "tf32": "tensor cores, TF32", "float32": "float32 product without"}
+UNITS = {"tensor": "tensor cores", "tf32": "tensor cores, TF32", "float32": "float32, no tensor cores"}
 
 
 @per_rank

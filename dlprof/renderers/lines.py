@@ -24,7 +24,7 @@ from dlprof.renderers.drawing import (
 from dlprof.result import Panel
 
 POINTS = 2_000  # of one line: about two for each pixel of a wide figure
-ALL_POINTS = 8_000  # of all lines of a figure
+ALL_POINTS = 6_000  # of all lines of a figure: of eight lines one for each pixel
 MARKS = 200
 
 TOGETHER = 8  # lines whose figures stand in one box beside the pointer
