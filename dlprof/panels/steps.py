@@ -54,8 +54,10 @@ def _durations(train: pd.DataFrame, at: pd.Series[float] | None, marks: tuple[Ma
         found = [(a, b) for a, b in stretches.itertuples(index=False, name=None) if slowed[a]]
         told = [f"{a}" if a == b else f"{a} to {b}" for a, b in found]
         note = f"{'Step' if told == [str(found[0][0])] else 'Steps'} {' and '.join(told)}: slowed by what was recorded."
-    over, steps = "step", tuple(int(str(n)) for n in table.index)
+    over = "step"
+    steps: tuple[int, ...] = ()
     if at is not None:
+        steps = tuple(int(str(n)) for n in table.index)
         over, table = "time_ns", table.set_axis(pd.Index(at[table.index]), axis=0)
     columns = (over, *map(str, table.columns))
     return Panel("lines", "Steps over the run", points(table), columns, unit="ns", note=note, marks=marks, steps=steps)
