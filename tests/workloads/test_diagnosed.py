@@ -20,6 +20,12 @@ def outcomes(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
     return recorded("ddp_resnet", folder, *options, "--", "--steps", "40", "--data", str(folder.parent / "data"))
 
 
+def shown_with(workload: str, fault: str) -> list[str]:
+    """Give the options that a fault needs to cost more than a little."""
+    shown = constant(ROOT / "workloads" / f"{workload}.py", "SHOWN_WITH") or {}
+    return str(shown.get(fault, "")).split()
+
+
 def recorded(
     workload: str, folder: Path, *options: str, ranks: tuple[str, str] = ("--procs", "2")
 ) -> dict[str, dict[str, Any]]:
@@ -99,7 +105,7 @@ def test_an_uneven_split_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_optimizer_that_loops_is_found_and_a_fused_one_left_alone(tmp_path: Path) -> None:
-    steps = ("--", "--steps", "60")
+    steps = ("--", "--steps", "60", *shown_with("amp_transformer", "loop_optimizer"))
     (tmp_path / "fault").mkdir()
     found = recorded("amp_transformer", tmp_path / "fault", "--fault", "loop_optimizer", *steps)["unfused_optimizer"]
     assert found["state"] == "found", found
@@ -109,8 +115,8 @@ def test_an_optimizer_that_loops_is_found_and_a_fused_one_left_alone(tmp_path: P
 
 @pytest.mark.slow
 def test_an_optimizer_that_loops_is_found_beside_accumulation_too(tmp_path: Path) -> None:
-    options = constant(ROOT / "workloads" / "bert_pretrain.py", "SHOWN_WITH")["loop_optimizer"].split()
-    said = recorded("bert_pretrain", tmp_path, "--fault", "loop_optimizer", "--", "--steps", "60", *options)
+    options = ("--", "--steps", "60", *shown_with("bert_pretrain", "loop_optimizer"))
+    said = recorded("bert_pretrain", tmp_path, "--fault", "loop_optimizer", *options)
     assert said["unfused_optimizer"]["state"] == "found", said["unfused_optimizer"]
 
 
@@ -153,7 +159,8 @@ def test_what_is_wrong_with_a_loader_is_found(tmp_path: Path, fault: str, rule: 
 def test_what_is_wrong_with_a_sharded_job_is_found(
     tmp_path: Path, workload: str, fault: str, rule: str, least: float
 ) -> None:
-    found = recorded(workload, tmp_path, "--fault", fault, "--", "--steps", "35")[rule]
+    options = ("--", "--steps", "35", *shown_with(workload, fault))
+    found = recorded(workload, tmp_path, "--fault", fault, *options)[rule]
     assert found["state"] == "found", found
     assert found["share"] > least
 
