@@ -130,7 +130,7 @@ class Transformer(nn.Module):
 # On a CPU core a step then takes some 40 ms; a GPU's width keeps it busy.
 DEFAULTS: dict[str, dict[str, Any]] = {
     # So many bytes a parameter that two CPU cores compute for long enough to exchange the gradients meanwhile.
-    "cpu": {"precision": "fp32", "layers": 4, "width": 128, "heads": 4, "length": 64, "batch_size": 16, "steps": 100},
+    "cpu": {"precision": "fp32", "layers": 4, "width": 128, "heads": 4, "length": 64, "batch_size": 24, "steps": 100},
     "cuda": {
         "precision": "bf16",
         "layers": 12,
