@@ -74,6 +74,7 @@ def check(run: Measured) -> Finding | Clear:
         gain = max(_for_nothing(run, gain), plan.gain_ns)
     helps = plan is not None and plan.gain_ns >= max(NOTABLE_SHARE * step, LARGER_PART * gain)
     saving = plan.gain_ns if plan is not None and helps else gain
+    crowds = ", and making it takes the cores from training" if saving > (1 + NOTABLE_SHARE) * share * step else ""
     most = wait[worst]
     late = tuple(sorted(r for r, w in wait.items() if w >= most / 2))
     culprit, victims = _victims(run, late)
@@ -85,11 +86,11 @@ def check(run: Measured) -> Finding | Clear:
         summary=f"Of a step of {duration(step)}, rank {worst} waits {duration(most)} in next() of its loader"
         f" with nothing else to do; {_settings(run, worst)}{_seen(run, worst)}.{_blamed(culprit, victims)}"
         f"{_hottest(run, worst)}",
-        verdict=f"{percent(share)} {of_step(run)} waits for data{where}{_also(run, late, victims)}.",
+        verdict=f"{percent(share)} {of_step(run)} waits for data{where}{_also(run, late, victims)}{crowds}.",
         noise_ns=part_noise(run, "input_wait"),
         saving_ns=saving,
         advice=_planned(run, worst, plan, helps) if plan is not None else _advice(run, worst, wait[worst], step),
-        evidence=_evidence(run, worst) if plan is None else _predictions(plan, worst),
+        evidence=_evidence(run, worst) if plan is None else _predictions(plan, worst, 0.0 if helps else step - gain),
         forecasts=_forecasts(plan, step) if plan is not None and helps else (),
         ranks=late,
         sure=_sure(run, plan, helps) + _assumed(run),
@@ -215,18 +216,23 @@ def _forecasts(plan: Plan, step: float) -> tuple[Forecast, ...]:
     return tuple(Forecast("num_workers", str(n), step - gain) for n, gain in sorted(gains.items()))
 
 
-def _predictions(plan: Plan, rank: int) -> Panel:
+def _predictions(plan: Plan, rank: int, for_nothing: float) -> Panel:
+    """Show the predicted steps; `for_nothing`: the one whose batches cost nothing, ns, where workers do not help."""
     shown = {f.workers: f for f in (*plan.forecasts[1:], plan.now)}
     near = [n for n in sorted(shown) if n <= plan.chosen.workers + 2 or n == plan.now.workers]
-    rows = tuple(
+    proposed = -1 if for_nothing else plan.chosen.workers
+    rows: tuple[tuple[str, ...], ...] = tuple(
         (
-            f"{n}{' (is)' if n == plan.now.workers else ''}{' (proposed)' if n == plan.chosen.workers else ''}",
+            f"{n}{' (is)' if n == plan.now.workers else ''}{' (proposed)' if n == proposed else ''}",
             duration(shown[n].step_ns),
             duration(max(shown[n].wait_ns, 0.0)),
             f"{plan.now.step_ns / shown[n].step_ns:.2f} ×",
         )
         for n in (near if len(near) <= MOST_ROWS else [near[0], *near[1 - MOST_ROWS :]])
     )
+    if for_nothing:
+        speed = f"{plan.now.step_ns / for_nothing:.2f} ×"
+        rows += (("samples that cost nothing", duration(for_nothing), duration(0.0), speed),)
     columns = ("num_workers", "mean step", "of it waiting for data", "speed")
     return Panel("table", f"Predicted step of rank {rank} by number of loader workers", rows, columns)
 

@@ -191,10 +191,13 @@ def test_batches_that_compute_take_the_cores_from_training_too(tmp_path: Path) -
     path = watched(tmp_path, fetch=100, cpu=80, workers=1, own=30, cores=1)
     held_up(path, 0, loop=10 * MS, worker=20 * MS, computing=20 * MS)
     found = ask(RULE, path)
-    assert found.verdict.startswith("70 % of each step waits for data")
+    assert found.verdict == "70 % of each step waits for data, and making it takes the cores from training."
     assert found.saving_ns == pytest.approx(80 * MS, rel=0.01)
     assert "make a sample cheaper" in found.advice[0]
     assert "batches that cost nothing" in found.sure
+    assert found.evidence is not None
+    assert "proposed" not in str(found.evidence.rows)
+    assert found.evidence.rows[-1] == ("samples that cost nothing", "20.0 ms", "0 ns", "5.00 ×")
 
 
 def test_taking_over_batches_that_are_ready_is_no_waiting(tmp_path: Path) -> None:
