@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import gc
 import os
 import random
@@ -20,7 +21,7 @@ import shutil
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -518,8 +519,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--fault {args.fault} needs two ranks: torchrun --nproc-per-node 2 {parser.prog} ...")
     if (args.find_unused or args.hook) and args.world < 2:
         parser.error(f"--find-unused and --hook need two ranks: torchrun --nproc-per-node 2 {parser.prog} ...")
-    if args.hook == "powersgd" and args.device == "cpu":
-        args.bucket_mb = 4096.0  # one for all: gloo exchanges several in an order that each rank has for itself
     if args.accumulate < 1:
         parser.error(f"--accumulate {args.accumulate}: one batch at least")
     if args.device == "cpu" and args.precision in ("tf32", "fp16"):
@@ -589,6 +588,24 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
     partial = path.with_suffix(".partial")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, partial)
     partial.replace(path)
+
+
+def in_turn(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Have DDP's hook take a bucket when it is done with the one before.
+
+    PowerSGD exchanges a bucket several times, and gloo's threads begin what follows the first exchange: several buckets
+    at once in an order that each rank has for itself, and the ranks would wait for each other forever.
+    """
+    before: list[Any] = []
+
+    @functools.wraps(hook)  # DDP reads its signature
+    def call(state: Any, bucket: Any) -> Any:
+        if before:
+            before.pop().wait()
+        before.append(hook(state, bucket))
+        return before[0]
+
+    return call
 
 
 def collect(kept: list[Any], objects: int = 1_000_000) -> None:
@@ -677,9 +694,9 @@ def main() -> None:
         if args.hook == "fp16":
             model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         if args.hook == "powersgd":  # after as many steps as the paper's authors found enough to settle
-            model.register_comm_hook(
-                powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10), powerSGD_hook.powerSGD_hook
-            )
+            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
+            hook = powerSGD_hook.powerSGD_hook
+            model.register_comm_hook(state, in_turn(hook) if args.device == "cpu" else hook)
     torch.manual_seed(args.seed + args.rank)  # other augmentations on every rank
 
     optimizer: torch.optim.Optimizer
