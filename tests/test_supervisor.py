@@ -60,7 +60,15 @@ def until(ready: Callable[[], bool]) -> bool:
 
 def signalled(command: Sequence[str], number: int, cwd: Path) -> tuple[int, str]:
     """Start a command, send its process a signal when it says ready, and give its status and the rest of its output."""
-    process = subprocess.Popen(command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, text=True)
+    # Whoever runs the tests may ignore it, as nohup does, and what is ignored is inherited.
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(signal.signal, number, signal.SIG_DFL),
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
