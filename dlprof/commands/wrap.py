@@ -305,7 +305,7 @@ def _nsys(env: Mapping[str, str]) -> tuple[str, ...]:
         command,
         "profile",
         "--trace=cuda,nvtx,osrt,cudnn,cublas",
-        "--wait=all",  # launchers end after their ranks, but whatever they leave behind is recorded too
+        "--wait=primary",  # with "all", nsys 2022.4 does not end even where the command left nothing
         "--kill=none",  # the end of a recording ends nobody
         "--force-overwrite=true",
         f"--output={{}}/nsys{task}",

@@ -117,7 +117,7 @@ def test_nsys_starts_the_command_without_a_window_and_its_status_is_the_scripts(
     assert (tmp_path / "nsys-argv").read_text().splitlines() == [
         "profile",
         "--trace=cuda,nvtx,osrt,cudnn,cublas",
-        "--wait=all",
+        "--wait=primary",
         "--kill=none",
         "--force-overwrite=true",
         f"--output={report.with_suffix('')}",
