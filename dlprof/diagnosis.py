@@ -165,7 +165,8 @@ def _together(run: Measured, rules: Sequence[Rule], found: Sequence[Outcome]) ->
 
     Findings that save from the same categories give at most what all of these would; those of different ones at most
     their sum, but where no rank has a part in all of them: then each hides what another would save, and only the step's
-    own parts bound them. With findings of the whole job it is the training loop's.
+    own parts bound them. With findings of the whole job it is the training loop's. None where nothing was found, and
+    where the bound is the whole step: that tells nothing.
     """
     found = [o for o in found if o.scope != "risk"]
     if not found:
@@ -177,6 +178,8 @@ def _together(run: Measured, rules: Sequence[Rule], found: Sequence[Outcome]) ->
         total = _removable(run, frozenset().union(*(of[o.id] for o in inside)))
     step = loop_step_ns(run) if job else mean_step_ns(run)
     total = min(max(total + sum(o.saving_ns for o in job), found[0].saving_ns), step)
+    if total > max(found[0].saving_ns, (1 - LEAST_SHARE) * step):
+        return None
     return Together(total, total / step, _speedup(total / step))
 
 

@@ -187,6 +187,9 @@ def test_what_findings_claim_twice_is_saved_once(job: Run) -> None:
     # Rank 0 hides what would be saved on rank 1, and the other way round: their sum bounds nothing.
     hidden = together(claims(0.05, "a", "computation", ranks=(0,)), claims(0.05, "b", "input_wait", ranks=(1,)))
     assert hidden == pytest.approx(65 / 99)
+    # Nothing bounds what may come out of all parts of the step: it is not told.
+    broad = [claims(0.55, name, *CATEGORIES) for name in "ab"]
+    assert diagnose(job, broad, jobs=1).together is None
 
 
 def test_what_lies_between_the_steps_is_bounded_with_the_whole_loop(tmp_path: Path) -> None:
