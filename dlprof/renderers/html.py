@@ -329,15 +329,16 @@ def template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
         loader=FunctionLoader(asset),
-        bytecode_cache=None if sys.dont_write_bytecode else _Compiled(str(Path(__file__).parent / "__pycache__")),
+        bytecode_cache=None if sys.dont_write_bytecode else Compiled(str(Path(__file__).parent / "__pycache__")),
     )
     environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code)
     return environment.get_template(name)
 
 
-class _Compiled(FileSystemBytecodeCache):
+class Compiled(FileSystemBytecodeCache):
     """Keeps templates compiled beside the compiled modules, as Python keeps those; where it cannot, it does not."""
 
     def dump_bytecode(self, bucket: Bucket) -> None:
+        """Write a compiled template, or nothing where the folder cannot be written."""
         with suppress(OSError):
             super().dump_bytecode(bucket)

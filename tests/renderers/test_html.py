@@ -8,8 +8,10 @@ import json
 import re
 from collections.abc import Mapping
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
+from jinja2 import DictLoader, Environment
 from msgspec.structs import replace
 
 from dlprof.renderers import html, words
@@ -212,3 +214,14 @@ def full(ranks: int) -> Result:
 @pytest.mark.parametrize(("ranks", "most"), [(8, 2_000_000), (256, 4_000_000)])
 def test_a_page_keeps_to_its_size_however_much_was_recorded(ranks: int, most: int) -> None:
     assert len(html.render(full(ranks)).encode()) <= most
+
+
+def test_a_template_is_kept_compiled_where_that_can_be_written(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for folder in (kept, kept, tmp_path / "missing"):
+        cache = html.Compiled(str(folder))
+        environment = Environment(loader=DictLoader({"page": "<p>{{ word }}</p>"}), bytecode_cache=cache)
+        assert environment.get_template("page").render(word="told") == "<p>told</p>"
+        assert len(list(kept.iterdir())) == 1
+    assert not (tmp_path / "missing").exists()
