@@ -195,7 +195,9 @@ class Measured:
     def world_size(self) -> int:
         """How many ranks the job had, as far as anything tells."""
         said = [f.get("world_size") for fs in (self.facts, self.trace_facts) for f in fs.values()]
-        return max([len(self.ranks), *(s for s in said if isinstance(s, int) and s <= LARGEST_WORLD)], default=1)
+        # Where there is a rank 1, there is a rank 0.
+        known = [len(self.ranks), *(r + 1 for r in self.ranks), *(s for s in said if isinstance(s, int))]
+        return max([k for k in known if k <= LARGEST_WORLD], default=1)
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:

@@ -264,6 +264,14 @@ def test_what_claims_to_be_a_huge_job_is_not_believed(tmp_path: Path) -> None:
     assert (run.world_size, run.missing_ranks) == (1, ())
 
 
+def test_where_there_is_a_rank_there_are_those_before_it(tmp_path: Path) -> None:
+    made = traces.training(rank=2)
+    del made["distributedInfo"]["world_size"]
+    traces.write(tmp_path / "trace.json", made)
+    run = engine.measure(open_run(tmp_path), [rows], jobs=1)
+    assert (run.ranks, run.world_size, run.missing_ranks) == ((2,), 3, (0, 1))
+
+
 def test_foreign_traces_of_which_none_can_be_read_are_refused_and_a_recorded_run_is_not(tmp_path: Path) -> None:
     ranks = tuple(Rank(r, {TRACE: tmp_path / f"{r}.json"}) for r in range(2))
     with pytest.raises(DlprofError, match=r"none of 2 traces can be read: .*0\.json: no such file"):

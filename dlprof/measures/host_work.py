@@ -6,11 +6,16 @@ import numpy as np
 import pandas as pd
 
 from dlprof import intervals as iv
-from dlprof.engine import RankData, per_rank
+from dlprof.engine import Measured, RankData, per_rank
+from dlprof.errors import NotMeasured
 from dlprof.measures import breakdown, device, host
 from dlprof.measures.steps import timing
+from dlprof.units import digits
 
 MOST_ROWS = 12
+
+# A forward, a backward and an optimizer's step are some ten kernels in the smallest of models.
+FEWEST_KERNELS = 8
 PYTHON = "Python, between operators"
 
 
@@ -70,3 +75,17 @@ def launches(rank: RankData) -> pd.DataFrame:
     inside = sum(int((start >= s).sum() - (start >= e).sum()) for s, e in within)
     n = max(len(timing(rank).windows), 1)
     return pd.DataFrame({"kernels": [inside / n], "kernel_ns": [float(work["dur_ns"].mean()) if len(work) else 0.0]})
+
+
+def check_launches(run: Measured) -> None:
+    """Raise NotMeasured where the device has so little to do that no step of training is to be seen.
+
+    So it is while something compiles or starts up, or in a part of a trace: that the device idles is true then, and
+    what a step without that would be is not known.
+    """
+    kernels = float(run.frame(launches)["kernels"].max())
+    if not kernels:
+        raise NotMeasured("the trace holds no kernels, and nothing says that the job computes on the CPU")
+    if kernels < FEWEST_KERNELS:
+        few = f"{digits(kernels)} kernel{'' if kernels == 1 else 's'} a step"
+        raise NotMeasured(f"the device ran {few}: that is no training, but compiling, starting up or a part of a trace")

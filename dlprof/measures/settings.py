@@ -9,6 +9,9 @@ from dlprof.engine import Measured
 
 Settings = Mapping[str, Any]
 
+# What exchanges between processes that compute on the CPU.
+_CPU_BACKENDS = ("gloo", "mpi")
+
 
 def training_loader(run: Measured, rank: int | None = None) -> Settings:
     """Give the settings of a rank's training loader (of the first rank that has one); empty where nobody saw it."""
@@ -54,6 +57,10 @@ def cores_per_rank(run: Measured, rank: int) -> int | None:
 
 
 def on_cpu(run: Measured) -> bool:
-    """Tell whether the job is known to train on the CPU."""
+    """Tell whether the job is known to train on the CPU: from the recording, else from traces that list no device."""
     kinds = {(run.facts[r].get("device") or {}).get("type") for r in run.ranks}
-    return kinds == {"cpu"}
+    if kinds != {None}:
+        return kinds == {"cpu"}
+    # Devices that Kineto does not know are not listed either; the backend of their collectives tells.
+    said = [run.trace_facts[r] for r in run.ranks]
+    return all(f.get("devices") == [] and f.get("backend", "gloo") in _CPU_BACKENDS for f in said)

@@ -603,9 +603,8 @@ def _header_facts(keys: Mapping[str, Any], path: Path) -> dict[str, Any]:
     texts = {"host": keys.get("host_name") or keys.get("hostname"), "backend": distributed.get("backend")}
     facts |= {name: text for name, text in texts.items() if isinstance(text, str) and text}
     devices = keys.get("deviceProperties")
-    named = [d for d in devices if isinstance(d, dict)] if isinstance(devices, list) else []
-    if named:
-        facts["devices"] = [_device(d) for d in named]
+    if isinstance(devices, list):  # an empty one says that the process saw no device
+        facts["devices"] = [_device(d) for d in devices if isinstance(d, dict)]
     if groups := _groups(keys):
         facts["groups"] = groups
     if (base := integer(keys.get("baseTimeNanoseconds"))) > 0 and base < 2**62:

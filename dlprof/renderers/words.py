@@ -157,9 +157,11 @@ def about(share: float) -> str:
 
 
 def times(factor: float) -> str:
-    """Write a factor as "1.44 ×"."""
+    """Write a factor as "1.44 ×"; from a hundred on it tells nothing more, and is "over 100 ×"."""
     if not math.isfinite(factor):
         return UNKNOWN
+    if factor > 100:
+        return f"over 100{NBSP}×"
     return f"{factor:.{2 if factor < 9.995 else 1}f}{NBSP}×"
 
 

@@ -6,7 +6,8 @@ the script's own Python. Waiting for the loader is not counted here.
 
 Needs a trace. On a GPU an idle gap counts where the launch of the next kernel came after the device had run dry, and
 where the next kernel was queued in time and took up to 20 µs to start. Longer gaps before queued work are dependencies
-within the device, which no host could shorten.
+within the device, which no host could shorten. A device that runs fewer than 8 kernels a step does not train: then
+something compiles or starts up, or the trace is a part of one, and nothing is said.
 
 Saving: on a GPU what a captured graph would save of these gaps, all but a µs each, and the script's own Python between
 them. On a CPU all of the time.
@@ -26,7 +27,7 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.gaps import gaps
-from dlprof.measures.host_work import PYTHON, host_work, launches
+from dlprof.measures.host_work import PYTHON, check_launches, host_work, launches
 from dlprof.measures.loader import before_forward, loader_calls
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.stacks import hottest, hottest_own
@@ -44,6 +45,9 @@ def check(run: Measured) -> Finding | Clear:
     """Look at the time in which nothing is computed, sent, copied or waited for."""
     if (run.frame(step_means)["unit"] != "step").any():
         raise NotMeasured("nothing marks the steps: starting up cannot be told from training (prof.step() marks them)")
+    on_cpu = settings.on_cpu(run)
+    if not on_cpu:
+        check_launches(run)
     work = run.frame(host_work)
     late = part(run, *_HOST)
     gone, sure = _removable(run, late)
@@ -61,7 +65,7 @@ def check(run: Measured) -> Finding | Clear:
     most = f"; the largest part: {str(top['name'])[:80]}{inside}" if top is not None and top["name"] != PYTHON else ""
     python = float(mine[mine["name"] == PYTHON]["ns"].sum()) / max(float(mine["ns"].sum()), 1.0)
     return Finding(
-        title="Python holds up the step" if settings.on_cpu(run) else "The host is too slow for its device",
+        title="Python holds up the step" if on_cpu else "The host is too slow for its device",
         summary=f"For {duration(late[worst])} of {duration(step)} rank {worst} computes nothing because its host has"
         f" launched nothing: {percent(python)} of that is Python between operators{most}.{_hottest(run, worst, phase)}",
         verdict=f"{percent(share)} of each step waits for Python and launches.",
@@ -119,12 +123,9 @@ def _advice(run: Measured, rank: int, phase: str, loose: bool) -> tuple[str, ...
     if phase == "optimizer" and not optimizer.get("fused"):
         advice.append(f"`{optimizer.get('class') or 'the optimizer'}(..., fused=True)` (is {optimizer.get('fused')})")
     if on_device:
-        try:
-            frame = run.frame(launches)
-            number, length = by_rank(frame, "kernels")[rank], by_rank(frame, "kernel_ns")[rank]
-            many = f": {number:,.0f} kernels a step of {duration(length)} each"
-        except (NotMeasured, KeyError):
-            many = ""
+        frame = run.frame(launches)
+        number, length = by_rank(frame, "kernels")[rank], by_rank(frame, "kernel_ns")[rank]
+        many = f": {number:,.0f} kernels a step of {duration(length)} each"
         compiled = settings.model(run).get("compiled")
         if not compiled:
             advice.append(f'`torch.compile(model, mode="reduce-overhead")` replays launches as a CUDA graph{many}')

@@ -22,6 +22,7 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.gaps import SMALL_NS, gaps, small_kernels
+from dlprof.measures.host_work import check_launches, launches
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
@@ -39,6 +40,7 @@ def check(run: Measured) -> Finding | Clear:
         raise NotMeasured("the job trains on the CPU, which launches no kernels")
     if (run.frame(step_means)["unit"] != "step").any():
         raise NotMeasured("nothing marks the steps: starting up cannot be told from training (prof.step() marks them)")
+    check_launches(run)
     rows = run.frame(gaps).set_index("rank")
     late = part(run, *_HOST)
     gone = {}
@@ -89,7 +91,7 @@ def check(run: Measured) -> Finding | Clear:
 RULE = Rule(
     "small_kernels",
     "Kernels too small for their launches",
-    (breakdown, gaps, own_time, small_kernels, step_means),
+    (breakdown, gaps, launches, own_time, small_kernels, step_means),
     check,
     saves_from=("host", "optimizer_host", "other"),
 )

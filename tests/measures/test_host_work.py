@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
-from dlprof.measures.host_work import PYTHON, host_work, launches
+import pytest
+
+from dlprof.errors import NotMeasured
+from dlprof.measures.host_work import PYTHON, check_launches, host_work, launches
 from tests import runs, traces
 from tests.runs import MS
 
@@ -27,6 +30,14 @@ def test_the_hosts_time_is_split_by_what_ran(tmp_path: Path) -> None:
         (PYTHON, "forward"): 200_000,
         ("aten::conv2d", "forward"): 200_000,
     }
+
+
+@pytest.mark.parametrize(("kernels", "why"), [(0, "no kernels"), (1, "1 kernel a step"), (7, "7 kernels a step")])
+def test_a_device_with_next_to_nothing_to_do_does_not_train(tmp_path: Path, kernels: int, why: str) -> None:
+    events = [traces.launched("gemm", i * 9_000, i * 9_000 + 6_000, 2_000, 1 + i) for i in range(kernels)]
+    run = runs.foreign(tmp_path, traces.trace(traces.step(0, 0, MS), *events, world_size=1))
+    with pytest.raises(NotMeasured, match=why):
+        check_launches(runs.measured(run, launches))
 
 
 def test_kernels_are_counted_per_step(tmp_path: Path) -> None:

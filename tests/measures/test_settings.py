@@ -6,7 +6,7 @@ from typing import Any
 from dlprof.engine import Measured
 from dlprof.measures import settings
 from dlprof.measures.steps import step_means
-from tests import runs
+from tests import runs, traces
 from tests.runs import MS
 
 
@@ -47,3 +47,15 @@ def test_a_containers_quota_counts_where_it_is_less_than_the_cores(tmp_path: Pat
     run = runs.measured(runs.recorded(tmp_path / "run", *((None, steps, facts) for facts in several)))
     assert [settings.cores(run, r) for r in (0, 1, 2)] == [3.5, 16, 16]
     assert [settings.cores_per_rank(run, r) for r in (0, 1)] == [1, 5]
+
+
+def test_a_trace_that_lists_no_device_is_of_the_cpu_unless_its_backend_is_another_devices(tmp_path: Path) -> None:
+    told: dict[str, dict[str, Any]] = {
+        "gloo": {"device": "", "backend": "gloo"},
+        "alone": {"device": "", "rank": None},
+        "another": {"device": "", "backend": "mtia:hccl,cpu:gloo"},
+        "gpu": {"backend": "gloo"},
+    }
+    made = {name: runs.foreign(tmp_path / name, traces.training(3, **keys)) for name, keys in told.items()}
+    on_cpu = {name: settings.on_cpu(runs.measured(path, step_means)) for name, path in made.items()}
+    assert on_cpu == {"gloo": True, "alone": True, "another": False, "gpu": False}

@@ -124,3 +124,13 @@ def test_name_is_that_of_the_script(command: tuple[str, ...], name: str) -> None
 
     result = results.empty()
     assert words.name(replace(result, run=replace(result.run, command=command))) == name
+
+
+def test_a_factor_from_a_hundred_on_tells_no_more() -> None:
+    assert [words.times(x) for x in (1.4449, 11.94, 100, 3.5e6, math.inf)] == [
+        "1.44\xa0×",
+        "11.9\xa0×",
+        "100.0\xa0×",
+        "over 100\xa0×",
+        "—",
+    ]

@@ -34,6 +34,14 @@ def test_a_busy_device_is_left_alone(tmp_path: Path) -> None:
     assert ask(RULE, launching(tmp_path, 6_000)).state == "clear"
 
 
+def test_a_device_that_runs_next_to_nothing_abstains(tmp_path: Path) -> None:
+    events = [
+        [traces.step(n, n * MS, MS), *traces.launched("gemm", n * MS, n * MS + 5_000, 9_000, n + 1)] for n in range(3)
+    ]
+    answer = ask(RULE, runs.foreign(tmp_path, traces.trace(*events, world_size=1)))
+    assert (answer.state, "that is no training" in answer.why) == ("not_measured", True)
+
+
 def test_unmarked_steps_abstain(tmp_path: Path) -> None:
     answer = ask(RULE, launching(tmp_path, 40_000, steps=False))
     assert (answer.state, "nothing marks the steps" in answer.why) == ("not_measured", True)
@@ -69,9 +77,9 @@ def test_without_a_trace_it_abstains(tmp_path: Path) -> None:
 def test_what_varies_too_much_between_the_steps_is_not_told(tmp_path: Path) -> None:
     events: list[Any] = []
     for n, busy in enumerate((0.99, 0.1, 0.99)):
-        events += [
-            traces.step(n, n * MS, MS),
-            traces.launched("gemm", n * MS, n * MS + 5_000, int(busy * MS) - 5_000, n + 1),
-        ]
+        t, length = n * MS, int(busy * MS) // 10
+        events.append(traces.step(n, t, MS))
+        for i in range(10):
+            events += traces.launched("gemm", t + i * 5_000, t + 5_000 + i * length, length, 1 + 10 * n + i)
     answer = ask(RULE, runs.foreign(tmp_path, traces.trace(*events, world_size=1)))
     assert (answer.state, "varies too much" in answer.why) == ("not_measured", True)
