@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -31,8 +32,10 @@ PLOTLY = "plotly-basic.min.js"
 # The faults whose reports show most, the best first; the first that this machine can show is recorded.
 TELLING = {
     "amp_transformer": ("full_precision", "loop_optimizer"),
-    "bert_pretrain": ("boolean_mask", "loop_optimizer"),
+    "bert_pretrain": ("boolean_mask", "sync_every_batch"),
     "ddp_resnet": ("slow_loader_one_rank", "no_workers"),
+    "dlrm_like": ("table_by_table", "uneven_tables"),
+    "fsdp_gpt": ("long_sequences",),
     "loader_variants": ("slow_worker",),
     "pipeline_transformer": ("uneven_split",),
 }
@@ -75,10 +78,29 @@ def keep(one: Planted, result: Result, here: str, out: Path) -> Reported:
     (out / folder / "report.html").write_text(sharing(html.render(named), f"../../{PLOTLY}"))
     diagnosis, gain = words.headline(named)
     return Reported(
-        *(one.workload, one.name, one.rule, here, datetime.date.today().isoformat(), folder.as_posix()),
+        *(one.workload, one.name, one.rule, here, _today(), folder.as_posix()),
         headline=f"{diagnosis} {gain}",
         steps=words.steps(named),
     )
+
+
+def made_of(choices: Sequence[Planted], steps: int, here: str, out: Path) -> Reported:
+    """Record and keep the first of these that this machine can show; of none, tell why the first cannot be."""
+    why = ""
+    for one in choices:
+        result = record(one, steps)
+        if isinstance(result, Result):
+            made = keep(one, result, here, out)
+            print(f"{one.workload} {one.name}: {made.headline}", flush=True)
+            return made
+        print(f"{one.workload} {one.name}: {result}", flush=True)
+        why = why or result
+    one = choices[0]
+    return Reported(*(one.workload, one.name, one.rule, here, _today(), ""), headline=f"not run: {why}", steps="")
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()
 
 
 def main() -> None:
@@ -98,18 +120,14 @@ def main() -> None:
         (healthy, *_), faults = planted(script)
         first = TELLING.get(script.stem, ())
         faults.sort(key=lambda f: first.index(f.name) if f.name in first else len(first))
-        made = []
-        for choices in ([healthy], faults):
-            for one in choices:
-                result = record(one, args.steps)
-                if isinstance(result, Result):
-                    made.append(keep(one, result, here, args.out))
-                    print(f"{one.workload} {one.name}: {made[-1].headline}", flush=True)
-                    break
-                print(f"{one.workload} {one.name}: {result}", flush=True)
+        made = [made_of([healthy], args.steps, here, args.out)]
+        if made[0].folder:  # else a fault cannot be shown either
+            made.append(made_of(faults, args.steps, here, args.out))
         before = summary.reported(args.out)
         old = [r for r in before if (r.workload, r.machine) == (script.stem, here)]
-        for folder in {r.folder for r in old} - {r.folder for r in made}:
+        if not made[0].folder and any(r.folder for r in old):
+            continue  # made while its library was there
+        for folder in {r.folder for r in old if r.folder} - {r.folder for r in made}:
             shutil.rmtree(args.out / folder, ignore_errors=True)
         kept = [r for r in before if r not in old]
         summary.write(args.out, made=sorted([*kept, *made], key=lambda r: (r.workload, r.machine)))

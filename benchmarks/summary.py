@@ -53,7 +53,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Reported:
-    """A report that `make reports` made, in `folder`."""
+    """A report that `make reports` made, in `folder`; empty where it could not, and the headline says why."""
 
     workload: str
     name: str
@@ -105,7 +105,7 @@ def listing(made: Sequence[Reported]) -> str:
     ]
     lines += [
         f"| {r.workload} | {_named(r)} | {r.machine} | {r.date} | {_cell(r.steps)} | {_cell(r.headline)} |"
-        f" [report]({r.folder}/report.html) [result]({r.folder}/result.json) |"
+        + (f" [report]({r.folder}/report.html) [result]({r.folder}/result.json) |" if r.folder else " |")
         for r in made
     ]
     return "\n".join(lines) + "\n"
@@ -115,7 +115,7 @@ def page(made: Sequence[Reported]) -> str:
     """Write the page that leads to every report."""
     items = "".join(
         f'<tr><th scope="row">{html.escape(r.workload)}</th><td>{html.escape(r.name)}</td>'
-        f'<td><a href="{html.escape(r.folder)}/report.html">{html.escape(r.headline)}</a></td>'
+        f"<td>{_linked(r)}</td>"
         f'<td>{html.escape(r.steps)}</td><td>{html.escape(r.machine)}</td><td class="date">{r.date}</td></tr>\n'
         for r in made
     )
@@ -276,6 +276,11 @@ def _spread(values: Sequence[float], form: str = ".2f") -> str:
 
 def _named(made: Reported) -> str:
     return f"`{made.name}` (`{made.rule}`)" if made.rule else made.name
+
+
+def _linked(made: Reported) -> str:
+    text = html.escape(made.headline)
+    return f'<a href="{html.escape(made.folder)}/report.html">{text}</a>' if made.folder else text
 
 
 def _cell(text: str) -> str:

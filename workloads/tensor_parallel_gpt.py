@@ -25,10 +25,11 @@ import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -44,6 +45,8 @@ FAULTS = {
 }
 # Options under which it is healthy as well.
 HEALTHY = {"replicated": "--no-sequence-parallel"}
+# What else a fault needs, to cost more than a little: what is exchanged weighs more in a narrower model.
+SHOWN_WITH = {"column_only": "--width 1024 --length 64 --batch-size 4"}
 # A step with it does less than any healthy one: none says how long it would take without.
 OTHER_STEP = ("tiny_batch",)
 NEEDS_GPU = ("read_every_step", "tiny_batch")
@@ -128,7 +131,11 @@ def cut_up(model: Transformer, mesh: DeviceMesh, args: argparse.Namespace) -> No
             parallelize_module(block, mesh, plan)
         return
     kept = along if args.sequence_parallel else Replicate()  # how features lie between pairs of layers
+    # Whole once for all layers of a pair: else the gradients of q, k and v are added up one after the other.
+    whole = PrepareModuleInput(input_layouts=(kept,), desired_input_layouts=(Replicate(),))
     plan = {
+        "attention": whole,
+        "feed": whole,
         "attention.q": ColwiseParallel(),
         "attention.k": ColwiseParallel(),
         "attention.v": ColwiseParallel(),
@@ -137,25 +144,35 @@ def cut_up(model: Transformer, mesh: DeviceMesh, args: argparse.Namespace) -> No
         "feed.down": RowwiseParallel(output_layouts=kept),
     }
     if args.sequence_parallel:
-        gathered = PrepareModuleInput(input_layouts=(along,), desired_input_layouts=(Replicate(),))
-        plan |= {
-            "norm1": SequenceParallel(),
-            "norm2": SequenceParallel(),
-            "attention": gathered,
-            "feed": gathered,
-        }
+        plan |= {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
+    # The embeddings are small: each rank has them whole, and goes on with its part of the sequence.
+    own = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=kept)
     parallelize_module(
         model,
         mesh,
         {
-            "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=kept),
-            "place": RowwiseParallel(input_layouts=Replicate(), output_layouts=kept),
+            "token": own,
+            "place": own,
             **({"norm": SequenceParallel()} if args.sequence_parallel else {}),
             "head": ColwiseParallel(input_layouts=kept, output_layouts=Replicate()),
         },
     )
+
+
+def add_up(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give every rank the whole gradients of norms and biases, of which each has those of its part of the sequence.
+
+    In one exchange. The optimizer would have them added up as well, one after the other.
+    """
+    parts = {p: p.grad for p in model.parameters() if isinstance(p.grad, DTensor) and p.grad.placements == (Partial(),)}
+    if not parts:
+        return
+    summed = torch.cat([part.to_local().flatten() for part in parts.values()])
+    dist.all_reduce(summed, group=mesh.get_group())
+    for p, gradient in zip(parts, summed.split_with_sizes([p.numel() for p in parts]), strict=True):
+        p.grad = DTensor.from_local(gradient.view(p.shape), mesh, (Replicate(),), run_check=False)
 
 
 # ---- the text ------------------------------------------------------------------------------------------------------
@@ -176,9 +193,10 @@ class Counting(IterableDataset[Tensor]):
 
 # ---- one rank ------------------------------------------------------------------------------------------------------
 
-# On two CPU cores a step then takes some 800 ms; a GPU's width keeps it busy.
+# On two CPU cores a step then takes some 650 ms. What is computed grows with the square of the width, what is exchanged
+# with the width: only a wide model is worth its exchanges there. A GPU's width keeps it busy.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"precision": "fp32", "layers": 2, "width": 512, "heads": 8, "length": 64, "batch_size": 16, "steps": 40},
+    "cpu": {"precision": "fp32", "layers": 1, "width": 3072, "heads": 16, "length": 48, "batch_size": 2, "steps": 40},
     "cuda": {
         "precision": "bf16",
         "layers": 24,
@@ -292,6 +310,7 @@ def main() -> None:
             logits = model(tokens[:, :-1], places)
             loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
+        add_up(model, mesh["tensor"])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if args.fault == "read_every_step" and not loss.isfinite():

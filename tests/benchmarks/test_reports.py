@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import reports
+from benchmarks import reports, summary
 from benchmarks.accuracy import Planted
 from dlprof.renderers import html
+from dlprof.result import Result
 from tests.renderers import results
 
 
@@ -28,3 +30,41 @@ def test_a_report_is_kept_under_its_machine_and_names_no_folder_of_its_recording
     assert '"path":"job-slow"' in (tmp_path / made.folder / "result.json").read_text()
     assert made.steps.endswith("ms") or "MFU" in made.steps
     assert (tmp_path / made.folder / "report.html").stat().st_size < 500_000
+
+
+def test_what_cannot_be_recorded_says_why_and_takes_no_report_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "workloads").mkdir()
+    for name in ("foreign", "job"):
+        script = tmp_path / "workloads" / f"{name}.py"
+        script.write_text('FAULTS = {"copies": "pageable_copy", "late": "input_wait"}')
+    there = {("job", "healthy"), ("job", "late")}
+
+    def record(one: Planted, steps: int) -> Result | str:
+        able = (one.workload, one.name) in there
+        return results.ALL["ddp"]() if able else f"{one.name} needs {steps} | libraries"
+
+    monkeypatch.setattr(reports, "WORKLOADS", tmp_path / "workloads")
+    monkeypatch.setattr(reports, "machine", lambda: "here")
+    monkeypatch.setattr(reports, "record", record)
+    monkeypatch.setattr(sys, "argv", ["reports", "--out", str(tmp_path / "out"), "--steps", "9"])
+    reports.main()
+    rows = {(r.workload, r.name): r for r in summary.reported(tmp_path / "out")}
+    assert set(rows) == {("foreign", "healthy"), *there}
+    assert rows["foreign", "healthy"].headline == "not run: healthy needs 9 | libraries"
+    assert rows["foreign", "healthy"].folder == ""
+    assert "not run: healthy needs 9 \\| libraries | |" in (tmp_path / "out" / "README.md").read_text()
+    assert 'href="/report.html"' not in (tmp_path / "out" / "index.html").read_text()
+
+    there.remove(("job", "late"))
+    reports.main()
+    assert {r.name: r.headline for r in summary.reported(tmp_path / "out") if r.workload == "job"} == {
+        "healthy": rows["job", "healthy"].headline,
+        "copies": "not run: copies needs 9 | libraries",
+    }
+    assert not (tmp_path / "out" / "here" / "job-late").exists()
+    there.clear()
+    reports.main()
+    assert (tmp_path / "out" / "here" / "job-healthy" / "report.html").exists()
+    assert any(r.folder for r in summary.reported(tmp_path / "out"))

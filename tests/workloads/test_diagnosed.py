@@ -15,9 +15,11 @@ from tests.jobs import environment
 ROOT = Path(__file__).parents[2]
 
 
-def outcomes(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
+def outcomes(folder: Path, fault: str = "") -> dict[str, dict[str, Any]]:
     """Record a short run of the ResNet, and give what the rules said of it."""
-    return recorded("ddp_resnet", folder, *options, "--", "--steps", "40", "--data", str(folder.parent / "data"))
+    planted = ["--fault", fault] if fault else []
+    options = ("--steps", "40", "--data", str(folder.parent / "data"), *shown_with("ddp_resnet", fault))
+    return recorded("ddp_resnet", folder, *planted, "--", *options)
 
 
 def shown_with(workload: str, fault: str) -> list[str]:
@@ -51,10 +53,11 @@ def recorded(
         ("checkpoint_every_few", "checkpoint_stall", 0.05),
         pytest.param("garbage", "gc_pauses", 0.1, marks=pytest.mark.slow),
         pytest.param("many_threads", "thread_oversubscription", 0.05, marks=pytest.mark.slow),
+        pytest.param("tiny_buckets", "small_collectives", 0.05, marks=pytest.mark.slow),
     ],
 )
 def test_a_planted_fault_is_found(tmp_path: Path, fault: str, rule: str, least: float) -> None:
-    found = outcomes(tmp_path, "--fault", fault)[rule]
+    found = outcomes(tmp_path, fault)[rule]
     assert found["state"] == "found", found
     assert found["share"] > least
 

@@ -58,10 +58,12 @@ def test_it_learns_and_the_fault_changes_nothing_but_the_time() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "schedule", ["Naive", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+    "options",
+    [["--schedule", name] for name in workload.SCHEDULES if name != "1F1B"] + [["--schedule=GPipe", "--split=3,1"]],
+    ids=lambda o: "-".join(o[-2:]),
 )
-def test_other_schedules_train(schedule: str) -> None:
-    assert len(losses(train("--steps=10", f"--schedule={schedule}"))) == 1
+def test_other_schedules_train(options: list[str]) -> None:
+    assert len(losses(train("--steps=10", *options))) == 1
 
 
 @pytest.mark.parametrize("schedule", workload.SCHEDULES)

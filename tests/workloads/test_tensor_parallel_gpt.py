@@ -6,7 +6,16 @@ import pytest
 
 from tests.workloads.scripts import listed, load, losses, planted, train
 
-TINY = ["--device=cpu", "--width=32", "--length=16", "--batch-size=8", "--layers=2", "--log-every=10", "--lr=0.01"]
+TINY = [
+    "--device=cpu",
+    "--width=32",
+    "--heads=8",
+    "--length=16",
+    "--batch-size=8",
+    "--layers=2",
+    "--log-every=10",
+    "--lr=0.01",
+]
 
 workload = load("tensor_parallel_gpt")
 
