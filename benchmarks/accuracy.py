@@ -165,6 +165,8 @@ def main() -> None:
     options.add_argument("--seconds", type=float, help=most)
     options.add_argument("--workloads", nargs="*", help="only these, by name")
     options.add_argument("--only", nargs="*", metavar="FAULT", help="only these faults, beside the healthy runs")
+    often = "also record the plain healthy run of each workload until it was recorded N times"
+    options.add_argument("--healthy", type=int, default=0, metavar="N", help=often)
     options.add_argument("--again", action="store_true", help="drop what this machine has of these, and record it anew")
     options.add_argument("--minutes", type=float, help="start nothing after so long")
     options.add_argument("--keep", type=Path, metavar="DIR", help="keep the run folders in DIR")
@@ -248,6 +250,13 @@ def main() -> None:
                 for one in healthy if args.only is None else []:
                     if missing(one, number):
                         add(made(one, number))
+        for script in scripts:
+            plain = planted(script)[0][0]
+            while time.monotonic() < ends:
+                same = [r for r in rows if (r.machine, r.workload, r.name) == (here, plain.workload, plain.name)]
+                if len(same) >= args.healthy or not all(r.step_ns for r in same):
+                    break
+                add(made(plain, max(args.rounds, 1) - 1))
     summary.write(args.out, rows)
     mine = [r for r in rows if r.machine == here]
     false = sum(r.healthy and any(share >= NOTABLE_SHARE for _, share, _ in r.found) for r in mine)

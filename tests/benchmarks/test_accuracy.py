@@ -78,6 +78,15 @@ def test_a_second_run_records_what_is_missing_and_a_third_nothing(
     assert done[12:] == ["healthy", "late"]
 
 
+def test_healthy_runs_are_recorded_as_often_as_asked(
+    tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--only", "late", "--healthy", "3")
+    assert done == ["healthy", "late", "healthy", "healthy"]
+    rows = accuracy_of(tmp_path, monkeypatch, "--rounds", "0", "--healthy", "4")
+    assert (done[4:], len(rows)) == (["healthy"], 5)
+
+
 def test_steps_that_take_long_are_recorded_fewer_times(
     tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
