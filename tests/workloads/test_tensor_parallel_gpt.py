@@ -48,7 +48,7 @@ def test_two_models_of_two_ranks_each_train() -> None:
         (("--fault=tiny_batch",), 2, "needs a GPU"),
         (("--tensor-parallel=3",), 4, "does not divide 4 ranks"),
         (("--heads=5",), 2, "cannot be shared out among 2 ranks"),
-        (("--width=30",), 2, "cannot be shared out among 8 heads"),
+        (("--width=30",), 2, "cannot be shared out among 16 heads"),
     ],
 )
 def test_what_cannot_be_is_a_usage_error(
