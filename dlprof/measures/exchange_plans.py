@@ -20,7 +20,7 @@ from dlprof.measures import breakdown, device, host, settings
 from dlprof.measures.bandwidth import CLASSES, bandwidth, transfers
 from dlprof.measures.collectives import collectives, exposed, traced_steps, waits
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import standard_error, step_means, timing
+from dlprof.measures.steps import light_steps, standard_error, step_means, timing
 from dlprof.units import UNKNOWN, count, digits, duration, size
 
 # Exchanges of gradients, which are made once a step; the others go with each pass.
@@ -33,8 +33,38 @@ BUCKETS_MB = (1, 5, 10, 25, 50, 100, 200)
 APART = 4.0
 ENOUGH = 3
 
+# Gradients are exchanged for nothing where a batch after which the optimizer does not step exchanges so much of what
+# one does after which it steps: a choice, well above what a metric takes.
+FOR_NOTHING = 0.5
+
 # Kernels that other threads than the training loop's launch are the backward pass, where they are so much of all.
 BACKWARD_SHARE = 0.1
+
+
+@per_rank
+def accumulation(rank: RankData) -> pd.DataFrame:
+    """Give one row: batches for each step of the optimizer, and between.
+
+    `between` is what a batch exchanges of gradients after which the optimizer does not step, as a share of what one
+    does after which it steps: in bytes, or in time where those are not told. NaN: it was not recorded, or not both
+    kinds of batches were traced.
+    """
+    batches, between = np.nan, np.nan
+    if rank.has("steps"):
+        steps = rank.once(light_steps)
+        steps = steps[steps["kind"] == "train"].drop_duplicates("step").set_index("step")
+        updates = steps.index[steps["optimizer_steps"] > 0].to_numpy()
+        batches = float(np.median(np.diff(updates))) if len(updates) > 1 else np.nan
+        found = rank.once(collectives.function)
+        found = found[found["collective"].isin(GRADIENTS)]
+        told = len(found) > 0 and bool((found["bytes"] > 0).all())
+        much = found["bytes"] if told else found["end_ns"] - found["start_ns"]
+        traced = pd.Index(timing(rank).numbers).intersection(steps.index)
+        each = much.groupby(found["step"]).sum().reindex(traced).fillna(0.0)
+        stepped = steps["optimizer_steps"].reindex(traced) > 0
+        if stepped.any() and not stepped.all() and each[stepped].any():
+            between = float(each[~stepped].mean() / each[stepped].mean())
+    return pd.DataFrame({"batches": [batches], "between": [between]})
 
 
 @per_rank
@@ -115,14 +145,23 @@ def fitted(run: Measured) -> Fit | None:
 
 
 @across_ranks(
-    bandwidth, breakdown.breakdown, collectives, exposed, overlap, own_time, step_means, traced_steps, transfers
+    accumulation,
+    bandwidth,
+    breakdown.breakdown,
+    collectives,
+    exposed,
+    overlap,
+    own_time,
+    step_means,
+    traced_steps,
+    transfers,
 )
 def exchange_plans(run: Measured) -> pd.DataFrame:
     """Give what each change of the exchange would save: change, key, gain_ns (NaN: not known), why.
 
-    key: hidden, bucket, half (as many exchanges), quarter, bytes (half as many), powersgd. `why` says what is taken for
-    granted, or why it is not known. Where ranks are missing, all exposed communication of the one that has least counts
-    as transfer.
+    key: hidden, bucket, once (for each step of the optimizer, where batches in between exchange too; else half as many,
+    and a quarter), bytes (half as many), powersgd. `why` says what is taken for granted, or why it is not known. Where
+    ranks are missing, all exposed communication of the one that has least counts as transfer.
     """
     transfer = exposed_transfer(run)
     rows = [_hidden(run, transfer)]
@@ -132,7 +171,7 @@ def exchange_plans(run: Measured) -> pd.DataFrame:
     if gradients > 0:
         grads = transfer * gradients
         rows += [_bucket(run, grads)] if settings.model(run).get("ddp") else []
-        rows += [_seldom(run, grads, "half", 2), _seldom(run, grads, "quarter", 4)]
+        rows += _once(run, grads) or [_seldom(run, grads, "half", 2), _seldom(run, grads, "quarter", 4)]
         rows += _compressed(run, grads)
     return pd.DataFrame(rows, columns=["change", "key", "gain_ns", "why"])
 
@@ -212,6 +251,21 @@ def _bucket(run: Measured, grads: pd.Series[float]) -> tuple[str, str, float, st
         f" {size(total)} {duration(total * fit.byte_ns)}"
     )
     return f"`bucket_cap_mb={best}` (is {digits(now)})", "bucket", _gain(run, grads.clip(upper=less)), told
+
+
+def _once(run: Measured, grads: pd.Series[float]) -> list[tuple[str, str, float, str]]:
+    """Give one exchange for each of the optimizer's steps, where DistributedDataParallel makes more; else nothing."""
+    frame = run.frame(accumulation)
+    batches, between = float(frame["batches"].mean()), float(frame["between"].min(skipna=False))
+    if not settings.model(run).get("ddp") or not (batches > 1 and between >= FOR_NOTHING):
+        return []
+    removed = (batches - 1) * between / ((batches - 1) * between + 1)
+    why = (
+        f"the optimizer steps once for {digits(batches)} batches, and each of them exchanges gradients: one exchange of"
+        " their sum is the same"
+    )
+    change = "exchange once for each step of the optimizer (`no_sync()`)"
+    return [(change, "once", _gain(run, grads * removed), why)]
 
 
 def _seldom(run: Measured, grads: pd.Series[float], key: str, batches: int) -> tuple[str, str, float, str]:

@@ -114,3 +114,41 @@ def test_what_is_no_exchange_of_gradients_can_only_be_hidden(tmp_path: Path) -> 
     for rank in range(2):
         events.append(traces.collective(5_010 * US + rank, 4 * MS, 1_000, "all_gather", ranks=(0, 1)))
     assert set(gains(run_of(tmp_path, events, fsdp=True))) == {"hidden"}
+
+
+def accumulating(folder: Path, between: int, *, traced: int = 5) -> Path:
+    """Record two ranks whose optimizer steps after every fourth batch: 4 ms of exchange then, `between` ns else."""
+    batch = 10 * MS
+    ranks: list[Any] = []
+    for rank in range(2):
+        events: list[Any] = []
+        for n in range(20, 20 + traced):
+            at, last = (n - 20) * batch, n % 4 == 3
+            exchanged = 4 * MS if last else between
+            events += [traces.step(n, at, batch), *traces.launched("gemm", at, at + 10 * US, 1 * MS, 2 * n)]
+            call = traces.call("cudaLaunchKernel", at + 20 * US, 5 * US, 2 * n + 1, tid=traces.AUTOGRAD)
+            events += [call, traces.kernel("gemm_backward", at + 1_010 * US, 4 * MS, 2 * n + 1)]
+            events += [traces.collective(at + 5_010 * US, exchanged, exchanged // 1_000)] if exchanged else []
+        steps = [
+            runs.light(n, batch, optimizer_steps=int(n % 4 == 3), profiled=int(20 <= n < 20 + traced))
+            for n in range(60)
+        ]
+        facts = {"device": {"type": "cuda"}, "host": "node-1", "models": [{"parameters": 1, "ddp": DDP}]}
+        ranks.append((traces.trace(*events, rank=rank), steps, facts))
+    return runs.recorded(folder / "run", *ranks)
+
+
+def test_exchanges_before_the_optimizer_steps_are_needed_once(tmp_path: Path) -> None:
+    run = runs.measured(accumulating(tmp_path, 4 * MS), exchange_plans, overlap)
+    plans = run.frame(exchange_plans).set_index("key")
+    # Of four exchanges of 4 ms three are made for nothing.
+    assert plans["gain_ns"]["once"] == pytest.approx(3 * MS)
+    assert "once for 4 batches" in plans["why"]["once"]
+    assert not {"half", "quarter"} & set(plans.index)
+
+
+@pytest.mark.parametrize(("between", "traced"), [(0, 5), (100 * US, 5), (4 * MS, 3)])
+def test_what_little_is_exchanged_between_is_no_gradient(tmp_path: Path, between: int, traced: int) -> None:
+    # Nothing, a metric; or no batch was traced after which the optimizer steps.
+    run = runs.measured(accumulating(tmp_path, between, traced=traced), exchange_plans, overlap)
+    assert "once" not in set(run.frame(exchange_plans)["key"])

@@ -8,6 +8,7 @@ import pytest
 from dlprof.rules.exposed_communication import RULE
 from tests import runs, traces
 from tests.measures.test_collectives import late_by
+from tests.measures.test_exchange_plans import accumulating
 from tests.rules.asking import ask
 from tests.runs import MS
 
@@ -141,3 +142,12 @@ def test_a_transfer_that_comes_and_goes_is_not_told(tmp_path: Path) -> None:
     answer = ask(RULE, runs.foreign(tmp_path, *jittering((10_000, 10_000, 10_000, 2_400_000, 10_000))))
     assert answer.state == "not_measured"
     assert "varies too much" in answer.why
+
+
+def test_exchanges_made_for_nothing_are_the_finding_though_hiding_might_give_more(tmp_path: Path) -> None:
+    found = ask(RULE, accumulating(tmp_path, 4 * MS))
+    assert found.saving_ns == pytest.approx(3 * MS)
+    assert found.advice[0].startswith("`with model.no_sync():` around all batches but the last")
+    assert found.verdict == "30 % of each step is communication that the optimizer does not need."
+    assert found.evidence is not None
+    assert [row[1] for row in found.evidence.rows[:2]] == ["10.0 ms", "6.00 ms"]  # hidden: all of it
