@@ -144,6 +144,7 @@ class Lead:
     noise_ns: float  # standard error of behind_ns
     window_noise_ns: float  # how far the mean of a few steps in a row is off, on this machine; 0: not known
     saving_ns: float
+    shared_ns: float  # the same where all ranks share their work evenly
     step_ns: float
 
 
@@ -151,7 +152,8 @@ def lead(own: pd.DataFrame, late: Sequence[int] = ()) -> Lead:
     """Find the slowest rank in a frame of own times (steps × ranks, at least one by two), and replay it without.
 
     With `late`, some of the ranks, find by how much the fastest of them is behind the slowest of all others. Late ranks
-    brought to the others' pace keep their jitter: every step is replayed, not the mean one.
+    brought to the others' pace keep their jitter: every step is replayed, not the mean one. So do all ranks where their
+    work is shared out.
     """
     mean = own.mean().sort_values(ascending=False, kind="stable")
     ranks = tuple(int(str(r)) for r in mean.index if r in late) or (int(str(mean.index[0])),)
@@ -162,11 +164,13 @@ def lead(own: pd.DataFrame, late: Sequence[int] = ()) -> Lead:
     many = len(blocks) >= BLOCK
     slowest = own[list(ranks)].max(axis=1)
     without = np.maximum(others.max(axis=1), slowest - max(float(behind.mean()), 0.0))
+    shared = own - mean + float(mean.mean())
     return Lead(
         ranks=ranks,
         behind_ns=float(behind.mean()),
         noise_ns=standard_error(blocks if many else behind),
         window_noise_ns=float(blocks.std(ddof=1)) if many else 0.0,
         saving_ns=float((own.max(axis=1) - without).mean()),
+        shared_ns=float((own.max(axis=1) - shared.max(axis=1)).mean()),
         step_ns=float(own.max(axis=1).mean()),
     )

@@ -29,6 +29,19 @@ def model(run: Measured) -> Settings:
     return max(models, key=lambda m: m.get("parameters") or 0, default={})
 
 
+def held(run: Measured) -> dict[int, int]:
+    """Count the parameters that each rank holds; empty: ranks share each of them, are stages, or nobody saw a model.
+
+    A model that is called with and without what wraps it is listed twice. So ranks hold the same, whatever is listed,
+    where their optimizers have equally many parameters.
+    """
+    models = {r: run.facts[r].get("models") or [] for r in run.ranks}
+    trained = {sum(o.get("parameters") or 0 for o in run.facts[r].get("optimizers") or []) for r in run.ranks}
+    parted = any(run.facts[r].get("pipeline") or any(m.get("fsdp") for m in models[r]) for r in run.ranks)
+    counts = {r: sum(int(m.get("parameters") or 0) for m in mine) for r, mine in models.items()}
+    return counts if all(counts.values()) and len(trained) > 1 and not parted else {}
+
+
 def optimizer(run: Measured) -> Settings:
     """Give the settings of the optimizer with most parameters; empty where nobody saw it."""
     optimizers = [o for r in run.ranks for o in run.facts[r].get("optimizers") or []]

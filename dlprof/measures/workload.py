@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, by_rank, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import device, host
+from dlprof.measures import device, host, settings
 from dlprof.measures.samples import sample_means
 from dlprof.measures.steps import timing
 
@@ -49,37 +50,56 @@ def _inside(spans: pd.DataFrame, within: iv.Intervals) -> NDArray[np.bool_]:
     return inside
 
 
-def longer_because(run: Measured, late: int) -> tuple[str, str]:
-    """Tell why a rank computes longer than the others, and what to do; as far as it was recorded.
+@dataclass(frozen=True)
+class Reason:
+    """Why a rank computes longer than the others, what to do, and whether they have less to do for it."""
 
-    In this order: more kernels or operators, more bytes copied in, a slower clock, no free core for its main thread.
-    Each must make up at least half of what its computation is longer by.
+    said: str = ""
+    do: str = ""
+    shared: bool = False
+
+
+def longer_because(run: Measured, late: int) -> Reason:
+    """Tell why a rank computes longer than the others, as far as it was recorded.
+
+    In this order: a larger part of the model, more kernels or operators, more bytes copied in, a slower clock, no free
+    core for its main thread. Each must make up at least half of what its computation is longer by.
     """
     frame = run.frame(workload).set_index("rank")
     mine, others = frame.loc[late], frame.drop(index=late).median()
     least = 1 + (mine["pieces"] * mine["piece_ns"] / (others["pieces"] * others["piece_ns"]) - 1) / 2
     if not least > 1:
-        return "", ""
+        return Reason()
+    held = settings.held(run)
+    if held:
+        holds, their = held[late], median(n for rank, n in held.items() if rank != late)
+        if holds >= least * their:
+            said = f"it holds {holds:,} parameters, the others {their:,.0f}"
+            return Reason(said, "share out evenly what it holds: tables, layers, experts", shared=True)
     on_device = mine["copied_bytes"] == mine["copied_bytes"]
     what = "kernels" if on_device else "operators"
     if mine["pieces"] >= least * others["pieces"]:
         more = f"{mine['pieces']:,.0f} {what} a step, the others {others['pieces']:,.0f}"
-        return more, "give it the same work: the same layers, the same number of batches, nothing that only it computes"
+        return Reason(
+            more, "give it the same work: the same layers, the same number of batches, nothing that only it computes"
+        )
     if mine["copied_bytes"] >= least * others["copied_bytes"] > 0:
         ratio = mine["copied_bytes"] / others["copied_bytes"]
-        return f"{ratio:.2f} × the others' data a step", "give it batches like the others': sort or bucket by length"
+        do = "give it batches like the others': sort or bucket by length"
+        return Reason(f"{ratio:.2f} × the others' data a step", do)
     slower = _sampled(run, "gpu", "sm_clock_mhz", late)
     if slower is not None and slower[1] >= least * slower[0]:
         said = f"its clock runs at {slower[0]:,.0f} MHz, the others' at {slower[1]:,.0f}"
-        return said, "look at its power limit, its cooling and who else uses it (`nvidia-smi -q -d CLOCK,PERFORMANCE`)"
+        do = "look at its power limit, its cooling and who else uses it (`nvidia-smi -q -d CLOCK,PERFORMANCE`)"
+        return Reason(said, do)
     waited = _sampled(run, "processes", "main_thread_waited_share", late)
     if waited is not None and waited[0] - waited[1] >= 1 - 1 / least:
         said = (
             f"for {100 * waited[0]:.0f} % of the time its main thread has no core, the others' {100 * waited[1]:.0f} %"
         )
-        return said, "find out what else runs on its host, or give its process cores of its own"
+        return Reason(said, "find out what else runs on its host, or give its process cores of its own")
     ratio = mine["piece_ns"] / others["piece_ns"]
-    return (
+    return Reason(
         f"as many {what}, each {ratio:.2f} × as long",
         "give it the same work (shards, sequence lengths); then look at its device: clock, users, cooling",
     )

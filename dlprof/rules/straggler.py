@@ -10,7 +10,10 @@ CPU run the light layer tells it for every step, or at least whether the rank is
 GPU only the traced steps do, and a difference that comes and goes between them is not told. Where traces are missing,
 the ranks that are here vote: whose collectives are abnormally short is the one that the others wait for.
 
-Saving: every step replayed with the late ranks at the mean pace of the next slowest; their jitter stays. What another
+Saving: every step replayed with the late ranks at the mean pace of the next slowest; their jitter stays. Where a late
+rank computes longer because it holds more of the model than others (tables, layers, experts that are not the same on
+all), its work does not vanish: then every step is replayed with the work shared out evenly, which is the bound. That
+other work which it does alone is nobody else's is assumed, and the report says which of the two it was. What another
 rule answers for (a late rank's wait for data, its checkpoints, its garbage) is that rule's saving and not this one's.
 
 What to change depends on what the late rank does with its own time, which the report tells: more work, more or longer
@@ -36,7 +39,7 @@ from dlprof.measures.replay import own_time
 from dlprof.measures.samples import sample_means
 from dlprof.measures.steps import mean_step_ns, step_means
 from dlprof.measures.votes import voted
-from dlprof.measures.workload import longer_because, workload
+from dlprof.measures.workload import Reason, longer_because, workload
 from dlprof.result import CATEGORIES, Finding, Panel
 from dlprof.units import duration, percent
 
@@ -101,14 +104,18 @@ def check(run: Measured) -> Finding | Clear:
             f"the others wait {percent(share)} of a step for {who}, which {_CAUSES[owner][0]}: see {_OWNERS[owner]}"
         )
     cause = max((c for c in more if c not in _OWNERS), key=lambda c: more[c])
+    because = longer_because(run, late.ranks[0]) if cause == "computation" else Reason()
     gain = _confirmed(run, late, left, cause) if source == _TRACED else left
     if gain < NOTABLE_SHARE:
         return Clear(
             f"{who} costs {percent(share)} of a step in the traced ones, but in all steady steps it is busy for"
             f" {percent(gain)} more of the time at most: it computes no longer than the others"
         )
+    if because.shared:
+        gain *= min(late.shared_ns / late.saving_ns, 1.0)
+        if gain < NOTABLE_SHARE:
+            return Clear(f"{who} is late as {because.said}; shared out evenly, that saves {percent(gain)} of a step")
     does, do = _CAUSES[cause]
-    because, instead = longer_because(run, late.ranks[0]) if cause == "computation" else ("", "")
     last = steps[steps["rank"].isin(late.ranks)]
     also = "".join(
         f"; that it {_CAUSES[c][0]} is counted by {_OWNERS[c]}" for c in owned if owned[c] > 0.1 * more[cause]
@@ -120,15 +127,29 @@ def check(run: Measured) -> Finding | Clear:
         title=f"{who[0].upper()}{who[1:]} makes the others wait",
         summary=f"It is {come} and waits {duration(last['wait_ns'].mean())} a step, the others"
         f" {duration(_others(steps, late.ranks))}; it {does} than the others ({duration(more[cause])} a step more)"
-        f"{': ' if because else ''}{because}{also}.",
-        verdict=f"{percent(gain)} of each step all ranks wait for {who}.",
+        f"{': ' if because.said else ''}{because.said}{also}.",
+        verdict=f"{percent(gain)} of each step {_lost(who, shared=because.shared)}.",
         saving_ns=gain * mean_step_ns(run),
         noise_ns=late.noise_ns * late.saving_ns / late.behind_ns * gain / share,
-        advice=(instead or do,),
+        advice=(because.do or do,),
         evidence=_table(run, steps),
         ranks=tuple(sorted(late.ranks)),
-        sure=f"Estimated by replaying the steps with {who} at the pace of the next slowest rank, {source}.",
+        sure=_sure(who, source, shared=because.shared),
     )
+
+
+def _lost(who: str, *, shared: bool) -> str:
+    return f"is lost as {who} holds more of the model than the others" if shared else f"all ranks wait for {who}"
+
+
+def _sure(who: str, source: str, *, shared: bool) -> str:
+    if shared:
+        how = "the ranks' work shared out evenly"
+        why = f"what {who} computes more is of parameters that others do not hold, and they would compute it then."
+    else:
+        how = f"{who} at the pace of the next slowest rank"
+        why = "That none of its work is moved to the others is assumed: nothing tells that they do less for it."
+    return f"Estimated by replaying the steps with {how}, {source}{': ' if shared else '. '}{why}"
 
 
 def _lead(run: Measured) -> tuple[Lead, str]:

@@ -37,6 +37,15 @@ def test_a_late_rank_without_its_lead_keeps_its_jitter() -> None:
     assert late.saving_ns == pytest.approx(2.0)
 
 
+def test_work_that_is_shared_out_leaves_each_rank_its_jitter() -> None:
+    # Of 16, 12 and 8 each gets 12; without its lead the slowest would still be at 12.
+    late = lead(own([16.0, 16.0], [12.0, 12.0], [8.0, 8.0]))
+    assert (late.saving_ns, late.shared_ns) == (4.0, 4.0)
+    # Rank 1 is at 14 and 10: beside 12 of the other it ends at 14 every other step, and 10 on average are 12 then.
+    late = lead(own([20.0] * 4, [14.0, 10.0] * 2))
+    assert late.shared_ns == pytest.approx(20 - (18 + 16) / 2)
+
+
 def test_disturbances_that_last_make_a_short_window_unsure() -> None:
     rng = np.random.default_rng(3)
     lasting = np.repeat(rng.normal(0, 1, 40), 5)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from dlprof.measures.samples import sample_means
-from dlprof.measures.workload import longer_because, workload
+from dlprof.measures.workload import Reason, longer_because, workload
 from tests import runs, traces
 from tests.measures.test_blame import held_up
 from tests.measures.test_lateness import cpu_run
@@ -25,9 +25,9 @@ def test_a_cpu_has_operators(tmp_path: Path) -> None:
     frame = run.frame(workload).set_index("rank")
     assert frame["pieces"].to_dict() == {0: 2, 1: 2}
     assert np.isnan(frame["copied_bytes"]).all()
-    assert longer_because(run, 1)[0].startswith("as many operators, each 1.67 ×")
+    assert longer_because(run, 1).said.startswith("as many operators, each 1.67 ×")
 
 
 def test_ranks_alike_give_no_reason(tmp_path: Path) -> None:
     run = runs.measured(runs.foreign(tmp_path, traces.training(), traces.training(rank=1)), workload, sample_means)
-    assert longer_because(run, 0) == ("", "")
+    assert longer_because(run, 0) == Reason()

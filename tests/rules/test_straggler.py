@@ -1,5 +1,6 @@
 """A late rank: named with what its lateness costs; silent on ranks that take turns; abstaining where one is missing."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,27 @@ def test_who_is_late_in_the_traced_steps_alone_is_not_busy_for_longer(
         assert said.saving_ns == pytest.approx(1 * MS, rel=0.05)
     else:
         assert "busy for 1.0 % more of the time at most" in said.summary
+
+
+@pytest.mark.parametrize(
+    ("parameters", "gained"),
+    # Held and trained; the same held twice, as where a model is called without what wraps it; or not told.
+    [((2_000, 8_000), 2), ((5_000, 5_000), 4), ((400, 900), 4), ((0, 8_000), 4)],
+)
+def test_work_on_what_others_do_not_hold_is_shared_out(
+    tmp_path: Path, parameters: tuple[int, int], gained: int
+) -> None:
+    """Of 9 ms rank 1 computes 7 and rank 0 3: 5 each, where it is of parameters that only rank 1 holds."""
+    folder = cpu_run(tmp_path, 1 * MS, 5 * MS)
+    for rank, n in enumerate(parameters):
+        file = folder / f"ranks/{rank:05d}/facts.json"
+        models = [{"class": "Net", "parameters": 100}, {"class": "Table", "parameters": n}] if n else []
+        optimizers = [{"class": "SGD", "parameters": 1 if n < 1_000 else n // 1_000}]
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"models": models, "optimizers": optimizers}))
+    found = ask(RULE, folder)
+    assert (found.state, found.ranks) == ("found", (1,))
+    assert found.saving_ns == pytest.approx(gained * MS)
+    shared = gained == 2
+    assert ("it holds 8,100 parameters, the others 2,100" in found.summary) == shared
+    assert ("shared out evenly" in found.sure) == shared
+    assert ("none of its work is moved" in found.sure) != shared
