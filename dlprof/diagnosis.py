@@ -55,6 +55,10 @@ LEAST_SHARE = 0.02
 LEAST_NOISE = 2.0
 
 
+# A part of a saving, ns, and the categories of `time` that it comes out of.
+_Piece = tuple[frozenset[str], float]
+
+
 @dataclass(frozen=True)
 class Clear:
     """A rule looked and found nothing: what it saw, in a sentence."""
@@ -87,7 +91,8 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
     wanted += [m for p in PICTURES for m in p.needs]
     wanted += [bandwidth, blame, breakdown, device_time, spread, step_means, whole_job, work, *overview.NEEDS]
     measured = measure(run, wanted, jobs, progress)
-    outcomes = [_ask(rule, measured) for rule in rules]
+    asked = [_ask(rule, measured) for rule in rules]
+    outcomes = [outcome for outcome, _ in asked]
     order = {"found": 0, "clear": 1, "not_measured": 2, "error": 3}
     outcomes.sort(key=lambda o: (order[o.state], -o.saving_ns, o.id))
     # What a finding shows is not shown twice.
@@ -98,7 +103,7 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
         device=_device(measured),
         time=_time(measured),
         outcomes=tuple(outcomes),
-        together=_together(measured, rules, [o for o in outcomes if o.state == "found"]),
+        together=_together(measured, [(o, pieces) for o, pieces in asked if o.state == "found"]),
         panels=tuple(p for p in overview.drawn(measured, PICTURES) if p not in shown),
         facts=overview.facts(measured),
         dlprof=__version__,
@@ -109,9 +114,11 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
     )
 
 
-def _ask(rule: Rule, run: Measured) -> Outcome:
-    def outcome(state: str, **said: object) -> Outcome:
-        return Outcome(**{"id": rule.id, "state": state, "title": rule.title, "manual": rule.manual, **said})  # type: ignore[arg-type]
+def _ask(rule: Rule, run: Measured) -> tuple[Outcome, list[_Piece]]:
+    """Give what a rule says, and the pieces of what it saves."""
+
+    def outcome(state: str, **said: object) -> tuple[Outcome, list[_Piece]]:
+        return Outcome(**{"id": rule.id, "state": state, "title": rule.title, "manual": rule.manual, **said}), []  # type: ignore[arg-type]
 
     try:
         said = rule.check(run)
@@ -140,7 +147,8 @@ def _ask(rule: Rule, run: Measured) -> Outcome:
     # What is cut by less than a part in a hundred was rounding, or the trace's own spread.
     if said.saving_ns > 1.01 * most:
         told["sure"] = f"{said.sure} Cut to what the step has of it, waiting for it included.".strip()
-    return outcome("found", saving_ns=saving, share=share, speedup=_speedup(share), **told)
+    found, _ = outcome("found", saving_ns=saving, share=share, speedup=_speedup(share), **told)
+    return found, _pieces(rule, saving, said.within)
 
 
 def _told(said: Finding) -> dict[str, object]:
@@ -160,36 +168,45 @@ def _room(rule: Rule, run: Measured) -> float:
     return math.inf
 
 
-def _together(run: Measured, rules: Sequence[Rule], found: Sequence[Outcome]) -> Together | None:
+def _pieces(rule: Rule, saving_ns: float, within: Mapping[str, float]) -> list[_Piece]:
+    """Split a saving by what it comes out of: single categories, and the rest out of any other of the rule's."""
+    pieces, left = [], saving_ns
+    for category, ns in within.items():
+        pieces.append((frozenset((category,)), min(max(ns, 0.0), left)))
+        left -= pieces[-1][1]
+    others = frozenset(rule.saves_from) - within.keys()
+    return pieces if pieces and left <= 0 else [*pieces, (others or frozenset(rule.saves_from), left)]
+
+
+def _together(run: Measured, found: Sequence[tuple[Outcome, list[_Piece]]]) -> Together | None:
     """Bound what all findings save together: what two of them claim is there once, and the step has no more of it.
 
-    Findings that save from the same categories give at most what all of these would; those of different ones at most
-    their sum, but where no rank has a part in all of them: then each hides what another would save, and only the step's
-    own parts bound them. With findings of the whole job it is the training loop's. None where nothing was found, and
+    What they save from the same categories is at most what all of these would give; from different ones at most their
+    sum, but where no rank has a part in all of them: then each hides what another would save, and only the step's own
+    parts bound them. With findings of the whole job it is the training loop's. None where nothing was found, and
     where the bound is the whole step: that tells nothing.
     """
-    found = [o for o in found if o.scope != "risk"]
+    found = [(o, pieces) for o, pieces in found if o.scope != "risk"]
     if not found:
         return None
-    inside, job = ([o for o in found if o.scope == scope] for scope in ("step", "job"))
-    of = {r.id: frozenset(r.saves_from) for r in rules}
-    total = sum(_at_most(run, categories, claims) for categories, claims in _overlapping(inside, of))
-    if inside and not set(run.ranks).intersection(*(o.ranks for o in inside if o.ranks)):
-        total = _removable(run, frozenset().union(*(of[o.id] for o in inside)))
+    dearest = max(o.saving_ns for o, _ in found)
+    inside, job = ([(o, pieces) for o, pieces in found if o.scope == scope] for scope in ("step", "job"))
+    pieces = [piece for _, mine in inside for piece in mine]
+    total = sum(_at_most(run, categories, claims) for categories, claims in _overlapping(pieces))
+    if inside and not set(run.ranks).intersection(*(o.ranks for o, _ in inside if o.ranks)):
+        total = _removable(run, frozenset().union(*(categories for categories, _ in pieces)))
     step = loop_step_ns(run) if job else mean_step_ns(run)
-    total = min(max(total + sum(o.saving_ns for o in job), found[0].saving_ns), step)
-    if total > max(found[0].saving_ns, (1 - LEAST_SHARE) * step):
+    total = min(max(total + sum(o.saving_ns for o, _ in job), dearest), step)
+    if total > max(dearest, (1 - LEAST_SHARE) * step):
         return None
     return Together(total, total / step, _speedup(total / step))
 
 
-def _overlapping(
-    found: Iterable[Outcome], of: Mapping[str, frozenset[str]]
-) -> list[tuple[frozenset[str], list[float]]]:
-    """Gather findings that have a category in common, directly or through others: categories, savings."""
+def _overlapping(pieces: Iterable[_Piece]) -> list[tuple[frozenset[str], list[float]]]:
+    """Gather pieces that have a category in common, directly or through others: categories, savings."""
     groups: list[tuple[frozenset[str], list[float]]] = []
-    for o in found:
-        categories, claims = of[o.id], [o.saving_ns]
+    for categories, saving in pieces:
+        claims = [saving]
         for group in [g for g in groups if g[0] & categories]:
             groups.remove(group)
             categories, claims = categories | group[0], group[1] + claims
@@ -221,6 +238,7 @@ def _check(said: Finding) -> None:
     figures = [
         said.saving_ns,
         said.noise_ns,
+        *said.within.values(),
         *(cell for row in (said.evidence.rows if said.evidence else ()) for cell in row),
     ]
     for value in (*figures, *said.ranks):

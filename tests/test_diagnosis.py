@@ -192,6 +192,43 @@ def test_what_findings_claim_twice_is_saved_once(job: Run) -> None:
     assert diagnose(job, broad, jobs=1).together is None
 
 
+def test_what_of_a_saving_lies_in_one_category_is_bounded_by_it(job: Run) -> None:
+    def claims(share: float, name: str, within: float, *saves_from: str) -> Rule:
+        said = finding(share, ranks=(0, 1), within={"input_wait": within * 990_000})
+        return rule(said, name, (step_means, own_time), saves_from)
+
+    def together(*rules: Rule) -> float | None:
+        most = diagnose(job, rules, jobs=1).together
+        return most.share if most else None
+
+    broad = ("computation", "copy", "input_wait", "host", "other")
+    waits, both = claims(0.1, "a", 0.1, "input_wait"), claims(0.6, "b", 0.1, *broad)
+    # Waiting takes 100 of 990 µs. What both claim of it is there once; half of the step comes out of its other parts.
+    assert together(waits, both) == pytest.approx(0.5 + 10 / 99)
+    # Were it not told, all might come out of the broad one's categories.
+    assert together(waits, claims(0.6, "b", 0.0, *broad)) == pytest.approx(0.7)
+    assert together(claims(0.1, "a", 0.1, *broad), claims(0.1, "b", 0.1, *broad)) == pytest.approx(10 / 99)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_together_is_no_less_than_the_dearest_and_no_more_than_the_sum(job: Run, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rules = []
+    for n in range(int(rng.integers(1, 5))):
+        share = float(rng.uniform(0.03, 0.4))
+        saves_from = tuple(str(c) for c in rng.choice(CATEGORIES, int(rng.integers(1, 6)), replace=False))
+        within = {saves_from[0]: float(rng.uniform(0, 1.2)) * share * 990_000} if rng.random() < 0.5 else {}
+        said = finding(share, ranks=(0, 1), within=within)
+        rules.append(rule(said, f"r{n}", (step_means, own_time), saves_from))
+    result = diagnose(job, rules, jobs=1)
+    savings = [o.saving_ns for o in result.outcomes if o.state == "found"]
+    if result.together is not None:
+        assert max(savings) - 1e-6 <= result.together.saving_ns <= sum(savings) + 1e-6
+        assert result.together.share <= max(0.98, max(savings) / 990_000)
+    else:
+        assert sum(savings) > 0.98 * 990_000 or not savings
+
+
 def test_what_lies_between_the_steps_is_bounded_with_the_whole_loop(tmp_path: Path) -> None:
     rows = [runs.light(n, 100 * runs.MS, kind="validation" if n % 5 == 4 else "train") for n in range(40)]
     job = open_run(runs.recorded(tmp_path, (None, rows, runs.CPU)))

@@ -76,6 +76,7 @@ def check(run: Measured) -> Finding | Clear:
         sure="Measured in every steady step, estimated as all of it gone; saving in the background still copies the"
         " state."
         + (" That the other ranks wait for those that save is assumed." if len(late) < len(run.ranks) else ""),
+        within={_KIND: gain},
     )
 
 
