@@ -7,7 +7,8 @@ Needs a trace with collectives and their sizes; where sizes are not told, those 
 model follow from its parameters and the number of its exchanges.
 
 Saving: what is exposed of their transfer, as far as fewer of them would start less often; their bytes are taken to cost
-nothing, and what computation hides is not counted. Waiting for a late rank is `straggler`'s.
+nothing, and what computation hides is not counted. On a CPU FSDP2's own work on each of its units counts as well, and
+fewer units are those that the modules right above them would be. Waiting for a late rank is `straggler`'s.
 
 What to change: larger buckets (`bucket_cap_mb`), `fully_shard` on whole blocks, gradients exchanged once a step and not
 one by one, metrics reduced in one tensor.
@@ -16,6 +17,7 @@ one by one, metrics reduced in one tensor.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import pandas as pd
 
@@ -26,6 +28,7 @@ from dlprof.measures import settings
 from dlprof.measures.bandwidth import CLASSES, bandwidth
 from dlprof.measures.collectives import SENT
 from dlprof.measures.exchange_plans import gain_noise, transfer_noise
+from dlprof.measures.sharding import sharding
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
 from dlprof.units import count, digits, duration, percent, size
@@ -61,7 +64,10 @@ def check(run: Measured) -> Finding | Clear:
     kinds = small["collective"].nunique()
     fewer = max(kinds, math.ceil(total / BUCKET_BYTES))
     bare = float((small["exposed_ns"] * small["ranks"]).sum() / run.world_size)
-    gain = bare * max(0.0, 1 - fewer / n)
+    kept, around = _units(run)
+    fewer = max(fewer, math.ceil(n * kept))
+    starts = bare * max(0.0, 1 - fewer / n)
+    gain = starts + around * (1 - kept)
     step = mean_step_ns(run)
     if gain < NOTABLE_SHARE * step:
         return Clear(f"{percent(gain / step)} of the step is exposed start-up of {count(n, 'small collective')}")
@@ -69,15 +75,29 @@ def check(run: Measured) -> Finding | Clear:
     return Finding(
         title="Many small collectives",
         summary=f"{count(n, 'collective')} of {size(total / n)} a step, each of {duration(mean)}: {size(total)} in all;"
-        f" for {duration(bare)} of a step of {duration(step)} nothing is computed beside them.",
+        f" for {duration(bare)} of a step of {duration(step)} nothing is computed beside them"
+        f"{f', and FSDP2 works for {duration(around)} on its units' if around else ''}.",
         verdict=f"{percent(gain / step)} {of_step(run)} starts small collectives.",
         saving_ns=gain,
-        noise_ns=gain_noise(run, gain),
+        noise_ns=gain_noise(run, starts),
+        within={"communication": starts},
         advice=_advice(run, n, fewer),
         evidence=_evidence(small),
         sure=f"Estimated as {count(fewer, 'start')} a step in place of {digits(round(n, 1))}; moving the bytes is"
-        " taken to cost nothing at this size.",
+        f" taken to cost nothing at this size{'; FSDP2 works as much less as it has fewer units' if around else ''}.",
     )
+
+
+def _units(run: Measured) -> tuple[float, float]:
+    """Give the share of FSDP2's units that would be left one level up, and what it works on all of them on a CPU, ns.
+
+    0 and 0 where it does not, or beside a GPU, which goes on meanwhile.
+    """
+    with suppress(NotMeasured):
+        frame = run.frame(sharding)
+        if settings.on_cpu(run):
+            return float((frame["parents"] / frame["units"]).iloc[0]), float(frame["around_ns"].min())
+    return 0.0, 0.0
 
 
 def _by_parameters(run: Measured, frame: pd.DataFrame) -> pd.Series[float]:
@@ -128,7 +148,8 @@ def _evidence(small: pd.DataFrame) -> Panel:
 RULE = Rule(
     "small_collectives",
     "Many small collectives",
-    (bandwidth, step_means, transfer_noise),
+    (bandwidth, sharding, step_means, transfer_noise),
     check,
-    saves_from=("communication",),
+    # FSDP2's own work on a CPU is copying, and the host's.
+    saves_from=("communication", "computation", "host", "other"),
 )

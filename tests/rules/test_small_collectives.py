@@ -7,6 +7,7 @@ import pytest
 
 from dlprof.rules.small_collectives import RULE
 from tests import runs, traces
+from tests.measures.test_sharding import sharded
 from tests.rules.asking import ask
 from tests.runs import MS
 
@@ -65,3 +66,13 @@ def test_the_size_of_sharded_units_follows_from_the_model(tmp_path: Path) -> Non
 def test_sizes_that_nobody_told_abstain(tmp_path: Path) -> None:
     answer = ask(RULE, runs.foreign(tmp_path, *starting(50, 1_000, told=False)))
     assert (answer.state, "how large" in answer.why) == ("not_measured", True)
+
+
+def test_on_a_cpu_what_fsdp_works_on_each_unit_counts_too(tmp_path: Path) -> None:
+    model = {"parameters": 25_000, "parameter_bytes": 100_000, "fsdp": True}
+    found = ask(RULE, sharded(tmp_path, models=[model], backend="gloo"))
+    # Five units become the three modules above them: of 4 ms of exchanges and 3 of copying two fifths go.
+    assert found.state == "found"
+    assert found.saving_ns == pytest.approx(2 / 5 * 7 * MS)
+    assert "FSDP2 works for 3.00 ms on its units" in found.summary
+    assert "6 starts a step in place of 10" in found.sure
