@@ -122,7 +122,7 @@ FETCHES: Mapping[str, str] = {
     "dur_ns": "int64",  # reading the samples and collating them
     "collate_ns": "int64",
     # Since the batch before, of a worker; of the training thread, while it fetched:
-    "cpu_ns": "int64",  # CPU time of the whole process
+    "cpu_ns": "int64",  # CPU time of the worker's whole process, or of the training thread alone
     "delay_ns": "int64",  # that the one who fetches was ready to run and had no core
     "stored_bytes": "int64",  # that came from storage
     "read_bytes": "int64",  # that were read at all: from files, from memory's copies of them, and through pipes

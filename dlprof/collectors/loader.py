@@ -354,6 +354,7 @@ class _Counters:
     """What the kernel says that this process has used: of the cores, and of storage.
 
     CPU time is the whole process's: data sets decode in threads of their own, and a worker ships its batches in one.
+    While the training thread fetches it is that thread's: OpenMP's others spin on for a while after each operator.
     What it waited for a core is known of the thread that made this, which is the one that fetches or trains.
     """
 
@@ -375,7 +376,8 @@ class _Counters:
         """Give the first two, the bytes that came from storage, and those that were read at all (−1: unknown)."""
         words = self._io.words()
         stored, read = (int(words[9]), int(words[1])) if words else (-1, -1)
-        return (*self.cores()[:2], stored, read)
+        used, delayed, _ = self.cores()
+        return used if self.worker else time.thread_time_ns(), delayed, stored, read
 
 
 class _Answer:

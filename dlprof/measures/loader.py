@@ -109,13 +109,14 @@ def worker_means(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def fetch_series(rank: RankData) -> pd.DataFrame:
-    """Give the training loader's last fetches in order: worker, dur_ns, cpu_ns, delay_ns and, the same in all, gap_ns.
+    """Give the training loader's last fetches in order: worker, dur_ns, collate_ns, cpu_ns, delay_ns and gap_ns.
 
-    −1: not told. `gap_ns`: what passes in a busy worker from the end of one fetch to the start of the next.
+    −1: not told. gap_ns, the same in all, is what passes in a busy worker from the end of one fetch to the start of
+    the next.
     """
     fetches = training_fetches(rank)
     n = fetches["count"].to_numpy()
-    series = pd.DataFrame({c: fetches[c].to_numpy() / n for c in ("dur_ns", "cpu_ns", "delay_ns")})
+    series = pd.DataFrame({c: fetches[c].to_numpy() / n for c in ("dur_ns", "collate_ns", "cpu_ns", "delay_ns")})
     series = series.where(series >= 0, -1.0).assign(worker=fetches["worker"].to_numpy())
     return series.tail(MOST_FETCHES).assign(gap_ns=_gap(fetches)).reset_index(drop=True)
 

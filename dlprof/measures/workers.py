@@ -11,8 +11,9 @@ DS-Analyzer has it (Mohan et al., Analyzing and Mitigating Data Stalls in DNN Tr
 
 Cores set the other limit. What a fetch waits for storage is the same however many wait; what it computes takes longer
 once more threads are ready to run than there are cores, and so does the loop's own work. A thread that finds N ready on
-C cores runs at min(1, C ÷ N), as a fair scheduler lets it; N is taken from how long each is busy, independently of the
-others, which gives the mean stretch of a thread's computing; times and stretches are solved for together. Where an
+C cores runs at min(1, C ÷ N), as a fair scheduler lets it. Ranks train at the same time, for they wait for each other;
+who of them, and of the workers, is ready then is taken from how long each is busy, independently of the others. That
+gives the mean stretch of a thread's computing; times and stretches are solved for together. Where an
 operator is split over several threads, it ends with the last of them: one that has no core holds up all, which spin
 meanwhile and count as computing, so that k threads get on with the k-th power of what one does. (With more threads than
 cores they do not spin: OpenMP's then give up their core to each other.) The kernel
@@ -20,14 +21,15 @@ tells how long computing really waited for a core: by how much that differs from
 was, for other jobs on the host or for a scheduler that does better, is taken to stay. But nobody is held up for longer
 than others compute: while a loop that needs k cores stands still, C − k + 1 of them at least are somebody else's.
 
-Batches that cost nothing bound what cheaper samples can give: the same model without the fetches. Then the ranks have
-the cores to themselves, and what one waited for another that had none is gone with it.
+What takes longer of making a batch, reading its samples or collating them, bounds what making that cheaper can give:
+the same model where it costs nothing, and the other of the two is as it was. Collating computes; what a fetch waits for
+storage is its samples'. What one rank waited for another that had no core is gone with what took it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
@@ -61,6 +63,13 @@ _ENOUGH = 3
 _BATCHES = 600
 _ROUNDS = 12
 
+# Making a batch: reading, decoding and changing its samples, and putting them together.
+SAMPLES, COLLATING = "samples", "collating"
+
+
+def _nothing() -> Times:
+    return np.zeros(1)
+
 
 @dataclass(frozen=True)
 class Pace:
@@ -77,6 +86,15 @@ class Pace:
     ranks: int  # how many ranks like this one share them
     beside: tuple[float, float] = (1.0, 1.0)  # measured stretch ÷ the model's, of the loop and of a fetch
     stretch: float = 1.0  # of the loop's computing, as measured
+    others_cpu: float = float("nan")  # of a batch of those other ranks; NaN: as this one's
+    collate: Times = field(default_factory=_nothing)  # what of `fetch` is collating, and
+    collate_cpu: Times = field(default_factory=_nothing)  # of `fetch_cpu`
+
+    @property
+    def batch_cpu(self) -> float:
+        """What a batch computes in the mean over the ranks that share the cores."""
+        mine = float(self.fetch_cpu.mean())
+        return mine if np.isnan(self.others_cpu) else (mine + (self.ranks - 1) * self.others_cpu) / self.ranks
 
     @property
     def together(self) -> int:
@@ -111,14 +129,15 @@ def replayed(pace: Pace, workers: int) -> Forecast:
     """Give the mean step with so many workers as the model has it; 0: the loop fetches itself."""
     trains, fetches = 1.0, 1.0
     trained = float(pace.own.mean()) * pace.own_cpu
-    fetched = float(pace.fetch_cpu.mean())
+    fetched = pace.batch_cpu
     others = (pace.ranks - (workers == 0)) * fetched + (pace.ranks - 1) * pace.threads * trained
     longest = max(1.0 + others / max(pace.cores - pace.threads + 1, 1.0) / max(trained, 1.0), pace.stretch)
     told = Forecast(workers, 0.0, 0.0)
     for _ in range(_ROUNDS):
         own = pace.own * (1 - pace.own_cpu + pace.own_cpu * trains)
         told = _replay(own, pace.fetch + pace.fetch_cpu * (fetches - 1), workers, pace.prefetch)
-        now = _stretches(pace, workers, trained * trains / told.step_ns, fetched * fetches / told.step_ns)
+        busy = (trained * trains, fetched * fetches, told.step_ns - told.wait_ns)
+        now = _stretches(pace, workers, *(ns / told.step_ns for ns in busy))
         # Half-way, or the two would swing around each other.
         trains = (trains + min(max(1.0, now[0] * pace.beside[0]), longest)) / 2
         fetches = (fetches + max(1.0, now[1] * pace.beside[1])) / 2
@@ -150,21 +169,28 @@ def _replay(own: Times, fetch: Times, workers: int, prefetch: int) -> Forecast:
     return Forecast(workers, (asked - begun) / (n - skip), waited / (n - skip))
 
 
-def _stretches(pace: Pace, workers: int, trains: float, fetches: float) -> tuple[float, float]:
+def _stretches(pace: Pace, workers: int, trains: float, fetches: float, loop: float) -> tuple[float, float]:
     """Give how much longer computing takes the loop, and a worker, than with a core for every thread.
 
-    `trains` and `fetches`: the share of the time that a rank's loop, and its workers together, are ready to compute.
+    `trains` and `fetches`: the share of the time that a rank's loop, and its workers together, are ready to compute;
+    `loop`: that the loop does not wait for data, on all ranks at once.
     """
-    fetching = pace.ranks * workers
-    busy, each = (trains, fetches / workers) if workers else (trains + fetches, 0.0)
+    computes, others = trains / max(loop, 1e-9), pace.ranks - 1
 
-    def stretch(itself: int, loops: int, fetchers: int, together: int = 1) -> float:
+    def pace_of(itself: int, loops: int, fetchers: int, each: float, together: int = 1) -> float:
         ready = itself + pace.threads * np.arange(loops + 1)[:, None] + np.arange(fetchers + 1)[None, :]
-        chance = _chance(loops, busy)[:, None] * _chance(fetchers, each)[None, :]
-        return 1.0 / float((chance * np.minimum(1.0, pace.cores / ready) ** together).sum())
+        chance = _chance(loops, computes)[:, None] * _chance(fetchers, each)[None, :]
+        return float((chance * np.minimum(1.0, pace.cores / ready) ** together).sum())
 
-    trains = stretch(pace.threads, pace.ranks - 1, fetching, pace.together)
-    return trains, stretch(1, pace.ranks, fetching - 1) if workers else stretch(1, pace.ranks - 1, 0)
+    if not workers:
+        alone = pace_of(pace.threads, others, 0, 0.0, pace.together)
+        return 1.0 / alone, 1.0 / pace_of(1, 0, others, fetches / max(1.0 - loop, 1e-9))
+    fetchers, each = pace.ranks * workers, fetches / workers
+    training, waiting = (pace_of(1, loops, fetchers - 1, each) for loops in (pace.ranks, 0))
+    return (
+        1.0 / pace_of(pace.threads, others, fetchers, each, pace.together),
+        1.0 / (loop * training + (1.0 - loop) * waiting),
+    )
 
 
 def _chance(n: int, share: float) -> Times:
@@ -191,11 +217,17 @@ def pace(run: Measured, rank: int) -> Pace:
     row, step = means.iloc[0], steps.iloc[0]
     if not 0.9 < row["batches"] / step["steps"] < 1.1:
         raise NotMeasured("a step takes more than one batch")
-    fetch, used, delay = (fetches[c].to_numpy(dtype=float) for c in ("dur_ns", "cpu_ns", "delay_ns"))
+    fetch, used, delay, collate = (
+        fetches[c].to_numpy(dtype=float) for c in ("dur_ns", "cpu_ns", "delay_ns", "collate_ns")
+    )
     if (used < 0).all() or np.isnan(row["cores"]):
         raise NotMeasured("what fetching and training use of the cores was not recorded")
     used = np.where(used < 0, used[used >= 0].mean(), used)
     delay = np.minimum(np.maximum(delay, 0.0), np.maximum(fetch - used, 0.0))
+    collate = np.clip(collate, 0.0, fetch)
+    # It computes or waits for a core, and had its core as often as the rest of the batch.
+    together = np.minimum(collate, used + delay)
+    had = used / np.maximum(used + delay, 1.0)
     # Taking a batch that is there is the loop's own work.
     taken = 0.0 if np.isnan(row["taken_ns"]) else float(row["taken_ns"])
     own = (series["dur_ns"] - (series["fetch_ns"] - taken).clip(lower=0)).to_numpy(dtype=float)
@@ -206,8 +238,6 @@ def pace(run: Measured, rank: int) -> Pace:
     # The kernel tells what the training thread waited for a core; what the others did, it spun.
     alone = min(max(1.0 - own_delay / own.mean(), 0.1), 1.0) ** (threads if threads <= cores else 1)
     needs = fetch - delay + float(fetches["gap_ns"].iloc[0])
-    # A worker has one thread where the training thread may have used several.
-    needs = np.maximum(needs, used)
     recorded = Pace(
         workers=workers,
         prefetch=int(loader.get("prefetch_factor") or 2),
@@ -218,13 +248,25 @@ def pace(run: Measured, rank: int) -> Pace:
         fetch_cpu=used,
         cores=cores,
         ranks=settings.neighbours(run, rank),
+        others_cpu=_others_cpu(run, rank),
+        collate=collate - together * (1 - had),
+        collate_cpu=together * had,
     )
     trained, waited = recorded.own.mean() * recorded.own_cpu, own.mean() * (1 - alone)
-    ready = (trained + waited) / step["step_ns"], (used.mean() + delay.mean()) / step["step_ns"]
-    model = _stretches(recorded, workers, *ready)
+    fetched = recorded.batch_cpu * (1 + delay.mean() / max(used.mean(), 1.0))
+    model = _stretches(recorded, workers, *(ns / step["step_ns"] for ns in (trained + waited, fetched, own.mean())))
     stretch = 1 + waited / max(trained, 1.0)
     beside = stretch / model[0], (1 + delay.mean() / max(used.mean(), 1.0)) / model[1]
     return replace(recorded, beside=beside, stretch=stretch)
+
+
+def _others_cpu(run: Measured, rank: int) -> float:
+    """Give what a batch of the other ranks of a host computes in the mean, ns; NaN: there are none, or nobody knows."""
+    host = run.facts[rank].get("host")
+    others = [r for r in run.ranks if r != rank and run.facts[r].get("host") == host]
+    frame = run.frame(fetch_series)
+    frame = frame[frame["rank"].isin(others) & (frame["cpu_ns"] >= 0)]
+    return float(frame.groupby("rank")["cpu_ns"].mean().mean())
 
 
 def in_turn(fetches: pd.DataFrame) -> pd.DataFrame:
@@ -291,8 +333,30 @@ def planned(run: Measured, wait: Mapping[int, float], worst: int) -> Plan | None
     return Plan(given, chosen, saving_input(run, gone))
 
 
-def step_without_loading(run: Measured) -> float:
-    """Give the mean step if batches cost nothing, ns; raises as `pace` does.
+def costly(run: Measured, rank: int) -> str:
+    """Name what takes longer of making a rank's batches: SAMPLES or COLLATING; raises as `pace` does."""
+    recorded = pace(run, rank)
+    return COLLATING if 2 * recorded.collate.mean() > recorded.fetch.mean() else SAMPLES
+
+
+def cheaper(recorded: Pace, part: str) -> Pace:
+    """Give a rank's pace where a part of making its batches costs nothing."""
+    fetch, cpu = recorded.collate, recorded.collate_cpu
+    if part == COLLATING:
+        fetch, cpu = recorded.fetch - fetch, recorded.fetch_cpu - cpu
+    less = float(cpu.mean()) / max(float(recorded.fetch_cpu.mean()), 1.0)
+    return replace(
+        recorded,
+        fetch=fetch,
+        fetch_cpu=cpu,
+        others_cpu=recorded.others_cpu * less,
+        collate=_nothing(),
+        collate_cpu=_nothing(),
+    )
+
+
+def step_with_cheaper(run: Measured, part: str) -> float:
+    """Give the mean step on a CPU if a part of making batches cost nothing, ns; raises as `pace` does.
 
     Ranks compute what they did, on the cores that fetching leaves them. Where a rank computes not, it is transfer, the
     same for all of them, or waiting for others that had less of the cores: the least that any rank has of it stays.
@@ -300,15 +364,25 @@ def step_without_loading(run: Measured) -> float:
     waits = run.frame(own_time).set_index("rank")["wait_ns"]
     paces = {rank: pace(run, rank) for rank in run.ranks}
     stands = {r: max(float(p.own.mean()) * (1 - p.own_cpu) - float(waits[r]), 0.0) for r, p in paces.items()}
-    stays, nothing = min(stands.values()), np.zeros(1)
+    stays = min(stands.values())
 
-    def alone(recorded: Pace) -> float:
+    def bare(recorded: Pace) -> Pace:
         computes = float(recorded.own.mean()) * recorded.own_cpu
         own = max(computes + stays, 1.0)
-        bare = replace(recorded, own=np.array([own]), own_cpu=computes / own, fetch=nothing, fetch_cpu=nothing)
-        return replayed(bare, 0).step_ns
+        return replace(cheaper(recorded, part), own=np.array([own]), own_cpu=computes / own)
 
-    return max(alone(p) for p in paces.values())
+    def least(changed: Pace) -> float:
+        fetch, workers = float(changed.fetch.mean()), changed.workers
+        return max(float(changed.own[0]), fetch / workers) if workers else float(changed.own[0]) + fetch
+
+    slowest = sorted((bare(p) for p in paces.values()), key=least)[-MOST_RANKS:]
+    return max(replayed(changed, changed.workers).step_ns for changed in slowest)
+
+
+def freed_by_cheaper(run: Measured, rank: int, part: str) -> float:
+    """Give the share of a rank's wait that is gone where a part of making batches costs nothing; raises as `pace`."""
+    recorded = pace(run, rank)
+    return _freed_by(recorded, cheaper(recorded, part))
 
 
 def freed_by_equal_workers(run: Measured, rank: int, slow: int) -> float:
@@ -319,9 +393,11 @@ def freed_by_equal_workers(run: Measured, rank: int, slow: int) -> float:
     # In the place of each fetch of the slow worker stands one of the others', in their order.
     place = np.arange(len(by))
     place[by == slow] = np.resize(others, int((by == slow).sum()))
-    now = replayed(recorded, recorded.workers)
-    equal = replace(recorded, fetch=recorded.fetch[place], fetch_cpu=recorded.fetch_cpu[place])
-    then = replayed(equal, recorded.workers)
+    return _freed_by(recorded, replace(recorded, fetch=recorded.fetch[place], fetch_cpu=recorded.fetch_cpu[place]))
+
+
+def _freed_by(recorded: Pace, changed: Pace) -> float:
+    now, then = (replayed(p, p.workers) for p in (recorded, changed))
     return min(max((now.step_ns - then.step_ns) / now.wait_ns, 0.0), 1.0) if now.wait_ns else 0.0
 
 

@@ -12,21 +12,22 @@ A batch that is ready must still be received: what `next()` takes then is not wa
 
 Saving: what more workers would give, predicted from the recorded batches: their fetches are replayed with n workers
 beside the loop's own steps, in order, through a queue as deep as the loader's. Where fetching computes, workers and
-training share the cores of the host; where it waits for storage, they do not. Where batches that cost nothing would
-give more than twice as much, samples are the bottleneck, not the number of workers, and the saving is theirs: the wait
-gone, and on a CPU also the cores that fetching takes from training. That is the most that cheaper samples can give, and
-the report says so: one recording cannot tell how cheap they can become. It is the saving as well where batches were not
-recorded.
+training share the cores of the host; where it waits for storage, they do not. Where making batches cheaper would give
+more than twice as much, that is the bottleneck and not the number of workers, and the saving is its: what takes longer
+of a batch, its samples or collating them, costs nothing, and the other is as it was; on a CPU the cores that it takes
+from training are training's again. That is the most that it can give, and the report says so: one recording cannot tell
+how cheap it can become. Where batches were not recorded, the saving is the whole wait.
 
 What to change, in this order: let worker processes load (`num_workers`), keep them between epochs
 (`persistent_workers=True`), make a sample cheaper (decode smaller, cache what is decoded, store what is read together
-in one file), and give the loader's processes free cores.
+in one file), collate whole tensors, and give the loader's processes free cores.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from dlprof.diagnosis import LEAST_SHARE, Clear, Rule
@@ -40,9 +41,9 @@ from dlprof.measures.replay import own_time, saving_input
 from dlprof.measures.room import room
 from dlprof.measures.stacks import hottest, hottest_own
 from dlprof.measures.steps import mean_step_ns, of_step, step_means, step_series
-from dlprof.measures.workers import Plan, planned, step_without_loading
+from dlprof.measures.workers import COLLATING, SAMPLES, Plan, costly, freed_by_cheaper, planned, step_with_cheaper
 from dlprof.result import Finding, Forecast, Panel
-from dlprof.units import count, duration, percent
+from dlprof.units import UNKNOWN, count, duration, percent
 
 # From here on a wait is worth a change: XProf's input pipeline analyzer and the TensorBoard plugin say 5 %.
 NOTABLE_SHARE = 0.05
@@ -52,6 +53,15 @@ LARGER_PART = 0.5
 
 MOST_BARS = 60
 MOST_ROWS = 12
+
+# What to change where a part of making batches takes longest, and how it is told in the table.
+_CHEAPER: Mapping[str, tuple[str, str]] = {
+    SAMPLES: ("make a sample cheaper, or cache what is decoded", "samples that cost nothing"),
+    COLLATING: (
+        "collate whole tensors (`torch.stack`), not number by number in Python",
+        "collating that costs nothing",
+    ),
+}
 
 
 def check(run: Measured) -> Finding | Clear:
@@ -70,10 +80,12 @@ def check(run: Measured) -> Finding | Clear:
     worst = max(wait, key=lambda r: wait[r])
     plan = planned(run, wait, worst)
     # Where workers do not help, what is to be gained is what cheaper samples would give.
+    part = SAMPLES
     if plan is not None:
-        gain = max(_for_nothing(run, gain), plan.gain_ns)
+        part = costly(run, worst)
+        gain = max(_gain_of_cheaper(run, wait, worst, part), plan.gain_ns)
     helps = plan is not None and plan.gain_ns >= max(NOTABLE_SHARE * step, LARGER_PART * gain)
-    saving = plan.gain_ns if plan is not None and helps else gain
+    saving, cheaper_ns = (plan.gain_ns, 0.0) if plan is not None and helps else (gain, gain)
     crowds = ", and making it takes the cores from training" if saving > (1 + NOTABLE_SHARE) * share * step else ""
     most = wait[worst]
     late = tuple(sorted(r for r, w in wait.items() if w >= most / 2))
@@ -89,11 +101,12 @@ def check(run: Measured) -> Finding | Clear:
         verdict=f"{percent(share)} {of_step(run)} waits for data{where}{_also(run, late, victims)}{crowds}.",
         noise_ns=part_noise(run, "input_wait"),
         saving_ns=saving,
-        advice=_planned(run, worst, plan, helps) if plan is not None else _advice(run, worst, wait[worst], step),
-        evidence=_evidence(run, worst) if plan is None else _predictions(plan, worst, 0.0 if helps else step - gain),
-        forecasts=_forecasts(plan, step) if plan is not None and helps else (),
+        advice=_advice(run, worst, wait[worst], step) if plan is None else _planned(run, worst, plan, helps, part),
+        evidence=_evidence(run, worst) if plan is None else _predictions(run, plan, worst, part, cheaper_ns),
+        forecasts=_forecasts(run, plan) if plan is not None and helps else (),
         ranks=late,
-        sure=_sure(run, plan, helps) + _assumed(run),
+        sure=_sure(run, plan, helps, part) + _assumed(run),
+        within={"input_wait": min(saving, share * step)},
     )
 
 
@@ -108,15 +121,17 @@ def _waits(run: Measured) -> tuple[dict[int, float], dict[int, float]]:
     return {r: ns - taken[r] for r, ns in wait.items()}, taken
 
 
-def _for_nothing(run: Measured, gone: float) -> float:
-    """Give what the run gains where batches cost nothing, ns; `gone`: what it gains by its waiting alone.
+def _gain_of_cheaper(run: Measured, wait: Mapping[int, float], worst: int, part: str) -> float:
+    """Give what the run gains where a part of making batches costs nothing, ns.
 
-    On a GPU's host it is that: what the host computes beside a busy GPU costs no time.
+    On a GPU's host it is waiting alone: what the host computes beside a busy GPU costs no time. So it is where not all
+    ranks' batches were recorded: they are taken to be like the worst's.
     """
-    try:
-        return mean_step_ns(run) - step_without_loading(run) if settings.on_cpu(run) else gone
-    except NotMeasured:
-        return gone
+    if settings.on_cpu(run):
+        with suppress(NotMeasured):
+            return mean_step_ns(run) - step_with_cheaper(run, part)
+    freed = freed_by_cheaper(run, worst, part)
+    return saving_input(run, {r: ns * freed for r, ns in wait.items()})
 
 
 def _victims(run: Measured, late: tuple[int, ...]) -> tuple[int, dict[int, float]]:
@@ -162,25 +177,27 @@ def _no_loader(run: Measured) -> str:
     )
 
 
-def _sure(run: Measured, plan: Plan | None, helps: bool) -> str:
-    bound = "the whole wait gone, step by step over all ranks: the most that faster loading can give."
+def _sure(run: Measured, plan: Plan | None, helps: bool, part: str) -> str:
     if plan is None:
-        return f"Estimated as {bound} Workers that need more cores than are free give less."
+        whole = "the whole wait gone, step by step over all ranks: the most that faster loading can give."
+        return f"Estimated as {whole} Workers that need more cores than are free give less."
     if not helps:
-        if settings.on_cpu(run):
-            bound = "batches that cost nothing, and training with the cores to itself: the most that cheaper samples"
-            bound += " can give."
-        return f"Estimated as {bound} More workers alone would give {duration(plan.gain_ns)} of it."
+        other = "collating" if part == SAMPLES else "reading the samples"
+        cores = ", and training with the cores that this leaves" if settings.on_cpu(run) else ""
+        return (
+            f"Estimated as {_CHEAPER[part][1]}, {other} as it is{cores}: the most that it can give. More workers alone"
+            f" would give {duration(plan.gain_ns)} of it."
+        )
     return (
         f"Predicted for {count(plan.chosen.workers, 'worker')} by replaying the recorded batches, with the host's cores"
         " and the load that they had; storage is taken to serve more readers at once as fast as these."
     )
 
 
-def _planned(run: Measured, rank: int, plan: Plan, helps: bool) -> tuple[str, ...]:
+def _planned(run: Measured, rank: int, plan: Plan, helps: bool, part: str) -> tuple[str, ...]:
     now, then = plan.now, plan.chosen
     loader = settings.training_loader(run, rank)
-    left = max(then.wait_ns, 0.0)
+    left, step = max(then.wait_ns, 0.0), mean_step_ns(run) - plan.gain_ns
     workers = ""
     if then.workers > now.workers and then.step_ns < now.step_ns * (1 - NOTABLE_SHARE / 2):
         keep = "" if now.workers else ", persistent_workers=True"
@@ -189,13 +206,12 @@ def _planned(run: Measured, rank: int, plan: Plan, helps: bool) -> tuple[str, ..
         cores = settings.cores_per_rank(run, rank)
         there = f": a rank has {count(cores, 'core')}" if cores else ""
         advice = [
-            "make a sample cheaper, or cache what is decoded; more workers would"
-            + (f" give less{there}" if workers else f" not help{there}")
+            f"{_CHEAPER[part][0]}; more workers would" + (f" give less{there}" if workers else f" not help{there}")
         ]
         if workers:
-            advice.append(f"{workers} alone: a step of {duration(then.step_ns)} is predicted")
+            advice.append(f"{workers} alone: a step of {duration(step)} is predicted")
         return (*advice, *_queue_advice(loader, now.workers))
-    advice = [f"{workers or f'`num_workers={then.workers}`'}: a step of {duration(then.step_ns)} is predicted"]
+    advice = [f"{workers or f'`num_workers={then.workers}`'}: a step of {duration(step)} is predicted"]
     slower = then.step_ns - left - (now.step_ns - now.wait_ns)
     if slower > 0.05 * then.step_ns:
         advice.append(
@@ -207,34 +223,35 @@ def _planned(run: Measured, rank: int, plan: Plan, helps: bool) -> tuple[str, ..
     return (*advice, *_queue_advice(loader, now.workers))
 
 
-def _forecasts(plan: Plan, step: float) -> tuple[Forecast, ...]:
-    """Tell the run's mean step with each number of workers: it gains as the worst rank does, of which more is known."""
-    best = plan.now.step_ns - plan.chosen.step_ns
-    gains = (
-        {f.workers: plan.gain_ns * (plan.now.step_ns - f.step_ns) / best for f in plan.forecasts[1:]} if best else {}
-    )
+def _forecasts(run: Measured, plan: Plan) -> tuple[Forecast, ...]:
+    step, gains = mean_step_ns(run), _gains(plan)
     return tuple(Forecast("num_workers", str(n), step - gain) for n, gain in sorted(gains.items()))
 
 
-def _predictions(plan: Plan, rank: int, for_nothing: float) -> Panel:
-    """Show the predicted steps; `for_nothing`: the one whose batches cost nothing, ns, where workers do not help."""
-    shown = {f.workers: f for f in (*plan.forecasts[1:], plan.now)}
+def _gains(plan: Plan) -> dict[int, float]:
+    """Give what the run gains with each number of workers, ns: as the worst rank does, of which more is known."""
+    best = plan.now.step_ns - plan.chosen.step_ns
+    of_it = plan.gain_ns / best if best > 0 else 1.0
+    return {f.workers: of_it * (plan.now.step_ns - f.step_ns) for f in plan.forecasts[1:]}
+
+
+def _predictions(run: Measured, plan: Plan, rank: int, part: str, cheaper_ns: float) -> Panel:
+    """Show the predicted steps; cheaper_ns: what a cheaper part of making batches gains, where workers do not help."""
+    shown, gains, step = {f.workers: f for f in plan.forecasts}, _gains(plan), mean_step_ns(run)
     near = [n for n in sorted(shown) if n <= plan.chosen.workers + 2 or n == plan.now.workers]
-    proposed = -1 if for_nothing else plan.chosen.workers
-    rows: tuple[tuple[str, ...], ...] = tuple(
+    proposed = -1 if cheaper_ns else plan.chosen.workers
+    rows = [
         (
             f"{n}{' (is)' if n == plan.now.workers else ''}{' (proposed)' if n == proposed else ''}",
-            duration(shown[n].step_ns),
+            step - gains.get(n, 0.0),
             duration(max(shown[n].wait_ns, 0.0)),
-            f"{plan.now.step_ns / shown[n].step_ns:.2f} ×",
         )
         for n in (near if len(near) <= MOST_ROWS else [near[0], *near[1 - MOST_ROWS :]])
-    )
-    if for_nothing:
-        speed = f"{plan.now.step_ns / for_nothing:.2f} ×"
-        rows += (("samples that cost nothing", duration(for_nothing), duration(0.0), speed),)
-    columns = ("num_workers", "mean step", "of it waiting for data", "speed")
-    return Panel("table", f"Predicted step of rank {rank} by number of loader workers", rows, columns)
+    ]
+    rows += [(_CHEAPER[part][1], step - cheaper_ns, UNKNOWN)] if cheaper_ns else []
+    columns = ("num_workers", "mean step", f"rank {rank} waits for data", "speed")
+    told = tuple((name, duration(then), waits, f"{step / then:.2f} ×") for name, then, waits in rows)
+    return Panel("table", "Predicted step by number of loader workers", told, columns)
 
 
 def _seen(run: Measured, rank: int) -> str:
@@ -256,6 +273,9 @@ def _seen(run: Measured, rank: int) -> str:
     fetch, cpu = float((workers["dur_ns"] * n).sum()), float((workers["cpu_ns"] * n).sum(skipna=False))
     of_it = f", {duration(cpu)} of it computing" if math.isfinite(cpu) else ""
     who = "a worker" if (workers["worker"] >= 0).all() else "it"
+    collating = float((workers["collate_ns"] * n).sum(skipna=False))
+    if 2 * collating > fetch:
+        of_it += f", {duration(collating)} of it collating"
     return f"{told}; {who} takes {duration(fetch)} for a batch{of_it}"
 
 
@@ -340,7 +360,8 @@ def _evidence(run: Measured, rank: int) -> Panel:
     series = run.frame(step_series)
     mine = series[(series["rank"] == rank) & series["steady"].astype(bool) & (series["fetch_ns"] >= 0)].tail(MOST_BARS)
     rows = tuple((f"step {s}", float(w), "input_wait") for s, w in zip(mine["step"], mine["fetch_ns"], strict=True))
-    return Panel("bars", f"Wait in next() on rank {rank}, the last {len(rows)} steady steps", rows, unit="ns")
+    steps = "one steady step" if len(rows) == 1 else f"the last {len(rows)} steady steps"
+    return Panel("bars", f"Wait in next() on rank {rank}, {steps}", rows, unit="ns")
 
 
 RULE = Rule(

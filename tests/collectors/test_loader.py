@@ -118,6 +118,25 @@ def test_the_training_thread_itself(tmp_path: Path) -> None:
     assert [f["cpu_ns"] > 0 for f in fetches] == [False] + [True] * 23
 
 
+def test_what_other_threads_do_meanwhile_is_none_of_a_training_threads_fetch(tmp_path: Path) -> None:
+    _, fetches = recorded(
+        tmp_path,
+        """
+        done = threading.Event()
+        def spin():
+            while not done.is_set():
+                sum(range(1000))
+        threading.Thread(target=spin).start()
+        train(DataLoader(Slow(), 4), 1)
+        done.set()
+        """,
+    )
+    asked = [f for f in fetches if f["cpu_ns"] >= 0]
+    # Of a batch it sleeps four times 2 ms, in which the other thread computes.
+    assert all(f["cpu_ns"] <= f["dur_ns"] - 4 * 2_000_000 for f in asked)
+    assert len(asked) == 11
+
+
 def test_subclasses_workers_that_persist_and_samples_that_are_batches(tmp_path: Path) -> None:
     loading, fetches = recorded(
         tmp_path,

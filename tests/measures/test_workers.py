@@ -12,7 +12,17 @@ from dlprof.measures.breakdown import breakdown
 from dlprof.measures.loader import fetch_series, loader_means
 from dlprof.measures.replay import own_time
 from dlprof.measures.steps import step_means, step_series
-from dlprof.measures.workers import Pace, forecasts, planned, proposed, replayed, step_without_loading
+from dlprof.measures.workers import (
+    COLLATING,
+    SAMPLES,
+    Pace,
+    costly,
+    forecasts,
+    planned,
+    proposed,
+    replayed,
+    step_with_cheaper,
+)
 from tests import runs
 from tests.runs import MS
 
@@ -136,7 +146,7 @@ def test_without_its_loading_a_rank_has_its_cores_to_itself(tmp_path: Path) -> N
     path = recorded(tmp_path, fetch=100, cpu=80, workers=1, own=30, cores=1)
     held_up(path, 0, loop=10 * MS, worker=20 * MS, computing=20 * MS)
     run = runs.measured(path, *NEEDS)
-    assert step_without_loading(run) == pytest.approx(20 * MS, rel=0.01)
+    assert step_with_cheaper(run, SAMPLES) == pytest.approx(20 * MS, rel=0.01)
     # More workers give nothing: the core has no more to give.
     assert min(f.step_ns for f in forecasts(run, 0)) > 95 * MS
 
@@ -146,10 +156,10 @@ def test_without_loading_the_rank_that_computes_most_sets_the_pace_and_what_all_
     # Of 50 ms, rank 0 computes 20 and rank 1 45: 5 ms are nobody's computing, the others are rank 0's waiting.
     held_up(path, 0, loop=0, worker=0, computing=20 * MS)
     held_up(path, 1, loop=0, worker=0, computing=45 * MS)
-    assert step_without_loading(runs.measured(path, *NEEDS)) == pytest.approx(50 * MS, rel=0.01)
+    assert step_with_cheaper(runs.measured(path, *NEEDS), SAMPLES) == pytest.approx(50 * MS, rel=0.01)
     held_up(path, 1, loop=0, worker=0, computing=30 * MS)
     # Now 20 ms are left, in which rank 1 may have waited for what nobody recorded.
-    assert step_without_loading(runs.measured(path, *NEEDS)) == pytest.approx(50 * MS, rel=0.01)
+    assert step_with_cheaper(runs.measured(path, *NEEDS), SAMPLES) == pytest.approx(50 * MS, rel=0.01)
 
 
 def test_threads_that_share_an_operator_spin_while_one_of_them_has_no_core(tmp_path: Path) -> None:
@@ -157,14 +167,34 @@ def test_threads_that_share_an_operator_spin_while_one_of_them_has_no_core(tmp_p
     # them for 22.5; for the others one spins.
     path = recorded(tmp_path, fetch=130, cpu=100, workers=1, own=40, cores=2, threads=2)
     held_up(path, 0, loop=10 * MS, worker=30 * MS, computing=60 * MS)
-    assert step_without_loading(runs.measured(path, *NEEDS)) == pytest.approx(22.5 * MS, rel=0.01)
+    assert step_with_cheaper(runs.measured(path, *NEEDS), SAMPLES) == pytest.approx(22.5 * MS, rel=0.01)
 
 
-def held_up(path: Path, rank: int, *, loop: int, worker: int, computing: int) -> None:
-    """Say what a step's loop and its worker waited for a core, and what the loop's process computed, ns."""
+def test_what_takes_less_of_a_batch_stays_as_it_is(tmp_path: Path) -> None:
+    # One core: of a batch's 80 ms of computing 60 are collating, which takes 75 of 100 with its waiting for the core.
+    path = recorded(tmp_path, fetch=100, cpu=80, workers=1, own=30, cores=1)
+    held_up(path, 0, loop=10 * MS, worker=20 * MS, computing=20 * MS, collating=75 * MS)
+    run = runs.measured(path, *NEEDS)
+    assert costly(run, 0) == COLLATING
+    # The loop's 20 ms and 20 of reading are left on the core; or those 60 of collating.
+    assert step_with_cheaper(run, COLLATING) == pytest.approx(40 * MS, rel=0.01)
+    assert step_with_cheaper(run, SAMPLES) == pytest.approx(80 * MS, rel=0.01)
+
+
+def test_ranks_that_train_together_are_in_each_others_way_however_long_they_wait(tmp_path: Path) -> None:
+    # Two ranks on one core, each computing 20 ms while the other does: a wait of 100 ms in between is no relief.
+    busy = replayed(pace(20.0, 1.0, own_cpu=1.0, cores=1, ranks=2), 1)
+    starved = replayed(pace(20.0, 140.0, own_cpu=1.0, cores=1, ranks=2), 1)
+    assert busy.step_ns == pytest.approx(40, rel=0.01)
+    assert starved.step_ns == pytest.approx(140, rel=0.01)
+    assert starved.wait_ns == pytest.approx(100, rel=0.01)
+
+
+def held_up(path: Path, rank: int, *, loop: int, worker: int, computing: int, collating: int = 0) -> None:
+    """Say what a step's loop and its worker waited for a core, what the loop's process computed, and collating, ns."""
     for name, said in (
         ("loading.jsonl", {"delay_ns": loop, "cpu_ns": computing}),
-        ("fetches.jsonl", {"delay_ns": worker}),
+        ("fetches.jsonl", {"delay_ns": worker, "collate_ns": collating}),
     ):
         file = path / f"ranks/{rank:05d}" / name
         lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -178,4 +208,4 @@ def test_without_a_record_of_batches_nothing_is_forecast(tmp_path: Path) -> None
     with pytest.raises(NotMeasured):
         forecasts(run, 0)
     with pytest.raises(NotMeasured):
-        step_without_loading(run)
+        step_with_cheaper(run, SAMPLES)
