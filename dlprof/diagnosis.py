@@ -19,7 +19,7 @@ from dlprof import __version__, overview
 from dlprof.engine import Measure, Measured, MeasureFailed, Progress, measure
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.measures.arithmetic import arithmetic
-from dlprof.measures.bandwidth import bandwidth, size_class
+from dlprof.measures.bandwidth import exchanged, size_class
 from dlprof.measures.blame import blame
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.device import device_time
@@ -28,11 +28,10 @@ from dlprof.measures.room import room
 from dlprof.measures.spread import spread
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.measures.whole_job import loop_step_ns, whole_job
-from dlprof.measures.work import work
+from dlprof.measures.work import work_means
 from dlprof.panels import PICTURES
 from dlprof.result import (
     CATEGORIES,
-    MOST_WORK,
     QUANTILES,
     Blame,
     DeviceTime,
@@ -89,7 +88,7 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
     """Measure a run, ask every rule, and give the result."""
     wanted = [m for r in rules for m in r.needs]
     wanted += [m for p in PICTURES for m in p.needs]
-    wanted += [bandwidth, blame, breakdown, device_time, spread, step_means, whole_job, work, *overview.NEEDS]
+    wanted += [blame, breakdown, device_time, exchanged, spread, step_means, whole_job, work_means, *overview.NEEDS]
     measured = measure(run, wanted, jobs, progress)
     asked = [_ask(rule, measured) for rule in rules]
     outcomes = [outcome for outcome, _ in asked]
@@ -329,42 +328,34 @@ def _steps(run: Measured) -> tuple[RankStep, ...]:
 
 def _work(run: Measured) -> tuple[Work, ...]:
     try:
-        frame = run.frame(work)
+        frame = run.frame(work_means)
     except (NotMeasured, MeasureFailed):
         return ()
-    ranks = frame["rank"].nunique()
-    sums = frame.groupby(["kind", "name"], as_index=False)[["calls", "ns", "noise_ns"]].sum()
-    sums = sums.sort_values(["ns", "name"], ascending=[False, True], kind="stable")
-    sums = sums[sums.groupby("kind").cumcount() < MOST_WORK]
-    # The noise is the mean of the ranks': what holds one of them up holds up all.
     return tuple(
-        Work(kind, str(name), float(calls) / ranks, float(ns) / ranks, float(noise) / ranks)
-        for kind, name, calls, ns, noise in zip(*(sums[c] for c in sums.columns), strict=True)
+        Work(kind, str(name), float(calls), float(ns), float(noise))
+        for kind, name, calls, ns, noise in zip(
+            *(frame[c] for c in ("kind", "name", "calls", "ns", "noise_ns")), strict=True
+        )
     )
 
 
 def _exchanges(run: Measured) -> tuple[Exchange, ...]:
     try:
-        frame = run.frame(bandwidth)
+        frame = run.frame(exchanged)
     except (NotMeasured, MeasureFailed):
         return ()
-    frame = frame.assign(carried=frame["busbw"] * frame["transfer_ns"])
-    found = []
-    for (kind, ranks, of_size), mine in frame.groupby(["collective", "ranks", "size"]):
-        groups, transfer = len(mine), float(mine["transfer_ns"].sum())
-        wait, carried = float(mine["wait_ns"].mean()), float(mine["carried"].sum(skipna=False))
-        found.append(
-            Exchange(
-                str(kind),
-                int(str(ranks)),
-                size_class(int(str(of_size))),
-                float(mine["count"].sum()) / groups,
-                transfer / groups,
-                None if math.isnan(wait) else wait,
-                None if math.isnan(carried) or not transfer else carried / transfer,
-            )
+    return tuple(
+        Exchange(
+            row["collective"],
+            row["ranks"],
+            size_class(row["size"]),
+            row["count"],
+            row["transfer_ns"],
+            None if math.isnan(row["wait_ns"]) else row["wait_ns"],
+            None if math.isnan(row["busbw"]) else row["busbw"],
         )
-    return tuple(sorted(found, key=lambda e: -(e.transfer_ns + (e.wait_ns or 0.0))))
+        for row in frame.to_dict("records")
+    )
 
 
 def _blame(run: Measured) -> tuple[Blame, ...]:

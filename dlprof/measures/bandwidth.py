@@ -16,20 +16,31 @@ import pandas as pd
 from dlprof.engine import Measured, across_ranks
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.collectives import SENT, collectives, exposed, exposed_between, instances, matched, traced_steps
+from dlprof.measures.collectives import (
+    NOBODY,
+    SENT,
+    collectives,
+    exposed,
+    exposed_between,
+    instances,
+    matched,
+    traced_steps,
+)
 
 # Bounds of the classes of size, bytes: from one to the next, a transfer takes up to 16 times as long.
 CLASSES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
 
 # What a GPU's NVLinks carry in one direction together, bytes/s: half of what NVIDIA's data sheets of these parts give
-# for both (300, 600, 900 and 1,800 GB/s). By patterns of names: how a GH200's are wired, and what of them a slice of a
-# GPU (MIG) has, is not known.
+# for both (300, 600, 900 and 1,800 GB/s; 400 for those that may be sold everywhere). By patterns of names: how a
+# GH200's are wired, and what of them a slice of a GPU (MIG) has, is not known.
 _NVLINK = (
     (r"V100-SXM", 150e9),
     (r"A100-SXM", 300e9),
+    (r"A800-SXM", 200e9),
+    (r"\bH800$", 200e9),
     (r"H100 80GB HBM3|H100-SXM", 450e9),
-    (r"\bH200\b", 450e9),
-    (r"\bG?B200\b", 900e9),
+    (r"\bH200\b|\bH20$", 450e9),
+    (r"\bG?B[23]00\b", 900e9),
 )
 
 
@@ -46,10 +57,10 @@ def bus_factor(collective: str, ranks: int) -> float:
 def bandwidth(run: Measured) -> pd.DataFrame:
     """Sum up the collectives by kind, members and class of size, for the mean traced step.
 
-    Columns: collective, members, ranks (how many), size (index into CLASSES, −1: not told), count (a step), bytes (of
-    all), transfer_ns (of all; at most, where ranks are missing), wait_ns (mean over its ranks), exposed_ns (of transfer
-    and rank, in the mean steady step), algbw, busbw (bytes/s), peak (of the link, bytes/s), culprit, late (how many
-    collectives it came last to) and matched (of how many). NaN and culprit −1: not known.
+    Columns: collective, members, ranks (how many) and size (index into CLASSES; 0 and −1: not told), count (a step),
+    bytes (of all), transfer_ns (of all; at most, where ranks are missing), wait_ns (mean over its ranks), exposed_ns
+    (of transfer and rank, in the mean steady step), algbw, busbw (bytes/s), peak (of the link, bytes/s), culprit, late
+    (how many collectives it came last to) and matched (of how many). NaN and culprit −1: not known.
     """
     one = run.frame(transfers)
     steps = max(int(run.frame(traced_steps).groupby("rank").size().max()), 1)
@@ -58,6 +69,44 @@ def bandwidth(run: Measured) -> pd.DataFrame:
         for (kind, members, n, size), mine in one.groupby(["collective", "members", "ranks", "size"])
     ]
     return pd.DataFrame(rows).sort_values("transfer_ns", ascending=False, ignore_index=True)
+
+
+@across_ranks(bandwidth)
+def exchanged(run: Measured) -> pd.DataFrame:
+    """Sum up `bandwidth` over groups of as many ranks: what a rank has of each kind and class of size, longest first.
+
+    Columns: collective, ranks, size, groups (how many), count, bytes, wait_ns and transfer_ns (of a step, mean of the
+    groups), algbw and busbw (bytes/s, of all their transfers), of_peak (busbw over the link's), and of the group that
+    waits for one rank most often culprit, late and matched. NaN and culprit −1: not known.
+    """
+    frame = run.frame(bandwidth)
+    frame = frame.assign(carried=frame["busbw"] * frame["transfer_ns"], free=frame["algbw"] * frame["transfer_ns"])
+    rows = []
+    for (kind, ranks, of_size), mine in frame.groupby(["collective", "ranks", "size"]):
+        groups, transfer = len(mine), float(mine["transfer_ns"].sum()) or np.nan
+        busbw = float(mine["carried"].sum(skipna=False)) / transfer
+        worst = mine.nlargest(1, "late").iloc[0]
+        rows.append(
+            {
+                "collective": str(kind),
+                "ranks": int(str(ranks)),
+                "size": int(str(of_size)),
+                "groups": groups,
+                "count": float(mine["count"].sum()) / groups,
+                "bytes": float(mine["bytes"].mean()),
+                "wait_ns": float(mine["wait_ns"].mean()),
+                "transfer_ns": float(mine["transfer_ns"].sum()) / groups,
+                "algbw": float(mine["free"].sum(skipna=False)) / transfer,
+                "busbw": busbw,
+                "of_peak": busbw / float(mine["peak"].min(skipna=False)),
+                "culprit": int(worst["culprit"]),
+                "late": int(worst["late"]),
+                "matched": int(worst["matched"]),
+            }
+        )
+    whole = pd.DataFrame(rows)
+    longest = (-(whole["transfer_ns"] + whole["wait_ns"].fillna(0.0))).argsort(kind="stable")
+    return whole.iloc[longest].reset_index(drop=True)
 
 
 @across_ranks(breakdown, collectives, exposed, traced_steps)
@@ -117,7 +166,7 @@ def _row(run: Measured, key: dict[str, Any], mine: pd.DataFrame, steps: int) -> 
         "wait_ns": float(mine["wait_ns"].sum(skipna=False)) / steps,
         "exposed_ns": float(mine["bare_ns"].sum()) / steps,
         "algbw": algbw,
-        "busbw": algbw * bus_factor(str(key["collective"]), int(key["ranks"])),
+        "busbw": algbw * bus_factor(str(key["collective"]), int(key["ranks"])) if key["ranks"] else np.nan,
         "peak": _peak(run, str(key["members"])),
         "culprit": int(str(late.index[0])) if len(late) else -1,
         "late": int(late.iloc[0]) if len(late) else 0,
@@ -135,6 +184,8 @@ def _scale(run: Measured, frame: pd.DataFrame) -> pd.Series[float]:
 
 def _peak(run: Measured, members: str) -> float:
     """Give what the link between some ranks carries in one direction, bytes/s: known of NVLink within one host."""
+    if members == NOBODY:
+        return float("nan")
     ranks = [int(r) for r in members.split(",")] if members else range(run.world_size)
     hosts, names = set(), set()
     for rank in ranks:

@@ -8,6 +8,8 @@ only one receives, it is the one that waits.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +23,7 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import breakdown, device, host
 from dlprof.measures.point_to_point import POINT_TO_POINT, point_to_point
 from dlprof.measures.steps import timing
+from dlprof.readers.patterns import EXPERT_KERNEL
 
 Nanoseconds = NDArray[np.int64]
 
@@ -41,6 +44,20 @@ UNTOLD = (
 )
 NO_PAIRS = "sends and receives do not match, in number or in time, or their hosts' clocks are not known"
 
+# What stands in place of its members where nobody knows who takes part in a collective.
+NOBODY = "?"
+NO_GROUP = (
+    "expert-parallel kernels whose group the trace does not tell, or that do not wait for the others (low latency)"
+)
+
+# Expert-parallel kernels tell no group. Megatron-LM and DeviceMesh name theirs (EXPERT_MODEL_PARALLEL_GROUP, mesh_ep);
+# what spans their replicas or other stages is a wider one. Those of low latency send in one kernel, and receive in
+# another.
+_EXPERTS = re.compile(EXPERT_KERNEL)
+_OF_EXPERTS = re.compile(r"(?i)(?:^|[\W_])(?:ep|expert)(?:$|[\W_])")
+_WIDER = re.compile(r"(?i)data|pipeline|(?:^|[\W_])e?[dp]p(?:$|[\W_])")
+_LOW_LATENCY = re.compile(r"internode_ll::|::(?:dispatch|combine)_ll\b")
+
 # One rank gives, the others receive and wait for it alone; or all give, and only the one that receives waits.
 _FROM_ONE = ("broadcast", "scatter")
 _TO_ONE = ("reduce", "gather")
@@ -51,9 +68,9 @@ def collectives(rank: RankData) -> pd.DataFrame:
     """Give the collectives, sends and receives of the steady traced steps in order.
 
     Columns: step, group, members, collective, peer, bytes, dtype, start_ns, end_ns. `members` are the ranks of the
-    process group as text, "" where the trace does not tell; `peer` is the other rank of a send or receive, −1 where it
-    is none or not told. From the device's kernels where there is a device, else from the host's (gloo: from issue to
-    completion). Empty where the rank has none.
+    process group as text, "" where it is that of all ranks, NOBODY where it is not known; `peer` is the other rank of a
+    send or receive, −1 where it is none or not told. From the device's kernels where there is a device, else from the
+    host's (gloo: from issue to completion). Empty where the rank has none.
     """
     spans = rank.table("spans")
     t = timing(rank)
@@ -65,7 +82,7 @@ def collectives(rank: RankData) -> pd.DataFrame:
     else:
         of &= ~host.is_on_device(rank) & ~host.is_named(spans, "c10d", "_c10d")
     columns = ["group", "collective", "peer", "bytes", "dtype", "start_ns", "dur_ns"]
-    chosen = spans[of][columns].astype({"group": "str", "collective": "str", "dtype": "str"})
+    chosen = spans[of][[*columns, "name"]].astype({"group": "str", "collective": "str", "dtype": "str"})
     if len(between):
         chosen = pd.concat([chosen, between[columns]]).sort_values("start_ns", kind="stable")
     start = chosen["start_ns"].to_numpy()
@@ -73,13 +90,11 @@ def collectives(rank: RankData) -> pd.DataFrame:
     inside = (window >= 0) & (start < t.windows[np.maximum(window, 0), 1]) if len(t.windows) else window >= 0
     numbers = t.numbers if len(t.numbers) else np.zeros(max(len(t.windows), 1), dtype=np.int64)
     chosen, start = chosen[inside], start[inside]
-    groups = rank.trace_facts.get("groups") or {}
-    group = chosen["group"]
     return pd.DataFrame(
         {
             "step": numbers[window[inside]],
-            "group": group.to_numpy(),
-            "members": group.map(lambda g: _members(groups.get(g))).to_numpy(),
+            "group": chosen["group"].to_numpy(),
+            "members": _members_of(rank, chosen),
             "collective": chosen["collective"].to_numpy(),
             "peer": chosen["peer"].to_numpy(),
             "bytes": chosen["bytes"].to_numpy(),
@@ -88,6 +103,31 @@ def collectives(rank: RankData) -> pd.DataFrame:
             "end_ns": start + chosen["dur_ns"].to_numpy(),
         }
     )
+
+
+def _members_of(rank: RankData, rows: pd.DataFrame) -> NDArray[Any]:
+    """Give the ranks of each row's group, as text."""
+    groups = rank.trace_facts.get("groups") or {}
+    world = int(rank.trace_facts.get("world_size") or rank.facts.get("world_size") or 0)
+    members = rows["group"].map({g: _members(groups.get(g)) for g in rows["group"].unique()}).to_numpy(dtype=object)
+    experts = [n for n in rows["name"].unique() if _EXPERTS.search(str(n))]
+    if experts:
+        several = any(1 < int(g.get("size") or 0) < world for g in groups.values())
+        theirs = (rows["group"] == "") & rows["name"].isin(experts)
+        members[theirs.to_numpy()] = _experts(rank, groups) if several else ""
+        members[rows["name"].isin([n for n in experts if _LOW_LATENCY.search(str(n))]).to_numpy()] = NOBODY
+    return members
+
+
+def _experts(rank: RankData, groups: Mapping[str, Any]) -> str:
+    """Give the ranks among which this one's experts are spread, as text: the largest group that is named for them."""
+    known = [
+        g.get("ranks") or []
+        for g in groups.values()
+        if _OF_EXPERTS.search(str(g.get("desc") or "")) and not _WIDER.search(str(g.get("desc")))
+    ]
+    mine = [ranks for ranks in known if rank.index in ranks]
+    return ",".join(map(str, max(mine, key=len))) if mine else NOBODY
 
 
 def _members(group: Any) -> str:
@@ -144,6 +184,8 @@ def matched(run: Measured) -> pd.DataFrame:
     if lacking:
         rank, why = next(iter(lacking.items()))
         raise NotMeasured(f"waiting shows only with every rank's trace; of rank {rank}: {why}")
+    if not frame["wanted"].any():
+        raise NotMeasured(NO_GROUP)
     frame = frame[frame["present"] == frame["wanted"]]
     if not len(frame):
         raise NotMeasured(_lacking(run) if run.missing_ranks else "the ranks' collectives do not match in number")
@@ -209,8 +251,8 @@ def instances(run: Measured) -> pd.DataFrame:
 
     They match by step, process group, kind and order; a send and its receive by step, the two ranks, process group and
     order, where both ranks have as many of them (is_sender tells which is which). `row` is a row's own place in
-    `collectives`, `present` how many ranks have the instance and `wanted` how many took part in it. Raises NotMeasured
-    where there is nothing that could match.
+    `collectives`, `present` how many ranks have the instance and `wanted` how many took part in it (0: not known).
+    Raises NotMeasured where there is nothing that could match.
     """
     frame = run.frame(collectives)
     if not len(frame):
@@ -226,7 +268,7 @@ def instances(run: Measured) -> pd.DataFrame:
     return frame.assign(
         instance=instance,
         present=instance.map(instance.value_counts()),
-        wanted=np.where(frame["members"] == "", run.world_size, said),
+        wanted=np.select([frame["members"] == "", frame["members"] == NOBODY], [run.world_size, 0], said),
     )
 
 
@@ -247,19 +289,21 @@ def _paired(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def unmatched(run: Measured) -> str:
-    """Say why sends and receives are not matched; "" where there are none, or they are."""
+    """Say why some are not matched; "" where there are none, or all are."""
     try:
         frame = run.frame(collectives)
     except NotMeasured:
         return ""
+    why = [NO_GROUP] if (frame["members"] == NOBODY).any() else []
     sent = frame[frame["collective"].isin(POINT_TO_POINT)]
-    if not len(sent):
-        return ""
-    if (sent["peer"] < 0).all():
-        return UNTOLD
-    with suppress(NotMeasured):
-        return "" if (run.frame(matched)["collective"] == SENT).any() else NO_PAIRS
-    return NO_PAIRS
+    if len(sent) and (sent["peer"] < 0).all():
+        why.append(UNTOLD)
+    elif len(sent):
+        paired = False
+        with suppress(NotMeasured):
+            paired = bool((run.frame(matched)["collective"] == SENT).any())
+        why += [] if paired else [NO_PAIRS]
+    return "; ".join(why)
 
 
 def _lacking(run: Measured) -> str:

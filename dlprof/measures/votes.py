@@ -33,6 +33,7 @@ def voted(run: Measured) -> pd.DataFrame:
     last longer than the shortest of the same, ns of a mean traced step. Raises NotMeasured where there are too few.
     """
     frame = instances(run)
+    frame = frame[frame["wanted"] > 0]
     frame = frame.assign(dur_ns=frame["end_ns"] - frame["start_ns"])
     here = frame.groupby("instance")["dur_ns"].transform("size")
     frame = frame[here >= _RANKS[0]].sort_values(["instance", "dur_ns"], kind="stable")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dlprof.engine import RankData, per_rank
+from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import device
 from dlprof.measures.operators import kernels, own_times, owners
@@ -66,3 +66,18 @@ def _sums(kind: str, windows: np.ndarray, code: np.ndarray, start: np.ndarray, d
             "noise_ns": [standard_error(of_step) for of_step in ns[heaviest]],
         }
     )
+
+
+@across_ranks(work)
+def work_means(run: Measured) -> pd.DataFrame:
+    """Give the rows of `work` as the mean of the ranks, the heaviest first, MOST_WORK of each kind.
+
+    What a rank does not have is nothing there. The noise is the mean of the ranks': what holds one of them up holds up
+    all.
+    """
+    frame = run.frame(work)
+    sums = frame.groupby(["kind", "name"], as_index=False)[["calls", "ns", "noise_ns"]].sum()
+    sums = sums.sort_values(["ns", "name"], ascending=[False, True], kind="stable", ignore_index=True)
+    sums = sums[sums.groupby("kind").cumcount() < MOST_WORK].reset_index(drop=True)
+    ranks = frame["rank"].nunique()
+    return sums.assign(**{name: sums[name] / ranks for name in ("calls", "ns", "noise_ns")})

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-
-import pandas as pd
+from typing import Any
 
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures.arithmetic import device_peaks, operator_flops
+from dlprof.measures.heaviest import heaviest_operators
 from dlprof.measures.operators import operators
 from dlprof.overview import Picture
 from dlprof.result import Panel
 from dlprof.units import UNKNOWN, digits, duration, quantity, size
-
-HEAVIEST = 30
 
 
 def draw(run: Measured) -> list[Panel]:
@@ -40,26 +38,22 @@ def _flops(run: Measured) -> Panel:
 
 def _heaviest(run: Measured) -> Panel:
     """Give the roofline as a table: what each of the heaviest operators computes, moves and is bound by."""
-    frame = run.frame(operators)
-    rank, ranks = int(frame["rank"].iloc[0]), frame["rank"].nunique()
-    rows = []
-    for (name, dtype, shape), op in sorted(_by_operator(frame).items(), key=lambda item: -item[1].ns)[:HEAVIEST]:
-        shape = shape or (f"of {len(op.shapes)} shapes" if len(op.shapes) > 1 else "")
-        flops, moved = op.flops / ranks, op.moved / ranks
-        slowest = max(op.by_rank, key=lambda r: op.by_rank[r])
-        rows.append(
-            (
-                " ".join((name.removeprefix("aten::")[:80], *([shape] if shape else []))),
-                dtype or UNKNOWN,
-                digits(op.calls / ranks),
-                duration(op.ns / ranks),
-                UNKNOWN if math.isnan(flops) else quantity(flops, "FLOP"),
-                UNKNOWN if math.isnan(flops) else f"{quantity(op.flops / op.ns * 1e9, 'FLOP')}/s",
-                UNKNOWN if math.isnan(moved) else size(moved),
-                next(iter(op.bounds)) or UNKNOWN if len(op.bounds) == 1 else UNKNOWN,
-                *([f"rank {slowest}, {duration(op.by_rank[slowest])}"] if ranks > 1 else []),
-            )
+    here = run.frame(operators)["rank"].unique()
+    rows = tuple(
+        (
+            " ".join(filter(None, (row["operator"].removeprefix("aten::")[:80], _shape(row)))),
+            row["dtype"] or UNKNOWN,
+            digits(row["calls"]),
+            duration(row["ns"]),
+            quantity(row["flops"], "FLOP"),
+            UNKNOWN if math.isnan(row["rate"]) else f"{quantity(row['rate'], 'FLOP')}/s",
+            size(row["bytes"]),
+            row["bound"] or UNKNOWN,
+            *([f"rank {row['most_on']}, {duration(row['most_ns'])}"] if len(here) > 1 else []),
         )
+        for row in run.frame(heaviest_operators).to_dict("records")
+    )
+    rank = int(here[0])
     device, peaks, bandwidth = device_peaks(run.facts[rank], run.trace_facts[rank])
     tops = ", ".join(f"{quantity(peak, 'FLOP')}/s in {precision}" for precision, peak in peaks.items())
     known = f"{device} computes {tops} and moves {size(bandwidth)}/s at most (its data sheet)." if peaks else ""
@@ -68,40 +62,13 @@ def _heaviest(run: Measured) -> Panel:
         f" device's peaks, or by launching where a kernel takes less than 10 µs. {known}"
     ).strip()
     columns = ("operator, shapes", "type", "calls", "time a step", "computes", "rate", "moves", "bound by", "most on")
-    who = f"mean of {ranks} ranks" if ranks > 1 else f"rank {rank}"
+    who = f"mean of {len(here)} ranks" if len(here) > 1 else f"rank {rank}"
     title = f"The heaviest operators of a step, {who}"
-    return Panel("table", title, tuple(rows), columns if ranks > 1 else columns[:-1], note=note)
+    return Panel("table", title, rows, columns if len(here) > 1 else columns[:-1], note=note)
 
 
-@dataclass
-class _Operator:
-    """What an operator takes, added up over the ranks; what one of them does not know is not known (NaN)."""
-
-    calls: float = 0.0
-    ns: float = 0.0
-    flops: float = 0.0
-    moved: float = 0.0
-    bounds: set[str] = field(default_factory=set)
-    shapes: set[str] = field(default_factory=set)
-    by_rank: dict[int, float] = field(default_factory=dict)
+def _shape(row: Mapping[Any, Any]) -> str:
+    return str(row["shape"]) or (f"of {row['shapes']} shapes" if row["shapes"] > 1 else "")
 
 
-def _by_operator(frame: pd.DataFrame) -> dict[tuple[str, str, str], _Operator]:
-    """Add up by operator, type and shapes; among shapes that its time was only shared out to, it is one ("")."""
-    found: dict[tuple[str, str, str], _Operator] = {}
-    columns = ("operator", "dtype", "shape", "shared", "calls", "ns", "flops", "bytes", "bound", "rank")
-    for name, dtype, shape, shared, calls, ns, flops, moved, bound, rank in zip(
-        *(frame[c].tolist() for c in columns), strict=True
-    ):
-        op = found.setdefault((name, dtype, "" if shared else shape), _Operator())
-        op.calls += calls
-        op.ns += ns
-        op.flops += flops
-        op.moved += moved
-        op.bounds.add(bound)
-        op.shapes.add(shape)
-        op.by_rank[rank] = op.by_rank.get(rank, 0.0) + ns
-    return found
-
-
-PICTURE = Picture((operator_flops, operators), draw)
+PICTURE = Picture((heaviest_operators, operator_flops, operators), draw)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from dlprof.engine import Measured
-from dlprof.measures.bandwidth import bandwidth, size_class
+from dlprof.measures.bandwidth import bandwidth, exchanged, size_class
 from dlprof.measures.collectives import SENT, collectives, matched, unmatched
 from dlprof.overview import Picture
 from dlprof.result import Panel
@@ -18,31 +16,23 @@ MOST_ROWS = 12
 
 def draw(run: Measured) -> list[Panel]:
     """List the collectives by kind, ranks and size, the longest first; groups of as many ranks are one row."""
-    frame = run.frame(bandwidth)
-    waits = bool(frame["wait_ns"].notna().all())
-    frame = frame.assign(carried=frame["busbw"] * frame["transfer_ns"], free=frame["algbw"] * frame["transfer_ns"])
-    rows = []
-    for (kind, ranks, of_size), mine in frame.groupby(["collective", "ranks", "size"]):
-        groups = len(mine)
-        transfer = float(mine["transfer_ns"].sum())
-        worst = mine.nlargest(1, "late").iloc[0]
-        busbw = float(mine["carried"].sum(skipna=False)) / transfer if transfer else math.nan
-        cells = (
-            _named(str(kind), groups),
-            str(ranks),
-            size_class(int(str(of_size))),
-            digits(round(float(mine["count"].sum()) / groups, 1)),
-            size(float(mine["bytes"].mean())),
-            duration(float(mine["wait_ns"].mean())),
-            duration(transfer / groups),
-            _rate(float(mine["free"].sum(skipna=False)) / transfer if transfer else math.nan),
-            _rate(busbw),
-            percent(busbw / float(mine["peak"].min(skipna=False))),
-            f"rank {worst['culprit']}, {worst['late']} of {worst['matched']}" if worst["culprit"] >= 0 else UNKNOWN,
+    frame = run.frame(exchanged)
+    rows = tuple(
+        (
+            _named(row["collective"], row["groups"]),
+            str(row["ranks"] or UNKNOWN),
+            size_class(row["size"]),
+            digits(round(row["count"], 1)),
+            size(row["bytes"]),
+            duration(row["wait_ns"]),
+            duration(row["transfer_ns"]),
+            _rate(row["algbw"]),
+            _rate(row["busbw"]),
+            percent(row["of_peak"]),
+            f"rank {row['culprit']}, {row['late']} of {row['matched']}" if row["culprit"] >= 0 else UNKNOWN,
         )
-        rows.append((transfer / groups + float(np.nan_to_num(mine["wait_ns"].mean())), cells))
-    rows.sort(key=lambda row: -row[0])
-    shown = tuple(cells for _, cells in rows[:MOST_ROWS])
+        for row in frame.head(MOST_ROWS).to_dict("records")
+    )
     columns = (
         "collective",
         "ranks",
@@ -61,17 +51,17 @@ def draw(run: Measured) -> list[Panel]:
         " receiver's from when both had come); bytes over it is the"
         " algorithm's bandwidth, and the bus bandwidth is what that asks of each link (nccl-tests' factors)."
     )
-    if not waits:
+    if frame["wait_ns"].isna().any():
         note += (
             " Not every rank's trace is here or matches: waiting is not told apart, and transfer takes at most so long."
         )
     if why := unmatched(run):
         note += f" Not in it: {why}."
-    if frame["peak"].isna().all():
+    if frame["of_peak"].isna().all() and run.frame(bandwidth)["peak"].isna().all():
         note += " What the link could carry is not known."
-    if len(rows) > MOST_ROWS:
-        note += f" The longest {MOST_ROWS} of {len(rows)}."
-    return [Panel("table", "Collectives", shown, columns, note=note)]
+    if len(frame) > MOST_ROWS:
+        note += f" The longest {MOST_ROWS} of {len(frame)}."
+    return [Panel("table", "Collectives", rows, columns, note=note)]
 
 
 def _named(kind: str, groups: int) -> str:
@@ -84,4 +74,4 @@ def _rate(value: float) -> str:
     return f"{size(value)}/s" if math.isfinite(value) else UNKNOWN
 
 
-PICTURE = Picture((bandwidth, collectives, matched), draw)
+PICTURE = Picture((bandwidth, collectives, exchanged, matched), draw)

@@ -28,11 +28,16 @@ _OP = r"cpu_op|operator"
 _MARK = r"cpu_op|operator|user_annotation"
 
 # Kernels that move data between devices. NCCL says ncclKernel_ (to 2.18) and ncclDevKernel_ (from 2.19), AMD's RCCL
-# either of them or rccl; a bare hip* says nothing. DeepEP's expert-parallel kernels carry their namespace.
+# either of them or rccl; a bare hip* says nothing. Expert-parallel kernels carry their namespace (DeepEP's first and
+# second edition, its hybrid one, MORI's); what they do on one GPU alone (layouts, copying out, adding up) is computing.
+EXPERT_KERNEL = (
+    r"::internode(?:_ll)?::|::intranode::|deep_ep::elastic::\w*(?:dispatch|combine|barrier)_impl"
+    r"|hybrid_ep::(?:dispatch|combine|device_sync)_kernel|\bEp(?:Dispatch|Combine)(?:Intra|Inter)Node"
+)
 COMMUNICATION_KERNEL = (
     r"(?i:(?:^|\W)(?:nccl|rccl|oneccl|hccl|mscclpp|nvshmem))|(?i:nccl(?:dev)?kernel|rccl_|oneccl|mscclpp|nvshmem)"
     r"|cross_device_reduce|(?:one|two)_shot_all_reduce|multimem_(?:one_shot_)?(?:all_reduce|all_gather|reduce_scatter)"
-    r"|::internode(?:_ll)?::|::intranode::"
+    rf"|{EXPERT_KERNEL}"
 )
 # The calls that issue a collective and torch's marks around one: c10d::allreduce_, gloo:all_reduce, nccl:broadcast.
 # record_param_comms is the call inside c10d that tells the profiler a collective's group, size and type.
@@ -85,13 +90,16 @@ _COLLECTIVES = (
     ("all_reduce", r"allreduce|crossdevicereduce"),
     ("reduce_scatter", r"reducescatter"),
     ("all_gather", r"allgather"),
-    ("all_to_all", r"alltoall|(?:inter|intra)node\w*(?:dispatch|combine)"),
+    (
+        "all_to_all",
+        r"alltoall|(?:(?:inter|intra)node|elastic|hybridep)\w*(?:dispatch|combine)|ep(?:dispatch|combine)int",
+    ),
     ("send_recv", r"sendrecv"),
     ("broadcast", r"broadcast"),
     ("reduce", r"reduce"),
     ("gather", r"gather"),
     ("scatter", r"scatter"),
-    ("barrier", r"barrier"),
+    ("barrier", r"barrier|devicesync"),
     ("send", r"send"),
     ("recv", r"recv"),
 )

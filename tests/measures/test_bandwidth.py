@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlprof.measures.bandwidth import bandwidth, bus_factor, size_class
+from dlprof.measures.bandwidth import bandwidth, bus_factor, exchanged, size_class
 from tests import runs, traces
 from tests.runs import MS
 
@@ -57,6 +57,10 @@ def test_waiting_is_no_transfer(tmp_path: Path) -> None:
     ("device", "peak"),
     [
         ("NVIDIA GB200", 900e9),
+        ("NVIDIA B300 SXM6 AC", 900e9),
+        ("NVIDIA A800-SXM4-80GB", 200e9),
+        ("NVIDIA H800", 200e9),
+        ("NVIDIA H800 PCIe", None),
         ("Tesla V100-SXM2-32GB", 150e9),
         ("NVIDIA H100 80GB HBM3", 450e9),
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
@@ -74,6 +78,17 @@ def test_groups_are_told_apart(tmp_path: Path) -> None:
     frame = runs.measured(runs.foreign(tmp_path, *exchanging((0, 1), (2, 3))), bandwidth).frame(bandwidth)
     assert set(frame["members"]) == {"0,1", "2,3"}
     assert set(frame["culprit"]) == {1, 3}
+
+
+def test_groups_of_as_many_ranks_are_one_kind_of_exchange(tmp_path: Path) -> None:
+    path = runs.foreign(tmp_path, *exchanging((0, 1), (2, 3), (4, 5, 6)))
+    frame = runs.measured(path, exchanged).frame(exchanged).set_index("ranks")
+    assert frame["groups"].to_dict() == {2: 2, 3: 1}
+    assert frame["count"].to_dict() == {2: 1.0, 3: 1.0}
+    assert frame["wait_ns"].to_dict() == pytest.approx({2: MS / 4, 3: MS / 3})
+    assert frame["busbw"].to_dict() == pytest.approx({2: 40e9, 3: 40e9 * 4 / 3})
+    assert frame["of_peak"].to_dict() == pytest.approx({2: 40 / 450, 3: 40 / 450 * 4 / 3})
+    assert list(frame.index) == [3, 2]
 
 
 def test_an_unknown_device_has_no_peak(tmp_path: Path) -> None:

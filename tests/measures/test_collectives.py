@@ -9,7 +9,7 @@ import pytest
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown
-from dlprof.measures.collectives import UNTOLD, collectives, exposed, matched, unmatched, waits
+from dlprof.measures.collectives import NO_GROUP, UNTOLD, collectives, exposed, matched, unmatched, waits
 from dlprof.measures.replay import own_time, saving, saving_input
 from dlprof.measures.steps import step_means, step_series
 from tests import runs, traces
@@ -295,3 +295,70 @@ def test_sends_between_hosts_need_clocks_that_collectives_bring_together(tmp_pat
         trace["traceEvents"].append(traces.collective(4 * MS + 20 * MS * rank, MS, 1_000))
     frame = run_of(tmp_path / "with", made).frame(matched)
     assert by_rank(frame[frame["collective"] == "send"], "wait_ns") == {0: 400_000, 1: MS}
+
+
+def experts(name: str, *groups: dict[str, Any], ends: tuple[int, ...] = (0, 0, 0, 0)) -> list[dict[str, Any]]:
+    """Make four ranks, each in an expert-parallel kernel from 1, 2, 3 and 4 ms until 5 ms and so much more."""
+    made = []
+    for rank in range(4):
+        start, end = (1 + rank) * MS, 5 * MS + ends[rank]
+        events = [traces.step(n, n * 10 * MS, 10 * MS) for n in range(3)]
+        events += [traces.kernel(name, n * 10 * MS + start, end - start, stream=21) for n in range(3)]
+        one = traces.trace(*events, rank=rank, world_size=4)
+        one["distributedInfo"]["pg_config"] += [g for g in groups if rank in g["ranks"]]
+        made.append(one)
+    return made
+
+
+def group(name: str, desc: str, *ranks: int) -> dict[str, Any]:
+    return {"pg_name": name, "pg_desc": desc, "pg_size": len(ranks), "ranks": list(ranks)}
+
+
+DISPATCH = "void deep_ep::intranode::dispatch<8, 768, 8192>(int4*)"
+PAIRS = (
+    group("1", "EXPERT_MODEL_PARALLEL_GROUP", 0, 1),
+    group("2", "EXPERT_MODEL_PARALLEL_GROUP", 2, 3),
+    group("3", "EXPERT_DATA_PARALLEL_GROUP", 0, 2),
+    group("4", "EXPERT_DATA_PARALLEL_GROUP", 1, 3),
+)
+
+
+def test_expert_parallel_kernels_meet_in_the_group_named_for_experts(tmp_path: Path) -> None:
+    # The second pair is through 1 ms later than the first.
+    frame = run_of(tmp_path, experts(DISPATCH, *PAIRS, ends=(0, 0, MS, MS))).frame(matched)
+    assert set(frame["collective"]) == {"all_to_all"}
+    assert set(frame["members"]) == {"0,1", "2,3"}
+    assert by_rank(frame, "wait_ns") == {0: 3 * MS, 1: 0, 2: 3 * MS, 3: 0}
+
+
+def test_without_smaller_groups_they_are_of_all_ranks(tmp_path: Path) -> None:
+    run = run_of(tmp_path, experts(DISPATCH))
+    assert by_rank(run.frame(matched), "wait_ns") == {0: 9 * MS, 1: 6 * MS, 2: 3 * MS, 3: 0}
+    assert unmatched(run) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        (DISPATCH, (group("1", "mesh_tp", 0, 1), group("2", "mesh_tp", 2, 3))),
+        ("void deep_ep::internode_ll::dispatch<true, 3, 10, 7168>(void*)", ()),
+    ],
+)
+def test_where_nobody_knows_with_whom_they_meet_nobody_waits(tmp_path: Path, name: str, groups: Any) -> None:
+    run = run_of(tmp_path, experts(name, *groups))
+    with pytest.raises(NotMeasured):
+        run.frame(matched)
+    assert unmatched(run) == NO_GROUP
+
+
+def test_kernels_of_an_unknown_group_leave_the_others_matched(tmp_path: Path) -> None:
+    made = experts(DISPATCH, group("1", "mesh_tp", 0, 1), group("2", "mesh_tp", 2, 3))
+    for rank, one in enumerate(made):
+        one["traceEvents"] += [
+            traces.collective(n * 10 * MS + (6 + rank % 2) * MS, (3 - rank % 2) * MS, 1_000, ranks=(0, 1, 2, 3))
+            for n in range(3)
+        ]
+    run = run_of(tmp_path, made)
+    assert by_rank(run.frame(matched), "wait_ns") == {0: 3 * MS, 1: 0, 2: 3 * MS, 3: 0}
+    assert set(run.frame(matched)["collective"]) == {"all_reduce"}
+    assert unmatched(run) == NO_GROUP

@@ -80,3 +80,28 @@ def test_gloo_without_inputs_tells_only_in_a_job_of_two(tmp_path: Path, world_si
     events = gloo("recv", "c10d::recv_", 0)
     found = told(tmp_path, *events, rank=1, world_size=world_size, device="", backend="gloo")
     assert found == [("recv", peer)]
+
+
+@pytest.mark.parametrize(("name", "key"), [("send", "Dst Rank"), ("recv", "Src Rank")])
+def test_torch_tells_the_others_number_in_the_group_and_its_rank(tmp_path: Path, name: str, key: str) -> None:
+    # As torch 2.6 and later write it: "Rank" is the other's place among ranks 4 to 7, beside its rank in the job.
+    event = traces.sent(name, 6, MS, MS, group="3", ranks=(4, 5, 6, 7), told=False)
+    event["args"] |= {"Rank": 2, key: 6, "Seq": -1, "In split size": "[]", "Global rank start": 4}
+    assert told(tmp_path, event, rank=5, world_size=8) == [(name, 6)]
+
+
+def test_of_a_batch_torch_calls_coalesced_the_calls_tell(tmp_path: Path) -> None:
+    events = [issued("send", 1, 100 * US), issued("recv", 3, 110 * US), *batch(200 * US, MS, 5)]
+    events[-1]["args"] |= {"Collective name": "coalesced", "Process Group Name": "0", "dtype": "BFloat16"}
+    assert told(tmp_path, *events) == [("send", 1), ("recv", 3)]
+
+
+def test_an_older_trace_tells_by_torchs_marks(tmp_path: Path) -> None:
+    # Before "Dst Rank": the mark around the launch names both places in the group.
+    events = [
+        traces.annotation("nccl:send 1->2", 100 * US, 120 * US),
+        *batch(200 * US, MS, 5),
+        traces.annotation("nccl:recv 1<-0", 300 * US, 120 * US),
+        *batch(400 * US, 3 * MS, 6),
+    ]
+    assert told(tmp_path, *events, rank=1) == [("send", 2), ("recv", 0)]

@@ -10,7 +10,7 @@ import pytest
 
 from dlprof.errors import NotMeasured
 from dlprof.measures.steps import standard_error
-from dlprof.measures.work import LONGEST_NAME, work
+from dlprof.measures.work import LONGEST_NAME, work, work_means
 from tests import runs, traces
 from tests.runs import MS
 
@@ -59,3 +59,16 @@ def test_names_are_cut(tmp_path: Path) -> None:
 def test_without_an_operator_there_is_nothing_to_tell(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured):
         of(tmp_path, traces.step(0, 0, MS), device="")
+
+
+def test_of_several_ranks_the_mean_counts_and_what_one_lacks_is_nothing(tmp_path: Path) -> None:
+    def job(rank: int, *more: Any) -> dict[str, Any]:
+        gemm = traces.kernel("gemm", 0, 100_000 * (1 + rank))
+        return traces.trace(traces.step(0, 0, MS), gemm, *more, rank=rank, world_size=2)
+
+    path = runs.foreign(tmp_path, job(0), job(1, traces.kernel("only", 500_000, 80_000)))
+    rows = runs.measured(path, work_means).frame(work_means).to_dict("records")
+    assert [(r["kind"], r["name"], r["calls"], r["ns"]) for r in rows] == [
+        ("kernel", "gemm", 1, 150_000),
+        ("kernel", "only", 0.5, 40_000),
+    ]

@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from dlprof.measures.arithmetic import operator_flops
-from dlprof.measures.operators import operators
-from dlprof.panels.arithmetic import HEAVIEST, draw
+from dlprof.measures.heaviest import MOST_OPERATORS
+from dlprof.panels.arithmetic import PICTURE, draw
 from dlprof.units import UNKNOWN
 from tests import runs, traces
 from tests.runs import MS
@@ -18,14 +17,14 @@ def table(folder: Path, facts: dict[str, Any], *names: str) -> Any:
         events += [traces.op(name, n * 20_000, 15_000)]
         events += traces.launched("kernel", n * 20_000 + 1_000, MS + n * 300_000, 300_000 - n * 10_000, n + 1)
     path = runs.recorded(folder / "run", (traces.trace(*events, world_size=1), [], facts))
-    (panel,) = draw(runs.measured(path, operator_flops, operators))
+    (panel,) = draw(runs.measured(path, *PICTURE.needs))
     return panel
 
 
 def test_the_heaviest_come_first_and_no_more_than_a_table_holds(tmp_path: Path) -> None:
-    panel = table(tmp_path, {"device": {"type": "cuda"}}, *(f"aten::op{n}" for n in range(HEAVIEST + 2)))
+    panel = table(tmp_path, {"device": {"type": "cuda"}}, *(f"aten::op{n}" for n in range(MOST_OPERATORS + 2)))
     assert panel.shape == "table"
-    assert [row[0] for row in panel.rows] == [f"op{n}" for n in range(HEAVIEST)]
+    assert [row[0] for row in panel.rows] == [f"op{n}" for n in range(MOST_OPERATORS)]
     assert {row[4] for row in panel.rows} == {UNKNOWN}
 
 
@@ -52,7 +51,7 @@ def test_of_several_ranks_the_mean_is_shown_and_the_one_with_most(tmp_path: Path
     each = {"operator": "aten::mm", "dtype": "bfloat16", "calls": 1}
     shapes = [{**each, "shape": s, "flops": 3_000_000, "bytes": 300} for s in ("8x8 8x8", "8x8 8x16")]
     path = runs.recorded(tmp_path / "run", job(0, 200_000, shapes), job(1, 400_000, shapes))
-    (panel,) = draw(runs.measured(path, operator_flops, operators))
+    (panel,) = draw(runs.measured(path, *PICTURE.needs))
     assert panel.title == "The heaviest operators of a step, mean of 2 ranks"
     assert [(*row[:6], row[-1]) for row in panel.rows] == [
         ("mm of 2 shapes", "bfloat16", "2", "300.0 µs", "6 MFLOP", "20 GFLOP/s", "rank 1, 400.0 µs"),
