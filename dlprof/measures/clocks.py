@@ -32,7 +32,8 @@ def clocks(rank: RankData) -> pd.DataFrame:
 
     Columns: source (gpu: the rank's own; "nvidia-smi ID": one of a log, which names no rank), readings, clock_mhz (the
     mean), max_mhz, limit_w and default_w (of power), and of each of REASONS its share of the readings and, as
-    NAME_mhz, the mean clock of the readings with it; free_mhz: of those with none. NaN: not told, or none such.
+    NAME_mhz, the mean clock of the readings with it; free, free_mhz, free_spread_mhz (their standard deviation): of
+    those with none. NaN: not told, or none such.
     Raises NotMeasured where no clock was read.
     """
     samples = rank.table("samples")
@@ -56,6 +57,7 @@ def clocks(rank: RankData) -> pd.DataFrame:
         clock = table["sm_clock_mhz"]
         held = {name: (bits & mask) != 0 for name, mask in REASONS.items()}
         known = bool(told.all())
+        free = ~np.logical_or.reduce(list(held.values()))
         rows.append(
             {
                 "source": str(source),
@@ -66,7 +68,9 @@ def clocks(rank: RankData) -> pd.DataFrame:
                 "default_w": float(table["power_limit_default_w"].mean()),
                 **{name: float(at.mean()) if known else np.nan for name, at in held.items()},
                 **{f"{name}_mhz": float(clock[at].mean()) for name, at in held.items()},
-                "free_mhz": float(clock[~np.logical_or.reduce(list(held.values()))].mean()) if known else np.nan,
+                "free": float(free.mean()) if known else np.nan,
+                "free_mhz": float(clock[free].mean()) if known else np.nan,
+                "free_spread_mhz": float(clock[free].std(ddof=0)) if known else np.nan,
             }
         )
     if not rows:

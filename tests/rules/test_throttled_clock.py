@@ -57,6 +57,27 @@ def test_a_clock_that_was_set_names_the_way_back(tmp_path: Path) -> None:
     assert "nvidia-smi -rgc" in found.advice[0]
 
 
+def test_a_clock_that_stands_still_far_below_its_maximum_was_locked(tmp_path: Path) -> None:
+    locked = NORMAL | {"sm_clock_mhz": 1_200, "clock_reasons_bits": 0}
+    found = ask(RULE, sampled(tmp_path, locked))
+    assert (found.state, "stands still" in found.title) == ("found", True)
+    assert found.share == pytest.approx(1 - 1_200 / 1_980, rel=0.02)
+    assert found.advice[0].startswith("`nvidia-smi -rgc`")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        ({"sm_clock_mhz": 1_750},),  # a GPU that names more than it reaches
+        ({"sm_clock_mhz": 1_200}, {"sm_clock_mhz": 1_400}),  # it comes and goes with the load
+        ({"sm_clock_mhz": 1_200}, {"sm_clock_mhz": 1_200, "clock_reasons_bits": 0x4}),  # for its power limit
+    ],
+)
+def test_a_clock_that_moves_or_is_nearly_the_highest_was_not_locked(tmp_path: Path, read: Any) -> None:
+    path = sampled(tmp_path, *(NORMAL | {"clock_reasons_bits": 0} | r for r in read))
+    assert ask(RULE, path).state == "clear"
+
+
 def test_a_lowered_limit_costs_the_cube_root(tmp_path: Path) -> None:
     found = ask(RULE, sampled(tmp_path, NORMAL | {"sm_clock_mhz": 1_400, "power_limit_w": 350}))
     # Twice the power would give 2^(1/3) times the clock.
