@@ -9,7 +9,7 @@ under the same name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any
@@ -34,6 +34,8 @@ _STEPS = 40
 _MOST_ROWS = 4_000
 
 SCHEDULE = "schedule"
+
+_BISECTIONS = 12  # of what handing over takes: a few thousandths of what is laid upon it
 
 
 def closed_form(schedule: str, ranks: int, microbatches: int, chunks: int) -> float:
@@ -167,6 +169,30 @@ class Pipe:
     def again(self, lengths: Mapping[Action, float], launch: float = 0.0, hand_over: float = 0.0) -> float:
         """Replay its step with other lengths, ns."""
         return replay(self.rows, lengths, self.held, launch, hand_over)
+
+    def mean_step(self, calls: Iterable[Mapping[Action, float]], hand_over: float) -> float:
+        """Replay calls one by one, and give their mean, ns, with all that is around their chunks."""
+        return float(np.mean([self.again(took, self.launch_ns, hand_over) for took in calls])) + self.edge_ns
+
+    def hand_over(self) -> float:
+        """Give what handing over a chunk takes, ns: so much that the recorded calls, replayed, take what was measured.
+
+        Of each call its own chunks count: with their means, which know of no bad luck, it would be blamed for that too.
+        """
+        low, high = 0.0, max(0.0, self.step_ns - self.mean_step(self.took, 0.0))
+        for _ in range(_BISECTIONS if high else 0):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.mean_step(self.took, middle) < self.step_ns else (low, middle)
+        return low
+
+    def saved_by_even(self, hand_over: float) -> float:
+        """Give what even stages save of a step, ns: every call replayed, each chunk as lucky as it was."""
+        even = self.even()
+        calls = [
+            {a: ns * even[a[:2]] / self.mean[a[:2]] if self.mean[a[:2]] else ns for a, ns in took.items()}
+            for took in self.took
+        ]
+        return self.mean_step(self.took, hand_over) - self.mean_step(calls, hand_over)
 
 
 def pipes(run: Measured) -> list[Pipe]:
@@ -348,7 +374,9 @@ def stage_lengths(run: Measured) -> pd.DataFrame:
     Columns: ranks (as `pipeline` has them), rank, stage, forward_ns, backward_ns (both halves of it), stage_ns (their
     sum); and of the pipeline, replayed with launching and handing over for nothing: slowdown (its step with the stages
     as they are ÷ with even ones), gain_ns (their difference), explained (the share of it that the longest stage gives
-    when it alone takes the mean), calls_a_step. Raises NotMeasured where no pipeline can be replayed.
+    when it alone takes the mean), saved_ns (what even stages save of the measured step, in which they wait for
+    handing over and each other's bad luck more often), calls_a_step. Raises NotMeasured where no pipeline can be
+    replayed.
     """
     parts = []
     for pipe in pipes(run):
@@ -364,6 +392,7 @@ def stage_lengths(run: Measured) -> pd.DataFrame:
         fixed = pipe.again(pipe.lengths({k: even[k] if k[0] == longest else ns for k, ns in mean.items()}))
         frame["slowdown"] = now / ideal
         frame["gain_ns"] = now - ideal
+        frame["saved_ns"] = pipe.saved_by_even(pipe.hand_over())
         frame["explained"] = (now - fixed) / (now - ideal) if now > ideal else nan
         parts.append(frame.assign(ranks=", ".join(map(str, pipe.ranks)), calls_a_step=_calls(run, pipe)))
     if not parts:
@@ -402,6 +431,14 @@ def idle_ns(rank: RankData) -> float:
     calls = frame[(frame["action"] == SCHEDULE).to_numpy()]
     n = int(rank.once(light_steps)["steady"].sum())
     return float((calls["dur_ns"] - calls["busy_ns"]).clip(lower=0).sum()) / n if n else 0.0
+
+
+def chunk_times(rank: RankData) -> iv.Intervals:
+    """Give the time inside chunks, of the steps whose chunks were recorded."""
+    frame = rank.table("chunks")
+    rows = frame[(frame["action"] != SCHEDULE).to_numpy()]
+    start = rows["start_ns"].to_numpy()
+    return iv.union(start, start + rows["dur_ns"].to_numpy())
 
 
 def outside_chunks(rank: RankData) -> iv.Intervals:

@@ -14,10 +14,20 @@ from math import isfinite
 import numpy as np
 import pandas as pd
 
-from dlprof.engine import Measured, across_ranks
+from dlprof import intervals as iv
+from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.pipeline import Pipe, backward_ns, pipeline, pipeline_chunks, pipes, why_not_replayed
+from dlprof.measures.breakdown import breakdown, part, partition
+from dlprof.measures.pipeline import (
+    Pipe,
+    backward_ns,
+    chunk_times,
+    pipeline,
+    pipeline_chunks,
+    pipes,
+    why_not_replayed,
+)
 from dlprof.measures.schedules import (
     INTERLEAVED,
     LOOPED,
@@ -33,11 +43,10 @@ from dlprof.measures.schedules import (
 
 # What a plan takes for granted, for the findings that are made of them.
 ASSUMED = (
-    "half a stage, or a micro-batch of half the size, takes half as long; launching a chunk and handing it over take as"
-    " long as now; the halves of a backward pass are alike where they were not measured"
+    "half a stage takes half as long, and so does computing a micro-batch of half the size; the Python within it,"
+    " launching and handing over take as long as now; the halves of a backward pass are alike where they were not"
+    " measured"
 )
-
-_BISECTIONS = 12  # of what handing over takes: a few thousandths of what is laid upon it
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,19 @@ class _Plan:
     even: bool = False
 
 
-@across_ranks(pipeline, pipeline_chunks)
+@per_rank
+def host_in_chunks(rank: RankData) -> pd.DataFrame:
+    """Give one row, share: how much of its host's own time in the traced steps a rank spends within chunks.
+
+    Raises NotMeasured where chunks or the host's time were not recorded.
+    """
+    own = partition(rank).get("host", iv.EMPTY)
+    if not iv.total(own):
+        raise NotMeasured("the trace shows no time of the host's own")
+    return pd.DataFrame({"share": [iv.total(iv.intersect(own, chunk_times(rank))) / iv.total(own)]})
+
+
+@across_ranks(breakdown, host_in_chunks, pipeline, pipeline_chunks)
 def pipeline_plans(run: Measured) -> pd.DataFrame:
     """Give what each change would make of a pipeline's mean step, by replay; the first row of each is as it is.
 
@@ -63,7 +84,7 @@ def pipeline_plans(run: Measured) -> pd.DataFrame:
     """
     parts = []
     for pipe in pipes(run):
-        model = _model(pipe)
+        model = _model(pipe, _fixed(run, pipe))
         if model is None:
             continue
         rows = []
@@ -114,53 +135,66 @@ class _Model:
     """A pipeline as the sum of its parts, which can be put together anew; `scale` makes it what was measured."""
 
     pipe: Pipe
+    fixed: Mapping[int, float]
     hand_over_ns: float
     scale: float
 
     def step(self, plan: _Plan) -> float:
         """Give how long the step takes by a plan, ns."""
-        return self.scale * _replayed(self.pipe, plan, self.hand_over_ns)
+        if plan.even:
+            return self.pipe.step_ns - self.pipe.saved_by_even(self.hand_over_ns)
+        return self.scale * _replayed(self.pipe, plan, self.fixed, self.hand_over_ns)
 
 
-def _model(pipe: Pipe) -> _Model | None:
+def _fixed(run: Measured, pipe: Pipe) -> dict[int, float]:
+    """Give the share of each stage's chunks that is its host's own and no shorter for a smaller micro-batch.
+
+    0 where that is not known. What a device computes is never its host's.
+    """
+    try:
+        own, told = part(run, "host"), run.frame(pipeline).set_index("rank")["calls_a_step"]
+        within = run.frame(host_in_chunks).set_index("rank")["share"]
+    except NotMeasured:
+        return {}
+    of = {
+        r: min(1.0, own.get(r, 0.0) * float(within.get(r, 0.0)) / float(told[r]) / max(pipe.busy_ns[r], 1.0))
+        for r in pipe.ranks
+    }
+    return {stage: of[r] for r, row in zip(pipe.ranks, pipe.rows, strict=True) for stage, _, _ in row}
+
+
+def _model(pipe: Pipe, fixed: Mapping[int, float]) -> _Model | None:
     """Find what handing over takes where the pipeline as it is takes what was measured; None: its grid is not known."""
     now = _Plan("", pipe.schedule, pipe.microbatches, pipe.chunks, easy=False)
     if not runs(pipe.schedule, len(pipe.ranks), pipe.microbatches, pipe.chunks):
         return None
-    # From each call's own chunks: with their means, which know of no bad luck, handing over would be blamed for it.
-
-    def measured(hand_over: float) -> float:
-        return float(np.mean([pipe.again(took, pipe.launch_ns, hand_over) for took in pipe.took])) + pipe.edge_ns
-
-    low, high = 0.0, max(0.0, pipe.step_ns - measured(0.0))
-    for _ in range(_BISECTIONS if high else 0):
-        middle = (low + high) / 2
-        low, high = (middle, high) if measured(middle) < pipe.step_ns else (low, middle)
-    predicted = _replayed(pipe, now, low)
-    return _Model(pipe, low, pipe.step_ns / predicted) if predicted > 0 else None
+    hand_over = pipe.hand_over()
+    predicted = _replayed(pipe, now, fixed, hand_over)
+    return _Model(pipe, fixed, hand_over, pipe.step_ns / predicted) if predicted > 0 else None
 
 
-def _replayed(pipe: Pipe, plan: _Plan, hand_over: float) -> float:
+def _replayed(pipe: Pipe, plan: _Plan, fixed: Mapping[int, float], hand_over: float) -> float:
     """Replay a plan's grid, launching as it is."""
     made = grid(plan.schedule, len(pipe.ranks), plan.microbatches, plan.chunks)
-    took = _lengths(pipe, plan)
+    took = _lengths(pipe, plan, fixed)
     rest = sum(ns for (_, what), ns in pipe.mean.items() if what == "reduce") / len(pipe.ranks)
     lengths: dict[Action, float] = {a: took[a[1]][a[0]] for row in made.rows for a in row}
     return replay(made.rows, lengths, made.held, pipe.launch_ns, hand_over) + pipe.edge_ns + rest
 
 
-def _lengths(pipe: Pipe, plan: _Plan) -> Mapping[str, Sequence[float]]:
+def _lengths(pipe: Pipe, plan: _Plan, fixed: Mapping[int, float]) -> Mapping[str, Sequence[float]]:
     """Give how long each stage of a plan takes for each kind of action, ns."""
-    of, before, after = pipe.even() if plan.even else pipe.mean, pipe.stages, len(pipe.ranks) * plan.chunks
-    smaller = pipe.microbatches / plan.microbatches
-    forward = _cut([of.get((s, "forward"), 0.0) * smaller for s in range(before)], after)
-    whole = [backward_ns(of, s) * smaller for s in range(before)]
+    of, before, after = pipe.mean, pipe.stages, len(pipe.ranks) * plan.chunks
+    size = pipe.microbatches / plan.microbatches
+    smaller = [fixed.get(s, 0.0) * (1 - size) + size for s in range(before)]
+    forward = _cut([of.get((s, "forward"), 0.0) * smaller[s] for s in range(before)], after)
+    whole = [backward_ns(of, s) * smaller[s] for s in range(before)]
     halves = [(of.get((s, "input"), 0.0), of.get((s, "weight"), 0.0)) for s in range(before)]
     inputs = [b * (i / (i + w) if i and w else 0.5) for b, (i, w) in zip(whole, halves, strict=True)]
     if plan.schedule in SPLIT and plan.schedule == pipe.schedule:
         # Whole and in halves a pass may differ; as it is, each is what it was.
-        inputs = [i * smaller if i else b for (i, _), b in zip(halves, inputs, strict=True)]
-        weight = [w * smaller if w else b - i for (_, w), b, i in zip(halves, whole, inputs, strict=True)]
+        inputs = [i * k if i else b for (i, _), b, k in zip(halves, inputs, smaller, strict=True)]
+        weight = [w * k if w else b - i for (_, w), b, i, k in zip(halves, whole, inputs, smaller, strict=True)]
     else:
         weight = [b - i for b, i in zip(whole, inputs, strict=True)]
     return {

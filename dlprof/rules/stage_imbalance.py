@@ -9,7 +9,10 @@ chunks: how long each stage's forward and backward took. The slowdown is the ste
 the same with every stage at the mean of all (S in Lin et al., Understanding Stragglers in Large Model Training, 2025),
 launching and handing over for nothing in both.
 
-Saving: the measured step replayed with even stages. Layers cannot be cut at will: it may be less.
+Saving: the measured steps replayed with even stages, every chunk as much longer or shorter than its kind's mean as it
+was, and handing over as slow: even stages wait for both more often. Layers cannot be cut at will: it may be less. Ranks
+that share cores or memory slow each other down more when all compute at once, as even ones do: on a CPU it may be less
+for that, too.
 
 What to change: give the longest stage fewer layers. Count the embedding, the head and the loss as layers when the model
 is split; a small vocabulary's head takes little, a large one's as much as several layers.
@@ -37,7 +40,7 @@ def check(run: Measured) -> Finding | Clear:
     stages = run.frame(stage_lengths)
     if (stages.groupby("ranks")["stage"].count() < 2).all():
         return Clear("the pipeline has one stage")
-    gains = stages.groupby("ranks")[["gain_ns", "calls_a_step"]].first().prod(axis=1)
+    gains = stages.groupby("ranks")[["saved_ns", "calls_a_step"]].first().prod(axis=1)
     pipeline, gain, step = str(gains.idxmax()), float(gains.max()), mean_step_ns(run)
     mine = stages[stages["ranks"] == pipeline]
     longest = mine.sort_values("stage_ns").to_dict("records")[-1]
