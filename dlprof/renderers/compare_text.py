@@ -63,9 +63,10 @@ def render(c: Comparison, width: int = 80, colour: bool = False) -> str:
     for what, rows in (("operators", c.operators), ("kernels", c.kernels), ("collectives", c.exchanges)):
         chosen = changed(rows)[:MOST_ROWS]
         if chosen:
+            short = words.unqualified if what == "kernels" else str
             differences = [d for w in chosen for d in (w.time, w.wait) if d is not None and d.verdict != "noise"]
             lines += ["", f"  {what} that changed most, a step"]
-            lines += _table([(words.plain(d.name, 80), d) for d in differences], width)
+            lines += _table([(words.plain(short(d.name), 80), d) for d in differences], width)
     if c.settings:
         lines += ["", "  settings that differ"]
         for s in c.settings[:MOST_ROWS]:
@@ -77,9 +78,8 @@ def render(c: Comparison, width: int = 80, colour: bool = False) -> str:
 
 def which(result: Result) -> str:
     """Name a run with its devices and steps."""
-    return (
-        f"{words.plain(result.run.path, 60)} · {words.name(result)} · {words.devices(result)} · {words.steps(result)}"
-    )
+    path, name = words.plain(result.run.path, 60), words.name(result)
+    return " · ".join((path, *(() if name == path else (name,)), words.devices(result), words.steps(result)))
 
 
 def headline(c: Comparison) -> tuple[str, str]:

@@ -6,6 +6,7 @@ A number and its unit are joined by a no-break space, so that a page never parts
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from dlprof.result import CATEGORIES, Outcome, Result, TimePart
 from dlprof.units import MINUS, UNKNOWN, digits
 
 NBSP = "\u00a0"
+
+_QUALIFIED = re.compile(r"^void |(?:[A-Za-z_]\w*|\(anonymous namespace\))::")
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,12 @@ def percent(share: float) -> str:
 def about(share: float) -> str:
     """Write a share in whole percent, for where many stand side by side."""
     return percent(share) if not math.isfinite(share) or abs(share) < 0.00995 else f"{100 * share:.0f}{NBSP}%"
+
+
+def unqualified(kernel: str) -> str:
+    """Leave out a C++ kernel's return type and namespaces, which are alike for most, where there is little room."""
+    head, template, rest = kernel.partition("<")
+    return _QUALIFIED.sub("", head) + template + rest
 
 
 def times(factor: float) -> str:

@@ -134,3 +134,15 @@ def test_a_factor_from_a_hundred_on_tells_no_more() -> None:
         "over 100\xa0×",
         "—",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "short"),
+    [
+        ("void at::native::(anonymous namespace)::softmax<4, at::Half>(int)", "softmax<4, at::Half>(int)"),
+        ("sm90_xmma_gemm_bf16", "sm90_xmma_gemm_bf16"),
+        ("ncclDevKernel_AllReduce(ncclDevKernelArgs)", "ncclDevKernel_AllReduce(ncclDevKernelArgs)"),
+    ],
+)
+def test_a_kernel_without_its_namespaces(kernel: str, short: str) -> None:
+    assert words.unqualified(kernel) == short
