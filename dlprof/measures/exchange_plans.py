@@ -19,8 +19,9 @@ from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.measures import breakdown, device, host, settings
 from dlprof.measures.bandwidth import CLASSES, bandwidth, transfers
 from dlprof.measures.collectives import collectives, exposed, traced_steps, waits
+from dlprof.measures.lateness import busy
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import light_steps, standard_error, step_means, timing
+from dlprof.measures.steps import light_steps, mean_step_ns, standard_error, step_means, timing
 from dlprof.units import UNKNOWN, count, digits, duration, size
 
 # Exchanges of gradients, which are made once a step; the others go with each pass.
@@ -120,6 +121,24 @@ def free_to_hide(run: Measured) -> dict[int, float]:
     return {int(str(r)): float(ns) for r, ns in (free * scale).fillna(0.0).clip(lower=0.0).items()}
 
 
+def idle_cores(run: Measured) -> float:
+    """Give for how long of the mean step a CPU run's cores stand idle, ns; infinity where that is not known.
+
+    What two ranks do beside each other still takes its CPU time: a step is no shorter than all of it on all cores. With
+    several hosts, those of the busiest.
+    """
+    if not settings.on_cpu(run) or run.lacking(busy):
+        return math.inf
+    used = run.frame(busy).groupby("rank")[["cpu_ns", "time_ns"]].sum()
+    share = used["cpu_ns"] / used["time_ns"].clip(lower=1)
+    there = pd.Series({r: settings.cores(run, r) for r in run.ranks}, dtype=float).reindex(share.index)
+    hosts = pd.Series({r: str(run.facts[r].get("host")) for r in run.ranks}).reindex(share.index)
+    together = share.groupby(hosts).transform("sum")
+    # Ranks that use more than one of them may have cores of their own.
+    taken = (together.where(together <= there, share) / there).max()
+    return max(0.0, 1.0 - float(taken)) * mean_step_ns(run) if math.isfinite(taken) else math.inf
+
+
 @dataclass(frozen=True)
 class Fit:
     """What one collective takes: to start, ns, and for each byte, ns."""
@@ -148,6 +167,7 @@ def fitted(run: Measured) -> Fit | None:
     accumulation,
     bandwidth,
     breakdown.breakdown,
+    busy,
     collectives,
     exposed,
     overlap,
@@ -215,9 +235,12 @@ def _gain(run: Measured, removed: Mapping[int, float] | pd.Series[float]) -> flo
 def _hidden(run: Measured, transfer: pd.Series[float]) -> tuple[str, str, float, str]:
     free = pd.Series(free_to_hide(run), dtype=float).reindex(transfer.index).fillna(0.0)
     of = "its backward pass" if _backward_told(run) else "computation"
-    least = float(free.min())
+    least, idle = float(free.min()), idle_cores(run)
     why = f"{duration(least)} of {of} hides nothing yet" if least > 0 else f"nothing of {of} is free to hide it"
-    return "hidden behind computation", "hidden", _gain(run, transfer.clip(upper=free)), why
+    gain = _gain(run, transfer.clip(upper=free))
+    if idle < gain:
+        why = f"sending takes cores as well, and they stand idle for {duration(idle)} of the step"
+    return "hidden behind computation", "hidden", min(gain, idle), why
 
 
 def _backward_told(run: Measured) -> bool:

@@ -91,10 +91,10 @@ def light_own_time(run: Measured) -> pd.DataFrame:
 
 @per_rank
 def busy(rank: RankData) -> pd.DataFrame:
-    """Give what a rank's process used of its cores in the steady steps: step, time_ns, busy_ns; thinned alike.
+    """Give what a rank's process used of its cores in the steady steps: step, time_ns, cpu_ns, busy_ns; thinned.
 
-    busy_ns is CPU time, and the time in which the training thread was ready to run and had no core. A rank that waits
-    for another sleeps, with gloo. Raises NotMeasured where the kernel does not tell.
+    busy_ns is CPU time (cpu_ns) and the time in which the training thread was ready to run and had no core. A rank that
+    waits for another sleeps, with gloo. Raises NotMeasured where the kernel does not tell.
     """
     loading = rank.table("loading")
     usage = loading[(loading["kind"] == "usage") & (loading["delay_ns"] >= 0)]
@@ -104,7 +104,7 @@ def busy(rank: RankData) -> pd.DataFrame:
         raise NotMeasured("what the ranks use of their cores was not recorded")
     stride = -(-len(rank.table("steps")) // MOST_ROWS)
     usage = usage.assign(step=usage["step"] // stride, busy_ns=usage["cpu_ns"] + usage["delay_ns"])
-    sums: pd.DataFrame = usage.groupby("step", as_index=False)[["dur_ns", "busy_ns"]].sum()
+    sums: pd.DataFrame = usage.groupby("step", as_index=False)[["dur_ns", "cpu_ns", "busy_ns"]].sum()
     return sums.rename(columns={"dur_ns": "time_ns"})
 
 

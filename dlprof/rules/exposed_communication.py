@@ -7,9 +7,10 @@ Needs a trace with collectives. With the traces of all ranks, waiting for a late
 left to `straggler`; where a rank's trace is missing, the two cannot be told apart and the summary says so.
 
 Saving: the best of what one change can give, by replay over the ranks. The exposed transfer hidden, as far as there is
-computation that hides nothing yet: of the backward pass, where that is told, for gradients are not there before it. Or
-fewer bytes, or half as many exchanges. The table predicts the step for each; where two classes of size tell what a
-collective takes to start and for each byte, for other buckets too. Where two changes are made, the second gives less.
+computation that hides nothing yet: of the backward pass, where that is told, for gradients are not there before it; on
+a CPU, where sending takes cores as well, no more than the cores stand idle. Or fewer bytes, or half as many exchanges.
+The table predicts the step for each; where two classes of size tell what a collective takes to start and for each byte,
+for other buckets too. Where two changes are made, the second gives less.
 Where batches exchange their gradients after which the optimizer does not step, one exchange for each of its steps is
 the saving, though hiding might give more: it is the same training, and needs no computation to hide behind.
 

@@ -1,12 +1,20 @@
 """Plans of exchanging otherwise: exact on made steps, and silent where the run does not tell."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dlprof.engine import Measured
-from dlprof.measures.exchange_plans import exchange_plans, exposed_transfer, fitted, free_to_hide, overlap
+from dlprof.measures.exchange_plans import (
+    exchange_plans,
+    exposed_transfer,
+    fitted,
+    free_to_hide,
+    idle_cores,
+    overlap,
+)
 from tests import runs, traces
 from tests.runs import MS
 
@@ -152,3 +160,44 @@ def test_what_little_is_exchanged_between_is_no_gradient(tmp_path: Path, between
     # Nothing, a metric; or no batch was traced after which the optimizer steps.
     run = runs.measured(accumulating(tmp_path, between, traced=traced), exchange_plans, overlap)
     assert "once" not in set(run.frame(exchange_plans)["key"])
+
+
+def on_two_cores(folder: Path, *cpu: int, cores: int = 2) -> Measured:
+    """Record ranks on a CPU that compute 6 ms and reduce for 4 ms after it, and use so many ns of CPU time a step."""
+    facts = {**runs.CPU, "backend": "gloo", "cpu": {"affinity": cores}, "models": [{"parameters": 1, "ddp": DDP}]}
+    made, ranks = [], len(cpu)
+    for rank in range(ranks):
+        events: list[Any] = []
+        for n in range(3):
+            zero = n * 1_000 * MS
+            events.append(traces.step(n, zero, 10 * MS))
+            events.append(traces.op("aten::mm", zero, 6 * MS))
+            events.append(traces.annotation("gloo:all_reduce", zero + 6 * MS, 4 * MS))
+        made.append(traces.trace(*events, rank=rank, world_size=ranks, device="", backend="gloo"))
+    steps = [runs.light(n, 10 * MS, profiled=int(n < 3)) for n in range(40)]
+    path = runs.recorded(folder / "run", *((one, steps, facts) for one in made))
+    for rank, used in enumerate(cpu):
+        rows = [
+            {"kind": "usage", "start_ns": s["start_ns"], "dur_ns": s["dur_ns"], "count": 1, "step": s["step"]}
+            | {"cpu_ns": used, "delay_ns": 0, "thread_ns": used}
+            for s in steps
+        ]
+        (path / f"ranks/{rank:05d}/loading.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return runs.measured(path, exchange_plans, overlap)
+
+
+def test_on_a_cpu_no_more_is_hidden_than_its_cores_stand_idle(tmp_path: Path) -> None:
+    # Two ranks use 1.7 of two cores: beside each other, computing and sending take 8.5 ms of 10.
+    run = on_two_cores(tmp_path, 9 * MS, 8 * MS)
+    assert idle_cores(run) == pytest.approx(1.5 * MS)
+    assert gains(run)["hidden"] == pytest.approx(1.5 * MS)
+    why = run.frame(exchange_plans).set_index("key")["why"]["hidden"]
+    assert "they stand idle for 1.50 ms" in why
+
+
+def test_with_cores_to_spare_all_of_it_may_be_hidden(tmp_path: Path) -> None:
+    assert gains(on_two_cores(tmp_path, 9 * MS, 8 * MS, cores=8))["hidden"] == pytest.approx(4 * MS)
+
+
+def test_ranks_with_a_core_each_have_their_own(tmp_path: Path) -> None:
+    assert idle_cores(on_two_cores(tmp_path, 9 * MS, 8 * MS, cores=1)) == pytest.approx(1 * MS)
