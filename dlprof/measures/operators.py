@@ -401,10 +401,9 @@ def _misaligned(frame: pd.DataFrame, half: float, bandwidth: float) -> tuple[flo
     convolution. The number of rows (batch × length) may be any.
     """
     rows = [r for r in _records(frame) if r["dtype"] in SIXTEEN_BITS and r["shape"]]
-    features = {size for row in rows for size in _features(row["operator"], row["shape"])}
-    odd = {size for size in features if size % 8}
+    odd = {size for row in rows for size in features(row["operator"], row["shape"]) if size % 8}
     wrong = [r for r in rows if odd & {d for tensor in sizes(r["shape"])[-2:] for d in tensor[-2:]}] if odd else []
-    wrong = [r for r in wrong if r["operator"].endswith("mm") or odd & set(_features(r["operator"], r["shape"]))]
+    wrong = [r for r in wrong if r["operator"].endswith("mm") or odd & set(features(r["operator"], r["shape"]))]
     right = [r for r in rows if r not in wrong and r["flops"] > 0 and r["ns"] > 0]
     # What well-shaped products of this run reach is the best guess for the others, where each has its own time.
     right = [r for r in right if not r["shared"]]
@@ -420,7 +419,8 @@ def _misaligned(frame: pd.DataFrame, half: float, bandwidth: float) -> tuple[flo
     return took, saved, bool(rows)
 
 
-def _features(operator: str, shape: str) -> list[int]:
+def features(operator: str, shape: str) -> list[int]:
+    """Give the sizes of features in the shapes of a product: its columns, or a convolution's channels."""
     tensors = sizes(shape)
     if operator.endswith("mm"):
         return tensors[-1][-1:]

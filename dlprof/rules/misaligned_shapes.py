@@ -22,7 +22,7 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.arithmetic import device_peaks
 from dlprof.measures.breakdown import breakdown, part_noise
-from dlprof.measures.operators import SIXTEEN_BITS, operators, sizes, tensor_cores
+from dlprof.measures.operators import SIXTEEN_BITS, features, operators, sizes, tensor_cores
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
@@ -32,6 +32,7 @@ from dlprof.units import digits, duration, percent
 NOTABLE_SHARE = 0.02
 
 MOST_ROWS = 12
+_MOST_NAMED = 3
 
 
 def check(run: Measured) -> Finding | Clear:
@@ -66,11 +67,25 @@ def check(run: Measured) -> Finding | Clear:
         verdict=f"{percent(gain / step)} {of_step(run)} is lost to sizes off a multiple of 8.",
         noise_ns=part_noise(run, "computation"),
         saving_ns=gain,
-        advice=("pad widths and the vocabulary to a multiple of 8, better of 64: the sizes are in the table",),
+        advice=(_advice(run, worst),),
         evidence=evidence,
         ranks=tuple(sorted(r for r, ns in saved.items() if ns >= saved[worst] / 2)),
         sure="Estimated by what other products of this run, or of this device, take a FLOP.",
     )
+
+
+def _advice(run: Measured, rank: int) -> str:
+    """Name the sizes whose products take longest, and what to make of them."""
+    frame = run.frame(operators)
+    mine = frame[(frame["rank"] == rank) & frame["dtype"].isin(SIXTEEN_BITS) & (frame["shape"] != "")]
+    took: dict[int, float] = {}
+    for operator, shape, ns in zip(mine["operator"], mine["shape"], mine["ns"], strict=True):
+        for size in features(str(operator), str(shape)):
+            if size % 8:
+                took[size] = took.get(size, 0.0) + float(ns)
+    named = sorted(took, key=lambda size: -took[size])[:_MOST_NAMED]
+    better = "; ".join(f"{size} → {-(-size // 8) * 8} or {-(-size // 64) * 64}" for size in named)
+    return f"pad widths and the vocabulary to a multiple of 8, better of 64{f': {better}' if better else ''}"
 
 
 def _evidence(run: Measured, rank: int) -> Panel:

@@ -31,6 +31,7 @@ def test_found_with_what_a_good_shape_would_take(tmp_path: Path) -> None:
     assert found.state == "found"
     assert found.saving_ns == pytest.approx(6 * MS - 2 * 4096 * 1022 * 4099 / 156e12 * 1e9, rel=1e-6)
     assert "4096x1022 1022x4099" in str(found.evidence)
+    assert found.advice[0].endswith(": 4099 → 4104 or 4160")
 
 
 def test_good_sizes_and_any_batch_are_left_alone(tmp_path: Path) -> None:
