@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from dlprof.rules import RULES
 from tests import jobs
+from tests.consistency import assert_consistent
 
 TRACES = Path(__file__).parent.parent.parent / "shared" / "traces"
 
@@ -166,23 +166,11 @@ def test_ranks_that_are_not_here_are_named(result: Any) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_saving_is_larger_than_what_the_step_has_of_it(result: Any, name: str) -> None:
-    """On any rank: its own time in the rule's categories, and of its waiting as much as the others have of them."""
     said = result(name)
-    time: dict[int, dict[str, float]] = defaultdict(dict)
-    for part in said["time"]:
-        time[part["rank"]][part["category"]] = part["ns"]
-    of = {r.id: set(r.saves_from) for r in RULES}
-    found = [o for o in said["outcomes"] if o["state"] == "found" and of[o["id"]]]
+    assert_consistent(said)
+    found = [o for o in said["outcomes"] if o["state"] == "found"]
     assert found
-    for o in found:
-        own = {r: sum(ns for c, ns in parts.items() if c in of[o["id"]]) for r, parts in time.items()}
-        waiting = {"communication", "pipeline_bubble", "other"} - of[o["id"]]
-        most = max(
-            own[r] + min(sum(own.values()) - own[r], sum(parts.get(c, 0.0) for c in waiting))
-            for r, parts in time.items()
-        )
-        assert 0 < o["saving_ns"] <= most * (1 + 1e-9), o["id"]
-        assert "Cut to what the step has" not in o["sure"], o["id"]
+    assert not [o["id"] for o in found if "Cut to what the step has" in o["sure"]]
     # Eight ranks that hide each other's savings: nothing but the whole step bounds them.
     assert (said["together"] is None) == (name == "dlrm_v100_8ranks")
     together = (said["together"] or found[0])["saving_ns"]
