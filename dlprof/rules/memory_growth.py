@@ -8,7 +8,9 @@ allocator tells a few times a second. Growing is told from filling: what the lea
 rise throughout, and in the second half still as in the first. Memory that is mapped from files does not count. What
 forked workers copy of their parent's memory as they touch it does not show in their own figures.
 
-Saving: none. The finding tells when memory will be used up if it goes on so, and speaks where that is within two days.
+Saving: none. The finding tells when memory will be used up if it goes on so, and speaks where that is within two days,
+and no more than 48 times as far as it was seen to grow: an allocator that finds no use for what was freed, in pieces,
+grows for minutes as well, and then no more.
 
 What to change: keep numbers, not tensors (`loss.item()` every k steps, `loss.detach()`); bound the caches of data sets;
 `dlprof wrap --memory` records which lines allocated what is held on a GPU, for pytorch.org/memory_viz; on the host
@@ -29,10 +31,13 @@ from dlprof.measures.memory import memory_growth, memory_series
 from dlprof.measures.samples import sample_series
 from dlprof.measures.steps import mean_step_ns, step_means
 from dlprof.result import Finding, Panel
-from dlprof.units import digits, duration, size
+from dlprof.units import count, digits, duration, size
 
 # A choice: about as long as clusters let one job run. What lasts longer will not end this job.
 HORIZON_S = 48 * 3600
+
+# And no further than this many times what was seen: as two days are told from an hour.
+FORESEEN = 48
 
 # Enough for any screen.
 MOST_POINTS = 200
@@ -73,7 +78,13 @@ def check(run: Measured) -> Finding | Clear:
     if seconds > HORIZON_S:
         return Clear(f"{_WHAT[str(what)]} grows, and would last for {digits(seconds / 3600)} h")
     row = grows[(grows["rank"] == rank) & (grows["what"] == what)].to_dict("records")[0]
-    when = _when(seconds)
+    when, grown = _when(seconds), float(row["last_bytes"] - row["first_bytes"])
+    seen = grown / float(row["per_step"])
+    if steps > FORESEEN * seen:
+        raise NotMeasured(
+            f"{_WHAT[str(what)]} grew by {size(grown)} in {count(round(seen), 'step')}, which may be what its allocator"
+            f" keeps; it would last for {when}: record more steps"
+        )
     return Finding(
         title=f"Memory grows, and is used up in {when}",
         summary=f"On rank {rank} {_WHAT[str(what)]} grew from {size(row['first_bytes'])} to {size(row['last_bytes'])},"

@@ -106,6 +106,16 @@ def test_what_lasts_for_days_is_left_alone(tmp_path: Path) -> None:
     assert (clear.state, "would last for" in clear.summary) == ("clear", True)
 
 
+def test_what_is_seen_for_a_minute_is_no_word_on_the_hours_after_it(tmp_path: Path) -> None:
+    # An allocator that finds no use for what was freed: 2 MB a step, and 22 GB left.
+    said = ask(RULE, sampled(tmp_path, lambda _: GB, children=lambda n: 300 * MB + n * 2 * MB, left=22 * GB))
+    assert said.state == "not_measured"
+    assert "its workers' memory grew by 96 MB in 48 steps, which may be what its allocator keeps" in said.why
+    # Seen for as long as ten minutes, it is.
+    longer = sampled(tmp_path / "longer", lambda _: GB, children=lambda n: 300 * MB + n * 2 * MB, left=22 * GB, n=600)
+    assert ask(RULE, longer).state == "found"
+
+
 def test_too_few_readings_or_an_unknown_end_abstain(tmp_path: Path) -> None:
     short = ask(RULE, sampled(tmp_path / "short", lambda n: GB + n * 10 * MB, n=15))
     assert (short.state, "fewer than 18 readings" in short.why) == ("not_measured", True)
