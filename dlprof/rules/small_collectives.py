@@ -8,7 +8,10 @@ model follow from its parameters and the number of its exchanges.
 
 Saving: what is exposed of their transfer, as far as fewer of them would start less often; their bytes are taken to cost
 nothing, and what computation hides is not counted. On a CPU FSDP2's own work on each of its units counts as well, and
-fewer units are those that the modules right above them would be. Waiting for a late rank is `straggler`'s.
+fewer units are those that the modules right above them would be. Each collective is a meeting as well, and ranks that
+are late in turn wait at each: delays that are independent of each other grow with the root of the time that they add
+up in, and so what all ranks wait shrinks with the root of how often they meet. Waiting for one late rank is
+`straggler`'s.
 
 What to change: larger buckets (`bucket_cap_mb`), `fully_shard` on whole blocks, gradients exchanged once a step and not
 one by one, metrics reduced in one tensor.
@@ -28,6 +31,7 @@ from dlprof.measures import settings
 from dlprof.measures.bandwidth import CLASSES, bandwidth
 from dlprof.measures.collectives import SENT
 from dlprof.measures.exchange_plans import gain_noise, transfer_noise
+from dlprof.measures.replay import own_time
 from dlprof.measures.sharding import sharding
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
@@ -67,7 +71,9 @@ def check(run: Measured) -> Finding | Clear:
     kept, around = _units(run)
     fewer = max(fewer, math.ceil(n * kept))
     starts = bare * max(0.0, 1 - fewer / n)
-    gain = starts + around * (1 - kept)
+    meets = _late_in_turn(run) * float(small["wait_ns"].sum() / max(frame["wait_ns"].sum(), 1.0))
+    meets *= max(0.0, 1 - math.sqrt(fewer / n))
+    gain = starts + meets + around * (1 - kept)
     step = mean_step_ns(run)
     if gain < NOTABLE_SHARE * step:
         return Clear(f"{percent(gain / step)} of the step is exposed start-up of {count(n, 'small collective')}")
@@ -80,7 +86,7 @@ def check(run: Measured) -> Finding | Clear:
         verdict=f"{percent(gain / step)} {of_step(run)} starts small collectives.",
         saving_ns=gain,
         noise_ns=gain_noise(run, starts),
-        within={"communication": starts},
+        within={"communication": starts + meets},
         advice=_advice(run, n, fewer),
         evidence=_evidence(small),
         sure=f"Estimated as {count(fewer, 'start')} a step in place of {digits(round(n, 1))}; moving the bytes is"
@@ -98,6 +104,12 @@ def _units(run: Measured) -> tuple[float, float]:
         if settings.on_cpu(run):
             return float((frame["parents"] / frame["units"]).iloc[0]), float(frame["around_ns"].min())
     return 0.0, 0.0
+
+
+def _late_in_turn(run: Measured) -> float:
+    """Give what every rank waits for others in the mean step, ns: so long each is late itself. 0: it is not known."""
+    own = run.frame(own_time)
+    return float(own["wait_ns"].min()) if own["known"].all() else 0.0
 
 
 def _by_parameters(run: Measured, frame: pd.DataFrame) -> pd.Series[float]:
@@ -148,7 +160,7 @@ def _evidence(small: pd.DataFrame) -> Panel:
 RULE = Rule(
     "small_collectives",
     "Many small collectives",
-    (bandwidth, sharding, step_means, transfer_noise),
+    (bandwidth, own_time, sharding, step_means, transfer_noise),
     check,
     # FSDP2's own work on a CPU is copying, and the host's.
     saves_from=("communication", "computation", "host", "other"),
