@@ -135,9 +135,10 @@ def replayed(pace: Pace, workers: int) -> Forecast:
     told = Forecast(workers, 0.0, 0.0)
     for _ in range(_ROUNDS):
         own = pace.own * (1 - pace.own_cpu + pace.own_cpu * trains)
-        told = _replay(own, pace.fetch + pace.fetch_cpu * (fetches - 1), workers, pace.prefetch)
-        busy = (trained * trains, fetched * fetches, told.step_ns - told.wait_ns)
-        now = _stretches(pace, workers, *(ns / told.step_ns for ns in busy))
+        told, beside = _replay(own, pace.fetch + pace.fetch_cpu * (fetches - 1), pace.fetch_cpu, workers, pace.prefetch)
+        step = told.step_ns
+        busy, loop = (trained * trains / step, fetched * fetches / step), 1 - told.wait_ns / step
+        now = _stretches(pace, workers, busy, loop, beside)
         # Half-way, or the two would swing around each other.
         trains = (trains + min(max(1.0, now[0] * pace.beside[0]), longest)) / 2
         fetches = (fetches + max(1.0, now[1] * pace.beside[1])) / 2
@@ -146,10 +147,11 @@ def replayed(pace: Pace, workers: int) -> Forecast:
     return replace(told, step_ns=max(told.step_ns, least))
 
 
-def _replay(own: Times, fetch: Times, workers: int, prefetch: int) -> Forecast:
+def _replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int) -> tuple[Forecast, float]:
+    """Give the mean step, and the share of what fetches compute (`cpu`) that falls into the loop's own work."""
     if not workers:
         wait = float(fetch.mean())
-        return Forecast(0, float(own.mean()) + wait, wait)
+        return Forecast(0, float(own.mean()) + wait, wait), 0.0
     depth = workers * max(prefetch, 1)
     # The first two fillings of the queue are no steady state.
     skip = 2 * depth
@@ -166,15 +168,27 @@ def _replay(own: Times, fetch: Times, workers: int, prefetch: int) -> Forecast:
             begun, waited = asked, 0.0
         waited += taken[k] - asked
         asked = taken[k] + owns[k]
-    return Forecast(workers, (asked - begun) / (n - skip), waited / (n - skip))
+    mean = Forecast(workers, (asked - begun) / (n - skip), waited / (n - skip))
+    return mean, _beside(np.array(taken), np.resize(own, n), np.array(there), np.resize(fetch, n), np.resize(cpu, n))
 
 
-def _stretches(pace: Pace, workers: int, trains: float, fetches: float, loop: float) -> tuple[float, float]:
+def _beside(begin: Times, own: Times, there: Times, fetch: Times, cpu: Times) -> float:
+    """Give the share of what fetches compute that falls into the loop's own work; each computes evenly throughout."""
+    # What the loop has worked until any time, from where its batches begin and end.
+    times, worked = np.column_stack((begin, begin + own)).ravel(), np.cumsum(own)
+    until = np.column_stack((worked - own, worked)).ravel()
+    inside = np.interp(there, times, until) - np.interp(there - fetch, times, until)
+    total = float(cpu.sum())
+    return float((cpu * inside / np.maximum(fetch, 1e-9)).sum()) / total if total else 0.0
+
+
+def _stretches(pace: Pace, workers: int, busy: tuple[float, float], loop: float, beside: float) -> tuple[float, float]:
     """Give how much longer computing takes the loop, and a worker, than with a core for every thread.
 
-    `trains` and `fetches`: the share of the time that a rank's loop, and its workers together, are ready to compute;
-    `loop`: that the loop does not wait for data, on all ranks at once.
+    `busy`: the share of the time that a rank's loop, and its workers together, are ready to compute; `loop`: that the
+    loop does not wait for data, on all ranks at once; `beside`: the share of what workers compute that is then.
     """
+    trains, fetches = busy
     computes, others = trains / max(loop, 1e-9), pace.ranks - 1
 
     def pace_of(itself: int, loops: int, fetchers: int, each: float, together: int = 1) -> float:
@@ -186,10 +200,11 @@ def _stretches(pace: Pace, workers: int, trains: float, fetches: float, loop: fl
         alone = pace_of(pace.threads, others, 0, 0.0, pace.together)
         return 1.0 / alone, 1.0 / pace_of(1, 0, others, fetches / max(1.0 - loop, 1e-9))
     fetchers, each = pace.ranks * workers, fetches / workers
-    training, waiting = (pace_of(1, loops, fetchers - 1, each) for loops in (pace.ranks, 0))
+    then, otherwise = each * beside / max(loop, 1e-9), each * (1 - beside) / max(1 - loop, 1e-9)
+    training, waiting = pace_of(1, pace.ranks, fetchers - 1, then), pace_of(1, 0, fetchers - 1, otherwise)
     return (
-        1.0 / pace_of(pace.threads, others, fetchers, each, pace.together),
-        1.0 / (loop * training + (1.0 - loop) * waiting),
+        1.0 / pace_of(pace.threads, others, fetchers, then, pace.together),
+        1.0 / (beside * training + (1.0 - beside) * waiting),
     )
 
 
@@ -254,7 +269,9 @@ def pace(run: Measured, rank: int) -> Pace:
     )
     trained, waited = recorded.own.mean() * recorded.own_cpu, own.mean() * (1 - alone)
     fetched = recorded.batch_cpu * (1 + delay.mean() / max(used.mean(), 1.0))
-    model = _stretches(recorded, workers, *(ns / step["step_ns"] for ns in (trained + waited, fetched, own.mean())))
+    _, while_own = _replay(own, fetch + float(fetches["gap_ns"].iloc[0]), used, workers, recorded.prefetch)
+    busy = (trained + waited) / step["step_ns"], fetched / step["step_ns"]
+    model = _stretches(recorded, workers, busy, own.mean() / step["step_ns"], while_own)
     stretch = 1 + waited / max(trained, 1.0)
     beside = stretch / model[0], (1 + delay.mean() / max(used.mean(), 1.0)) / model[1]
     return replace(recorded, beside=beside, stretch=stretch)

@@ -132,6 +132,19 @@ def test_a_loop_that_fetches_itself_is_forecast_too(tmp_path: Path) -> None:
     assert max(given[0].step_ns - min(f.step_ns for f in given), 0) < 5 * MS
 
 
+def test_what_workers_compute_while_the_loop_waits_is_not_in_its_way() -> None:
+    # One core, and a fetch of 100 ms, of which 30 compute, evenly: the loop finds it taken for 30 % of the time:
+    # its 20 ms take 1 / (0.7 + 0.3 / 2) times as long.
+    told = replayed(pace(20.0, 100.0, own_cpu=1.0, fetch_cpu=30.0, cores=1), 1)
+    assert told.step_ns - told.wait_ns == pytest.approx(20 / 0.85, rel=0.05)
+    # With all of it in that time, as where the first worker is late and the second never: more.
+    fetch, cpu = np.array([200.0, 20.0] * 25), np.array([0.0, 20.0] * 25)
+    late = Pace(workers=2, prefetch=1, own=np.full(50, 20.0), own_cpu=1.0, threads=1, fetch=fetch, fetch_cpu=cpu,
+                cores=1, ranks=1)  # fmt: skip
+    told = replayed(late, 2)
+    assert told.step_ns - told.wait_ns > 25
+
+
 def test_a_run_that_its_batches_do_not_explain_is_not_forecast(tmp_path: Path) -> None:
     path = recorded(tmp_path, fetch=80, cpu=2, workers=1)
     runs.loading(path, 0, step=80 * MS, wait=60 * MS, fetch=8 * MS, cpu=2 * MS, n=40, workers=1)
