@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ TRACE = "torch_trace"
 # looked into before the folder is taken for something else than a folder of traces.
 DEPTH = 3
 MOST_FILES = 20_000
+
+# Tasks that one warning names.
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -121,17 +124,39 @@ def _recorded(folder: Path) -> Run:
     if not ranks:
         warnings.append("no rank left a record: the job ended before its first step, or Python was started without it")
     ended = info.get("exit") or {}
+    warnings += _of_tasks(info.get("tasks") or ())
     if info and info.get("end_ns") is None:
         warnings.append("the recording was cut off: nobody saw the job end")
+    seen = [*(info.get("hosts") or ()), *(rank.facts.get("host") for rank in ranks)]
     return Run(
         path=folder,
         ranks=tuple(ranks),
         recorded=True,
         command=tuple(info.get("command") or ()),
-        hosts=tuple(info.get("hosts") or ()),
+        hosts=tuple(dict.fromkeys(host for host in seen if host)),
         exit={"code": ended.get("code"), "signal": ended.get("signal")},
         warnings=tuple(warnings),
     )
+
+
+def _of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Tell which tasks of a job failed, the first first, and whose end nobody saw; nothing where all ended alike."""
+    said: dict[str, list[str]] = {}
+    for task in sorted(tasks, key=lambda task: task.get("end_ns") or 2**62):
+        code, signal = ((task.get("exit") or {}).get(name) for name in ("code", "signal"))
+        end = "did not end, as far as is known" if not task.get("end_ns") else f"ended with exit code {code}"
+        words = f"ended by signal {signal}" if signal else end
+        number, host = task.get("number"), task.get("host") or "an unknown host"
+        said.setdefault(words, []).append(host if number is None else f"{number} on {host}")
+    if len(said) < 2:
+        return []
+    said.pop("ended with exit code 0", None)
+    return [
+        f"task {who[0]} {words}"
+        if len(who) == 1
+        else f"{len(who)} tasks {words}: {', '.join(who[:_MOST_NAMED])}{' …' if len(who) > _MOST_NAMED else ''}"
+        for words, who in said.items()
+    ]
 
 
 def _of_hosts(folder: Path) -> list[str]:

@@ -138,9 +138,11 @@ class Host:
 def claim(run: Path) -> socket.socket | None:
     """Make this the process that samples this host for a run, as long as the socket is open; None: another one does.
 
-    A name of the kernel's, not a lock file: it ends with the process, and network disks often know no locks.
+    A name of the kernel's, not a lock file: it ends with the process, and network disks often know no locks. Containers
+    of other names may share it, with the host's network.
     """
-    digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:32]
+    what = os.fsencode(run.resolve()) + b"\0" + os.uname().nodename.encode()
+    digest = hashlib.sha256(what).hexdigest()[:32]
     claimed = socket.socket(socket.AF_UNIX)
     try:
         claimed.bind(f"\0dlprof-{digest}")

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlprof import __version__
 from dlprof.errors import DlprofError
@@ -57,6 +57,26 @@ while True:
 # How long a signal may take to reach all whom its sender named; so long one to this process alone is held back.
 _TOGETHER_S = 0.1
 
+# How long ranks may take to end after the command, as those of a launcher that was signalled together with them.
+_LEAVING_S = 1.0
+_MOST_TOLD = 16
+
+# What tells a task its number among those that one launcher has started.
+TASK_NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+class Task(NamedTuple):
+    """One of several supervisors that record parts of one job into one folder."""
+
+    job: str
+    host: str
+    number: str | None  # among the launcher's tasks; None: the job was started host by host
+
+    @property
+    def name(self) -> str:
+        """Name it among the tasks of its job."""
+        return self.host if self.number is None else f"{self.host}-{self.number}"
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -66,8 +86,8 @@ class Ended:
     code: int | None
     signal: int | None
     warnings: tuple[str, ...]
-    # False: another supervisor of the same job made the folder and reports on it.
-    owner: bool
+    # False: other tasks of the same job still run, or one that ended at the same time reports on all.
+    last: bool
 
 
 def supervise(
@@ -86,7 +106,7 @@ def supervise(
     if not hasattr(signal, "sigwaitinfo") or not sys.platform.startswith("linux"):
         raise DlprofError("recording needs Linux; reports can be made anywhere")
     folder = folder.absolute()
-    job = job_id(env)
+    task = task_of(env)
     record: dict[str, Any] = {
         "format": 1,
         "dlprof": __version__,
@@ -96,39 +116,50 @@ def supervise(
         "end_ns": None,
         "hosts": [os.uname().nodename],
         "exit": {"code": None, "signal": None},
-        "options": dict(options) | ({"job": job} if job else {}),
+        "options": dict(options) | ({"job": task.job} if task else {}),
         "warnings": [],
+        "tasks": [],
     }
-    owner = _claim(folder, record, job)
+    _claim(folder, record, task)
     here = folder / "hosts" / os.uname().nodename
     if launcher:
         with contextlib.suppress(OSError):
             here.mkdir(parents=True, exist_ok=True)
     samplers = _Samplers(folder, env)
     status = _run([*(word.replace("{}", str(here)) for word in launcher), *command], recorded(env, folder), samplers)
+    end_ns = time.time_ns()
     samplers.end()
     code, number = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
     warnings = [] if code in (126, 127) else missing(folder)
+    warnings += _left(folder)
     _compress(folder)
     warnings += samplers.wait()
-    if owner:
-        record |= {"end_ns": time.time_ns(), "exit": {"code": code, "signal": number}, "warnings": warnings}
-        try:
-            _write(folder / "run.json", record)
-        except OSError as e:
-            warnings.append(f"run.json has no end: {e}")
-    return Ended(folder, code, number, tuple(warnings), owner)
+    end = {"end_ns": end_ns, "exit": {"code": code, "signal": number}, "warnings": warnings}
+    last = True
+    try:
+        if task is None:
+            _write(folder / "run.json", record | end)
+        else:
+            last = _end_task(folder, task, end)
+    except (OSError, ValueError) as e:
+        warnings.append(f"run.json has no end: {e}")
+    return Ended(folder, code, number, tuple(warnings), last)
 
 
 def new_folder(name: str, env: Mapping[str, str]) -> Path:
-    """Give a folder under ./runs that is not taken: by name and time, or one for all tasks of a job."""
+    """Give a folder under ./runs that is not taken: by name and time, or one for all tasks of a job.
+
+    A task that records several times, as a script of several commands does, has a folder for each time.
+    """
     runs = Path("runs")
-    job = job_id(env)
-    if job:
-        return runs / f"{name}-{job}"
-    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    task = task_of(env)
+    stem = f"{name}-{task.job if task else time.strftime('%Y%m%d-%H%M%S')}"
     for n in range(1000):
         folder = runs / (f"{stem}-{n}" if n else stem)
+        if task is not None:
+            if not _word_of(folder, task).exists():
+                return folder
+            continue
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
@@ -139,16 +170,14 @@ def new_folder(name: str, env: Mapping[str, str]) -> Path:
     raise DlprofError(f"{runs / stem}: too many runs of that name in one second; choose a folder with -o")
 
 
-def job_id(env: Mapping[str, str]) -> str | None:
-    """Name the job whose tasks each start a supervisor of their own (mpirun, srun); None: there is only this one."""
-    if env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
-        return env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
-    # Of this step: SLURM_NTASKS is the allocation's, where one process in a batch script or a shell is its own job.
-    if env.get("SLURM_STEP_ID") and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        return f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
-    if env.get("PMI_SIZE", "1") != "1":
-        return _process_manager()
-    return None
+def task_of(env: Mapping[str, str]) -> Task | None:
+    """Tell which task of which job this is where each starts a supervisor of its own (mpirun, srun, --job).
+
+    None: there is only this one.
+    """
+    job = _job(env)
+    number = next((env[name] for name in TASK_NUMBERS if env.get(name)), None)
+    return None if job is None else Task(job, os.uname().nodename, number)
 
 
 def recorded(env: Mapping[str, str], folder: Path) -> dict[str, str]:
@@ -156,7 +185,7 @@ def recorded(env: Mapping[str, str], folder: Path) -> dict[str, str]:
     inject = str(Path(__file__).parent / "inject")
     # An empty entry would put the current directory on the path: only add what there is.
     path = os.pathsep.join(p for p in (inject, env.get("PYTHONPATH", "")) if p)
-    return {**env, "PYTHONPATH": path, "DLPROF_RUN": str(folder)}
+    return {**env, "PYTHONPATH": path, "DLPROF_RUN": str(folder), "DLPROF_SUPERVISOR": str(os.getpid())}
 
 
 def missing(folder: Path) -> list[str]:
@@ -200,20 +229,123 @@ def end_like(ended: Ended) -> None:
     sys.exit(ended.code)
 
 
-def _claim(folder: Path, record: Mapping[str, Any], job: str | None) -> bool:
-    """Make the folder ours; False: it is our job's already, made by another of its tasks."""
+def _claim(folder: Path, record: Mapping[str, Any], task: Task | None) -> None:
+    """Make the folder ours, or this task's part of a folder that its job has already."""
     path = folder / "run.json"
     try:
         (folder / "ranks").mkdir(parents=True, exist_ok=True)
-        with path.open("x") as file:
-            file.write(json.dumps(record))
+        try:
+            with path.open("x") as file:
+                file.write(json.dumps(record))
+        except FileExistsError:
+            if task is None or _job_of(path) != task.job:
+                raise
+        if task is not None:
+            word = _word_of(folder, task)
+            word.parent.mkdir(exist_ok=True)
+            said = {name: record[name] for name in ("command", "start_ns", "end_ns", "exit")}
+            with word.open("x") as file:
+                file.write(json.dumps({"host": task.host, "number": task.number} | said))
     except FileExistsError:
-        if job is not None and _job_of(path) == job:
-            return False
         raise DlprofError(f"{folder} already holds a run; choose another folder with -o") from None
     except OSError as e:
         raise DlprofError(f"cannot record into {folder}: {e}; choose another folder with -o") from None
+
+
+def _word_of(folder: Path, task: Task) -> Path:
+    """Give the file in which a task says how it ended."""
+    return folder / "tasks" / f"{task.name}.json"
+
+
+def _end_task(folder: Path, task: Task, end: Mapping[str, Any]) -> bool:
+    """Write how this task ended, and run.json from what all tasks said; tell whether this one is to report on all.
+
+    Tasks end at the same time on several hosts, and the disks that these share often know no locks. So each looks again
+    once it has written: whoever wrote last has seen all. Raises OSError or ValueError where run.json cannot be read.
+    """
+    word = _word_of(folder, task)
+    _write(word, json.loads(word.read_text()) | end)
+    written: list[dict[str, Any]] | None = None
+    while (tasks := _tasks(folder)) != written:
+        record = json.loads((folder / "run.json").read_text())
+        _write(folder / "run.json", record | _together(tasks))
+        written = tasks
+    if not all(one.get("end_ns") for one in tasks):
+        return False
+    try:
+        (word.parent / f"{len(tasks)}-ended").open("x").close()
+    except FileExistsError:
+        return False
     return True
+
+
+def _tasks(folder: Path) -> list[dict[str, Any]]:
+    """Give what the tasks of a job have said of themselves; one that is about to has not ended."""
+    said = []
+    for path in sorted((folder / "tasks").glob("*.json")):
+        try:
+            said.append(json.loads(path.read_text()))
+        except ValueError:  # noqa: PERF203 - each may be half written
+            said.append({"host": None, "number": None, "end_ns": None})
+    return said
+
+
+def _together(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Give what run.json says of a job of several tasks: its exit is that of the first task to fail."""
+    ended = sorted((task for task in tasks if task.get("end_ns")), key=lambda task: task["end_ns"])
+    all_ended = len(ended) == len(tasks)
+    failed = [task["exit"] for task in ended if task["exit"]["code"] != 0]
+    good = {"code": 0 if all_ended else None, "signal": None}
+    return {
+        "end_ns": ended[-1]["end_ns"] if all_ended else None,
+        "exit": failed[0] if failed else good,
+        "hosts": list(dict.fromkeys(task["host"] for task in tasks if task["host"])),
+        "warnings": list(dict.fromkeys(text for task in ended for text in task["warnings"])),
+        "tasks": list(tasks),
+    }
+
+
+def _left(folder: Path) -> list[str]:
+    """Tell, in at most one line, which ranks run on after the command: a launcher that dies may leave its own."""
+    until = time.monotonic() + _LEAVING_S
+    while (ranks := _running(folder)) and time.monotonic() < until:
+        time.sleep(0.05)
+    if not ranks:
+        return []
+    told = ", ".join(f"rank {rank} (process {pid})" for rank, pid in ranks[:_MOST_TOLD])
+    more = f" and {len(ranks) - _MOST_TOLD} more" if len(ranks) > _MOST_TOLD else ""
+    return [
+        f"the command has ended and left some of its job running: {told}{more}; dlprof ends nothing,"
+        " and what is recorded from now on is in a report made later"
+    ]
+
+
+def _running(folder: Path) -> list[tuple[int, int]]:
+    """List rank and process of what still runs of this supervisor's command, and has trained."""
+    ours = f"DLPROF_SUPERVISOR={os.getpid()}".encode()
+    found = []
+    for word in (folder / "hosts" / os.uname().nodename).glob("rank-*"):
+        pid = word.name.removeprefix("rank-")
+        try:
+            if pid.isdigit() and ours in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append((int(word.read_text().partition(".")[0]), int(pid)))
+        except (OSError, ValueError):
+            continue
+    return sorted(found)
+
+
+def _job(env: Mapping[str, str]) -> str | None:
+    """Name the job that this is a task of, as its launcher or the user does; None: it has one task."""
+    if env.get("DLPROF_JOB"):
+        return env["DLPROF_JOB"]
+    if env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
+        return env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
+    # Of this step: SLURM_NTASKS is the allocation's, where one process in a batch script or a shell is its own job.
+    if env.get("SLURM_STEP_ID") and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        return f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+    if env.get("PMI_SIZE", "1") != "1":
+        return _process_manager()
+    return None
 
 
 def _process_manager() -> str | None:
@@ -230,7 +362,7 @@ def _process_manager() -> str | None:
 
 
 def _job_of(path: Path) -> str | None:
-    """Give the job that a run belongs to; its owner may be writing run.json at this moment."""
+    """Give the job that a run belongs to; another task may be writing run.json at this moment."""
     for _ in range(20):
         try:
             return str(json.loads(path.read_text())["options"].get("job"))
@@ -240,9 +372,14 @@ def _job_of(path: Path) -> str | None:
 
 
 def _write(path: Path, record: Mapping[str, Any]) -> None:
-    unfinished = path.with_name(path.name + ".tmp")
+    unfinished = _unfinished(path)
     unfinished.write_text(json.dumps(record))
     unfinished.replace(path)
+
+
+def _unfinished(path: Path) -> Path:
+    """Name a file until it is whole: other supervisors, here and on other hosts, may be writing the same one."""
+    return path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
 
 
 class _Samplers:
@@ -442,7 +579,7 @@ def _compress(folder: Path) -> None:
     """Turn the ranks' trace*.json into trace*.json.gz; one that cannot be compressed stays as it is."""
     for path in sorted(folder.glob("ranks/*/trace*.json")):
         done = path.with_name(path.name + ".gz")
-        unfinished = path.with_name(f"{path.name}.gz.{os.getpid()}.tmp")
+        unfinished = _unfinished(done)
         try:
             with path.open("rb") as source, _gzip(unfinished) as target:
                 shutil.copyfileobj(source, target, 1 << 20)

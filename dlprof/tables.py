@@ -80,7 +80,8 @@ CHUNKS: Mapping[str, str] = {
     "busy_ns": "int64",  # of a schedule: its chunks together, -1: any other
 }
 
-# What held up the training thread for a millisecond or more and shows in no trace, in order of time.
+# What held up the training thread for a millisecond or more and shows in no trace, in order of time. A row stands for
+# `count` of its kind: 1, but for collections of garbage of a job that had very many; dur_ns is their sum.
 STALLS: Mapping[str, str] = {
     "kind": CATEGORY,  # garbage_collection, checkpoint, compilation
     "start_ns": "int64",
@@ -90,6 +91,7 @@ STALLS: Mapping[str, str] = {
     "path": CATEGORY,  # of a checkpoint, "": not a named file; of a compilation, the function
     "phase": CATEGORY,  # that it happened in: fetch, forward, backward, optimizer, rest
     "reason": CATEGORY,  # why a function was compiled anew, "": was not
+    "count": "int64",
 }
 
 # What the training thread waited for in its loaders, in order of time. A row stands for `count` of its kind, and what

@@ -239,10 +239,17 @@ def test_of_the_tasks_of_one_job_on_a_host_one_samples(tmp_path: Path) -> None:
     """As `srun -n2 dlprof wrap` starts them; when the first task has ended, the other's process takes over."""
     script = tmp_path / "job.py"
     script.write_text("import sys\nprint('ready', flush=True)\nsys.stdin.readline()\n")
-    env = jobs.environment(SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2")
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     command = jobs.wrapped(tmp_path / "run", [sys.executable, script])
     tasks = [
-        subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen(
+            command,
+            env=jobs.environment(**step, SLURM_PROCID=number),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in ("0", "1")
     ]
 
     def writing(task: subprocess.Popen[str]) -> bool:

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.supervisor import job_id, missing, new_folder, recorded, supervise
-from tests.jobs import children, environment, launch, words, wrapped
+from dlprof.run import open_run
+from dlprof.supervisor import missing, new_folder, recorded, supervise, task_of
+from tests.jobs import DLPROF, children, environment, launch, words, wrapped
 
 ENDINGS = {
     "zero": "pass",
@@ -50,7 +51,7 @@ sys.exit(9)
 
 def until(ready: Callable[[], bool]) -> bool:
     """Wait for something that another process does; False if it never does."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if ready():
             return True
@@ -265,17 +266,102 @@ def test_a_run_that_recorded_nothing_says_why(tmp_path: Path) -> None:
 
 def test_tasks_of_one_job_share_a_folder_and_others_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    env = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "PATH": os.environ["PATH"]}
-    folder = new_folder("train", env)
-    first = supervise(["true"], folder, env, {})
-    second = supervise(["false"], new_folder("train", env), env, {})
-    assert (first.owner, second.owner) == (True, False)
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "PATH": os.environ["PATH"]}
+    tasks = [step | {"SLURM_PROCID": number} for number in ("0", "1")]
+    folder = new_folder("train", tasks[0])
+    first = supervise(["true"], folder, tasks[0], {})
+    second = supervise(["false"], new_folder("train", tasks[1]), tasks[1], {})
     assert (second.code, second.folder) == (1, first.folder)
-    assert json.loads((folder / "run.json").read_text())["exit"]["code"] == 0
-    with pytest.raises(DlprofError, match="already holds a run"):
-        supervise(["true"], folder, {**env, "SLURM_JOB_ID": "8"}, {})
-    assert job_id({}) is None
+    # What a task records after that is another run: of its own folder, or refused as any second run into one.
+    again = [new_folder("train", task) for task in tasks]
+    assert again[0] == again[1] != folder
+    for other in (tasks[0], tasks[1], tasks[0] | {"SLURM_JOB_ID": "8"}, {}):
+        with pytest.raises(DlprofError, match="already holds a run"):
+            supervise(["touch", "started"], folder, other, {})
+    assert not Path("started").exists()
+    assert task_of({}) is None
     assert new_folder("train", {}) != new_folder("train", {})
+
+
+def test_what_is_started_host_by_host_shares_a_folder_by_the_name_of_its_job(tmp_path: Path) -> None:
+    for options, status in ((["--job", "seven"], 0), (["--job", "seven"], 0), (["--job", "seven", "-o", "run"], 0)):
+        command = [*DLPROF, "wrap", "--no-report", "--quiet", "--no-sample", *options, "--", "true"]
+        assert launch(command, tmp_path).returncode == status
+    # This host has recorded its part of the first one: the second is another.
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["true-seven", "true-seven-1"]
+    (tmp_path / "run/tasks" / f"{os.uname().nodename}.json").rename(tmp_path / "run/tasks/another-host.json")
+    assert launch([*command[:-2], "--", "false"], tmp_path).returncode == 1
+    told = json.loads((tmp_path / "run/run.json").read_text())
+    assert [task["exit"]["code"] for task in told["tasks"]] == [0, 1]
+    assert launch([*DLPROF, "wrap", "--job", "a/b", "--", "true"], tmp_path).returncode == 2
+
+
+# Fails once the other two tasks are there.
+FALLS = """
+import os, sys, time
+while len(os.listdir("run/tasks")) < 3:
+    time.sleep(0.02)
+sys.exit(7)
+"""
+
+
+def test_the_folder_of_a_job_tells_how_each_task_ended(tmp_path: Path) -> None:
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3"}
+    waits = "import os, sys, time\nwhile not os.path.exists('go'): time.sleep(0.02)"
+    tasks = [
+        subprocess.Popen(
+            wrapped(tmp_path / "run", [sys.executable, "-c", code], "--quiet", "--no-sample"),
+            cwd=tmp_path,
+            env=environment(**step, SLURM_PROCID=str(number)),
+            stderr=subprocess.DEVNULL,
+        )
+        for number, code in enumerate((waits, FALLS, waits + "\nos.abort()"))
+    ]
+    host = os.uname().nodename
+    assert tasks[1].wait(60) == 7
+    told = json.loads((tmp_path / "run/run.json").read_text())
+    assert told["end_ns"] is None
+    assert told["exit"] == {"code": 7, "signal": None}
+    assert [one["end_ns"] is None for one in told["tasks"]] == [True, False, True]
+    assert f"2 tasks did not end, as far as is known: 0 on {host}, 2 on {host}" in open_run(tmp_path / "run").warnings
+    (tmp_path / "go").touch()
+    assert [task.wait(60) for task in tasks] == [0, 7, -signal.SIGABRT]
+    told = json.loads((tmp_path / "run/run.json").read_text())
+    ends = [(one["host"], one["number"], one["exit"]["code"], one["exit"]["signal"]) for one in told["tasks"]]
+    assert ends == [(host, "0", 0, None), (host, "1", 7, None), (host, "2", None, int(signal.SIGABRT))]
+    assert told["end_ns"] >= told["tasks"][1]["end_ns"]
+    run = open_run(tmp_path / "run")
+    assert run.exit == {"code": 7, "signal": None}
+    assert [text for text in run.warnings if text.startswith("task ")] == [
+        f"task 1 on {host} ended with exit code 7",
+        f"task 2 on {host} ended by signal {int(signal.SIGABRT)}",
+    ]
+
+
+# Eight tasks of one job, each in a process of its own, that end in the same moment.
+TOGETHER = """
+import os, sys
+from pathlib import Path
+from dlprof.supervisor import supervise
+wait = 'touch "$0"; while [ $(ls started-* | wc -l) -lt 8 ]; do sleep 0.01; done'
+for number in range(8):
+    if os.fork() == 0:
+        step = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": str(number), "PMIX_NAMESPACE": "1"}
+        ended = supervise(["sh", "-c", wait, f"started-{number}"], Path("run"), os.environ | step, {})
+        os.write(1, b"last " if ended.last else b"more ")
+        os._exit(0)
+for number in range(8):
+    os.wait()
+"""
+
+
+def test_of_tasks_that_end_together_one_reports_and_none_is_forgotten(tmp_path: Path) -> None:
+    done = launch([sys.executable, "-c", TOGETHER], tmp_path)
+    assert sorted(done.stdout.split()) == ["last", *["more"] * 7], done.stderr
+    told = json.loads((tmp_path / "run/run.json").read_text())
+    assert [one["number"] for one in told["tasks"]] == [str(number) for number in range(8)]
+    assert all(one["exit"]["code"] == 0 for one in told["tasks"])
+    assert told["end_ns"] == max(one["end_ns"] for one in told["tasks"])
 
 
 def test_a_process_with_other_threads_still_sees_the_end(tmp_path: Path) -> None:

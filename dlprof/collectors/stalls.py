@@ -9,8 +9,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 from dlprof.log import Log
 from dlprof.recorder import Recorder, Step
@@ -18,6 +19,10 @@ from dlprof.recorder import Recorder, Step
 # Stalls shorter than this are dropped, not counted: the young generations are collected many times a second, and each
 # of those costs microseconds. What is left is rare, and the file small.
 _LEAST_NS = 1_000_000
+
+# So many have a line each. In a job that collects garbage in every step, those of one write share a line from then on:
+# some 8 lines a second, or 5 MB an hour.
+_MOST_FULL = 10_000
 
 # Lines are written this often, see collectors/steps.py.
 _WRITE_EVERY_NS = 250_000_000
@@ -30,7 +35,8 @@ _DISTRIBUTED = "torch.distributed.checkpoint"
 _DYNAMO = "torch._dynamo.utils"
 
 
-class _Found(NamedTuple):
+@dataclass(frozen=True)
+class _Found:
     """One stall, as its line tells it."""
 
     kind: str
@@ -41,6 +47,7 @@ class _Found(NamedTuple):
     path: str | None
     phase: str
     reason: str | None = None
+    count: int = 1  # that the line stands for; dur_ns is their sum
 
 
 class Stalls:
@@ -59,6 +66,7 @@ class Stalls:
         self._log: Log | None = None
         self._found: list[_Found] = []
         self._written_ns = 0
+        self._lines = 0
         self._gc_began_ns = 0
         self._saving = False
         self._distributed_seen = False
@@ -214,9 +222,21 @@ class Stalls:
             return
         # The collector may add to the list while we work: take what is there, and no more.
         count = len(self._found)
-        lines = [json.dumps(f._asdict()) + "\n" for f in self._found[:count]]
+        found = self._found[:count]
         del self._found[:count]
-        self._log.write("".join(lines))
+        if self._lines >= _MOST_FULL:
+            found = _summed(found)
+        self._lines += len(found)
+        self._log.write("".join(json.dumps(vars(f), separators=(",", ":")) + "\n" for f in found))
+
+
+def _summed(found: Sequence[_Found]) -> list[_Found]:
+    """Make one of the collections of garbage that are alike; the other stalls stay as they are."""
+    alike: dict[Any, list[_Found]] = {}
+    for n, stall in enumerate(found):
+        key = (stall.generation, stall.phase) if stall.kind == "garbage_collection" else n
+        alike.setdefault(key, []).append(stall)
+    return [replace(same[0], dur_ns=sum(s.dur_ns for s in same), count=len(same)) for same in alike.values()]
 
 
 def _file_of(_obj: Any = None, f: Any = None, *_args: Any, **_kwargs: Any) -> str | None:

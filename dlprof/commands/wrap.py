@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from dlprof.errors import DlprofError
-from dlprof.supervisor import Ended, end_like, new_folder, supervise
+from dlprof.supervisor import TASK_NUMBERS, Ended, end_like, new_folder, supervise
 
 # Enough for shares of a few per cent after one burst; a round number would beat with steps of 5, 10 or 20 ms.
 STACKS_A_SECOND = "47"
@@ -68,11 +68,19 @@ def parse_stacks(_ctx: click.Context, _param: click.Parameter, value: str) -> st
     return str(int(value))
 
 
+def parse_job(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
+    """Check that a job's name can be part of a folder's; a usage error where it cannot."""
+    if not all(c.isalnum() or c in "._-" for c in value):
+        raise click.BadParameter("letters, digits, dots, hyphens and underscores")
+    return value
+
+
 @dataclass(frozen=True)
 class Recording:
     """What the options of a command that records say: a field an option."""
 
     out: Path | None
+    job: str
     window: str
     no_trace: bool
     flops: str
@@ -91,6 +99,7 @@ class Recording:
     def asked(self) -> dict[str, str]:
         """What collectors and samplers read, as DLPROF_<NAME> in their environment; also kept in run.json."""
         return {
+            "job": self.job,
             "flops": self.flops,
             "lines": "\n".join(self.lines),
             "sample": "off" if self.no_sample else f"{self.sample:g}",
@@ -105,6 +114,14 @@ class Recording:
 _OPTIONS = (
     click.option(
         "-o", "--out", type=click.Path(path_type=Path), help="The run folder [default: a new one under runs/]."
+    ),
+    click.option(
+        "--job",
+        default="",
+        callback=parse_job,
+        metavar="NAME",
+        help="Record into one folder with all that give this name: for a job that is started host by host, on a disk"
+        " that the hosts share. Tasks of srun and mpirun need none.",
     ),
     click.option(
         "--window",
@@ -245,16 +262,16 @@ def record(
     if env.get("DLPROF_RUN"):
         raise DlprofError(f"this already runs under dlprof, which records into {env['DLPROF_RUN']}; wrap only once")
     launcher = _nsys(env) if recording.nsys else ()
+    asked = recording.asked
+    env = {**env, **{f"DLPROF_{name.upper()}": value for name, value in asked.items()}}
     folder = recording.out if recording.out is not None else new_folder(name, env)
     if not recording.quiet:
         _say(f"dlprof: recording into {folder}")
-    asked = recording.asked
-    told = {f"DLPROF_{name.upper()}": value for name, value in asked.items()}
     with _undisturbed():
-        ended = supervise(command, folder, {**env, **told}, {**asked, **(options or {})}, launcher)
+        ended = supervise(command, folder, env, {**asked, **(options or {})}, launcher)
         for warning in ended.warnings:
             _say(f"dlprof: {warning}")
-    if not recording.no_report and ended.owner and any(folder.glob("ranks/*/facts.json")):
+    if not recording.no_report and ended.last and any(folder.glob("ranks/*/facts.json")):
         _report(ended, recording.quiet)
     end_like(ended)
 
@@ -300,7 +317,7 @@ def _nsys(env: Mapping[str, str]) -> tuple[str, ...]:
             " traces a few steps)"
         )
     # Tasks of one job on one host each have an nsys of their own.
-    task = next((f"-{env[name]}" for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if env.get(name)), "")
+    task = next((f"-{env[name]}" for name in TASK_NUMBERS if env.get(name)), "")
     return (
         command,
         "profile",

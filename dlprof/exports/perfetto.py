@@ -133,6 +133,7 @@ def _own(rank: RankData, most: int) -> Iterator[pd.DataFrame]:
         yield _track(STEPS, steps["kind"] + " step " + steps["step"].astype("str"), steps, begin, end)
     if rank.has("stalls"):
         stalls = rank.table("stalls")
+        stalls = stalls[stalls["count"] == 1]  # a row that stands for several has no place in time
         yield _track(STALLS, stalls["kind"].astype("str"), stalls, begin, end)
     if rank.has("chunks"):
         chunks = rank.table("chunks")

@@ -36,16 +36,7 @@ _RATES: Mapping[str, tuple[str, float]] = {
             "pcie_sent",
         )
     },
-    **{
-        f"{name}_ns": (f"{name}_share", 1e-9)
-        for name in (
-            "clocks_held_by_power",
-            "clocks_held_by_heat",
-            "software_heat_slowdown",
-            "hardware_heat_slowdown",
-            "power_brake_slowdown",
-        )
-    },
+    **{f"{name}_ns": (f"{name}_share", 1e-9) for name in ("clocks_held_by_power", "clocks_held_by_heat")},
     "page_faults": ("page_faults_per_s", 1),
     "major_page_faults": ("major_page_faults_per_s", 1),
 }

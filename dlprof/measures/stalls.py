@@ -42,10 +42,10 @@ def _steady_stalls(rank: RankData) -> pd.DataFrame:
     inside = (at >= 0) & (start < end[at]) & steps["steady"].to_numpy()[at]
     found = stalls[inside]
     at = at[inside]
-    within: pd.DataFrame = found.assign(
-        step=steps["step"].to_numpy()[at],
-        dur_ns=np.minimum(found["dur_ns"].to_numpy(), end[at] - found["start_ns"].to_numpy()),
-    )
+    dur = found["dur_ns"].to_numpy()
+    # What stands for many begins where the first of them did, and is spread over the steps that follow.
+    clipped = np.where(found["count"] > 1, dur, np.minimum(dur, end[at] - found["start_ns"].to_numpy()))
+    within: pd.DataFrame = found.assign(step=steps["step"].to_numpy()[at], dur_ns=clipped)
     return within
 
 
@@ -75,9 +75,9 @@ def stall_means(rank: RankData) -> pd.DataFrame:
                 "kind": kind,
                 "mean_ns": float(stalled.sum() / n),
                 "noise_ns": standard_error(spread) * (len(stalled) / n if scheduled else 1.0),
-                "stalls": len(mine),
-                "longest_ns": float(mine["dur_ns"].max()) if len(mine) else 0.0,
-                "every": n / len(stalled) if len(stalled) else 0.0,
+                "stalls": int(mine["count"].sum()),
+                "longest_ns": float((mine["dur_ns"] / mine["count"]).max()) if len(mine) else 0.0,
+                "every": n / min(n, mine.groupby("step")["count"].max().sum()) if len(mine) else 0.0,
                 "steps": n,
                 "beside_ns": beside,
                 "beside_noise_ns": beside_noise,
@@ -165,6 +165,7 @@ def stalled(rank: RankData, kind: str) -> iv.Intervals:
     if not rank.has("stalls"):
         return iv.EMPTY
     mine = rank.table("stalls")
-    mine = mine[mine["kind"] == kind]
+    # What stands for many has no place in time.
+    mine = mine[(mine["kind"] == kind) & (mine["count"] == 1)]
     start = mine["start_ns"].to_numpy()
     return iv.merge(np.column_stack((start, start + mine["dur_ns"].to_numpy())))

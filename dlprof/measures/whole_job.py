@@ -51,9 +51,8 @@ def whole_job(rank: RankData) -> pd.DataFrame:
         rows.insert(0, ("setup", 0, float(frame["start_ns"].iloc[0] - began)))
     if rank.has("stalls"):
         found = rank.table("stalls")
-        groups = found.assign(kind=found["kind"].astype("str")).groupby("kind")["dur_ns"]
-        held = groups.agg(["size", "sum"])
-        rows += [(k, int(held["size"][k]), float(held["sum"][k])) for k in STALLS if k in held.index]
+        held = found.assign(kind=found["kind"].astype("str")).groupby("kind")[["count", "dur_ns"]].sum()
+        rows += [(k, int(held["count"][k]), float(held["dur_ns"][k])) for k in STALLS if k in held.index]
     return pd.DataFrame(rows, columns=["part", "steps", "ns"])
 
 

@@ -28,6 +28,17 @@ RUN: Mapping[str, Shape] = {
     "exit": {"code": int, "signal": int},
     "options": {},
     "warnings": [str],
+    "tasks": [
+        {
+            "host": str,
+            "number": str,
+            "command": [str],
+            "start_ns": int,
+            "end_ns": int,
+            "exit": {"code": int, "signal": int},
+            "warnings": [str],
+        }
+    ],
 }
 
 RANK: Mapping[str, Shape] = {

@@ -18,8 +18,9 @@ Reading = Mapping[str, float]
 
 _ALL_LINKS = 0xFFFFFFFF  # nvml.h: the scope that adds up a GPU's NVLinks
 
-# Field → name, scale and scope, all of them counters that only grow. By number: the last three have moved since the
-# drivers of 2024, and a constant of an older nvidia-ml-py would ask for something else.
+# Field → name, scale and scope, all of them counters that only grow. What heat and a power brake alone held down is not
+# among them: drivers up to 580 count it as 251 to 253, later ones as 269 to 271, and under the other number each tells
+# something else. The bits of the reasons tell it.
 _FIELDS: Mapping[int, tuple[str, float, int]] = {
     74: ("clocks_held_by_power_ns", 1, 0),  # NVML_FI_DEV_PERF_POLICY_POWER
     75: ("clocks_held_by_heat_ns", 1, 0),  # ..._THERMAL
@@ -34,9 +35,6 @@ _FIELDS: Mapping[int, tuple[str, float, int]] = {
     # nvmlDeviceGetPcieThroughput would wait for 20 ms each time. These may begin again at 0.
     197: ("pcie_sent_bytes", 1, 0),  # NVML_FI_DEV_PCIE_COUNT_TX_BYTES
     198: ("pcie_received_bytes", 1, 0),
-    269: ("software_heat_slowdown_ns", 1, 0),  # NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN
-    270: ("hardware_heat_slowdown_ns", 1, 0),
-    271: ("power_brake_slowdown_ns", 1, 0),
 }
 
 # GPM metric → name and scale. Means over the time since the last reading, on Hopper and later.

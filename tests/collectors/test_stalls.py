@@ -68,7 +68,7 @@ def test_pauses_and_checkpoints_are_written_and_diagnosed(tmp_path: Path) -> Non
     assert {s["generation"] for s in pauses} == {2}
     assert {s["path"] for s in pauses} == {None}
     for s in found:
-        assert set(s) == {"kind", "start_ns", "dur_ns", "step", "generation", "path", "phase", "reason"}
+        assert set(s) == {"kind", "start_ns", "dur_ns", "step", "generation", "path", "phase", "reason", "count"}
         assert s["dur_ns"] >= 1_000_000
         assert s["phase"] == "rest"
         if s["step"] == 40:  # after the last step, and so in none
@@ -77,6 +77,36 @@ def test_pauses_and_checkpoints_are_written_and_diagnosed(tmp_path: Path) -> Non
         assert begin <= s["start_ns"] < end
     assert ask(gc_pauses.RULE, tmp_path / "run").state == "found"
     assert ask(checkpoint_stall.RULE, tmp_path / "run").state == "found"
+
+
+def test_a_job_that_collects_garbage_in_every_step_leaves_a_small_file_that_tells_of_all(tmp_path: Path) -> None:
+    found = stalls(
+        tmp_path,
+        """
+        import dlprof.collectors.stalls as theirs
+        theirs._MOST_FULL = 0  # instead of thousands
+        theirs._WRITE_EVERY_NS = 1 << 62  # at the end alone
+        took = []
+        def watch(moment, info):
+            took.append(time.perf_counter_ns())
+        gc.callbacks.insert(0, watch)
+        for step in range(20):
+            train()
+            gc.collect()
+        long = [b - a for a, b in zip(took[::2], took[1::2]) if b - a > 1_000_000]
+        with open("took", "w") as file:
+            print(len(long), sum(long), file=file)
+        """,
+        steps=20,
+    )
+    pauses = [s for s in found if s["kind"] == "garbage_collection"]
+    many, took = map(int, (tmp_path / "took").read_text().split())
+    # Some before the script's own watch, and some that last a millisecond by one clock reading and not by the other.
+    assert sum(s["count"] for s in pauses) == pytest.approx(many, rel=0.05, abs=5)
+    assert sum(s["dur_ns"] for s in pauses) == pytest.approx(took, rel=0.2)
+    # One line for each generation and phase; the script's own collections are of the last, between the phases.
+    assert len({(s["generation"], s["phase"]) for s in pauses}) == len(pauses)
+    assert max(s["count"] for s in pauses) >= 19
 
 
 def test_a_name_taken_early_is_watched_and_what_belongs_to_a_save_is_not_told_twice(tmp_path: Path) -> None:

@@ -55,6 +55,15 @@ def test_a_stall_counts_in_the_steady_step_in_which_it_begins(tmp_path: Path) ->
     ]
 
 
+def test_a_row_that_stands_for_many_counts_for_all_of_them(tmp_path: Path) -> None:
+    stalls = [stall("garbage_collection", 5, 3 * MS), stall("garbage_collection", 6, 40 * MS) | {"count": 20}]
+    run = run_of(tmp_path, stalls)
+    (pauses,) = (row for row in run.frame(stall_means).to_dict("records") if row["kind"] == "garbage_collection")
+    # It is longer than the step in which the first of them fell.
+    assert pauses["mean_ns"] == pytest.approx(43 * MS / 27)
+    assert (pauses["stalls"], pauses["longest_ns"], pauses["every"]) == (21, 3 * MS, 27 / 21)
+
+
 def test_what_stalled_steps_take_longer_besides_is_their_difference_to_the_others(tmp_path: Path) -> None:
     often = range(4, 30, 2)
     steps = [runs.light(n, 10 * MS + (n in (10, 20)) * 8 * MS) for n in range(30)]

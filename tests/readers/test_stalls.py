@@ -21,8 +21,8 @@ def write(path: Path, *lines: dict[str, Any] | str) -> Path:
 def test_rows_are_in_order_of_time_and_what_does_not_apply_is_marked(tmp_path: Path) -> None:
     reading = stalls.read(write(tmp_path / "stalls.jsonl", {**SAVE, "phase": "optimizer", "new": 1}, "", PAUSE))
     assert reading.tables["stalls"].to_dict("records") == [
-        {**PAUSE, "path": "", "phase": "rest", "reason": ""},
-        {**SAVE, "generation": -1, "phase": "optimizer", "reason": ""},
+        {**PAUSE, "path": "", "phase": "rest", "reason": "", "count": 1},
+        {**SAVE, "generation": -1, "phase": "optimizer", "reason": "", "count": 1},
     ]
     assert reading.warnings == ()
 

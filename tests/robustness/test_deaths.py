@@ -66,7 +66,7 @@ def left_over(folder: Path) -> list[int]:
 
 
 def until(ready: Callable[[], Any]) -> bool:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not ready() and time.monotonic() < deadline:
         time.sleep(0.02)
     return bool(ready())
@@ -169,6 +169,44 @@ def test_ctrl_c_once_and_twice(presses: int, tmp_path: Path) -> None:
     assert reported(tmp_path / "run")["run"]["exit"]["signal"] == 2
 
 
+# Starts a rank and is killed, as a launcher by a scheduler that knows of nobody else.
+ORPHANS = """
+import os, signal, subprocess, sys, time
+with open("said", "w") as said:
+    command = [sys.executable, "trains.py", "1000000"]
+    rank = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+print(rank.pid, flush=True)
+while "\\n40\\n" not in open("said").read():
+    time.sleep(0.02)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_ranks_that_a_killed_launcher_leaves_are_told_of_and_train_on(tmp_path: Path) -> None:
+    (tmp_path / "trains.py").write_text(TRAINS)
+    (tmp_path / "launches.py").write_text(ORPHANS)
+    done = launch(wrapped(tmp_path / "run", [sys.executable, "launches.py"], "--window", "5,1,3"), tmp_path)
+    pid = int(done.stdout)
+    try:
+        assert done.returncode == -signal.SIGKILL
+        (told,) = [
+            line for line in done.stderr.splitlines() if line.startswith("dlprof: the command has ended and left")
+        ]
+        assert f"rank 0 (process {pid});" in told
+        assert "trains.py" in words(pid)
+        result = reported(tmp_path / "run")["run"]
+        assert result["exit"] == {"code": None, "signal": int(signal.SIGKILL)}
+        assert result["ranks"] == [0]
+        assert told.removeprefix("dlprof: ") in result["warnings"]
+        # It trains on, is recorded on, and ends as it would have.
+        before = len(rows(tmp_path / "run/ranks/00000"))
+        assert until(lambda: len(rows(tmp_path / "run/ranks/00000")) > before)
+    finally:
+        os.kill(pid, signal.SIGTERM)
+    assert until(lambda: not words(pid))
+    assert facts(tmp_path / "run/ranks/00000")["ended"] == f"signal {signal.SIGTERM.value}"
+
+
 RANKS = """
 import os, sys, time
 import torch
@@ -202,6 +240,7 @@ def test_a_scheduler_ends_a_whole_job(tmp_path: Path) -> None:
     # torchrun's own end by SIGTERM: it says so in an exception, once, and ends its ranks.
     assert process.returncode == 1, errors
     assert errors.count("SignalException: Process") == 1
+    assert "left some of its job" not in errors
     assert until(lambda: not left_over(tmp_path / "run"))
     for number in (0, 1):
         rank = tmp_path / f"run/ranks/{number:05d}"

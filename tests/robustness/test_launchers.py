@@ -22,7 +22,8 @@ import pytest
 
 from dlprof.collectors.facts import Facts
 from dlprof.recorder import find_rank
-from dlprof.supervisor import job_id
+from dlprof.run import open_run
+from dlprof.supervisor import task_of
 from tests.jobs import DLPROF, environment, facts, free_port, launch, rows, words, wrapped
 
 # What launchers put into the environment of a task, as far as it matters here: Open MPI 4.1, MPICH 4.0, SLURM 22.05.
@@ -59,12 +60,13 @@ def test_a_task_is_told_from_a_single_process_in_an_allocation(
         monkeypatch.setenv(name, value)
     assert find_rank() == rank
     assert Facts()._group["world_size"] == size
-    told = job_id(os.environ)
-    if job == "this process's parent":
-        assert told is not None
-        assert f"-{os.getppid()}-" in told
-    else:
-        assert told == job
+    told = task_of(os.environ)
+    if job is None:
+        assert told is None
+        return
+    assert told is not None
+    assert told.number == ("3" if "RANK" not in set_by else set_by["SLURM_PROCID"])
+    assert (f"-{os.getppid()}-" in told.job) if job == "this process's parent" else told.job == job
 
 
 TRAINS = """
@@ -76,7 +78,8 @@ def number(*names):
     return int(next(os.environ[name] for name in names if name in os.environ))
 rank = number("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 size = number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-dist.init_process_group("gloo", init_method="file://" + os.path.abspath("meeting"), rank=rank, world_size=size)
+meeting = "file://" + os.path.abspath(os.environ.get("MEETING", "meeting"))
+dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
 model = DistributedDataParallel(torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for n in range(100000 if "long" in sys.argv else 30):
@@ -85,6 +88,8 @@ for n in range(100000 if "long" in sys.argv else 30):
     optimizer.zero_grad()
     if n == 20:
         print("ready", flush=True)
+        if "falls" in sys.argv and rank == 1:
+            sys.exit(5)
         if "dies" in sys.argv:
             time.sleep(1)  # until the other has all that this one sent it
             sys.exit(7)
@@ -241,6 +246,20 @@ def test_tasks_of_srun_share_a_folder_and_an_allocation_of_two_is_no_job_of_two(
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").iterdir()
     both_ranks(run)
+    # Two recordings of each task, one after the other, are two runs; and each task's status is kept.
+    command = shlex.join([*DLPROF, "wrap", *options, str(script)])
+    twice = f"MEETING=first {command}; MEETING=second {command} falls"
+    done = launch(["srun", "-n", "2", "sh", "-c", twice], tmp_path, env=slurm)
+    runs = sorted((tmp_path / "runs").iterdir())
+    assert len(runs) == 3, done.stderr
+    for run in runs[1:]:
+        both_ranks(run)
+    assert runs[2].name == runs[1].name + "-1"
+    statuses = [json.loads((run / "run.json").read_text())["tasks"] for run in runs]
+    ends = [[(one["number"], one["exit"]["code"]) for one in tasks] for tasks in statuses]
+    assert ends[:2] == [[("0", 0), ("1", 0)]] * 2
+    assert ends[2][1] == ("1", 5)
+    assert [text for text in open_run(runs[2]).warnings if f"1 on {os.uname().nodename} ended with exit code 5" in text]
     alone = tmp_path / "alone.py"
     alone.write_text(
         "import torch\nmodel = torch.nn.Linear(8, 1)\noptimizer = torch.optim.SGD(model.parameters())\n"

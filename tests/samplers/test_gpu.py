@@ -1,7 +1,8 @@
 """The GPU sampler against NVML's answers as its documentation has them: their units and types are not recorded.
 
 No GPU was at hand: `Documented` stands where nvidia-ml-py calls the driver and answers in the types of the real module,
-by default with figures made up. `PRINTED` are those of real GPUs, as nvidia-smi printed them, which stands on NVML too.
+by default with figures made up. `PRINTED`, `CONSUMED` and `CAPPED` are those of real GPUs, as tools that stand on NVML
+told them: nvidia-smi and dcgm-exporter.
 The last test asks a real driver, and is skipped where there is none.
 """
 
@@ -10,6 +11,9 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,12 @@ from typing import Any
 import pynvml
 import pytest
 
+import dlprof
 from dlprof.measures.clocks import REASONS
 from dlprof.samplers.gpu import GpuSampler
 from dlprof.sampling import Host, sample
+from tests.jobs import environment
+from tests.test_supervisor import until
 
 ONE, TWO = "11111111-2222-3333-4444-555555555555", "66666666-7777-8888-9999-000000000000"
 
@@ -32,6 +39,7 @@ class Documented:
         self.calls: list[str] = []
         self.refused: dict[str | int, int] = {}
         self.millijoules = 5_000_000
+        self.counted: dict[int, int] = {}  # by field, instead of figures made up
         self.answers: dict[str, Callable[..., Any]] = {
             "nvmlInit": lambda: None,
             "nvmlShutdown": lambda: None,
@@ -85,6 +93,8 @@ class Documented:
                 value.valueType, value.value.ullVal = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, 7
             else:
                 value.valueType, value.value.ullVal = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, (1 << 40) + field
+            if field in self.counted:
+                value.value.ullVal = self.counted[field]
         return values
 
     def _gpm(self, asked: Any) -> Any:
@@ -110,6 +120,21 @@ RTX-2080-SUPER  595.71.05    0   9    8192    7571    214  408   39.32  250  250
 """
 # What the measure of the clocks calls what held them down; an idle GPU's clock nothing did.
 NAMED: dict[str, set[str]] = {"none": set(), "idle": set(), "power_cap": {"power_cap"}}
+
+# Of public scrapes of dcgm-exporter, which hands on what NVML counts: power (W) and energy (mJ) of the same moment.
+CONSUMED = """
+A800-SXM4-80GB  535.129.03   58.643    196329125
+T4              590.48.01    68.244  15152422938
+L40S            595.58.03    35.686   5551899580
+"""
+
+# Of the first captures too: the microseconds of "SW Power Capping" before a load and under it. NVML has nanoseconds.
+CAPPED = """
+RTX-2080-SUPER   595.71.05    212288427    221310321
+RTX-2080-SUPER   610.57.04  15814235622  15820333506
+L40S             595.80       200740215    204642816
+H100-80GB-HBM3   590.48.01            0            0
+"""
 
 
 def host_with(run: Path, *devices: Mapping[str, Any]) -> Host:
@@ -175,9 +200,9 @@ def test_every_metric_has_the_unit_of_its_name(tmp_path: Path, monkeypatch: pyte
         "nvlink_received_bytes_per_s": 3 << 20,
     }
     held = {k: v for k, v in second.items() if k.endswith("_ns") and k not in ("at_ns", "perf_ns")}
-    assert len(held) == 11
+    assert len(held) == 8
     assert held["clocks_held_by_power_ns"] == (1 << 40) + 74
-    assert held["power_brake_slowdown_ns"] == (1 << 40) + 271
+    assert held["below_base_clocks_ns"] == (1 << 40) + 81
     assert second["energy_j"] - first["energy_j"] == 600
 
 
@@ -222,6 +247,51 @@ def test_what_real_gpus_said_is_told_as_nvidia_smi_prints_it(
     assert bool(row["clock_reasons_bits"] & 0x1) == (active == "idle")
 
 
+def named(line: str) -> str:
+    """Name a line of real answers: its GPU and its driver."""
+    return "-".join(line.split()[:2])
+
+
+@pytest.mark.parametrize("line", CONSUMED.strip().splitlines(), ids=named)
+def test_energy_that_real_gpus_counted_is_in_joules(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    power_w, energy_mj = float(line.split()[2]), int(line.split()[3])
+    driver = Documented(monkeypatch)
+    driver.answers["nvmlDeviceGetPowerUsage"] = lambda _: round(1000 * power_w)
+    driver.answers["nvmlDeviceGetTotalEnergyConsumption"] = lambda _: energy_mj
+    host = host_with(tmp_path, cuda())
+    ticks(host)
+    row = rows(host)[-1]
+    assert (row["power_w"], row["energy_j"]) == (power_w, energy_mj / 1000)
+    # The driver has been up for minutes or days: in another unit these GPUs would have run for a second, or a century.
+    assert 600 < row["energy_j"] / row["power_w"] < 30 * 86400
+
+
+@pytest.mark.parametrize("line", CAPPED.strip().splitlines(), ids=named)
+def test_time_that_power_held_real_clocks_down_is_in_nanoseconds(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Documented(monkeypatch)
+    host = host_with(tmp_path, cuda())
+    sampler = GpuSampler()
+    sampler.start(host)
+    printed = [int(word) for word in line.split()[2:]]
+    for microseconds in printed:
+        driver.counted[74] = 1000 * microseconds
+        sampler.tick()
+    assert [row["clocks_held_by_power_ns"] // 1000 for row in rows(host)] == printed
+
+
+def test_a_v100_tells_nothing_of_its_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its driver 580 was found to answer, links and all: neither these counters, nor GPM, which is for Hopper."""
+    driver = Documented(monkeypatch)
+    driver.refused = dict.fromkeys([138, 139], pynvml.NVML_ERROR_NOT_SUPPORTED)
+    driver.answers["nvmlGpmQueryDeviceSupport"] = lambda _: pynvml.c_nvmlGpmSupport_t(version=1, isSupportedDevice=0)
+    host = host_with(tmp_path, cuda())
+    ticks(host, 3)
+    assert not [name for row in rows(host) for name in row if name.startswith(("nvlink", "sm_busy", "dram"))]
+    assert [driver.calls.count(name) for name in ("nvmlGpmQueryDeviceSupport", "nvmlGpmSampleAlloc")] == [1, 0]
+
+
 @pytest.mark.parametrize(
     "error",
     [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, pynvml.NVML_ERROR_NO_PERMISSION],
@@ -231,11 +301,11 @@ def test_what_a_gpu_refuses_is_absent_and_asked_once(
 ) -> None:
     driver = Documented(monkeypatch)
     refused = ["nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetUtilizationRates", "nvmlGpmQueryDeviceSupport"]
-    driver.refused = dict.fromkeys([*refused, 197, 271, "gpm 5"], error)
+    driver.refused = dict.fromkeys([*refused, 197, 81, "gpm 5"], error)
     host = host_with(tmp_path, cuda())
     ticks(host, 3)
     for row in rows(host):
-        absent = {"energy_j", "busy_share", "memory_busy_share", "pcie_sent_bytes", "power_brake_slowdown_ns"}
+        absent = {"energy_j", "busy_share", "memory_busy_share", "pcie_sent_bytes", "below_base_clocks_ns"}
         assert not absent & set(row)
         assert {"power_w", "pcie_received_bytes", "temperature_c"} <= set(row)
     assert [driver.calls.count(name) for name in refused] == [1, 1, 1]
@@ -341,6 +411,104 @@ def test_a_job_on_the_cpu_never_asks_for_nvml(
     ticks(host).stop()
     assert driver.calls == []
     assert capfd.readouterr().err == ""
+
+
+# A driver in C, loaded in NVML's place: it answers as an H200 did (the first captures), as far as that is known. It has
+# gone once a file is there, and lacks functions, as older drivers do.
+DRIVER = r"""
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+typedef unsigned u;
+typedef unsigned long long ull;
+typedef union { double d; u ui; ull ull; } Value;
+typedef struct { u field, scope; long long at, took; int type, status; Value value; } Field;
+typedef struct { u id; int status; double value; char *names[3]; } Metric;
+typedef struct { u version, count; void *before, *now; Metric metrics[]; } Metrics;
+enum { GOOD = 0, NOT_SUPPORTED = 3, NOT_FOUND = 6, LOST = 15 };
+static int now(void) { return access(getenv("NVML_GONE"), F_OK) ? GOOD : LOST; }
+int nvmlInitWithFlags(u flags) { return GOOD; }
+int nvmlShutdown(void) { return GOOD; }
+int nvmlDeviceGetHandleByUUID(const char *id, void **g) { *g = g; return strncmp(id, "GPU-", 4) ? NOT_FOUND : now(); }
+int nvmlDeviceGetUtilizationRates(void *g, u *percent) { percent[0] = 100; percent[1] = 7; return now(); }
+int nvmlDeviceGetMemoryInfo(void *g, ull *b) {
+    b[0] = 143771ull << 20; b[1] = 32362ull << 20; b[2] = b[0] - b[1];
+    return now();
+}
+int nvmlDeviceGetPowerUsage(void *g, u *mw) { *mw = 627400; return now(); }
+static ull all = 5551899580;
+int nvmlDeviceGetTotalEnergyConsumption(void *g, ull *mj) { *mj = all += 62740; return now(); }
+int nvmlDeviceGetClockInfo(void *g, int kind, u *mhz) { *mhz = kind == 1 ? 1980 : 3201; return now(); }
+int nvmlDeviceGetTemperature(void *g, int sensor, u *celsius) { *celsius = 52; return now(); }
+int nvmlDeviceGetCurrentClocksEventReasons(void *g, ull *bits) { *bits = 0; return now(); }
+int nvmlDeviceGetFieldValues(void *g, int n, Field *f) {
+    for (; n--; f++) {
+        f->status = f->field == 74 || f->field == 197 ? GOOD : NOT_SUPPORTED;
+        f->type = f->field == 74 ? 3 : 1;
+        if (f->field == 74) f->value.ull = 15820333506000; else f->value.ui = 4217;
+    }
+    return now();
+}
+int nvmlGpmQueryDeviceSupport(void *g, u *support) { support[1] = 1; return now(); }
+int nvmlGpmSampleAlloc(void **sample) { *sample = malloc(1); return GOOD; }
+int nvmlGpmSampleGet(void *g, void *sample) { return now(); }
+int nvmlGpmMetricsGet(Metrics *m) {
+    for (u n = 0; n < m->count; n++) {
+        m->metrics[n].status = m->metrics[n].id < 60 ? GOOD : NOT_SUPPORTED;
+        m->metrics[n].value = 10 * m->metrics[n].id;
+    }
+    return m->before && m->now ? now() : NOT_SUPPORTED;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_gpu_that_vanishes_takes_its_readings_along_and_nothing_else(tmp_path: Path) -> None:
+    """The samplers' real process, and nvidia-ml-py, on a library that stands where the driver's would."""
+    (tmp_path / "driver.c").write_text(DRIVER)
+    built = ["cc", "-shared", "-fPIC", "-o", str(tmp_path / "libnvidia-ml.so.1"), str(tmp_path / "driver.c")]
+    subprocess.run(built, check=True)
+    run, gone = tmp_path / "run", tmp_path / "gone"
+    host = host_with(run, cuda())
+    env = environment(LD_LIBRARY_PATH=str(tmp_path), NVML_GONE=str(gone), DLPROF_SAMPLE="0.1", DLPROF_STACKS="off")
+    process = subprocess.Popen(
+        [sys.executable, Path(dlprof.__file__).parent / "samplers/__main__.py", run],
+        env=env,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    told, beside = host.folder / "warnings.txt", host.folder / "host.jsonl"
+    try:
+        assert until(lambda: len(rows(host)) > 2)
+        gone.touch()
+        assert until(told.exists)
+        read, others = len(rows(host)), beside.read_text().count("\n")
+        assert until(lambda: beside.read_text().count("\n") > others + 2)
+        assert len(rows(host)) == read
+    finally:
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 0
+    assert said == f"dlprof: GPU {ONE} is not sampled any more: GPU is lost\n"
+    first, second = rows(host)[:2]
+    assert second["energy_j"] - first["energy_j"] == pytest.approx(62.74)
+    assert {name: value for name, value in second.items() if name not in ("at_ns", "perf_ns", "energy_j")} == {
+        "busy_share": 1.0,
+        "memory_busy_share": 0.07,
+        "memory_used_bytes": (143771 - 32362) << 20,
+        "memory_total_bytes": 143771 << 20,
+        "power_w": 627.4,
+        "sm_clock_mhz": 1980,
+        "memory_clock_mhz": 3201,
+        "temperature_c": 52,
+        "clock_reasons_bits": 0,
+        "clocks_held_by_power_ns": 15820333506000,
+        "pcie_sent_bytes": 4217,
+        "sm_busy_share": 0.2,
+        "sm_occupancy_share": 0.3,
+        "tensor_busy_share": 0.5,
+        "dram_share": 1.0,
+    }
 
 
 @pytest.mark.gpu
