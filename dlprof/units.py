@@ -82,3 +82,8 @@ def quantity(value: float, unit: str) -> str:
         text = f"{small:,.0f}" if whole else f"{small:.{1 if abs(small) >= 9.995 else 2}f}"
         return f"{text.replace('-', MINUS)} {name}"
     return f"{digits(value / divisor)} {name}" if name else digits(value)
+
+
+def short(text: str, most: int) -> str:
+    """Give a name that is at most so long: an ellipsis stands for the rest of a longer one."""
+    return text if len(text) <= most else text[: most - 1] + "…"

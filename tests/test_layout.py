@@ -76,6 +76,18 @@ def test_a_panel_asks_only_for_measures_that_it_declares(name: str) -> None:
     assert asked_for(PACKAGE / "panels" / f"{name}.py") <= {m.name for m in needs}
 
 
+@pytest.mark.parametrize("name", RULE_FILES)
+def test_a_finding_says_what_it_saw_what_to_do_and_how_sure_it_is(name: str) -> None:
+    found = [
+        {keyword.arg for keyword in node.keywords}
+        for node in ast.walk(ast.parse((PACKAGE / "rules" / f"{name}.py").read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Finding"
+    ]
+    assert found
+    for said in found:
+        assert {"title", "summary", "verdict", "evidence", "advice", "saving_ns", "sure"} <= said
+
+
 def asked_for(file: Path) -> set[str]:
     return {
         node.args[0].id

@@ -93,3 +93,8 @@ def test_an_axis_has_one_scale_that_suits_its_largest_value() -> None:
 )
 def test_count(n: float, noun: str, written: str) -> None:
     assert units.count(n, noun) == written
+
+
+def test_names_that_are_cut_say_so() -> None:
+    assert units.short("x" * 12, 12) == "x" * 12
+    assert units.short("x" * 13, 12) == "x" * 11 + "…"

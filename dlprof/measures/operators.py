@@ -23,6 +23,7 @@ from dlprof.measures import device, host
 from dlprof.measures.arithmetic import device_peaks, precision_of
 from dlprof.measures.gaps import SMALL_NS
 from dlprof.measures.steps import timing
+from dlprof.units import short
 
 # Kernels by the names that cuBLAS, cuDNN, CUTLASS and rocBLAS give them. Tensor cores show in the shape of one of their
 # instructions (884, 1688, 16816), in hmma, wgmma and tensorop, in NVIDIA's newest (nvjet, xmma without simt) and in
@@ -332,7 +333,7 @@ def kernel_times(rank: RankData) -> pd.DataFrame:
     texts = names.categories[chosen].tolist()
     return pd.DataFrame(
         {
-            "name": [text[:200] for text in texts],
+            "name": [short(text, 200) for text in texts],
             "kind": [_kind(text) for text in texts],
             "calls": calls[chosen] / len(windows),
             "ns": ns[chosen] / len(windows),

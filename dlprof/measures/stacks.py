@@ -12,7 +12,8 @@ from dlprof.errors import NotMeasured
 from dlprof.units import percent
 
 # What the training thread was doing, and the workers beside it.
-DOING = ("rest", "compute", "fetch", "worker")
+COMPUTING = ("forward", "backward", "optimizer")
+DOING = ("rest", *COMPUTING, "fetch", "worker")
 
 # What travels of each of these: the user's own functions and those of libraries, with the most samples first.
 MOST_OWN = 24
@@ -42,8 +43,8 @@ Function = tuple[str, str]  # name, file
 def hottest(rank: RankData) -> pd.DataFrame:
     """Give the functions that were seen most: doing, function, file, line, own, alone, total, samples.
 
-    `doing`: what the training thread was doing (fetch, compute: forward, backward and optimizer; rest: none of these),
-    or worker. `own`: a file of the user's, not of Python or an installed package. `alone`: samples in the function; in
+    `doing`: what the training thread was doing (fetch, forward, backward, optimizer; rest: none of these), or worker.
+    `own`: a file of the user's, not of Python or an installed package. `alone`: samples in the function; in
     one of the user's also those in library code that it had called. `total`: with all that it had called. `line`: the
     one seen most in `alone`. `samples`: all of the doing. Ordered by doing, own first, then by `alone` and `total`.
     """
@@ -120,7 +121,7 @@ def flame(rank: RankData) -> pd.DataFrame:
 
 
 def _doing(role: str, phase: str) -> str:
-    return "worker" if role == "worker" else phase if phase in ("fetch", "rest") else "compute"
+    return "worker" if role == "worker" else phase if phase in DOING else "rest"
 
 
 def is_own(file: str) -> bool:
@@ -134,18 +135,23 @@ def shown(function: str, file: str, line: int) -> str:
     return f"{function} ({name}:{line})" if line else f"{function} ({name})"
 
 
-def hottest_own(run: Measured, rank: int, doing: str) -> str:
-    """Say where a rank was seen most, in the user's own code: "71 % are in decode (data.py:41)"; "" for nowhere."""
+def hottest_own(run: Measured, rank: int, *doing: str) -> str:
+    """Say where a rank was seen most while doing one of these: "71 % are in decode (data.py:41)"; "" for nowhere.
+
+    Of the user's own functions.
+    """
     try:
         frame = run.frame(hottest)
     except (NotMeasured, MeasureFailed):
         return ""
-    mine = frame[(frame["rank"] == rank) & (frame["doing"] == doing) & frame["own"].astype(bool)]
-    mine = mine[mine["function"] != "<module>"]
-    if not len(mine):
+    seen = frame[(frame["rank"] == rank) & frame["doing"].isin(doing)]
+    samples = int(seen.drop_duplicates("doing")["samples"].sum())
+    mine = seen[seen["own"].astype(bool) & (seen["function"] != "<module>")]
+    if samples < LEAST_SAMPLES or not len(mine):
         return ""
-    top = mine.iloc[0]
-    share = float(top["alone"]) / float(top["samples"])
-    if top["samples"] < LEAST_SAMPLES or share < NOTABLE_SHARE:
+    alone = mine.groupby(["function", "file"])["alone"].transform("sum")
+    top = mine.iloc[int(alone.to_numpy().argmax())]
+    share = float(alone.max()) / samples
+    if share < NOTABLE_SHARE:
         return ""
     return f"{percent(share)} are in {shown(str(top['function']), str(top['file']), int(top['line']))}"

@@ -11,6 +11,7 @@ from dlprof.measures import device
 from dlprof.measures.operators import kernels, own_times, owners
 from dlprof.measures.steps import standard_error, timing
 from dlprof.result import MOST_WORK
+from dlprof.units import short
 
 # Names of kernels that templates made can be thousands of letters long.
 LONGEST_NAME = 300
@@ -44,7 +45,7 @@ def work(rank: RankData) -> pd.DataFrame:
     if not len(frame):
         raise NotMeasured("no operator's work was traced")
     names = spans["name"].cat.categories
-    named = frame.assign(name=[str(names[i])[:LONGEST_NAME] for i in frame["name"]])
+    named = frame.assign(name=[short(str(names[i]), LONGEST_NAME) for i in frame["name"]])
     return named.astype({"name": "object"})
 
 

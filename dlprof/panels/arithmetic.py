@@ -14,7 +14,7 @@ from dlprof.measures.heaviest import heaviest_operators
 from dlprof.measures.operators import operators
 from dlprof.overview import Picture
 from dlprof.result import Panel
-from dlprof.units import UNKNOWN, digits, duration, quantity, size
+from dlprof.units import UNKNOWN, digits, duration, quantity, short, size
 
 
 def draw(run: Measured) -> list[Panel]:
@@ -41,7 +41,7 @@ def _heaviest(run: Measured) -> Panel:
     here = run.frame(operators)["rank"].unique()
     rows = tuple(
         (
-            " ".join(filter(None, (row["operator"].removeprefix("aten::")[:80], _shape(row)))),
+            " ".join(filter(None, (short(row["operator"].removeprefix("aten::"), 80), _shape(row)))),
             row["dtype"] or UNKNOWN,
             digits(row["calls"]),
             duration(row["ns"]),

@@ -11,7 +11,7 @@ from dlprof.overview import Picture
 from dlprof.result import Panel
 from dlprof.units import UNKNOWN, digits, duration, percent, size
 
-MOST_ROWS = 12
+MOST_ROWS = 40
 
 
 def draw(run: Measured) -> list[Panel]:

@@ -14,8 +14,8 @@ from dlprof.result import Panel
 from dlprof.units import percent
 
 # Functions of one kind among the hottest: of the user's, of libraries.
-MOST_OWN = 8
-MOST_LIBRARY = 3
+MOST_OWN = 6
+MOST_LIBRARY = 2
 
 # Seen less often than this, a function is there by chance, or does not matter.
 LEAST_SEEN = 5
@@ -23,14 +23,23 @@ LEAST_SHARE = 0.01
 
 _DOING = {
     "rest": "between the phases",
-    "compute": "forward, backward, optimizer",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
     "fetch": "waiting for the loader",
     "worker": "loader worker",
 }
 
 
 # What a frame of each kind stands on, in the colour of what the training thread was doing.
-_CATEGORY = {"rest": "host", "compute": "computation", "fetch": "input_wait", "worker": "other"}
+_CATEGORY = {
+    "rest": "host",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer_host",
+    "fetch": "input_wait",
+    "worker": "worker",
+}
 
 
 def draw(run: Measured) -> list[Panel]:

@@ -30,10 +30,10 @@ from dlprof.measures.gaps import gaps
 from dlprof.measures.host_work import PYTHON, check_launches, host_work, launches
 from dlprof.measures.loader import before_forward, loader_calls
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.stacks import hottest, hottest_own
+from dlprof.measures.stacks import COMPUTING, hottest, hottest_own
 from dlprof.measures.steps import mean_step_ns, step_means
 from dlprof.result import Finding, Panel
-from dlprof.units import duration, percent
+from dlprof.units import duration, percent, short
 
 # Idle time is worth a look from 10 to 15 % of a step on (Ascend's msprof and TraceLens); from 10 % here.
 NOTABLE_SHARE = 0.10
@@ -62,7 +62,8 @@ def check(run: Measured) -> Finding | Clear:
     phase = str(by_phase.index[0]) if len(by_phase) else ""
     top = mine.iloc[0] if len(mine) else None
     inside = f" in {top['phase']}" if top is not None and top["phase"] else ""
-    most = f"; the largest part: {str(top['name'])[:80]}{inside}" if top is not None and top["name"] != PYTHON else ""
+    largest = short(str(top["name"]), 80) if top is not None and top["name"] != PYTHON else ""
+    most = f"; the largest part: {largest}{inside}" if largest else ""
     python = float(mine[mine["name"] == PYTHON]["ns"].sum()) / max(float(mine["ns"].sum()), 1.0)
     return Finding(
         title="Python holds up the step" if on_cpu else "The host is too slow for its device",
@@ -92,8 +93,10 @@ def _removable(run: Measured, late: dict[int, float]) -> tuple[dict[int, float],
 
 def _hottest(run: Measured, rank: int, phase: str) -> str:
     """Say which of the user's functions the training thread was seen in most, where stacks were recorded."""
-    most = hottest_own(run, rank, "compute" if phase else "rest")
-    where = "in forward, backward and optimizer" if phase else "outside forward, backward and optimizer"
+    # A range of the user's may lie in any of them.
+    doing = (phase,) if phase in COMPUTING else COMPUTING if phase else ("rest",)
+    most = hottest_own(run, rank, *doing)
+    where = "in " + " and ".join(doing) if phase else "outside forward, backward and optimizer"
     return f" Of the stacks seen {where}, {most}." if most else ""
 
 
@@ -138,7 +141,7 @@ def _advice(run: Measured, rank: int, phase: str, loose: bool) -> tuple[str, ...
 def _evidence(mine: pd.DataFrame, rank: int) -> Panel:
     phases = mine["phase"].replace("", "between")
     rows = tuple(
-        (str(n)[:120], str(p), duration(ns)) for n, p, ns in zip(mine["name"], phases, mine["ns"], strict=True)
+        (short(str(n), 120), str(p), duration(ns)) for n, p, ns in zip(mine["name"], phases, mine["ns"], strict=True)
     )
     columns = ("what the training thread did", "phase", "time a traced step")
     return Panel("table", f"The host's part of a step on rank {rank}", rows, columns)

@@ -42,6 +42,8 @@ NOTABLE_SHARE = 0.05
 
 _TIMES = (2, 4, 8)
 
+MOST_ROWS = 16
+
 # The same for any batch: what the host does, and gradients' bytes.
 _HOST = ("host", "optimizer_host")
 
@@ -118,7 +120,24 @@ def _full(run: Measured, frame: pd.DataFrame, rank: int) -> Finding:
             " is reserved is cache",
         ),
         ranks=tuple(int(str(r)) for r in frame.index[frame["peak_reserved_bytes"] / frame["total_bytes"] > HIGH]),
+        evidence=_by_rank(frame),
         sure="As PyTorch's allocator told, a few times a second; what other libraries and processes hold comes on top.",
+    )
+
+
+def _by_rank(frame: pd.DataFrame) -> Panel:
+    """Tell what each rank needed, the fullest first."""
+    shown = frame.sort_values("peak_reserved_bytes", ascending=False, kind="stable").head(MOST_ROWS)
+    rows = tuple(
+        (
+            f"rank {row['rank']}",
+            *(size(float(row[c])) for c in ("peak_allocated_bytes", "peak_reserved_bytes", "total_bytes")),
+            percent(row["peak_reserved_bytes"] / row["total_bytes"]),
+        )
+        for row in shown.rename_axis("rank").reset_index().to_dict("records")
+    )
+    return Panel(
+        "table", "Memory of each GPU at most", rows, ("", "by tensors", "reserved", "there is", "reserved of it")
     )
 
 

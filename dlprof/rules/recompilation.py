@@ -28,7 +28,7 @@ from dlprof.measures.replay import own_time, saving_stalls
 from dlprof.measures.stalls import compilations, stall_means, stalled_steps
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
-from dlprof.units import count, duration, percent
+from dlprof.units import count, duration, percent, short
 
 # No steady step is meant to compile, so it is worth two lines from where any finding is (diagnosis.LEAST_SHARE).
 NOTABLE_SHARE = 0.02
@@ -73,7 +73,7 @@ def check(run: Measured) -> Finding | Clear:
 
 def _why(found: pd.DataFrame) -> str:
     reasons = [r for r in found["reason"] if r not in ("", "unknown")]
-    return f", because {str(reasons[0])[:120]}" if reasons else ""
+    return f", because {short(str(reasons[0]), 120)}" if reasons else ""
 
 
 def _advice(found: pd.DataFrame) -> tuple[str, ...]:
@@ -88,9 +88,14 @@ def _advice(found: pd.DataFrame) -> tuple[str, ...]:
     return tuple(advice)
 
 
+def _end(path: str) -> str:
+    """Give the end of a path: the file and the function."""
+    return path if len(path) <= 60 else "…" + path[-59:]
+
+
 def _evidence(found: pd.DataFrame, rank: int) -> Panel:
     rows = tuple(
-        (str(path)[-60:] or "unknown", str(reason)[:160] or "first time", int(n), duration(float(ns)))
+        (_end(str(path)) or "unknown", short(str(reason), 160) or "first time", int(n), duration(float(ns)))
         for path, reason, n, ns in zip(found["path"], found["reason"], found["steady"], found["steady_ns"], strict=True)
     )[:MOST_ROWS]
     columns = ("function", "compiled because", "times", "together")

@@ -26,7 +26,7 @@ from dlprof.measures.host_work import check_launches, launches
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
-from dlprof.units import digits, duration, percent
+from dlprof.units import digits, duration, percent, short
 
 # Half of where idle time is worth a look (rule host_bound), since here its cause is known.
 NOTABLE_SHARE = 0.05
@@ -78,7 +78,7 @@ def check(run: Measured) -> Finding | Clear:
             "table",
             f"Small kernels of a step on rank {worst}, the most frequent",
             tuple(
-                (name[:120], digits(float(count)), duration(float(mean)))
+                (short(name, 120), digits(float(count)), duration(float(mean)))
                 for name, count, mean in zip(mine["name"], mine["count"], mine["mean_ns"], strict=True)
             ),
             ("kernel", "times a step", "takes"),

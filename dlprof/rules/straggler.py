@@ -252,9 +252,23 @@ def _by_vote(run: Measured, why: NotMeasured) -> Finding | Clear:
         advice=(
             "compare its input, its work and its host with another's; the traces of all ranks would tell which it is",
         ),
+        evidence=_votes(votes),
         ranks=(late,),
         sure=f"Estimated from the lengths of collectives alone; {missing}: were one of them nearly as late, less.",
     )
+
+
+def _votes(votes: pd.DataFrame) -> Panel:
+    """Tell how often each rank's collectives were abnormally short, those of the late one first."""
+    shown = votes.sort_values("waited_ns", kind="stable").head(MOST_ROWS)
+    rows = tuple(
+        (r, f"{short} of {counted}", duration(waited))
+        for r, short, counted, waited in zip(
+            shown.index, shown["votes"], shown["counted"], shown["waited_ns"], strict=True
+        )
+    )
+    columns = ("rank", "abnormally short", "longer than the shortest, a step")
+    return Panel("table", "How long each rank stays in its collectives", rows, columns)
 
 
 def _table(run: Measured, steps: pd.DataFrame) -> Panel:

@@ -46,7 +46,7 @@ def test_the_users_functions_have_what_libraries_do_for_them(tmp_path: Path) -> 
         ("worker", "read", 2, 20, 100, 100),
     ]
     assert hottest_own(made, 0, "worker") == "80 % are in decode (data.py:4)"
-    assert hottest_own(made, 0, "compute") == ""
+    assert hottest_own(made, 0, "forward", "backward") == ""
     assert hottest_own(made, 2, "worker") == ""
 
 
@@ -101,8 +101,8 @@ def test_the_tree_of_calls_stands_on_what_the_thread_was_doing(tmp_path: Path) -
         ("rest", "", "run"): (36, True),
         ("rest", "run", "log"): (36, True),
         ("rest", "log", "dumps"): (6, False),
-        ("compute", "", "run"): (50, True),
-        ("compute", "run", "Net.forward"): (50, True),
+        ("forward", "", "run"): (50, True),
+        ("forward", "run", "Net.forward"): (50, True),
         ("fetch", "", "run"): (40, True),
         ("fetch", "run", "_BaseDataLoaderIter.__next__"): (40, False),
         ("fetch", "_BaseDataLoaderIter.__next__", "wait"): (40, False),

@@ -33,7 +33,7 @@ def test_the_flame_graph_puts_the_calls_of_all_ranks_together(tmp_path: Path) ->
     assert panel.rows[:3] == (
         (0, 0, 72, "between the phases", "host"),
         (0, 72, 80, "waiting for the loader", "input_wait"),
-        (0, 152, 200, "loader worker", "other"),
+        (0, 152, 200, "loader worker", "worker"),
     )
     assert (1, 0, 72, "run (train.py)", "own") in panel.rows
     assert (3, 0, 12, "dumps (json/__init__.py)", "library") in panel.rows

@@ -60,6 +60,8 @@ def test_memory_that_is_nearly_used_up_is_a_risk(tmp_path: Path) -> None:
     assert (found.state, found.scope, found.saving_ns) == ("found", "risk", 0)
     assert "94 GB of 100 GB" in found.summary
     assert "(is 32)" in found.advice[0]
+    assert found.evidence is not None
+    assert found.evidence.rows == (("rank 0", "94 GB", "96 GB", "100 GB", "96 %"),)
     reserved = ask(RULE, recorded(tmp_path / "reserved", busy=980, kept=40, peak=90))
     assert reserved.state == "clear"
 
