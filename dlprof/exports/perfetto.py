@@ -2,7 +2,8 @@
 
 A rank is a process. Above its threads and streams stand tracks of dlprof's own: its steps, the exclusive parts of the
 traced ones, its stalls, its collectives (an arrow leads from the last rank to come to those that waited for it), and
-whom it waits for. The shortest spans are left out first, so that a browser can hold what is left.
+whom it waits for; as counters what was sampled beside it of the GPU, the process and the host. The shortest spans are
+left out first, so that a browser can hold what is left.
 
 The format: Google, Trace Event Format (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
 """
@@ -29,8 +30,10 @@ from dlprof.measures import breakdown, host
 from dlprof.measures.blame import blame
 from dlprof.measures.collectives import collectives, exposed, host_clocks, matched, traced_steps
 from dlprof.measures.operators import parents
+from dlprof.measures.samples import held
 from dlprof.measures.steps import step_series
 from dlprof.run import Run
+from dlprof.units import short
 
 # So many spans of all ranks together: about 60 MB of text, which the Perfetto page opens in some seconds.
 MOST_SPANS = 400_000
@@ -59,6 +62,43 @@ _CATEGORIES = {
     "runtime": ("cuda_runtime", ""),
     "set": ("", "gpu_memset"),
     "sync": ("", "cuda_sync"),
+}
+
+# What was sampled: source, metric, its track. The host's is read on its first rank.
+_COUNTERS = (
+    ("gpu", "busy_share", "GPU: some kernel runs"),
+    ("gpu", "sm_busy_share", "GPU: multiprocessors at work"),
+    ("gpu", "tensor_busy_share", "GPU: tensor cores at work"),
+    ("gpu", "dram_share", "GPU: memory bandwidth in use"),
+    ("gpu", "power_w", "GPU: power"),
+    ("gpu", "sm_clock_mhz", "GPU: clock of the multiprocessors"),
+    ("gpu", "temperature_c", "GPU: temperature"),
+    ("gpu", "memory_used_bytes", "GPU: memory in use"),
+    ("gpu", "pcie_received_bytes_per_s", "GPU: received over PCIe"),
+    ("gpu", "pcie_sent_bytes_per_s", "GPU: sent over PCIe"),
+    ("gpu", "nvlink_received_bytes_per_s", "GPU: received over NVLink"),
+    ("gpu", "nvlink_sent_bytes_per_s", "GPU: sent over NVLink"),
+    ("processes", "cpu_cores", "process: cores in use"),
+    ("processes", "children_cpu_cores", "loader workers and other children: cores in use"),
+    ("processes", "main_thread_waited_share", "training thread: ready, but no core free"),
+    ("processes", "rss_bytes", "process: memory"),
+    ("host", "cpu_cores", "host: cores in use"),
+    ("host", "memory_used_bytes", "host: memory in use"),
+    ("host", "disk_read_bytes_per_s", "host: read from disks"),
+    ("host", "disk_written_bytes_per_s", "host: written to disks"),
+    ("host", "network_received_bytes_per_s", "host: received over the network"),
+    ("host", "network_sent_bytes_per_s", "host: sent over the network"),
+)
+_ALLOCATOR = {"allocated_bytes": "PyTorch: memory of tensors", "reserved_bytes": "PyTorch: memory reserved"}
+# By the end of a metric's name: its unit, and what makes it that. The longest that fits counts.
+_UNITS = {
+    "_bytes_per_s": ("bytes/s", 1),
+    "_bytes": ("bytes", 1),
+    "_cores": ("cores", 1),
+    "_share": ("%", 100),
+    "_mhz": ("MHz", 1),
+    "_w": ("W", 1),
+    "_c": ("°C", 1),
 }
 
 # Numbers of processes and threads: a rank's processes begin at (rank + 1) × this.
@@ -112,7 +152,7 @@ def _spans(rank: RankData, most: int) -> pd.DataFrame:
         {
             "track": track.str.replace("^host:", "thread ", regex=True).str.replace(":", " stream ").to_numpy(),
             "category": category,
-            "name": chosen["name"].astype("str").str.slice(0, LONGEST_NAME).to_numpy(),
+            "name": chosen["name"].map({n: short(n, LONGEST_NAME) for n in chosen["name"].cat.categories}).to_numpy(),
             "start_ns": chosen["start_ns"].to_numpy(),
             "dur_ns": chosen["dur_ns"].to_numpy(),
             "bytes": chosen["bytes"].to_numpy(),
@@ -159,7 +199,48 @@ def _track(track: str, name: pd.Series[str], frame: pd.DataFrame, begin: int, en
     return made.assign(track=track, category=OWN, bytes=-1, of=0)
 
 
-NEEDS = (blame, collectives, exposed, host_clocks, reduced, traced_steps)
+@per_rank
+def counters(rank: RankData) -> pd.DataFrame:
+    """Give what was sampled while a rank was traced: name, unit, at_ns, value; each value holds until the next.
+
+    Raises NotMeasured where nothing was.
+    """
+    spans = rank.table("spans")
+    if not len(spans):
+        raise NotMeasured("nothing was traced")
+    begin, end = int(spans["start_ns"].min()), int((spans["start_ns"] + spans["dur_ns"]).max())
+    parts = []
+    with suppress(NotMeasured):
+        told = held(rank, begin, end)
+        for source, metric, name in _COUNTERS:
+            parts.append(_counter(name, metric, told[(told["source"] == source) & (told["metric"] == metric)]))
+        for log in sorted(set(told["source"][told["source"].str.startswith("nvidia-smi")])):
+            of_log = told[told["source"] == log]
+            for source, metric, name in _COUNTERS:
+                if source == "gpu":
+                    title = f"{log}: {name.removeprefix('GPU: ')}"
+                    parts.append(_counter(title, metric, of_log[of_log["metric"] == metric]))
+    if rank.has("memory"):
+        memory = rank.table("memory")
+        at = memory["at_ns"].to_numpy()
+        inside = memory.iloc[max(int(np.searchsorted(at, begin, side="right")) - 1, 0) : np.searchsorted(at, end)]
+        for column, name in _ALLOCATOR.items():
+            known = inside[inside[column] >= 0]
+            readings = {"at_ns": known["at_ns"].clip(lower=begin), "value": known[column]}
+            parts.append(_counter(name, column, pd.DataFrame(readings)))
+    parts = [part for part in parts if len(part)]
+    if not parts:
+        raise NotMeasured("nothing was sampled")
+    return pd.concat(parts, ignore_index=True)
+
+
+def _counter(name: str, metric: str, readings: pd.DataFrame) -> pd.DataFrame:
+    unit, factor = next((u for ending, u in _UNITS.items() if metric.endswith(ending)), ("", 1))
+    at, value = readings["at_ns"].to_numpy(), readings["value"].to_numpy() * factor
+    return pd.DataFrame({"name": name, "unit": unit, "at_ns": at, "value": value})
+
+
+NEEDS = (blame, collectives, counters, exposed, host_clocks, reduced, traced_steps)
 
 
 def write(run: Run, path: Path, jobs: int | None = None, progress: Progress | None = None) -> Written:
@@ -173,6 +254,7 @@ def write(run: Run, path: Path, jobs: int | None = None, progress: Progress | No
         raise DlprofError(f"{run.path}: cannot be exported: {e}") from None
     ahead, warnings = _ahead(measured)
     shared = _shared(measured)
+    sampled = _sampled(measured)
     frame = frame.assign(start_ns=frame["start_ns"] - frame["rank"].map(ahead).to_numpy(dtype=np.int64))
     zero = int(frame["start_ns"].min())
     spans = frame.loc[frame["of"] > 0]
@@ -184,6 +266,7 @@ def write(run: Run, path: Path, jobs: int | None = None, progress: Progress | No
             ours = shared[shared["rank"] == number]
             rows = pd.concat([mine, ours], ignore_index=True) if len(ours) else mine
             arrows += _rank(file, measured, number, rows.reset_index(drop=True), zero)
+            _count(file, sampled[sampled["rank"] == number], number, zero - ahead[number])
         file.write("\n]}\n")
     total = int(spans.groupby("rank")["of"].first().sum())
     return Written(len(spans), total - len(spans), int(spans["dur_ns"].min()), arrows, tuple(warnings))
@@ -327,6 +410,26 @@ def _rank(file: TextIO, run: Measured, rank: int, rows: pd.DataFrame, zero: int)
                 arrows += 1
         file.write(",\n" + ",\n".join(lines))
     return arrows
+
+
+def _sampled(run: Measured) -> pd.DataFrame:
+    """Give the counters of all ranks; no rows where nothing was sampled."""
+    try:
+        return run.frame(counters)
+    except (NotMeasured, MeasureFailed):
+        return pd.DataFrame({"rank": [], "name": [], "unit": [], "at_ns": [], "value": []})
+
+
+def _count(file: TextIO, rows: pd.DataFrame, rank: int, zero: int) -> None:
+    """Write the counters of one rank; `zero` on its own clock."""
+    pid = (rank + 1) * _THREADS
+    for name, mine in rows.groupby("name", sort=False):
+        unit = _json(str(mine["unit"].iloc[0]))
+        head = f',\n{{"ph":"C","cat":"{OWN}","name":{_json(name)},"pid":{pid},"tid":{pid}'
+        file.writelines(
+            f'{head},"ts":{_us(at - zero)},"args":{{{unit}:{value:.9g}}}}}'
+            for at, value in zip(mine["at_ns"].tolist(), mine["value"].tolist(), strict=True)
+        )
 
 
 def _us(ns: int) -> str:

@@ -105,6 +105,36 @@ def sample_means(rank: RankData) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def held(rank: RankData, begin: int, end: int) -> pd.DataFrame:
+    """Give what was sampled of a stretch of time, what only grows as rates: source, metric, at_ns, value.
+
+    Each value holds from `at_ns` to the next; the one that holds when the stretch begins stands at its beginning, but
+    for one that was read long before.
+    """
+    parts = []
+    for (source, metric), frame in _metrics(rank):
+        at, value, span = _rated(metric, frame)
+        # What grows is known when it is read, and speaks of the time before.
+        since = at - (span * 1e9).astype(np.int64) if metric in _RATES else at
+        usual = float(np.median(np.diff(at))) if len(at) > 1 else 0.0
+        recent = int(np.searchsorted(since, begin - 2 * usual))
+        first = max(int(np.searchsorted(since, begin, side="right")) - 1, recent)
+        chosen = slice(first, int(np.searchsorted(since, end)))
+        parts.append(
+            pd.DataFrame(
+                {
+                    "source": source,
+                    "metric": _rate_of(metric),
+                    "at_ns": np.maximum(since[chosen], begin),
+                    "value": value[chosen],
+                }
+            )
+        )
+    if not parts:
+        raise NotMeasured("nothing was sampled")
+    return pd.concat(parts, ignore_index=True)
+
+
 def _metrics(rank: RankData) -> list[tuple[tuple[str, str], pd.DataFrame]]:
     groups = rank.table("samples").groupby(["source", "metric"], observed=True, sort=True)
     return [((str(source), str(metric)), frame) for (source, metric), frame in groups]

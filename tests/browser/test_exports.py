@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -66,6 +66,21 @@ def served(viewer: Path, exported: Path) -> Iterator[str]:
         server.server_close()
 
 
+@contextmanager
+def opened(browser: webdriver.Chrome, exported: Path) -> Iterator[Callable[[str], list[list[Any]]]]:
+    """Open a trace in Perfetto's page, and give a function that asks it for rows by SQL."""
+
+    def ask(sql: str) -> list[list[Any]]:
+        got: list[list[Any]] = browser.execute_async_script(ROWS, sql)
+        return got
+
+    browser.set_script_timeout(60)
+    with served(PERFETTO, exported) as address:
+        browser.get(f"{address}/index.html#!/?url={address}/{exported.name}")
+        WebDriverWait(browser, 60).until(lambda b: b.execute_script("return !!(window.app && window.app.trace)"))
+        yield ask
+
+
 @pytest.mark.skipif(not PERFETTO.is_dir(), reason="Perfetto's page is not installed (make viewers)")
 def test_perfetto_holds_every_span_and_arrow_and_finds_no_fault(browser: webdriver.Chrome, tmp_path: Path) -> None:
     odd = 'a "quoted" \\ name\n· 漢 </script>\u2028'
@@ -75,14 +90,7 @@ def test_perfetto_holds_every_span_and_arrow_and_finds_no_fault(browser: webdriv
     out = tmp_path / "out.json.gz"
     events, made = test_perfetto.written(path, out)
 
-    def ask(sql: str) -> list[list[Any]]:
-        got: list[list[Any]] = browser.execute_async_script(ROWS, sql)
-        return got
-
-    browser.set_script_timeout(60)
-    with served(PERFETTO, out) as address:
-        browser.get(f"{address}/index.html#!/?url={address}/{out.name}")
-        WebDriverWait(browser, 60).until(lambda b: b.execute_script("return !!(window.app && window.app.trace)"))
+    with opened(browser, out) as ask:
         assert ask("select name, value from stats where value > 0 and severity != 'info'") == []
         assert ask("select count(*), sum(dur < 0) from slice") == [[sum(e["ph"] == "X" for e in events), 0]]
         ((arrows, forward),) = ask(
@@ -105,6 +113,24 @@ def test_perfetto_holds_every_span_and_arrow_and_finds_no_fault(browser: webdriv
         ]
         quoted = odd.replace("'", "''")
         assert ask(f"select dur from slice where name = '{quoted}'") == [[10_000]]
+
+
+@pytest.mark.skipif(not PERFETTO.is_dir(), reason="Perfetto's page is not installed (make viewers)")
+def test_perfetto_draws_what_was_sampled(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    out = tmp_path / "out.json.gz"
+    events, _ = test_perfetto.written(test_perfetto.sampled_job(tmp_path / "run"), out)
+    with opened(browser, out) as ask:
+        assert ask("select name, value from stats where value > 0 and severity != 'info'") == []
+        told = ask(
+            "select t.name, c.ts - (select min(ts) from slice), c.value from counter c"
+            " join process_counter_track t on t.id = c.track_id order by t.name, c.ts"
+        )
+    found = [
+        [name, ms * 1_000_000, value]
+        for name, values in sorted(test_perfetto.counters(events).items())
+        for ms, value in values
+    ]
+    assert told == found
 
 
 @pytest.mark.skipif(not SPEEDSCOPE.is_dir(), reason="speedscope is not installed (make viewers)")

@@ -19,6 +19,7 @@ from dlprof.exports import perfetto
 from dlprof.readers import torch_trace
 from dlprof.run import open_run
 from tests import runs, traces
+from tests.measures.test_memory import reading
 from tests.runs import MS
 
 Event = dict[str, Any]
@@ -75,6 +76,9 @@ def check(events: list[Event]) -> None:
         elif e["ph"] in "sf":
             assert e["ph"] not in arrows[e["id"]], "an arrow has one beginning and one end"
             arrows[e["id"]][e["ph"]] = e
+        elif e["ph"] == "C":
+            assert e["ts"] >= 0
+            assert [type(value) for value in e["args"].values()] in ([int], [float])
         else:
             assert e["ph"] == "M"
     for spans in lanes.values():
@@ -173,6 +177,53 @@ def test_loader_workers_stalls_and_steps_of_a_recording_have_their_tracks(tmp_pa
         batches = found[f"loader worker {worker}"]
         assert len(batches) == 7
         assert {e["dur"] for e in batches} == {300_000}
+
+
+def sampled_job(folder: Path) -> Path:
+    """Record a rank whose steps 10 and 11, a second each, are traced; its GPU is read in the middle of each."""
+    steps = [runs.light(n, 900 * MS) for n in range(20)]
+    made = traces.trace(*(traces.step(n, n * 1_000 * MS, 900 * MS) for n in (10, 11)), world_size=1, device="")
+    path = runs.recorded(folder, (made, steps, runs.CPU))
+    told: dict[str, tuple[int, list[dict[str, Any]]]] = {
+        "gpu.jsonl": (500, [{"power_w": 100 + n, "busy_share": 0.5, "clock_reasons_bits": 1} for n in range(20)]),
+        "processes.jsonl": (0, [{"cpu_s": 0.25 * n} for n in range(20)]),
+        "memory.jsonl": (900, [reading(n, n * 1_000, reserved_bytes=2_000) for n in range(20)]),
+    }
+    for name, (at, rows) in told.items():
+        lines = [json.dumps(row | {"at_ns": traces.BASE_NS + (1_000 * n + at) * MS}) for n, row in enumerate(rows)]
+        (path / "ranks/00000" / name).write_text("\n".join(lines) + "\n")
+    return path
+
+
+def counters(events: list[Event]) -> dict[str, list[tuple[float, float]]]:
+    """Give the values of each counter, with when they begin in ms, by its name and unit."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for e in events:
+        if e["ph"] == "C":
+            ((unit, value),) = e["args"].items()
+            found[f"{e['name']} {unit}"].append((e["ts"] / 1_000, value))
+    return dict(found)
+
+
+def test_what_was_sampled_meanwhile_stands_as_counters(tmp_path: Path) -> None:
+    events, _ = written(sampled_job(tmp_path / "run"), tmp_path / "out.json")
+    check(events)
+    # The trace lasts 1.9 s. What was read before holds when it begins; a rate speaks of the time before its reading.
+    assert counters(events) == {
+        "GPU: power W": [(0, 109), (500, 110), (1_500, 111)],
+        "GPU: some kernel runs %": [(0, 50), (500, 50), (1_500, 50)],
+        "process: cores in use cores": [(0, 0.25), (1_000, 0.25)],
+        "PyTorch: memory of tensors bytes": [(0, 9_000), (900, 10_000)],
+        "PyTorch: memory reserved bytes": [(0, 2_000), (900, 2_000)],
+    }
+
+
+def test_what_was_sampled_at_another_time_is_left_out(tmp_path: Path) -> None:
+    path = sampled_job(tmp_path / "run")
+    late = [json.dumps({"at_ns": traces.BASE_NS - (100 - n) * 1_000 * MS, "power_w": 100}) for n in range(20)]
+    (path / "ranks/00000/gpu.jsonl").write_text("\n".join(late) + "\n")
+    events, _ = written(path, tmp_path / "out.json")
+    assert [name for name in counters(events) if name.startswith("GPU")] == []
 
 
 def test_names_that_attack_stay_names(tmp_path: Path) -> None:
