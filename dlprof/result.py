@@ -62,7 +62,8 @@ class Panel(msgspec.Struct, frozen=True):
     flame: `rows` are [depth, start, width, name, category]: a frame stands under the one that called it, `unit` wide.
 
     Lines and areas whose first column is time_ns speak of the same time, from the run's beginning. `marks` point at
-    places of theirs: [x, label, category]. `steps`: the number of the step that each of their rows is of.
+    places of theirs: [x, label, category]. `steps`: the number of the step that each of their rows is of. `arrows` lead
+    from one lane of a timeline to another: [at_ns, from, to, label].
     """
 
     shape: Shape
@@ -73,6 +74,7 @@ class Panel(msgspec.Struct, frozen=True):
     note: str = ""
     marks: tuple[tuple[float, str, str], ...] = ()
     steps: tuple[int, ...] = ()
+    arrows: tuple[tuple[float, str, str, str], ...] = ()
 
 
 class Forecast(msgspec.Struct, frozen=True):

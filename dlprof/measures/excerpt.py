@@ -10,12 +10,10 @@ from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import breakdown, device, host
 from dlprof.measures.steps import timing
+from dlprof.units import short
 
 # Pieces of one category closer than this share of the step are drawn as one.
 GRAIN = 1 / 600
-
-# A step so much longer than the middle one is drawn beside it.
-SLOW = 1.1
 
 # Workers of a rank's loader, and streams of its device, that have a lane.
 MOST_WORKERS = 4
@@ -23,6 +21,9 @@ MOST_STREAMS = 4
 
 # What a stream may do, and the kinds of spans that are it.
 _ROLES = {"computation": ("kernel",), "communication": ("communication",), "copies": ("copy", "set")}
+
+# What stands before the name of every function of the backward pass.
+_EVALUATES = "autograd::engine::evaluate_function: "
 
 Row = tuple[str, int, int, str, str]
 
@@ -36,10 +37,11 @@ _PHASES = (
 
 @per_rank
 def excerpt(rank: RankData) -> pd.DataFrame:
-    """Give two steady traced steps: shown (middle, slowest), lane, step, begin_ns, start_ns, dur_ns, name, category.
+    """Give two steady traced steps: shown (middle, slowest), lane, step, step_ns, begin_ns, start_ns, dur_ns, name,
+    category.
 
     The middle one, not the shortest or longest, and by its place, so that all ranks show the same step; and this
-    rank's slowest, where it is another and stands out. Lanes: thread; of a device's streams `computation 7`,
+    rank's slowest, where that is longer. Lanes: thread; of a device's streams `computation 7`,
     `communication 20`, `copies 22`, by what each does most; without a device work and communication; worker N.
     """
     t = timing(rank)
@@ -48,7 +50,7 @@ def excerpt(rank: RankData) -> pd.DataFrame:
     lengths = t.windows[:, 1] - t.windows[:, 0]
     middle, slowest = len(t.windows) // 2, int(np.argmax(lengths))
     shown = {"middle": middle}
-    if lengths[slowest] >= SLOW * lengths[middle]:
+    if lengths[slowest] > lengths[middle]:
         shown["slowest"] = slowest
     parts = []
     for which, chosen in shown.items():
@@ -57,7 +59,7 @@ def excerpt(rank: RankData) -> pd.DataFrame:
         rows = [*_on_thread(rank, begin, end), *working(rank, begin, end), *_in_workers(rank, begin, end)]
         frame = pd.DataFrame(rows, columns=["lane", "start_ns", "dur_ns", "name", "category"])
         step = int(t.numbers[chosen]) if len(t.numbers) else 0
-        parts.append(frame.assign(shown=which, step=step, begin_ns=begin))
+        parts.append(frame.assign(shown=which, step=step, step_ns=end - begin, begin_ns=begin))
     return pd.concat(parts, ignore_index=True)
 
 
@@ -154,11 +156,12 @@ def _coarse(a: iv.Intervals, length: int) -> iv.Intervals:
 
 
 def _longest(spans: pd.DataFrame, pieces: iv.Intervals) -> list[str]:
-    """Name the longest span that begins in each piece."""
+    """Name the longest span that begins in each piece, and say how many more do."""
     start, dur = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
     code, name = spans["name"].cat.codes.to_numpy(), spans["name"].cat.categories
     names = []
     for s, e in pieces:
         i, j = np.searchsorted(start, s), np.searchsorted(start, e)
-        names.append(str(name[code[i + int(np.argmax(dur[i:j]))]])[:200] if j > i else "")
+        longest = str(name[code[i + int(np.argmax(dur[i:j]))]]).removeprefix(_EVALUATES) if j > i else ""
+        names.append(short(longest, 200) + (f" and {j - i - 1:,} more" if j > i + 1 else ""))
     return names

@@ -1,14 +1,25 @@
-"""One traced step, a lane a thread or stream, and the slowest one beside it."""
+"""One traced step, a lane a thread or stream, and the slowest one beside it; arrows tell who waits for whom."""
 
 from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.engine import Measured
+from dlprof.engine import Measured, MeasureFailed
 from dlprof.errors import NotMeasured
+from dlprof.measures.collectives import collectives, culprits, exposed, exposed_between, matched
 from dlprof.measures.excerpt import excerpt
 from dlprof.overview import MOST_RANKS, Picture
 from dlprof.result import Panel
+from dlprof.units import count, duration
+
+# A step so much longer than the middle one is drawn beside it.
+SLOW = 1.1
+
+# Waiting that is drawn within communication, and that arrows lead to: from these shares of the step on, the longest.
+LEAST_WAIT, LEAST_ARROW = 0.005, 0.02
+MOST_WAITS, MOST_ARROWS = 200, 16
+
+Arrow = tuple[float, str, str, str]
 
 _TITLES = {"middle": "One traced step (step {})", "slowest": "The slowest traced step (step {})"}
 
@@ -18,20 +29,32 @@ def draw(run: Measured) -> list[Panel]:
     frame = run.frame(excerpt)
     if not len(frame):
         raise NotMeasured("nothing ran in the traced step")
-    return [_panel(mine, title) for shown, title in _TITLES.items() if len(mine := _same_step(frame, shown))]
+    panels = []
+    for shown, title in _TITLES.items():
+        mine = _same_step(frame, shown)
+        if len(mine):
+            few, of = mine["rank"].nunique(), frame["rank"].nunique()
+            note = f"The slowest of {count(few, 'rank')} of {of}; the others' is another." if few < of else ""
+            panels.append(_panel(run, mine, title, note))
+    return panels
 
 
 def _same_step(frame: pd.DataFrame, shown: str) -> pd.DataFrame:
-    """Give the rows of one step: ranks may differ in which was slowest, most of them say."""
+    """Give the rows of one step: of the slowest the one that most ranks name; none where it is like the others."""
     mine = frame[frame["shown"] == shown]
     if shown == "slowest" and len(mine):
         votes = mine.groupby("step")["rank"].nunique()
         mine = mine[mine["step"] == int(str(votes.idxmax()))]
+        middle = frame[frame["shown"] == "middle"].groupby("rank")["step_ns"].first()
+        lengths = mine.groupby("rank")["step_ns"].first()
+        if not (lengths >= SLOW * middle.reindex(lengths.index)).any():
+            return mine.iloc[:0]
     return mine
 
 
-def _panel(frame: pd.DataFrame, title: str) -> Panel:
-    shown, note = _few(frame)
+def _panel(run: Measured, frame: pd.DataFrame, title: str, note: str) -> Panel:
+    shown, left = _few(frame)
+    note = f"{note} {left}".strip()
     frame = frame[frame["rank"].isin(shown)]
     begins = frame.groupby("rank")["begin_ns"].first()
     # One clock where the ranks' steps begin within a step of each other; else each rank from its own beginning.
@@ -44,9 +67,68 @@ def _panel(frame: pd.DataFrame, title: str) -> Panel:
             *(frame[c] for c in ("rank", "lane", "at", "dur_ns", "name", "category")), strict=True
         )
     )
+    waits = _waits(run, frame)
+    rows += _waiting(frame, waits)
+    arrows = _arrows(frame, waits, int(begins.min())) if together else ()
     if not together:
         note += " Each rank from its own beginning: their clocks differ."
-    return Panel("timeline", title.format(int(frame["step"].iloc[0])), rows, unit="ns", note=note.strip())
+    elif arrows:
+        note += " Arrows lead from the rank that came last to a collective to those that had waited for it."
+    named = title.format(int(frame["step"].iloc[0]))
+    return Panel("timeline", named, rows, unit="ns", note=note.strip(), arrows=arrows)
+
+
+def _waits(run: Measured, frame: pd.DataFrame) -> pd.DataFrame:
+    """Give whom the ranks waited for in the step: rank, by, begin_ns, end_ns, waited_ns (of it with no computation).
+
+    The longest of those that can be seen; none where it is not known.
+    """
+    columns = ["rank", "by", "begin_ns", "end_ns", "waited_ns"]
+    try:
+        pairs = run.frame(matched)
+        pairs = pairs[pairs["step"] == frame["step"].iloc[0]]
+        if not len(pairs):
+            raise NotMeasured("no collective of this step was matched")
+        rank, begin, wait = (pairs[name].to_numpy() for name in ("rank", "start_ns", "wait_ns"))
+        waited = exposed_between(run, rank, begin, begin + wait)
+    except (NotMeasured, MeasureFailed):
+        return pd.DataFrame(columns=columns, dtype="int64")
+    values = (rank, rank[culprits(pairs)], begin, begin + wait, waited)
+    found = pd.DataFrame(dict(zip(columns, values, strict=True)))
+    shown = found["rank"].isin(frame["rank"].unique()) & (wait >= LEAST_WAIT * frame["step_ns"].max())
+    longest: pd.DataFrame = found[shown & (found["rank"] != found["by"])].nlargest(MOST_WAITS, "waited_ns")
+    return longest
+
+
+def _waiting(frame: pd.DataFrame, waits: pd.DataFrame) -> tuple[tuple[str, int, int, str, str], ...]:
+    """Give the waiting within the communication that is drawn, to be drawn upon it."""
+    exchanges = frame.loc[frame["category"] == "communication", ["rank", "lane", "at", "start_ns", "dur_ns"]]
+    both = exchanges.merge(waits, on="rank")
+    early = (both["begin_ns"] - both["start_ns"]).clip(lower=0)
+    dur = (both["end_ns"] - both["start_ns"]).clip(upper=both["dur_ns"]) - early
+    both = both.assign(at=both["at"] + early, dur_ns=dur)[dur >= LEAST_WAIT * frame["step_ns"].max()]
+    return tuple(
+        (f"rank {rank} · {lane}", int(at), int(ns), f"waits for rank {by}", "waiting")
+        for rank, lane, at, ns, by in zip(*(both[c] for c in ("rank", "lane", "at", "dur_ns", "by")), strict=True)
+    )
+
+
+def _arrows(frame: pd.DataFrame, waits: pd.DataFrame, zero: int) -> tuple[Arrow, ...]:
+    """Point from whom a rank waited for to it, where and when the waiting ended."""
+    lanes = _communicating(frame)
+    long = waits["by"].isin([*lanes]) & (waits["waited_ns"] >= LEAST_ARROW * frame["step_ns"].max())
+    found = waits[long].head(MOST_ARROWS).sort_values("end_ns", kind="stable")
+    return tuple(
+        (int(end) - zero, lanes[by], lanes[rank], f"rank {rank} had waited {duration(waited)} for rank {by}")
+        for rank, by, _, end, waited in found.itertuples(index=False)
+    )
+
+
+def _communicating(frame: pd.DataFrame) -> dict[int, str]:
+    """Give the lane of each rank in which it communicates most; its first one, where it does not."""
+    exchanging = frame["dur_ns"].where(frame["category"].isin(("communication", "pipeline_bubble")), 0)
+    most = exchanging.groupby([frame["rank"], frame["lane"]], sort=False).sum().groupby(level=0).idxmax()
+    return {int(rank): f"rank {rank} · {lane}" for rank, lane in most}
 
 
 def _few(frame: pd.DataFrame) -> tuple[list[int], str]:
@@ -62,4 +144,4 @@ def _few(frame: pd.DataFrame) -> tuple[list[int], str]:
     )
 
 
-PICTURE = Picture((excerpt,), draw)
+PICTURE = Picture((collectives, excerpt, exposed, matched), draw)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dlprof import units
 from dlprof.renderers import words
 from dlprof.renderers.drawing import (
     CARD,
     FONT,
+    HOT,
     LANES,
     LINE,
     Figure,
@@ -26,6 +28,9 @@ from dlprof.result import Panel
 
 ROOMY = 16  # lanes that have room for large names
 SPANS = 2_000  # drawn one by one in a timeline: about two for each pixel of a wide figure
+ARROWS = 100
+
+Arrow = tuple[float, str, str, str]  # when, from and to which lane, what it says
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ def timeline(evidence: Panel) -> Figure:
         "textangle": 0,
         "insidetextfont": {"size": 11, "color": [inside(c) for c in colours], "family": FONT},
     }
+    arrows = [a for a in evidence.arrows if number(a[0]) is not None and {a[1], a[2]} <= place.keys()][:ARROWS]
     labels, groups = _labels(lanes)
     arranged = layout(
         (24 if len(lanes) <= ROOMY else 18) * max(len(lanes), 1) + 40,
@@ -96,7 +102,8 @@ def timeline(evidence: Panel) -> Figure:
         shapes=[
             {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": at, "y1": at, "line": {"color": LINE, "width": 1}}
             for at in groups
-        ],
+        ]
+        + [_shaft(arrow, place, divisor) for arrow in arrows],
     )
     sums: dict[tuple[str, str], list[float]] = {}
     for s in spans:
@@ -104,10 +111,38 @@ def timeline(evidence: Panel) -> Figure:
         total[0] += 1
         total[1] += s.dur
     rows = [(lane, words.look(c).name, f"{n:,}", words.duration(ns)) for (lane, c), (n, ns) in sums.items()]
+    rows += [(label, "", "", "") for *_, label in arrows]
     table = replace(plain_table(("lane", "category", "spans", "together"), rows), numeric=(False, False, True, True))
     count = f"{words.counted(len(spans), 'span')} on {words.counted(len(lanes), 'lane')}"
     label = f"Timeline: {words.plain(evidence.title, 160)}; {count} in {words.duration(end)}."
-    return Figure("", label, {"data": [trace], "layout": arranged}, table, tuple(categories), note)
+    data = [trace, *([_heads(arrows, place, divisor)] if arrows else [])]
+    return Figure("", label, {"data": data, "layout": arranged}, table, tuple(categories), note)
+
+
+def _shaft(arrow: Arrow, place: Mapping[str, int], divisor: float) -> dict[str, Any]:
+    at, origin, goal, _ = arrow
+    line = {"color": HOT, "width": 1.5, "dash": "dot"}
+    x = rounded(at / divisor)
+    return {"type": "line", "x0": x, "x1": x, "y0": place[origin], "y1": place[goal], "line": line}
+
+
+def _heads(arrows: Sequence[Arrow], place: Mapping[str, int], divisor: float) -> dict[str, Any]:
+    """Give the heads of arrows, each in the lane that it leads to; lanes are counted from above."""
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [rounded(at / divisor) for at, *_ in arrows],
+        "y": [place[goal] for _, _, goal, _ in arrows],
+        "marker": {
+            "symbol": [f"triangle-{'down' if place[goal] > place[origin] else 'up'}" for _, origin, goal, _ in arrows],
+            "size": 9,
+            "color": HOT,
+            "line": {"color": CARD, "width": 1},
+        },
+        "cliponaxis": False,
+        "hoverinfo": "text",
+        "hovertext": [drawn(label) for *_, label in arrows],
+    }
 
 
 def _labels(lanes: Sequence[str]) -> tuple[list[str], list[float]]:

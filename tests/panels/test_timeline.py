@@ -31,7 +31,10 @@ def test_the_middle_step_stands_where_it_ran(tmp_path: Path) -> None:
     panel = draw(tmp_path, traces.training(world_size=1))
     assert (panel.shape, panel.unit, panel.title) == ("timeline", "ns", "One traced step (step 1)")
     assert at(panel, "rank 0 · thread", "fetch") == (5 * US, 100 * US)
-    assert at(panel, "rank 0 · computation 7", "sm90_gemm") == (180 * US, 500 * US)  # the two kernels follow each other
+    assert at(panel, "rank 0 · computation 7", "sm90_gemm and 1 more") == (
+        180 * US,
+        500 * US,
+    )  # the two kernels follow each other
     assert {row[4] for row in panel.rows if row[0].endswith("computation 7")} == {"computation", "copy"}
     assert {row[4] for row in panel.rows if row[0].endswith("communication 21")} == {"communication"}
 
@@ -49,6 +52,27 @@ def test_ranks_whose_clocks_differ_are_drawn_each_from_its_beginning(tmp_path: P
     panel = draw(tmp_path, traces.training(rank=0), elsewhere)
     assert at(panel, "rank 0 · thread", "fetch")[0] == at(panel, "rank 1 · thread", "fetch")[0] == 5 * US
     assert "their clocks differ" in panel.note
+
+
+def test_arrows_lead_from_the_last_to_come_to_those_that_waited(tmp_path: Path) -> None:
+    def job(rank: int, late: int) -> dict[str, Any]:
+        collective = traces.collective(300 * US + late, 400 * US - late, 1_000, ranks=(0, 1, 2), correlation=2)
+        events = (traces.step(0, 0, 1_000 * US), traces.op("aten::mm", 10 * US, 100 * US))
+        launched = traces.launched("gemm", 20 * US, 50 * US, 150 * US, 1)
+        return traces.trace(*events, *launched, collective, rank=rank, world_size=3, host="node-1")
+
+    panel = draw(tmp_path, job(0, 0), job(1, 250 * US), job(2, 240 * US))
+    # Rank 2 waits 10 µs, a hundredth of the step: not worth an arrow.
+    ((at, origin, goal, label),) = panel.arrows
+    assert (at, label) == (550 * US, "rank 0 had waited 250.0 µs for rank 1")
+    assert origin.startswith("rank 1 · communication")
+    assert goal.startswith("rank 0 · communication")
+    assert "Arrows lead" in panel.note
+    waiting = [(row[0].split(" · ")[0], row[1], row[2], row[3]) for row in panel.rows if row[4] == "waiting"]
+    assert waiting == [
+        ("rank 0", 300 * US, 250 * US, "waits for rank 1"),
+        ("rank 2", 540 * US, 10 * US, "waits for rank 1"),
+    ]
 
 
 def test_of_many_ranks_the_first_are_drawn_and_those_that_others_wait_for(tmp_path: Path) -> None:
@@ -74,6 +98,18 @@ def test_the_slowest_step_is_the_one_that_most_ranks_say(tmp_path: Path) -> None
     panels = PICTURE.draw(runs.measured(runs.foreign(tmp_path, *made), *PICTURE.needs))
     assert [p.title for p in panels] == ["One traced step (step 2)", "The slowest traced step (step 3)"]
     assert {row[0].split(" · ")[0] for row in panels[1].rows} == {"rank 0", "rank 1"}
+
+
+def test_a_slowest_step_like_the_others_is_not_drawn_and_one_that_is_not_with_all_ranks(tmp_path: Path) -> None:
+    def job(rank: int, longest: int) -> dict[str, Any]:
+        starts = [n * 2_000 * US for n in range(4)]
+        steps = [traces.step(n, at, (longest if n == 3 else 1_000) * US) for n, at in enumerate(starts)]
+        return traces.trace(*steps, *(traces.kernel("gemm", at + US, 500 * US) for at in starts), rank=rank)
+
+    for folder, longest, drawn in (("alike", (1_050, 1_040), [2]), ("slow", (1_500, 1_040), [2, 2])):
+        made = [job(rank, us) for rank, us in enumerate(longest)]
+        panels = PICTURE.draw(runs.measured(runs.foreign(tmp_path / folder, *made), *PICTURE.needs))
+        assert [len({row[0] for row in p.rows if "computation" in row[0]}) for p in panels] == drawn
 
 
 def test_a_trace_without_steps_has_no_picture(tmp_path: Path) -> None:

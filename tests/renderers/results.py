@@ -85,7 +85,8 @@ def timeline_panel() -> Panel:
             row(f"{rank} · device", wait + 126, 200, "ncclDevKernel_AllReduce_Sum_bf16", "communication"),
             row(f"{rank} · device", 200, 214, "AdamW", "computation"),
         ]
-    return Panel("timeline", "One step", tuple(rows), note="Step 142, the median one.")
+    arrows = ((192.5 * MS, "1 · device", "0 · device", "rank 0 had waited 62.5 ms for rank 1"),)
+    return Panel("timeline", "One step", tuple(rows), note="Step 142, the median one.", arrows=arrows)
 
 
 def ddp() -> Result:
@@ -323,7 +324,12 @@ def hostile() -> Result:
             ATTACKS[3],
             marks=((1.0, ATTACKS[0], ATTACKS[1]),),
         ),
-        Panel("timeline", everything, tuple((a, i, 5, a, a) for i, a in enumerate(ATTACKS))),
+        Panel(
+            "timeline",
+            everything,
+            tuple((a, i, 5, a, a) for i, a in enumerate(ATTACKS)),
+            arrows=((3.0, ATTACKS[0], ATTACKS[1], everything),),
+        ),
         Panel("flame", everything, tuple((i, 0, 50 - i, a, a) for i, a in enumerate(ATTACKS)), unit=ATTACKS[2]),
     )
     found = tuple(

@@ -61,3 +61,15 @@ def test_spans_drawn_together_cover_each_of_their_own_and_no_other_lane() -> Non
             for d in drawn
         )
     assert timeline.merge(spans[:300], 300) == (spans[:300], "")
+
+
+def test_arrows_lead_from_lane_to_lane_and_are_told_beside() -> None:
+    rows = tuple((f"rank {n}", 0, 10_000_000, "x", "communication") for n in range(3))
+    arrows = ((6e6, "rank 1", "rank 0", "0 for 1"), (8e6, "rank 1", "rank 2", "2 for 1"), (9e6, "rank 1", "gone", "x"))
+    figure = figures.panel(Panel("timeline", "t", rows, arrows=arrows))
+    assert figure.spec is not None
+    _, heads = figure.spec["data"]
+    assert (heads["x"], heads["y"]) == ([6, 8], [0, 2])
+    assert heads["marker"]["symbol"] == ["triangle-up", "triangle-down"]
+    assert [(s["x0"], s["y0"], s["y1"]) for s in figure.spec["layout"]["shapes"]] == [(6, 1, 0), (8, 1, 2)]
+    assert [row[0] for row in figure.table.rows][-2:] == ["0 for 1", "2 for 1"]
