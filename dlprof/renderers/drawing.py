@@ -18,6 +18,7 @@ from dlprof import units
 from dlprof.renderers import words
 
 ROWS = 200  # of a table
+BARRED = 3  # rows of a table from which on its shares have bars
 LANES = 64  # of a timeline, and lines of a figure
 
 INK, MUTE, LINE, CARD, HOT = "#1d1f24", "#5d626d", "#e6e3dd", "#ffffff", "#a32a6f"
@@ -53,6 +54,17 @@ class Table:
     numeric: tuple[bool, ...]
     note: str = ""
 
+    @property
+    def shares(self) -> tuple[bool, ...]:
+        """Say of each column whether its cells are shares, and so many that bars tell them apart at a glance."""
+        if len(self.rows) < BARRED:
+            return (False,) * len(self.columns)
+        columns = list(zip(*self.rows, strict=True))
+        return tuple(
+            any(share(cell) for cell in cells) and all(share(cell) or cell in ("", units.UNKNOWN) for cell in cells)
+            for cells in columns
+        )
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -64,6 +76,15 @@ class Figure:
     table: Table
     legend: tuple[str, ...] = ()
     note: str = ""
+
+
+def share(cell: str) -> str:
+    """Give how many percent a cell tells, for the width of its bar: "31" of "31 %"; "" where it tells none."""
+    told = _SHARE.fullmatch(cell)
+    if told is None:
+        return ""
+    percent = float(told[1].replace(",", ""))
+    return f"{min(percent, 100.0):g}"
 
 
 def drawn(text: object, limit: int = 120) -> str:
@@ -152,9 +173,12 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     )
 
 
+_SHARE = re.compile(f"(?:<[ {words.NBSP}])?([0-9][0-9.,]*)[ {words.NBSP}]%")
+
 # A figure as words.quantity or a rule writes it: "1,204", "−3.1 ms", "31 %", "5 of 8", "—".
 _FIGURE = re.compile(
-    f"(?:< )?[{units.MINUS}-]?[0-9][0-9.,]*(?:[ {words.NBSP}]?[^ ]{{1,8}}| of [0-9,]+)?|[{units.UNKNOWN}–]|"
+    f"(?:<[ {words.NBSP}])?[{units.MINUS}-]?"
+    f"[0-9][0-9.,]*(?:[ {words.NBSP}]?[^ ]{{1,8}}| of [0-9,]+)?|[{units.UNKNOWN}–]|"
 )
 
 

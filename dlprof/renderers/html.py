@@ -12,6 +12,8 @@ import inspect
 import json
 import re
 import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -42,6 +44,7 @@ class Card:
     number: int
     outcome: Outcome
     saving: str
+    noise: str  # "± 3.10 ms", "" where it is not known
     speedup: str
     width: float  # the saving as a part of the step, in percent
     where: str
@@ -124,6 +127,7 @@ def _card(number: int, outcome: Outcome, evidence: drawing.Figure | None) -> Car
         number,
         outcome,
         words.saving(outcome),
+        words.noise(outcome),
         words.speedup(outcome),
         round(100 * share, 2) if words.saves(outcome) else 0.0,
         words.ranks(outcome.ranks),
@@ -189,9 +193,14 @@ _SHARE = re.compile(r"[0-9][0-9.,]*[ \u00a0]?%(?: of (?:each|every|the) (?:mean 
 _JOINED = re.compile(r"([0-9]) (%|×|[nµm]?s\b|[kMGT]?B\b)")
 
 
+def _joined(text: str) -> str:
+    """Keep figures and their units on one line."""
+    return _JOINED.sub(f"\\1{words.NBSP}\\2", text)
+
+
 def emphasised(sentence: str) -> Markup:
     """Set the first share in the sentence apart."""
-    text = _JOINED.sub(f"\\1{words.NBSP}\\2", sentence)
+    text = _joined(sentence)
     share = _SHARE.search(text)
     if share is None:
         return escape(text)
@@ -207,9 +216,9 @@ def inline(text: object, limit: int = 2000) -> Markup:
     whole = words.plain(text, limit, keep="\n")
     parts, end = [], 0
     for match in _CODE.finditer(whole):
-        parts += [escape(whole[end : match.start()]), Markup("<code>{}</code>").format(match[1] or match[2])]
+        parts += [escape(_joined(whole[end : match.start()])), Markup("<code>{}</code>").format(match[1] or match[2])]
         end = match.end()
-    return Markup("").join([*parts, escape(whole[end:])])
+    return Markup("").join([*parts, escape(_joined(whole[end:]))])
 
 
 def _manual(text: str) -> Markup:
@@ -263,7 +272,9 @@ def colours() -> Markup:
 
 def _data(specs: dict[str, Any]) -> Markup:
     """The figures as JSON that stays inside its script element and is valid in any HTML parser."""
-    data = {"figures": _packed(specs), "dark": drawing.DARK}
+    often = [numbers for numbers, n in Counter(_lists(specs)).items() if n > 1]
+    packed = _packed(specs, {numbers: place for place, numbers in enumerate(often)})
+    data = {"lists": often, "figures": packed, "dark": drawing.DARK}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     # With all but ASCII escaped already (U+2028 and U+2029 too), these three are what HTML could read.
     for char in "<>&":
@@ -271,21 +282,46 @@ def _data(specs: dict[str, Any]) -> Markup:
     return Markup(text)
 
 
-PACKED = 60  # texts in a list from which on each of their parts is written once
+PACKED = 60  # values in a list from which on it is worth writing once what repeats in it, or it itself
 _PART = " · "
 
+Numbers = tuple[float | None, ...]
 
-def _packed(value: Any) -> Any:
-    """Write what repeats in long lists of texts once: {"texts": parts, "of": for each text the places of its parts}."""
+
+def _lists(value: Any) -> Iterator[Numbers]:
+    """Give every long list of numbers that lies in a specification."""
     if isinstance(value, dict):
-        return {key: _packed(inner) for key, inner in value.items()}
+        for inner in value.values():
+            yield from _lists(inner)
+    elif _is_long(value):
+        yield tuple(value)
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for inner in value:
+            yield from _lists(inner)
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, list) and len(value) >= PACKED and isinstance(value[0], (int, float))
+
+
+def _packed(value: Any, often: Mapping[Numbers, int]) -> Any:
+    """Write what repeats once.
+
+    Of long lists of texts the parts: {"texts": parts, "of": for each text the places of its parts}; of a list of
+    numbers that is there several times only its place: {"list": place}.
+    """
+    if isinstance(value, dict):
+        return {key: _packed(inner, often) for key, inner in value.items()}
     if not isinstance(value, list):
         return value
+    if _is_long(value):
+        place = often.get(tuple(value))
+        return value if place is None else {"list": place}
     if len(value) < PACKED or not all(isinstance(text, str) for text in value):
-        return [_packed(inner) for inner in value] if value and isinstance(value[0], dict) else value
-    place: dict[str, int] = {}
-    of = [[place.setdefault(part, len(place)) for part in text.split(_PART)] for text in value]
-    return {"texts": list(place), "of": [places[0] if len(places) == 1 else places for places in of]}
+        return [_packed(inner, often) for inner in value] if value and isinstance(value[0], dict) else value
+    parts: dict[str, int] = {}
+    of = [[parts.setdefault(part, len(parts)) for part in text.split(_PART)] for text in value]
+    return {"texts": list(parts), "of": [places[0] if len(places) == 1 else places for places in of]}
 
 
 @cache
@@ -331,7 +367,7 @@ def template(name: str) -> Template:
         loader=FunctionLoader(asset),
         bytecode_cache=None if sys.dont_write_bytecode else Compiled(str(Path(__file__).parent / "__pycache__")),
     )
-    environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code)
+    environment.filters.update(inline=inline, manual=_manual, share=drawing.share, whole_code=_whole_code)
     return environment.get_template(name)
 
 

@@ -206,24 +206,28 @@ def _stack_table(parts: Mapping[int, Mapping[str, TimePart]], single: Mapping[in
 def blame(result: Result) -> Figure | None:
     """Give who is waited for and why, a bar a culprit, or None where nobody waits, or it could not be told.
 
-    A bar is how long a rank waits for it in the mean step, the mean of all ranks; its parts are what made it late.
+    A bar is how long those that wait for it do so in the mean step, their mean; its parts are what made it late. Who
+    costs all ranks together most stands first.
     """
     if result.window is None:
         return None
-    ranks = max(len(result.run.ranks), 1)
-    why: dict[int, dict[str, float]] = {}
-    for b in result.blame:
-        if b.culprit >= 0 and b.ns > 0:
-            mine = why.setdefault(b.culprit, {})
-            mine[b.category] = mine.get(b.category, 0.0) + b.ns / ranks
     least = WORTH_DRAWING * result.window.step_ns
-    culprits = sorted((c for c in why if sum(why[c].values()) >= least), key=lambda c: -sum(why[c].values()))
+    waits = words.waits_for(result)
+    by: dict[int, dict[int, float]] = {}
+    for rank, mine in waits.items():
+        for culprit, ns in mine.items():
+            if culprit >= 0 and ns >= least:
+                by.setdefault(culprit, {})[rank] = ns
+    why: dict[int, dict[str, float]] = {c: {} for c in by}
+    for b in result.blame:
+        if b.rank in by.get(b.culprit, ()) and b.ns > 0:
+            mine_of = why[b.culprit]
+            mine_of[b.category] = mine_of.get(b.category, 0.0) + b.ns / len(by[b.culprit])
+    culprits = sorted(by, key=lambda c: -sum(by[c].values()))
     more = len(culprits) - CULPRITS
     culprits = culprits[:CULPRITS]
     if not culprits:
         return None
-    waits = words.waits_for(result)
-    by = {c: {rank: mine[c] for rank, mine in waits.items() if mine.get(c, 0.0) >= least} for c in culprits}
     largest = max(sum(why[c].values()) for c in culprits)
     divisor, unit = units.scale("ns", largest)
     categories = words.ordered(category for c in culprits for category in why[c])
@@ -239,7 +243,7 @@ def blame(result: Result) -> Figure | None:
             "hovertext": [
                 drawn(
                     f"rank {c} {words.LATE.get(category, words.plain(category, 40))}:"
-                    f" {words.duration(why[c].get(category, 0.0))} of each rank's {words.unit(result)}"
+                    f" {words.duration(why[c].get(category, 0.0))} of a {words.unit(result)}"
                 )
                 for c in culprits
             ],
@@ -279,7 +283,7 @@ def blame(result: Result) -> Figure | None:
     told = ", ".join(
         f"{label} {words.duration(sum(why[c].values()))}" for label, c in zip(labels, culprits, strict=True)
     )
-    label = f"Stacked bars of how long the ranks wait for others in the mean, by what made those late: {told}."
+    label = f"Stacked bars of how long ranks wait for others, by what made those late: {told}."
     note = f"{more} more ranks are waited for, less." if more > 0 else ""
     seen = tuple(c for c in categories if any(why[k].get(c, 0.0) >= VISIBLE * largest for k in culprits))
     return Figure("Who is waited for", label, {"data": data, "layout": arranged}, table, seen, note)

@@ -186,6 +186,12 @@ def saving(outcome: Outcome) -> str:
     return MINUS + duration(outcome.saving_ns) if saves(outcome) else UNKNOWN
 
 
+def noise(outcome: Outcome) -> str:
+    """Write twice the standard error of what a saving was estimated from, as "± 3.10 ms"; "" where it is not known."""
+    known = saves(outcome) and math.isfinite(outcome.noise_ns) and outcome.noise_ns > 0
+    return f"±{NBSP}{duration(2 * outcome.noise_ns)}" if known else ""
+
+
 def speedup(outcome: Outcome) -> str:
     """Write how many times faster the step would be, as "1.44 ×"; a dash without a saving."""
     return times(outcome.speedup) if saves(outcome) and outcome.speedup >= 1 else UNKNOWN
@@ -269,6 +275,7 @@ def ordered(categories: Iterable[str]) -> list[str]:
 # Below this share of a step a wait is not worth a sentence; so many sentences are.
 WORTH_SAYING = 0.02
 MOST_SENTENCES = 3
+ALIKE = 0.1  # of a saving: a setting whose step was predicted this near to it is its remedy
 
 
 def waits_for(result: Result) -> dict[int, dict[int, float]]:
@@ -364,8 +371,19 @@ def _diagnosis(result: Result, first: Outcome) -> tuple[str, str]:
         )
     what = "what was traced" if unit(result) == "trace" else "this job"
     if first.speedup >= 1.005 and math.isfinite(first.speedup):
-        return sentence, f"Fixing it would make {what} {times(first.speedup)} faster."
+        return sentence, f"{_remedy(result, first)} would make {what} {times(first.speedup)} faster."
     return sentence, f"Fixing it would save {duration(first.saving_ns)} of {_each(result)}."
+
+
+def _remedy(result: Result, first: Outcome) -> str:
+    """Name the setting that a finding advises, where that is what its saving was predicted for."""
+    step = result.window.step_ns if result.window else 0.0
+    for forecast in first.forecasts:
+        setting = f"{forecast.setting}={forecast.value}"
+        advised = first.advice and re.search(rf"\b{re.escape(setting)}\b", first.advice[0])
+        if advised and abs(step - forecast.step_ns - first.saving_ns) <= ALIKE * first.saving_ns:
+            return plain(setting, 60)
+    return "Fixing it"
 
 
 def notices(result: Result) -> list[str]:

@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 
 from benchmarks.reports import PLOTLY, sharing
+from dlprof.diagnosis import diagnose
 from dlprof.renderers import drawing, html
+from dlprof.result import Result
+from dlprof.rules import RULES
+from dlprof.run import open_run
+from tests import runs, traces
+from tests.measures import test_stacks
 from tests.renderers import results
+from tests.runs import MS
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
 
@@ -61,9 +68,10 @@ Open = Callable[..., webdriver.Chrome]
 def opened(browser: webdriver.Chrome, tmp_path: Path) -> Open:
     """Give a function that renders a result, opens it from disk in a theme and waits until its figures are drawn."""
 
-    def opened(name: str, theme: str = "light") -> webdriver.Chrome:
+    def opened(shown: str | Result, theme: str = "light") -> webdriver.Chrome:
         page = tmp_path / "report.html"
-        page.write_text(html.render(results.ALL[name]()), encoding="utf-8", newline="\n")
+        result = results.ALL[shown]() if isinstance(shown, str) else shown
+        page.write_text(html.render(result), encoding="utf-8", newline="\n")
         features = [{"name": "prefers-color-scheme", "value": theme}]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         log(browser, "browser")
@@ -90,6 +98,11 @@ def requests(browser: webdriver.Chrome) -> list[str]:
 def complaints(browser: webdriver.Chrome) -> list[dict[str, Any]]:
     """What it has to say of the page: errors, refusals of the policy, warnings."""
     return log(browser, "browser")
+
+
+def rgb(colour: str) -> str:
+    """Write a colour as a browser does."""
+    return f"rgb({int(colour[1:3], 16)}, {int(colour[3:5], 16)}, {int(colour[5:], 16)})"
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -150,13 +163,96 @@ def test_attacks_run_nothing_and_show_as_text(opened: Open) -> None:
     assert "<script>alert(1)</script>" in ticks
 
 
+def attacked(folder: Path) -> Path:
+    """Record two ranks in whose traces, settings and logs every name is an attack."""
+    names = [attack.encode("utf-8", "replace").decode() for attack in results.ATTACKS]
+    events: list[Any] = []
+    for n in range(4):
+        t = n * 1_000 * MS
+        events.append(traces.step(n, t, 900 * MS))
+        for i, name in enumerate(names):
+            at = t + i * 60 * MS
+            events += [
+                traces.op(name, at, 20 * MS),
+                traces.annotation(name, at + 21 * MS, 10 * MS),
+                *traces.launched(name, at + 32 * MS, at + 33 * MS, 20 * MS, 100 * n + i + 1),
+            ]
+    facts = {
+        "host": names[0],
+        "device": {"type": "cuda", "name": names[2]},
+        "versions": {"torch": names[1], names[3]: names[4]},
+        "env": dict.fromkeys(names, names[0]),
+        "loaders": [{"role": "train", "batch_size": names[0], "num_workers": 0, "dataset": names[1]}],
+        "model": {"class": names[5], "parameters": 7},
+    }
+    stalls = [
+        {**runs.stall("checkpoint", step, 300 * MS), "path": name} for step, name in enumerate(names[:9], start=5)
+    ]
+    steps = [runs.light(n, 900 * MS) for n in range(40)]
+    made = traces.trace(*events, world_size=2)
+    ranks = [(made, steps, facts)] * 2
+    path = runs.recorded(folder, *ranks, stalls=[stalls, stalls], command=names, hosts=names)
+    stack = ";".join(f"{name.replace(';', ' ')[:60]} (/me/{i}.py:1)".replace("\n", " ") for i, name in enumerate(names))
+    (path / "ranks/00000/stacks.part").write_text(f"{test_stacks.RANK}thread (7): MainThread;{stack} 90\n")
+    return path
+
+
+def test_a_hostile_recording_runs_nothing_either(opened: Open, tmp_path: Path) -> None:
+    result = diagnose(open_run(attacked(tmp_path / "run")), RULES, jobs=1)
+    assert [o for o in result.outcomes if o.state == "error"] == []
+    browser = opened(result)
+    assert browser.execute_script("return window.hit") is None
+    assert complaints(browser) == []
+    assert [url for url in requests(browser) if not url.startswith("file://")] == []
+    shown = browser.execute_script("return document.body.textContent")
+    for attack in results.ATTACKS[:3]:
+        assert attack in shown
+    assert browser.find_elements(By.CSS_SELECTOR, "img, iframe, main script, main svg a") == []
+    assert all(c.get_attribute("data-drawn") == "yes" for c in browser.find_elements(By.CSS_SELECTOR, ".chart"))
+
+
+def test_every_section_is_there(opened: Open) -> None:
+    browser = opened("ddp")
+    sections = browser.execute_script(
+        "return [...document.querySelectorAll('main > section')].map("
+        "s => [s.id, s.querySelector('h2').textContent, s.getBoundingClientRect().height > 150])"
+    )
+    assert sections == [
+        ["where", "Where the step goes", True],
+        ["findings", "Findings", True],
+        ["run", "The run", True],
+        ["checked", "What was checked", True],
+        ["facts", "Facts of the run", True],
+    ]
+
+
+@pytest.mark.parametrize(("name", "led_to"), [("ddp", "#finding-3"), ("tables", "#panel-4")])
+def test_every_link_leads_to_something_that_is_shown(opened: Open, name: str, led_to: str) -> None:
+    browser = opened(name)
+    shown = browser.execute_script(
+        "return Object.fromEntries([...document.links].map(a => a.getAttribute('href'))"
+        ".map(at => [at, document.querySelector(at).getClientRects().length]))"
+    )
+    assert {"#where", "#findings", "#run", "#checked", "#facts", led_to} <= shown.keys()
+    assert [at for at, boxes in shown.items() if not boxes] == []
+
+
+def test_a_finding_opens_its_manual_inside_the_page(opened: Open) -> None:
+    browser = opened("ddp")
+    finding = browser.find_element(By.ID, "finding-1")
+    manual = finding.find_element(By.CSS_SELECTOR, ".manual")
+    assert not manual.is_displayed()
+    finding.find_element(By.CSS_SELECTOR, ":scope > details > summary").send_keys(Keys.ENTER)
+    WebDriverWait(browser, 20).until(lambda _: manual.is_displayed())
+    assert "The loader delivers a batch later" in manual.text
+
+
 @pytest.mark.parametrize(("theme", "ink"), [("light", drawing.INK), ("dark", drawing.DARK[drawing.INK])])
 def test_page_and_figures_follow_the_theme(opened: Open, theme: str, ink: str) -> None:
     browser = opened("ddp", theme)
-    rgb = f"rgb({int(ink[1:3], 16)}, {int(ink[3:5], 16)}, {int(ink[5:], 16)})"
-    assert browser.execute_script("return getComputedStyle(document.body).color") == rgb
+    assert browser.execute_script("return getComputedStyle(document.body).color") == rgb(ink)
     label = "#chart-evidence-2 .bars .bartext"
-    assert browser.execute_script(f"return getComputedStyle(document.querySelector('{label}')).fill") == rgb
+    assert browser.execute_script(f"return getComputedStyle(document.querySelector('{label}')).fill") == rgb(ink)
 
 
 def test_figures_change_with_the_theme_while_open(opened: Open) -> None:
@@ -287,7 +383,9 @@ def grave_faults(browser: webdriver.Chrome) -> dict[str, list[str]]:
 
 
 @pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed (make axe)")
-@pytest.mark.parametrize(("name", "theme"), [("ddp", "light"), ("ddp", "dark"), ("tables", "light")])
+@pytest.mark.parametrize(
+    ("name", "theme"), [("ddp", "light"), ("ddp", "dark"), ("tables", "light"), ("tables", "dark"), ("many", "light")]
+)
 def test_axe_finds_no_serious_fault(opened: Open, name: str, theme: str) -> None:
     browser = opened(name, theme)
     browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
@@ -302,3 +400,28 @@ def test_the_page_prints(opened: Open) -> None:
     pdf = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
     assert len(pdf["data"]) > 20_000
     assert complaints(browser) == []
+
+
+def test_print_is_on_paper_whatever_the_screen_shows(opened: Open) -> None:
+    """Light, with figures as wide as paper, without what only a screen can use; the screen has its own again after."""
+    browser = opened("ddp", "dark")
+    widths = "return [...document.querySelectorAll('.chart .main-svg:first-of-type')].map(s => s.clientWidth)"
+    label = "return getComputedStyle(document.querySelector('#chart-evidence-2 .bars .bartext')).fill"
+    shown = "return getComputedStyle(document.querySelector(arguments[0])).display !== 'none'"
+    before, ink = browser.execute_script(widths), browser.execute_script(label)
+    browser.execute_script("window.dispatchEvent(new Event('beforeprint'))")
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": features})
+    try:
+        WebDriverWait(browser, 20).until(lambda b: set(b.execute_script(widths)) == {680})
+        WebDriverWait(browser, 20).until(lambda b: b.execute_script(label) == rgb(drawing.INK))
+        assert browser.execute_script("return getComputedStyle(document.body).color") == rgb(drawing.INK)
+        for gone in ("nav", ".keys", ".finding > details"):
+            assert not browser.execute_script(shown, gone)
+        for kept in ("h1", ".tiles", ".legend", ".advice", "#checked", "#facts"):
+            assert browser.execute_script(shown, kept)
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": features})
+        browser.execute_script("window.dispatchEvent(new Event('afterprint'))")
+    WebDriverWait(browser, 20).until(lambda b: b.execute_script(widths) == before)
+    WebDriverWait(browser, 20).until(lambda b: b.execute_script(label) == ink)

@@ -36,3 +36,17 @@ def test_text_on_a_bar_stands_out_in_both_themes() -> None:
         for background in (look.light, look.dark):
             low, high = sorted((luminance(drawing.inside(look.light)), luminance(background)))
             assert (high + 0.05) / (low + 0.05) >= 3, look.name  # WCAG 2.1, 1.4.11
+
+
+def test_columns_of_shares_have_bars_as_wide_as_they_are() -> None:
+    rows = (("a", 0.31, "12 ms", "140 %"), ("b", 0.0004, "1 %", ""), ("c", None, "2 %", "0 %"))
+    table = figures.panel(Panel("table", "t", rows, ("name", "x_share", "mixed", "of it"))).table
+    assert table.shares == (False, True, False, True)
+    assert [drawing.share(row[1]) for row in table.rows] == ["31", "0.1", ""]
+    assert [drawing.share(row[3]) for row in table.rows] == ["100", "", "0"]
+    assert figures.panel(Panel("table", "t", rows[:2], ("name", "x_share"))).table.shares == (
+        False,
+        False,
+        False,
+        False,
+    )

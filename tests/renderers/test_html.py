@@ -183,6 +183,16 @@ def test_data_cannot_close_its_element_and_reads_back_as_it_was() -> None:
     assert json.loads(text)["figures"] == specs
 
 
+def test_lists_that_several_figures_share_are_written_once() -> None:
+    times, short = [float(n) for n in range(html.PACKED)], [1.0, 2.0]
+    specs = {name: {"data": [{"x": times, "y": [*times, place], "z": short}]} for place, name in enumerate("ab")}
+    data = json.loads(str(html._data(specs)))
+    assert data["lists"] == [times]
+    assert [data["figures"][name]["data"][0]["x"] for name in "ab"] == [{"list": 0}] * 2
+    assert data["figures"]["b"]["data"][0]["y"] == [*times, 1]
+    assert data["figures"]["b"]["data"][0]["z"] == short
+
+
 def test_a_manual_keeps_its_paragraphs_lists_and_code() -> None:
     page = Page(str(html._manual(results.MANUAL + "\n\n<b>x</b>")))
     assert [tag for tag, _ in page.elements] == ["p", "p", "code", "p", "ul", "li", "code", "li", "pre", "p", "p"]

@@ -77,8 +77,8 @@ def test_who_is_waited_for_stands_with_what_made_it_late() -> None:
     assert figure is not None
     assert figure.spec is not None
     assert figure.legend == ("computation", "input_wait")
-    # Three of four ranks wait: the mean is over all four.
-    assert [t["x"] for t in figure.spec["data"]] == [pytest.approx([share * 214.6 * 3 / 4]) for share in (0.02, 0.26)]
+    # Three of four ranks wait: the mean is theirs, as in the sentence above it.
+    assert [t["x"] for t in figure.spec["data"]] == [pytest.approx([share * 214.6]) for share in (0.02, 0.26)]
     assert [a["text"].replace(words.NBSP, " ") for a in figure.spec["layout"]["annotations"]] == ["3 ranks wait"]
     assert [row[0] for row in figure.table.rows] == ["rank 0", "rank 2", "rank 3"]
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+from msgspec.structs import replace
 
 from dlprof.renderers import words
-from dlprof.result import CATEGORIES
+from dlprof.result import CATEGORIES, Forecast
 from tests.renderers import results
+from tests.renderers.results import MS
 
 
 @pytest.mark.parametrize(
@@ -146,3 +148,30 @@ def test_a_factor_from_a_hundred_on_tells_no_more() -> None:
 )
 def test_a_kernel_without_its_namespaces(kernel: str, short: str) -> None:
     assert words.unqualified(kernel) == short
+
+
+def test_the_setting_that_a_saving_was_predicted_for_is_its_remedy() -> None:
+    result = results.ddp()
+    first = result.found[0]
+    step = 214.6 * MS
+
+    def gain(*forecasts: Forecast, advice: str = first.advice[0]) -> str:
+        told = replace(first, forecasts=forecasts, advice=(advice,))
+        return words.headline(replace(result, outcomes=(told, *result.outcomes[1:])))[1].replace(words.NBSP, " ")
+
+    near = Forecast("num_workers", "6", step - 1.05 * first.saving_ns)
+    assert gain(near) == "num_workers=6 would make this job 1.44 × faster."
+    assert (
+        gain(Forecast("num_workers", "6", step - 0.5 * first.saving_ns))
+        == "Fixing it would make this job 1.44 × faster."
+    )
+    assert gain(near, advice="`num_workers=60`") == "Fixing it would make this job 1.44 × faster."
+    assert gain() == "Fixing it would make this job 1.44 × faster."
+
+
+def test_the_noise_of_a_saving_is_twice_its_standard_error_where_it_is_known() -> None:
+    first = results.ddp().found[0]
+    assert words.noise(replace(first, noise_ns=1.5 * MS)).replace(words.NBSP, " ") == "± 3.00 ms"
+    for unknown in (0.0, math.nan, math.inf):
+        assert words.noise(replace(first, noise_ns=unknown)) == ""
+    assert words.noise(replace(first, noise_ns=1.5 * MS, scope="risk", saving_ns=0.0)) == ""

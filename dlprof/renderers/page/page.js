@@ -1,10 +1,19 @@
 // Draws the figures of the report from the JSON in the page, in the colours of the reader's theme.
 "use strict";
 (() => {
-  // Long lists of texts come with each of their parts once.
-  const unpacked = (key, value) =>
-    value?.texts && value.of ? value.of.map((at) => [at].flat().map((i) => value.texts[i]).join(" · ")) : value;
-  const { figures, dark } = JSON.parse(document.getElementById("data").textContent, unpacked);
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const dark = data.dark;
+
+  // Lists of texts come with each of their parts once, lists of numbers that several figures share come once.
+  function unpacked(value) {
+    if (Array.isArray(value)) return value[0]?.constructor === Object ? value.map(unpacked) : value;
+    if (value?.constructor !== Object) return value;
+    if (value.texts && value.of) return value.of.map((at) => [at].flat().map((i) => value.texts[i]).join(" · "));
+    if ("list" in value) return data.lists[value.list];
+    return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, unpacked(v)]));
+  }
+
+  const figures = unpacked(data.figures);
   const night = window.matchMedia("(prefers-color-scheme: dark)");
   // Fields of a specification that hold colours; a text that looks like a colour stays what it is.
   const painted = new Set(["color", "bgcolor", "bordercolor", "gridcolor", "linecolor", "fillcolor"]);
