@@ -56,6 +56,9 @@ def _panel(run: Measured, frame: pd.DataFrame, title: str, note: str) -> Panel:
     shown, left = _few(frame)
     note = f"{note} {left}".strip()
     frame = frame[frame["rank"].isin(shown)]
+    waits, ahead = _waits(run, frame)
+    early = frame["rank"].map(ahead).fillna(0).astype("int64")
+    frame = frame.assign(begin_ns=frame["begin_ns"] - early, start_ns=frame["start_ns"] - early)
     begins = frame.groupby("rank")["begin_ns"].first()
     # One clock where the ranks' steps begin within a step of each other; else each rank from its own beginning.
     together = begins.max() - begins.min() <= (frame["start_ns"] - frame["begin_ns"]).max()
@@ -67,7 +70,6 @@ def _panel(run: Measured, frame: pd.DataFrame, title: str, note: str) -> Panel:
             *(frame[c] for c in ("rank", "lane", "at", "dur_ns", "name", "category")), strict=True
         )
     )
-    waits = _waits(run, frame)
     rows += _waiting(frame, waits)
     arrows = _arrows(frame, waits, int(begins.min())) if together else ()
     if not together:
@@ -78,10 +80,11 @@ def _panel(run: Measured, frame: pd.DataFrame, title: str, note: str) -> Panel:
     return Panel("timeline", named, rows, unit="ns", note=note.strip(), arrows=arrows)
 
 
-def _waits(run: Measured, frame: pd.DataFrame) -> pd.DataFrame:
-    """Give whom the ranks waited for in the step: rank, by, begin_ns, end_ns, waited_ns (of it with no computation).
+def _waits(run: Measured, frame: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, int]]:
+    """Give whom the ranks waited for in the step, on clocks brought together, and what each clock is ahead by, ns.
 
-    The longest of those that can be seen; none where it is not known.
+    Columns: rank, by, begin_ns, end_ns, waited_ns (of it with no computation); the longest of those that can be seen.
+    Nothing where it is not known.
     """
     columns = ["rank", "by", "begin_ns", "end_ns", "waited_ns"]
     try:
@@ -92,12 +95,13 @@ def _waits(run: Measured, frame: pd.DataFrame) -> pd.DataFrame:
         rank, begin, wait = (pairs[name].to_numpy() for name in ("rank", "start_ns", "wait_ns"))
         waited = exposed_between(run, rank, begin, begin + wait)
     except (NotMeasured, MeasureFailed):
-        return pd.DataFrame(columns=columns, dtype="int64")
-    values = (rank, rank[culprits(pairs)], begin, begin + wait, waited)
+        return pd.DataFrame(columns=columns, dtype="int64"), {}
+    offset = pairs["offset_ns"].to_numpy()
+    values = (rank, rank[culprits(pairs)], begin - offset, begin - offset + wait, waited)
     found = pd.DataFrame(dict(zip(columns, values, strict=True)))
     shown = found["rank"].isin(frame["rank"].unique()) & (wait >= LEAST_WAIT * frame["step_ns"].max())
-    longest: pd.DataFrame = found[shown & (found["rank"] != found["by"])].nlargest(MOST_WAITS, "waited_ns")
-    return longest
+    longest = found[shown & (found["rank"] != found["by"])].nlargest(MOST_WAITS, "waited_ns")
+    return longest, dict(zip(rank.tolist(), offset.tolist(), strict=True))
 
 
 def _waiting(frame: pd.DataFrame, waits: pd.DataFrame) -> tuple[tuple[str, int, int, str, str], ...]:

@@ -31,6 +31,8 @@ TOGETHER = 8  # lines whose figures stand in one box beside the pointer
 # Of so many points and more, those this many times as high as nineteen of twenty are cut off.
 FEW, PEAK = 20, 4
 
+FEW_STEPS = 12  # have a number each
+
 NO_LINE = {"width": 0}
 
 
@@ -89,6 +91,8 @@ def _drawn(evidence: Panel, *, stacked: bool) -> Figure:
             data[-1]["hovertemplate"] = "%{y} · step %{customdata}"
     x_axis = axis(x_unit, showgrid=False, fixedrange=False, nticks=10)
     x_axis["title"] = {"text": drawn(words.header(x_name), 80), "standoff": 6, "font": {"size": 12, "color": MUTE}}
+    if not over_time and not x_unit and 0 < len(xs) <= FEW_STEPS:
+        x_axis["tickvals"] = [rounded(x) for x in xs]  # there is no step 1.5
     if named and evidence.rows:
         ticks = list(range(0, len(xs), math.ceil(len(xs) / 8)))
         x_axis |= {"tickvals": ticks, "ticktext": [drawn(evidence.rows[k][0], 14) for k in ticks]}
