@@ -73,6 +73,15 @@ def within(a: Intervals, start: NDArray[np.int64], end: NDArray[np.int64]) -> ND
     return _before(a, end) - _before(a, start)
 
 
+def holds(a: Intervals, at: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Tell for each instant whether it lies in an interval of `a`."""
+    if not len(a):
+        return np.zeros(len(at), dtype=bool)
+    place = np.searchsorted(a[:, 0], at, side="right") - 1
+    inside: NDArray[np.bool_] = (place >= 0) & (at < a[np.maximum(place, 0), 1])
+    return inside
+
+
 def per_slot(a: Intervals, edges: NDArray[np.int64]) -> NDArray[np.int64]:
     """Give how much of a lies in each slot [edges[i], edges[i + 1]); edges ascend, the result is one shorter."""
     return np.diff(_before(a, edges))

@@ -79,6 +79,12 @@ def test_nothing_stays_nothing() -> None:
     assert intervals.per_slot(EMPTY, np.array([0, 5, 9])).tolist() == [0, 0]
 
 
+def test_which_instants_lie_in_a_set() -> None:
+    a = np.array([[0, 10], [20, 30]], dtype=np.int64)
+    assert intervals.holds(a, np.array([0, 9, 10, 25, 30])).tolist() == [True, True, False, True, False]
+    assert intervals.holds(EMPTY, np.array([1])).tolist() == [False]
+
+
 def test_times_of_today_keep_their_nanoseconds() -> None:
     now = 1_735_632_360_123_456_789
     a = intervals.union(np.array([now, now + 5]), np.array([now + 3, now + 9]))

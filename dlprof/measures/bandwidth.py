@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof.engine import Measured, across_ranks
 from dlprof.errors import NotMeasured
@@ -124,7 +125,7 @@ def transfers(run: Measured) -> pd.DataFrame:
         frame = frame.assign(wait_ns=0, last=False)
     begin = (frame["start_ns"] + frame["wait_ns"]).to_numpy()
     frame = frame.assign(
-        size=np.where(frame["bytes"] < 0, -1, np.searchsorted(CLASSES, frame["bytes"], side="right")),
+        size=size_classes(frame["bytes"]),
         bare_ns=exposed_between(run, frame["rank"].to_numpy(), begin, frame["end_ns"].to_numpy()) * _scale(run, frame),
         dur_ns=_transfer(frame),
         late=frame["rank"].where(frame["last"], -1),
@@ -200,6 +201,12 @@ def _peak(run: Measured, members: str) -> float:
     name = names.pop()
     whole = not re.search(r"\bMIG\b", name)
     return next((peak for known, peak in _NVLINK if whole and re.search(known, name)), float("nan"))
+
+
+def size_classes(size: pd.Series[int]) -> NDArray[np.int64]:
+    """Give the index into CLASSES of each size, bytes; −1: not told."""
+    classes: NDArray[np.int64] = np.where(size < 0, -1, np.searchsorted(CLASSES, size, side="right"))
+    return classes
 
 
 def size_class(index: int) -> str:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.measures import breakdown, device, host, settings
-from dlprof.measures.bandwidth import CLASSES, bandwidth, transfers
+from dlprof.measures.bandwidth import CLASSES, bandwidth, size_classes, transfers
 from dlprof.measures.collectives import collectives, exposed, traced_steps, waits
 from dlprof.measures.lateness import busy
 from dlprof.measures.replay import own_time, saving
@@ -66,6 +67,23 @@ def accumulation(rank: RankData) -> pd.DataFrame:
         if stepped.any() and not stepped.all() and each[stepped].any():
             between = float(each[~stepped].mean() / each[stepped].mean())
     return pd.DataFrame({"batches": [batches], "between": [between]})
+
+
+@per_rank
+def in_forward(rank: RankData) -> pd.DataFrame:
+    """List what kinds of collectives the forward pass makes: collective, members, size (as in `bandwidth`), each once.
+
+    On a device a collective is made where it is launched. Empty where nothing tells the forward pass.
+    """
+    found = rank.once(collectives.function)
+    made = found["start_ns"].to_numpy()
+    if device.has_device(rank):
+        work = device.device_work(rank)
+        work = work[host.is_kind(work, "communication")].drop_duplicates("start_ns").set_index("start_ns")
+        made = device.launch_start(rank, work["launch"].reindex(made).fillna(-1).to_numpy(dtype=np.int64))
+    during = breakdown.phases(rank)["forward"]
+    kinds = found.assign(size=size_classes(found["bytes"]))[iv.holds(during, made)]
+    return kinds[["collective", "members", "size"]].drop_duplicates(ignore_index=True)
 
 
 @per_rank
@@ -170,6 +188,7 @@ def fitted(run: Measured) -> Fit | None:
     busy,
     collectives,
     exposed,
+    in_forward,
     overlap,
     own_time,
     step_means,
@@ -187,13 +206,46 @@ def exchange_plans(run: Measured) -> pd.DataFrame:
     rows = [_hidden(run, transfer)]
     frame = run.frame(bandwidth)
     of = frame["exposed_ns"] * frame["ranks"]
-    gradients = of[frame["collective"].isin(GRADIENTS)].sum() / of.sum() if of.sum() > 0 else 0.0
+    gradients = of[_of_gradients(run, frame)].sum() / of.sum() if of.sum() > 0 else 0.0
     if gradients > 0:
         grads = transfer * gradients
         rows += [_bucket(run, grads)] if settings.model(run).get("ddp") else []
         rows += _once(run, grads) or [_seldom(run, grads, "half", 2), _seldom(run, grads, "quarter", 4)]
         rows += _compressed(run, grads)
     return pd.DataFrame(rows, columns=["change", "key", "gain_ns", "why"])
+
+
+def _of_gradients(run: Measured, frame: pd.DataFrame) -> NDArray[np.bool_]:
+    """Tell for each row of collective, members and size whether it may be an exchange of gradients.
+
+    What the forward pass reduces are activations, and of its kind what the backward pass does. With
+    DistributedDataParallel that takes sizes: without them its own exchanges are of the same kind.
+    """
+    forward = set() if run.lacking(in_forward) else set(_keys(run.frame(in_forward)))
+    if settings.model(run).get("ddp"):
+        forward = {key for key in forward if key[-1] >= 0}
+    reduced = frame["collective"].isin(GRADIENTS).to_numpy(dtype=bool)
+    told: NDArray[np.bool_] = reduced & np.array([key not in forward for key in _keys(frame)], dtype=bool)
+    return told
+
+
+def _keys(frame: pd.DataFrame) -> list[tuple[str, str, int]]:
+    return list(zip(frame["collective"], frame["members"], frame["size"], strict=True))
+
+
+def activations(run: Measured) -> str:
+    """Give the collective of the forward pass, which cannot go on without it, that most of what is exposed is; else "".
+
+    A sharded model gathers its parameters there, which may be gathered before.
+    """
+    frame = run.frame(bandwidth)
+    if settings.model(run).get("fsdp") or run.lacking(in_forward):
+        return ""
+    forward = set(_keys(run.frame(in_forward)))
+    theirs = np.array([key in forward for key in _keys(frame)], dtype=bool) & ~_of_gradients(run, frame)
+    of = frame["exposed_ns"] * frame["ranks"]
+    by = of[theirs].groupby(frame["collective"]).sum()
+    return str(by.idxmax()) if by.sum() > of.sum() / 2 else ""
 
 
 def exposed_transfer(run: Measured) -> pd.Series[float]:
@@ -238,6 +290,8 @@ def _hidden(run: Measured, transfer: pd.Series[float]) -> tuple[str, str, float,
     least, idle = float(free.min()), idle_cores(run)
     why = f"{duration(least)} of {of} hides nothing yet" if least > 0 else f"nothing of {of} is free to hide it"
     gain = _gain(run, transfer.clip(upper=free))
+    if activations(run):
+        why = "what the forward pass exchanges is needed at once: another part of the batch must compute meanwhile"
     if idle < gain:
         why = f"sending takes cores as well, and they stand idle for {duration(idle)} of the step"
     return "hidden behind computation", "hidden", min(gain, idle), why
@@ -299,7 +353,7 @@ def _seldom(run: Measured, grads: pd.Series[float], key: str, batches: int) -> t
 def _compressed(run: Measured, grads: pd.Series[float]) -> list[tuple[str, str, float, str]]:
     """Give half the bytes, where they are of four bytes each, and low-rank gradients."""
     frame = run.frame(transfers)
-    frame = frame[frame["collective"].isin(GRADIENTS)]
+    frame = frame[_of_gradients(run, frame)]
     sized = frame[frame["bytes"] > 0]
     wide = set(frame["dtype"]) - {""} or set(settings.model(run).get("dtypes") or ())
     rows = []

@@ -29,7 +29,7 @@ def optimizer_work(rank: RankData) -> pd.DataFrame:
     if traced and device.has_device(rank):
         kernels = _launched(rank)
         start, dur = kernels["start_ns"].to_numpy(), kernels["dur_ns"].to_numpy()
-        inside = starts_within(windows, start)
+        inside = iv.holds(windows, start)
         idle = iv.total(breakdown.partition(rank).get("optimizer_host", iv.EMPTY)) / n
         took = float(dur[inside].sum()) / n
         edges = np.append(t.windows[:, 0], t.windows[-1, 1])
@@ -43,7 +43,7 @@ def optimizer_work(rank: RankData) -> pd.DataFrame:
         thread = host.on_training_thread(rank)
         within = iv.intersect(windows, host.cover(thread, host.is_named(thread, *RANGES)))
         ops = host.outermost(thread[host.is_kind(thread, "op")])
-        calls = float(starts_within(within, ops["start_ns"].to_numpy()).sum()) / n
+        calls = float(iv.holds(within, ops["start_ns"].to_numpy()).sum()) / n
     if t.source == "steps":
         frame = rank.once(light_steps)
         took_ns = np.maximum(frame.loc[frame["steady"], "optimizer_ns"].to_numpy(dtype=float), 0.0)
@@ -65,16 +65,7 @@ def _launched(rank: RankData) -> pd.DataFrame:
     if not len(within):
         raise NotMeasured("the trace does not tell what belongs to the optimizer")
     calls = thread[["start_ns", "launch"]][host.is_kind(thread, "runtime")]
-    mine = calls["launch"].to_numpy()[starts_within(within, calls["start_ns"].to_numpy())]
+    mine = calls["launch"].to_numpy()[iv.holds(within, calls["start_ns"].to_numpy())]
     kernels = device.device_work(rank)
     kernels = kernels[host.is_kind(kernels, "kernel")]
     return kernels[np.isin(kernels["launch"].to_numpy(), mine[mine >= 0])]
-
-
-def starts_within(windows: iv.Intervals, start: np.ndarray) -> np.ndarray:
-    """Tell for each instant whether it lies in an interval set."""
-    if not len(windows):
-        return np.zeros(len(start), dtype=bool)
-    at = np.searchsorted(windows[:, 0], start, side="right") - 1
-    inside: np.ndarray = (at >= 0) & (start < windows[np.maximum(at, 0), 1])
-    return inside

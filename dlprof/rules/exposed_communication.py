@@ -14,6 +14,9 @@ for other buckets too. Where two changes are made, the second gives less.
 Where batches exchange their gradients after which the optimizer does not step, one exchange for each of its steps is
 the saving, though hiding might give more: it is the same training, and needs no computation to hide behind.
 
+A forward pass that exchanges (tensor, sequence or expert parallel) is told apart, for what it exchanges is needed at
+once: nothing is predicted of exchanging that seldom, and hiding it takes another part of the batch.
+
 What to change: let DDP or FSDP overlap the exchange with the backward pass; larger buckets where collectives are many
 and small; `no_sync()` while gradients accumulate; compressed gradients (`fp16_compress_hook`); NCCL, not gloo, on GPUs.
 """
@@ -31,7 +34,13 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.collectives import collectives
-from dlprof.measures.exchange_plans import exchange_plans, exposed_transfer, gain_noise, transfer_noise
+from dlprof.measures.exchange_plans import (
+    activations,
+    exchange_plans,
+    exposed_transfer,
+    gain_noise,
+    transfer_noise,
+)
 from dlprof.measures.replay import own_time
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
@@ -91,6 +100,19 @@ _ESTIMATES = {
 }
 
 
+# What the forward pass waits for, by the collective.
+_AT_ONCE = {
+    "all_to_all": (
+        "the forward pass waits for its all-to-all: exchange the next batch's ids and rows while this one computes, as"
+        " TorchRec's pipelines do; rows in 16 bits",
+    ),
+    "": (
+        "the forward pass waits for what it exchanges: pair `ColwiseParallel` with `RowwiseParallel` layers, which"
+        " exchange once a pair, with `SequenceParallel` between pairs; let fewer ranks share a layer",
+        "on GPUs asynchronous tensor parallelism, under `torch.compile`: products are cut up and sent piece by piece",
+    ),
+}
+
 _BECAUSE = {"once": "the optimizer does not need"}
 
 
@@ -112,7 +134,9 @@ def _advice(run: Measured, mine: pd.DataFrame, per_step: float, *, seldom: bool)
     advice = []
     if seldom:
         advice.append("`with model.no_sync():` around all batches but the last one before the optimizer steps")
-    if per_step > 8 and len(sized) and sized.median() < SMALL_BYTES:
+    if needed := activations(run):
+        advice += _AT_ONCE.get(needed, _AT_ONCE[""])
+    elif per_step > 8 and len(sized) and sized.median() < SMALL_BYTES:
         what = f"{per_step:.0f} collectives of {size(float(sized.median()))} (median) a step"
         if ddp:
             advice.append(f"larger buckets: {what}; `bucket_cap_mb=25` or more (is {ddp.get('bucket_cap_mb')})")

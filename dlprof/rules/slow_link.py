@@ -27,7 +27,7 @@ from dlprof.diagnosis import Clear, Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.bandwidth import CLASSES, bandwidth, bus_factor
+from dlprof.measures.bandwidth import CLASSES, bandwidth, bus_factor, size_classes
 from dlprof.measures.breakdown import breakdown
 from dlprof.measures.collectives import collectives, exposed, matched, traced_steps
 from dlprof.measures.exchange_plans import gain_noise, transfer_noise
@@ -142,7 +142,7 @@ def _large(run: Measured) -> pd.DataFrame:
     one = each.agg(
         {"collective": "first", "members": "first", "wanted": "first", "bytes": "max", "dur_ns": "min"}
     ).rename(columns={"wanted": "ranks"})
-    one = one.assign(size=np.where(one["bytes"] < 0, -1, np.searchsorted(CLASSES, one["bytes"], side="right")))
+    one = one.assign(size=size_classes(one["bytes"]))
     key = ["collective", "members", "ranks", "size"]
     median = one.groupby(key).agg(each=("bytes", "median"), took_ns=("dur_ns", "median")).reset_index()
     frame = frame.merge(median, on=key)

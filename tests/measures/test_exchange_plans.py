@@ -8,6 +8,7 @@ import pytest
 
 from dlprof.engine import Measured
 from dlprof.measures.exchange_plans import (
+    activations,
     exchange_plans,
     exposed_transfer,
     fitted,
@@ -201,3 +202,47 @@ def test_with_cores_to_spare_all_of_it_may_be_hidden(tmp_path: Path) -> None:
 
 def test_ranks_with_a_core_each_have_their_own(tmp_path: Path) -> None:
     assert idle_cores(on_two_cores(tmp_path, 9 * MS, 8 * MS, cores=1)) == pytest.approx(1 * MS)
+
+
+def in_both_passes(folder: Path, gpu: bool, *, name: str = "all_reduce", gradients: int = 0, **model: Any) -> Path:
+    """Record two ranks that exchange 1 ms in the forward and in the backward pass, and gradients for so long."""
+    facts: dict[str, Any] = {"host": "node-1", "models": [{"parameters": 1, **model}]}
+    facts |= {"device": {"type": "cuda"}} if gpu else {**runs.CPU, "backend": "gloo"}
+    made: list[Any] = []
+    for rank in range(2):
+        forward = traces.annotation("dlprof::forward", 0, 3 * MS)
+        events: list[Any] = [traces.step(0, 0, 20 * MS), forward, traces.annotation("dlprof::backward", 3 * MS, 6 * MS)]
+        for n, at in enumerate((1 * MS, 5 * MS, 8 * MS)):
+            dur, elements = (MS, 5_000) if n < 2 else (gradients, 5_000_000)
+            if gpu and dur:
+                # The host is far ahead: the forward pass is launched while nothing has run.
+                events.append(traces.call("cudaLaunchKernel", at, 5 * US, 10 + n, tid=traces.MAIN if n < 1 else 4100))
+                events.append(traces.collective(at + 5 * MS, dur, elements, name.replace("_", ""), correlation=10 + n))
+            elif dur:
+                events.append(traces.annotation(f"gloo:{name}", at, dur))
+        events += [traces.kernel("gemm", 0, 5 * MS)] if gpu else [traces.op("aten::mm", 2 * MS, 2 * MS)]
+        where: dict[str, Any] = {} if gpu else {"device": "", "backend": "gloo"}
+        made.append((traces.trace(*events, rank=rank, **where), [], facts))
+    return runs.recorded(folder / "run", *made)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("name", ["all_reduce", "all_to_all"])
+def test_what_the_forward_pass_exchanges_is_no_gradient(tmp_path: Path, name: str, gpu: bool) -> None:
+    run = runs.measured(in_both_passes(tmp_path, gpu, name=name), exchange_plans)
+    assert activations(run) == name
+    assert set(gains(run)) == {"hidden"}
+    assert "needed at once" in run.frame(exchange_plans)["why"].iloc[0]
+
+
+def test_gradients_are_told_by_their_size_from_what_a_forward_pass_exchanges(tmp_path: Path) -> None:
+    run = runs.measured(in_both_passes(tmp_path, True, gradients=2 * MS), exchange_plans)
+    # Of 4 ms that lie open 2 ms are gradients: half as many save 1 ms.
+    assert gains(run)["half"] == pytest.approx(1 * MS)
+    assert activations(run) == ""
+
+
+def test_without_sizes_ddps_exchanges_are_gradients(tmp_path: Path) -> None:
+    run = runs.measured(in_both_passes(tmp_path, False, ddp=DDP), exchange_plans)
+    assert activations(run) == ""
+    assert "half" in gains(run)

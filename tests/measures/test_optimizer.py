@@ -7,7 +7,7 @@ import pytest
 
 from dlprof.engine import RankData
 from dlprof.errors import NotMeasured
-from dlprof.measures.optimizer import optimizer_work, starts_within
+from dlprof.measures.optimizer import optimizer_work
 from dlprof.run import open_run
 from tests import runs, traces
 from tests.runs import MS
@@ -61,9 +61,3 @@ def test_without_an_optimizer_it_abstains(tmp_path: Path) -> None:
     made = traces.trace(traces.step(1, 0, MS), traces.op("aten::mm", 0, MS), device="", backend="", world_size=1)
     with pytest.raises(NotMeasured, match="no optimizer"):
         runs.rank_of(tmp_path, made).once(optimizer_work.function)
-
-
-def test_which_instants_lie_in_a_set() -> None:
-    windows = np.array([[0, 10], [20, 30]], dtype=np.int64)
-    assert starts_within(windows, np.array([0, 9, 10, 25, 30])).tolist() == [True, True, False, True, False]
-    assert starts_within(np.empty((0, 2), dtype=np.int64), np.array([1])).tolist() == [False]

@@ -8,7 +8,7 @@ import pytest
 from dlprof.rules.exposed_communication import RULE
 from tests import runs, traces
 from tests.measures.test_collectives import late_by
-from tests.measures.test_exchange_plans import accumulating
+from tests.measures.test_exchange_plans import accumulating, in_both_passes
 from tests.rules.asking import ask
 from tests.runs import MS
 
@@ -151,3 +151,12 @@ def test_exchanges_made_for_nothing_are_the_finding_though_hiding_might_give_mor
     assert found.verdict == "30 % of each step is communication that the optimizer does not need."
     assert found.evidence is not None
     assert [row[1] for row in found.evidence.rows[:2]] == ["10.0 ms", "6.00 ms"]  # hidden: all of it
+
+
+def test_a_forward_pass_that_exchanges_gets_the_advice_for_one(tmp_path: Path) -> None:
+    found = ask(RULE, in_both_passes(tmp_path, False))
+    assert found.state == "found"
+    assert "RowwiseParallel" in found.advice[0]
+    assert not any("DistributedDataParallel" in line for line in found.advice)
+    rows = ask(RULE, in_both_passes(tmp_path / "rows", False, name="all_to_all"))
+    assert "all-to-all" in rows.advice[0]
