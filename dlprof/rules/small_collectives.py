@@ -90,7 +90,8 @@ def check(run: Measured) -> Finding | Clear:
         advice=_advice(run, n, fewer),
         evidence=_evidence(small),
         sure=f"Estimated as {count(fewer, 'start')} a step in place of {digits(round(n, 1))}; moving the bytes is"
-        f" taken to cost nothing at this size{'; FSDP2 works as much less as it has fewer units' if around else ''}.",
+        f" taken to cost nothing at this size{'; FSDP2 works as much less as it has fewer units' if around else ''}"
+        f"{f'; ranks late in turn wait {duration(meets)} less, for they meet less' if meets else ''}.",
     )
 
 

@@ -94,3 +94,4 @@ def test_ranks_that_are_late_in_turn_wait_less_where_they_meet_less(tmp_path: Pa
     found = ask(RULE, runs.foreign(tmp_path, *made))
     # 15 starts of 16 go, and with a sixteenth of the meetings three quarters of the 0.4 ms that each waits.
     assert found.saving_ns == pytest.approx(1.5 * MS + met, rel=0.01)
+    assert ("wait 300.0 µs less" in found.sure) == in_turn
