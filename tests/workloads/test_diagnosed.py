@@ -177,3 +177,12 @@ def test_what_is_wrong_with_a_sharded_job_is_found(
 def test_what_is_wrong_with_a_lightning_job_is_found(tmp_path: Path, fault: str, rule: str) -> None:
     found = recorded("lightning_cnn", tmp_path, "--fault", fault, "--", "--steps", "60")[rule]
     assert found["state"] == "found", found
+
+
+# DeepSpeed compiles an operator on its first run: tests/workloads/test_deepspeed_gpt.py has the time for that.
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_a_rank_with_longer_sequences_is_found_in_a_deepspeed_job(tmp_path: Path) -> None:
+    found = recorded("deepspeed_gpt", tmp_path, "--fault", "long_sequences", "--", "--steps", "35")["straggler"]
+    assert found["state"] == "found", found
+    assert found["ranks"] == [1]
