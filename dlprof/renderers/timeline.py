@@ -135,7 +135,7 @@ def _heads(arrows: Sequence[Arrow], place: Mapping[str, int], divisor: float) ->
         "y": [place[goal] for _, _, goal, _ in arrows],
         "marker": {
             "symbol": [f"triangle-{'down' if place[goal] > place[origin] else 'up'}" for _, origin, goal, _ in arrows],
-            "size": 9,
+            "size": 11,
             "color": HOT,
             "line": {"color": CARD, "width": 1},
         },
