@@ -14,8 +14,9 @@ from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.pipeline import bubbles, closed_form, pipeline, pipeline_chunks, stage_lengths
+from dlprof.measures.schedules import Action
 from dlprof.measures.steps import step_means
-from tests import runs, traces
+from tests import pipelines, runs, traces
 from tests.runs import MS
 
 Chunk = tuple[str, int, int, int, int]  # action, stage, micro-batch, start and length in ms from the step's begin
@@ -288,3 +289,20 @@ def test_closed_forms_of_four_ranks_and_eight_microbatches(schedule: str, chunks
 
 def test_a_schedule_of_the_users_own_has_no_closed_form() -> None:
     assert math.isnan(closed_form("MySchedule", 4, 8, 1))
+
+
+def test_even_stages_hand_over_where_the_long_one_hid_it(tmp_path: Path) -> None:
+    def took(action: Action) -> int:
+        return {"forward": 10, "backward": 20}[action[1]] * (2 if action[0] else 1)
+
+    def even(action: Action) -> int:
+        return {"forward": 15, "backward": 30}[action[1]]
+
+    before = pipelines.recorded(tmp_path, "Schedule1F1B", 2, 8, took, hand_over=3)
+    after = pipelines.recorded(tmp_path / "after", "Schedule1F1B", 2, 8, even, hand_over=3)
+    run = runs.measured(before, bubbles, stage_lengths)
+    saved = run.frame(bubbles)["step_ns"][0] - runs.measured(after, bubbles).frame(bubbles)["step_ns"][0]
+    stages = run.frame(stage_lengths)
+    assert stages["saved_ns"].to_list() == pytest.approx([saved] * 2, rel=0.02)
+    # Without handing over more would be saved.
+    assert stages["gain_ns"][0] > 1.1 * saved

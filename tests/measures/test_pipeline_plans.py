@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -12,7 +13,7 @@ from dlprof.measures.pipeline import bubbles
 from dlprof.measures.pipeline_plans import pipeline_plans
 from dlprof.measures.schedules import Action
 from dlprof.measures.steps import step_means
-from tests import pipelines, runs
+from tests import pipelines, runs, traces
 from tests.pipelines import alike
 from tests.runs import MS
 
@@ -99,3 +100,26 @@ def test_a_schedule_of_the_users_own_has_no_plans(tmp_path: Path) -> None:
     path = pipelines.recorded(tmp_path, "Schedule1F1B", 2, 4, alike(20, 40), name="MySchedule")
     with pytest.raises(NotMeasured, match="what MySchedule does is not known here"):
         plans(path)
+
+
+def test_the_python_of_a_chunk_is_paid_for_each_micro_batch(tmp_path: Path) -> None:
+    # Of 30 ms of two chunks a micro-batch 8 ms are Python: half the size takes 11 + 8 ms, and not 15.
+    path = pipelines.recorded(tmp_path, "Schedule1F1B", 2, 2, alike(10, 20))
+    without = plans(path)["step_ns"]["4 micro-batches"] / MS
+    for rank in range(2):
+        at = path / f"ranks/{rank:05d}"
+        chunks = [json.loads(line) for line in (at / "chunks.jsonl").read_text().splitlines()]
+        events = [traces.step(n, n * 10_000 * MS, 90 * MS) for n in range(3)]
+        events += [
+            traces.op("aten::mm", c["start_ns"] - traces.BASE_NS + 4 * MS, c["dur_ns"] - 4 * MS)
+            for c in chunks
+            if c["action"] != "schedule" and c["step"] < 3
+        ]
+        made = traces.trace(*events, rank=rank, device="", backend="gloo")
+        traces.write(at / "trace.json.gz", made)
+    now = plans(path)["step_ns"] / MS
+    assert now["as it is"] == pytest.approx(90)
+    assert without == pytest.approx(5 * 15)
+    assert now["4 micro-batches"] == pytest.approx(5 * 19, rel=0.01)
+    # Half a stage has half of the operators, and of their Python.
+    assert now["Interleaved1F1B, 2 stages a rank"] == pytest.approx(75, rel=0.01)
