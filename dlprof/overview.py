@@ -363,7 +363,9 @@ def _recording_facts(run: Measured, add: Any) -> None:
     marks = {"user": "dlprof.step()", "loader": "the loader's next()", "optimizer": "the optimizer's step"}
     add("Recording", "a step begins at", [marks.get(m, m) for m in _several(run, "step", "mark")])
     add("Recording", "trace window", _several(run, "window", "state"))
-    reports = sorted(run.run.path.glob("hosts/*/nsys*.nsys-rep")) if run.run.recorded else []
+    # Where nsys came without its importer, nsys-ui does that as it opens the file.
+    kinds = (".nsys-rep", ".qdstrm")
+    reports = sorted(p for p in run.run.path.glob("hosts/*/nsys*") if p.suffix in kinds) if run.run.recorded else []
     add("Recording", "for nsys-ui", [str(path.relative_to(run.run.path)) for path in reports])
     try:
         means = run.frame(step_means)

@@ -322,6 +322,9 @@ def _nsys(env: Mapping[str, str]) -> tuple[str, ...]:
         command,
         "profile",
         "--trace=cuda,nvtx,osrt,cudnn,cublas",
+        # Looking at Python is py-spy's; nsys' own look at the cores slows the job, and 2022.4 may not end with it.
+        "--sample=none",
+        "--cpuctxsw=none",
         "--wait=primary",  # with "all", nsys 2022.4 does not end even where the command left nothing
         "--kill=none",  # the end of a recording ends nobody
         "--force-overwrite=true",

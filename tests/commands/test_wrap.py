@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -117,6 +118,8 @@ def test_nsys_starts_the_command_without_a_window_and_its_status_is_the_scripts(
     assert (tmp_path / "nsys-argv").read_text().splitlines() == [
         "profile",
         "--trace=cuda,nvtx,osrt,cudnn,cublas",
+        "--sample=none",
+        "--cpuctxsw=none",
         "--wait=primary",
         "--kill=none",
         "--force-overwrite=true",
@@ -134,6 +137,21 @@ def test_nsys_starts_the_command_without_a_window_and_its_status_is_the_scripts(
     # Whoever runs nsys himself keeps its device events, too.
     launch([*DLPROF, "wrap", "-o", "own", "trains.py"], tmp_path, env=environment(NSYS_PROFILING_SESSION_ID="7"))
     assert facts(tmp_path / "own/ranks/00000")["window"]["state"] == "nsys"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nsys") is None, reason="NVIDIA's nsys is not installed")
+def test_a_real_nsys_leaves_its_report_and_the_status_is_the_scripts(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    (tmp_path / "trains.py").write_text(TRAINS)
+    done = launch([*DLPROF, "wrap", "-o", "run", "--nsys", "trains.py"], tmp_path, timeout=280)
+    assert done.returncode == 5, done.stderr
+    assert facts(tmp_path / "run/ranks/00000")["window"]["state"] == "nsys"
+    # Debian's comes without what makes a .nsys-rep of it.
+    (left,) = (path for path in (tmp_path / "run/hosts").glob("*/nsys*") if path.suffix in (".nsys-rep", ".qdstrm"))
+    assert left.stat().st_size > 1000
+    told = [fact["value"] for fact in json.loads((tmp_path / "run/result.json").read_text())["facts"]]
+    assert f"hosts/{left.parent.name}/{left.name}" in told
 
 
 def test_without_nsys_one_line_says_so_and_nothing_starts(tmp_path: Path) -> None:
