@@ -115,11 +115,20 @@ def record(one: Planted, here: str, number: int, folder: Path, out: Path, steps:
     return diagnosed(row, out, code, words)
 
 
+def reason(words: str, code: int) -> str:
+    """Give the line of a failed run's stderr that tells most: a wrong use, else an exception, else the first."""
+    lines = words.splitlines()
+    for mark in ("error:", "Error: "):
+        for line in lines:
+            if mark in line:
+                return line.split("error:")[-1].strip()
+    return lines[0].strip() if lines else f"exit code {code}"
+
+
 def diagnosed(row: Recorded, out: Path, code: int, words: str) -> Recorded:
     """Give a row with what the diagnosis of a run says, or what was said where there is none."""
     if code or not (out / "result.json").exists():
-        lines = [line for line in words.splitlines() if "error:" in line] or words.splitlines()
-        return replace(row, said=lines[0].split("error:")[-1].strip() if lines else f"exit code {code}")
+        return replace(row, said=reason(words, code))
     result = json.loads((out / "result.json").read_text())
     if result["window"] is None:
         return replace(row, said="no steady step was recorded")

@@ -21,7 +21,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from benchmarks import summary
-from benchmarks.accuracy import WORKLOADS, Planted, machine, planted, run
+from benchmarks.accuracy import WORKLOADS, Planted, machine, planted, reason, run
 from benchmarks.summary import REPORTS, Reported
 from dlprof.renderers import html, words
 from dlprof.result import Result, from_json, to_json
@@ -49,8 +49,7 @@ def record(one: Planted, steps: int) -> Result | str:
         command = [sys.executable, "-m", "dlprof", "run", one.workload, "--quiet", "-o", str(out), *fault]
         code, said = run([*command, "--", "--steps", str(steps), *one.options], ROOT)
         if code or not (out / "result.json").exists():
-            lines = [line for line in said.splitlines() if "error:" in line] or said.splitlines()
-            return lines[0].split("error:")[-1].strip() if lines else f"exit code {code}"
+            return reason(said, code)
         text = (out / "result.json").read_text()
     for folder in (temporary, str(ROOT), str(Path.home())):
         text = text.replace(f"{folder}/", "")

@@ -151,3 +151,16 @@ def test_one_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     code, said = accuracy.run([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path)
     assert code == 1
     assert "error: ended after" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("a warning\nusage: job.py\njob.py: error: --fault late needs a GPU\n", "--fault late needs a GPU"),
+        ("a warning\n[rank0]: RuntimeError: no room\nChildFailedError:\n", "[rank0]: RuntimeError: no room"),
+        ("job.py needs a library\nChildFailedError:\n", "job.py needs a library"),
+        ("", "exit code 3"),
+    ],
+)
+def test_what_a_failed_run_says_is_the_line_that_tells_most(words: str, said: str) -> None:
+    assert accuracy.reason(words, 3) == said
