@@ -133,7 +133,9 @@ def _by_parameters(run: Measured, frame: pd.DataFrame) -> pd.Series[float]:
 def _advice(run: Measured, n: float, fewer: int) -> tuple[str, ...]:
     ddp, fsdp = settings.model(run).get("ddp"), settings.model(run).get("fsdp")
     if ddp:
-        return (f"`bucket_cap_mb=25` (is {ddp.get('bucket_cap_mb')}): {count(fewer, 'exchange')} a step, not {n:.0f}",)
+        cap = ddp.get("bucket_cap_mb")
+        now = digits(cap) if isinstance(cap, (int, float)) else cap
+        return (f"`bucket_cap_mb=25` (is {now}): {count(fewer, 'exchange')} a step, not {n:.0f}",)
     if fsdp:
         return ("`fully_shard` whole blocks and not single layers: one all-gather a block",)
     return (
