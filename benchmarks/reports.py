@@ -1,7 +1,8 @@
 """The folder reports/: result.json and report.html of every workload, healthy and with its most telling fault.
 
 The pages share one copy of plotly.js, so that all of them together are small enough to keep with the code. What other
-machines have made stays; of this one, what is made anew replaces what was there.
+machines have made stays; of this one, what is made anew replaces what was there. With --kept nothing is recorded: the
+reports are those of the newest runs that `benchmarks.accuracy --keep` has left there, diagnosed anew.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from benchmarks import summary
-from benchmarks.accuracy import WORKLOADS, Planted, machine, planted, reason, run
+from benchmarks.accuracy import ROW, WORKLOADS, Planted, machine, planted, reason, run
 from benchmarks.summary import REPORTS, Reported
 from dlprof.renderers import html, words
 from dlprof.result import Result, from_json, to_json
@@ -50,10 +51,28 @@ def record(one: Planted, steps: int) -> Result | str:
         code, said = run([*command, "--", "--steps", str(steps), *one.options], ROOT)
         if code or not (out / "result.json").exists():
             return reason(said, code)
-        text = (out / "result.json").read_text()
-    for folder in (temporary, str(ROOT), str(Path.home())):
+        return diagnosed(out)
+
+
+def again(one: Planted, kept: Path) -> Result | str:
+    """Give what is diagnosed now of the newest run of it that is kept; that there is none else."""
+    runs = [row.parent for row in kept.absolute().glob(f"*/{ROW}") if json.loads(row.read_text())["name"] == one.name]
+    mine = [folder for folder in runs if folder.name.startswith(f"{one.workload}-")]
+    if not mine:
+        return "not among the recordings"
+    newest = max(mine, key=lambda folder: folder.name.rpartition("-")[2])
+    code, said = run([sys.executable, "-m", "dlprof", "report", str(newest), "--quiet"], kept)
+    return reason(said, code) if code else diagnosed(newest)
+
+
+def diagnosed(out: Path) -> Result:
+    """Read what was diagnosed of a run, without the paths and the name of the machine that recorded it."""
+    text, recorded = (out / "result.json").read_text(), json.loads((out / "run.json").read_text())
+    script = next((Path(word) for word in recorded["command"] if word.endswith(".py")), ROOT / "workloads" / "x.py")
+    for folder in (out, out.parent, recorded["cwd"], script.parent.parent, ROOT, Path.home()):
         text = text.replace(f"{folder}/", "")
-    text = re.sub(rf"\b{re.escape(os.uname().nodename)}\b", "host", text)
+    for host in recorded["hosts"]:
+        text = re.sub(rf"\b{re.escape(host)}\b", "host", text)
     return from_json(json.loads(text))
 
 
@@ -83,11 +102,11 @@ def keep(one: Planted, result: Result, here: str, out: Path) -> Reported:
     )
 
 
-def made_of(choices: Sequence[Planted], steps: int, here: str, out: Path) -> Reported:
-    """Record and keep the first of these that this machine can show; of none, tell why the first cannot be."""
+def made_of(choices: Sequence[Planted], make: Callable[[Planted], Result | str], here: str, out: Path) -> Reported:
+    """Make and keep the first of these that this machine can show; of none, tell why the first cannot be."""
     why = ""
     for one in choices:
-        result = record(one, steps)
+        result = make(one)
         if isinstance(result, Result):
             made = keep(one, result, here, out)
             print(f"{one.workload} {one.name}: {made.headline}", flush=True)
@@ -107,9 +126,11 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.reports")
     options.add_argument("--workloads", nargs="*", help="only these, by name")
     options.add_argument("--steps", type=int, default=120, help="of each recording (default: 120)")
+    options.add_argument("--kept", type=Path, metavar="DIR", help="record nothing: use the runs that are kept in DIR")
     options.add_argument("--out", type=Path, default=REPORTS, help="default: reports")
     args = options.parse_args()
     here = machine()
+    make = partial(again, kept=args.kept) if args.kept else partial(record, steps=args.steps)
     args.out.mkdir(exist_ok=True)
     for name in (PLOTLY, "plotly-basic.LICENSE"):
         (args.out / name).write_bytes((files("dlprof.renderers") / "page" / name).read_bytes())
@@ -119,9 +140,11 @@ def main() -> None:
         (healthy, *_), faults = planted(script)
         first = TELLING.get(script.stem, ())
         faults.sort(key=lambda f: first.index(f.name) if f.name in first else len(first))
-        made = [made_of([healthy], args.steps, here, args.out)]
+        made = [made_of([healthy], make, here, args.out)]
+        if args.kept and not made[0].folder:
+            continue
         if made[0].folder:  # else a fault cannot be shown either
-            made.append(made_of(faults, args.steps, here, args.out))
+            made.append(made_of(faults, make, here, args.out))
         before = summary.reported(args.out)
         old = [r for r in before if (r.workload, r.machine) == (script.stem, here)]
         if not made[0].folder and any(r.folder for r in old):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -124,7 +125,7 @@ def _recorded(folder: Path) -> Run:
     if not ranks:
         warnings.append("no rank left a record: the job ended before its first step, or Python was started without it")
     ended = info.get("exit") or {}
-    warnings += _of_tasks(info.get("tasks") or ())
+    warnings += _of_tasks(info.get("tasks") or _tasks(folder))
     if info and info.get("end_ns") is None:
         warnings.append("the recording was cut off: nobody saw the job end")
     seen = [*(info.get("hosts") or ()), *(rank.facts.get("host") for rank in ranks)]
@@ -137,6 +138,18 @@ def _recorded(folder: Path) -> Run:
         exit={"code": ended.get("code"), "signal": ended.get("signal")},
         warnings=tuple(warnings),
     )
+
+
+def _tasks(folder: Path) -> list[Mapping[str, Any]]:
+    """Give what each task of a job said of itself, where none had seen all of them end."""
+    said: list[Mapping[str, Any]] = []
+    for path in sorted(folder.glob("tasks/*.json")):
+        try:
+            task = json.loads(path.read_text())
+        except (OSError, ValueError):
+            task = None
+        said.append(task if isinstance(task, dict) else {})
+    return said
 
 
 def _of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from dlprof import supervisor
 from dlprof.errors import DlprofError
 from dlprof.run import open_run
 from dlprof.supervisor import missing, new_folder, recorded, supervise, task_of
@@ -336,6 +337,38 @@ def test_the_folder_of_a_job_tells_how_each_task_ended(tmp_path: Path) -> None:
         f"task 1 on {host} ended with exit code 7",
         f"task 2 on {host} ended by signal {int(signal.SIGABRT)}",
     ]
+
+
+def test_of_many_tasks_only_the_last_to_end_reads_what_all_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_MOST_READ", 1)
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "PATH": os.environ["PATH"]}
+    run, there = tmp_path / "run", tmp_path / "run/tasks/there-2"
+    there.parent.mkdir(parents=True)
+    other: dict[str, Any] = {
+        "host": "there",
+        "number": "2",
+        "end_ns": None,
+        "exit": {"code": None, "signal": None},
+        "warnings": [],
+    }
+    there.with_suffix(".json").write_text(json.dumps(other))
+    assert not supervise(["false"], run, step | {"SLURM_PROCID": "0"}, {}).last
+    assert json.loads((run / "run.json").read_text())["tasks"] == []
+    warnings = open_run(run).warnings
+    assert {
+        "task 2 on there did not end, as far as is known",
+        f"task 0 on {os.uname().nodename} ended with exit code 1",
+    } <= {*warnings}
+    there.with_suffix(".json").write_text(json.dumps(other | {"end_ns": 1, "exit": {"code": 0, "signal": None}}))
+    there.with_suffix(".ended").touch()
+    assert supervise(["true"], run, step | {"SLURM_PROCID": "1"}, {}).last
+    told = json.loads((run / "run.json").read_text())
+    assert (told["exit"], sorted(one["number"] for one in told["tasks"])) == (
+        {"code": 1, "signal": None},
+        ["0", "1", "2"],
+    )
 
 
 # Eight tasks of one job, each in a process of its own, that end in the same moment.

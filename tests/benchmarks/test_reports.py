@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import reports, summary
-from benchmarks.accuracy import Planted
+from benchmarks.accuracy import ROW, Planted
 from dlprof.renderers import html
-from dlprof.result import Result
+from dlprof.result import Result, to_json
+from tests import runs
 from tests.renderers import results
+from tests.runs import MS
 
 
 def test_a_shared_page_names_plotly_and_does_not_hold_it() -> None:
@@ -30,6 +34,30 @@ def test_a_report_is_kept_under_its_machine_and_names_no_folder_of_its_recording
     assert '"path":"job-slow"' in (tmp_path / made.folder / "result.json").read_text()
     assert made.steps.endswith("ms") or "MFU" in made.steps
     assert (tmp_path / made.folder / "report.html").stat().st_size < 500_000
+
+
+def test_a_run_that_was_kept_is_diagnosed_anew_and_tells_no_path_of_its_machine(tmp_path: Path) -> None:
+    steps = [runs.light(n, 100 * MS, fetch_ns=40 * MS, forward_ns=30 * MS) for n in range(40)]
+    root = "/home/somebody/clone"
+    for number, (name, facts) in enumerate(
+        (("late", {}), ("late", {"script": f"{root}/workloads/job.py"}), ("other", {}))
+    ):
+        out = runs.recorded(
+            tmp_path / f"job-late-{number}",
+            (None, steps, {**runs.CPU, "host": "a-machine", **facts}),
+            command=["torchrun", f"{root}/workloads/job.py", "--data", f"{tmp_path}/data"],
+            cwd="/home/somebody/elsewhere",
+            hosts=["a-machine"],
+        )
+        (out / ROW).write_text(json.dumps({"name": name}))
+    late = Planted("job", "late", "input_wait", fault="late")
+    result = reports.again(late, tmp_path)
+    assert isinstance(result, Result)
+    assert result.run.command == ("torchrun", "workloads/job.py", "--data", "data")
+    assert [o.id for o in result.outcomes if o.state == "found"] == ["input_wait"]
+    told = json.dumps(to_json(result))
+    assert not any(word in told for word in ("somebody", "a-machine", str(tmp_path)))
+    assert reports.again(replace(late, workload="jo"), tmp_path) == "not among the recordings"
 
 
 def test_what_cannot_be_recorded_says_why_and_takes_no_report_away(
