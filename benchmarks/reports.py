@@ -142,9 +142,10 @@ def main() -> None:
         faults.sort(key=lambda f: first.index(f.name) if f.name in first else len(first))
         made = [made_of([healthy], make, here, args.out)]
         if args.kept and not made[0].folder:
-            continue
+            continue  # what is not kept may well be possible here
         if made[0].folder:  # else a fault cannot be shown either
             made.append(made_of(faults, make, here, args.out))
+        made = [r for r in made if r.folder or not args.kept]
         before = summary.reported(args.out)
         old = [r for r in before if (r.workload, r.machine) == (script.stem, here)]
         if not made[0].folder and any(r.folder for r in old):
