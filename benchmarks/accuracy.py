@@ -116,9 +116,9 @@ def record(one: Planted, here: str, number: int, folder: Path, out: Path, steps:
 
 
 def reason(words: str, code: int) -> str:
-    """Give the line of a failed run's stderr that tells most: a wrong use, else an exception, else the first."""
+    """Give the line of a failed run's stderr that tells most: a wrong use, else what is missing, else an exception."""
     lines = words.splitlines()
-    for mark in ("error:", "Error: "):
+    for mark in ("error:", " needs ", "Error: "):
         for line in lines:
             if mark in line:
                 return line.split("error:")[-1].strip()

@@ -160,6 +160,7 @@ def test_one_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("a warning\n[rank0]: RuntimeError: no room\nChildFailedError:\n", "[rank0]: RuntimeError: no room"),
         ("job.py needs a library\nChildFailedError:\n", "job.py needs a library"),
         ("", "exit code 3"),
+        ("job.py needs a library\nlaunch.errors.ChildFailedError: \nRootError: x", "job.py needs a library"),
     ],
 )
 def test_what_a_failed_run_says_is_the_line_that_tells_most(words: str, said: str) -> None:
