@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof import intervals as iv
 from dlprof.engine import RankData, per_rank
@@ -98,15 +101,17 @@ def _on_streams(rank: RankData, begin: int, end: int) -> list[Row]:
     start, dur = work["start_ns"].to_numpy(), work["dur_ns"].to_numpy()
     # What ran when the step began has a name, too.
     shown = np.flatnonzero((start < end) & (start + dur > begin))
-    late = np.maximum(start[shown], begin)
-    work = work[["lane", "kind", "name"]].iloc[shown].assign(start_ns=late, dur_ns=(start + dur)[shown] - late)
+    late, over = np.maximum(start[shown], begin), (start + dur)[shown]
+    has_role = {role: host.is_kind(work, *kinds)[shown] for role, kinds in _ROLES.items()}
+    called = work["name"].cat
+    names, known = called.codes.to_numpy()[shown], called.categories
     bubble = breakdown.partition(rank).get("pipeline_bubble", iv.EMPTY)
     streams = []
-    lanes = work["lane"].cat.codes.to_numpy()
+    lanes = work["lane"].cat.codes.to_numpy()[shown]
     for code in np.unique(lanes):
-        mine = work[lanes == code]
-        spans = {role: mine[host.is_kind(mine, *kinds)] for role, kinds in _ROLES.items()}
-        ran = {role: iv.clip(host.cover(of_role), begin, end) for role, of_role in spans.items()}
+        mine = {role: np.flatnonzero(has & (lanes == code)) for role, has in has_role.items()}
+        spans = {role: _Named(late[at], over[at] - late[at], names[at], known) for role, at in mine.items()}
+        ran = {role: iv.clip(iv.union(late[at], over[at]), begin, end) for role, at in mine.items()}
         busy = {role: iv.total(pieces) for role, pieces in ran.items()}
         role = max(busy, key=lambda role: busy[role])
         name = str(work["lane"].cat.categories[code]).removeprefix("device").removeprefix(":")
@@ -121,8 +126,8 @@ def _on_streams(rank: RankData, begin: int, end: int) -> list[Row]:
             ("copies", "copy", ran["copies"]),
         ):
             pieces = _coarse(cover, end - begin)
-            names = _longest(spans[role], pieces)
-            rows += [(lane, int(s), int(e - s), n, category) for (s, e), n in zip(pieces, names, strict=True)]
+            longest = _longest(spans[role], pieces)
+            rows += [(lane, int(s), int(e - s), n, category) for (s, e), n in zip(pieces, longest, strict=True)]
     return rows
 
 
@@ -132,6 +137,8 @@ def _working(rank: RankData, begin: int, end: int) -> list[Row]:
     first, last = np.searchsorted(work["start_ns"].to_numpy(), (begin, end))
     work = work.iloc[first:last]
     work = work[host.is_kind(work, "op", *device.WORK)]
+    name = work["name"].cat
+    named = _Named(work["start_ns"].to_numpy(), work["dur_ns"].to_numpy(), name.codes.to_numpy(), name.categories)
     parts = breakdown.partition(rank)
     rows: list[Row] = []
     for category, lane, called in (
@@ -140,7 +147,7 @@ def _working(rank: RankData, begin: int, end: int) -> list[Row]:
         ("pipeline_bubble", "communication", "waits for another stage"),
     ):
         pieces = _coarse(iv.clip(parts.get(category, iv.EMPTY), begin, end), end - begin)
-        names = [called] * len(pieces) if called else _longest(work, pieces)
+        names = [called] * len(pieces) if called else _longest(named, pieces)
         rows += [(lane, int(s), int(e - s), n, category) for (s, e), n in zip(pieces, names, strict=True)]
     return rows
 
@@ -155,13 +162,20 @@ def _coarse(a: iv.Intervals, length: int) -> iv.Intervals:
     return merged[(merged[:, 1] - merged[:, 0]) * 4 >= grain]
 
 
-def _longest(spans: pd.DataFrame, pieces: iv.Intervals) -> list[str]:
+class _Named(NamedTuple):
+    """Spans in order of their start, and the name of each by its number among all names."""
+
+    start: NDArray[np.int64]
+    dur: NDArray[np.int64]
+    code: NDArray[np.integer[Any]]
+    names: pd.Index[str]
+
+
+def _longest(spans: _Named, pieces: iv.Intervals) -> list[str]:
     """Name the longest span that begins in each piece, and say how many more do."""
-    start, dur = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
-    code, name = spans["name"].cat.codes.to_numpy(), spans["name"].cat.categories
+    start, dur, code, name = spans
     names = []
-    for s, e in pieces:
-        i, j = np.searchsorted(start, s), np.searchsorted(start, e)
+    for i, j in np.searchsorted(start, pieces).tolist():
         longest = str(name[code[i + int(np.argmax(dur[i:j]))]]).removeprefix(_EVALUATES) if j > i else ""
         names.append(short(longest, 200) + (f" and {j - i - 1:,} more" if j > i + 1 else ""))
     return names
