@@ -69,11 +69,17 @@ def accumulation(rank: RankData) -> pd.DataFrame:
     return pd.DataFrame({"batches": [batches], "between": [between]})
 
 
+# What a forward pass exchanges with a counterpart in the backward pass.
+_BOTH_WAYS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+
+
 @per_rank
 def in_forward(rank: RankData) -> pd.DataFrame:
     """List what kinds of collectives the forward pass makes: collective, members, size (as in `bandwidth`), each once.
 
-    On a device a collective is made where it is launched. Empty where nothing tells the forward pass.
+    And what the backward pass makes among the same ranks, as far as is known of the same size, where nothing wraps a
+    model to exchange its gradients there: what is gathered forwards is reduced backwards. On a device a collective is
+    made where it is launched. Empty where nothing tells the forward pass.
     """
     found = rank.once(collectives.function)
     if not rank.facts:  # only dlprof names the passes
@@ -83,8 +89,14 @@ def in_forward(rank: RankData) -> pd.DataFrame:
         work = device.device_work(rank)
         work = work[host.is_kind(work, "communication")].drop_duplicates("start_ns").set_index("start_ns")
         made = device.launch_start(rank, work["launch"].reindex(made).fillna(-1).to_numpy(dtype=np.int64))
-    during = breakdown.phases(rank)["forward"] if len(found) else iv.EMPTY
-    kinds = found.assign(size=size_classes(found["bytes"]))[iv.holds(during, made)]
+    phases = breakdown.phases(rank) if len(found) else {}
+    kinds = found.assign(size=size_classes(found["bytes"]))
+    inside = iv.holds(phases.get("forward", iv.EMPTY), made)
+    if not any(model.get("ddp") or model.get("fsdp") for model in rank.facts.get("models") or ()):
+        alike = pd.MultiIndex.from_frame(kinds[["members", "size"]])
+        forward = alike[inside & kinds["collective"].isin(_BOTH_WAYS).to_numpy()]
+        inside |= iv.holds(phases.get("backward", iv.EMPTY), made) & alike.isin(forward)
+    kinds = kinds[inside]
     return kinds[["collective", "members", "size"]].drop_duplicates(ignore_index=True)
 
 

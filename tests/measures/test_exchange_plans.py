@@ -204,7 +204,9 @@ def test_ranks_with_a_core_each_have_their_own(tmp_path: Path) -> None:
     assert idle_cores(on_two_cores(tmp_path, 9 * MS, 8 * MS, cores=1)) == pytest.approx(1 * MS)
 
 
-def in_both_passes(folder: Path, gpu: bool, *, name: str = "all_reduce", gradients: int = 0, **model: Any) -> Path:
+def in_both_passes(
+    folder: Path, gpu: bool, *, name: str = "all_reduce", back: str = "", gradients: int = 0, **model: Any
+) -> Path:
     """Record two ranks that exchange 1 ms in the forward and in the backward pass, and gradients for so long."""
     facts: dict[str, Any] = {"host": "node-1", "models": [{"parameters": 1, **model}]}
     facts |= {"device": {"type": "cuda"}} if gpu else {**runs.CPU, "backend": "gloo"}
@@ -219,7 +221,7 @@ def in_both_passes(folder: Path, gpu: bool, *, name: str = "all_reduce", gradien
                 events.append(traces.call("cudaLaunchKernel", at, 5 * US, 10 + n, tid=traces.MAIN if n < 1 else 4100))
                 events.append(traces.collective(at + 5 * MS, dur, elements, name.replace("_", ""), correlation=10 + n))
             elif dur:
-                events.append(traces.annotation(f"gloo:{name}", at, dur))
+                events.append(traces.annotation(f"gloo:{back or name if n else name}", at, dur))
         events += [traces.kernel("gemm", 0, 5 * MS)] if gpu else [traces.op("aten::mm", 2 * MS, 2 * MS)]
         where: dict[str, Any] = {} if gpu else {"device": "", "backend": "gloo"}
         made.append((traces.trace(*events, rank=rank, **where), [], facts))
@@ -246,3 +248,12 @@ def test_without_sizes_ddps_exchanges_are_gradients(tmp_path: Path) -> None:
     run = runs.measured(in_both_passes(tmp_path, False, ddp=DDP), exchange_plans)
     assert activations(run) == ""
     assert "half" in gains(run)
+
+
+@pytest.mark.parametrize("model", [{}, {"ddp": DDP}, {"fsdp": True}])
+def test_what_the_backward_pass_reduces_for_what_was_gathered_is_no_gradient(
+    tmp_path: Path, model: dict[str, Any]
+) -> None:
+    # As layers that are parallel by columns alone do.
+    run = runs.measured(in_both_passes(tmp_path, False, name="all_gather", back="all_reduce", **model), exchange_plans)
+    assert ("half" in gains(run)) == bool(model)
