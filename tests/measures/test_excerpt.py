@@ -24,6 +24,19 @@ def test_the_middle_step_is_drawn_by_lane_and_category(tmp_path: Path) -> None:
     assert (frame["start_ns"] >= frame["begin_ns"]).all()
 
 
+def test_pieces_that_are_drawn_as_one_have_the_name_of_the_longest(tmp_path: Path) -> None:
+    ran = [
+        ("short", 100_000, 40_000),
+        ("long", 140_000, 60_000),
+        ("shorter", 200_000, 20_000),
+        ("alone", 500_000, 9_000),
+    ]
+    events = [traces.step(1, 0, MS), *(traces.kernel(*one) for one in ran)]
+    frame = runs.rank_of(tmp_path, traces.trace(*events)).once(excerpt.function)
+    drawn = frame[frame["lane"] == "computation 7"]
+    assert list(zip(drawn["name"], drawn["dur_ns"], strict=True)) == [("long and 2 more", 120_000), ("alone", 9_000)]
+
+
 def test_thousands_of_kernels_become_what_a_screen_can_show(tmp_path: Path) -> None:
     kernels = [traces.kernel(f"k{n % 7}", n * 1_000, 900) for n in range(10_000)]
     frame = runs.rank_of(tmp_path, traces.trace(traces.step(1, 0, 10 * MS), *kernels)).once(excerpt.function)
