@@ -334,6 +334,19 @@ def _clocks(run: Measured, frame: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+@across_ranks(collectives, exposed)
+def bare_waits(run: Measured) -> pd.DataFrame:
+    """Give the rows of `matched` with waited_ns, and by, the rank that came last to the same collective.
+
+    waited_ns is what of wait_ns its rank had no computation beside; of waits that overlap the time is the earliest
+    one's. Raises NotMeasured as `matched` does.
+    """
+    pairs = run.frame(matched)
+    rank, begin = pairs["rank"].to_numpy(), pairs["start_ns"].to_numpy()
+    bare = exposed_between(run, rank, begin, begin + pairs["wait_ns"].to_numpy())
+    return pairs.assign(waited_ns=bare, by=rank[culprits(pairs)])
+
+
 @across_ranks(collectives)
 def host_clocks(run: Measured) -> pd.DataFrame:
     """Tell for each rank its host, what its clock is ahead by (ahead_ns) and how far that is off (residual_ns), in ns.
@@ -362,10 +375,9 @@ def exposed_waits(run: Measured) -> Nanoseconds:
     the last to come hides there, is open only because this rank is ahead. Such transfers count as far as this rank had
     computed while it waited: without the waiting, that would have hidden them.
     """
-    pairs = run.frame(matched)
+    pairs = run.frame(bare_waits)
     rank, begin, end = (pairs[name].to_numpy() for name in ("rank", "start_ns", "end_ns"))
-    until = begin + pairs["wait_ns"].to_numpy()
-    waited = exposed_between(run, rank, begin, until)
+    until, waited = begin + pairs["wait_ns"].to_numpy(), pairs["waited_ns"].to_numpy()
     bare = exposed_between(run, rank, until, end)
     rows = pd.DataFrame({"rank": rank, "step": pairs["step"].to_numpy()})
     rows = rows.assign(

@@ -6,7 +6,7 @@ import pandas as pd
 
 from dlprof.engine import Measured, MeasureFailed
 from dlprof.errors import NotMeasured
-from dlprof.measures.collectives import collectives, culprits, exposed, exposed_between, matched
+from dlprof.measures.collectives import bare_waits
 from dlprof.measures.excerpt import excerpt
 from dlprof.overview import MOST_RANKS, Picture
 from dlprof.result import Panel
@@ -88,20 +88,15 @@ def _waits(run: Measured, frame: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, 
     """
     columns = ["rank", "by", "begin_ns", "end_ns", "waited_ns"]
     try:
-        pairs = run.frame(matched)
-        pairs = pairs[pairs["step"] == frame["step"].iloc[0]]
-        if not len(pairs):
-            raise NotMeasured("no collective of this step was matched")
-        rank, begin, wait = (pairs[name].to_numpy() for name in ("rank", "start_ns", "wait_ns"))
-        waited = exposed_between(run, rank, begin, begin + wait)
+        pairs = run.frame(bare_waits)
     except (NotMeasured, MeasureFailed):
         return pd.DataFrame(columns=columns, dtype="int64"), {}
-    offset = pairs["offset_ns"].to_numpy()
-    values = (rank, rank[culprits(pairs)], begin - offset, begin - offset + wait, waited)
-    found = pd.DataFrame(dict(zip(columns, values, strict=True)))
-    shown = found["rank"].isin(frame["rank"].unique()) & (wait >= LEAST_WAIT * frame["step_ns"].max())
-    longest = found[shown & (found["rank"] != found["by"])].nlargest(MOST_WAITS, "waited_ns")
-    return longest, dict(zip(rank.tolist(), offset.tolist(), strict=True))
+    pairs = pairs[pairs["step"] == frame["step"].iloc[0]]
+    pairs = pairs.assign(begin_ns=pairs["start_ns"] - pairs["offset_ns"])
+    pairs = pairs.assign(end_ns=pairs["begin_ns"] + pairs["wait_ns"])
+    shown = pairs["rank"].isin(frame["rank"].unique()) & (pairs["wait_ns"] >= LEAST_WAIT * frame["step_ns"].max())
+    longest = pairs.loc[shown & (pairs["rank"] != pairs["by"]), columns].nlargest(MOST_WAITS, "waited_ns")
+    return longest, dict(zip(pairs["rank"].tolist(), pairs["offset_ns"].tolist(), strict=True))
 
 
 def _waiting(frame: pd.DataFrame, waits: pd.DataFrame) -> tuple[tuple[str, int, int, str, str], ...]:
@@ -148,4 +143,4 @@ def _few(frame: pd.DataFrame) -> tuple[list[int], str]:
     )
 
 
-PICTURE = Picture((collectives, excerpt, exposed, matched), draw)
+PICTURE = Picture((bare_waits, excerpt), draw)
