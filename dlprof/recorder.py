@@ -132,11 +132,13 @@ def say(text: str) -> None:
             os.write(2, f"dlprof: {text}\n".encode(errors="replace"))
 
 
-def find_rank(env: Iterable[str] = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")) -> int:
-    """Give this process's rank: from the process group if there is one, else from the launcher's variables, else 0.
+# What tells a process its rank, by launcher. SLURM's comes last: what another launcher starts within a job has that of
+# the batch script too, which is task 0.
+_RANKS = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
-    SLURM's come last: what mpirun starts within a job has those of the batch script too, which is task 0.
-    """
+
+def find_rank(env: Iterable[str] = _RANKS) -> int:
+    """Give this process's rank: from the process group if there is one, else from the launcher's variables, else 0."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())

@@ -135,7 +135,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, help="of the attention; they share out the width")
     parser.add_argument("--vocabulary", type=int, default=256, help="tokens (default: 256)")
     parser.add_argument("--length", type=int, help="of a sequence, tokens")
-    parser.add_argument("--batch-size", type=int, help="sequences a rank and step")
+    parser.add_argument("--batch-size", type=int, help="sequences a rank and step; twice as many in stage 3")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--lr", type=float, default=0.001, help="learning rate (default: 0.001)")
     parser.add_argument("--log-every", type=int, default=20, metavar="N", help="steps (default: 20)")
@@ -150,6 +150,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+            if name == "batch_size" and args.stage == 3:
+                args.batch_size *= 2  # for the parameters that are gathered in each pass
     if args.fault in NEEDS_GPU and args.device != "cuda":
         parser.error(f"--fault {args.fault} needs a GPU: a CPU rank copies nothing, and gloo's trace tells no sizes")
     if args.fault in NEEDS_TWO_RANKS and args.world < 2:

@@ -24,6 +24,8 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASS", "CRED", "AUTH")
 _FREE = 50
 _REST = 1000
 
+_LOCAL_RANKS = ("LOCAL_RANK", "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
 
 class Facts:
     """Writes facts.json: at the first step, whenever something new was seen, and at the end."""
@@ -38,7 +40,7 @@ class Facts:
         self._next_ns = 0  # not written again before, but for so many times
         self._known: dict[int, dict[str, Any]] = {}
         # Not SLURM_NTASKS: a single process in a batch script has that of its whole allocation.
-        size = _number("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+        size = _number("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
         self._group: dict[str, Any] = {"world_size": size or 1, "backend": None}
 
     def start(self, recorder: Recorder) -> None:
@@ -47,7 +49,7 @@ class Facts:
         self._fixed = {
             "format": 1,
             "rank": recorder.rank,
-            "local_rank": _number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
+            "local_rank": _number(*_LOCAL_RANKS),
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "restart": recorder.restart,

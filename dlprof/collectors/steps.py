@@ -13,10 +13,9 @@ from dlprof.recorder import BACKWARD, FETCH, FORWARD, OPTIMIZER, Recorder, Step
 _WRITE_EVERY_NS = 250_000_000
 
 # A job may write 50 MB an hour and rank, and steps of a millisecond would write 900. So after so many that have a line
-# each, short ones share a line until they fill it: 33 lines a second, or 31 MB an hour. A long one keeps its own.
+# each, short ones share a line until they fill it: 25 lines a second, or 23 MB an hour. A long one keeps its own.
 _EACH_STEPS = 10_000
-_SHARED_NS = 30_000_000
-_LONG_NS = 40_000_000
+_SHARED_NS = 40_000_000
 
 # In %-format, which takes half the time that f-strings take.
 _LINE = (
@@ -89,7 +88,7 @@ class Steps:
     def _add(self, step: Step, device_ns: int) -> None:
         """Add a step to the lines; where there are many, a short one joins those before it that are like it."""
         like = (step.kind, step.profiled, step.first, step.lead_ns < 0, device_ns < 0)
-        if step.number < _EACH_STEPS or step.dur_ns >= _LONG_NS:
+        if step.number < _EACH_STEPS or step.dur_ns >= _SHARED_NS:
             self._share()
             self._lines.append(
                 _line(like, 1, step.number, step.start_ns + self._offset_ns, self._measured(step, device_ns))

@@ -46,6 +46,10 @@ from dlprof.units import duration, percent
 # Notable from 5 % of a step on; other tools grade 5, 10 and 20 %.
 NOTABLE_SHARE = 0.05
 
+# A few traced steps in a row contradict all those of the light layer only from here on. The slowest rank is looked at:
+# of two alike, one is twice the noise ahead in one window of twenty, and three times in one of seventy.
+SURE_NOISE = 3.0
+
 # More rows than this nobody reads: the slowest and the fastest are shown.
 MOST_ROWS = 16
 
@@ -162,7 +166,7 @@ def _lead(run: Measured) -> tuple[Lead, str]:
     # What one short window shows must exceed what such windows show by chance.
     traced = replace(traced, noise_ns=max(traced.noise_ns, whole.window_noise_ns))
     told = whole.saving_ns >= NOTABLE_SHARE * whole.step_ns and whole.behind_ns >= LEAST_NOISE * whole.noise_ns
-    missed = traced.behind_ns >= LEAST_NOISE * traced.noise_ns
+    missed = traced.behind_ns >= SURE_NOISE * traced.noise_ns
     return (traced, _TRACED) if missed and not told else (whole, "in every steady step")
 
 

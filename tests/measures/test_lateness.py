@@ -1,5 +1,6 @@
 """Each rank's own time from the light layer and from the trace, and what the slowest one's lead costs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,18 @@ def test_disturbances_that_last_make_a_short_window_unsure() -> None:
     assert late.noise_ns == pytest.approx(1.0 / np.sqrt(40), rel=0.4)
 
 
-def cpu_run(folder: Path, *forward: int, extra_backward: int = 0) -> Path:
-    """Record CPU ranks that differ in their forward, and wait for the last one in the all-reduce of their backward."""
-    length = max(forward) + 4 * MS + extra_backward
+def cpu_run(folder: Path, *forward: int, extra_backward: Sequence[int] = (0, 0, 0)) -> Path:
+    """Record CPU ranks that differ in their forward, and wait for the last one in the all-reduce of their backward.
+
+    All but the first compute for longer there, in each of the three traced steps.
+    """
+    length = max(forward) + 4 * MS + max(extra_backward)
     ranks = []
     for rank, mine in enumerate(forward):
-        compute = 2 * MS + (extra_backward if rank else 0)
         events: list[Any] = []
-        for n in range(3):
+        for n, more in enumerate(extra_backward):
             t = n * length
+            compute = 2 * MS + (more if rank else 0)
             events += [
                 traces.step(20 + n, t, length),
                 traces.annotation("dlprof::forward", t, mine),
@@ -88,7 +92,7 @@ def test_the_light_layer_tells_the_own_time_of_every_step(tmp_path: Path) -> Non
 
 
 def test_more_work_in_a_waiting_phase_shows_only_in_the_trace(tmp_path: Path) -> None:
-    run = runs.measured(cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=MS), light_own_time, traced_own_time)
+    run = runs.measured(cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=(MS, MS, MS)), light_own_time, traced_own_time)
     assert lead(run.frame(light_own_time)).behind_ns == 0
     late = lead(run.frame(traced_own_time))
     assert late.ranks == (1,)

@@ -26,13 +26,15 @@ from dlprof.run import open_run
 from dlprof.supervisor import task_of
 from tests.jobs import DLPROF, environment, facts, free_port, launch, rows, words, wrapped
 
-# What launchers put into the environment of a task, as far as it matters here: Open MPI 4.1, MPICH 4.0, SLURM 22.05.
+# What launchers put into the environment of a task, as far as it matters here: Open MPI 4.1, MPICH 4.0, SLURM 22.05 and
+# Horovod 0.28.
 _ALLOCATED = {"SLURM_JOB_ID": "11", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_TASKS_PER_NODE": "4"}
 _BATCH = _ALLOCATED | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 _SHELL = _BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
 _STEP = _ALLOCATED | {"SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 _OPEN = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 _OPEN |= {"PMIX_NAMESPACE": "2004221953"}
+_HOROVOD = {"HOROVOD_SIZE": "4", "HOROVOD_RANK": "3", "HOROVOD_LOCAL_RANK": "1"}
 _MPICH = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1"}
 
 
@@ -48,6 +50,7 @@ _MPICH = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1"}
         (_BATCH | _OPEN, 3, 4, "2004221953"),
         (_MPICH, 3, 4, "this process's parent"),
         (_BATCH | _MPICH, 3, 4, "this process's parent"),
+        (_BATCH | _HOROVOD, 3, 4, None),
         (_STEP | {"RANK": "5", "WORLD_SIZE": "8"}, 5, 8, "11.2"),
     ],
 )

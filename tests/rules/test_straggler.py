@@ -148,7 +148,7 @@ def test_who_is_late_in_the_traced_steps_alone_is_not_busy_for_longer(
     tmp_path: Path, cores: tuple[float, ...], state: str
 ) -> None:
     """In the backward pass, where all wait, rank 1 takes 1 of 6 ms more; the light layer cannot tell it."""
-    folder = cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=MS)
+    folder = cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=(MS, MS, MS))
     for rank, mine in enumerate(cores):
         runs.loading(folder, rank, step=6 * MS, wait=0, fetch=MS, cpu=0, n=20, workers=1, cores=mine)
     said = ask(RULE, folder)
@@ -158,6 +158,13 @@ def test_who_is_late_in_the_traced_steps_alone_is_not_busy_for_longer(
         assert said.saving_ns == pytest.approx(1 * MS, rel=0.05)
     else:
         assert "busy for 1.0 % more of the time at most" in said.summary
+
+
+@pytest.mark.parametrize(("apart", "state"), [(0.15, "found"), (0.3, "clear")])
+def test_a_few_steps_against_all_others_must_be_sure(tmp_path: Path, apart: float, state: str) -> None:
+    # Three steps whose mean is 1 ms: 5.2 or 2.6 times as much as its standard error (Student's, of three).
+    more = [round((1 + by) * MS) for by in (-apart, 0.0, apart)]
+    assert ask(RULE, cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=more)).state == state
 
 
 @pytest.mark.parametrize(
