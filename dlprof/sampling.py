@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dlprof.log import Log
+from dlprof.process import started
 
 # How often a process that found its host claimed asks again: the one that samples ends with its own supervisor.
 _CLAIM_AGAIN_S = 2.0
@@ -44,7 +45,7 @@ class Sampler(Protocol):
     """One source of measurements beside the ranks of a host; made in the samplers' process, on its only thread.
 
     start and tick may raise: the sampler is then off, and said to be. A child process that a sampler starts must ask
-    for a signal at its parent's death (PR_SET_PDEATHSIG): this process may be killed at any time.
+    for a signal at its parent's death (process.tied): this process may be killed at any time.
     """
 
     name: str
@@ -104,7 +105,7 @@ class Host:
 
         A change that falls into the same tick of the disk's clock as a listing does not show: so a few more follow.
         """
-        self.ranks = tuple(rank for rank in self.ranks if _started(rank.pid) == rank.since)
+        self.ranks = tuple(rank for rank in self.ranks if started(rank.pid) == rank.since)
         folder = self.run / "ranks"
         try:
             changed = folder.stat().st_mtime_ns
@@ -129,7 +130,7 @@ class Host:
                 self.ranks = (*self.ranks, rank)
 
     def _here(self, name: str, facts: Any) -> RankHere | None:
-        since = _started(int(facts["pid"])) if facts["host"] == self.name else None
+        since = started(int(facts["pid"])) if facts["host"] == self.name else None
         if since is None:
             return None
         return RankHere(int(facts["rank"]), name, facts["pid"], since, facts.get("device") or {})
@@ -210,13 +211,3 @@ def _drive(host: Host, due: dict[Sampler, float], end: int) -> None:
 def _off(host: Host, name: str, error: Exception) -> None:
     what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
     host.warn(f"the {name} sampler is off: {what}; the job goes on without it")
-
-
-def _started(pid: int) -> int | None:
-    """Give the kernel's start time of a process in clock ticks; None: it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    words = stat.rpartition(b")")[2].split()
-    return None if words[0] in (b"Z", b"X") else int(words[19])

@@ -7,7 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,16 @@ def free_port() -> str:
         return str(one.getsockname()[1])
 
 
+def until(ready: Callable[[], Any]) -> bool:
+    """Wait for something that another process does; False if it never does."""
+    deadline = time.monotonic() + 90
+    while not ready():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def children(pid: int) -> list[int]:
     """List the processes that a process has started."""
     return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -57,6 +68,17 @@ def words(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return ""
+
+
+def state(pid: int) -> str:
+    """Give the kernel's letter for what a process does: S, it waits; T, it is stopped; Z, it has ended."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def only_child(pid: int) -> int:
+    """Give the process of a recorded command: the supervisor's others are the samplers' and the witness of signals."""
+    (child,) = (c for c in children(pid) if "samplers/__main__.py" not in words(c) and "sigwaitinfo" not in words(c))
+    return child
 
 
 def rows(rank: Path) -> list[dict[str, Any]]:

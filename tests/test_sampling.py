@@ -16,7 +16,7 @@ import pytest
 from dlprof.run import open_run
 from dlprof.sampling import Host, claim
 from tests import jobs
-from tests.test_supervisor import until
+from tests.jobs import until
 
 # Four samplers: one that counts and says whom it sees, and one for each moment at which a sampler may fail.
 SAMPLES = """

@@ -16,7 +16,9 @@ from typing import Any
 import click
 
 from dlprof.errors import DlprofError
-from dlprof.supervisor import TASK_NUMBERS, Ended, end_like, new_folder, supervise
+from dlprof.folder import new_folder
+from dlprof.supervisor import Ended, end_like, supervise
+from dlprof.tasks import TASK_NUMBERS
 
 # Enough for shares of a few per cent after one burst; a round number would beat with steps of 5, 10 or 20 ms.
 STACKS_A_SECOND = "47"

@@ -8,7 +8,6 @@ none. It writes its file only at its end: with bursts, a kill costs the last one
 
 from __future__ import annotations
 
-import ctypes
 import gzip
 import json
 import os
@@ -21,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dlprof.process import tied
 from dlprof.sampling import Host, RankHere
 
 # The first burst is short, so that a job that dies young leaves something; later ones are long enough that py-spy's
@@ -32,8 +32,6 @@ _LAST_PAUSE_S = 120.0
 
 # How long the end of the job waits for py-spy to write what it has.
 _STOP_S = 0.7
-
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class StacksSampler:
@@ -141,13 +139,10 @@ class _Spy:
             self._take()
 
     def _begin(self) -> None:
-        beside = os.getpid()
-        libc = ctypes.CDLL(None)
+        tie = tied(signal.SIGINT)
 
         def before_exec() -> None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
-            if os.getppid() != beside:
-                os._exit(1)
+            tie()
             os.nice(19)
 
         self._begun_ns = time.time_ns()

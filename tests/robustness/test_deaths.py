@@ -11,14 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dlprof.commands.report import write_report
-from tests.jobs import children, environment, facts, launch, rows, words, wrapped
+from tests.jobs import children, environment, facts, launch, rows, until, words, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -63,13 +63,6 @@ def left_over(folder: Path) -> list[int]:
         if int(process.name) != os.getpid() and os.fsencode(folder) in known:
             found.append(int(process.name))
     return found
-
-
-def until(ready: Callable[[], Any]) -> bool:
-    deadline = time.monotonic() + 60
-    while not ready() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(ready())
 
 
 def reported(folder: Path) -> Any:

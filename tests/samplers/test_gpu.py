@@ -25,8 +25,7 @@ import dlprof
 from dlprof.measures.clocks import REASONS
 from dlprof.samplers.gpu import GpuSampler
 from dlprof.sampling import Host, sample
-from tests.jobs import environment
-from tests.test_supervisor import until
+from tests.jobs import environment, until
 
 ONE, TWO = "11111111-2222-3333-4444-555555555555", "66666666-7777-8888-9999-000000000000"
 

@@ -14,7 +14,7 @@ import pytest
 
 from dlprof.samplers.host import HostSampler
 from dlprof.sampling import Host
-from tests.test_supervisor import until
+from tests.jobs import until
 
 # A rank that sleeps and a worker that computes; a line to stdin ends the worker, the next one the rank.
 RANK = """

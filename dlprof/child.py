@@ -1,0 +1,67 @@
+"""Runs the user's command as a child in the same process group, on the same terminal, with what it would inherit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dlprof.process import tied
+from dlprof.signals import PASSED_ON, Witness, pass_on
+
+
+def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[[Any], None]) -> int:
+    """Run the command to its end and give its wait status.
+
+    Once it runs, `beside` is called, to start what is to run beside it with the signal mask that it is given.
+    """
+    watched = {signal.SIGCHLD, *PASSED_ON}
+    # A parent may have left SIGCHLD ignored, and the kernel would then reap the child before we ask.
+    chld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    witness = Witness()
+    try:
+        try:
+            child = _start(command, env, mask, chld)
+            witness.start()
+            beside(mask)
+        except FileNotFoundError:
+            sys.stderr.write(f"dlprof: {command[0]}: command not found\n")
+            return 127 << 8
+        except OSError as e:
+            sys.stderr.write(f"dlprof: {command[0]}: {e.strerror}\n")
+            return 126 << 8
+        while True:
+            # Another thread of this process, if there is one, may have been given the SIGCHLD: look once a second.
+            info = signal.sigtimedwait(watched, 1.0)
+            if info is None or info.si_signo == signal.SIGCHLD:
+                pid, status = os.waitpid(child.pid, os.WNOHANG)
+                if pid:
+                    child.returncode = os.waitstatus_to_exitcode(status)
+                    return status
+            else:
+                pass_on(child.pid, info, witness)
+    finally:
+        witness.end()
+        # What arrived for the command while it ended is not meant for the report.
+        while signal.sigtimedwait(watched, 0) is not None:
+            pass
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGCHLD, chld if chld is not None else signal.SIG_DFL)
+
+
+def _start(command: Sequence[str], env: Mapping[str, str], mask: Any, chld: Any) -> subprocess.Popen[bytes]:
+    # Should this process be killed, the command must not run on unseen.
+    tie = tied(signal.SIGTERM)
+
+    def before_exec() -> None:
+        tie()
+        if chld == signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    # Inherited descriptors (a shell's <(...) or 3<file) are the command's own: keep them.
+    return subprocess.Popen(command, env=dict(env), close_fds=False, preexec_fn=before_exec)

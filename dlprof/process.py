@@ -1,0 +1,40 @@
+"""What the kernel knows of a process of this host: since when it runs, and whose end it shall not outlive."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def started(pid: int) -> int | None:
+    """Give when a process began, in clock ticks since this host did; None: it has ended.
+
+    Together with its number that tells it from every other one, earlier or later.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    words = stat.rpartition(b")")[2].split()
+    return None if words[0] in (b"Z", b"X") else int(words[19])
+
+
+def tied(number: signal.Signals) -> Callable[[], None]:
+    """Give what a child of this process calls before its exec: it is then sent a signal when this process ends.
+
+    However this process ends, and whatever the child becomes.
+    """
+    parent = os.getpid()
+    libc = ctypes.CDLL(None)  # loaded by now: between fork and exec is no place for it
+
+    def tie() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:  # it has ended just now
+            os._exit(1)
+
+    return tie
