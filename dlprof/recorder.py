@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from dlprof.log import file_of
+from dlprof.process import started
 
 FETCH, FORWARD, BACKWARD, OPTIMIZER = range(4)
 _RANGES = ("dlprof::fetch", "dlprof::forward", "dlprof::backward", "dlprof::optimizer")
@@ -159,7 +160,7 @@ def folder_of_rank(run: Path) -> Path | None:
     rank = parent_process()
     word = run / "hosts" / os.uname().nodename / f"rank-{rank.pid if rank else 0}"
     try:
-        return run / "ranks" / word.read_text()
+        return run / "ranks" / word.read_text().partition(" ")[0]
     except FileNotFoundError:
         return None
 
@@ -582,12 +583,15 @@ class Recorder:
         self._tell_ns = 0
 
     def _leave_word(self, name: str) -> None:
-        """Tell the loaders' workers, which were started before, where this rank records; see folder_of_rank."""
+        """Tell the loaders' workers, which were started before, where this rank records; see folder_of_rank.
+
+        And whoever sees to what the job has left, which process this is: its environment may be written over later.
+        """
         host = self.run / "hosts" / os.uname().nodename
         host.mkdir(parents=True, exist_ok=True)
         word = host / f"rank-{os.getpid()}"
         unfinished = word.with_suffix(".tmp")
-        unfinished.write_text(name)
+        unfinished.write_text(f"{name} {os.environ.get('DLPROF_SUPERVISOR')} {started(os.getpid())}")
         unfinished.replace(word)
 
     def _stop_with_process(self) -> None:

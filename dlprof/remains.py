@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+from dlprof.process import started
+
 # How long ranks may take to end after the command, as those of a launcher that was signalled together with them.
 _LEAVING_S = 1.0
 _MOST_TOLD = 16
@@ -50,14 +52,17 @@ def left(folder: Path) -> list[str]:
 
 
 def _running(folder: Path) -> list[tuple[int, int]]:
-    """List rank and process of what still runs of this supervisor's command, and has trained."""
-    ours = f"DLPROF_SUPERVISOR={os.getpid()}".encode()
+    """List rank and process of what still runs of this supervisor's command, and has trained.
+
+    By what each has said of itself: its environment is gone where a title was written over it (setproctitle).
+    """
     found = []
     for word in (folder / "hosts" / os.uname().nodename).glob("rank-*"):
-        pid = word.name.removeprefix("rank-")
         try:
-            if pid.isdigit() and ours in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found.append((int(word.read_text().partition(".")[0]), int(pid)))
-        except (OSError, ValueError):
+            pid = int(word.name.removeprefix("rank-"))
+            name, supervisor, since = word.read_text().split()
+            if supervisor == str(os.getpid()) and since == str(started(pid)):
+                found.append((int(name.partition(".")[0]), pid))
+        except (OSError, ValueError):  # noqa: PERF203 - each may be half written, or just now deleted
             continue
     return sorted(found)
