@@ -65,9 +65,14 @@ def children(pid: int) -> list[int]:
 def words(pid: int) -> str:
     """Give the command line of a process; "" where it has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
+
+
+def running(script: Path) -> list[int]:
+    """List the processes that a script is named to, as that which they run or launch."""
+    return [pid for p in Path("/proc").glob("[0-9]*") if str(script) in words(pid := int(p.name))]
 
 
 def state(pid: int) -> str:

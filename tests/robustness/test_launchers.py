@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from dlprof.run import open_run
-from tests.jobs import DLPROF, environment, facts, free_port, launch, rows, until, words, wrapped
+from tests.jobs import DLPROF, environment, facts, free_port, launch, rows, running, until, wrapped
 
 TRAINS = """
 import os, sys, time
@@ -115,11 +115,6 @@ def test_sigterm_to_dlprof_ends_the_ranks_of_mpirun(script: Path, tmp_path: Path
     assert process.wait(60) == 1  # as mpirun ends
     assert until(lambda: not running(script))
     assert [one["ended"] for one in both_ranks(tmp_path / "run")] == [f"signal {int(signal.SIGTERM)}"] * 2
-
-
-def running(script: Path) -> list[str]:
-    """List the processes that run a script."""
-    return [line for p in Path("/proc").glob("[0-9]*") if str(script) in (line := words(int(p.name)))]
 
 
 @pytest.fixture(scope="module")
