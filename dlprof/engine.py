@@ -65,8 +65,8 @@ class RankData:
             reading = source.read(path)
         except DlprofError as e:
             why = str(e)
-        except Exception as e:  # noqa: BLE001 - a reader's fault costs only its file
-            why = f"{path}: cannot be read: {type(e).__name__}: {e}"
+        except Exception as e:  # noqa: BLE001 - dlprof's own fault, said to be one; it costs only this file
+            why = f"{path}: dlprof failed to read it: {type(e).__name__}: {e}"
         else:
             for name, frame in reading.tables.items():
                 # What several samplers wrote is one table.

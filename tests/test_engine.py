@@ -228,7 +228,7 @@ def test_a_reader_that_breaks_costs_only_its_file(job: Run, monkeypatch: pytest.
     monkeypatch.setattr(torch_trace, "read", breaking)
     run = engine.measure(job, [rows], jobs=1)
     assert run.frame(rows)["rank"].to_list() == [0, 1, 3]
-    assert "ZeroDivisionError: on purpose" in run.warnings[2][0]
+    assert "dlprof failed to read it: ZeroDivisionError: on purpose" in run.warnings[2][0]
 
 
 def test_the_same_question_is_answered_once_even_if_it_fails(job: Run) -> None:
