@@ -15,6 +15,7 @@ from dlprof.engine import Measure, Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.arithmetic import arithmetic
+from dlprof.measures.breakdown import breakdown
 from dlprof.measures.collectives import host_clocks
 from dlprof.measures.loader import before_forward, loader_calls, loader_means
 from dlprof.measures.memory import memory_use
@@ -24,9 +25,10 @@ from dlprof.measures.steps import mean_step_ns, step_means, step_series
 from dlprof.result import Fact, Panel, RunInfo
 from dlprof.units import digits, duration, percent, quantity, size
 
-# What the facts need.
+# What the facts and warnings need.
 NEEDS: tuple[Measure, ...] = (
     arithmetic,
+    breakdown,
     host_clocks,
     loader_calls,
     loader_means,
@@ -101,8 +103,10 @@ def run_info(run: Measured) -> RunInfo:
     warnings = list(run.run.warnings)
     if missing:
         few = ", ".join(map(str, missing[:12])) + (" …" if len(missing) > 12 else "")
-        warnings.append(f"{len(missing)} of {run.world_size} ranks are not here: {few}")
-    warnings += _warnings(run)
+        warnings.append(
+            f"{len(missing)} of {run.world_size} ranks {'is' if len(missing) == 1 else 'are'} not here: {few}"
+        )
+    warnings += [*_undivided(run), *_warnings(run)]
     return RunInfo(
         path=run.run.path.name or str(run.run.path),
         command=run.run.command,
@@ -115,6 +119,21 @@ def run_info(run: Measured) -> RunInfo:
         exit=dict(run.run.exit),
         warnings=tuple(warnings),
     )
+
+
+def _undivided(run: Measured) -> list[str]:
+    """Say why steps of a known length are not divided; nothing where they are."""
+    try:
+        run.frame(step_means)
+    except (NotMeasured, MeasureFailed):
+        return []
+    try:
+        run.frame(breakdown)
+    except NotMeasured as e:
+        return [f"where the time goes was not measured: {e}"]
+    except MeasureFailed:  # told among those that failed
+        return []
+    return []
 
 
 def _warnings(run: Measured) -> list[str]:

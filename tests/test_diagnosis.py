@@ -124,6 +124,13 @@ def test_a_broken_part_of_the_result_is_left_out_with_a_word(job: Run, monkeypat
     assert any("ZeroDivisionError" in w for w in result.run.warnings)
 
 
+def test_why_steps_are_not_divided_is_said(tmp_path: Path, job: Run) -> None:
+    blind = traces.trace(*(traces.step(n, n * MS, MS) for n in range(3)), traces.op("aten::mm", 0, 500))
+    (said,) = diagnose(open_run(runs.foreign(tmp_path, blind)), [], jobs=1).run.warnings[1:]
+    assert said.startswith("where the time goes was not measured: the job runs on a GPU, but the trace holds nothing")
+    assert diagnose(job, [], jobs=1).run.warnings == ()
+
+
 def test_too_small_a_saving_is_none(job: Run) -> None:
     assert answer(job, finding(LEAST_SHARE * 0.99)).state == "clear"
     assert answer(job, finding(-0.5)).state == "clear"

@@ -211,7 +211,7 @@ def test_seven_of_eight_ranks(tmp_path: Path) -> None:
         traces.write(tmp_path / "seven" / f"rank{r}.json", traces.training(rank=r, world_size=8))
     run = answered(tmp_path / "seven", tmp_path / "out")["run"]
     assert (run["world_size"], run["missing_ranks"]) == (8, [6])
-    assert any("1 of 8 ranks are not here: 6" in w for w in run["warnings"])
+    assert any("1 of 8 ranks is not here: 6" in w for w in run["warnings"])
 
 
 def test_traces_without_a_rank_are_numbered_by_the_natural_order_of_their_names(tmp_path: Path) -> None:

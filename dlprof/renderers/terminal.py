@@ -148,15 +148,12 @@ def _closing(result: Result, width: int) -> list[str]:
     if by_state["clear"]:
         said.append(f"clear: {words.counted(len(by_state['clear']), 'rule')}")
     if by_state["not_measured"]:
-        said.append(f"not measured: {len(by_state['not_measured'])} (dlprof explain RULE)")
+        said.append(f"not measured: {len(by_state['not_measured'])} (the report says why)")
     if by_state["error"]:
         said.append(f"errors: {', '.join(words.plain(o.id, 40) for o in by_state['error'])}")
     lines = ["", *wrap(" · ".join(said), width, "  ")] if said else []
-    window = result.window
-    if window is not None and window.overhead is not None:
-        traced = f"{words.counted(window.traced_steps, 'traced step')}" if window.traced_steps else "the traced steps"
-        lines += wrap(f"{traced} took {words.times(window.overhead)} as long as the others", width, "  ")
-    return lines
+    limits = words.limits(result)
+    return [*lines, *wrap(limits, width, "  ")] if limits else lines
 
 
 def wrap(text: str, width: int, first: str = "", later: str | None = None) -> list[str]:

@@ -82,8 +82,8 @@ LATE: Mapping[str, str] = {
     "validation": "validates",
     "garbage_collection": "collects Python's garbage",
     "compilation": "compiles",
-    "optimizer_host": "is longer in its optimizer, on the host",
-    "host": "is longer on the host, launching and in Python",
+    "optimizer_host": "spends longer in its optimizer, on the host",
+    "host": "spends longer on the host, launching and in Python",
     "other": "comes late for a reason that the trace does not tell",
 }
 
@@ -258,6 +258,26 @@ def steps(result: Result) -> str:
     return f"{counted(window.steps, 'steady step')} of {duration(window.step_ns)}{used}"
 
 
+def all_traced(result: Result) -> bool:
+    """Tell whether no step is known but those that were traced."""
+    return result.window is not None and result.window.source == "trace"
+
+
+def limits(result: Result) -> str:
+    """Say how far the traced steps stand for the job's; "" where nothing was traced."""
+    window = result.window
+    if window is None or window.unit != "step":
+        return ""
+    if window.overhead is not None:
+        traced = counted(window.traced_steps, "traced step") if window.traced_steps else "the traced steps"
+        return f"{traced} took {times(window.overhead)} as long as the others"
+    if not all_traced(result):
+        return ""
+    if window.steps == 1:
+        return "the one step was traced: how much that slows it, and how much steps vary, is not known"
+    return "every step was traced: how much that slows them is not known"
+
+
 def by_rank(time: Sequence[TimePart]) -> dict[int, dict[str, TimePart]]:
     """Group the parts of the step by rank, in order of rank."""
     grouped: dict[int, dict[str, TimePart]] = {}
@@ -344,8 +364,7 @@ def headline(result: Result) -> tuple[str, str]:
     tally = {state: sum(o.state == state for o in result.outcomes) for state in ("clear", "not_measured", "error")}
     unknown = tally["not_measured"] + tally["error"]
     if result.time:
-        category, share = next(iter(mean_shares(result.time).items()))
-        first = f"{look(category).name} takes {percent(share)} of {_each(result)}."
+        first = _largest(result)
     elif result.window is None:
         first = "No steady step was recorded."
     else:
@@ -353,7 +372,39 @@ def headline(result: Result) -> tuple[str, str]:
     if not tally["clear"]:
         return first, "No rule could be checked on this run, so nothing is said of its bottlenecks."
     second = f"{counted(tally['clear'], 'rule')} found nothing above the threshold"
-    return first, second + (f"; {unknown} could not be measured." if unknown else ".")
+    return first, _unsaid(result) + second + (f"; {unknown} could not be measured." if unknown else ".")
+
+
+# Which rule speaks of a part of the step.
+_SPEAKS = {
+    "communication": "exposed_communication",
+    "host": "host_bound",
+    "input_wait": "input_wait",
+    "optimizer_host": "host_bound",
+    "pipeline_bubble": "pipeline_bubble",
+}
+
+# A part that is more than this of the step is what a reader asks about.
+_MOST = 0.5
+
+
+def _largest(result: Result) -> str:
+    """Name the largest part of the step that is told apart, and how much is not, where that is more."""
+    shares = mean_shares(result.time)
+    untold = shares.pop("other", 0.0)
+    category, share = next(iter(shares.items()), ("other", untold))
+    more = f"; {percent(untold)} is nothing that was told apart" if shares and untold > share else ""
+    takes = "take" if category == "copy" else "takes"
+    return f"{look(category).name} {takes} {percent(share)} of {_each(result)}{more}."
+
+
+def _unsaid(result: Result) -> str:
+    """Say why nothing is said of what takes most of the step, where the rule that would speak of it could not."""
+    for category, share in mean_shares(result.time).items():
+        for outcome in result.outcomes:
+            if share > _MOST and outcome.id == _SPEAKS.get(category) and outcome.state == "not_measured":
+                return f"Whether that is too much was not measured ({plain(outcome.why, 300)}). "
+    return ""
 
 
 def _each(result: Result) -> str:
@@ -369,7 +420,7 @@ def _diagnosis(result: Result, first: Outcome) -> tuple[str, str]:
         return sentence, (
             "Fixing it saves no time, but the job." if first.scope == "risk" else "No saving of time is claimed for it."
         )
-    what = "what was traced" if unit(result) == "trace" else "this job"
+    what = "what was traced" if unit(result) == "trace" else "the traced steps" if all_traced(result) else "this job"
     if first.speedup >= 1.005 and math.isfinite(first.speedup):
         return sentence, f"{_remedy(result, first)} would make {what} {times(first.speedup)} faster."
     return sentence, f"Fixing it would save {duration(first.saving_ns)} of {_each(result)}."

@@ -81,10 +81,10 @@ def check(run: Measured) -> Finding | Clear:
         title="Communication is not hidden behind computation",
         summary=f"{count(per_step, 'collective')} a step on rank {worst}; for {duration(transfer[worst])} of"
         f" {duration(step)} data is in transfer and nothing is computed{waits}.{unsplit}",
-        verdict=f"{percent(share)} {of_step(run)} is communication that {_BECAUSE.get(best['key'], 'nothing hides')}.",
+        verdict=_verdict(run, str(best["key"]), share, float(transfer.mean()) / step, split),
         noise_ns=gain_noise(run, gain),
         saving_ns=gain,
-        advice=_advice(run, frame[frame["rank"] == worst], per_step, seldom="once" in set(plans["key"])),
+        advice=_advice(run, frame[frame["rank"] == worst], per_step, str(best["key"]), "once" in set(plans["key"])),
         evidence=_evidence(run, plans, step),
         ranks=tuple(sorted(int(r) for r in transfer[transfer >= transfer.max() / 2].index)),
         sure=f"Estimated as {_ESTIMATES[best['key']]}: {best['why']}.{unsplit}",
@@ -113,7 +113,31 @@ _AT_ONCE = {
     ),
 }
 
-_BECAUSE = {"once": "the optimizer does not need"}
+# What the best change is worth, where it is less than all that is exposed.
+_WORTH = {
+    "hidden": "computation could hide {}",
+    "bucket": "other buckets would save {}",
+    "half": "half as many exchanges would save {}",
+    "bytes": "half as many bytes would save {}",
+}
+
+# The advice where nothing of the job is known but its trace.
+_CHANGES = {
+    "hidden": "overlap the exchange with computation: gradients during the backward pass, all else before it is needed",
+    "half": "exchange half as often: add up the gradients of two batches before the optimizer steps",
+    "bytes": "exchange gradients in 16 bits: half as many bytes",
+}
+
+# From this share of what is exposed on it is all of it: estimates are no surer.
+_ALL = 0.9
+
+
+def _verdict(run: Measured, key: str, share: float, exposed: float, split: bool) -> str:
+    if key == "once":
+        return f"{percent(share)} {of_step(run)} is communication that the optimizer does not need."
+    waits = "" if split else ", or waiting for ranks that are not here"
+    worth = "" if share >= _ALL * exposed else f"; {_WORTH[key].format(percent(share))}"
+    return f"{percent(max(share, exposed))} {of_step(run)} is communication that nothing hides{waits}{worth}."
 
 
 def _best(plans: pd.DataFrame, step: float) -> pd.Series[Any]:
@@ -128,7 +152,7 @@ def _traced(run: Measured, rank: int) -> int:
     return max(int(means["traced_steps"][rank]), 1)
 
 
-def _advice(run: Measured, mine: pd.DataFrame, per_step: float, *, seldom: bool) -> tuple[str, ...]:
+def _advice(run: Measured, mine: pd.DataFrame, per_step: float, best: str, seldom: bool) -> tuple[str, ...]:
     ddp, fsdp = settings.model(run).get("ddp"), settings.model(run).get("fsdp")
     sized = mine["bytes"][mine["bytes"] > 0]
     advice = []
@@ -158,9 +182,7 @@ def _advice(run: Measured, mine: pd.DataFrame, per_step: float, *, seldom: bool)
     if ddp:
         fewer = "" if seldom else "; fewer exchanges: `no_sync()`"
         advice.append(f"half the bytes: `model.register_comm_hook(None, fp16_compress_hook)`{fewer}")
-    return tuple(advice) or (
-        "overlap the exchange with computation, or exchange less: larger buckets, fewer and shorter",
-    )
+    return tuple(advice) or (_CHANGES.get(best, _CHANGES["hidden"]),)
 
 
 def _evidence(run: Measured, plans: pd.DataFrame, step: float) -> Panel:

@@ -135,7 +135,7 @@ def _advice(run: Measured, rank: int, phase: str, loose: bool) -> tuple[str, ...
         advice.append("no `.item()`, `print` or `.cpu()` of device values in every step: each waits for the device")
     elif phase in ("forward", "backward") and not settings.model(run).get("compiled"):
         advice.append("`torch.compile(model)`: fewer operators, less Python between them")
-    return tuple(advice) or ("find the Python in the table below, and do it less often or in tensors",)
+    return tuple(advice) or ("find the Python that the report lists, and do it less often or in tensors",)
 
 
 def _evidence(mine: pd.DataFrame, rank: int) -> Panel:

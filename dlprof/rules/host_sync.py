@@ -78,7 +78,7 @@ def check(run: Measured) -> Finding | Clear:
         noise_ns=part_noise(run, *_HOST),
         saving_ns=gain,
         advice=tuple(dict.fromkeys(_CURES[a] for a in mine.loc[mine["idle_ns"] > 0, "asked"] if a in _CURES))
-        or ("find the calls below in the script, and make them less often",),
+        or ("find the calls that the report lists, and make them less often",),
         evidence=_evidence(mine, worst),
         ranks=tuple(sorted(r for r, ns in idle.items() if ns >= idle[worst] / 2)),
         sure="The idle time behind the waits of the traced steps, as a share of all in which the device waits for the"

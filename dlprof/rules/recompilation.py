@@ -83,7 +83,7 @@ def _advice(found: pd.DataFrame) -> tuple[str, ...]:
         advice.append("give every step the same shapes: pad to few lengths, `drop_last=True`")
         advice.append("or `torch.compile(..., dynamic=True)`, which compiles once for all sizes")
     else:
-        advice.append("keep what the reasons below name the same at every call, or pass it as a tensor")
+        advice.append("keep what the reasons in the report name the same at every call, or pass it as a tensor")
     advice.append("`TORCH_LOGS=recompiles` prints every reason in full")
     return tuple(advice)
 

@@ -58,7 +58,7 @@ def test_findings_are_numbered_dearest_first_with_figures_ranks_and_advice() -> 
     ]
     assert "every 7 steps (rank 0)" in text
     assert "→ DataLoader(train, batch_size=64, num_workers=6" in text
-    assert "clear: 5 rules · not measured: 2 (dlprof explain RULE) · errors: slow_link2" in text
+    assert "clear: 5 rules · not measured: 2 (the report says why) · errors: slow_link2" in text
     assert "1.04 × as long" in text
 
 

@@ -100,6 +100,42 @@ def test_headline_of_a_run_without_steps_claims_nothing() -> None:
     assert gain.startswith("No rule could be checked")
 
 
+def test_why_nothing_is_said_of_what_takes_most_of_the_step() -> None:
+    result = results.healthy()
+    parts = {"host": 0.9, "computation": 0.1}
+    late = replace(result, time=results.time_of(0, 42.0, **parts))
+    mute = results.outcome("host_bound", "not_measured", "Waiting for the host", why="1 kernel a step")
+    said = words.headline(replace(late, outcomes=(*result.outcomes, mute)))
+    assert said[0].replace(words.NBSP, " ") == "Host takes 90 % of each step."
+    assert said[1].startswith("Whether that is too much was not measured (1 kernel a step). ")
+    assert said[1].endswith(words.headline(replace(result, outcomes=(*result.outcomes, mute)))[1])
+    fine = words.headline(replace(result, outcomes=(*result.outcomes, mute)))
+    assert "1 kernel a step" not in fine[1]
+
+
+def test_what_was_not_told_apart_is_not_named_as_what_takes_most() -> None:
+    time = results.time_of(0, 42.0, other=0.7, copy=0.2, host=0.1)
+    said = words.headline(replace(results.healthy(), time=time))[0].replace(words.NBSP, " ")
+    assert said == "Copies take 20 % of each step; 70 % is nothing that was told apart."
+    alone = replace(results.healthy(), time=results.time_of(0, 42.0, other=1.0))
+    assert words.headline(alone)[0].replace(words.NBSP, " ") == "Other takes 100 % of each step."
+
+
+def test_how_far_traced_steps_stand_for_the_job() -> None:
+    result = results.ddp()
+    window = result.window
+    assert window is not None
+    assert words.limits(result).replace(words.NBSP, " ") == "5 traced steps took 1.04 × as long as the others"
+    assert words.limits(replace(result, window=replace(window, overhead=None))) == ""
+    traced = replace(result, window=replace(window, overhead=None, source="trace"))
+    assert words.limits(traced).startswith("every step was traced")
+    assert words.headline(traced)[1].replace(words.NBSP, " ") == "Fixing it would make the traced steps 1.44 × faster."
+    one = replace(result, window=replace(window, overhead=None, source="trace", steps=1))
+    assert words.limits(one).startswith("the one step was traced")
+    whole = replace(result, window=replace(window, overhead=None, source="trace", unit="trace"))
+    assert words.limits(whole) == words.limits(replace(result, window=None)) == ""
+
+
 def test_notices_say_how_the_run_ended_and_what_it_warned_of() -> None:
     killed, missing = words.notices(results.empty())
     assert "signal 9" in killed

@@ -13,16 +13,16 @@ from tests.rules.asking import ask
 from tests.runs import MS
 
 
-def reducing(hidden: int = 0, many: int = 1, **keys: Any) -> list[dict[str, Any]]:
-    """Make two ranks of two steps of 1 ms: 0.4 ms of all-reduces, the first `hidden` ns of them behind computation."""
+def reducing(hidden: int = 0, many: int = 1, takes: int = 400_000, **keys: Any) -> list[dict[str, Any]]:
+    """Make two ranks of two steps of 1 ms that end in all-reduces, the first `hidden` ns of them behind computation."""
     made = []
     for rank in range(2):
         events: list[Any] = []
         for n in range(2):
             t = n * MS
-            events += [traces.step(n, t, MS), traces.kernel("gemm", t, 600_000 + hidden)]
-            each = 400_000 // many
-            events += [traces.collective(t + 600_000 + i * each, each, 100_000) for i in range(many)]
+            events += [traces.step(n, t, MS), traces.kernel("gemm", t, MS - takes + hidden)]
+            each = takes // many
+            events += [traces.collective(t + MS - takes + i * each, each, 100_000) for i in range(many)]
         made.append(traces.trace(*events, rank=rank, **keys))
     return made
 
@@ -31,12 +31,25 @@ def test_found_with_what_transfer_costs(tmp_path: Path) -> None:
     found = ask(RULE, runs.foreign(tmp_path, *reducing()))
     assert found.state == "found"
     assert found.share == pytest.approx(0.4)
+    assert found.verdict == "40 % of each step is communication that nothing hides."
     assert found.evidence is not None
     assert [row[:3] for row in found.evidence.rows[:3]] == [
         ("as it is", "1.00 ms", ""),
         ("hidden behind computation", "600.0 µs", "1.67 ×"),
         ("exchange every 2 batches", "800.0 µs", "1.25 ×"),
     ]
+
+
+def test_what_is_exposed_and_what_of_it_a_change_gives_are_told_apart(tmp_path: Path) -> None:
+    found = ask(RULE, runs.foreign(tmp_path / "both", *reducing(takes=800_000)))
+    assert found.share == pytest.approx(0.4)
+    exposed = "80 % of each step is communication that nothing hides"
+    assert found.verdict == f"{exposed}; half as many exchanges would save 40 %."
+    assert found.advice[0].startswith("exchange half as often")
+    alone = ask(RULE, runs.foreign(tmp_path / "one", reducing(takes=800_000)[0]))
+    assert (
+        alone.verdict == f"{exposed}, or waiting for ranks that are not here; half as many exchanges would save 40 %."
+    )
 
 
 def test_what_is_not_known_of_a_change_is_no_figure(tmp_path: Path) -> None:
