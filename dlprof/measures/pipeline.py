@@ -195,9 +195,24 @@ class Pipe:
         return self.mean_step(self.took, hand_over) - self.mean_step(calls, hand_over)
 
 
+def pipelines(run: Measured) -> pd.DataFrame:
+    """Give the rows of `pipeline`; of traces from elsewhere those of pipelines of which all their ranks tell the same.
+
+    Raises NotMeasured where none do: several may run side by side, and nothing tells which ranks are one.
+    """
+    frame = run.frame(pipeline)
+    if any(run.facts.values()):
+        return frame
+    here = set(run.ranks)
+    told = [of for of, mine in frame.groupby("ranks") if here & set(map(int, str(of).split(", "))) == set(mine["rank"])]
+    if not told:
+        raise NotMeasured(next(iter(run.lacking(pipeline).values()), pipeline_ranges.WHICH))
+    return frame[frame["ranks"].isin(told)]
+
+
 def pipes(run: Measured) -> list[Pipe]:
     """Give the pipelines that can be replayed: all ranks are here, and have the chunks of a call in common."""
-    told = run.frame(pipeline)
+    told = pipelines(run)
     chunks = run.frame(pipeline_chunks)
     found = [_pipe(ranks, chunks[chunks["rank"].isin(ranks["rank"])]) for _, ranks in told.groupby("ranks")]
     return [pipe for pipe in found if pipe is not None]
@@ -306,7 +321,7 @@ def bubbles(run: Measured) -> pd.DataFrame:
     nobody; communication_ns, the rest, which is handing over. A stage that is longer than the others stands less idle
     than it would among even ones: its imbalance_ns is negative. NaN where a pipeline cannot be replayed.
     """
-    frame = run.frame(pipeline)
+    frame = pipelines(run)
     try:
         parts = [_parts(pipe) for pipe in pipes(run)]
     except NotMeasured:
@@ -401,7 +416,7 @@ def stage_lengths(run: Measured) -> pd.DataFrame:
 
 
 def _calls(run: Measured, pipe: Pipe) -> float:
-    told = run.frame(pipeline)
+    told = pipelines(run)
     return float(told.loc[told["rank"] == pipe.ranks[0], "calls_a_step"].iloc[0])
 
 
@@ -413,7 +428,7 @@ def backward_ns(mean: Mapping[tuple[int, str], float], stage: int) -> float:
 
 def why_not_replayed(run: Measured) -> str:
     """Say why no pipeline of a run can be replayed."""
-    told = run.frame(pipeline)
+    told = pipelines(run)
     here = {int(str(r)) for r in told["rank"]}
     wanted = {int(r) for ranks in told["ranks"] for r in str(ranks).split(", ")}
     missing = sorted(wanted - here)

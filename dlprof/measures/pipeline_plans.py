@@ -25,6 +25,7 @@ from dlprof.measures.pipeline import (
     chunk_times,
     pipeline,
     pipeline_chunks,
+    pipelines,
     pipes,
     why_not_replayed,
 )
@@ -103,7 +104,7 @@ def pipeline_plans(run: Measured) -> pd.DataFrame:
         )
     if parts:
         return pd.concat(parts, ignore_index=True)
-    told = run.frame(pipeline)
+    told = pipelines(run)
     names = sorted({str(s) for s in told["schedule"]} - set(SCHEDULES))
     raise NotMeasured(f"what {names[0]} does is not known here" if names else why_not_replayed(run))
 
@@ -152,7 +153,7 @@ def _fixed(run: Measured, pipe: Pipe) -> dict[int, float]:
     0 where that is not known. What a device computes is never its host's.
     """
     try:
-        own, told = part(run, "host"), run.frame(pipeline).set_index("rank")["calls_a_step"]
+        own, told = part(run, "host"), pipelines(run).set_index("rank")["calls_a_step"]
         within = run.frame(host_in_chunks).set_index("rank")["share"]
     except NotMeasured:
         return {}

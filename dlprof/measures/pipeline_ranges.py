@@ -2,30 +2,50 @@
 
 torch.distributed.pipelining names a range after each action of its schedules with several stages a rank (PP:0F3: stage
 0, forward, micro-batch 3), and after GPipe's forwards and backwards. All of them contain the wait for the neighbour: a
-chunk is what was computed within its range, on a device what was launched within it. 1F1B names none.
+chunk is what was computed within its range, on a device what was launched within it. The range that DualPipeV has for a
+forward and a backward together is two: the backward begins where autograd does.
+
+1F1B names none, but it sends or receives between most of its passes. Where what lies between a rank's sends and
+receives is, pass by pass, what 1F1B gives a rank of its place to do, each pass is told; else nothing is.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import intervals as iv
 from dlprof.engine import RankData
 from dlprof.errors import NotMeasured
 from dlprof.measures import device, host
-from dlprof.measures.schedules import GPIPE, LOOPED, V_SHAPED, grid, runs
+from dlprof.measures.schedules import GPIPE, LOOPED, ONE_F_ONE_B, V_SHAPED, Action, grid, runs
 from dlprof.measures.steps import timing
 
 _ACTION = re.compile(r"PP:(\d+)([FBIW])(\d+)")
 _GPIPE = re.compile(r"(Forward|Backward) (\d+)")
-_OVERLAPPED = re.compile(r"PP:\(.*\)OVERLAP_F_B")
+_OVERLAPPED = re.compile(r"PP:\((\d+)(F)(\d+);(\d+)(B)(\d+)\)OVERLAP_F_B")
 _WORDS = {"F": "forward", "B": "backward", "I": "input", "W": "weight", "Forward": "forward", "Backward": "backward"}
 _POINT_TO_POINT = ("send", "recv", "send_recv")
+
+WHICH = "the traces do not tell which ranks are one pipeline"
+
+# Around each function of the backward pass, on whatever thread.
+_EVALUATES = "autograd::engine::evaluate_function"
+
+
+class _Named(NamedTuple):
+    """The ranges of a rank's passes: stage (−1: the rank's only one), action, microbatch, start_ns, end_ns."""
+
+    schedule: str  # "" where the stages tell it
+    ranges: pd.DataFrame
+    members: list[int]  # the pipeline's ranks, in the order of their first stages
 
 
 def told(rank: RankData) -> Mapping[str, Any]:
@@ -41,57 +61,199 @@ def steady(rank: RankData) -> pd.DataFrame:
     return rank.once(_steady)
 
 
-def _ranges(rank: RankData) -> pd.DataFrame:
-    """Give the ranges of actions on the training thread: stage (−1: not named), action, microbatch, start, end."""
+def _ranges(rank: RankData) -> _Named:
+    """Give the ranges of the passes on the training thread, as they are named, or as sends and receives part them."""
     spans = rank.table("spans")
     names = [str(c) for c in spans["name"].cat.categories]
-    found = {n: _ACTION.fullmatch(n) or _GPIPE.fullmatch(n) for n in names if n.startswith(("PP:", "For", "Back"))}
+    kinds = (_ACTION, _GPIPE, _OVERLAPPED)
+    found = {n: m for n in names if n.startswith(("PP:", "For", "Back")) for k in kinds if (m := k.fullmatch(n))}
     thread = spans[host.is_kind(spans, "annotation") & ~host.is_on_device(rank)]
-    rows = thread[host.is_one_of(thread["name"], *(n for n, match in found.items() if match))]
+    rows = thread[host.is_one_of(thread["name"], *found)]
     # Anybody may call a range "Forward 0"; in a pipeline, something is sent as well.
-    stages = any(match and match.re is _ACTION for match in found.values())
+    stages = any(match.re is not _GPIPE for match in found.values())
     if not len(rows) or not (stages or _sends(rank)):
-        raise NotMeasured(_why_none(rank))
-    if any(_OVERLAPPED.fullmatch(n) for n in names):
-        raise NotMeasured("the trace names a forward and a backward that DualPipeV overlaps by one range")
-    parts = [_parsed(found[str(n)]) for n in rows["name"]]
-    start = rows["start_ns"].to_numpy()
-    return pd.DataFrame(parts, columns=["stage", "action", "microbatch"]).assign(
-        start_ns=start, end_ns=start + rows["dur_ns"].to_numpy()
-    )
+        return _unnamed(rank)
+    parts: list[_Pass] = []
+    for name, start, dur in zip(rows["name"], rows["start_ns"].tolist(), rows["dur_ns"].tolist(), strict=True):
+        match, end = found[str(name)], start + dur
+        parts += _overlapped(rank, match, start, end) if match.re is _OVERLAPPED else [_parsed(match, start, end)]
+    ranges = pd.DataFrame(parts, columns=_COLUMNS)
+    if not stages:
+        return _Named(GPIPE, ranges, _members_of_gpipe(rank, ranges))
+    mine = sorted({int(s) for s in ranges["stage"]})
+    for members in _candidates(rank):
+        place, p = members.index(rank.index), len(members)
+        if mine in (list(range(place, p * len(mine), p)), [place, 2 * p - 1 - place]):
+            return _Named("", ranges, members)
+    return _Named("", ranges, _candidates(rank)[-1])
 
 
-def _parsed(match: re.Match[str] | None) -> tuple[int, str, int]:
-    if match is None:
-        raise ValueError("no range of a pipeline's action")
-    parts = match.groups()
-    return (
-        (-1, _WORDS[parts[0]], int(parts[1])) if len(parts) == 2 else (int(parts[0]), _WORDS[parts[1]], int(parts[2]))
-    )
+_COLUMNS = ["stage", "action", "microbatch", "start_ns", "end_ns"]
+_Pass = tuple[int, str, int, int, int]
+
+
+def _parsed(match: re.Match[str], start: int, end: int) -> _Pass:
+    *stage, word, which = match.groups()
+    return int(stage[0]) if stage else -1, _WORDS[word], int(which), start, end
+
+
+def _overlapped(rank: RankData, match: re.Match[str], start: int, end: int) -> list[_Pass]:
+    """Part a range that holds a forward and the backward that torch runs after it."""
+    there, _, first, back, _, then = match.groups()
+    ops, evaluated = rank.once(_passes)
+    begun = evaluated[np.searchsorted(evaluated[:, 0], start) :, 0]
+    if not len(begun) or begun[0] >= end:
+        raise NotMeasured(f"the trace shows no backward pass in {match[0]}")
+    ops = ops[(ops["start_ns"] >= start) & (ops["start_ns"] < end)]
+    late = ops["start_ns"] > begun[0]
+    if ops["dur_ns"][late].sum() > ops["dur_ns"][~late].sum():
+        raise NotMeasured("the trace names a forward and a backward by one range, in which they run at once")
+    middle = int(begun[0])
+    return [(int(there), "forward", int(first), start, middle), (int(back), "backward", int(then), middle, end)]
+
+
+def _passes(rank: RankData) -> tuple[pd.DataFrame, iv.Intervals]:
+    """Give the training thread's outermost operators (start_ns, dur_ns, code: of the name), and when autograd ran."""
+    spans = rank.table("spans")
+    evaluated = spans[host.is_named(spans, _EVALUATES) & ~host.is_on_device(rank)]
+    work = host.on_training_thread(rank)
+    ops = host.outermost(work[host.is_kind(work, "op")])
+    ops = ops[~host.is_named(ops, _EVALUATES)]
+    return ops[["start_ns", "dur_ns"]].assign(code=ops["name"].cat.codes), host.cover(evaluated)
+
+
+def _candidates(rank: RankData) -> list[list[int]]:
+    """List who may make up the pipeline: the groups in which is sent, as far as they are told, and all ranks."""
+    spans = rank.table("spans")
+    sent = spans["group"][host.is_one_of(spans["collective"], *_POINT_TO_POINT)]
+    groups = rank.trace_facts.get("groups") or {}
+    told = [(groups.get(str(name)) or {}).get("ranks") or [] for name in sent[(sent != "").to_numpy()].unique()]
+    everybody = list(range(max(int(rank.trace_facts.get("world_size") or 1), rank.index + 1)))
+    return [*([int(r) for r in members] for members in told if rank.index in members), everybody]
+
+
+def _members_of_gpipe(rank: RankData, ranges: pd.DataFrame) -> list[int]:
+    """Give the ranks of a pipeline whose forwards receive on all but the first of them, and send on all but the last.
+
+    Raises NotMeasured where they do not: then several pipelines run side by side, and nothing tells which.
+    """
+    forward = ranges[ranges["action"] == "forward"]
+    begin, end = forward["start_ns"].to_numpy(), forward["end_ns"].to_numpy()
+    marks = {what: _marks(rank, what) for what in ("send", "recv")}
+    within = {what: bool((np.searchsorted(at, begin) < np.searchsorted(at, end)).any()) for what, at in marks.items()}
+    for members in _candidates(rank):
+        place = members.index(rank.index)
+        fits = within == {"send": place < len(members) - 1, "recv": place > 0}
+        if fits or not any(map(len, marks.values())):
+            return members
+    raise NotMeasured(WHICH)
+
+
+def _marks(rank: RankData, *what: str) -> NDArray[np.int64]:
+    """Give when the training thread called what sends or receives."""
+    work = host.on_training_thread(rank)
+    return work["start_ns"].to_numpy()[host.is_kind(work, "communication") & host.is_one_of(work["collective"], *what)]
+
+
+def _unnamed(rank: RankData) -> _Named:
+    """Give the ranges of the passes that nothing names, of each traced step, where they are 1F1B's."""
+    if not _sends(rank):
+        raise NotMeasured("no pipeline stages were recorded, and the trace sends nothing from rank to rank")
+    windows, _ = _whole_steps(rank)
+    marks = _marks(rank, *_POINT_TO_POINT)
+    steps = [(marks[(marks >= begin) & (marks < end)], begin, end) for begin, end in windows.tolist()]
+    for members in _candidates(rank):
+        with suppress(_OtherOrder):
+            found = [_one_by_one(rank, members, *step) for step in steps if len(step[0])]
+            if found:
+                return _Named(ONE_F_ONE_B, pd.DataFrame([p for part in found for p in part], columns=_COLUMNS), members)
+    raise NotMeasured(_NO_ORDER)
+
+
+class _OtherOrder(Exception):  # noqa: N818 - what was found, and no error
+    """The passes of a step are not those of 1F1B."""
+
+
+def _one_by_one(rank: RankData, members: list[int], marks: NDArray[np.int64], begin: int, end: int) -> list[_Pass]:
+    """Give the passes of one step between its sends and receives; raise _OtherOrder where they are not 1F1B's."""
+    ops, evaluated = rank.once(_passes)
+    ops = ops[(ops["start_ns"] >= begin) & (ops["start_ns"] < end)]
+    evaluated = iv.clip(evaluated, begin, end)
+    op_at = np.searchsorted(marks, ops["start_ns"].to_numpy(), side="right")
+    back_at = np.searchsorted(marks, evaluated[:, 0], side="right")
+    place, microbatches = members.index(rank.index), len(np.unique(back_at))
+    if not runs(ONE_F_ONE_B, len(members), microbatches, 1):
+        raise _OtherOrder
+    wanted = _between(grid(ONE_F_ONE_B, len(members), microbatches).rows[place], len(members))
+    # What comes before the first micro-batch arrives, or after the last gradients are gone, is no pass.
+    first, last = (1 if place else 0), int(back_at[-1])
+    pieces = [at for at in np.union1d(op_at, back_at).tolist() if first <= at <= last]
+    holds_back = [any(what == "backward" for _, what, _ in passes) for passes in wanted]
+    if np.isin(pieces, back_at).tolist() != holds_back:
+        raise _OtherOrder
+    found: list[_Pass] = []
+    for at, passes in zip(pieces, wanted, strict=True):
+        mine, back = ops[op_at == at], evaluated[back_at == at]
+        for k, (_, what, which) in enumerate(passes):
+            if what == "backward":
+                found.append((-1, what, which, int(back[0, 0]), int(back[-1, 1])))
+                continue
+            if len(passes) > 1:  # beside a backward, before or after it
+                start = mine["start_ns"].to_numpy()
+                mine = mine[start >= back[-1, 1]] if k else mine[start < back[0, 0]]
+            elif not which and not place:
+                mine = _last_like(mine, ops[op_at == pieces[1]])
+            if not len(mine):
+                raise _OtherOrder
+            stop = mine["start_ns"] + mine["dur_ns"]
+            found.append((-1, what, which, int(mine["start_ns"].iloc[0]), int(stop.max())))
+    return found
+
+
+def _between(row: tuple[Action, ...], ranks: int) -> list[list[Action]]:
+    """Part a rank's passes where it sends or receives: what is left together needs no other rank in between."""
+    parts: list[list[Action]] = [[row[0]]]
+    for (stage, done, _), action in pairwise(row):
+        sends = stage < ranks - 1 if done == "forward" else stage > 0
+        receives = stage > 0 if action[1] == "forward" else stage < ranks - 1
+        if sends or receives:
+            parts.append([])
+        parts[-1].append(action)
+    return parts
+
+
+def _last_like(ops: pd.DataFrame, model: pd.DataFrame) -> pd.DataFrame:
+    """Give the last operators among which are all those of the model, in their order; none where there are none such.
+
+    Before the first stage's first forward, the step does other things. That forward may do more than the next one:
+    autocast casts weights once a step.
+    """
+    codes, at = ops["code"].to_numpy(), len(ops)
+    for code in model["code"].to_numpy()[::-1]:
+        earlier = np.flatnonzero(codes[:at] == code)
+        if not len(earlier):
+            return ops.iloc[:0]
+        at = int(earlier[-1])
+    return ops.iloc[at:]
 
 
 def _sends(rank: RankData) -> bool:
     return bool(host.is_one_of(rank.table("spans")["collective"], *_POINT_TO_POINT).any())
 
 
-def _why_none(rank: RankData) -> str:
-    if not _sends(rank):
-        return "no pipeline stages were recorded, and the trace sends nothing from rank to rank"
-    return (
-        "the trace sends from rank to rank, but names no stage or micro-batch (1F1B does not, nor do pipelines that are"
-        " not torch.distributed.pipelining's): record the job with dlprof"
-    )
+_NO_ORDER = (
+    "the trace sends from rank to rank, but names no stage or micro-batch (pipelines that are not"
+    " torch.distributed.pipelining's do not), and what lies between is not in 1F1B's order: record the job with dlprof"
+)
 
 
 def _told(rank: RankData) -> Mapping[str, Any]:
-    ranges = rank.once(_ranges)
-    members = _members(rank)
+    schedule, ranges, members = rank.once(_ranges)
     place = members.index(rank.index)
     stages = sorted({int(s) for s in ranges["stage"]})
     if stages == [-1]:
-        stages = [place]  # GPipe's one stage a rank lies where the rank does
+        stages = [place]  # the one stage a rank lies where the rank does
     microbatches = int(ranges["microbatch"].max()) + 1
-    schedule = GPIPE if ranges["stage"].iloc[0] < 0 else ""
     first = rank.once(_numbered)
     first = first[first["step"] == first["step"].iloc[0]]
     order = tuple(zip(first["stage"], first["action"], first["microbatch"], strict=True))
@@ -103,37 +265,31 @@ def _told(rank: RankData) -> Mapping[str, Any]:
     return {"schedule": schedule, "microbatches": microbatches, "stages": stages, "ranks": members}
 
 
-def _members(rank: RankData) -> list[int]:
-    """Give the ranks of the pipeline: those of the group in which is sent, else all."""
-    spans = rank.table("spans")
-    sent = spans["group"][host.is_one_of(spans["collective"], *_POINT_TO_POINT)]
-    groups = rank.trace_facts.get("groups") or {}
-    for name in sent[(sent != "").to_numpy()].unique()[:1]:
-        members = [int(r) for r in (groups.get(str(name)) or {}).get("ranks") or []]
-        if rank.index in members and len(members) > 2:  # a group of two may be made for one pair of neighbours
-            return members
-    return list(range(max(int(rank.trace_facts.get("world_size") or 1), rank.index + 1)))
-
-
 def _numbered(rank: RankData) -> pd.DataFrame:
     """Give the ranges that lie in whole traced steps, with their step."""
-    ranges = rank.once(_ranges)
-    t = timing(rank)
-    if t.unit != "step":
-        raise NotMeasured("the trace has a pipeline's ranges, but nothing in it marks the steps")
-    at = np.searchsorted(t.windows[:, 0], ranges["start_ns"].to_numpy(), side="right") - 1
-    inside = (at >= 0) & (ranges["end_ns"].to_numpy() <= t.windows[np.maximum(at, 0), 1])
+    ranges = rank.once(_ranges).ranges
+    windows, numbers = _whole_steps(rank)
+    at = np.searchsorted(windows[:, 0], ranges["start_ns"].to_numpy(), side="right") - 1
+    inside = (at >= 0) & (ranges["end_ns"].to_numpy() <= windows[np.maximum(at, 0), 1])
     if not inside.any():
         raise NotMeasured("no traced step holds a pipeline's ranges")
-    numbered: pd.DataFrame = ranges[inside].assign(step=t.numbers[at[inside]]).reset_index(drop=True)
+    numbered: pd.DataFrame = ranges[inside].assign(step=numbers[at[inside]]).reset_index(drop=True)
     return numbered
+
+
+def _whole_steps(rank: RankData) -> tuple[iv.Intervals, NDArray[np.int64]]:
+    """Give the traced steps and their numbers; raises NotMeasured where nothing marks them."""
+    t = timing(rank)
+    if t.unit != "step":
+        raise NotMeasured("the trace has a pipeline, but nothing in it marks the steps")
+    return t.windows, t.numbers
 
 
 def _steady(rank: RankData) -> pd.DataFrame:
     ranges = rank.once(_numbered)
     begin, end = _computed(rank, ranges)
     chunks = ranges.assign(start_ns=begin, dur_ns=np.maximum(end - begin, 0), busy_ns=-1)
-    chunks["stage"] = chunks["stage"].where(chunks["stage"] >= 0, _members(rank).index(rank.index))
+    chunks["stage"] = chunks["stage"].where(chunks["stage"] >= 0, rank.once(_ranges).members.index(rank.index))
     by = ranges.groupby("step")
     calls = pd.DataFrame({"start_ns": by["start_ns"].min(), "end_ns": by["end_ns"].max()}).reset_index()
     calls["end_ns"] = np.maximum(calls["end_ns"], (begin + chunks["dur_ns"]).groupby(ranges["step"]).max().to_numpy())

@@ -5,8 +5,9 @@ first micro-batch arrives, and the first stage nothing until its gradients come 
 GPipe and 1F1B leave (p − 1) ÷ (m + p − 1) of a step idle on each of p ranks, with m micro-batches; v stages a rank make
 that (p − 1) ÷ (v·m + p − 1); schedules that split the backward pass fill more, the less its halves differ.
 
-Needs a pipeline of torch.distributed.pipelining on all of its ranks, recorded by dlprof or in traces that name its
-chunks (GPipe's do, and those of several stages a rank): when each rank was at work on which micro-batch.
+Needs a pipeline of torch.distributed.pipelining on all of its ranks, recorded by dlprof or in traces that tell its
+chunks (GPipe's and those of several stages a rank name them, 1F1B's are what lies between its sends and receives): when
+each rank was at work on which micro-batch.
 The bubble is the idle share of a step, on a GPU in the device's time. The report tells it apart by replaying the step:
 what its schedule leaves idle with stages alike, what uneven stages add (see stage_imbalance), launching, handing over.
 
