@@ -384,23 +384,29 @@ class Recorder:
             return -1
         return phase
 
-    def begin_optimizer(self, optimizer: Any) -> None:
-        """Enter an optimizer's step; only the outermost counts (ZeroRedundancyOptimizer steps another inside)."""
+    def begin_optimizer(self, optimizer: Any) -> bool:
+        """Enter an optimizer's step, and tell whether it is this one's first.
+
+        Only the outermost counts (ZeroRedundancyOptimizer steps another inside).
+        """
         try:
             if self.off or (get_ident() != self._owner and not self._mine(OPTIMIZER)):
-                return
+                return False
             self._optimizer_depth += 1
             if self._optimizer_depth > 1:
-                return
+                return False
             if not self.started:
                 self._start()
-            if id(optimizer) not in self._optimizer_ids and len(self._optimizer_ids) < _MOST_SEEN:
+            new = id(optimizer) not in self._optimizer_ids and len(self._optimizer_ids) < _MOST_SEEN
+            if new:
                 self._optimizer_ids.add(id(optimizer))
                 self.optimizers.append(weakref.ref(optimizer))
                 self.news = True
             self._push(OPTIMIZER)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
+            return False
+        return new
 
     def end_optimizer(self) -> None:
         """Leave an optimizer's step; where no loader marks the steps, a step ends here."""

@@ -5,10 +5,11 @@
     dlprof wrap -- horovodrun -np 2 python workloads/horovod_resnet.py --fault no_workers
 
 Needs Horovod, built for the torch that is there: HOROVOD_WITH_PYTORCH=1 pip install --no-build-isolation horovod, with
-HOROVOD_GPU_OPERATIONS=NCCL for GPUs and HOROVOD_WITH_GLOO=1 without. Its last release, 0.28.1, does not build against
-torch 2.1 and later. It has launchers of its own: torchrun's ranks it does not join. The pictures are made up in memory:
-a pattern for each class, and noise; each takes --read-ms to read, as from storage. Any profiler can be pointed at it,
-and none is imported.
+HOROVOD_GPU_OPERATIONS=NCCL for GPUs and HOROVOD_WITH_GLOO=1 without. Its last release, 0.28.1, builds against torch 2.1
+and later only where its CMakeLists.txt ask for a newer C++: CMAKE_CXX_STANDARD 17 in its own and 20 in horovod/torch's,
+and -std=c++17 in third_party/gloo's. It has launchers of its own: torchrun's ranks it does not join. The pictures are
+made up in memory: a pattern for each class, and noise; each takes --read-ms to read, as from storage. Any profiler can
+be pointed at it, and none is imported.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ FAULTS = {
     "no_workers": "input_wait",  # the training thread reads
     "python_metrics": "host_bound",  # statistics in pure Python after each step
 }
+
+# It joins no ranks but those of its own launcher; the number of them follows.
+LAUNCHER = ("horovodrun", "-np")
 
 CLASSES = 10
 
@@ -125,7 +129,7 @@ def main() -> None:
     except ImportError:
         sys.exit(
             "horovod_resnet.py needs Horovod, built for this torch: HOROVOD_WITH_PYTORCH=1 pip install"
-            " --no-build-isolation horovod (0.28.1, its last release, takes torch before 2.1); horovodrun starts it"
+            " --no-build-isolation horovod (for torch 2.1 and later see the top of this file); horovodrun starts it"
         )
 
     hvd.init()

@@ -86,15 +86,27 @@ def run(
     if not recording.quiet:
         place = f"{ranks} GPU{'s' if ranks > 1 else ''}" if on_gpus else f"{ranks} CPU rank{'s' if ranks > 1 else ''}"
         click.echo(f"dlprof: {script} on {place}", err=True)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     planted = ["--fault", fault] if fault else []
     record(
-        [*launcher, str(script), *planted, *args],
+        [*_launcher(script, ranks), str(script), *planted, *args],
         recording,
         name=script.stem + (f"-{fault}" if fault else ""),
         env=env,
         options={"fault": fault} if fault else None,
     )
+
+
+def _launcher(script: Path, ranks: int) -> list[str]:
+    """Give the words that start a workload's ranks: torchrun's, or those of the launcher that it names.
+
+    Where that one is not installed, what it belongs to is neither: the workload, under torchrun, says what it needs.
+    """
+    if own := constant(script, "LAUNCHER"):
+        name, *words = own
+        places = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+        if found := shutil.which(name, path=places):
+            return [found, *words, str(ranks), sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
 def find_workload(name: str) -> Path:
@@ -123,6 +135,7 @@ def constant(script: Path, name: str) -> Any:
     """Give what a workload sets a name to, literally, without running it; None where it sets no such name.
 
     FAULTS: of each fault, the rule that must notice it. RANKS: how many it is made for, where any other number is odd.
+    LAUNCHER: what starts its ranks where torchrun does not, and its options up to their number.
     """
     import ast
 

@@ -40,9 +40,11 @@ COMMUNICATION_KERNEL = (
     rf"|{EXPERT_KERNEL}"
 )
 # The calls that issue a collective and torch's marks around one: c10d::allreduce_, gloo:all_reduce, nccl:broadcast.
-# record_param_comms is the call inside c10d that tells the profiler a collective's group, size and type.
+# record_param_comms is the call inside c10d that tells the profiler a collective's group, size and type;
+# horovod:all_reduce is dlprof's own mark, for Horovod makes none.
 COMMUNICATION_CALL = (
-    r"^_?c10d(?:_functional(?:_autograd)?)?::|^(?:nccl|gloo|mpi|ucc|xccl|hccl|rccl|ccl|cncl):(?!:)|^record_param_comms$"
+    r"^_?c10d(?:_functional(?:_autograd)?)?::|^(?:nccl|gloo|mpi|ucc|xccl|hccl|rccl|ccl|cncl|horovod):(?!:)"
+    r"|^record_param_comms$"
 )
 
 PATTERNS: tuple[Pattern, ...] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,20 @@ def test_a_workload_that_is_no_distributed_job_has_one_rank_if_not_told_otherwis
     said = [launch([*DLPROF, "run", "one.py", *more], tmp_path, env=env).stderr for more in ([], ["--procs", "2"])]
     assert "dlprof: one.py on 1 CPU rank\n" in said[0]
     assert "dlprof: one.py on 2 CPU ranks\n" in said[1]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_workload_may_name_the_launcher_of_its_ranks(tmp_path: Path, installed: bool) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    # nice starts one process, and what would be the number of ranks is how nice it is.
+    name = "nice" if installed else "no-such-launcher"
+    told = "import os\nprint('nice', os.nice(0), 'rank', os.environ.get('RANK'))\n"
+    (tmp_path / "own.py").write_text(f"LAUNCHER = ({name!r}, '-n')\n{told}")
+    done = launch([*DLPROF, "run", "own.py", "--procs", "2"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    usual = os.nice(0)
+    both = [f"nice {usual} rank 0", f"nice {usual} rank 1"]
+    assert sorted(done.stdout.splitlines()) == ([f"nice {usual + 2} rank None"] if installed else both)
 
 
 def test_where_dlprof_is_installed_without_its_repository_the_word_is_where_workloads_are(

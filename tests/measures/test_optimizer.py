@@ -40,6 +40,26 @@ def test_a_foreign_trace_of_a_cpu_tells_its_ranges_and_operators(tmp_path: Path)
     assert (row["ns"], row["calls"]) == (300_000, 2)
 
 
+@pytest.mark.parametrize("mark", ["horovod:all_reduce", "gloo:broadcast"])
+def test_what_it_exchanges_is_none_of_it(tmp_path: Path, mark: str) -> None:
+    # The optimizer waits for 3 of its 4 ms until gradients are exchanged, as Horovod's does, or parameters (ZeRO).
+    events = [
+        e
+        for n in range(3)
+        for e in (
+            traces.step(20 + n, n * 10 * MS, 10 * MS),
+            traces.op("aten::mm", n * 10 * MS, 6 * MS),
+            traces.annotation("dlprof::optimizer", n * 10 * MS + 6 * MS, 4 * MS),
+            traces.annotation(mark, n * 10 * MS + 6 * MS, 3 * MS),
+            traces.op("aten::add_", n * 10 * MS + 9 * MS, 1 * MS),
+        )
+    ]
+    steps = [runs.light(n, 10 * MS, optimizer_ns=4 * MS, profiled=int(n > 19)) for n in range(23)]
+    run = runs.recorded(tmp_path / "run", (traces.trace(*events, device="", backend=""), steps, runs.CPU))
+    (row,) = RankData(open_run(run).ranks[0]).once(optimizer_work.function).to_dict("records")
+    assert (row["ns"], row["calls"]) == (pytest.approx(1 * MS, rel=1e-3), 1)
+
+
 def test_on_a_gpu_it_is_its_kernels_and_the_idle_time_before_them(tmp_path: Path) -> None:
     made = traces.trace(
         traces.step(1, 0, MS),

@@ -54,6 +54,7 @@ def test_device_work_is_told_apart(category: str, name: str, expected: str) -> N
         ("cpu_op", "c10d_functional::wait_tensor", "communication"),
         ("cpu_op", "record_param_comms", "communication"),
         ("user_annotation", "gloo:all_reduce", "communication"),
+        ("user_annotation", "horovod:all_reduce", "communication"),
         ("user_annotation", "nccl:_all_gather_base", "communication"),
         ("user_annotation", "nccl::not_a_mark", "annotation"),
         ("user_annotation", "FSDP::all_gather (layers.0)", "annotation"),

@@ -1,14 +1,17 @@
-"""The Horovod workload: its model learns, and without Horovod it says in a line what it needs; its loop is not run."""
+"""The Horovod workload: it is recorded under its own launcher, and without Horovod it says in a line what it needs."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 
-from tests.workloads.scripts import listed, load, planted, train
+from tests.jobs import DLPROF, launch
+from tests.workloads.scripts import FOLDER, listed, load, losses, planted, train
 
 workload = load("horovod_resnet")
 there = importlib.util.find_spec("horovod") is not None
@@ -21,6 +24,19 @@ def test_without_horovod_it_says_what_it_needs() -> None:
     assert done.returncode == 1
     assert said.startswith("horovod_resnet.py needs Horovod")
     assert "horovodrun" in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not there, reason="horovod is not installed")
+def test_its_ranks_exchange_gradients_within_their_optimizer(tmp_path: Path) -> None:
+    command = [*DLPROF, "run", str(FOLDER / "horovod_resnet.py"), "--procs", "2", "-o", "run", "--", "--steps", "40"]
+    done = launch(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(losses(done)) == 2
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert (result["run"]["world_size"], result["run"]["ranks"]) == (2, [0, 1])
+    assert {t["rank"] for t in result["time"] if t["category"] == "communication" and t["ns"] > 0} == {0, 1}
+    assert [e["collective"] for e in result["exchanges"]] == ["all_reduce"]
 
 
 def test_its_model_learns_its_pictures() -> None:
