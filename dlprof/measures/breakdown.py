@@ -91,13 +91,13 @@ def _pipeline_bubble(rank: RankData) -> iv.Intervals:
     """Give the time in which a stage may have nothing to work on; what is computed meanwhile claims it first.
 
     On a device that is where it only sends to and receives from the neighbours; else what schedule.step() spends
-    outside its chunks and outside collectives of other kinds. Empty where no pipeline was recorded.
+    outside its chunks and outside collectives of other kinds. Empty where no pipeline is known.
     """
     return rank.once(_find_pipeline_bubble)
 
 
 def _find_pipeline_bubble(rank: RankData) -> iv.Intervals:
-    if not rank.has("chunks"):
+    if not pipeline.is_known(rank):
         return iv.EMPTY
     spans = rank.table("spans")
     sent = host.is_kind(spans, "communication") & (host.is_on_device(rank) == device.has_device(rank))

@@ -456,11 +456,21 @@ def chunk_times(rank: RankData) -> iv.Intervals:
     return iv.union(start, start + rows["dur_ns"].to_numpy())
 
 
+def is_known(rank: RankData) -> bool:
+    """Tell whether the rank's chunks are known: recorded, or told by a trace from elsewhere."""
+    if rank.has("chunks"):
+        return True
+    try:
+        return not rank.facts and rank.has("spans") and len(pipeline_ranges.steady(rank)) > 0
+    except NotMeasured:
+        return False
+
+
 def outside_chunks(rank: RankData) -> iv.Intervals:
-    """Give the time inside a schedule.step() and outside its chunks, of the calls whose chunks were recorded."""
-    if not rank.has("chunks"):
+    """Give the time inside a schedule.step() and outside its chunks, of the calls whose chunks are known."""
+    if not is_known(rank):
         return iv.EMPTY
-    frame = rank.table("chunks")
+    frame = rank.table("chunks") if rank.has("chunks") else pipeline_ranges.steady(rank)
     whole = (frame["action"] == SCHEDULE).to_numpy()
     detailed = np.isin(frame["step"].to_numpy(), frame["step"].to_numpy()[~whole])
     start = frame["start_ns"].to_numpy()

@@ -182,7 +182,7 @@ def _one_by_one(rank: RankData, members: list[int], marks: NDArray[np.int64], be
     op_at = np.searchsorted(marks, ops["start_ns"].to_numpy(), side="right")
     back_at = np.searchsorted(marks, evaluated[:, 0], side="right")
     place, microbatches = members.index(rank.index), len(np.unique(back_at))
-    if not runs(ONE_F_ONE_B, len(members), microbatches, 1):
+    if len(members) < 2 or not runs(ONE_F_ONE_B, len(members), microbatches, 1):
         raise _OtherOrder
     wanted = _between(grid(ONE_F_ONE_B, len(members), microbatches).rows[place], len(members))
     # What comes before the first micro-batch arrives, or after the last gradients are gone, is no pass.
@@ -195,8 +195,10 @@ def _one_by_one(rank: RankData, members: list[int], marks: NDArray[np.int64], be
     for at, passes in zip(pieces, wanted, strict=True):
         mine, back = ops[op_at == at], evaluated[back_at == at]
         for k, (_, what, which) in enumerate(passes):
+            # As a range that has a name, the first one begins with the call that it then waits for.
+            called = int(marks[at - 1]) if at and not k else None
             if what == "backward":
-                found.append((-1, what, which, int(back[0, 0]), int(back[-1, 1])))
+                found.append((-1, what, which, int(back[0, 0]) if called is None else called, int(back[-1, 1])))
                 continue
             if len(passes) > 1:  # beside a backward, before or after it
                 start = mine["start_ns"].to_numpy()
@@ -205,8 +207,8 @@ def _one_by_one(rank: RankData, members: list[int], marks: NDArray[np.int64], be
                 mine = _last_like(mine, ops[op_at == pieces[1]])
             if not len(mine):
                 raise _OtherOrder
-            stop = mine["start_ns"] + mine["dur_ns"]
-            found.append((-1, what, which, int(mine["start_ns"].iloc[0]), int(stop.max())))
+            begun = int(mine["start_ns"].iloc[0]) if called is None else called
+            found.append((-1, what, which, begun, int((mine["start_ns"] + mine["dur_ns"]).max())))
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dlprof.errors import NotMeasured
+from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.pipeline import bubbles, stage_lengths
 from dlprof.measures.schedules import Action, Grid, grid, replay
 from dlprof.rules.pipeline_bubble import RULE
@@ -136,7 +137,7 @@ def test_chunks_are_what_was_computed_within_the_ranges(
     tmp_path: Path, schedule: str, chunks: int, bubble: float | None, gpu: bool
 ) -> None:
     path = foreign(tmp_path, schedule, 3, 6, chunks, gpu)
-    run = runs.measured(path, bubbles, stage_lengths)
+    run = runs.measured(path, breakdown, bubbles, stage_lengths)
     frame = run.frame(bubbles)
     assert set(frame["schedule"]) == {schedule}
     assert frame["microbatches"].to_list() == [6, 6, 6]
@@ -147,6 +148,10 @@ def test_chunks_are_what_was_computed_within_the_ranges(
     assert frame["simulated"].to_list() == pytest.approx([bubble] * 3, abs=0.01)
     assert frame["busy_ns"].to_list() == pytest.approx([6 * chunks * 30 * MS] * 3, rel=0.01)
     assert run.frame(stage_lengths)["stage_ns"].to_list() == pytest.approx([30 * MS] * 3 * chunks, rel=0.01)
+    idle = part(run, "pipeline_bubble")
+    if not gpu:
+        assert idle == pytest.approx(dict(zip(frame["rank"], frame["dur_ns"] - frame["busy_ns"], strict=True)), abs=MS)
+    assert max(part(run, "communication").values()) < MS  # but for the calls themselves
     assert ask(RULE, path).state in ("clear", "found")
 
 
