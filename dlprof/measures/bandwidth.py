@@ -33,8 +33,8 @@ CLASSES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
 
 # What a GPU's NVLinks carry in one direction together, bytes/s: half of what NVIDIA gives for both. On the data sheets
 # of V100, A100, H100, H200 and HGX B200, and on the page of HGX B300, that is 300, 600, 900 and 1,800 GB/s. Of the
-# parts that may be sold everywhere, 400 for A800 (NVIDIA to Reuters, 7 November 2022) and H800 (as others quote its data
-# sheet). An H20 has none: nvidia-smi lists 18 links of its generation, as of an H200. By patterns of names: how a
+# parts that may be sold everywhere, 400 for A800 (NVIDIA to Reuters, 7 November 2022) and H800 (as others quote its
+# data sheet). An H20 has none: nvidia-smi lists 18 links of its generation, as of an H200. By patterns of names: how a
 # GH200's are wired, and what of them a slice of a GPU (MIG) has, is not known.
 _NVLINK = (
     (r"V100-SXM", 150e9),
