@@ -46,8 +46,9 @@ from dlprof.units import duration, percent
 # Notable from 5 % of a step on; other tools grade 5, 10 and 20 %.
 NOTABLE_SHARE = 0.05
 
-# A few traced steps in a row contradict all those of the light layer only from here on. The slowest rank is looked at:
-# of two alike, one is twice the noise ahead in one window of twenty, and three times in one of seventy.
+# Where all steps of the light layer and the few traced ones in a row show different ranks, or only the latter show one,
+# from here on. The slowest rank is looked at: of two alike, one is twice the noise ahead in one window of twenty, and
+# three times in one of seventy.
 SURE_NOISE = 3.0
 
 # More rows than this nobody reads: the slowest and the fastest are shown.
@@ -93,12 +94,17 @@ def check(run: Measured) -> Finding | Clear:
     if not (run.frame(matched)["collective"] != SENT).any() and max(part(run, "pipeline_bubble").values(), default=0):
         raise NotMeasured("the ranks exchange nothing but with their pipeline's neighbours: see stage_imbalance")
     steps = steps.assign(own_ns=steps.groupby("step")["dur_ns"].transform("mean") - steps["wait_ns"])
-    late, source = _lead(run)
+    late, source, agreed = _lead(run)
     who = _who(run, late)
     # Traced steps are slower than others; the share of them is what carries over.
     share = late.saving_ns / late.step_ns if late.behind_ns > 0 else 0.0
     if share < NOTABLE_SHARE:
         return Clear(f"the slowest rank ({late.ranks[0]}) costs {percent(share)} of a step")
+    if not agreed and late.behind_ns < SURE_NOISE * late.noise_ns:
+        return Clear(
+            f"{who} is {percent(share)} of a step behind in all of them, but in the traced ones another rank is:"
+            " none is late for sure"
+        )
     more = _more(run, late.ranks)
     owned = {c: ns for c, ns in more.items() if c in _OWNERS}
     left = share * (1 - sum(owned.values()) / max(sum(more.values()), 1.0))
@@ -156,18 +162,23 @@ def _sure(who: str, source: str, *, shared: bool) -> str:
     return f"Estimated by replaying the steps with {how}, {source}{': ' if shared else '. '}{why}"
 
 
-def _lead(run: Measured) -> tuple[Lead, str]:
-    """Find the late ranks from every step where the light layer can tell, else from the traced ones."""
+def _lead(run: Measured) -> tuple[Lead, str, bool]:
+    """Find the late ranks from every step where the light layer can tell, else from the traced ones.
+
+    Give also in which steps that is, and whether no other steps show other ranks.
+    """
     traced = _dearest(run, run.frame(traced_own_time))
     try:
         whole = _dearest(run, run.frame(light_own_time))
     except NotMeasured:
-        return traced, _TRACED
+        return traced, _TRACED, True
     # What one short window shows must exceed what such windows show by chance.
     traced = replace(traced, noise_ns=max(traced.noise_ns, whole.window_noise_ns))
     told = whole.saving_ns >= NOTABLE_SHARE * whole.step_ns and whole.behind_ns >= LEAST_NOISE * whole.noise_ns
     missed = traced.behind_ns >= SURE_NOISE * traced.noise_ns
-    return (traced, _TRACED) if missed and not told else (whole, "in every steady step")
+    if missed and not told:
+        return traced, _TRACED, True
+    return whole, "in every steady step", set(traced.ranks) == set(whole.ranks)
 
 
 def _confirmed(run: Measured, late: Lead, share: float, cause: str) -> float:

@@ -167,6 +167,35 @@ def test_a_few_steps_against_all_others_must_be_sure(tmp_path: Path, apart: floa
     assert ask(RULE, cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=more)).state == state
 
 
+@pytest.mark.parametrize(("apart", "state"), [(0.5, "found"), (1.8, "clear")])
+def test_where_two_looks_name_two_ranks_one_must_be_sure(tmp_path: Path, apart: float, state: str) -> None:
+    # Rank 0 is 1 ms behind in the mean of 100 steps, 8 or 2.3 times its standard error; in the traced ones, rank 1 is.
+    # Disturbances last for ten steps.
+    made, light = [], []
+    for rank in range(2):
+        late = [round((2 + (1 + apart * (-1) ** (n // 10)) * (rank == 0)) * MS) for n in range(100)]
+        forward = [*late, *(2 * MS + rank * MS // 2 for _ in range(3))]
+        events = []
+        for n in range(100, 103):
+            t = (n - 100) * 8 * MS
+            events += [
+                traces.step(n, t, 8 * MS),
+                traces.annotation("dlprof::forward", t, forward[n]),
+                traces.op("aten::conv2d", t, forward[n]),
+                traces.annotation("dlprof::backward", t + forward[n], 8 * MS - forward[n]),
+                traces.op("aten::conv_backward", t + forward[n], 2 * MS),
+                traces.annotation("gloo:all_reduce", t + forward[n] + 2 * MS, 6 * MS - forward[n]),
+            ]
+        made.append(traces.trace(*events, rank=rank, backend="gloo", device=""))
+        rows = [(n, f, int(n >= 100)) for n, f in enumerate(forward)]
+        light.append(
+            [runs.light(n, 8 * MS, forward_ns=f, backward_ns=8 * MS - f, profiled=traced) for n, f, traced in rows]
+        )
+    said = ask(RULE, runs.recorded(tmp_path / "run", *((m, s, runs.CPU) for m, s in zip(made, light, strict=True))))
+    assert (said.state, said.ranks) == (state, (0,) if state == "found" else ())
+    assert state == "found" or "none is late for sure" in said.summary
+
+
 @pytest.mark.parametrize(
     ("parameters", "gained"),
     # Held and trained; the same held twice, as where a model is called without what wraps it; or not told.
