@@ -69,7 +69,10 @@ def diagnosed(out: Path) -> Result:
     """Read what was diagnosed of a run, without the paths and the name of the machine that recorded it."""
     text, recorded = (out / "result.json").read_text(), json.loads((out / "run.json").read_text())
     script = next((Path(word) for word in recorded["command"] if word.endswith(".py")), ROOT / "workloads" / "x.py")
-    for folder in (out, out.parent, recorded["cwd"], script.parent.parent, ROOT, Path.home()):
+    # /somewhere/.venv/bin/python: of /usr/bin/python there is nothing to take away.
+    programs = [Path(word) for word in recorded["command"] if word.startswith("/")]
+    environments = [p.parents[2] for p in programs if p.parent.name == "bin" and len(p.parts) > 4]
+    for folder in (out, out.parent, recorded["cwd"], script.parent.parent, ROOT, *environments, Path.home()):
         text = text.replace(f"{folder}/", "")
     for host in recorded["hosts"]:
         text = re.sub(rf"\b{re.escape(host)}\b", "host", text)

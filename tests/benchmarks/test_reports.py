@@ -45,7 +45,7 @@ def test_a_run_that_was_kept_is_diagnosed_anew_and_tells_no_path_of_its_machine(
         out = runs.recorded(
             tmp_path / f"job-late-{number}",
             (None, steps, {**runs.CPU, "host": "a-machine", **facts}),
-            command=["torchrun", f"{root}/workloads/job.py", "--data", f"{tmp_path}/data"],
+            command=["/opt/somebody/env/bin/torchrun", f"{root}/workloads/job.py", "--data", f"{tmp_path}/data"],
             cwd="/home/somebody/elsewhere",
             hosts=["a-machine"],
         )
@@ -53,7 +53,7 @@ def test_a_run_that_was_kept_is_diagnosed_anew_and_tells_no_path_of_its_machine(
     late = Planted("job", "late", "input_wait", fault="late")
     result = reports.again(late, tmp_path)
     assert isinstance(result, Result)
-    assert result.run.command == ("torchrun", "workloads/job.py", "--data", "data")
+    assert result.run.command == ("env/bin/torchrun", "workloads/job.py", "--data", "data")
     assert [o.id for o in result.outcomes if o.state == "found"] == ["input_wait"]
     told = json.dumps(to_json(result))
     assert not any(word in told for word in ("somebody", "a-machine", str(tmp_path)))
