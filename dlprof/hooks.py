@@ -121,10 +121,9 @@ def _watch_exchange(recorder: Recorder, optimizer: Any) -> None:
     """Name what Horovod's optimizer waits for within its step, which no trace of a CPU shows. Its class is its own."""
     kind = type(optimizer)
     waiting = vars(kind).get("synchronize")
-    if waiting is None or not kind.__module__.startswith("horovod.") or hasattr(waiting, "__wrapped__"):
+    if waiting is None or not str(kind.__module__).startswith("horovod.") or hasattr(waiting, "__wrapped__"):
         return
 
-    @functools.wraps(waiting)
     def synchronize(self: Any, *args: Any, **kwargs: Any) -> Any:
         opened = recorder.open_range("horovod:all_reduce")
         try:
@@ -133,7 +132,10 @@ def _watch_exchange(recorder: Recorder, optimizer: Any) -> None:
             if opened is not None:
                 opened.__exit__(None, None, None)
 
-    kind.synchronize = _hidden(synchronize)
+    try:
+        kind.synchronize = _hidden(functools.wraps(waiting)(synchronize))
+    except Exception as e:  # noqa: BLE001 - the script's step goes on
+        recorder.warn(f"what Horovod exchanges is not named: {type(e).__name__}: {e}")
 
 
 def _watch_loaders(recorder: Recorder) -> None:
