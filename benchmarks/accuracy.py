@@ -1,9 +1,10 @@
 """What the diagnosis is worth: every planted fault recorded in turn with the healthy run of the same workload.
 
 Of each fault: whether its rule found it, what was found beside it, and how near the predicted step without it came to
-the measured step of the healthy run before it. Of each healthy run: what was found that is not there. What the
-workloads can plant, under which options they are healthy too, and which options a fault needs is read from their files
-(FAULTS, HEALTHY, SHOWN_WITH); what this machine cannot show is left out with the workload's own word.
+the measured step without it: that of the healthy runs before and after, for a machine that grows slower meanwhile
+would count against the prediction. Of each healthy run: what was found that is not there. What the workloads can plant,
+under which options they are healthy too, and which options a fault needs is read from their files (FAULTS, HEALTHY,
+SHOWN_WITH); what this machine cannot show is left out with the workload's own word.
 
 Writes accuracy.json and README.md into --out, after every recording. What is there already is kept, that of other
 machines too, and only what is missing is recorded: it may be stopped at any time, and go on later. What --keep left can
@@ -31,6 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from benchmarks import summary
 from benchmarks.summary import NOTABLE_SHARE, REPORTS, Recorded
@@ -43,6 +45,9 @@ LONGEST_S = 600
 
 # With --seconds, no recording has fewer steps: what comes every tenth step is then still seen several times.
 LEAST_STEPS = 60
+
+# A healthy run that is this far off says little of the machine that a faulty one ran on.
+NEAR_S = 600
 
 # Beside a run that is kept: what was made of it.
 ROW = "accuracy.json"
@@ -78,6 +83,25 @@ def without(one: Planted) -> Planted:
     return Planted(one.workload, name, "", options=one.options)
 
 
+def compared(rows: Sequence[Recorded]) -> list[Recorded]:
+    """Give the rows, of each faulty one the healthy step at its time: between those of the runs before and after it."""
+    partner = {(o.workload, o.name): without(o).name for p in WORKLOADS.glob("*.py") for o in planted(p)[1]}
+    steps: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    for r in rows:
+        if r.at and r.step_ns and not r.rule:
+            steps.setdefault((r.machine, r.workload, r.name), []).append((r.at, r.step_ns))
+    out = []
+    for r in rows:
+        same = steps.get((r.machine, r.workload, partner.get((r.workload, r.name), "")), [])
+        before = max(((at, ns) for at, ns in same if 0 <= r.at - at < NEAR_S), default=None)
+        after = min(((at, ns) for at, ns in same if 0 < at - r.at < NEAR_S), default=None)
+        known = [one for one in (before, after) if one]
+        if r.rule and r.at and r.step_ns and known:
+            r = replace(r, healthy_ns=float(np.interp(r.at, *zip(*known, strict=True))))
+        out.append(r)
+    return out
+
+
 def machine() -> str:
     """Name what this machine trains on, as "1 × NVIDIA H200" or "2 CPU cores"."""
     if gpus := count_gpus():
@@ -107,7 +131,8 @@ def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
 
 def record(one: Planted, here: str, number: int, folder: Path, out: Path, steps: int) -> Recorded:
     """Record one of them into `out`, in a folder whose data outlasts it, and give what was diagnosed."""
-    row = Recorded(one.workload, one.name, one.rule, here, datetime.date.today().isoformat(), number)
+    now = datetime.datetime.now()
+    row = Recorded(one.workload, one.name, one.rule, here, now.date().isoformat(), number, at=now.timestamp())
     script = WORKLOADS / f"{one.workload}.py"
     fault = ["--fault", one.fault] if one.fault else []
     command = [sys.executable, "-m", "dlprof", "run", str(script), "--quiet", "-o", str(out), *fault]
@@ -155,12 +180,11 @@ def again(folder: Path) -> list[Recorded]:
     for file in sorted(folder.absolute().glob(f"*/{ROW}"), key=lambda f: f.parent.name.rpartition("-")[2]):
         was = msgspec.json.decode(file.read_bytes(), type=Recorded)
         code, words = run([sys.executable, "-m", "dlprof", "report", str(file.parent), "--quiet"], folder)
-        now = diagnosed(replace(was, step_ns=0.0, found=(), said="", together=None), file.parent, code, words)
-        rows.append((was, now))
-        print(_line(now), flush=True)
-    # A step may be another one too, where what is steady was decided otherwise.
-    steps = {was.step_ns: now.step_ns for was, now in rows}
-    return [replace(now, healthy_ns=steps.get(was.healthy_ns, was.healthy_ns)) for was, now in rows]
+        at = int(file.parent.name.rpartition("-")[2]) / 1e9
+        new = replace(was, at=at, step_ns=0.0, healthy_ns=0.0, found=(), said="", together=None)
+        rows.append(diagnosed(new, file.parent, code, words))
+        print(_line(rows[-1]), flush=True)
+    return compared(rows)
 
 
 def main() -> None:
@@ -222,10 +246,10 @@ def main() -> None:
         many = int(args.seconds * 1e9 / step) if args.seconds and step else args.steps
         return int(min(args.steps, max(LEAST_STEPS, many)))
 
-    def made(one: Planted, number: int, healthy_ns: float = 0.0) -> Recorded:
+    def made(one: Planted, number: int) -> Recorded:
         """Record one, and keep its run where that is asked for."""
         out = (args.keep or folder) / f"{one.workload}-{one.fault or 'healthy'}-{time.time_ns()}"
-        row = replace(record(one, here, number, folder, out.absolute(), steps(one)), healthy_ns=healthy_ns)
+        row = record(one, here, number, folder, out.absolute(), steps(one))
         if args.keep and row.step_ns:
             (out / ROW).write_bytes(msgspec.json.encode(row))
         else:
@@ -235,27 +259,35 @@ def main() -> None:
     def add(row: Recorded) -> Recorded:
         rows.append(row)
         print(_line(row), flush=True)
+        rows[:] = compared(rows)
         summary.write(args.out, rows)
         return row
+
+    def wanted(one: Planted, number: int) -> bool:
+        return (args.only is None or one.name in args.only) and missing(one, number)
+
+    def in_turn(beside: Planted, faults: Sequence[Planted], number: int) -> None:
+        """Record faults with a healthy run before every two of them, and after the last."""
+        healthy, served = None, 0
+        for one in faults:
+            if not wanted(one, number):
+                continue
+            if healthy is None or served == 2:
+                healthy, served = add(made(beside, number)), 0
+            # Where a library is missing, say, there is nothing to try.
+            row = made(one, number) if healthy.step_ns else replace(healthy, name=one.name, rule=one.rule)
+            add(row)
+            served += row.step_ns > 0
+        if served and time.monotonic() < ends:
+            add(made(beside, number))
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for number in range(args.rounds):
             for script in scripts:
                 healthy, faults = planted(script)
-                before, served = None, 0
-                for one in faults:
-                    if (args.only is not None and one.name not in args.only) or not missing(one, number):
-                        continue
-                    beside = without(one)
-                    if before is None or before.name != beside.name or served == 2:  # no older than one recording
-                        before, served = add(made(beside, number)), 0
-                    if before.step_ns:
-                        row = made(one, number, before.step_ns)
-                    else:  # as where a library is missing
-                        row = replace(before, name=one.name, rule=one.rule)
-                    add(row)
-                    served += row.step_ns > 0
+                for beside in dict.fromkeys(map(without, faults)):
+                    in_turn(beside, [one for one in faults if without(one) == beside], number)
                 for one in healthy if args.only is None else []:
                     if missing(one, number):
                         add(made(one, number))

@@ -39,11 +39,12 @@ class Recorded:
     date: str
     round: int
     step_ns: float = 0.0
-    healthy_ns: float = 0.0  # the mean step of the healthy run before it
+    healthy_ns: float = 0.0  # the mean step without the fault, of the healthy runs before and after it
     found: tuple[tuple[str, float, float | None], ...] = ()
     said: str = ""  # of the rule, where it found nothing; of the workload, where it did not run
     torch: str = ""
     together: Mapping[str, float] | None = None
+    at: float = 0.0  # when it was started, in seconds since 1970
 
     @property
     def healthy(self) -> bool:
@@ -164,7 +165,7 @@ def tables(rows: Sequence[Recorded]) -> str:
             f"- The step that was predicted without the fault is off the healthy step by {median(errors):.1%} in the"
             f" median of {len(errors)} faults (by {NEAR:.0%} at most: {sum(e <= NEAR for e in errors)} of them).",
         ]
-    lines += ["", "Short recordings, a healthy one before every two faulty ones:"]
+    lines += ["", "Short recordings, a healthy one before every two faulty ones and after them:"]
     for (machine,), group in _grouped((r for r in rows if r.step_ns), lambda r: (r.machine,)).items():
         dates = sorted({r.date for r in group})
         when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
@@ -173,10 +174,10 @@ def tables(rows: Sequence[Recorded]) -> str:
         "",
         "### Planted faults",
         "",
-        "Slower: the faulty step ÷ the healthy one recorded before it. Predicted: the step that the fault's rule",
-        "predicts without it ÷ that healthy step; 1.00 is exact. Median, and least to most, of the recordings. Empty",
-        "where the rule speaks of the time between the steps or of a risk, and where the faulty step does less than",
-        "any healthy one.",
+        "Slower: the faulty step ÷ the healthy one of that time, between those of the healthy recordings before and",
+        "after it. Predicted: the step that the fault's rule predicts without it ÷ that healthy step; 1.00 is exact.",
+        "Median, and least to most, of the recordings. Empty where the rule speaks of the time between the steps or of",
+        "a risk, and where the faulty step does less than any healthy one.",
         "",
         "| workload | fault | must be found by | on | found | share | slower | predicted ÷ healthy | beside it |",
         "|---|---|---|---|---|---|---|---|---|",

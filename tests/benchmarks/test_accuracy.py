@@ -38,7 +38,8 @@ def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         recorded.append(one.name)
         recorded_steps.append(steps)
         out.mkdir(parents=True)
-        row = Recorded(one.workload, one.name, one.rule, here, "2026-01-02", number, 1e6 * len(recorded), torch="2.13")
+        at = len(recorded)
+        row = Recorded(one.workload, one.name, one.rule, here, "2026-01-02", number, 1e6 * at, torch="2.13", at=10 * at)
         no = "needs a GPU" if one.fault == "never" else "needs a library" if one.workload == "foreign" else ""
         return dataclasses.replace(row, step_ns=0.0, said=no) if no else row
 
@@ -55,27 +56,45 @@ def accuracy_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) ->
     return summary.recorded(folder / "out")
 
 
-def test_each_fault_follows_a_healthy_run_with_its_options(
+def test_faults_lie_between_healthy_runs_with_their_options(
     tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = accuracy_of(tmp_path, monkeypatch, "--rounds", "1")
-    assert done == ["healthy", "late", "no fault, --wide", "later", "healthy", "never", "healthy, --wide"]
-    assert [r.healthy_ns for r in rows] == [0, 1e6, 0, 3e6, 0, 5e6, 0]
+    plain = ["healthy", "late", "never", "healthy"]
+    assert done == [*plain, "no fault, --wide", "later", "no fault, --wide", "healthy, --wide"]
+    assert [r.healthy_ns for r in rows] == [0, 2e6, 0, 0, 0, 6e6, 0, 0]
+
+
+def test_a_fault_is_compared_with_the_healthy_step_at_its_time(done: list[str]) -> None:
+    def row(name: str, at: float, ns: float, rule: str = "") -> Recorded:
+        return Recorded("job", name, rule, "here", "2026-01-02", 0, ns, at=at)
+
+    late = [row("late", at, 9.0, "input_wait") for at in (50, 130, 200, 2000)]
+    others = [row("healthy", 160, 7.0), dataclasses.replace(row("healthy", 140, 7.0), machine="there")]
+    between = [row("healthy", 100, 1.0), row("healthy", 200, 2.0)]
+    wide = [row("later", 90, 9.0, "host_bound"), row("no fault, --wide", 60, 5.0)]
+    # Before the first and after the last run the nearest counts; one that is too far off does not.
+    assert [r.healthy_ns for r in accuracy.compared([*late, *between, others[1], *wide])] == [
+        *(1.0, pytest.approx(1.3), 2.0, 0.0),
+        *(0, 0, 0, 5.0, 0),
+    ]
+    assert accuracy.compared([late[1], *between, *others])[0].healthy_ns == pytest.approx(4.0)
 
 
 def test_a_second_run_records_what_is_missing_and_a_third_nothing(
     tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--only", "late")
-    assert done == ["healthy", "late"]
+    assert done == ["healthy", "late", "healthy"]
     accuracy_of(tmp_path, monkeypatch, "--rounds", "2")
     # What cannot be shown here is not tried in another round.
-    assert done[2:7] == ["no fault, --wide", "later", "healthy", "never", "healthy, --wide"]
-    assert done[7:] == ["healthy", "late", "no fault, --wide", "later", "healthy, --wide"]
+    wide = ["no fault, --wide", "later", "no fault, --wide", "healthy, --wide"]
+    assert done[3:9] == ["healthy", "never", *wide]
+    assert done[9:] == ["healthy", "late", "healthy", *wide]
     accuracy_of(tmp_path, monkeypatch, "--rounds", "2")
-    assert len(done) == 12
+    assert len(done) == 16
     accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--only", "late", "--again")
-    assert done[12:] == ["healthy", "late"]
+    assert done[16:] == ["healthy", "late", "healthy"]
 
 
 def test_healthy_runs_are_recorded_as_often_as_asked(
@@ -94,20 +113,20 @@ def test_steps_that_take_long_are_recorded_fewer_times(
     was = [Recorded("job", n, "", "here", "2026-01-01", 0, ns) for n, ns in (("healthy", 2e8), ("late", 9e9))]
     summary.write(tmp_path / "out", was)
     accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--only", "late", "later", "--again", "--seconds", "20")
-    assert done == ["healthy", "late", "no fault, --wide", "later"]
-    assert recorded_steps == [100, accuracy.LEAST_STEPS, 120, 120]
+    assert done == ["healthy", "late", "healthy", "no fault, --wide", "later", "no fault, --wide"]
+    assert recorded_steps == [100, accuracy.LEAST_STEPS, 100, 120, 120, 120]
 
 
 def test_kept_runs_are_diagnosed_anew(tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "kept"
     rows = accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--only", "late", "--keep", str(kept))
-    assert len(list(kept.glob(f"*/{accuracy.ROW}"))) == len(done) == 2
+    assert len(list(kept.glob(f"*/{accuracy.ROW}"))) == len(done) == 3
     steps = [runs.light(n, 100 * MS, fetch_ns=40 * MS, forward_ns=30 * MS) for n in range(40)]
     facts = {**runs.CPU, "loaders": [{"role": "train", "num_workers": 2}], "cpu": {"count": 16, "affinity": 16}}
     for folder in kept.iterdir():
         runs.recorded(folder, (None, steps, facts))
-    (healthy, late) = accuracy_of(tmp_path, monkeypatch, "--kept", str(kept))
-    assert len(done) == 2
+    (healthy, late, _) = accuracy_of(tmp_path, monkeypatch, "--kept", str(kept))
+    assert len(done) == 3
     assert (healthy.name, late.name, late.rule, late.round) == ("healthy", "late", "input_wait", 0)
     assert [healthy.step_ns, late.step_ns, late.healthy_ns] == [100 * MS] * 3
     assert [found[0] for found in late.found] == ["input_wait"]

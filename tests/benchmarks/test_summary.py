@@ -33,7 +33,7 @@ ROWS = [
 ]
 
 
-def test_the_table_sets_each_prediction_beside_the_healthy_step_before_it() -> None:
+def test_the_table_sets_each_prediction_beside_the_healthy_step() -> None:
     lines = summary.tables(ROWS).splitlines()
     cpu = "2 CPU cores"
     assert (
