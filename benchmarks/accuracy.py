@@ -97,7 +97,7 @@ def compared(rows: Sequence[Recorded]) -> list[Recorded]:
         after = min(((at, ns) for at, ns in same if 0 < at - r.at < NEAR_S), default=None)
         known = [one for one in (before, after) if one]
         if r.rule and r.at and r.step_ns and known:
-            r = replace(r, healthy_ns=float(np.interp(r.at, *zip(*known, strict=True))))
+            r = replace(r, healthy_ns=float(np.interp(r.at, [at for at, _ in known], [ns for _, ns in known])))
         out.append(r)
     return out
 

@@ -78,6 +78,7 @@ class Facts:
 
     def _write(self, recorder: Recorder) -> None:
         recorder.news = False
+        _unanswered.clear()
         self._mark = recorder.mark
         facts = self._fixed | {
             **self._distributed(),
@@ -94,7 +95,7 @@ class Facts:
             "pipeline": recorder.pipeline,
             "window": recorder.window,
             "flops": recorder.flops,
-            "warnings": recorder.warnings,
+            "warnings": [*recorder.warnings, *(f"facts: {why}" for why in _unanswered.values())],
             "ended": recorder.ended,
         }
         path = recorder.folder / "facts.json"
@@ -136,11 +137,17 @@ def _torch() -> Any:
     return torch
 
 
+# Why a question had no answer when facts were last written: by its name, so that many objects of a kind say it once.
+_unanswered: dict[str, str] = {}
+
+
 def _ask(question: Callable[..., Any], *args: Any) -> Any:
-    """Give the answer, or None where the script's objects or this version of torch cannot answer."""
+    """Give the answer, or None and a warning where the script's objects or this version of torch cannot answer."""
     try:
         return question(*args)
-    except Exception:  # noqa: BLE001 - it runs the script's code (len, attributes); what is unknown is null
+    except Exception as e:  # noqa: BLE001 - it runs the script's code (len, attributes); what is unknown is null
+        what = question.__name__.strip("_")
+        _unanswered[what] = f"no answer for {what} ({type(e).__name__}: {e})"
         return None
 
 
@@ -189,8 +196,12 @@ def _versions() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "cudnn": _ask(torch.backends.cudnn.version) if cuda else None,
-        "nccl": _ask(lambda: ".".join(str(part) for part in torch.cuda.nccl.version())) if cuda else None,
+        "nccl": _ask(_nccl) if cuda else None,
     }
+
+
+def _nccl() -> str:
+    return ".".join(str(part) for part in _torch().cuda.nccl.version())
 
 
 def _cpu() -> dict[str, Any]:
@@ -211,6 +222,8 @@ def _quota() -> float | None:
         most, _, period = unified.read_text().partition(" ")
         return None if most == "max" else int(most) / int(period)
     v1 = Path("/sys/fs/cgroup/cpu")
+    if not (v1 / "cpu.cfs_quota_us").is_file():  # the group of a whole machine has neither
+        return None
     most_us = int((v1 / "cpu.cfs_quota_us").read_text())
     return None if most_us <= 0 else most_us / int((v1 / "cpu.cfs_period_us").read_text())
 
@@ -289,12 +302,16 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
     }
 
 
+def _cudnn_tf32() -> bool:
+    return bool(_torch().backends.cudnn.allow_tf32)
+
+
 def _matmul() -> dict[str, Any]:
     torch = _torch()
     return {
         "float32_precision": torch.get_float32_matmul_precision(),
         "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cudnn_allow_tf32": _ask(lambda: torch.backends.cudnn.allow_tf32),
+        "cudnn_allow_tf32": _ask(_cudnn_tf32),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }

@@ -19,9 +19,9 @@ def optimizer_work(rank: RankData) -> pd.DataFrame:
     """Give one row, of a mean steady step: ns that the optimizer takes, noise_ns, of it idle_ns in which a device waits
     for it, and calls (of kernels; on the CPU of operators; NaN: not traced).
 
-    What it exchanges with other ranks (Horovod, ZeRO) is none of it, as far as a trace shows that. On a GPU `ns` is the
-    time of the kernels that the optimizer launched, and that idle time. Raises NotMeasured where the optimizer's time
-    cannot be told.
+    What it exchanges with other ranks (Horovod, ZeRO) is none of it, as far as a trace shows that; the rest is then no
+    longer than in the traced steps, since what varies is the waiting. On a GPU `ns` is the time of the kernels that the
+    optimizer launched, and that idle time. Raises NotMeasured where the optimizer's time cannot be told.
     """
     t = timing(rank)
     windows = iv.merge(t.windows)
@@ -39,7 +39,7 @@ def optimizer_work(rank: RankData) -> pd.DataFrame:
     if (rank.facts.get("device") or {}).get("type") not in ("cpu", None):
         raise NotMeasured("without a trace of its device nobody knows what the optimizer's kernels take")
     calls = np.nan
-    within, own = iv.EMPTY, 1.0
+    within, own, most = iv.EMPTY, 1.0, np.inf
     if traced:
         thread = host.on_training_thread(rank)
         within = iv.intersect(windows, host.cover(thread, host.is_named(thread, *RANGES)))
@@ -48,9 +48,11 @@ def optimizer_work(rank: RankData) -> pd.DataFrame:
         exchanging = iv.intersect(within, breakdown.exposed_communication(rank))
         own -= iv.total(exchanging) / max(iv.total(within), 1)
         within = iv.subtract(within, exchanging)
+        most = iv.total(within) / n if len(exchanging) else np.inf
     if t.source == "steps":
         frame = rank.once(light_steps)
         took_ns = np.maximum(frame.loc[frame["steady"], "optimizer_ns"].to_numpy(dtype=float), 0.0) * own
+        took_ns *= min(1.0, most / max(float(took_ns.mean()), 1.0))
     else:
         took_ns = iv.per_slot(within, np.append(t.windows[:, 0], t.windows[-1, 1])).astype(float)
     if not took_ns.sum():

@@ -78,3 +78,27 @@ def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path
     assert told["matmul"]["float32_precision"] == "high"
     assert told["device"]["type"] in ("cpu", "cuda")
     assert told["warnings"] == []
+
+
+def test_a_model_that_cannot_be_described_costs_its_own_facts_and_says_why(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        dedent(
+            """
+            import torch
+            class Shy(torch.nn.Linear):
+                def modules(self):
+                    raise ValueError("not today")
+            model = Shy(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+            for _ in range(8):
+                model(torch.randn(2, 4)).sum().backward()
+                optimizer.step()
+            """
+        )
+    )
+    done = launch(wrapped(tmp_path / "run", [sys.executable, script], "--no-trace"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = facts(tmp_path / "run/ranks/00000")
+    assert (told["models"], [o["class"] for o in told["optimizers"]]) == ([], ["SGD"])
+    assert told["warnings"] == ["facts: no answer for model (ValueError: not today)"]

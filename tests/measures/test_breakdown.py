@@ -161,6 +161,21 @@ def test_the_parts_are_brought_to_the_steps_that_were_not_traced(tmp_path: Path)
     assert run.frame(step_means)["overhead"][0] == pytest.approx(2.0)
 
 
+def test_a_phase_that_was_shorter_when_traced_waits_for_longer_else(tmp_path: Path) -> None:
+    made = traces.trace(
+        traces.step(10, 0, 10 * MS),
+        traces.annotation("dlprof::optimizer", 0, 4 * MS),
+        traces.annotation("horovod:all_reduce", 0, 2 * MS),
+        traces.op("aten::add_", 2 * MS, 1 * MS),
+        device="",
+        backend="",
+    )
+    steps = [runs.light(n, 15 * MS, optimizer_ns=9 * MS) for n in range(30)]
+    run = runs.measured(runs.recorded(tmp_path / "run", (made, steps, runs.CPU)), breakdown)
+    assert part(run, "communication") == {0: pytest.approx(7 * MS)}
+    assert (part(run, "computation"), part(run, "optimizer_host")) == ({0: pytest.approx(MS)}, {0: pytest.approx(MS)})
+
+
 def test_device_work_keeps_its_time_whatever_the_profiler_did_to_the_host(tmp_path: Path) -> None:
     made = traces.trace(
         traces.step(10, 0, 10 * MS),
