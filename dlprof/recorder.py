@@ -35,9 +35,12 @@ _RANGES = ("dlprof::fetch", "dlprof::forward", "dlprof::backward", "dlprof::opti
 # A gradient-accumulating or adversarial loop takes far fewer a batch.
 _STEPS_WITHOUT_FETCH = 32
 
-# Collectors hear of steps this often: a crash costs at most so much. What they do for one step alone, with nothing of
-# theirs in the processor's caches, takes several times as long as for many.
+# Collectors hear of steps this often, and once the job has run for long in longer intervals, but at least once a second:
+# a crash costs at most so much. What they do for one step alone, with nothing of theirs in the processor's caches, takes
+# several times as long as for many.
 _TELL_EVERY_NS = 250_000_000
+_TELL_SHARE = 40  # the interval is this part of the job so far
+_TELL_MOST_NS = 1_000_000_000
 _NO_STEP = sys.maxsize
 
 # Steps kept in memory until the process trains: a long validation before training must not grow without bound.
@@ -521,7 +524,8 @@ class Recorder:
         done, self._done = self._done, []
         if not done:
             return
-        self._tell_ns = done[-1].start_ns + done[-1].dur_ns + _TELL_EVERY_NS
+        now = done[-1].start_ns + done[-1].dur_ns
+        self._tell_ns = now + min(max((now - self.perf_ns) // _TELL_SHARE, _TELL_EVERY_NS), _TELL_MOST_NS)
         self._tell_step = _NO_STEP
         for collector in self._collectors:
             try:

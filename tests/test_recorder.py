@@ -9,11 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
+from dlprof.recorder import Recorder, Step
 from dlprof.tables import STEPS
 from tests.jobs import environment, facts, launch, record, rows, wrapped
 
@@ -429,6 +432,36 @@ def test_a_compiled_script_has_the_same_graphs(tmp_path: Path) -> None:
     assert [row["kind"] for row in steps] == ["train"] * 48 + ["other"]
     assert all(row["forward_ns"] > 0 for row in steps[16:-1])
     assert [model["compiled"] for model in facts(tmp_path / "run/ranks/00000")["models"]] == [True, True]
+
+
+@pytest.mark.parametrize(("age_s", "told_ms"), [(1, 250), (19, 500), (3600, 1000)])
+def test_collectors_hear_of_steps_in_longer_intervals_the_longer_the_job_runs(
+    tmp_path: Path, age_s: int, told_ms: int
+) -> None:
+    heard: list[int] = []
+
+    class Heard:
+        name = "heard"
+
+        def start(self, recorder: Recorder) -> None:
+            pass
+
+        def step(self, done: Sequence[Step]) -> None:
+            heard.append(done[-1].number)
+
+        def stop(self) -> None:
+            pass
+
+    recorder = Recorder(tmp_path, [Heard])
+    recorder.started = True
+    recorder.perf_ns -= age_s * 1_000_000_000
+    began = time.perf_counter_ns()
+    for number in range(26):
+        recorder.row = Step(number, began + 100_000_000 * (number - 1))
+        recorder._end_step(began + 100_000_000 * number)
+    # The first is told at once; a step of 100 ms ends every 100 ms.
+    every = -(-told_ms // 100)
+    assert heard[:3] == [0, every, 2 * every]
 
 
 def test_a_failing_collector_costs_itself_only(tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def _decoded(path: Path, exact: bool) -> Reading:
     rows = _Rows(file.keys)
     for events in file.events():
         rows.add(events)
+        events.clear()
     if file.is_list and not rows.seen:
         raise DlprofError(f"{path}: not a torch-profiler trace: a list without events")
     return rows.reading(path, file.cut, file.unreadable)
