@@ -35,8 +35,8 @@ _RANGES = ("dlprof::fetch", "dlprof::forward", "dlprof::backward", "dlprof::opti
 # A gradient-accumulating or adversarial loop takes far fewer a batch.
 _STEPS_WITHOUT_FETCH = 32
 
-# Collectors hear of steps this often, and once the job has run for long in longer intervals, but at least once a second:
-# a crash costs at most so much. What they do for one step alone, with nothing of theirs in the processor's caches, takes
+# Collectors hear of steps this often, and in longer intervals the longer the job has run, but at least once a second: a
+# crash costs at most so much. What they do for one step alone, with nothing of theirs in the processor's caches, takes
 # several times as long as for many.
 _TELL_EVERY_NS = 250_000_000
 _TELL_SHARE = 40  # the interval is this part of the job so far
