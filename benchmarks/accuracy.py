@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 
 from benchmarks import summary
-from benchmarks.summary import NOTABLE_SHARE, REPORTS, Recorded
+from benchmarks.summary import NEAR_S, NOTABLE_SHARE, REPORTS, Recorded
 from dlprof.commands.run import constant, count_gpus
 
 WORKLOADS = Path(__file__).parent.parent / "workloads"
@@ -45,9 +45,6 @@ LONGEST_S = 600
 
 # With --seconds, no recording has fewer steps: what comes every tenth step is then still seen several times.
 LEAST_STEPS = 60
-
-# A healthy run that is this far off says little of the machine that a faulty one ran on.
-NEAR_S = 600
 
 # Beside a run that is kept: what was made of it.
 ROW = "accuracy.json"

@@ -10,6 +10,7 @@ import html
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -23,6 +24,8 @@ REPORTS = Path(__file__).parent.parent / "reports"
 NOTABLE_SHARE = 0.05
 # So far from the measured step a prediction should be at most.
 NEAR = 0.15
+# A recording that is this far off says little of the machine that another one ran on.
+NEAR_S = 600
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,11 @@ def tables(rows: Sequence[Recorded]) -> str:
             f"- The step that was predicted without the fault is off the healthy step by {median(errors):.1%} in the"
             f" median of {len(errors)} faults (by {NEAR:.0%} at most: {sum(e <= NEAR for e in errors)} of them).",
         ]
+    if differ := _differ([r for r in rows if r.step_ns and not r.rule]):
+        lines.append(
+            f"- Two recordings of the same healthy run, one soon after the other, differ by {median(differ):.1%} in the"
+            f" median of {len(differ)}: one recording alone cannot tell a prediction's error more closely than that."
+        )
     lines += ["", "Short recordings, a healthy one before every two faulty ones and after them:"]
     for (machine,), group in _grouped((r for r in rows if r.step_ns), lambda r: (r.machine,)).items():
         dates = sorted({r.date for r in group})
@@ -209,6 +217,16 @@ def tables(rows: Sequence[Recorded]) -> str:
             f"| {workload} | {name} | {machine} | {len(group)} | {steps} ms | {', '.join(said) or 'nothing'} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _differ(rows: Sequence[Recorded]) -> list[float]:
+    """Give by how much the steps of one and the same run differ that was recorded twice, one soon after the other."""
+    found = []
+    for group in _grouped(rows, lambda r: (r.workload, r.name, r.machine)).values():
+        ordered = sorted((r for r in group if r.at), key=lambda r: r.at)
+        near = [(a, b) for a, b in pairwise(ordered) if b.at - a.at < NEAR_S]
+        found += [abs(b.step_ns / a.step_ns - 1) for a, b in near]
+    return found
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,16 @@ def test_the_sums_are_over_recordings_and_the_errors_over_faults() -> None:
     assert "off the healthy step by 6.5% in the median of 2 faults (by 15% at most: 2 of them)." in text
 
 
+def test_recordings_of_one_run_tell_how_closely_any_can_be_measured() -> None:
+    def ran(at: float, ns: float, name: str = "healthy") -> Recorded:
+        return Recorded("job", name, "", "here", "2026-01-02", 0, ns, at=at)
+
+    # 10 % and 20 % apart; the others are hours later, of another run, or of no known time.
+    rows = [ran(100, 1.0), ran(200, 1.1), ran(300, 0.88), ran(9000, 5.0), ran(250, 7.0, "healthy, wide"), ran(0, 9.0)]
+    assert "one soon after the other, differ by 15.0% in the median of 2" in summary.tables(rows)
+    assert "differ by" not in summary.tables(rows[3:])
+
+
 def test_a_fault_whose_step_does_less_is_compared_with_none() -> None:
     one = Recorded("ddp_resnet", "small_batch", "memory_headroom", "1 × H", "2026-01-02", 0, 5e6, 9e6, torch="2.13.0")
     assert "| 0 of 1, first in 0 |  |  |  |  |" in summary.tables([one])
