@@ -267,8 +267,9 @@ def _within(recorded: Mapping[tuple[str, str], float], room: float) -> dict[str,
 def _scaled(rank: RankData, t: Timing, parts: Mapping[str, iv.Intervals]) -> dict[str, float]:
     """Give the parts' mean ns a step, each phase of the training thread stretched to its untraced length.
 
-    `parts` are without what was recorded in every step, and so are both lengths of a phase. Nothing is computed faster
-    for being traced: where a phase takes longer in the other steps, it is what waits for other ranks in it that does.
+    `parts` are without what was recorded in every step, and so are both lengths of a phase. An optimizer that waits for
+    other ranks within its step (Horovod's, ZeRO's) computes the same in each: where it takes longer in the other steps
+    than in those that the profiler slowed, it waits for longer.
     """
     n = len(t.windows)
     recorded = iv.merge(np.concatenate([partition(rank).get(kind, iv.EMPTY) for kind in _of_every_step(rank)]))
@@ -285,7 +286,7 @@ def _scaled(rank: RankData, t: Timing, parts: Mapping[str, iv.Intervals]) -> dic
             continue
         took = {category: iv.total(iv.intersect(part, during)) / n for category, part in parts.items()}
         longer = untraced[phase] - traced[phase]
-        if longer > 0 and took.get("communication"):
+        if phase == "optimizer" and longer > 0 and took.get("communication"):
             took["communication"] += longer
         else:
             took = {category: ns * untraced[phase] / traced[phase] for category, ns in took.items()}

@@ -33,7 +33,7 @@ from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.collectives import collectives
+from dlprof.measures.collectives import collectives, waits
 from dlprof.measures.exchange_plans import (
     activations,
     exchange_plans,
@@ -73,14 +73,14 @@ def check(run: Measured) -> Finding | Clear:
         return Clear(f"{percent(share)} of the step is exposed transfer{waiting}")
     worst = int(str(transfer.idxmax()))
     per_step = len(frame[frame["rank"] == worst]) / _traced(run, worst)
-    waits = (
+    more = (
         f", {duration(own['wait_ns'][worst])} more waits for other ranks" if split and own["wait_ns"][worst] > 0 else ""
     )
-    unsplit = "" if split else " Part of it may be waiting for a late rank: not every rank's trace is here."
+    unsplit = "" if split else f" Part of it may be waiting for a late rank: {_untold(run)}."
     return Finding(
         title="Communication is not hidden behind computation",
         summary=f"{count(per_step, 'collective')} a step on rank {worst}; for {duration(transfer[worst])} of"
-        f" {duration(step)} data is in transfer and nothing is computed{waits}.{unsplit}",
+        f" {duration(step)} data is in transfer and nothing is computed{more}.{unsplit}",
         verdict=_verdict(run, str(best["key"]), share, float(transfer.mean()) / step, split),
         noise_ns=gain_noise(run, gain),
         saving_ns=gain,
@@ -89,6 +89,17 @@ def check(run: Measured) -> Finding | Clear:
         ranks=tuple(sorted(int(r) for r in transfer[transfer >= transfer.max() / 2].index)),
         sure=f"Estimated as {_ESTIMATES[best['key']]}: {best['why']}.{unsplit}",
     )
+
+
+def _untold(run: Measured) -> str:
+    """Say why nobody knows what of the communication is waiting."""
+    if run.missing_ranks:
+        return "not every rank's trace is here"
+    try:
+        run.frame(waits)
+    except NotMeasured as e:
+        return str(e)
+    return "not every rank's waiting is known"
 
 
 _ESTIMATES = {
@@ -135,9 +146,10 @@ _ALL = 0.9
 def _verdict(run: Measured, key: str, share: float, exposed: float, split: bool) -> str:
     if key == "once":
         return f"{percent(share)} {of_step(run)} is communication that the optimizer does not need."
-    waits = "" if split else ", or waiting for ranks that are not here"
+    late = "ranks that are not here" if run.missing_ranks else "late ranks"
+    waiting = "" if split else f", or waiting for {late}"
     worth = "" if share >= _ALL * exposed else f"; {_WORTH[key].format(percent(share))}"
-    return f"{percent(max(share, exposed))} {of_step(run)} is communication that nothing hides{waits}{worth}."
+    return f"{percent(max(share, exposed))} {of_step(run)} is communication that nothing hides{waiting}{worth}."
 
 
 def _best(plans: pd.DataFrame, step: float) -> pd.Series[Any]:

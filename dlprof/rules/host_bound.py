@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.diagnosis import LEAST_NOISE, Clear, Rule
+from dlprof.diagnosis import Clear, Rule
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
@@ -53,12 +53,9 @@ def check(run: Measured) -> Finding | Clear:
     gone, sure = _removable(run, late)
     step = mean_step_ns(run)
     gain = saving(run, gone)
-    share, noise = gain / step, part_noise(run, *_HOST)
+    share = gain / step
     if share < NOTABLE_SHARE:
         return Clear(f"{percent(share)} of the step waits for the host")
-    # Every script has some of it: near the threshold, chance alone would tell which have too much.
-    if gain >= LEAST_NOISE * noise and share < NOTABLE_SHARE + noise / step:
-        return Clear(f"{percent(share)} of the step waits for the host, ± {percent(noise / step)}")
     worst = max(late, key=lambda r: late[r])
     mine = work[work["rank"] == worst]
     by_phase = mine.groupby("phase")["ns"].sum().sort_values(ascending=False)
@@ -73,7 +70,7 @@ def check(run: Measured) -> Finding | Clear:
         summary=f"For {duration(late[worst])} of {duration(step)} rank {worst} computes nothing because its host has"
         f" launched nothing: {percent(python)} of that is Python between operators{most}.{_hottest(run, worst, phase)}",
         verdict=f"{percent(share)} of each step waits for Python and launches.",
-        noise_ns=noise,
+        noise_ns=part_noise(run, *_HOST),
         saving_ns=gain,
         advice=_advice(run, worst, phase, python > 0.5 and not _only_traced(run)),
         evidence=_evidence(mine, worst),

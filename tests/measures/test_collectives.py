@@ -139,6 +139,29 @@ def test_collectives_that_do_not_overlap_are_no_match(tmp_path: Path) -> None:
         run_of(tmp_path, made).frame(matched)
 
 
+@pytest.mark.parametrize(("after", "matches"), [(500_000, True), (2 * MS, False)])
+def test_who_asks_last_may_find_it_done(tmp_path: Path, after: int, matches: bool) -> None:
+    # Horovod exchanges in a thread of its own; its mark is of the waiting, once a step of 100 ms.
+    made = []
+    for rank, (begins, ends) in enumerate(((60 * MS, 80 * MS), (80 * MS + after, 81 * MS + after))):
+        events = [
+            e
+            for n in range(5)
+            for e in (
+                traces.step(n, 100 * n * MS, 100 * MS),
+                traces.op("aten::mm", 100 * n * MS, begins),
+                traces.annotation("horovod:all_reduce", 100 * n * MS + begins, ends - begins),
+            )
+        ]
+        made.append(traces.trace(*events, rank=rank, world_size=2, device="", backend="", host="node-1"))
+    run = run_of(tmp_path, made)
+    if matches:
+        assert run.frame(waits).groupby("rank")["wait_ns"].mean().to_dict() == {0: 20 * MS, 1: 0}
+    else:
+        with pytest.raises(NotMeasured, match="do not overlap"):
+            run.frame(waits)
+
+
 def test_groups_match_among_their_members_only(tmp_path: Path) -> None:
     def rank(r: int) -> dict[str, Any]:
         pair = (0, 1) if r < 2 else (2, 3)

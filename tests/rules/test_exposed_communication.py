@@ -86,6 +86,19 @@ def test_with_a_rank_missing_it_says_that_it_may_be_waiting(tmp_path: Path) -> N
     assert "not every rank's trace is here" in found.summary
 
 
+def test_where_all_ranks_are_here_it_says_why_waiting_is_not_known(tmp_path: Path) -> None:
+    one, other = reducing(takes=200_000)
+    for event in other["traceEvents"]:
+        if event["name"].startswith("nccl"):
+            event["ts"] -= 500  # while the other computes: no two of a pair overlap
+        elif event["name"] == "gemm":
+            event["dur"] = 200
+    found = ask(RULE, runs.foreign(tmp_path, one, other))
+    assert found.state == "found"
+    assert "of them do not overlap in time" in found.summary
+    assert "not here" not in found.summary + found.verdict
+
+
 def test_many_small_collectives_want_larger_buckets(tmp_path: Path) -> None:
     ddp = {"bucket_cap_mb": 1, "find_unused_parameters": True}
     facts = {"device": {"type": "cuda"}, "models": [{"parameters": 1, "ddp": ddp}]}
