@@ -34,8 +34,8 @@ SYNCHRONOUS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send
 # Nor was it where so many receives had ended before their send began.
 MISMATCHED = 0.1
 
-# Where a mark is of the waiting (Horovod's), whoever comes last to ask finds it done, and asks just after the others had
-# their answer: by less than this share of the time from one collective to the next.
+# Where a mark is of the waiting (Horovod's), whoever asks last finds it done, and asks just after the others had their
+# answer: by less than this share of the time from one collective to the next.
 _JUST_AFTER = 0.01
 
 # A send and its receive together, once they are matched; its `members` are the sender and the receiver.

@@ -173,7 +173,8 @@ def test_a_phase_that_was_shorter_when_traced_waits_for_longer_else(tmp_path: Pa
     steps = [runs.light(n, 15 * MS, optimizer_ns=9 * MS) for n in range(30)]
     run = runs.measured(runs.recorded(tmp_path / "run", (made, steps, runs.CPU)), breakdown)
     assert part(run, "communication") == {0: pytest.approx(7 * MS)}
-    assert (part(run, "computation"), part(run, "optimizer_host")) == ({0: pytest.approx(MS)}, {0: pytest.approx(MS)})
+    assert part(run, "computation") == {0: pytest.approx(MS)}
+    assert part(run, "optimizer_host") == {0: pytest.approx(MS)}
 
 
 def test_device_work_keeps_its_time_whatever_the_profiler_did_to_the_host(tmp_path: Path) -> None:
