@@ -10,7 +10,8 @@ are not seen.
 
 Saving: the stalls gone altogether, which saving in the background comes near to, and what the steps that save take
 longer beside them, as to gather the state or to replace a file: by how much they, and the steps after them, are longer
-than the others.
+than the others. Where a job saves so often that the system never stops writing to its disk, that slows all steps alike
+on a busy host, and none of them tells by how much: then more is gained than is predicted.
 
 What to change: save less often (what a failure costs is half the interval, on average); save in the background
 (`torch.distributed.checkpoint.async_save` returns once the state is copied); let each rank write its own part; write to
