@@ -216,7 +216,7 @@ def _share(run: Measured, step: float) -> float:
 RULE = Rule(
     "exposed_communication",
     "Communication that nothing hides",
-    (breakdown, collectives, exchange_plans, own_time, step_means, transfer_noise),
+    (breakdown, collectives, exchange_plans, own_time, step_means, transfer_noise, waits),
     check,
     saves_from=("communication",),
 )
