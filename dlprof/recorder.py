@@ -158,14 +158,22 @@ def folder_of_rank(run: Path) -> Path | None:
 
     Workers are started before their rank knows that it trains, and may start in an interpreter of their own.
     """
+    try:
+        return run / "ranks" / _word_of_rank(run).read_text().partition(" ")[0]
+    except FileNotFoundError:
+        return None
+
+
+def age_of_rank(run: Path) -> int:
+    """Give for how long that rank has trained, in ns. Raises OSError where it does not train."""
+    return max(time.time_ns() - _word_of_rank(run).stat().st_mtime_ns, 0)
+
+
+def _word_of_rank(run: Path) -> Path:
     from multiprocessing.process import parent_process
 
     rank = parent_process()
-    word = run / "hosts" / os.uname().nodename / f"rank-{rank.pid if rank else 0}"
-    try:
-        return run / "ranks" / word.read_text().partition(" ")[0]
-    except FileNotFoundError:
-        return None
+    return run / "hosts" / os.uname().nodename / f"rank-{rank.pid if rank else 0}"
 
 
 class Recorder:

@@ -19,12 +19,12 @@ from typing import Any
 
 import dlprof
 from dlprof.log import Log, file_of
-from dlprof.recorder import Recorder, Step, folder_of_rank
+from dlprof.recorder import Recorder, Step, age_of_rank, folder_of_rank
 
 # Lines are written this often, see collectors/steps.py.
 _WRITE_EVERY_NS = 250_000_000
 
-# A file may hold so much, and so much more for each second since it was begun: 14,000 batches in detail, then 8 a
+# A file may hold so much, and so much more for each second that its rank trains: 14,000 batches in detail, then 8 a
 # second. Above that, what one writing has gathered becomes one line of sums.
 _BURST_BYTES = 2_000_000
 _BYTES_A_SECOND = 1_000
@@ -310,11 +310,12 @@ class Loader:
 
     def _ship(self, now: int, *, last: bool = False) -> None:
         if not self._fetches.is_open:
-            folder = folder_of_rank(dlprof._recorder.run)
+            run = dlprof._recorder.run
+            folder = folder_of_rank(run)
             if folder is None:
                 self._fetches.written_ns = now
                 return
-            self._fetches.open(folder)
+            self._fetches.open(folder, age_of_rank(run))
         self._fetches.write(now, last=last)
 
     def _leave(self) -> None:
@@ -414,8 +415,7 @@ class _Log:
         self._sums = sums
         self.rows: list[_Row] = []
         self._file: Log | None = None
-        self._most = 0
-        self._opened_ns = 0
+        self._begun_ns = 0
         self.written_ns = 0
 
     @property
@@ -423,11 +423,10 @@ class _Log:
         """Tell whether there is a file."""
         return self._file is not None
 
-    def open(self, folder: Path) -> None:
-        """Open the file, or make it."""
+    def open(self, folder: Path, age_ns: int = 0) -> None:
+        """Open the file, or make it; its rank has trained for so long, in which others may have filled it."""
         self._file = Log(folder / self._name)
-        self._most = max(self._file.size, _BURST_BYTES)
-        self._opened_ns = perf_counter_ns()
+        self._begun_ns = perf_counter_ns() - age_ns
 
     def fit(self) -> None:
         """Sum what has gathered, if there is no file yet; rows are added without asking, as each takes its time."""
@@ -439,8 +438,7 @@ class _Log:
         self.written_ns = now
         if not self.rows or self._file is None:
             return
-        # Each new generation of workers finds the file as long as the last one left it.
-        if self._file.size >= self._most + _BYTES_A_SECOND * (now - self._opened_ns) // 1_000_000_000:
+        if self._file.size >= _BURST_BYTES + _BYTES_A_SECOND * (now - self._begun_ns) // 1_000_000_000:
             self._sum()
             if not last:
                 return
