@@ -64,10 +64,13 @@ def loading(
     workers: int,
     cores: float = 1.0,
     slow: int = 0,
+    delay: int = 0,
+    thread: int | None = None,
 ) -> None:
     """Write what a rank's loader left beside `n` steps of `light`: each one's batch, wait, fetch, and the CPU time.
 
     `cores`: the CPU time that the process used of each step but for the wait. With workers, the queue is always empty.
+    `delay` and `thread`: how long its training thread was ready in each step and had no core, and ran.
     """
     begins = [traces.BASE_NS + k * 1_000 * MS for k in range(n)]
     asked = {"empty": 1, "ready": 0, "outstanding": 2 * workers} if workers else {}
@@ -81,7 +84,7 @@ def loading(
         rows.append({"kind": kind, "start_ns": at, "dur_ns": wait, "count": 1, "step": k, "loader": 0} | asked)
         busy = int((step - wait) * cores) + (0 if workers else cpu)
         rows.append({"kind": "usage", "start_ns": at, "dur_ns": step, "count": 1, "step": k, "cpu_ns": busy})
-        rows[-1] |= {"delay_ns": 0, "thread_ns": min(busy, step)}
+        rows[-1] |= {"delay_ns": delay, "thread_ns": min(busy, step) if thread is None else thread}
         worker = k % workers if workers else -1
         # A worker fetches one batch after the other, all of them when the run is steady.
         starts = begins[n // 2] + k // workers * fetch if workers else at + 1

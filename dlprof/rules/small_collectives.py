@@ -6,12 +6,15 @@ link. Below some tens of kilobytes that is all of its time. The same bytes in fe
 Needs a trace with collectives and their sizes; where sizes are not told, those of a DistributedDataParallel or FSDP2
 model follow from its parameters and the number of its exchanges.
 
-Saving: what is exposed of their transfer, as far as fewer of them would start less often; their bytes are taken to cost
-nothing, and what computation hides is not counted. On a CPU FSDP2's own work on each of its units counts as well, and
-fewer units are those that the modules right above them would be. Each collective is a meeting as well, and ranks that
-are late in turn wait at each: delays that are independent of each other grow with the root of the time that they add
-up in, and so what all ranks wait shrinks with the root of how often they meet. Waiting for one late rank is
-`straggler`'s.
+Saving: what is exposed of their transfer, but for what is left: as many as are needed, each open for as long as one
+takes now, as the last of the backward pass has nothing to hide behind. Their bytes are taken to cost nothing, and what
+computation hides is not counted. On a CPU FSDP2's own work on each of its units counts as well, and fewer units are
+those that the modules right above them would be. There, the threads that exchange take cores from those that compute:
+with gloo and one computing thread the kernel tells for how long that thread stands ready without one. Of that it saves
+what neither the loader's workers nor the exchanges that are left could cause, were each ms of theirs to hold it up for
+one. Each collective is a meeting as well, and ranks that are late in turn wait at each: delays that are independent of
+each other grow with the root of the time that they add up in, and so what all ranks wait shrinks with the root of how
+often they meet. Waiting for one late rank is `straggler`'s.
 
 What to change: larger buckets (`bucket_cap_mb`), `fully_shard` on whole blocks, gradients exchanged once a step and not
 one by one, metrics reduced in one tensor.
@@ -29,9 +32,11 @@ from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.bandwidth import CLASSES, bandwidth
+from dlprof.measures.blocked import contention
+from dlprof.measures.breakdown import breakdown
 from dlprof.measures.collectives import SENT
-from dlprof.measures.exchange_plans import gain_noise, transfer_noise
-from dlprof.measures.replay import own_time
+from dlprof.measures.exchange_plans import exposed_transfer, gain_noise, transfer_noise
+from dlprof.measures.replay import own_time, saving
 from dlprof.measures.sharding import sharding
 from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
@@ -43,8 +48,10 @@ NOTABLE_SHARE = 0.02
 # A class of size that ends at 64 KiB: even 10 Gbit/s carries that in 52 µs, about what starting a collective takes.
 SMALL_BYTES = CLASSES[1]
 
-# What a bucket of DistributedDataParallel holds unless told otherwise.
+# What a bucket of DistributedDataParallel holds unless told otherwise, and what its first one does, which is to be
+# ready early (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES).
 BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20
 
 # So few a step are nobody's buckets: a loss, a gradient norm, a flag.
 FEW = 8
@@ -65,34 +72,64 @@ def check(run: Measured) -> Finding | Clear:
     if n <= FEW:
         return Clear(f"{count(n, 'collective')} below {size(SMALL_BYTES)} a step")
     total = float((small["each"] * small["count"] * small["ranks"]).sum() / run.world_size)
-    kinds = small["collective"].nunique()
-    fewer = max(kinds, math.ceil(total / BUCKET_BYTES))
-    bare = float((small["exposed_ns"] * small["ranks"]).sum() / run.world_size)
     kept, around = _units(run)
-    fewer = max(fewer, math.ceil(n * kept))
-    starts = bare * max(0.0, 1 - fewer / n)
+    fewer = max(small["collective"].nunique(), _buckets(run, total), math.ceil(n * kept))
+    mean = float(small["transfer_ns"].sum() / small["count"].sum())
+    # Of several at once each is exposed in the same time.
+    theirs = exposed_transfer(run) * float(small["exposed_ns"].sum() / max(frame["exposed_ns"].sum(), 1.0))
+    starts = (theirs - (theirs * fewer / n).clip(lower=min(fewer, n) * mean)).clip(lower=0.0)
     meets = _late_in_turn(run) * float(small["wait_ns"].sum() / max(frame["wait_ns"].sum(), 1.0))
     meets *= max(0.0, 1 - math.sqrt(fewer / n))
-    gain = starts + meets + around * (1 - kept)
+    crowd = _crowded_out(run, max(0.0, n - fewer) / _times(run, frame))
+    exchanges = _saving(run, starts)
+    gain = _saving(run, starts + around * (1 - kept) + crowd) + meets
     step = mean_step_ns(run)
     if gain < NOTABLE_SHARE * step:
         return Clear(f"{percent(gain / step)} of the step is exposed start-up of {count(n, 'small collective')}")
-    mean = float(small["transfer_ns"].sum() / small["count"].sum())
     return Finding(
         title="Many small collectives",
         summary=f"{count(n, 'collective')} of {size(total / n)} a step, each of {duration(mean)}: {size(total)} in all;"
-        f" for {duration(bare)} of a step of {duration(step)} nothing is computed beside them"
+        f" for {duration(float(theirs.mean()))} of a step of {duration(step)} nothing is computed beside them"
         f"{f', and FSDP2 works for {duration(around)} on its units' if around else ''}.",
         verdict=f"{percent(gain / step)} {of_step(run)} starts small collectives.",
         saving_ns=gain,
-        noise_ns=gain_noise(run, starts),
-        within={"communication": starts + meets},
+        noise_ns=gain_noise(run, exchanges),
+        within={"communication": exchanges + meets},
         advice=_advice(run, n, fewer),
         evidence=_evidence(small),
         sure=f"Estimated as {count(fewer, 'start')} a step in place of {digits(round(n, 1))}; moving the bytes is"
         f" taken to cost nothing at this size{'; FSDP2 works as much less as it has fewer units' if around else ''}"
-        f"{f'; ranks late in turn wait {duration(meets)} less, for they meet less' if meets else ''}.",
+        f"{f'; ranks late in turn wait {duration(meets)} less, for they meet less' if meets else ''}"
+        f"{f'; threads that exchange leave a core free for {duration(crowd)} more' if crowd else ''}.",
     )
+
+
+def _buckets(run: Measured, total: float) -> int:
+    """Give how many exchanges so many bytes are, in DistributedDataParallel's buckets where it makes them."""
+    first = FIRST_BUCKET_BYTES if settings.model(run).get("ddp") else BUCKET_BYTES
+    return 1 + math.ceil(max(0.0, total - first) / BUCKET_BYTES)
+
+
+def _times(run: Measured, frame: pd.DataFrame) -> float:
+    """Give how many collectives of any size a rank has in a step."""
+    return float((frame["count"] * frame["ranks"]).sum() / run.world_size)
+
+
+def _saving(run: Measured, removed: pd.Series[float]) -> float:
+    return saving(run, {int(str(r)): float(ns) for r, ns in removed.items()})
+
+
+def _crowded_out(run: Measured, gone: float) -> float:
+    """Give for how long of a step every rank's training thread would find a core sooner, ns; 0 where nobody tells.
+
+    `gone` is the part of the collectives that would not be.
+    """
+    if not settings.on_cpu(run) or run.lacking(contention):
+        return 0.0
+    told = run.frame(contention)
+    less = told["others_ns"] * gone
+    left = told["loader_ns"] + told["others_ns"] - less
+    return float((told["delay_ns"] - left).clip(lower=0.0).clip(upper=less).min())
 
 
 def _units(run: Measured) -> tuple[float, float]:
@@ -163,7 +200,7 @@ def _evidence(small: pd.DataFrame) -> Panel:
 RULE = Rule(
     "small_collectives",
     "Many small collectives",
-    (bandwidth, own_time, sharding, step_means, transfer_noise),
+    (bandwidth, breakdown, contention, own_time, sharding, step_means, transfer_noise),
     check,
     # FSDP2's own work on a CPU is copying, and the host's.
     saves_from=("communication", "computation", "host", "other"),

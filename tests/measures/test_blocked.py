@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from dlprof.engine import RankData
-from dlprof.measures.blocked import blocked
+from dlprof.errors import NotMeasured
+from dlprof.measures.blocked import blocked, contention
 from dlprof.run import Rank
 from tests import runs
 from tests.runs import MS
@@ -14,12 +15,14 @@ from tests.runs import MS
 FACTS = {**runs.CPU, "backend": "gloo", "cpu": {"torch_threads": 1}}
 
 
-def rank_with(folder: Path, facts: dict[str, Any], waits: int = 2 * MS, n: int = 20) -> RankData:
+def rank_with(
+    folder: Path, facts: dict[str, Any], waits: int = 2 * MS, n: int = 20, files: str = "steps loading", **used: Any
+) -> RankData:
     """Give a rank of steps of 10 ms, of which its training thread stands still for some."""
     path = runs.recorded(folder / "run", (None, [runs.light(k, 10 * MS) for k in range(n)], facts))
-    runs.loading(path, 0, step=10 * MS, wait=waits, fetch=0, cpu=0, n=n, workers=1)
+    runs.loading(path, 0, **{"step": 10 * MS, "wait": waits, "fetch": 0, "cpu": 0, "n": n, "workers": 1} | used)
     at = path / "ranks" / "00000"
-    return RankData(Rank(0, {name: at / f"{name}.jsonl" for name in ("steps", "loading")}, facts))
+    return RankData(Rank(0, {name: at / f"{name}.jsonl" for name in files.split()}, facts))
 
 
 def test_what_is_neither_run_nor_waited_for_a_core_is_stood_still(tmp_path: Path) -> None:
@@ -41,3 +44,21 @@ def test_where_standing_still_says_little_it_is_not_told(tmp_path: Path, other: 
 
 def test_a_few_readings_are_not_enough(tmp_path: Path) -> None:
     assert blocked(rank_with(tmp_path, FACTS, n=6)) is None
+
+
+def test_what_computes_beside_the_training_thread(tmp_path: Path) -> None:
+    """Of 8 ms that the process computes in a step, 5 are the training thread's; a worker 1.5 for each batch."""
+    used = {"delay": MS, "thread": 5 * MS, "cpu": 3 * MS // 2, "fetch": 2 * MS}
+    frame = contention.function(rank_with(tmp_path / "a", FACTS, files="steps loading fetches", **used))
+    assert frame.to_dict("records") == [{"delay_ns": MS, "others_ns": 3 * MS, "loader_ns": 1.5 * MS}]
+    # Without workers the loader computes in the training thread.
+    frame = contention.function(rank_with(tmp_path / "b", FACTS, workers=0, delay=MS, thread=5 * MS))
+    assert frame.to_dict("records") == [{"delay_ns": MS, "others_ns": 3 * MS, "loader_ns": 0.0}]
+
+
+def test_what_computes_beside_it_is_not_told_where_that_is_not_known(tmp_path: Path) -> None:
+    with pytest.raises(NotMeasured, match="threads"):
+        contention.function(rank_with(tmp_path / "a", FACTS | {"cpu": {"torch_threads": 4}}))
+    # There are workers, and nobody saw what they fetch.
+    with pytest.raises(NotMeasured, match="fetching a batch"):
+        contention.function(rank_with(tmp_path / "b", FACTS))

@@ -78,6 +78,56 @@ def test_on_a_cpu_what_fsdp_works_on_each_unit_counts_too(tmp_path: Path) -> Non
     assert "6 starts a step in place of 10" in found.sure
 
 
+def crowded(folder: Path, others: int, delay: int) -> Path:
+    """Record two CPU ranks with 20 all-reduces of 0.1 ms in steps of 20 ms, whose threads take so much of a core."""
+    facts = {**runs.CPU, "backend": "gloo", "cpu": {"torch_threads": 1}}
+    model = {"parameters": 25_000, "parameter_bytes": 100_000, "ddp": {"bucket_cap_mb": 0.001}}
+    ranks = []
+    for rank in range(2):
+        events: list[Any] = []
+        for n in range(20, 23):
+            t = (n - 20) * 20 * MS
+            events += [traces.step(n, t, 20 * MS), traces.op("aten::mm", t, 18 * MS)]
+            events += [traces.annotation("gloo:all_reduce", t + 18 * MS + k * 100_000, 100_000) for k in range(20)]
+        steps = [runs.light(n, 20 * MS, profiled=int(n >= 20)) for n in range(23)]
+        made = traces.trace(*events, rank=rank, backend="gloo", device="")
+        ranks.append((made, steps, {**facts, "models": [model]}))
+    path = runs.recorded(folder / "run", *ranks)
+    for rank in range(2):
+        used = {"thread": 18 * MS - delay, "delay": delay, "cores": (18 * MS - delay + others) / (20 * MS)}
+        runs.loading(path, rank, step=20 * MS, wait=0, fetch=0, cpu=0, n=23, workers=0, **used)
+    return path
+
+
+def test_threads_that_exchange_less_leave_the_cores_to_those_that_compute(tmp_path: Path) -> None:
+    # 19 of 20 exchanges go, and with them 3.8 ms of the 4 that their threads compute. Of 3 ms without a core the other
+    # 0.2 may have caused as many; where nobody lacked a core, nothing comes back.
+    found = ask(RULE, crowded(tmp_path / "crowded", others=4 * MS, delay=3 * MS))
+    assert found.saving_ns == pytest.approx((1.9 + 2.8) * MS, rel=0.01)
+    assert "leave a core free for 2.80 ms more" in found.sure
+    free = ask(RULE, crowded(tmp_path / "free", others=4 * MS, delay=0))
+    assert free.saving_ns == pytest.approx(1.9 * MS, rel=0.01)
+    assert "core" not in free.sure
+
+
+def test_several_at_once_are_exposed_only_once(tmp_path: Path) -> None:
+    """Of 16 all-reduces on two streams two run at any time: of the 0.8 ms that they take, 0.4 lie open."""
+    made = []
+    for rank in range(2):
+        events: list[Any] = []
+        for step in range(3):
+            t = step * 4 * MS
+            events += [traces.step(step, t, 4 * MS), traces.kernel("gemm", t, MS)]
+            for i in range(16):
+                event = traces.collective(t + MS + i // 2 * 50_000, 50_000, 1_000, stream=21 + i % 2)
+                events.append(event)
+        made.append(traces.trace(*events, rank=rank))
+    found = ask(RULE, runs.foreign(tmp_path, *made))
+    # All that is left is one of 50 µs.
+    assert found.saving_ns == pytest.approx(350_000, rel=0.01)
+    assert "for 400.0 µs of a step" in found.summary
+
+
 @pytest.mark.parametrize(("in_turn", "met"), [(True, 300_000), (False, 0)])
 def test_ranks_that_are_late_in_turn_wait_less_where_they_meet_less(tmp_path: Path, in_turn: bool, met: int) -> None:
     """Of 16 all-reduces of 100 µs each rank begins 8 by 50 µs before the other, or one rank all of them."""
