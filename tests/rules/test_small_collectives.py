@@ -94,7 +94,8 @@ def crowded(folder: Path, others: int, delay: int) -> Path:
         ranks.append((made, steps, {**facts, "models": [model]}))
     path = runs.recorded(folder / "run", *ranks)
     for rank in range(2):
-        used = {"thread": 18 * MS - delay, "delay": delay, "cores": (18 * MS - delay + others) / (20 * MS)}
+        mine = 18 * MS - delay
+        used: dict[str, Any] = {"thread": mine, "delay": delay, "cores": (mine + others) / (20 * MS)}
         runs.loading(path, rank, step=20 * MS, wait=0, fetch=0, cpu=0, n=23, workers=0, **used)
     return path
 
