@@ -1,4 +1,4 @@
-"""What the kernel knows of a process of this host: since when it runs, and whose end it shall not outlive."""
+"""What the kernel knows of a process: since when it runs, whether something awaits it, whose end it never outlives."""
 
 from __future__ import annotations
 
@@ -22,6 +22,19 @@ def started(pid: int) -> int | None:
         return None
     words = stat.rpartition(b")")[2].split()
     return None if words[0] in (b"Z", b"X") else int(words[19])
+
+
+def awaits(pid: int, number: int) -> bool:
+    """Tell whether a process has work to do, or a signal that it has not taken yet; not where nobody knows."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_bytes()
+    except OSError:
+        return False
+    said = dict(line.split(b":", 1) for line in status.splitlines() if b":" in line)
+    pending = int(said.get(b"SigPnd", b"0"), 16) | int(said.get(b"ShdPnd", b"0"), 16)
+    # A stopped process does nothing with what it was sent, however long one waits.
+    state = said.get(b"State", b"").strip()[:1]
+    return state in (b"R", b"D") or (state == b"S" and bool(pending >> (number - 1) & 1))
 
 
 def tied(number: signal.Signals) -> Callable[[], None]:

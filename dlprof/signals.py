@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from dlprof.process import tied
+from dlprof.process import awaits, tied
 
 _SI_KERNEL = 0x80  # <asm-generic/siginfo.h>: sent by the kernel, as the terminal's Ctrl-C is, to the whole group
 
@@ -35,6 +35,8 @@ while True:
 """
 # How long a signal may take to reach all whom its sender named; so long one to this process alone is held back.
 _TOGETHER_S = 0.1
+# How long the witness may take to tell what has reached it: on a busy host it waits for a core as all others do.
+_TOLD_S = 5.0
 
 
 class Witness:
@@ -81,8 +83,13 @@ class Witness:
                 if same in lines:
                     lines.remove(same)
                     return True
-            if now >= until or not select.select([fd], [], [], until - now)[0]:
-                return False
+            # Sent to both, it is there by now; that the witness has come to tell is another matter.
+            late = now >= until
+            wait = _TOGETHER_S if late and now < until + _TOLD_S and awaits(self._process.pid, info.si_signo) else 0.0
+            if not select.select([fd], [], [], wait if late else until - now)[0]:
+                if late and not wait:
+                    return False
+                continue
             told = os.read(fd, 4096)
             if not told:
                 return False

@@ -123,6 +123,47 @@ def test_a_signal_to_the_whole_group_reaches_the_command_once(tmp_path: Path) ->
     assert told == [("SIGTERM\n", 9)] * 2
 
 
+# Says when it has a core for itself, and gives it to nobody for half a second at a time.
+KEEPS = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+print(flush=True)
+while True:
+    pass
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the rest of the job needs a core as well")
+def test_a_signal_to_the_whole_group_reaches_the_command_once_where_the_witness_has_no_core(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGTERM"]),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert until(partial(witnessed, process.pid))
+    (witness,) = (child for child in children(process.pid) if "sigwaitinfo" in words(child))
+    core, *others = sorted(os.sched_getaffinity(0))
+    for pid in (process.pid, *children(process.pid)):
+        os.sched_setaffinity(pid, {core} if pid == witness else others)
+    keeps = subprocess.Popen(
+        [sys.executable, "-c", KEEPS, str(core)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    with keeps:
+        assert keeps.stdout is not None
+        may = keeps.stdout.readline() == "\n"
+        os.killpg(process.pid, signal.SIGTERM)
+        told = process.stdout.read(), process.wait(30)
+        keeps.kill()
+    if not may:
+        pytest.skip("no process of this user may keep a core to itself")
+    assert told == ("SIGTERM\n", 9)
+
+
 def test_a_signal_is_passed_on_where_the_witness_has_died(tmp_path: Path) -> None:
     process = subprocess.Popen(
         wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGTERM"]),
