@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dlprof.errors import DlprofError
+from dlprof.hosts import BOOT, longer
 from dlprof.readers import SOURCES, Reading
 
 FORMAT = 1
@@ -103,6 +104,7 @@ def _recorded(folder: Path) -> Run:
     if last:
         warnings.append(f"the job was restarted {last} × by its launcher: the figures are of the last start")
     hosts: dict[Any, Path] = {path.name: path for path in folder.glob("hosts/*")}
+    boots = {name: _boot(path) for name, path in hosts.items()}
     ranks = []
     said: dict[str, list[int]] = {}
     for index, lives in sorted(attempts.items()):
@@ -114,6 +116,10 @@ def _recorded(folder: Path) -> Run:
         for warning in (*odd, *(facts.get("warnings") or ())):
             said.setdefault(warning, []).append(index)
         files = _files(sub)
+        # Where machines share a name, the first to sample has it, else the first rank's.
+        name, boot = facts.get("host"), facts.get("boot") or ""
+        if name and boot and boots.setdefault(name, boot) not in (boot, ""):
+            facts = {**facts, "host": longer(name, boot)}
         # What was sampled of a host belongs to none of its ranks: the first one brings it.
         host = hosts.pop(facts.get("host"), None)
         if host is not None:
@@ -138,6 +144,14 @@ def _recorded(folder: Path) -> Run:
         exit={"code": ended.get("code"), "signal": ended.get("signal")},
         warnings=tuple(warnings),
     )
+
+
+def _boot(host: Path) -> str:
+    """Give which machine's a host's folder is; "" where it does not say so."""
+    try:
+        return (host / BOOT).read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _tasks(folder: Path) -> list[Mapping[str, Any]]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from dlprof.hosts import BOOT, boot, longer
 from dlprof.log import Log
 from dlprof.process import started
 
@@ -78,6 +79,7 @@ class Host:
     def __init__(self, run: Path) -> None:
         self.run = run
         self.name = os.uname().nodename
+        self.boot = boot()
         self.folder = run / "hosts" / self.name
         self.ranks: tuple[RankHere, ...] = ()
         self._listed_ns = -1
@@ -85,6 +87,18 @@ class Host:
         self._unread: set[str] = set()  # folders of ranks that have no facts yet
         self._elsewhere: set[str] = set()  # folders of ranks of other hosts, or that ended
         self._warned: set[str] = set()
+
+    def settle(self) -> None:
+        """Make the folder; where another machine has this one's name and was first, one with a longer name."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        whose = self.folder / BOOT
+        try:
+            with whose.open("x") as file:
+                file.write(self.boot)
+        except FileExistsError:
+            if whose.read_text(errors="replace") != self.boot:
+                self.folder = self.folder.with_name(longer(self.name, self.boot))
+                self.folder.mkdir(exist_ok=True)
 
     def log(self, name: str, rank: RankHere | None = None) -> Log:
         """Open a file of this host's folder, or of a rank's, for lines."""
@@ -130,7 +144,8 @@ class Host:
                 self.ranks = (*self.ranks, rank)
 
     def _here(self, name: str, facts: Any) -> RankHere | None:
-        since = started(int(facts["pid"])) if facts["host"] == self.name else None
+        here = facts["host"] == self.name and facts.get("boot", self.boot) == self.boot
+        since = started(int(facts["pid"])) if here else None
         if since is None:
             return None
         return RankHere(int(facts["rank"]), name, facts["pid"], since, facts.get("device") or {})
@@ -142,7 +157,7 @@ def claim(run: Path) -> socket.socket | None:
     A name of the kernel's, not a lock file: it ends with the process, and network disks often know no locks. Containers
     of other names may share it, with the host's network.
     """
-    what = os.fsencode(run.resolve()) + b"\0" + os.uname().nodename.encode()
+    what = os.fsencode(run.resolve()) + f"\0{os.uname().nodename}\0{boot()}".encode()
     digest = hashlib.sha256(what).hexdigest()[:32]
     claimed = socket.socket(socket.AF_UNIX)
     try:
@@ -165,7 +180,7 @@ def sample(run: Path, samplers: Iterable[Callable[[], Sampler]], end: int) -> No
             return
     with claimed:
         host = Host(run)
-        host.folder.mkdir(parents=True, exist_ok=True)
+        host.settle()
         due: dict[Sampler, float] = {}
         try:
             for make in samplers:

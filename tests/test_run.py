@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -487,6 +488,30 @@ def test_what_was_sampled_of_a_host_is_read_once(tmp_path: Path) -> None:
         samples = RankData(rank).table("samples")
         told.append(dict(zip(samples["metric"], samples["value"], strict=True)))
     assert told == [{"cpu_share": 0.25, "cpu_s": 0.0}, {"cpu_s": 1.0}, {"cpu_share": 0.75, "cpu_s": 2.0}]
+
+
+def test_machines_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """Four ranks on two machines of one name, of which the second was the first to sample."""
+    boots = {"aaaaaaaa-1": (0, 1), "bbbbbbbb-2": (2, 3)}
+    for boot, numbers in boots.items():
+        for number in numbers:
+            folder = tmp_path / "ranks" / f"{number:05d}"
+            folder.mkdir(parents=True)
+            facts = {"rank": number, "world_size": 4, "host": "clone", "boot": boot}
+            (folder / "facts.json").write_text(json.dumps(facts))
+    for name, share in (("clone", 0.75), ("clone~aaaaaaaa", 0.25)):
+        (tmp_path / "hosts" / name).mkdir(parents=True)
+        (tmp_path / "hosts" / name / "host.jsonl").write_text(f'{{"at_ns":9,"cpu_share":{share}}}\n')
+    (tmp_path / "hosts/clone/boot").write_text("bbbbbbbb-2")
+    (tmp_path / "run.json").write_text('{"format": 1}')
+    ranks = open_run(tmp_path).ranks
+    assert [rank.facts["host"] for rank in ranks] == ["clone~aaaaaaaa"] * 2 + ["clone"] * 2
+    sampled = {rank.index: RankData(rank) for rank in ranks if any("host" in str(path) for path in rank.files.values())}
+    told = {number: data.table("samples")["value"].tolist() for number, data in sampled.items() if data.has("samples")}
+    assert told == {0: [0.25], 2: [0.75]}
+    # Nothing was sampled: then the first rank's machine has the name.
+    shutil.rmtree(tmp_path / "hosts")
+    assert [rank.facts["host"] for rank in open_run(tmp_path).ranks] == ["clone"] * 2 + ["clone~bbbbbbbb"] * 2
 
 
 def test_what_samplers_had_to_say_is_among_the_warnings_with_their_hosts(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.hosts import boot
 from dlprof.run import open_run
 from dlprof.sampling import Host, claim
 from tests import jobs
@@ -137,6 +138,31 @@ def test_one_process_samples_a_host_and_the_next_takes_over(run: Path) -> None:
     freed = claim(run)
     assert freed is not None
     freed.close()
+
+
+def test_a_folder_of_another_machine_of_the_same_name_is_left_to_it(run: Path) -> None:
+    theirs = run / "hosts" / os.uname().nodename
+    theirs.mkdir(parents=True)
+    (theirs / "boot").write_text("0-0")
+    beside = Beside(run)
+    beside.folder = theirs.with_name(f"{theirs.name}~{boot()[:8]}")
+    assert until(lambda: len(beside.lines()) > 1)
+    ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    # Of two ranks whose process is here, the kernel of one is another.
+    add_rank(run, "00000", ranks[0].pid, boot="0-0")
+    add_rank(run, "00001", ranks[1].pid, boot=boot())
+    assert until(lambda: beside.lines()[-1]["ranks"] == [[1, "00001", ranks[1].pid]])
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    beside.end()
+    assert [path.name for path in theirs.iterdir()] == ["boot"]
+    # Whoever samples next on this machine goes on in its own.
+    again = Beside(run)
+    again.folder = beside.folder
+    lines = len(again.lines())
+    assert until(lambda: len(again.lines()) > lines)
+    again.end()
 
 
 def test_a_deleted_folder_ends_the_samplers_with_a_line(run: Path) -> None:

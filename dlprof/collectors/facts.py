@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import dlprof
+from dlprof.hosts import boot
 from dlprof.recorder import Recorder, Step
 
 _PREFIXES = ("NCCL_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "CUDA_", "GLOO_")
@@ -51,6 +52,7 @@ class Facts:
             "rank": recorder.rank,
             "local_rank": _number(*_LOCAL_RANKS),
             "host": os.uname().nodename,
+            "boot": boot(),
             "pid": os.getpid(),
             "restart": recorder.restart,
             "env": environment(os.environ),

@@ -47,6 +47,7 @@ RANK: Mapping[str, Shape] = {
     "world_size": int,
     "backend": str,
     "host": str,
+    "boot": str,
     "pid": int,
     "restart": int,
     "env": {},
