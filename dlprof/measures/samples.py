@@ -47,6 +47,12 @@ MOST_POINTS = 300
 # A mean of fewer readings than this says nothing.
 ENOUGH = 3
 
+# The share of the time in which the kernel had a rank's main thread wait for a core.
+WAITED = "main_thread_waited_share"
+
+# Every host runs something of its own: so much of the cores in use.
+LITTLE = 0.1
+
 
 @per_rank
 def sample_series(rank: RankData) -> pd.DataFrame:
@@ -165,3 +171,11 @@ def _steady(rank: RankData) -> tuple[int, int]:
     if not len(steps):
         raise NotMeasured("no steady training step was recorded")
     return int(steps["start_ns"].min()), int((steps["start_ns"] + steps["dur_ns"]).max())
+
+
+def outside(means: pd.DataFrame) -> float:
+    """Give what share of the cores in use programs outside the job have; 0 where it is little, or not known."""
+    sums = means.groupby(["source", "metric"])["mean"].sum()
+    ours = sum(float(sums.get(("processes", metric), 0.0)) for metric in ("cpu_cores", "children_cpu_cores"))
+    used = float(sums.get(("host", "cpu_cores"), 0.0))
+    return share if used > 0 and (share := 1 - ours / used) >= LITTLE else 0.0

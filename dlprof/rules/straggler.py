@@ -6,8 +6,8 @@ collective that cannot begin. The culprit shows least of it, for it arrives last
 Needs the traces of all ranks: collectives are matched by process group and order, and waiting is the latest start less
 one's own. A rank's own time is the step less that waiting, and less the transfers that lie open on it only because it
 is ahead: those that the last to come hides behind its computation, as this rank would have without the waiting. On a
-CPU run the light layer tells it for every step, or at least whether the rank is busy for longer in all of them; on a
-GPU only the traced steps do, and a difference that comes and goes between them is not told. Where traces are missing,
+CPU run the light layer tells it for every step, or at least for how long the rank is busy in each of them; on a GPU
+only the traced steps do, and a difference that comes and goes between them is not told. Where traces are missing,
 the ranks that are here vote: whose collectives are abnormally short is the one that the others wait for.
 
 Saving: every step replayed with the late ranks at the mean pace of the next slowest; their jitter stays. Where a late
@@ -15,6 +15,8 @@ rank computes longer because it holds more of the model than others (tables, lay
 all), its work does not vanish: then every step is replayed with the work shared out evenly, which is the bound. That
 other work which it does alone is nobody else's is assumed, and the report says which of the two it was. What another
 rule answers for (a late rank's wait for data, its checkpoints, its garbage) is that rule's saving and not this one's.
+Nor is what a late rank lacks of the cores that the job's other ranks on its host have: were it given these, they would
+lack them.
 
 What to change depends on what the late rank does with its own time, which the report tells: more work, more or longer
 inputs, a slower clock, a host whose cores are taken.
@@ -36,7 +38,7 @@ from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.collectives import SENT, collectives, exposed, matched, waits
 from dlprof.measures.lateness import Lead, busy, busy_share, lead, light_own_time, traced_own_time
 from dlprof.measures.replay import own_time
-from dlprof.measures.samples import sample_means
+from dlprof.measures.samples import WAITED, outside, sample_means
 from dlprof.measures.steps import mean_step_ns, step_means
 from dlprof.measures.votes import voted
 from dlprof.measures.workload import Reason, longer_because, workload
@@ -64,6 +66,7 @@ _OWNERS: Mapping[str, str] = {
 }
 
 _TRACED = "in the traced steps"
+_BUSY = "in every steady step, as what each rank is busy tells"
 
 # What it does, and what to change; what its computation is longer by is looked into further.
 _CAUSES: Mapping[str, tuple[str, str]] = {
@@ -115,14 +118,27 @@ def check(run: Measured) -> Finding | Clear:
         )
     cause = max((c for c in more if c not in _OWNERS), key=lambda c: more[c])
     because = longer_because(run, late.ranks[0]) if cause == "computation" else Reason()
-    gain = _confirmed(run, late, left, cause) if source == _TRACED else left
+    gain, noise = left, late.noise_ns / late.behind_ns * left
+    if source == _TRACED and cause == "computation":
+        gain, noise, source = _confirmed(run, late, left, noise)
     if gain < NOTABLE_SHARE:
+        said = f"{who} costs {percent(share)} of a step in the traced ones, but"
+        if source == _BUSY:
+            return Clear(f"{said} {percent(gain)} in all steady ones, as what each rank is busy tells")
         return Clear(
-            f"{who} costs {percent(share)} of a step in the traced ones, but in all steady steps it is busy for"
-            f" {percent(gain)} more of the time at most: it computes no longer than the others"
+            f"{said} in all steady steps it is busy for {percent(gain)} more of the time at most: it computes no longer"
+            " than the others"
         )
+    crowded = _crowded(run, late.ranks) if cause == "computation" else 0.0
+    if gain - crowded < NOTABLE_SHARE:
+        return Clear(
+            f"{who} is {percent(gain)} of a step behind, as it stands ready without a core for {percent(crowded)} more"
+            " of the time than the job's other ranks on its host, which have it then"
+        )
+    gain, noise = gain - crowded, noise * (1 - crowded / gain)
     if because.shared:
-        gain *= min(late.shared_ns / late.saving_ns, 1.0)
+        shared = min(late.shared_ns / late.saving_ns, 1.0)
+        gain, noise = gain * shared, noise * shared
         if gain < NOTABLE_SHARE:
             return Clear(f"{who} is late as {because.said}; shared out evenly, that saves {percent(gain)} of a step")
     does, do = _CAUSES[cause]
@@ -140,7 +156,7 @@ def check(run: Measured) -> Finding | Clear:
         f"{': ' if because.said else ''}{because.said}{also}.",
         verdict=f"{percent(gain)} of each step {_lost(who, shared=because.shared)}.",
         saving_ns=gain * mean_step_ns(run),
-        noise_ns=late.noise_ns * late.saving_ns / late.behind_ns * gain / share,
+        noise_ns=noise * mean_step_ns(run),
         advice=(because.do or do,),
         evidence=_table(run, steps),
         ranks=tuple(sorted(late.ranks)),
@@ -181,21 +197,44 @@ def _lead(run: Measured) -> tuple[Lead, str, bool]:
     return whole, "in every steady step", set(traced.ranks) == set(whole.ranks)
 
 
-def _confirmed(run: Measured, late: Lead, share: float, cause: str) -> float:
-    """Give what of a share of the traced steps can be true of all steady ones.
+def _confirmed(run: Measured, late: Lead, share: float, noise: float) -> tuple[float, float, str]:
+    """Give what of a share of the traced steps is true of all steady ones, its noise, and in which steps that is.
 
     On a CPU who computes longer is busy for longer. The few traced steps, all in a row, may be unlike the others: a
-    rank may share its core meanwhile, and the memory that the profiler takes costs one rank more than another. Several
-    threads are busy for longer than their rank is late, so that this is the most that it can be.
+    rank may share its core meanwhile, and the memory that the profiler takes costs one rank more than another. One
+    computing thread is busy for as long as its rank takes; several are busy for longer, so that theirs is the most that
+    it can be.
     """
-    if cause != "computation":
-        return share
     with suppress(NotMeasured):
         shares = busy_share(run)
         if len(shares) > 1 and set(late.ranks) < set(shares.columns):
             more = lead(shares, late.ranks)
-            return min(share, max(more.behind_ns, 0.0) + LEAST_NOISE * more.noise_ns)
-    return share
+            # What of the lateness another rule owns is not this one's here either.
+            mine = share / (late.saving_ns / late.step_ns)
+            alone = all((run.facts[r].get("cpu") or {}).get("torch_threads") == 1 for r in run.ranks)
+            if alone and more.noise_ns * mine < noise:
+                return more.saving_ns * mine, more.noise_ns * mine, _BUSY
+            most = min(share, max(more.behind_ns, 0.0) + LEAST_NOISE * more.noise_ns)
+            return most, noise * most / share, _TRACED
+    return share, noise, _TRACED
+
+
+def _crowded(run: Measured, late: tuple[int, ...]) -> float:
+    """Give for what share of the time late ranks have no core, more than the ranks beside them, which have it then.
+
+    0 where the kernel does not tell, where programs outside the job take cores, and where ranks have cores of their
+    own.
+    """
+    with suppress(NotMeasured):
+        sampled = run.frame(sample_means)
+        beside = [r for r in run.ranks if _host(run, r) == _host(run, late[0]) and r not in late]
+        told = [run.facts[r].get("cpu") or {} for r in (*late, *beside)]
+        if not beside or outside(sampled) or any(cpu.get("affinity") != cpu.get("count") for cpu in told):
+            return 0.0
+        waited = sampled[sampled["metric"] == WAITED].set_index("rank")["mean"]
+        if set(late) | set(beside) <= set(waited.index):
+            return max(float(waited[list(late)].mean() - waited[beside].mean()), 0.0)
+    return 0.0
 
 
 def _dearest(run: Measured, own: pd.DataFrame) -> Lead:

@@ -28,7 +28,7 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.samples import sample_means
+from dlprof.measures.samples import WAITED, outside, sample_means
 from dlprof.measures.steps import mean_step_ns, step_means
 from dlprof.result import Finding, Panel
 from dlprof.units import count, digits, duration, percent
@@ -36,12 +36,8 @@ from dlprof.units import count, digits, duration, percent
 # Where tools for input and stragglers begin to speak: 5 % of a step (XProf, NVIDIA's resiliency extension).
 NOTABLE_SHARE = 0.05
 
-# Every host runs something of its own.
-_LITTLE = 0.1
-
 _MOST_RANKS = 16
 
-_WAITED = "main_thread_waited_share"
 _METRICS = {
     "cpu_cores": "cores in use",
     "involuntary_switches_per_s": "taken off a core, a second",
@@ -52,7 +48,7 @@ _METRICS = {
 def check(run: Measured) -> Finding | Clear:
     """Look at how long each rank's main thread had no core, and at how many threads it has."""
     sampled = run.frame(sample_means)
-    waits = sampled[sampled["metric"] == _WAITED].set_index("rank")
+    waits = sampled[sampled["metric"] == WAITED].set_index("rank")
     if not len(waits):
         raise NotMeasured("this kernel does not count how long threads wait for a core")
     threads = {r: n for r in run.ranks if (n := (run.facts[r].get("cpu") or {}).get("torch_threads"))}
@@ -72,7 +68,7 @@ def check(run: Measured) -> Finding | Clear:
     if not settings.on_cpu(run):
         idle = part(run, "host", "optimizer_host")
         waited = {r: min(ns, idle.get(r, 0.0)) for r, ns in waited.items()}
-    others = _others(sampled)
+    others = outside(sampled)
     gain = (1 - others) * saving(run, {r: ns for r, ns in waited.items() if threads[r] > cores[r]})
     if gain / step < NOTABLE_SHARE:
         return Clear(f"{percent(gain / step)} of the step waits for a core")
@@ -138,14 +134,6 @@ def _evidence(
     )
     columns = ("", "threads", "cores to itself", "ready, without a core", *_METRICS.values())
     return Panel("table", "Threads and cores", rows, columns)
-
-
-def _others(sampled: pd.DataFrame) -> float:
-    """Give what share of the cores in use programs outside the job have; 0 where it is little, or not known."""
-    sums = sampled.groupby(["source", "metric"])["mean"].sum()
-    ours = sum(float(sums.get(("processes", metric), 0.0)) for metric in ("cpu_cores", "children_cpu_cores"))
-    used = float(sums.get(("host", "cpu_cores"), 0.0))
-    return share if used > 0 and (share := 1 - ours / used) >= _LITTLE else 0.0
 
 
 RULE = Rule(

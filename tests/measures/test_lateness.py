@@ -55,11 +55,12 @@ def test_disturbances_that_last_make_a_short_window_unsure() -> None:
     assert late.noise_ns == pytest.approx(1.0 / np.sqrt(40), rel=0.4)
 
 
-def cpu_run(folder: Path, *forward: int, extra_backward: Sequence[int] = (0, 0, 0)) -> Path:
+def cpu_run(folder: Path, *forward: int, extra_backward: Sequence[int] = (0, 0, 0), **cpu: int) -> Path:
     """Record CPU ranks that differ in their forward, and wait for the last one in the all-reduce of their backward.
 
-    All but the first compute for longer there, in each of the three traced steps.
+    All but the first compute for longer there, in each of the three traced steps. `cpu`: more of those facts.
     """
+    facts = {**runs.CPU, "cpu": cpu} if cpu else runs.CPU
     length = max(forward) + 4 * MS + max(extra_backward)
     ranks = []
     for rank, mine in enumerate(forward):
@@ -78,7 +79,7 @@ def cpu_run(folder: Path, *forward: int, extra_backward: Sequence[int] = (0, 0, 
         steps = [runs.light(n, length, forward_ns=mine, backward_ns=length - mine) for n in range(20)]
         steps += [runs.light(20 + n, length, forward_ns=mine, backward_ns=length - mine, profiled=1) for n in range(3)]
         ranks.append(
-            (traces.trace(*events, rank=rank, world_size=len(forward), backend="gloo", device=""), steps, runs.CPU)
+            (traces.trace(*events, rank=rank, world_size=len(forward), backend="gloo", device=""), steps, facts)
         )
     return runs.recorded(folder / "run", *ranks)
 

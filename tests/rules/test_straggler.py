@@ -160,6 +160,53 @@ def test_who_is_late_in_the_traced_steps_alone_is_not_busy_for_longer(
         assert "busy for 1.0 % more of the time at most" in said.summary
 
 
+def test_one_thread_is_busy_for_as_long_as_its_rank_takes(tmp_path: Path) -> None:
+    """In three steps rank 1 takes 0.8 to 1.2 of 6.2 ms more; in all of them it is busy for a tenth more."""
+    for name, mine, state in (("late", 0.9, "found"), ("alike", 0.84, "clear")):
+        folder = cpu_run(
+            tmp_path / name, MS, MS, extra_backward=(MS * 4 // 5, MS, MS * 6 // 5), torch_threads=1, count=8, affinity=8
+        )
+        for rank, cores in enumerate((0.8, mine)):
+            runs.loading(folder, rank, step=31 * MS // 5, wait=0, fetch=MS, cpu=0, n=20, workers=1, cores=cores)
+        said = ask(RULE, folder)
+        assert said.state == state
+        if state == "found":
+            assert said.saving_ns == pytest.approx(0.62 * MS, rel=0.01)
+            assert "as what each rank is busy tells" in said.sure
+        else:
+            assert "4.0 % in all steady ones, as what each rank is busy tells" in said.summary
+
+
+@pytest.mark.parametrize(
+    ("waited", "others", "affinity", "saved"),
+    [
+        ((0.0, 0.5), 0.0, 2, None),  # what the late rank lacks, the other has
+        ((0.1, 0.2), 0.0, 2, 0.4),
+        ((0.3, 0.2), 0.0, 2, 0.5),
+        ((0.1, 0.5), 0.5, 2, 0.5),  # a program of somebody else's takes cores
+        ((0.1, 0.5), 0.0, 1, 0.5),  # each rank has cores of its own
+    ],
+)
+def test_a_core_that_the_jobs_other_ranks_have_is_not_saved(
+    tmp_path: Path, waited: tuple[float, float], others: float, affinity: int, saved: float | None
+) -> None:
+    """Rank 1 takes 5 ms more of 10, and stands ready without a core for a share of the time."""
+    folder = cpu_run(tmp_path, MS, 6 * MS, torch_threads=1, count=2, affinity=affinity)
+    at = [traces.BASE_NS + n * 1_000 * MS for n in range(20)]
+    for rank, share in enumerate(waited):
+        rows = [{"at_ns": t, "cpu_s": 0.6 * n, "main_thread_waited_ns": int(share * n * 1e9)} for n, t in enumerate(at)]
+        (folder / f"ranks/{rank:05d}/processes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "hosts/node-1").mkdir(parents=True)
+    lines = [json.dumps({"at_ns": t, "core_percent": [round(60 + 50 * others)] * 2}) + "\n" for t in at]
+    (folder / "hosts/node-1/host.jsonl").write_text("".join(lines))
+    said = ask(RULE, folder)
+    if saved is None:
+        assert said.state == "clear"
+        assert "without a core for 50 % more of the time than the job's other ranks on its host" in said.summary
+    else:
+        assert said.saving_ns == pytest.approx(saved * 10 * MS, rel=0.01)
+
+
 @pytest.mark.parametrize(("apart", "state"), [(0.15, "found"), (0.3, "clear")])
 def test_a_few_steps_against_all_others_must_be_sure(tmp_path: Path, apart: float, state: str) -> None:
     # Three steps whose mean is 1 ms: 5.2 or 2.6 times as much as its standard error (Student's, of three).
