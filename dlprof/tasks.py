@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from dlprof.hosts import boot, longer
 from dlprof.process import started
 
 # What tells a task its number among those that one launcher has started.
@@ -21,8 +22,8 @@ class Task(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name it among the tasks of its job."""
-        return self.host if self.number is None else f"{self.host}-{self.number}"
+        """Name it among the tasks of its job; hosts that have one name are several."""
+        return longer(self.host, boot()) if self.number is None else f"{self.host}-{self.number}"
 
 
 def task_of(env: Mapping[str, str]) -> Task | None:

@@ -64,7 +64,8 @@ def test_what_is_started_host_by_host_shares_a_folder_by_the_name_of_its_job(tmp
         assert launch(command, tmp_path).returncode == status
     # This host has recorded its part of the first one: the second is another.
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["true-seven", "true-seven-1"]
-    (tmp_path / "run/tasks" / f"{os.uname().nodename}.json").rename(tmp_path / "run/tasks/another-host.json")
+    (word,) = (tmp_path / "run/tasks").glob("*.json")
+    word.rename(word.with_name("another-host.json"))
     assert launch([*command[:-2], "--", "false"], tmp_path).returncode == 1
     told = json.loads((tmp_path / "run/run.json").read_text())
     assert [task["exit"]["code"] for task in told["tasks"]] == [0, 1]

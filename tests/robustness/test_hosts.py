@@ -10,6 +10,8 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,21 +81,20 @@ def overlap(one: pd.DataFrame, other: pd.DataFrame) -> int:
     return n
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not can_be_made(), reason="hosts cannot be made here: it takes root, unshare and time namespaces")
-def test_a_job_of_two_hosts_is_one_run(tmp_path: Path) -> None:
-    (tmp_path / "trains.py").write_text(TRAINS)
-    run, port = tmp_path / "run", free_port()
+def record(folder: Path, hosts: Sequence[Callable[[list[str]], list[str]]]) -> Path:
+    """Train on some hosts, each told by how it runs a command, and give the folder that they record into."""
+    (folder / "trains.py").write_text(TRAINS)
+    run, port = folder / "run", free_port()
     options = ["-o", str(run), "--job", "two", "--no-report", "--sample", "0.2", "--stacks", "off", "--window", "5,1,5"]
     nodes: list[Any] = []
-    for number, name in enumerate(HOSTS):
+    for number, on in enumerate(hosts):
         torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1"]
         meeting = ["--master-addr", "127.0.0.1", "--master-port", port]
         command = [*DLPROF, "wrap", *options, "--", sys.executable, *torchrun, *meeting, "trains.py"]
         nodes.append(
             subprocess.Popen(
-                on_host(name, command),
-                cwd=tmp_path,
+                on(command),
+                cwd=folder,
                 env=environment(GLOO_SOCKET_IFNAME="lo"),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -102,6 +103,36 @@ def test_a_job_of_two_hosts_is_one_run(tmp_path: Path) -> None:
         )
     said = [node.communicate(timeout=120)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_be_made(), reason="hosts cannot be made here: it takes root, unshare and time namespaces")
+def test_two_machines_of_one_name_are_two_hosts(tmp_path: Path) -> None:
+    boots = [tmp_path / "boot-0", tmp_path / "boot-1"]
+    for path in boots:
+        path.write_text(f"{path.name[-1] * 8}-0000\n")
+
+    def clone(boot: Path, command: list[str]) -> list[str]:
+        """Give the words that run a command where this machine's name and boot are a clone's."""
+        script = f'mount --bind "{boot}" /proc/sys/kernel/random/boot_id && {NAMES}'
+        return ["unshare", "--uts", "--mount", "--fork", "--kill-child", "sh", "-c", script, "sh", "clone", *command]
+
+    run = record(tmp_path, [partial(clone, boot) for boot in boots])
+    opened = open_run(run)
+    first, second = (rank.facts["host"] for rank in opened.ranks)
+    assert {first, second} in ({"clone", "clone~00000000"}, {"clone", "clone~11111111"})
+    assert opened.hosts == (first, second) or opened.hosts == (second, first)
+    # What was sampled of each is its own, and each saw its own rank alone.
+    assert [sum("host.jsonl" in path.name for path in rank.files.values()) for rank in opened.ranks] == [1, 1]
+    assert all((run / f"ranks/{rank:05d}/processes.jsonl").stat().st_size for rank in range(2))
+    assert opened.warnings == ()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_be_made(), reason="hosts cannot be made here: it takes root, unshare and time namespaces")
+def test_a_job_of_two_hosts_is_one_run(tmp_path: Path) -> None:
+    run = record(tmp_path, [partial(on_host, name) for name in HOSTS])
     told = [facts(run / f"ranks/{rank:05d}") for rank in range(2)]
     assert [(one["rank"], one["local_rank"], one["host"]) for one in told] == [(0, 0, "alpha"), (1, 0, "beta")]
     assert [one["world_size"] for one in told] == [2, 2]
