@@ -104,7 +104,7 @@ def _recorded(folder: Path) -> Run:
     if last:
         warnings.append(f"the job was restarted {last} × by its launcher: the figures are of the last start")
     hosts: dict[Any, Path] = {path.name: path for path in folder.glob("hosts/*")}
-    boots = {name: _boot(path) for name, path in hosts.items()}
+    boots = {name: boot for name, path in hosts.items() if (boot := _boot(path))}
     ranks = []
     said: dict[str, list[int]] = {}
     for index, lives in sorted(attempts.items()):
@@ -118,7 +118,7 @@ def _recorded(folder: Path) -> Run:
         files = _files(sub)
         # Where machines share a name, the first to sample has it, else the first rank's.
         name, boot = facts.get("host"), facts.get("boot") or ""
-        if name and boot and boots.setdefault(name, boot) not in (boot, ""):
+        if name and boot and boots.setdefault(name, boot) != boot:
             facts = {**facts, "host": longer(name, boot)}
         # What was sampled of a host belongs to none of its ranks: the first one brings it.
         host = hosts.pop(facts.get("host"), None)

@@ -509,8 +509,10 @@ def test_machines_of_one_name_are_told_apart(tmp_path: Path) -> None:
     sampled = {rank.index: RankData(rank) for rank in ranks if any("host" in str(path) for path in rank.files.values())}
     told = {number: data.table("samples")["value"].tolist() for number, data in sampled.items() if data.has("samples")}
     assert told == {0: [0.25], 2: [0.75]}
-    # Nothing was sampled: then the first rank's machine has the name.
+    # Nothing was sampled, and each has left word of its interpreters: then the first rank's machine has the name.
     shutil.rmtree(tmp_path / "hosts")
+    (tmp_path / "hosts/clone").mkdir(parents=True)
+    (tmp_path / "hosts/clone/hello.jsonl").write_text("{}\n")
     assert [rank.facts["host"] for rank in open_run(tmp_path).ranks] == ["clone"] * 2 + ["clone~bbbbbbbb"] * 2
 
 

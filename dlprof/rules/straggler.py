@@ -34,6 +34,7 @@ import pandas as pd
 from dlprof.diagnosis import LEAST_NOISE, Clear, Rule
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
+from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.collectives import SENT, collectives, exposed, matched, waits
 from dlprof.measures.lateness import Lead, busy, busy_share, lead, light_own_time, traced_own_time
@@ -222,14 +223,17 @@ def _confirmed(run: Measured, late: Lead, share: float, noise: float) -> tuple[f
 def _crowded(run: Measured, late: tuple[int, ...]) -> float:
     """Give for what share of the time late ranks have no core, more than the ranks beside them, which have it then.
 
-    0 where the kernel does not tell, where programs outside the job take cores, and where ranks have cores of their
-    own.
+    0 where a device computes, where the kernel does not tell, where programs outside the job take cores, and where
+    ranks have cores of their own, or may have.
     """
+    if not settings.on_cpu(run):
+        return 0.0
     with suppress(NotMeasured):
         sampled = run.frame(sample_means)
         beside = [r for r in run.ranks if _host(run, r) == _host(run, late[0]) and r not in late]
         told = [run.facts[r].get("cpu") or {} for r in (*late, *beside)]
-        if not beside or outside(sampled) or any(cpu.get("affinity") != cpu.get("count") for cpu in told):
+        everywhere = all(cpu.get("affinity") == cpu.get("count") is not None for cpu in told)
+        if not beside or not everywhere or outside(sampled):
             return 0.0
         waited = sampled[sampled["metric"] == WAITED].set_index("rank")["mean"]
         if set(late) | set(beside) <= set(waited.index):
