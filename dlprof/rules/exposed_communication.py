@@ -13,6 +13,9 @@ The table predicts the step for each; where two classes of size tell what a coll
 for other buckets too. Where two changes are made, the second gives less.
 Where batches exchange their gradients after which the optimizer does not step, one exchange for each of its steps is
 the saving, though hiding might give more: it is the same training, and needs no computation to hide behind.
+On a CPU, ranks of one host that exchange less compute at the same time, and share what the host's memory carries. Where
+gradients outweigh what is computed, less comes back than is predicted: of the step of a large vocabulary on two cores
+9 % in the mean of five recordings, where 22 % were predicted.
 
 A forward pass that exchanges (tensor, sequence or expert parallel) is told apart, for what it exchanges is needed at
 once: nothing is predicted of exchanging that seldom, and hiding it takes another part of the batch.
