@@ -90,13 +90,14 @@ def check(run: Measured) -> Finding | Clear:
         title="Many small collectives",
         summary=f"{count(n, 'collective')} of {size(total / n)} a step, each of {duration(mean)}: {size(total)} in all;"
         f" for {duration(float(theirs.mean()))} of a step of {duration(step)} nothing is computed beside them"
+        f"{f', for {duration(crowd)} they leave no core to compute with' if crowd else ''}"
         f"{f', and FSDP2 works for {duration(around)} on its units' if around else ''}.",
         verdict=f"{percent(gain / step)} {of_step(run)} starts small collectives.",
         saving_ns=gain,
         noise_ns=gain_noise(run, exchanges),
         within={"communication": exchanges + meets},
         advice=_advice(run, n, fewer),
-        evidence=_evidence(small),
+        evidence=_evidence(small, float(theirs.mean()) * run.world_size),
         sure=f"Estimated as {count(fewer, 'start')} a step in place of {digits(round(n, 1))}; moving the bytes is"
         f" taken to cost nothing at this size{'; FSDP2 works as much less as it has fewer units' if around else ''}"
         f"{f'; ranks late in turn wait {duration(meets)} less, for they meet less' if meets else ''}"
@@ -181,7 +182,11 @@ def _advice(run: Measured, n: float, fewer: int) -> tuple[str, ...]:
     )
 
 
-def _evidence(small: pd.DataFrame) -> Panel:
+def _evidence(small: pd.DataFrame, exposed_ns: float) -> Panel:
+    """Tell the kinds apart; what is exposed of all ranks' is shared out, for several at once are exposed only once."""
+    small = small.assign(
+        exposed_ns=small["exposed_ns"] * exposed_ns / max((small["exposed_ns"] * small["ranks"]).sum(), 1)
+    )
     rows = tuple(
         (
             str(row["collective"]),

@@ -106,6 +106,7 @@ def test_threads_that_exchange_less_leave_the_cores_to_those_that_compute(tmp_pa
     found = ask(RULE, crowded(tmp_path / "crowded", others=4 * MS, delay=3 * MS))
     assert found.saving_ns == pytest.approx((1.9 + 2.8) * MS, rel=0.01)
     assert "leave a core free for 2.80 ms more" in found.sure
+    assert "for 2.80 ms they leave no core to compute with" in found.summary
     free = ask(RULE, crowded(tmp_path / "free", others=4 * MS, delay=0))
     assert free.saving_ns == pytest.approx(1.9 * MS, rel=0.01)
     assert "core" not in free.sure
@@ -127,6 +128,8 @@ def test_several_at_once_are_exposed_only_once(tmp_path: Path) -> None:
     # All that is left is one of 50 µs.
     assert found.saving_ns == pytest.approx(350_000, rel=0.01)
     assert "for 400.0 µs of a step" in found.summary
+    assert found.evidence is not None
+    assert [row[-1] for row in found.evidence.rows] == ["400.0 µs"]
 
 
 @pytest.mark.parametrize(("in_turn", "met"), [(True, 300_000), (False, 0)])
