@@ -15,6 +15,7 @@ import pytest
 from dlprof import folder as run_folder
 from dlprof.errors import DlprofError
 from dlprof.folder import new_folder
+from dlprof.hosts import boot
 from dlprof.run import open_run
 from dlprof.supervisor import supervise
 from dlprof.tasks import task_of
@@ -65,6 +66,7 @@ def test_what_is_started_host_by_host_shares_a_folder_by_the_name_of_its_job(tmp
     # This host has recorded its part of the first one: the second is another.
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["true-seven", "true-seven-1"]
     (word,) = (tmp_path / "run/tasks").glob("*.json")
+    assert word.stem == f"{os.uname().nodename}~{boot()[:8]}"  # another host may have this one's name
     word.rename(word.with_name("another-host.json"))
     assert launch([*command[:-2], "--", "false"], tmp_path).returncode == 1
     told = json.loads((tmp_path / "run/run.json").read_text())

@@ -8,7 +8,6 @@ guessed: its plan says why.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -294,16 +293,12 @@ def gain_noise(run: Measured, gain_ns: float) -> float:
     return gain_ns * float(run.frame(transfer_noise)["share"].iloc[0])
 
 
-def _gain(run: Measured, removed: Mapping[int, float] | pd.Series[float]) -> float:
-    return saving(run, {int(str(r)): float(ns) for r, ns in removed.items()})
-
-
 def _hidden(run: Measured, transfer: pd.Series[float]) -> tuple[str, str, float, str]:
     free = pd.Series(free_to_hide(run), dtype=float).reindex(transfer.index).fillna(0.0)
     of = "its backward pass" if _backward_told(run) else "computation"
     least, idle = float(free.min()), idle_cores(run)
     why = f"{duration(least)} of {of} hides nothing yet" if least > 0 else f"nothing of {of} is free to hide it"
-    gain = _gain(run, transfer.clip(upper=free))
+    gain = saving(run, transfer.clip(upper=free))
     if activations(run):
         why = "what the forward pass exchanges is needed at once: another part of the batch must compute meanwhile"
     if idle < gain:
@@ -341,7 +336,7 @@ def _bucket(run: Measured, grads: pd.Series[float]) -> tuple[str, str, float, st
         f"{count(round(n), 'exchange')} become {sizes[best]:.0f}; starting one takes {duration(fit.start_ns)}, moving"
         f" {size(total)} {duration(total * fit.byte_ns)}"
     )
-    return f"`bucket_cap_mb={best}` (is {digits(now)})", "bucket", _gain(run, grads.clip(upper=less)), told
+    return f"`bucket_cap_mb={best}` (is {digits(now)})", "bucket", saving(run, grads.clip(upper=less)), told
 
 
 def _once(run: Measured, grads: pd.Series[float]) -> list[tuple[str, str, float, str]]:
@@ -356,12 +351,12 @@ def _once(run: Measured, grads: pd.Series[float]) -> list[tuple[str, str, float,
         " their sum is the same"
     )
     change = "exchange once for each step of the optimizer (`no_sync()`)"
-    return [(change, "once", _gain(run, grads * removed), why)]
+    return [(change, "once", saving(run, grads * removed), why)]
 
 
 def _seldom(run: Measured, grads: pd.Series[float], key: str, batches: int) -> tuple[str, str, float, str]:
     why = "the optimizer then steps once for so many batches"
-    return f"exchange every {batches} batches", key, _gain(run, grads * (1 - 1 / batches)), why
+    return f"exchange every {batches} batches", key, saving(run, grads * (1 - 1 / batches)), why
 
 
 def _compressed(run: Measured, grads: pd.Series[float]) -> list[tuple[str, str, float, str]]:
@@ -378,10 +373,10 @@ def _compressed(run: Measured, grads: pd.Series[float]) -> list[tuple[str, str, 
             moving = moved * fit.byte_ns
             part = moving / (moving + len(sized) * fit.start_ns)
             why = f"moving is {part:.0%} of a transfer, starting the rest; turning them into 16 bits costs nothing"
-            rows.append((change, "bytes", _gain(run, grads * part / 2), why.replace("%", " %")))
+            rows.append((change, "bytes", saving(run, grads * part / 2), why.replace("%", " %")))
         elif len(sized) and sized["bytes"].median() >= CLASSES[2]:
             why = f"exchanges of {size(float(sized['bytes'].median()))} take half as long for half the bytes"
-            rows.append((change, "bytes", _gain(run, grads / 2), why))
+            rows.append((change, "bytes", saving(run, grads / 2), why))
         else:
             why = "exchanges are too small, or too alike, to tell what their bytes take" if len(sized) else _UNSIZED
             rows.append((change, "bytes", math.nan, why))

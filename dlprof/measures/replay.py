@@ -60,7 +60,7 @@ def _bubble(run: Measured, ranks: pd.Index[int]) -> NDArray[np.float64]:
     return np.array([bubble.get(rank, 0.0) for rank in ranks])
 
 
-def saving(run: Measured, removed: Mapping[int, float]) -> float:
+def saving(run: Measured, removed: Mapping[int, float] | pd.Series[float]) -> float:
     """Give how much shorter the mean steady step were, in ns, were each rank's own time shorter by what is removed."""
     own = run.frame(own_time).set_index("rank")["own_ns"]
     without = own - pd.Series(removed, dtype=float).reindex(own.index).fillna(0.0).clip(lower=0)

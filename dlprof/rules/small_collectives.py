@@ -68,7 +68,7 @@ def check(run: Measured) -> Finding | Clear:
         raise NotMeasured("the trace does not tell how large its collectives are")
     small = frame.assign(each=each)[each < SMALL_BYTES]
     # Groups beside each other exchange at the same time: of a rank's own, there are as many as of one of them.
-    n = float((small["count"] * small["ranks"]).sum() / run.world_size)
+    n = _times(run, small)
     if n <= FEW:
         return Clear(f"{count(n, 'collective')} below {size(SMALL_BYTES)} a step")
     total = float((small["each"] * small["count"] * small["ranks"]).sum() / run.world_size)
@@ -81,8 +81,8 @@ def check(run: Measured) -> Finding | Clear:
     meets = _late_in_turn(run) * float(small["wait_ns"].sum() / max(frame["wait_ns"].sum(), 1.0))
     meets *= max(0.0, 1 - math.sqrt(fewer / n))
     crowd = _crowded_out(run, max(0.0, n - fewer) / _times(run, frame))
-    exchanges = _saving(run, starts)
-    gain = _saving(run, starts + around * (1 - kept) + crowd) + meets
+    exchanges = saving(run, starts)
+    gain = saving(run, starts + around * (1 - kept) + crowd) + meets
     step = mean_step_ns(run)
     if gain < NOTABLE_SHARE * step:
         return Clear(f"{percent(gain / step)} of the step is exposed start-up of {count(n, 'small collective')}")
@@ -112,12 +112,8 @@ def _buckets(run: Measured, total: float) -> int:
 
 
 def _times(run: Measured, frame: pd.DataFrame) -> float:
-    """Give how many collectives of any size a rank has in a step."""
+    """Give how many of some collectives a rank has in a step."""
     return float((frame["count"] * frame["ranks"]).sum() / run.world_size)
-
-
-def _saving(run: Measured, removed: pd.Series[float]) -> float:
-    return saving(run, {int(str(r)): float(ns) for r, ns in removed.items()})
 
 
 def _crowded_out(run: Measured, gone: float) -> float:

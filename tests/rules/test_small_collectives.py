@@ -49,6 +49,11 @@ def test_the_size_of_buckets_follows_from_the_model(tmp_path: Path) -> None:
     found = ask(RULE, runs.recorded(tmp_path / "run", *((m, [], facts) for m in made)))
     assert found.state == "found"
     assert "bucket_cap_mb=25` (is 0.001)" in found.advice[0]
+    assert "1 exchange a step" in found.advice[0]
+    # The first bucket is of 1 MB, to be ready early.
+    model["parameter_bytes"] = 3_000_000
+    found = ask(RULE, runs.recorded(tmp_path / "larger", *((m, [], facts) for m in made)))
+    assert "2 exchanges a step, not 50" in found.advice[0]
 
 
 def test_the_size_of_sharded_units_follows_from_the_model(tmp_path: Path) -> None:
@@ -78,7 +83,7 @@ def test_on_a_cpu_what_fsdp_works_on_each_unit_counts_too(tmp_path: Path) -> Non
     assert "6 starts a step in place of 10" in found.sure
 
 
-def crowded(folder: Path, others: int, delay: int) -> Path:
+def crowded(folder: Path, others: int, delay: int, loader: int = 0) -> Path:
     """Record two CPU ranks with 20 all-reduces of 0.1 ms in steps of 20 ms, whose threads take so much of a core."""
     facts = {**runs.CPU, "backend": "gloo", "cpu": {"torch_threads": 1}}
     model = {"parameters": 25_000, "parameter_bytes": 100_000, "ddp": {"bucket_cap_mb": 0.001}}
@@ -96,7 +101,7 @@ def crowded(folder: Path, others: int, delay: int) -> Path:
     for rank in range(2):
         mine = 18 * MS - delay
         used: dict[str, Any] = {"thread": mine, "delay": delay, "cores": (mine + others) / (20 * MS)}
-        runs.loading(path, rank, step=20 * MS, wait=0, fetch=0, cpu=0, n=23, workers=0, **used)
+        runs.loading(path, rank, step=20 * MS, wait=0, fetch=loader, cpu=loader, n=23, workers=int(loader > 0), **used)
     return path
 
 
@@ -107,6 +112,9 @@ def test_threads_that_exchange_less_leave_the_cores_to_those_that_compute(tmp_pa
     assert found.saving_ns == pytest.approx((1.9 + 2.8) * MS, rel=0.01)
     assert "leave a core free for 2.80 ms more" in found.sure
     assert "for 2.80 ms they leave no core to compute with" in found.summary
+    # Nor does what a loader's worker computes meanwhile.
+    loads = ask(RULE, crowded(tmp_path / "loads", others=4 * MS, delay=3 * MS, loader=MS))
+    assert loads.saving_ns == pytest.approx((1.9 + 1.8) * MS, rel=0.01)
     free = ask(RULE, crowded(tmp_path / "free", others=4 * MS, delay=0))
     assert free.saving_ns == pytest.approx(1.9 * MS, rel=0.01)
     assert "core" not in free.sure
