@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from dlprof import __version__
-from dlprof.commands import COMMANDS
+from dlprof.commands import COMMANDS, command
 from dlprof.errors import DlprofError
 
 
@@ -25,6 +25,17 @@ class _Failure(click.ClickException):
 
 
 class _Group(click.Group):
+    """The commands, each imported when it is asked for: a report need not load what recording takes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
+        if cmd_name in COMMANDS:
+            return command(cmd_name)
+        self.commands = {name: command(name) for name in COMMANDS}  # click looks here for what may have been meant
+        return None
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -48,10 +59,6 @@ def cli() -> None:
     dlprof wrap -- torchrun --nproc-per-node 2 t.py    the same for any launcher
     dlprof report traces/                              the verdict on traces from anywhere
     """  # noqa: D301 - \b keeps these lines apart in click's help
-
-
-for _command in COMMANDS:
-    cli.add_command(_command)
 
 
 def main() -> None:

@@ -24,15 +24,13 @@ import pandas as pd
 from dlprof import tables
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.progress import Done
-from dlprof.readers import SOURCES, Source
+from dlprof.readers import SOURCES, Source, ahead
 from dlprof.run import TRACE, Rank, Run
 
 T = TypeVar("T")
 Progress = Callable[[Done], None]
 
-# Tables need about as many bytes as the JSON they come from; a gzip holds about a fifteenth of it (both seen on real
-# traces). Each process is granted that and the interpreter's own footprint.
-BYTES_PER_GZIP_BYTE = 15
+# Each process is granted its rank's unpacked bytes and the interpreter's own footprint.
 PROCESS_BYTES = 200 << 20
 
 # What claims more ranks than this is damaged: the largest jobs known have some hundred thousand.
@@ -296,15 +294,17 @@ def measure(run: Run, wanted: Iterable[Measure], jobs: int | None = None, progre
     """
     todo = tuple(m for m in _closure(wanted) if not m.across)
     workers = min(jobs or _cores(), len(run.ranks), _fitting(run))
+    ahead.stop()
     answers: dict[int, _RankAnswer] = {}
     backend = processes if workers > 1 else serial
     far = so_far(run)
     if progress:
         progress(far([]))
-    for index, answer in backend(run.ranks, todo, workers):
+    for index, answer in backend(run.largest_first, todo, workers):
         answers[index] = answer
         if progress:
             progress(far(answers))
+    ahead.forget()
     if answers and not run.recorded and not any(a.tables for a in answers.values()):
         said = answers[min(answers)].warnings[0]
         raise DlprofError(said if len(answers) == 1 else f"none of {len(answers)} traces can be read: {said}")
@@ -337,9 +337,7 @@ def processes(ranks: Sequence[Rank], todo: Sequence[Measure], workers: int) -> I
     context = multiprocessing.get_context("fork" if alone else "spawn")
     pending = {r.index: r for r in ranks}
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        # The largest first, so that no big one is left for the end.
-        order = sorted(ranks, key=lambda r: -_bytes(r))
-        futures = {pool.submit(measure_rank, r, todo): r.index for r in order}
+        futures = {pool.submit(measure_rank, r, todo): r.index for r in ranks}
         try:
             for future in as_completed(futures):
                 index = futures[future]
@@ -377,15 +375,6 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _bytes(rank: Rank) -> int:
-    """Estimate the memory of a rank's tables."""
-    size = 0
-    for path in rank.files.values():
-        if path.exists():
-            size += path.stat().st_size * (BYTES_PER_GZIP_BYTE if path.suffix == ".gz" else 1)
-    return size
-
-
 def _fitting(run: Run) -> int:
     """Tell how many of the largest ranks fit into the free memory at once; at least one."""
     try:
@@ -393,5 +382,5 @@ def _fitting(run: Run) -> int:
             free = next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable"))
     except (OSError, StopIteration, ValueError):
         return _cores()
-    largest = max((_bytes(r) for r in run.ranks), default=0)
+    largest = max((r.unpacked_bytes for r in run.ranks), default=0)
     return max(1, int(free * 0.8) // (largest + PROCESS_BYTES))

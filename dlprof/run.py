@@ -36,6 +36,13 @@ class Rank:
     files: Mapping[str, Path] = field(default_factory=dict)  # reader → what it is to read
     facts: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def unpacked_bytes(self) -> int:
+        """An estimate of what its files hold, unpacked; tables need about as much memory (seen on real traces)."""
+        from dlprof.readers.chunks import unpacked_bytes
+
+        return sum(map(unpacked_bytes, self.files.values()))
+
 
 @dataclass(frozen=True)
 class Run:
@@ -48,6 +55,11 @@ class Run:
     hosts: tuple[str, ...] = ()
     exit: Mapping[str, int | None] = field(default_factory=lambda: {"code": None, "signal": None})
     warnings: tuple[str, ...] = ()
+
+    @property
+    def largest_first(self) -> list[Rank]:
+        """The ranks in the order in which they are best read: no big one is left for the end."""
+        return sorted(self.ranks, key=lambda rank: -rank.unpacked_bytes)
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
@@ -203,20 +215,20 @@ def _files(folder: Path, *, of_host: bool = False) -> dict[str, Path]:
 
 
 def _one_file(path: Path) -> Run:
-    from dlprof.readers import torch_trace
+    from dlprof.readers import headers
 
     if path.name in ("run.json", "result.json", "facts.json"):
         raise DlprofError(f"{path}: part of a run, not a trace; give its folder, {path.parent}")
-    rank = torch_trace.peek(path).get("rank")
+    rank = headers.peek(path).get("rank")
     return Run(path=path, ranks=(Rank(rank if isinstance(rank, int) else 0, {TRACE: path}),))
 
 
 def _foreign(folder: Path) -> Run:
     """Find the traces below a folder and who of them is which rank."""
-    from dlprof.readers import torch_trace
+    from dlprof.readers import headers
 
     files = _candidates(folder)
-    peeks = [(f, torch_trace.peek(f)) for f in files]
+    peeks = [(f, headers.peek(f)) for f in files]
     traces = [(f, p) for f, p in peeks if p.get("is_trace")]
     if not traces:
         seen = "it is empty" if not any(folder.iterdir()) else f"looked into {len(files)} .json and .json.gz files"
@@ -252,9 +264,12 @@ def _foreign(folder: Path) -> Run:
 
 def _with_log(folder: Path, ranks: list[Rank], warnings: list[str]) -> list[Rank]:
     """Give the first rank what somebody had nvidia-smi log into the folder: it is of all GPUs of a host."""
+    tables = [path for path in sorted(folder.glob("*.csv")) if path.is_file()]
+    if not tables:
+        return ranks
     from dlprof.readers import nvidia_smi
 
-    logs = [path for path in sorted(folder.glob("*.csv")) if path.is_file() and nvidia_smi.is_log(path)]
+    logs = [path for path in tables if nvidia_smi.is_log(path)]
     if not logs or not ranks:
         return ranks
     if len(logs) > 1:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
-from pandas.api.types import union_categoricals
 
 from dlprof.errors import DlprofError
+
+if TYPE_CHECKING:  # who decodes a trace needs the names below and no pandas
+    import pandas as pd
 
 CATEGORY = "category"
 
@@ -192,6 +194,9 @@ def check(name: str, frame: pd.DataFrame) -> pd.DataFrame:
 
 def join(name: str, parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Give one table of the rows of several, in their order."""
+    import pandas as pd
+    from pandas.api.types import union_categoricals
+
     parts = [part for part in parts if len(part)] or parts[:1]  # the categories of none have no type
     columns = {
         c: union_categoricals([part[c] for part in parts])
@@ -204,4 +209,6 @@ def join(name: str, parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 def empty(name: str) -> pd.DataFrame:
     """Give a table of no rows."""
+    import pandas as pd
+
     return pd.DataFrame({c: pd.Series([], dtype=dtype) for c, dtype in TABLES[name].items()})

@@ -11,15 +11,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from dlprof import __version__
+from dlprof import __version__, commands
 from dlprof.cli import cli
 from dlprof.commands import COMMANDS
 from tests import jobs, traces
 
 README = Path(__file__).parent.parent / "README.md"
 HEAVY = ("torch", "pandas", "plotly", "numpy", "jinja2", "msgspec", "isal")
-
-NAMES = [str(c.name) for c in COMMANDS]
 
 
 @pytest.mark.parametrize("words", [["--help"], ["report", "--help"], ["--version"], ["wrap", "--help"], []])
@@ -34,8 +32,10 @@ def test_help_imports_nothing_heavy(words: list[str], tmp_path: Path) -> None:
     assert done.stdout.endswith("heavy: []\n"), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
-def test_every_command_and_option_has_help(command: click.Command) -> None:
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_and_option_has_help(name: str) -> None:
+    command = commands.command(name)
+    assert command.name == name
     assert command.help
     assert command.get_short_help_str()
     for parameter in command.params:
@@ -48,11 +48,11 @@ def test_every_command_and_option_has_help(command: click.Command) -> None:
 
 def test_commands_are_sorted_and_named_after_their_files() -> None:
     files = {p.stem for p in (Path(__file__).parent.parent / "dlprof" / "commands").glob("[!_]*.py")}
-    assert sorted(files) == NAMES
+    assert sorted(files) == list(COMMANDS)
 
 
 @pytest.mark.skipif(not README.read_text().strip(), reason="the README is yet to be written")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_the_readme_mentions_every_command(name: str) -> None:
     assert re.search(rf"dlprof {name}\b", README.read_text())
 
@@ -130,3 +130,16 @@ def test_a_full_disk_behind_stdout_is_one_line(tmp_path: Path) -> None:
         )
     assert done.returncode == 1
     assert done.stderr == "dlprof: [Errno 28] No space left on device\n"
+
+
+def test_a_command_that_is_none_is_told_with_the_nearest() -> None:
+    done = CliRunner().invoke(cli, ["repor"])
+    assert done.exit_code == 2
+    assert "'report'" in done.output
+
+
+def test_a_command_loads_no_other() -> None:
+    code = "import sys\nfrom dlprof.cli import main\ntry:\n    main()\nfinally:\n    print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "report", "--help"], capture_output=True, text=True, check=True)
+    loaded = {name.rpartition(".")[2] for name in done.stdout.split() if name.startswith("dlprof.commands.")}
+    assert loaded == {"report"}

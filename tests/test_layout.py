@@ -25,6 +25,7 @@ PANEL_FILES = sorted(p.stem for p in (PACKAGE / "panels").glob("[!_]*.py"))
 # What is tested through the modules that use it, and why it has no test of its own.
 WITHOUT_TEST = {
     "readers/events.py",  # one event's fields: the tests of torch_trace
+    "readers/rows.py",  # what a file holds: the tests of torch_trace, which makes its tables
     "readers/logs.py",  # the lines of any log: the tests of stalls and steps
 }
 

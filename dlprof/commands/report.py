@@ -34,7 +34,7 @@ def report(path: Path, out: Path | None, form: str, jobs: int | None, show: bool
     Prints the verdict and writes report.html and result.json: beside a run, or into a new folder dlprof-report.
     """
     with Progress(quiet=quiet) as progress:
-        result = analyse(path, jobs, _getting_ready(progress))
+        result = analyse(path, jobs, _getting_ready(progress), page=True)
     verdict = _json(result) if form == "json" else _verdict(result)
     try:
         html = _write_files(result, path, out)
@@ -59,19 +59,30 @@ def write_report(path: Path, out: Path | None = None) -> str:
     """Analyse a run, write report.html and result.json, and give the verdict as text for the terminal."""
     # Behind the job's own output, a line that goes again is all that is said meanwhile.
     with Progress(quiet=not sys.stderr.isatty()) as progress:
-        result = analyse(path, progress=_getting_ready(progress))
+        result = analyse(path, progress=_getting_ready(progress), page=True)
     return f"{_verdict(result)}\nreport: {shown(_write_files(result, path, out))}"
 
 
-def analyse(path: Path, jobs: int | None = None, progress: Callable[[Done], None] | None = None) -> Result:
-    """Open a run or traces and ask every rule."""
+def analyse(
+    path: Path, jobs: int | None = None, progress: Callable[[Done], None] | None = None, *, page: bool = False
+) -> Result:
+    """Open a run or traces and ask every rule; what shows the result is imported meanwhile where it is to be shown."""
     # The measures multiply no matrices: threads of a linear-algebra library would only be started, and forked.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from dlprof.readers import ahead
+    from dlprof.run import TRACE, open_run
+
+    run = open_run(path)
+    if jobs != 1 and "pandas" not in sys.modules:
+        ahead.begin([rank.files[TRACE] for rank in run.largest_first if TRACE in rank.files])
+    # All imports stand here, behind the traces' beginning: what they take, another core decodes in.
     from dlprof.diagnosis import diagnose
     from dlprof.rules import RULES
-    from dlprof.run import open_run
 
-    return diagnose(open_run(path), RULES, jobs, progress)
+    if page:
+        from dlprof.renderers import html, terminal  # noqa: F401
+
+    return diagnose(run, RULES, jobs, progress)
 
 
 def _verdict(result: Result) -> str:

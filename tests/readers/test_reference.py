@@ -10,7 +10,7 @@ import pytest
 
 from dlprof import intervals
 from dlprof.intervals import Intervals
-from dlprof.readers import Reading, torch_trace
+from dlprof.readers import Reading, headers, torch_trace
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"
 
@@ -180,7 +180,7 @@ def test_metadata_of_collectives() -> None:
 def test_odd_small_traces(name: str, rank: int | None, world_size: int | None, lanes: set[str] | None) -> None:
     (path,) = (SHARED / "tiny").glob(name)
     reading = torch_trace.read(path)
-    looked = torch_trace.peek(path)
+    looked = headers.peek(path)
     assert looked["is_trace"]
     for facts in (reading.facts, looked):
         assert (facts.get("rank"), facts.get("world_size")) == (rank, world_size)

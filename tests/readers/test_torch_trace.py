@@ -1,6 +1,5 @@
 """Each oddity that trace files have, made by hand, what the reader makes of it, and two traces recorded with gloo."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pandas as pd
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.readers import Reading, torch_trace
+from dlprof.readers import Reading, headers, torch_trace
 from tests import traces
 from tests.traces import BASE_NS
 
@@ -447,12 +446,12 @@ def test_what_is_no_trace_is_refused_in_one_line(tmp_path: Path, name: str, cont
     assert "\n" not in str(e.value)
     assert str(path) in str(e.value)
     # A file cut off within a trace's header is a trace, of which nothing is left.
-    assert torch_trace.peek(path)["is_trace"] is (b"schemaVersion" in content)
+    assert headers.peek(path)["is_trace"] is (b"schemaVersion" in content)
 
 
 def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path: Path) -> None:
     for path, said in ((tmp_path / "none.json", "no such file"), (tmp_path, "a folder")):
-        for function in (torch_trace.read, torch_trace.peek):
+        for function in (torch_trace.read, headers.peek):
             with pytest.raises(DlprofError, match=said):
                 function(path)
 
@@ -465,49 +464,6 @@ def test_a_trace_without_events_is_an_empty_table_and_a_warning(tmp_path: Path) 
     assert any("no spans" in w for w in reading.warnings)
 
 
-# ── A first look
-
-
-def test_peek_tells_rank_and_world_from_the_head_of_a_large_file(tmp_path: Path) -> None:
-    made = traces.training(rank=5, world_size=16)
-    data = traces.dump(made) + b" " * (1 << 20)
-    for name in ("a.json", "a.json.gz"):
-        path = traces.write(tmp_path / name, data)
-        assert torch_trace.peek(path) == {"is_trace": True, "rank": 5, "world_size": 16, "host": "node-1"}
-
-
-def test_peek_sees_past_a_list_of_groups_longer_than_what_it_reads(tmp_path: Path) -> None:
-    made = traces.training(rank=777, world_size=4096)
-    groups = [{"pg_name": str(i), "ranks": list(range(4096))} for i in range(20)]
-    made["distributedInfo"]["pg_config"] = groups
-    data = traces.dump(made)
-    assert data.index(b"traceEvents") > torch_trace.PEEK_BYTES
-    looked = torch_trace.peek(traces.write(tmp_path / "a.json", data))
-    assert {k: looked[k] for k in ("is_trace", "rank", "world_size")} == {
-        "is_trace": True,
-        "rank": 777,
-        "world_size": 4096,
-    }
-
-
-def test_peek_takes_the_rank_of_the_name_where_the_file_says_none(tmp_path: Path) -> None:
-    made = traces.trace(traces.op("a", 0, 1), rank=None, host="")
-    assert torch_trace.peek(traces.write(tmp_path / "rank-34.json", made)) == {"is_trace": True, "rank": 34}
-    assert torch_trace.peek(traces.write(tmp_path / "some.json", made)) == {"is_trace": True}
-    listed = traces.write(tmp_path / "worker2.json", made, layout="list")
-    assert torch_trace.peek(listed) == {"is_trace": True, "rank": 2}
-    made["traceEvents"][0] = {"args": {"a": {}}, **made["traceEvents"][0], "args2": 1}
-    assert torch_trace.peek(traces.write(tmp_path / "worker3.json", made, layout="list"))["rank"] == 3
-    own = traces.write(tmp_path / "rank-34.json", traces.trace(rank=1))
-    assert torch_trace.peek(own)["rank"] == 1
-
-
-def test_peek_knows_what_is_no_trace(tmp_path: Path) -> None:
-    for content in ({"format": 1, "run": {}}, {"schemaVersion": 2, "layers": [{}]}, [1, 2], [{"a": 1}], "x", 5):
-        path = traces.write(tmp_path / "rank-3.json", json.dumps(content).encode())
-        assert torch_trace.peek(path) == {"is_trace": False}
-
-
 # ── Recorded with torch 2.13 on CPU by tests/golden/record_gloo.py
 
 
@@ -517,7 +473,7 @@ def test_a_gloo_job_of_two_ranks(rank: int) -> None:
     reading = torch_trace.read(path)
     spans = reading.tables["spans"]
     assert reading.warnings == ()
-    assert torch_trace.peek(path) == {k: reading.facts[k] for k in ("rank", "world_size", "host")} | {"is_trace": True}
+    assert headers.peek(path) == {k: reading.facts[k] for k in ("rank", "world_size", "host")} | {"is_trace": True}
     assert (reading.facts["rank"], reading.facts["world_size"], reading.facts["backend"]) == (rank, 2, "gloo")
     assert reading.tables["traced_steps"]["step"].to_list() == [1, 2, 3]
     assert (spans["kind"] == "fetch").sum() == 3
