@@ -10,6 +10,10 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
+# <malloc.h>, and as much as glibc takes: of larger blocks the kernel has the memory as soon as they are freed.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT, _LARGE = 256 << 20, 32 << 20
+
 
 def started(pid: int) -> int | None:
     """Give when a process began, in clock ticks since this host did; None: it has ended.
@@ -35,6 +39,20 @@ def awaits(pid: int, number: int) -> bool:
     # A stopped process does nothing with what it was sent, however long one waits.
     state = said.get(b"State", b"").strip()[:1]
     return state in (b"R", b"D") or (state == b"S" and bool(pending >> (number - 1) & 1))
+
+
+def keep_memory() -> None:
+    """Keep what this process frees for what it allocates next, as far as its malloc can be told to.
+
+    Tables are columns of a megabyte that come and go by the hundred. What goes back to the kernel is taken from it again
+    page by page, and a page costs microseconds in a virtual machine: a tenth of all that reading takes.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # no glibc
+        return
+    mallopt(_M_TRIM_THRESHOLD, _KEPT)
+    mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
 def tied(number: signal.Signals) -> Callable[[], None]:

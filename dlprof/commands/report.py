@@ -69,9 +69,11 @@ def analyse(
     """Open a run or traces and ask every rule; what shows the result is imported meanwhile where it is to be shown."""
     # The measures multiply no matrices: threads of a linear-algebra library would only be started, and forked.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from dlprof.process import keep_memory
     from dlprof.readers import ahead
     from dlprof.run import TRACE, open_run
 
+    keep_memory()
     run = open_run(path)
     if jobs != 1 and "pandas" not in sys.modules:
         ahead.begin([rank.files[TRACE] for rank in run.largest_first if TRACE in rank.files])
