@@ -44,8 +44,8 @@ def awaits(pid: int, number: int) -> bool:
 def keep_memory() -> None:
     """Keep what this process frees for what it allocates next, as far as its malloc can be told to.
 
-    Tables are columns of a megabyte that come and go by the hundred. What goes back to the kernel is taken from it again
-    page by page, and a page costs microseconds in a virtual machine: a tenth of all that reading takes.
+    Tables are columns of a megabyte that come and go by the hundred. What went back to the kernel is taken from it
+    again page by page, and a page costs microseconds in a virtual machine.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

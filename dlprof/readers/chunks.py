@@ -226,7 +226,7 @@ class TraceFile(Generic[E]):
                 self.cut = "the file is cut off or damaged outside its events"
                 return False
             try:
-                self.keys[name] = msgspec.json.decode(_repaired(value))
+                self.keys[name] = msgspec.json.decode(repaired(value))
             except NOT_JSON:
                 self.keys[name] = None
 
@@ -277,7 +277,7 @@ class TraceFile(Generic[E]):
                 # The brackets of an array take the place of what stands around the events: copying takes longer.
                 around, buffer[0], buffer[end] = (buffer[0], buffer[end]), _OPEN, _CLOSE
                 array = memoryview(buffer)[: end + 1]
-                events = self._try(_repaired(bytes(array)) if repair else array)
+                events = self._try(repaired(bytes(array)) if repair else array)
                 buffer[0], buffer[end] = around
                 if events is not None:
                     self._repair = repair
@@ -290,10 +290,10 @@ class TraceFile(Generic[E]):
         together = b"[" + b",".join(self._buffer[a:b] for a, b in elements) + b"]"
         events = self._try(together)
         if events is None:
-            events = self._try(_repaired(together))
+            events = self._try(repaired(together))
         if events is not None:
             return events
-        alone = [self._try(_repaired(b"[" + self._buffer[a:b] + b"]")) for a, b in elements]
+        alone = [self._try(repaired(b"[" + self._buffer[a:b] + b"]")) for a, b in elements]
         self.unreadable += alone.count(None)
         return [event for one in alone if one is not None for event in one]
 
@@ -360,7 +360,7 @@ def _escape(found: re.Match[bytes]) -> bytes:
     return found[0] if found[2] is None else b"\\\\"
 
 
-def _repaired(array: bytes) -> bytes:
+def repaired(array: bytes) -> bytes:
     """Give the same JSON with what writers put into it and JSON forbids made harmless; its structure stays as it was.
 
     Control characters become spaces, invalid UTF-8 the replacement character, NaN and Infinity null, stray backslashes

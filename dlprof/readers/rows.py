@@ -26,19 +26,19 @@ from dlprof.readers.chunks import TraceFile
 from dlprof.readers.events import (
     BEGINS,
     ENDS,
-    NO_ARGS,
     NO_TIME,
-    RAW,
     WHOLE,
     Args,
     BlurredTimes,
     Event,
     ExactEvent,
     Scalar,
+    args_of,
     decoder,
     exact_nanoseconds,
     integer,
     integers,
+    links,
     nanoseconds,
     plain,
     ranks_of,
@@ -238,16 +238,13 @@ class _Making:
             self._add(whole)
 
     def _half(self, e: Event) -> None:
-        # The arrays that decoding left as they stand would keep a whole chunk alive.
-        args = e.args
-        if args is not NO_ARGS:
-            args = msgspec.structs.replace(args, **{name: getattr(args, name).copy() for name in RAW})
         ns = exact_nanoseconds([e.ts])[0]
         if ns == NO_TIME:
             self.bad_time += 1
             return
         at = Decimal(int(ns)) / 1000
-        half = msgspec.structs.replace(e, ts=at, args=args)
+        # Args as they stand in the file would keep a whole chunk alive.
+        half = msgspec.structs.replace(e, ts=at, args=e.args.copy())
         mine = self.halves[e.pid, e.tid]
         mine.append((int(ns), len(mine), half))
 
@@ -299,11 +296,13 @@ class _Making:
         call = kind == KIND["runtime"]
         launch = np.full(len(events), -1, dtype=np.int64)
         on_device = self.device_lanes
-        lane[device] = [
-            on_device[e.pid, e.tid, e.args.device, e.args.stream] for e in compress(events, device.tolist())
-        ]
         linked = np.flatnonzero(device | call)
-        args = [e.args for e in compress(events, (device | call).tolist())]
+        args = links([e.args for e in compress(events, (device | call).tolist())])
+        of_device = compress(args, device[linked].tolist())
+        lane[device] = [
+            on_device[e.pid, e.tid, a.device, a.stream]
+            for e, a in zip(compress(events, device.tolist()), of_device, strict=True)
+        ]
         launch[linked] = integers([a.correlation for a in args])
         without = np.flatnonzero(launch[linked] <= 0)
         launch[linked[without]] = np.maximum(integers([args[i].correlation_id for i in without]), 0)
@@ -311,19 +310,20 @@ class _Making:
         # AMD tells a copy's bytes on the call, not on the copy.
         sizes = [a.size for a in args]
         for n in [] if sizes.count(None) == len(sizes) else [n for n, size in enumerate(sizes) if size is not None]:
-            row, size = int(linked[n]), integer(args[n].size)
-            if call[row] and launch[row] > 0 and size >= 0:
-                self.sizes[int(launch[row])] = size
+            size = integer(args[n].size)
+            if call[linked[n]] and launch[linked[n]] > 0 and size >= 0:
+                self.sizes[int(launch[linked[n]])] = size
 
         first = self.count
         self._copies(first, np.flatnonzero((kind == KIND["copy"]) | (kind == KIND["set"])), events, what)
-        for i in np.flatnonzero(kind == KIND["communication"]):
-            self._collective(first + int(i), events[i], bool(device[i]))
-        for i in np.flatnonzero(np.array(names.multiplies)[what]):
-            told = events[i].args
+        exchanges = np.flatnonzero(kind == KIND["communication"]).tolist()
+        for row, told in zip(exchanges, args_of([events[row].args for row in exchanges]), strict=True):
+            self._collective(first + row, events[row], told, bool(device[row]))
+        products = np.flatnonzero(np.array(names.multiplies)[what]).tolist()
+        for row, told in zip(products, args_of([events[row].args for row in products]), strict=True):
             shape = self.shapes_of[bytes(told.dims), bytes(told.types)]
             if shape[0]:
-                self.multiplied[first + int(i)] = shape
+                self.multiplied[first + row] = shape
         working = lane[(kind == KIND["op"]) | call]
         self.working_lanes.update(np.flatnonzero(np.bincount(working)).tolist())
 
@@ -333,16 +333,16 @@ class _Making:
         self.count += len(events)
 
     def _copies(self, first: int, rows: NDArray[np.int64], events: list[Event], what: NDArray[np.int32]) -> None:
-        sizes = integers([events[i].args.bytes for i in rows])
-        for i, size in zip(rows.tolist(), sizes.tolist(), strict=True):
+        args = args_of([events[i].args for i in rows])
+        sizes = integers([a.bytes for a in args])
+        for i, size, told in zip(rows.tolist(), sizes.tolist(), args, strict=True):
             if size >= 0:
                 self.bytes[first + i] = size
-            kind = events[i].args.kind
+            kind = told.kind
             if isinstance(kind, str) and not self.names.direction[what[i]][0]:
                 self.copies[first + i] = copy_of(kind)
 
-    def _collective(self, row: int, e: Event, device: bool) -> None:
-        args = e.args
+    def _collective(self, row: int, e: Event, args: Args, device: bool) -> None:
         collective = collective_of(args.collective) if isinstance(args.collective, str) else ""
         collective = collective or self.names.collective[self.names[e.cat, e.name]]
         group = self._group(args)
@@ -360,16 +360,16 @@ class _Making:
         if collective or group or dtype:
             self.collectives[row] = (collective, group, dtype)
         if collective in ("send", "recv"):
-            self._peer(row, e, collective, group)
+            self._peer(row, e, args, collective, group)
 
-    def _peer(self, row: int, e: Event, collective: str, group: str) -> None:
+    def _peer(self, row: int, e: Event, args: Args, collective: str, group: str) -> None:
         """Note whom an event sends to or receives from, where it tells."""
-        peer = integer(e.args.destination if collective == "send" else e.args.source)
+        peer = integer(args.destination if collective == "send" else args.source)
         if peer >= 0:
             self.peers[row] = (peer, None)
             return
         if e.name in ("c10d::send", "c10d::recv_"):  # tensors, group, rank, tag
-            inputs = plain(e.args.inputs)
+            inputs = plain(args.inputs)
             peer = integer(inputs[2]) if isinstance(inputs, list) and len(inputs) > 2 else -1
         elif named := _PAIR.search(e.name):
             peer = int(named[1])

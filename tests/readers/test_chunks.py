@@ -293,4 +293,4 @@ def test_repairing_leaves_good_json_as_it_is() -> None:
         traces.dump(small()),
         traces.dump(small(), "compact"),
     ):
-        assert json.loads(chunks._repaired(text)) == json.loads(text)
+        assert json.loads(chunks.repaired(text)) == json.loads(text)

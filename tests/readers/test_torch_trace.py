@@ -540,3 +540,20 @@ def test_a_number_in_one_of_several_groups_is_no_rank(tmp_path: Path) -> None:
 def test_gloos_calls_tell_the_other_rank(rank: int) -> None:
     spans = torch_trace.read(GOLDEN / f"gloo_rank{rank}.json.gz").tables["spans"]
     assert spans.loc[spans["name"] == ("c10d::send", "c10d::recv_")[rank], "peer"].tolist() == [1 - rank]
+
+
+def test_args_that_are_no_json_cost_their_event_nothing_else(tmp_path: Path) -> None:
+    data = traces.dump(traces.trace(*traces.launched("k", 0, 2000, 1000, 7), traces.op("a", 5000, 10)))
+    odd = data.replace(b'"correlation": 7', b'"correlation": 7, "text": "\x01\xff \\q", "n": NaN', 1)
+    assert odd != data
+    spans = read(tmp_path, odd).tables["spans"]
+    assert spans["launch"].to_list() == [7, 7, -1]
+
+
+def test_args_of_an_unexpected_type_are_left_out(tmp_path: Path) -> None:
+    events = [*traces.launched("k", 0, 2000, 1000, 7), traces.op("a", 5000, 10)]
+    events[0]["args"]["correlation"] = {"what": 1}
+    events[2]["args"] = [1, 2]
+    reading = read(tmp_path, traces.trace(*events), layout="compact")
+    assert reading.warnings == ()
+    assert reading.tables["spans"]["launch"].to_list() == [-1, 7, -1]
