@@ -38,6 +38,8 @@ def intersect(a: Intervals, b: Intervals) -> Intervals:
     """Give the time that is in both sets."""
     if not len(a) or not len(b):
         return EMPTY
+    if len(a) > len(b):  # looking up the fewer of them is the less work
+        a, b = b, a
     # Interval i of a meets those of b from the first that ends after its start to the last that starts before its end.
     first = np.searchsorted(b[:, 1], a[:, 0], side="right")
     last = np.searchsorted(b[:, 0], a[:, 1], side="left")
