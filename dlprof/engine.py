@@ -300,7 +300,9 @@ def measure(run: Run, wanted: Iterable[Measure], jobs: int | None = None, progre
     far = so_far(run)
     if progress:
         progress(far([]))
-    for index, answer in backend(run.largest_first, todo, workers):
+    # What is decoded already takes least: behind all others it fills the last gap between the processes.
+    order = sorted(run.largest_first, key=lambda rank: ahead.is_begun(rank.files.get(TRACE)))
+    for index, answer in backend(order, todo, workers):
         answers[index] = answer
         if progress:
             progress(far(answers))

@@ -86,7 +86,7 @@ def collectives(rank: RankData) -> pd.DataFrame:
     else:
         of &= ~host.is_on_device(rank) & ~host.is_named(spans, "c10d", "_c10d")
     columns = ["group", "collective", "peer", "bytes", "dtype", "start_ns", "dur_ns"]
-    chosen = spans[of][[*columns, "name"]].astype({"group": "str", "collective": "str", "dtype": "str"})
+    chosen = spans[[*columns, "name"]][of].astype({"group": "str", "collective": "str", "dtype": "str"})
     if len(between):
         chosen = pd.concat([chosen, between[columns]]).sort_values("start_ns", kind="stable")
     start = chosen["start_ns"].to_numpy()

@@ -102,7 +102,8 @@ def late_host(rank: RankData) -> iv.Intervals:
 def _late_host(rank: RankData) -> iv.Intervals:
     spans = rank.table("spans")
     busy = device_sets(rank).busy
-    begin, end = int(spans["start_ns"].min()), int((spans["start_ns"] + spans["dur_ns"]).max())
+    start = spans["start_ns"].to_numpy()
+    begin, end = int(start[0]), int((start + spans["dur_ns"].to_numpy()).max())
     idle = iv.subtract(np.array([[begin, end]], dtype=np.int64), busy)
     work = device_work(rank)
     starts = work["start_ns"].to_numpy()

@@ -69,12 +69,12 @@ def _phases(thread: pd.DataFrame, idle: iv.Intervals) -> dict[str, iv.Intervals]
 def launches(rank: RankData) -> pd.DataFrame:
     """Count the device's kernels in a steady traced step (one row): kernels, mean kernel_ns."""
     work = device.device_work(rank)
-    work = work[host.is_kind(work, "kernel")]
+    kernels = host.is_kind(work, "kernel")
     within = iv.merge(timing(rank).windows)
-    start = work["start_ns"].to_numpy()
+    start, dur = work["start_ns"].to_numpy()[kernels], work["dur_ns"].to_numpy()[kernels]
     inside = sum(int((start >= s).sum() - (start >= e).sum()) for s, e in within)
     n = max(len(timing(rank).windows), 1)
-    return pd.DataFrame({"kernels": [inside / n], "kernel_ns": [float(work["dur_ns"].mean()) if len(work) else 0.0]})
+    return pd.DataFrame({"kernels": [inside / n], "kernel_ns": [float(dur.mean()) if len(dur) else 0.0]})
 
 
 def check_launches(run: Measured) -> None:

@@ -70,8 +70,7 @@ def _launched(rank: RankData) -> pd.DataFrame:
     within = host.cover(thread, host.is_named(thread, *RANGES))
     if not len(within):
         raise NotMeasured("the trace does not tell what belongs to the optimizer")
-    calls = thread[["start_ns", "launch"]][host.is_kind(thread, "runtime")]
-    mine = calls["launch"].to_numpy()[iv.holds(within, calls["start_ns"].to_numpy())]
-    kernels = device.device_work(rank)
-    kernels = kernels[host.is_kind(kernels, "kernel")]
-    return kernels[np.isin(kernels["launch"].to_numpy(), mine[mine >= 0])]
+    calls = host.is_kind(thread, "runtime")
+    mine = thread["launch"].to_numpy()[calls][iv.holds(within, thread["start_ns"].to_numpy()[calls])]
+    work = device.device_work(rank)
+    return work[host.is_kind(work, "kernel") & np.isin(work["launch"].to_numpy(), mine[mine >= 0])]

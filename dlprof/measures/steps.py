@@ -156,11 +156,17 @@ def standard_error(values: NDArray[np.float64]) -> float:
 
     Twice this is half of the 95 % confidence interval, for any number of values.
     """
-    n = len(values)
+    return float(standard_errors(values[np.newaxis])[0])
+
+
+def standard_errors(values: np.ndarray) -> NDArray[np.float64]:
+    """Give the standard error of each row's mean, as `standard_error` does."""
+    rows, n = values.shape
     if n < 2:
-        return 0.0
+        return np.zeros(rows)
     widened = _STUDENT[n - 2] if n - 2 < len(_STUDENT) else 1 + 1.25 / (n - 1)
-    return float(widened * values.std(ddof=1) / np.sqrt(n))
+    errors: NDArray[np.float64] = widened * values.std(axis=1, ddof=1) / np.sqrt(n)
+    return errors
 
 
 @per_rank

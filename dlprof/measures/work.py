@@ -9,7 +9,7 @@ from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import device
 from dlprof.measures.operators import kernels, own_times, owners
-from dlprof.measures.steps import standard_error, timing
+from dlprof.measures.steps import standard_errors, timing
 from dlprof.result import MOST_WORK
 from dlprof.units import short
 
@@ -45,8 +45,8 @@ def work(rank: RankData) -> pd.DataFrame:
     if not len(frame):
         raise NotMeasured("no operator's work was traced")
     names = spans["name"].cat.categories
-    named = frame.assign(name=[short(str(names[i]), LONGEST_NAME) for i in frame["name"]])
-    return named.astype({"name": "object"})
+    named = np.array([short(str(names[i]), LONGEST_NAME) for i in frame["name"].tolist()], dtype=object)
+    return frame.assign(name=pd.Series(named, dtype=object))
 
 
 def _sums(kind: str, windows: np.ndarray, code: np.ndarray, start: np.ndarray, dur: np.ndarray) -> pd.DataFrame:
@@ -64,7 +64,7 @@ def _sums(kind: str, windows: np.ndarray, code: np.ndarray, start: np.ndarray, d
             "name": found[heaviest],
             "calls": calls[heaviest],
             "ns": ns[heaviest].mean(axis=1),
-            "noise_ns": [standard_error(of_step) for of_step in ns[heaviest]],
+            "noise_ns": standard_errors(ns[heaviest]),
         }
     )
 

@@ -31,7 +31,7 @@ def workload(rank: RankData) -> pd.DataFrame:
     within = iv.merge(t.windows)
     if on_device:
         work = device.device_work(rank)
-        pieces = work[host.is_kind(work, "kernel")]
+        pieces = work[["start_ns", "dur_ns"]][host.is_kind(work, "kernel")]
         copies = work[host.is_one_of(work["copy"], "HtoD")]
         copied = float(copies["bytes"].clip(lower=0).to_numpy()[_inside(copies, within)].sum())
     else:

@@ -70,6 +70,12 @@ def stop() -> None:
         place.shared[_STOP] = True
 
 
+def is_begun(path: Path | None) -> bool:
+    """Tell whether a file is being decoded or was, and nobody has read it yet."""
+    place = _places.get(path) if path is not None else None
+    return place is not None and bool(place.shared[_BEGUN + place.number])
+
+
 def forget() -> None:
     """Drop what was decoded and nobody read."""
     for place in _places.values():
