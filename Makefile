@@ -1,4 +1,5 @@
-# `make demo`: a first diagnosis. `make test`: the tests. `make check`: all that must hold before a change lands.
+# `make demo`: a first diagnosis. `make test`: the tests of a few minutes. `make check`: all that must hold before a
+# change lands, the longer tests too. `make test-all`: every test, the slow ones too.
 # PYTHON chooses the interpreter (3.10 or later). Without a GPU the tested CPU build of torch is installed: where your
 # package index serves CUDA builds under that name, point TORCH_FLAGS at one that serves CPU builds (--index-url ...).
 PYTHON ?= python3
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH ?= $(if $(findstring GPU,$(shell nvidia-smi -L 2>/dev/null)),torch>=2.6,torch==2.13.0)
 TORCH_FLAGS ?=
 
-.PHONY: demo test test-all check format lint types contracts axe viewers bench accuracy reports clean
+.PHONY: demo test test-long test-all check format lint types contracts axe viewers bench accuracy reports clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml Makefile
@@ -23,12 +24,15 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+test-long: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
+
 # What is diagnosed of a recording is that of the machine too: those run one after the other.
 test-all: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'slow or not slow' --ignore tests/workloads/test_diagnosed.py
-	$(BIN)/python -m pytest -m 'slow or not slow' tests/workloads/test_diagnosed.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m '' --ignore tests/workloads/test_diagnosed.py
+	$(BIN)/python -m pytest -m '' tests/workloads/test_diagnosed.py
 
-check: $(VENV)/.ready lint types contracts test
+check: $(VENV)/.ready lint types contracts test-long
 
 format: $(VENV)/.ready
 	$(BIN)/ruff format .

@@ -98,6 +98,7 @@ def test_epochs_validation_and_accumulated_gradients(tmp_path: Path) -> None:
     assert not list(rank.glob("trace*"))
 
 
+@pytest.mark.long
 def test_a_script_without_a_loader_and_one_with_a_single_batch(tmp_path: Path) -> None:
     body = "import time\nfor n in range(6):\n    time.sleep(0.01)\n    train(data[:8])"
     record(script(tmp_path, body), folder=tmp_path / "a", options=["--no-trace"])
@@ -113,6 +114,7 @@ def test_a_script_without_a_loader_and_one_with_a_single_batch(tmp_path: Path) -
     assert [row["optimizer_steps"] for row in rows(rank)][1:] == [1] * 7
 
 
+@pytest.mark.long
 def test_steps_that_the_script_marks_itself_and_closures_and_nested_optimizers(tmp_path: Path) -> None:
     loop = script(
         tmp_path,
@@ -182,6 +184,7 @@ WORKERS = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_loader_workers_pickling_and_forks_go_on_as_without_dlprof(tmp_path: Path) -> None:
     loop = script(tmp_path, WORKERS)
@@ -252,6 +255,7 @@ def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
             assert abs(base + mark["ts"] * 1e3 - start_ns) < 20e6
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_an_exception_in_one_rank_ends_the_job_as_ever_and_leaves_both_recordings(tmp_path: Path) -> None:
     loop = script(tmp_path, DDP)
@@ -277,6 +281,7 @@ def test_an_exception_in_one_rank_ends_the_job_as_ever_and_leaves_both_recording
     assert facts(tmp_path / "run/ranks/00001")["ended"] == "exit"
 
 
+@pytest.mark.long
 def test_sigterm_leaves_the_window_and_the_status_is_sigterm(tmp_path: Path) -> None:
     body = (
         "for n in range(10**9):\n    train(data[:8])\n    if n == 20: print('ready', flush=True)\n    time.sleep(0.002)"
@@ -295,6 +300,7 @@ def test_sigterm_leaves_the_window_and_the_status_is_sigterm(tmp_path: Path) -> 
     assert json.loads((tmp_path / "run/run.json").read_text())["exit"] == {"code": None, "signal": signal.SIGTERM.value}
 
 
+@pytest.mark.long
 def test_a_second_sigterm_waits_for_what_the_first_leaves(tmp_path: Path) -> None:
     # As where a scheduler signals every process of a job, and the launcher, signalled too, passes it on.
     loop = script(
@@ -319,6 +325,7 @@ def test_a_second_sigterm_waits_for_what_the_first_leaves(tmp_path: Path) -> Non
     assert (tmp_path / "run/ranks/00000/trace.json.gz").exists()
 
 
+@pytest.mark.long
 def test_the_scripts_own_handler_and_profiler_come_first(tmp_path: Path) -> None:
     loop = script(
         tmp_path,
@@ -344,6 +351,7 @@ def test_the_scripts_own_handler_and_profiler_come_first(tmp_path: Path) -> None
     assert facts(tmp_path / "before/ranks/00000")["window"]["state"] == "yielded"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="a full disk needs root and mount")
 def test_a_disk_that_fills_up_costs_the_recording_only(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
@@ -374,6 +382,7 @@ def test_a_disk_that_fills_up_costs_the_recording_only(tmp_path: Path) -> None:
         subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.long
 def test_a_deleted_folder_and_a_claimed_rank(tmp_path: Path) -> None:
     body = """
         import shutil
@@ -400,6 +409,7 @@ def test_a_deleted_folder_and_a_claimed_rank(tmp_path: Path) -> None:
     assert "another process records as ranks/00000" in facts(second)["warnings"][0]
 
 
+@pytest.mark.long
 def test_a_compiled_script_has_the_same_graphs(tmp_path: Path) -> None:
     loop = script(
         tmp_path,

@@ -264,6 +264,7 @@ def test_figures_change_with_the_theme_while_open(opened: Open) -> None:
     WebDriverWait(browser, 20).until(lambda b: b.execute_script(fill) != before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [360, 700, 1280])
 @pytest.mark.parametrize("name", results.ALL)
 def test_no_page_is_wider_than_its_window(opened: Open, name: str, width: int) -> None:
@@ -277,6 +278,7 @@ def test_no_page_is_wider_than_its_window(opened: Open, name: str, width: int) -
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.long
 def test_the_keyboard_reaches_every_part_and_zooms(opened: Open) -> None:
     browser = opened("ddp")
     reached = set()
@@ -382,6 +384,7 @@ def grave_faults(browser: webdriver.Chrome) -> dict[str, list[str]]:
     return {v["id"]: [n["html"][:200] for n in v["nodes"][:3]] for v in found if v["impact"] in ("serious", "critical")}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed (make axe)")
 @pytest.mark.parametrize(
     ("name", "theme"), [("ddp", "light"), ("ddp", "dark"), ("tables", "light"), ("tables", "dark"), ("many", "light")]

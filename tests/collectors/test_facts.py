@@ -21,6 +21,7 @@ def test_the_environment_holds_what_shapes_training_and_no_secret() -> None:
     assert environment(shaping | others) == shaping
 
 
+@pytest.mark.long
 def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -65,6 +65,7 @@ print(torch._C._len_torch_dispatch_stack(), "torch.utils.flop_counter" in sys.mo
 """
 
 
+@pytest.mark.long
 def test_a_step_of_known_arithmetic_and_the_same_weights_and_random_numbers(tmp_path: Path) -> None:
     plain = launch([sys.executable, job(tmp_path, EPOCHS)], tmp_path)
     done = record(tmp_path / "job.py", folder=tmp_path / "run", options=["--window", "10,1,2"])
@@ -112,6 +113,7 @@ def test_the_same_as_the_counter_of_pytorch_where_that_is_right(tmp_path: Path) 
     assert found["total"] == counter.get_total_flops() > 0
 
 
+@pytest.mark.long
 def test_validation_is_passed_over_and_loaders_and_their_workers_do_not_count(tmp_path: Path) -> None:
     body = """
     import os
@@ -138,6 +140,7 @@ def test_validation_is_passed_over_and_loaders_and_their_workers_do_not_count(tm
     assert found["step"] > 9
 
 
+@pytest.mark.long
 def test_a_failing_step_fails_as_ever_and_leaves_nothing_behind(tmp_path: Path) -> None:
     body = """
     for n in range(20):
@@ -158,6 +161,7 @@ def test_a_failing_step_fails_as_ever_and_leaves_nothing_behind(tmp_path: Path) 
     assert facts(tmp_path / "run/ranks/00000")["flops"]["state"] == "counted"
 
 
+@pytest.mark.long
 def test_recording_that_fails_meanwhile_takes_the_mode_along_and_so_does_a_fork(tmp_path: Path) -> None:
     body = """
     import dlprof, os
@@ -180,6 +184,7 @@ def test_recording_that_fails_meanwhile_takes_the_mode_along_and_so_does_a_fork(
 
 
 # Steps end in the optimizer's. From 9 on the script's mode comes on top of ours, which cannot leave for some steps.
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "last", "state"), [(3, 15, "abstained"), (9, 12, "counted")])
 def test_a_mode_of_the_scripts_own_stays_its_own(first: int, last: int, state: str, tmp_path: Path) -> None:
     body = """
@@ -215,6 +220,7 @@ def test_a_mode_of_the_scripts_own_stays_its_own(first: int, last: int, state: s
         assert [row["step"] for row in rows(tmp_path / "run/ranks/00000") if row["profiled"]] == [9, 10, 11, 12, 13]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -229,11 +235,13 @@ def test_compiled_and_scripted_models_are_left_alone(change: str, why: str, tmp_
     assert why in told["why"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("options", "steps", "state"), [(("--flops", "off"), 15, "off"), ((), 5, "waiting")])
 def test_not_asked_for_and_not_reached(options: tuple[str, ...], steps: int, state: str, tmp_path: Path) -> None:
     assert counted(tmp_path, f"for n in range({steps}): train(*data[:8])", *options)["state"] == state
 
 
+@pytest.mark.long
 def test_an_operator_whose_arithmetic_is_not_known_is_told_by_name(tmp_path: Path) -> None:
     body = """
     @torch.library.custom_op("mylib::twice", mutates_args=())
@@ -309,6 +317,7 @@ def test_what_a_rank_computes_of_a_model_that_ranks_share(kind: str, totals: lis
     assert [flops.get("total") for flops in told] == totals
 
 
+@pytest.mark.long
 def test_shapes_are_in_the_trace_where_they_are_asked_for(tmp_path: Path) -> None:
     record(job(tmp_path, EPOCHS), folder=tmp_path / "run", options=["--window", "2,1,2", "--shapes"])
     spans = torch_trace.read(tmp_path / "run/ranks/00000/trace.json.gz").tables["spans"]

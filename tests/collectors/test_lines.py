@@ -137,6 +137,7 @@ def test_functions_count_wherever_they_are_held_and_stay_what_they_were(tmp_path
     assert sum(row["optimizer_steps"] for row in rows(tmp_path / "run/ranks/00000")) == 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_loader_workers_count_for_themselves(method: str, tmp_path: Path) -> None:
     found = lines(
@@ -153,6 +154,7 @@ def test_loader_workers_count_for_themselves(method: str, tmp_path: Path) -> Non
     assert found["main", "__main__:collate"] == found["worker", "__main__:collate"] == {0: 0, 1: 10}
 
 
+@pytest.mark.long
 def test_generators_and_the_loop_that_a_script_calls_last(tmp_path: Path) -> None:
     found = lines(tmp_path, "run(Stream(), num_workers=1)\nrun(Stream())", "data:Stream.__iter__", "__main__:run")
     assert found["worker", "data:Stream.__iter__"] == {0: 0, 1: 41, 2: 40}
@@ -220,6 +222,7 @@ def test_the_graphs_of_torch_compile_are_as_without(tmp_path: Path) -> None:
     assert counted(tmp_path / "run")["main", "__main__:double"][1] == 5
 
 
+@pytest.mark.long
 def test_a_debuggers_thread_is_left_to_it(tmp_path: Path) -> None:
     found = lines(
         tmp_path,
@@ -241,6 +244,7 @@ def test_a_debuggers_thread_is_left_to_it(tmp_path: Path) -> None:
     assert found["main", "__main__:collate"] == {0: 0, 1: 10}
 
 
+@pytest.mark.long
 def test_an_exception_and_a_forks_child_leave_the_counts_whole(tmp_path: Path) -> None:
     found = lines(
         tmp_path,
@@ -288,6 +292,7 @@ def test_what_was_counted_survives_a_kill(tmp_path: Path) -> None:
     assert counted(tmp_path / "run")["worker", "data:decode"][1] > 0
 
 
+@pytest.mark.long
 def test_a_python_without_line_profiler_says_so_in_one_line(tmp_path: Path) -> None:
     script = written(tmp_path, "run()")
     (tmp_path / "line_profiler.py").write_text("raise ImportError('none here')")
@@ -299,6 +304,7 @@ def test_a_python_without_line_profiler_says_so_in_one_line(tmp_path: Path) -> N
     assert sum(row["optimizer_steps"] for row in rows(tmp_path / "run/ranks/00000")) == 10
 
 
+@pytest.mark.long
 def test_nobody_asked_means_nothing_is_touched(tmp_path: Path) -> None:
     script = written(tmp_path, "run()\nassert 'line_profiler' not in sys.modules\nassert 'passing' not in str(vars())")
     record(script, folder=tmp_path / "run", options=["--no-trace"])

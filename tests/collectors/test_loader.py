@@ -108,6 +108,7 @@ def test_workers_of_every_kind(tmp_path: Path, dataset: str, method: str, worker
         assert f["read_bytes"] > 0 <= f["stored_bytes"]
 
 
+@pytest.mark.long
 def test_the_training_thread_itself(tmp_path: Path) -> None:
     loading, fetches = recorded(tmp_path, "train(DataLoader(Slow(), 4))")
     assert counts(loading) == {"start": 2, "first": 2, "batch": 22}
@@ -120,6 +121,7 @@ def test_the_training_thread_itself(tmp_path: Path) -> None:
     assert [f["cpu_ns"] > 0 for f in fetches] == [False] + [True] * 23
 
 
+@pytest.mark.long
 def test_what_other_threads_do_meanwhile_is_none_of_a_training_threads_fetch(tmp_path: Path) -> None:
     _, fetches = recorded(
         tmp_path,
@@ -139,6 +141,7 @@ def test_what_other_threads_do_meanwhile_is_none_of_a_training_threads_fetch(tmp
     assert len(asked) == 11
 
 
+@pytest.mark.long
 def test_subclasses_workers_that_persist_and_samples_that_are_batches(tmp_path: Path) -> None:
     loading, fetches = recorded(
         tmp_path,
@@ -167,6 +170,7 @@ def test_subclasses_workers_that_persist_and_samples_that_are_batches(tmp_path: 
     assert max(row["outstanding"] for row in loading if row["kind"] in ("first", "batch")) == 6
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_leaves_what_it_had_written(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -193,6 +197,7 @@ def test_a_worker_that_is_killed_leaves_what_it_had_written(tmp_path: Path) -> N
     assert sum(f["count"] for f in fetches) > 60
 
 
+@pytest.mark.long
 def test_a_timeout_an_error_and_threads_go_their_way(tmp_path: Path) -> None:
     loading, fetches = recorded(
         tmp_path,
@@ -229,6 +234,7 @@ def test_a_timeout_an_error_and_threads_go_their_way(tmp_path: Path) -> None:
     assert sum(f["count"] for f in fetches if f["worker"] == -1) == 5
 
 
+@pytest.mark.long
 def test_a_validation_before_training_is_kept_but_for_what_its_workers_did(tmp_path: Path) -> None:
     loading, fetches = recorded(
         tmp_path,
@@ -271,6 +277,7 @@ def test_workers_of_short_epochs_share_one_budget(tmp_path: Path, monkeypatch: p
     assert len(lines) < 50 + 50 + 20
 
 
+@pytest.mark.long
 def test_files_grow_no_faster_than_their_budget(tmp_path: Path) -> None:
     loading, fetches = recorded(
         tmp_path,

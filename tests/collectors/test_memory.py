@@ -50,6 +50,7 @@ def test_a_job_on_the_cpu_leaves_no_file_no_word_and_cuda_asleep(tmp_path: Path)
     assert facts(tmp_path / "run/ranks/00000")["warnings"] == []
 
 
+@pytest.mark.long
 @pytest.mark.skipif(hasattr(torch._C, "_cuda_memoryStats"), reason="this PyTorch has an allocator for CUDA")
 def test_a_history_that_cannot_be_is_told_in_one_line(tmp_path: Path) -> None:
     record(job(tmp_path), "cpu", folder=tmp_path / "run", options=["--no-trace", "--memory"])
@@ -57,6 +58,7 @@ def test_a_history_that_cannot_be_is_told_in_one_line(tmp_path: Path) -> None:
     assert "built without CUDA" in warning
 
 
+@pytest.mark.long
 @pytest.mark.skipif(hasattr(torch._C, "_cuda_memoryStats"), reason="this PyTorch has an allocator for CUDA")
 def test_the_counters_are_written_a_few_times_a_second(tmp_path: Path) -> None:
     # Stands for the device: the answers have the form of torch._C._cuda_memoryStats. Times are the recorder's.

@@ -104,6 +104,7 @@ def alone(folder: Path, body: str) -> Path:
     return folder / "run/ranks/00000"
 
 
+@pytest.mark.long
 def test_every_schedule_leaves_each_chunk_once_within_its_step(tmp_path: Path) -> None:
     steps = 3
     run = torchrun(
@@ -156,6 +157,7 @@ def test_every_schedule_leaves_each_chunk_once_within_its_step(tmp_path: Path) -
             assert order == list(grid(f"Schedule{name}", 2, 4, len(stages)).rows[r]), name
 
 
+@pytest.mark.long
 def test_a_bubble_of_known_size_is_measured(tmp_path: Path) -> None:
     # Two stages of 50 ms forward and 100 ms backward, two micro-batches: a third of the step is idle. A machine that
     # is busy with other things makes naps longer, in the chunks and between them.
@@ -248,6 +250,7 @@ def test_evaluation_failures_and_forks_are_left_alone(tmp_path: Path) -> None:
     assert len(written) == 7 * (1 + 2 * 3 + 1)
 
 
+@pytest.mark.long
 def test_a_chunk_that_cannot_be_told_costs_the_recording_and_not_the_job(tmp_path: Path) -> None:
     rank = alone(
         tmp_path,
@@ -278,6 +281,7 @@ def test_a_chunk_that_cannot_be_told_costs_the_recording_and_not_the_job(tmp_pat
     assert len(rows(rank)) == 8
 
 
+@pytest.mark.long
 def test_a_long_job_keeps_every_step_and_the_chunks_of_some(tmp_path: Path) -> None:
     steps = 700
     rank = alone(

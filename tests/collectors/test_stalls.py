@@ -40,6 +40,7 @@ def stalls(folder: Path, body: str, steps: int = 40) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (rank / "stalls.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_pauses_and_checkpoints_are_written_and_diagnosed(tmp_path: Path) -> None:
     found = stalls(
         tmp_path,
@@ -133,6 +134,7 @@ def test_a_name_taken_early_is_watched_and_what_belongs_to_a_save_is_not_told_tw
     assert [(s["kind"], s["path"]) for s in found] == [("checkpoint", None)]
 
 
+@pytest.mark.long
 def test_distributed_checkpoints_count_once_and_saving_threads_do_not(tmp_path: Path) -> None:
     found = stalls(
         tmp_path,
@@ -153,6 +155,7 @@ def test_distributed_checkpoints_count_once_and_saving_threads_do_not(tmp_path: 
     assert [(s["kind"], s["path"]) for s in found] == [("checkpoint", "folder")]
 
 
+@pytest.mark.long
 def test_saving_in_the_background_counts_until_the_state_is_copied(tmp_path: Path) -> None:
     found = stalls(
         tmp_path,
@@ -196,6 +199,7 @@ gc.disable()
 """
 
 
+@pytest.mark.long
 def test_compilations_are_told_with_their_reason_and_graphs_stay_the_same(tmp_path: Path) -> None:
     body = """
         rows = [4, 4, 4, 4, 4, 5, 5, 6, 6, 6]
@@ -220,6 +224,7 @@ def test_compilations_are_told_with_their_reason_and_graphs_stay_the_same(tmp_pa
     assert {s["step"] for s in found if s["phase"] == "backward"} <= {0, 5, 7}
 
 
+@pytest.mark.long
 def test_a_job_that_nothing_stalls_leaves_an_empty_file_and_no_import(tmp_path: Path) -> None:
     found = stalls(
         tmp_path,
@@ -237,6 +242,7 @@ def test_a_job_that_nothing_stalls_leaves_an_empty_file_and_no_import(tmp_path: 
     assert found == []
 
 
+@pytest.mark.long
 def test_a_forks_child_is_left_alone(tmp_path: Path) -> None:
     found = stalls(
         tmp_path,
@@ -259,6 +265,7 @@ def test_a_forks_child_is_left_alone(tmp_path: Path) -> None:
     assert found == []
 
 
+@pytest.mark.long
 def test_a_save_that_fails_fails_as_ever(tmp_path: Path) -> None:
     found = stalls(
         tmp_path,

@@ -104,6 +104,7 @@ NSYS_PROFILING_SESSION_ID=1 "$@"
 """
 
 
+@pytest.mark.long
 def test_nsys_starts_the_command_without_a_window_and_its_status_is_the_scripts(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
     (tmp_path / "bin").mkdir()

@@ -186,6 +186,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.long
 def test_ranks_that_a_killed_launcher_leaves_are_told_of_and_train_on(tmp_path: Path) -> None:
     (tmp_path / "trains.py").write_text(TRAINS.replace('print("imported", flush=True)', TITLED))
     (tmp_path / "launches.py").write_text(ORPHANS)
@@ -235,6 +236,7 @@ dist.destroy_process_group()
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+@pytest.mark.long
 def test_a_scheduler_ends_a_whole_job(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(RANKS)
     command = [sys.executable, *TORCHRUN, str(tmp_path / "ranks.py"), "long"]
@@ -275,6 +277,7 @@ def test_what_was_before_an_elastic_restart_is_kept_apart(tmp_path: Path) -> Non
     assert [text for text in result["warnings"] if f"restarted {last}" in text]
 
 
+@pytest.mark.long
 def test_a_job_out_of_memory_leaves_its_recording(tmp_path: Path) -> None:
     # As where a container's limit is reached, but for the signal's sender: no memory, then the kernel.
     body = TRAINS.replace(

@@ -57,6 +57,7 @@ def test_files_that_take_our_descriptors_stay_as_the_script_wrote_them(tmp_path:
     assert facts(rank)["window"]["state"] == "exported"
 
 
+@pytest.mark.long
 def test_a_file_that_takes_the_place_of_stdout_or_stderr_gets_no_word_of_ours(tmp_path: Path) -> None:
     loop = script(
         tmp_path,
@@ -99,6 +100,7 @@ collectors.COLLECTORS = (*collectors.COLLECTORS, *failing)
 """
 
 
+@pytest.mark.long
 def test_a_collector_that_raises_costs_itself_and_one_line(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(FAILING)
@@ -118,6 +120,7 @@ def test_a_collector_that_raises_costs_itself_and_one_line(tmp_path: Path) -> No
         assert any(f"planted at {moment}" in text for text in said)
 
 
+@pytest.mark.long
 def test_a_limit_on_the_size_of_files_costs_the_recording_only(tmp_path: Path) -> None:
     loop = script(
         tmp_path,
@@ -141,6 +144,7 @@ def test_a_limit_on_the_size_of_files_costs_the_recording_only(tmp_path: Path) -
     assert done.stderr.count("is off: ") == 2
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="a read-only disk needs root and mount")
 def test_a_disk_that_becomes_read_only_costs_the_recording_only(tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -170,6 +174,7 @@ def test_a_disk_that_becomes_read_only_costs_the_recording_only(tmp_path: Path) 
         subprocess.run(["umount", folder / "ranks/00000"], check=False)
 
 
+@pytest.mark.long
 def test_a_script_that_replaces_itself_is_told_of(tmp_path: Path) -> None:
     again = """
         if sys.argv[1] != "again":
@@ -195,6 +200,7 @@ def test_a_script_that_replaces_itself_is_told_of(tmp_path: Path) -> None:
     assert "replaced itself" in open_run(tmp_path / "isolated").warnings[0]
 
 
+@pytest.mark.long
 def test_a_loop_in_a_thread_is_recorded_and_one_that_is_still_running_at_the_end_breaks_nothing(tmp_path: Path) -> None:
     body = """
         thread = threading.Thread(target=train, args=(20,))
@@ -219,6 +225,7 @@ def test_a_loop_in_a_thread_is_recorded_and_one_that_is_still_running_at_the_end
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_handlers_that_a_script_sets_once_it_trains_are_its_own(tmp_path: Path) -> None:
     loop = script(
         tmp_path,
@@ -239,6 +246,7 @@ def test_handlers_that_a_script_sets_once_it_trains_are_its_own(tmp_path: Path) 
     assert len(rows(tmp_path / "run/ranks/00000")) >= 5
 
 
+@pytest.mark.long
 def test_pythons_that_do_not_train_load_nothing_and_leave_no_rank(tmp_path: Path) -> None:
     told = "import sys; print(sorted(sys.modules))"
     loop = script(
@@ -265,6 +273,7 @@ def test_pythons_that_do_not_train_load_nothing_and_leave_no_rank(tmp_path: Path
         }
 
 
+@pytest.mark.long
 def test_a_recording_inside_a_recording_is_refused_and_the_outer_one_goes_on(tmp_path: Path) -> None:
     loop = script(
         tmp_path,

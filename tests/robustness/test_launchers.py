@@ -80,6 +80,7 @@ def mpirun(kind: str) -> list[str]:
     pytest.skip(f"{kind} is not installed")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)])
 def test_ranks_of_mpirun_and_its_status(kind: str, script: Path, tmp_path: Path) -> None:
     command = [*mpirun(kind), sys.executable, str(script), "dies"]

@@ -65,6 +65,7 @@ def test_memory_stays_flat_and_files_small_and_no_step_is_lost(tmp_path: Path) -
     assert (ends[:-1] == table["start_ns"].to_numpy()[1:]).all()
 
 
+@pytest.mark.long
 def test_what_is_made_anew_in_every_step_is_told_of_within_bounds(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import torch\n"

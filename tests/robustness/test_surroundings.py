@@ -28,6 +28,7 @@ def train(steps):
 """
 
 
+@pytest.mark.long
 def test_odd_names_limits_and_settings(tmp_path: Path) -> None:
     """One job in all of them at once: any one that did harm would show."""
     home = tmp_path / "a folder\nof two lines ü"
@@ -165,6 +166,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_a_sharded_model(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SHARDED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]

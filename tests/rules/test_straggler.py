@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from dlprof.engine import measure
+from dlprof.measures.samples import sample_means
+from dlprof.rules import straggler
 from dlprof.rules.straggler import RULE
+from dlprof.run import open_run
 from tests import runs, traces
 from tests.measures.test_blame import held_up
 from tests.measures.test_collectives import late_by
@@ -177,6 +181,28 @@ def test_one_thread_is_busy_for_as_long_as_its_rank_takes(tmp_path: Path) -> Non
             assert "4.0 % in all steady ones, as what each rank is busy tells" in said.summary
 
 
+def without_a_core(tmp_path: Path, waited: tuple[float, float], others: float = 0.0, affinity: int = 2) -> Path:
+    """Write a run whose rank 1 takes 5 ms more of 10; each rank stands ready without a core for a share of the time."""
+    folder = cpu_run(tmp_path, MS, 6 * MS, torch_threads=1, count=2, affinity=affinity)
+    at = [traces.BASE_NS + n * 1_000 * MS for n in range(20)]
+    for rank, share in enumerate(waited):
+        rows = [{"at_ns": t, "cpu_s": 0.6 * n, "main_thread_waited_ns": int(share * n * 1e9)} for n, t in enumerate(at)]
+        (folder / f"ranks/{rank:05d}/processes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "hosts/node-1").mkdir(parents=True)
+    lines = [json.dumps({"at_ns": t, "core_percent": [round(60 + 50 * others)] * 2}) + "\n" for t in at]
+    (folder / "hosts/node-1/host.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.mark.parametrize(("device", "share"), [("cpu", 0.5), ("cuda", 0.0)])
+def test_what_a_rank_lacks_of_a_core_is_its_computing_on_a_cpu_only(tmp_path: Path, device: str, share: float) -> None:
+    folder = without_a_core(tmp_path, (0.0, 0.5))
+    for file in folder.glob("ranks/*/facts.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"device": {"type": device}}))
+    run = measure(open_run(folder), [sample_means], jobs=1)
+    assert straggler._crowded(run, (1,)) == pytest.approx(share, abs=0.01)
+
+
 @pytest.mark.parametrize(
     ("waited", "others", "affinity", "saved"),
     [
@@ -190,16 +216,7 @@ def test_one_thread_is_busy_for_as_long_as_its_rank_takes(tmp_path: Path) -> Non
 def test_a_core_that_the_jobs_other_ranks_have_is_not_saved(
     tmp_path: Path, waited: tuple[float, float], others: float, affinity: int, saved: float | None
 ) -> None:
-    """Rank 1 takes 5 ms more of 10, and stands ready without a core for a share of the time."""
-    folder = cpu_run(tmp_path, MS, 6 * MS, torch_threads=1, count=2, affinity=affinity)
-    at = [traces.BASE_NS + n * 1_000 * MS for n in range(20)]
-    for rank, share in enumerate(waited):
-        rows = [{"at_ns": t, "cpu_s": 0.6 * n, "main_thread_waited_ns": int(share * n * 1e9)} for n, t in enumerate(at)]
-        (folder / f"ranks/{rank:05d}/processes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "hosts/node-1").mkdir(parents=True)
-    lines = [json.dumps({"at_ns": t, "core_percent": [round(60 + 50 * others)] * 2}) + "\n" for t in at]
-    (folder / "hosts/node-1/host.jsonl").write_text("".join(lines))
-    said = ask(RULE, folder)
+    said = ask(RULE, without_a_core(tmp_path, waited, others, affinity))
     if saved is None:
         assert said.state == "clear"
         assert "without a core for 50 % more of the time than the job's other ranks on its host" in said.summary

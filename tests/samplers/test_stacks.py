@@ -182,6 +182,7 @@ def test_a_rank_that_is_killed_ends_as_without_and_what_was_seen_is_kept(tmp_pat
     assert seen(stacks(tmp_path / "run/ranks/00000"), "decode") == {("worker", "")}
 
 
+@pytest.mark.long
 def test_py_spy_goes_when_all_of_dlprof_is_killed(tmp_path: Path) -> None:
     script = written(tmp_path, "print(os.getpid(), flush=True)\nrun(900)")
     command = wrapped(tmp_path / "run", [sys.executable, script], "--no-trace")
@@ -204,6 +205,7 @@ def test_py_spy_goes_when_all_of_dlprof_is_killed(tmp_path: Path) -> None:
     assert seen(stacks(tmp_path / "run/ranks/00000"), "decode") == {("worker", "")}
 
 
+@pytest.mark.long
 def test_off_means_no_file_and_no_process(tmp_path: Path) -> None:
     script = written(tmp_path, "run(2)")
     command = wrapped(tmp_path / "run", [sys.executable, script], "--no-trace", "--stacks", "off")
@@ -216,6 +218,7 @@ def test_off_means_no_file_and_no_process(tmp_path: Path) -> None:
     assert list((tmp_path / "run/ranks/00000").glob("stacks*")) == []
 
 
+@pytest.mark.long
 def test_without_py_spy_one_line_says_so(tmp_path: Path) -> None:
     script = written(tmp_path, "run(1)")
     # A Python beside which there is no py-spy, and a PATH without one.
@@ -233,6 +236,7 @@ def test_without_py_spy_one_line_says_so(tmp_path: Path) -> None:
     assert "not installed" in warning
 
 
+@pytest.mark.long
 def test_without_permission_one_line_says_so(tmp_path: Path) -> None:
     if os.geteuid() or subprocess.run(["setpriv", "--version"], capture_output=True, check=False).returncode:
         pytest.skip("only root can give up the permission, with setpriv")

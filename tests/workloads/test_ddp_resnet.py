@@ -198,6 +198,7 @@ def test_two_ranks_learn(healthy: list[float]) -> None:
     assert sum(healthy[-3:]) < 0.6 * sum(healthy[:3])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["blocking_allreduce", "slow_loader_one_rank", "slow_rank"])
 def test_fault_of_two_ranks_costs_time_and_not_accuracy(data: Path, healthy: list[float], fault: str) -> None:
     done = train(data, "--fault", fault, "--steps", "6", ranks=2)
@@ -205,6 +206,7 @@ def test_fault_of_two_ranks_costs_time_and_not_accuracy(data: Path, healthy: lis
     assert losses(done) == pytest.approx(healthy[:6], rel=0.02)
 
 
+@pytest.mark.long
 def test_gradients_are_exchanged_once_for_the_batches_that_are_added_up(data: Path, tmp_path: Path) -> None:
     options = ["--accumulate=2", "--hook=fp16", "--find-unused", "--optimizer=lars", "--lr=2", "--steps=6"]
     job = tmp_path / "counts.py"
@@ -238,6 +240,7 @@ def test_other_hooks_and_models_train_on_two_ranks(data: Path, options: tuple[st
     assert all(math.isfinite(loss) for loss in found)
 
 
+@pytest.mark.long
 def test_one_process_trains_validates_and_checkpoints(data: Path) -> None:
     done = train(data, "--validate-every", "10", "--checkpoint-every", "20", "--epochs", "1")
     assert len(losses(done)) == 20
@@ -247,6 +250,7 @@ def test_one_process_trains_validates_and_checkpoints(data: Path) -> None:
     workload.build_model("resnet20", classes=10, small=True).load_state_dict(saved["model"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault", ["checkpoint_every_few", "garbage", "keeps_batches", "no_workers", "python_metrics", "slow_decode"]
 )

@@ -42,6 +42,7 @@ def recorded(
     return {o["id"]: o for o in result["outcomes"]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "rule", "least"),
     [
@@ -74,6 +75,7 @@ def test_memory_that_is_never_dropped_and_frequent_validation_are_found(tmp_path
         assert (said["state"], said["scope"]) == ("found", scope), said
 
 
+@pytest.mark.long
 def test_without_a_fault_neither_loader_nor_host_is_blamed_for_much(tmp_path: Path) -> None:
     # The cores are shared with other tests: a little waiting may be real.
     said = outcomes(tmp_path)

@@ -49,6 +49,7 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
     return [float(x) for x in re.findall(r"loss (\S+)", done.stdout)]
 
 
+@pytest.mark.long
 def test_it_learns_and_the_fault_changes_nothing_but_the_time() -> None:
     healthy = losses(train("--steps=60"))
     assert len(healthy) == 6
@@ -89,6 +90,7 @@ def test_the_text_is_the_same_for_every_rank_and_can_be_predicted() -> None:
         assert ((sequence[1:] - sequence[:-1]) % 100).unique().numel() == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "ranks", "said"),
     [
