@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
+
+import pytest
 
 from dlprof.process import started
 from tests.jobs import state, until, words
@@ -44,3 +47,22 @@ def test_what_is_tied_to_a_process_ends_with_it_however_that_ends() -> None:
         assert "sleep" in words(other)
     finally:
         os.kill(other, signal.SIGKILL)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is told")
+def test_memory_that_is_freed_is_kept_for_what_comes_next() -> None:
+    code = """if True:
+        import resource, sys
+        import numpy as np
+        from dlprof.process import keep_memory
+        keep_memory() if sys.argv[1] == "kept" else None
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(100):
+            [np.ones(1 << 17) for _ in range(8)]  # a megabyte each
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    """
+    pages = {
+        how: int(subprocess.run([sys.executable, "-c", code, how], capture_output=True, check=True).stdout)
+        for how in ("kept", "given back")
+    }
+    assert pages["kept"] < pages["given back"] / 10

@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from dlprof.readers.chunks import unpacked_bytes
@@ -43,7 +44,7 @@ _places: dict[Path, _Place] = {}
 
 def begin(paths: Sequence[Path]) -> None:
     """Start decoding the first of these files, in their order; nothing where there is no core for it."""
-    chosen = [path for path in paths if unpacked_bytes(path) <= MOST_BYTES][:MOST_FILES]
+    chosen = list(islice((path for path in paths if unpacked_bytes(path) <= MOST_BYTES), MOST_FILES))
     # Forking is safe while this process has no thread of its own.
     if not chosen or _places or not hasattr(os, "memfd_create") or threading.active_count() > 1:
         return
