@@ -1,6 +1,6 @@
 """The rows of one torch-profiler trace as plain columns: decoded, numbered, and each event understood.
 
-It needs NumPy and no pandas, so that a trace can be decoded while a process still imports that (dlprof/ahead.py).
+It needs NumPy and no pandas, so that a trace can be decoded while a process still imports that (ahead.py).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LONGEST_NS = 10 * 366 * 86_400 * 10**9
 class Rows:
     """What a trace file holds: a row for all that lasts, in the file's order; what is rare by its row's number.
 
-    Picklable, and without the cut: its columns point into nothing that was read.
+    Picklable; nothing in it points into what was read.
     """
 
     keys: dict[str, Any]  # what stands beside the events
