@@ -272,6 +272,8 @@ def main() -> None:
             print(f"step {step}  loss {value:.4f}  {rate:,.0f} bytes/s", flush=True)
             logged_at = now
 
+    # Before its group: the other way round, PyTorch 2.13 and gloo's threads may wait for each other for ever.
+    del model
     if args.world > 1:
         dist.destroy_process_group()
 

@@ -280,6 +280,8 @@ def main() -> None:
         if step == args.steps:
             break
 
+    # Before its group: the other way round, PyTorch 2.13 and gloo's threads may wait for each other for ever.
+    del model
     dist.destroy_process_group()
 
 
