@@ -215,6 +215,7 @@ DDP = """
         optimizer.step()
         if "fail" in sys.argv and rank == 1 and n == 9:
             raise RuntimeError("rank 1 has had enough")
+    del ddp  # before its group: PyTorch and gloo may wait for each other else
     dist.destroy_process_group()
 """
 

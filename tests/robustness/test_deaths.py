@@ -231,6 +231,7 @@ for n in range(100000 if "long" in sys.argv else 20):
     if "dies" in sys.argv and n == 12 and dist.get_rank() == 1 and life == 0:
         os.abort()
     time.sleep(0.002)
+del model  # before its group: PyTorch and gloo may wait for each other else
 dist.destroy_process_group()
 """
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

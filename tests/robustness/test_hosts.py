@@ -68,6 +68,7 @@ while goes_on:
         waits = len(list(run.glob("hosts/*/host.jsonl"))) < 2 and time.monotonic() < until
         goes_on = torch.ones(1) * waits
         dist.broadcast(goes_on, 0)
+del model  # before its group: PyTorch and gloo may wait for each other else
 dist.destroy_process_group()
 """
 

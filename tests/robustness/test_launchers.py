@@ -47,6 +47,7 @@ for n in range(100000 if "long" in sys.argv else 30):
             time.sleep(1)  # until the other has all that this one sent it
             sys.exit(7)
     time.sleep(0.002)
+del model  # before its group: PyTorch and gloo may wait for each other else
 dist.destroy_process_group()
 """
 
