@@ -258,7 +258,7 @@ def test_an_operator_whose_arithmetic_is_not_known_is_told_by_name(tmp_path: Pat
 
 
 PARALLEL = """
-import sys, torch
+import sys, time, torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -293,7 +293,8 @@ told = sum(p.double().sum() for p in local).item().hex()
 everyone = [None, None]
 dist.all_gather_object(everyone, told)
 if rank == 0:
-    print(everyone, torch._C._len_torch_dispatch_stack())
+    print(everyone, torch._C._len_torch_dispatch_stack(), flush=True)
+time.sleep(0.5)  # until gloo's thread has freed its last work: at the interpreter's end that would abort the process
 dist.destroy_process_group()
 """
 
