@@ -20,7 +20,7 @@ from dlprof.measures.device import device_time
 from dlprof.measures.replay import own_time
 from dlprof.measures.steps import step_means
 from dlprof.progress import Done
-from dlprof.readers import torch_trace
+from dlprof.readers import ahead, torch_trace
 from dlprof.run import TRACE, Rank, Run, open_run
 from tests import traces
 
@@ -215,6 +215,21 @@ def test_a_rank_is_read_once(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_trace, "read", spy)
     engine.measure(job, [step_means, breakdown, device_time, rows], jobs=1)
     assert sorted(read) == [f"rank{r}.json.gz" for r in range(RANKS)]
+
+
+def test_what_is_decoded_already_is_read_last(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, stopped, original = [], [], torch_trace.read
+
+    def spy(path: Path) -> Any:
+        read.append(path.name)
+        return original(path)
+
+    monkeypatch.setattr(torch_trace, "read", spy)
+    monkeypatch.setattr(ahead, "is_begun", lambda path: path.name in ("rank0.json.gz", "rank2.json.gz"))
+    monkeypatch.setattr(ahead, "stop", lambda: stopped.append(len(read)))
+    engine.measure(job, [rows], jobs=1)
+    assert set(read[:2]) == {"rank1.json.gz", "rank3.json.gz"}
+    assert stopped == [0]
 
 
 def test_a_reader_that_breaks_costs_only_its_file(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:

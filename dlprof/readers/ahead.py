@@ -50,15 +50,15 @@ def begin(paths: Sequence[Path]) -> None:
         return
     if len(os.sched_getaffinity(0)) < 2:
         return
-    shared = mmap.mmap(-1, _BEGUN + len(chosen))
     ends = []
     try:
+        shared = mmap.mmap(-1, _BEGUN + len(chosen))
         for number, path in enumerate(chosen):
             ready, done = os.pipe()
             ends.append(done)
             _places[path] = _Place(number, os.memfd_create("dlprof"), ready, shared)
         multiprocessing.get_context("fork").Process(target=_decode, args=(chosen, ends), daemon=True).start()
-    except OSError:  # no process or file to be had
+    except OSError:  # no process, file or memory to be had
         pass
     finally:
         for end in ends:
@@ -95,7 +95,7 @@ def rows_of(path: Path) -> Rows | None:
             with mmap.mmap(place.rows, 0, access=mmap.ACCESS_READ) as pickled:
                 rows: Rows = pickle.loads(pickled)
                 return rows
-    except (OSError, ValueError, MemoryError, pickle.UnpicklingError):
+    except (OSError, ValueError, MemoryError, EOFError, pickle.UnpicklingError):
         pass
     finally:
         os.close(place.rows)

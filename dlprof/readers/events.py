@@ -62,8 +62,8 @@ class Args(msgspec.Struct, frozen=True, gc=False):
 class Event(msgspec.Struct, tag_field="ph", tag="X", gc=False):
     """One event as it stands in the file, whole; a time may be a number or a text that is one.
 
-    Its args are decoded where they are wanted (`links`, `args_of`): half of all events are operators, whose args tell
-    dlprof nothing, and passing over them takes a third off the time that decoding takes.
+    Its args are decoded where they are wanted (`links`, `args_of`): most events are operators, whose args tell dlprof
+    nothing, and passing over them costs less.
     """
 
     cat: str = ""

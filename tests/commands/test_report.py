@@ -123,3 +123,29 @@ def test_open_gives_the_page_to_the_browser(job: Path) -> None:
     subprocess.run(words, cwd=job.parent, env=os.environ | {"BROWSER": f"{browser} %s"}, check=True)
     page = (job.parent / "out" / "report.html").resolve()
     assert (job.parent / "opened").read_text().strip() == page.as_uri()
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "memfd_create") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and a second core"
+)
+def test_a_trace_is_decoded_by_another_process_while_this_one_imports(tmp_path: Path) -> None:
+    code = """if True:
+        import os, sys
+        from pathlib import Path
+        from dlprof import process
+        from dlprof.commands.report import analyse
+        from dlprof.readers import ahead
+        decode = ahead.decode
+        def noting(path):
+            Path(sys.argv[2]).write_text(str(os.getpid()))
+            return decode(path)
+        ahead.decode = noting
+        process.keep_memory = lambda: print("keeps its memory")
+        analyse(Path(sys.argv[1]))
+        print(os.getpid())
+    """
+    trace = traces.write(tmp_path / "rank0.json", traces.training())
+    done = subprocess.run([sys.executable, "-c", code, trace, tmp_path / "who"], capture_output=True, check=True)
+    said, mine = done.stdout.decode().splitlines()
+    assert said == "keeps its memory"
+    assert (tmp_path / "who").read_text() not in ("", mine)
