@@ -15,7 +15,7 @@ from dlprof.cli import cli
 from dlprof.engine import RankData
 from dlprof.errors import DlprofError
 from dlprof.readers import facts
-from dlprof.run import FORMAT, TRACE, open_run
+from dlprof.run import FORMAT, TRACE, Rank, open_run
 from tests import jobs, traces
 
 
@@ -390,6 +390,17 @@ def test_odd_steps(tmp_path: Path, changes: dict[str, Any]) -> None:
 def test_many_ranks_with_one_warning_have_one_line(tmp_path: Path) -> None:
     run = open_run(recorded(tmp_path / "run", ranks=5, told={"warnings": ["no room left"]}, trace=False))
     assert run.warnings == ("5 ranks: no room left",)
+
+
+def test_the_largest_rank_is_read_first(tmp_path: Path) -> None:
+    for rank, kilobytes in {0: 10, 1: 30, 2: 2}.items():
+        name = f"rank{rank}.json"
+        traces.write(tmp_path / name, traces.dump(traces.training(rank=rank)) + b" " * (kilobytes << 10))
+    run = open_run(tmp_path)
+    packed = traces.write(tmp_path / "packed.json.gz", traces.training(rank=2))
+    assert [rank.index for rank in run.largest_first] == [1, 0, 2]
+    assert Rank(0, {"torch_trace": packed}).unpacked_bytes == 15 * packed.stat().st_size
+    assert Rank(0, {"torch_trace": tmp_path / "none.json"}).unpacked_bytes == 0
 
 
 def test_a_restarted_job_is_read_from_its_last_start(tmp_path: Path) -> None:

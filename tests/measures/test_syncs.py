@@ -45,6 +45,23 @@ def test_an_item_waits_once_and_leaves_the_device_with_nothing(tmp_path: Path) -
     assert row["idle_ns"] == pytest.approx(2 * MS, rel=0.01)
 
 
+def test_waits_of_one_kind_are_added_up_and_the_longest_come_first(tmp_path: Path) -> None:
+    frame = measure(
+        tmp_path,
+        traces.step(1, 0, 20 * MS),
+        traces.launched("gemm", 0, 10 * US, 1 * MS, 1),
+        traces.call("cudaDeviceSynchronize", 2 * MS, 1 * MS, 2),
+        traces.call("cudaStreamSynchronize", 4 * MS, 2 * MS, 3),
+        traces.call("cudaDeviceSynchronize", 7 * MS, 3 * MS, 4),
+        traces.call("cudaEventSynchronize", 12 * MS, 1 * MS, 5),
+    )
+    assert frame[["call", "calls", "ns"]].to_numpy().tolist() == [
+        ["cudaDeviceSynchronize", 2, 4 * MS],
+        ["cudaStreamSynchronize", 1, 2 * MS],
+        ["cudaEventSynchronize", 1, 1 * MS],
+    ]
+
+
 def test_a_wait_for_a_device_that_is_idle_anyway_is_not_why(tmp_path: Path) -> None:
     frame = measure(
         tmp_path,

@@ -75,10 +75,14 @@ def test_no_further_file_is_begun_once_it_is_stopped(tmp_path: Path, monkeypatch
     assert list(ahead._places) == [first, second]
     time.sleep(0.3)
     ahead.stop()
+    assert ahead._places[first].shared[:] == b"\1\1\0"
     start = time.monotonic()
     assert ahead.rows_of(second) is None
     assert time.monotonic() - start < 0.5  # whoever reads it does not wait for the first one's end
+    shared = ahead._places[first].shared
     assert ahead.rows_of(first) is not None
+    time.sleep(0.3)
+    assert shared[:] == b"\1\1\0"  # stopped; the first was begun, the second never
 
 
 @pytest.mark.parametrize("fails", ["raises", "dies", "half"])

@@ -550,6 +550,14 @@ def test_args_that_are_no_json_cost_their_event_nothing_else(tmp_path: Path) -> 
     assert spans["launch"].to_list() == [7, 7, -1]
 
 
+def test_args_with_a_text_of_no_encoding_keep_all_else(tmp_path: Path) -> None:
+    # Passing over such a text is no error, taking it is one.
+    data = traces.dump(traces.trace(*traces.launched("k", 0, 2000, 1000, 7)))
+    odd = data.replace(b'"stream": 7', b'"stream": "\xff"', 1)
+    assert odd != data
+    assert read(tmp_path, odd).tables["spans"]["launch"].to_list() == [7, 7]
+
+
 def test_args_of_an_unexpected_type_are_left_out(tmp_path: Path) -> None:
     events = [*traces.launched("k", 0, 2000, 1000, 7), traces.op("a", 5000, 10)]
     events[0]["args"]["correlation"] = {"what": 1}
