@@ -155,14 +155,15 @@ def pause(script: Path, python: Path, step_ms: int) -> float:
 
 
 def paired_us(
-    pause_s: float, only: Sequence[str] | None, blocks: int = 100, steps: int = 40
+    pause_s: float, only: Sequence[str] | None, blocks: int = 1000, steps: int = 8
 ) -> tuple[float, float, float]:
     """Give the µs of a step without recording, those that recording adds to it, and the standard error of these.
 
     `only` names the collectors that record; None: all.
 
     In one process, which alternates between blocks of steps with all that recording has put into torch in its place,
-    and blocks with what was there before: two processes that run the same script differ by more than what is measured.
+    and blocks with what was there before: two processes that run the same script differ by more than what is measured,
+    and so does one process from one quarter of a second to the next, which is why blocks are short.
     """
     import gc
 
@@ -219,21 +220,22 @@ def paired_us(
                 if place:
                     (container.update if isinstance(content, dict) else container.extend)(content)
 
-        means: list[tuple[float, float]] = []
+        pairs: list[tuple[float, float]] = []
         for n in range(blocks):
-            mean = [0.0, 0.0]
+            pair = [0.0, 0.0]
             for place in (0, 1) if n % 2 else (1, 0):
                 put(place)
-                took = sorted(step() for _ in range(steps + 5))[:steps]
-                mean[place] = statistics.fmean(took) * 1e6
-            means.append((mean[0], mean[1]))
+                step()  # these two pay for the change itself
+                step()
+                pair[place] = statistics.median(step() for _ in range(steps)) * 1e6
+            pairs.append((pair[0], pair[1]))
         put(1)
         dlprof._recorder.stop("exit")
-    added = [ours_us - plain_us for plain_us, ours_us in means]
+    added = [ours_us - plain_us for plain_us, ours_us in pairs]
     low, middle, high = statistics.quantiles(added)
     # The standard error of a median is that of a mean times 1.25, and a normal spread is 0.74 of that of the quartiles.
     error = 1.25 * 0.74 * (high - low) / len(added) ** 0.5
-    return statistics.median(plain_us for plain_us, _ in means), middle, error
+    return statistics.median(plain_us for plain_us, _ in pairs), middle, error
 
 
 def _attributes() -> dict[tuple[Any, str], Any]:
