@@ -143,18 +143,21 @@ def _watch_loaders(recorder: Recorder) -> None:
 
     following: Any = dataloader._BaseDataLoaderIter.__next__
     iterating: Any = dataloader.DataLoader.__iter__
+    dispatching = False
 
     @functools.wraps(following)
     def __next__(self: Any) -> Any:  # noqa: N807 - what it stands for
         if not recorder.begin_fetch(self, first=not self._num_yielded):
-            return following(self)
+            return dispatched(self) if dispatching and recorder.fetching else following(self)
         try:
-            return following(self)
+            batch = following(self)
         except StopIteration:
             recorder.end_of_epoch()
             raise
         finally:
             recorder.end()
+        recorder.end_fetch(self)
+        return batch
 
     @functools.wraps(iterating)
     def __iter__(self: Any) -> Any:  # noqa: N807 - what it stands for
@@ -168,6 +171,18 @@ def _watch_loaders(recorder: Recorder) -> None:
         recorder.see_iterator(self, iterator)
         return iterator
 
+    def dispatched(iterator: Any) -> Any:
+        """Fetch one of the batches that accelerate's rank 0 fetches for all, which make one fetch of its own."""
+        nonlocal dispatching
+        recorder.ask(iterator)
+        dispatching = False  # whatever that asks other loaders for is no batch of the script's
+        try:
+            batch = following(iterator)
+        finally:
+            dispatching = True
+        recorder.end_fetch(iterator)
+        return batch
+
     def watch_dispatcher() -> None:
         """Watch accelerate's loader for iterable data: its rank 0 fetches for all, and the others ask no loader."""
         module: Any = sys.modules.get("accelerate.data_loader")
@@ -178,11 +193,14 @@ def _watch_loaders(recorder: Recorder) -> None:
 
         @functools.wraps(fetching)
         def _fetch_batches(self: Any, iterator: Any) -> Any:
+            nonlocal dispatching
             if not recorder.begin_fetch(iterator, first=False):
                 return fetching(self, iterator)
+            dispatching = True
             try:
                 fetched = fetching(self, iterator)
             finally:
+                dispatching = False
                 recorder.end()
             if self._stop_iteration:
                 recorder.end_of_epoch()

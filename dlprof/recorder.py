@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import get_ident
 from time import perf_counter_ns
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from dlprof.log import file_of
 from dlprof.process import started
@@ -126,6 +126,20 @@ class Collector(Protocol):
         """End, and leave what is in memory on disk. Runs once, perhaps in a signal handler."""
 
 
+@runtime_checkable
+class FetchWatcher(Protocol):
+    """A collector that hears of every batch of the training thread's loaders. What it does must not raise."""
+
+    def begun(self, iterator: Any, began_ns: int, took_ns: int) -> None:
+        """Hear that a loader has given an iterator."""
+
+    def ask(self, iterator: Any) -> None:
+        """Hear that the next batch is about to be asked for."""
+
+    def got(self, iterator: Any, began_ns: int, took_ns: int) -> None:
+        """Hear that it is here."""
+
+
 _STDERR = file_of(2)
 
 
@@ -187,6 +201,8 @@ class Recorder:
         "_collectors",
         "_done",
         "_due",
+        "_fetch_began_ns",
+        "_fetch_watcher",
         "_fetched",
         "_has_stopped",
         "_iterators",
@@ -286,15 +302,20 @@ class Recorder:
         self._since_ns = 0  # when the innermost phase was entered or resumed
         self._optimizer_depth = 0
         self._fetched = False
+        self._fetch_began_ns = 0
         self._newly_asked = False  # the loader that was asked last had not been, in this step
         self._steps_since_fetch = 0
         self._done: list[Step] = []  # steps that the collectors have not heard of
         self._tell_ns = 0
         self._tell_step = _NO_STEP
+        self._fetch_watcher: FetchWatcher | None = None
         self._collectors: tuple[Collector, ...] = ()
         for make in collectors:
             try:
-                self._collectors += (make(),)
+                collector = make()
+                if isinstance(collector, FetchWatcher):
+                    self._fetch_watcher = collector
+                self._collectors += (collector,)
             except Exception as e:  # noqa: BLE001, PERF203 - one collector must not cost the others
                 self.warn(f"{getattr(make, '__name__', make)} is off: {_tell(e)}")
 
@@ -318,7 +339,8 @@ class Recorder:
     @property
     def fetching(self) -> bool:
         """Tell whether the caller is on the training thread, inside next() or iter() of a loader."""
-        return not self.off and self._phases[-1:] == [FETCH] and get_ident() == self._owner
+        phases = self._phases
+        return bool(phases) and phases[-1] == FETCH and not self.off and get_ident() == self._owner
 
     def open_range(self, name: str) -> Any:
         """Open a named range if somebody traces; its __exit__ closes it. None: nobody does."""
@@ -332,6 +354,9 @@ class Recorder:
 
     # -- phases
 
+    # What every step runs is written out in these, for the usual case: a step's work leaves nothing of ours in the
+    # processor's caches, and each function called costs some microseconds more, five times what it takes in a row.
+
     def begin(self, phase: int) -> bool:
         """Enter a phase; False: not ours to time, and end() must not be called."""
         try:
@@ -344,7 +369,12 @@ class Recorder:
                 row.backwards += 1
                 if not self.started:
                     self._start()
-            self._push(phase)
+            if self._phases or self.ranges:
+                self._push(phase)
+            else:
+                self._phases.append(phase)
+                self.inside = phase != OPTIMIZER
+                self._since_ns = perf_counter_ns()
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
             return False
@@ -365,7 +395,12 @@ class Recorder:
                 self._see_model(module)
             if self._autocast_looks:
                 self._look_at_autocast()
-            self._push(FORWARD)
+            if self._phases or self.ranges:
+                self._push(FORWARD)
+            else:
+                self._phases.append(FORWARD)
+                self.inside = True
+                self._since_ns = perf_counter_ns()
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
             return False
@@ -374,10 +409,18 @@ class Recorder:
     def begin_fetch(self, iterator: Any, *, first: bool) -> bool:
         """Enter next() of a loader's iterator; ends the step before it, if anything was done with its batch."""
         try:
-            if self.off or (get_ident() != self._owner and not self._mine(FETCH)) or FETCH in self._phases:
+            if self.off or (get_ident() != self._owner and not self._mine(FETCH)):
                 return False
-            self._enter_loader()
-            row = self.row
+            if self._phases or self.mark != "loader":
+                if FETCH in self._phases:
+                    return False
+                self._enter_loader()
+                row = self.row
+            else:
+                self._steps_since_fetch = 0
+                row = self.row
+                if row.backwards or row.forwards or row.optimizer_steps:
+                    row = self._end_step(perf_counter_ns())
             row.fetches += 1
             if first:
                 row.first = 1
@@ -385,11 +428,31 @@ class Recorder:
             self._newly_asked = seen is not None and seen not in row.loaders
             if seen is not None and self._newly_asked:
                 row.loaders = (*row.loaders, seen)
-            self._push(FETCH)
+            if self._fetch_watcher is not None:
+                self._fetch_watcher.ask(iterator)
+            if self._phases or self.ranges:
+                self._push(FETCH)
+            else:
+                self._phases.append(FETCH)
+                self.inside = True
+                self._since_ns = perf_counter_ns()
+            self._fetch_began_ns = self._since_ns
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
             return False
         return True
+
+    def ask(self, iterator: Any) -> None:
+        """Hear that one of several batches that make one fetch is about to be asked for."""
+        if self._fetch_watcher is not None:
+            self._fetch_watcher.ask(iterator)
+            self._fetch_began_ns = perf_counter_ns()
+
+    def end_fetch(self, iterator: Any) -> None:
+        """Hear that the iterator gave a batch."""
+        if self._fetch_watcher is not None:
+            began = self._fetch_began_ns
+            self._fetch_watcher.got(iterator, began, perf_counter_ns() - began)
 
     def begin_epoch(self) -> bool:
         """Enter iter() of a loader, where its workers start."""
@@ -399,6 +462,7 @@ class Recorder:
             self._enter_loader()
             self.row.first = 1
             self._push(FETCH)
+            self._fetch_began_ns = self._since_ns
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
             return False
@@ -422,6 +486,9 @@ class Recorder:
             if len(self._iterators) > 1000:
                 self._iterators.clear()
             self._iterators[id(iterator)] = seen
+            if self._fetch_watcher is not None:
+                began = self._fetch_began_ns
+                self._fetch_watcher.begun(iterator, began, self._since_ns - began)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
@@ -468,7 +535,12 @@ class Recorder:
                 self._optimizer_ids.add(id(optimizer))
                 self.optimizers.append(weakref.ref(optimizer))
                 self.news = True
-            self._push(OPTIMIZER)
+            if self._phases or self.ranges:
+                self._push(OPTIMIZER)
+            else:
+                self._phases.append(OPTIMIZER)
+                self.inside = False
+                self._since_ns = perf_counter_ns()
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
             return False
@@ -561,7 +633,8 @@ class Recorder:
             opened.enter_context(make(name))
         return opened
 
-    def _end_step(self, now: int) -> None:
+    def _end_step(self, now: int) -> Step:
+        """End the step, and give the one that begins."""
         row = self.row
         if self._phases:
             row.parts[self._phases[-1]] += now - self._since_ns
@@ -573,7 +646,7 @@ class Recorder:
                 self.news = True
         if self.end_of_step is not None:
             row.device = self.end_of_step()
-        self.row = Step(row.number + 1, now)
+        self.row = begun = Step(row.number + 1, now)
         if self.started:
             self._done.append(row)
             if now >= self._tell_ns or row.number + 1 >= self._tell_step or self.news:
@@ -582,6 +655,7 @@ class Recorder:
                 self.stop(self._asked_to_stop)
         elif len(self._done) < _EARLY_STEPS:
             self._done.append(row)
+        return begun
 
     def _tell_collectors(self) -> None:
         done, self._done = self._done, []
@@ -728,6 +802,8 @@ class Recorder:
 
     def _drop(self, collector: Collector, error: Exception) -> None:
         self._collectors = tuple(c for c in self._collectors if c is not collector)
+        if isinstance(collector, FetchWatcher):
+            self._fetch_watcher = None
         self.warn(f"{collector.name} is off: {_tell(error)}; the job goes on without it")
 
     def _fail(self, error: Exception) -> None:

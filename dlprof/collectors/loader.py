@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
 
@@ -60,12 +59,12 @@ class Loader:
         self._fetches = _Log("fetches.jsonl", _fetch_line, keys=2, sums=3)
         self._counters: _Counters | None = None
         self._usage: tuple[int, int, int, int] = (0, 0, 0, 0)
-        self._asking = 0  # the thread that is inside a loader's next(), if it is the one that trains
+        self._asked = _NOBODY  # what the iterator said that was asked last
         self._fetching = False
         self._last_fetch_ns = 0
         self._collate_ns = 0
         # Now, when torch was just imported: each worker's interpreter gets here too, or is a copy of one that did.
-        self._watch_iterators()
+        self._watch_ends()
         self._watch_fetchers()
         os.register_at_fork(after_in_child=self._forked)
 
@@ -111,7 +110,6 @@ class Loader:
         self._epochs.clear()
         self._loading.forget()
         self._fetches.forget()
-        self._asking = 0
         self._fetching = False
 
     def _fail(self, error: Exception) -> None:
@@ -124,36 +122,10 @@ class Loader:
 
     # -- the training thread
 
-    def _watch_iterators(self) -> None:
+    def _watch_ends(self) -> None:
         from torch.utils.data import dataloader
 
-        following: Any = dataloader._BaseDataLoaderIter.__next__
-        iterating: Any = dataloader.DataLoader.__iter__
         ending: Any = dataloader._MultiProcessingDataLoaderIter._shutdown_workers
-
-        @functools.wraps(following)
-        def __next__(iterator: Any) -> Any:  # noqa: N807 - what it stands for
-            recorder = None if self._asking else dlprof._recorder
-            if recorder is None or self._off or not recorder.fetching:
-                return following(iterator)
-            self._asking = get_ident()
-            try:
-                asked = _NOBODY if getattr(iterator, "_data_queue", None) is None else self._ask(iterator)
-                began = perf_counter_ns()
-                batch = following(iterator)
-                self._got(recorder, iterator, asked, began, perf_counter_ns() - began)
-            finally:
-                self._asking = 0
-            return batch
-
-        @functools.wraps(iterating)
-        def __iter__(loader: Any) -> Any:  # noqa: N807 - what it stands for
-            if self._asking or not self._trains():
-                return iterating(loader)
-            began = perf_counter_ns()
-            iterator = iterating(loader)
-            self._begun(iterator, began, perf_counter_ns() - began)
-            return iterator
 
         @functools.wraps(ending)
         def _shutdown_workers(iterator: Any) -> Any:
@@ -166,42 +138,45 @@ class Loader:
             finally:
                 self._ended(iterator, began, perf_counter_ns() - began)
 
-        dataloader._BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign, assignment]
-        dataloader.DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
         dataloader._MultiProcessingDataLoaderIter._shutdown_workers = _shutdown_workers  # type: ignore[method-assign, assignment]
 
-    def _trains(self) -> bool:
-        """Tell whether the recorder is timing this call: the training thread's, in no worker."""
-        recorder = dlprof._recorder
-        return not self._off and recorder is not None and bool(recorder.fetching)
+    def begun(self, iterator: Any, began_ns: int, took_ns: int) -> None:
+        """Keep what starting an epoch took: its loader is not known yet."""
+        if self._off:
+            return
+        try:
+            pids = " ".join(str(w.pid) for w in getattr(iterator, "_workers", ()))
+            if len(self._epochs) > _MOST_EPOCHS:
+                self._epochs.clear()
+            self._epochs[id(iterator)] = _Epoch(began_ns, took_ns, pids)
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
 
-    def _ask(self, iterator: Any) -> tuple[int, int, int]:
-        """Give how many batches are ready, how many are being made, and which worker makes the one that is due."""
+    def ask(self, iterator: Any) -> None:
+        """Look how many batches are ready, how many are being made, and which worker makes the one that is due."""
+        self._asked = _NOBODY
+        if getattr(iterator, "_data_queue", None) is None:
+            return
         try:
             tasks, outstanding = iterator._task_info, iterator._tasks_outstanding
             due = tasks.get(iterator._rcvd_idx)
             # Those that came before their turn are kept among the tasks.
             ready = iterator._data_queue.qsize() + len(tasks) - outstanding
-            return ready, outstanding, -1 if due is None else due[0]
+            self._asked = (ready, outstanding, -1 if due is None else due[0])
         except Exception:  # noqa: BLE001 - an iterator of another make, a system whose queues cannot tell
-            return _NOBODY
+            pass
 
-    def _begun(self, iterator: Any, began: int, took: int) -> None:
-        try:
-            pids = " ".join(str(w.pid) for w in getattr(iterator, "_workers", ()))
-            if len(self._epochs) > _MOST_EPOCHS:
-                self._epochs.clear()
-            self._epochs[id(iterator)] = _Epoch(began, took, pids)
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self._fail(e)
-
-    def _got(self, recorder: Recorder, iterator: Any, asked: tuple[int, int, int], began: int, took: int) -> None:
+    def got(self, iterator: Any, began_ns: int, took_ns: int) -> None:
+        """Add the wait for a batch."""
+        recorder = dlprof._recorder
+        if self._off or recorder is None:
+            return
         try:
             epoch = self._epochs.get(id(iterator))
             if epoch is None:
-                epoch = self._epochs[id(iterator)] = _Epoch(began, 0, "")
+                epoch = self._epochs[id(iterator)] = _Epoch(began_ns, 0, "")
             unix, step = recorder.unix_ns - recorder.perf_ns, recorder.row.number
-            ready, outstanding, worker = asked
+            ready, outstanding, worker = self._asked
             kind = "batch"
             if epoch.first:
                 epoch.loader = recorder.place_of(iterator)
@@ -212,7 +187,22 @@ class Loader:
                 epoch.first = False
                 kind = "first"
             empty = -1 if ready < 0 else 0 if ready else 1
-            row = (kind, epoch.loader, began + unix, step, worker, "", 1, took, empty, ready, outstanding, -1, -1, -1)
+            row = (
+                kind,
+                epoch.loader,
+                began_ns + unix,
+                step,
+                worker,
+                "",
+                1,
+                took_ns,
+                empty,
+                ready,
+                outstanding,
+                -1,
+                -1,
+                -1,
+            )
             self._loading.rows.append(row)
             if len(self._loading.rows) >= _MOST_ROWS:
                 self._loading.fit()
@@ -260,7 +250,8 @@ class Loader:
             if self._off:
                 return None
             counters = self._counters
-            if self._asking and self._asking == get_ident():
+            recorder = dlprof._recorder
+            if recorder is not None and recorder.fetching:
                 counters = self._counters = counters or _Counters()
             elif counters is None or not counters.worker:
                 info = sys.modules["torch.utils.data._utils.worker"].get_worker_info()
