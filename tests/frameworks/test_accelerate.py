@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -83,6 +84,11 @@ def test_ranks_have_the_same_steps_whoever_fetches(kind: str, tmp_path: Path) ->
             # Rank 1 asks no loader: it waits for what rank 0 sends, and that is its wait for data.
             waited = [row["fetch_ns"] for row in rows(rank) if row["kind"] == "train" and not row["first"]]
             assert min(waited) > 8_000_000
+            # Each of the batches that rank 0 asks for is told of, 16 to train on and 8 more an epoch.
+            log = rank / "loading.jsonl"
+            batches = [row for row in map(json.loads, log.open()) if row["kind"] in ("first", "batch")]
+            assert len(batches) == (0 if number else 48)
+            assert all(row["dur_ns"] > 8_000_000 for row in batches)
 
 
 def test_accelerate_launch_is_recorded(tmp_path: Path) -> None:
