@@ -187,22 +187,8 @@ class Loader:
                 epoch.first = False
                 kind = "first"
             empty = -1 if ready < 0 else 0 if ready else 1
-            row = (
-                kind,
-                epoch.loader,
-                began_ns + unix,
-                step,
-                worker,
-                "",
-                1,
-                took_ns,
-                empty,
-                ready,
-                outstanding,
-                -1,
-                -1,
-                -1,
-            )
+            at = began_ns + unix
+            row = (kind, epoch.loader, at, step, worker, "", 1, took_ns, empty, ready, outstanding, -1, -1, -1)
             self._loading.rows.append(row)
             if len(self._loading.rows) >= _MOST_ROWS:
                 self._loading.fit()
