@@ -193,8 +193,7 @@ def _word_of_rank(run: Path) -> Path:
 class Recorder:
     """The one recorder of a process: what the hooks call, and what the collectors read."""
 
-    # A dict of so many attributes lies in more of the processor's caches than they do: with it, a step's hooks take a
-    # tenth longer where these are cold.
+    # A dict of so many attributes takes more of the processor's caches, in which a step's work leaves nothing of ours.
     __slots__ = (
         "_asked_to_stop",
         "_autocast_looks",
@@ -354,8 +353,8 @@ class Recorder:
 
     # -- phases
 
-    # What every step runs is written out in these, for the usual case: a step's work leaves nothing of ours in the
-    # processor's caches, and each function called costs some microseconds more, five times what it takes in a row.
+    # The usual case is written out in these, nested phases and ranges go by _push: a step's work leaves nothing of ours
+    # in the processor's caches, and a function more to call is more to bring there than to run.
 
     def begin(self, phase: int) -> bool:
         """Enter a phase; False: not ours to time, and end() must not be called."""
