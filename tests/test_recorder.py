@@ -20,7 +20,7 @@ from dlprof.recorder import Recorder, Step
 from dlprof.tables import STEPS
 from tests.jobs import environment, facts, launch, record, rows, wrapped
 
-pytest.importorskip("torch", reason="recording needs torch")
+torch = pytest.importorskip("torch", reason="recording needs torch")
 
 # A tiny model and loader, for scripts that only differ in their loop.
 SETUP = """
@@ -473,6 +473,53 @@ def test_collectors_hear_of_steps_in_longer_intervals_the_longer_the_job_runs(
     # The first is told at once; a step of 100 ms ends every 100 ms.
     every = -(-told_ms // 100)
     assert heard[:3] == [0, every, 2 * every]
+
+
+def test_a_collector_that_failed_hears_of_no_more_batches(tmp_path: Path) -> None:
+    heard: list[str] = []
+
+    class Heard:
+        name = "heard"
+
+        def start(self, recorder: Recorder) -> None:
+            pass
+
+        def step(self, done: Sequence[Step]) -> None:
+            raise RuntimeError("no more")
+
+        def stop(self) -> None:
+            pass
+
+        def begun(self, iterator: object, began_ns: int, took_ns: int) -> None:
+            heard.append("begun")
+
+        def ask(self, iterator: object) -> None:
+            heard.append("ask")
+
+        def got(self, iterator: object, began_ns: int, took_ns: int) -> None:
+            heard.append("got")
+
+    recorder = Recorder(tmp_path, [Heard])
+    loader = torch.utils.data.DataLoader(range(4))
+
+    def epoch() -> None:
+        assert recorder.begin_epoch()
+        iterator = iter(loader)
+        recorder.end()
+        recorder.see_iterator(loader, iterator)
+        for batch in range(2):
+            assert recorder.begin_fetch(iterator, first=not batch)
+            recorder.end()
+            recorder.end_fetch(iterator)
+            recorder.row.forwards += 1
+
+    epoch()
+    assert heard == ["begun", "ask", "got", "ask", "got"]
+    recorder.started = True
+    recorder.user_step()
+    epoch()
+    assert len(heard) == 5
+    assert recorder.warnings == ["heard is off: RuntimeError: no more; the job goes on without it"]
 
 
 def test_a_failing_collector_costs_itself_only(tmp_path: Path) -> None:

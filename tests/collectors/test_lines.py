@@ -175,9 +175,14 @@ def test_the_hottest_of_the_users_functions_are_found(tmp_path: Path) -> None:
                 pass
         model = nn.Linear(8, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-        while not getattr(slow, "__signature__", None):
+        began = time.monotonic()
+        while not hasattr(slow, "__signature__"):
             slow()
             train(model, optimizer, torch.ones(4, 8))
+            if time.monotonic() > began + 60:
+                import faulthandler
+                faulthandler.dump_traceback()
+                sys.exit(f"not chosen; changed: {[name for name in globals() if name.startswith('__dlprof')]}")
         for n in range(3):
             slow()
         """,

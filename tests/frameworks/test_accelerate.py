@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 class Slow(IterableDataset):
     def __iter__(self):
-        for n in range(64):
+        # What it asks a loader of its own for are no batches of the script's.
+        for n in DataLoader(range(64), batch_size=None):
             time.sleep(0.002)
             yield torch.full((8,), n / 64), torch.tensor([n / 64])
 
