@@ -25,6 +25,7 @@ from time import perf_counter_ns
 from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
+from dlprof.loaders import LoaderSeen, settings_of
 from dlprof.log import file_of
 from dlprof.process import started
 
@@ -95,17 +96,6 @@ class Step:
         if self.backwards or self.optimizer_steps:
             return "train"
         return "validation" if self.forwards else "other"
-
-
-class LoaderSeen:
-    """A loader that the training thread has iterated, and what its batches were used for."""
-
-    __slots__ = ("loader", "role", "settings")
-
-    def __init__(self, loader: Any, settings: dict[str, Any]) -> None:
-        self.loader = weakref.ref(loader)
-        self.settings = settings
-        self.role = "unknown"
 
 
 class Collector(Protocol):
@@ -472,7 +462,7 @@ class Recorder:
         try:
             seen = next((s for s in self.loaders if s.loader() is loader), None)
             if seen is None:
-                settings = _settings(loader)
+                settings = settings_of(loader)
                 # A script that makes its loader anew each epoch has one loader.
                 same = (s for s in self.loaders if s.loader() is None and s.settings == settings)
                 seen = next(same, None)
@@ -844,58 +834,6 @@ def _recorded_by(rank: Path) -> int | None:
     except (OSError, ValueError, KeyError):
         return None
     return pid if isinstance(pid, int) else None
-
-
-def _settings(loader: Any) -> dict[str, Any]:
-    """Give how a loader was set up, while it is there: most scripts drop theirs as soon as they iterate it."""
-    dataset = loader.dataset
-    iterable = isinstance(dataset, sys.modules["torch.utils.data"].IterableDataset)
-    context = loader.multiprocessing_context
-    sampler, batch_size = _sampling(loader)
-    return {
-        "num_workers": loader.num_workers,
-        "batch_size": batch_size,
-        "pin_memory": loader.pin_memory,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-        "start_method": _start_method(context) if loader.num_workers else None,
-        "dataset": type(dataset).__name__,
-        "dataset_length": _length(dataset),
-        "iterable": iterable,
-        "shuffle": {"RandomSampler": True, "SeedableRandomSampler": True, "SequentialSampler": False}.get(
-            type(sampler).__name__, getattr(sampler, "shuffle", None)
-        ),
-        "drop_last": loader.drop_last,
-        "in_order": getattr(loader, "in_order", None),
-    }
-
-
-def _sampling(loader: Any) -> tuple[Any, int | None]:
-    """Give what draws the samples, and how many a batch: a loader with a batch sampler has neither of its own."""
-    if loader.batch_size is not None:
-        return loader.sampler, loader.batch_size
-    batches = getattr(loader, "batch_sampler", None)
-    while (inner := getattr(batches, "batch_sampler", None)) is not None:  # accelerate's, around the script's
-        batches = inner
-    size = getattr(batches, "batch_size", None)
-    return getattr(batches, "sampler", loader.sampler), size if isinstance(size, int) else None
-
-
-def _start_method(context: Any) -> str:
-    if context is None:
-        import multiprocessing
-
-        # The default, without deciding it for the script.
-        method = multiprocessing.get_start_method(allow_none=True)
-        return method or multiprocessing.get_all_start_methods()[0]
-    return str(context.get_start_method())
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except Exception:  # noqa: BLE001 - the script's code; many datasets have no length
-        return None
 
 
 def _tell(error: BaseException) -> str:

@@ -484,19 +484,19 @@ def test_a_collector_that_failed_hears_of_no_more_batches(tmp_path: Path) -> Non
         def start(self, recorder: Recorder) -> None:
             pass
 
-        def step(self, done: Sequence[Step]) -> None:
+        def step(self, _: Sequence[Step]) -> None:
             raise RuntimeError("no more")
 
         def stop(self) -> None:
             pass
 
-        def begun(self, iterator: object, began_ns: int, took_ns: int) -> None:
+        def begun(self, *_: object) -> None:
             heard.append("begun")
 
-        def ask(self, iterator: object) -> None:
+        def ask(self, *_: object) -> None:
             heard.append("ask")
 
-        def got(self, iterator: object, began_ns: int, took_ns: int) -> None:
+        def got(self, *_: object) -> None:
             heard.append("got")
 
     recorder = Recorder(tmp_path, [Heard])

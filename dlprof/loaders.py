@@ -1,0 +1,70 @@
+"""How the script's loaders are set up, as far as a rank can tell while it iterates them."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+
+class LoaderSeen:
+    """A loader that the training thread has iterated, and what its batches were used for."""
+
+    __slots__ = ("loader", "role", "settings")
+
+    def __init__(self, loader: Any, settings: dict[str, Any]) -> None:
+        self.loader = weakref.ref(loader)
+        self.settings = settings
+        self.role = "unknown"
+
+
+def settings_of(loader: Any) -> dict[str, Any]:
+    """Give how a loader was set up, while it is there: most scripts drop theirs as soon as they iterate it."""
+    dataset = loader.dataset
+    iterable = isinstance(dataset, sys.modules["torch.utils.data"].IterableDataset)
+    context = loader.multiprocessing_context
+    sampler, batch_size = _sampling(loader)
+    return {
+        "num_workers": loader.num_workers,
+        "batch_size": batch_size,
+        "pin_memory": loader.pin_memory,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+        "start_method": _start_method(context) if loader.num_workers else None,
+        "dataset": type(dataset).__name__,
+        "dataset_length": _length(dataset),
+        "iterable": iterable,
+        "shuffle": {"RandomSampler": True, "SeedableRandomSampler": True, "SequentialSampler": False}.get(
+            type(sampler).__name__, getattr(sampler, "shuffle", None)
+        ),
+        "drop_last": loader.drop_last,
+        "in_order": getattr(loader, "in_order", None),
+    }
+
+
+def _sampling(loader: Any) -> tuple[Any, int | None]:
+    """Give what draws the samples, and how many a batch: a loader with a batch sampler has neither of its own."""
+    if loader.batch_size is not None:
+        return loader.sampler, loader.batch_size
+    batches = getattr(loader, "batch_sampler", None)
+    while (inner := getattr(batches, "batch_sampler", None)) is not None:  # accelerate's, around the script's
+        batches = inner
+    size = getattr(batches, "batch_size", None)
+    return getattr(batches, "sampler", loader.sampler), size if isinstance(size, int) else None
+
+
+def _start_method(context: Any) -> str:
+    if context is None:
+        import multiprocessing
+
+        # The default, without deciding it for the script.
+        method = multiprocessing.get_start_method(allow_none=True)
+        return method or multiprocessing.get_all_start_methods()[0]
+    return str(context.get_start_method())
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:  # noqa: BLE001 - the script's code; many datasets have no length
+        return None
