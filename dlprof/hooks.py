@@ -151,11 +151,11 @@ def _watch_loaders(recorder: Recorder) -> None:
             return dispatched(self) if dispatching and recorder.fetching else following(self)
         try:
             batch = following(self)
-        except StopIteration:
-            recorder.end_of_epoch()
-            raise
-        finally:
+        except BaseException as e:
             recorder.end()
+            if isinstance(e, StopIteration):
+                recorder.end_of_epoch()
+            raise
         recorder.end_fetch(self)
         return batch
 
@@ -180,7 +180,7 @@ def _watch_loaders(recorder: Recorder) -> None:
             batch = following(iterator)
         finally:
             dispatching = True
-        recorder.end_fetch(iterator)
+        recorder.got(iterator)
         return batch
 
     def watch_dispatcher() -> None:

@@ -431,17 +431,21 @@ class Recorder:
             return False
         return True
 
+    def end_fetch(self, iterator: Any) -> None:
+        """Leave next() of a loader's iterator, which gave a batch."""
+        if self.end() == FETCH and self._fetch_watcher is not None:
+            self._fetch_watcher.got(iterator, self._fetch_began_ns, self._since_ns - self._fetch_began_ns)
+
     def ask(self, iterator: Any) -> None:
         """Hear that one of several batches that make one fetch is about to be asked for."""
         if self._fetch_watcher is not None:
             self._fetch_watcher.ask(iterator)
             self._fetch_began_ns = perf_counter_ns()
 
-    def end_fetch(self, iterator: Any) -> None:
-        """Hear that the iterator gave a batch."""
+    def got(self, iterator: Any) -> None:
+        """Hear that it is here."""
         if self._fetch_watcher is not None:
-            began = self._fetch_began_ns
-            self._fetch_watcher.got(iterator, began, perf_counter_ns() - began)
+            self._fetch_watcher.got(iterator, self._fetch_began_ns, perf_counter_ns() - self._fetch_began_ns)
 
     def begin_epoch(self) -> bool:
         """Enter iter() of a loader, where its workers start."""
@@ -500,7 +504,7 @@ class Recorder:
             now = perf_counter_ns()
             self.row.parts[phase] += now - self._since_ns
             self._since_ns = now
-            self.inside = self.off or (bool(phases) and phases[-1] != OPTIMIZER)
+            self.inside = self.off or (phases[-1] != OPTIMIZER if phases else False)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
             return -1

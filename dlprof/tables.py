@@ -123,7 +123,7 @@ FETCHES: Mapping[str, str] = {
     "pid": "int64",
     "start_ns": "int64",
     "count": "int64",
-    "dur_ns": "int64",  # reading the samples and collating them
+    "dur_ns": "int64",  # reading the samples and collating them; of the training thread, all that its next() took
     "collate_ns": "int64",
     # Since the batch before, of a worker; of the training thread, while it fetched:
     "cpu_ns": "int64",  # CPU time of the worker's whole process, or of the training thread alone

@@ -509,7 +509,6 @@ def test_a_collector_that_failed_hears_of_no_more_batches(tmp_path: Path) -> Non
         recorder.see_iterator(loader, iterator)
         for batch in range(2):
             assert recorder.begin_fetch(iterator, first=not batch)
-            recorder.end()
             recorder.end_fetch(iterator)
             recorder.row.forwards += 1
 

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -59,13 +59,17 @@ class Loader:
         self._fetches = _Log("fetches.jsonl", _fetch_line, keys=2, sums=3)
         self._counters: _Counters | None = None
         self._usage: tuple[int, int, int, int] = (0, 0, 0, 0)
+        # Batches that have no rows yet: while one comes, a step's work has left none of our code in the caches.
+        self._batches: list[tuple[_Epoch, int, int, int, tuple[int, int, int], int, tuple[int, ...]]] = []
         self._asked = _NOBODY  # what the iterator said that was asked last
+        self._before = _UNASKED  # what the training thread had used when it began to fetch
+        self._is_worker = False
         self._fetching = False
         self._last_fetch_ns = 0
         self._collate_ns = 0
         # Now, when torch was just imported: each worker's interpreter gets here too, or is a copy of one that did.
         self._watch_ends()
-        self._watch_fetchers()
+        self._watch_workers()
         os.register_at_fork(after_in_child=self._forked)
 
     def start(self, recorder: Recorder) -> None:
@@ -94,7 +98,8 @@ class Loader:
         try:
             began, *before = self._usage
             self._usage = (now, *counters.cores())
-            used = [-1 if b < 0 else a - b for a, b in zip(self._usage[1:], before, strict=True)]
+            used = _used(before, self._usage[1:])
+            self._tell_batches(recorder)
             begin, step = recorder.unix(began), recorder.row.number
             self._loading.rows.append(("usage", -1, begin, step, -1, "", 1, now - began, -1, -1, -1, *used))
             self._loading.write(now, last=last)
@@ -108,6 +113,7 @@ class Loader:
         self._recorder = None
         self._counters = None
         self._epochs.clear()
+        self._batches.clear()
         self._loading.forget()
         self._fetches.forget()
         self._fetching = False
@@ -142,23 +148,35 @@ class Loader:
 
     def begun(self, iterator: Any, began_ns: int, took_ns: int) -> None:
         """Keep what starting an epoch took: its loader is not known yet."""
-        if self._off:
+        if self._off or self._is_worker:
             return
         try:
-            pids = " ".join(str(w.pid) for w in getattr(iterator, "_workers", ()))
-            if len(self._epochs) > _MOST_EPOCHS:
-                self._epochs.clear()
-            self._epochs[id(iterator)] = _Epoch(began_ns, took_ns, pids)
+            self._begin_epoch(iterator, began_ns, took_ns)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
+
+    def _begin_epoch(self, iterator: Any, began_ns: int, took_ns: int) -> _Epoch:
+        fetcher = getattr(iterator, "_dataset_fetcher", None)
+        if fetcher is not None:
+            self._counters = self._counters or _Counters()
+            fetcher.collate_fn = _Collate(fetcher.collate_fn, self)
+        pids = " ".join(str(w.pid) for w in getattr(iterator, "_workers", ()))
+        if len(self._epochs) > _MOST_EPOCHS:
+            self._epochs.clear()
+        epoch = self._epochs[id(iterator)] = _Epoch(began_ns, took_ns, pids, fetches=fetcher is not None)
+        return epoch
 
     def ask(self, iterator: Any) -> None:
         """Look how many batches are ready, how many are being made, and which worker makes the one that is due."""
         self._asked = _NOBODY
-        if getattr(iterator, "_data_queue", None) is None:
-            return
+        tasks = getattr(iterator, "_task_info", None)
         try:
-            tasks, outstanding = iterator._task_info, iterator._tasks_outstanding
+            if tasks is None:
+                self._collate_ns = 0
+                if self._last_fetch_ns > _WORTH_ASKING_NS and self._counters is not None:
+                    self._before = self._counters.all()
+                return
+            outstanding = iterator._tasks_outstanding
             due = tasks.get(iterator._rcvd_idx)
             # Those that came before their turn are kept among the tasks.
             ready = iterator._data_queue.qsize() + len(tasks) - outstanding
@@ -167,33 +185,45 @@ class Loader:
             pass
 
     def got(self, iterator: Any, began_ns: int, took_ns: int) -> None:
-        """Add the wait for a batch."""
+        """Keep the wait for a batch, and what it took to fetch where the training thread does so itself."""
         recorder = dlprof._recorder
-        if self._off or recorder is None:
+        if self._off or self._is_worker or recorder is None:
             return
         try:
             epoch = self._epochs.get(id(iterator))
             if epoch is None:
-                epoch = self._epochs[id(iterator)] = _Epoch(began_ns, 0, "")
-            unix, step = recorder.unix_ns - recorder.perf_ns, recorder.row.number
-            ready, outstanding, worker = self._asked
-            kind = "batch"
-            if epoch.first:
+                epoch = self._begin_epoch(iterator, began_ns, 0)
+            if epoch.loader is None:
                 epoch.loader = recorder.place_of(iterator)
-                started = epoch.began + unix
-                self._loading.rows.append(
-                    ("start", epoch.loader, started, step, -1, epoch.pids, 1, epoch.took, -1, -1, -1, -1, -1, -1)
-                )
-                epoch.first = False
-                kind = "first"
-            empty = -1 if ready < 0 else 0 if ready else 1
-            at = began_ns + unix
-            row = (kind, epoch.loader, at, step, worker, "", 1, took_ns, empty, ready, outstanding, -1, -1, -1)
-            self._loading.rows.append(row)
-            if len(self._loading.rows) >= _MOST_ROWS:
-                self._loading.fit()
+            used: tuple[int, ...] = _UNASKED
+            if epoch.fetches:
+                self._last_fetch_ns = took_ns
+                if self._before is not _UNASKED and self._counters is not None:
+                    used = _used(self._before, self._counters.all())
+                    self._before = _UNASKED
+            self._batches.append((epoch, began_ns, recorder.row.number, took_ns, self._asked, self._collate_ns, used))
+            if len(self._batches) >= _MOST_ROWS:
+                self._tell_batches(recorder)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
+
+    def _tell_batches(self, recorder: Recorder) -> None:
+        """Give each batch its rows."""
+        unix, loading, pid = recorder.unix(0), self._loading.rows, os.getpid()
+        for epoch, began, step, took, (ready, outstanding, worker), collate, used in self._batches:
+            kind, loader, at = "batch", epoch.loader, began + unix
+            if epoch.first:
+                epoch.first, kind = False, "first"
+                loading.append(
+                    ("start", loader, epoch.began + unix, step, -1, epoch.pids, 1, epoch.took, -1, -1, -1, -1, -1, -1)
+                )
+            empty = -1 if ready < 0 else 0 if ready else 1
+            loading.append((kind, loader, at, step, worker, "", 1, took, empty, ready, outstanding, -1, -1, -1))
+            if epoch.fetches:
+                self._fetches.rows.append((-1, pid, at, 1, took, collate, *used))
+        self._batches.clear()
+        self._loading.fit()
+        self._fetches.fit()
 
     def _ended(self, iterator: Any, began: int, took: int) -> None:
         recorder = self._recorder
@@ -201,79 +231,85 @@ class Loader:
         if self._off or recorder is None or epoch is None:
             return
         try:
+            self._tell_batches(recorder)
+            loader = -1 if epoch.loader is None else epoch.loader
             begin, step = recorder.unix(began), recorder.row.number
-            self._loading.rows.append(("end", epoch.loader, begin, step, -1, "", 1, took, -1, -1, -1, -1, -1, -1))
+            self._loading.rows.append(("end", loader, begin, step, -1, "", 1, took, -1, -1, -1, -1, -1, -1))
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
-    # -- whoever fetches
+    # -- the workers
+
+    def _watch_workers(self) -> None:
+        from torch.utils.data._utils import worker
+
+        working: Any = worker._worker_loop
+
+        @functools.wraps(working)
+        def _worker_loop(*args: Any, **kwargs: Any) -> Any:
+            self._is_worker = True
+            self._watch_fetchers()
+            return working(*args, **kwargs)
+
+        worker._worker_loop = _worker_loop
 
     def _watch_fetchers(self) -> None:
-        from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
+        try:
+            from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
-        for fetcher in (_IterableDatasetFetcher, _MapDatasetFetcher):
-            setattr(fetcher, "fetch", self._timed(fetcher.fetch))  # noqa: B010 - mypy knows it as no variable
+            for fetcher in (_IterableDatasetFetcher, _MapDatasetFetcher):
+                setattr(fetcher, "fetch", self._timed(fetcher.fetch))  # noqa: B010 - mypy knows it as no variable
+        except Exception as e:  # noqa: BLE001 - the worker goes on
+            self._fail(e)
 
     def _timed(self, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         @functools.wraps(original)
         def fetch(fetcher: Any, index: Any) -> Any:
-            before = None if self._fetching else self._begin_fetch(fetcher)
-            if before is None:
+            began = 0 if self._fetching else self._begin_fetch(fetcher)
+            if not began:
                 return original(fetcher, index)
             self._fetching = True
             try:
                 data = original(fetcher, index)
             finally:
                 self._fetching = False
-            self._end_fetch(before)
+            self._end_fetch(began)
             return data
 
         return fetch
 
-    def _begin_fetch(self, fetcher: Any) -> tuple[int, ...] | None:
-        """Give the counters as they stand, and the time last; None: not ours to time."""
+    def _begin_fetch(self, fetcher: Any) -> int:
+        """Give the time; 0: not ours to time."""
         try:
             if self._off:
-                return None
-            counters = self._counters
-            recorder = dlprof._recorder
-            if recorder is not None and recorder.fetching:
-                counters = self._counters = counters or _Counters()
-            elif counters is None or not counters.worker:
+                return 0
+            if self._counters is None or not self._counters.worker:
                 info = sys.modules["torch.utils.data._utils.worker"].get_worker_info()
                 if info is None:
-                    return None
-                counters = self._counters = self._join(info)
-            if counters.worker:
-                # From the end of one fetch to the end of the next: a batch is shipped while the next is fetched.
-                asked = counters.last
-            else:
-                asked = counters.all() if self._last_fetch_ns > _WORTH_ASKING_NS else _UNASKED
+                    return 0
+                self._counters = self._join(info)
             if type(fetcher.collate_fn) is not _Collate:
                 fetcher.collate_fn = _Collate(fetcher.collate_fn, self)
             self._collate_ns = 0
-            return (*asked, perf_counter_ns())
+            return perf_counter_ns()
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
-            return None
+            return 0
 
-    def _end_fetch(self, before: tuple[int, ...]) -> None:
+    def _end_fetch(self, began: int) -> None:
         try:
             now = perf_counter_ns()
             recorder, counters = dlprof._recorder, self._counters
             if counters is None:
                 return
-            began = before[-1]
-            self._last_fetch_ns = took = now - began
-            used: Iterable[int] = _UNASKED
-            if counters.worker or before[0] >= 0:
-                counters.last = counters.all()
-                used = [-1 if b < 0 else a - b for a, b in zip(counters.last, before, strict=False)]
-            start = began - recorder.perf_ns + recorder.unix_ns
-            self._fetches.rows.append((counters.id, counters.pid, start, 1, took, self._collate_ns, *used))
+            # From the end of one fetch to the end of the next: a batch is shipped while the next is fetched.
+            before, counters.last = counters.last, counters.all()
+            used = _used(before, counters.last)
+            start = recorder.unix(began)
+            self._fetches.rows.append((counters.id, counters.pid, start, 1, now - began, self._collate_ns, *used))
             if len(self._fetches.rows) >= _MOST_ROWS:
                 self._fetches.fit()
-            if counters.worker and now - self._fetches.written_ns > _WRITE_EVERY_NS:
+            if now - self._fetches.written_ns > _WRITE_EVERY_NS:
                 self._ship(now)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
@@ -305,12 +341,13 @@ class Loader:
 class _Epoch:
     """One pass over a loader."""
 
-    __slots__ = ("began", "first", "loader", "pids", "took")
+    __slots__ = ("began", "fetches", "first", "loader", "pids", "took")
 
-    def __init__(self, began: int, took: int, pids: str) -> None:
+    def __init__(self, began: int, took: int, pids: str, *, fetches: bool) -> None:
         self.began, self.took, self.pids = began, took, pids
-        self.loader = -1
-        self.first = True
+        self.fetches = fetches  # the training thread does so itself
+        self.loader: int | None = None  # its place among the recorder's, once it has given a batch
+        self.first = True  # none of its batches has rows
 
 
 class _Collate:
@@ -356,6 +393,11 @@ class _Counters:
         stored, read = (int(words[9]), int(words[1])) if words else (-1, -1)
         used, delayed, _ = self.cores()
         return used if self.worker else time.thread_time_ns(), delayed, stored, read
+
+
+def _used(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
+    """Give what was used between two answers of _Counters (−1: unknown)."""
+    return tuple(-1 if b < 0 else a - b for a, b in zip(after, before, strict=True))
 
 
 class _Answer:
