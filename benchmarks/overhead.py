@@ -1,10 +1,7 @@
 """What recording costs: the same script plain, under dlprof and under other tools, at steps of 1, 5 and 50 ms.
 
-All run in turn, round after round, and beside each step a fixed piece of work is timed: what a step takes is told in
-that, since the speed of a machine that others share changes by more than what is measured, from one quarter of a second
-to the next. Of the fixed piece the median counts, so that what stops a process now and then shows in its steps alone; a
-tool whose own processes slow all that runs beside them is told too well. What is printed is the median over the rounds
-of each tool's mean step divided by the plain one's.
+All run in turn, round after round, so that a machine that warms or slows meets them alike; what is printed is the
+median over the rounds of each tool's mean step divided by the plain one's.
 """
 
 from __future__ import annotations
@@ -23,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import dlprof
 
 STEPS_MS = (1, 5, 50)
@@ -39,18 +34,14 @@ PAIRED = {"the light layer": ("Facts", "Steps"), "every source inside a rank": N
 # Steps before the window, which opens after 2 more to warm up, and how many it traces.
 BEFORE, TRACED = 100, 30
 
-# Steps in whose midst the fixed piece of work is taken to last the same.
-ALIKE = 50
-
-# A step sleeps a fixed time after its work, not until a time: what a tool costs comes on top. 51 modules. The fixed
-# piece is one call: no tool sees into it, but torch.profiler into PyTorch's, so there it is another.
+# A step sleeps a fixed time after its work, not until a time: what a tool costs comes on top. 51 modules.
 SCRIPT = """
-import contextlib, json, pickle, sys, time
+import contextlib, json, sys, time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-pause, out, tool = float(sys.argv[1]), sys.argv[2], sys.argv[3]
-steps, before, traced, inside = map(int, sys.argv[4:])
+target_s, pause, out, tool = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4]
+steps, before, traced = map(int, sys.argv[5:])
 torch.set_num_threads(1)
 data = TensorDataset(torch.randn(4096, 8), torch.randn(4096, 1))
 layers = [torch.nn.Linear(8, 8) for _ in range(50)]
@@ -66,15 +57,6 @@ def step(batch):
     (model(batch[0]) - batch[1]).square().mean().backward()
     optimizer.step()
 
-many = [torch.randn(8, 8) for _ in range(300)]
-pickled = pickle.dumps({str(n): [float(n)] for n in range(2000)})
-piece, work = (pickle.loads, (pickled,)) if inside else (torch._foreach_add, (many, many))
-
-def fixed():
-    began = time.perf_counter()
-    piece(*work)
-    return time.perf_counter() - began
-
 around, profiler = contextlib.nullcontext, None
 if tool == "traceml":
     import traceml_ai as traceml
@@ -86,26 +68,26 @@ if tool == "torch":
     profiler.start()
 feed = batches()
 if pause < 0:
-    bare, pieces = [], []
-    for _ in range(200):
+    bare = []
+    for _ in range(50):
         began = time.perf_counter()
         step(next(feed))
         bare.append(time.perf_counter() - began)
-        pieces.append(fixed())
-    json.dump([sorted(bare)[100], sorted(pieces)[100]], open(out, "w"))
+    pause = max(target_s - sorted(bare)[25], 0.0)
+    json.dump(pause, open(out, "w"))
     sys.exit()
-took = []
+ended, took = time.perf_counter(), []
 for _ in range(steps):
-    began = time.perf_counter()
     batch = next(feed)
     with around():
         step(batch)
-    worked = time.perf_counter()
     if pause > 0:
         time.sleep(pause)
     if profiler:
         profiler.step()
-    took.append((worked - began, time.perf_counter() - worked, fixed()))
+    now = time.perf_counter()
+    took.append(now - ended)
+    ended = now
 json.dump(took, open(out, "w"))
 """
 
@@ -148,46 +130,28 @@ def tools(python: Path) -> list[Tool]:
     return [tool for tool in found if Path(tool.words[0]).exists()]
 
 
-@dataclass(frozen=True)
-class Length:
-    """A length of step: what its script sleeps, how many of them are run, and the fixed pieces' seconds."""
-
-    pause_s: float
-    steps: int
-    piece_s: float
-    piece_inside_s: float
-
-
-def mean_step(tool: Tool, script: Path, length: Length) -> float:
+def mean_step(tool: Tool, script: Path, told: Sequence[object]) -> float:
     """Run the script under a tool and give the seconds of its mean step, without the slowest hundredth of them."""
     with tempfile.TemporaryDirectory(dir=script.parent) as folder:
         out = Path(folder) / "took.json"
+        target_s, pause_s, steps = told
         words = [word.format(folder=folder, script=script) for word in tool.words]
-        counts = (length.steps, BEFORE, TRACED, int(tool.inside))
-        words += map(str, (length.pause_s, out, tool.says, *counts))
+        words += map(str, (target_s, pause_s, out, tool.says, steps, BEFORE, TRACED))
         done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder)
         if not out.exists():
             raise RuntimeError(f"{tool.name} did not run the script to its end:\n{done.stdout}\n{done.stderr}")
-        took = np.array(json.loads(out.read_text()))
+        took: list[float] = json.loads(out.read_text())
     chosen = took[BEFORE + 3 : BEFORE + TRACED + 1] if tool.inside else took[20:]
-    piece_s = length.piece_inside_s if tool.inside else length.piece_s
-    stretches = np.array_split(chosen, max(1, len(chosen) // ALIKE))
-    steps = [work / np.median(pieces) * piece_s + slept for work, slept, pieces in (s.T for s in stretches)]
-    kept = np.sort(np.concatenate(steps))
-    return float(kept[: max(1, round(len(kept) * 0.99))].mean())
+    kept = sorted(chosen)[: max(1, round(len(chosen) * 0.99))]
+    return sum(kept) / len(kept)
 
 
-def calibrated(script: Path, python: Path, target_ms: int, seconds: float) -> Length:
-    """Find out what a step must sleep to be so long, and what the fixed pieces take; all runs of a length are alike."""
-    out = script.parent / "calibrated.json"
-    found = []
-    for inside in (0, 1):
-        words = (python, script, -1, out, "none", 0, 0, 0, inside)
-        subprocess.run(list(map(str, words)), check=True, capture_output=True)
-        found.append(json.loads(out.read_text()))
-    (work_s, piece_s), (_, piece_inside_s) = found
-    steps = BEFORE + TRACED + 20 + int(seconds * 1e3 / target_ms)
-    return Length(max(target_ms / 1e3 - work_s, 0.0), steps, piece_s, piece_inside_s)
+def pause(script: Path, python: Path, step_ms: int) -> float:
+    """Give the seconds that a step must sleep to be so long; all runs of a length sleep alike."""
+    out = script.parent / "pause.json"
+    words = (python, script, step_ms / 1e3, -1, out, "none", 0, 0, 0)
+    subprocess.run(list(map(str, words)), check=True, capture_output=True)
+    return float(json.loads(out.read_text()))
 
 
 def paired_us(
@@ -314,11 +278,12 @@ def main() -> None:
         ways = tools(python.absolute())
         for step_ms in args.steps:
             ratios: dict[str, list[float]] = {}
-            length = calibrated(script, python.absolute(), step_ms, args.seconds)
+            steps = BEFORE + TRACED + 20 + int(args.seconds * 1e3 / step_ms)
+            pause_s = pause(script, python.absolute(), step_ms)
             for n in range(args.rounds):
                 # Who comes after whom changes from round to round.
                 order = ways[n % len(ways) :] + ways[: n % len(ways)]
-                took = {tool.name: mean_step(tool, script, length) for tool in order}
+                took = {tool.name: mean_step(tool, script, (step_ms / 1e3, pause_s, steps)) for tool in order}
                 for name, seconds in took.items():
                     ratios.setdefault(name, []).append(seconds / took["plain"])
             print(f"\nstep of {step_ms} ms: mean step ÷ plain (least … most of {args.rounds} rounds)")
