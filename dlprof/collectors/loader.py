@@ -209,8 +209,9 @@ class Loader:
 
     def _tell_batches(self, recorder: Recorder) -> None:
         """Give each batch its rows."""
+        batches, self._batches = self._batches, []  # at once: a signal's handler may get here too
         unix, loading, pid = recorder.unix(0), self._loading.rows, os.getpid()
-        for epoch, began, step, took, (ready, outstanding, worker), collate, used in self._batches:
+        for epoch, began, step, took, (ready, outstanding, worker), collate, used in batches:
             kind, loader, at = "batch", epoch.loader, began + unix
             if epoch.first:
                 epoch.first, kind = False, "first"
@@ -221,7 +222,6 @@ class Loader:
             loading.append((kind, loader, at, step, worker, "", 1, took, empty, ready, outstanding, -1, -1, -1))
             if epoch.fetches:
                 self._fetches.rows.append((-1, pid, at, 1, took, collate, *used))
-        self._batches.clear()
         self._loading.fit()
         self._fetches.fit()
 
