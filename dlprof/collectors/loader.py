@@ -63,13 +63,12 @@ class Loader:
         self._batches: list[tuple[_Epoch, int, int, int, tuple[int, int, int], int, tuple[int, ...]]] = []
         self._asked = _NOBODY  # what the iterator said that was asked last
         self._before = _UNASKED  # what the training thread had used when it began to fetch
-        self._is_worker = False
-        self._fetching = False
+        self._fetching = False  # this worker does; loaders that its data set asks are no concern of ours
         self._last_fetch_ns = 0
         self._collate_ns = 0
         # Now, when torch was just imported: each worker's interpreter gets here too, or is a copy of one that did.
         self._watch_ends()
-        self._watch_workers()
+        self._watch_fetchers()
         os.register_at_fork(after_in_child=self._forked)
 
     def start(self, recorder: Recorder) -> None:
@@ -148,7 +147,7 @@ class Loader:
 
     def begun(self, iterator: Any, began_ns: int, took_ns: int) -> None:
         """Keep what starting an epoch took: its loader is not known yet."""
-        if self._off or self._is_worker:
+        if self._off or self._fetching:
             return
         try:
             self._begin_epoch(iterator, began_ns, took_ns)
@@ -156,18 +155,21 @@ class Loader:
             self._fail(e)
 
     def _begin_epoch(self, iterator: Any, began_ns: int, took_ns: int) -> _Epoch:
-        fetcher = getattr(iterator, "_dataset_fetcher", None)
-        if fetcher is not None:
+        fetcher: Any = getattr(iterator, "_dataset_fetcher", None)
+        fetches = fetcher is not None and _worker_info() is None
+        if fetches:
             self._counters = self._counters or _Counters()
             fetcher.collate_fn = _Collate(fetcher.collate_fn, self)
         pids = " ".join(str(w.pid) for w in getattr(iterator, "_workers", ()))
         if len(self._epochs) > _MOST_EPOCHS:
             self._epochs.clear()
-        epoch = self._epochs[id(iterator)] = _Epoch(began_ns, took_ns, pids, fetches=fetcher is not None)
+        epoch = self._epochs[id(iterator)] = _Epoch(began_ns, took_ns, pids, fetches=fetches)
         return epoch
 
     def ask(self, iterator: Any) -> None:
         """Look how many batches are ready, how many are being made, and which worker makes the one that is due."""
+        if self._fetching:
+            return
         self._asked = _NOBODY
         tasks = getattr(iterator, "_task_info", None)
         try:
@@ -187,7 +189,7 @@ class Loader:
     def got(self, iterator: Any, began_ns: int, took_ns: int) -> None:
         """Keep the wait for a batch, and what it took to fetch where the training thread does so itself."""
         recorder = dlprof._recorder
-        if self._off or self._is_worker or recorder is None:
+        if self._off or self._fetching or recorder is None:
             return
         try:
             epoch = self._epochs.get(id(iterator))
@@ -240,32 +242,17 @@ class Loader:
 
     # -- the workers
 
-    def _watch_workers(self) -> None:
-        from torch.utils.data._utils import worker
-
-        working: Any = worker._worker_loop
-
-        @functools.wraps(working)
-        def _worker_loop(*args: Any, **kwargs: Any) -> Any:
-            self._is_worker = True
-            self._watch_fetchers()
-            return working(*args, **kwargs)
-
-        worker._worker_loop = _worker_loop
-
     def _watch_fetchers(self) -> None:
-        try:
-            from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
+        from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
-            for fetcher in (_IterableDatasetFetcher, _MapDatasetFetcher):
-                setattr(fetcher, "fetch", self._timed(fetcher.fetch))  # noqa: B010 - mypy knows it as no variable
-        except Exception as e:  # noqa: BLE001 - the worker goes on
-            self._fail(e)
+        for fetcher in (_IterableDatasetFetcher, _MapDatasetFetcher):
+            setattr(fetcher, "fetch", self._timed(fetcher.fetch))  # noqa: B010 - mypy knows it as no variable
 
     def _timed(self, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         @functools.wraps(original)
         def fetch(fetcher: Any, index: Any) -> Any:
-            began = 0 if self._fetching else self._begin_fetch(fetcher)
+            # A rank hears of its batches from the recorder.
+            began = 0 if self._fetching or self._recorder is not None else self._begin_fetch(fetcher)
             if not began:
                 return original(fetcher, index)
             self._fetching = True
@@ -284,7 +271,7 @@ class Loader:
             if self._off:
                 return 0
             if self._counters is None or not self._counters.worker:
-                info = sys.modules["torch.utils.data._utils.worker"].get_worker_info()
+                info = _worker_info()
                 if info is None:
                     return 0
                 self._counters = self._join(info)
@@ -393,6 +380,11 @@ class _Counters:
         stored, read = (int(words[9]), int(words[1])) if words else (-1, -1)
         used, delayed, _ = self.cores()
         return used if self.worker else time.thread_time_ns(), delayed, stored, read
+
+
+def _worker_info() -> Any:
+    """Give what PyTorch tells a loader's worker of itself; None: this is none."""
+    return sys.modules["torch.utils.data._utils.worker"].get_worker_info()
 
 
 def _used(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
