@@ -143,6 +143,7 @@ def _watch_loaders(recorder: Recorder) -> None:
 
     following: Any = dataloader._BaseDataLoaderIter.__next__
     iterating: Any = dataloader.DataLoader.__iter__
+    making: Any = dataloader._BaseDataLoaderIter.__init__
     dispatching = False
 
     @functools.wraps(following)
@@ -170,6 +171,11 @@ def _watch_loaders(recorder: Recorder) -> None:
             recorder.end()
         recorder.see_iterator(self, iterator)
         return iterator
+
+    @functools.wraps(making)
+    def __init__(self: Any, loader: Any) -> None:  # noqa: N807 - what it stands for
+        making(self, loader)
+        recorder.see_made(loader, self)
 
     def dispatched(iterator: Any) -> Any:
         """Fetch one of the batches that accelerate's rank 0 fetches for all, which make one fetch of its own."""
@@ -210,3 +216,4 @@ def _watch_loaders(recorder: Recorder) -> None:
 
     dataloader._BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign]
     dataloader.DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
+    setattr(dataloader._BaseDataLoaderIter, "__init__", __init__)  # noqa: B010 - mypy knows it as no variable

@@ -462,26 +462,20 @@ class Recorder:
         return True
 
     def see_iterator(self, loader: Any, iterator: Any) -> None:
-        """Remember which loader an iterator belongs to."""
+        """Remember which loader an iterator belongs to that its iter() gave."""
         try:
-            seen = next((s for s in self.loaders if s.loader() is loader), None)
-            if seen is None:
-                settings = settings_of(loader)
-                # A script that makes its loader anew each epoch has one loader.
-                same = (s for s in self.loaders if s.loader() is None and s.settings == settings)
-                seen = next(same, None)
-                if seen is not None:
-                    seen.loader = weakref.ref(loader)
-            if seen is None:
-                seen = LoaderSeen(loader, settings)
-                self.loaders.append(seen)
-                self.news = True
-            if len(self._iterators) > 1000:
-                self._iterators.clear()
-            self._iterators[id(iterator)] = seen
+            self._see_loader(loader, iterator)
             if self._fetch_watcher is not None:
                 began = self._fetch_began_ns
                 self._fetch_watcher.begun(iterator, began, self._since_ns - began)
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+
+    def see_made(self, loader: Any, iterator: Any) -> None:
+        """Remember it where iter() is the loader's own, as torchdata's is."""
+        try:
+            if not self.off and self._mine(FETCH) and FETCH not in self._phases:
+                self._see_loader(loader, iterator)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
@@ -596,6 +590,23 @@ class Recorder:
         self.inside = False
         self.row = Step(0, perf_counter_ns())
         return True
+
+    def _see_loader(self, loader: Any, iterator: Any) -> None:
+        seen = next((s for s in self.loaders if s.loader() is loader), None)
+        if seen is None:
+            settings = settings_of(loader)
+            # A script that makes its loader anew each epoch has one loader.
+            same = (s for s in self.loaders if s.loader() is None and s.settings == settings)
+            seen = next(same, None)
+            if seen is not None:
+                seen.loader = weakref.ref(loader)
+        if seen is None:
+            seen = LoaderSeen(loader, settings)
+            self.loaders.append(seen)
+            self.news = True
+        if len(self._iterators) > 1000:
+            self._iterators.clear()
+        self._iterators[id(iterator)] = seen
 
     def _enter_loader(self) -> None:
         if self._phases == [OPTIMIZER]:

@@ -170,6 +170,29 @@ def test_subclasses_workers_that_persist_and_samples_that_are_batches(tmp_path: 
     assert max(row["outstanding"] for row in loading if row["kind"] in ("first", "batch")) == 6
 
 
+def test_a_loader_whose_iter_is_its_own_is_known(tmp_path: Path) -> None:
+    # As torchdata's StatefulDataLoader; what it asks another for within a fetch is no loader of the script's.
+    loading, fetches = recorded(
+        tmp_path,
+        """
+        class Own(DataLoader):
+            def __iter__(self):
+                return self._get_iterator()
+        class Nested(Slow):
+            def __getitem__(self, i):
+                next(iter(Own(range(4), num_workers=0)))
+                return super().__getitem__(i)
+        train(Own(Slow(), 4, num_workers=2))
+        train(Own(Nested(), 8))
+        """,
+    )
+    told = facts(tmp_path / "run/ranks/00000")["loaders"]
+    assert [(t["num_workers"], t["batch_size"], t["role"]) for t in told] == [(2, 4, "train"), (0, 8, "train")]
+    batches = [row["loader"] for row in loading if row["kind"] in ("first", "batch")]
+    assert (batches.count(0), batches.count(1)) == (24, 12)
+    assert sum(f["count"] for f in fetches if f["worker"] == -1) == 12
+
+
 @pytest.mark.long
 def test_a_worker_that_is_killed_leaves_what_it_had_written(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
