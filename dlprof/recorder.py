@@ -120,8 +120,11 @@ class Collector(Protocol):
 class FetchWatcher(Protocol):
     """A collector that hears of every batch of the training thread's loaders. What it does must not raise."""
 
+    def made(self, iterator: Any) -> None:
+        """Hear that an iterator is being made: whatever had its id is gone."""
+
     def begun(self, iterator: Any, began_ns: int, took_ns: int) -> None:
-        """Hear that a loader has given an iterator."""
+        """Hear that a loader has given an iterator. Not told of a loader whose iter() is its own."""
 
     def ask(self, iterator: Any) -> None:
         """Hear that the next batch is about to be asked for."""
@@ -476,6 +479,8 @@ class Recorder:
         try:
             if not self.off and self._mine(FETCH) and FETCH not in self._phases:
                 self._see_loader(loader, iterator)
+                if self._fetch_watcher is not None:
+                    self._fetch_watcher.made(iterator)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
@@ -498,7 +503,7 @@ class Recorder:
             now = perf_counter_ns()
             self.row.parts[phase] += now - self._since_ns
             self._since_ns = now
-            self.inside = self.off or (phases[-1] != OPTIMIZER if phases else False)
+            self.inside = self.off or (bool(phases) and phases[-1] != OPTIMIZER)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
             return -1

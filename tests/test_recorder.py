@@ -490,6 +490,9 @@ def test_a_collector_that_failed_hears_of_no_more_batches(tmp_path: Path) -> Non
         def stop(self) -> None:
             pass
 
+        def made(self, *_: object) -> None:
+            heard.append("made")
+
         def begun(self, *_: object) -> None:
             heard.append("begun")
 

@@ -145,6 +145,11 @@ class Loader:
 
         dataloader._MultiProcessingDataLoaderIter._shutdown_workers = _shutdown_workers  # type: ignore[method-assign, assignment]
 
+    def made(self, iterator: Any) -> None:
+        """Forget the epoch of an iterator that had the same id."""
+        if not self._fetching:
+            self._epochs.pop(id(iterator), None)
+
     def begun(self, iterator: Any, began_ns: int, took_ns: int) -> None:
         """Keep what starting an epoch took: its loader is not known yet."""
         if self._off or self._fetching:

@@ -190,6 +190,8 @@ def test_a_loader_whose_iter_is_its_own_is_known(tmp_path: Path) -> None:
     assert [(t["num_workers"], t["batch_size"], t["role"]) for t in told] == [(2, 4, "train"), (0, 8, "train")]
     batches = [row["loader"] for row in loading if row["kind"] in ("first", "batch")]
     assert (batches.count(0), batches.count(1)) == (24, 12)
+    # Each of the four epochs is one, though the iterator of the last may lie where that before it lay.
+    assert counts(loading)["first"] == counts(loading)["start"] == 4
     assert sum(f["count"] for f in fetches if f["worker"] == -1) == 12
 
 
