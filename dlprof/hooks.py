@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dlprof
@@ -144,6 +145,7 @@ def _watch_loaders(recorder: Recorder) -> None:
     following: Any = dataloader._BaseDataLoaderIter.__next__
     iterating: Any = dataloader.DataLoader.__iter__
     making: Any = dataloader._BaseDataLoaderIter.__init__
+    nameless = SimpleNamespace(_dlprof_pass=None)  # stands for an iterator that is none of PyTorch's
     dispatching = False
 
     @functools.wraps(following)
@@ -200,7 +202,8 @@ def _watch_loaders(recorder: Recorder) -> None:
         @functools.wraps(fetching)
         def _fetch_batches(self: Any, iterator: Any) -> Any:
             nonlocal dispatching
-            if not recorder.begin_fetch(iterator, first=False):
+            known = isinstance(iterator, dataloader._BaseDataLoaderIter)
+            if not recorder.begin_fetch(iterator if known else nameless, first=False):
                 return fetching(self, iterator)
             dispatching = True
             try:
@@ -214,6 +217,7 @@ def _watch_loaders(recorder: Recorder) -> None:
 
         dispatcher._fetch_batches = _hidden(_fetch_batches)  # type: ignore[union-attr]
 
+    dataloader._BaseDataLoaderIter._dlprof_pass = None  # type: ignore[attr-defined]
     dataloader._BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign]
     dataloader.DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
     setattr(dataloader._BaseDataLoaderIter, "__init__", __init__)  # noqa: B010 - mypy knows it as no variable

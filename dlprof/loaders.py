@@ -18,6 +18,36 @@ class LoaderSeen:
         self.role = "unknown"
 
 
+class Pass:
+    """One pass over a loader: what is known of its iterator. It hangs on that, and goes with it."""
+
+    __slots__ = (
+        "asks",
+        "began_ns",
+        "fetches",
+        "loader",
+        "looked_at",
+        "place",
+        "told",
+        "took_ns",
+        "unsettled",
+        "workers",
+    )
+
+    def __init__(self, loader: LoaderSeen | None, began_ns: int, took_ns: int) -> None:
+        self.loader = loader  # None: it was not seen making the iterator
+        self.began_ns = began_ns
+        self.took_ns = took_ns  # that iter() took
+        self.unsettled = True  # its loader may yet learn what its batches are used for
+        # What whoever records the batches keeps here:
+        self.looked_at = False
+        self.asks = True  # wants to hear before the next batch is asked for
+        self.fetches = False  # the training thread does so itself
+        self.workers = ""
+        self.told = False  # some of its batches have rows
+        self.place = -1  # of the loader among the recorder's, once it is told
+
+
 def settings_of(loader: Any) -> dict[str, Any]:
     """Give how a loader was set up, while it is there: most scripts drop theirs as soon as they iterate it."""
     dataset = loader.dataset

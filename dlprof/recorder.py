@@ -23,9 +23,9 @@ from pathlib import Path
 from threading import get_ident
 from time import perf_counter_ns
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from dlprof.loaders import LoaderSeen, settings_of
+from dlprof.loaders import LoaderSeen, Pass, settings_of
 from dlprof.log import file_of
 from dlprof.process import started
 
@@ -55,47 +55,72 @@ _PATIENCE_NS = 5_000_000_000  # that a second SIGTERM waits for what the first h
 _MOST_SEEN = 100
 
 
-class Step:
-    """One step of the training loop, being measured or done. Times are perf_counter nanoseconds."""
+class Step(NamedTuple):
+    """One step of the training loop that has ended. Times are perf_counter nanoseconds."""
+
+    number: int
+    start_ns: int
+    dur_ns: int
+    lead_ns: int  # from the start to the first forward, fetching not counted; -1: there was none
+    fetch_ns: int  # this and the next three: exclusive of each other
+    forward_ns: int
+    backward_ns: int
+    optimizer_ns: int
+    fetches: int
+    forwards: int
+    backwards: int
+    optimizer_steps: int
+    first: int
+    profiled: int
+    device: Any  # what Recorder.end_of_step gave
+
+
+class Row:
+    """The step that is being measured: one object for all of them, as making one costs as much as a phase's hook."""
 
     __slots__ = (
         "backwards",
-        "device",
-        "dur_ns",
         "fetches",
         "first",
         "forwards",
         "lead_ns",
-        "loaders",
         "number",
         "optimizer_steps",
         "parts",
         "profiled",
         "start_ns",
+        "unsettled",
     )
 
     def __init__(self, number: int, start_ns: int) -> None:
         self.number = number
-        self.start_ns = start_ns
-        self.dur_ns = 0
-        self.lead_ns = -1  # from the start to the first forward, fetching not counted; -1: there was none
         self.parts = [0, 0, 0, 0]  # exclusive time in FETCH, FORWARD, BACKWARD, OPTIMIZER
-        self.fetches = self.forwards = self.backwards = self.optimizer_steps = 0
+        self.unsettled: list[LoaderSeen] = []  # that it took batches from, and that are not yet known to train
         self.first = self.profiled = 0
-        self.loaders: tuple[LoaderSeen, ...] = ()  # that it took batches from
-        self.device: Any = None  # what Recorder.end_of_step gave
+        self.start_ns = start_ns
+        self.lead_ns = -1
+        self.fetches = self.forwards = self.backwards = self.optimizer_steps = 0
 
     @property
     def worked(self) -> bool:
         """Tell whether anything but fetching was seen."""
         return bool(self.forwards or self.backwards or self.optimizer_steps)
 
-    @property
-    def kind(self) -> str:
-        """Tell train, validation (forward only) or other."""
-        if self.backwards or self.optimizer_steps:
-            return "train"
-        return "validation" if self.forwards else "other"
+    def settle(self) -> bool:
+        """Tell the loaders what their batches were used for, and whether one has learnt of it."""
+        kind = kind_of(self)
+        changed = [s for s in self.unsettled if s.role != kind != "other"]
+        for seen in changed:
+            seen.role = kind
+        self.unsettled.clear()
+        return bool(changed)
+
+
+def kind_of(step: Step | Row) -> str:
+    """Tell train, validation (forward only) or other."""
+    if step.backwards or step.optimizer_steps:
+        return "train"
+    return "validation" if step.forwards else "other"
 
 
 class Collector(Protocol):
@@ -120,17 +145,14 @@ class Collector(Protocol):
 class FetchWatcher(Protocol):
     """A collector that hears of every batch of the training thread's loaders. What it does must not raise."""
 
-    def made(self, iterator: Any) -> None:
-        """Hear that an iterator is being made: whatever had its id is gone."""
-
-    def begun(self, iterator: Any, began_ns: int, took_ns: int) -> None:
+    def begun(self, iterator: Any) -> None:
         """Hear that a loader has given an iterator. Not told of a loader whose iter() is its own."""
 
     def ask(self, iterator: Any) -> None:
-        """Hear that the next batch is about to be asked for."""
+        """Hear that the next batch is about to be asked for, where Pass.asks."""
 
-    def got(self, iterator: Any, began_ns: int, took_ns: int) -> None:
-        """Hear that it is here."""
+    def got(self, iterator: Any, step: int, began_ns: int, took_ns: int) -> None:
+        """Hear that it is here, and which step it begins."""
 
 
 _STDERR = file_of(2)
@@ -183,58 +205,65 @@ def _word_of_rank(run: Path) -> Path:
     return run / "hosts" / os.uname().nodename / f"rank-{rank.pid if rank else 0}"
 
 
-class Recorder:
-    """The one recorder of a process: what the hooks call, and what the collectors read."""
+class _Hot:
+    """What every step touches, side by side: its work leaves nothing of ours in the processor's caches."""
 
-    # A dict of so many attributes takes more of the processor's caches, in which a step's work leaves nothing of ours.
     __slots__ = (
         "_asked_to_stop",
         "_autocast_looks",
-        "_collectors",
         "_done",
-        "_due",
         "_fetch_began_ns",
         "_fetch_watcher",
-        "_fetched",
-        "_has_stopped",
-        "_iterators",
-        "_model_ids",
+        "_model_id",
         "_newly_asked",
         "_open_ranges",
         "_optimizer_depth",
-        "_optimizer_ids",
+        "_optimizer_id",
         "_owner",
         "_phases",
-        "_pid",
         "_since_ns",
         "_steps_since_fetch",
-        "_stopped",
-        "_stopping_since",
         "_tell_ns",
         "_tell_step",
-        "autocast",
         "end_of_step",
-        "ended",
         "first_forward",
+        "inside",
+        "mark",
+        "news",
+        "off",
+        "ranges",
+        "row",
+        "started",
+    )
+
+
+class Recorder(_Hot):
+    """The one recorder of a process: what the hooks call, and what the collectors read."""
+
+    __slots__ = (
+        "_collectors",
+        "_due",
+        "_fetched",
+        "_has_stopped",
+        "_model_ids",
+        "_optimizer_ids",
+        "_pid",
+        "_stopped",
+        "_stopping_since",
+        "autocast",
+        "ended",
         "flops",
         "folder",
         "grad_scaler",
-        "inside",
         "loaders",
-        "mark",
         "models",
-        "news",
-        "off",
         "optimizers",
         "perf_ns",
         "pipeline",
         "profiler_woken",
-        "ranges",
         "rank",
         "restart",
-        "row",
         "run",
-        "started",
         "switched_off",
         "trained_from",
         "unix_ns",
@@ -251,7 +280,7 @@ class Recorder:
         self.mark: str | None = None  # what ends a step: user, loader, optimizer
         self.ended: str | None = None
         self.trained_from = 0  # number of the first step that trained
-        self.row = Step(0, 0)
+        self.row = Row(0, 0)
         # One fixed anchor, so that the clock in the files is Unix time and monotonic too.
         before = perf_counter_ns()
         self.unix_ns = time.time_ns()
@@ -269,8 +298,9 @@ class Recorder:
         self.flops: dict[str, Any] = {}  # what one step computes, once it was counted
         self.pipeline: dict[str, Any] | None = None  # the pipeline schedule that this rank runs
         self._model_ids: set[int] = set()
+        self._model_id = 0  # the last one's
         self._optimizer_ids: set[int] = set()
-        self._iterators: dict[int, LoaderSeen] = {}
+        self._optimizer_id = 0
         self._autocast_looks = 16
 
         # True while a module's call needs no look: inside a fetch, a forward or a backward, or when switched off.
@@ -295,9 +325,9 @@ class Recorder:
         self._optimizer_depth = 0
         self._fetched = False
         self._fetch_began_ns = 0
-        self._newly_asked = False  # the loader that was asked last had not been, in this step
+        self._newly_asked = False  # the loader that was asked last is the last of row.unsettled
         self._steps_since_fetch = 0
-        self._done: list[Step] = []  # steps that the collectors have not heard of
+        self._done: list[tuple[Any, ...]] = []  # a Step's cells, of those that the collectors have not heard of
         self._tell_ns = 0
         self._tell_step = _NO_STEP
         self._fetch_watcher: FetchWatcher | None = None
@@ -378,12 +408,14 @@ class Recorder:
             if self.off or (get_ident() != self._owner and not self._mine(FORWARD)):
                 return False
             row = self.row
+            now = perf_counter_ns()
             if not row.forwards:
-                row.lead_ns = perf_counter_ns() - row.start_ns - row.parts[FETCH]
+                row.lead_ns = now - row.start_ns - row.parts[FETCH]
                 if self.first_forward is not None:
                     self.first_forward()
+                    now = perf_counter_ns()
             row.forwards += 1
-            if id(module) not in self._model_ids:
+            if id(module) != self._model_id:
                 self._see_model(module)
             if self._autocast_looks:
                 self._look_at_autocast()
@@ -392,7 +424,7 @@ class Recorder:
             else:
                 self._phases.append(FORWARD)
                 self.inside = True
-                self._since_ns = perf_counter_ns()
+                self._since_ns = now
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
             return False
@@ -403,24 +435,23 @@ class Recorder:
         try:
             if self.off or (get_ident() != self._owner and not self._mine(FETCH)):
                 return False
+            row = self.row
             if self._phases or self.mark != "loader":
                 if FETCH in self._phases:
                     return False
                 self._enter_loader()
-                row = self.row
             else:
                 self._steps_since_fetch = 0
-                row = self.row
                 if row.backwards or row.forwards or row.optimizer_steps:
-                    row = self._end_step(perf_counter_ns())
+                    self._end_step(perf_counter_ns())
             row.fetches += 1
             if first:
                 row.first = 1
-            seen = self._iterators.get(id(iterator))
-            self._newly_asked = seen is not None and seen not in row.loaders
-            if seen is not None and self._newly_asked:
-                row.loaders = (*row.loaders, seen)
-            if self._fetch_watcher is not None:
+            over: Pass = iterator._dlprof_pass or self._adopt(iterator)
+            self._newly_asked = False
+            if over.unsettled:
+                self._unsettle(over)
+            if over.asks and self._fetch_watcher is not None:
                 self._fetch_watcher.ask(iterator)
             if self._phases or self.ranges:
                 self._push(FETCH)
@@ -437,7 +468,8 @@ class Recorder:
     def end_fetch(self, iterator: Any) -> None:
         """Leave next() of a loader's iterator, which gave a batch."""
         if self.end() == FETCH and self._fetch_watcher is not None:
-            self._fetch_watcher.got(iterator, self._fetch_began_ns, self._since_ns - self._fetch_began_ns)
+            began = self._fetch_began_ns
+            self._fetch_watcher.got(iterator, self.row.number, began, self._since_ns - began)
 
     def ask(self, iterator: Any) -> None:
         """Hear that one of several batches that make one fetch is about to be asked for."""
@@ -448,7 +480,8 @@ class Recorder:
     def got(self, iterator: Any) -> None:
         """Hear that it is here."""
         if self._fetch_watcher is not None:
-            self._fetch_watcher.got(iterator, self._fetch_began_ns, perf_counter_ns() - self._fetch_began_ns)
+            began = self._fetch_began_ns
+            self._fetch_watcher.got(iterator, self.row.number, began, perf_counter_ns() - began)
 
     def begin_epoch(self) -> bool:
         """Enter iter() of a loader, where its workers start."""
@@ -467,10 +500,10 @@ class Recorder:
     def see_iterator(self, loader: Any, iterator: Any) -> None:
         """Remember which loader an iterator belongs to that its iter() gave."""
         try:
-            self._see_loader(loader, iterator)
+            began = self._fetch_began_ns
+            self._see_loader(loader, iterator, began, self._since_ns - began)
             if self._fetch_watcher is not None:
-                began = self._fetch_began_ns
-                self._fetch_watcher.begun(iterator, began, self._since_ns - began)
+                self._fetch_watcher.begun(iterator)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
@@ -478,16 +511,9 @@ class Recorder:
         """Remember it where iter() is the loader's own, as torchdata's is."""
         try:
             if not self.off and self._mine(FETCH) and FETCH not in self._phases:
-                self._see_loader(loader, iterator)
-                if self._fetch_watcher is not None:
-                    self._fetch_watcher.made(iterator)
+                self._see_loader(loader, iterator, perf_counter_ns(), 0)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
-
-    def place_of(self, iterator: Any) -> int:
-        """Tell the place among `loaders` of the one that an iterator belongs to; −1: it is not known."""
-        seen = self._iterators.get(id(iterator))
-        return -1 if seen is None else self.loaders.index(seen)
 
     def end(self) -> int:
         """Leave the innermost phase, and tell which it was; −1: there was none."""
@@ -503,7 +529,7 @@ class Recorder:
             now = perf_counter_ns()
             self.row.parts[phase] += now - self._since_ns
             self._since_ns = now
-            self.inside = self.off or (bool(phases) and phases[-1] != OPTIMIZER)
+            self.inside = phases[-1] != OPTIMIZER or self.off if phases else self.off
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
             return -1
@@ -522,11 +548,7 @@ class Recorder:
                 return False
             if not self.started:
                 self._start()
-            new = id(optimizer) not in self._optimizer_ids and len(self._optimizer_ids) < _MOST_SEEN
-            if new:
-                self._optimizer_ids.add(id(optimizer))
-                self.optimizers.append(weakref.ref(optimizer))
-                self.news = True
+            new = id(optimizer) != self._optimizer_id and self._see_optimizer(optimizer)
             if self._phases or self.ranges:
                 self._push(OPTIMIZER)
             else:
@@ -575,7 +597,7 @@ class Recorder:
         self.row.first = 1
         if self._newly_asked:
             # It gave no batch: what this step does is nothing that it was used for.
-            self.row.loaders = self.row.loaders[:-1]
+            self.row.unsettled.pop()
             self._newly_asked = False
 
     # -- inner workings
@@ -593,10 +615,10 @@ class Recorder:
         self._done.clear()
         self._optimizer_depth = 0
         self.inside = False
-        self.row = Step(0, perf_counter_ns())
+        self.row = Row(0, perf_counter_ns())
         return True
 
-    def _see_loader(self, loader: Any, iterator: Any) -> None:
+    def _see_loader(self, loader: Any, iterator: Any, began_ns: int, took_ns: int) -> None:
         seen = next((s for s in self.loaders if s.loader() is loader), None)
         if seen is None:
             settings = settings_of(loader)
@@ -609,9 +631,21 @@ class Recorder:
             seen = LoaderSeen(loader, settings)
             self.loaders.append(seen)
             self.news = True
-        if len(self._iterators) > 1000:
-            self._iterators.clear()
-        self._iterators[id(iterator)] = seen
+        iterator._dlprof_pass = Pass(seen, began_ns, took_ns)
+
+    def _adopt(self, iterator: Any) -> Pass:
+        """Give a pass to an iterator that was not seen being made."""
+        over: Pass = Pass(None, perf_counter_ns(), 0)
+        iterator._dlprof_pass = over
+        return over
+
+    def _unsettle(self, over: Pass) -> None:
+        """Remember to tell a loader what its batches are used for, as long as it is not known to train."""
+        seen = over.loader
+        over.unsettled = seen is not None and seen.role != "train"
+        if seen is not None and over.unsettled and seen not in self.row.unsettled:
+            self.row.unsettled.append(seen)
+            self._newly_asked = True
 
     def _enter_loader(self) -> None:
         if self._phases == [OPTIMIZER]:
@@ -642,34 +676,52 @@ class Recorder:
             opened.enter_context(make(name))
         return opened
 
-    def _end_step(self, now: int) -> Step:
-        """End the step, and give the one that begins."""
-        row = self.row
+    def _end_step(self, now: int) -> None:
+        """End the step; the next one begins."""
+        row, parts = self.row, self.row.parts
         if self._phases:
-            row.parts[self._phases[-1]] += now - self._since_ns
+            parts[self._phases[-1]] += now - self._since_ns
             self._since_ns = now
-        row.dur_ns = now - row.start_ns
-        for seen in row.loaders:
-            if seen.role != "train" and seen.role != row.kind != "other":
-                seen.role = row.kind
-                self.news = True
-        if self.end_of_step is not None:
-            row.device = self.end_of_step()
-        self.row = begun = Step(row.number + 1, now)
+        if row.unsettled and row.settle():
+            self.news = True
+        device = self.end_of_step() if self.end_of_step is not None else None
+        number = row.number
+        done = (
+            number,
+            row.start_ns,
+            now - row.start_ns,
+            row.lead_ns,
+            parts[FETCH],
+            parts[FORWARD],
+            parts[BACKWARD],
+            parts[OPTIMIZER],
+            row.fetches,
+            row.forwards,
+            row.backwards,
+            row.optimizer_steps,
+            row.first,
+            row.profiled,
+            device,
+        )
+        row.number = number + 1
+        row.start_ns = now
+        row.lead_ns = -1
+        parts[FETCH] = parts[FORWARD] = parts[BACKWARD] = parts[OPTIMIZER] = 0
+        row.fetches = row.forwards = row.backwards = row.optimizer_steps = row.first = row.profiled = 0
         if self.started:
-            self._done.append(row)
-            if now >= self._tell_ns or row.number + 1 >= self._tell_step or self.news:
+            self._done.append(done)
+            if now >= self._tell_ns or number + 1 >= self._tell_step or self.news:
                 self._tell_collectors()
             if self._asked_to_stop is not None:
                 self.stop(self._asked_to_stop)
         elif len(self._done) < _EARLY_STEPS:
-            self._done.append(row)
-        return begun
+            self._done.append(done)
 
     def _tell_collectors(self) -> None:
-        done, self._done = self._done, []
-        if not done:
+        ended, self._done = self._done, []
+        if not ended:
             return
+        done = list(map(Step._make, ended))
         now = done[-1].start_ns + done[-1].dur_ns
         self._tell_ns = now + min(max((now - self.perf_ns) // _TELL_SHARE, _TELL_EVERY_NS), _TELL_MOST_NS)
         self._tell_step = _NO_STEP
@@ -682,12 +734,23 @@ class Recorder:
                 self._tell_step = min(self._tell_step, _NO_STEP if asked is None else asked)
 
     def _see_model(self, module: Any) -> None:
-        if len(self._model_ids) >= _MOST_SEEN:
+        self._model_id = id(module)
+        if self._model_id in self._model_ids or len(self._model_ids) >= _MOST_SEEN:
             return  # a script that makes modules as it goes: they are not its model
-        self._model_ids.add(id(module))
+        self._model_ids.add(self._model_id)
         if next(module.parameters(), None) is not None:
             self.models.append(weakref.ref(module))
             self.news = True
+
+    def _see_optimizer(self, optimizer: Any) -> bool:
+        """Keep an optimizer for the facts, and tell whether it was new."""
+        self._optimizer_id = id(optimizer)
+        if self._optimizer_id in self._optimizer_ids or len(self._optimizer_ids) >= _MOST_SEEN:
+            return False
+        self._optimizer_ids.add(self._optimizer_id)
+        self.optimizers.append(weakref.ref(optimizer))
+        self.news = True
+        return True
 
     def _look_at_autocast(self) -> None:
         import torch

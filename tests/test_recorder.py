@@ -16,7 +16,7 @@ from textwrap import dedent
 
 import pytest
 
-from dlprof.recorder import Recorder, Step
+from dlprof.recorder import Recorder, Row, Step
 from dlprof.tables import STEPS
 from tests.jobs import environment, facts, launch, record, rows, wrapped
 
@@ -468,7 +468,7 @@ def test_collectors_hear_of_steps_in_longer_intervals_the_longer_the_job_runs(
     recorder.perf_ns -= age_s * 1_000_000_000
     began = time.perf_counter_ns()
     for number in range(26):
-        recorder.row = Step(number, began + 100_000_000 * (number - 1))
+        recorder.row = Row(number, began + 100_000_000 * (number - 1))
         recorder._end_step(began + 100_000_000 * number)
     # The first is told at once; a step of 100 ms ends every 100 ms.
     every = -(-told_ms // 100)
@@ -489,9 +489,6 @@ def test_a_collector_that_failed_hears_of_no_more_batches(tmp_path: Path) -> Non
 
         def stop(self) -> None:
             pass
-
-        def made(self, *_: object) -> None:
-            heard.append("made")
 
         def begun(self, *_: object) -> None:
             heard.append("begun")

@@ -17,6 +17,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import dlprof
+from dlprof.loaders import Pass
 from dlprof.log import Log, file_of
 from dlprof.recorder import Recorder, Step, age_of_rank, folder_of_rank
 
@@ -33,9 +34,6 @@ _MOST_ROWS = 4_096
 
 # Where the training thread fetches itself, what it used is asked of the kernel only if fetching takes this long.
 _WORTH_ASKING_NS = 2_000_000
-
-# Epochs that are open at once; more are iterators that were thrown away.
-_MOST_EPOCHS = 1_000
 
 _Row = tuple[Any, ...]
 
@@ -54,13 +52,12 @@ class Loader:
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
         self._off = False
-        self._epochs: dict[int, _Epoch] = {}  # by id of the iterator: to hold one would keep its workers
         self._loading = _Log("loading.jsonl", _loading_line, keys=2, sums=6)
         self._fetches = _Log("fetches.jsonl", _fetch_line, keys=2, sums=3)
         self._counters: _Counters | None = None
         self._usage: tuple[int, int, int, int] = (0, 0, 0, 0)
         # Batches that have no rows yet: while one comes, a step's work has left none of our code in the caches.
-        self._batches: list[tuple[_Epoch, int, int, int, tuple[int, int, int], int, tuple[int, ...]]] = []
+        self._batches: list[tuple[Pass, int, int, int, tuple[int, int, int], int, tuple[int, ...]]] = []
         self._asked = _NOBODY  # what the iterator said that was asked last
         self._before = _UNASKED  # what the training thread had used when it began to fetch
         self._fetching = False  # this worker does; loaders that its data set asks are no concern of ours
@@ -68,11 +65,13 @@ class Loader:
         self._collate_ns = 0
         # Now, when torch was just imported: each worker's interpreter gets here too, or is a copy of one that did.
         self._watch_ends()
+        self._unwatched: dict[Any, Any] = {}  # the fetchers' own `fetch`, while it is watched
         self._watch_fetchers()
         os.register_at_fork(after_in_child=self._forked)
 
     def start(self, recorder: Recorder) -> None:
-        """Open the files."""
+        """Open the files; of the batches that this process fetches itself the recorder tells."""
+        self._unwatch_fetchers()
         self._recorder = recorder
         self._loading.open(recorder.folder)
         self._fetches.open(recorder.folder)
@@ -98,7 +97,7 @@ class Loader:
             began, *before = self._usage
             self._usage = (now, *counters.cores())
             used = _used(before, self._usage[1:])
-            self._tell_batches(recorder)
+            self._tell_batches()
             begin, step = recorder.unix(began), recorder.row.number
             self._loading.rows.append(("usage", -1, begin, step, -1, "", 1, now - began, -1, -1, -1, *used))
             self._loading.write(now, last=last)
@@ -111,11 +110,12 @@ class Loader:
         """Begin anew in a fork's child, which may be a worker."""
         self._recorder = None
         self._counters = None
-        self._epochs.clear()
         self._batches.clear()
         self._loading.forget()
         self._fetches.forget()
         self._fetching = False
+        if not self._off:
+            self._watch_fetchers()
 
     def _fail(self, error: Exception) -> None:
         """Switch off: the batch goes on its way. Of a folder that is gone or full the rank tells, not each worker."""
@@ -145,31 +145,27 @@ class Loader:
 
         dataloader._MultiProcessingDataLoaderIter._shutdown_workers = _shutdown_workers  # type: ignore[method-assign, assignment]
 
-    def made(self, iterator: Any) -> None:
-        """Forget the epoch of an iterator that had the same id."""
-        if not self._fetching:
-            self._epochs.pop(id(iterator), None)
-
-    def begun(self, iterator: Any, began_ns: int, took_ns: int) -> None:
-        """Keep what starting an epoch took: its loader is not known yet."""
+    def begun(self, iterator: Any) -> None:
+        """Look who fetches in this pass, before its first batch is."""
         if self._off or self._fetching:
             return
         try:
-            self._begin_epoch(iterator, began_ns, took_ns)
+            self._look_at(iterator)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
-    def _begin_epoch(self, iterator: Any, began_ns: int, took_ns: int) -> _Epoch:
+    def _look_at(self, iterator: Any) -> Pass:
+        over: Pass = iterator._dlprof_pass or Pass(None, perf_counter_ns(), 0)
+        iterator._dlprof_pass = over
         fetcher: Any = getattr(iterator, "_dataset_fetcher", None)
-        fetches = fetcher is not None and _worker_info() is None
-        if fetches:
+        over.fetches = fetcher is not None and _worker_info() is None
+        if over.fetches:
             self._counters = self._counters or _Counters()
-            fetcher.collate_fn = _Collate(fetcher.collate_fn, self)
-        pids = " ".join(str(w.pid) for w in getattr(iterator, "_workers", ()))
-        if len(self._epochs) > _MOST_EPOCHS:
-            self._epochs.clear()
-        epoch = self._epochs[id(iterator)] = _Epoch(began_ns, took_ns, pids, fetches=fetches)
-        return epoch
+            fetcher.collate_fn = self._timed_collate(fetcher.collate_fn)
+            over.asks = self._last_fetch_ns > _WORTH_ASKING_NS
+        over.workers = " ".join(str(w.pid) for w in getattr(iterator, "_workers", ()))
+        over.looked_at = True
+        return over
 
     def ask(self, iterator: Any) -> None:
         """Look how many batches are ready, how many are being made, and which worker makes the one that is due."""
@@ -179,7 +175,6 @@ class Loader:
         tasks = getattr(iterator, "_task_info", None)
         try:
             if tasks is None:
-                self._collate_ns = 0
                 if self._last_fetch_ns > _WORTH_ASKING_NS and self._counters is not None:
                     self._before = self._counters.all()
                 return
@@ -191,72 +186,77 @@ class Loader:
         except Exception:  # noqa: BLE001 - an iterator of another make, a system whose queues cannot tell
             pass
 
-    def got(self, iterator: Any, began_ns: int, took_ns: int) -> None:
+    def got(self, iterator: Any, step: int, began_ns: int, took_ns: int) -> None:
         """Keep the wait for a batch, and what it took to fetch where the training thread does so itself."""
-        recorder = dlprof._recorder
-        if self._off or self._fetching or recorder is None:
+        if self._off or self._fetching:
             return
         try:
-            epoch = self._epochs.get(id(iterator))
-            if epoch is None:
-                epoch = self._begin_epoch(iterator, began_ns, 0)
-            if epoch.loader is None:
-                epoch.loader = recorder.place_of(iterator)
+            over = iterator._dlprof_pass
+            if over is None or not over.looked_at:
+                over = self._look_at(iterator)
             used: tuple[int, ...] = _UNASKED
-            if epoch.fetches:
+            if over.fetches:
                 self._last_fetch_ns = took_ns
+                over.asks = took_ns > _WORTH_ASKING_NS
                 if self._before is not _UNASKED and self._counters is not None:
                     used = _used(self._before, self._counters.all())
                     self._before = _UNASKED
-            self._batches.append((epoch, began_ns, recorder.row.number, took_ns, self._asked, self._collate_ns, used))
+            self._batches.append((over, step, began_ns, took_ns, self._asked, self._collate_ns, used))
+            self._collate_ns = 0
             if len(self._batches) >= _MOST_ROWS:
-                self._tell_batches(recorder)
+                self._tell_batches()
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
-    def _tell_batches(self, recorder: Recorder) -> None:
+    def _tell_batches(self) -> None:
         """Give each batch its rows."""
+        recorder = dlprof._recorder
         batches, self._batches = self._batches, []  # at once: a signal's handler may get here too
-        unix, loading, pid = recorder.unix(0), self._loading.rows, os.getpid()
-        for epoch, began, step, took, (ready, outstanding, worker), collate, used in batches:
-            kind, loader, at = "batch", epoch.loader, began + unix
-            if epoch.first:
-                epoch.first, kind = False, "first"
-                loading.append(
-                    ("start", loader, epoch.began + unix, step, -1, epoch.pids, 1, epoch.took, -1, -1, -1, -1, -1, -1)
-                )
+        unix, loading, fetched, pid = recorder.unix(0), self._loading.rows, self._fetches.rows, os.getpid()
+        for over, step, began, took, asked, collate, used in batches:
+            kind, at = "batch", began + unix
+            if not over.told:
+                over.told, kind = True, "first"
+                over.place = next((n for n, s in enumerate(recorder.loaders) if s is over.loader), -1)
+                iterated = (over.began_ns + unix, step, -1, over.workers, 1, over.took_ns)
+                loading.append(("start", over.place, *iterated, -1, -1, -1, -1, -1, -1))
+            ready, outstanding, worker = _NOBODY if over.fetches else asked
             empty = -1 if ready < 0 else 0 if ready else 1
-            loading.append((kind, loader, at, step, worker, "", 1, took, empty, ready, outstanding, -1, -1, -1))
-            if epoch.fetches:
-                self._fetches.rows.append((-1, pid, at, 1, took, collate, *used))
+            loading.append((kind, over.place, at, step, worker, "", 1, took, empty, ready, outstanding, -1, -1, -1))
+            if over.fetches:
+                fetched.append((-1, pid, at, 1, took, collate, *used))
         self._loading.fit()
         self._fetches.fit()
 
     def _ended(self, iterator: Any, began: int, took: int) -> None:
-        recorder = self._recorder
-        epoch = self._epochs.pop(id(iterator), None)
-        if self._off or recorder is None or epoch is None:
+        recorder, over = self._recorder, iterator._dlprof_pass
+        if self._off or recorder is None or over is None or not over.looked_at:
             return
         try:
-            self._tell_batches(recorder)
-            loader = -1 if epoch.loader is None else epoch.loader
+            self._tell_batches()
             begin, step = recorder.unix(began), recorder.row.number
-            self._loading.rows.append(("end", loader, begin, step, -1, "", 1, took, -1, -1, -1, -1, -1, -1))
+            self._loading.rows.append(("end", over.place, begin, step, -1, "", 1, took, -1, -1, -1, -1, -1, -1))
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
     # -- the workers
 
     def _watch_fetchers(self) -> None:
+        """Watch whoever fetches, as workers do in loops that are other libraries' too."""
         from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
         for fetcher in (_IterableDatasetFetcher, _MapDatasetFetcher):
-            setattr(fetcher, "fetch", self._timed(fetcher.fetch))  # noqa: B010 - mypy knows it as no variable
+            self._unwatched.setdefault(fetcher, fetcher.fetch)
+            setattr(fetcher, "fetch", self._timed(self._unwatched[fetcher]))  # noqa: B010 - mypy knows no variable
+
+    def _unwatch_fetchers(self) -> None:
+        for fetcher, original in self._unwatched.items():
+            if getattr(fetcher.fetch, "__wrapped__", None) is original:  # else somebody wrapped ours: it stays
+                fetcher.fetch = original
 
     def _timed(self, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         @functools.wraps(original)
         def fetch(fetcher: Any, index: Any) -> Any:
-            # A rank hears of its batches from the recorder.
             began = 0 if self._fetching or self._recorder is not None else self._begin_fetch(fetcher)
             if not began:
                 return original(fetcher, index)
@@ -270,6 +270,17 @@ class Loader:
 
         return fetch
 
+    def _timed_collate(self, original: Any) -> Any:
+        def timed(samples: Any) -> Any:
+            began = perf_counter_ns()
+            try:
+                return original(samples)
+            finally:
+                self._collate_ns += perf_counter_ns() - began
+
+        timed.is_timed = True  # type: ignore[attr-defined]
+        return timed
+
     def _begin_fetch(self, fetcher: Any) -> int:
         """Give the time; 0: not ours to time."""
         try:
@@ -280,8 +291,8 @@ class Loader:
                 if info is None:
                     return 0
                 self._counters = self._join(info)
-            if type(fetcher.collate_fn) is not _Collate:
-                fetcher.collate_fn = _Collate(fetcher.collate_fn, self)
+            if not hasattr(fetcher.collate_fn, "is_timed"):
+                fetcher.collate_fn = self._timed_collate(fetcher.collate_fn)
             self._collate_ns = 0
             return perf_counter_ns()
         except Exception as e:  # noqa: BLE001 - the script goes on
@@ -328,33 +339,6 @@ class Loader:
             self._ship(perf_counter_ns(), last=True)
         except Exception as e:  # noqa: BLE001 - the worker ends as it would without us
             self._fail(e)
-
-
-class _Epoch:
-    """One pass over a loader."""
-
-    __slots__ = ("began", "fetches", "first", "loader", "pids", "took")
-
-    def __init__(self, began: int, took: int, pids: str, *, fetches: bool) -> None:
-        self.began, self.took, self.pids = began, took, pids
-        self.fetches = fetches  # the training thread does so itself
-        self.loader: int | None = None  # its place among the recorder's, once it has given a batch
-        self.first = True  # none of its batches has rows
-
-
-class _Collate:
-    """A collate function that is timed."""
-
-    def __init__(self, original: Any, loader: Loader) -> None:
-        self._original = original
-        self._loader = loader
-
-    def __call__(self, samples: Any) -> Any:
-        began = perf_counter_ns()
-        try:
-            return self._original(samples)
-        finally:
-            self._loader._collate_ns += perf_counter_ns() - began
 
 
 class _Counters:
@@ -478,9 +462,17 @@ class _Log:
             self.rows.append((*rows[0][:sums], *(-1 if min(c) < 0 else sum(c) for c in columns)))
 
 
-# In %-format, which takes half the time that f-strings take.
-_BATCH = '{"kind":"%s","loader":%s,"start_ns":%s,"step":%s,"count":%s,"dur_ns":%s'
-_QUEUE = ',"worker":%s,"empty":%s,"ready":%s,"outstanding":%s'
+# In %-format, which takes half the time that f-strings take. "%.0s" passes a cell over.
+_BATCH = '{"kind":"%s","loader":%s,"start_ns":%s,"step":%s%.0s%.0s,"count":%s,"dur_ns":%s'
+_PLAIN = _BATCH + "%.0s%.0s%.0s%.0s%.0s%.0s}\n"
+_QUEUE = (
+    '{"kind":"%s","loader":%s,"start_ns":%s,"step":%s,"worker":%s%.0s,"count":%s,"dur_ns":%s,"empty":%s,"ready":%s,'
+    '"outstanding":%s%.0s%.0s%.0s}\n'
+)
+_START = (
+    '{"kind":"%s","loader":%s,"start_ns":%s,"step":%s%.0s,"workers":"%s","count":%s,"dur_ns":%s' + 6 * "%.0s" + "}\n"
+)
+_USAGE = _BATCH + '%.0s%.0s%.0s,"cpu_ns":%s,"delay_ns":%s,"thread_ns":%s}\n'
 _FETCH = (
     '{"worker":%s,"pid":%s,"start_ns":%s,"count":%s,"dur_ns":%s,"collate_ns":%s,"cpu_ns":%s,"delay_ns":%s,'
     '"stored_bytes":%s,"read_bytes":%s}\n'
@@ -488,15 +480,12 @@ _FETCH = (
 
 
 def _loading_line(row: _Row) -> str:
-    kind, loader, start, step, worker, pids, count, dur, empty, ready, outstanding, cpu, delay, ran = row
-    line = _BATCH % (kind, loader, start, step, count, dur)
+    kind, ready = row[0], row[9]
     if ready >= 0:
-        line += _QUEUE % (worker if count == 1 else -1, empty, ready, outstanding)
+        return _QUEUE % (row if row[6] == 1 else (*row[:4], -1, *row[5:]))
     if kind == "start":
-        line += f',"workers":"{pids}"'
-    elif kind == "usage":
-        line += f',"cpu_ns":{cpu},"delay_ns":{delay},"thread_ns":{ran}'
-    return line + "}\n"
+        return _START % row
+    return (_USAGE if kind == "usage" else _PLAIN) % row
 
 
 def _fetch_line(row: _Row) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from operator import add
 from typing import Any
 
 from dlprof.log import Log
-from dlprof.recorder import BACKWARD, FETCH, FORWARD, OPTIMIZER, Recorder, Step
+from dlprof.recorder import Recorder, Step, kind_of
 
 # Steps are written this often: a crash costs at most so much, and a step of a millisecond pays for no system call.
 _WRITE_EVERY_NS = 250_000_000
@@ -42,7 +43,7 @@ class Steps:
         # What the steps have in common that share the next line, how many they are, and what they sum up to.
         self._like = ("", 0, 0, True, True)
         self._steps = self._number = self._start_ns = 0
-        self._sums: list[int] = []
+        self._sums: tuple[int, ...] = ()
 
     def start(self, recorder: Recorder) -> None:
         """Open the file."""
@@ -87,45 +88,53 @@ class Steps:
 
     def _add(self, step: Step, device_ns: int) -> None:
         """Add a step to the lines; where there are many, a short one joins those before it that are like it."""
-        like = (step.kind, step.profiled, step.first, step.lead_ns < 0, device_ns < 0)
-        if step.number < _EACH_STEPS or step.dur_ns >= _SHARED_NS:
-            self._share()
-            self._lines.append(
-                _line(like, 1, step.number, step.start_ns + self._offset_ns, self._measured(step, device_ns))
-            )
+        kind = kind_of(step)
+        (
+            number,
+            start_ns,
+            dur,
+            lead,
+            fetch,
+            forward,
+            backward,
+            optimizer,
+            fetches,
+            _,
+            backwards,
+            steps,
+            first,
+            profiled,
+            _,
+        ) = step
+        sums = (dur, lead, fetch, forward, backward, optimizer, device_ns, fetches, backwards, steps)
+        if number < _EACH_STEPS or dur >= _SHARED_NS:
+            if self._steps:
+                self._share()
+            self._lines.append(_LINE % (number, kind, start_ns + self._offset_ns, *sums, profiled, first, ""))
             return
+        like = (kind, profiled, first, lead < 0, device_ns < 0)
         if self._steps and like != self._like:
             self._share()
         if not self._steps:
-            self._like, self._number, self._start_ns = like, step.number, step.start_ns + self._offset_ns
-            self._sums = self._measured(step, device_ns)
+            self._like, self._number, self._start_ns = like, number, start_ns + self._offset_ns
+            self._sums = sums
         else:
-            self._sums = [a + b for a, b in zip(self._sums, self._measured(step, device_ns), strict=True)]
+            self._sums = tuple(map(add, self._sums, sums))
         self._steps += 1
         if self._sums[0] >= _SHARED_NS:
             self._share()
 
     def _share(self) -> None:
         """End the line that short steps share."""
-        if self._steps:
-            self._lines.append(_line(self._like, self._steps, self._number, self._start_ns, self._sums))
-            self._steps = 0
-
-    @staticmethod
-    def _measured(step: Step, device_ns: int) -> list[int]:
-        parts = step.parts
-        return [
-            step.dur_ns,
-            step.lead_ns,
-            parts[FETCH],
-            parts[FORWARD],
-            parts[BACKWARD],
-            parts[OPTIMIZER],
-            device_ns,
-            step.fetches,
-            step.backwards,
-            step.optimizer_steps,
-        ]
+        if not self._steps:
+            return
+        kind, profiled, first, no_lead, no_device = self._like
+        dur, lead, *parts, device, fetches, backwards, steps = self._sums
+        lead, device = -1 if no_lead else lead, -1 if no_device else device
+        several = f',"steps":{self._steps}' if self._steps > 1 else ""
+        sums = (dur, lead, *parts, device, fetches, backwards, steps)
+        self._lines.append(_LINE % (self._number, kind, self._start_ns, *sums, profiled, first, several))
+        self._steps = 0
 
     def _write(self) -> None:
         if not self._lines or self._log is None:
@@ -133,17 +142,6 @@ class Steps:
         lines = "".join(self._lines)
         self._lines.clear()
         self._log.write(lines)
-
-
-def _line(like: tuple[str, int, int, bool, bool], steps: int, number: int, start_ns: int, sums: list[int]) -> str:
-    """Write a line: of one step, or of several like each other in a row, with the sums of what is measured."""
-    kind, profiled, first, no_lead, no_device = like
-    dur, lead, fetch, forward, backward, optimizer, device, fetches, backwards, optimizer_steps = sums
-    several = f',"steps":{steps}' if steps > 1 else ""
-    lead, device = -1 if no_lead else lead, -1 if no_device else device
-    counts = (fetches, backwards, optimizer_steps)
-    times = (dur, lead, fetch, forward, backward, optimizer, device)
-    return _LINE % (number, kind, start_ns, *times, *counts, profiled, first, several)
 
 
 class _DeviceClock:
