@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,13 +36,19 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
         except OSError as e:
             sys.stderr.write(f"dlprof: {command[0]}: {e.strerror}\n")
             return 126 << 8
+        waiter = threading.Thread(target=_tell_end, args=(child.pid, threading.get_ident()), daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread more is allowed here
+            waiter.start()
         while True:
-            # Another thread of this process, if there is one, may have been given the SIGCHLD: look once a second.
-            info = signal.sigtimedwait(watched, 1.0)
-            if info is None or info.si_signo == signal.SIGCHLD:
+            # Never with a timeout: in a process that was suspended for longer than that, Python gives a signal which
+            # nobody has sent (sigtimedwait is then interrupted, and what it has not filled in is what is given).
+            info = signal.sigwaitinfo(watched)
+            if info.si_signo == signal.SIGCHLD:
                 pid, status = os.waitpid(child.pid, os.WNOHANG)
                 if pid:
                     child.returncode = os.waitstatus_to_exitcode(status)
+                    if waiter.is_alive():
+                        waiter.join()
                     return status
             else:
                 pass_on(child.pid, info, witness)
@@ -51,6 +59,13 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
             pass
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGCHLD, chld if chld is not None else signal.SIG_DFL)
+
+
+def _tell_end(child: int, waiting: int) -> None:
+    """Send the waiting thread a SIGCHLD once the child has ended: the kernel's may be another thread's, or lost."""
+    with contextlib.suppress(OSError):  # reaped already
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    signal.pthread_kill(waiting, signal.SIGCHLD)
 
 
 def _start(command: Sequence[str], env: Mapping[str, str], mask: Any, chld: Any) -> subprocess.Popen[bytes]:

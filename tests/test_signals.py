@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -102,6 +103,31 @@ def test_stopping_and_continuing_dlprof_stops_and_continues_the_command(tmp_path
     process.send_signal(signal.SIGUSR1)
     assert process.stdout.read() == "SIGUSR1\n"
     assert process.wait(30) == 9
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_job_that_a_scheduler_suspends_goes_on_when_it_is_resumed(alone: bool, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGUSR1"]),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert until(partial(witnessed, process.pid))
+    job = [process.pid] if alone else [*children(process.pid), process.pid]
+    for _ in range(2):
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in job:
+                os.kill(pid, number)
+            # Longer than it ever waits at a time for a signal to pass on.
+            time.sleep(1.2)
+    process.send_signal(signal.SIGUSR1)
+    said = process.communicate(timeout=30)
+    assert (said[0], process.returncode) == ("SIGUSR1\n", 9), said[1]
 
 
 def test_a_signal_to_the_whole_group_reaches_the_command_once(tmp_path: Path) -> None:
