@@ -597,7 +597,7 @@ class Recorder(_Hot):
         self.row.first = 1
         if self._newly_asked:
             # It gave no batch: what this step does is nothing that it was used for.
-            self.row.unsettled.pop()
+            del self.row.unsettled[-1:]  # a step may have ended meanwhile
             self._newly_asked = False
 
     # -- inner workings

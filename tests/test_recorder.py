@@ -521,6 +521,22 @@ def test_a_collector_that_failed_hears_of_no_more_batches(tmp_path: Path) -> Non
     assert recorder.warnings == ["heard is off: RuntimeError: no more; the job goes on without it"]
 
 
+def test_a_step_that_ends_while_a_loader_is_asked_in_vain_costs_nothing(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, [])
+    loader = torch.utils.data.DataLoader(range(4))
+    assert recorder.begin_epoch()
+    iterator = iter(loader)
+    recorder.end()
+    recorder.see_iterator(loader, iterator)
+    assert recorder.begin_fetch(iterator, first=True)
+    recorder.row.forwards += 1
+    recorder.user_step()  # as a data set may call it
+    recorder.end()
+    recorder.end_of_epoch()
+    assert not recorder.warnings
+    assert [seen.role for seen in recorder.loaders] == ["validation"]
+
+
 def test_a_failing_collector_costs_itself_only(tmp_path: Path) -> None:
     loop = script(
         tmp_path, "torch.profiler._KinetoProfile = None\nfor n in range(12): train(data[:8])\nprint('trained')"
