@@ -15,8 +15,8 @@ from dlprof.process import tied
 from dlprof.signals import PASSED_ON, Witness, pass_on
 
 
-def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[[Any], None]) -> int:
-    """Run the command to its end and give its wait status.
+def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[[Any], None]) -> tuple[int, int]:
+    """Run the command to its end; give its wait status, and how often it was stopped and went on again.
 
     Once it runs, `beside` is called, to start what is to run beside it with the signal mask that it is given.
     """
@@ -25,6 +25,7 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
     chld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     witness = Witness()
+    resumed = 0
     try:
         try:
             child = _start(command, env, mask, chld)
@@ -32,10 +33,10 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
             beside(mask)
         except FileNotFoundError:
             sys.stderr.write(f"dlprof: {command[0]}: command not found\n")
-            return 127 << 8
+            return 127 << 8, 0
         except OSError as e:
             sys.stderr.write(f"dlprof: {command[0]}: {e.strerror}\n")
-            return 126 << 8
+            return 126 << 8, 0
         waiter = threading.Thread(target=_tell_end, args=(child.pid, threading.get_ident()), daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread more is allowed here
             waiter.start()
@@ -44,12 +45,14 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
             # nobody has sent (sigtimedwait is then interrupted, and what it has not filled in is what is given).
             info = signal.sigwaitinfo(watched)
             if info.si_signo == signal.SIGCHLD:
-                pid, status = os.waitpid(child.pid, os.WNOHANG)
-                if pid:
+                pid, status = os.waitpid(child.pid, os.WNOHANG | os.WCONTINUED)
+                if pid and os.WIFCONTINUED(status):
+                    resumed += 1
+                elif pid:
                     child.returncode = os.waitstatus_to_exitcode(status)
                     if waiter.is_alive():
                         waiter.join()
-                    return status
+                    return status, resumed
             else:
                 pass_on(child.pid, info, witness)
     finally:

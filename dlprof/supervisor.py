@@ -81,11 +81,14 @@ def supervise(
             here.mkdir(parents=True, exist_ok=True)
     samplers = _Samplers(folder, env)
     words = [*(word.replace("{}", str(here)) for word in launcher), *command]
-    status = run_to_end(words, recorded(env, folder), samplers.start)
+    status, resumed = run_to_end(words, recorded(env, folder), samplers.start)
     end_ns = time.time_ns()
     samplers.end()
     code, number = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
     warnings = [] if code in (126, 127) else missing(folder)
+    if resumed:
+        times = "" if resumed == 1 else f" {resumed} times"
+        warnings.append(f"the job was stopped and went on again{times}: the steps that this fell into hold that time")
     warnings += left(folder)
     compress(folder)
     warnings += samplers.wait()
