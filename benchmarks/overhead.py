@@ -184,6 +184,11 @@ class Run:
                 with contextlib.suppress(psutil.Error):
                     process.send_signal(number)
 
+    def end(self) -> None:
+        """End every process of it."""
+        self.send(signal.SIGKILL)
+        self._process.wait()
+
     def mean_step(self) -> float:
         """Give the seconds of its mean step, without the slowest hundredth and those in which it was stopped."""
         took: list[float] = json.loads(self._out.read_text())
@@ -222,7 +227,7 @@ def mean_steps(ways: Sequence[Tool], script: Path, told: Sequence[object]) -> di
             return {run.tool.name: run.mean_step() for run in runs}
         finally:
             for run in runs:
-                run.send(signal.SIGKILL)
+                run.end()
 
 
 def pause(script: Path, python: Path, step_ms: int) -> float:
