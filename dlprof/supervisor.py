@@ -88,7 +88,7 @@ def supervise(
     warnings = [] if code in (126, 127) else missing(folder)
     if resumed:
         times = "" if resumed == 1 else f" {resumed} times"
-        warnings.append(f"the job was stopped and went on again{times}: the steps that this fell into hold that time")
+        warnings.append(f"the job was stopped and went on again{times}: the mean step and the savings hold that time")
     warnings += left(folder)
     compress(folder)
     warnings += samplers.wait()

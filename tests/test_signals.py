@@ -56,6 +56,23 @@ def witnessed(pid: int) -> bool:
     return any("sigwaitinfo" in words(child) and state(child) == "S" for child in children(pid))
 
 
+def in_its_own_group(command: Sequence[str]) -> subprocess.Popen[str]:
+    """Start a command that dlprof wraps, and wait until it is ready to be signalled, and the witness too."""
+    process = subprocess.Popen(
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    # It is up as soon as it waits.
+    assert until(partial(witnessed, process.pid))
+    return process
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
 def test_a_signal_sent_to_dlprof_reaches_the_command_once(name: str, tmp_path: Path) -> None:
     number = getattr(signal, name)
@@ -107,17 +124,7 @@ def test_stopping_and_continuing_dlprof_stops_and_continues_the_command(tmp_path
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_job_that_a_scheduler_suspends_goes_on_when_it_is_resumed(alone: bool, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGUSR1"]),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    assert until(partial(witnessed, process.pid))
+    process = in_its_own_group(wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGUSR1"]))
     job = [process.pid] if alone else [*children(process.pid), process.pid]
     for _ in range(2):
         for number in (signal.SIGSTOP, signal.SIGCONT):
@@ -135,19 +142,9 @@ def test_a_job_that_a_scheduler_suspends_goes_on_when_it_is_resumed(alone: bool,
 def test_a_signal_to_the_whole_group_reaches_the_command_once(tmp_path: Path) -> None:
     told: list[tuple[str, int]] = []
     for command in ([sys.executable, "-c", WAITS, "SIGTERM"], [sys.executable, "-c", WAITS, "SIGUSR1", "SIGTERM"]):
-        process = subprocess.Popen(
-            wrapped(tmp_path / str(len(told)), command),
-            env=environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        # The witness is up as soon as it waits.
-        assert until(partial(witnessed, process.pid))
+        process = in_its_own_group(wrapped(tmp_path / str(len(told)), command))
         os.killpg(process.pid, signal.SIGTERM)
-        told.append((process.stdout.read(), process.wait(30)))
+        told.append((process.communicate(timeout=30)[0], process.returncode))
     assert told == [("SIGTERM\n", 9)] * 2
 
 
