@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ from dlprof.process import tied
 from dlprof.signals import PASSED_ON, Witness, pass_on
 
 
-def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[[Any], None]) -> tuple[int, int]:
-    """Run the command to its end; give its wait status, and how often it was stopped and went on again.
+def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[[Any], None]) -> tuple[int, list[int]]:
+    """Run the command to its end; give its wait status, and when it went on again after it was stopped, Unix ns.
 
     Once it runs, `beside` is called, to start what is to run beside it with the signal mask that it is given.
     """
@@ -25,7 +26,7 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
     chld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     witness = Witness()
-    resumed = 0
+    resumed: list[int] = []
     try:
         try:
             child = _start(command, env, mask, chld)
@@ -33,10 +34,10 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
             beside(mask)
         except FileNotFoundError:
             sys.stderr.write(f"dlprof: {command[0]}: command not found\n")
-            return 127 << 8, 0
+            return 127 << 8, resumed
         except OSError as e:
             sys.stderr.write(f"dlprof: {command[0]}: {e.strerror}\n")
-            return 126 << 8, 0
+            return 126 << 8, resumed
         waiter = threading.Thread(target=_tell_end, args=(child.pid, threading.get_ident()), daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread more is allowed here
             waiter.start()
@@ -47,7 +48,7 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
             if info.si_signo == signal.SIGCHLD:
                 pid, status = os.waitpid(child.pid, os.WNOHANG | os.WCONTINUED)
                 if pid and os.WIFCONTINUED(status):
-                    resumed += 1
+                    resumed.append(time.time_ns())
                 elif pid:
                     child.returncode = os.waitstatus_to_exitcode(status)
                     if waiter.is_alive():

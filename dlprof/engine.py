@@ -43,6 +43,7 @@ class RankData:
     def __init__(self, rank: Rank) -> None:
         self.index = rank.index
         self.facts: dict[str, Any] = dict(rank.facts)  # the recorder's
+        self.resumed_ns = np.array(rank.resumed_ns, dtype=np.int64)  # when the job went on after it was stopped
         self.trace_facts: dict[str, Any] = {}  # what the trace says of itself
         self.warnings: list[str] = []
         self._tables: dict[str, pd.DataFrame] = {}

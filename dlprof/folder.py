@@ -150,6 +150,8 @@ def _together(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "end_ns": ended[-1]["end_ns"] if all_ended else None,
         "exit": failed[0] if failed else good,
         "hosts": list(dict.fromkeys(task["host"] for task in tasks if task["host"])),
+        # A task that is stopped keeps all others waiting.
+        "resumed_ns": sorted(at for task in ended for at in task.get("resumed_ns", ())),
         "warnings": list(dict.fromkeys(text for task in ended for text in task["warnings"])),
         "tasks": list(tasks),
     }

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ class Rank:
     index: int
     files: Mapping[str, Path] = field(default_factory=dict)  # reader → what it is to read
     facts: Mapping[str, Any] = field(default_factory=dict)
+    resumed_ns: tuple[int, ...] = ()  # when the job, or a part of it, went on again after it was stopped
 
     @property
     def unpacked_bytes(self) -> int:
@@ -137,13 +137,15 @@ def _recorded(folder: Path) -> Run:
         if host is not None:
             files |= _files(host, of_host=True)
         ranks.append(Rank(index, files, facts))
-    ranks = _with_log(folder, ranks, warnings)
+    tasks = info.get("tasks") or _tasks(folder)
+    resumed = {at for one in (info, *tasks) for at in one.get("resumed_ns") or ()}
+    ranks = [replace(rank, resumed_ns=tuple(sorted(resumed))) for rank in _with_log(folder, ranks, warnings)]
     for warning, who in said.items():
         warnings.append(f"rank {who[0]}: {warning}" if len(who) == 1 else f"{len(who)} ranks: {warning}")
     if not ranks:
         warnings.append("no rank left a record: the job ended before its first step, or Python was started without it")
     ended = info.get("exit") or {}
-    warnings += _of_tasks(info.get("tasks") or _tasks(folder))
+    warnings += _of_tasks(tasks)
     if info and info.get("end_ns") is None:
         warnings.append("the recording was cut off: nobody saw the job end")
     seen = [*(info.get("hosts") or ()), *(rank.facts.get("host") for rank in ranks)]
@@ -168,13 +170,14 @@ def _boot(host: Path) -> str:
 
 def _tasks(folder: Path) -> list[Mapping[str, Any]]:
     """Give what each task of a job said of itself, where none had seen all of them end."""
+    from dlprof.readers import facts as reader
+
     said: list[Mapping[str, Any]] = []
     for path in sorted(folder.glob("tasks/*.json")):
         try:
-            task = json.loads(path.read_text())
-        except (OSError, ValueError):
-            task = None
-        said.append(task if isinstance(task, dict) else {})
+            said.append(reader.read_task(path).facts)
+        except (OSError, DlprofError):  # noqa: PERF203 - each may be half written
+            said.append({})
     return said
 
 
@@ -275,7 +278,7 @@ def _with_log(folder: Path, ranks: list[Rank], warnings: list[str]) -> list[Rank
     if len(logs) > 1:
         warnings.append(f"several logs of nvidia-smi; read: {logs[0].name}")
     first = ranks[0]
-    return [Rank(first.index, {**first.files, "nvidia_smi": logs[0]}, first.facts), *ranks[1:]]
+    return [replace(first, files={**first.files, "nvidia_smi": logs[0]}), *ranks[1:]]
 
 
 def _candidates(folder: Path) -> list[Path]:

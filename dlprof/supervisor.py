@@ -71,6 +71,7 @@ def supervise(
         "hosts": [os.uname().nodename],
         "exit": {"code": None, "signal": None},
         "options": dict(options) | ({"job": task.job} if task else {}),
+        "resumed_ns": [],
         "warnings": [],
         "tasks": [],
     }
@@ -87,12 +88,17 @@ def supervise(
     code, number = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
     warnings = [] if code in (126, 127) else missing(folder)
     if resumed:
-        times = "" if resumed == 1 else f" {resumed} times"
-        warnings.append(f"the job was stopped and went on again{times}: the mean step and the savings hold that time")
+        times = "" if len(resumed) == 1 else f" {len(resumed)} times"
+        warnings.append(f"the job was stopped and went on again{times}: the steps which that fell into are left out")
     warnings += left(folder)
     compress(folder)
     warnings += samplers.wait()
-    end = {"end_ns": end_ns, "exit": {"code": code, "signal": number}, "warnings": warnings}
+    end = {
+        "end_ns": end_ns,
+        "exit": {"code": code, "signal": number},
+        "resumed_ns": resumed,
+        "warnings": warnings,
+    }
     last = True
     try:
         last = tell_end(folder, record, task, end)

@@ -128,6 +128,7 @@ def test_of_many_tasks_only_the_last_to_end_reads_what_all_said(
         "number": "2",
         "end_ns": None,
         "exit": {"code": None, "signal": None},
+        "resumed_ns": [7, 5],
         "warnings": [],
     }
     there.with_suffix(".json").write_text(json.dumps(other))
@@ -138,10 +139,13 @@ def test_of_many_tasks_only_the_last_to_end_reads_what_all_said(
         "task 2 on there did not end, as far as is known",
         f"task 0 on {os.uname().nodename} ended with exit code 1",
     } <= {*warnings}
+    (run / "ranks/00000").mkdir()
+    assert open_run(run).ranks[0].resumed_ns == (5, 7)
     there.with_suffix(".json").write_text(json.dumps(other | {"end_ns": 1, "exit": {"code": 0, "signal": None}}))
     there.with_suffix(".ended").touch()
     assert supervise(["true"], run, step | {"SLURM_PROCID": "1"}, {}).last
     told = json.loads((run / "run.json").read_text())
+    assert told["resumed_ns"] == [5, 7]
     assert (told["exit"], sorted(one["number"] for one in told["tasks"])) == (
         {"code": 1, "signal": None},
         ["0", "1", "2"],

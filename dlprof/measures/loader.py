@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from dlprof.engine import Measured, RankData, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import host
-from dlprof.measures.steps import light_steps, standard_error, step_means
+from dlprof.measures.steps import light_steps, standard_error, step_means, suspended
 
 # What travels of the batches: enough for a replay, a few kilobytes.
 MOST_FETCHES = 400
@@ -64,6 +64,7 @@ def loader_means(rank: RankData) -> pd.DataFrame:
     if not loading["kind"].isin(["first", "batch"]).any():
         raise NotMeasured("no DataLoader was seen")
     mine = loading[loading["loader"] == _training_loader(rank)]
+    epochs = mine[~_suspended(rank, mine)]
     steady = mine[(mine["kind"] == "batch") & in_steady(rank, mine["start_ns"].to_numpy())]
     batches = int(steady["count"].sum())
     queued = steady[steady["empty"] >= 0]
@@ -81,9 +82,9 @@ def loader_means(rank: RankData) -> pd.DataFrame:
             "outstanding": [queued["outstanding"].sum() / n if found else np.nan],
             "taken_ns": [_taken(queued)],
             "epochs": [int(mine.loc[mine["kind"] == "start", "count"].sum())],
-            "start_ns": [_mean(mine, "start")],
-            "first_ns": [_mean(mine, "first")],
-            "end_ns": [_mean(mine, "end")],
+            "start_ns": [_mean(epochs, "start")],
+            "first_ns": [_mean(epochs, "first")],
+            "end_ns": [_mean(epochs, "end")],
             "cores": [usage["cpu_ns"].sum() / took if len(usage) else np.nan],
             "delayed": [usage["delay_ns"].sum() / took if delays else np.nan],
         }
@@ -140,7 +141,7 @@ def restarts(rank: RankData) -> pd.DataFrame:
             continue
         mine = mine.assign(epoch=(mine["kind"] == "start").cumsum() - 1)
         other = np.append(False, workers[1:] != workers[:-1])
-        mine = mine[other[mine["epoch"].clip(lower=0)] & (mine["count"] == 1)]
+        mine = mine[other[mine["epoch"].clip(lower=0)] & (mine["count"] == 1) & ~_suspended(rank, mine)]
         together = mine[mine["kind"].isin(["start", "first", "end"])].groupby("epoch")["dur_ns"].sum()
         rows.append(
             {
@@ -205,8 +206,13 @@ def _training_fetches(rank: RankData) -> pd.DataFrame:
         keep = (fetches["worker"] == -1).to_numpy() & in_steady(rank, start)
     if not keep.any():
         raise NotMeasured("no fetch of a batch was recorded in the steady steps")
-    kept: pd.DataFrame = fetches[keep]
+    kept: pd.DataFrame = fetches[keep & ~_suspended(rank, fetches)]
     return kept
+
+
+def _suspended(rank: RankData, rows: pd.DataFrame) -> NDArray[np.bool_]:
+    start = rows["start_ns"].to_numpy()
+    return suspended(rank, start, start + rows["dur_ns"].to_numpy())
 
 
 def _training_loader(rank: RankData) -> int:

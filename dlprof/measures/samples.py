@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures.steps import light_steps, standard_error
+from dlprof.measures.steps import light_steps, standard_error, suspended
 
 # What only grows → its rate: CPU seconds a second are cores, joules a second are watts, and the time that clocks were
 # held down, or a thread waited for a core, is a share.
@@ -95,6 +95,9 @@ def sample_means(rank: RankData) -> pd.DataFrame:
     for (source, metric), frame in _metrics(rank):
         at = frame["at_ns"].to_numpy()
         at, value, span = _rated(metric, frame[(at >= begin) & (at <= end)])
+        # What tells of the time since the reading before it tells of the time in which the job stood.
+        keep = ~suspended(rank, np.append(at[:1], at[:-1]), at)
+        at, value, span = at[keep], value[keep], span[keep]
         if len(at) >= ENOUGH:
             rows.append(
                 {

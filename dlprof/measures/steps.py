@@ -1,8 +1,9 @@
 """The steps of a rank: which are steady, how long the mean one takes, and which of them the trace saw.
 
 Steadiness is decided here and nowhere else. A steady step trains (it has a backward pass or an optimizer step), holds
-neither the first batch of an epoch nor an epoch's end, was not slowed by the profiler, and comes after the warm-up.
-The mean, not the median, stands for them: a stall every k steps is part of what training costs.
+neither the first batch of an epoch nor an epoch's end, was not slowed by the profiler, was not the one in which the job
+was suspended, and comes after the warm-up. The mean, not the median, stands for them: a stall every k steps is part of
+what training costs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ SETTLED = 1.25
 
 # Fewer steady steps than this say less than the traced ones do.
 ENOUGH = 5
+
+# A suspended job's processes go on one after the other, and the supervisor is only one of them: what lies this close
+# to the time at which it saw the job go on may hold the time in which the job stood.
+RESUMED_NS = 500_000_000
 
 # What travels of the series: enough for any screen and for a replay, a few kilobytes.
 MOST_ROWS = 2_000
@@ -93,12 +98,21 @@ def _timing(rank: RankData) -> Timing:
 
 
 def light_steps(rank: RankData) -> pd.DataFrame:
-    """Give the light layer's steps with a column `steady`."""
+    """Give the light layer's steps with a column `steady`; those in which the job was suspended are of that kind."""
     frame = rank.table("steps")
-    dur = frame["dur_ns"].to_numpy()
-    trains = (frame["kind"] == "train").to_numpy()
+    start, dur = frame["start_ns"].to_numpy(), frame["dur_ns"].to_numpy()
+    kind = np.where(suspended(rank, start, start + dur), "suspended", frame["kind"].astype("str"))
+    frame = frame.assign(kind=pd.Categorical(kind))
+    trains = kind == "train"
     candidate = trains & (frame["first"].to_numpy() == 0) & (frame["profiled"].to_numpy() == 0) & (dur > 0)
     return frame.assign(steady=candidate & (np.arange(len(frame)) >= _settled(dur, candidate)))
+
+
+def suspended(rank: RankData, start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Tell which of these stretches of time hold one in which the job was stopped, before it went on again."""
+    first = np.searchsorted(rank.resumed_ns, start - RESUMED_NS)
+    found: NDArray[np.bool_] = first < np.searchsorted(rank.resumed_ns, end + RESUMED_NS, side="right")
+    return found
 
 
 def _settled(dur: NDArray[np.int64], candidate: NDArray[np.bool_]) -> int:
@@ -124,7 +138,7 @@ def _windows(rank: RankData) -> tuple[iv.Intervals, NDArray[np.int64], str]:
         start = marks["start_ns"].to_numpy()
         # Steps follow each other; where two overlap (marked in a hook), the later one's start ends the earlier.
         end = np.minimum(start + marks["dur_ns"].to_numpy(), np.append(start[1:], np.iinfo(np.int64).max))
-        keep = (end > start) & ~_unsteady(rank, numbers)
+        keep = (end > start) & ~_unsteady(rank, numbers) & ~suspended(rank, start, end)
         if keep.any():
             return np.column_stack((start, end))[keep], numbers[keep], "step"
     thread = host.on_training_thread(rank)

@@ -19,6 +19,7 @@ def validation(rank: RankData) -> pd.DataFrame:
     """
     steps = rank.once(light_steps)
     kind = steps["kind"].astype("str").to_numpy()
+    steps, kind = steps[kind != "suspended"], kind[kind != "suspended"]
     validates = kind == "validation"
     begins = validates & ~np.append(False, validates[:-1])
     trained = np.cumsum(kind == "train")

@@ -13,7 +13,7 @@ from dlprof.engine import Measured, RankData, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.steps import light_steps
 
-PARTS = ("setup", "warmup", "steady", "traced", "epoch_ends", "validation", "other")
+PARTS = ("setup", "warmup", "steady", "traced", "epoch_ends", "validation", "other", "suspended")
 
 # What happens within the steps of any part.
 STALLS = ("checkpoint", "compilation", "garbage_collection")
@@ -25,8 +25,8 @@ def whole_job(rank: RankData) -> pd.DataFrame:
 
     setup: up to the first recorded step; warmup: training steps before they have settled; traced: those slowed by the
     profiler; epoch_ends: training steps with an epoch's first batch or its end, where workers start and go; other:
-    neither trained nor evaluated. STALLS follow, summed over all of these: they are within them, not beside. Raises
-    NotMeasured where the light layer was not recorded.
+    neither trained nor evaluated; suspended: steps of any kind in which the job was stopped. STALLS follow, summed over
+    all of these: they are within them, not beside. Raises NotMeasured where the light layer was not recorded.
     """
     frame = rank.once(light_steps)
     if not len(frame):
@@ -35,13 +35,14 @@ def whole_job(rank: RankData) -> pd.DataFrame:
     trains = kind == "train"
     part = np.select(
         [
+            kind == "suspended",
             frame["profiled"].to_numpy() != 0,
             kind == "validation",
             ~trains,
             frame["first"].to_numpy() != 0,
             frame["steady"].to_numpy(),
         ],
-        ["traced", "validation", "other", "epoch_ends", "steady"],
+        ["suspended", "traced", "validation", "other", "epoch_ends", "steady"],
         "warmup",
     )
     dur = frame["dur_ns"].to_numpy(dtype=float)

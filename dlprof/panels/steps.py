@@ -11,7 +11,7 @@ from dlprof.engine import Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.measures.stalls import stalled_steps
 from dlprof.measures.steps import step_series
-from dlprof.overview import CLOCK, MOST_RANKS, Picture, points, step_times
+from dlprof.overview import CLOCK, MOST_RANKS, Picture, began_ns, points, step_times
 from dlprof.result import Panel
 from dlprof.units import count, duration
 
@@ -22,6 +22,7 @@ MOST_POINTS = 300
 LEAST_STALL = 0.1
 MOST_STALLS = 40
 MOST_EPOCHS = 40
+MOST_RESUMED = 40
 
 _PARTS = {"fetch": "input_wait", "forward": "forward", "backward": "backward", "optimizer": "optimizer_host"}
 
@@ -83,7 +84,7 @@ def _parts(train: pd.DataFrame, at: pd.Series[float]) -> list[Panel]:
 
 
 def _marks(run: Measured, series: pd.DataFrame, at: pd.Series[float]) -> tuple[Mark, ...]:
-    """Point at what makes steps differ: epochs, validation, and what held them up."""
+    """Point at what makes steps differ: epochs, validation, and what held them up, or kept the whole job still."""
     steps = series.drop_duplicates("step").set_index("step").sort_index()
     marks: list[Mark] = []
     epochs = steps.index[(steps["first"] != 0).to_numpy()]
@@ -96,6 +97,9 @@ def _marks(run: Measured, series: pd.DataFrame, at: pd.Series[float]) -> tuple[M
         n = int(stretch.index[0])
         length = duration(float(stretch["dur_ns"].sum()))
         marks.append((float(at[n]), f"step {n}: validation, {count(len(stretch), 'step')}, {length}", "validation"))
+    began = began_ns(run, series["start_ns"].min())
+    resumed = sorted({at - began for rank in run.run.ranks for at in rank.resumed_ns})[:MOST_RESUMED]
+    marks += [(float(n), "the job went on after it was stopped", "suspended") for n in resumed if 0 < n < at.max()]
     with suppress(NotMeasured, MeasureFailed):
         stalls = run.frame(stalled_steps).groupby(["kind", "step"], as_index=False)["ns"].max()
         stalls = stalls[(stalls["ns"] >= LEAST_STALL * steps["dur_ns"].mean()) & stalls["step"].isin(at.index)]

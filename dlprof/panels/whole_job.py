@@ -17,6 +17,7 @@ _PARTS = {
     "epoch_ends": "an epoch's first batch or end",
     "validation": "validation",
     "other": "no training and no validation",
+    "suspended": "steps about the time in which the job was stopped",
     "checkpoint": "of it saving checkpoints",
     "compilation": "of it compiling",
     "garbage_collection": "of it collecting garbage",

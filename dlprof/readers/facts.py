@@ -19,6 +19,17 @@ from dlprof.readers.chunks import open_file
 # A type; a list of what its one item is; a mapping of names to shapes. None stands for an unknown value of any shape.
 Shape = type | list["Shape"] | Mapping[str, "Shape"]
 
+TASK: Mapping[str, Shape] = {
+    "host": str,
+    "number": str,
+    "command": [str],
+    "start_ns": int,
+    "end_ns": int,
+    "exit": {"code": int, "signal": int},
+    "resumed_ns": [int],
+    "warnings": [str],
+}
+
 RUN: Mapping[str, Shape] = {
     "dlprof": str,
     "command": [str],
@@ -27,18 +38,9 @@ RUN: Mapping[str, Shape] = {
     "hosts": [str],
     "exit": {"code": int, "signal": int},
     "options": {},
+    "resumed_ns": [int],
     "warnings": [str],
-    "tasks": [
-        {
-            "host": str,
-            "number": str,
-            "command": [str],
-            "start_ns": int,
-            "end_ns": int,
-            "exit": {"code": int, "signal": int},
-            "warnings": [str],
-        }
-    ],
+    "tasks": [TASK],
 }
 
 RANK: Mapping[str, Shape] = {
@@ -120,6 +122,11 @@ def read(path: Path) -> Reading:
 def read_run(path: Path) -> Reading:
     """Give the facts of a run from its run.json; raise DlprofError where it cannot be read or holds no object."""
     return _read(path, RUN)
+
+
+def read_task(path: Path) -> Reading:
+    """Give what one task of a job said of itself; raise DlprofError where it cannot be read or holds no object."""
+    return _read(path, TASK)
 
 
 def _read(path: Path, shape: Mapping[str, Shape]) -> Reading:

@@ -12,6 +12,8 @@ from dlprof.measures.steps import step_means
 from tests import runs, traces
 from tests.runs import MS
 
+NAMES = ("fetches.jsonl", "loading.jsonl")
+
 
 @pytest.mark.parametrize(
     ("loader", "single"), [("_SingleProcessDataLoaderIter", True), ("_MultiProcessingDataLoaderIter", False)]
@@ -51,6 +53,27 @@ def test_means_of_the_queue_and_of_each_worker_in_the_steady_steps(tmp_path: Pat
     series = run.frame(fetch_series)
     assert (series["dur_ns"] == 40 * MS).all()
     assert series["gap_ns"].iloc[0] == 0
+
+
+def test_what_was_under_way_while_the_job_was_suspended_is_in_no_mean(tmp_path: Path) -> None:
+    path = told(tmp_path, 2)
+    at = path / "ranks/00000"
+    fetches, rows = ([json.loads(line) for line in (at / name).read_text().splitlines()] for name in NAMES)
+    late = traces.BASE_NS + 600_000 * MS  # far from all steps
+    fetches.append(fetches[-1] | {"start_ns": late, "dur_ns": 9_000 * MS})
+    rows += [rows[0] | {"start_ns": late, "dur_ns": 9_000 * MS}]
+    for name, lines in zip(NAMES, (fetches, rows), strict=True):
+        (at / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = []
+    for resumed in ([], [late + 8_000 * MS]):
+        (path / "run.json").write_text(
+            json.dumps(json.loads((path / "run.json").read_text()) | {"resumed_ns": resumed})
+        )
+        run = runs.measured(path, loader_means, worker_means)
+        found.append((run.frame(loader_means)["start_ns"][0], run.frame(worker_means)["dur_ns"].max()))
+    assert found[0][0] > 4_000 * MS
+    assert found[0][1] > 40 * MS
+    assert found[1] == (5, 40 * MS)
 
 
 def test_taking_over_a_batch_is_told_from_those_that_are_surely_ready(tmp_path: Path) -> None:

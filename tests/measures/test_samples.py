@@ -69,6 +69,18 @@ def test_a_long_gap_between_readings_weighs_as_long_as_it_was(tmp_path: Path) ->
     assert largest == pytest.approx(10 / 11)
 
 
+def test_the_time_in_which_the_job_was_suspended_counts_for_nothing(tmp_path: Path) -> None:
+    """Ten seconds in which nothing was read or used; the first reading after them tells of them."""
+    folder = sampled(tmp_path, [])
+    used = [(s, float(min(s, 15) + max(s - 25, 0))) for s in range(40) if not 15 < s < 25]
+    lines = [json.dumps({"at_ns": traces.BASE_NS + s * SECOND, "cpu_s": cpu}) for s, cpu in used]
+    (folder / "ranks/00000/processes.jsonl").write_text("\n".join(lines) + "\n")
+    assert means(folder)["cpu_cores"][0] < 0.9
+    told = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(told | {"resumed_ns": [traces.BASE_NS + 25 * SECOND - 600 * MS]}))
+    assert means(folder)["cpu_cores"] == pytest.approx((1, 1))
+
+
 def test_a_run_without_samples_or_with_too_few_says_so(tmp_path: Path) -> None:
     run = runs.measured(sampled(tmp_path / "few", [{"cpu_s": n} for n in range(3)], steps=3), sample_means)
     with pytest.raises(NotMeasured, match="fewer than 3 readings"):

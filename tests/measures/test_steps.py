@@ -34,6 +34,28 @@ def test_a_stall_every_k_steps_is_part_of_the_mean(tmp_path: Path) -> None:
     assert found["step_ns"] == 20 * MS
 
 
+def test_a_step_in_which_the_job_was_suspended_is_not_steady(tmp_path: Path) -> None:
+    """When it went on is known from beside it, give or take; a step that ended long before is steady."""
+    steps = [runs.light(n, 4_000 * MS if n == 20 else 10 * MS) for n in range(23)]
+    steps += [runs.light(n, 10 * MS, traces.BASE_NS + (n + 4) * 1_000 * MS) for n in range(23, 43)]
+    for after_ms in (3_900, 4_400):
+        resumed = [traces.BASE_NS + (20_000 + after_ms) * MS]
+        path = runs.recorded(tmp_path / f"run{after_ms}", (None, steps, runs.CPU), resumed_ns=resumed)
+        run = runs.measured(path, step_means, step_series)
+        assert run.frame(step_means)["step_ns"][0] == 10 * MS
+        series = run.frame(step_series)
+        assert series.loc[series["kind"] == "suspended", "step"].to_list() == [20]
+
+
+def test_a_traced_step_in_which_the_job_was_suspended_is_left_out(tmp_path: Path) -> None:
+    made = traces.trace(
+        *(traces.step(n, n * 2_000 * MS, MS) for n in range(4)), traces.op("aten::mm", 0, 10), device=""
+    )
+    resumed = [traces.BASE_NS + 4_000 * MS]
+    path = runs.recorded(tmp_path / "run", (made, [], runs.CPU), resumed_ns=resumed)
+    assert runs.measured(path, step_means).frame(step_means)["traced_steps"][0] == 3
+
+
 def test_a_warm_up_of_any_length_leaves_two_thirds_of_the_run(tmp_path: Path) -> None:
     assert means(tmp_path, [runs.light(n, (30 - n) * MS) for n in range(30)])["steps"] == 20
 

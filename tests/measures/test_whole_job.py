@@ -24,18 +24,20 @@ def test_every_step_counts_once(tmp_path: Path) -> None:
     steps[39] |= {"kind": "other", "first": 1}
     facts = {**runs.CPU, "clock": {"unix_ns": traces.BASE_NS - 5 * S, "perf_ns": 0}}
     stalls = [runs.stall("checkpoint", 5, 300 * MS), runs.stall("checkpoint", 21, 200 * MS)]
-    path = runs.recorded(tmp_path / "run", (None, steps, facts), stalls=[stalls])
+    resumed = [traces.BASE_NS + 30 * S + S // 4]
+    path = runs.recorded(tmp_path / "run", (None, steps, facts), stalls=[stalls], resumed_ns=resumed)
     run = runs.measured(path, whole_job, step_means)
     frame = run.frame(whole_job)
     rows = {r["part"]: (r["steps"], r["ns"]) for r in frame.to_dict("records")}
     assert rows == {
         "setup": (0, 5 * S),
         "warmup": (3, 3 * S),
-        "steady": (29, 29 * S),
+        "steady": (27, 27 * S),
         "traced": (2, 2 * S),
         "epoch_ends": (2, 2 * S),
         "validation": (3, 3 * S),
         "other": (1, S),
+        "suspended": (2, 2 * S),  # nobody knows to the instant when it went on
         "checkpoint": (2, 500 * MS),
     }
     assert rows["steady"][0] == run.frame(step_means)["steps"][0]

@@ -22,8 +22,11 @@ def test_the_picture_of_the_steps_tells_the_counted_step_from_the_window(tmp_pat
     assert panel.note.startswith("Steps 9 and 20 to 22: ")
 
 
-def drawn(folder: Path, *ranks: list[dict[str, Any]], stalls: list[dict[str, Any]] | None = None) -> dict[str, Panel]:
-    runs.recorded(folder, *((None, steps, {"device": A100}) for steps in ranks), stalls=[stalls] if stalls else None)
+def drawn(
+    folder: Path, *ranks: list[dict[str, Any]], stalls: list[dict[str, Any]] | None = None, **info: Any
+) -> dict[str, Panel]:
+    made_by = ((None, steps, {"device": A100}) for steps in ranks)
+    runs.recorded(folder, *made_by, stalls=[stalls] if stalls else None, **info)
     made = runs.measured(folder, *PICTURE.needs)
     return {panel.title: panel for panel in PICTURE.draw(made)}
 
@@ -33,14 +36,16 @@ def test_steps_stand_where_they_were_and_what_held_them_up_is_marked(tmp_path: P
         runs.light(n, 10 * MS, kind="validation" if n in (20, 21) else "train", first=int(n == 10)) for n in range(30)
     ]
     stalls = [runs.stall("checkpoint", 15, 8 * MS), runs.stall("garbage_collection", 16, MS // 10)]
-    panel = drawn(tmp_path, steps, stalls=stalls)["Steps over the run"]
+    resumed = [traces.BASE_NS + n * 1_000 * MS + 400 * MS for n in (-3, 25, 50)]
+    panel = drawn(tmp_path, steps, stalls=stalls, resumed_ns=resumed)["Steps over the run"]
     assert panel.columns == ("time_ns", "rank 0")
     assert panel.rows[3] == (3_000 * MS, 10 * MS)
-    assert panel.steps == tuple(n for n in range(30) if n not in (20, 21))
+    assert panel.steps == tuple(n for n in range(30) if n not in (20, 21, 25))
     assert panel.marks == (
         (10_000 * MS, "step 10: an epoch begins or ends", "epoch"),
         (15_000 * MS, "step 15: checkpoint, 8.00 ms", "checkpoint"),
         (20_000 * MS, "step 20: validation, 2 steps, 20.0 ms", "validation"),
+        (25_400 * MS, "the job went on after it was stopped", "suspended"),
     )
 
 

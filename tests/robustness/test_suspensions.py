@@ -1,0 +1,74 @@
+"""A job that a scheduler suspends goes on when it is resumed, and no figure holds the time in which it stood."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dlprof.measures.steps import step_series
+from dlprof.measures.whole_job import whole_job
+from tests import runs
+from tests.jobs import environment, wrapped
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+RANKS = """
+import os, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for n in range(1500):
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if n == 400 and dist.get_rank() == 0:
+        os.write(1, b"ready\\n")
+    time.sleep(0.002)
+del model  # before its group: PyTorch and gloo may wait for each other else
+dist.destroy_process_group()
+"""
+STOPPED_S = 3.0
+
+
+@pytest.mark.long
+def test_the_steps_in_which_a_job_is_suspended_are_in_no_figure(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(RANKS)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = subprocess.Popen(
+        wrapped(tmp_path / "run", [sys.executable, *launcher, str(tmp_path / "ranks.py")], "--window", "1200,2,5"),
+        env=environment(),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    job = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for one in job:
+            one.send_signal(number)
+        time.sleep(STOPPED_S if number == signal.SIGSTOP else 0)
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    assert "the job was stopped and went on again: the steps which that fell into are left out" in errors
+    run = runs.measured(tmp_path / "run", step_series, whole_job)
+    steps = run.frame(step_series)
+    assert set(steps["rank"]) == {0, 1}
+    for _, mine in steps.groupby("rank"):
+        (stood,) = mine[mine["dur_ns"] > STOPPED_S * 0.9e9].to_dict("records")
+        assert (stood["kind"], stood["steady"]) == ("suspended", False)
+        assert mine["steady"].sum() > 500
+    parts = run.frame(whole_job).set_index("part")["ns"]
+    assert (parts["suspended"] > STOPPED_S * 0.9e9).all()
+    assert (parts["suspended"] < (STOPPED_S + 2) * 1e9).all()
