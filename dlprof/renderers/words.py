@@ -100,7 +100,7 @@ BESIDE: Mapping[str, Category] = {
         "Waiting for other ranks", "of the communication, until the last rank has come", "#f7b9c1", "#d99aa3", 217, "░"
     ),
     "epoch": Category("Epoch", "an epoch begins or ends", "#7d8597", "#8f98aa", 242, "|"),
-    "suspended": Category("Suspended", "the job was stopped until then", "#000000", "#dddddd", 232, "!"),
+    "suspended": Category("Suspended", "the job was stopped until then", "#8a4b3c", "#b06a58", 95, "!"),
 }
 
 DRAWN: Mapping[str, Category] = {**LOOKS, **PASSES, **FRAMES, **BESIDE}
