@@ -16,7 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import dlprof
-from dlprof.recorder import BACKWARD, Collector, Recorder, _hidden
+from dlprof.recorder import Collector, Recorder, _hidden
+from dlprof.stepping import BACKWARD
 
 
 def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:

@@ -23,13 +23,14 @@ from pathlib import Path
 from threading import get_ident
 from time import perf_counter_ns
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from dlprof.loaders import LoaderSeen, Pass, settings_of
 from dlprof.log import file_of
 from dlprof.process import started
+from dlprof.ranks import find_rank
+from dlprof.stepping import BACKWARD, FETCH, FORWARD, OPTIMIZER, Row, Step
 
-FETCH, FORWARD, BACKWARD, OPTIMIZER = range(4)
 _RANGES = ("dlprof::fetch", "dlprof::forward", "dlprof::backward", "dlprof::optimizer")
 
 # A script that takes this many optimizer steps on one batch has no loop over a loader; its steps are the optimizer's.
@@ -53,74 +54,6 @@ _PATIENCE_NS = 5_000_000_000  # that a second SIGTERM waits for what the first h
 
 # A script that makes modules or optimizers as it goes, as meta-learning does: so many of each are told of.
 _MOST_SEEN = 100
-
-
-class Step(NamedTuple):
-    """One step of the training loop that has ended. Times are perf_counter nanoseconds."""
-
-    number: int
-    start_ns: int
-    dur_ns: int
-    lead_ns: int  # from the start to the first forward, fetching not counted; -1: there was none
-    fetch_ns: int  # this and the next three: exclusive of each other
-    forward_ns: int
-    backward_ns: int
-    optimizer_ns: int
-    fetches: int
-    forwards: int
-    backwards: int
-    optimizer_steps: int
-    first: int
-    profiled: int
-    device: Any  # what Recorder.end_of_step gave
-
-
-class Row:
-    """The step that is being measured: one object for all of them, as making one costs as much as a phase's hook."""
-
-    __slots__ = (
-        "backwards",
-        "fetches",
-        "first",
-        "forwards",
-        "lead_ns",
-        "number",
-        "optimizer_steps",
-        "parts",
-        "profiled",
-        "start_ns",
-        "unsettled",
-    )
-
-    def __init__(self, number: int, start_ns: int) -> None:
-        self.number = number
-        self.parts = [0, 0, 0, 0]  # exclusive time in FETCH, FORWARD, BACKWARD, OPTIMIZER
-        self.unsettled: list[LoaderSeen] = []  # that it took batches from, and that are not yet known to train
-        self.first = self.profiled = 0
-        self.start_ns = start_ns
-        self.lead_ns = -1
-        self.fetches = self.forwards = self.backwards = self.optimizer_steps = 0
-
-    @property
-    def worked(self) -> bool:
-        """Tell whether anything but fetching was seen."""
-        return bool(self.forwards or self.backwards or self.optimizer_steps)
-
-    def settle(self) -> bool:
-        """Tell the loaders what their batches were used for, and whether one has learnt of it."""
-        kind = kind_of(self)
-        changed = [s for s in self.unsettled if s.role != kind != "other"]
-        for seen in changed:
-            seen.role = kind
-        self.unsettled.clear()
-        return bool(changed)
-
-
-def kind_of(step: Step | Row) -> str:
-    """Tell train, validation (forward only) or other."""
-    if step.backwards or step.optimizer_steps:
-        return "train"
-    return "validation" if step.forwards else "other"
 
 
 class Collector(Protocol):
@@ -163,46 +96,6 @@ def say(text: str) -> None:
     with contextlib.suppress(OSError):
         if file_of(2) == _STDERR or not stat.S_ISREG(os.fstat(2).st_mode):
             os.write(2, f"dlprof: {text}\n".encode(errors="replace"))
-
-
-# What tells a process its rank, by launcher. SLURM's comes last: what another launcher starts within a job has that of
-# the batch script too, which is task 0.
-_RANKS = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-
-
-def find_rank(env: Iterable[str] = _RANKS) -> int:
-    """Give this process's rank: from the process group if there is one, else from the launcher's variables, else 0."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    for name in env:
-        value = os.environ.get(name, "")
-        if value.isdigit():
-            return int(value)
-    return 0
-
-
-def folder_of_rank(run: Path) -> Path | None:
-    """Give the folder of the rank that this process is a loader's worker of; None: it does not train yet, or is none.
-
-    Workers are started before their rank knows that it trains, and may start in an interpreter of their own.
-    """
-    try:
-        return run / "ranks" / _word_of_rank(run).read_text().partition(" ")[0]
-    except FileNotFoundError:
-        return None
-
-
-def age_of_rank(run: Path) -> int:
-    """Give for how long that rank has trained, in ns. Raises OSError where it does not train."""
-    return max(time.time_ns() - _word_of_rank(run).stat().st_mtime_ns, 0)
-
-
-def _word_of_rank(run: Path) -> Path:
-    from multiprocessing.process import parent_process
-
-    rank = parent_process()
-    return run / "hosts" / os.uname().nodename / f"rank-{rank.pid if rank else 0}"
 
 
 class _Hot:
@@ -802,7 +695,7 @@ class Recorder(_Hot):
         self._tell_ns = 0
 
     def _leave_word(self, name: str) -> None:
-        """Tell the loaders' workers, which were started before, where this rank records; see folder_of_rank.
+        """Tell the loaders' workers, which were started before, where this rank records; see ranks.py.
 
         And whoever sees to what the job has left, which process this is: its environment may be written over later.
         """

@@ -16,7 +16,8 @@ from textwrap import dedent
 
 import pytest
 
-from dlprof.recorder import Recorder, Row, Step
+from dlprof.recorder import Recorder
+from dlprof.stepping import Row, Step
 from dlprof.tables import STEPS
 from tests.jobs import environment, facts, launch, record, rows, wrapped
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from dlprof.collectors.facts import Facts
-from dlprof.recorder import find_rank
+from dlprof.ranks import find_rank
 from dlprof.tasks import task_of
 from tests.jobs import environment
 

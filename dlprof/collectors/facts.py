@@ -14,7 +14,8 @@ from typing import Any
 
 import dlprof
 from dlprof.hosts import boot
-from dlprof.recorder import Recorder, Step
+from dlprof.recorder import Recorder
+from dlprof.stepping import Step
 
 _PREFIXES = ("NCCL_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "CUDA_", "GLOO_")
 _NAMES = ("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_CPUS_ON_NODE")

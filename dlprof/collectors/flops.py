@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
-from dlprof.recorder import BACKWARD, FETCH, Recorder, Step
+from dlprof.recorder import Recorder
+from dlprof.stepping import BACKWARD, FETCH, Step
 
 # The tenth step of training is past lazy set-up and the first compilations, and before the default trace window.
 _COUNTED_STEP = 9

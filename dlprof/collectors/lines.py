@@ -25,7 +25,9 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from dlprof.log import Log
-from dlprof.recorder import Recorder, Step, _hidden, folder_of_rank
+from dlprof.ranks import folder_of_rank
+from dlprof.recorder import Recorder, _hidden
+from dlprof.stepping import Step
 
 # The first lines are on disk soon, the later ones rarely: a kill costs little, and the file of a long job stays small.
 _FIRST_WRITE_NS = 1_000_000_000

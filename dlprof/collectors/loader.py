@@ -19,7 +19,9 @@ from typing import Any
 import dlprof
 from dlprof.loaders import Pass
 from dlprof.log import Log, file_of
-from dlprof.recorder import Recorder, Step, age_of_rank, folder_of_rank
+from dlprof.ranks import age_of_rank, folder_of_rank
+from dlprof.recorder import Recorder
+from dlprof.stepping import Step
 
 # Lines are written this often, see collectors/steps.py.
 _WRITE_EVERY_NS = 250_000_000

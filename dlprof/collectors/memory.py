@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dlprof.log import Log
-from dlprof.recorder import Recorder, Step
+from dlprof.recorder import Recorder
+from dlprof.stepping import Step
 
 # The counters come as a dictionary of a hundred entries: they are read this often, however short a step is, and
 # written as often as the lines of steps are, see collectors/steps.py.

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlprof.recorder import Recorder, Step, _hidden
+from dlprof.recorder import Recorder, _hidden
+from dlprof.stepping import Step
 
 _COLLECTIVES = (
     "all_gather",

@@ -16,7 +16,8 @@ from threading import get_ident
 from typing import Any
 
 from dlprof.log import Log
-from dlprof.recorder import Recorder, Step
+from dlprof.recorder import Recorder
+from dlprof.stepping import Step
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 _STAGES = "torch.distributed.pipelining.stage"

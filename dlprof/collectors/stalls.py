@@ -14,7 +14,8 @@ from threading import get_ident
 from typing import Any
 
 from dlprof.log import Log
-from dlprof.recorder import Recorder, Step
+from dlprof.recorder import Recorder
+from dlprof.stepping import Step
 
 # Stalls shorter than this are dropped, not counted: the young generations are collected many times a second, and each
 # of those costs microseconds. What is left is rare, and the file small.

@@ -8,7 +8,8 @@ from operator import add
 from typing import Any
 
 from dlprof.log import Log
-from dlprof.recorder import Recorder, Step, kind_of
+from dlprof.recorder import Recorder
+from dlprof.stepping import Step, kind_of
 
 # Steps are written this often: a crash costs at most so much, and a step of a millisecond pays for no system call.
 _WRITE_EVERY_NS = 250_000_000

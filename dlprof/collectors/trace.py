@@ -10,7 +10,8 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any
 
-from dlprof.recorder import Recorder, Step
+from dlprof.recorder import Recorder
+from dlprof.stepping import Step
 
 _DEFAULT_WINDOW = "10,2,5"
 
