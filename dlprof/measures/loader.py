@@ -204,9 +204,10 @@ def _training_fetches(rank: RankData) -> pd.DataFrame:
         keep = fetches["pid"].isin(pids).to_numpy() & fetches.duplicated("pid").to_numpy() & (start >= begin)
     else:
         keep = (fetches["worker"] == -1).to_numpy() & in_steady(rank, start)
+    keep &= ~_suspended(rank, fetches)
     if not keep.any():
         raise NotMeasured("no fetch of a batch was recorded in the steady steps")
-    kept: pd.DataFrame = fetches[keep & ~_suspended(rank, fetches)]
+    kept: pd.DataFrame = fetches[keep]
     return kept
 
 

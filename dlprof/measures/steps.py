@@ -138,16 +138,23 @@ def _windows(rank: RankData) -> tuple[iv.Intervals, NDArray[np.int64], str]:
         start = marks["start_ns"].to_numpy()
         # Steps follow each other; where two overlap (marked in a hook), the later one's start ends the earlier.
         end = np.minimum(start + marks["dur_ns"].to_numpy(), np.append(start[1:], np.iinfo(np.int64).max))
-        keep = (end > start) & ~_unsteady(rank, numbers) & ~suspended(rank, start, end)
+        keep = (end > start) & ~_unsteady(rank, numbers) & ~_longest(suspended(rank, start, end), end - start)
         if keep.any():
             return np.column_stack((start, end))[keep], numbers[keep], "step"
     thread = host.on_training_thread(rank)
     calls = host.outermost(thread[host.is_named(thread, "enumerate(DataLoader)")])["start_ns"].to_numpy()
     if len(calls) >= 3:
-        return np.column_stack((calls[:-1], calls[1:])), np.arange(len(calls) - 1), "step"
+        start, end = calls[:-1], calls[1:]
+        keep = ~_longest(suspended(rank, start, end), end - start)
+        return np.column_stack((start, end))[keep], np.flatnonzero(keep), "step"
     spans = rank.table("spans")
     begin, stop = spans["start_ns"].min(), (spans["start_ns"] + spans["dur_ns"]).max()
     return np.array([[begin, stop]], dtype=np.int64), none, "trace"
+
+
+def _longest(found: NDArray[np.bool_], dur: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Give the steps that were found; where all of them were, as of a window of short steps, only the longest."""
+    return found if not found.all() or len(dur) < 2 else dur == dur.max()
 
 
 def _unsteady(rank: RankData, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -56,6 +56,20 @@ def test_a_traced_step_in_which_the_job_was_suspended_is_left_out(tmp_path: Path
     assert runs.measured(path, step_means).frame(step_means)["traced_steps"][0] == 3
 
 
+def test_of_traced_steps_shorter_than_anybody_knows_when_the_job_went_on_the_longest_is_left_out(
+    tmp_path: Path,
+) -> None:
+    after = 300 * MS  # it stood for so long
+    at = {n: n * MS + (n > 2) * after for n in range(6)}
+    marked = traces.trace(*(traces.step(n, at[n], MS + (n == 2) * after) for n in range(5)), traces.op("x", 0, 10))
+    unmarked = traces.trace(*(traces.fetch(at[n], 100) for n in range(6)), traces.op("x", 0, 10))
+    for name, made in (("marked", marked), ("unmarked", unmarked)):
+        resumed = [traces.BASE_NS + at[3]]
+        path = runs.recorded(tmp_path / name, (made, [], runs.CPU), resumed_ns=resumed)
+        found = runs.measured(path, step_means).frame(step_means)
+        assert (found["traced_steps"][0], found["step_ns"][0]) == (4, MS)
+
+
 def test_a_warm_up_of_any_length_leaves_two_thirds_of_the_run(tmp_path: Path) -> None:
     assert means(tmp_path, [runs.light(n, (30 - n) * MS) for n in range(30)])["steps"] == 20
 
