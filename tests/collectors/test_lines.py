@@ -176,7 +176,8 @@ def test_the_hottest_of_the_users_functions_are_found(tmp_path: Path) -> None:
         model = nn.Linear(8, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
         began = time.monotonic()
-        while not hasattr(slow, "__signature__"):
+        as_written = slow.__code__
+        while slow.__code__ is as_written:
             slow()
             train(model, optimizer, torch.ones(4, 8))
             if time.monotonic() > began + 60:
