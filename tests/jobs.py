@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,28 @@ def only_child(pid: int) -> int:
     """Give the process of a recorded command: the supervisor's others are the samplers' and the witness of signals."""
     (child,) = (c for c in children(pid) if "samplers/__main__.py" not in words(c) and "sigwaitinfo" not in words(c))
     return child
+
+
+def witnessed(pid: int) -> bool:
+    """Tell whether the witness of signals is up and waits."""
+    return any("sigwaitinfo" in words(child) and state(child) == "S" for child in children(pid))
+
+
+def in_its_own_group(command: Sequence[str]) -> subprocess.Popen[str]:
+    """Start a command that dlprof wraps, and wait until it is ready to be signalled, and the witness too."""
+    process = subprocess.Popen(
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    # It is up as soon as it waits.
+    assert until(partial(witnessed, process.pid))
+    return process
 
 
 def rows(rank: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import children, environment, only_child, state, until, words, wrapped
+from tests.jobs import children, environment, in_its_own_group, only_child, state, until, witnessed, words, wrapped
 
 # Says when it is ready, then waits to be signalled, and tells how often it was.
 WAITS = """
@@ -49,28 +49,6 @@ def signalled(command: Sequence[str], number: int, cwd: Path) -> tuple[int, str]
     process.send_signal(number)
     rest = process.stdout.read()
     return process.wait(30), rest
-
-
-def witnessed(pid: int) -> bool:
-    """Tell whether the witness of signals is up and waits."""
-    return any("sigwaitinfo" in words(child) and state(child) == "S" for child in children(pid))
-
-
-def in_its_own_group(command: Sequence[str]) -> subprocess.Popen[str]:
-    """Start a command that dlprof wraps, and wait until it is ready to be signalled, and the witness too."""
-    process = subprocess.Popen(
-        command,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    # It is up as soon as it waits.
-    assert until(partial(witnessed, process.pid))
-    return process
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from dlprof.measures.steps import step_series
 from dlprof.measures.whole_job import whole_job
 from tests import runs
-from tests.jobs import environment, wrapped
+from tests.jobs import in_its_own_group, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -43,17 +42,8 @@ STOPPED_S = 3.0
 def test_the_steps_in_which_a_job_is_suspended_are_in_no_figure(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(RANKS)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = subprocess.Popen(
-        wrapped(tmp_path / "run", [sys.executable, *launcher, str(tmp_path / "ranks.py")], "--window", "1200,2,5"),
-        env=environment(),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    command = [sys.executable, *launcher, str(tmp_path / "ranks.py")]
+    process = in_its_own_group(wrapped(tmp_path / "run", command, "--window", "1200,2,5"))
     job = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for one in job:
