@@ -1,8 +1,8 @@
 """Where the recorder hangs on PyTorch.
 
-The hooks stand on PyTorch itself, never on the script's objects: on the loaders' iterators, `nn.Module.__call__`,
-`torch.autograd.backward` and `grad`, and the optimizers' global hooks. So nothing of ours is in a model that the script
-pickles, scripts, compiles or copies.
+The hooks stand on PyTorch itself, and on torchdata's loader, never on the script's objects: on the loaders' iterators,
+`nn.Module.__call__`, `torch.autograd.backward` and `grad`, and the optimizers' global hooks. So nothing of ours is in a
+model that the script pickles, scripts, compiles or copies.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import dlprof
+from dlprof.loaders import watch_method
 from dlprof.recorder import Collector, Recorder, _hidden
 from dlprof.stepping import BACKWARD
 
@@ -144,7 +145,6 @@ def _watch_loaders(recorder: Recorder) -> None:
     from torch.utils.data import dataloader
 
     following: Any = dataloader._BaseDataLoaderIter.__next__
-    iterating: Any = dataloader.DataLoader.__iter__
     making: Any = dataloader._BaseDataLoaderIter.__init__
     nameless = SimpleNamespace(_dlprof_pass=None)  # stands for an iterator that is none of PyTorch's
     dispatching = False
@@ -163,17 +163,20 @@ def _watch_loaders(recorder: Recorder) -> None:
         recorder.end_fetch(self)
         return batch
 
-    @functools.wraps(iterating)
-    def __iter__(self: Any) -> Any:  # noqa: N807 - what it stands for
-        watch_dispatcher()
-        if not recorder.begin_epoch():
-            return iterating(self)
-        try:
-            iterator = iterating(self)
-        finally:
-            recorder.end()
-        recorder.see_iterator(self, iterator)
-        return iterator
+    def watched(iterating: Any) -> Any:
+        @functools.wraps(iterating)
+        def __iter__(self: Any) -> Any:  # noqa: N807 - what it stands for
+            watch_dispatcher()
+            if not recorder.begin_epoch():
+                return iterating(self)
+            try:
+                iterator = iterating(self)
+            finally:
+                recorder.end()
+            recorder.see_iterator(self, iterator)
+            return iterator
+
+        return __iter__
 
     @functools.wraps(making)
     def __init__(self: Any, loader: Any) -> None:  # noqa: N807 - what it stands for
@@ -220,5 +223,5 @@ def _watch_loaders(recorder: Recorder) -> None:
 
     dataloader._BaseDataLoaderIter._dlprof_pass = None  # type: ignore[attr-defined]
     dataloader._BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign]
-    dataloader.DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
+    watch_method(dataloader.DataLoader, "__iter__", watched)
     setattr(dataloader._BaseDataLoaderIter, "__init__", __init__)  # noqa: B010 - mypy knows it as no variable

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 
@@ -98,3 +100,24 @@ def _length(dataset: Any) -> int | None:
         return len(dataset)
     except Exception:  # noqa: BLE001 - the script's code; many datasets have no length
         return None
+
+
+def watch_method(kind: type, name: str, watched: Callable[[Any], Any]) -> None:
+    """Put watched(method) in the place of a class's method, and of that which a class of torchdata's has of its own.
+
+    Those come later, as subclasses, where a script imports them. A subclass of the script's own is left as it is.
+    """
+    own = vars(kind).get("__init_subclass__")
+
+    def __init_subclass__(cls: type[Any], /, **kwargs: Any) -> None:  # noqa: N807 - what it stands for
+        if own is None:
+            super(kind, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+        else:
+            own.__func__(cls, **kwargs)
+        with contextlib.suppress(Exception):  # the script's import goes on; its loaders are then known by less
+            if cls.__module__.startswith("torchdata.") and name in vars(cls):
+                setattr(cls, name, watched(vars(cls)[name]))
+
+    setattr(kind, "__init_subclass__", classmethod(__init_subclass__))  # noqa: B010 - mypy knows another signature
+    if name in vars(kind):
+        setattr(kind, name, watched(vars(kind)[name]))

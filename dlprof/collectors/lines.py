@@ -26,7 +26,7 @@ from typing import Any
 
 from dlprof.log import Log
 from dlprof.ranks import folder_of_rank
-from dlprof.recorder import Recorder, _hidden
+from dlprof.recorder import Recorder, _hidden, say
 from dlprof.stepping import Step
 
 # The first lines are on disk soon, the later ones rarely: a kill costs little, and the file of a long job stays small.
@@ -143,7 +143,7 @@ class Lines:
 
     def _watch_torch(self) -> None:
         from torch.optim import Optimizer
-        from torch.utils.data._utils import worker
+        from torch.utils.data import _utils
 
         # A script makes its optimizer after it has defined its functions and before it calls the one with its loop.
         making: Any = Optimizer.__init__
@@ -153,15 +153,19 @@ class Lines:
             self._look()
             making(optimizer, *args, **kwargs)
 
-        working: Any = worker._worker_loop
+        # The first thing that a worker does: PyTorch's, and torchdata's, whose loop is its own.
+        handling: Any = _utils.signal_handling
+        beginning = handling._set_worker_signal_handlers
 
-        @functools.wraps(working)
-        def _worker_loop(*args: Any, **kwargs: Any) -> Any:
-            self._begin_worker()
-            return working(*args, **kwargs)
+        def _set_worker_signal_handlers() -> None:
+            beginning()
+            try:
+                self._begin_worker()
+            except Exception as e:  # noqa: BLE001 - the worker goes on
+                say(f"the lines of a loader's worker are off: {_tell(e)}")
 
         setattr(Optimizer, "__init__", __init__)  # noqa: B010 - mypy knows another signature
-        worker._worker_loop = _worker_loop
+        handling._set_worker_signal_handlers = _set_worker_signal_handlers
 
     def _begin_worker(self) -> None:
         """Count in a loader's worker too, and see to it that what is counted is written."""

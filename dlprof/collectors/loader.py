@@ -17,7 +17,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import dlprof
-from dlprof.loaders import Pass
+from dlprof.loaders import Pass, watch_method
 from dlprof.log import Log, file_of
 from dlprof.ranks import age_of_rank, folder_of_rank
 from dlprof.recorder import Recorder
@@ -132,20 +132,23 @@ class Loader:
     def _watch_ends(self) -> None:
         from torch.utils.data import dataloader
 
-        ending: Any = dataloader._MultiProcessingDataLoaderIter._shutdown_workers
+        def watched(ending: Any) -> Any:
+            @functools.wraps(ending)
+            def _shutdown_workers(iterator: Any) -> Any:
+                # Also called by __del__, when the interpreter may be half gone: then nothing of ours must run.
+                if self._recorder is None or getattr(iterator, "_shutdown", True):
+                    return ending(iterator)
+                began = perf_counter_ns()
+                try:
+                    return ending(iterator)
+                finally:
+                    self._ended(iterator, began, perf_counter_ns() - began)
 
-        @functools.wraps(ending)
-        def _shutdown_workers(iterator: Any) -> Any:
-            # Also called by __del__, when the interpreter may be half gone: then nothing of ours must run.
-            if self._recorder is None or getattr(iterator, "_shutdown", True):
-                return ending(iterator)
-            began = perf_counter_ns()
-            try:
-                return ending(iterator)
-            finally:
-                self._ended(iterator, began, perf_counter_ns() - began)
+            return _shutdown_workers
 
-        dataloader._MultiProcessingDataLoaderIter._shutdown_workers = _shutdown_workers  # type: ignore[method-assign, assignment]
+        ours: Any = dataloader._MultiProcessingDataLoaderIter
+        ours._shutdown_workers = watched(ours._shutdown_workers)
+        watch_method(dataloader._BaseDataLoaderIter, "_shutdown_workers", watched)
 
     def begun(self, iterator: Any) -> None:
         """Look who fetches in this pass, before its first batch is."""

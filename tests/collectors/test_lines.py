@@ -154,6 +154,22 @@ def test_loader_workers_count_for_themselves(method: str, tmp_path: Path) -> Non
     assert found["main", "__main__:collate"] == found["worker", "__main__:collate"] == {0: 0, 1: 10}
 
 
+def test_torchdatas_workers_count_too(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata", reason="its workers' loop is its own")
+    found = lines(
+        tmp_path,
+        """
+        from torchdata.stateful_dataloader import StatefulDataLoader
+        optimizer = torch.optim.SGD(nn.Linear(8, 1).parameters(), lr=0.001)
+        model = nn.Linear(8, 1)
+        for batch in StatefulDataLoader(Images(), batch_size=4, num_workers=2):
+            train(model, optimizer, batch)
+        """,
+        "data:decode",
+    )
+    assert found["worker", "data:decode"][1] == 40
+
+
 @pytest.mark.long
 def test_generators_and_the_loop_that_a_script_calls_last(tmp_path: Path) -> None:
     found = lines(tmp_path, "run(Stream(), num_workers=1)\nrun(Stream())", "data:Stream.__iter__", "__main__:run")

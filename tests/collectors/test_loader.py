@@ -195,6 +195,31 @@ def test_a_loader_whose_iter_is_its_own_is_known(tmp_path: Path) -> None:
     assert sum(f["count"] for f in fetches if f["worker"] == -1) == 12
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_epochs_of_torchdatas_loader_are_timed_from_their_start_to_the_workers_leaving(
+    persistent: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchdata", reason="its loader has an iter() and an end of its own")
+    loading, fetches = recorded(
+        tmp_path,
+        f"""
+        from torchdata.stateful_dataloader import StatefulDataLoader
+        assert str(StatefulDataLoader.__iter__.__qualname__) == "StatefulDataLoader.__iter__"
+        loader = StatefulDataLoader(Slow(), 4, num_workers=2, persistent_workers={persistent})
+        seen = train(loader, 3)
+        assert len(seen) == 36
+        assert loader.state_dict()["_snapshot"]["_snapshot_step"] == 12
+        """,
+    )
+    assert counts(loading) == {"start": 3, "first": 3, "batch": 33} | ({} if persistent else {"end": 3})
+    started, again, *_ = (row for row in loading if row["kind"] == "start")
+    assert (started["workers"] == again["workers"]) is persistent
+    # Forking two processes, and no stopwatch that was never started.
+    assert started["dur_ns"] > 1_000_000
+    # Workers that live as long as the job are ended by a signal, which may cost their last quarter of a second.
+    assert persistent or len({f["pid"] for f in fetches}) == 6
+
+
 @pytest.mark.long
 def test_a_worker_that_is_killed_leaves_what_it_had_written(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

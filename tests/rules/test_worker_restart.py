@@ -108,3 +108,17 @@ def test_without_the_record_of_batches_it_abstains(tmp_path: Path) -> None:
 
 def test_what_a_fork_makes_slower_in_the_next_step_counts(tmp_path: Path) -> None:
     assert ask(RULE, recorded(tmp_path, slower=40)).saving_ns == pytest.approx(3 * 320 * MS / 40)
+
+
+def test_an_epoch_that_begins_while_the_job_is_suspended_is_no_dearer_for_it(tmp_path: Path) -> None:
+    path = recorded(tmp_path)
+    loading = path / "ranks/00000/loading.jsonl"
+    rows = [json.loads(line) for line in loading.read_text().splitlines()]
+    third = [row for row in rows if row["kind"] == "start"][2]
+    third["dur_ns"] += 60_000 * MS
+    loading.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert ask(RULE, path).state == "not_measured"  # one epoch so unlike the others
+    told = json.loads((path / "run.json").read_text())
+    resumed = third["start_ns"] + third["dur_ns"] - 100 * MS
+    (path / "run.json").write_text(json.dumps(told | {"resumed_ns": [resumed]}))
+    assert ask(RULE, path).saving_ns == pytest.approx(3 * 280 * MS / 40)
