@@ -12,8 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dlprof.freezes import Freezes
 from dlprof.process import tied
 from dlprof.signals import PASSED_ON, Witness, pass_on
+
+# Of what both a signal and a clock tell, the signal's word is taken: they come together.
+_TOGETHER_NS = 1_000_000_000
 
 
 def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[[Any], None]) -> tuple[int, list[int]]:
@@ -26,7 +30,9 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
     chld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     witness = Witness()
+    freezes = Freezes()
     resumed: list[int] = []
+    told: list[int] = []  # when this process was, by a signal
     try:
         try:
             child = _start(command, env, mask, chld)
@@ -41,6 +47,7 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
         waiter = threading.Thread(target=_tell_end, args=(child.pid, threading.get_ident()), daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread more is allowed here
             waiter.start()
+        freezes.start()
         while True:
             # Never with a timeout: in a process that was suspended for longer than that, Python gives a signal which
             # nobody has sent (sigtimedwait is then interrupted, and what it has not filled in is what is given).
@@ -53,11 +60,16 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
                     child.returncode = os.waitstatus_to_exitcode(status)
                     if waiter.is_alive():
                         waiter.join()
-                    return status, resumed
+                    told += resumed
+                    frozen = (at for at in freezes.end() if all(abs(at - n) > _TOGETHER_NS for n in told))
+                    return status, sorted((*resumed, *frozen))
             else:
+                if info.si_signo == signal.SIGCONT:
+                    told.append(time.time_ns())
                 pass_on(child.pid, info, witness)
     finally:
         witness.end()
+        freezes.end()
         # What arrived for the command while it ended is not meant for the report.
         while signal.sigtimedwait(watched, 0) is not None:
             pass

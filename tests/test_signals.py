@@ -104,12 +104,12 @@ def test_stopping_and_continuing_dlprof_stops_and_continues_the_command(tmp_path
 def test_a_job_that_a_scheduler_suspends_goes_on_when_it_is_resumed(alone: bool, tmp_path: Path) -> None:
     process = in_its_own_group(wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGUSR1"]))
     job = [process.pid] if alone else [*children(process.pid), process.pid]
-    for _ in range(2):
+    # Longer than it ever waits at a time for a signal to pass on, and long enough to show by the clock too.
+    for stopped_s in (1.2, 4.0):
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for pid in job:
                 os.kill(pid, number)
-            # Longer than it ever waits at a time for a signal to pass on.
-            time.sleep(1.2)
+            time.sleep(stopped_s if number == signal.SIGSTOP else 1.2)
     process.send_signal(signal.SIGUSR1)
     said = process.communicate(timeout=30)
     assert (said[0], process.returncode) == ("SIGUSR1\n", 9), said[1]
