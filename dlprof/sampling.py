@@ -27,6 +27,11 @@ from dlprof.process import started
 # How often a process that found its host claimed asks again: the one that samples ends with its own supervisor.
 _CLAIM_AGAIN_S = 2.0
 
+# How often samplers read where the user has not said it, in seconds: a job of hours does the same for hours. The time
+# between two readings is this part of its age, within these limits.
+_AGE_SHARE = 600
+_LEAST_S, _MOST_S = 1.0, 5.0
+
 # How often the ranks' folder is listed after it has changed: some disks tell only the second of a change.
 _LISTINGS = 5
 
@@ -50,7 +55,10 @@ class Sampler(Protocol):
     """
 
     name: str
-    period_s: float  # between two ticks
+
+    @property
+    def period_s(self) -> float:
+        """The seconds to the next tick, asked for after each."""
 
     def start(self, host: Host) -> None:
         """Begin: host.folder exists. Ranks come later, host.ranks is empty as yet."""
@@ -68,11 +76,6 @@ def line(row: Mapping[str, Any]) -> str:
     return json.dumps(clocks | dict(row), separators=(",", ":")) + "\n"
 
 
-def period() -> float:
-    """Give the seconds between two readings that the user asked for."""
-    return float(os.environ.get("DLPROF_SAMPLE") or 1)
-
-
 class Host:
     """What a sampler knows of its host: its folder, and the ranks that run here now."""
 
@@ -80,6 +83,7 @@ class Host:
         self.run = run
         self.name = os.uname().nodename
         self.boot = boot()
+        self.began_s = time.monotonic()
         self.folder = run / "hosts" / self.name
         self.ranks: tuple[RankHere, ...] = ()
         self._listed_ns = -1
@@ -87,6 +91,14 @@ class Host:
         self._unread: set[str] = set()  # folders of ranks that have no facts yet
         self._elsewhere: set[str] = set()  # folders of ranks of other hosts, or that ended
         self._warned: set[str] = set()
+
+    @property
+    def period_s(self) -> float:
+        """The seconds between two readings: what the user asked for, else more the longer the job has run."""
+        asked = os.environ.get("DLPROF_SAMPLE") or "auto"
+        if asked != "auto":
+            return float(asked)
+        return min(max((time.monotonic() - self.began_s) / _AGE_SHARE, _LEAST_S), _MOST_S)
 
     def settle(self) -> None:
         """Make the folder; where another machine has this one's name and was first, one with a longer name."""
@@ -182,6 +194,8 @@ def sample(run: Path, samplers: Iterable[Callable[[], Sampler]], end: int) -> No
         host = Host(run)
         host.settle()
         due: dict[Sampler, float] = {}
+        # All at one moment: those of one period then wake this process once for all.
+        now = time.monotonic()
         try:
             for make in samplers:
                 if over(end, 0):
@@ -189,7 +203,7 @@ def sample(run: Path, samplers: Iterable[Callable[[], Sampler]], end: int) -> No
                 try:
                     sampler = make()
                     sampler.start(host)
-                    due[sampler] = time.monotonic()
+                    due[sampler] = now
                 except Exception as e:  # noqa: BLE001 - one sampler must not cost the others
                     _off(host, getattr(make, "name", str(make)), e)
             _drive(host, due, end)

@@ -120,6 +120,19 @@ def test_a_rank_without_facts_is_looked_at_again(run: Path) -> None:
     assert (rank.rank, rank.pid, rank.device) == (0, os.getpid(), {})
 
 
+@pytest.mark.parametrize(
+    ("asked", "age_s", "period_s"),
+    [("auto", 0, 1), ("auto", 1_200, 2), ("auto", 43_200, 5), ("0.25", 43_200, 0.25), ("60", 0, 60)],
+)
+def test_an_old_job_is_read_less_often_unless_the_user_said_how_often(
+    asked: str, age_s: float, period_s: float, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DLPROF_SAMPLE", asked)
+    host = Host(run)
+    host.began_s -= age_s
+    assert host.period_s == pytest.approx(period_s, rel=1e-3)
+
+
 def test_one_process_samples_a_host_and_the_next_takes_over(run: Path) -> None:
     held = claim(run)
     assert held is not None

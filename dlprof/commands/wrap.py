@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import shutil
 import signal
@@ -70,6 +71,19 @@ def parse_stacks(_ctx: click.Context, _param: click.Parameter, value: str) -> st
     return str(int(value))
 
 
+def parse_sample(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
+    """Give 'auto' or the seconds between two readings; a usage error where it is neither."""
+    if value == "auto":
+        return value
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0.1 <= seconds <= 3600:
+        raise click.BadParameter("auto, or the seconds between two readings, 0.1 to 3600")
+    return f"{seconds:g}"
+
+
 def parse_job(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
     """Check that a job's name can be part of a folder's; a usage error where it cannot."""
     if not all(c.isalnum() or c in "._-" for c in value):
@@ -92,7 +106,7 @@ class Recording:
     nvtx: bool
     shapes: bool
     stacks: str
-    sample: float
+    sample: str
     no_sample: bool
     quiet: bool
     no_report: bool
@@ -104,7 +118,7 @@ class Recording:
             "job": self.job,
             "flops": self.flops,
             "lines": "\n".join(self.lines),
-            "sample": "off" if self.no_sample else f"{self.sample:g}",
+            "sample": "off" if self.no_sample else self.sample,
             "stacks": self.stacks,
             "memory": "on" if self.memory else "off",
             "nvtx": "on" if self.nvtx or self.nsys else "off",
@@ -181,11 +195,12 @@ _OPTIONS = (
     ),
     click.option(
         "--sample",
-        type=click.FloatRange(min=0.1),
-        default=1.0,
+        default="auto",
+        callback=parse_sample,
         show_default=True,
-        metavar="SECONDS",
-        help="How often to read what the host and its GPUs do.",
+        metavar="auto|SECONDS",
+        help="How often to read what the host and its GPUs do; auto: every second, and as the job grows older ever less"
+        " often, down to every 5.",
     ),
     click.option(
         "--no-sample", is_flag=True, help="No process of dlprof's beside the job: nothing of host, GPUs and stacks."

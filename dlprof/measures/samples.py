@@ -47,6 +47,9 @@ MOST_POINTS = 300
 # A mean of fewer readings than this says nothing.
 ENOUGH = 3
 
+# A reading speaks of no longer than so many times what usually lies between two.
+MOST_SPAN = 5
+
 # The share of the time in which the kernel had a rank's main thread wait for a core.
 WAITED = "main_thread_waited_share"
 
@@ -154,10 +157,18 @@ def _rate_of(metric: str) -> str:
 
 
 def _rated(metric: str, frame: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-    """Give when a metric was read, what it was, and the seconds that it speaks of; of what grows, between readings."""
+    """Give when a metric was read, what it was, and the seconds that it speaks of; of what grows, between readings.
+
+    Any other speaks of the time since the reading before it: in a long job readings become rarer. But where one was
+    missed, not of all that time.
+    """
     at, value = frame["at_ns"].to_numpy(), frame["value"].to_numpy()
     if metric not in _RATES:
-        return at, value, np.ones(len(at))
+        gap = np.diff(at) / 1e9
+        gap = gap[gap > 0]
+        usual = float(np.median(gap)) if len(gap) else 1.0
+        since = np.diff(at, prepend=at[:1]) / 1e9
+        return at, value, np.clip(np.where(since > 0, since, usual), None, MOST_SPAN * usual)
     span = np.diff(at) / 1e9
     grown = np.diff(value) * _RATES[metric][1]
     # What begins again at 0, or was read by another process since, says nothing of the time between.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dlprof.log import Log
-from dlprof.sampling import Host, RankHere, line, period
+from dlprof.sampling import Host, RankHere, line
 
 Reading = Mapping[str, float]
 
@@ -57,10 +57,14 @@ class GpuSampler:
     name = "gpu"
 
     def __init__(self) -> None:
-        self.period_s = period()
         self._nvml: Any = None
         self._gpus: dict[str, _Gpu | None] = {}  # by UUID; None: it cannot be read, or no longer
         self._logs: dict[RankHere, Log] = {}
+
+    @property
+    def period_s(self) -> float:
+        """As long as the host says."""
+        return self._host.period_s
 
     def start(self, host: Host) -> None:
         """Wait for a rank that has a GPU."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dlprof.log import Log
-from dlprof.sampling import Host, RankHere, line, period
+from dlprof.sampling import Host, RankHere, line
 
 # The processes of a rank are looked for among all of the host's, which takes milliseconds on a large one.
 _LOOK_FOR_CHILDREN_S = 5.0
@@ -26,10 +26,14 @@ class HostSampler:
     name = "host"
 
     def __init__(self) -> None:
-        self.period_s = period()
         self._log: Log | None = None
         self._ranks: dict[RankHere, _Processes] = {}
         self._looked = 0.0
+
+    @property
+    def period_s(self) -> float:
+        """As long as the host says."""
+        return self._host.period_s
 
     def start(self, host: Host) -> None:
         """Open the file, and take the first look at the cores: load is told between two."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import shutil
 import signal
@@ -30,6 +31,10 @@ _BURST_S = 10
 _FIRST_PAUSE_S = 5.0
 _LAST_PAUSE_S = 120.0
 
+# How often this looks at what it has begun or at who has come, and at most how late it is for a rank that comes later.
+_LOOK_S = 0.5
+_LATE_S = 5.0
+
 # How long the end of the job waits for py-spy to write what it has.
 _STOP_S = 0.7
 
@@ -38,12 +43,19 @@ class StacksSampler:
     """Writes stacks.txt.gz of each rank here: for each burst a line of JSON after `#`, and py-spy's raw lines."""
 
     name = "stacks"
-    period_s = 0.5
 
     def __init__(self) -> None:
         asked = os.environ.get("DLPROF_STACKS") or "off"
         self._rate = 0 if asked == "off" else int(asked)
         self._spies: dict[RankHere, _Spy] = {}
+
+    @property
+    def period_s(self) -> float:
+        """Short while py-spy runs, and until there is a rank; else as long as it pauses."""
+        if not self._rate:
+            return math.inf
+        wait = min((spy.wait_s for spy in self._spies.values()), default=0.0)
+        return min(max(wait, _LOOK_S), _LATE_S)
 
     def start(self, host: Host) -> None:
         """Find py-spy."""
@@ -112,6 +124,10 @@ class _Spy:
     @property
     def running(self) -> bool:
         return self._process is not None
+
+    @property
+    def wait_s(self) -> float:
+        return 0.0 if self.running else self._next - time.monotonic()
 
     def tick(self, *, go_on: bool) -> str:
         """End a burst that is over, and begin one that is due; say what went wrong, "" for nothing."""

@@ -55,6 +55,14 @@ def test_a_window_that_is_none_is_a_usage_error(window: str, tmp_path: Path) -> 
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.parametrize("seconds", ["0", "0.01", "often", "nan", "1e9"])
+def test_a_time_between_readings_that_is_none_is_a_usage_error(seconds: str, tmp_path: Path) -> None:
+    done = launch([*DLPROF, "wrap", "--sample", seconds, "--", "touch", "started"], tmp_path)
+    assert done.returncode == 2
+    assert "auto, or the seconds" in done.stderr
+    assert not (tmp_path / "started").exists()
+
+
 def test_wrapping_twice_is_refused_in_one_line(tmp_path: Path) -> None:
     done = launch([*DLPROF, "wrap", "--", "touch", "started"], tmp_path, env=environment(DLPROF_RUN="elsewhere"))
     assert done.returncode == 1

@@ -69,6 +69,18 @@ def test_a_long_gap_between_readings_weighs_as_long_as_it_was(tmp_path: Path) ->
     assert largest == pytest.approx(10 / 11)
 
 
+def test_what_is_read_less_often_later_weighs_as_much_as_before_but_for_one_that_was_missed(tmp_path: Path) -> None:
+    often, rarely = [*range(5, 15)], [*range(18, 30, 4), 30]
+    folder = sampled(tmp_path, [])
+    for readings, expected in (
+        ({**dict.fromkeys(often, 0), **dict.fromkeys(rarely, 1)}, 16 / 26),
+        ({**dict.fromkeys(often, 0), 30: 1}, 5 / 15),
+    ):
+        lines = [json.dumps({"at_ns": traces.BASE_NS + s * SECOND, "memory_share": v}) for s, v in readings.items()]
+        (folder / "ranks/00000/processes.jsonl").write_text("\n".join(lines) + "\n")
+        assert means(folder)["memory_share"][0] == pytest.approx(expected)
+
+
 def test_the_time_in_which_the_job_was_suspended_counts_for_nothing(tmp_path: Path) -> None:
     """Ten seconds in which nothing was read or used; the first reading after them tells of them."""
     folder = sampled(tmp_path, [])

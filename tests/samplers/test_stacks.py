@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +19,8 @@ import pytest
 
 from dlprof.readers.stacks import read
 from dlprof.run import open_run
-from dlprof.samplers.stacks import find
+from dlprof.samplers.stacks import StacksSampler, find
+from dlprof.sampling import Host
 from tests.jobs import environment, facts, launch, record, words, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
@@ -203,6 +205,29 @@ def test_py_spy_goes_when_all_of_dlprof_is_killed(tmp_path: Path) -> None:
     # Nobody was left to append it: it is read as it lies.
     assert (tmp_path / "run/ranks/00000/stacks.part").exists()
     assert seen(stacks(tmp_path / "run/ranks/00000"), "decode") == {("worker", "")}
+
+
+@pytest.mark.long
+def test_between_bursts_it_does_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ranks/00000").mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank:
+        told = {"rank": 0, "host": os.uname().nodename, "pid": rank.pid}
+        (tmp_path / "ranks/00000/facts.json").write_text(json.dumps(told))
+        monkeypatch.setenv("DLPROF_STACKS", "47")
+        host, sampler = Host(tmp_path), StacksSampler()
+        sampler.start(host)
+        sampler.tick()
+        assert sampler.period_s == 0.5  # somebody may come any time
+        host.look()
+        sampler.tick()
+        while spies(tmp_path):
+            assert sampler.period_s == 0.5
+            time.sleep(0.05)
+        sampler.tick()
+        assert 3 < sampler.period_s <= 5
+        sampler.stop()
+        rank.kill()
+    assert (tmp_path / "ranks/00000/stacks.txt.gz").exists()
 
 
 @pytest.mark.long
