@@ -43,7 +43,8 @@ def memory_use(rank: RankData) -> pd.DataFrame:
 
 
 # A leak lifts the floor of what is held, a cache or a buffer only its height, and only once: the readings are cut into
-# so many parts in time, of so many readings at least, and the least of each part is looked at.
+# so many parts of as many steps each, and of so many readings at least, and the least of each part is looked at. Only
+# where they would be too few into parts of as many readings: an old job is read less often.
 PARTS = 6
 _A_PART = 3
 
@@ -137,7 +138,10 @@ def _growth(
     if len(at_ns) < PARTS * _A_PART:
         return None
     at, held = np.searchsorted(steps["start_ns"].to_numpy(), at_ns.to_numpy()), bytes_.to_numpy(dtype=float)
-    lowest = np.array([part[np.argmin(held[part])] for part in np.array_split(np.arange(len(at)), PARTS)])
+    parts = np.split(np.arange(len(at)), np.searchsorted(at, np.linspace(at[0], at[-1], PARTS + 1)[1:-1]))
+    if min(map(len, parts)) < _A_PART:
+        parts = np.array_split(np.arange(len(at)), PARTS)
+    lowest = np.array([part[np.argmin(held[part])] for part in parts])
     floor = held[lowest]
     half = PARTS // 2
     early, late = floor[half] - floor[0], floor[-1] - floor[half - 1]
