@@ -13,14 +13,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dlprof.measures.steps import step_series
 from dlprof.run import open_run
 from tests.jobs import DLPROF, environment, facts, free_port, launch, rows, running, until, wrapped
+from tests.runs import measured
 
 TRAINS = """
 import os, sys, time
@@ -233,3 +237,40 @@ def test_scancel_leaves_what_was_recorded(inside: bool, slurm: dict[str, str], s
     assert [one["window"]["state"] for one in told] == ["partial", "partial"]
     ended = json.loads((tmp_path / "run/run.json").read_text())["exit"]
     assert ended == ({"code": None, "signal": 15} if inside else {"code": 143, "signal": None})
+
+
+def said_to_be(state: list[str], became: str, place: Path, env: dict[str, str]) -> bool:
+    return launch(state, place, env=env).stdout.strip() == became
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_job_that_slurm_suspends_has_that_time_in_no_figure(
+    inside: bool, slurm: dict[str, str], script: Path, tmp_path: Path
+) -> None:
+    dlprof = [*DLPROF, "wrap", "-o", "run", "--no-report", "--no-trace"]
+    task = ["srun", "-n", "2"]
+    train = [sys.executable, str(script), "long"]
+    command = [*task, *dlprof, "--", *train] if inside else [*dlprof, "--", *task, *train]
+    said = tmp_path / "said"
+    batch = ["sbatch", "--parsable", "-n", "2", "-o", str(said), f"--wrap=exec {shlex.join(command)}"]
+    job = launch(batch, tmp_path, env=slurm).stdout.strip()
+    assert until(lambda: said.exists() and said.read_text().count("ready") == 2), said.read_text()
+    state = ["squeue", "--noheader", "--format", "%T", f"--jobs={job}"]
+    for order, became in (("suspend", "SUSPENDED"), ("resume", "RUNNING")):
+        # What has just started, and what has just been resumed, shall have some steps.
+        time.sleep(2)
+        done = launch(["scontrol", order, job], tmp_path, env=slurm)
+        assert done.returncode == 0, done.stderr
+        assert until(partial(said_to_be, state, became, tmp_path, slurm))
+        time.sleep(3)
+    launch(["scancel", job], tmp_path, env=slurm)
+    assert until(lambda: not running(script))
+    assert until(lambda: json.loads((tmp_path / "run/run.json").read_text())["end_ns"])
+    assert any("was stopped and went on again" in text for text in open_run(tmp_path / "run").warnings)
+    steps = measured(tmp_path / "run", step_series).frame(step_series)
+    assert set(steps["rank"]) == {0, 1}
+    for _, mine in steps.groupby("rank"):
+        long = mine[mine["dur_ns"] > 3e9]
+        assert list(long["kind"]) == ["suspended"], long
+        assert mine["steady"].sum() > 100
