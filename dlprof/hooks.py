@@ -51,20 +51,27 @@ def _watch_modules(recorder: Recorder) -> None:
     import torch
 
     original: Any = torch.nn.Module.__call__
-    is_compiling = torch.compiler.is_compiling
+    compiler: Any = torch.compiler
+    is_compiling = compiler.is_compiling
+    flagged = hasattr(compiler, "_is_compiling_flag")  # what that function asks: its frames cost more than the answer
     is_traced = _is_traced()
     as_we_know_it = ("_compiled_call_impl", "_call_impl")
     known = getattr(getattr(original, "__code__", None), "co_names", ()) == as_we_know_it
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
-        if is_traced() or recorder.inside or is_compiling() or not recorder.begin_forward(self):
-            if not known:
-                return original(self, *args, **kwargs)
+        if (
+            is_traced()
+            or recorder.inside
+            or (compiler._is_compiling_flag if flagged else is_compiling())
+            or not recorder.begin_forward(self)
+        ):
             # What the original does, without its frame: a model has hundreds of modules within the outermost.
-            if self._compiled_call_impl is None:
+            if known and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)
-            return self._compiled_call_impl(*args, **kwargs)
+            return original(self, *args, **kwargs)
         try:
+            if known and self._compiled_call_impl is None:
+                return self._call_impl(*args, **kwargs)
             return original(self, *args, **kwargs)
         finally:
             recorder.end()

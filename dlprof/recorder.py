@@ -360,7 +360,16 @@ class Recorder(_Hot):
 
     def end_fetch(self, iterator: Any) -> None:
         """Leave next() of a loader's iterator, which gave a batch."""
-        if self.end() == FETCH and self._fetch_watcher is not None:
+        phases = self._phases
+        if len(phases) == 1 and phases[0] == FETCH and not self._open_ranges:
+            phases.pop()
+            now = perf_counter_ns()
+            self.row.parts[FETCH] += now - self._since_ns
+            self._since_ns = now
+            self.inside = self.off
+        elif self.end() != FETCH:
+            return
+        if self._fetch_watcher is not None:
             began = self._fetch_began_ns
             self._fetch_watcher.got(iterator, self.row.number, began, self._since_ns - began)
 
@@ -459,10 +468,18 @@ class Recorder(_Hot):
             if self.off or get_ident() != self._owner or not self._optimizer_depth:
                 return
             self._optimizer_depth -= 1
-            if self._optimizer_depth or OPTIMIZER not in self._phases:
+            phases = self._phases
+            if self._optimizer_depth or OPTIMIZER not in phases:
                 return
-            while self.end() not in (OPTIMIZER, -1):
-                pass
+            if len(phases) == 1 and not self._open_ranges:
+                phases.pop()
+                now = perf_counter_ns()
+                self.row.parts[OPTIMIZER] += now - self._since_ns
+                self._since_ns = now
+                self.inside = False
+            else:
+                while self.end() not in (OPTIMIZER, -1):
+                    pass
             self.row.optimizer_steps += 1
             self._steps_since_fetch += 1
             stale = self._steps_since_fetch > _STEPS_WITHOUT_FETCH
