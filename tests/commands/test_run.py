@@ -97,7 +97,8 @@ def test_a_workload_may_name_the_launcher_of_its_ranks(tmp_path: Path, installed
     pytest.importorskip("torch", reason="recording needs torch")
     # nice starts one process, and what would be the number of ranks is how nice it is.
     name = "nice" if installed else "no-such-launcher"
-    told = "import os\nprint('nice', os.nice(0), 'rank', os.environ.get('RANK'))\n"
+    # In one piece: torchrun has Python write whatever it is told to print at once, and two ranks then mix their words.
+    told = "import os\nos.write(1, f'nice {os.nice(0)} rank {os.environ.get(\"RANK\")}\\n'.encode())\n"
     (tmp_path / "own.py").write_text(f"LAUNCHER = ({name!r}, '-n')\n{told}")
     done = launch([*DLPROF, "run", "own.py", "--procs", "2"], tmp_path)
     assert done.returncode == 0, done.stderr
