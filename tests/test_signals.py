@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import children, environment, in_its_own_group, only_child, state, until, witnessed, words, wrapped
+from tests.jobs import children, environment, in_its_own_group, only_child, state, until, words, wrapped
 
 # Says when it is ready, then waits to be signalled, and tells how often it was.
 WAITS = """
@@ -139,16 +139,7 @@ while True:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the rest of the job needs a core as well")
 def test_a_signal_to_the_whole_group_reaches_the_command_once_where_the_witness_has_no_core(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGTERM"]),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    assert until(partial(witnessed, process.pid))
+    process = in_its_own_group(wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGTERM"]))
     (witness,) = (child for child in children(process.pid) if "sigwaitinfo" in words(child))
     core, *others = sorted(os.sched_getaffinity(0))
     for pid in (process.pid, *children(process.pid)):
@@ -160,7 +151,7 @@ def test_a_signal_to_the_whole_group_reaches_the_command_once_where_the_witness_
         assert keeps.stdout is not None
         may = keeps.stdout.readline() == "\n"
         os.killpg(process.pid, signal.SIGTERM)
-        told = process.stdout.read(), process.wait(30)
+        told = process.communicate(timeout=30)[0], process.returncode
         keeps.kill()
     if not may:
         pytest.skip("no process of this user may keep a core to itself")

@@ -217,17 +217,26 @@ def test_tasks_of_srun_share_a_folder_and_an_allocation_of_two_is_no_job_of_two(
     assert facts(tmp_path / "alone/ranks/00000")["world_size"] == 1
 
 
+def submitted(script: Path, env: dict[str, str], *options: str, inside: bool) -> str:
+    """Give the job of two tasks that train for long, recorded into `run` beside the script, once both have begun.
+
+    dlprof wraps each task `inside` of srun, or else srun.
+    """
+    place = script.parent
+    dlprof = [*DLPROF, "wrap", "-o", "run", "--no-report", *options, "--"]
+    task = ["srun", "-n", "2"]
+    command = [*(task + dlprof if inside else dlprof + task), sys.executable, str(script), "long"]
+    said = place / "said"
+    batch = ["sbatch", "--parsable", "-n", "2", "-o", str(said), f"--wrap=exec {shlex.join(command)}"]
+    job = launch(batch, place, env=env).stdout.strip()
+    assert until(lambda: said.exists() and said.read_text().count("ready") == 2), said.read_text()
+    return job
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False])
 def test_scancel_leaves_what_was_recorded(inside: bool, slurm: dict[str, str], script: Path, tmp_path: Path) -> None:
-    dlprof = [*DLPROF, "wrap", "-o", "run", "--no-report", "--window", "5,1,100000"]
-    task = ["srun", "-n", "2"]
-    train = [sys.executable, str(script), "long"]
-    command = [*task, *dlprof, "--", *train] if inside else [*dlprof, "--", *task, *train]
-    said = tmp_path / "said"
-    batch = ["sbatch", "--parsable", "-n", "2", "-o", str(said), f"--wrap=exec {shlex.join(command)}"]
-    job = launch(batch, tmp_path, env=slurm).stdout.strip()
-    assert until(lambda: said.exists() and said.read_text().count("ready") == 2), said.read_text()
+    job = submitted(script, slurm, "--window", "5,1,100000", inside=inside)
     launch(["scancel", job], tmp_path, env=slurm)
     left = ["squeue", "--noheader", f"--jobs={job}"]
     assert until(lambda: not launch(left, tmp_path, env=slurm).stdout.strip())
@@ -248,14 +257,7 @@ def said_to_be(state: list[str], became: str, place: Path, env: dict[str, str]) 
 def test_a_job_that_slurm_suspends_has_that_time_in_no_figure(
     inside: bool, slurm: dict[str, str], script: Path, tmp_path: Path
 ) -> None:
-    dlprof = [*DLPROF, "wrap", "-o", "run", "--no-report", "--no-trace"]
-    task = ["srun", "-n", "2"]
-    train = [sys.executable, str(script), "long"]
-    command = [*task, *dlprof, "--", *train] if inside else [*dlprof, "--", *task, *train]
-    said = tmp_path / "said"
-    batch = ["sbatch", "--parsable", "-n", "2", "-o", str(said), f"--wrap=exec {shlex.join(command)}"]
-    job = launch(batch, tmp_path, env=slurm).stdout.strip()
-    assert until(lambda: said.exists() and said.read_text().count("ready") == 2), said.read_text()
+    job = submitted(script, slurm, "--no-trace", inside=inside)
     state = ["squeue", "--noheader", "--format", "%T", f"--jobs={job}"]
     for order, became in (("suspend", "SUSPENDED"), ("resume", "RUNNING")):
         # What has just started, and what has just been resumed, shall have some steps.
