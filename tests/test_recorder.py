@@ -87,6 +87,8 @@ def test_epochs_validation_and_accumulated_gradients(tmp_path: Path) -> None:
         assert (row["lead_ns"] >= 0) == (row["kind"] != "other")
         assert (row["forward_ns"] > 0) == (row["kind"] != "other")
         assert (row["backward_ns"] > 0) == (row["kind"] == "train")
+        assert (row["optimizer_ns"] > 0) == (row["optimizer_steps"] > 0)
+        assert (row["fetch_ns"] > 0) == (row["fetches"] > 0)
         assert row["profiled"] == 0
         assert row["device_ns"] == -1
     told = facts(rank)
