@@ -1,0 +1,202 @@
+"""What the diagnosis is worth on GPUs that are simulated: every fault, and random healthy jobs, against a known truth.
+
+    python -m benchmarks.simulated --healthy 100 --seeds 6 --out /tmp/simulated
+    python -m benchmarks.simulated --only item_every_step --why
+
+Of each fault: whether its rule found it and named it first, what else was found, and how near the step, the share of
+computation and the predicted step came to those of the simulation without a profiler, and of the fixed job. Even seeds
+are for tuning, odd ones are held out and reported apart. Of healthy jobs: findings that are false.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from benchmarks import simulated_table
+from benchmarks.simulator import folder, healthy, play
+from benchmarks.simulator.faults import FAULTS, NOT_SIMULATED
+from benchmarks.simulator.faults.fault import Fault, recording
+from benchmarks.simulator.job import Job, Recording
+from benchmarks.simulator.truth import Share, Truth
+from dlprof.diagnosis import diagnose
+from dlprof.result import Result
+from dlprof.rules import RULES
+from dlprof.run import open_run
+
+NOTABLE = 0.05  # a finding of so much of the step is one that a reader acts on
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job, recorded and diagnosed. Times in ns; shares of the steady step, one a rank; None: not said."""
+
+    name: str
+    rule: str  # "": healthy
+    seed: int
+    form: str
+    ranks: int
+    true_ns: float
+    fixed_ns: float
+    whole_loop: bool = False  # the times are of the whole loop, and no shares are compared
+    reported_ns: float | None = None
+    predicted_ns: float | None = None
+    state: str = ""
+    true_computation: tuple[float, ...] = ()
+    reported_computation: tuple[float, ...] = ()
+    found: tuple[tuple[str, float], ...] = ()  # rule, share; dearest first
+    error: str = ""
+    why: tuple[str, ...] = field(default=())
+    seconds: float = 0.0
+
+
+def of_fault(fault_name: str, seed: int, keep: Path | None) -> Case:
+    """Plant a fault, record it, diagnose it, and compare with the truth."""
+    began = time.perf_counter()
+    fault = next(f for f in FAULTS if f.name == fault_name)
+    job = fault.make(seed)
+    how = recording(job, fault.name) if fault.recorded is None else fault.recorded(job)
+    true, fixed = play.true(job, steps=fault.steps), play.true(fault.fix(job), steps=fault.steps)
+    name = f"{fault.name}-{seed}"
+    true_ns, fixed_ns = (t.loop_ns if fault.scope == "loop" else t.period_ns for t in (true, fixed))
+    if fault.scope == "sample":
+        fixed_ns /= 2
+    case = Case(fault.name, fault.rule, seed, how.form, job.ranks, true_ns, fixed_ns, whole_loop=fault.scope == "loop")
+    return _diagnosed(case, name, job, how, true, keep, began)
+
+
+def of_healthy(seed: int, keep: Path | None) -> Case:
+    """Record a healthy job and diagnose it."""
+    began = time.perf_counter()
+    job, how, true = healthy.healthy(seed)
+    case = Case("healthy", "", seed, how.form, job.ranks, true.period_ns, true.period_ns)
+    return _diagnosed(case, job.name, job, how, true, keep, began)
+
+
+def _diagnosed(case: Case, name: str, job: Job, how: Recording, true: Truth, keep: Path | None, began: float) -> Case:
+    at = Path(tempfile.mkdtemp()) if keep is None else keep
+    run = at / name
+    shutil.rmtree(run, ignore_errors=True)
+    try:
+        folder.write(run, job, how)
+        try:
+            result = diagnose(open_run(run), RULES, jobs=1)
+        except Exception as e:  # noqa: BLE001 - what fails is a row of the table
+            return Case(**{**vars(case), "error": f"{type(e).__name__}: {e}", "seconds": time.perf_counter() - began})
+    finally:
+        if keep is None:
+            shutil.rmtree(at)
+    return _case(case, result, true, began)
+
+
+def _case(case: Case, result: Result, true: Truth, began: float) -> Case:
+    said = result.window.step_ns if result.window else None
+    outcome = next((o for o in result.outcomes if o.id == case.rule), None)
+    predicted = None
+    if outcome is not None and outcome.state == "found" and said is not None:
+        predicted = said - outcome.saving_ns
+        if outcome.scope == "job":
+            said = outcome.saving_ns / outcome.share if outcome.share else None  # of the whole loop
+            predicted = None if said is None else said - outcome.saving_ns
+    shares = {t.rank: t.share for t in result.time if t.category == "computation"}
+    errors = [f"{o.id}: {o.why}" for o in result.outcomes if o.state == "error"]
+    return Case(
+        **{
+            **vars(case),
+            "reported_ns": said,
+            "predicted_ns": predicted,
+            "state": outcome.state if outcome else "",
+            "true_computation": ()
+            if case.whole_loop
+            else tuple(r.parts["computation"] / r.step_ns for r in true.ranks),
+            "reported_computation": tuple(share for _, share in sorted(shares.items())),
+            "found": tuple((o.id, o.share) for o in result.found),
+            "error": "; ".join(errors),
+            "why": _why(case, result, true),
+            "seconds": time.perf_counter() - began,
+        }
+    )
+
+
+def _why(case: Case, result: Result, true: Truth) -> tuple[str, ...]:
+    """Return lines that tell what was said and what is true."""
+    lines = [f"window: {result.window}"]
+    lines += [_true(rank) for rank in true.ranks[:4]]
+    for rank_number in sorted({t.rank for t in result.time})[:4]:
+        said = {t.category: round(t.ns / 1e6, 2) for t in result.time if t.rank == rank_number and t.ns > 1e4}
+        lines.append(f"said rank {rank_number}: {said}")
+    for o in result.outcomes:
+        if o.state == "found" or o.id == case.rule:
+            lines.append(f"{o.id} {o.state} {o.saving_ns / 1e6:.2f} ms ({100 * o.share:.1f} %) {o.summary} {o.why}")
+    return (*lines, *(f"warning: {w}" for w in result.run.warnings))
+
+
+def _true(rank: Share) -> str:
+    parts = {k: round(v / 1e6, 2) for k, v in rank.parts.items()}
+    idle = {k: round(v / 1e6, 2) for k, v in rank.idle.items() if v > 1e4}
+    return (
+        f"true rank {rank.rank}: {rank.step_ns / 1e6:.2f} ms {parts} idle {idle}, lag {rank.lag_ns / 1e6:.1f} ms, "
+        f"waits {rank.wait_ns / 1e6:.2f} ms, ran dry in a sync {rank.after_sync_ns / 1e6:.2f} ms"
+    )
+
+
+def run_all(
+    faults: Sequence[Fault], seeds: int, count: int, jobs: int, keep: Path | None, done: Callable[[Case], None]
+) -> list[Case]:
+    """Run every fault with every seed, and healthy jobs; `done` is called with each case."""
+    with ProcessPoolExecutor(jobs) as pool:
+        waiting = [pool.submit(of_fault, fault.name, seed, keep) for fault in faults for seed in range(seeds)]
+        waiting += [pool.submit(of_healthy, seed, keep) for seed in range(count)]
+        return [_pass_on(future.result(), done) for future in waiting]
+
+
+def _pass_on(case: Case, done: Callable[[Case], None]) -> Case:
+    done(case)
+    return case
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases that the command line asks for, and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulated", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", nargs="*", default=None, help="faults, or rules, to run (default: all)")
+    parser.add_argument("--seeds", type=int, default=6, help="of each fault (default: %(default)s)")
+    parser.add_argument("--healthy", type=int, default=50, help="random healthy jobs (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
+    parser.add_argument("--keep", type=Path, help="leave the run folders here")
+    parser.add_argument("--out", type=Path, help="write simulated.json and simulated.md here")
+    parser.add_argument(
+        "--why", action="store_true", help="tell of each case that failed what was said and what is true"
+    )
+    asked = parser.parse_args(argv)
+    faults = [f for f in FAULTS if asked.only is None or f.name in asked.only or f.rule in asked.only]
+    if asked.only and not faults and "healthy" not in asked.only:
+        parser.error(f"no such fault: {', '.join(asked.only)}; there are {', '.join(f.name for f in FAULTS)}")
+    count = asked.healthy if asked.only is None or "healthy" in asked.only else 0
+
+    def done(case: Case) -> None:
+        failed = simulated_table.failures(case)
+        print(f"{case.name} seed {case.seed} ({case.form}): {'; '.join(failed) or 'well'}", file=sys.stderr, flush=True)
+        if asked.why and failed:
+            print("".join(f"    {line}\n" for line in case.why), file=sys.stderr, end="", flush=True)
+
+    cases = run_all(faults, asked.seeds, count, asked.jobs, asked.keep, done)
+    accepted = {f.name: f.accepted for f in FAULTS}
+    text = simulated_table.table(cases, accepted, NOT_SIMULATED)
+    print(text)
+    if asked.out:
+        asked.out.mkdir(parents=True, exist_ok=True)
+        (asked.out / "simulated.json").write_text(json.dumps([asdict(case) for case in cases], indent=1))
+        (asked.out / "simulated.md").write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

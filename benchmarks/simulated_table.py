@@ -1,0 +1,144 @@
+"""Makes the table of `python -m benchmarks.simulated`: what was found, what was said, and how far off it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from benchmarks.simulated import Case
+
+NOTABLE = 0.05
+NEAR = 0.15  # a prediction further off than this has failed
+STEP_NEAR = 0.03  # so has a step, or
+POINTS_NEAR = 0.03  # a share of computation
+
+
+def failures(case: Case) -> list[str]:
+    """Return what is wrong with one case, in words."""
+    said = []
+    if case.error:
+        said.append(case.error)
+    if case.reported_ns is None:
+        return [*said, "no step said"]
+    if abs(off := case.reported_ns / case.true_ns - 1) > STEP_NEAR:
+        said.append(f"step {off:+.1%}")
+    if (points := _points(case)) is not None and points > POINTS_NEAR:
+        said.append(f"computation off by {100 * points:.0f} points")
+    if not case.rule:
+        return said + [f"false {rule} {share:.1%}" for rule, share in case.found if share >= NOTABLE]
+    if case.predicted_ns is None:
+        return [*said, f"{case.rule} {case.state}"]
+    if abs(off := case.predicted_ns / case.fixed_ns - 1) > NEAR:
+        said.append(f"predicted {off:+.1%}")
+    return said
+
+
+def _points(case: Case) -> float | None:
+    """Return how far the worst rank's share of computation is off."""
+    pairs = list(zip(case.true_computation, case.reported_computation, strict=False))
+    return max((abs(a - b) for a, b in pairs), default=None)
+
+
+def table(cases: Sequence[Case], accepted: Mapping[str, Sequence[str]], not_simulated: Mapping[str, str]) -> str:
+    """Return the report as Markdown."""
+    faults = [c for c in cases if c.rule]
+    parts = []
+    for title, chosen in (("Seeds for tuning", 0), ("Held-out seeds", 1)):
+        rows = [c for c in faults if c.seed % 2 == chosen]
+        if rows:
+            parts.append(f"## {title}\n\n{_faults(rows, accepted)}")
+    if sound := [c for c in cases if not c.rule]:
+        parts.append(f"## Healthy jobs\n\n{_healthy(sound)}")
+    if not_simulated:
+        lines = "\n".join(f"- `{rule}`: {why}" for rule, why in not_simulated.items())
+        parts.append(f"## Not simulated\n\n{lines}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _faults(cases: Sequence[Case], accepted: Mapping[str, Sequence[str]]) -> str:
+    heads: tuple[str, ...] = (
+        "fault",
+        "rule",
+        "found",
+        "first",
+        "other findings ≥ 5 %",
+        "step reported ÷ true",
+        "computation off, points",
+    )
+    heads += ("gain, true", "predicted ÷ fixed")
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for name in dict.fromkeys(c.name for c in cases):
+        rows = [c for c in cases if c.name == name]
+        rule, n = rows[0].rule, len(rows)
+        found = sum(c.predicted_ns is not None for c in rows)
+        first = sum(bool(c.found) and c.found[0][0] == rule for c in rows)
+        others: dict[str, int] = {}
+        for c in rows:
+            for other, share in c.found:
+                if other != rule and share >= NOTABLE:
+                    others[other] = others.get(other, 0) + 1
+        listed = ", ".join(f"{o} {k}{' (rightly)' if o in accepted.get(name, ()) else ''}" for o, k in others.items())
+        gain = f"{np.median([1 - c.fixed_ns / c.true_ns for c in rows]):.0%}"
+        lines.append(
+            f"| {name} | `{rule}` | {found}/{n} | {first}/{n} | {listed or '–'} | {_ratios([_step(c) for c in rows])} "
+            f"| {_worst([_points(c) for c in rows])} | {gain} | {_ratios([_predicted(c) for c in rows])} |"
+        )
+    errors = [abs(r - 1) for c in cases if (r := _predicted(c)) is not None]
+    if errors:
+        far = _far(errors)
+        lines.append(f"\nPredicted step against the fixed job's, {len(errors)} of {len(cases)}: {far}.")
+    return "\n".join(lines)
+
+
+def _step(case: Case) -> float | None:
+    return None if case.reported_ns is None else case.reported_ns / case.true_ns
+
+
+def _predicted(case: Case) -> float | None:
+    return None if case.predicted_ns is None else case.predicted_ns / case.fixed_ns
+
+
+def _ratios(values: Sequence[float | None]) -> str:
+    known = sorted(v for v in values if v is not None)
+    return f"{np.median(known):.2f} ({known[0]:.2f} to {known[-1]:.2f})" if known else "–"
+
+
+def _worst(values: Sequence[float | None]) -> str:
+    known = [v for v in values if v is not None]
+    return f"{100 * max(known):.0f}" if known else "–"
+
+
+def _healthy(cases: Sequence[Case]) -> str:
+    false: dict[str, list[int]] = {}
+    for c in cases:
+        for rule, share in c.found:
+            if share >= NOTABLE:
+                false.setdefault(rule, []).append(c.seed)
+    well = sum(not any(share >= NOTABLE for _, share in c.found) for c in cases)
+    step = [abs(s - 1) for c in cases if (s := _step(c)) is not None]
+    points = [p for c in cases if (p := _points(c)) is not None]
+    lines = [f"{well} of {len(cases)} without a finding of 5 % or more."]
+    if step:
+        lines.append(f"Step reported against true: {_far(step)}.")
+    if points:
+        lines.append(f"Share of computation against true, in points: {_far(points)}.")
+    errors = [c for c in cases if c.error]
+    if errors:
+        lines.append(f"Errors in {len(errors)}: {errors[0].error}")
+    if false:
+        lines.append("\n| false finding | jobs | seeds |\n|---|---|---|")
+        for rule, seeds in sorted(false.items(), key=lambda one: -len(one[1])):
+            few = ", ".join(map(str, seeds[:12])) + (" …" if len(seeds) > 12 else "")
+            lines.append(f"| `{rule}` | {len(seeds)} | {few} |")
+    return "\n".join(lines)
+
+
+def _far(errors: Sequence[float]) -> str:
+    """Return how far off shares are."""
+    high = np.quantile(errors, 0.95)
+    return (
+        f"off by {np.median(errors):.1%} in the median, {high:.1%} at the 95th percentile, {max(errors):.1%} at worst"
+    )

@@ -1,0 +1,16 @@
+"""The faults that can be simulated, by subject; what cannot be, and why."""
+
+from collections.abc import Mapping
+
+from benchmarks.simulator.faults import compute, host, loading, ranks
+from benchmarks.simulator.faults.fault import Fault
+
+FAULTS: tuple[Fault, ...] = (*loading.FAULTS, *host.FAULTS, *ranks.FAULTS, *compute.FAULTS)
+
+# Rules that nothing is simulated for.
+NOT_SIMULATED: Mapping[str, str] = {
+    "memory_growth": "it saves nothing: it tells when memory will be used up, from hours of readings",
+    "thread_oversubscription": "it is about cores that threads share: the simulated host has cores enough",
+}
+
+__all__ = ["FAULTS", "NOT_SIMULATED", "Fault"]

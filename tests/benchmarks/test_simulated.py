@@ -1,0 +1,73 @@
+"""The runner on simulated jobs: its rows tell what was said and what is true, and its table counts what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.simulated import Case, of_fault, of_healthy
+from benchmarks.simulated_table import failures, table
+
+MS = 1e6
+
+WELL = Case(
+    "no_workers", "input_wait", 0, "torch-2.13", 1, 100 * MS, 70 * MS,
+    reported_ns=101 * MS, predicted_ns=72 * MS, state="found",
+    true_computation=(0.7,), reported_computation=(0.69,), found=(("input_wait", 0.3),),
+)  # fmt: skip
+SOUND = replace(WELL, name="healthy", rule="", fixed_ns=100 * MS, predicted_ns=None, state="", found=())
+
+
+def test_a_case_that_is_right_fails_nowhere() -> None:
+    assert failures(WELL) == []
+    assert failures(SOUND) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        replace(WELL, reported_ns=110 * MS),
+        replace(WELL, reported_ns=None),
+        replace(WELL, reported_computation=(0.5,)),
+        replace(WELL, predicted_ns=90 * MS),
+        replace(WELL, predicted_ns=None, state="clear", found=()),
+        replace(WELL, error="host_bound: KeyError"),
+        replace(SOUND, found=(("host_bound", 0.06),)),
+    ],
+)
+def test_what_is_wrong_is_told(wrong: Case) -> None:
+    assert len(failures(wrong)) == 1
+
+
+def test_small_findings_of_healthy_jobs_are_no_failures() -> None:
+    assert failures(replace(SOUND, found=(("host_bound", 0.04),))) == []
+
+
+def test_held_out_seeds_are_counted_apart() -> None:
+    missed = replace(WELL, seed=1, predicted_ns=None, state="clear", found=(("host_bound", 0.2),))
+    false = replace(SOUND, seed=5, found=(("straggler", 0.1),))
+    text = table([WELL, missed, SOUND, false], {}, {"memory_growth": "it saves nothing"})
+    tuned, _, rest = text.partition("## Held-out seeds")
+    held, _, sound = rest.partition("## Healthy jobs")
+    assert "| no_workers | `input_wait` | 1/1 | 1/1 | – |" in tuned
+    assert "| no_workers | `input_wait` | 0/1 | 0/1 | host_bound 1 |" in held
+    assert "1 of 2 without" in sound
+    assert "| `straggler` | 1 | 5 |" in sound
+
+
+def test_a_planted_fault_is_recorded_diagnosed_and_compared() -> None:
+    case = of_fault("no_workers", 0, None)
+    assert case.error == ""
+    assert case.fixed_ns < 0.95 * case.true_ns
+    assert case.reported_ns == pytest.approx(case.true_ns, rel=0.1)
+    assert case.state in ("found", "clear", "not_measured")
+    assert len(case.true_computation) == len(case.reported_computation) == 1
+    assert any("true rank 0" in line for line in case.why)
+
+
+def test_a_healthy_job_is_diagnosed() -> None:
+    case = of_healthy(1, None)
+    assert case.error == ""
+    assert case.rule == ""
+    assert case.true_ns == case.fixed_ns
