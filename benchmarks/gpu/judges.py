@@ -1,0 +1,339 @@
+"""What must hold of a report, given what the oracle measured: one function for each kind of recording.
+
+Each gets a recording and returns parts. They are used where it was made, and wherever it is a test's data later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import reading, timing
+from benchmarks.gpu.outcome import Part, above, below, between, holds, near, same
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A run's folder, dlprof's result of it, and the oracle's figures."""
+
+    folder: Path
+    said: reading.Result
+    oracle: Mapping[str, Any]
+
+
+Judge = Callable[[Recording], list[Part]]
+
+# GPU.md's table. Computation: points of a share. A saving and a predicted step: shares of the measured ones.
+COMPUTATION_POINTS = 0.03
+TRACED_TO_STEADY = (0.9, 1.1)
+SAVING_SHARE = 0.15
+MFU_POINTS = 0.03
+TENSOR_LEAST, DRAM_LEAST = 0.6, 0.8
+PCIE_SHARE = 0.05
+MATCHED_LEAST = 0.95
+LATE_SHARE = 0.20
+HEALTHY_MOST = 0.05
+# Of a step's length nothing is asked there; two clocks of one job must agree.
+STEP_SHARE = 0.03
+
+# What says that the device waits for the host or its data. Of a device that never does, none of them may be found.
+WAITS = (
+    "blocking_copy",
+    "exposed_copy",
+    "host_bound",
+    "host_sync",
+    "input_wait",
+    "pageable_copy",
+    "small_kernels",
+)
+
+_EVENTS = "CUDA events of the script"
+
+
+def asynchronous(of: Recording) -> list[Part]:
+    """Judge a job whose device is never idle, since its host runs ahead."""
+    found = [rule for rule in WAITS if reading.is_found(of.said, rule)]
+    return [
+        _computation(of.said, of.oracle),
+        holds("no host_bound", not reading.is_found(of.said, "host_bound"), "host_bound is found", how=_EVENTS),
+        holds(
+            "nothing says that the device waits",
+            not found,
+            f"found: {', '.join(found)}; the device is busy for {100 * of.oracle['busy_share']:.0f} % of the step",
+            how=_EVENTS,
+        ),
+        between(
+            "traced ÷ steady",
+            reading.of_window(of.said, "overhead"),
+            *TRACED_TO_STEADY,
+            unit="",
+            how="dlprof's own two means; beside it the events' traced step ÷ that of the plain run",
+            beside=of.oracle.get("traced_to_plain"),
+        ),
+        near(
+            "step",
+            reading.step_ms(of.said),
+            of.oracle["step_ms"],
+            share=STEP_SHARE,
+            unit="ms",
+            how=f"{_EVENTS}, run without dlprof",
+        ),
+        *_sound(of.said),
+    ]
+
+
+def waiting(of: Recording) -> list[Part]:
+    """Judge a job that reads its loss in every step: what that costs was measured by leaving it out."""
+    names = ("host_bound", "host_sync")
+    found = [rule for rule in names if reading.is_found(of.said, rule)]
+    return [
+        _computation(of.said, of.oracle),
+        holds(
+            "host_bound or host_sync", bool(found), f"neither is found, but {reading.findings(of.said) or 'nothing'}"
+        ),
+        near(
+            "saving",
+            reading.saving_ms(of.said, *names),
+            of.oracle["gain_ms"],
+            share=SAVING_SHARE,
+            unit="ms",
+            how=f"{_EVENTS}: the step less that of the same job without .item() and the Python after it",
+        ),
+        *_sound(of.said),
+    ]
+
+
+def counted(of: Recording) -> list[Part]:
+    """Judge how many steps were counted; `slack` of them may be missing or too many where no loader marks them."""
+    steps, slack = int(of.oracle["steps"]), int(of.oracle.get("slack", 0))
+    counts = reading.steps_counted(of.folder)
+    return [
+        near("steps counted", counts, steps, points=slack, unit="", how="the script's own count")
+        if slack
+        else same("steps counted", counts, steps, how="the script's own count"),
+        *_sound(of.said),
+    ]
+
+
+def product(of: Recording) -> list[Part]:
+    """Judge a job that is nothing but products of large bf16 matrices."""
+    tensor = _sampled(of.folder, of.oracle, "tensor_busy_share")
+    parts = [
+        near(
+            "FLOPs of a step",
+            reading.of_window(of.said, "flops"),
+            of.oracle["flops"],
+            share=0.01,
+            unit="FLOP",
+            how="2 n³ of each product, counted by the script",
+        )
+    ]
+    if of.oracle.get("peak_flops"):
+        parts.append(
+            near(
+                "MFU",
+                reading.of_window(of.said, "mfu"),
+                of.oracle["flops"] / (of.oracle["step_ms"] / 1e3) / of.oracle["peak_flops"],
+                points=MFU_POINTS,
+                unit="share",
+                how="the script's FLOPs ÷ its CUDA events' step ÷ the data sheet's peak",
+            )
+        )
+    parts.append(above("GPM's tensor cores", tensor, TENSOR_LEAST, unit="share", how="bf16 products and nothing else"))
+    return [*parts, *_sound(of.said)]
+
+
+def copy(of: Recording) -> list[Part]:
+    """Judge a job that copies within the device's memory."""
+    dram = _sampled(of.folder, of.oracle, "dram_share")
+    return [
+        above("GPM's memory", dram, DRAM_LEAST, unit="share", how="copies and nothing else, of each byte both ways"),
+        near(
+            "copying",
+            reading.share(of.said, "copy"),
+            of.oracle["busy_share"],
+            points=COMPUTATION_POINTS,
+            unit="share",
+            how=_EVENTS,
+        ),
+        *_sound(of.said),
+    ]
+
+
+def upload(of: Recording) -> list[Part]:
+    """Judge a job that sends pinned memory to the device."""
+    begin, end = of.oracle["at_ns"]
+    rows = reading.samples(of.folder)
+    rates = [_grown(rows, key, begin, end) for key in ("pcie_received_bytes", "pcie_sent_bytes")]
+    return [
+        near(
+            "PCIe, received by the GPU",
+            rates[0],
+            of.oracle["bytes_per_s"] / 1e9,
+            share=PCIE_SHARE,
+            unit="GB/s",
+            how="the script's bytes ÷ its CUDA events",
+        ),
+        below(
+            "PCIe, sent by the GPU", rates[1], 0.1 * of.oracle["bytes_per_s"] / 1e9, unit="GB/s", how="it sends nothing"
+        ),
+        near(
+            "copying",
+            reading.share(of.said, "copy"),
+            of.oracle["busy_share"],
+            points=COMPUTATION_POINTS,
+            unit="share",
+            how=_EVENTS,
+        ),
+        *_sound(of.said),
+    ]
+
+
+def tf32(of: Recording) -> list[Part]:
+    """Judge what the facts say of float32 products."""
+    told = multiplies_in(reading.facts(of.folder).get("matmul") or {})
+    return [same(f"precision {of.oracle['precision']}", told, of.oracle["precision"], how="read back by the script")]
+
+
+def fp16(of: Recording) -> list[Part]:
+    """Judge what the facts say of autocast and the gradient scaler."""
+    facts = reading.facts(of.folder)
+    autocast = facts.get("autocast") or {}
+    return [
+        same("autocast", autocast.get("dtype"), "float16", how="the script's own"),
+        same("GradScaler", bool(facts.get("grad_scaler")), True, how="the script's own"),
+    ]
+
+
+def allocator(of: Recording) -> list[Part]:
+    """Judge what the facts say of the allocator's settings."""
+    env = reading.facts(of.folder).get("env") or {}
+    return [
+        same("PYTORCH_ALLOC_CONF", env.get("PYTORCH_ALLOC_CONF"), of.oracle["alloc"], how="what it was started with")
+    ]
+
+
+def device(of: Recording) -> list[Part]:
+    """Judge which device the facts name: the one that holds the model, current or not."""
+    told = (reading.facts(of.folder).get("device") or {}).get("uuid")
+    return [same("UUID", bare(told), bare(of.oracle.get("uuid")), how="the device that the script trains on")]
+
+
+def late_rank(of: Recording) -> list[Part]:
+    """Judge two ranks, of which the last comes late to every exchange."""
+    matched = reading.matched_collectives(of.said)
+    return [
+        above(
+            "collectives matched",
+            None if matched is None else matched / float(of.oracle["collectives"]),
+            MATCHED_LEAST,
+            unit="share",
+            how=f"the script asks for {of.oracle['collectives']} a step",
+        ),
+        near(
+            "rank 0 waits for rank 1",
+            reading.waits_ms(of.said, 0, 1),
+            of.oracle["late_ms"],
+            share=LATE_SHARE,
+            unit="ms",
+            how="the ranks' own clocks before the first collective of each step",
+        ),
+        *_sound(of.said),
+    ]
+
+
+def fault(of: Recording) -> list[Part]:
+    """Judge a planted fault: its rule found, and its saving the gain of the run without it, where one was made."""
+    name, rule = of.oracle["name"], of.oracle["rule"]
+    one = reading.outcome(of.said, rule)
+    found = one is not None and one["state"] == "found"
+    why = "the result has no such rule" if one is None else f"{one['state']}: {one.get('why') or one.get('summary')}"
+    parts = [holds(f"{name}: {rule}", found, why)]
+    if found and one is not None and of.oracle.get("gain_ms") is not None and one["scope"] == "step":
+        parts.append(
+            near(
+                f"{name}: gain",
+                float(one["saving_ns"]) / 1e6,
+                of.oracle["gain_ms"],
+                share=SAVING_SHARE,
+                points=STEP_SHARE * of.oracle["step_ms"],
+                unit="ms",
+                how="the step less that of the same script without the fault, by the lines that both print",
+            )
+        )
+    return [*parts, *_sound(of.said)]
+
+
+def healthy(of: Recording) -> list[Part]:
+    """Judge a healthy run: nothing of 5 % or more may be found."""
+    found = reading.findings(of.said, HEALTHY_MOST)
+    return [holds(f"{of.oracle['name']}: nothing found", not found, f"found: {', '.join(found)}"), *_sound(of.said)]
+
+
+# By the name that a kept recording's oracle.json has.
+JUDGES: Mapping[str, Judge] = {
+    one.__name__: one
+    for one in (
+        asynchronous,
+        waiting,
+        counted,
+        product,
+        copy,
+        upload,
+        tf32,
+        fp16,
+        allocator,
+        device,
+        late_rank,
+        fault,
+        healthy,
+    )
+}
+
+
+def multiplies_in(matmul: Mapping[str, Any]) -> str | None:
+    """Return how float32 is multiplied, as the facts say it: "tf32" or "ieee"; None where they do not.
+
+    A precision by name counts before the older switch, which says nothing once the newer API was used.
+    """
+    for key in ("matmul_fp32_precision", "fp32_precision", "cuda_fp32_precision"):
+        named = matmul.get(key)
+        if isinstance(named, Mapping):
+            named = named.get("matmul", named.get("cuda"))
+        if named in ("tf32", "ieee"):
+            return str(named)
+    switch = matmul.get("allow_tf32")
+    return None if switch is None else "tf32" if switch else "ieee"
+
+
+def bare(uuid: object) -> str | None:
+    """Return a GPU's UUID as torch writes it, without NVML's word in front; None where there is none."""
+    return None if not uuid else str(uuid).removeprefix("GPU-")
+
+
+def _computation(said: reading.Result, oracle: Mapping[str, Any]) -> Part:
+    return near(
+        "computation",
+        reading.share(said, "computation"),
+        oracle["busy_share"],
+        points=COMPUTATION_POINTS,
+        unit="share",
+        how=f"{_EVENTS}, run without dlprof",
+    )
+
+
+def _sound(said: reading.Result) -> list[Part]:
+    """Return a part only where rules ended with an error: no recording may bring one to that."""
+    broken = reading.errors(said)
+    return [holds("no rule ends with an error", False, "; ".join(broken))] if broken else []
+
+
+def _sampled(folder: Path, oracle: Mapping[str, Any], key: str) -> float | None:
+    begin, end = oracle["at_ns"]
+    return timing.middle(timing.inside(reading.samples(folder), key, "at_ns", begin, end))
+
+
+def _grown(rows: list[dict[str, Any]], key: str, begin: float, end: float) -> float:
+    return timing.grown_per_s(rows, key, "at_ns", begin, end) / 1e9

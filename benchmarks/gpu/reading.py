@@ -1,0 +1,126 @@
+"""What a run folder says: dlprof's result and what it recorded, read as plain JSON.
+
+Nothing of dlprof is imported: what is judged here is what a user gets.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Result = Mapping[str, Any]
+
+
+def result(folder: Path) -> Result:
+    """Read the result.json of a run; raise OSError or ValueError where there is none that can be read."""
+    data: Result = json.loads((folder / "result.json").read_text())
+    return data
+
+
+def facts(folder: Path, rank: int = 0) -> Mapping[str, Any]:
+    """Read the facts of a rank."""
+    data: Mapping[str, Any] = json.loads((folder / "ranks" / f"{rank:05d}" / "facts.json").read_text())
+    return data
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Read a .jsonl file, of a killed job's last line what is whole; [] where there is none."""
+    found: list[dict[str, Any]] = []
+    if not path.exists():
+        return found
+    for text in path.read_text().splitlines():
+        try:
+            found.append(json.loads(text))
+        except ValueError:  # noqa: PERF203 - the last line alone may be cut off
+            break
+    return found
+
+
+def samples(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """Read what was sampled of a rank's GPU."""
+    return lines(folder / "ranks" / f"{rank:05d}" / "gpu.jsonl")
+
+
+def steps_counted(folder: Path, rank: int = 0) -> int:
+    """Return how many training steps the step log holds; short ones may share a line."""
+    rows = lines(folder / "ranks" / f"{rank:05d}" / "steps.jsonl")
+    return sum(int(row.get("steps") or 1) for row in rows if row.get("kind") == "train")
+
+
+def trace_path(folder: Path, rank: int = 0) -> Path | None:
+    """Return where a rank's trace is; None where there is none."""
+    found = sorted((folder / "ranks" / f"{rank:05d}").glob("trace.json*"))
+    return found[0] if found else None
+
+
+def device_events(path: Path) -> dict[str, int]:
+    """Count the events of a Kineto trace that ran on a device, by kind: kernel, gpu_memcpy, gpu_memset."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        events = json.loads(file.read()).get("traceEvents", [])
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    return {kind: sum(event.get("cat") == kind for event in events) for kind in kinds}
+
+
+def step_ms(said: Result) -> float | None:
+    """Return the mean steady step."""
+    window = said.get("window")
+    return None if window is None else float(window["step_ns"]) / 1e6
+
+
+def of_window(said: Result, key: str) -> float | None:
+    """Return a figure of the result's window: overhead, mfu, flops, noise_ns; None where it has none."""
+    value = (said.get("window") or {}).get(key)
+    return None if value is None else float(value)
+
+
+def share(said: Result, category: str, rank: int = 0) -> float | None:
+    """Return the share of a rank's mean steady step in a category: 0 where it takes none, None where none is told."""
+    parts = [p for p in said.get("time") or () if p["rank"] == rank]
+    return sum(float(p["share"]) for p in parts if p["category"] == category) if parts else None
+
+
+def outcome(said: Result, rule: str) -> Mapping[str, Any] | None:
+    """Return what became of a rule; None where the result does not name it."""
+    return next((o for o in said.get("outcomes") or () if o["id"] == rule), None)
+
+
+def is_found(said: Result, rule: str) -> bool:
+    """Whether a rule found its bottleneck."""
+    one = outcome(said, rule)
+    return one is not None and one["state"] == "found"
+
+
+def saving_ms(said: Result, *rules: str) -> float | None:
+    """Return the largest saving that one of these rules found; None where none found anything."""
+    found = [float(o["saving_ns"]) / 1e6 for rule in rules if (o := outcome(said, rule)) and o["state"] == "found"]
+    return max(found, default=None)
+
+
+def findings(said: Result, least: float = 0.0) -> list[str]:
+    """List the findings of at least this share of the step, with their share, as "input_wait 7 %"."""
+    found = [o for o in said.get("outcomes") or () if o["state"] == "found" and float(o["share"]) >= least]
+    return [f"{o['id']} {100 * float(o['share']):.0f} %" for o in found]
+
+
+def errors(said: Result) -> list[str]:
+    """List the rules that ended with an error, and why."""
+    return [f"{o['id']}: {o.get('why') or '?'}" for o in said.get("outcomes") or () if o["state"] == "error"]
+
+
+def waits_ms(said: Result, rank: int, culprit: int) -> float | None:
+    """Return how long a rank waits for another in the mean steady step; None where no waiting was told at all."""
+    blame: Sequence[Mapping[str, Any]] = said.get("blame") or ()
+    if not blame:
+        return None
+    return sum(float(b["ns"]) for b in blame if b["rank"] == rank and b["culprit"] == culprit) / 1e6
+
+
+def matched_collectives(said: Result) -> float | None:
+    """Return how many collectives of a mean traced step were matched over all ranks; None where none are told."""
+    rows = said.get("exchanges") or ()
+    if not rows:
+        return None
+    return sum(float(row["count"]) for row in rows if row.get("wait_ns") is not None)

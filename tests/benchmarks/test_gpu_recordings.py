@@ -1,0 +1,67 @@
+"""Recordings of real GPUs, where some have come home: dlprof's report of each must agree with what its oracle measured.
+
+`make gpu` leaves them in reports/gpu. Until there are any, one recording of the CPU goes the whole way.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import fixtures, jobs, reading
+from benchmarks.gpu.bench import SCRIPTS, Bench
+from benchmarks.gpu.jobs import must, python, run
+from benchmarks.gpu.judges import JUDGES, Recording
+
+ARCHIVES = fixtures.archives(jobs.ROOT / "reports" / "gpu")
+
+
+@cache
+def names(archive: Path) -> list[str]:
+    with tarfile.open(archive) as tar:
+        return sorted({name.split("/")[0] for name in tar.getnames()})
+
+
+def judged(folder: Path) -> list[str]:
+    """Report on a recording and give what does not hold of it."""
+    must("dlprof report", run(python("-m", "dlprof", "report", folder, "--quiet"), folder.parent, 240.0))
+    oracle: dict[str, Any] = json.loads((folder / "oracle.json").read_text())
+    parts = JUDGES[oracle["judge"]](Recording(folder, reading.result(folder), oracle))
+    assert parts
+    return [f"{part.name}: {part.why}" for part in parts if part.state == "failed"]
+
+
+@pytest.mark.skipif(not ARCHIVES, reason="no recordings of a GPU are in reports/gpu")
+@pytest.mark.parametrize(("archive", "name"), [(a, n) for a in ARCHIVES for n in names(a)] or [(None, "")])
+def test_a_report_agrees_with_the_gpu(tmp_path: Path, archive: Path, name: str) -> None:
+    fixtures.unpack(archive, tmp_path)
+    assert judged(tmp_path / name) == []
+
+
+@pytest.mark.long
+def test_a_recording_that_comes_home_is_judged_as_where_it_was_made(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    machine = {"torch": {"gpus": [], "torch": "x"}, "driver": None}
+    bench = Bench("async", work, "cpu", ends=float("inf"), machine=machine)
+    args = ("--device", "cpu", "--steps", "30", "--device-ms", "4", "--host-ms", "1", "--out", work / "events.json")
+    folder = bench.recorded("job", SCRIPTS / "async_job.py", *args)
+    bench.keep("job", folder, "counted", {"steps": 30})
+    (archive,), left_out = fixtures.pack([work / "kept" / "job"], tmp_path, "made up")
+    assert left_out == []
+    (home,) = fixtures.unpack(archive, tmp_path / "home")
+    assert judged(home) == []
+    # And it fails where the truth is another one.
+    oracle = json.loads((home / "oracle.json").read_text())
+    assert oracle["rehearsal"] is True
+    (home / "oracle.json").write_text(json.dumps({**oracle, "steps": 31}))
+    assert judged(home) == ["steps counted: 30 is said, 31 is true"]
+    # Nothing in it tells where it was made.
+    text = "".join(path.read_text(errors="replace") for path in home.rglob("*.json*") if path.suffix != ".gz")
+    assert str(tmp_path) not in text
+    assert str(jobs.ROOT) not in text

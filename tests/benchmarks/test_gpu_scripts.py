@@ -1,0 +1,89 @@
+"""The scripts that are recorded on a GPU, on the CPU: a few steps of each, and what each says of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import timing
+from benchmarks.gpu.bench import SCRIPTS
+from benchmarks.gpu.jobs import Ended, must, python, run
+
+pytestmark = pytest.mark.long
+
+
+def script(folder: Path, name: str, *args: str) -> Ended:
+    return must(name, run(python(SCRIPTS / f"{name}.py", "--device", "cpu", *args), folder, 120.0))
+
+
+def told(path: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(path.read_text())
+    return data
+
+
+def test_the_async_job_tells_when_its_device_worked_and_learns_the_same_whatever_it_waits_for(tmp_path: Path) -> None:
+    args = ("--steps", "12", "--device-ms", "6", "--host-ms", "2")
+    script(tmp_path, "async_job", *args, "--out", str(tmp_path / "a.json"))
+    script(tmp_path, "async_job", *args, "--item", "--python-ms", "4", "--out", str(tmp_path / "b.json"))
+    ahead, item = told(tmp_path / "a.json"), told(tmp_path / "b.json")
+    assert ahead["losses"] == item["losses"]
+    assert (ahead["steps"], len(ahead["began_ms"]), len(ahead["busy_ms"])) == (12, 12, 12)
+    for one in (ahead, item):
+        # At least what was asked for; how much longer is the machine's.
+        steady = timing.steady(one["began_ms"], one["busy_ms"], 2)
+        assert steady.busy_ms >= 6.0
+        assert steady.step_ms >= steady.busy_ms + 2.0
+    assert timing.steady(item["began_ms"], item["busy_ms"], 2).step_ms >= 12.0
+
+
+def test_the_modes_learn_the_same(tmp_path: Path) -> None:
+    modes = ("eager", "compiled", "graph", "replay")
+    args = ("--steps", "4", "--layers", "1")
+    said = {mode: json.loads(script(tmp_path, "modes", "--mode", mode, *args).lines[-1][1]) for mode in modes}
+    assert all(one["steps"] == 4 for one in said.values())
+    assert said["eager"]["losses"] == said["compiled"]["losses"] == said["graph"]["losses"]
+    assert said["replay"]["losses"][0] > said["replay"]["losses"][-1]
+
+
+def test_rates_count_what_a_step_moves_and_computes(tmp_path: Path) -> None:
+    wanted = {"product": ("--size", "64"), "copy": ("--gib", "0.001"), "upload": ("--gib", "0.001")}
+    found = {}
+    for what, args in wanted.items():
+        out = tmp_path / f"{what}.json"
+        script(tmp_path, "rates", "--what", what, *args, "--seconds", "0.5", "--out", str(out))
+        found[what] = told(out)
+        assert found[what]["steps"] == len(found[what]["began_ms"]) == len(found[what]["busy_ms"]) > 0
+        begin, end = found[what]["at_ns"]
+        assert 0.4e9 < end - begin < 30e9
+    # Four forwards and the weight's gradient of each; a copy within memory reads and writes.
+    assert found["product"]["flops"] == 4 * 2 * 2 * 64**3
+    size = int(0.001 * 2**30)
+    assert (found["copy"]["bytes"], found["upload"]["bytes"]) == (20 * size, 10 * size)
+
+
+def test_settings_tell_what_the_script_itself_knows(tmp_path: Path) -> None:
+    said = {}
+    for what in ("tf32", "ieee", "fp16", "last"):
+        ended = script(tmp_path, "settings", "--what", what, "--steps", "3", "--width", "16")
+        said[what] = json.loads(ended.lines[-1][1])
+    assert (said["tf32"]["precision"], said["ieee"]["precision"]) == ("tf32", "ieee")
+    assert said["fp16"]["scale"] > 0
+    assert all(one["steps"] == 3 for one in said.values())
+
+
+def test_two_ranks_of_which_the_last_is_late_by_what_was_planted(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    args = ("--device", "cpu", "--steps", "12", "--late-ms", "30", "--out", str(tmp_path))
+    must("ranks", run(python(*launcher, SCRIPTS / "ranks.py", *args), tmp_path, 120.0))
+    arrived = {rank: json.loads((tmp_path / f"arrived-{rank}.json").read_text()) for rank in (0, 1)}
+    # At least: two ranks share the cores of this machine with whatever else it does.
+    assert timing.lateness_ms(arrived, late=1, skip=2) > 20
+
+
+def test_a_trace_of_torchs_own_holds_operators(tmp_path: Path) -> None:
+    said = json.loads(script(tmp_path, "counters").lines[-1][1])
+    assert said["events"]["cpu_op"] > 0
+    assert "nvml" not in said
