@@ -1,8 +1,8 @@
 """Where the recorder hangs on PyTorch.
 
 The hooks stand on PyTorch itself, and on torchdata's loader, never on the script's objects: on the loaders' iterators,
-`nn.Module.__call__`, `torch.autograd.backward` and `grad`, and the optimizers' global hooks. So nothing of ours is in a
-model that the script pickles, scripts, compiles or copies.
+`nn.Module.__call__`, `torch.autograd.backward` and `grad`, the optimizers' global hooks, and `torch.cuda.CUDAGraph`. So
+nothing of ours is in a model that the script pickles, scripts, compiles or copies.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import dlprof
+from dlprof.graphs import Graphs
 from dlprof.loaders import watch_method
 from dlprof.recorder import Collector, Recorder, _hidden
 from dlprof.stepping import BACKWARD
@@ -25,13 +26,14 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
     """Hook into torch, which must be imported, and record into the run folder once this process trains."""
     recorder = Recorder(Path(run), collectors)
     try:
-        for method in vars(Recorder).values():
+        for method in (*vars(Recorder).values(), *vars(Graphs).values()):
             if hasattr(method, "__code__"):
                 _hidden(method, with_callees=True)
         _watch_modules(recorder)
         _watch_autograd(recorder)
         _watch_optimizers(recorder)
         _watch_loaders(recorder)
+        _watch_graphs(Graphs(recorder))
     except Exception:
         # A torch that is not as we know it: what hangs on it already must do nothing.
         recorder._switch_off()
@@ -146,6 +148,39 @@ def _watch_exchange(recorder: Recorder, optimizer: Any) -> None:
         kind.synchronize = _hidden(functools.wraps(waiting)(synchronize))
     except Exception as e:  # noqa: BLE001 - the script's step goes on
         recorder.warn(f"what Horovod exchanges is not named: {type(e).__name__}: {e}")
+
+
+def _watch_graphs(graphs: Graphs) -> None:
+    import torch
+
+    kind: Any = getattr(torch.cuda, "CUDAGraph", None)
+    if not all(hasattr(kind, name) for name in ("capture_begin", "capture_end", "replay")):
+        return  # the steps of other jobs are marked without it
+    beginning, ending, replaying = kind.capture_begin, kind.capture_end, kind.replay
+    is_traced = _is_traced()
+
+    @functools.wraps(beginning)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = beginning(self, *args, **kwargs)
+        graphs.begin_capture(self)
+        return result
+
+    @functools.wraps(ending)
+    def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return ending(self, *args, **kwargs)
+        finally:
+            graphs.end_capture(self)
+
+    @functools.wraps(replaying)
+    def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_traced() or not graphs.begin_replay():
+            return replaying(self, *args, **kwargs)
+        result = replaying(self, *args, **kwargs)
+        graphs.end_replay(self)
+        return result
+
+    kind.capture_begin, kind.capture_end, kind.replay = _hidden(capture_begin), _hidden(capture_end), _hidden(replay)
 
 
 def _watch_loaders(recorder: Recorder) -> None:

@@ -17,8 +17,30 @@ from dlprof.hosts import boot
 from dlprof.recorder import Recorder
 from dlprof.stepping import Step
 
-_PREFIXES = ("NCCL_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "CUDA_", "GLOO_")
-_NAMES = ("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_CPUS_ON_NODE")
+_PREFIXES = (
+    "CUBLAS_",
+    "CUDA_",
+    "GLOO_",
+    "HIP_",
+    "HSA_",
+    "KINETO_",
+    "MIOPEN_",
+    "MKL_",
+    "NCCL_",
+    "OMP_",
+    "PYTORCH_",  # also PYTORCH_ALLOC_CONF, and PYTORCH_CUDA_ALLOC_CONF as it was called before
+    "RCCL_",
+    "ROCR_",
+    "TORCH",
+)
+_NAMES = (
+    "NVIDIA_TF32_OVERRIDE",
+    "SLURM_CPUS_ON_NODE",
+    "SLURM_JOB_ID",
+    "SLURM_NNODES",
+    "SLURM_NTASKS",
+    "TEARDOWN_CUPTI",
+)
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASS", "CRED", "AUTH")
 
 # The facts are written as soon as there is news, since what was seen may soon be gone. But after so many times there is
@@ -85,7 +107,7 @@ class Facts:
         self._mark = recorder.mark
         facts = self._fixed | {
             **self._distributed(),
-            "device": _ask(_device),
+            "device": _ask(_device, recorder),
             "versions": _ask(_versions),
             "cpu": _ask(_cpu),
             "loaders": [{"role": seen.role, **seen.settings} for seen in recorder.loaders],
@@ -93,6 +115,7 @@ class Facts:
             "optimizers": self._describe(_optimizer, [(ref, ref()) for ref in recorder.optimizers]),
             "autocast": recorder.autocast,
             "grad_scaler": recorder.grad_scaler,
+            "graphs": recorder.graphs,
             "matmul": _ask(_matmul),
             "step": {"mark": recorder.mark},
             "pipeline": recorder.pipeline,
@@ -144,43 +167,66 @@ def _torch() -> Any:
 _unanswered: dict[str, str] = {}
 
 
-def _ask(question: Callable[..., Any], *args: Any) -> Any:
-    """Give the answer, or None and a warning where the script's objects or this version of torch cannot answer."""
+def _ask(question: Callable[..., Any], *args: Any, name: str = "") -> Any:
+    """Return the answer, or None and a warning where the script's objects or this version of torch cannot answer."""
     try:
         return question(*args)
     except Exception as e:  # noqa: BLE001 - it runs the script's code (len, attributes); what is unknown is null
-        what = question.__name__.strip("_")
+        what = name or question.__name__.strip("_")
         _unanswered[what] = f"no answer for {what} ({type(e).__name__}: {e})"
         return None
+
+
+def _answers(**questions: Callable[[], Any]) -> dict[str, Any]:
+    """Ask each question by itself, so that one without an answer costs no other; return the answers by name."""
+    return {name: _ask(question, name=name) for name, question in questions.items()}
 
 
 def _number(*names: str) -> int | None:
     return next((int(v) for v in (os.environ.get(n, "") for n in names) if v.isdigit()), None)
 
 
-def _device() -> dict[str, Any]:
+def _device(recorder: Recorder) -> dict[str, Any]:
+    """Describe the GPU that the rank trains on, or the host where it uses none. No other GPU is asked anything."""
     torch = _torch()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        index = torch.cuda.current_device()
+    index = recorder.device.in_use()
+    if index is not None:
         properties = torch.cuda.get_device_properties(index)
         return {
             "type": "cuda",
             "index": index,
-            "name": properties.name,
-            "uuid": str(uuid) if (uuid := getattr(properties, "uuid", None)) is not None else None,
-            "memory_bytes": properties.total_memory,
-            "capability": [properties.major, properties.minor],
-            "count": torch.cuda.device_count(),
+            **_answers(
+                vendor=lambda: "nvidia" if torch.version.hip is None else "amd",
+                name=lambda: properties.name,
+                uuid=lambda: str(uuid) if (uuid := getattr(properties, "uuid", None)) is not None else None,
+                pci=lambda: _pci(properties),
+                slice=lambda: _slice(index),
+                memory_bytes=lambda: properties.total_memory,
+                capability=lambda: [properties.major, properties.minor],
+                count=torch.cuda.device_count,
+            ),
         }
     return {
         "type": "cpu",
         "index": None,
-        "name": _cpu_name(),
+        **_answers(name=_cpu_name, memory_bytes=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         "uuid": None,
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "capability": None,
         "count": 0,
     }
+
+
+def _slice(index: int) -> str | None:
+    """Return the slice of a GPU (MIG) that the rank was given by name; CUDA may tell the whole GPU's UUID for it."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    name = given[index].strip() if index < len(given) else ""
+    return name if name.startswith("MIG-") else None
+
+
+def _pci(properties: Any) -> str | None:
+    """Return a GPU's place on the PCI bus, as 0000:c1:00.0; None where this torch does not say it."""
+    numbers: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return None if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
 def _cpu_name() -> str | None:
@@ -193,14 +239,15 @@ def _cpu_name() -> str | None:
 def _versions() -> dict[str, Any]:
     torch = _torch()
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return {
-        "dlprof": dlprof.__version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "cudnn": _ask(torch.backends.cudnn.version) if cuda else None,
-        "nccl": _ask(_nccl) if cuda else None,
-    }
+    return _answers(
+        dlprof=lambda: dlprof.__version__,
+        python=platform.python_version,
+        torch=lambda: str(torch.__version__),
+        cuda=lambda: torch.version.cuda,
+        hip=lambda: torch.version.hip,
+        cudnn=lambda: torch.backends.cudnn.version() if cuda else None,
+        nccl=lambda: _nccl() if cuda else None,
+    )
 
 
 def _nccl() -> str:
@@ -209,13 +256,13 @@ def _nccl() -> str:
 
 def _cpu() -> dict[str, Any]:
     torch = _torch()
-    return {
-        "count": os.cpu_count(),
-        "affinity": len(os.sched_getaffinity(0)),
-        "quota": _ask(_quota),
-        "torch_threads": torch.get_num_threads(),
-        "torch_interop_threads": torch.get_num_interop_threads(),
-    }
+    return _answers(
+        count=os.cpu_count,
+        affinity=lambda: len(os.sched_getaffinity(0)),
+        quota=_quota,
+        torch_threads=torch.get_num_threads,
+        torch_interop_threads=torch.get_num_interop_threads,
+    )
 
 
 def _quota() -> float | None:
@@ -233,24 +280,49 @@ def _quota() -> float | None:
 
 def _model(model: Any) -> dict[str, Any]:
     torch = _torch()
-    parameters = list(model.parameters())
-    modules = list(model.modules())
+    parameters: list[Any] = _ask(lambda: list(model.parameters()), name="parameters") or []
+    modules: list[Any] = _ask(lambda: list(model.modules()), name="modules") or []
     images = [m.weight for m in modules if isinstance(m, torch.nn.Conv2d)]
     names = [type(m).__name__ for m in modules]
+    ddp = next((m for m in modules if type(m).__name__ == "DistributedDataParallel"), None)
     return {
-        "class": _inner_class(model),
-        "parameters": sum(p.numel() for p in parameters),
-        "parameter_bytes": sum(p.numel() * p.element_size() for p in parameters),
-        "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
-        "dtypes": dict(Counter(str(p.dtype).replace("torch.", "") for p in parameters)),
-        "modules": len(modules),
-        "compiled": "OptimizedModule" in names
-        or any(getattr(m, "_compiled_call_impl", None) is not None for m in modules),
-        "channels_last": _channels_last(images[0]) if images else None,
-        "ddp": next((_ask(_ddp, m) for m in modules if type(m).__name__ == "DistributedDataParallel"), None),
+        "class": _ask(_inner_class, model, name="the model's class") or type(model).__name__,
+        **_answers(
+            parameters=lambda: sum(p.numel() for p in parameters),
+            parameter_bytes=lambda: sum(map(_bytes, parameters)),
+            trainable_parameters=lambda: sum(p.numel() for p in parameters if p.requires_grad),
+            last_bucket_bytes=lambda: _last_bucket([_bytes(p) for p in parameters if p.requires_grad]),
+            dtypes=lambda: dict(Counter(str(p.dtype).replace("torch.", "") for p in parameters)),
+            modules=lambda: len(modules) or None,
+            compiled=lambda: (
+                "OptimizedModule" in names or any(getattr(m, "_compiled_call_impl", None) is not None for m in modules)
+            ),
+            channels_last=lambda: _channels_last(images[0]) if images else None,
+            ddp=lambda: _ddp(ddp) if ddp is not None else None,
+        ),
         "data_parallel": "DataParallel" in names,
         "fsdp": any("FSDP" in name or name == "FullyShardedDataParallel" for name in names),
     }
+
+
+def _bytes(parameter: Any) -> int:
+    return int(parameter.numel() * parameter.element_size())
+
+
+# DistributedDataParallel's buckets, of gradients from the model's end to its beginning: the first one, and the others.
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
+
+
+def _last_bucket(sizes: Sequence[int]) -> int:
+    """Return the bytes of the last bucket of parameters of these sizes: when it is full, nothing is left to compute."""
+    held = last = 0
+    most = _FIRST_BUCKET
+    for size in reversed(sizes):
+        held += size
+        last = held
+        if held >= most:
+            held, most = 0, _BUCKET
+    return last
 
 
 # What wraps the script's own model, and where it keeps it.
@@ -275,15 +347,15 @@ def _channels_last(weight: Any) -> bool:
 
 
 def _ddp(ddp: Any) -> dict[str, Any]:
-    return {
-        "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
-        "find_unused_parameters": ddp.find_unused_parameters,
+    return _answers(
+        bucket_cap_mb=lambda: ddp.bucket_bytes_cap / 2**20,
+        find_unused_parameters=lambda: ddp.find_unused_parameters,
         # Of the last step that DDP looked at, which is every hundredth; None: of none yet.
-        "unused_parameter_bytes": _ask(_unused_bytes, ddp) if ddp.find_unused_parameters else None,
-        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
-        "static_graph": ddp.static_graph,
-        "broadcast_buffers": ddp.broadcast_buffers,
-    }
+        unused_parameter_bytes=lambda: _unused_bytes(ddp) if ddp.find_unused_parameters else None,
+        gradient_as_bucket_view=lambda: ddp.gradient_as_bucket_view,
+        static_graph=lambda: ddp.static_graph,
+        broadcast_buffers=lambda: ddp.broadcast_buffers,
+    )
 
 
 def _unused_bytes(ddp: Any) -> int | None:
@@ -293,28 +365,52 @@ def _unused_bytes(ddp: Any) -> int | None:
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:
     groups = optimizer.param_groups
-    lr = groups[0].get("lr")
+
+    def lr() -> Any:
+        # A tensor on a device is not read: that would wait for the device.
+        return rate if isinstance(rate := groups[0].get("lr"), (int, float)) else None
+
     return {
         "class": type(optimizer).__name__,
-        "fused": groups[0].get("fused"),
-        "foreach": groups[0].get("foreach"),
-        "parameter_groups": len(groups),
-        "parameters": sum(len(g["params"]) for g in groups),
-        # A tensor on a device is not read: that would wait for the device.
-        "lr": lr if isinstance(lr, (int, float)) else None,
+        **_answers(
+            fused=lambda: groups[0].get("fused"),
+            foreach=lambda: groups[0].get("foreach"),
+            parameter_groups=lambda: len(groups),
+            parameters=lambda: sum(len(g["params"]) for g in groups),
+            lr=lr,
+        ),
     }
 
 
-def _cudnn_tf32() -> bool:
-    return bool(_torch().backends.cudnn.allow_tf32)
-
-
 def _matmul() -> dict[str, Any]:
+    """Describe how float32 products and convolutions are computed.
+
+    torch 2.9 brought `fp32_precision` ("ieee", "tf32", "bf16"; "none": as the backend above says). Once a script has
+    set one, the settings of before raise, and in some versions asking for them warns on the script's stderr. So where
+    the new ones are, they are asked, and those of before follow from them.
+    """
     torch = _torch()
-    return {
-        "float32_precision": torch.get_float32_matmul_precision(),
-        "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cudnn_allow_tf32": _ask(_cudnn_tf32),
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    backends = torch.backends
+    told = _answers(
+        cudnn_benchmark=lambda: backends.cudnn.benchmark, deterministic=torch.are_deterministic_algorithms_enabled
+    )
+    if not hasattr(backends, "fp32_precision"):
+        return told | _answers(
+            float32_precision=torch.get_float32_matmul_precision,
+            allow_tf32=lambda: backends.cuda.matmul.allow_tf32,
+            cudnn_allow_tf32=lambda: bool(backends.cudnn.allow_tf32),
+        )
+    told |= _answers(
+        fp32_precision=lambda: backends.fp32_precision,
+        matmul_fp32_precision=lambda: backends.cuda.matmul.fp32_precision,
+        conv_fp32_precision=lambda: backends.cudnn.conv.fp32_precision,
+        cpu_matmul_fp32_precision=lambda: backends.mkldnn.matmul.fp32_precision,
+    )
+    product, convolution = told["matmul_fp32_precision"], told["conv_fp32_precision"]
+    # set_float32_matmul_precision("medium") is TF32 on a GPU, as "high" is, and bfloat16 on a CPU.
+    rounded = "medium" if told["cpu_matmul_fp32_precision"] == "bf16" else "high"
+    return told | {
+        "float32_precision": None if product is None else rounded if product == "tf32" else "highest",
+        "allow_tf32": None if product is None else product == "tf32",
+        "cudnn_allow_tf32": None if convolution is None else convolution == "tf32",
     }

@@ -1,7 +1,7 @@
 """What PyTorch's CUDA allocator holds over the job and, where asked for, the history of its allocations.
 
-The allocator's own counters are read a few times a second, of the device that is current on the training thread;
-nothing is reset, since the script may use the peaks itself. A job that does not use CUDA leaves no file.
+The allocator's own counters are read a few times a second, of the device that the rank trains on; nothing is reset,
+since the script may use the peaks itself. A job that does not use CUDA leaves no file.
 """
 
 from __future__ import annotations
@@ -68,10 +68,9 @@ class Memory:
 
     def _read(self, now: int, number: int) -> None:
         recorder = self._recorder
-        # Asking for the device would wake CUDA where the script has not.
-        if recorder is None or not self._cuda.is_initialized():
+        device = recorder.device.in_use() if recorder is not None else None
+        if recorder is None or device is None:
             return
-        device = self._cuda.current_device()
         told = self._ask(device)
         if self._log is None:
             self._log = Log(recorder.folder / "memory.jsonl")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
 
+from dlprof.device import Events
 from dlprof.log import Log
 from dlprof.recorder import Recorder
 from dlprof.stepping import Step
@@ -44,6 +45,10 @@ class _Call:
         self.begun: Any = None  # events on the device's stream, where there is one
         self.ended: Any = None
 
+    def events(self) -> list[Any]:
+        """Return all events of this call, the last one first: when that is over, most often all are."""
+        return [self.ended, self.begun, *(event for chunk in self.chunks for event in chunk[3:])]
+
     def at(self, event: Any) -> int:
         """Give when the device came to an event of this call, as if it had begun when its host did."""
         ns: int = round(self.begun.elapsed_time(event) * 1e6)
@@ -66,8 +71,7 @@ class Pipeline:
         self._call: _Call | None = None
         self._rows = float(_ROWS_AT_FIRST)
         self._rows_ns = 0
-        self._cuda: Any = None  # torch.cuda, where this rank's stages are on it
-        self._pool: list[Any] = []
+        self._events: Events | None = None  # of the GPU that this rank's stages are on
         self._waiting: deque[tuple[int, _Call]] = deque()
 
     def start(self, recorder: Recorder) -> None:
@@ -195,19 +199,18 @@ class Pipeline:
         if recorder is None or self._call is not None or get_ident() != self._thread:
             return False  # one within another is its own eval()
         try:
-            if not schedule._has_backward:
-                return False  # it evaluates
+            if not schedule._has_backward or recorder.capturing or recorder.device.capturing():
+                return False  # it evaluates, or what it does is captured into a CUDA graph and runs later
             if schedule is not self._schedule:
                 self._see(schedule, recorder)
             now = time.perf_counter_ns()
             self._rows = min(_ROWS_AT_FIRST, self._rows + (now - self._rows_ns) * _ROWS_A_SECOND / 1e9)
             self._rows_ns = now
             call = _Call(now, self._rows > 0)
-            if self._cuda is not None:
-                # Only whole steps have device times, and none in a graph that the script captures.
-                if not call.detailed or self._cuda.is_current_stream_capturing():
-                    return False
-                call.begun = self._event()
+            if self._events is not None:
+                if not call.detailed:
+                    return False  # only whole steps have device times
+                call.begun = self._events.record()
             self._call = call
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
@@ -222,9 +225,11 @@ class Pipeline:
         try:
             if call.detailed:
                 self._rows -= len(call.chunks)
-            if self._cuda is not None:
-                call.ended = self._event()
-                self._waiting.append((recorder.row.number, call))
+            if self._events is not None:
+                call.ended = self._events.record()
+                # A call in which the stream was captured at some chunk's begin or end has no times.
+                if all(event is not None for event in call.events()):
+                    self._waiting.append((recorder.row.number, call))
             else:
                 self._add(recorder, recorder.row.number, call, time.perf_counter_ns() - call.began, call.chunks)
         except Exception as e:  # noqa: BLE001 - the script goes on
@@ -244,32 +249,31 @@ class Pipeline:
         }
         recorder.news = True
         self._schedule = schedule
-        if stages[0].device.type == "cuda":
-            self._cuda = sys.modules["torch.cuda"]
+        device = stages[0].device
+        if device.type == "cuda":
+            index = device.index if device.index is not None else recorder.device.in_use()
+            if index is not None and (self._events is None or self._events.index != index):
+                self._events = Events(index)
+                self._waiting.clear()  # of another device, whose events are none of these
         if self._log is None:
             self._log = Log(recorder.folder / "chunks.jsonl")
 
     def _now(self) -> Any:
-        """Give the time on the host, or an event that the device will reach."""
-        if self._cuda is None:
+        """Return the time on the host, or an event that the device will reach."""
+        if self._events is None:
             return time.perf_counter_ns()
         try:
-            return self._event()
+            return self._events.record()
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
             return None
-
-    def _event(self) -> Any:
-        event = self._pool.pop() if self._pool else self._cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _drain(self, overdue: int) -> None:
         """Move on the calls that the device is through with, in their order; the first `overdue` are given up."""
         recorder = self._recorder
         while self._waiting and recorder is not None:
             number, call = self._waiting[0]
-            known = call.ended.query()
+            known = all(event.query() for event in call.events())
             if not known and overdue <= 0:
                 return
             overdue -= 1
@@ -277,8 +281,8 @@ class Pipeline:
             if known:
                 chunks = [(*what, call.at(begin), call.at(end)) for *what, begin, end in call.chunks]
                 self._add(recorder, number, call, call.at(call.ended) - call.began, chunks)
-                self._pool += [call.begun, call.ended]
-                self._pool += [event for chunk in call.chunks for event in chunk[3:]]
+                if self._events is not None:
+                    self._events.release(*call.events())
 
     # -- writing
 

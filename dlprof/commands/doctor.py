@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from dlprof import cupti, relay
 from dlprof.supervisor import recorded
 
 # An import of torch from a busy network disk takes its time.
@@ -80,6 +81,7 @@ cuda = torch.cuda.is_available()
 print(json.dumps({
     "torch": str(torch.__version__),
     "built": torch.version.cuda or torch.version.hip,
+    "hip": torch.version.hip,
     "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
     "traces": sorted(a.name for a in torch.profiler.supported_activities()),
 }))
@@ -117,18 +119,88 @@ def _torch() -> Check:
     )
 
 
+# What a job's window does, on the first GPU. CUDA is woken before, as it is there.
+_ONE_KERNEL = """
+import json, torch
+from torch.profiler import ProfilerActivity, profile
+ones = torch.ones(1024, device="cuda")
+torch.cuda.synchronize()
+with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    ones + 1
+    torch.cuda.synchronize()
+events = profiler.profiler.kineto_results.events()
+print(json.dumps({"on_device": sum(e.device_type() == torch.autograd.DeviceType.CUDA for e in events)}))
+"""
+
+
 def _trace() -> Check:
+    """Profile one kernel where torch sees a GPU: what CUPTI refuses shows only then."""
     told = _ask_torch()
     if isinstance(told, str):
         return Check("torch.profiler", False, "needs torch", "")
-    if "CUDA" in told["traces"] or not told["gpus"]:
-        what = "operators, and work on the GPU" if "CUDA" in told["traces"] else "operators on the CPU"
-        return Check("torch.profiler", True, f"traces {what}")
+    if not told["gpus"]:
+        return Check("torch.profiler", True, "traces operators on the CPU")
+    if "CUDA" not in told["traces"]:
+        return Check(
+            "torch.profiler",
+            False,
+            "traces operators on the CPU, and no work on the GPU: this torch has no CUPTI",
+            "install a build of torch with Kineto and CUPTI, as the official ones are",
+        )
+    # At this level Kineto also tells of calls of CUPTI that fail; see kineto.py.
+    done = _run([sys.executable, "-c", _ONE_KERNEL], env=os.environ | {"KINETO_LOG_LEVEL": "2"})
+    if isinstance(done, str):
+        return Check("torch.profiler", False, f"one kernel was to be profiled: {done}", "")
+    said = cupti.short(
+        line
+        for line in done.stderr.splitlines()
+        if (found := relay.MESSAGE.match(line.encode())) and found[1] in relay.KEPT_LEVELS
+    )
+    try:
+        events = int(json.loads(done.stdout.splitlines()[-1])["on_device"])
+    except (ValueError, IndexError, KeyError, TypeError):
+        return Check("torch.profiler", False, f"one kernel could not be profiled: {_last_line(done)}", _remedy(said))
+    lost = cupti.loss(said)
+    if events and lost is None:
+        return Check("torch.profiler", True, "traces operators, and work on the GPU: one kernel was profiled")
+    what = "no event of it came" if not events else "something is missing"
+    return Check("torch.profiler", False, f"profiled one kernel, and {what}: {lost or 'without a word'}", _remedy(said))
+
+
+def _remedy(said: list[str]) -> str:
+    known = cupti.remedy(said)
+    if known or not _admins_only():
+        return (
+            known or "run nothing else that profiles: nsys, ncu, dcgm, a debugger; CUDA_INJECTION64_PATH must be unset"
+        )
+    return cupti.remedy(["CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"])
+
+
+def _admins_only() -> bool:
+    """Return whether NVIDIA's driver lets only administrators profile; False where nobody tells."""
+    try:
+        params = Path("/proc/driver/nvidia/params").read_text()
+    except OSError:
+        return False
+    return "RmProfilingAdminOnly: 1" in params
+
+
+def _gpu() -> Check:
+    """See what tells of GPUs: NVML, or amdsmi where torch is built for AMD's."""
+    told = _ask_torch()
+    return _amdsmi() if not isinstance(told, str) and told["hip"] else _nvml()
+
+
+def _amdsmi() -> Check:
+    done = _run([sys.executable, "-c", "import amdsmi; amdsmi.amdsmi_init(); print(amdsmi.__version__)"])
+    if not isinstance(done, str) and done.returncode == 0:
+        return Check("amdsmi", True, f"amdsmi {done.stdout.split()[-1] if done.stdout.split() else ''}")
+    said = done if isinstance(done, str) else _last_line(done)
     return Check(
-        "torch.profiler",
+        "amdsmi",
         False,
-        "traces operators on the CPU, and no work on the GPU: this torch has no CUPTI",
-        "install a build of torch with Kineto and CUPTI, as the official ones are",
+        f"{said}: no GPU is sampled",
+        "install amdsmi of this machine's ROCm (/opt/rocm/share/amd_smi), into the Python that runs dlprof",
     )
 
 
@@ -270,7 +342,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     _hook,
     _torch,
     _trace,
-    _nvml,
+    _gpu,
     _host,
     _loader,
     _stacks,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dlprof.samplers.amd import AmdSampler
 from dlprof.samplers.gpu import GpuSampler
 from dlprof.samplers.host import HostSampler
 from dlprof.samplers.stacks import StacksSampler
 from dlprof.sampling import Sampler
 
 SAMPLERS: tuple[Callable[[], Sampler], ...] = (
+    AmdSampler,
     GpuSampler,
     HostSampler,
     StacksSampler,

@@ -1,20 +1,26 @@
 """What the GPUs of this host's ranks do, from the driver's own counters (NVML): nothing runs on a GPU for it.
 
 Nothing is asked of NVML before a rank trains on a GPU. Each metric is tried once on each GPU: what this GPU, driver or
-permission does not give is left out of the file from then on, and never a zero in it.
+permission does not give is left out of the file from then on, and never a zero in it. What fails once is missing once.
+
+Of a slice of a GPU (MIG) memory and activity are its own. Clocks, their reasons and temperature are its GPU's, which it
+shares; power, energy and links are left out, since nobody tells whose they are. No slice was at hand to try this.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from dlprof.log import Log
+from dlprof.pcie import COUNT_S, MEMBERS, RATES, Traffic, is_countable
 from dlprof.sampling import Host, RankHere, line
 
 Reading = Mapping[str, float]
+T = TypeVar("T")
 
 _ALL_LINKS = 0xFFFFFFFF  # nvml.h: the scope that adds up a GPU's NVLinks
 
@@ -32,10 +38,19 @@ _FIELDS: Mapping[int, tuple[str, float, int]] = {
     81: ("below_base_clocks_ns", 1, 0),
     138: ("nvlink_sent_bytes", 1024, _ALL_LINKS),  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, KiB
     139: ("nvlink_received_bytes", 1024, _ALL_LINKS),
-    # nvmlDeviceGetPcieThroughput would wait for 20 ms each time. These may begin again at 0.
-    197: ("pcie_sent_bytes", 1, 0),  # NVML_FI_DEV_PCIE_COUNT_TX_BYTES
-    198: ("pcie_received_bytes", 1, 0),
 }
+
+# Fields of a GPU that hold for each of its slices: what holds its clocks down.
+_SHARED_FIELDS = range(74, 82)
+
+# Errors that end the readings of one GPU, and of all; see nvmlReturn_t in nvml.h. Any other is one bad reading.
+_GONE = ("GpuIsLost", "ResetRequired")
+_OVER = ("Uninitialized", "DriverNotLoaded", "LibRmVersionMismatch")
+# What a GPU does not have, or does not tell to this user, it will not later either.
+_REFUSED = ("NotSupported", "FunctionNotFound", "NoPermission", "InvalidArgument", "NotFound")
+
+# GPM's metrics of a slice's own: whose traffic on the links is, nobody tells.
+_OWN_ACTIVITY = range(2, 11)
 
 # GPM metric → name and scale. Means over the time since the last reading, on Hopper and later.
 _GPM: Mapping[int, tuple[str, float]] = {
@@ -43,12 +58,11 @@ _GPM: Mapping[int, tuple[str, float]] = {
     3: ("sm_occupancy_share", 0.01),
     5: ("tensor_busy_share", 0.01),
     10: ("dram_share", 0.01),
+    20: ("pcie_sent_bytes_per_s", 1 << 20),
+    21: ("pcie_received_bytes_per_s", 1 << 20),
     60: ("nvlink_received_bytes_per_s", 1 << 20),
     61: ("nvlink_sent_bytes_per_s", 1 << 20),
 }
-
-# The member of nvmlValue_t that holds a value, by nvmlValueType_t.
-_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 
 class GpuSampler:
@@ -60,26 +74,34 @@ class GpuSampler:
         self._nvml: Any = None
         self._gpus: dict[str, _Gpu | None] = {}  # by UUID; None: it cannot be read, or no longer
         self._logs: dict[RankHere, Log] = {}
+        self._over = False  # the driver has gone
+        self._due_s = 0.0  # when everything is to be read again
 
     @property
     def period_s(self) -> float:
-        """As long as the host says."""
-        return self._host.period_s
+        """As long as the host says, or shorter where a GPU's counters must be read more often."""
+        period = self._host.period_s
+        return min(period, COUNT_S) if any(gpu is not None and gpu.traffic for gpu in self._gpus.values()) else period
 
     def start(self, host: Host) -> None:
         """Wait for a rank that has a GPU."""
         self._host = host
 
     def tick(self) -> None:
-        """Read each GPU that ranks train on, and write a line for each of them."""
-        ranks = [rank for rank in self._host.ranks if rank.device.get("type") == "cuda"]
-        if not ranks:
+        """Read each GPU that ranks train on, and write a line for each of them; or only what cannot wait so long."""
+        now = time.monotonic()
+        if now < self._due_s - COUNT_S / 2:
+            self._count()
+            return
+        self._due_s = now + self._host.period_s
+        ranks = [rank for rank in self._host.ranks if _is_nvidia(rank.device)]
+        if not ranks or self._over:
             return
         if self._nvml is None:
             self._nvml = _load()
         read: dict[str, Reading | None] = {}
         for rank in ranks:
-            uuid = rank.device.get("uuid")
+            uuid = rank.device.get("slice") or rank.device.get("uuid")
             if not uuid:
                 self._host.warn(f"the GPU of rank {rank.rank} is not sampled: this torch does not tell its UUID")
                 continue
@@ -97,15 +119,31 @@ class GpuSampler:
             with contextlib.suppress(self._nvml.NVMLError):  # it may have gone before us
                 self._nvml.nvmlShutdown()
 
+    def _count(self) -> None:
+        for uuid, gpu in self._gpus.items():
+            if gpu is not None and gpu.traffic is not None and not self._over:
+                self._safely(uuid, gpu.traffic.count)
+
     def _read(self, uuid: str) -> Reading | None:
-        nvml = self._nvml
-        try:
+        def read() -> Reading | None:
             if uuid not in self._gpus:
-                self._gpus[uuid] = _Gpu(nvml, uuid)
+                self._gpus[uuid] = _Gpu(self._nvml, uuid)
             gpu = self._gpus[uuid]
             return gpu.read() if gpu is not None else None
+
+        return None if self._over else self._safely(uuid, read)
+
+    def _safely(self, uuid: str, ask: Callable[[], T]) -> T | None:
+        """Return the answer; None, and a word, where the GPU or the driver has gone."""
+        nvml = self._nvml
+        try:
+            return ask()
         except nvml.NVMLError as e:
-            # Lost, reset, or its driver was unloaded: the others are read on.
+            if isinstance(e, _errors(nvml, _OVER)):
+                self._over = True
+                self._host.warn(f"no GPU is sampled any more: NVML: {e}")
+                return None
+            # Lost, or to be reset: the others are read on.
             more = " any more" if uuid in self._gpus else ""
             self._gpus[uuid] = None
             self._host.warn(f"GPU {uuid} is not sampled{more}: {e}")
@@ -113,23 +151,23 @@ class GpuSampler:
 
 
 class _Gpu:
-    """One GPU: its handle, and what of it can be read."""
+    """One GPU or slice of one: its handle, and what of it can be read."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
         self._nvml = nvml
         self._handle = _handle(nvml, uuid)
-        # What a GPU does not have, or does not tell to this user, it will not later either.
-        self._refusals = tuple(
-            getattr(nvml, f"NVMLError_{name}")
-            for name in ("NotSupported", "FunctionNotFound", "NoPermission", "InvalidArgument", "NotFound")
-        )
+        self._refusals = _errors(nvml, _REFUSED)
+        self._ends = _errors(nvml, (*_GONE, *_OVER))
+        self._instance: int | None = None  # of a slice, within its GPU
+        self._whole = self._handle
+        if _is_slice(nvml, self._handle):
+            self._whole = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self._handle)
+            self._instance = nvml.nvmlDeviceGetGpuInstanceId(self._handle)
+        is_slice = self._instance is not None
         self._queries: list[Callable[[], Reading]] = [
             self._utilization,
             self._memory,
-            self._power,
-            self._power_limit,
-            self._power_limit_default,
-            self._energy,
+            *(() if is_slice else (self._power, self._power_limit, self._power_limit_default, self._energy)),
             self._clocks,
             self._clock_limit,
             self._temperature,
@@ -137,17 +175,28 @@ class _Gpu:
             self._counters,
             self._activity,
         ]
-        self._fields = dict(_FIELDS)
+        self._fields = {f: told for f, told in _FIELDS.items() if not is_slice or f in _SHARED_FIELDS}
         self._gpm: list[Any] = []  # the sample before, and one to fill
+        self._activities = {m: told for m, told in _GPM.items() if not is_slice or m in _OWN_ACTIVITY}
+        # Until GPM has told it.
+        countable = not is_slice and is_countable(nvml, self._handle)
+        self.traffic = Traffic(nvml, self._handle, self._refusals, self._ends) if countable else None
 
     def read(self) -> Reading:
-        """Give what can be read now; raises NVMLError where the GPU has gone."""
+        """Return what can be read now; raise NVMLError where the GPU has gone."""
         row: dict[str, float] = {}
         for query in tuple(self._queries):
             try:
                 row.update(query())
             except self._refusals:  # noqa: PERF203 - each may refuse
                 self._queries.remove(query)
+            except self._nvml.NVMLError as e:
+                if isinstance(e, self._ends):
+                    raise
+        if self.traffic is not None and self.traffic.count():
+            row.update(self.traffic.rates())
+        else:
+            self.traffic = None
         return row
 
     def _utilization(self) -> Reading:
@@ -174,35 +223,39 @@ class _Gpu:
     def _clocks(self) -> Reading:
         nvml = self._nvml
         return {
-            "sm_clock_mhz": nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM),
-            "memory_clock_mhz": nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_MEM),
+            "sm_clock_mhz": nvml.nvmlDeviceGetClockInfo(self._whole, nvml.NVML_CLOCK_SM),
+            "memory_clock_mhz": nvml.nvmlDeviceGetClockInfo(self._whole, nvml.NVML_CLOCK_MEM),
         }
 
     def _clock_limit(self) -> Reading:
         nvml = self._nvml
-        return {"sm_clock_max_mhz": nvml.nvmlDeviceGetMaxClockInfo(self._handle, nvml.NVML_CLOCK_SM)}
+        return {"sm_clock_max_mhz": nvml.nvmlDeviceGetMaxClockInfo(self._whole, nvml.NVML_CLOCK_SM)}
 
     def _temperature(self) -> Reading:
         nvml = self._nvml
-        return {"temperature_c": nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU)}
+        return {"temperature_c": nvml.nvmlDeviceGetTemperature(self._whole, nvml.NVML_TEMPERATURE_GPU)}
 
     def _reasons(self) -> Reading:
         nvml = self._nvml
         # Its name since driver 535, and the one before; the bits are the same.
         try:
-            bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)
+            bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(self._whole)
         except nvml.NVMLError_FunctionNotFound:
-            bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
+            bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._whole)
         return {"clock_reasons_bits": bits}
 
     def _counters(self) -> Reading:
         asked = [(field, scope) for field, (_, _, scope) in self._fields.items()]
         row = {}
-        for value in self._nvml.nvmlDeviceGetFieldValues(self._handle, asked):
+        for value in self._nvml.nvmlDeviceGetFieldValues(self._whole, asked):
             name, scale, _ = _FIELDS[value.fieldId]
             if value.nvmlReturn == self._nvml.NVML_SUCCESS:
-                row[name] = getattr(value.value, _MEMBERS[value.valueType]) * scale
-            else:
+                row[name] = getattr(value.value, MEMBERS[value.valueType]) * scale
+                continue
+            error = self._nvml.NVMLError(value.nvmlReturn)
+            if isinstance(error, self._ends):
+                raise error
+            if isinstance(error, self._refusals):
                 del self._fields[value.fieldId]
         if not self._fields:
             self._queries.remove(self._counters)
@@ -211,26 +264,56 @@ class _Gpu:
     def _activity(self) -> Reading:
         nvml = self._nvml
         if not self._gpm:
-            if not nvml.nvmlGpmQueryDeviceSupport(self._handle).isSupportedDevice:
+            if not nvml.nvmlGpmQueryDeviceSupport(self._whole).isSupportedDevice:
                 raise nvml.NVMLError_NotSupported
-            self._gpm = [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
-            nvml.nvmlGpmSampleGet(self._handle, self._gpm[0])
+            self._gpm = [self._sampled(nvml.nvmlGpmSampleAlloc()), nvml.nvmlGpmSampleAlloc()]
             return {}
         before, now = self._gpm
-        nvml.nvmlGpmSampleGet(self._handle, now)
+        self._sampled(now)
         asked = nvml.c_nvmlGpmMetricsGet_t()
         asked.version = nvml.NVML_GPM_METRICS_GET_VERSION
         asked.sample1, asked.sample2 = before, now
-        asked.numMetrics = len(_GPM)
-        for slot, metric in enumerate(_GPM):
+        asked.numMetrics = len(self._activities)
+        for slot, metric in enumerate(self._activities):
             asked.metrics[slot].metricId = metric
         told = nvml.nvmlGpmMetricsGet(asked).metrics
         self._gpm = [now, before]
-        return {
+        row = {
             name: round(told[slot].value * scale, 4)
-            for slot, (name, scale) in enumerate(_GPM.values())
+            for slot, (name, scale) in enumerate(self._activities.values())
             if told[slot].nvmlReturn == nvml.NVML_SUCCESS and math.isfinite(told[slot].value)
         }
+        if row.keys() & RATES:
+            self.traffic = None
+        return row
+
+    def _sampled(self, sample: Any) -> Any:
+        """Fill a sample of GPM's, and return it. A slice is asked of its GPU, by its number there."""
+        if self._instance is None:
+            self._nvml.nvmlGpmSampleGet(self._whole, sample)
+        else:
+            self._nvml.nvmlGpmMigSampleGet(self._whole, self._instance, sample)
+        return sample
+
+
+def _is_nvidia(device: Mapping[str, Any]) -> bool:
+    """Return whether a rank's device is a GPU of NVIDIA's; older recordings and torch's ROCm both say "cuda"."""
+    return device.get("type") == "cuda" and device.get("vendor") != "amd"
+
+
+def _errors(nvml: Any, names: Iterable[str]) -> tuple[type[Exception], ...]:
+    """Return NVML's errors of these names, as far as this nvidia-ml-py has them."""
+    found = (getattr(nvml, f"NVMLError_{name}", None) for name in names)
+    return tuple(error for error in found if error is not None)
+
+
+def _is_slice(nvml: Any, handle: Any) -> bool:
+    """Return whether a handle is of a slice; before drivers had slices none is."""
+    try:
+        asked = nvml.nvmlDeviceIsMigDeviceHandle(handle)
+    except _errors(nvml, _REFUSED):
+        return False
+    return bool(getattr(asked, "value", asked))
 
 
 def _load() -> Any:

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from dlprof.collectors.pipeline import Pipeline
 from dlprof.measures.pipeline import bubbles, stage_lengths
 from dlprof.measures.schedules import grid
+from dlprof.recorder import Recorder
+from tests.devices import Devices, Place
 from tests.jobs import environment, facts, launch, record, rows, wrapped
 from tests.runs import measured
 
@@ -347,3 +350,65 @@ def test_on_a_gpu_the_times_are_the_devices(tmp_path: Path) -> None:
     forward = [c for c in lines(tmp_path / "run/ranks/00000") if c["action"] == "forward"]
     assert len(forward) == 18
     assert all(c["dur_ns"] > 2_000_000 for c in forward)
+
+
+class Stage:
+    """A pipeline's stage on the second GPU of a process whose current one is the first."""
+
+    def __init__(self, devices: Devices) -> None:
+        self.stage_index, self.num_stages, self.is_last, self.group = 0, 2, False, None
+        self.device = Place("cuda", 1)
+        self._devices = devices
+
+    def forward_one_chunk(self, index: int) -> None:
+        self._devices.launch((10 + index) * 1_000_000, device=1)
+
+
+class Schedule:
+    """A schedule of three micro-batches, forward only, between whose chunks the stage waits for its neighbour."""
+
+    _has_backward, _n_microbatches = True, 3
+
+    def __init__(self, stage: Stage, devices: Devices) -> None:
+        self._stage = stage
+        self._devices = devices
+
+    def step(self, captured: bool = False) -> None:
+        for index in range(3):
+            self._devices.launch(2_000_000, device=1)
+            self._devices.capturing = captured and index == 1
+            self._stage.forward_one_chunk(index)
+            self._devices.capturing = False
+
+
+def test_chunks_on_a_gpu_are_timed_there_and_none_while_a_graph_is_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = Devices(monkeypatch)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: [0, 1])
+    recorder = Recorder(tmp_path, [Pipeline])
+    recorder._start()
+    (pipeline,) = recorder._collectors
+    assert isinstance(pipeline, Pipeline)
+    monkeypatch.setattr(
+        Stage, "forward_one_chunk", pipeline._around_chunk(Stage.forward_one_chunk, lambda *_: "forward")
+    )
+    monkeypatch.setattr(Schedule, "step", pipeline._around_step(Schedule.step))
+    schedule = Schedule(Stage(devices), devices)
+    schedule.step()
+    schedule.step(captured=True)
+    devices.capturing = True
+    schedule.step()  # the whole of it goes into a graph
+    devices.capturing = False
+    schedule.step()
+    assert devices.awake == {1}
+    devices.now_ns = devices.queued_ns[1]
+    recorder.stop("exit")
+    assert recorder.warnings == []
+    lines = [json.loads(line) for line in (recorder.folder / "chunks.jsonl").read_text().splitlines()]
+    calls = [line for line in lines if line["action"] == "schedule"]
+    assert [(call["dur_ns"], call["busy_ns"]) for call in calls] == [(39_000_000, 33_000_000)] * 2
+    for call in calls:
+        chunks = lines[lines.index(call) + 1 :][:3]
+        assert [chunk["dur_ns"] for chunk in chunks] == [10_000_000, 11_000_000, 12_000_000]
+        assert [chunk["start_ns"] - call["start_ns"] for chunk in chunks] == [2_000_000, 14_000_000, 27_000_000]

@@ -94,3 +94,108 @@ def test_a_python_without_torch_is_told_of(tmp_path: Path, monkeypatch: pytest.M
         assert not doctor._trace().works
     finally:
         doctor._ask_torch.cache_clear()
+
+
+# Stands for torch on a machine with a GPU, as far as the doctor asks it; CUPTI and the kernel are the test's.
+TORCH = """
+import sys
+from contextlib import contextmanager
+from enum import Enum
+from types import ModuleType, SimpleNamespace as N
+
+__version__ = "2.13.0"
+version = N(cuda="12.6", hip={hip!r})
+cuda = N(is_available=lambda: True, device_count=lambda: 1, get_device_name=lambda _: "NVIDIA H100", synchronize=int)
+autograd = N(DeviceType=Enum("DeviceType", "CPU CUDA"))
+ones = lambda *_, **__: 1
+
+class ProfilerActivity(Enum):
+    CPU, CUDA = range(2)
+
+@contextmanager
+def profile(activities):
+    sys.stderr.write({said!r})
+    if {fails!r}:
+        raise RuntimeError("CUDA error: out of memory")
+    kinds = [autograd.DeviceType.CPU] + [autograd.DeviceType.CUDA] * {events}
+    yield N(profiler=N(kineto_results=N(events=lambda: [N(device_type=lambda k=k: k) for k in kinds])))
+
+profiler = ModuleType("torch.profiler")
+profiler.ProfilerActivity, profiler.profile = ProfilerActivity, profile
+profiler.supported_activities = lambda: set(ProfilerActivity)
+sys.modules["torch.profiler"] = profiler
+"""
+HEAD = "WARNING:2026-01-02 03:04:05 17:18 CuptiActivityApi.cpp:360] "
+
+
+def traced(monkeypatch: pytest.MonkeyPatch, folder: Path, **machine: Any) -> doctor.Check:
+    known = {"said": "", "events": 2, "fails": False, "hip": None} | machine
+    (folder / "torch.py").write_text(TORCH.format(**known))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setattr(doctor, "_admins_only", lambda: bool(machine.get("admins")))
+    doctor._ask_torch.cache_clear()
+    try:
+        return doctor._trace()
+    finally:
+        doctor._ask_torch.cache_clear()
+
+
+def test_one_kernel_is_profiled_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = traced(monkeypatch, tmp_path, said="STAGE:2026-01-02 03:04:05 17:18 a.cpp:1] Completed Stage: Warm Up\n")
+    assert check.works
+    assert "one kernel" in check.found
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES (35)", "NVreg_RestrictProfilingToAdminUsers"),
+        ("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED (39)", "nsys"),
+    ],
+)
+def test_what_cupti_refuses_is_told_with_what_to_do(
+    error: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = f"{HEAD}function cuptiActivityEnable(kind) failed with error {error}\n"
+    check = traced(monkeypatch, tmp_path, said=said, events=0)
+    assert not check.works
+    assert "no event of it came" in check.found
+    assert error in check.found
+    assert remedy in check.remedy
+
+
+def test_a_kernel_without_an_event_or_a_word_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = traced(monkeypatch, tmp_path, events=0)
+    assert not check.works
+    assert "CUDA_INJECTION64_PATH" in check.remedy
+    admins = traced(monkeypatch, tmp_path, events=0, admins=True)
+    assert "NVreg_RestrictProfilingToAdminUsers" in admins.remedy
+
+
+def test_a_kernel_that_cannot_run_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = traced(monkeypatch, tmp_path, fails=True)
+    assert not check.works
+    assert "CUDA error: out of memory" in check.found
+
+
+def test_a_torch_for_amds_gpus_is_asked_for_amdsmi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "amdsmi.py").write_text("raise ImportError('no amdsmi here')")
+    assert traced(monkeypatch, tmp_path, hip="7.0").works
+    check = doctor._gpu()
+    doctor._ask_torch.cache_clear()
+    assert (check.source, check.works) == ("amdsmi", False)
+    assert "no amdsmi here" in check.found
+    (tmp_path / "amdsmi.py").write_text("__version__ = '7.0.2'\ndef amdsmi_init(): pass")
+    assert doctor._gpu().works
+    doctor._ask_torch.cache_clear()
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_is_profiled() -> None:
+    doctor._ask_torch.cache_clear()
+    told = doctor._ask_torch()
+    if isinstance(told, str) or not told["gpus"]:
+        pytest.skip("needs a CUDA device")
+    check = doctor._trace()
+    assert check.works, check
+    assert "one kernel" in check.found

@@ -39,6 +39,9 @@ class Documented:
         self.refused: dict[str | int, int] = {}
         self.millijoules = 5_000_000
         self.counted: dict[int, int] = {}  # by field, instead of figures made up
+        self.slices: dict[int, tuple[Any, int]] = {}  # id of a handle → that of its GPU, and its number there
+        self.handles: dict[str, Any] = {}
+        self.sampled: list[tuple[int, int]] = []  # of which GPU and slice GPM was asked
         self.answers: dict[str, Callable[..., Any]] = {
             "nvmlInit": lambda: None,
             "nvmlShutdown": lambda: None,
@@ -55,6 +58,11 @@ class Documented:
             "nvmlDeviceGetCurrentClocksEventReasons": lambda _: 0x24,
             "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _: 0x4,
             "nvmlDeviceGetFieldValues": self._fields,
+            "nvmlDeviceGetMaxPcieLinkGeneration": lambda _: 5,
+            "nvmlDeviceIsMigDeviceHandle": lambda handle: ctypes.c_uint(id(handle) in self.slices),
+            "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda handle: self.slices[id(handle)][0],
+            "nvmlDeviceGetGpuInstanceId": lambda handle: self.slices[id(handle)][1],
+            "nvmlGpmMigSampleGet": self._sample_of_slice,
             "nvmlGpmQueryDeviceSupport": lambda _: pynvml.c_nvmlGpmSupport_t(version=1, isSupportedDevice=1),
             "nvmlGpmSampleAlloc": pynvml.c_nvmlGpmSample_t,
             "nvmlGpmSampleGet": lambda _, taken: taken,
@@ -75,7 +83,11 @@ class Documented:
     def _handle(self, uuid: str) -> Any:
         if uuid not in self.known:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return pynvml.c_nvmlDevice_t()
+        return self.handles.setdefault(uuid, pynvml.c_nvmlDevice_t())
+
+    def _sample_of_slice(self, gpu: Any, instance: int, taken: Any) -> Any:
+        self.sampled.append((id(gpu), instance))
+        return taken
 
     def _energy(self, _handle: Any) -> int:
         self.millijoules += 600_000
@@ -87,8 +99,10 @@ class Documented:
             value.fieldId, value.scopeId = field, scope
             value.nvmlReturn = self.refused.get(field, pynvml.NVML_SUCCESS)
             if field in (197, 198):
-                value.valueType, value.value.uiVal = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, 1000 + field
-            elif field in (138, 139) and scope == 0xFFFFFFFF:
+                value.valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT
+                value.value.uiVal = self.counted.get(field, 1000 + field) % (1 << 32)
+                continue
+            if field in (138, 139) and scope == 0xFFFFFFFF:
                 value.valueType, value.value.ullVal = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, 7
             else:
                 value.valueType, value.value.ullVal = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, (1 << 40) + field
@@ -101,7 +115,9 @@ class Documented:
         for slot in range(asked.numMetrics):
             metric = asked.metrics[slot]
             metric.nvmlReturn = self.refused.get(f"gpm {metric.metricId}", 0)
-            metric.value = {2: 93.5, 3: 40.0, 5: 55.25, 10: 62.0, 60: 3.0, 61: float("nan")}[metric.metricId]
+            metric.value = {2: 93.5, 3: 40.0, 5: 55.25, 10: 62.0, 20: 12.0, 21: 34.0, 60: 3.0, 61: float("nan")}[
+                metric.metricId
+            ]
         return asked
 
 
@@ -136,6 +152,19 @@ H100-80GB-HBM3   590.48.01            0            0
 """
 
 
+def moving(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> Callable[[], None]:
+    """Set the sampler's clocks, and return what moves them on by the next of these."""
+    now = [1000.0]
+    left = list(seconds)
+    monkeypatch.setattr("dlprof.samplers.gpu.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dlprof.pcie.time.perf_counter_ns", lambda: round(now[0] * 1e9))
+
+    def move() -> None:
+        now[0] += left.pop(0)
+
+    return move
+
+
 def host_with(run: Path, *devices: Mapping[str, Any]) -> Host:
     """Make a run whose ranks are this process, each with its device."""
     host = Host(run)
@@ -154,8 +183,16 @@ def rows(host: Host, rank: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+class Sampler(GpuSampler):
+    """Reads everything at each tick."""
+
+    def tick(self) -> None:
+        self._due_s = 0.0
+        super().tick()
+
+
 def ticks(host: Host, times: int = 2) -> GpuSampler:
-    sampler = GpuSampler()
+    sampler = Sampler()
     sampler.start(host)
     for _ in range(times):
         sampler.tick()
@@ -190,8 +227,8 @@ def test_every_metric_has_the_unit_of_its_name(tmp_path: Path, monkeypatch: pyte
         "clock_reasons_bits": 0x24,
         "nvlink_sent_bytes": 7 * 1024,
         "nvlink_received_bytes": 7 * 1024,
-        "pcie_sent_bytes": 1197,
-        "pcie_received_bytes": 1198,
+        "pcie_sent_bytes_per_s": 12 << 20,
+        "pcie_received_bytes_per_s": 34 << 20,
         "sm_busy_share": 0.935,
         "sm_occupancy_share": 0.4,
         "tensor_busy_share": 0.5525,
@@ -271,7 +308,7 @@ def test_time_that_power_held_real_clocks_down_is_in_nanoseconds(
 ) -> None:
     driver = Documented(monkeypatch)
     host = host_with(tmp_path, cuda())
-    sampler = GpuSampler()
+    sampler = Sampler()
     sampler.start(host)
     printed = [int(word) for word in line.split()[2:]]
     for microseconds in printed:
@@ -300,13 +337,14 @@ def test_what_a_gpu_refuses_is_absent_and_asked_once(
 ) -> None:
     driver = Documented(monkeypatch)
     refused = ["nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetUtilizationRates", "nvmlGpmQueryDeviceSupport"]
-    driver.refused = dict.fromkeys([*refused, 197, 81, "gpm 5"], error)
+    driver.refused = dict.fromkeys([*refused, 76, 81, "gpm 5"], error)
     host = host_with(tmp_path, cuda())
     ticks(host, 3)
     for row in rows(host):
-        absent = {"energy_j", "busy_share", "memory_busy_share", "pcie_sent_bytes", "below_base_clocks_ns"}
+        absent = {"energy_j", "busy_share", "memory_busy_share", "below_base_clocks_ns"}
+        absent |= {"clocks_held_by_sync_boost_ns"}
         assert not absent & set(row)
-        assert {"power_w", "pcie_received_bytes", "temperature_c"} <= set(row)
+        assert {"power_w", "below_application_clocks_ns", "temperature_c"} <= set(row)
     assert [driver.calls.count(name) for name in refused] == [1, 1, 1]
     assert capfd.readouterr().err == ""
 
@@ -344,6 +382,175 @@ def test_a_lost_gpu_is_told_of_once_and_the_others_are_read_on(
     assert len(rows(host, 1)) == 2
     driver.refused = {"nvmlShutdown": pynvml.NVML_ERROR_UNINITIALIZED}
     sampler.stop()
+
+
+def test_counters_of_32_bits_are_read_before_they_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an A100's: no GPM, and a link that fills the counter several times between two readings."""
+    driver = Documented(monkeypatch)
+    driver.answers["nvmlGpmQueryDeviceSupport"] = lambda _: pynvml.c_nvmlGpmSupport_t(version=1, isSupportedDevice=0)
+    driver.answers["nvmlDeviceGetMaxPcieLinkGeneration"] = lambda _: 4
+    steps = [0.1] * 20
+    move = moving(monkeypatch, *steps)
+    monkeypatch.setenv("DLPROF_SAMPLE", "1")
+    host = host_with(tmp_path, cuda())
+    sampler = GpuSampler()
+    sampler.start(host)
+    sent = 0
+    for _ in steps:
+        driver.counted |= {197: sent, 198: sent // 2}
+        sampler.tick()
+        assert sampler.period_s == 0.1
+        sent += 2_500_000_000  # 25 GB/s
+        move()
+    first, second = rows(host)
+    assert "pcie_sent_bytes_per_s" not in first
+    assert second["pcie_sent_bytes_per_s"] == pytest.approx(25e9)
+    assert second["pcie_received_bytes_per_s"] == pytest.approx(12.5e9)
+    assert second["power_w"] == 612.345
+
+
+def test_what_lay_too_far_apart_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Documented(monkeypatch)
+    driver.refused = {"nvmlGpmQueryDeviceSupport": pynvml.NVML_ERROR_NOT_SUPPORTED}
+    driver.answers["nvmlDeviceGetMaxPcieLinkGeneration"] = lambda _: 3
+    move = moving(monkeypatch, 0.1, 0.7, 0.1, 0.1)
+    monkeypatch.setenv("DLPROF_SAMPLE", "1")
+    host = host_with(tmp_path, cuda())
+    sampler = GpuSampler()
+    sampler.start(host)
+    # The process was held up for 0.7 s: nobody knows how often the counter began again.
+    for sent in (0, 1 << 28, 1 << 20, 1 << 28):
+        driver.counted[197] = sent
+        sampler.tick()
+        move()
+    driver.counted[197] = 1 << 29
+    sampler.tick()
+    *_, last = rows(host)
+    counted = (1 << 28) + ((1 << 28) - (1 << 20)) + (1 << 28)
+    assert last["pcie_sent_bytes_per_s"] == pytest.approx(counted / 0.3)
+
+
+def test_a_bad_reading_of_the_traffic_is_one_reading_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    driver = Documented(monkeypatch)
+    driver.answers["nvmlGpmQueryDeviceSupport"] = lambda _: pynvml.c_nvmlGpmSupport_t(version=1, isSupportedDevice=0)
+    driver.answers["nvmlDeviceGetMaxPcieLinkGeneration"] = lambda _: 4
+    move = moving(monkeypatch, *[0.05] * 4)
+    host = host_with(tmp_path, cuda())
+    sampler = ticks(host, 1)
+    for fails in (False, True, False):
+        move()
+        driver.refused = {"nvmlDeviceGetFieldValues": pynvml.NVML_ERROR_UNKNOWN} if fails else {}
+        sampler.tick()
+    move()
+    assert [("pcie_sent_bytes_per_s" in row, "power_w" in row) for row in rows(host)] == [
+        (False, True),
+        (True, True),
+        (False, True),
+        (True, True),
+    ]
+    driver.refused = {197: pynvml.NVML_ERROR_NOT_SUPPORTED, 198: pynvml.NVML_ERROR_NOT_SUPPORTED}
+    sampler.tick()
+    assert sampler.period_s == host.period_s
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("generation", [5, 6])
+def test_a_faster_link_without_gpm_is_not_guessed(
+    generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Documented(monkeypatch)
+    driver.refused = {"nvmlGpmQueryDeviceSupport": pynvml.NVML_ERROR_NOT_SUPPORTED}
+    driver.answers["nvmlDeviceGetMaxPcieLinkGeneration"] = lambda _: generation
+    host = host_with(tmp_path, cuda())
+    sampler = ticks(host, 3)
+    assert not [name for row in rows(host) for name in row if name.startswith("pcie")]
+    assert sampler.period_s == host.period_s
+
+
+def test_one_bad_reading_is_one_gap_and_no_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    driver = Documented(monkeypatch)
+    host = host_with(tmp_path, cuda())
+    sampler = ticks(host)
+    for name in ("nvmlDeviceGetPowerUsage", 76, "nvmlGpmSampleGet"):
+        driver.refused = {name: pynvml.NVML_ERROR_UNKNOWN}
+        sampler.tick()
+    driver.refused = {}
+    sampler.tick()
+    told = [("power_w" in row, "clocks_held_by_sync_boost_ns" in row, "sm_busy_share" in row) for row in rows(host)[1:]]
+    assert told == [
+        (True, True, True),
+        (False, True, True),
+        (True, False, True),
+        (True, True, False),
+        (True, True, True),
+    ]
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["nvmlDeviceGetTemperature", 74, "nvmlGpmSampleGet"])
+def test_a_gpu_that_must_be_reset_is_given_up_wherever_it_says_so(
+    name: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    driver = Documented(monkeypatch)
+    host = host_with(tmp_path, cuda())
+    sampler = ticks(host)
+    driver.refused = {name: pynvml.NVML_ERROR_RESET_REQUIRED}
+    sampler.tick()
+    driver.refused = {}
+    sampler.tick()
+    assert len(rows(host)) == 2
+    assert capfd.readouterr().err.startswith(f"dlprof: GPU {ONE} is not sampled any more: ")
+
+
+def test_a_driver_that_goes_takes_all_gpus_along_with_one_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    driver = Documented(monkeypatch, (f"GPU-{ONE}", f"GPU-{TWO}"))
+    host = host_with(tmp_path, cuda(ONE), cuda(TWO))
+    sampler = ticks(host)
+    driver.refused = {"nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_UNINITIALIZED}
+    asked = len(driver.calls)
+    sampler.tick()
+    assert driver.calls[asked:].count("nvmlDeviceGetMemoryInfo") == 1
+    sampler.tick()
+    assert [len(rows(host, rank)) for rank in (0, 1)] == [2, 2]
+    assert capfd.readouterr().err == "dlprof: no GPU is sampled any more: NVML: Uninitialized\n"
+
+
+def test_a_slice_has_its_own_activity_and_memory_and_its_gpus_clocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Documented(monkeypatch, (f"MIG-{TWO}", f"GPU-{ONE}"))
+    whole, part = driver._handle(f"GPU-{ONE}"), driver._handle(f"MIG-{TWO}")
+    driver.slices = {id(part): (whole, 9)}
+    driver.refused = {"nvmlDeviceGetUtilizationRates": pynvml.NVML_ERROR_NOT_SUPPORTED}
+    used = {id(whole): 60 << 30, id(part): 7 << 30}
+    driver.answers["nvmlDeviceGetMemoryInfo"] = lambda handle: pynvml.c_nvmlMemory_t(
+        total=10 << 30, used=used[id(handle)]
+    )
+    clocks = {id(whole): 1755}
+    driver.answers["nvmlDeviceGetClockInfo"] = lambda handle, _: clocks[id(handle)]
+    # torch tells the whole GPU, and the script was given the slice by name.
+    host = host_with(tmp_path, cuda(ONE) | {"slice": f"MIG-{TWO}"})
+    ticks(host).stop()
+    row = rows(host)[-1]
+    assert (row["memory_used_bytes"], row["sm_clock_mhz"], row["sm_busy_share"]) == (7 << 30, 1755, 0.935)
+    assert driver.sampled == [(id(whole), 9)] * 2
+    assert "clocks_held_by_heat_ns" in row
+    assert not {"power_w", "energy_j", "busy_share", "pcie_sent_bytes_per_s", "nvlink_sent_bytes"} & set(row)
+
+
+def test_a_gpu_of_another_maker_is_none_of_nvmls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    driver = Documented(monkeypatch)
+    host = host_with(tmp_path, cuda() | {"vendor": "amd"})
+    ticks(host).stop()
+    assert (driver.calls, rows(host), capfd.readouterr().err) == ([], [], "")
 
 
 def test_ranks_that_share_a_gpu_both_have_it_and_a_part_of_one_is_found(
@@ -502,7 +709,8 @@ def test_a_gpu_that_vanishes_takes_its_readings_along_and_nothing_else(tmp_path:
         "temperature_c": 52,
         "clock_reasons_bits": 0,
         "clocks_held_by_power_ns": 15820333506000,
-        "pcie_sent_bytes": 4217,
+        "pcie_sent_bytes_per_s": 200 << 20,
+        "pcie_received_bytes_per_s": 210 << 20,
         "sm_busy_share": 0.2,
         "sm_occupancy_share": 0.3,
         "tensor_busy_share": 0.5,
