@@ -22,11 +22,11 @@ from dlprof.measures.arithmetic import arithmetic
 from dlprof.measures.bandwidth import exchanged, size_class
 from dlprof.measures.blame import blame
 from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.device import device_time
+from dlprof.measures.loader import fed_ns, loader_means, worker_means
+from dlprof.measures.queue import device_lag
 from dlprof.measures.replay import saving as replay
 from dlprof.measures.room import room
 from dlprof.measures.spread import spread
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.measures.whole_job import loop_step_ns, whole_job
 from dlprof.measures.work import work_means
 from dlprof.panels import PICTURES
@@ -46,12 +46,18 @@ from dlprof.result import (
     Work,
 )
 from dlprof.run import Run
-from dlprof.units import percent
+from dlprof.timeline.device import device_time
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
+from dlprof.units import duration, percent
 
 # A rule speaks only where its saving is at least this share of the step, and twice the standard error of what it was
 # estimated from: what came and went by chance is no finding. Two per cent is where existing tools agree to be silent.
 LEAST_SHARE = 0.02
 LEAST_NOISE = 2.0
+
+# Of what varies more than that, the least that the measured steps show is told: from where tools grade a loss as
+# notable.
+LEAST_SHARE_OF_VARYING = 0.05
 
 
 # A part of a saving, ns, and the categories of `time` that it comes out of.
@@ -70,6 +76,7 @@ class Rule:
     """One known bottleneck. `check` gives Finding or Clear, or raises NotMeasured; `needs`: all it may ask for.
 
     `saves_from`: the categories of `time` that its saving comes out of; none where it lies between the steady steps.
+    `feeds`: its change makes the loader faster, whose pace bounds what other changes save.
     """
 
     id: str
@@ -77,6 +84,7 @@ class Rule:
     needs: tuple[Measure, ...]
     check: Callable[[Measured], Finding | Clear]
     saves_from: tuple[str, ...] = ()
+    feeds: bool = False
 
     @property
     def manual(self) -> str:
@@ -88,7 +96,20 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
     """Measure a run, ask every rule, and give the result."""
     wanted = [m for r in rules for m in r.needs]
     wanted += [m for p in PICTURES for m in p.needs]
-    wanted += [blame, breakdown, device_time, exchanged, spread, step_means, whole_job, work_means, *overview.NEEDS]
+    wanted += [
+        blame,
+        breakdown,
+        device_lag,
+        device_time,
+        exchanged,
+        loader_means,
+        spread,
+        step_means,
+        whole_job,
+        work_means,
+        worker_means,
+        *overview.NEEDS,
+    ]
     measured = measure(run, wanted, jobs, progress)
     asked = [_ask(rule, measured) for rule in rules]
     outcomes = [outcome for outcome, _ in asked]
@@ -128,14 +149,22 @@ def _ask(rule: Rule, run: Measured) -> tuple[Outcome, list[_Piece]]:
             return outcome("found", **_told(said))
         step = loop_step_ns(run) if said.scope == "job" else mean_step_ns(run)
         of = "of the training loop's time" if said.scope == "job" else of_step(run)
-        most = min(step, _room(rule, run))
+        fed = fed_ns(run) if said.scope == "step" and not rule.feeds else 0.0
+        unfed = max(step - fed, 0.0)
+        most = min(step, _room(rule, run), unfed)
         saving = min(said.saving_ns, most)
         share = saving / step if step else 0.0
+        slow_loader = f"the loaders feed a step every {duration(fed)} at the best" if fed and most == unfed else ""
         if share < LEAST_SHARE:
-            return outcome("clear", summary=f"{percent(share)} {of}")
+            return outcome("clear", summary=f"{percent(share)} {of}" + (f": {slow_loader}" if slow_loader else ""))
+        varied = ""
         if saving < LEAST_NOISE * said.noise_ns:
             varies = f"{percent(share)} {of} ± {percent(said.noise_ns / step)}"
-            raise NotMeasured(f"{varies}: it varies too much between the measured steps; record more of them")
+            saving = min(max(saving - LEAST_NOISE * said.noise_ns, said.least_ns), saving)
+            share = saving / step
+            if share < LEAST_SHARE_OF_VARYING:
+                raise NotMeasured(f"{varies}: it varies too much between the measured steps; record more of them")
+            varied = f"In the mean it would save {varies}: told is the least that the measured steps show."
     except NotMeasured as e:
         return outcome("not_measured", why=str(e))
     except MeasureFailed as e:
@@ -145,9 +174,18 @@ def _ask(rule: Rule, run: Measured) -> tuple[Outcome, list[_Piece]]:
     told = _told(said)
     # What is cut by less than a part in a hundred was rounding, or the trace's own spread.
     if said.saving_ns > 1.01 * most:
-        told["sure"] = f"{said.sure} Cut to what the step has of it, waiting for it included.".strip()
+        cut = f", as {slow_loader}" if slow_loader else " to what the step has of it, waiting for it included"
+        told["sure"] = f"{said.sure} Cut{cut}.".strip()
+    if varied:
+        told["sure"] = f"{told['sure']} {varied}"
+        told["verdict"] = f"At least {percent(share)} {of} would be saved: {lowered(said.verdict)}"
     found, _ = outcome("found", saving_ns=saving, share=share, speedup=_speedup(share), **told)
     return found, _pieces(rule, saving, said.within)
+
+
+def lowered(sentence: str) -> str:
+    """Return a sentence so that it can follow a colon; what begins with a number stays as it is."""
+    return sentence[:1].lower() + sentence[1:]
 
 
 def _told(said: Finding) -> dict[str, object]:
@@ -262,8 +300,16 @@ def _window(run: Measured) -> Window | None:
         unit="step" if (means["unit"] == "step").all() else "trace",
         traced_steps=int(means["traced_steps"].min()),
         noise_ns=_noise(run),
+        lag_ns=_lag(run),
         **computed,
     )
+
+
+def _lag(run: Measured) -> float | None:
+    try:
+        return float(run.frame(device_lag)["lag_ns"].mean())
+    except (NotMeasured, MeasureFailed):
+        return None
 
 
 def _noise(run: Measured) -> float | None:

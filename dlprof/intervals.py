@@ -72,7 +72,7 @@ def merge(*sets: Intervals) -> Intervals:
 
 def within(a: Intervals, start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
     """Give how much of a lies in each of some intervals [start[i], end[i]), which may overlap and come in any order."""
-    return _before(a, end) - _before(a, start)
+    return before(a, end) - before(a, start)
 
 
 def holds(a: Intervals, at: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -86,10 +86,10 @@ def holds(a: Intervals, at: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 def per_slot(a: Intervals, edges: NDArray[np.int64]) -> NDArray[np.int64]:
     """Give how much of a lies in each slot [edges[i], edges[i + 1]); edges ascend, the result is one shorter."""
-    return np.diff(_before(a, edges))
+    return np.diff(before(a, edges))
 
 
-def _before(a: Intervals, at: NDArray[np.int64]) -> NDArray[np.int64]:
+def before(a: Intervals, at: NDArray[np.int64]) -> NDArray[np.int64]:
     """Give how much of a lies before each instant."""
     if not len(a):
         return np.zeros(len(at), dtype=np.int64)

@@ -21,8 +21,9 @@ from dlprof.measures.loader import before_forward, loader_calls, loader_means
 from dlprof.measures.memory import memory_use
 from dlprof.measures.operators import tensor_cores
 from dlprof.measures.samples import sample_means, sample_series
-from dlprof.measures.steps import mean_step_ns, step_means, step_series
+from dlprof.measures.window import window_likeness
 from dlprof.result import Fact, Panel, RunInfo
+from dlprof.timeline.steps import mean_step_ns, step_means, step_series
 from dlprof.units import digits, duration, percent, quantity, size
 
 # What the facts and warnings need.
@@ -36,10 +37,14 @@ NEEDS: tuple[Measure, ...] = (
     sample_means,
     step_means,
     tensor_cores,
+    window_likeness,
 )
 
 # As many ranks as can be told apart in one chart.
 MOST_RANKS = 8
+
+# A trace that links less of the device's work to its launches says so.
+_LINKED = 0.5
 
 # The same warning of many ranks is one warning.
 MOST_WARNINGS = 40
@@ -106,7 +111,7 @@ def run_info(run: Measured) -> RunInfo:
         warnings.append(
             f"{len(missing)} of {run.world_size} ranks {'is' if len(missing) == 1 else 'are'} not here: {few}"
         )
-    warnings += [*_undivided(run), *_warnings(run)]
+    warnings += [*_undivided(run), *_of_window(run), *_warnings(run)]
     return RunInfo(
         path=run.run.path.name or str(run.run.path),
         command=run.run.command,
@@ -134,6 +139,43 @@ def _undivided(run: Measured) -> list[str]:
     except MeasureFailed:  # told among those that failed
         return []
     return []
+
+
+# Traced steps within these bounds of the others' length are like them (a profiler slows a host, and no device).
+_ALIKE = (0.9, 1.3)
+# Steps after the window that are longer by this share are not the job's own, if they are so beyond their noise.
+_SLOWER = 1.05
+
+
+def _of_window(run: Measured) -> list[str]:
+    """Say where the traced steps of a device job are not like the others, and what the trace lacks."""
+    try:
+        frame = run.frame(window_likeness)
+    except (NotMeasured, MeasureFailed):
+        return []
+    said = []
+    ratio, after = frame["ratio"].mean(), frame["after"].mean()
+    if not pd.isna(ratio) and not _ALIKE[0] <= ratio <= _ALIKE[1]:
+        why = (
+            "the host had less to wait for in them (data, other ranks, its own lead)"
+            if ratio < 1
+            else "the profiler slows the host, and the device waits for it"
+        )
+        said.append(f"the traced steps take {digits(ratio)} × as long as the others: {why}; shares are of such steps")
+    if not pd.isna(after) and after > _SLOWER and after - 1 > 2 * frame["after_noise"].mean():
+        torn = {(run.facts[r].get("window") or {}).get("cupti_torn_down") for r in run.ranks}
+        why = ": the profiler still listens to the GPU" if torn != {True} else ", for a reason that was not recorded"
+        said.append(f"steps after the traced ones take {digits(after)} × as long as those before{why}")
+    if len(frame) and frame["linked"].min() < _LINKED:
+        linked = float(frame["linked"].min())
+        said.append(
+            "the trace links no launch to the device's work: steps are cut at the host's marks, which is wrong where"
+            " the device lags, and idle time is taken to be the host's"
+            if not linked
+            else f"the trace links {percent(linked)} of the device's work to its launch; the rest goes with its"
+            " neighbours on the same stream"
+        )
+    return said
 
 
 def _warnings(run: Measured) -> list[str]:
@@ -260,15 +302,17 @@ def facts(run: Measured) -> tuple[Fact, ...]:
 
 
 def _tensor_facts(run: Measured, add: Any) -> None:
-    """Tell which share of its kernels' time each rank spends on tensor cores, and in float32 beside them."""
+    """List what of its kernels' time each rank multiplies in float32 without tensor cores, in TF32, and on what is not
+    known. How busy tensor cores are no kernel's name tells: the samples of the GPU do.
+    """
     try:
         frame = run.frame(tensor_cores).sort_values("rank")
     except (NotMeasured, MeasureFailed):
         return
     for name, column in (
-        ("kernels' time on tensor cores", "tensor_ns"),
-        ("of it in TF32", "tf32_ns"),
-        ("kernels' time in float32 products without", "float32_ns"),
+        ("kernels' time in float32 products without tensor cores", "float32_ns"),
+        ("kernels' time in products in TF32", "tf32_ns"),
+        ("kernels' time in products whose unit no name tells", "unknown_ns"),
     ):
         shares = [float(v) for v in frame[column] / frame["kernel_ns"].clip(lower=1)]
         few = shares if len(shares) <= MOST_RANKS else [min(shares), max(shares)]
@@ -326,7 +370,7 @@ def _sample_facts(run: Measured, add: Any) -> None:
     add("Host", "largest memory in use", between(told("host", "memory_used_bytes", "largest"), "bytes"))
     add("GPU", "a kernel ran", between(told("gpu", "busy_share"), "share"))
     add("GPU", "multiprocessors at work", between(told("gpu", "sm_busy_share"), "share"))
-    add("GPU", "tensor cores at work", between(told("gpu", "tensor_busy_share"), "share"))
+    add("GPU", "tensor cores at work, by its counters", between(told("gpu", "tensor_busy_share"), "share"))
     add("GPU", "largest memory in use", between(told("gpu", "memory_used_bytes", "largest"), "bytes"))
     add("GPU", "clock", between(told("gpu", "sm_clock_mhz"), "MHz"))
     add("GPU", "highest temperature", between(told("gpu", "temperature_c", "largest"), "°C"))
@@ -379,7 +423,12 @@ def _clock_facts(run: Measured, add: Any) -> None:
 
 
 def _recording_facts(run: Measured, add: Any) -> None:
-    marks = {"user": "dlprof.step()", "loader": "the loader's next()", "optimizer": "the optimizer's step"}
+    marks = {
+        "user": "dlprof.step()",
+        "loader": "the loader's next()",
+        "optimizer": "the optimizer's step",
+        "replay": "a CUDA graph's replay",
+    }
     add("Recording", "a step begins at", [marks.get(m, m) for m in _several(run, "step", "mark")])
     add("Recording", "trace window", _several(run, "window", "state"))
     # Where nsys came without its importer, nsys-ui does that as it opens the file.

@@ -25,6 +25,7 @@ from time import perf_counter_ns
 from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
+from dlprof.device import RankDevice
 from dlprof.loaders import LoaderSeen, Pass, settings_of
 from dlprof.log import file_of
 from dlprof.process import started
@@ -118,6 +119,7 @@ class _Hot:
         "_steps_since_fetch",
         "_tell_ns",
         "_tell_step",
+        "capturing",
         "end_of_step",
         "first_forward",
         "inside",
@@ -144,10 +146,12 @@ class Recorder(_Hot):
         "_stopped",
         "_stopping_since",
         "autocast",
+        "device",
         "ended",
         "flops",
         "folder",
         "grad_scaler",
+        "graphs",
         "loaders",
         "models",
         "optimizers",
@@ -170,7 +174,7 @@ class Recorder(_Hot):
         self.rank = 0
         self.restart = 0
         self.warnings: list[str] = []
-        self.mark: str | None = None  # what ends a step: user, loader, optimizer
+        self.mark: str | None = None  # what ends a step: user, loader, optimizer, replay
         self.ended: str | None = None
         self.trained_from = 0  # number of the first step that trained
         self.row = Row(0, 0)
@@ -184,8 +188,11 @@ class Recorder(_Hot):
         self.loaders: list[LoaderSeen] = []
         self.models: list[weakref.ref[Any]] = []
         self.optimizers: list[weakref.ref[Any]] = []
+        self.device = RankDevice()
         self.autocast: dict[str, Any] | None = None
         self.grad_scaler = False
+        self.graphs = 0  # CUDA graphs that were captured
+        self.capturing = False  # one is being captured on the training thread; see graphs.py
         self.profiler_woken = False  # torch's profiler has started its threads in this process
         self.window: dict[str, Any] = {}  # the trace's window and what became of it
         self.flops: dict[str, Any] = {}  # what one step computes, once it was counted
@@ -480,13 +487,7 @@ class Recorder(_Hot):
             else:
                 while self.end() not in (OPTIMIZER, -1):
                     pass
-            self.row.optimizer_steps += 1
-            self._steps_since_fetch += 1
-            stale = self._steps_since_fetch > _STEPS_WITHOUT_FETCH
-            if (self.mark is None and not self._fetched) or (self.mark == "loader" and stale):
-                self.mark = "optimizer"
-            if self.mark == "optimizer":
-                self._end_step(perf_counter_ns())
+            self._stepped()
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
@@ -511,6 +512,18 @@ class Recorder(_Hot):
             self._newly_asked = False
 
     # -- inner workings
+
+    def _stepped(self) -> None:
+        """Count an optimizer's step, which ends a step of training where nothing else does."""
+        self.row.optimizer_steps += 1
+        if self.capturing:
+            return
+        self._steps_since_fetch += 1
+        stale = self._steps_since_fetch > _STEPS_WITHOUT_FETCH
+        if (self.mark is None and not self._fetched) or (self.mark == "loader" and stale):
+            self.mark = "optimizer"
+        if self.mark == "optimizer":
+            self._end_step(perf_counter_ns())
 
     def _mine(self, phase: int) -> bool:
         """Tell whether this thread is the one that trains. Until training is seen, that is the first one heard of."""
@@ -564,7 +577,7 @@ class Recorder(_Hot):
             self._optimizer_depth = 0
         self._fetched = True
         self._steps_since_fetch = 0
-        if self.mark is None or (self.mark == "optimizer" and not self.loaders):
+        if self.mark is None or (self.mark in ("optimizer", "replay") and not self.loaders):
             self.mark = "loader"
         if self.mark != "user" and self.row.worked and not self._phases:
             self._end_step(perf_counter_ns())
@@ -587,7 +600,9 @@ class Recorder(_Hot):
         return opened
 
     def _end_step(self, now: int) -> None:
-        """End the step; the next one begins."""
+        """End the step; the next one begins. Does nothing while a graph is captured: that runs nothing."""
+        if self.capturing:
+            return
         row, parts = self.row, self.row.parts
         if self._phases:
             parts[self._phases[-1]] += now - self._since_ns
@@ -628,9 +643,11 @@ class Recorder(_Hot):
             self._done.append(done)
 
     def _tell_collectors(self) -> None:
+        if not self._done or (self.ended is None and (self.capturing or self.device.capturing())):
+            return  # what they would ask, start or stop on the device makes a capture fail: at the next step, then
         ended, self._done = self._done, []
-        if not ended:
-            return
+        if self.news:
+            self.device.look(self.models, self.optimizers)
         done = list(map(Step._make, ended))
         now = done[-1].start_ns + done[-1].dur_ns
         self._tell_ns = now + min(max((now - self.perf_ns) // _TELL_SHARE, _TELL_EVERY_NS), _TELL_MOST_NS)
@@ -677,6 +694,8 @@ class Recorder(_Hot):
 
     def _start(self) -> None:
         """Begin recording: the process has just begun to train."""
+        if self.capturing:
+            return  # what is captured is replayed later, and the collectors may ask nothing of the device now
         info = sys.modules.get("torch.utils.data._utils")
         if info is not None and info.worker.get_worker_info() is not None:
             self._switch_off()
@@ -706,6 +725,7 @@ class Recorder(_Hot):
         self.started = True
         self.trained_from = self.row.number
         self._stop_with_process()
+        self.device.look(self.models, self.optimizers)
         for collector in self._collectors:
             self._guard(collector, collector.start, self)
         self._tell_collectors()

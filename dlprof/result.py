@@ -28,6 +28,8 @@ CATEGORIES = (
     "compilation",
     "optimizer_host",
     "host",
+    "launch_latency",
+    "queued_wait",
     "other",
 )
 
@@ -100,6 +102,7 @@ class Finding(msgspec.Struct, frozen=True):
     sure: str = ""
     verdict: str = ""  # the diagnosis as the report's first sentence, e.g. "31 % of each step waits for data"
     noise_ns: float = 0.0  # standard error of what the saving was estimated from
+    least_ns: float = 0.0  # what the saving is at least, as every measured step shows it; 0: not known
     scope: Scope = "step"
     forecasts: tuple[Forecast, ...] = ()  # for other values of a setting that the advice names
     # What of the saving lies in one category of `time`, ns; what is left, in any other that its rule saves from.
@@ -159,6 +162,8 @@ class Window(msgspec.Struct, frozen=True):
     flops: float | None = None  # what one rank computes in a step, the mean of the ranks; None: not counted
     mfu: float | None = None  # share of the device's peak arithmetic that the steady steps use; None: not known
     noise_ns: float | None = None  # standard error of step_ns, with its drift over the run; None: not known
+    # How far the device is behind the host where a traced step begins, the mean of the ranks; None: not known.
+    lag_ns: float | None = None
 
 
 class DeviceTime(msgspec.Struct, frozen=True):

@@ -27,6 +27,8 @@ SPANS: Mapping[str, str] = {
     "memory": CATEGORY,  # host side of a copy: pageable, pinned, "": not said
     "collective": CATEGORY,  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, ... "": none
     "group": CATEGORY,  # process group of a collective, "": not said
+    "sequence": "int64",  # of a collective among those of its communicator, the same on all its ranks; -1: not said
+    "communicator": CATEGORY,  # of a collective, the same on all its ranks, "": not said
     "peer": "int64",  # the rank that a send goes to or a receive comes from; -1: not said, or neither
     "dtype": CATEGORY,  # of a collective's elements, or those that an operator multiplies, "": not said
     "shape": CATEGORY,  # of the tensors that an operator multiplies, as "64x128 128x256"; "": not said, or none
@@ -51,7 +53,9 @@ STEPS: Mapping[str, str] = {
     "forward_ns": "int64",  # inside the outermost module
     "backward_ns": "int64",  # inside backward(), autograd.grad
     "optimizer_ns": "int64",  # inside the outermost optimizer step
-    "device_ns": "int64",  # from first forward to the end of the step on the device's own clock
+    # On the device's own clock:
+    "device_ns": "int64",  # from the step's first forward to its end
+    "device_step_ns": "int64",  # from the end of the step before to the end of this one
     "fetches": "int64",
     "backwards": "int64",
     "optimizer_steps": "int64",
@@ -132,7 +136,7 @@ FETCHES: Mapping[str, str] = {
     "read_bytes": "int64",  # that were read at all: from files, from memory's copies of them, and through pipes
 }
 
-# What PyTorch's CUDA allocator held on the training thread's device, a few rows a second. -1: not told.
+# What PyTorch's CUDA allocator held on the device that the rank trains on, a few rows a second. -1: not told.
 MEMORY: Mapping[str, str] = {
     "at_ns": "int64",
     "step": "int64",  # the one that had just ended

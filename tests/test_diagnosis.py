@@ -17,17 +17,20 @@ from dlprof import diagnosis
 from dlprof.diagnosis import LEAST_NOISE, LEAST_SHARE, Clear, Rule, diagnose, rule_named
 from dlprof.engine import Measured, RankData, per_rank
 from dlprof.errors import DlprofError, NotMeasured
-from dlprof.measures.device import device_time
 from dlprof.measures.replay import own_time
-from dlprof.measures.steps import mean_step_ns, step_means
 from dlprof.measures.whole_job import whole_job
 from dlprof.result import CATEGORIES, Finding, Panel, to_json
 from dlprof.rules import RULES
 from dlprof.run import Run, open_run
+from dlprof.timeline.device import device_time
+from dlprof.timeline.steps import mean_step_ns, step_means
 from tests import runs, traces
 from tests.runs import CPU, MS, light, recorded
 
 Check = Callable[[Measured], Finding | Clear]
+
+# Three marks of 0.99 ms that begin every ms: on the device two steps last until the next begins.
+STEP_NS = 2_990_000 / 3
 
 
 @per_rank
@@ -76,7 +79,7 @@ def test_found(job: Run) -> None:
     said = answer(job, finding(0.25, evidence=panel, verdict="A quarter.", sure="By hand."))
     assert (said.state, said.id, said.title, said.summary) == ("found", "some_rule", "Found", "It is so.")
     assert (said.share, said.speedup) == (pytest.approx(0.25), pytest.approx(4 / 3))
-    assert said.saving_ns == pytest.approx(0.25 * 990_000)
+    assert said.saving_ns == pytest.approx(0.25 * STEP_NS)
     assert (said.advice, said.ranks, said.evidence) == (("Change it.",), (0,), panel)
     assert (said.verdict, said.sure, said.why) == ("A quarter.", "By hand.", "")
 
@@ -138,7 +141,7 @@ def test_too_small_a_saving_is_none(job: Run) -> None:
 
 
 def test_a_saving_within_the_noise_is_none(job: Run) -> None:
-    saving = 0.1 * 990_000
+    saving = 0.1 * STEP_NS
     said = answer(job, finding(0.1, noise_ns=saving / LEAST_NOISE * 1.01))
     assert said.state == "not_measured"
     assert "varies too much" in said.why
@@ -147,7 +150,7 @@ def test_a_saving_within_the_noise_is_none(job: Run) -> None:
 
 def test_a_saving_is_at_most_the_step(job: Run) -> None:
     said = answer(job, finding(3.0))
-    assert (said.state, said.share, said.saving_ns) == ("found", 1, 990_000)
+    assert (said.state, said.share, said.saving_ns) == ("found", 1, pytest.approx(STEP_NS))
     assert math.isfinite(said.speedup)
 
 
@@ -156,13 +159,13 @@ def test_rules_save_from_categories_that_there_are() -> None:
 
 
 def test_a_saving_is_at_most_what_the_step_has_of_it(job: Run) -> None:
-    # A rank copies 25 µs of each step of 990, and its reduction of 120 may be waiting for the other rank's 25.
+    # A rank copies 25 µs of each step of 997, and its reduction of 120 may be waiting for the other rank's 25.
     said = diagnose(job, [rule(finding(0.5, sure="By hand."), saves_from=("copy",))], jobs=1).outcomes[0]
     assert said.state == "found"
     assert said.saving_ns == pytest.approx(50_000)
     assert said.sure == "By hand. Cut to what the step has of it, waiting for it included."
     said = diagnose(job, [rule(finding(0.05, sure="By hand."), saves_from=("copy",))], jobs=1).outcomes[0]
-    assert said.saving_ns == pytest.approx(49_500)
+    assert said.saving_ns == pytest.approx(0.05 * STEP_NS)
     assert said.sure == "By hand."
     assert diagnose(job, [rule(finding(), saves_from=("checkpoint",))], jobs=1).outcomes[0].state == "clear"
 
@@ -171,7 +174,7 @@ def test_what_findings_claim_twice_is_saved_once(job: Run) -> None:
     def together(*rules: Rule) -> float:
         most = diagnose(job, rules, jobs=1).together
         assert most is not None
-        assert most.saving_ns == pytest.approx(most.share * 990_000)
+        assert most.saving_ns == pytest.approx(most.share * STEP_NS)
         assert most.speedup == pytest.approx(1 / (1 - most.share))
         return most.share
 
@@ -183,17 +186,19 @@ def test_what_findings_claim_twice_is_saved_once(job: Run) -> None:
     assert together(alone) == pytest.approx(0.3)
     risk = rule(finding(0.0, scope="risk"), "risk")
     assert together(alone, risk) == pytest.approx(0.3)
-    # Computation takes 550 of 990 µs: no more than that, however many claim it.
+    # Computation takes 550 of 997 µs: no more than that, however many claim it.
     assert together(alone, claims(0.2, "b", "computation")) == pytest.approx(0.5)
-    assert together(alone, claims(0.4, "b", "computation"), claims(0.45, "c", "computation")) == pytest.approx(55 / 99)
+    assert together(alone, claims(0.4, "b", "computation"), claims(0.45, "c", "computation")) == pytest.approx(
+        550_000 / STEP_NS
+    )
     # One that claims computation and more makes the two others one.
     more = claims(0.1, "b", "copy", "computation"), claims(0.5, "c", "computation"), claims(0.02, "d", "copy")
-    assert together(*more) == pytest.approx(57.5 / 99)
+    assert together(*more) == pytest.approx(575_000 / STEP_NS)
     # Of different parts both may go.
     assert together(claims(0.1, "a", "computation"), claims(0.05, "b", "input_wait")) == pytest.approx(0.15)
     # Rank 0 hides what would be saved on rank 1, and the other way round: their sum bounds nothing.
     hidden = together(claims(0.05, "a", "computation", ranks=(0,)), claims(0.05, "b", "input_wait", ranks=(1,)))
-    assert hidden == pytest.approx(65 / 99)
+    assert hidden == pytest.approx(650_000 / STEP_NS)
     # Nothing bounds what may come out of all parts of the step: it is not told.
     broad = [claims(0.55, name, *CATEGORIES) for name in "ab"]
     assert diagnose(job, broad, jobs=1).together is None
@@ -201,7 +206,7 @@ def test_what_findings_claim_twice_is_saved_once(job: Run) -> None:
 
 def test_what_of_a_saving_lies_in_one_category_is_bounded_by_it(job: Run) -> None:
     def claims(share: float, name: str, within: float, *saves_from: str) -> Rule:
-        said = finding(share, ranks=(0, 1), within={"input_wait": within * 990_000})
+        said = finding(share, ranks=(0, 1), within={"input_wait": within * STEP_NS})
         return rule(said, name, (step_means, own_time), saves_from)
 
     def together(*rules: Rule) -> float | None:
@@ -210,11 +215,11 @@ def test_what_of_a_saving_lies_in_one_category_is_bounded_by_it(job: Run) -> Non
 
     broad = ("computation", "copy", "input_wait", "host", "other")
     waits, both = claims(0.1, "a", 0.1, "input_wait"), claims(0.6, "b", 0.1, *broad)
-    # Waiting takes 100 of 990 µs. What both claim of it is there once; half of the step comes out of its other parts.
-    assert together(waits, both) == pytest.approx(0.5 + 10 / 99)
+    # Waiting takes 100 of 997 µs. What both claim of it is there once; half of the step comes out of its other parts.
+    assert together(waits, both) == pytest.approx(0.5 + 100_000 / STEP_NS)
     # Were it not told, all might come out of the broad one's categories.
     assert together(waits, claims(0.6, "b", 0.0, *broad)) == pytest.approx(0.7)
-    assert together(claims(0.1, "a", 0.1, *broad), claims(0.1, "b", 0.1, *broad)) == pytest.approx(10 / 99)
+    assert together(claims(0.1, "a", 0.1, *broad), claims(0.1, "b", 0.1, *broad)) == pytest.approx(100_000 / STEP_NS)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -224,16 +229,16 @@ def test_together_is_no_less_than_the_dearest_and_no_more_than_the_sum(job: Run,
     for n in range(int(rng.integers(1, 5))):
         share = float(rng.uniform(0.03, 0.4))
         saves_from = tuple(str(c) for c in rng.choice(CATEGORIES, int(rng.integers(1, 6)), replace=False))
-        within = {saves_from[0]: float(rng.uniform(0, 1.2)) * share * 990_000} if rng.random() < 0.5 else {}
+        within = {saves_from[0]: float(rng.uniform(0, 1.2)) * share * STEP_NS} if rng.random() < 0.5 else {}
         said = finding(share, ranks=(0, 1), within=within)
         rules.append(rule(said, f"r{n}", (step_means, own_time), saves_from))
     result = diagnose(job, rules, jobs=1)
     savings = [o.saving_ns for o in result.outcomes if o.state == "found"]
     if result.together is not None:
         assert max(savings) - 1e-6 <= result.together.saving_ns <= sum(savings) + 1e-6
-        assert result.together.share <= max(0.98, max(savings) / 990_000)
+        assert result.together.share <= max(0.98, max(savings) / STEP_NS)
     else:
-        assert sum(savings) > 0.98 * 990_000 or not savings
+        assert sum(savings) > 0.98 * STEP_NS or not savings
 
 
 def test_what_lies_between_the_steps_is_bounded_with_the_whole_loop(tmp_path: Path) -> None:
@@ -294,11 +299,11 @@ def test_the_result_holds_the_whole_run(job: Run) -> None:
     assert result.run.ranks == (0, 1)
     assert (result.run.device, result.run.hosts) == ("NVIDIA H100 80GB HBM3", ("node-1",))
     assert result.window is not None
-    assert (result.window.steps, result.window.step_ns, result.window.source) == (3, 990_000, "trace")
+    assert (result.window.steps, result.window.step_ns, result.window.source) == (3, pytest.approx(STEP_NS), "trace")
     assert [d.rank for d in result.device] == [0, 1]
     for r in (0, 1):
         mine = [p for p in result.time if p.rank == r]
-        assert sum(p.ns for p in mine) == pytest.approx(990_000)
+        assert sum(p.ns for p in mine) == pytest.approx(STEP_NS)
         assert [p.category for p in mine] == sorted((p.category for p in mine), key=CATEGORIES.index)
     assert {p.shape for p in result.panels} == {"lines", "table", "timeline"}
 

@@ -16,12 +16,12 @@ from dlprof import engine
 from dlprof.engine import Measured, MeasureFailed, RankData, across_ranks, per_rank
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.measures.breakdown import breakdown
-from dlprof.measures.device import device_time
 from dlprof.measures.replay import own_time
-from dlprof.measures.steps import step_means
 from dlprof.progress import Done
 from dlprof.readers import ahead, torch_trace
 from dlprof.run import TRACE, Rank, Run, open_run
+from dlprof.timeline.device import device_time
+from dlprof.timeline.steps import step_means
 from tests import traces
 
 RANKS = 4

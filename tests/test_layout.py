@@ -104,8 +104,9 @@ def test_measures_have_names_of_their_own() -> None:
     """Two measures of one name would be taken for each other where they travel."""
     made = {
         (value.module, value.name)
-        for path in modules("measures")
-        for value in vars(importlib.import_module(f"dlprof.measures.{path.stem}")).values()
+        for folder in ("measures", "timeline")
+        for path in modules(folder)
+        for value in vars(importlib.import_module(f"dlprof.{folder}.{path.stem}")).values()
         if isinstance(value, Measure)
     }
     names = [name for _, name in made]
@@ -137,7 +138,19 @@ def test_folders_are_at_most_two_levels_deep() -> None:
 
 @pytest.mark.parametrize(
     "folder",
-    ["", "collectors", "commands", "exports", "measures", "panels", "readers", "renderers", "rules", "samplers"],
+    [
+        "",
+        "collectors",
+        "commands",
+        "exports",
+        "measures",
+        "panels",
+        "readers",
+        "renderers",
+        "rules",
+        "samplers",
+        "timeline",
+    ],
 )
 def test_tests_stand_where_the_package_has_the_module(folder: str) -> None:
     """Whatever is tested in tests/FOLDER/test_NAME.py is dlprof/FOLDER/NAME.py."""
@@ -147,7 +160,9 @@ def test_tests_stand_where_the_package_has_the_module(folder: str) -> None:
     assert here - there - beyond == set()
 
 
-@pytest.mark.parametrize("folder", ["commands", "exports", "measures", "readers", "renderers", "rules", "samplers"])
+@pytest.mark.parametrize(
+    "folder", ["commands", "exports", "measures", "readers", "renderers", "rules", "samplers", "timeline"]
+)
 def test_every_module_has_a_test(folder: str) -> None:
     missing = {f"{folder}/{p.name}" for p in modules(folder) if not (TESTS / folder / f"test_{p.name}").is_file()}
     assert missing <= WITHOUT_TEST

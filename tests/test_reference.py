@@ -40,12 +40,13 @@ DEVICE: dict[tuple[str, int], tuple[float, ...]] = {
     ("ddp_a100_rank0_of_2", 0): (660.551, 115.656, 46.876, 39.559, 2.654, 2.285, 503.051),
 }
 
-# The one traced step of each rank of dlrm_v100_8ranks, ms.
-STEP = (14.455, 19.901, 13.017, 19.313, 17.979, 17.797, 13.091, 12.509)
+# The one traced step of each rank of dlrm_v100_8ranks, ms. On ranks 1 and 3 an exchange of the step before ends 1.3 and
+# 0.6 ms after the step has begun on the host.
+STEP = (14.455, 18.567, 13.017, 18.711, 17.979, 17.797, 13.091, 12.509)
 
 MARKED = {
     "dlrm_v100_8ranks": 1,
-    "resnet50_v100_workers0": 6,
+    "resnet50_v100_workers0": 5,  # of 6: in the first the host gets its lead
     "resnet50_v100_workers4": 6,
     "dlrm_a100_rank3_of_8": 6,
     "ddp_a100_rank0_of_2": 3,
@@ -144,7 +145,8 @@ def test_loader_stalls_and_pageable_copies_are_told_apart(result: Any) -> None:
     waits, copies = outcome(said, "input_wait"), outcome(said, "pageable_copy")
     assert (waits["state"], copies["state"]) == ("found", "found")
     assert 0.43 <= waits["share"] <= 0.57  # other tools say 46 to 57 % of the wall time
-    assert copies["share"] == pytest.approx(629.8 / 61 * 2 / 463.7, rel=0.05)  # two of the 61 copies a step
+    # One of 77 MB a step, in 20.9 of 467.5 ms; from pinned memory PCIe 3.0 carries it at 0.8 of 15.8 GB/s.
+    assert copies["share"] == pytest.approx((20.9 - 77.07 / 15.75 / 0.8) / 467.5, rel=0.05)
 
 
 def test_pinned_copies_are_left_alone(result: Any) -> None:
@@ -175,11 +177,36 @@ def test_no_saving_is_larger_than_what_the_step_has_of_it(result: Any, name: str
 
 
 def test_products_in_float32_are_found_as_far_as_the_host_keeps_up(result: Any) -> None:
-    for name in ("resnet_rtx2080ti", "resnet50_v100_workers4"):
-        said = outcome(result(name), "fp32_matmul")
-        # Two thirds of these kernels' time are products in float32, and the host could launch only so much sooner.
-        assert said["state"] == "found"
-        assert 0.05 < said["share"] < 0.15
+    # Two thirds of these kernels' time are products in float32. One host waits for its device in every step; the other
+    # is what the device waits for, and with shorter kernels it would wait longer.
+    said = outcome(result("resnet_rtx2080ti"), "fp32_matmul")
+    assert said["state"] == "found"
+    assert 0.05 < said["share"] < 0.15
+    said = outcome(result("resnet50_v100_workers4"), "fp32_matmul")
+    assert (said["state"], "the host launches no faster" in said["summary"]) == ("clear", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "headline"),
+    [
+        ("v100_ns", "Computation takes 98 % of each step"),
+        (
+            "mi300_resnet",
+            "62 % of each step is communication that nothing hides, or waiting for ranks that are not here",
+        ),
+        ("queued_graph", "62 % of each step the device idles with work queued"),
+        (
+            "v100_rank1_of_2",
+            "10 % of each step is communication that nothing hides, or waiting for ranks that are not here",
+        ),
+    ],
+)
+def test_an_asynchronous_job_has_its_truth_as_headline(name: str, headline: str, tmp_path: Path) -> None:
+    done = jobs.launch(
+        [*jobs.DLPROF, "report", str(TRACES / f"gpu_async/{name}.json.gz"), "-o", str(tmp_path)], tmp_path
+    )
+    text = " ".join(done.stdout.replace("\u00a0", " ").split())
+    assert text.partition("rank ")[0].count(headline) == 1
 
 
 @pytest.mark.parametrize("name", ["dlrm_v100_8ranks", "dlrm_a100_rank3_of_8", "ddp_a100_rank0_of_2"])

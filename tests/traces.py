@@ -150,7 +150,9 @@ def trace(
         flat += one if isinstance(one, list) else [one]
     header: dict[str, Any] = {"schemaVersion": 1, "deviceProperties": []}
     if device:
-        header["deviceProperties"] = [{"id": 0, "name": device, "totalGlobalMem": 85_000_000_000, "numSms": 132}]
+        header["deviceProperties"] = [{"id": 0, "name": device, "totalGlobalMem": 85_000_000_000}]
+        if "H100" in device:  # how many another device has tells what it can do, so nobody makes it up here
+            header["deviceProperties"][0]["numSms"] = 132
     if rank is not None:
         group = {"pg_name": "0", "pg_desc": "default_pg", "pg_size": world_size, "ranks": list(range(world_size))}
         header["distributedInfo"] = {

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof import measures
+from dlprof import measures, timeline
 from dlprof.engine import Measure, MeasureFailed, Progress, RankData, measure
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.run import Run
@@ -38,8 +38,9 @@ def every_measure() -> tuple[Measure, ...]:
     """List all measures there are, by name."""
     found = {
         value.name: value
-        for module in pkgutil.iter_modules(measures.__path__)
-        for value in vars(importlib.import_module(f"{measures.__name__}.{module.name}")).values()
+        for package in (measures, timeline)
+        for module in pkgutil.iter_modules(package.__path__)
+        for value in vars(importlib.import_module(f"{package.__name__}.{module.name}")).values()
         if isinstance(value, Measure)
     }
     return tuple(found[name] for name in sorted(found))

@@ -26,13 +26,14 @@ from dlprof import __version__
 from dlprof.engine import Measured, MeasureFailed, Progress, RankData, measure, per_rank
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.exports import whole_file
-from dlprof.measures import breakdown, host
+from dlprof.measures import breakdown
 from dlprof.measures.blame import blame
 from dlprof.measures.collectives import collectives, exposed, host_clocks, matched, traced_steps
-from dlprof.measures.operators import parents
 from dlprof.measures.samples import held
-from dlprof.measures.steps import step_series
 from dlprof.run import Run
+from dlprof.timeline import host
+from dlprof.timeline.host import parents
+from dlprof.timeline.steps import step_series
 from dlprof.units import short
 
 # So many spans of all ranks together: about 60 MB of text, which the Perfetto page opens in some seconds.

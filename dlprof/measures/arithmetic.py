@@ -7,7 +7,6 @@ What runs is counted: the masked half of causal attention and what activation ch
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,46 +15,8 @@ import pandas as pd
 
 from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures.steps import timing
-
-# Peaks in FLOP/s as the vendors' data sheets give them (NVIDIA's of V100, T4, A10, A100, L4, H100, H200 and HGX B200,
-# AMD's of the MI300X), dense: NVIDIA's say "with sparsity" where they are twice these. What a sheet does not give for
-# the very part, as float32 of a single B200, is left out. GeForce cards add up in float32 at half the rate, which is
-# what PyTorch asks for (Turing whitepaper, appendix A).
-_V100 = {"float16": 125e12, "float32": 15.7e12}
-_V100_PCIE = {"float16": 112e12, "float32": 14e12}
-_T4 = {"float16": 65e12, "float32": 8.1e12}
-_RTX_2080_TI = {"float16": 53.8e12, "float32": 13.4e12}
-_A10 = {"bfloat16": 125e12, "float16": 125e12, "tf32": 62.5e12, "float32": 31.2e12}
-_A100 = {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12}
-_H100_PCIE = {"float8": 1513e12, "bfloat16": 756e12, "float16": 756e12, "tf32": 378e12, "float32": 51e12}
-_H100_SXM = {"float8": 1979e12, "bfloat16": 989e12, "float16": 989e12, "tf32": 494e12, "float32": 67e12}
-_L4 = {"float8": 242e12, "bfloat16": 121e12, "float16": 121e12, "tf32": 60e12, "float32": 30.3e12}
-_MI300X = {"float8": 2615e12, "bfloat16": 1307e12, "float16": 1307e12, "float32": 163.4e12}
-_B200 = {"float8": 4.5e15, "bfloat16": 2.25e15, "float16": 2.25e15, "tf32": 1.1e15}
-
-# The first pattern that a device's name matches, with its memory's bytes a second by the same data sheets; whole words,
-# so that an H20 is no H200. An A100 comes with 40 or 80 GB, a GH200 with HBM3 or HBM3e, and the name does not always
-# tell: the slower counts. A slice of a GPU (MIG) has some of its units and bears its name.
-_PEAKS: tuple[tuple[str, Mapping[str, float], float], ...] = (
-    (r"\bMIG\b", {}, 0.0),
-    (r"V100-(?:SXM|DGXS)", _V100, 900e9),
-    (r"V100-PCIE", _V100_PCIE, 900e9),
-    (r"\bA100-SXM4-80GB\b", _A100, 2039e9),
-    (r"\bA100\b.*80GB", _A100, 1935e9),
-    (r"\bA100\b", _A100, 1555e9),
-    (r"\bH100 PCIe\b", _H100_PCIE, 2000e9),
-    (r"\bH[12]00 NVL\b", {}, 0.0),  # parts of their own, of another clock
-    (r"\bGH200\b", _H100_SXM, 4000e9),
-    (r"\bH200\b", _H100_SXM, 4800e9),
-    (r"\bH100\b", _H100_SXM, 3350e9),
-    (r"\bB200\b", _B200, 7700e9),
-    (r"\bL4\b", _L4, 300e9),
-    (r"\bA10\b", _A10, 600e9),
-    (r"\bT4\b", _T4, 300e9),
-    (r"\bRTX 2080 Ti\b", _RTX_2080_TI, 616e9),
-    (r"\bMI300X\b", _MI300X, 5300e9),
-)
+from dlprof.measures.peaks import device_peaks
+from dlprof.timeline.steps import timing
 
 # FLOPs in precisions whose peak is not known may be this share of all before no MFU is told.
 _UNKNOWN_SHARE = 0.01
@@ -102,16 +63,6 @@ def operator_flops(rank: RankData) -> pd.DataFrame:
     )
 
 
-def device_peaks(facts: Mapping[str, Any], trace_facts: Mapping[str, Any]) -> tuple[str, Mapping[str, float], float]:
-    """Give a rank's device: name, peaks in FLOP/s by precision, bytes a second of its memory; {} and 0: unknown."""
-    listed = trace_facts.get("devices") or []
-    name = str((facts.get("device") or {}).get("name") or (listed[0].get("name") if listed else "") or "")
-    for pattern, peaks, bandwidth in _PEAKS:
-        if re.search(pattern, name):
-            return name, peaks, bandwidth
-    return name, {}, 0.0
-
-
 def _counted(rank: RankData) -> Mapping[str, Any]:
     flops = rank.facts.get("flops") or {}
     state = flops.get("state")
@@ -152,7 +103,19 @@ def precision_of(row: Mapping[str, Any], matmul: Mapping[str, Any]) -> str:
     dtype = str(row["dtype"])
     if dtype.startswith("float8"):
         return "float8"
-    convolves = "conv" in str(row["operator"])
-    if dtype == "float32" and matmul.get("cudnn_allow_tf32" if convolves else "allow_tf32"):
+    if dtype == "float32" and allows_tf32(matmul, "conv" in str(row["operator"])):
         return "tf32"
     return dtype
+
+
+def allows_tf32(matmul: Mapping[str, Any], convolves: bool) -> bool:
+    """Return whether the job let products, or convolutions, of float32 run in TF32, by its recorded settings.
+
+    From torch 2.9 each has a setting of its own, and "none" there means the general one
+    (torch.backends.fp32_precision). Once they were set, the older getters raise and nothing is recorded of them.
+    """
+    own = matmul.get("conv_fp32_precision" if convolves else "matmul_fp32_precision")
+    said = next((s for s in (own, matmul.get("fp32_precision")) if s and s != "none"), None)
+    if said is not None:
+        return bool(said == "tf32")
+    return bool(matmul.get("cudnn_allow_tf32" if convolves else "allow_tf32"))

@@ -7,7 +7,6 @@ be held against the link's own peak whatever the collective and however many ran
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -27,24 +26,10 @@ from dlprof.measures.collectives import (
     matched,
     traced_steps,
 )
+from dlprof.measures.peaks import nvlink
 
 # Bounds of the classes of size, bytes: from one to the next, a transfer takes up to 16 times as long.
 CLASSES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
-
-# What a GPU's NVLinks carry in one direction together, bytes/s: half of what NVIDIA gives for both. On the data sheets
-# of V100, A100, H100, H200 and HGX B200, and on the page of HGX B300, that is 300, 600, 900 and 1,800 GB/s. Of the
-# parts that may be sold everywhere, 400 for A800 (NVIDIA to Reuters, 7 November 2022) and H800 (as others quote its
-# data sheet). An H20 has none: nvidia-smi lists 18 links of its generation, as of an H200. By patterns of names: how a
-# GH200's are wired, and what of them a slice of a GPU (MIG) has, is not known.
-_NVLINK = (
-    (r"V100-SXM", 150e9),
-    (r"A100-SXM", 300e9),
-    (r"A800-SXM", 200e9),
-    (r"\bH800$", 200e9),
-    (r"H100 80GB HBM3|H100-SXM", 450e9),
-    (r"\bH200\b|\bH20$", 450e9),
-    (r"\bG?B[23]00\b", 900e9),
-)
 
 
 def bus_factor(collective: str, ranks: int) -> float:
@@ -200,9 +185,7 @@ def _peak(run: Measured, members: str) -> float:
         names.add(str((facts.get("device") or {}).get("name") or devices[0].get("name") or ""))
     if len(hosts) != 1 or None in hosts or len(names) != 1:
         return float("nan")
-    name = names.pop()
-    whole = not re.search(r"\bMIG\b", name)
-    return next((peak for known, peak in _NVLINK if whole and re.search(known, name)), float("nan"))
+    return nvlink(names.pop()) or float("nan")
 
 
 def size_classes(size: pd.Series[int]) -> NDArray[np.int64]:

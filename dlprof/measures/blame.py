@@ -31,8 +31,8 @@ from dlprof.measures.collectives import (
 )
 from dlprof.measures.replay import own_time
 from dlprof.measures.stalls import KINDS, stall_means, stalled_steps
-from dlprof.measures.steps import step_means
 from dlprof.result import CATEGORIES
+from dlprof.timeline.steps import step_means
 
 # What the trace does not tell: lateness that is older than it, and time that lies in no category.
 UNKNOWN = "other"

@@ -10,7 +10,7 @@ import pandas as pd
 from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.loader import in_steady, training_fetches
-from dlprof.measures.steps import ENOUGH, light_steps, standard_error, timing
+from dlprof.timeline.steps import ENOUGH, light_steps, standard_error, timing
 
 
 def blocked(rank: RankData) -> tuple[float, float] | None:

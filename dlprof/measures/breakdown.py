@@ -1,11 +1,13 @@
 """Where the mean steady step goes: exclusive parts that add up to it, per rank.
 
-Two views are crossed. What the device does claims time first: computation, then communication, then copies that
-nothing hides. The time in which the device has nothing is split by what the training thread does: it waits for its
-loader, it saves a checkpoint, Python's garbage collector holds it up, it works in the optimizer, it launches or runs
-Python. On a run without a device the training thread's own operators are the computation, and collectives with no
-operator beside them are the communication; what stalls that thread comes before them. Where a pipeline runs, waiting
-for the neighbouring stage is its bubble, and no communication.
+Two views are crossed. What the device does claims time first: computation, then communication, then copies that nothing
+hides, over the steps on the device's own clock. Where the device has nothing to do, `timeline.idle` tells why: queued
+work waits, a kernel is about to start, or the host is late. Only the latter is split by what the training thread does:
+it waits for its loader, it saves a checkpoint, Python's garbage collector holds it up, it works in the optimizer, it
+launches or runs Python. A wait of the host behind which the device has work costs nothing. On a run without a device
+the training thread's own operators are the computation, and collectives with no operator beside them are the
+communication; what stalls that thread comes before them. Where a pipeline runs, waiting for the neighbouring stage is
+its bubble, and no communication.
 """
 
 from __future__ import annotations
@@ -18,18 +20,31 @@ import pandas as pd
 from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, by_rank, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import device, host, pipeline, stalls
+from dlprof.measures import pipeline, stalls
 from dlprof.measures.blocked import blocked
-from dlprof.measures.steps import PHASES, Timing, light_steps, standard_error, timing
 from dlprof.result import CATEGORIES
+from dlprof.timeline import device, host
+from dlprof.timeline.idle import idle
+from dlprof.timeline.steps import (
+    PHASES,
+    Timing,
+    light_steps,
+    on_device_clock,
+    standard_error,
+    timing,
+)
 
 _BUBBLE = "pipeline_bubble"
 
 # What a device does takes the same time whether or not a profiler slows its host.
-_ON_DEVICE = ("computation", "communication", "copy", _BUBBLE)
+_ON_DEVICE = ("computation", "communication", "copy", _BUBBLE, "launch_latency", "queued_wait")
 
 # What the engine itself takes between two operators is tens of µs at most; waiting for a collective takes longer.
 _LEAST_WAIT_NS = 100_000
+
+# Where a host runs ahead of its device, its waits for data come in bursts: means of so many stretches tell how sure
+# their mean is.
+STRETCHES = 10
 
 # Collectives between two stages of a pipeline.
 _POINT_TO_POINT = ("send", "recv", "send_recv")
@@ -58,22 +73,22 @@ def _claims(rank: RankData) -> list[tuple[str, iv.Intervals]]:
     fetch = host.cover(thread, host.is_kind(thread, "fetch"))
     optimizer = host.cover(thread, host.is_named(thread, "Optimizer.step#", "dlprof::optimizer"))
     if not device.has_device(rank) and _belongs_to_a_device(rank):
-        raise NotMeasured(
-            "the job runs on a GPU, but the trace holds nothing of the GPU's work (record ProfilerActivity.CUDA)"
-        )
+        raise NotMeasured(f"the job runs on a GPU, but the trace holds nothing of the GPU's work ({_why_none(rank)})")
     stalled = [(kind, stalls.stalled(rank, kind)) for kind in stalls.KINDS]
     if device.has_device(rank):
-        sets = device.device_sets(rank)
-        late = device.late_host(rank)
+        sets, why = device.device_sets(rank), idle(rank)
         return [
             ("computation", sets.computation),
             ("communication", iv.subtract(sets.communication, _pipeline_bubble(rank))),
             ("copy", sets.copy),
             (_BUBBLE, _pipeline_bubble(rank)),
+            ("queued_wait", why.queued),
+            ("launch_latency", why.latency),
+            # The host was late from here on.
             *stalled,
             ("input_wait", fetch),
-            ("optimizer_host", iv.intersect(late, optimizer)),
-            ("host", late),
+            ("optimizer_host", optimizer),
+            ("host", why.late),
         ]
     return [
         *stalled,
@@ -117,6 +132,14 @@ def _belongs_to_a_device(rank: RankData) -> bool:
     return rank.trace_facts.get("backend") == "nccl" or bool(shows.any())
 
 
+def _why_none(rank: RankData) -> str:
+    """Say why a trace holds nothing of a GPU: what the profiler complained of, or that it was not asked."""
+    errors = (rank.facts.get("window") or {}).get("errors") or rank.trace_facts.get("errors")
+    if errors:
+        return f"the profiler said: {errors[0]}"
+    return "`dlprof doctor` tells what is in the way" if rank.facts else "record ProfilerActivity.CUDA"
+
+
 def cpu_computation(rank: RankData) -> iv.Intervals:
     """Give the time in which the training thread runs an operator, or code that torch.compile made.
 
@@ -153,15 +176,18 @@ def exposed_communication(rank: RankData) -> iv.Intervals:
 
 @per_rank
 def breakdown(rank: RankData) -> pd.DataFrame:
-    """Give the exclusive parts of the mean steady step: category, ns, noise_ns. They add up to `step_means`.
+    """Return the exclusive parts of the mean steady step, which add up to it: category, ns, noise_ns, least_ns.
+
+    least_ns is the least of a part in any of the traced steps, 0 where one alone was traced.
 
     The trace tells the parts of its own few steps, which the profiler slowed. Where the light layer timed the steady
-    steps without it, the parts are brought to those: device work keeps its time, and the rest of the step is divided as
-    in the trace, each phase of the training thread (fetch, forward, backward, optimizer, rest) scaled to its length in
-    the steps that were not traced. Stalls, which the few traced steps may hold by chance or miss, were recorded in all
-    steps: theirs is the recorded time, as far as device work leaves room for it; the other parts share what is left.
-    So is the bubble of a pipeline on the CPU. And where the kernel tells how long the training thread stood still in
-    all steady steps, communication is no longer than that, and no shorter than what of it nothing else explains.
+    steps without it, the parts are brought to those: device work keeps its time but for communication, and the rest of
+    the step is divided as in the trace, each phase of the training thread (fetch, forward, backward, optimizer, rest)
+    scaled to its length in the steps that were not traced. Stalls, which the few traced steps may hold by chance or
+    miss, were recorded in all steps: theirs is the recorded time, as far as device work leaves room for it; the other
+    parts share what is left. So is the bubble of a pipeline on the CPU. And where the kernel tells how long the
+    training thread stood still in all steady steps, communication is no longer than that, and no shorter than what of
+    it nothing else explains.
     """
     t = timing(rank)
     parts = _traced(rank, t) if len(t.windows) else _light_only(rank, t)
@@ -175,8 +201,21 @@ def breakdown(rank: RankData) -> pd.DataFrame:
             "category": pd.Series(list(parts), dtype="str"),
             "ns": pd.Series(list(parts.values()), dtype=float),
             "noise_ns": pd.Series([noise.get(c, 0.0) for c in parts], dtype=float),
+            "least_ns": pd.Series(_least(rank, t, parts), dtype=float),
         }
     )
+
+
+def _least(rank: RankData, t: Timing, parts: Mapping[str, float]) -> list[float]:
+    """Return the least of each part in any traced step, brought to its mean in the steady ones; 0: not known."""
+    if len(t.windows) < 2:
+        return [0.0] * len(parts)
+    edges = np.append(t.windows[:, 0], t.windows[-1, 1])
+    found = []
+    for category, ns in parts.items():
+        each = iv.per_slot(partition(rank).get(category, iv.EMPTY), edges)
+        found.append(float(each.min() / each.mean()) * ns if each.any() else 0.0)
+    return found
 
 
 def _noise(rank: RankData, t: Timing) -> dict[str, float]:
@@ -189,7 +228,14 @@ def _noise(rank: RankData, t: Timing) -> dict[str, float]:
         known[_BUBBLE] = float(rank.once(pipeline.pipeline.function)["noise_ns"].iloc[0])
     if t.source == "steps":
         frame = rank.once(light_steps)
-        known["input_wait"] = standard_error(frame.loc[frame["steady"], "fetch_ns"].to_numpy(dtype=float))
+        steady = frame[frame["steady"]]
+        known["input_wait"] = standard_error(steady["fetch_ns"].to_numpy(dtype=float))
+        if on_device_clock(steady):
+            # A host that runs ahead waits for data now and then, and for longer: its device waits more evenly.
+            known["input_wait"] = min(known["input_wait"], standard_error(steady["length_ns"].to_numpy()))
+        elif device.has_device(rank) and len(steady) >= 2 * STRETCHES:
+            parts = np.array_split(steady["fetch_ns"].to_numpy(dtype=float), STRETCHES)
+            known["input_wait"] = min(known["input_wait"], standard_error(np.array([p.mean() for p in parts])))
     if not len(t.windows):
         return known
     edges = np.append(t.windows[:, 0], t.windows[-1, 1])
@@ -218,15 +264,44 @@ def _traced(rank: RankData, t: Timing) -> dict[str, float]:
         return means
     works = _ON_DEVICE if device.has_device(rank) else ()
     busy = {c: ns for c, ns in means.items() if c in works}
+    # Collectives last as long as the ranks wait for each other in them, which differs between steps.
+    exchanging = busy.pop("communication", 0.0)
     stalled = _within(_recorded(rank), max(t.step_ns - sum(busy.values()), 0.0))
     left = t.step_ns - sum(stalled.values())
     others = {c: p for c, p in parts.items() if c not in works and c not in _of_every_step(rank)}
     rest = _scaled(rank, t, others)
+    if works:
+        # Waits for data that the few traced steps do not hold, as far as the others are longer and have them.
+        seen = sum(busy.values()) + sum(rest.values()) + exchanging
+        waited = min(left - seen, _longer_wait(rank, t, seen))
+        if waited > 0:
+            rest["input_wait"] = rest.get("input_wait", 0.0) + waited
+        if exchanging:
+            rest["communication"] = exchanging
+        elif left > sum(busy.values()) + sum(rest.values()):
+            # What makes the others longer was not traced.
+            rest["other"] = left - sum(busy.values()) - sum(rest.values())
     if sum(busy.values()) > left or not sum(rest.values()):
         if not busy:
             busy = {c: means[c] for c in others}
         return {**_to(left, {**busy, **dict.fromkeys(rest.keys() - busy.keys(), 0.0)}), **stalled}
     return _with_blocked(rank, {**busy, **_to(left - sum(busy.values()), rest), **stalled})
+
+
+def _longer_wait(rank: RankData, t: Timing, traced_ns: float) -> float:
+    """Return how much longer the steady steps wait for data than the traced ones, each of `traced_ns`; ns of the mean.
+
+    On the device's clock it counts only in steps that are longer themselves: work that comes late for want of a batch
+    makes its own step longer, however far the host is ahead.
+    """
+    traced = iv.total(phases(rank)["fetch"]) / len(t.windows)
+    frame = rank.once(light_steps)
+    steady = frame[frame["steady"]]
+    if not on_device_clock(steady):
+        return t.phases.get("fetch", 0.0) - traced
+    longer = steady["length_ns"].to_numpy() - traced_ns
+    waits = steady["fetch_ns"].to_numpy() - traced
+    return float(np.minimum(longer.clip(min=0.0), waits.clip(min=0.0)).mean())
 
 
 def _with_blocked(rank: RankData, parts: dict[str, float]) -> dict[str, float]:
@@ -295,9 +370,12 @@ def _scaled(rank: RankData, t: Timing, parts: Mapping[str, iv.Intervals]) -> dic
 
 
 def phases(rank: RankData) -> dict[str, iv.Intervals]:
-    """Give the training thread's phases within the steady traced steps; disjoint, "rest" is what remains."""
+    """Return the training thread's phases within the steady traced steps, on the host's clock.
+
+    Disjoint; "rest" is what remains.
+    """
     thread = host.on_training_thread(rank)
-    left = iv.merge(timing(rank).windows)
+    left = iv.merge(timing(rank).host_windows)
     found = {}
     for phase in PHASES:
         of = host.is_kind(thread, "fetch") if phase == "fetch" else host.is_named(thread, f"dlprof::{phase}")
@@ -331,6 +409,14 @@ def part(run: Measured, *categories: str) -> dict[int, float]:
     """Give the ns of the mean steady step that go to some categories: rank → ns, 0 where a rank has none of it."""
     frame = run.frame(breakdown)
     return {int(r): 0.0 for r in frame["rank"].unique()} | by_rank(frame[frame["category"].isin(categories)], "ns")
+
+
+def part_least(run: Measured, *categories: str) -> float:
+    """Return the least of such a part in any traced step, ns, on the rank that has most of it."""
+    frame = run.frame(breakdown)
+    frame = frame[frame["category"].isin(categories)]
+    by = frame.groupby("rank")[["ns", "least_ns"]].sum().sort_values("ns")
+    return float(by["least_ns"].iloc[-1]) if len(by) else 0.0
 
 
 def part_noise(run: Measured, *categories: str) -> float:

@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import breakdown, device, host
+from dlprof.measures import breakdown
 from dlprof.measures.point_to_point import POINT_TO_POINT, point_to_point
-from dlprof.measures.steps import timing
 from dlprof.readers.patterns import EXPERT_KERNEL
+from dlprof.timeline import device, host
+from dlprof.timeline.launches import UNKNOWN, launches
+from dlprof.timeline.steps import launched_within, timing
 
 Nanoseconds = NDArray[np.int64]
 
@@ -69,44 +71,72 @@ _TO_ONE = ("reduce", "gather")
 
 @per_rank
 def collectives(rank: RankData) -> pd.DataFrame:
-    """Give the collectives, sends and receives of the steady traced steps in order.
+    """Return the collectives, sends and receives that the steady traced steps made, in their order.
 
-    Columns: step, group, members, collective, peer, bytes, dtype, start_ns, end_ns. `members` are the ranks of the
-    process group as text, "" where it is that of all ranks, NOBODY where it is not known; `peer` is the other rank of a
-    send or receive, −1 where it is none or not told. From the device's kernels where there is a device, else from the
-    host's (gloo: from issue to completion). Empty where the rank has none.
+    Columns: step, group, members, collective, peer, bytes, dtype, sequence (−1: not told), communicator ("": not told),
+    stream (among the rank's that communicate, in order of their first use), made_ns (the launch, where it is known),
+    start_ns, end_ns. `members` are the ranks of the process group as text, "" where it is that of all ranks, NOBODY
+    where it is not known; `peer` is the other rank of a send or receive, −1 where it is none or not told. From the
+    device's kernels where there is a device, each with the step that launched it, else from the host's (gloo: from
+    issue to completion). Empty where the rank has none.
     """
     spans = rank.table("spans")
     t = timing(rank)
     between = point_to_point(rank)
     of = host.is_kind(spans, "communication") & ~host.is_one_of(spans["collective"], *POINT_TO_POINT, "")
     of[between["row"].to_numpy(dtype=np.int64)] = False
-    if device.has_device(rank):
+    on_device = device.has_device(rank)
+    if on_device:
         of &= host.is_on_device(rank)
     else:
         of &= ~host.is_on_device(rank) & ~host.is_named(spans, "c10d", "_c10d")
-    columns = ["group", "collective", "peer", "bytes", "dtype", "start_ns", "dur_ns"]
-    chosen = spans[[*columns, "name"]][of].astype({"group": "str", "collective": "str", "dtype": "str"})
+    rows = np.concatenate((np.flatnonzero(of), between["row"].to_numpy(dtype=np.int64)))
+    told = ["group", "collective", "peer", "bytes", "dtype", "start_ns", "dur_ns"]
+    chosen = spans[[*told, "name"]][of].astype({"group": "str", "collective": "str", "dtype": "str"})
     if len(between):
-        chosen = pd.concat([chosen, between[columns]]).sort_values("start_ns", kind="stable")
+        chosen = pd.concat([chosen, between[told]])
     start = chosen["start_ns"].to_numpy()
-    window = np.searchsorted(t.windows[:, 0], start, side="right") - 1
-    inside = (window >= 0) & (start < t.windows[np.maximum(window, 0), 1]) if len(t.windows) else window >= 0
-    numbers = t.numbers if len(t.numbers) else np.zeros(max(len(t.windows), 1), dtype=np.int64)
-    chosen, start = chosen[inside], start[inside]
+    made, window = _made(rank, rows, start) if on_device else (start, _window_of(t.windows, start))
+    keep = np.flatnonzero(window >= 0)
+    keep = keep[np.argsort(made[keep], kind="stable")]
+    rows, chosen, made, start, window = rows[keep], chosen.iloc[keep], made[keep], start[keep], window[keep]
+    numbers = t.numbers if len(t.numbers) else np.arange(max(len(t.windows), 1), dtype=np.int64)
+    lane = spans["lane"].array.codes[rows]
     return pd.DataFrame(
         {
-            "step": numbers[window[inside]],
+            "step": numbers[window],
             "group": chosen["group"].to_numpy(),
             "members": _members_of(rank, chosen),
             "collective": chosen["collective"].to_numpy(),
             "peer": chosen["peer"].to_numpy(),
             "bytes": chosen["bytes"].to_numpy(),
             "dtype": chosen["dtype"].to_numpy(),
+            "sequence": spans["sequence"].to_numpy()[rows],
+            "communicator": spans["communicator"].astype("str").to_numpy()[rows],
+            "stream": pd.factorize(lane)[0].astype(np.int64),
+            "made_ns": made,
             "start_ns": start,
             "end_ns": start + chosen["dur_ns"].to_numpy(),
         }
     )
+
+
+def _window_of(windows: iv.Intervals, start: Nanoseconds) -> Nanoseconds:
+    """Return the place of the window in which each instant lies, −1: none."""
+    if not len(windows):
+        return np.full(len(start), -1, dtype=np.int64)
+    window = np.searchsorted(windows[:, 0], start, side="right") - 1
+    return np.where((window >= 0) & (start < windows[np.maximum(window, 0), 1]), window, -1)
+
+
+def _made(rank: RankData, rows: Nanoseconds, start: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:
+    """Return for rows of device work in the spans the launch (their start where it is not known) and their step's
+    place.
+    """
+    work = device.device_work(rank)
+    at = np.searchsorted(work.index.to_numpy(), rows)
+    called = launches(rank).called[at]
+    return np.where(called < UNKNOWN, called, start), launched_within(rank)[at]
 
 
 def _members_of(rank: RankData, rows: pd.DataFrame) -> NDArray[Any]:
@@ -165,7 +195,7 @@ def traced_steps(rank: RankData) -> pd.DataFrame:
     t = timing(rank)
     numbers = t.numbers if len(t.numbers) else np.zeros(len(t.windows), dtype=np.int64)
     frame = pd.DataFrame({"step": numbers, "dur_ns": t.windows[:, 1] - t.windows[:, 0]})
-    if t.source != "steps" or not t.phases.get("backward"):
+    if t.source != "steps" or not t.phases.get("backward") or device.has_device(rank):
         return frame.assign(loose_ns=np.nan)
     light = rank.table("steps").drop_duplicates("step").set_index("step")
     loose = light["dur_ns"] - light["backward_ns"]
@@ -258,9 +288,11 @@ def _releases(frame: pd.DataFrame, start: Nanoseconds, end: Nanoseconds) -> tupl
 
 
 def instances(run: Measured) -> pd.DataFrame:
-    """Give the rows of `collectives` with instance, the same number for the same collective on all ranks.
+    """Return the rows of `collectives` with instance, the same number for the same collective on all ranks.
 
-    They match by step, process group, kind and order; a send and its receive by step, the two ranks, process group and
+    They match by their number in their process group where the trace tells it (torch counts a group's collectives alike
+    on all its ranks). Else by the step that made them, process group, kind and order; where no group is told, by stream
+    too, if all ranks use their streams alike. A send and its receive match by step, the two ranks, process group and
     order, where both ranks have as many of them (is_sender tells which is which). `row` is a row's own place in
     `collectives`, `present` how many ranks have the instance and `wanted` how many took part in it (0: not known).
     Raises NotMeasured where there is nothing that could match.
@@ -271,7 +303,16 @@ def instances(run: Measured) -> pd.DataFrame:
     frame = _paired(frame.assign(row=np.arange(len(frame))))
     if not len(frame):
         raise NotMeasured(UNTOLD if (run.frame(collectives)["peer"] < 0).all() else NO_PAIRS)
-    key = ["step", "group", "members", "collective"]
+    counted = (frame["sequence"] >= 0) & (frame["collective"] != SENT)
+    named = (frame["group"] != "") | (frame["members"] != "")
+    frame = frame.assign(
+        # Of a numbered collective neither the step nor the stream matters.
+        in_step=frame["step"].where(~counted, -1),
+        number=frame["sequence"].where(counted, -1),
+        stream=_streams(frame).where(~counted & ~named, -1),
+        communicator=frame["communicator"].where(~named, ""),
+    )
+    key = ["in_step", "number", "communicator", "stream", "group", "members", "collective"]
     order = frame.groupby(["rank", *key], sort=False).cumcount()
     frame = frame.assign(order=order)
     instance = frame.groupby([*key, "order"]).ngroup()
@@ -281,6 +322,17 @@ def instances(run: Measured) -> pd.DataFrame:
         present=instance.map(instance.value_counts()),
         wanted=np.select([frame["members"] == "", frame["members"] == NOBODY], [run.world_size, 0], said),
     )
+
+
+def _streams(frame: pd.DataFrame) -> pd.Series[int]:
+    """Return the stream of each row where all ranks have as many of its kind on it in that step; else −1."""
+    by = ["step", "collective", "stream"]
+    counts = frame.groupby(["rank", *by]).size()
+    ranks = frame["rank"].nunique()
+    each = counts.groupby(level=by)
+    alike = (each.nunique() == 1) & (each.size() == ranks)
+    told = alike.reindex(pd.MultiIndex.from_frame(frame[by])).to_numpy()
+    return frame["stream"].where(pd.Series(told, index=frame.index), -1)
 
 
 def _paired(frame: pd.DataFrame) -> pd.DataFrame:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import breakdown, device, host
-from dlprof.measures.steps import standard_error, timing
+from dlprof.measures import breakdown
+from dlprof.timeline import device, host
+from dlprof.timeline.steps import standard_error, timing
+from dlprof.timeline.what_if import what_if
 
 # As PyTorch names them in a trace; first the search itself, which the training thread does after each forward pass.
 _SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"
 DATA_PARALLEL = "DataParallel.forward"
-_REPLICATION = ("Broadcast", "Scatter", "Gather", "ReduceAddCoalesced")
+_REDUCING = ("BroadcastBackward", "ReduceAddCoalesced")
+_REPLICATION = ("Broadcast", "Scatter", "Gather", *_REDUCING)
 
 
 @per_rank
@@ -83,25 +89,53 @@ def _flags(rank: RankData, windows: iv.Intervals) -> iv.Intervals:
 
 @per_rank
 def replication(rank: RankData) -> pd.DataFrame:
-    """Give one row, ns of a steady traced step: forward_ns inside DataParallel, and copying_ns, in which it spreads and
-    gathers the model, the inputs, the outputs and the gradients; noise_ns of that.
+    """Give one row, ns of a steady traced step: forward_ns of the host inside DataParallel, and copying_ns, in which it
+    spreads and gathers the model, the inputs, the outputs and the gradients; noise_ns of that; of it reducing_ns, the
+    gradients; and gain_ns, how much shorter the mean steady step would be without.
 
-    Raises NotMeasured where the trace has no DataParallel.
+    Copying is the device's with nothing computed beside it, and the host's where the trace links no launch to what it
+    launched. Raises NotMeasured where the trace has no DataParallel.
     """
-    spans = rank.table("spans")
-    windows = timing(rank).windows
-    within = iv.merge(windows)
+    spans, t = rank.table("spans"), timing(rank)
     on_host = ~host.is_on_device(rank)
-    forward = iv.intersect(within, host.cover(spans, on_host & host.is_named(spans, DATA_PARALLEL)))
+    forward = iv.intersect(iv.merge(t.host_windows), host.cover(spans, on_host & host.is_named(spans, DATA_PARALLEL)))
     if not len(forward):
         raise NotMeasured("the trace holds no DataParallel")
-    copying = iv.intersect(within, host.cover(spans, on_host & host.is_named(spans, *_REPLICATION)))
-    each = iv.per_slot(copying, np.append(windows[:, 0], windows[-1, 1])).astype(float)
-    n = len(windows)
+    calls = on_host & host.is_named(spans, *_REPLICATION)
+    copying, gain = host.cover(spans, calls), np.nan
+    reducing = host.cover(spans, calls & host.is_named(spans, *_REDUCING))
+    rows = _launched_in(rank, calls)
+    if rows.any():
+        work = device.device_work(rank)
+        others = host.cover(work, ~rows & host.is_kind(work, "kernel"))
+        copying = iv.subtract(host.cover(work, rows), others)
+        gradients = _launched_in(rank, calls & host.is_named(spans, *_REDUCING))
+        reducing = iv.subtract(host.cover(work, gradients), others)
+    edges = np.append(t.windows[:, 0], t.windows[-1, 1])
+    each = iv.per_slot(iv.intersect(iv.merge(t.windows), copying), edges).astype(float)
+    with suppress(NotMeasured):
+        asked = what_if(rank)
+        durations = np.where(rows[asked.replay.rows], -1, asked.replay.durations)
+        gain = asked.gain_ns(durations=durations, other=((host.cover(spans, calls), 0.0),))
     return pd.DataFrame(
         {
-            "forward_ns": [iv.total(forward) / n],
-            "copying_ns": [iv.total(copying) / n],
+            "forward_ns": [iv.total(forward) / len(t.windows)],
+            "copying_ns": [float(each.mean())],
             "noise_ns": [standard_error(each)],
+            "reducing_ns": [iv.total(iv.intersect(iv.merge(t.windows), reducing)) / len(t.windows)],
+            "gain_ns": [gain if rows.any() and np.isfinite(gain) else float(each.mean())],
         }
     )
+
+
+def _launched_in(rank: RankData, calls: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which rows of the device's work were launched within some spans of the host, by the same thread."""
+    spans, work = rank.table("spans"), device.device_work(rank)
+    lane, start = spans["lane"].cat.codes.to_numpy(), spans["start_ns"].to_numpy()
+    launching = host.is_kind(spans, "runtime") & (spans["launch"].to_numpy() >= 0)
+    found = np.zeros(len(spans), dtype=bool)
+    for thread in np.unique(lane[calls]):
+        mine = launching & (lane == thread)
+        found[mine] = iv.holds(host.cover(spans, calls & (lane == thread)), start[mine])
+    rows: NDArray[np.bool_] = np.isin(work["launch"].to_numpy(), spans["launch"].to_numpy()[found])
+    return rows

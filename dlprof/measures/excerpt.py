@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from dlprof import intervals as iv
 from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import breakdown, device, host
-from dlprof.measures.steps import timing
+from dlprof.measures import breakdown
+from dlprof.timeline import device, host
+from dlprof.timeline.steps import timing
 from dlprof.units import short
 
 # Pieces of one category closer than this share of the step are drawn as one.

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, across_ranks, per_rank
-from dlprof.measures import breakdown, device, host, settings
+from dlprof.measures import breakdown, settings
 from dlprof.measures.bandwidth import CLASSES, bandwidth, size_classes, transfers
 from dlprof.measures.collectives import collectives, exposed, traced_steps, waits
 from dlprof.measures.lateness import busy
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import light_steps, mean_step_ns, standard_error, step_means, timing
+from dlprof.timeline import device, host
+from dlprof.timeline.steps import light_steps, mean_step_ns, standard_error, step_means, timing
 from dlprof.units import UNKNOWN, count, digits, duration, size
 
 # Exchanges of gradients, which are made once a step; the others go with each pass.
@@ -29,6 +30,10 @@ GRADIENTS = ("all_reduce", "reduce_scatter")
 
 # Bucket sizes that are tried, MB; 25 is DistributedDataParallel's own.
 BUCKETS_MB = (1, 5, 10, 25, 50, 100, 200)
+
+# What a bucket holds unless it is told otherwise; and how many buckets there should be at the least.
+DDP_BUCKET = 25 << 20
+FEWEST = 4
 
 # Two classes of size tell starting from moving where one's collectives are so many times as large, and so many there.
 APART = 4.0
@@ -83,11 +88,7 @@ def in_forward(rank: RankData) -> pd.DataFrame:
     found = rank.once(collectives.function)
     if not rank.facts:  # only dlprof names the passes
         found = found.iloc[:0]
-    made = found["start_ns"].to_numpy()
-    if len(found) and device.has_device(rank):
-        work = device.device_work(rank)
-        work = work[host.is_kind(work, "communication")].drop_duplicates("start_ns").set_index("start_ns")
-        made = device.launch_start(rank, work["launch"].reindex(made).fillna(-1).to_numpy(dtype=np.int64))
+    made = found["made_ns"].to_numpy()
     phases = breakdown.phases(rank) if len(found) else {}
     kinds = found.assign(size=size_classes(found["bytes"]))
     inside = iv.holds(phases.get("forward", iv.EMPTY), made)
@@ -298,12 +299,41 @@ def _hidden(run: Measured, transfer: pd.Series[float]) -> tuple[str, str, float,
     of = "its backward pass" if _backward_told(run) else "computation"
     least, idle = float(free.min()), idle_cores(run)
     why = f"{duration(least)} of {of} hides nothing yet" if least > 0 else f"nothing of {of} is free to hide it"
-    gain = saving(run, transfer.clip(upper=free))
+    last = _last_bucket(run)
+    if last:
+        held = size(last * _gradient_bytes(run))
+        why += f"; the last bucket of gradients, {held}, comes when nothing is left to compute"
+    gain = saving(run, (transfer * (1 - last)).clip(upper=free))
     if activations(run):
         why = "what the forward pass exchanges is needed at once: another part of the batch must compute meanwhile"
     if idle < gain:
         why = f"sending takes cores as well, and they stand idle for {duration(idle)} of the step"
     return "hidden behind computation", "hidden", min(gain, idle), why
+
+
+def _last_bucket(run: Measured) -> float:
+    """Return the share of the gradients that DistributedDataParallel's last bucket holds, or would, on GPUs; 0: unknown.
+
+    Its buckets are full from the model's end on. The last one holds the first layers, and whatever is large there (an
+    embedding), and nothing hides its exchange. Fewer bytes than one bucket's are taken to be shared out over FEWEST.
+    """
+    total, told = _gradient_bytes(run), settings.model(run)
+    if settings.on_cpu(run) or told.get("fsdp") or not total > 0 or activations(run):
+        return 0.0
+    if told.get("ddp"):
+        frame = run.frame(bandwidth)
+        return 1 / max(float(frame["count"][_of_gradients(run, frame)].sum()), 1.0)
+    if total <= DDP_BUCKET:
+        return 1 / FEWEST
+    last, whole = told.get("last_bucket_bytes"), told.get("parameter_bytes")
+    # Gradients may be exchanged in another type than the parameters'.
+    return min(last / whole if last and whole else DDP_BUCKET / total, 1.0)
+
+
+def _gradient_bytes(run: Measured) -> float:
+    """Return how many bytes of gradients the mean step exchanges; NaN: not told."""
+    frame = run.frame(bandwidth)
+    return float(frame["bytes"][_of_gradients(run, frame)].sum(skipna=False))
 
 
 def _backward_told(run: Measured) -> bool:

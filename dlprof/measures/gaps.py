@@ -1,82 +1,91 @@
-"""Why a device has nothing to do between two pieces of its work, and how much of that launching cheaper would save.
-
-The work after a gap tells: launched after the device had run dry, the host was late; launched before, and the gap is
-short, it is what starting a kernel takes; else it waited for something on the device (a stream, an event).
-"""
+"""Why a device has nothing to do, what filled the host's part of it, and what cheaper launching would give."""
 
 from __future__ import annotations
+
+import re
 
 import numpy as np
 import pandas as pd
 
 from dlprof import intervals as iv
 from dlprof.engine import RankData, per_rank
-from dlprof.measures import breakdown, device, host
-from dlprof.measures.steps import timing
-
-# A gap before work that was launched in time is the device's own way from one kernel to the next up to here: a few µs,
-# tens where a trace's clock is coarse. A longer one is a dependency.
-OVERHEAD_NS = 20_000
-
-# From one operator to the next Python takes 5 to 50 µs in a model's code. Where no thread is in an operator or in a
-# call of the runtime for longer than this, the script does something else.
-PAUSE_NS = 100_000
-
-# What remains between two kernels of a captured graph: NVIDIA measures 0.5 µs ("Getting Started with CUDA Graphs",
-# kernels of 2.9 µs that take 3.4 µs each); twice that here.
-GRAPH_GAP_NS = 1_000
+from dlprof.errors import NotMeasured
+from dlprof.measures import breakdown
+from dlprof.timeline import device, host
+from dlprof.timeline.idle import idle
+from dlprof.timeline.steps import launched_within, timing
+from dlprof.timeline.what_if import GRAPH_GAP_NS, PAUSE_NS, what_if
 
 # Launching an operator from Python takes a host some 10 µs: a shorter kernel cannot hide the next one's launch.
 SMALL_NS = 10_000
 
 MOST_ROWS = 10
 
+# Frames of Python in a trace with stacks that are not the script's: installed packages, Python's own library, builtins.
+_NOT_OWN = re.compile(r"site-packages|dist-packages|/lib/python\d|^<|^torch/|^nn\.Module:|^(?:threading|runpy)\.py")
+
 
 @per_rank
 def gaps(rank: RankData) -> pd.DataFrame:
-    """Divide the device's idle time of a steady traced step by its cause: one row, all in ns.
+    """Divide the device's idle time of a steady traced step by its cause: one row, in ns.
 
-    launching_ns: late, with the host in operators, the runtime, or on its way between them. python_ns: late, with the
-    host in neither for longer. overhead_ns, dependency_ns: launched in time. What the host itself waited for (a
-    loader, a stall) is in none of them. kept_ns: what of launching and overhead a captured graph would keep. And
-    small_launching_ns, small_overhead_ns, small_kept_ns: the parts behind kernels too short to hide a launch.
+    launching_ns: the host was late, in operators, the runtime, or on its way between them. python_ns: it was late, and
+    in neither for longer than PAUSE_NS. latency_ns, queued_ns: launched in time. What the host itself waited for (a
+    loader, a stall) is in none of them. small_ns: what of launching and latency lies behind kernels too short to hide a
+    launch. graph_gain_ns and python_gain_ns: how much shorter the mean steady step would be with the launches of a
+    captured graph, and without the script's own Python (NaN: the trace does not link launches to kernels).
     Raises NotMeasured where the trace holds no work of a device.
     """
     spans = rank.table("spans")
     windows = iv.merge(timing(rank).windows)
-    busy = device.device_sets(rank).busy
-    late = device.late_host(rank)
+    why = idle(rank)
     parts = breakdown.partition(rank)
     hosts = iv.merge(parts.get("host", iv.EMPTY), parts.get("optimizer_host", iv.EMPTY))
-    calls = host.cover(spans, ~host.is_on_device(rank) & host.is_kind(spans, "op", "runtime", "communication"))
-    pauses = iv.subtract(windows, calls)
-    python = iv.intersect(hosts, pauses[pauses[:, 1] - pauses[:, 0] > PAUSE_NS])
+    python = iv.intersect(hosts, _pauses(rank, spans))
     launching = iv.subtract(hosts, python)
-    span = np.array([[busy[0, 0], busy[-1, 1]]], dtype=np.int64)
-    in_time = iv.intersect(iv.subtract(iv.subtract(span, busy), late), windows)
-    short = in_time[:, 1] - in_time[:, 0] <= OVERHEAD_NS
-    overhead = in_time[short]
-    small_launching, small_overhead = _behind_small(rank, launching), _behind_small(rank, overhead)
+    latency = iv.intersect(why.latency, windows)
+    graph_gain, python_gain = _gains(rank, hosts, launching, python, latency)
     found = {
         "launching_ns": iv.total(launching),
         "python_ns": iv.total(python),
-        "overhead_ns": iv.total(overhead),
-        "dependency_ns": iv.total(in_time[~short]),
-        "kept_ns": _kept(busy, launching, overhead),
-        "small_launching_ns": iv.total(small_launching),
-        "small_overhead_ns": iv.total(small_overhead),
-        "small_kept_ns": _kept(busy, small_launching, small_overhead),
+        "latency_ns": iv.total(latency),
+        "queued_ns": iv.total(iv.intersect(why.queued, windows)),
+        "small_ns": iv.total(_behind_small(rank, launching)) + iv.total(_behind_small(rank, latency)),
     }
     n = max(len(timing(rank).windows), 1)
-    return pd.DataFrame({name: [ns / n] for name, ns in found.items()})
+    row = {name: [ns / n] for name, ns in found.items()}
+    return pd.DataFrame({**row, "graph_gain_ns": [graph_gain], "python_gain_ns": [python_gain]})
 
 
-def _kept(busy: iv.Intervals, *idle: iv.Intervals) -> int:
-    """Give what a graph would keep of some idle time: a short gap for each that there is, and no more than there is."""
-    together = iv.merge(*idle)
-    after = np.searchsorted(busy[:, 0], together[:, 0], side="right")
-    number = int(np.count_nonzero(np.diff(after, prepend=-1)))
-    return min(GRAPH_GAP_NS * number, iv.total(together))
+def _pauses(rank: RankData, spans: pd.DataFrame) -> iv.Intervals:
+    """Return when no thread was in an operator or in a call of the runtime, for longer than PAUSE_NS."""
+    calls = host.cover(spans, ~host.is_on_device(rank) & host.is_kind(spans, "op", "runtime", "communication"))
+    start = spans["start_ns"].to_numpy()
+    whole = np.array([[start[0], (start + spans["dur_ns"].to_numpy()).max()]], dtype=np.int64)
+    pauses = iv.subtract(whole, calls)
+    return pauses[pauses[:, 1] - pauses[:, 0] > PAUSE_NS]
+
+
+def _gains(
+    rank: RankData, hosts: iv.Intervals, launching: iv.Intervals, python: iv.Intervals, latency: iv.Intervals
+) -> tuple[float, float]:
+    """Replay the steps with a graph's launches, and without the script's own Python.
+
+    Neither gains more than the device idles for what it changes: a host with less to do would also hide more of its
+    waits for data, but those are not what the change is for. Collectives and copies that begin sooner might be hidden
+    better, but they wait for others.
+    """
+    try:
+        asked = what_if(rank)
+    except NotMeasured:
+        return np.nan, np.nan
+    # What captures the model's forward and backward pass leaves the optimizer's launches as they are.
+    thread = host.on_training_thread(rank)
+    optimizer = host.cover(thread, host.is_named(thread, "Optimizer.step#", "dlprof::optimizer"))
+    graph = asked.gain_ns(calls=0.0, other=((optimizer, 1.0),), gap_ns=GRAPH_GAP_NS) if len(launching) else 0.0
+    alone = asked.gain_ns(python=0.0) if len(python) else 0.0
+    step = asked.measured_ns / max(asked.step_ns, 1.0) / max(len(timing(rank).windows), 1)
+    return min(graph, (iv.total(launching) + iv.total(latency)) * step), min(alone, iv.total(hosts) * step)
 
 
 def _behind_small(rank: RankData, idle: iv.Intervals) -> iv.Intervals:
@@ -90,6 +99,35 @@ def _behind_small(rank: RankData, idle: iv.Intervals) -> iv.Intervals:
 
 
 @per_rank
+def own_python(rank: RankData) -> pd.DataFrame:
+    """List the script's own functions that the device waited for, where the trace has Python's stacks: function, ns.
+
+    `ns` is the time a steady traced step in which the host was late, in no operator, and in this function or in a
+    library that it had called. The longest first; empty where the trace has no stacks.
+    """
+    thread = host.on_training_thread(rank)
+    frames = thread[["name", "start_ns", "dur_ns"]][host.is_kind(thread, "python")]
+    names = [str(name) for name in frames["name"].cat.categories]
+    own = np.array([not _NOT_OWN.search(name) and ".py(" in name for name in names], dtype=bool)
+    frames = frames[own[frames["name"].cat.codes.to_numpy()]] if len(own) else frames
+    if not len(frames):
+        return pd.DataFrame({"function": pd.Series([], dtype="str"), "ns": []})
+    spans, parts = rank.table("spans"), breakdown.partition(rank)
+    hosts = iv.merge(parts.get("host", iv.EMPTY), parts.get("optimizer_host", iv.EMPTY))
+    late = iv.intersect(hosts, _pauses(rank, spans))
+    start = frames["start_ns"].to_numpy()
+    end = start + frames["dur_ns"].to_numpy()
+    inside = iv.within(late, start, end).astype(float)
+    around = host.parents(start, end)
+    within = around >= 0
+    np.subtract.at(inside, around[within], iv.within(late, start, end)[within])
+    code = frames["name"].cat.codes.to_numpy()
+    took = np.bincount(code, np.maximum(inside, 0.0), len(names)) / max(len(timing(rank).windows), 1)
+    most = [i for i in np.argsort(-took, kind="stable")[:MOST_ROWS] if took[i] > 0]
+    return pd.DataFrame({"function": pd.Series([names[i] for i in most], dtype="str"), "ns": took[most]})
+
+
+@per_rank
 def small_kernels(rank: RankData) -> pd.DataFrame:
     """Count the kernels below SMALL_NS in a steady traced step by name, the most frequent first: name, count, mean_ns.
 
@@ -98,11 +136,7 @@ def small_kernels(rank: RankData) -> pd.DataFrame:
     device.device_sets(rank)
     n = max(len(timing(rank).windows), 1)
     work = device.device_work(rank)
-    start = work["start_ns"].to_numpy()
-    inside = np.zeros(len(work), dtype=bool)
-    for s, e in iv.merge(timing(rank).windows):
-        inside[np.searchsorted(start, s) : np.searchsorted(start, e)] = True
-    inside &= host.is_kind(work, "kernel")
+    inside = (launched_within(rank) >= 0) & host.is_kind(work, "kernel")
     dur, name = work["dur_ns"].to_numpy(), work["name"].cat
     small = inside & (dur < SMALL_NS)
     code, names = name.codes.to_numpy()[small], name.categories

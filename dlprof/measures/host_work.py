@@ -8,8 +8,9 @@ import pandas as pd
 from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import breakdown, device, host
-from dlprof.measures.steps import timing
+from dlprof.measures import breakdown
+from dlprof.timeline import device, host
+from dlprof.timeline.steps import launched_within, timing
 from dlprof.units import digits
 
 MOST_ROWS = 12
@@ -70,9 +71,8 @@ def launches(rank: RankData) -> pd.DataFrame:
     """Count the device's kernels in a steady traced step (one row): kernels, mean kernel_ns."""
     work = device.device_work(rank)
     kernels = host.is_kind(work, "kernel")
-    within = iv.merge(timing(rank).windows)
-    start, dur = work["start_ns"].to_numpy()[kernels], work["dur_ns"].to_numpy()[kernels]
-    inside = sum(int((start >= s).sum() - (start >= e).sum()) for s, e in within)
+    dur = work["dur_ns"].to_numpy()[kernels]
+    inside = int((kernels & (launched_within(rank) >= 0)).sum()) if len(work) else 0
     n = max(len(timing(rank).windows), 1)
     return pd.DataFrame({"kernels": [inside / n], "kernel_ns": [float(dur.mean()) if len(dur) else 0.0]})
 

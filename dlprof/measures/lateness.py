@@ -20,7 +20,7 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import breakdown, settings
 from dlprof.measures.collectives import collectives, exposed, traced_steps, waiting, waits
 from dlprof.measures.loader import in_steady
-from dlprof.measures.steps import PHASES, standard_error, step_series
+from dlprof.timeline.steps import PHASES, standard_error, step_series
 
 # Ranks wait in a phase where at least this share of all their waiting falls into it.
 WAITING_PHASE = 0.1
@@ -141,6 +141,7 @@ class Lead:
 
     ranks: tuple[int, ...]  # the slowest first
     behind_ns: float
+    least_ns: float  # in any step: how far they are behind at least, 0 where they are not
     noise_ns: float  # standard error of behind_ns
     window_noise_ns: float  # how far the mean of a few steps in a row is off, on this machine; 0: not known
     saving_ns: float
@@ -168,6 +169,7 @@ def lead(own: pd.DataFrame, late: Sequence[int] = ()) -> Lead:
     return Lead(
         ranks=ranks,
         behind_ns=float(behind.mean()),
+        least_ns=max(float(behind.min()), 0.0) if len(behind) > 1 else 0.0,
         noise_ns=standard_error(blocks if many else behind),
         window_noise_ns=float(blocks.std(ddof=1)) if many else 0.0,
         saving_ns=float((own.max(axis=1) - without).mean()),

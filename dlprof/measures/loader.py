@@ -6,10 +6,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import host
-from dlprof.measures.steps import light_steps, standard_error, step_means, suspended
+from dlprof.measures import settings
+from dlprof.timeline import device, host
+from dlprof.timeline.idle import idle
+from dlprof.timeline.steps import light_steps, standard_error, step_means, suspended, timing
+from dlprof.timeline.what_if import what_if
 
 # What travels of the batches: enough for a replay, a few kilobytes.
 MOST_FETCHES = 400
@@ -122,6 +126,59 @@ def fetch_series(rank: RankData) -> pd.DataFrame:
     return series.tail(MOST_FETCHES).assign(gap_ns=_gap(fetches)).reset_index(drop=True)
 
 
+# A replay that is shorter than this share of the mean steady step lacks what makes that longer.
+REPRODUCED = 0.95
+
+# Shares of the wait for data that may be left, of which fetch_gains tells what the rest gains.
+LEFT = (0.0, 0.25, 0.5, 0.75)
+
+
+@per_rank
+def fetch_gains(rank: RankData) -> pd.DataFrame:
+    """Return what a rank with a device gains when its loader waits for less: left (a share of LEFT), gain_ns a step.
+
+    By replaying the traced steps: a wait behind which the device has work gains nothing, and one that also delays
+    launches gains more than the time in which the device idles meanwhile. Raises NotMeasured where the trace cannot be
+    replayed, or holds no loader.
+    """
+    asked = what_if(rank)
+    if not len(asked.host.fetch) or asked.step_ns < REPRODUCED * asked.measured_ns:
+        raise NotMeasured("the replayed steps hold less waiting for data than others")
+    most = iv.total(iv.intersect(idle(rank).late, iv.merge(timing(rank).windows)))
+    gains = [asked.gain_ns(fetch=left) if most else 0.0 for left in LEFT]
+    return pd.DataFrame({"left": LEFT, "gain_ns": gains})
+
+
+def gained(run: Measured, rank: int, wait_ns: float, freed: float) -> float:
+    """Return what a rank gains when a share of its wait for data is gone, ns a step; `wait_ns`: when all of it is."""
+    frame = run.frame(fetch_gains) if rank not in run.lacking(fetch_gains) else None
+    mine = frame[frame["rank"] == rank] if frame is not None else None
+    if mine is None or not mine["gain_ns"].iloc[0] > 0:
+        return wait_ns * freed
+    left, gain = [*mine["left"], 1.0], [*mine["gain_ns"], 0.0]
+    return wait_ns * float(np.interp(1 - freed, left, gain)) / float(gain[0])
+
+
+def fed_ns(run: Measured) -> float:
+    """Return the mean step that the loaders of a job on devices can feed at the best, ns: the slowest rank's; 0: any.
+
+    That is what fetching a step's batches takes its workers, but for waiting for a core. 0 as well where it is not
+    known, and on CPUs, whose loaders get faster where the rest of the job needs less of the cores.
+    """
+    if settings.on_cpu(run) or run.lacking(worker_means) or run.lacking(loader_means):
+        return 0.0
+    steps = run.frame(step_means).set_index("rank")["steps"]
+    batches = run.frame(loader_means).set_index("rank")["batches"] / steps
+    fetched = run.frame(worker_means)
+    most = 0.0
+    for rank, mine in fetched[fetched["worker"] >= 0].groupby("rank"):
+        took = (mine["dur_ns"] - mine["delay_ns"].fillna(0.0)) * mine["batches"]
+        workers = settings.training_loader(run, int(str(rank))).get("num_workers") or len(mine)
+        if isinstance(workers, int) and (run.frame(step_means)["source"] == "steps").all():
+            most = max(most, float(took.sum() / mine["batches"].sum()) / workers * float(batches[rank]))
+    return most
+
+
 @per_rank
 def restarts(rank: RankData) -> pd.DataFrame:
     """Give what epochs cost that begin with new workers, one row a loader with workers.
@@ -129,8 +186,8 @@ def restarts(rank: RankData) -> pd.DataFrame:
     Columns: loader, epochs, anew (epochs that began with other workers than the one before), means of those: start_ns
     (iter()), first_ns (the first next()), end_ns (the workers' leaving) and the three's standard error noise_ns,
     after_ns (what forward, backward and optimizer then take longer than in a steady step: a fork leaves the script's
-    memory to be copied as it is written to), and fetch_ns (what a batch takes a worker that is there already). NaN: not
-    recorded.
+    memory to be copied as it is written to), hidden_ns (of all these, for how long the device went on with work that
+    was queued before), and fetch_ns (what a batch takes a worker that is there already). NaN: not recorded.
     """
     loading = rank.table("loading")
     rows = []
@@ -142,7 +199,9 @@ def restarts(rank: RankData) -> pd.DataFrame:
         mine = mine.assign(epoch=(mine["kind"] == "start").cumsum() - 1)
         other = np.append(False, workers[1:] != workers[:-1])
         mine = mine[other[mine["epoch"].clip(lower=0)] & (mine["count"] == 1) & ~_suspended(rank, mine)]
-        together = mine[mine["kind"].isin(["start", "first", "end"])].groupby("epoch")["dur_ns"].sum()
+        mine = mine[mine["kind"].isin(["start", "first", "end"])]
+        together = mine.groupby("epoch")["dur_ns"].sum()
+        after = _longer(rank, mine.loc[mine["kind"] == "first", "step"])
         rows.append(
             {
                 "loader": int(str(loader)),
@@ -152,12 +211,25 @@ def restarts(rank: RankData) -> pd.DataFrame:
                 "first_ns": _mean(mine, "first"),
                 "end_ns": _mean(mine, "end"),
                 "noise_ns": standard_error(together.to_numpy(dtype=float)),
-                "after_ns": _longer(rank, mine.loc[mine["kind"] == "first", "step"]),
+                "after_ns": after,
+                "hidden_ns": _hidden(rank, mine, max(after, 0.0)),
                 "fetch_ns": _warm_fetch(rank, workers),
             }
         )
-    columns = ("loader", "epochs", "anew", "start_ns", "first_ns", "end_ns", "noise_ns", "after_ns", "fetch_ns")
-    return pd.DataFrame(rows, columns=list(columns))
+    columns = ("loader", "epochs", "anew", "start_ns", "first_ns", "end_ns", "noise_ns", "after_ns", "hidden_ns")
+    return pd.DataFrame(rows, columns=[*columns, "fetch_ns"])
+
+
+def _hidden(rank: RankData, loading: pd.DataFrame, after_ns: float) -> float:
+    """Return for how long a device works on while its loader starts anew, the mean of these epochs, ns."""
+    if not device.has_device(rank) or not len(loading):
+        return 0.0
+    steps = rank.once(light_steps)
+    usual = float(steps.loc[steps["steady"], "length_ns"].mean())
+    longer = (steps.set_index("step")["length_ns"] - usual).reindex(loading["step"].unique()).fillna(0.0).sum()
+    epochs = loading["epoch"].nunique()
+    whole = float(loading["dur_ns"].sum()) / epochs + after_ns
+    return float(np.clip(whole - longer / epochs, 0.0, whole))
 
 
 def _longer(rank: RankData, numbers: pd.Series[int]) -> float:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures.steps import ENOUGH, light_steps, standard_error
+from dlprof.timeline.steps import ENOUGH, light_steps, standard_error
 
 # What travels of the series: enough for any screen.
 MOST_ROWS = 500
@@ -178,7 +178,7 @@ def retry_cost(rank: RankData) -> pd.DataFrame:
     # A reading is of the step that had just ended, so a step belongs to the first reading that is not before it.
     at = np.searchsorted(upto, steps["step"].to_numpy())
     known = at < len(upto)
-    dur = steps["dur_ns"].to_numpy(dtype=float)[known]
+    dur = steps["length_ns"].to_numpy()[known]
     retried = more[at[known]] > 0
     within = np.unique(at[known])
     failed = np.diff(readings["ooms"].to_numpy(), prepend=0)

@@ -1,16 +1,15 @@
 """What each operator takes of a step, in which kernels, how much it computes and moves, and what bounds it.
 
 An operator is the innermost one that launched a kernel; on a CPU an operator has the time that it spends in no other.
-Shapes come from the trace where it tells them; else from the one step that was counted, and an operator's time is then
-shared out among the shapes that it met by their FLOPs.
+Shapes come from the trace where it tells them; else from the one step that was counted. On a device an operator's
+longest calls are then taken to be those that compute most; else its time is shared out among its shapes by their FLOPs.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,26 +18,15 @@ from numpy.typing import NDArray
 
 from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import device, host
-from dlprof.measures.arithmetic import device_peaks, precision_of
+from dlprof.measures.arithmetic import precision_of
 from dlprof.measures.gaps import SMALL_NS
-from dlprof.measures.steps import timing
+from dlprof.measures.kernel_names import unit_of
+from dlprof.measures.peaks import device_peaks
+from dlprof.measures.products import SIXTEEN_BITS, TENSOR_SHARE, misaligned, products, records, saved_in_16_bits
+from dlprof.timeline import device, host
+from dlprof.timeline.steps import launched_within, timing
+from dlprof.timeline.what_if import what_if
 from dlprof.units import short
-
-# Kernels by the names that cuBLAS, cuDNN, CUTLASS and rocBLAS give them. Tensor cores show in the shape of one of their
-# instructions (884, 1688, 16816), in hmma, wgmma and tensorop, in NVIDIA's newest (nvjet, xmma without simt) and in
-# attention's own kernels; AMD's matrix cores (MI16x16) in 16 bits in rocBLAS's Cijk names.
-_TENSOR = re.compile(
-    r"tensorop|[hs]884|s?1688|16816|hmma|wgmma|gmma|nvjet|xmma|flash_(?:fwd|bwd)|fmha|Cijk_.*_(?:HB|HHS|HSS|BBS|BSS|BB)_"
-)
-_NO_TENSOR = re.compile(r"simt|ffma")
-# Products in float32 without tensor cores, convolutions among them. Winograd's and FFT's multiply within other names.
-_FLOAT32 = re.compile(
-    r"(?<!fp16_)s(?:c?gemm|cudnn)|gcgemm|simt_sgemm|ffma|convolve_sgemm<float"
-    r"|(?:dgrad|wgrad)\w*<float|gem(?:mSN|mk1|v)\w*<(?:int, int, )?float"
-    r"|winogradForward\w*<float|winogradWgrad\w*<float|fft2d_\w+<float|f32f32_f32f32_f32.*simt|Cijk_.*_SB_"
-)
-_TF32 = re.compile(r"tf32|tensorop_s1688(?!.*(?:f16|bf16|h1688))")
 
 # Operators by the names under which a step's FLOPs are counted.
 _LIBRARY = r"^aten::(?:cudnn|mkldnn|miopen|thnn|slow|_slow|_mps)\w*conv\w*"
@@ -50,16 +38,7 @@ _COUNTED_AS = (
     (re.compile(r"^aten::_flash_attention_forward"), f"aten::{_ATTENTION}"),
 )
 
-# What a matrix product reaches of the tensor cores' peak where nothing is in its way: well tuned trainings of large
-# models report 40 to 57 % over all of a step (Chowdhery et al. 2022, PaLM, table 3; Narayanan et al. 2021).
-TENSOR_SHARE = 0.5
-
-SIXTEEN_BITS = ("bfloat16", "float16")
 MOST_ROWS = 150
-
-# These calls take 5 µs or so; one that takes this long waits for room in the queue, or for its device.
-_BLOCKING = tuple(f"{r}{c}" for r in ("cuda", "hip", "cu") for c in ("Launch", "Mem", "Stream", "Device", "Event"))
-_BLOCKED_NS = 100_000
 
 
 @per_rank
@@ -72,13 +51,12 @@ def operators(rank: RankData) -> pd.DataFrame:
     shared (the operator met several shapes, and its time was shared out among them by FLOPs).
     Raises NotMeasured where no operator's work was traced.
     """
-    frame = _traced(rank)
-    frame = _with_counts(rank, frame)
+    frame = _with_counts(rank, _traced(rank))
     _, peaks, bandwidth = device_peaks(rank.facts, rank.trace_facts)
     compute, memory = [], []
     on_device = device.has_device(rank)
     matmul = rank.facts.get("matmul") or {}
-    for row in _records(frame):
+    for row in records(frame):
         in_tf32: dict[str, Any] = {"allow_tf32": row["tf32_ns"] > 0, "cudnn_allow_tf32": row["tf32_ns"] > 0}
         precision = precision_of(row, in_tf32 if on_device else matmul)
         peak = peaks.get(precision, math.nan)
@@ -101,7 +79,7 @@ def _traced(rank: RankData) -> pd.DataFrame:
     name = spans["name"].cat.codes.to_numpy()
     if device.has_device(rank):
         work = kernels(rank)
-        inside = _inside(windows, work["start_ns"].to_numpy())
+        inside = kernels_within(rank) >= 0
         row = work.index.to_numpy()[inside]
         owner, ns = rank.once(owners)[row], work["dur_ns"].to_numpy(dtype=float)[inside]
         kinds = rank.once(kernel_kinds)[inside]
@@ -145,11 +123,6 @@ def _first(owner: NDArray[np.int64]) -> NDArray[np.float64]:
     return first
 
 
-def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    names = [str(c) for c in frame.columns]
-    return [dict(zip(names, row, strict=True)) for row in zip(*(frame[c].tolist() for c in frame.columns), strict=True)]
-
-
 def kernels(rank: RankData) -> pd.DataFrame:
     """Give name and times of the device's kernels that compute, with their row in the spans as index."""
     return rank.once(_kernels)
@@ -160,18 +133,18 @@ def _kernels(rank: RankData) -> pd.DataFrame:
     return work[["name", "start_ns", "dur_ns"]][host.is_kind(work, "kernel")]
 
 
+def kernels_within(rank: RankData) -> NDArray[np.int64]:
+    """Return for each row of `kernels` the place of the steady traced step that launched it; −1: none did."""
+    within = launched_within(rank)
+    chosen: NDArray[np.int64] = within[host.is_kind(device.device_work(rank), "kernel")]
+    return chosen
+
+
 def kernel_kinds(rank: RankData) -> NDArray[Any]:
-    """Tell of each of `kernels`: "tensor", "tf32" (tensor cores on float32), "float32" (products without them), ""."""
+    """Return of each of `kernels` what it multiplies on, as far as its name tells (kernel_names.unit_of)."""
     names = kernels(rank)["name"].cat
-    kinds = np.asarray([_kind(str(name)) for name in names.categories] or [""], dtype=object)
+    kinds = np.asarray([unit_of(str(name)) for name in names.categories] or [""], dtype=object)
     return kinds[names.codes]
-
-
-@lru_cache(1 << 14)  # the ranks of a job run the same kernels
-def _kind(name: str) -> str:
-    if _TENSOR.search(name) and not _NO_TENSOR.search(name):
-        return "tf32" if _TF32.search(name) else "tensor"
-    return "float32" if _FLOAT32.search(name) else ""
 
 
 def _inside(windows: NDArray[np.int64], start: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -187,7 +160,7 @@ def owners(rank: RankData) -> NDArray[np.int64]:
     owner = np.full(len(spans), -1, dtype=np.int64)
     launches = host.is_kind(spans, "runtime") & (launch >= 0)
     called, by = [], []
-    for rows, parent in _nested(rank, "op", "runtime"):
+    for rows, parent in nested(rank, "op", "runtime"):
         calls = launches[rows]
         called.append(launch[rows][calls])
         by.append(np.where(parent[calls] >= 0, rows[np.maximum(parent[calls], 0)], -1))
@@ -207,17 +180,18 @@ def own_times(rank: RankData) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     spans = rank.table("spans")
     start, dur = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy(dtype=float)
     rows, took = [], []
-    for lane, parent in _nested(rank, "op"):
+    windows = timing(rank).host_windows
+    for lane, parent in nested(rank, "op"):
         own = dur[lane].copy()
         inner = parent >= 0
         np.subtract.at(own, parent[inner], dur[lane][inner])
-        keep = _inside(timing(rank).windows, start[lane])
+        keep = _inside(windows, start[lane])
         rows.append(lane[keep])
         took.append(np.maximum(own[keep], 0.0))
     return (np.concatenate(rows), np.concatenate(took)) if rows else (np.empty(0, np.int64), np.empty(0))
 
 
-def _nested(rank: RankData, *kinds: str) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+def nested(rank: RankData, *kinds: str) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """Give for each thread the rows of its spans of some kinds, and the place among them of the one around each."""
     spans = rank.table("spans")
     chosen = np.flatnonzero(host.is_kind(spans, *kinds) & ~host.is_on_device(rank))
@@ -227,25 +201,8 @@ def _nested(rank: RankData, *kinds: str) -> list[tuple[NDArray[np.int64], NDArra
     out = []
     for lane in np.unique(lanes):
         rows = chosen[lanes == lane]
-        out.append((rows, parents(start[rows], end[rows])))
+        out.append((rows, host.parents(start[rows], end[rows])))
     return out
-
-
-def parents(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Give of nested intervals, in order of start and the longer first, the one around each; -1: none is.
-
-    One pass for each level of nesting: calls are a few levels deep, and there are many of them.
-    """
-    parent = np.full(len(start), -1, dtype=np.int64)
-    todo = np.arange(len(start))
-    while len(todo):
-        begin = start[todo]
-        reach = np.maximum.accumulate(end[todo])
-        outer = np.concatenate(([True], begin[1:] >= reach[:-1]))
-        around = todo[outer][np.cumsum(outer) - 1]
-        todo, around = todo[~outer], around[~outer]
-        parent[todo] = around
-    return parent
 
 
 def _with_counts(rank: RankData, frame: pd.DataFrame) -> pd.DataFrame:
@@ -255,7 +212,8 @@ def _with_counts(rank: RankData, frame: pd.DataFrame) -> pd.DataFrame:
     for row in told.get("shapes") or []:
         met.setdefault(str(row.get("operator")), []).append(row)
     rows: list[dict[str, Any]] = []
-    for row in _records(frame):
+    calls = _calls(rank)
+    for row in records(frame):
         if row["shape"]:
             flops, size = products(row["operator"], row["shape"], row["dtype"])
             rows.append({**row, "flops": flops * row["times"], "bytes": size * row["times"]})
@@ -265,49 +223,52 @@ def _with_counts(rank: RankData, frame: pd.DataFrame) -> pd.DataFrame:
         if not shapes or not total:
             rows.append({**row, "flops": math.nan, "bytes": math.nan})
             continue
-        for shape in shapes:
-            share = float(shape["flops"]) / total
+        shares = _shares(shapes, calls.get(row["operator"], np.empty(0)))
+        for n, shape in enumerate(shapes):
+            share = float(shape["flops"]) / total if shares is None else shares[n]
             taken = {c: row[c] * share for c in ("ns", "tensor_ns", "tf32_ns", "float32_ns")}
             taken |= {"calls": float(shape["calls"]), "flops": float(shape["flops"]), "bytes": float(shape["bytes"])}
             rows.append({**row, **taken, "dtype": str(shape["dtype"]), "shape": str(shape["shape"])})
-            rows[-1]["shared"] = len(shapes) > 1
+            rows[-1]["shared"] = len(shapes) > 1 and shares is None
     made = pd.DataFrame(
         [{"shared": False, **row} for row in rows], columns=[*frame.columns, "flops", "bytes", "shared"]
     )
     return made.sort_values("ns", ascending=False, kind="stable", ignore_index=True)
 
 
-_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+def _calls(rank: RankData) -> dict[str, NDArray[np.float64]]:
+    """Return what each call of an operator took a device, ns, the longest first, by its name; none on a CPU."""
+    if not device.has_device(rank):
+        return {}
+    inside = kernels_within(rank) >= 0
+    work = kernels(rank)[inside]
+    owner = rank.once(owners)[work.index.to_numpy()]
+    known = owner >= 0
+    calls, of = np.unique(owner[known], return_inverse=True)
+    took = np.bincount(of, work["dur_ns"].to_numpy(dtype=float)[known])
+    name = rank.table("spans")["name"].array[calls]
+    return {str(n): np.sort(took[name == n])[::-1] for n in pd.unique(name)}
 
 
-def sizes(shape: str) -> list[list[int]]:
-    """Give the dimensions of the tensors that a shape's text tells."""
-    return [[int(n) for n in tensor.split("x")] for tensor in shape.split()]
+def _shares(shapes: Sequence[Mapping[str, Any]], took: NDArray[np.float64]) -> list[float] | None:
+    """Return which share of an operator's time its shapes have, where there are as many calls as were counted.
 
-
-def products(operator: str, shape: str, dtype: str) -> tuple[float, float]:
-    """Give FLOPs and bytes of one matrix product by the shapes of its operands; NaN for what they do not tell.
-
-    Two operations a multiplication; each operand read once and the product written once. A convolution's output
-    depends on its stride, which no trace tells.
+    What computes more takes longer, so the longest calls are of the shape with the most FLOPs.
     """
-    name = operator.removeprefix("aten::")
-    operands = sizes(shape)[-2:]
-    if name not in ("mm", "addmm", "bmm", "baddbmm") or len(operands) < 2:
-        return math.nan, math.nan
-    a, b = operands
-    if a[-1] != b[-2]:
-        return math.nan, math.nan
-    batch = math.prod(a[:-2])
-    m, k, n = a[-2], a[-1], b[-1]
-    return 2.0 * batch * m * k * n, float(batch * (m * k + k * n + m * n) * _WIDTH.get(dtype, math.nan))
+    counts = [int(shape["calls"]) for shape in shapes]
+    steps, rest = divmod(len(took), max(sum(counts), 1))
+    if rest or not steps or not took.sum():
+        return None
+    flops = [float(shape["flops"]) / max(n, 1) for shape, n in zip(shapes, counts, strict=True)]
+    shares, at = [0.0] * len(shapes), 0
+    for i in sorted(range(len(shapes)), key=lambda i: -flops[i]):
+        shares[i] = float(took[at : at + counts[i] * steps].sum() / took.sum())
+        at += counts[i] * steps
+    return shares
 
 
 # What travels of the kernels: those that take longest.
 MOST_KERNELS = 40
-
-# What a kernel's kind says of it.
-UNITS = {"tensor": "tensor cores", "tf32": "tensor cores, TF32", "float32": "float32, no tensor cores"}
 
 
 @per_rank
@@ -320,7 +281,7 @@ def kernel_times(rank: RankData) -> pd.DataFrame:
     device.device_sets(rank)
     windows = timing(rank).windows
     work = kernels(rank)
-    inside = _inside(windows, work["start_ns"].to_numpy())
+    inside = kernels_within(rank) >= 0
     names = work["name"].cat
     codes = names.codes.to_numpy()[inside]
     dur = work["dur_ns"].to_numpy(dtype=float)[inside]
@@ -334,7 +295,7 @@ def kernel_times(rank: RankData) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "name": [short(text, 200) for text in texts],
-            "kind": [_kind(text) for text in texts],
+            "kind": [unit_of(text) for text in texts],
             "calls": calls[chosen] / len(windows),
             "ns": ns[chosen] / len(windows),
             "total_ns": float(dur.sum()) / len(windows),
@@ -345,116 +306,64 @@ def kernel_times(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def tensor_cores(rank: RankData) -> pd.DataFrame:
-    """Give one row, ns of a mean steady traced step: kernel_ns, tensor_ns (on tensor cores), tf32_ns (of these),
-    float32_ns (products without them), and what the step would gain: fp32_saved_ns, were those in 16 bits,
-    misaligned_ns and misaligned_saved_ns of 16-bit products with sizes off a multiple of 8 (NaN: peaks not known, or
-    sizes), aligned (1: such sizes were looked at, 0: the run tells none), noise_ns of float32_ns and tensor_ns.
+    """Return one row, ns of a mean steady traced step: kernel_ns, tensor_ns (on tensor cores), tf32_ns (of these),
+    float32_ns (products without them), unknown_ns (products on units that no name tells), and what the step would
+    gain: fp32_saved_ns, were those in float32 in 16 bits, misaligned_ns and misaligned_saved_ns of products whose sizes
+    tensor cores do not like (NaN: peaks not known, or sizes), aligned (1: sizes were looked at, 0: no shape was told).
 
+    Names are all that tells these units, so tensor_ns is the least that it can be.
     Raises NotMeasured where the trace holds no work of a device.
     """
     device.device_sets(rank)
     windows = timing(rank).windows
     work = kernels(rank)
-    start, dur = work["start_ns"].to_numpy(), work["dur_ns"].to_numpy(dtype=float)
-    inside = _inside(windows, start)
+    dur = work["dur_ns"].to_numpy(dtype=float)
+    inside = kernels_within(rank) >= 0
     kinds = rank.once(kernel_kinds)
     n = len(windows)
-    took = {k: float(dur[inside & (kinds == k)].sum()) / n for k in ("tensor", "tf32", "float32")}
+    took = {k: float(dur[inside & (kinds == k)].sum()) / n for k in ("tensor", "tf32", "float32", "unknown")}
     frame = rank.once(operators.function)
     _, peaks, bandwidth = device_peaks(rank.facts, rank.trace_facts)
     half = max((peaks.get(p, 0.0) for p in SIXTEEN_BITS), default=0.0) * TENSOR_SHARE
-    saved = _saved(frame, half, bandwidth, peaks.get("float32", 0.0)) if half else math.nan
-    odd, odd_saved, looked = _misaligned(frame, half, bandwidth)
-    most = _most(rank, n)
+    saved = saved_in_16_bits(frame, half, bandwidth, peaks.get("float32", 0.0)) if half else math.nan
+    odd, odd_saved, looked = misaligned(frame, peaks, bandwidth)
+
+    def gained(saved_ns: float, took_ns: float, chosen: NDArray[np.bool_]) -> float:
+        if math.isnan(saved_ns) or not took_ns:
+            return saved_ns
+        return shorter_kernels(rank, chosen, max(0.0, 1 - saved_ns / took_ns))
+
     return pd.DataFrame(
         {
             "kernel_ns": [float(dur[inside].sum()) / n],
             "tensor_ns": [took["tensor"] + took["tf32"]],
             "tf32_ns": [took["tf32"]],
             "float32_ns": [took["float32"]],
-            "fp32_saved_ns": [saved if math.isnan(saved) else min(saved, most)],
+            "unknown_ns": [took["unknown"]],
+            "fp32_saved_ns": [gained(saved, took["float32"], kinds == "float32")],
             "misaligned_ns": [odd],
-            "misaligned_saved_ns": [odd_saved if math.isnan(odd_saved) else min(odd_saved, most)],
+            "misaligned_saved_ns": [
+                gained(odd_saved, took["tensor"] + took["unknown"], np.isin(kinds, ("tensor", "unknown")))
+            ],
             "aligned": [int(looked)],
         }
     )
 
 
-def _saved(frame: pd.DataFrame, half: float, bandwidth: float, single: float) -> float:
-    """Give what the products in float32 take more than they would on tensor cores in 16 bits, ns.
+def shorter_kernels(rank: RankData, chosen: NDArray[np.bool_], left: float) -> float:
+    """Return how much shorter the mean steady step would be, ns, with only a share `left` of some of `kernels`' time.
 
-    By their FLOPs and bytes where these are known; else as if they ran at the peak of float32 now.
+    The device works no sooner than its host launches. Where the trace cannot be replayed, all that is shorter is
+    gained.
     """
-    saved = 0.0
-    for row in _records(frame[frame["float32_ns"] > 0]):
-        if math.isnan(row["flops"]):
-            saved += row["float32_ns"] * max(0.0, 1 - single / half)
-        else:
-            bytes_ns = row["bytes"] / 2 / bandwidth * 1e9 if bandwidth and not math.isnan(row["bytes"]) else 0.0
-            saved += max(0.0, row["float32_ns"] - max(row["flops"] / half * 1e9, bytes_ns))
-    return saved
-
-
-def _misaligned(frame: pd.DataFrame, half: float, bandwidth: float) -> tuple[float, float, bool]:
-    """Give the ns of 16-bit products of sizes off a multiple of 8, what they take too long, and whether any was told.
-
-    The sizes that count are those of features: what stands last in a product's second operand, and the channels of a
-    convolution. The number of rows (batch × length) may be any.
-    """
-    rows = [r for r in _records(frame) if r["dtype"] in SIXTEEN_BITS and r["shape"]]
-    odd = {size for row in rows for size in features(row["operator"], row["shape"]) if size % 8}
-    wrong = [r for r in rows if odd & {d for tensor in sizes(r["shape"])[-2:] for d in tensor[-2:]}] if odd else []
-    wrong = [r for r in wrong if r["operator"].endswith("mm") or odd & set(features(r["operator"], r["shape"]))]
-    right = [r for r in rows if r not in wrong and r["flops"] > 0 and r["ns"] > 0]
-    # What well-shaped products of this run reach is the best guess for the others, where each has its own time.
-    right = [r for r in right if not r["shared"]]
-    if sum(r["ns"] for r in right) > 0.2 * sum(r["ns"] for r in rows):
-        half = max(half * 0.2, sum(r["flops"] for r in right) / sum(r["ns"] for r in right) * 1e9)
-    took = sum(r["ns"] for r in wrong)
-    if not half or any(math.isnan(r["flops"]) for r in wrong):
-        return took, math.nan if wrong else 0.0, bool(rows)
-    saved = 0.0
-    for r in wrong:
-        bytes_ns = r["bytes"] / bandwidth * 1e9 if bandwidth else 0.0
-        saved += max(0.0, r["ns"] - max(r["flops"] / half * 1e9, bytes_ns, SMALL_NS / 2 * r["calls"]))
-    return took, saved, bool(rows)
-
-
-def features(operator: str, shape: str) -> list[int]:
-    """Give the sizes of features in the shapes of a product: its columns, or a convolution's channels."""
-    tensors = sizes(shape)
-    if operator.endswith("mm"):
-        return tensors[-1][-1:]
-    # Pictures come with three channels, whatever one would like.
-    return [c for t in tensors[-2:] for c in t[1:2] if c > 4]
-
-
-def _most(rank: RankData, n: int) -> float:
-    """Bound what shorter kernels can take off a step: the device may work no sooner than the host has launched.
-
-    Each kernel begins when the one before has ended, as far apart as it was, and not before its launch. Where the host
-    waits for its device, what follows is launched so much sooner.
-    """
-    work = device.device_work(rank)
-    launched = device.launch_start(rank, work["launch"].to_numpy())
-    windows = timing(rank).windows
-    inside = _inside(windows, work["start_ns"].to_numpy())
-    start = work["start_ns"].to_numpy()[inside]
-    end = start + work["dur_ns"].to_numpy()[inside]
-    launched = np.where(launched[inside] > start, start, launched[inside])
-    if not len(start):
-        return 0.0
-    # With every kernel of no length at all, the device would be done when the last was launched.
-    ahead = float(np.maximum(end - np.maximum.accumulate(launched), 0)[-1])
-    return min(float((end - start).sum()) / n, ahead / n + _waits(rank, work) / n)
-
-
-def _waits(rank: RankData, work: pd.DataFrame) -> float:
-    """Add up what the host waits for its device in calls of the runtime, ns: all but the copying itself."""
-    spans = rank.table("spans")
-    dur = spans["dur_ns"].to_numpy()
-    chosen = np.flatnonzero(host.is_kind(spans, "runtime") & (dur > _BLOCKED_NS) & host.is_named(spans, *_BLOCKING))
-    chosen = chosen[_inside(timing(rank).windows, spans["start_ns"].to_numpy()[chosen])]
-    copies = work[host.is_kind(work, "copy")]
-    copied = copies.loc[np.isin(copies["launch"].to_numpy(), spans["launch"].to_numpy()[chosen]), "dur_ns"].sum()
-    return max(0.0, float(dur[chosen].sum()) - float(copied))
+    spans_of = kernels(rank).index.to_numpy()[chosen]
+    try:
+        asked = what_if(rank)
+    except NotMeasured:
+        mine = kernels(rank)["dur_ns"].to_numpy(dtype=float)[chosen & (kernels_within(rank) >= 0)]
+        return float(mine.sum()) * (1 - left) / max(len(timing(rank).windows), 1)
+    replay = asked.replay
+    durations = replay.durations.copy()
+    theirs = np.isin(device.device_work(rank).index.to_numpy()[replay.rows], spans_of)
+    durations[theirs] = (durations[theirs] * left).astype(np.int64)
+    return asked.gain_ns(durations=durations)

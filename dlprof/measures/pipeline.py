@@ -22,7 +22,7 @@ from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import pipeline_ranges
 from dlprof.measures.schedules import GPIPE, INTERLEAVED, LOOPED_BFS, ONE_F_ONE_B, Action, grid, replay, runs
-from dlprof.measures.steps import light_steps, standard_error
+from dlprof.timeline.steps import light_steps, standard_error
 
 # Schedules that fill and drain once a step: (p − 1) of v·m + p − 1 slots are idle on each of p ranks, with v chunks a
 # rank and m micro-batches (Huang et al., GPipe, 2019; Narayanan et al., Megatron-LM, 2021). What is published of those
@@ -63,12 +63,12 @@ def _steady(rank: RankData) -> pd.DataFrame:
     if not rank.has("chunks"):
         return pipeline_ranges.steady(rank)
     frame = rank.table("chunks")
-    calls = (frame["action"] == SCHEDULE).to_numpy().cumsum()
     number = frame["step"].to_numpy()
-    first = pd.Series(calls).groupby(number).transform("min").to_numpy()
+    # Within each step: a host that runs ahead of its device begins the next step's call while this one's chunks run.
+    calls = (frame["action"] == SCHEDULE).astype("int64").groupby(number).cumsum().to_numpy() - 1
     steps = rank.once(light_steps)
     steady = steps.loc[steps["steady"], "step"].to_numpy()
-    return frame.assign(call=calls - first)[np.isin(number, steady)]
+    return frame.assign(call=np.maximum(calls, 0))[np.isin(number, steady)]
 
 
 @per_rank

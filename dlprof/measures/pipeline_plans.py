@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof import intervals as iv
-from dlprof.engine import Measured, RankData, across_ranks, per_rank
+from dlprof.engine import Measured, RankData, across_ranks, by_rank, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, partition
@@ -41,11 +41,20 @@ from dlprof.measures.schedules import (
     replay,
     runs,
 )
+from dlprof.timeline import device, host
+from dlprof.timeline.idle import LATENCY_NS
+from dlprof.timeline.steps import launched_within, timing
+from dlprof.timeline.traced import main_stream
+
+# What a send between GPUs is taken to need before its bytes move, however few: a choice, rather too much than too
+# little.
+SEND_START_NS = 50_000
 
 # What a plan takes for granted, for the findings that are made of them.
 ASSUMED = (
-    "half a stage takes half as long, and so does computing a micro-batch of half the size; the Python within it,"
-    " launching and handing over take as long as now; the halves of a backward pass are alike where they were not"
+    "half a stage takes half as long, and so does computing a micro-batch of half the size; the Python within it, or"
+    " the least that a kernel takes, launching, and handing over on a CPU take as long as now; between devices half as"
+    " much is handed over in half the time; the halves of a backward pass are alike where they were not"
     " measured"
 )
 
@@ -74,7 +83,26 @@ def host_in_chunks(rank: RankData) -> pd.DataFrame:
     return pd.DataFrame({"share": [iv.total(iv.intersect(own, chunk_times(rank))) / iv.total(own)]})
 
 
-@across_ranks(breakdown, host_in_chunks, pipeline, pipeline_chunks)
+@per_rank
+def least_of_kernels(rank: RankData) -> pd.DataFrame:
+    """Return one row, ns: what a steady traced step's kernels take however little they compute.
+
+    That is LEAST_KERNEL_NS, and the median time from one queued kernel to the next, as often as there are kernels.
+    Raises NotMeasured where the trace holds no device that computes.
+    """
+    work, inside = device.device_work(rank), launched_within(rank) >= 0
+    kernels = work[inside & host.is_kind(work, "kernel") & main_stream(rank)]
+    if not len(kernels):
+        raise NotMeasured("the trace holds no kernels")
+    start, dur = kernels["start_ns"].to_numpy(), kernels["dur_ns"].to_numpy()
+    between = start[1:] - start[:-1] - dur[:-1]
+    between = between[(between >= 0) & (between <= LATENCY_NS)]
+    next_ns = float(np.median(between)) if len(between) else 0.0
+    least = float(np.minimum(dur, device.LEAST_KERNEL_NS).sum()) + len(dur) * next_ns
+    return pd.DataFrame({"ns": [least / max(len(timing(rank).windows), 1)]})
+
+
+@across_ranks(breakdown, host_in_chunks, least_of_kernels, pipeline, pipeline_chunks)
 def pipeline_plans(run: Measured) -> pd.DataFrame:
     """Give what each change would make of a pipeline's mean step, by replay; the first row of each is as it is.
 
@@ -85,7 +113,7 @@ def pipeline_plans(run: Measured) -> pd.DataFrame:
     """
     parts = []
     for pipe in pipes(run):
-        model = _model(pipe, _fixed(run, pipe))
+        model = _model(pipe, _fixed(run, pipe), on_cpu=settings.on_cpu(run))
         if model is None:
             continue
         rows = []
@@ -138,40 +166,44 @@ class _Model:
     pipe: Pipe
     fixed: Mapping[int, float]
     hand_over_ns: float
+    start_ns: float  # what of handing over takes as long for a smaller micro-batch
     scale: float
 
     def step(self, plan: _Plan) -> float:
         """Give how long the step takes by a plan, ns."""
         if plan.even:
             return self.pipe.step_ns - self.pipe.saved_by_even(self.hand_over_ns)
-        return self.scale * _replayed(self.pipe, plan, self.fixed, self.hand_over_ns)
+        moving = (self.hand_over_ns - self.start_ns) * self.pipe.microbatches / plan.microbatches
+        return self.scale * _replayed(self.pipe, plan, self.fixed, self.start_ns + moving)
 
 
 def _fixed(run: Measured, pipe: Pipe) -> dict[int, float]:
-    """Give the share of each stage's chunks that is its host's own and no shorter for a smaller micro-batch.
+    """Return the share of each stage's chunks that is no shorter for a smaller micro-batch; 0 where that is not known.
 
-    0 where that is not known. What a device computes is never its host's.
+    On a CPU that is the host's own, on a device the least that its kernels take.
     """
     try:
-        own, told = part(run, "host"), pipelines(run).set_index("rank")["calls_a_step"]
-        within = run.frame(host_in_chunks).set_index("rank")["share"]
+        told = pipelines(run).set_index("rank")["calls_a_step"]
+        if settings.on_cpu(run):
+            within = run.frame(host_in_chunks).set_index("rank")["share"]
+            least = {r: ns * float(within.get(r, 0.0)) for r, ns in part(run, "host").items()}
+        else:
+            least = by_rank(run.frame(least_of_kernels), "ns")
     except NotMeasured:
         return {}
-    of = {
-        r: min(1.0, own.get(r, 0.0) * float(within.get(r, 0.0)) / float(told[r]) / max(pipe.busy_ns[r], 1.0))
-        for r in pipe.ranks
-    }
+    of = {r: min(1.0, least.get(r, 0.0) / float(told[r]) / max(pipe.busy_ns[r], 1.0)) for r in pipe.ranks}
     return {stage: of[r] for r, row in zip(pipe.ranks, pipe.rows, strict=True) for stage, _, _ in row}
 
 
-def _model(pipe: Pipe, fixed: Mapping[int, float]) -> _Model | None:
+def _model(pipe: Pipe, fixed: Mapping[int, float], *, on_cpu: bool) -> _Model | None:
     """Find what handing over takes where the pipeline as it is takes what was measured; None: its grid is not known."""
     now = _Plan("", pipe.schedule, pipe.microbatches, pipe.chunks, easy=False)
     if not runs(pipe.schedule, len(pipe.ranks), pipe.microbatches, pipe.chunks):
         return None
     hand_over = pipe.hand_over()
     predicted = _replayed(pipe, now, fixed, hand_over)
-    return _Model(pipe, fixed, hand_over, pipe.step_ns / predicted) if predicted > 0 else None
+    start = hand_over if on_cpu else min(hand_over, SEND_START_NS)
+    return _Model(pipe, fixed, hand_over, start, pipe.step_ns / predicted) if predicted > 0 else None
 
 
 def _replayed(pipe: Pipe, plan: _Plan, fixed: Mapping[int, float], hand_over: float) -> float:

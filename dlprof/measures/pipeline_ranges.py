@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from dlprof import intervals as iv
 from dlprof.engine import RankData
 from dlprof.errors import NotMeasured
-from dlprof.measures import device, host
 from dlprof.measures.schedules import GPIPE, LOOPED, ONE_F_ONE_B, V_SHAPED, Action, grid, runs
-from dlprof.measures.steps import timing
+from dlprof.timeline import device, host
+from dlprof.timeline.steps import timing
 
 _ACTION = re.compile(r"PP:(\d+)([FBIW])(\d+)")
 _GPIPE = re.compile(r"(Forward|Backward) (\d+)")

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof.engine import RankData
-from dlprof.measures import device, host
+from dlprof.timeline import device, host
 
 POINT_TO_POINT = ("send", "recv")
 

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from dlprof.engine import Measured, across_ranks
 from dlprof.errors import NotMeasured
+from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.collectives import collectives, exposed, traced_steps, waits
 from dlprof.measures.stalls import stall_means, stalled_steps
-from dlprof.measures.steps import step_means, step_series
+from dlprof.timeline.steps import step_means, step_series
 
 
 @across_ranks(step_means, breakdown, collectives, exposed, traced_steps)
@@ -28,15 +29,20 @@ def own_time(run: Measured) -> pd.DataFrame:
     Columns: rank, step_ns, wait_ns, own_ns, known. Ranks that wait for each other have one step, the mean of theirs (a
     rank whose trace began earlier shows a longer one). Where waiting cannot be told (`known` is False) all of a rank's
     own step counts as own, but for the bubble of its pipeline, in which it waits for its neighbours: that is in neither
-    of the two. The waiting of the traced steps is brought to the mean steady step in the proportion of the two's
-    exposed communication.
+    of the two. On a CPU the waiting of the traced steps is brought to the mean steady step in the proportion of the
+    two's exposed communication; on devices, what is not the traced steps' transfer is waiting.
     """
     means = run.frame(step_means)[["rank", "step_ns"]].set_index("rank")["step_ns"]
     try:
-        waited = run.frame(waits).groupby("rank")[["wait_ns", "exposed_ns"]].sum()
-        fraction = (waited["wait_ns"] / waited["exposed_ns"].replace(0, np.nan)).fillna(0.0)
-        communication = pd.Series(part(run, "communication"), dtype=float)
-        wait = (fraction.reindex(means.index).fillna(0.0) * communication.reindex(means.index).fillna(0.0)).to_numpy()
+        waited = run.frame(waits).groupby("rank")[["wait_ns", "exposed_ns"]].mean().reindex(means.index).fillna(0.0)
+        communication = pd.Series(part(run, "communication"), dtype=float).reindex(means.index).fillna(0.0)
+        if settings.on_cpu(run):
+            fraction = (waited["wait_ns"] / waited["exposed_ns"].replace(0, np.nan)).fillna(0.0)
+            wait = (fraction * communication).to_numpy()
+        else:
+            # A device transfers as fast in any step: by what the others communicate for longer, they wait for longer.
+            transfer = (waited["exposed_ns"] - waited["wait_ns"]).clip(lower=0.0)
+            wait = (communication - transfer).clip(lower=0.0).to_numpy()
         means = means * 0.0 + float(means.mean())
         known = True
     except NotMeasured:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures.steps import light_steps, standard_error, suspended
+from dlprof.timeline.steps import light_steps, standard_error, suspended
 
 # What only grows → its rate: CPU seconds a second are cores, joules a second are watts, and the time that clocks were
 # held down, or a thread waited for a core, is a share.
@@ -32,6 +32,8 @@ _RATES: Mapping[str, tuple[str, float]] = {
             "disk_written",
             "network_received",
             "network_sent",
+            "nvlink_received",
+            "nvlink_sent",
             "pcie_received",
             "pcie_sent",
         )
@@ -149,7 +151,10 @@ def held(rank: RankData, begin: int, end: int) -> pd.DataFrame:
 
 def _metrics(rank: RankData) -> list[tuple[tuple[str, str], pd.DataFrame]]:
     groups = rank.table("samples").groupby(["source", "metric"], observed=True, sort=True)
-    return [((str(source), str(metric)), frame) for (source, metric), frame in groups]
+    metrics = [((str(source), str(metric)), frame) for (source, metric), frame in groups]
+    told = {name for name, _ in metrics}
+    # A GPU may tell a rate and what has gone over its links since it began: the rate is its own.
+    return [((s, m), frame) for (s, m), frame in metrics if m not in _RATES or (s, _RATES[m][0]) not in told]
 
 
 def _rate_of(metric: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,3 +78,27 @@ def on_cpu(run: Measured) -> bool:
     # Devices that Kineto does not know are not listed either; the backend of their collectives tells.
     said = [run.trace_facts[r] for r in run.ranks]
     return all(f.get("devices") == [] and f.get("backend", "gloo") in _CPU_BACKENDS for f in said)
+
+
+def torch_version(run: Measured, rank: int) -> tuple[int, int] | None:
+    """Return the version of a rank's torch, (2, 9) of "2.9.1+cu128"; None where nobody recorded it."""
+    return version_of(run.facts.get(rank, {}))
+
+
+def version_of(facts: Settings) -> tuple[int, int] | None:
+    """Return the version of torch by a rank's facts, as `torch_version` does."""
+    said = re.match(r"(\d+)\.(\d+)", str((facts.get("versions") or {}).get("torch") or ""))
+    return (int(said[1]), int(said[2])) if said else None
+
+
+def allocator(run: Measured, rank: int) -> tuple[str, str | None]:
+    """Return the variable to configure the job's allocator by, and its value; None: it is not set.
+
+    PYTORCH_ALLOC_CONF is the name from torch 2.9 on. A job that sets an older one is told that: torch 2.13 reads its
+    CUDA settings from the first of these that is set, the oldest first (c10/cuda/CUDAAllocatorConfig.h).
+    """
+    env = run.facts.get(rank, {}).get("env") or {}
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if env.get(name):
+            return name, str(env[name])
+    return "PYTORCH_ALLOC_CONF" if (torch_version(run, rank) or (0, 0)) >= (2, 9) else "PYTORCH_CUDA_ALLOC_CONF", None

@@ -9,8 +9,9 @@ import pandas as pd
 from dlprof import intervals as iv
 from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import breakdown, host
-from dlprof.measures.steps import timing
+from dlprof.measures import breakdown
+from dlprof.timeline import host
+from dlprof.timeline.steps import timing
 
 # FSDP2 names what it does, and the module that it does it for; the outermost one has no name.
 _NAME = re.compile(r"FSDP::pre_forward(?: \(([^,)]*).*\))?$")

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 
 from dlprof.engine import RankData, per_rank
-from dlprof.measures.steps import light_steps, standard_error, timing
 from dlprof.result import QUANTILES
+from dlprof.timeline.steps import light_steps, standard_error, timing
 
 # Steps that follow each other are alike: a clock that sinks or a neighbour on the machine holds for many of them. The
 # means of so many stretches of the run show it, as the single steps do not.
@@ -24,7 +24,7 @@ def spread(rank: RankData) -> pd.DataFrame:
     t = timing(rank)
     if t.source == "steps":
         frame = rank.once(light_steps)
-        values = frame.loc[frame["steady"], "dur_ns"].to_numpy(dtype=float)
+        values = frame.loc[frame["steady"], "length_ns"].to_numpy()
     else:
         values = (t.windows[:, 1] - t.windows[:, 0]).astype(float)
     noise = standard_error(values) if len(values) > 1 else np.nan

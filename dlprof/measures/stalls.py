@@ -11,7 +11,7 @@ import pandas as pd
 from dlprof import intervals as iv
 from dlprof.engine import RankData, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures.steps import ENOUGH, light_steps, standard_error
+from dlprof.timeline.steps import ENOUGH, light_steps, on_device_clock, standard_error
 
 KINDS = ("checkpoint", "compilation", "garbage_collection")
 
@@ -95,7 +95,7 @@ def _beside(steps: pd.DataFrame, stalls: pd.DataFrame) -> tuple[float, float]:
     number = steps["step"].to_numpy()
     touched = np.isin(number, stalls["step"]) | np.isin(number, stalls["step"] + 1)
     stalled = stalls.groupby("step")["dur_ns"].sum().reindex(number).fillna(0.0).to_numpy()
-    left = steps["dur_ns"].to_numpy(dtype=float) - stalled
+    left = steps["length_ns"].to_numpy() - stalled
     if touched.sum() < 2 or (~touched).sum() < ENOUGH:
         return float("nan"), float("nan")
     longer = float(left[touched].mean() - left[~touched].mean())
@@ -147,17 +147,33 @@ def compilations(rank: RankData) -> pd.DataFrame:
 
 
 def by_phase(rank: RankData) -> dict[tuple[str, str], float]:
-    """Give the stalls' ns of the mean steady step: (kind, phase of the training thread) → ns; empty if not recorded."""
+    """Return what stalls cost the mean steady step: (kind, phase of the training thread) → ns; empty if not recorded.
+
+    Behind a stall the device goes on with what is queued: on its clock the stalled steps, and those after them, tell
+    how much longer the stalls make the mean step. Where that was not recorded, a stall costs as long as it is.
+    """
     try:
         stalls = steady_stalls(rank)
     except NotMeasured:
         return {}
     stalls = stalls[stalls["kind"].isin(KINDS)]
     n = int(rank.once(light_steps)["steady"].sum())
+    felt = _felt_shares(rank)
     sums: dict[tuple[str, str], float] = {}
     for kind, phase, ns in zip(stalls["kind"], stalls["phase"], stalls["dur_ns"], strict=True):
-        sums[kind, phase] = sums.get((kind, phase), 0.0) + float(ns) / n
+        sums[kind, phase] = sums.get((kind, phase), 0.0) + felt.get(kind, 1.0) * float(ns) / n
     return sums
+
+
+def _felt_shares(rank: RankData) -> dict[str, float]:
+    """Return for each kind of stall which share of its time the device's steps are longer by; 1 where not listed."""
+    steps = rank.once(light_steps)
+    if not on_device_clock(steps[steps["steady"]]):
+        return {}
+    means = rank.once(stall_means.function)
+    known = means[means["beside_ns"].notna() & (means["mean_ns"] > 0)]
+    share = ((known["mean_ns"] + known["beside_ns"]) / known["mean_ns"]).clip(0.0, 1.0)
+    return dict(zip(known["kind"], share, strict=True))
 
 
 def stalled(rank: RankData, kind: str) -> iv.Intervals:

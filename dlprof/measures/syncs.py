@@ -8,38 +8,40 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import RankData, per_rank
+from dlprof.engine import Measured, RankData, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import breakdown, device, host
-from dlprof.measures.steps import timing
+from dlprof.measures import breakdown, grad_scaler
+from dlprof.timeline import device, host
+from dlprof.timeline.idle import idle
+from dlprof.timeline.replay import SYNCHRONISING
+from dlprof.timeline.steps import timing
+from dlprof.timeline.what_if import what_if
 
-# Calls that return when the device has done what was queued, in CUDA's and HIP's words.
-_BLOCKING = tuple(
-    f"{runtime}{call}Synchronize" for runtime in ("cuda", "hip", "cu") for call in ("Stream", "Device", "Event", "Ctx")
-)
 _COPIES = ("cudaMemcpy", "hipMemcpy")
 
 # Operators that read a value out of a tensor; on the CPU that waits for nothing, so they are only counted.
 _READS = ("aten::item", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::nonzero")
 
 MOST_ROWS = 20
+MOST_REPLAYED = 6
 
 
 @per_rank
 def syncs(rank: RankData) -> pd.DataFrame:
-    """Give what made the training thread wait in the steady traced steps: asked, call, pinned, and a step its calls,
-    ns, idle_ns, host_ns.
+    """Return what made the training thread wait in the steady traced steps, the longest first.
 
-    `asked` is the outermost operator, `call` the runtime's; `pinned` is 1 where the wait is for a copy to the device
-    from pinned memory, which need not be waited for; `ns` is the thread's wait; `idle_ns` how long the device
-    then had nothing because the host had launched nothing more; `host_ns` all that it waits for the host. NaN on the
-    CPU, where values are only read.
-    Raises NotMeasured without a trace.
+    Columns: asked (the outermost operator, or grad_scaler.READS where GradScaler asked), call (the runtime's), copied
+    (the host memory that is waited for, of a copy to the device: "pinned", "pageable", else ""), calls, ns (the
+    thread's wait) and idle_ns (how long the device then had nothing because the host had launched nothing more), all a
+    step; gain_ns, how much shorter the mean steady step would be if none of these waits were waited for, and
+    together_ns, the same for all waits of the same `copied` (NaN: the trace does not link launches to kernels). On the
+    CPU, where values are only read, all times are NaN. Raises NotMeasured without a trace.
     """
     thread = host.on_training_thread(rank)
-    windows = iv.merge(timing(rank).windows)
+    windows = iv.merge(timing(rank).host_windows)
     n = max(len(timing(rank).windows), 1)
     if not len(thread):
         raise NotMeasured("no thread of the host was traced")
@@ -49,51 +51,107 @@ def syncs(rank: RankData) -> pd.DataFrame:
         read = ops[host.is_named(ops, *_READS)]
         read = read[_inside(windows, read["start_ns"].to_numpy())]
         counts = read["name"].astype("str").value_counts().head(MOST_ROWS)
-        return pd.DataFrame(
-            {
-                "asked": counts.index,
-                "call": "",
-                "pinned": 0,
-                "calls": counts.to_numpy() / n,
-                "ns": np.nan,
-                "idle_ns": np.nan,
-                "host_ns": np.nan,
-            }
-        )
+        times = dict.fromkeys(("ns", "idle_ns", "gain_ns", "together_ns"), np.nan)
+        return pd.DataFrame({"asked": counts.index, "call": "", "copied": "", "calls": counts.to_numpy() / n, **times})
     waits = _waits(rank, thread, ops)
     waits = waits[_inside(windows, waits["start_ns"].to_numpy())]
-    gaps = device.late_host(rank)
-    # The gap that is open when the call returns, if the device ran dry while the host waited and not before.
+    own = _inside(grad_scaler.reads(thread, ops), waits["start_ns"].to_numpy())
+    waits = waits.assign(asked=waits["asked"].mask(own, grad_scaler.READS))
     begin, end = waits["start_ns"].to_numpy(), waits["end_ns"].to_numpy()
-    at = np.searchsorted(gaps[:, 0], end, side="right") - 1
-    gap = gaps[np.maximum(at, 0)] if len(gaps) else np.empty((len(at), 2), dtype=np.int64)
-    open_then = (at >= 0) & (end <= gap[:, 1]) & (begin <= gap[:, 0])
-    parts = breakdown.partition(rank)
-    hosts = iv.merge(parts.get("host", iv.EMPTY), parts.get("optimizer_host", iv.EMPTY))
-    own = iv.within(hosts, gaps[:, 0], gaps[:, 1]) if len(gaps) else np.empty(0)
-    # Several calls may end in one gap: the last of them has it.
-    last = np.append(at[1:] != at[:-1], True)[: len(at)]
-    idle = np.where(open_then & last, own[np.maximum(at, 0)] if len(gaps) else 0, 0)
+    idle_ns = _then_idle(rank, begin, end)
     # By hand: of a few rows pandas' groupby takes longer than all else here.
-    kinds = list(zip(waits["asked"], waits["call"], waits["pinned"], strict=True))
+    kinds = list(zip(waits["asked"], waits["call"], waits["copied"], strict=True))
     place = {kind: number for number, kind in enumerate(sorted(set(kinds)))}
     of = np.array([place[kind] for kind in kinds], dtype=np.int64)
     sums = {
         "calls": np.bincount(of, minlength=len(place)) / n,
         "ns": np.bincount(of, end - begin, len(place)) / n,
-        "idle_ns": np.bincount(of, idle, len(place)) / n,
+        "idle_ns": np.bincount(of, idle_ns, len(place)) / n,
     }
+    gain, together = _gains(rank, list(place), of, begin, end, sums["idle_ns"])
     most = np.argsort(-sums["ns"], kind="stable")[:MOST_ROWS]
     named = [list(place)[i] for i in most]
     return pd.DataFrame(
         {
             "asked": pd.Series([asked for asked, _, _ in named], dtype="str"),
             "call": pd.Series([call for _, call, _ in named], dtype="str"),
-            "pinned": np.array([pinned for _, _, pinned in named], dtype=np.int64),
+            "copied": pd.Series([copied for _, _, copied in named], dtype="str"),
             **{name: ns[most] for name, ns in sums.items()},
-            "host_ns": iv.total(hosts) / n,
+            "gain_ns": gain[most],
+            "together_ns": together[most],
         }
     )
+
+
+def together(run: Measured, waits: pd.DataFrame) -> dict[int, float]:
+    """Return what each rank gains without any of some rows of `syncs` that copy from the same memory, ns a step."""
+    gains = waits.groupby("rank")["together_ns"].max().fillna(0.0)
+    return {rank: float(gains.get(rank, 0.0)) for rank in run.ranks}
+
+
+def copying_waits(rank: RankData, memory: str) -> iv.Intervals:
+    """Return when the training thread waits in an operator that copies from such host memory to the device."""
+    thread = host.on_training_thread(rank)
+    ops = host.outermost(thread[["name", "start_ns", "dur_ns"]][host.is_kind(thread, "op")])
+    waits = _waits(rank, thread, ops)
+    mine = waits[(waits["copied"] == memory).to_numpy()]
+    return iv.union(mine["start_ns"].to_numpy(), mine["end_ns"].to_numpy())
+
+
+def _then_idle(rank: RankData, begin: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each wait how long the device then had nothing, because the host had not launched what came next.
+
+    That is the rest of the gap that is open when the call returns, if the device ran dry while the host waited.
+    """
+    gaps = idle(rank).late
+    if not len(gaps) or not len(begin):
+        return np.zeros(len(begin), dtype=np.int64)
+    parts = breakdown.partition(rank)
+    hosts = iv.merge(parts.get("host", iv.EMPTY), parts.get("optimizer_host", iv.EMPTY))
+    at = np.searchsorted(gaps[:, 0], end, side="right") - 1
+    gap = gaps[np.maximum(at, 0)]
+    open_then = (at >= 0) & (end <= gap[:, 1]) & (begin <= gap[:, 0])
+    own = iv.within(hosts, gaps[:, 0], gaps[:, 1])
+    # Several calls may end in one gap: the last of them has it.
+    last = np.append(at[1:] != at[:-1], True)
+    return np.where(open_then & last, own[np.maximum(at, 0)], 0)
+
+
+def _gains(
+    rank: RankData,
+    kinds: list[tuple[str, str, str]],
+    of: NDArray[np.int64],
+    begin: NDArray[np.int64],
+    end: NDArray[np.int64],
+    idle_ns: NDArray[np.float64],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Replay the steps without the waits of each kind, and without those of all kinds that copy from the same memory.
+
+    A wait behind which the device never ran dry gains nothing, and is not replayed.
+    """
+    try:
+        asked = what_if(rank)
+    except NotMeasured:
+        return np.full(len(kinds), np.nan), np.full(len(kinds), np.nan)
+    late = iv.intersect(idle(rank).late, iv.merge(timing(rank).windows))
+    most = iv.total(late) / max(len(timing(rank).windows), 1)
+    # Several of the replay's waits may lie in one operator.
+    starts = np.array([wait.begin for wait in asked.replay.waits], dtype=np.int64)
+    within = np.searchsorted(begin, starts, side="right") - 1
+    inside = (within >= 0) & (starts < end[np.maximum(within, 0)]) if len(begin) else np.zeros(len(starts), dtype=bool)
+    kind_of = np.where(inside, of[np.maximum(within, 0)], -1) if len(begin) else np.full(len(starts), -1)
+
+    def without(chosen: list[int]) -> float:
+        free = np.flatnonzero(np.isin(kind_of, chosen))
+        return min(asked.gain_ns(free=free.tolist()), most) if len(free) else 0.0
+
+    gain, together = np.zeros(len(kinds)), np.zeros(len(kinds))
+    for copied in {kind[2] for kind in kinds}:
+        mine = [i for i, kind in enumerate(kinds) if kind[2] == copied and idle_ns[i] > 0]
+        together[[i for i, kind in enumerate(kinds) if kind[2] == copied]] = without(mine) if mine else 0.0
+        for i in sorted(mine, key=lambda i: -idle_ns[i])[:MOST_REPLAYED]:
+            gain[i] = together[i] if len(mine) == 1 else without([i])
+    return gain, together
 
 
 def _inside(windows: iv.Intervals, start: np.ndarray) -> np.ndarray:
@@ -110,7 +168,7 @@ def _waits(rank: RankData, thread: pd.DataFrame, ops: pd.DataFrame) -> pd.DataFr
     home = host.is_one_of(copies["copy"], "DtoH") & host.is_one_of(copies["memory"], "pageable")
     launch = called["launch"].to_numpy()
     blocking = host.is_named(called, *_COPIES) & np.isin(launch, copies["launch"].to_numpy()[home]) & (launch >= 0)
-    calls = called[host.is_named(called, *_BLOCKING) | blocking]
+    calls = called[host.is_named(called, *SYNCHRONISING) | blocking]
     start = calls["start_ns"].to_numpy()
     end = start + calls["dur_ns"].to_numpy()
     begin = ops["start_ns"].to_numpy()
@@ -121,24 +179,25 @@ def _waits(rank: RankData, thread: pd.DataFrame, ops: pd.DataFrame) -> pd.DataFr
         within, name.categories.to_numpy()[name.codes.to_numpy()[np.maximum(at, 0)]] if len(ops) else "", ""
     )
     one = np.where(within, at, -1 - np.arange(len(calls)))
-    # The operators that copy from pinned memory: by the calls that launched those copies.
-    free = host.is_one_of(copies["copy"], "HtoD") & host.is_one_of(copies["memory"], "pinned")
-    copied = called["start_ns"].to_numpy()[np.isin(launch, copies["launch"].to_numpy()[free]) & (launch >= 0)]
-    pinned = np.isin(at, np.searchsorted(begin, copied, side="right") - 1) & within
+    # The operators that copy to the device: by the calls that launched those copies.
+    copied = np.full(len(calls), "", dtype=object)
+    for memory in ("pinned", "pageable"):
+        theirs = host.is_one_of(copies["copy"], "HtoD") & host.is_one_of(copies["memory"], memory)
+        asked_at = called["start_ns"].to_numpy()[np.isin(launch, copies["launch"].to_numpy()[theirs]) & (launch >= 0)]
+        copied[np.isin(at, np.searchsorted(begin, asked_at, side="right") - 1) & within] = memory
     # The longest call names the wait.
     longest = np.argsort(start - end, kind="stable")
     _, first, of = np.unique(one[longest], return_index=True, return_inverse=True)
     first, count = longest[first], len(first)
-    begins, ends, from_pinned = np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64), np.zeros(count, int)
+    begins, ends = np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64)
     np.minimum.at(begins, of, start[longest])
     np.maximum.at(ends, of, end[longest])
-    np.maximum.at(from_pinned, of, pinned[longest].astype(int))
     order = np.argsort(begins, kind="stable")
     return pd.DataFrame(
         {
             "asked": asked[first][order],
             "call": calls["name"].astype("str").to_numpy()[first][order],
-            "pinned": from_pinned[order],
+            "copied": copied[first][order],
             "start_ns": begins[order],
             "end_ns": ends[order],
         }

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof.engine import RankData, per_rank
-from dlprof.measures.steps import light_steps, standard_error
+from dlprof.timeline.steps import light_steps, standard_error
 
 
 @per_rank
@@ -24,8 +24,8 @@ def validation(rank: RankData) -> pd.DataFrame:
     begins = validates & ~np.append(False, validates[:-1])
     trained = np.cumsum(kind == "train")
     mine = steps[validates].assign(phase=np.cumsum(begins)[validates])
-    took = mine.groupby("phase")["dur_ns"].sum().to_numpy(dtype=float)
-    total = float(took.sum())
+    took = mine.groupby("phase")["length_ns"].sum().to_numpy(dtype=float)
+    total = float(mine["dur_ns"].sum())
     return pd.DataFrame(
         {
             "phases": [len(took)],

@@ -11,7 +11,7 @@ import pandas as pd
 
 from dlprof.engine import Measured, RankData, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures.steps import light_steps
+from dlprof.timeline.steps import light_steps
 
 PARTS = ("setup", "warmup", "steady", "traced", "epoch_ends", "validation", "other", "suspended")
 
@@ -24,9 +24,10 @@ def whole_job(rank: RankData) -> pd.DataFrame:
     """Give one row a part that there was: part, steps, ns. The PARTS add up to the rank's time from importing torch on.
 
     setup: up to the first recorded step; warmup: training steps before they have settled; traced: those slowed by the
-    profiler; epoch_ends: training steps with an epoch's first batch or its end, where workers start and go; other:
-    neither trained nor evaluated; suspended: steps of any kind in which the job was stopped. STALLS follow, summed over
-    all of these: they are within them, not beside. Raises NotMeasured where the light layer was not recorded.
+    profiler; epoch_ends: training steps with an epoch's first batch or its end, where workers start and go, but for the
+    job's very first step; other: neither trained nor evaluated; suspended: steps of any kind in which the job was
+    stopped. STALLS follow, summed over all of these: they are within them, not beside. Raises NotMeasured where the
+    light layer was not recorded.
     """
     frame = rank.once(light_steps)
     if not len(frame):
@@ -39,13 +40,13 @@ def whole_job(rank: RankData) -> pd.DataFrame:
             frame["profiled"].to_numpy() != 0,
             kind == "validation",
             ~trains,
-            frame["first"].to_numpy() != 0,
+            (frame["first"].to_numpy() != 0) & (np.cumsum(trains) > 1),
             frame["steady"].to_numpy(),
         ],
         ["suspended", "traced", "validation", "other", "epoch_ends", "steady"],
         "warmup",
     )
-    dur = frame["dur_ns"].to_numpy(dtype=float)
+    dur = frame["length_ns"].to_numpy()
     rows = [(p, int((part == p).sum()), float(dur[part == p].sum())) for p in PARTS if (part == p).any()]
     began = (rank.facts.get("clock") or {}).get("unix_ns")
     if isinstance(began, int) and began < frame["start_ns"].iloc[0]:

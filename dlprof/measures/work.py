@@ -7,10 +7,10 @@ import pandas as pd
 
 from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import device
-from dlprof.measures.operators import kernels, own_times, owners
-from dlprof.measures.steps import standard_errors, timing
+from dlprof.measures.operators import kernels, kernels_within, own_times, owners
 from dlprof.result import MOST_WORK
+from dlprof.timeline import device
+from dlprof.timeline.steps import standard_errors, timing
 from dlprof.units import short
 
 # Names of kernels that templates made can be thousands of letters long.
@@ -29,18 +29,23 @@ def work(rank: RankData) -> pd.DataFrame:
     if not len(windows):
         raise NotMeasured("no steps were traced")
     spans = rank.table("spans")
+    n = len(windows)
     code, start = spans["name"].cat.codes.to_numpy(), spans["start_ns"].to_numpy()
     found = []
     if device.has_device(rank):
         rows = kernels(rank).index.to_numpy()
         dur = spans["dur_ns"].to_numpy(dtype=float)[rows]
+        step = kernels_within(rank)
         by = rank.once(owners)[rows]
         known = by >= 0
-        found.append(_sums("operator", windows, code[by[known]], start[rows[known]], dur[known]))
-        found.append(_sums("kernel", windows, code[rows], start[rows], dur))
+        found.append(_sums("operator", n, code[by[known]], step[known], dur[known]))
+        found.append(_sums("kernel", n, code[rows], step, dur))
     else:
         rows, dur = rank.once(own_times)
-        found.append(_sums("operator", windows, code[rows], start[rows], dur))
+        at = start[rows]
+        step = np.searchsorted(windows[:, 0], at, side="right") - 1
+        step = np.where((step >= 0) & (at < windows[np.maximum(step, 0), 1]), step, -1)
+        found.append(_sums("operator", n, code[rows], step, dur))
     frame = pd.concat(found, ignore_index=True)
     if not len(frame):
         raise NotMeasured("no operator's work was traced")
@@ -49,11 +54,9 @@ def work(rank: RankData) -> pd.DataFrame:
     return frame.assign(name=pd.Series(named, dtype=object))
 
 
-def _sums(kind: str, windows: np.ndarray, code: np.ndarray, start: np.ndarray, dur: np.ndarray) -> pd.DataFrame:
-    """Add up what began in each of the windows, by the number of its name."""
-    step = np.searchsorted(windows[:, 0], start, side="right") - 1
-    inside = (step >= 0) & (start < windows[np.maximum(step, 0), 1])
-    n = len(windows)
+def _sums(kind: str, n: int, code: np.ndarray, step: np.ndarray, dur: np.ndarray) -> pd.DataFrame:
+    """Add up what belongs to each of n steps (−1: to none), by the number of its name."""
+    inside = step >= 0
     place, found = pd.factorize(code[inside])
     ns = np.bincount(place * n + step[inside], dur[inside], len(found) * n).reshape(-1, n)
     calls = np.bincount(place, minlength=len(found)) / n

@@ -38,9 +38,10 @@ from numpy.typing import NDArray
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.loader import fetch_series, loader_means
+from dlprof.measures.breakdown import breakdown, part
+from dlprof.measures.loader import fetch_series, gained, loader_means
 from dlprof.measures.replay import own_time, saving_input
-from dlprof.measures.steps import step_means, step_series
+from dlprof.timeline.steps import step_means, step_series
 
 Times = NDArray[np.float64]
 
@@ -246,6 +247,9 @@ def pace(run: Measured, rank: int) -> Pace:
     # Taking a batch that is there is the loop's own work.
     taken = 0.0 if np.isnan(row["taken_ns"]) else float(row["taken_ns"])
     own = (series["dur_ns"] - (series["fetch_ns"] - taken).clip(lower=0)).to_numpy(dtype=float)
+    if not settings.on_cpu(run) and rank not in run.lacking(breakdown):
+        # A host that waits for no data only launches: the loop is as fast as its device.
+        own = np.maximum(own, float(step["step_ns"]) - part(run, "input_wait")[rank])
     inside = 0.0 if workers else 1.0  # the share of fetching that the loop's own figures hold
     own_delay = (0.0 if np.isnan(row["delayed"]) else row["delayed"]) * step["step_ns"] - inside * delay.mean()
     own_used = row["cores"] * step["step_ns"] - inside * used.mean()
@@ -346,7 +350,7 @@ def planned(run: Measured, wait: Mapping[int, float], worst: int) -> Plan | None
     except NotMeasured:
         return None
     # Ranks beyond those that were looked at wait less than they, and are taken to be like the worst.
-    gone = {r: w * freed.get(r, freed[worst]) for r, w in wait.items()}
+    gone = {r: gained(run, r, w, freed.get(r, freed[worst])) for r, w in wait.items()}
     return Plan(given, chosen, saving_input(run, gone))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 
@@ -12,9 +13,11 @@ from numpy.typing import NDArray
 from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, by_rank, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import device, host, settings
+from dlprof.measures import settings
+from dlprof.measures.clocks import held_down
 from dlprof.measures.samples import sample_means
-from dlprof.measures.steps import timing
+from dlprof.timeline import device, host
+from dlprof.timeline.steps import launched_within, timing
 
 
 @per_rank
@@ -31,17 +34,18 @@ def workload(rank: RankData) -> pd.DataFrame:
     within = iv.merge(t.windows)
     if on_device:
         work = device.device_work(rank)
-        pieces = work[["start_ns", "dur_ns"]][host.is_kind(work, "kernel")]
-        copies = work[host.is_one_of(work["copy"], "HtoD")]
-        copied = float(copies["bytes"].clip(lower=0).to_numpy()[_inside(copies, within)].sum())
+        inside = launched_within(rank) >= 0
+        pieces = work["dur_ns"].to_numpy()[inside & host.is_kind(work, "kernel")]
+        copies = work["bytes"].to_numpy()[inside & host.is_one_of(work["copy"], "HtoD")]
+        copied = float(np.maximum(copies, 0).sum())
     else:
         thread = host.on_training_thread(rank)
-        pieces = host.outermost(thread[host.is_kind(thread, "op")])
+        outermost = host.outermost(thread[host.is_kind(thread, "op")])
+        pieces = outermost["dur_ns"].to_numpy()[_inside(outermost, within)]
         copied = float("nan")
-    chosen = pieces["dur_ns"].to_numpy()[_inside(pieces, within)]
     n = len(t.windows)
-    mean = float(chosen.mean()) if len(chosen) else 0.0
-    return pd.DataFrame({"pieces": [len(chosen) / n], "piece_ns": [mean], "copied_bytes": [copied / n]})
+    mean = float(pieces.mean()) if len(pieces) else 0.0
+    return pd.DataFrame({"pieces": [len(pieces) / n], "piece_ns": [mean], "copied_bytes": [copied / n]})
 
 
 def _inside(spans: pd.DataFrame, within: iv.Intervals) -> NDArray[np.bool_]:
@@ -57,6 +61,7 @@ class Reason:
     said: str = ""
     do: str = ""
     shared: bool = False
+    owner: str = ""  # the rule that answers for it
 
 
 def longer_because(run: Measured, late: int) -> Reason:
@@ -91,7 +96,7 @@ def longer_because(run: Measured, late: int) -> Reason:
     if slower is not None and slower[1] >= least * slower[0]:
         said = f"its clock runs at {slower[0]:,.0f} MHz, the others' at {slower[1]:,.0f}"
         do = "look at its power limit, its cooling and who else uses it (`nvidia-smi -q -d CLOCK,PERFORMANCE`)"
-        return Reason(said, do)
+        return Reason(said, do, owner="throttled_clock" if _held_down(run, late) else "")
     waited = _sampled(run, "processes", "main_thread_waited_share", late)
     if waited is not None and waited[0] - waited[1] >= 1 - 1 / least:
         said = (
@@ -103,6 +108,12 @@ def longer_because(run: Measured, late: int) -> Reason:
         f"as many {what}, each {ratio:.2f} × as long",
         "give it the same work (shards, sequence lengths); then look at its device: clock, users, cooling",
     )
+
+
+def _held_down(run: Measured, late: int) -> bool:
+    with suppress(NotMeasured):
+        return any(why for row, why, _ in held_down(run) if row["rank"] == late and row["source"] == "gpu")
+    return False
 
 
 def _sampled(run: Measured, source: str, metric: str, late: int) -> tuple[float, float] | None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
-from dlprof.measures.arithmetic import device_peaks, operator_flops
+from dlprof.measures.arithmetic import operator_flops
 from dlprof.measures.heaviest import heaviest_operators
 from dlprof.measures.operators import operators
+from dlprof.measures.peaks import device_peaks
 from dlprof.overview import Picture
 from dlprof.result import Panel
 from dlprof.units import UNKNOWN, digits, duration, quantity, short, size

@@ -8,7 +8,8 @@ from dlprof.engine import Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.measures.copies import copies, copy_table
 from dlprof.measures.heaviest import heaviest_kernels
-from dlprof.measures.operators import UNITS, kernel_times
+from dlprof.measures.kernel_names import UNITS
+from dlprof.measures.operators import kernel_times
 from dlprof.overview import Picture
 from dlprof.result import Panel
 from dlprof.units import UNKNOWN, digits, duration, percent
@@ -38,7 +39,7 @@ def _kernels(run: Measured) -> Panel:
         )
         for row in frame.to_dict("records")
     )
-    note = "Of a traced step; tensor cores as the kernels' names tell."
+    note = "Of a traced step. Only its name tells what a kernel multiplies on; – multiplies nothing."
     known = int(frame["known"].iloc[0])
     if known > len(rows):
         note += f" The longest {len(rows)} of {known:,} kernels."

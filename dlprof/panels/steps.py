@@ -10,9 +10,9 @@ import pandas as pd
 from dlprof.engine import Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.measures.stalls import stalled_steps
-from dlprof.measures.steps import step_series
 from dlprof.overview import CLOCK, MOST_RANKS, Picture, began_ns, points, step_times
 from dlprof.result import Panel
+from dlprof.timeline.steps import step_series
 from dlprof.units import count, duration
 
 # Points of the parts of the steps: each the mean of as many steps as it takes.

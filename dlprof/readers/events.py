@@ -53,6 +53,8 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     group_text: Scalar = msgspec.field(name="Process Group Description", default=None)
     source: Scalar = msgspec.field(name="Src Rank", default=None)
     destination: Scalar = msgspec.field(name="Dst Rank", default=None)
+    sequence: Scalar = msgspec.field(name="Seq", default=None)
+    communicator: Scalar = msgspec.field(name="Comms Id", default=None)
     group_ranks: msgspec.Raw = msgspec.field(name="Process Group Ranks", default=msgspec.Raw(b"null"))
     dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw(b"null"))
     types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw(b"null"))

@@ -61,6 +61,9 @@ RANK: Mapping[str, Shape] = {
         "index": int,
         "name": str,
         "uuid": str,
+        "pci": str,
+        "slice": str,
+        "vendor": str,
         "memory_bytes": int,
         "capability": [int],
         "count": int,
@@ -84,6 +87,7 @@ RANK: Mapping[str, Shape] = {
     "optimizers": [{"class": str, "fused": bool, "foreach": bool, "parameters": int, "parameter_groups": int}],
     "autocast": {"enabled": bool, "dtype": str},
     "grad_scaler": bool,
+    "graphs": int,
     "matmul": {},
     "flops": {
         "state": str,
@@ -104,6 +108,9 @@ RANK: Mapping[str, Shape] = {
         "first_step": int,
         "last_step": int,
         "export_ns": int,
+        "extended": int,
+        "cupti_torn_down": bool,
+        "errors": [str],
     },
     "warnings": [str],
 }

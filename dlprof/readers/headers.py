@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dlprof.cupti import short
 from dlprof.errors import DlprofError
 from dlprof.readers.chunks import TraceFile, open_file
 from dlprof.readers.events import decoder, integer, ranks_of
@@ -66,6 +67,10 @@ def header_facts(keys: Mapping[str, Any], path: Path) -> dict[str, Any]:
         facts["base_time_ns"] = base
     if "schemaVersion" in keys:
         facts["schema"] = keys["schemaVersion"]
+    # What Kineto complained of while it recorded; older releases write it behind the events.
+    complaints = [line for name in ("ERROR", "WARNING") if isinstance(keys.get(name), list) for line in keys[name]]
+    if errors := short([line for line in complaints if isinstance(line, str)]):
+        facts["errors"] = errors
     return facts
 
 

@@ -27,9 +27,11 @@ class Pattern(NamedTuple):
 _OP = r"cpu_op|operator"
 _MARK = r"cpu_op|operator|user_annotation"
 
-# Kernels that move data between devices. NCCL says ncclKernel_ (to 2.18) and ncclDevKernel_ (from 2.19), AMD's RCCL
-# either of them or rccl; a bare hip* says nothing. Expert-parallel kernels carry their namespace (DeepEP's first and
-# second edition, its hybrid one, MORI's); what they do on one GPU alone (layouts, copying out, adding up) is computing.
+# Kernels that move data between devices. NCCL says ncclKernel_ (to 2.18) and ncclDevKernel_ (from 2.19; on symmetric
+# memory ncclSymkDevKernel_), AMD's RCCL either of them or rccl; a bare hip* says nothing. Transformer Engine overlaps
+# tensor parallelism with kernels of its own (userbuffers). Expert-parallel kernels carry their namespace (DeepEP's
+# first and second edition, its hybrid one, MORI's); what they do on one GPU alone (layouts, copying out, adding up)
+# is computing.
 EXPERT_KERNEL = (
     r"::internode(?:_ll)?::|::intranode::|deep_ep::elastic::\w*(?:dispatch|combine|barrier)_impl"
     r"|hybrid_ep::(?:dispatch|combine|device_sync)_kernel|\bEp(?:Dispatch|Combine)(?:Intra|Inter)Node"
@@ -37,7 +39,7 @@ EXPERT_KERNEL = (
 COMMUNICATION_KERNEL = (
     r"(?i:(?:^|\W)(?:nccl|rccl|oneccl|hccl|mscclpp|nvshmem))|(?i:nccl(?:dev)?kernel|rccl_|oneccl|mscclpp|nvshmem)"
     r"|cross_device_reduce|(?:one|two)_shot_all_reduce|multimem_(?:one_shot_)?(?:all_reduce|all_gather|reduce_scatter)"
-    rf"|{EXPERT_KERNEL}"
+    rf"|(?:^|\W)k?userbuffers_|{EXPERT_KERNEL}"
 )
 # The calls that issue a collective and torch's marks around one: c10d::allreduce_, gloo:all_reduce, nccl:broadcast.
 # record_param_comms is the call inside c10d that tells the profiler a collective's group, size and type;

@@ -78,6 +78,7 @@ class Rows:
     bytes: dict[int, int]
     copies: dict[int, tuple[str, str]]
     collectives: dict[int, tuple[str, str, str]]  # verb, group, element type
+    sequences: dict[int, tuple[int, str]]  # number, communicator ("": not told)
     peers: dict[int, tuple[int, str | None]]  # the rank, and in which group it has that number
     multiplied: dict[int, tuple[str, str]]  # shapes, element type
     sizes: dict[int, int]  # of copies, by launch
@@ -219,6 +220,7 @@ class _Making:
         self.bytes: dict[int, int] = {}
         self.copies: dict[int, tuple[str, str]] = {}
         self.collectives: dict[int, tuple[str, str, str]] = {}
+        self.sequences: dict[int, tuple[int, str]] = {}
         self.peers: dict[int, tuple[int, str | None]] = {}  # the rank, and in which group it has that number
         self.multiplied: dict[int, tuple[str, str]] = {}
         self.sizes: dict[int, int] = {}
@@ -359,6 +361,9 @@ class _Making:
             self.bytes[row] = size
         if collective or group or dtype:
             self.collectives[row] = (collective, group, dtype)
+        sequence = integer(args.sequence)
+        if sequence >= 0 or args.communicator is not None:
+            self.sequences[row] = (sequence, "" if args.communicator is None else str(args.communicator))
         if collective in ("send", "recv"):
             self._peer(row, e, args, collective, group)
 
@@ -457,6 +462,7 @@ class _Making:
             bytes=self.bytes,
             copies=self.copies,
             collectives=self.collectives,
+            sequences=self.sequences,
             peers=self.peers,
             multiplied=self.multiplied,
             sizes=self.sizes,

@@ -29,6 +29,7 @@ _SUMS = (
     "backward_ns",
     "optimizer_ns",
     "device_ns",
+    "device_step_ns",
     "fetches",
     "backwards",
     "optimizer_steps",

@@ -102,6 +102,7 @@ def _spans(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
         "copy": sparse([c[0] for c in rows.directions], {i: c[0] for i, c in rows.copies.items()}),
         "memory": sparse([c[1] for c in rows.directions], {i: c[1] for i, c in rows.copies.items()}),
         "collective": sparse(rows.verbs, {i: c[0] for i, c in rows.collectives.items()}),
+        "communicator": sparse(none, {i: s[1] for i, s in rows.sequences.items()}),
         "group": sparse(none, {i: c[1] for i, c in rows.collectives.items()}),
         "dtype": sparse(
             none,
@@ -113,6 +114,9 @@ def _spans(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     columns: dict[str, Any] = {name: column[order] for name, column in categories.items()}
     columns |= {"start_ns": start[order], "dur_ns": dur[order], "launch": launch[order], "bytes": size[order]}
     columns["peer"] = _peers(rows, groups)[order]
+    sequence = np.full(len(rows), -1, dtype=np.int64)
+    sequence[list(rows.sequences)] = [s[0] for s in rows.sequences.values()]
+    columns["sequence"] = sequence[order]
     return pd.DataFrame({name: columns[name] for name in tables.SPANS}, copy=False)
 
 

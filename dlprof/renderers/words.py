@@ -34,8 +34,8 @@ class Category:
     glyph: str
 
 
-# Paul Tol's bright scheme carries the seven commonest parts. The other five were chosen so that, under simulated
-# protanopia, deuteranopia and tritanopia, no two of the twelve come nearer than 13 in CIE76 (those seven alone: 12.8).
+# Paul Tol's bright scheme carries the seven commonest parts. The other seven were chosen so that each stays apart from
+# all others under simulated protanopia, deuteranopia and tritanopia.
 LOOKS: Mapping[str, Category] = {
     "computation": Category("Computation", "the device computes", "#4477aa", "#4477aa", 67, "█"),
     "communication": Category(
@@ -58,6 +58,17 @@ LOOKS: Mapping[str, Category] = {
         "Optimizer on the host", "the optimizer's Python, while the device has nothing", "#997700", "#997700", 136, "="
     ),
     "host": Category("Host", "launching and Python, while the device has nothing", "#bbbbbb", "#a7acb5", 250, "▒"),
+    "launch_latency": Category(
+        "Launch latency",
+        "the device has work queued, and its next kernel is about to start",
+        "#a8d8a8",
+        "#b8e0b8",
+        151,
+        ":",
+    ),
+    "queued_wait": Category(
+        "Queued work waits", "the device has work queued that waits for something", "#a848f0", "#b050ff", 135, "%"
+    ),
     "other": Category("Other", "none of these", "#e2e2e2", "#656b76", 242, "-"),
 }
 
@@ -84,6 +95,8 @@ LATE: Mapping[str, str] = {
     "compilation": "compiles",
     "optimizer_host": "spends longer in its optimizer, on the host",
     "host": "spends longer on the host, launching and in Python",
+    "launch_latency": "takes longer from one kernel to the next",
+    "queued_wait": "has queued work that waits on its device",
     "other": "comes late for a reason that the trace does not tell",
 }
 
@@ -167,12 +180,12 @@ def unqualified(kernel: str) -> str:
 
 
 def times(factor: float) -> str:
-    """Write a factor as "1.44 ×"; from a hundred on it tells nothing more, and is "over 100 ×"."""
+    """Write a factor as "1.44 ×"; from ten on nobody would take it at its word, and it is "over 10 ×"."""
     if not math.isfinite(factor):
         return UNKNOWN
-    if factor > 100:
-        return f"over 100{NBSP}×"
-    return f"{factor:.{2 if factor < 9.995 else 1}f}{NBSP}×"
+    if factor > 10:
+        return f"over 10{NBSP}×"
+    return f"{factor:.2f}{NBSP}×"
 
 
 def saves(outcome: Outcome) -> bool:
@@ -359,13 +372,25 @@ def outliers(time: Sequence[TimePart], count: int) -> list[int]:
 
 
 def headline(result: Result) -> tuple[str, str]:
-    """Give the diagnosis as one sentence, and one more on what is gained by it, or on how far to trust "nothing"."""
+    """Return the diagnosis as one sentence, and one more on what is gained by it, or on how far to trust "nothing".
+
+    A finding is never told before a larger part of the step that no rule could judge.
+    """
+    unjudged = _unjudged(result)
     if result.found:
-        return _diagnosis(result, result.found[0])
+        diagnosis, gain = _diagnosis(result, result.found[0])
+        if unjudged and unjudged.share > result.found[0].share:
+            return unjudged.sentence, f"Beside that: {diagnosis[0].lower()}{diagnosis[1:]} {gain}"
+        computing = mean_shares(result.time).get("computation", 0.0)
+        if computing >= _ALL_BUT and result.found[0].share < computing:
+            return f"Computation takes {percent(computing)} of {_each(result)}. {diagnosis}", gain
+        return diagnosis, gain
     tally = {state: sum(o.state == state for o in result.outcomes) for state in ("clear", "not_measured", "error")}
     unknown = tally["not_measured"] + tally["error"]
-    if result.time:
-        first = _largest(result)
+    if unjudged and unjudged.share >= max(mean_shares(result.time).values()):
+        first = unjudged.sentence
+    elif result.time:
+        first = f"{_largest(result)} {unjudged.sentence}" if unjudged else _largest(result)
     elif result.window is None:
         first = "No steady step was recorded."
     else:
@@ -373,20 +398,64 @@ def headline(result: Result) -> tuple[str, str]:
     if not tally["clear"]:
         return first, "No rule could be checked on this run, so nothing is said of its bottlenecks."
     second = f"{counted(tally['clear'], 'rule')} found nothing above the threshold"
-    return first, _unsaid(result) + second + (f"; {unknown} could not be measured." if unknown else ".")
+    return first, second + (f"; {unknown} could not be measured." if unknown else ".")
 
 
-# Which rule speaks of a part of the step.
-_SPEAKS = {
-    "communication": "exposed_communication",
-    "host": "host_bound",
-    "input_wait": "input_wait",
-    "optimizer_host": "host_bound",
-    "pipeline_bubble": "pipeline_bubble",
+# Which rules speak of a part of the step; nobody of `other`.
+_SPEAKS: Mapping[str, tuple[str, ...]] = {
+    "communication": ("exposed_communication", "straggler"),
+    "copy": ("exposed_copy", "pageable_copy"),
+    "host": ("host_bound",),
+    "input_wait": ("input_wait",),
+    "launch_latency": ("host_bound", "small_kernels"),
+    "optimizer_host": ("host_bound", "unfused_optimizer"),
+    "pipeline_bubble": ("pipeline_bubble",),
+    "queued_wait": ("queued_wait",),
+    "other": (),
 }
 
-# A part that is more than this of the step is what a reader asks about.
-_MOST = 0.5
+_IS: Mapping[str, str] = {
+    "communication": "is communication that nothing hides",
+    "copy": "is copying that nothing hides",
+    "host": "waits for the host",
+    "input_wait": "waits for data",
+    "launch_latency": "passes between queued kernels",
+    "optimizer_host": "waits for the optimizer's Python",
+    "pipeline_bubble": "is a bubble of the pipeline",
+    "queued_wait": "the device idles with work queued",
+    "other": "is nothing that was told apart",
+}
+
+# A part of the step that no rule could judge is told from here on.
+_NOTABLE = 0.05
+
+# Who computes in so much of each step has nothing else to lose.
+_ALL_BUT = 0.9
+
+
+@dataclass(frozen=True)
+class _Unjudged:
+    """The largest part of the step that no rule could judge: its share, and what is said of it."""
+
+    share: float
+    sentence: str
+
+
+def _unjudged(result: Result) -> _Unjudged | None:
+    """Find the largest part of the step, beside computation, that no rule could judge; None where all could be."""
+    states = {o.id: o for o in result.outcomes}
+    for category, share in mean_shares(result.time).items():
+        if share < _NOTABLE:
+            return None
+        if category not in _SPEAKS:
+            continue
+        spoke = [states[rule] for rule in _SPEAKS[category] if rule in states]
+        if any(o.state in ("found", "clear") for o in spoke):
+            continue
+        why = next((o.why for o in spoke if o.why), "")
+        told = f": {plain(why, 300).rstrip('.')}." if why else ", and no more is known of it."
+        return _Unjudged(share, f"{percent(share)} of {_each(result)} {_IS[category]}{told}")
+    return None
 
 
 def _largest(result: Result) -> str:
@@ -397,15 +466,6 @@ def _largest(result: Result) -> str:
     more = f"; {percent(untold)} is nothing that was told apart" if shares and untold > share else ""
     takes = "take" if category == "copy" else "takes"
     return f"{look(category).name} {takes} {percent(share)} of {_each(result)}{more}."
-
-
-def _unsaid(result: Result) -> str:
-    """Say why nothing is said of what takes most of the step, where the rule that would speak of it could not."""
-    for category, share in mean_shares(result.time).items():
-        for outcome in result.outcomes:
-            if share > _MOST and outcome.id == _SPEAKS.get(category) and outcome.state == "not_measured":
-                return f"Whether that is too much was not measured ({plain(outcome.why, 300)}). "
-    return ""
 
 
 def _each(result: Result) -> str:

@@ -8,9 +8,9 @@ Needs what PyTorch's CUDA allocator tells beside the light layer: how often it h
 
 Saving: how much longer the steady steps between two readings with a retry are than the others, spread over all.
 
-What to change: a smaller batch or `torch.utils.checkpoint`; `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, which
-lets freed pieces of different sizes be used together; inputs of few different sizes (pad to buckets); no tensors kept
-beyond the step that made them.
+What to change: a smaller batch or `torch.utils.checkpoint`; `PYTORCH_ALLOC_CONF=expandable_segments:True` (before torch
+2.9 `PYTORCH_CUDA_ALLOC_CONF`), which lets freed pieces of different sizes be used together; inputs of few different
+sizes (pad to buckets); no tensors kept beyond the step that made them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.memory import memory_use, retry_cost
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import count, duration, percent, size
 
 # No retry is meant to be there, so it is worth a word from where any finding is (diagnosis.LEAST_SHARE).
@@ -76,11 +76,11 @@ def check(run: Measured) -> Finding | Clear:
 
 
 def _advice(run: Measured, rank: int) -> tuple[str, ...]:
-    conf = (run.facts[rank].get("env") or {}).get("PYTORCH_CUDA_ALLOC_CONF")
+    variable, conf = settings.allocator(run, rank)
     batch = settings.training_loader(run, rank).get("batch_size")
     advice = [f"a smaller batch{f' (is {batch})' if batch else ''}, or `torch.utils.checkpoint` on the largest blocks"]
     if "expandable_segments:True" not in (conf or ""):
-        advice.insert(0, f"`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` (is {conf or 'not set'})")
+        advice.insert(0, f"`{variable}=expandable_segments:True` (is {conf or 'not set'})")
     return (*advice, "inputs of few different sizes: pad to buckets")
 
 

@@ -30,8 +30,8 @@ from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.replay import own_time, saving_stalls
 from dlprof.measures.room import room
 from dlprof.measures.stalls import stall_means, stalled_steps
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import digits, duration, percent
 
 # A checkpoint must be: it is worth a word from where any finding is (diagnosis.LEAST_SHARE), and what saving less often

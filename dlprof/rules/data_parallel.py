@@ -7,8 +7,8 @@ and reduces those while the backward pass still runs; PyTorch's manual recommend
 
 Needs a trace that holds `DataParallel.forward`.
 
-Saving: the copying gone. The reduction that takes its place is mostly hidden, and counted as nothing; what the threads
-cost each other is not in it.
+Saving: the traced steps replayed without the copying. The reduction that takes its place is hidden but for its last
+bucket, as far as that is known; what the threads cost each other is not in it.
 
 What to change: `torchrun --nproc-per-node GPUS`, `DistributedDataParallel(model, device_ids=[local_rank])` and a
 `DistributedSampler`; the batch size is then a GPU's, not the sum.
@@ -22,12 +22,16 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.data_parallel import replication
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import duration, percent
 
 # The change is larger than a keyword: worth it from where exposed communication is notable.
 NOTABLE_SHARE = 0.05
+
+
+# An all-reduce moves twice the bytes of the reduction to one GPU.
+_LAST = 2.0
 
 
 def check(run: Measured) -> Finding | Clear:
@@ -40,13 +44,17 @@ def check(run: Measured) -> Finding | Clear:
         return Clear("each rank is a process of its own")
     frame = run.frame(replication)
     copying, forward = by_rank(frame, "copying_ns"), by_rank(frame, "forward_ns")
-    gain = saving(run, copying)
+    left = {r: _LAST * _last_bucket(model) * ns for r, ns in by_rank(frame, "reducing_ns").items()}
+    gain = saving(run, {r: ns - left[r] for r, ns in by_rank(frame, "gain_ns").items()})
     if not gain:
         raise NotMeasured("nn.DataParallel has one device to work on, or its copying was not traced")
     if gain / step < NOTABLE_SHARE:
         return Clear(f"nn.DataParallel copies for {percent(gain / step)} of the step")
     worst = max(copying, key=lambda r: copying[r])
-    parts = (("inside DataParallel's forward", forward[worst]), ("copying, in forward and backward", copying[worst]))
+    parts = (
+        ("the host, inside DataParallel's forward", forward[worst]),
+        ("copying, in forward and backward", copying[worst]),
+    )
     return Finding(
         title="One process drives several GPUs",
         summary=f"nn.DataParallel spreads the model and the batch, and gathers outputs and gradients, for"
@@ -57,8 +65,15 @@ def check(run: Measured) -> Finding | Clear:
         advice=("`DistributedDataParallel` under `torchrun --nproc-per-node GPUS`, with a `DistributedSampler`",),
         evidence=Panel("bars", f"nn.DataParallel in a step of rank {worst}", parts, unit="ns"),
         ranks=tuple(sorted(copying)),
-        sure="The host's time in the copying, as traced; not measured against DistributedDataParallel.",
+        sure="Estimated by replaying the traced steps without the copying; not measured against"
+        " DistributedDataParallel.",
     )
+
+
+def _last_bucket(model: settings.Settings) -> float:
+    """Return the share of the gradients in DistributedDataParallel's last bucket, which nothing hides; 0: not known."""
+    last, whole = model.get("last_bucket_bytes"), model.get("parameter_bytes")
+    return min(last / whole, 1.0) if last and whole else 0.0
 
 
 RULE = Rule(

@@ -37,7 +37,10 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.collectives import collectives, waits
+from dlprof.measures.data_parallel import replication
 from dlprof.measures.exchange_plans import (
+    DDP_BUCKET,
+    FEWEST,
     activations,
     exchange_plans,
     exposed_transfer,
@@ -45,8 +48,8 @@ from dlprof.measures.exchange_plans import (
     transfer_noise,
 )
 from dlprof.measures.replay import own_time
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import UNKNOWN, count, duration, percent, size
 
 # Notable, high and severe are 5, 10 and 30 % with the analysis tools that grade it; it speaks from the first on.
@@ -63,6 +66,8 @@ def check(run: Measured) -> Finding | Clear:
         raise NotMeasured(
             "one rank: nothing to exchange" if run.world_size < 2 else "no collectives in the traced steps"
         )
+    if run.world_size < 2 and not run.lacking(replication):
+        return Clear("what one process exchanges between its GPUs is nn.DataParallel's")
     own = run.frame(own_time).set_index("rank")
     transfer = exposed_transfer(run)
     split = bool(own["known"].all())
@@ -186,7 +191,10 @@ def _advice(run: Measured, mine: pd.DataFrame, per_step: float, best: str, seldo
                 f"{what}: exchange gradients in large buckets during the backward pass (`DistributedDataParallel`)"
             )
     elif not ddp and not fsdp and settings.model(run):
-        advice.append("`DistributedDataParallel` or FSDP2 (`fully_shard`): they exchange during the backward pass")
+        advice.append(
+            f"`DistributedDataParallel{_buckets(mine)}` or FSDP2 (`fully_shard`): they exchange during the"
+            " backward pass"
+        )
     if ddp and ddp.get("find_unused_parameters"):
         advice.append("`find_unused_parameters=False` (is True) unless some are unused: it delays the exchange")
     if any(f.get("backend") == "gloo" and (f.get("device") or {}).get("type") == "cuda" for f in run.facts.values()):
@@ -198,6 +206,14 @@ def _advice(run: Measured, mine: pd.DataFrame, per_step: float, best: str, seldo
         fewer = "" if seldom else "; fewer exchanges: `no_sync()`"
         advice.append(f"half the bytes: `model.register_comm_hook(None, fp16_compress_hook)`{fewer}")
     return tuple(advice) or (_CHANGES.get(best, _CHANGES["hidden"]),)
+
+
+def _buckets(mine: pd.DataFrame) -> str:
+    """Return what to set of DistributedDataParallel's buckets where all gradients would fit into one."""
+    sized = mine.loc[mine["bytes"] > 0].groupby("step")["bytes"].sum()
+    if not len(sized) or not FEWEST << 20 <= float(sized.mean()) <= DDP_BUCKET:
+        return ""
+    return f"(..., bucket_cap_mb={float(sized.mean()) / FEWEST / 2**20:.0f})"
 
 
 def _evidence(run: Measured, plans: pd.DataFrame, step: float) -> Panel:
@@ -219,7 +235,7 @@ def _share(run: Measured, step: float) -> float:
 RULE = Rule(
     "exposed_communication",
     "Communication that nothing hides",
-    (breakdown, collectives, exchange_plans, own_time, step_means, transfer_noise, waits),
+    (breakdown, collectives, exchange_plans, own_time, replication, step_means, transfer_noise, waits),
     check,
     saves_from=("communication",),
 )

@@ -4,41 +4,48 @@ A GPU runs what the host has queued. Where a kernel ends before the next was lau
 as long as the Python that drives it. On a CPU run it is the time in which no operator runs and nothing is waited for:
 the script's own Python. Waiting for the loader is not counted here.
 
-Needs a trace. On a GPU an idle gap counts where the launch of the next kernel came after the device had run dry, and
-where the next kernel was queued in time and took up to 20 µs to start. Longer gaps before queued work are dependencies
-within the device, which no host could shorten. A device that runs fewer than 8 kernels a step does not train: then
-something compiles or starts up, or the trace is a part of one, and nothing is said.
+Needs a trace, on a GPU one that links launches to kernels. There, an idle gap counts where the launch of the next
+kernel came after the device had run dry. Time in which no thread is in an operator or in a call of the runtime for more
+than 100 µs is the script's own Python; the rest of it is launching. A device that runs fewer than 8 kernels a step does
+not train: then something compiles or starts up, or the trace is a part of one, and nothing is said.
 
-Saving: on a GPU what a captured graph would save of these gaps, all but a µs each, and the script's own Python between
-them. On a CPU all of the time.
+Saving: on a GPU the larger one of two, each by replaying the traced steps: without the script's own Python, which no
+compiler takes away; or with the launches of a captured graph, which leave a µs between kernels. Where the traces of all
+ranks are here, what all of them have: a rank that has more makes the others wait, which is the business of `straggler`.
+On a CPU all of the time.
 
-What to change: find what Python does there (the table) and take it out of the loop, or do it rarely, or in tensors;
-launch less (`fused=True` optimizers, `torch.compile`, larger batches); replay launches (`torch.compile(mode=
-"reduce-overhead")`, CUDA graphs); do not wait for results (`.item()`, prints) in every step.
+What to change: find what Python does there (the report names its functions where it saw them) and take it out of the
+loop, or do it rarely, or in tensors. Against launching: launch less (`fused=True` optimizers, `torch.compile`, larger
+batches); replay launches (`torch.compile(mode="reduce-overhead")`, CUDA graphs).
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pandas as pd
 
-from dlprof.diagnosis import Clear, Rule
-from dlprof.engine import Measured, by_rank
+from dlprof.diagnosis import LEAST_SHARE, Clear, Rule
+from dlprof.engine import Measured, MeasureFailed, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part, part_noise
-from dlprof.measures.gaps import gaps
+from dlprof.measures.breakdown import breakdown, part, part_least, part_noise
+from dlprof.measures.collectives import waits
+from dlprof.measures.gaps import gaps, own_python
 from dlprof.measures.host_work import PYTHON, check_launches, host_work, launches
 from dlprof.measures.loader import before_forward, loader_calls
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.stacks import COMPUTING, hottest, hottest_own
-from dlprof.measures.steps import mean_step_ns, step_means
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import duration, percent, short
 
 # Idle time is worth a look from 10 to 15 % of a step on (Ascend's msprof and TraceLens); from 10 % here.
 NOTABLE_SHARE = 0.10
 
 _HOST = ("host", "optimizer_host")
+
+_MOST_FUNCTIONS = 3
 
 
 def check(run: Measured) -> Finding | Clear:
@@ -50,9 +57,10 @@ def check(run: Measured) -> Finding | Clear:
         check_launches(run)
     work = run.frame(host_work)
     late = part(run, *_HOST)
-    gone, sure = _removable(run, late)
+    gone, launching = ({}, late) if on_cpu else _gains(run)
     step = mean_step_ns(run)
-    gain = saving(run, gone)
+    of_python, of_launches = saving(run, gone), saving(run, launching)
+    gain, python = max(of_python, of_launches), of_python >= of_launches
     share = gain / step
     if share < NOTABLE_SHARE:
         return Clear(f"{percent(share)} of the step waits for the host")
@@ -60,35 +68,84 @@ def check(run: Measured) -> Finding | Clear:
     mine = work[work["rank"] == worst]
     by_phase = mine.groupby("phase")["ns"].sum().sort_values(ascending=False)
     phase = str(by_phase.index[0]) if len(by_phase) else ""
-    top = mine.iloc[0] if len(mine) else None
-    inside = f" in {top['phase']}" if top is not None and top["phase"] else ""
-    largest = short(str(top["name"]), 80) if top is not None and top["name"] != PYTHON else ""
-    most = f"; the largest part: {largest}{inside}" if largest else ""
-    python = float(mine[mine["name"] == PYTHON]["ns"].sum()) / max(float(mine["ns"].sum()), 1.0)
+    between = float(mine[mine["name"] == PYTHON]["ns"].sum()) / max(float(mine["ns"].sum()), 1.0)
+    title, verdict = _TITLES["cpu" if on_cpu else "python" if python else "launches"]
     return Finding(
-        title="Python holds up the step" if on_cpu else "The host is too slow for its device",
+        title=title,
         summary=f"For {duration(late[worst])} of {duration(step)} rank {worst} computes nothing because its host has"
-        f" launched nothing: {percent(python)} of that is Python between operators{most}.{_hottest(run, worst, phase)}",
-        verdict=f"{percent(share)} of each step waits for Python and launches.",
+        f" launched nothing: {percent(between)} of that is Python between operators{_largest(mine)}."
+        f"{_seen(run, worst, phase)}",
+        verdict=verdict.format(percent(share)),
         noise_ns=part_noise(run, *_HOST),
+        least_ns=min(gain, part_least(run, *_HOST)),
         saving_ns=gain,
-        advice=_advice(run, worst, phase, python > 0.5 and not _only_traced(run)),
+        advice=_advice_cpu(run, phase, between > 0.5 and not _only_traced(run))
+        if on_cpu
+        else _advice(run, worst, phase, of_python, of_launches),
         evidence=_evidence(mine, worst),
         ranks=tuple(sorted(r for r, ns in late.items() if ns >= late[worst] / 2)),
-        sure=f"{sure} {_slowed(run)}",
+        sure=_SURE["cpu" if on_cpu else "python" if python else "launches"] + _slowed(run),
     )
 
 
-def _removable(run: Measured, late: dict[int, float]) -> tuple[dict[int, float], str]:
-    """Give what could be saved of the host's part of the step, ns by rank, and how that was estimated."""
+_TITLES = {
+    "cpu": ("Python holds up the step", "{} of each step waits for Python and launches."),
+    "python": (
+        "The script's own Python holds up the device",
+        "{} of each step the device waits for the script's own Python.",
+    ),
+    "launches": ("The host launches too slowly for its device", "{} of each step the device waits for launches."),
+}
+_SURE = {
+    "cpu": "Estimated as all of it gone. ",
+    "python": "Estimated by replaying the traced steps without the script's own Python: the most that moving it out of"
+    " the loop can give. ",
+    "launches": "Estimated by replaying the traced steps with the launches of a captured graph; the script's own Python"
+    " and the optimizer's launches stay. ",
+}
+
+
+def _gains(run: Measured) -> tuple[dict[int, float], dict[int, float]]:
+    """Return what each rank gains without the script's own Python, and with the launches of a graph, ns a step."""
+    rows = run.frame(gaps).set_index("rank")
+    if rows["graph_gain_ns"].isna().any():
+        raise NotMeasured("the trace does not link launches to kernels: why the device idles is not known")
+    python, graph = (by_rank(rows.reset_index(), f"{name}_gain_ns") for name in ("python", "graph"))
+    with suppress(NotMeasured):
+        # What one rank has more than the others makes them wait, which is the business of `straggler`.
+        run.frame(waits)
+        python, graph = (dict.fromkeys(gains, min(gains.values())) for gains in (python, graph))
+    return python, graph
+
+
+def _largest(mine: pd.DataFrame) -> str:
+    """Name the operator or call that takes most of the host's part; "" where that is Python itself."""
+    if not len(mine) or mine["name"].iloc[0] == PYTHON:
+        return ""
+    inside = f" in {mine['phase'].iloc[0]}" if mine["phase"].iloc[0] else ""
+    return f"; the largest part: {short(str(mine['name'].iloc[0]), 80)}{inside}"
+
+
+def _seen(run: Measured, rank: int, phase: str) -> str:
+    """Name the script's functions that were seen there: in the stacks that were sampled, else in those of the trace."""
+    sampled = _hottest(run, rank, phase)
+    if sampled:
+        return sampled
+    frame = _functions(run, rank)
+    if not len(frame):
+        return ""
+    named = ", ".join(
+        f"{short(str(f), 80)} ({duration(float(ns))})" for f, ns in zip(frame["function"], frame["ns"], strict=True)
+    )
+    return f" The device waited longest for {named}."
+
+
+def _functions(run: Measured, rank: int) -> pd.DataFrame:
     try:
-        rows = run.frame(gaps).set_index("rank")
-    except NotMeasured:
-        return late, "Estimated as all of it gone."
-    # What a graph keeps is the device's own, and not slowed by a trace.
-    added = rows["overhead_ns"] - rows["kept_ns"]
-    gone = {r: max(0.0, ns + float(added.get(r, 0.0))) for r, ns in late.items()}
-    return gone, "Estimated as the launches of a captured graph, and without the script's own Python between them."
+        frame = run.frame(own_python)
+    except (NotMeasured, MeasureFailed):
+        return pd.DataFrame({"function": [], "ns": []})
+    return frame[frame["rank"] == rank].head(_MOST_FUNCTIONS)
 
 
 def _hottest(run: Measured, rank: int, phase: str) -> str:
@@ -111,7 +168,46 @@ def _slowed(run: Measured) -> str:
     return "What fills it was seen in the traced steps, which the profiler slows, and scaled to those that it did not."
 
 
-def _advice(run: Measured, rank: int, phase: str, loose: bool) -> tuple[str, ...]:
+def _advice(run: Measured, rank: int, phase: str, of_python: float, of_launches: float) -> tuple[str, ...]:
+    """Say what to change on a device: what gives most first, and what the other gives where that is worth a line."""
+    step = mean_step_ns(run)
+    frame = run.frame(launches)
+    number, length = by_rank(frame, "kernels")[rank], by_rank(frame, "kernel_ns")[rank]
+    replays = (
+        '`torch.compile(model, mode="reduce-overhead")` replays launches as a CUDA graph'
+        f" ({number:,.0f} kernels a step of {duration(length)} each)"
+    )
+    optimizer = settings.optimizer(run)
+    said = []
+    if of_launches >= LEAST_SHARE * step:
+        if not settings.model(run).get("compiled"):
+            said.append((of_launches, f"{replays}: {duration(of_launches)} a step"))
+        if phase == "optimizer" and optimizer and not optimizer.get("fused"):
+            said.append((of_launches, f"`{optimizer.get('class')}(..., fused=True)` (is {optimizer.get('fused')})"))
+    if of_python >= LEAST_SHARE * step:
+        said += [(of_python, line) for line in _of_python(run, rank, phase)]
+    ordered = tuple(line for _, line in sorted(said, key=lambda one: -one[0]))
+    return ordered or ("a larger batch: each kernel does more, at the same launch",)
+
+
+def _of_python(run: Measured, rank: int, phase: str) -> list[str]:
+    advice = []
+    lead = before_forward(run)
+    if not phase and lead is not None and lead[1] >= NOTABLE_SHARE * mean_step_ns(run):
+        advice.append(
+            f"if data comes in there, a DataLoader with workers: {duration(lead[1])} pass before the first forward, in"
+            " no loader that dlprof knows"
+        )
+    frame = _functions(run, rank)
+    where = f", {short(str(frame['function'].iloc[0]), 80)} first" if len(frame) else ""
+    advice.append(
+        f"take the script's own Python out of the loop{where}: metrics in tensors, logging every k steps, checks before"
+        " training"
+    )
+    return advice
+
+
+def _advice_cpu(run: Measured, phase: str, loose: bool) -> tuple[str, ...]:
     advice = []
     lead = before_forward(run)
     if not phase and lead is not None and lead[1] >= NOTABLE_SHARE * mean_step_ns(run):
@@ -121,19 +217,10 @@ def _advice(run: Measured, rank: int, phase: str, loose: bool) -> tuple[str, ...
         )
     if not phase and loose:
         advice.append("take the Python between the steps out of the loop: metrics in tensors, logging every k steps")
-    on_device = not settings.on_cpu(run)
     optimizer = settings.optimizer(run)
     if phase == "optimizer" and not optimizer.get("fused"):
         advice.append(f"`{optimizer.get('class') or 'the optimizer'}(..., fused=True)` (is {optimizer.get('fused')})")
-    if on_device:
-        frame = run.frame(launches)
-        number, length = by_rank(frame, "kernels")[rank], by_rank(frame, "kernel_ns")[rank]
-        many = f": {number:,.0f} kernels a step of {duration(length)} each"
-        compiled = settings.model(run).get("compiled")
-        if not compiled:
-            advice.append(f'`torch.compile(model, mode="reduce-overhead")` replays launches as a CUDA graph{many}')
-        advice.append("no `.item()`, `print` or `.cpu()` of device values in every step: each waits for the device")
-    elif phase in ("forward", "backward") and not settings.model(run).get("compiled"):
+    if phase in ("forward", "backward") and not settings.model(run).get("compiled"):
         advice.append("`torch.compile(model)`: fewer operators, less Python between them")
     return tuple(advice) or ("find the Python that the report lists, and do it less often or in tensors",)
 
@@ -150,7 +237,8 @@ def _evidence(mine: pd.DataFrame, rank: int) -> Panel:
 RULE = Rule(
     "host_bound",
     "Waiting for the host",
-    (breakdown, gaps, host_work, hottest, launches, loader_calls, own_time, step_means),
+    (breakdown, gaps, host_work, hottest, launches, loader_calls, own_python, own_time, step_means, waits),
     check,
-    saves_from=("host", "optimizer_host", "other"),
+    # A host that is faster waits for its data beside the device's work.
+    saves_from=("input_wait", "host", "optimizer_host", "launch_latency", "other"),
 )

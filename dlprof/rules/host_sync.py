@@ -5,14 +5,18 @@ tensor, a boolean mask as an index, copying from pageable memory and `torch.cuda
 that is queued has run. When it goes on, the queue is empty, and the device has nothing to do until the host has
 launched again.
 
-Needs a trace of a device. A wait counts where the device ran dry meanwhile: then for as long as the host took to launch
-again, and not for the waiting itself, in which the device worked. What the device waited for anyway (the next batch,
-another rank) is left out. Waiting for copies from pinned memory is the business of `blocking_copy`.
+Needs a trace of a device that links launches to kernels. A wait counts where the device ran dry meanwhile. Waiting for
+copies to the device is the business of `blocking_copy` and `pageable_copy`.
 
-Saving: that idle time gone. It is part of what `host_bound` finds, with a cause.
+Saving: the traced steps replayed with nobody waiting there: the host launches on, and the device works no sooner than
+it launches. It is part of what `host_bound` finds, with a cause.
+
+With an optimizer that is not fused, `torch.amp.GradScaler` reads a value itself in every step, right before the
+optimizer's: that is told apart from what the script reads.
 
 What to change: read values every k steps, or a step late; add up in tensors and read the sum; `torch.where` instead of
-masks; pinned memory and `non_blocking=True` for copies; no `torch.cuda.synchronize()` in the loop.
+masks; pinned memory and `non_blocking=True` for copies; no `torch.cuda.synchronize()` in the loop; `fused=True` in the
+optimizer behind a `GradScaler`.
 """
 
 from __future__ import annotations
@@ -22,12 +26,12 @@ import pandas as pd
 from dlprof.diagnosis import Clear, Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
-from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part, part_noise
+from dlprof.measures import grad_scaler, settings
+from dlprof.measures.breakdown import breakdown, part_least, part_noise
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
-from dlprof.measures.syncs import syncs
+from dlprof.measures.syncs import syncs, together
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import digits, duration, percent
 
 # Reading a value less often is one line, so it is worth saying from where any finding is (diagnosis.LEAST_SHARE).
@@ -45,6 +49,9 @@ _CURES = {
     "aten::_to_copy": "`pin_memory=True` and `.to(device, non_blocking=True)`; `.cpu()` every k steps",
     "aten::copy_": "copy from and to pinned memory, with `non_blocking=True`",
     "": "no `torch.cuda.synchronize()` in the loop, nor timing that needs it",
+    # torch/amp/grad_scaler.py, `_maybe_opt_step`: what the optimizer takes itself is not read back.
+    grad_scaler.READS: "`fused=True` in the optimizer (Adam, AdamW, SGD, Adagrad): it takes the scale itself, and"
+    " `GradScaler.step` need not read back whether gradients overflowed; or bfloat16, which needs no GradScaler",
 }
 
 
@@ -55,45 +62,43 @@ def check(run: Measured) -> Finding | Clear:
     if (run.frame(step_means)["unit"] != "step").any():
         raise NotMeasured("nothing marks the steps: starting up cannot be told from training (prof.step() marks them)")
     frame = run.frame(syncs)
-    if frame["idle_ns"].isna().any():
-        raise NotMeasured("the trace holds no work of a device")
-    frame = frame[frame["pinned"] == 0]
-    late = part(run, *_HOST)
-    # The trace slows the host: of its part of the steps that were not traced these waits have the same share.
-    of_host = (frame.groupby("rank")["idle_ns"].sum() / frame.groupby("rank")["host_ns"].first()).fillna(0.0)
-    idle = {r: ns * float(of_host.get(r, 0.0)) for r, ns in late.items()}
+    if len(frame) and frame["together_ns"].isna().all():
+        raise NotMeasured("the trace does not link launches to kernels, or holds no work of a device")
+    frame = frame[frame["copied"] == ""]
+    gains = together(run, frame)
     step = mean_step_ns(run)
-    gain = saving(run, idle)
+    gain = saving(run, gains)
     if gain / step < NOTABLE_SHARE:
         return Clear(f"for {percent(gain / step)} of the step the device idles behind a wait of its host")
-    worst = max(idle, key=lambda r: idle[r])
+    worst = max(gains, key=lambda r: gains[r])
     mine = frame[frame["rank"] == worst].sort_values("idle_ns", ascending=False)
     first = mine.iloc[0]
+    who = "GradScaler" if first["asked"] == grad_scaler.READS else "the script"
     return Finding(
-        title="The script waits for its device",
+        title=f"{who[0].upper()}{who[1:]} waits for its device",
         summary=f"{digits(float(mine['calls'].sum()))} times a step rank {worst} waits until its device has caught up,"
-        f" most of all in {first['asked'] or 'a call of Python'}; the device then idles for {duration(idle[worst])} a"
-        " step.",
-        verdict=f"{percent(gain / step)} {of_step(run)} the device idles because the script waited for it.",
+        f" most of all in {first['asked'] or 'a call of Python'}; the device then idles for"
+        f" {duration(float(mine['idle_ns'].sum()))} a step.",
+        verdict=f"{percent(gain / step)} {of_step(run)} the device idles because {who} waited for it.",
         noise_ns=part_noise(run, *_HOST),
+        least_ns=min(gain, part_least(run, *_HOST)),
         saving_ns=gain,
         advice=tuple(dict.fromkeys(_CURES[a] for a in mine.loc[mine["idle_ns"] > 0, "asked"] if a in _CURES))
         or ("find the calls that the report lists, and make them less often",),
         evidence=_evidence(mine, worst),
-        ranks=tuple(sorted(r for r, ns in idle.items() if ns >= idle[worst] / 2)),
-        sure="The idle time behind the waits of the traced steps, as a share of all in which the device waits for the"
-        " host.",
+        ranks=tuple(sorted(r for r, ns in gains.items() if ns >= gains[worst] / 2)),
+        sure="Estimated by replaying the traced steps without these waits.",
     )
 
 
 def _evidence(mine: pd.DataFrame, rank: int) -> Panel:
     rows = tuple(
-        (str(asked) or "Python", str(call), digits(float(n)), duration(float(ns)), duration(float(idle)))
-        for asked, call, n, ns, idle in zip(
-            mine["asked"], mine["call"], mine["calls"], mine["ns"], mine["idle_ns"], strict=True
+        (str(asked) or "Python", str(call), digits(float(n)), *(duration(float(ns)) for ns in times))
+        for asked, call, n, *times in zip(
+            *(mine[c] for c in ("asked", "call", "calls", "ns", "idle_ns", "gain_ns")), strict=True
         )
     )
-    columns = ("by", "waits in", "times a step", "waiting a step", "device then idle")
+    columns = ("by", "waits in", "times a step", "waiting a step", "device then idle", "saved without")
     return Panel("table", f"Waits of a traced step on rank {rank}", rows, columns)
 
 
@@ -102,5 +107,5 @@ RULE = Rule(
     "Waiting for the device",
     (breakdown, own_time, step_means, syncs),
     check,
-    saves_from=("host", "optimizer_host"),
+    saves_from=("input_wait", "host", "optimizer_host", "launch_latency"),
 )

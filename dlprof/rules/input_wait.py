@@ -4,7 +4,8 @@ A step begins with `next()` on the loader. While the training thread waits there
 nobody works on the model. The wait ends when the loader can make batches at least as fast as the model takes them.
 
 Needs the wait in the loader (every step of a recorded run, or the loader's ranges in a trace) and, on a GPU, a trace
-that tells when the device was idle: a wait behind which the device still computes costs nothing and is not counted.
+that tells when the device was idle: a wait behind which the device still computes costs nothing and is not counted. The
+traced steps are replayed without the wait, the device working no sooner than its host launches.
 With several ranks, a wait counts as far as no other rank is slower anyway; where all ranks' traces are here, the report
 tells who waits meanwhile for the rank that waits for its data.
 
@@ -35,14 +36,22 @@ from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.blame import blame
-from dlprof.measures.breakdown import breakdown, part, part_noise
-from dlprof.measures.loader import before_forward, fetch_series, loader_calls, loader_means, worker_means
+from dlprof.measures.breakdown import breakdown, part, part_least, part_noise
+from dlprof.measures.loader import (
+    before_forward,
+    fetch_gains,
+    fetch_series,
+    gained,
+    loader_calls,
+    loader_means,
+    worker_means,
+)
 from dlprof.measures.replay import own_time, saving_input
 from dlprof.measures.room import room
 from dlprof.measures.stacks import hottest, hottest_own
-from dlprof.measures.steps import mean_step_ns, of_step, step_means, step_series
 from dlprof.measures.workers import COLLATING, SAMPLES, Plan, costly, freed_by_cheaper, planned, step_with_cheaper
 from dlprof.result import Finding, Forecast, Panel
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means, step_series
 from dlprof.units import UNKNOWN, count, duration, percent
 
 # From here on a wait is worth a change: XProf's input pipeline analyzer and the TensorBoard plugin say 5 %.
@@ -50,6 +59,9 @@ NOTABLE_SHARE = 0.05
 
 # More workers are what is missing where they give the larger part of what there is to gain.
 LARGER_PART = 0.5
+
+# Workers that compute slow everything that computes beside them, and who waits for data launches late.
+_SAVES_FROM = ("computation", "communication", "input_wait", "optimizer_host", "host", "launch_latency", "other")
 
 MOST_BARS = 60
 MOST_ROWS = 12
@@ -71,7 +83,7 @@ def check(run: Measured) -> Finding | Clear:
         raise NotMeasured(_no_loader(run))
     wait, taken = _waits(run)
     step = mean_step_ns(run)
-    gain = min(saving_input(run, wait), room(run, ("input_wait",)))
+    gain = min(saving_input(run, wait), room(run, ("input_wait",) if settings.on_cpu(run) else _SAVES_FROM))
     share = gain / step
     if share < NOTABLE_SHARE:
         ready = max(taken.values()) / step
@@ -100,6 +112,7 @@ def check(run: Measured) -> Finding | Clear:
         f"{_hottest(run, worst)}",
         verdict=f"{percent(share)} {of_step(run)} waits for data{where}{_also(run, late, victims)}{crowds}.",
         noise_ns=part_noise(run, "input_wait"),
+        least_ns=min(gain, part_least(run, "input_wait")),
         saving_ns=saving,
         advice=_advice(run, worst, wait[worst], step) if plan is None else _planned(run, worst, plan, helps, part),
         evidence=_evidence(run, worst) if plan is None else _predictions(run, plan, worst, part, cheaper_ns),
@@ -111,8 +124,14 @@ def check(run: Measured) -> Finding | Clear:
 
 
 def _waits(run: Measured) -> tuple[dict[int, float], dict[int, float]]:
-    """Give each rank's exposed wait for data in the mean steady step, ns, and what of it takes over ready batches."""
+    """Return what each rank's wait for data costs the mean steady step, ns, and what of it takes over ready batches.
+
+    That is its exposed wait; with a device, what its own step would be shorter by without it.
+    """
     wait = part(run, "input_wait")
+    if not run.lacking(fetch_gains):
+        frame = run.frame(fetch_gains)
+        wait = wait | by_rank(frame[frame["left"] == 0], "gain_ns")
     try:
         takes = by_rank(run.frame(loader_means).dropna(subset="taken_ns"), "taken_ns")
     except NotMeasured:
@@ -131,7 +150,7 @@ def _gain_of_cheaper(run: Measured, wait: Mapping[int, float], worst: int, part:
         with suppress(NotMeasured):
             return mean_step_ns(run) - step_with_cheaper(run, part)
     freed = freed_by_cheaper(run, worst, part)
-    return saving_input(run, {r: ns * freed for r, ns in wait.items()})
+    return saving_input(run, {r: gained(run, r, ns, freed) for r, ns in wait.items()})
 
 
 def _victims(run: Measured, late: tuple[int, ...]) -> tuple[int, dict[int, float]]:
@@ -370,6 +389,7 @@ RULE = Rule(
     (
         blame,
         breakdown,
+        fetch_gains,
         fetch_series,
         hottest,
         loader_calls,
@@ -380,6 +400,6 @@ RULE = Rule(
         worker_means,
     ),
     check,
-    # Workers that compute slow everything that computes beside them.
-    saves_from=("computation", "communication", "input_wait", "optimizer_host", "host", "other"),
+    saves_from=_SAVES_FROM,
+    feeds=True,
 )

@@ -29,8 +29,8 @@ from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures.memory import memory_growth, memory_series
 from dlprof.measures.samples import sample_series
-from dlprof.measures.steps import mean_step_ns, step_means
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import count, digits, duration, size
 
 # A choice: about as long as clusters let one job run. What lasts longer will not end this job.

@@ -6,28 +6,34 @@ the other end, a job that holds nearly all of the memory fails on the first batc
 
 Needs what PyTorch's CUDA allocator tells beside the light layer, and a trace, which tells what the device waits for.
 
-Saving: for as many samples as a step has now, half of the time in which the device waits for its host or only
-exchanges data, with a batch twice as large. What larger kernels gain comes on top and is not counted. Of memory, what a
+Saving: for as many samples as a step has now, the traced steps replayed with a batch twice as large: twice the time
+in kernels and copies, and the host's work, the optimizer and the exchanges as they are. What larger kernels gain comes
+on top and is not counted. Where a trace cannot be replayed: half of the time in which the device waits for its host or
+only exchanges data. Of memory, what a
 step leaves allocated (parameters, the optimizer's state) is taken to stay, and what it needs beyond that to double.
 
 What to change: the batch size, and the learning rate with it (a larger batch trains otherwise: compare the loss by
 samples, not by steps). Near the end: a smaller batch, `torch.utils.checkpoint`, a lower precision,
-`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+`PYTORCH_ALLOC_CONF=expandable_segments:True` (before torch 2.9 `PYTORCH_CUDA_ALLOC_CONF`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
+
 import pandas as pd
 
 from dlprof.diagnosis import Clear, Rule
-from dlprof.engine import Measured
+from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
+from dlprof.measures.batches import TIMES, larger_batches
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.memory import memory_use
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import duration, percent, size
 
 # Where tools that watch memory warn: above 92 %, and again above 97 %. What is reserved may be cache, so the first is
@@ -40,12 +46,10 @@ FULL = HIGH
 # Another batch is another training: worth it from where tools for input and stragglers speak (5 %, XProf).
 NOTABLE_SHARE = 0.05
 
-_TIMES = (2, 4, 8)
-
 MOST_ROWS = 16
 
 # The same for any batch: what the host does, and gradients' bytes.
-_HOST = ("host", "optimizer_host")
+_HOST = ("host", "optimizer_host", "launch_latency")
 
 
 def check(run: Measured) -> Finding | Clear:
@@ -61,13 +65,13 @@ def check(run: Measured) -> Finding | Clear:
     fullest = int(str(allocated.idxmax()))
     if allocated.max() > HIGH or reserved.max() > CRITICAL:
         return _full(run, frame, int(str((allocated if allocated.max() > HIGH else reserved).idxmax())))
-    need = {k: _need(frame, k) for k in _TIMES}
+    need = {k: _need(frame, k) for k in TIMES}
     used = f"{percent(float(allocated.max()))} of the GPU's memory is used"
     if need[2] > FULL:
         return Clear(f"{used}; a batch twice as large would not fit")
     fixed = _fixed(run)
     step = mean_step_ns(run)
-    gains = {k: saving(run, {r: ns * (1 - 1 / k) for r, ns in fixed.items()}) for k in _TIMES if need[k] <= FULL}
+    gains = {k: saving(run, _gone(run, fixed, k)) for k in TIMES if need[k] <= FULL}
     if gains[2] / step < NOTABLE_SHARE:
         return Clear(f"{used}; a batch twice as large would fit, and give {percent(gains[2] / step)}")
     batch = settings.training_loader(run, fullest).get("batch_size")
@@ -105,7 +109,7 @@ def _full(run: Measured, frame: pd.DataFrame, rank: int) -> Finding:
     mine = frame.to_dict("index")[rank]
     most, held, total = (float(mine[c]) for c in ("peak_reserved_bytes", "peak_allocated_bytes", "total_bytes"))
     batch = settings.training_loader(run, rank).get("batch_size")
-    conf = (run.facts[rank].get("env") or {}).get("PYTORCH_CUDA_ALLOC_CONF")
+    variable, conf = settings.allocator(run, rank)
     failed = f"; {int(mine['ooms'])} allocations failed" if mine["ooms"] > 0 else ""
     return Finding(
         title="The GPU's memory is nearly used up",
@@ -116,7 +120,7 @@ def _full(run: Measured, frame: pd.DataFrame, rank: int) -> Finding:
         saving_ns=0.0,
         advice=(
             f"a smaller batch{f' (is {batch})' if batch else ''}, or `torch.utils.checkpoint` on the largest blocks",
-            f"`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` (is {conf or 'not set'}): {size(most - held)} of what"
+            f"`{variable}=expandable_segments:True` (is {conf or 'not set'}): {size(most - held)} of what"
             " is reserved is cache",
         ),
         ranks=tuple(int(str(r)) for r in frame.index[frame["peak_reserved_bytes"] / frame["total_bytes"] > HIGH]),
@@ -147,6 +151,15 @@ def _need(frame: pd.DataFrame, times: int) -> float:
     return float(((frame["kept_bytes"] + more) / frame["total_bytes"]).max())
 
 
+def _gone(run: Measured, fixed: Mapping[int, float], times: int) -> dict[int, float]:
+    """Return what each rank's step is shorter by for as many samples, ns, with a batch so many times as large."""
+    gone = {r: ns * (1 - 1 / times) for r, ns in fixed.items()}
+    with suppress(NotMeasured):
+        frame = run.frame(larger_batches)
+        gone |= by_rank(frame[frame["times"] == times], "gain_ns")
+    return gone
+
+
 def _fixed(run: Measured) -> dict[int, float]:
     """Give each rank's time of a step that is the same for any batch, waiting for other ranks left out, ns."""
     host, exchanged = part(run, *_HOST), part(run, "communication")
@@ -157,7 +170,7 @@ def _fixed(run: Measured) -> dict[int, float]:
 RULE = Rule(
     "memory_headroom",
     "Memory of the GPU",
-    (breakdown, memory_use, own_time, step_means),
+    (breakdown, larger_batches, memory_use, own_time, step_means),
     check,
     saves_from=(*_HOST, "communication"),
 )

@@ -1,14 +1,15 @@
-"""Matrix products in 16 bits have sizes that are no multiple of 8.
+"""Matrix products in 16 bits have sizes that are no multiple of 8, or in 8 bits none of 16.
 
-Tensor cores read operands in pieces of 16 bytes, 8 numbers of 16 bits. Where a row of a matrix is no multiple of that,
-a library pads, takes a slower kernel, or leaves the tensor cores unused (NVIDIA, Matrix Multiplication Background
-User's Guide). Vocabularies and hidden sizes that someone counted rather than chose are what does it.
+Tensor cores read operands in pieces of 16 bytes: 8 numbers of 16 bits, 16 of 8. Where a row of a matrix is no multiple
+of that, a library pads, takes a slower kernel, or leaves the tensor cores unused (NVIDIA, Matrix Multiplication
+Background User's Guide). Vocabularies and hidden sizes that someone counted rather than chose are what does it.
 
 Needs a trace of a GPU with shapes (`record_shapes=True`), or a recording of dlprof's, which counts one step's; and a
-GPU whose peaks are known. Only the sizes of features count: a batch may have any size.
+GPU whose peaks are known. Only the sizes of features count, from 16 on: a batch may have any size, a classifier 10
+classes and a picture 3 channels.
 
-Saving: each such product as fast as the run's other 16-bit products are a FLOP; where there are too few of them, at
-half of the device's peak. Never less than its bytes take, nor 5 µs.
+Saving: each such product as fast as the run's other products of this width are a FLOP; where there are too few of them,
+at half of the device's peak. Never less than its bytes take, nor 5 µs.
 
 What to change: pad the vocabulary and the widths to a multiple of 8, better of 64 (`nn.Embedding(50304)` for 50257
 words).
@@ -16,16 +17,19 @@ words).
 
 from __future__ import annotations
 
+from typing import Any
+
 from dlprof.diagnosis import Clear, Rule
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.arithmetic import device_peaks
 from dlprof.measures.breakdown import breakdown, part_noise
-from dlprof.measures.operators import SIXTEEN_BITS, features, operators, sizes, tensor_cores
+from dlprof.measures.operators import operators, tensor_cores
+from dlprof.measures.peaks import device_peaks
+from dlprof.measures.products import misaligned_sizes, multiple_of
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import digits, duration, percent
 
 # A number in a configuration, so worth saying from where any finding is (diagnosis.LEAST_SHARE).
@@ -42,29 +46,29 @@ def check(run: Measured) -> Finding | Clear:
     frame = run.frame(tensor_cores)
     if not frame["aligned"].any():
         if not frame["tensor_ns"].sum() - frame["tf32_ns"].sum():
-            return Clear("nothing is multiplied in 16 bits")
+            return Clear("nothing is known to be multiplied in 16 or 8 bits")
         raise NotMeasured("the trace tells no shapes (record_shapes=True), and no step was counted")
     took = by_rank(frame, "misaligned_ns")
     step = mean_step_ns(run)
     if max(took.values()) / step < NOTABLE_SHARE:
-        return Clear(f"products off a multiple of 8 take {percent(max(took.values()) / step)} of the step")
+        return Clear(f"products of misaligned sizes take {percent(max(took.values()) / step)} of the step")
     worst = max(took, key=lambda r: took[r])
     if frame["misaligned_saved_ns"].isna().any():
         name = device_peaks(run.facts[worst], run.trace_facts[worst])[0]
         raise NotMeasured(
-            f"products off a multiple of 8 take {percent(took[worst] / step)} of the step; what they would take"
+            f"products of misaligned sizes take {percent(took[worst] / step)} of the step; what they would take"
             f" otherwise is not known: nor are the peaks of {name or 'this device'}, or their FLOPs"
         )
     saved = by_rank(frame, "misaligned_saved_ns")
     gain = saving(run, saved)
     if gain / step < NOTABLE_SHARE:
-        return Clear(f"products off a multiple of 8 are as fast as others but for {percent(gain / step)} of the step")
+        return Clear(f"products of misaligned sizes are as fast as others but for {percent(gain / step)} of the step")
     evidence = _evidence(run, worst)
     return Finding(
         title="Products have sizes that tensor cores do not like",
-        summary=f"16-bit products off a multiple of 8 take {duration(took[worst])} of a step of {duration(step)} on"
+        summary=f"Products of misaligned sizes take {duration(took[worst])} of a step of {duration(step)} on"
         f" rank {worst}, {duration(saved[worst])} more than they need.",
-        verdict=f"{percent(gain / step)} {of_step(run)} is lost to sizes off a multiple of 8.",
+        verdict=f"{percent(gain / step)} {of_step(run)} is lost to sizes that tensor cores do not like.",
         noise_ns=part_noise(run, "computation"),
         saving_ns=gain,
         advice=(_advice(run, worst),),
@@ -76,35 +80,39 @@ def check(run: Measured) -> Finding | Clear:
 
 def _advice(run: Measured, rank: int) -> str:
     """Name the sizes whose products take longest, and what to make of them."""
-    frame = run.frame(operators)
-    mine = frame[(frame["rank"] == rank) & frame["dtype"].isin(SIXTEEN_BITS) & (frame["shape"] != "")]
-    took: dict[int, float] = {}
-    for operator, shape, ns in zip(mine["operator"], mine["shape"], mine["ns"], strict=True):
-        for size in features(str(operator), str(shape)):
-            if size % 8:
-                took[size] = took.get(size, 0.0) + float(ns)
-    named = sorted(took, key=lambda size: -took[size])[:_MOST_NAMED]
-    better = "; ".join(f"{size} → {-(-size // 8) * 8} or {-(-size // 64) * 64}" for size in named)
-    return f"pad widths and the vocabulary to a multiple of 8, better of 64{f': {better}' if better else ''}"
+    took: dict[tuple[int, int], float] = {}
+    for row in _odd(run, rank):
+        for size in row["sizes"]:
+            key = (size, multiple_of(row["dtype"]))
+            took[key] = took.get(key, 0.0) + row["ns"]
+    named = sorted(took, key=lambda key: -took[key])[:_MOST_NAMED]
+    better = "; ".join(f"{size} → {-(-size // least) * least} or {-(-size // 64) * 64}" for size, least in named)
+    least = max((least for _, least in named), default=8)
+    return f"pad widths and the vocabulary to a multiple of {least}, better of 64{f': {better}' if better else ''}"
 
 
 def _evidence(run: Measured, rank: int) -> Panel:
-    frame = run.frame(operators)
-    mine = frame[(frame["rank"] == rank) & frame["dtype"].isin(SIXTEEN_BITS) & (frame["shape"] != "")]
-    rows = [
-        (str(o), str(s), str(d), digits(float(n)), duration(float(ns)))
-        for o, s, d, n, ns in zip(
-            mine["operator"], mine["shape"], mine["dtype"], mine["calls"], mine["ns"], strict=True
-        )
-        if any(size % 8 for tensor in sizes(str(s))[-2:] for size in tensor[-2:])
-    ]
+    rows = tuple(
+        (r["operator"], r["shape"], r["dtype"], digits(r["calls"]), duration(r["ns"]))
+        for r in _odd(run, rank)[:MOST_ROWS]
+    )
     columns = ("operator", "shapes", "type", "times a step", "takes")
-    return Panel("table", f"Products with a size off a multiple of 8, rank {rank}", tuple(rows[:MOST_ROWS]), columns)
+    return Panel("table", f"Products of misaligned sizes, rank {rank}", rows, columns)
+
+
+def _odd(run: Measured, rank: int) -> list[dict[str, Any]]:
+    """Return the rank's products with misaligned features, the longest first, and their sizes (`sizes`)."""
+    frame = run.frame(operators)
+    columns = ("operator", "shape", "dtype", "calls", "ns")
+    mine = frame[(frame["rank"] == rank) & (frame["shape"] != "")][list(columns)]
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*(mine[c].tolist() for c in columns), strict=True)]
+    found = [{**r, "sizes": misaligned_sizes(r["operator"], r["shape"], r["dtype"])} for r in rows]
+    return [r for r in found if r["sizes"]]
 
 
 RULE = Rule(
     "misaligned_shapes",
-    "Sizes off a multiple of 8",
+    "Misaligned sizes",
     (breakdown, operators, own_time, step_means, tensor_cores),
     check,
     saves_from=("computation",),

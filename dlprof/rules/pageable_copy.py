@@ -3,9 +3,13 @@
 The device can only read memory that the system may not move. A copy from ordinary (pageable) memory is staged through a
 small pinned buffer, piece by piece: it is slower, it holds the training thread, and it cannot overlap with computation.
 
-Needs a trace of a GPU run, whose copies name their memory: `Memcpy HtoD (Pageable -> Device)`.
+Needs a trace of a GPU run, whose copies name their memory: `Memcpy HtoD (Pageable -> Device)`, and which links launches
+to kernels.
 
-Saving: the exposed time of these copies, as far as there is computation to hide them behind.
+Saving: the traced steps replayed with copies that take as long as from pinned memory, and that nobody waits for. How
+fast those are, other copies of this trace tell, or the link that a GPU of this name has; where neither does, they are
+taken to be as slow as now. Such a copy still keeps its place on the stream that computes: what hiding it behind
+computation would give on top is the business of `exposed_copy`, once its memory is pinned.
 
 What to change: `pin_memory=True` on the DataLoader, and `.to(device, non_blocking=True)` for the batch. Memory that
 does not come from a loader: `tensor.pin_memory()` once, outside the loop.
@@ -16,11 +20,11 @@ from __future__ import annotations
 from dlprof.diagnosis import Clear, Rule
 from dlprof.engine import Measured, by_rank
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part_noise
-from dlprof.measures.copies import copies, copy_table, hideable
+from dlprof.measures.breakdown import breakdown, part_least, part_noise
+from dlprof.measures.copies import PINNED, copies, copy_gains, copy_table
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import count, duration, percent, size
 
 # Exposed pageable copies are worth a change from 3 % of a step on (the advice of NVIDIA's and AMD's analysis tools).
@@ -37,7 +41,8 @@ def check(run: Measured) -> Finding | Clear:
         return Clear(f"{count(pinned, 'copy')} a step to the device, none from pageable memory")
     step = mean_step_ns(run)
     exposed = by_rank(pageable, "exposed_ns")
-    gain = saving(run, hideable(run, exposed))
+    gains = run.frame(copy_gains)
+    gain = saving(run, by_rank(gains[gains["change"] == PINNED], "gain_ns"))
     share = gain / step
     if share < NOTABLE_SHARE:
         return Clear(f"pageable copies, but only {percent(share)} of the step")
@@ -54,6 +59,7 @@ def check(run: Measured) -> Finding | Clear:
         f" {duration(mine['exposed_ns'])} of it with the device doing nothing else.",
         verdict=f"{percent(share)} {of_step(run)} copies batches from pageable memory.",
         noise_ns=part_noise(run, "copy"),
+        least_ns=min(gain, part_least(run, "copy")),
         saving_ns=gain,
         advice=(
             f"`DataLoader(..., pin_memory=True)`{said}"
@@ -63,14 +69,14 @@ def check(run: Measured) -> Finding | Clear:
         ),
         evidence=copy_table(frame, worst),
         ranks=tuple(sorted(exposed)),
-        sure="Estimated as the exposed copying gone, bounded by the computation that can hide it.",
+        sure="Estimated by replaying the traced steps with copies as fast as from pinned memory, and not waited for.",
     )
 
 
 RULE = Rule(
     "pageable_copy",
     "Copies from pageable memory",
-    (breakdown, copies, own_time, step_means),
+    (breakdown, copies, copy_gains, own_time, step_means),
     check,
-    saves_from=("copy",),
+    saves_from=("copy", "input_wait", "host", "optimizer_host", "launch_latency"),
 )

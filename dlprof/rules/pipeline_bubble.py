@@ -32,8 +32,8 @@ from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures.pipeline import bubbles
 from dlprof.measures.pipeline_plans import ASSUMED, pipeline_plans
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Forecast, Panel
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import duration, percent
 
 # The bubble is called negligible from four micro-batches a rank on (Huang et al., GPipe, 2019): four times as many

@@ -26,8 +26,8 @@ from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.replay import own_time, saving_stalls
 from dlprof.measures.stalls import compilations, stall_means, stalled_steps
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import count, duration, percent, short
 
 # No steady step is meant to compile, so it is worth two lines from where any finding is (diagnosis.LEAST_SHARE).

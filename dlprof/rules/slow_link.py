@@ -32,8 +32,8 @@ from dlprof.measures.breakdown import breakdown
 from dlprof.measures.collectives import collectives, exposed, matched, traced_steps
 from dlprof.measures.exchange_plans import gain_noise, transfer_noise
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import UNKNOWN, digits, duration, percent, size
 
 # No link is meant to be slow, so it is worth a line from where any finding is (diagnosis.LEAST_SHARE).

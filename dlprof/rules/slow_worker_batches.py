@@ -26,9 +26,9 @@ from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.loader import fetch_series, loader_means, worker_means
 from dlprof.measures.replay import own_time, saving_input
-from dlprof.measures.steps import mean_step_ns, step_means, step_series
 from dlprof.measures.workers import freed_by_equal_workers
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, step_means, step_series
 from dlprof.units import duration, percent
 
 # A worker is slow where the others take less than this share of its time: the score under which NVIDIA's resiliency
@@ -90,4 +90,5 @@ RULE = Rule(
     (breakdown, fetch_series, loader_means, own_time, step_means, step_series, worker_means),
     check,
     saves_from=("input_wait",),
+    feeds=True,
 )

@@ -8,13 +8,14 @@ model follow from its parameters and the number of its exchanges.
 
 Saving: what is exposed of their transfer, but for what is left: as many as are needed, each open for as long as one
 takes now, as the last of the backward pass has nothing to hide behind. Their bytes are taken to cost nothing, and what
-computation hides is not counted. On a CPU FSDP2's own work on each of its units counts as well, and fewer units are
-those that the modules right above them would be. There, the threads that exchange take cores from those that compute:
-with gloo and one computing thread the kernel tells for how long that thread stands ready without one. Of that it saves
-what neither the loader's workers nor the exchanges that are left could cause, were each ms of theirs to hold it up for
-one. Each collective is a meeting as well, and ranks that are late in turn wait at each: delays that are independent of
-each other grow with the root of the time that they add up in, and so what all ranks wait shrinks with the root of how
-often they meet. Waiting for one late rank is `straggler`'s.
+computation hides is not counted. Where two classes of size tell what an all-reduce on GPUs takes to start and for each
+byte, small are those that take longer to start than to move, and their bytes do count. On a CPU FSDP2's own work on
+each of its units counts as well, and fewer units are those that the modules right above them would be. There, the
+threads that exchange take cores from those that compute: with gloo and one computing thread the kernel tells for how
+long that thread stands ready without one. Of that it saves what neither the loader's workers nor the exchanges that are
+left could cause, were each ms of theirs to hold it up for one. Each collective is a meeting as well, and ranks that are
+late in turn wait at each: delays that are independent of each other grow with the root of the time that they add up in,
+and so what all ranks wait shrinks with the root of how often they meet. Waiting for one late rank is `straggler`'s.
 
 What to change: larger buckets (`bucket_cap_mb`), `fully_shard` on whole blocks, gradients exchanged once a step and not
 one by one, metrics reduced in one tensor.
@@ -31,15 +32,15 @@ from dlprof.diagnosis import Clear, Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.bandwidth import CLASSES, bandwidth
+from dlprof.measures.bandwidth import CLASSES, bandwidth, transfers
 from dlprof.measures.blocked import contention
 from dlprof.measures.breakdown import breakdown
 from dlprof.measures.collectives import SENT
-from dlprof.measures.exchange_plans import exposed_transfer, gain_noise, transfer_noise
+from dlprof.measures.exchange_plans import Fit, exposed_transfer, fitted, gain_noise, transfer_noise
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.sharding import sharding
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import count, digits, duration, percent, size
 
 # No collective is meant to be that small, so it is worth a line from where any finding is (diagnosis.LEAST_SHARE).
@@ -66,18 +67,25 @@ def check(run: Measured) -> Finding | Clear:
     each = (frame["bytes"] / frame["count"]).fillna(_by_parameters(run, frame))
     if each.isna().all():
         raise NotMeasured("the trace does not tell how large its collectives are")
-    small = frame.assign(each=each)[each < SMALL_BYTES]
+    fit = None if settings.on_cpu(run) else fitted(run)
+    limit = SMALL_BYTES if fit is None else max(SMALL_BYTES, fit.start_ns / fit.byte_ns)
+    small = frame.assign(each=each)[each < limit]
     # Groups beside each other exchange at the same time: of a rank's own, there are as many as of one of them.
     n = _times(run, small)
     if n <= FEW:
-        return Clear(f"{count(n, 'collective')} below {size(SMALL_BYTES)} a step")
+        return Clear(f"{count(n, 'collective')} below {size(limit)} a step")
     total = float((small["each"] * small["count"] * small["ranks"]).sum() / run.world_size)
     kept, around = _units(run)
     fewer = max(small["collective"].nunique(), _buckets(run, total), math.ceil(n * kept))
     mean = float(small["transfer_ns"].sum() / small["count"].sum())
     # Of several at once each is exposed in the same time.
     theirs = exposed_transfer(run) * float(small["exposed_ns"].sum() / max(frame["exposed_ns"].sum(), 1.0))
-    starts = (theirs - (theirs * fewer / n).clip(lower=min(fewer, n) * mean)).clip(lower=0.0)
+    if fit is None:
+        starts = (theirs - (theirs * fewer / n).clip(lower=min(fewer, n) * mean)).clip(lower=0.0)
+    else:
+        # All of what is gone was exposed, as far as so much was; the last exchange stays so.
+        now, then = n * mean, min(fewer, n) * fit.start_ns + total * fit.byte_ns
+        starts = (theirs - then / fewer).clip(lower=0.0, upper=max(now - then, 0.0))
     meets = _late_in_turn(run) * float(small["wait_ns"].sum() / max(frame["wait_ns"].sum(), 1.0))
     meets *= max(0.0, 1 - math.sqrt(fewer / n))
     crowd = _crowded_out(run, max(0.0, n - fewer) / _times(run, frame))
@@ -98,11 +106,18 @@ def check(run: Measured) -> Finding | Clear:
         within={"communication": exchanges + meets},
         advice=_advice(run, n, fewer),
         evidence=_evidence(small, float(theirs.mean()) * run.world_size),
-        sure=f"Estimated as {count(fewer, 'start')} a step in place of {digits(round(n, 1))}; moving the bytes is"
-        f" taken to cost nothing at this size{'; FSDP2 works as much less as it has fewer units' if around else ''}"
+        sure=f"Estimated as {count(fewer, 'start')} a step in place of {digits(round(n, 1))};"
+        f" {_bytes_cost(fit, total)}{'; FSDP2 works as much less as it has fewer units' if around else ''}"
         f"{f'; ranks late in turn wait {duration(meets)} less, for they meet less' if meets else ''}"
         f"{f'; threads that exchange leave a core free for {duration(crowd)} more' if crowd else ''}.",
     )
+
+
+def _bytes_cost(fit: Fit | None, total: float) -> str:
+    """Say what moving so many bytes is taken to cost."""
+    if fit is None:
+        return "moving the bytes is taken to cost nothing at this size"
+    return f"starting one takes {duration(fit.start_ns)}, moving all of it {duration(total * fit.byte_ns)}"
 
 
 def _buckets(run: Measured, total: float) -> int:
@@ -201,7 +216,7 @@ def _evidence(small: pd.DataFrame, exposed_ns: float) -> Panel:
 RULE = Rule(
     "small_collectives",
     "Many small collectives",
-    (bandwidth, breakdown, contention, own_time, sharding, step_means, transfer_noise),
+    (bandwidth, breakdown, contention, own_time, sharding, step_means, transfer_noise, transfers),
     check,
     # FSDP2's own work on a CPU is copying, and the host's.
     saves_from=("communication", "computation", "host", "other"),

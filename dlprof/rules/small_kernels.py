@@ -7,8 +7,8 @@ Needs a trace of a GPU. A gap counts where it lies behind a kernel of less than 
 late, or in time and took up to 20 µs to start. Where the script itself does something else for longer than 100 µs, that
 is not launching.
 
-Saving: these gaps but for a µs each, which is what a captured graph keeps. It is part of what `host_bound` finds, with
-a cause.
+Saving: the traced steps replayed with the launches of a captured graph, which leaves a µs between kernels; of what that
+gains the share of such gaps in all that launching leaves. It is part of what `host_bound` finds, with a cause.
 
 What to change: more work a kernel (a larger batch, longer sequences); fewer kernels (`torch.compile`, fused layers and
 optimizers, `foreach` functions); cheaper launches (CUDA graphs: `torch.compile(mode="reduce-overhead")`).
@@ -20,12 +20,12 @@ from dlprof.diagnosis import Clear, Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part, part_noise
+from dlprof.measures.breakdown import breakdown, part_least, part_noise
 from dlprof.measures.gaps import SMALL_NS, gaps, small_kernels
 from dlprof.measures.host_work import check_launches, launches
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import digits, duration, percent, short
 
 # Half of where idle time is worth a look (rule host_bound), since here its cause is known.
@@ -42,14 +42,10 @@ def check(run: Measured) -> Finding | Clear:
         raise NotMeasured("nothing marks the steps: starting up cannot be told from training (prof.step() marks them)")
     check_launches(run)
     rows = run.frame(gaps).set_index("rank")
-    late = part(run, *_HOST)
-    gone = {}
-    for r, row in rows.iterrows():
-        traced = row["launching_ns"] + row["python_ns"]
-        # The trace slows the host, and not the device: the host's gaps are brought to the steps without it.
-        scale = late.get(int(str(r)), 0.0) / traced if traced else 1.0
-        left = row["small_launching_ns"] * scale + row["small_overhead_ns"] - row["small_kept_ns"]
-        gone[int(str(r))] = max(0.0, float(left))
+    if rows["graph_gain_ns"].isna().any():
+        raise NotMeasured("the trace does not link launches to kernels")
+    of_gaps = rows["small_ns"] / (rows["launching_ns"] + rows["latency_ns"]).clip(lower=1.0)
+    gone = {int(str(r)): float(ns) for r, ns in (rows["graph_gain_ns"] * of_gaps).items()}
     step = mean_step_ns(run)
     gain = saving(run, gone)
     kernels = run.frame(small_kernels)
@@ -69,9 +65,10 @@ def check(run: Measured) -> Finding | Clear:
     return Finding(
         title="Kernels are too small to hide their launches",
         summary=f"{digits(small)} of {digits(number)} kernels a step of rank {worst} take less than"
-        f" {duration(SMALL_NS)}; behind them the device waits {duration(gone[worst])} for launches.",
+        f" {duration(SMALL_NS)}; behind them the device waits {duration(float(rows['small_ns'][worst]))} for launches.",
         verdict=f"{percent(gain / step)} {of_step(run)} the device waits for the launch of the next small kernel.",
         noise_ns=part_noise(run, *_HOST),
+        least_ns=min(gain, part_least(run, *_HOST)),
         saving_ns=gain,
         advice=tuple(advice),
         evidence=Panel(
@@ -84,7 +81,7 @@ def check(run: Measured) -> Finding | Clear:
             ("kernel", "times a step", "takes"),
         ),
         ranks=tuple(sorted(r for r, ns in gone.items() if ns >= gone[worst] / 2)),
-        sure="Estimated as the gaps that a captured graph would close.",
+        sure="Estimated by replaying the traced steps with the launches of a captured graph.",
     )
 
 
@@ -93,5 +90,5 @@ RULE = Rule(
     "Kernels too small for their launches",
     (breakdown, gaps, launches, own_time, small_kernels, step_means),
     check,
-    saves_from=("host", "optimizer_host", "other"),
+    saves_from=("input_wait", "host", "optimizer_host", "launch_latency", "other"),
 )

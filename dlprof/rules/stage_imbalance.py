@@ -26,9 +26,9 @@ from typing import Any
 from dlprof.diagnosis import Clear, Rule
 from dlprof.engine import Measured
 from dlprof.measures.pipeline import bubbles, pipeline_chunks, stage_lengths
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.panels.pipeline import gantt
 from dlprof.result import Finding
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import digits, duration, percent
 
 # As of a straggler, which a long stage is by design: notable from 5 % of a step on; other tools grade 5, 10 and 20 %.

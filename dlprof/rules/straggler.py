@@ -36,14 +36,15 @@ from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part
+from dlprof.measures.clocks import clocks
 from dlprof.measures.collectives import SENT, collectives, exposed, matched, waits
 from dlprof.measures.lateness import Lead, busy, busy_share, lead, light_own_time, traced_own_time
 from dlprof.measures.replay import own_time
 from dlprof.measures.samples import WAITED, outside, sample_means
-from dlprof.measures.steps import mean_step_ns, step_means
 from dlprof.measures.votes import voted
 from dlprof.measures.workload import Reason, longer_because, workload
 from dlprof.result import CATEGORIES, Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import duration, percent
 
 # Notable from 5 % of a step on; other tools grade 5, 10 and 20 %.
@@ -102,6 +103,8 @@ def check(run: Measured) -> Finding | Clear:
     who = _who(run, late)
     # Traced steps are slower than others; the share of them is what carries over.
     share = late.saving_ns / late.step_ns if late.behind_ns > 0 else 0.0
+    if share and source == _TRACED and not settings.on_cpu(run):
+        share = _in_mean_step(run, late, share)
     if share < NOTABLE_SHARE:
         return Clear(f"the slowest rank ({late.ranks[0]}) costs {percent(share)} of a step")
     if not agreed and late.behind_ns < SURE_NOISE * late.noise_ns:
@@ -119,6 +122,8 @@ def check(run: Measured) -> Finding | Clear:
         )
     cause = max((c for c in more if c not in _OWNERS), key=lambda c: more[c])
     because = longer_because(run, late.ranks[0]) if cause == "computation" else Reason()
+    if because.owner:
+        return Clear(f"the others wait {percent(share)} of a step for {who}, as {because.said}: see {because.owner}")
     gain, noise = left, late.noise_ns / late.behind_ns * left
     if source == _TRACED and cause == "computation":
         gain, noise, source = _confirmed(run, late, left, noise)
@@ -158,6 +163,7 @@ def check(run: Measured) -> Finding | Clear:
         verdict=f"{percent(gain)} of each step {_lost(who, shared=because.shared)}.",
         saving_ns=gain * mean_step_ns(run),
         noise_ns=noise * mean_step_ns(run),
+        least_ns=late.least_ns / late.behind_ns * gain * mean_step_ns(run),
         advice=(because.do or do,),
         evidence=_table(run, steps),
         ranks=tuple(sorted(late.ranks)),
@@ -196,6 +202,19 @@ def _lead(run: Measured) -> tuple[Lead, str, bool]:
     if missed and not told:
         return traced, _TRACED, True
     return whole, "in every steady step", set(traced.ranks) == set(whole.ranks)
+
+
+def _in_mean_step(run: Measured, late: Lead, share: float) -> float:
+    """Return what late ranks cost the mean steady step of a job on devices, as a share; `share`: the traced steps'.
+
+    The few traced steps may have been luckier than the others, whose parts the light layer and the device's clock tell.
+    """
+    own = run.frame(own_time)
+    if (run.frame(step_means)["source"] != "steps").any() or not own["known"].all():
+        return share
+    times = own.set_index("rank")["own_ns"]
+    behind = float(times[list(late.ranks)].min() - times.drop(list(late.ranks)).max())
+    return max(behind, 0.0) / mean_step_ns(run)
 
 
 def _confirmed(run: Measured, late: Lead, share: float, noise: float) -> tuple[float, float, str]:
@@ -358,6 +377,7 @@ RULE = Rule(
     (
         breakdown,
         busy,
+        clocks,
         collectives,
         exposed,
         light_own_time,

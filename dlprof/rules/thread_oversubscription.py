@@ -29,8 +29,8 @@ from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.samples import WAITED, outside, sample_means
-from dlprof.measures.steps import mean_step_ns, step_means
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import count, digits, duration, percent
 
 # Where tools for input and stragglers begin to speak: 5 % of a step (XProf, NVIDIA's resiliency extension).
@@ -142,4 +142,5 @@ RULE = Rule(
     (breakdown, own_time, sample_means, step_means),
     check,
     saves_from=("computation", "communication", "input_wait", "optimizer_host", "host", "other"),
+    feeds=True,
 )

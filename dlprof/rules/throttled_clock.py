@@ -7,11 +7,12 @@ Needs the clocks and the reasons for them that are sampled beside the job throug
 (`clocks.sm`, `clocks.max.sm`, `clocks_event_reasons.active`), and a trace, which tells how much of a step computes.
 That a GPU under full load reaches its normal power limit is how it is built, and no fault.
 
-Saving: the computation of the step, times the clock that is missing. Missing for heat or a power brake is what the same
+Saving: the matrix products and convolutions of the step, times the clock that is missing; all of its computation where
+their kernels are not told apart. Missing for heat or a power brake is what the same
 GPU has in readings without, else what the fastest like it in this run has, else its maximum; for a clock that was set
 its maximum; for a lowered power limit what the default would allow, with power growing as the cube of the clock. A
 clock that stands still far below its maximum, while nothing is said to hold it down, is taken for one that was set: of
-one that was locked (`nvidia-smi -lgc`) no reason is told. Kernels that wait for memory gain less.
+one that was locked (`nvidia-smi -lgc`) no reason is told. Kernels that wait for memory are taken to gain nothing.
 
 What to change: cooling, the place of the node, its supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE` tells); where a
 setting does it, `nvidia-smi -rgc`, `-rac`, or `-pl` with the default limit.
@@ -20,6 +21,7 @@ setting does it, `nvidia-smi -rgc`, `-rac`, or `-pl` with the default limit.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 from dlprof.diagnosis import Clear, Rule
@@ -27,23 +29,15 @@ from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_noise
-from dlprof.measures.clocks import clocks
+from dlprof.measures.clocks import clocks, held_down
+from dlprof.measures.operators import tensor_cores
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import digits, duration, percent
 
 # Where tools for stragglers begin to speak: 5 % of a step.
 NOTABLE_SHARE = 0.05
-
-# A reason in fewer of the readings than this came by chance.
-OFTEN = 0.1
-
-# Of GPUs that computed while nothing held them down, the one furthest from its maximum ran at 89 % of it (public
-# captures of nvidia-smi, of an H100, H200, L40S and RTX 4080 SUPER). One that was locked told no reason either. A clock
-# moves in steps of 15 MHz.
-LOCKED_SHARE = 0.75
-_STEP_MHZ = 15.0
 
 _MOST_ROWS = 16
 
@@ -61,16 +55,15 @@ def check(run: Measured) -> Finding | Clear:
     """Look at each GPU's clock, at what holds it down, and at what computing would take without."""
     if settings.on_cpu(run):
         raise NotMeasured("the job trains on the CPU")
-    rows = run.frame(clocks).to_dict("records")
-    best = max((row["clock_mhz"] for row in rows if not _slowed(row)), default=math.nan)
-    lost = [(row, *_missing(row, best)) for row in rows]
+    lost = held_down(run)
+    rows = [row for row, _, _ in lost]
     row, why, share = max(lost, key=lambda told: told[2])
     fastest = max(r["clock_mhz"] for r in rows)
     if not why:
         if all(math.isnan(r["heat"]) and math.isnan(r["limit_w"]) for r in rows):
             raise NotMeasured("what holds the clocks down was not read")
         return Clear(f"nothing but its normal power limit holds a GPU's clock down; {digits(fastest)} MHz at most")
-    computed = part(run, "computation")
+    computed = _multiplied(run)
     # A log of nvidia-smi names no rank: then the slowest GPU is taken for all of them.
     own = {r["rank"]: s for r, _, s in lost if r["source"] == "gpu"}
     removed = {rank: ns * own.get(rank, share if not own else 0.0) for rank, ns in computed.items()}
@@ -83,45 +76,27 @@ def check(run: Measured) -> Finding | Clear:
         title=f"A GPU's clock is held down: {_WHY[why]}",
         summary=f"{which[0].upper()}{which[1:]} ran at {digits(row['clock_mhz'])} MHz in the mean"
         + (f", of {digits(row['max_mhz'])} at most" if row["max_mhz"] > 0 else "")
-        + f"; {percent(share)} of it is missing, and {duration(max(computed.values()))} of a step are computing.",
+        + f"; {percent(share)} of it is missing, and {duration(max(computed.values()))} of a step feel it.",
         verdict=f"{percent(gain / step)} {of_step(run)} is lost to a GPU's lowered clock.",
         saving_ns=gain,
         noise_ns=part_noise(run, "computation") * share,
         advice=(_cure(row, why),),
         evidence=_evidence(rows),
         ranks=tuple(sorted(r["rank"] for r, w, _ in lost if w and r["source"] == "gpu")),
-        sure="Predicted with computation as fast as the clock; kernels that wait for memory gain less.",
+        sure="Predicted with products as fast as the clock, and all else as it is; where a trace does not tell the"
+        " products, with all computation as fast as the clock.",
     )
 
 
-def _slowed(row: dict[Any, Any]) -> bool:
-    return any(row[reason] > OFTEN for reason in ("heat", "power_brake", "hardware", "set")) or _lowered(row)
-
-
-def _lowered(row: dict[Any, Any]) -> bool:
-    return bool(row["limit_w"] < 0.99 * row["default_w"])
-
-
-def _locked(row: dict[Any, Any]) -> bool:
-    still = row["free"] > 1 - OFTEN and row["free_spread_mhz"] < _STEP_MHZ
-    return bool(still and row["free_mhz"] < LOCKED_SHARE * row["max_mhz"])
-
-
-def _missing(row: dict[Any, Any], best: float) -> tuple[str, float]:
-    """Give what holds a GPU's clock down, and the share of computing that is lost by it; "" where nothing does."""
-    clock = row["clock_mhz"]
-    for reason in ("heat", "power_brake", "hardware"):
-        if row[reason] > OFTEN:
-            could = next((mhz for mhz in (row["free_mhz"], best, row["max_mhz"]) if mhz > clock), clock)
-            return reason, 1 - clock / could
-    if row["set"] > OFTEN and row["max_mhz"] > clock:
-        return "set", 1 - clock / row["max_mhz"]
-    if _locked(row):
-        return "locked", 1 - clock / row["max_mhz"]
-    if _lowered(row) and row["power_cap"] > OFTEN:
-        could = clock * (row["default_w"] / row["limit_w"]) ** (1 / 3)
-        return "limit", 1 - clock / min(could, row["max_mhz"] if row["max_mhz"] > clock else could)
-    return "", 0.0
+def _multiplied(run: Measured) -> dict[int, float]:
+    """Return what each rank computes in kernels that multiply, ns of the mean step; all, where none is known."""
+    computed = part(run, "computation")
+    with suppress(NotMeasured):
+        frame = run.frame(tensor_cores).set_index("rank")
+        products = frame[["tensor_ns", "float32_ns", "unknown_ns"]].sum(axis=1)
+        share = (products / frame["kernel_ns"].clip(lower=1.0)).replace(0.0, 1.0)
+        return {r: ns * float(share.get(r, 1.0)) for r, ns in computed.items()}
+    return computed
 
 
 def _cure(row: dict[Any, Any], why: str) -> str:
@@ -160,7 +135,7 @@ def _evidence(rows: list[dict[Any, Any]]) -> Panel:
 RULE = Rule(
     "throttled_clock",
     "Lowered clocks",
-    (breakdown, clocks, own_time, step_means),
+    (breakdown, clocks, own_time, step_means, tensor_cores),
     check,
     saves_from=("computation",),
 )

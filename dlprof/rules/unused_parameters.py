@@ -21,8 +21,8 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.data_parallel import unused_search
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.steps import mean_step_ns, of_step, step_means
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import duration, percent, size
 
 # One keyword, so worth saying from where any finding is (diagnosis.LEAST_SHARE).

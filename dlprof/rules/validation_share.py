@@ -24,10 +24,10 @@ import pandas as pd
 from dlprof.diagnosis import Clear, Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
-from dlprof.measures.steps import step_means
 from dlprof.measures.validation import validation
 from dlprof.measures.whole_job import loop_step_ns, training_steps, whole_job
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import step_means
 from dlprof.units import count, digits, duration, percent
 
 # Validation must be, so it is worth a word only where doing something about it gives what tools for input call notable:

@@ -22,15 +22,16 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pandas as pd
 
 from dlprof.diagnosis import Clear, Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures.loader import restarts
-from dlprof.measures.steps import step_means
 from dlprof.measures.whole_job import loop_step_ns, training_steps, whole_job
 from dlprof.result import Finding, Panel
+from dlprof.timeline.steps import step_means
 from dlprof.units import count, duration, percent
 
 # One word to change, so it is worth saying from where any finding is (diagnosis.LEAST_SHARE).
@@ -76,10 +77,15 @@ def check(run: Measured) -> Finding | Clear:
 
 
 def _freed(frame: pd.DataFrame) -> pd.Series[float]:
-    """Give what an epoch would be shorter by; of a first batch that is not known how long it takes, nothing."""
-    fetch = frame["fetch_ns"].fillna(math.inf)
-    first = (frame["first_ns"].fillna(0.0) - fetch).clip(lower=0.0)
-    return first + frame[["start_ns", "end_ns", "after_ns"]].fillna(0.0).sum(axis=1)
+    """Return what an epoch would be shorter by; of a first batch that is not known how long it takes, nothing.
+
+    Behind as much of it as the device works on, only what takes longer than that is gained.
+    """
+    first = frame["first_ns"].fillna(0.0)
+    left = np.minimum(first, frame["fetch_ns"].fillna(math.inf))
+    whole = first + frame[["start_ns", "end_ns", "after_ns"]].fillna(0.0).sum(axis=1)
+    hidden = frame["hidden_ns"].fillna(0.0)
+    return (whole - hidden) - (left - hidden).clip(lower=0.0)
 
 
 def _sum(row: pd.Series[float]) -> float:

@@ -8,7 +8,7 @@ import pytest
 from dlprof.diagnosis import diagnose
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
-from dlprof.measures.arithmetic import arithmetic, device_peaks, operator_flops
+from dlprof.measures.arithmetic import allows_tf32, arithmetic, operator_flops
 from dlprof.renderers import words
 from dlprof.run import open_run
 from tests import runs
@@ -63,11 +63,13 @@ def test_each_precision_counts_against_its_own_peak(tmp_path: Path) -> None:
     ("device", "dtype", "why"),
     [
         ({"type": "cpu", "name": "AMD EPYC"}, "float32", "peak of a CPU"),
-        ({"type": "cuda", "name": "NVIDIA GeForce RTX 4090"}, "float16", "peak of NVIDIA GeForce RTX 4090"),
-        ({"type": "cuda", "name": "NVIDIA H20"}, "float16", "peak of NVIDIA H20"),
-        ({"type": "cuda", "name": "NVIDIA H100 NVL"}, "float16", "peak of NVIDIA H100 NVL"),
-        ({"type": "cuda", "name": "NVIDIA H100 80GB HBM3 MIG 1g.10gb"}, "float16", "peak of NVIDIA H100 80GB HBM3 MIG"),
-        (A100, "float64", "one of the step's precisions"),
+        (
+            {"type": "cuda", "name": "NVIDIA GeForce RTX 4090 Laptop GPU"},
+            "float16",
+            "peak of NVIDIA GeForce RTX 4090 L",
+        ),
+        ({"type": "cuda", "name": "AMD Radeon Graphics"}, "float16", "peak of AMD Radeon Graphics"),
+        ({"type": "cuda", "name": "Tesla T4"}, "bfloat16", "one of the step's precisions"),
         (A100, "float32", "no usual one"),
     ],
 )
@@ -110,16 +112,16 @@ def test_what_was_not_counted_is_not_measured(tmp_path: Path, flops: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("name", "bf16", "bandwidth"),
+    ("matmul", "product", "convolution"),
     [
-        ("NVIDIA A100-SXM4-80GB", 312e12, 2039e9),
-        ("NVIDIA A100 80GB PCIe", 312e12, 1935e9),
-        ("NVIDIA A100-SXM4-40GB", 312e12, 1555e9),
-        ("NVIDIA GH200 480GB", 989e12, 4000e9),
-        ("NVIDIA H200", 989e12, 4800e9),
-        ("NVIDIA GB200", None, 0.0),
+        ({"allow_tf32": True, "cudnn_allow_tf32": False}, True, False),
+        ({"allow_tf32": None, "matmul_fp32_precision": "tf32", "conv_fp32_precision": "ieee"}, True, False),
+        ({"matmul_fp32_precision": "none", "conv_fp32_precision": "none", "fp32_precision": "tf32"}, True, True),
+        ({"matmul_fp32_precision": "none", "conv_fp32_precision": "tf32", "fp32_precision": "none"}, False, True),
+        ({}, False, False),
     ],
 )
-def test_a_part_has_the_peaks_of_its_own_data_sheet(name: str, bf16: float | None, bandwidth: float) -> None:
-    _, peaks, found = device_peaks({"device": {"name": name}}, {})
-    assert (peaks.get("bfloat16"), found) == (bf16, bandwidth)
+def test_tf32_is_what_the_job_set_by_either_of_torchs_ways(
+    matmul: dict[str, Any], product: bool, convolution: bool
+) -> None:
+    assert (allows_tf32(matmul, False), allows_tf32(matmul, True)) == (product, convolution)

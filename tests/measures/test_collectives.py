@@ -11,7 +11,7 @@ from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown
 from dlprof.measures.collectives import NO_GROUP, UNTOLD, bare_waits, collectives, exposed, matched, unmatched, waits
 from dlprof.measures.replay import own_time, saving, saving_input
-from dlprof.measures.steps import step_means, step_series
+from dlprof.timeline.steps import step_means, step_series
 from tests import runs, traces
 from tests.runs import MS
 

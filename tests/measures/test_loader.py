@@ -8,7 +8,7 @@ import pytest
 
 from dlprof.errors import NotMeasured
 from dlprof.measures.loader import fetch_series, loader_calls, loader_means, worker_means
-from dlprof.measures.steps import step_means
+from dlprof.timeline.steps import step_means
 from tests import runs, traces
 from tests.runs import MS
 

@@ -15,7 +15,7 @@ from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.pipeline import bubbles, closed_form, pipeline, pipeline_chunks, stage_lengths
 from dlprof.measures.schedules import Action
-from dlprof.measures.steps import step_means
+from dlprof.timeline.steps import step_means
 from tests import pipelines, runs, traces
 from tests.runs import MS
 

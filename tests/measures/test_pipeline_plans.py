@@ -12,7 +12,7 @@ from dlprof.errors import NotMeasured
 from dlprof.measures.pipeline import bubbles
 from dlprof.measures.pipeline_plans import pipeline_plans
 from dlprof.measures.schedules import Action
-from dlprof.measures.steps import step_means
+from dlprof.timeline.steps import step_means
 from tests import pipelines, runs, traces
 from tests.pipelines import alike
 from tests.runs import MS

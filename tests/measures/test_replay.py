@@ -6,7 +6,7 @@ import pytest
 
 from dlprof.measures.breakdown import breakdown
 from dlprof.measures.replay import own_time, saving, saving_input
-from dlprof.measures.steps import step_means, step_series
+from dlprof.timeline.steps import step_means, step_series
 from tests import runs
 from tests.measures.test_collectives import NEEDS, late_by, run_of
 from tests.runs import MS

@@ -58,6 +58,21 @@ def test_a_counter_that_begins_again_says_nothing_of_that_time(tmp_path: Path) -
     assert means(sampled(tmp_path, rows, name="gpu.jsonl"))["pcie_sent_bytes_per_s"] == pytest.approx((1000, 1000))
 
 
+def test_what_links_have_carried_since_the_machine_began_is_a_rate(tmp_path: Path) -> None:
+    rows = [{"nvlink_sent_bytes": (1 << 50) + 7_000 * n, "nvlink_received_bytes": 5_000 * n} for n in range(40)]
+    told = means(sampled(tmp_path, rows, name="gpu.jsonl"))
+    assert told == {
+        "nvlink_sent_bytes_per_s": pytest.approx((7_000, 7_000)),
+        "nvlink_received_bytes_per_s": pytest.approx((5_000, 5_000)),
+    }
+
+
+def test_a_rate_that_the_gpu_tells_itself_stands_once(tmp_path: Path) -> None:
+    rows = [{"nvlink_sent_bytes": 7_000 * n, "nvlink_sent_bytes_per_s": 6_900.0} for n in range(40)]
+    told = runs.measured(sampled(tmp_path, rows, name="gpu.jsonl"), sample_means).frame(sample_means)
+    assert told[["metric", "mean"]].to_dict("records") == [{"metric": "nvlink_sent_bytes_per_s", "mean": 6_900.0}]
+
+
 def test_a_long_gap_between_readings_weighs_as_long_as_it_was(tmp_path: Path) -> None:
     """Ten seconds without a reading, in which all ten CPU seconds were used."""
     seconds = [*range(5, 15), *range(25, 35)]

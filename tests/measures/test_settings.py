@@ -5,7 +5,7 @@ from typing import Any
 
 from dlprof.engine import Measured
 from dlprof.measures import settings
-from dlprof.measures.steps import step_means
+from dlprof.timeline.steps import step_means
 from tests import runs, traces
 from tests.runs import MS
 
@@ -34,6 +34,28 @@ def test_ranks_of_a_host_share_its_cores(tmp_path: Path) -> None:
     run = run_with(tmp_path, *({"host": "a", "cpu": cpu} for _ in range(4)), {"host": "b", "cpu": cpu})
     assert settings.cores_per_rank(run, 0) == 4
     assert settings.cores_per_rank(run, 4) == 16
+
+
+def test_the_version_of_torch_is_two_numbers_or_none(tmp_path: Path) -> None:
+    said: tuple[dict[str, Any], ...] = ({"versions": {"torch": "2.13.0a0+git1"}}, {"versions": {"torch": None}}, {})
+    run = run_with(tmp_path, *said)
+    assert [settings.torch_version(run, r) for r in range(3)] == [(2, 13), None, None]
+
+
+def test_the_allocators_variable_is_the_one_that_is_set_else_the_one_that_torch_has(tmp_path: Path) -> None:
+    new, old = {"torch": "2.9.0"}, {"torch": "2.8.0"}
+    set_old = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    set_new = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    run = run_with(
+        tmp_path, {"versions": new}, {"versions": old}, {}, {"versions": new, "env": set_old}, {"env": set_new}
+    )
+    assert [settings.allocator(run, r) for r in range(5)] == [
+        ("PYTORCH_ALLOC_CONF", None),
+        ("PYTORCH_CUDA_ALLOC_CONF", None),
+        ("PYTORCH_CUDA_ALLOC_CONF", None),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:native"),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
+    ]
 
 
 def test_a_run_on_the_cpu_is_known_as_such(tmp_path: Path) -> None:

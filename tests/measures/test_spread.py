@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dlprof.measures.spread import STRETCHES, spread
-from dlprof.measures.steps import standard_error
+from dlprof.timeline.steps import standard_error
 from tests import runs, traces
 from tests.runs import CPU, MS, light, measured, recorded
 

@@ -9,7 +9,7 @@ from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.stalls import compilations, stall_means, stalled_steps
-from dlprof.measures.steps import step_means
+from dlprof.timeline.steps import step_means
 from tests import runs, traces
 from tests.runs import MS, stall
 
@@ -152,7 +152,7 @@ def test_on_the_cpu_stalls_leave_computation_as_it_is(tmp_path: Path, in_the_tra
 def test_on_a_device_stalls_come_out_of_the_hosts_time_alone(tmp_path: Path) -> None:
     made = traces.trace(
         traces.step(10, 0, 10 * MS),
-        traces.launched("gemm", 0, 3 * MS, 7 * MS, 1),
+        traces.launched("gemm", 3 * MS - 10_000, 3 * MS, 7 * MS, 1),
         world_size=1,
     )
     run = run_of(tmp_path / "fits", [stall("garbage_collection", n, 2 * MS) for n in range(30)], made)
@@ -161,5 +161,5 @@ def test_on_a_device_stalls_come_out_of_the_hosts_time_alone(tmp_path: Path) -> 
     assert adds_up(run)
     run = run_of(tmp_path / "hidden", [stall("garbage_collection", n, 9 * MS) for n in range(30)], made)
     assert part(run, "computation") == {0: pytest.approx(7 * MS)}
-    assert part(run, "garbage_collection") == {0: pytest.approx(3 * MS)}
+    assert part(run, "garbage_collection") == {0: pytest.approx(3 * MS, rel=0.01)}
     assert adds_up(run)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dlprof.errors import NotMeasured
-from dlprof.measures.steps import standard_error
 from dlprof.measures.work import LONGEST_NAME, work, work_means
+from dlprof.timeline.steps import standard_error
 from tests import runs, traces
 from tests.runs import MS
 

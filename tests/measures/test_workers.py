@@ -11,7 +11,6 @@ from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown
 from dlprof.measures.loader import fetch_series, loader_means
 from dlprof.measures.replay import own_time
-from dlprof.measures.steps import step_means, step_series
 from dlprof.measures.workers import (
     COLLATING,
     SAMPLES,
@@ -23,6 +22,7 @@ from dlprof.measures.workers import (
     replayed,
     step_with_cheaper,
 )
+from dlprof.timeline.steps import step_means, step_series
 from tests import runs
 from tests.runs import MS
 

@@ -34,7 +34,10 @@ def test_shapes_among_which_time_was_only_shared_out_are_one_row(tmp_path: Path)
         {**each, "shape": "8x8 8x8", "flops": 3_000_000, "bytes": 300},
         {**each, "shape": "8x8 8x16", "flops": 6_000_000, "bytes": 500},
     ]
-    facts = {"device": {"type": "cuda", "name": "NVIDIA A100"}, "flops": {"state": "waiting", "shapes": shapes}}
+    facts = {
+        "device": {"type": "cuda", "name": "NVIDIA A100-SXM4-40GB"},
+        "flops": {"state": "waiting", "shapes": shapes},
+    }
     panel = table(tmp_path, facts, "aten::mm", "aten::add")
     assert panel.rows[0][:5] == ("mm of 2 shapes", "bfloat16", "2", "300.0 µs", "9 MFLOP")
     assert panel.rows[1][0] == "add"

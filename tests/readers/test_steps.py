@@ -38,8 +38,9 @@ def test_what_a_line_leaves_out_was_not_measured_and_unknown_keys_pass(tmp_path:
 
 
 def test_steps_that_share_a_line_are_a_row_each_and_lose_nothing(tmp_path: Path) -> None:
-    shared = line(5, start_ns=1000, dur_ns=100, fetch_ns=7, device_ns=-1, fetches=3, optimizer_steps=1, steps=3)
-    sums = {"dur_ns": 100, "fetch_ns": 7, "fetches": 3, "optimizer_steps": 1}
+    shared = line(5, start_ns=1000, dur_ns=100, fetch_ns=7, device_ns=-1, device_step_ns=101, fetches=3, steps=3)
+    shared["optimizer_steps"] = 1
+    sums = {"dur_ns": 100, "fetch_ns": 7, "device_step_ns": 101, "fetches": 3, "optimizer_steps": 1}
     path = write(tmp_path / "steps.jsonl", line(4, start_ns=900, dur_ns=100), shared, line(8, start_ns=1100))
     frame = steps.read(path).tables["steps"]
     assert frame["step"].to_list() == [4, 5, 6, 7, 8]

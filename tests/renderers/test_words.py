@@ -94,6 +94,32 @@ def test_headline_of_a_healthy_run_says_what_fills_the_step_and_what_was_not_che
     assert "2 could not be measured" in gain
 
 
+def test_no_finding_is_told_before_a_larger_part_that_nobody_could_judge() -> None:
+    result = results.ddp()
+    found = result.found[0]
+    parts = {"computation": 0.05, "queued_wait": found.share + 0.2}
+    parts["input_wait"] = 1 - sum(parts.values())
+    mute = results.outcome("queued_wait", "not_measured", "Queued work that waits", why="it is a graph")
+    result = replace(result, time=results.time_of(0, 42.0, **parts), outcomes=(*result.outcomes, mute))
+    first, second = (text.replace(words.NBSP, " ") for text in words.headline(result))
+    assert first.endswith("of each step the device idles with work queued: it is a graph.")
+    assert second.startswith("Beside that: 31 % of each step waits for data on rank 1.")
+    # A smaller one does not come first.
+    parts |= {"queued_wait": found.share - 0.1}
+    parts["input_wait"] = 1 - parts["computation"] - parts["queued_wait"]
+    result = replace(result, time=results.time_of(0, 42.0, **parts))
+    assert words.headline(result)[0].startswith("31")
+
+
+def test_a_step_that_computes_nearly_all_of_the_time_says_so_before_a_finding() -> None:
+    result = results.ddp()
+    small = replace(result.found[0], share=0.04)
+    others = tuple(o for o in result.outcomes if o.state != "found")
+    time = results.time_of(0, 42.0, computation=0.95, input_wait=0.05)
+    said = words.headline(replace(result, time=time, outcomes=(small, *others)))[0].replace(words.NBSP, " ")
+    assert said.startswith("Computation takes 95 % of each step. 31 % of each step waits")
+
+
 def test_headline_of_a_run_without_steps_claims_nothing() -> None:
     diagnosis, gain = words.headline(results.empty())
     assert diagnosis == "No steady step was recorded."
@@ -106,19 +132,19 @@ def test_why_nothing_is_said_of_what_takes_most_of_the_step() -> None:
     late = replace(result, time=results.time_of(0, 42.0, **parts))
     mute = results.outcome("host_bound", "not_measured", "Waiting for the host", why="1 kernel a step")
     said = words.headline(replace(late, outcomes=(*result.outcomes, mute)))
-    assert said[0].replace(words.NBSP, " ") == "Host takes 90 % of each step."
-    assert said[1].startswith("Whether that is too much was not measured (1 kernel a step). ")
-    assert said[1].endswith(words.headline(replace(result, outcomes=(*result.outcomes, mute)))[1])
+    assert said[0].replace(words.NBSP, " ") == "90 % of each step waits for the host: 1 kernel a step."
+    assert said[1] == words.headline(replace(result, outcomes=(*result.outcomes, mute)))[1]
     fine = words.headline(replace(result, outcomes=(*result.outcomes, mute)))
-    assert "1 kernel a step" not in fine[1]
+    assert "1 kernel a step" not in " ".join(fine)
 
 
 def test_what_was_not_told_apart_is_not_named_as_what_takes_most() -> None:
     time = results.time_of(0, 42.0, other=0.7, copy=0.2, host=0.1)
     said = words.headline(replace(results.healthy(), time=time))[0].replace(words.NBSP, " ")
-    assert said == "Copies take 20 % of each step; 70 % is nothing that was told apart."
+    assert said == "70 % of each step is nothing that was told apart, and no more is known of it."
     alone = replace(results.healthy(), time=results.time_of(0, 42.0, other=1.0))
-    assert words.headline(alone)[0].replace(words.NBSP, " ") == "Other takes 100 % of each step."
+    untold = "100 % of each step is nothing that was told apart, and no more is known of it."
+    assert words.headline(alone)[0].replace(words.NBSP, " ") == untold
 
 
 def test_how_far_traced_steps_stand_for_the_job() -> None:
@@ -164,12 +190,13 @@ def test_name_is_that_of_the_script(command: tuple[str, ...], name: str) -> None
     assert words.name(replace(result, run=replace(result.run, command=command))) == name
 
 
-def test_a_factor_from_a_hundred_on_tells_no_more() -> None:
-    assert [words.times(x) for x in (1.4449, 11.94, 100, 3.5e6, math.inf)] == [
+def test_a_factor_from_ten_on_tells_no_more() -> None:
+    assert [words.times(x) for x in (1.4449, 9.94, 10, 11.94, 3.5e6, math.inf)] == [
         "1.44\xa0×",
-        "11.9\xa0×",
-        "100.0\xa0×",
-        "over 100\xa0×",
+        "9.94\xa0×",
+        "10.00\xa0×",
+        "over 10\xa0×",
+        "over 10\xa0×",
         "—",
     ]
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from dlprof.measures.steps import step_series
 from dlprof.run import open_run
+from dlprof.timeline.steps import step_series
 from tests.jobs import DLPROF, environment, facts, free_port, launch, rows, running, until, wrapped
 from tests.runs import measured
 

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from dlprof.measures.steps import step_series
 from dlprof.measures.whole_job import whole_job
+from dlprof.timeline.steps import step_series
 from tests import runs
 from tests.jobs import in_its_own_group, wrapped
 

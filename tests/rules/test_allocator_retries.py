@@ -36,6 +36,11 @@ def test_what_steps_around_retries_take_longer_is_the_saving(tmp_path: Path) -> 
     assert found.advice[0] == "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` (is not set)"
 
 
+def test_the_variable_goes_by_the_name_of_the_jobs_torch(tmp_path: Path) -> None:
+    found = ask(RULE, recorded(tmp_path, range(10, 60, 4), facts=GPU | {"versions": {"torch": "2.9.0+cu128"}}))
+    assert found.advice[0] == "`PYTORCH_ALLOC_CONF=expandable_segments:True` (is not set)"
+
+
 def test_a_setting_that_is_there_is_not_advised(tmp_path: Path) -> None:
     env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     loaders = [{"role": "train", "batch_size": 32}]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.rules import blocking_copy, host_sync
+from dlprof.rules import blocking_copy, host_sync, pageable_copy
 from tests import runs, traces
 from tests.rules.asking import ask
 from tests.runs import MS
@@ -22,19 +22,27 @@ def batches(
     launch: int = 2,
     pin: bool | None = None,
 ) -> Path:
-    """Trace ten steps of 10 ms: a batch is copied in 1 ms, and what computes on it launched `launch` ms thereafter."""
+    """Trace ten steps of 8 ms and `launch`: 7 ms of computing, launched `launch` ms after its batch's copy of 1 ms.
+
+    That copy begins when the device is done with the step before.
+    """
     events: list[object] = []
+    step = (8 + launch) * MS
     for n in range(10):
-        at, id_ = n * 10 * MS, 10 * n + 1
-        begin = at + (1 + launch) * MS
+        at, id_ = n * step, 10 * n + 1
+        copied = at + 7 * MS  # where what was launched at the end of the step before ends
+        until = copied + 1 * MS + 10 * US
+        held = until - at
         events += [
-            traces.step(n, at, 10 * MS),
-            traces.op("aten::to", at, 1 * MS + 30 * US if waits else 20 * US),
-            traces.op("aten::copy_", at + US, 1 * MS + 20 * US if waits else 15 * US),
+            traces.step(n, at, step),
+            traces.op("aten::to", at, held + 20 * US if waits else 20 * US),
+            traces.op("aten::copy_", at + US, held + 10 * US if waits else 15 * US),
             traces.call("cudaMemcpyAsync", at + 2 * US, 5 * US, id_),
-            traces.copy(at + 8 * US, 1 * MS, 10_000_000, kinds, id_),
-            *([traces.call("cudaStreamSynchronize", at + 8 * US, 1 * MS + 8 * US, id_ + 1)] if waits else []),
-            traces.launched("gemm", begin, begin + 10 * US, at + 10 * MS - begin - 12 * US, id_ + 2),
+            traces.copy(copied, 1 * MS, 10_000_000, kinds, id_),
+            *([traces.call("cudaStreamSynchronize", at + 8 * US, held - 8 * US, id_ + 1)] if waits else []),
+            traces.launched(
+                "gemm", at + step - 10 * US if launch else until + 40 * US, at + step + 2 * US, 7 * MS - 4 * US, id_ + 2
+            ),
         ]
     made = traces.trace(*events, world_size=1)  # type: ignore[arg-type]
     if pin is None:
@@ -58,8 +66,8 @@ def test_it_is_found_once(tmp_path: Path) -> None:
     """Waiting for the device is another rule's business, but for these copies."""
     assert ask(host_sync.RULE, batches(tmp_path)).state == "clear"
     pageable = batches(tmp_path / "pageable", kinds="HtoD (Pageable -> Device)")
-    assert ask(host_sync.RULE, pageable).state == "found"
-    assert ask(blocking_copy.RULE, pageable).state == "clear"
+    assert ask(pageable_copy.RULE, pageable).state == "found"
+    assert ask(host_sync.RULE, pageable).state == ask(blocking_copy.RULE, pageable).state == "clear"
 
 
 def test_a_copy_that_is_only_queued_is_left_alone(tmp_path: Path) -> None:

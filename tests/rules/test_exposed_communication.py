@@ -30,12 +30,13 @@ def reducing(hidden: int = 0, many: int = 1, takes: int = 400_000, **keys: Any) 
 def test_found_with_what_transfer_costs(tmp_path: Path) -> None:
     found = ask(RULE, runs.foreign(tmp_path, *reducing()))
     assert found.state == "found"
-    assert found.share == pytest.approx(0.4)
-    assert found.verdict == "40 % of each step is communication that nothing hides."
+    # A quarter of it, the last bucket, has nothing to hide behind.
+    assert found.share == pytest.approx(0.3)
+    assert found.verdict == "40 % of each step is communication that nothing hides; computation could hide 30 %."
     assert found.evidence is not None
     assert [row[:3] for row in found.evidence.rows[:3]] == [
         ("as it is", "1.00 ms", ""),
-        ("hidden behind computation", "600.0 µs", "1.67 ×"),
+        ("hidden behind computation", "700.0 µs", "1.43 ×"),
         ("exchange every 2 batches", "800.0 µs", "1.25 ×"),
     ]
 
@@ -161,7 +162,7 @@ def jittering(transfer: tuple[int, ...]) -> list[dict[str, Any]]:
 def test_ranks_that_wait_in_turn_leave_the_transfer_sure(tmp_path: Path) -> None:
     found = ask(RULE, runs.foreign(tmp_path, *jittering((800_000, 810_000, 790_000, 800_000, 800_000))))
     assert found.state == "found"
-    assert found.share == pytest.approx(0.2, rel=0.01)
+    assert found.share == pytest.approx(0.75 * 0.2, rel=0.01)  # but for the last bucket
 
 
 def test_a_transfer_that_comes_and_goes_is_not_told(tmp_path: Path) -> None:
@@ -176,7 +177,10 @@ def test_exchanges_made_for_nothing_are_the_finding_though_hiding_might_give_mor
     assert found.advice[0].startswith("`with model.no_sync():` around all batches but the last")
     assert found.verdict == "30 % of each step is communication that the optimizer does not need."
     assert found.evidence is not None
-    assert [row[1] for row in found.evidence.rows[:2]] == ["10.0 ms", "6.00 ms"]  # hidden: all of it
+    assert [row[1] for row in found.evidence.rows[:2]] == [
+        "10.0 ms",
+        "10.0 ms",
+    ]  # one bucket has nothing to hide behind
 
 
 def test_a_forward_pass_that_exchanges_gets_the_advice_for_one(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from tests.runs import MS
 def test_found_with_its_way(tmp_path: Path, kinds: str, way: str) -> None:
     found = ask(RULE, batches(tmp_path, kinds))
     assert found.state == "found"
-    assert found.share == pytest.approx(0.2)
+    assert found.share == pytest.approx(0.4, rel=0.05)  # but for launching what then comes first
     assert way in found.title
 
 
 def test_hidden_copies_are_left_alone(tmp_path: Path) -> None:
-    assert ask(RULE, batches(tmp_path, "HtoD (Pinned -> Device)", beside=200_000)).state == "clear"
+    assert ask(RULE, batches(tmp_path, "HtoD (Pinned -> Device)", beside=True)).state == "clear"
 
 
 def test_pageable_copies_are_another_rules_business(tmp_path: Path) -> None:
@@ -30,13 +30,8 @@ def test_pageable_copies_are_another_rules_business(tmp_path: Path) -> None:
 
 
 def test_no_more_is_gained_than_there_is_computation_to_hide_behind(tmp_path: Path) -> None:
-    made = traces.trace(
-        traces.step(1, 0, MS),
-        traces.copy(0, 700_000, 10_000_000, "HtoD (Pinned -> Device)"),
-        traces.kernel("gemm", 700_000, 300_000),
-        world_size=1,
-    )
-    assert ask(RULE, runs.foreign(tmp_path, made)).saving_ns == pytest.approx(300_000)
+    found = ask(RULE, batches(tmp_path, "HtoD (Pinned -> Device)", takes=700_000))
+    assert found.saving_ns == pytest.approx(280_000, rel=0.01)
 
 
 def test_without_a_device_it_abstains(tmp_path: Path) -> None:

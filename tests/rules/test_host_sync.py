@@ -43,6 +43,30 @@ def test_reading_a_value_in_every_step_is_found(tmp_path: Path) -> None:
     assert found.evidence.rows[0][:2] == ("aten::item", "cudaStreamSynchronize")
 
 
+def test_gradscalers_own_reading_is_not_the_scripts(tmp_path: Path) -> None:
+    """As torch traces it: infinities looked for, found_inf read, and the optimizer's step next to it."""
+    events: list[object] = []
+    for n in range(10):
+        at, id_ = n * 10 * MS, 10 * n
+        done = at + 4 * MS
+        events += [
+            traces.step(n, at, 10 * MS),
+            traces.launched("gemm", at, at + 10 * US, 4 * MS, id_ + 1),
+            traces.op("aten::_amp_foreach_non_finite_check_and_unscale_", at + 900 * US, 50 * US),
+            traces.op("aten::item", at + 1 * MS, 3 * MS + 40 * US),
+            traces.call("cudaStreamSynchronize", at + 1 * MS, 3 * MS + 30 * US, id_ + 2),
+            traces.annotation("Optimizer.step#SGD.step", done + 100 * US, 5 * MS),
+            traces.launched("update", at + 6 * MS, at + 6 * MS + 10 * US, 4 * MS - 10 * US, id_ + 3),
+        ]
+    found = ask(RULE, runs.foreign(tmp_path / "traces", traces.trace(*events, world_size=1)))  # type: ignore[arg-type]
+    assert found.state == "found"
+    assert found.title.startswith("GradScaler")
+    assert "fused=True" in found.advice[0]
+    assert len(found.advice) == 1
+    assert found.evidence is not None
+    assert found.evidence.rows[0][:2] == ("GradScaler.step", "cudaStreamSynchronize")
+
+
 def test_a_wait_behind_which_the_device_has_work_is_left_alone(tmp_path: Path) -> None:
     assert ask(RULE, traced(tmp_path, queued=True)).state == "clear"
 

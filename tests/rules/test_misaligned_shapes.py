@@ -1,4 +1,4 @@
-"""Sizes off a multiple of 8: found by their cost, silent on good ones and odd batches, abstaining without shapes."""
+"""Misaligned sizes: found by their cost, silent on good ones and any batch, abstaining without shapes."""
 
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,24 @@ from tests.runs import MS
 KERNEL = "ampere_bf16_s16816gemm_bf16_128x128"
 
 
-def trained(folder: Path, *shapes: list[int], took: int = 6 * MS, dtype: str = "c10::BFloat16") -> Path:
+def trained(
+    folder: Path,
+    *shapes: list[int],
+    took: int = 6 * MS,
+    dtype: str = "c10::BFloat16",
+    operator: str = "aten::mm",
+    device: str = "NVIDIA A100-SXM4-80GB",
+) -> Path:
     """Write three steps of 10 ms, of which so many ns are one product; the host waits for it."""
     events: list[Any] = []
     told = {"Input Dims": [*shapes], "Input type": [dtype] * len(shapes)} if shapes else {}
     for n in range(3):
         t = n * 10 * MS
-        events += [traces.step(n, t, 10 * MS), traces.op("aten::mm", t, 40_000, **told)]
+        events += [traces.step(n, t, 10 * MS), traces.op(operator, t, 40_000, **told)]
         events += traces.launched(KERNEL, t, t + 10_000, took, 3 * n + 1)
         events += traces.launched("elementwise", t + 50_000, t + took + 10_000, 9 * MS - took, 3 * n + 2)
         events += [traces.call("cudaStreamSynchronize", t + 100_000, 9 * MS, 3 * n + 3)]
-    return runs.foreign(folder, traces.trace(*events, world_size=1, device="NVIDIA A100-SXM4-80GB"))
+    return runs.foreign(folder, traces.trace(*events, world_size=1, device=device))
 
 
 def test_found_with_what_a_good_shape_would_take(tmp_path: Path) -> None:
@@ -40,6 +47,24 @@ def test_good_sizes_and_any_batch_are_left_alone(tmp_path: Path) -> None:
 
 def test_an_odd_one_that_is_fast_is_left_alone(tmp_path: Path) -> None:
     assert ask(RULE, trained(tmp_path, [4096, 1022], [1022, 4099], took=220_000)).state == "clear"
+
+
+def test_ten_classes_and_three_channels_are_left_alone(tmp_path: Path) -> None:
+    assert ask(RULE, trained(tmp_path, [4096, 1024], [1024, 10])).state == "clear"
+
+
+def test_eight_bits_want_multiples_of_16(tmp_path: Path) -> None:
+    # Twice the rate of 16 bits, which only devices with such tensor cores have.
+    shapes = ([16384, 1024], [1024, 4104], [1], [1])
+    eight: dict[str, Any] = {
+        "dtype": "c10::Float8_e4m3fn",
+        "operator": "aten::_scaled_mm",
+        "device": "NVIDIA H100 80GB HBM3",
+    }
+    found = ask(RULE, trained(tmp_path / "8", *shapes, **eight))
+    assert found.saving_ns == pytest.approx(6 * MS - 2 * 16384 * 1024 * 4104 / (1979e12 / 2) * 1e9, rel=1e-6)
+    assert found.advice[0].endswith("a multiple of 16, better of 64: 4104 → 4112 or 4160")
+    assert ask(RULE, trained(tmp_path / "16", *shapes[:2])).state == "clear"
 
 
 def test_float32_is_left_alone(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_without_its_settings_it_abstains(tmp_path: Path) -> None:
     assert ask(RULE, runs.foreign(tmp_path, traces.training(3))).state == "not_measured"
 
 
-def test_on_a_gpu_the_idle_time_of_launching_is_gone_too(tmp_path: Path) -> None:
+def test_on_a_gpu_its_launches_are_fewer_too(tmp_path: Path) -> None:
     events: list[Any] = []
     for n in range(3):
         t, c = n * MS, 1 + 10 * n
@@ -64,6 +64,6 @@ def test_on_a_gpu_the_idle_time_of_launching_is_gone_too(tmp_path: Path) -> None
     made = traces.trace(*events, world_size=1)
     found = ask(RULE, runs.recorded(tmp_path / "run", (made, [], facts)))
     assert found.state == "found"
-    # 295 µs of kernels of which 5/11 remain, and 100 µs of idling.
-    assert found.saving_ns == pytest.approx(295_000 * 6 / 11 + 100_000, rel=0.02)
+    # Of 295 µs of kernels and 400 µs of launching them 5/11 remain; then the host is what takes longer.
+    assert found.saving_ns == pytest.approx(400_000 * 6 / 11, rel=0.02)
     assert "not measured on a GPU" in found.sure

@@ -69,6 +69,7 @@ def test_it_trains_in_bfloat16_compiled_and_on_two_ranks() -> None:
     [
         (("--fault=full_precision",), "needs a GPU"),
         (("--fault=odd_shapes",), "needs a GPU"),
+        (("--fault=scores_in_memory",), "needs a GPU"),
         (("--fault=data_parallel",), "needs two GPUs"),
         (("--fault=find_unused",), "needs a GPU"),
         (("--precision=fp16",), "needs a GPU"),
@@ -85,6 +86,14 @@ def test_what_cannot_be_is_a_usage_error(
         workload.parse([*TINY, *options])
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_scores_in_memory_are_the_same_attention() -> None:
+    torch.manual_seed(0)
+    fused, by_hand = workload.Block(32, 4), workload.Block(32, 4, fused=False)
+    by_hand.load_state_dict(fused.state_dict())
+    x = torch.randn(2, 24, 32)
+    torch.testing.assert_close(by_hand(x), fused(x))
 
 
 def test_odd_shapes_are_off_a_multiple_of_eight_and_others_are_not() -> None:

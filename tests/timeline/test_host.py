@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.measures import host
+from dlprof.timeline import host
 from tests import runs, traces
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.errors import NotMeasured
-from dlprof.measures.steps import mean_step_ns, of_step, standard_error, step_means, step_series, timing
+from dlprof.timeline.steps import mean_step_ns, of_step, standard_error, step_means, step_series, timing
 from tests import runs, traces
 from tests.runs import MS
 

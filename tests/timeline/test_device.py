@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dlprof import intervals as iv
 from dlprof.errors import NotMeasured
-from dlprof.measures import device
+from dlprof.timeline import device
 from tests import runs, traces
 
 
@@ -46,28 +45,6 @@ def test_annotations_on_the_device_are_no_work(tmp_path: Path) -> None:
 def test_a_trace_without_a_device_abstains(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match="no work of a device"):
         runs.rank_of(tmp_path, traces.trace(traces.op("aten::mm", 0, 10))).once(device.device_time.function)
-
-
-def test_only_gaps_that_the_launch_came_too_late_for_are_the_hosts(tmp_path: Path) -> None:
-    rank = runs.rank_of(
-        tmp_path,
-        traces.trace(
-            traces.launched("first", 0, 10_000, 90_000, 1),
-            # Launched while the first ran, begun 50 µs after its end: it waited for something on the device.
-            traces.launched("queued", 20_000, 150_000, 50_000, 2),
-            # Launched 40 µs after the device had run dry.
-            traces.launched("late", 240_000, 260_000, 10_000, 3),
-        ),
-    )
-    late = iv.clip(device.late_host(rank), traces.BASE_NS + 100_000, traces.BASE_NS + 260_000)
-    assert (late - traces.BASE_NS).tolist() == [[200_000, 260_000]]
-
-
-def test_without_launches_all_idling_is_the_hosts(tmp_path: Path) -> None:
-    rank = runs.rank_of(
-        tmp_path, traces.trace(traces.kernel("a", 0, 10_000, -1), traces.kernel("b", 50_000, 10_000, -1))
-    )
-    assert iv.total(device.late_host(rank)) == 40_000
 
 
 def test_work_that_takes_no_time_abstains(tmp_path: Path) -> None:

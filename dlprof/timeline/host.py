@@ -124,3 +124,20 @@ def outermost(spans: pd.DataFrame) -> pd.DataFrame:
     start = spans["start_ns"].to_numpy()
     reach = np.maximum.accumulate(start + spans["dur_ns"].to_numpy())
     return spans[np.concatenate(([True], start[1:] >= reach[:-1]))]
+
+
+def parents(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Give of nested intervals, in order of start and the longer first, the one around each; -1: none is.
+
+    One pass for each level of nesting: calls are a few levels deep, and there are many of them.
+    """
+    parent = np.full(len(start), -1, dtype=np.int64)
+    todo = np.arange(len(start))
+    while len(todo):
+        begin = start[todo]
+        reach = np.maximum.accumulate(end[todo])
+        outer = np.concatenate(([True], begin[1:] >= reach[:-1]))
+        around = todo[outer][np.cumsum(outer) - 1]
+        todo, around = todo[~outer], around[~outer]
+        parent[todo] = around
+    return parent

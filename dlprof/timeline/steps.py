@@ -18,15 +18,25 @@ from numpy.typing import NDArray
 from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import host
+from dlprof.timeline import device, host
+from dlprof.timeline.traced import TracedSteps, traced_steps
 
 # Allocator, autotuner and lazy initialisation are busy in the first steps: at least these are left out, and then all
 # up to the first one that is no longer than 1.25 × the median. Never more than a third of the run.
 WARMUP_STEPS = 3
 SETTLED = 1.25
 
+# So much of a host's lead is all of it.
+NEARLY_ALL = 0.98
+
 # Fewer steady steps than this say less than the traced ones do.
 ENOUGH = 5
+
+# Traced kernels may take a little longer than others.
+LEAST_OF_BUSY = 0.97
+
+# The device's clock counts where it measured so many of the steps.
+ON_DEVICE_SHARE = 0.9
 
 # A suspended job's processes go on one after the other, and the supervisor is only one of them: what lies this close
 # to the time at which it saw the job go on may hold the time in which the job stood.
@@ -42,8 +52,10 @@ PHASES = ("fetch", "forward", "backward", "optimizer")
 class Timing:
     """How long the mean steady step of one rank is, and where in the trace its steps are.
 
-    `windows` are the steady traced steps, (n, 2) in ns; `numbers` their step numbers. `phases` are the light layer's
-    mean parts of a steady step, empty where it was not recorded.
+    `windows` are the steady traced steps, (n, 2) in ns: on the device's clock where the trace holds a device
+    (`timeline.traced`), else on the host's; `host_windows` the same steps on the host's. `numbers` are their step
+    numbers, `chosen` their places among all traced steps. `phases` are the light layer's mean parts of a steady step on
+    the host, empty where it was not recorded.
     """
 
     steps: int
@@ -53,24 +65,38 @@ class Timing:
     noise_ns: float  # standard error of step_ns
     overhead: float | None
     windows: iv.Intervals
+    host_windows: iv.Intervals
     numbers: NDArray[np.int64]
+    chosen: NDArray[np.int64]
     phases: Mapping[str, float]
 
 
 def timing(rank: RankData) -> Timing:
-    """Give the timing of a rank; raises NotMeasured where neither the light layer nor a trace was recorded."""
+    """Return the timing of a rank; raise NotMeasured where neither the light layer nor a trace was recorded."""
     return rank.once(_timing)
 
 
 def _timing(rank: RankData) -> Timing:
-    windows, numbers, unit = _windows(rank)
+    found = traced_steps(rank)
+    chosen = _chosen(rank, found)
+    windows = found.windows[chosen]
+    where = {
+        "windows": windows,
+        "host_windows": found.host[chosen],
+        "numbers": found.numbers[chosen] if len(found.numbers) else found.numbers,
+        "chosen": chosen,
+    }
+    traced = (windows[:, 1] - windows[:, 0]).astype(float)
+    busy_ns = _busy_ns(rank, windows)
     frame = rank.once(light_steps) if rank.has("steps") else None
     steady = frame.loc[frame["steady"]] if frame is not None else None
-    traced = (windows[:, 1] - windows[:, 0]).astype(float)
-    if steady is not None and len(steady) and (len(steady) >= ENOUGH or not len(traced)):
-        durations = steady["dur_ns"].to_numpy(dtype=float)
+    durations = steady["length_ns"].to_numpy() if steady is not None else np.empty(0)
+    # No step is shorter than what the device does in it: such a mean is of a host that has not waited for its device
+    # yet.
+    fits = not len(traced) or (len(durations) >= ENOUGH and durations.mean() >= LEAST_OF_BUSY * busy_ns)
+    if steady is not None and len(durations) and fits:
         means = {p: float(np.maximum(steady[f"{p}_ns"].to_numpy(), 0).mean()) for p in PHASES}
-        slower = float(traced.mean() / durations.mean()) if len(traced) and unit == "step" else None
+        slower = float(traced.mean() / durations.mean()) if len(traced) and found.unit == "step" else None
         return Timing(
             steps=len(durations),
             source="steps",
@@ -78,34 +104,105 @@ def _timing(rank: RankData) -> Timing:
             step_ns=float(durations.mean()),
             noise_ns=standard_error(durations),
             overhead=slower,
-            windows=windows,
-            numbers=numbers,
             phases=means,
+            **where,
         )
     if len(traced):
         return Timing(
             steps=len(traced),
             source="trace",
-            unit=unit,
+            unit=found.unit,
             step_ns=float(traced.mean()),
             noise_ns=standard_error(traced),
             overhead=None,
-            windows=windows,
-            numbers=numbers,
             phases={},
+            **where,
         )
     raise NotMeasured("no complete training step was recorded")
 
 
+def _busy_ns(rank: RankData, windows: iv.Intervals) -> float:
+    """Return what a device computes and copies in the mean of some traced steps, ns; 0 without a device."""
+    if not len(windows) or not device.has_device(rank):
+        return 0.0
+    sets = device.device_sets(rank)
+    return iv.total(iv.intersect(iv.merge(sets.computation, sets.copy), iv.merge(windows))) / len(windows)
+
+
+def on_device_clock(steps: pd.DataFrame) -> bool:
+    """Return whether the light layer has the length of all these steps on the device's own clock."""
+    return len(steps) > 0 and bool((steps["device_step_ns"] > 0).all())
+
+
+def launched_within(rank: RankData) -> NDArray[np.int64]:
+    """Return for each row of `device.device_work` the place of its step among `timing(rank).windows`; −1: none of them.
+
+    Counts of a step (kernels, collectives, bytes) go by this: the step that launched the work.
+    """
+    return rank.once(_launched_within)
+
+
+def _launched_within(rank: RankData) -> NDArray[np.int64]:
+    found, chosen = traced_steps(rank), timing(rank).chosen
+    place = np.full(len(found.windows) + 1, -1, dtype=np.int64)
+    place[chosen] = np.arange(len(chosen))
+    step = found.launched_in
+    inside: NDArray[np.int64] = np.where((step >= 0) & (step < len(found.windows)), place[np.maximum(step, 0)], -1)
+    return inside
+
+
 def light_steps(rank: RankData) -> pd.DataFrame:
-    """Give the light layer's steps with a column `steady`; those in which the job was suspended are of that kind."""
+    """Return the light layer's steps with columns `steady` and `length_ns`; suspended ones are of that kind.
+
+    `length_ns` is how long a step is on the device's own clock where that measured nearly all of them: a host that runs
+    ahead of its device leaves its steps early, and later waits, so its own steps tell the device's only in the mean of
+    very many. There, steps without that length are not steady. Without the device's clock, the steps are not steady in
+    which the host only gets its lead again after a stop; how much they are too short is taken from what stopped it.
+    """
     frame = rank.table("steps")
     start, dur = frame["start_ns"].to_numpy(), frame["dur_ns"].to_numpy()
     kind = np.where(suspended(rank, start, start + dur), "suspended", frame["kind"].astype("str"))
     frame = frame.assign(kind=pd.Categorical(kind))
     trains = kind == "train"
     candidate = trains & (frame["first"].to_numpy() == 0) & (frame["profiled"].to_numpy() == 0) & (dur > 0)
-    return frame.assign(steady=candidate & (np.arange(len(frame)) >= _settled(dur, candidate)))
+    length = dur.astype(float)
+    on_device = frame["device_step_ns"].to_numpy()
+    if candidate.any() and np.mean(on_device[candidate] > 0) >= ON_DEVICE_SHARE:
+        candidate, length = candidate & (on_device > 0), np.where(on_device > 0, on_device, length)
+        steady = candidate & (np.arange(len(frame)) >= _settled(length, candidate))
+    else:
+        steady = candidate & (np.arange(len(frame)) >= _settled(length, candidate))
+        if (rank.facts.get("device") or {}).get("type") not in (None, "cpu"):
+            steady = _without_lead(length, steady)
+    return frame.assign(steady=steady, length_ns=length)
+
+
+def _without_lead(length: NDArray[np.float64], steady: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return the steady steps without those in which the host gets its lead again; changes their lengths.
+
+    Those follow steps that are not steady and are shorter than usual, since the host does not wait for its device yet.
+    The device had gone on with what was queued while the host was stopped: the lengths of the steps before are less by
+    as much.
+    """
+    found = np.zeros(len(length), dtype=bool)
+    if not steady.any():
+        return steady
+    usual = float(np.median(length[steady]))
+    starts = np.flatnonzero(steady & ~np.append(False, steady[:-1]))
+    stops = np.flatnonzero(steady & ~np.append(steady[1:], False)) + 1
+    for before, first, stop in zip(np.append(0, stops[:-1]), starts, stops, strict=True):
+        # The host has its lead where it has gained nearly all that it ever gains; now and then it waits meanwhile.
+        gained = np.cumsum(usual - length[first:stop])
+        settled = int(np.argmax(gained >= NEARLY_ALL * gained.max())) + 1
+        if gained[settled - 1] < settled * usual * (1 - 1 / SETTLED):
+            continue
+        last = first + settled
+        found[first:last] = True
+        ahead, stopped = usual * (last - first) - length[first:last].sum(), length[before:first].sum()
+        length[first:last] = usual
+        if stopped:
+            length[before:first] *= max(1 - ahead / stopped, 0.0)
+    return steady & ~found
 
 
 def suspended(rank: RankData, start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -115,7 +212,7 @@ def suspended(rank: RankData, start: NDArray[np.int64], end: NDArray[np.int64]) 
     return found
 
 
-def _settled(dur: NDArray[np.int64], candidate: NDArray[np.bool_]) -> int:
+def _settled(dur: NDArray[np.float64], candidate: NDArray[np.bool_]) -> int:
     """Give the row at which the warm-up is over."""
     rows = np.flatnonzero(candidate)
     if not len(rows):
@@ -127,29 +224,17 @@ def _settled(dur: NDArray[np.int64], candidate: NDArray[np.bool_]) -> int:
     return int(rows[min(over, most, len(rows) - 1)])
 
 
-def _windows(rank: RankData) -> tuple[iv.Intervals, NDArray[np.int64], str]:
-    """Find the traced steps: as the trace marks them, else from one loader call to the next, else the whole trace."""
-    none = np.empty(0, dtype=np.int64)
-    if not rank.has("spans"):
-        return iv.EMPTY, none, "step"
+def _chosen(rank: RankData, found: TracedSteps) -> NDArray[np.int64]:
+    """Return the places of the traced steps that are steady, settled and hold no time in which the job was stopped."""
+    if found.unit == "trace":
+        return np.arange(len(found.windows))
+    start, end = found.host[:, 0], found.host[:, 1]
+    keep = ~_longest(suspended(rank, start, end), end - start)
     if rank.has("traced_steps"):
-        marks = rank.table("traced_steps")
-        numbers = marks["step"].to_numpy()
-        start = marks["start_ns"].to_numpy()
-        # Steps follow each other; where two overlap (marked in a hook), the later one's start ends the earlier.
-        end = np.minimum(start + marks["dur_ns"].to_numpy(), np.append(start[1:], np.iinfo(np.int64).max))
-        keep = (end > start) & ~_unsteady(rank, numbers) & ~_longest(suspended(rank, start, end), end - start)
-        if keep.any():
-            return np.column_stack((start, end))[keep], numbers[keep], "step"
-    thread = host.on_training_thread(rank)
-    calls = host.outermost(thread[host.is_named(thread, "enumerate(DataLoader)")])["start_ns"].to_numpy()
-    if len(calls) >= 3:
-        start, end = calls[:-1], calls[1:]
-        keep = ~_longest(suspended(rank, start, end), end - start)
-        return np.column_stack((start, end))[keep], np.flatnonzero(keep), "step"
-    spans = rank.table("spans")
-    begin, stop = spans["start_ns"].min(), (spans["start_ns"] + spans["dur_ns"]).max()
-    return np.array([[begin, stop]], dtype=np.int64), none, "trace"
+        keep &= ~_unsteady(rank, found.numbers)
+    if (keep & found.settled).any():
+        keep &= found.settled
+    return np.flatnonzero(keep if keep.any() else np.ones(len(keep), dtype=bool))
 
 
 def _longest(found: NDArray[np.bool_], dur: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -243,7 +328,7 @@ def step_series(rank: RankData) -> pd.DataFrame:
             "kind": "train",
             "start_ns": t.windows[:, 0],
             "dur_ns": t.windows[:, 1] - t.windows[:, 0],
-            "fetch_ns": [iv.total(iv.clip(fetch, int(s), int(e))) for s, e in t.windows],
+            "fetch_ns": [iv.total(iv.clip(fetch, int(s), int(e))) for s, e in t.host_windows],
             **dict.fromkeys(("forward_ns", "backward_ns", "optimizer_ns"), -1),
             "steady": True,
             "profiled": 1,

@@ -1,0 +1,101 @@
+"""Which unit of the device a kernel multiplies on, as far as its name tells.
+
+Names are all that a trace has of a kernel, and they tell less every year: a fused Triton kernel is called as its author
+liked. So there are four answers and none of them is a guess: tensor cores on 16- or 8-bit numbers, tensor cores on
+float32 (TF32, AMD's XF32), float32 without tensor cores, and "it multiplies, on what is not known". How busy the tensor
+cores are is measured by the device's own counters (`tensor_busy_share` of the samples) and by nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+# What a kernel's kind says of it, for people; "" multiplies nothing.
+UNITS = {
+    "tensor": "tensor cores, 16 or 8 bits",
+    "tf32": "tensor cores, TF32",
+    "float32": "float32, no tensor cores",
+    "unknown": "multiplies, on what is not known",
+}
+
+# Helpers of products and attention that themselves move, add up or convert: split-K sums (PostGSU in hipBLASLt),
+# layout changes, the sums before and after FlashAttention's backward, Inductor's pointwise, reduction and foreach
+# kernels, which bear the names of the products that they follow (torch/_inductor/codegen/triton.py: only templates,
+# triton_tem_, hold a product).
+_MULTIPLIES_NOT = re.compile(
+    r"split_?k_?reduce|ReduceSplitK|PostGSU|reduce_wgrad|reduce_1Block|epilogue::impl|Offsets?Kernel|im2d?2?col|col2im"
+    r"|nchwToNhwc|nhwcToNchw|transpose_(?:NCHW|CNHW)|batched_transpose|dot_do_o|convert_d[qkv]|bwd_(?:preprocess|postprocess)"
+    r"|FlashAttnBwd(?:Pre|Post)process|splitkv_combine|FlashAttnFwdCombine|prepare_(?:varlen|grouped)|reshape_and_cache"
+    r"|^triton_(?:poi|per|red|for|unk)_|^triton__|attention\w*_reduce|_softmax_|softmax_warp|quantize|[_:]quant_|rotary|group_norm|layer_norm",
+    re.IGNORECASE,
+)
+_ATEN = re.compile(r"\bat::native::")  # PyTorch's own kernels: of them only depthwise convolutions multiply so
+_ATEN_MULTIPLIES = re.compile(r"conv_depthwise|at::native::\w*gemm")
+
+# Tensor cores on float32. CUTLASS calls the type tfloat32_t; an instruction of 16×8×8 (s1688) with no 16-bit type in
+# the name is TF32's; hipBLASLt's X (S_MX_B) is AMD's XF32; xFormers' f32 kernels multiply so from sm80 on
+# (OpMultiplyAddFastF32, PyTorch's mem_eff_attention/gemm_kernel_utils.h).
+_TF32 = re.compile(
+    r"tf32|tfloat32|tensorop_s1688(?!.*(?:f16|bf16|h1688))|Cijk_\w*?_S_?MX_?B_|nvjet_(?:sm\d+_)?sss_"
+    r"|fmha_cutlass[FB]_f32_\w+_sm(?:8\d|9\d|1\d\d)"
+)
+
+# float32 without tensor cores, on AMD on its matrix cores in full float32, which is as slow: cuBLAS's and cuDNN's names
+# since Maxwell; Winograd and FFT convolutions under names of their own; Tensile's type codes S_B and SB (rocBLAS,
+# hipBLASLt); MIOpen's fp32.
+_FLOAT32 = re.compile(
+    r"(?<!fp16_)(?<![a-z0-9])s(?:c?gemm|cudnn)|gcgemm|simt_\w*?s\w*?gemm|ffma|magma_sgemm|convolve_sgemm<float"
+    r"|sgemm_largek|(?:dgrad|wgrad)\w*<float|gem(?:mSN|mk1|v)\w*<(?:int, (?:int, )?)?float"
+    r"|gemvx::kernel<int, int, float"
+    r"|winograd(?:Forward|Wgrad)\w*<float|generateWinogradTiles\w*<\d+, float|fft2d_\w+<float"
+    r"|f32f32_f32f32_f32(?!.*tensor\d)"
+    r"|fmha_cutlass[FB]_f32_|Cijk_\w*?_S_?B_|igemm_\w+_fp32_|naive_conv\w*_float_|Conv\w*_fp32_"
+    r"|conv2d_grouped_direct_kernel<(?:\w+, )*?float"
+)
+
+# Tensor cores on 16 or 8 bits. cuBLAS, cuDNN, CUTLASS 2: the shape of an instruction (884, 1688, 16816, 16832) or
+# "tensorop"; xmma and nvjet; CUTLASS 3 by its main loop's name; FlashAttention 2, 3 and 4, cuDNN's and TensorRT-LLM's
+# attention, which take nothing else; DeepGEMM; TensorRT-LLM's products by their types.
+_TENSOR = re.compile(
+    r"tensorop|[hsi]884|[hs]1688|16816|i8816|16832|161616|hmma|imma|qmma|wgmma|[Gg]mma|[Uu]mma|tcgen05|nvjet|xmma"
+    r"|flash_(?:fwd|bwd)|FlashAttn(?:Fwd|Bwd)|FlashAttention(?:Forward|Backward)|flash_?mla|[Ff]mha|_native_sdpa"
+    r"|MmaTensorOp|MainloopSm(?:90|1\d\d)|deep_gemm::\w*(?:fp8|bf16|f8|fp4)"
+    r"|(?:^|_)(?:bmm|gemm)_\w*(?:E4m3|E5m2|E2m1|Bfloat16|Fp16)"
+)
+
+# AMD's matrix cores on 16 or 8 bits: Tensile's type codes of what is read, or read, written and computed in (HHS, BBS,
+# B_BS, F8F8S, ...); MIOpen's implicit products on xdlops; Composable Kernel where its mangled types are 16-bit ones
+# (t: unsigned short, which stands for bfloat16; DF16b; DF16_).
+_MATRIX = re.compile(
+    r"Cijk_[A-Za-z]+_[A-Za-z]+_(?:H_?H|H_?B_|H_?S_?S|B_?B_?S|B_?S_?S|B_B_|BB_|F8|B8|I8|FP8)\w*"
+    r"|igemm_(?:fwd|bwd|wrw)_gtcx?\d?\w*_(?:bf16|fp16|int8)_"
+    r"|(?:xdl|mfma|wmma).*?(?:DF16|bhalf|_Float16|__bf16|bfloat16|Ett?tf|tt?ft|f8_t)|(?:xdlops|mfma|xdl)\w*(?:bf16|fp16|f16|fp8)"
+)
+
+_NO_TENSOR = re.compile(r"simt|ffma")
+_DOUBLE = re.compile(r"[dz]884|dgemm|d1688|f64f64|double")
+
+# It multiplies matrices or convolves, says its name, and no more.
+_PRODUCT = re.compile(
+    r"(?<!fb)gemm|(?<!cublasG)(?<!cublas)gemv|matmul|(?:^|[\W_])(?:b|add|baddb)?mm(?:$|[\W_\d])|triton_tem_|convol|(?:^|[\W_])conv\d?d?(?:$|[\W_])|fprop|dgrad"
+    r"|wgrad|winograd|attn|attention|sdpa|fmha|Cijk_|(?:fused_)?moe_kernel|xdlops|_xdl_|mfma|wmma|bwd_kernel_d[kq]|sage_fwd"
+    r"|conv_depthwise",
+    re.IGNORECASE,
+)
+
+
+@lru_cache(1 << 14)  # the ranks of a job run the same kernels
+def unit_of(name: str) -> str:
+    """Return what a kernel multiplies on: "tensor", "tf32", "float32", "unknown" (it multiplies), "" (it does not)."""
+    if _MULTIPLIES_NOT.search(name) or (_ATEN.search(name) and not _ATEN_MULTIPLIES.search(name)):
+        return ""
+    if _DOUBLE.search(name):
+        return "unknown" if _PRODUCT.search(name) else ""
+    if _TF32.search(name):
+        return "tf32"
+    if _NO_TENSOR.search(name) or not (_TENSOR.search(name) or _MATRIX.search(name)):
+        if _FLOAT32.search(name):
+            return "float32"
+        return "unknown" if _PRODUCT.search(name) else ""
+    return "float32" if re.search(r"fmha_cutlass[FB]_f32_", name) else "tensor"

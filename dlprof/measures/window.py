@@ -1,0 +1,52 @@
+"""Whether the traced steps of a device job stand for all others, and what their trace lacks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from dlprof.engine import RankData, per_rank
+from dlprof.timeline import device
+from dlprof.timeline.steps import ENOUGH, light_steps, standard_error, timing
+from dlprof.timeline.traced import traced_steps
+
+
+@per_rank
+def window_likeness(rank: RankData) -> pd.DataFrame:
+    """Return one row of a rank with a device: ratio, after, after_noise, linked, left_out.
+
+    ratio: mean traced ÷ mean untraced step. after: mean untraced step after the traced ones ÷ before them, with its
+    standard error after_noise. linked: the share of the device's work whose launch the trace holds. left_out: traced
+    steps at the beginning in which the host only got its lead. NaN: not known. No row without a device.
+    """
+    if not device.has_device(rank):
+        return pd.DataFrame(columns=["ratio", "after", "after_noise", "linked", "left_out"], dtype=float)
+    t, found = timing(rank), traced_steps(rank)
+    after, noise = _after(rank)
+    return pd.DataFrame(
+        {
+            "ratio": [np.nan if t.overhead is None else t.overhead],
+            "after": [after],
+            "after_noise": [noise],
+            "linked": [found.linked],
+            "left_out": [float((~found.settled).sum()) if found.unit == "step" else 0.0],
+        }
+    )
+
+
+def _after(rank: RankData) -> tuple[float, float]:
+    """Return how long steps are after the profiled ones, as a multiple of those before, and its standard error."""
+    if not rank.has("steps"):
+        return np.nan, np.nan
+    steps = rank.once(light_steps)
+    profiled = np.flatnonzero(steps["profiled"].to_numpy() != 0)
+    if not len(profiled):
+        return np.nan, np.nan
+    place, steady = np.arange(len(steps)), steps["steady"].to_numpy()
+    length = steps["length_ns"].to_numpy()
+    lengths = [length[steady & chosen] for chosen in (place < profiled[0], place > profiled[-1])]
+    if min(map(len, lengths)) < ENOUGH:
+        return np.nan, np.nan
+    before, after = (float(np.median(each)) for each in lengths)  # a pause now and then is no sign of the profiler
+    noise = np.hypot(*(standard_error(each) / before for each in lengths))
+    return after / before, float(noise)

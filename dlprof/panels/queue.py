@@ -1,0 +1,89 @@
+"""How much work is queued for the device over the traced steps, and what of it waits while the device idles."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pandas as pd
+
+from dlprof.engine import Measured, MeasureFailed
+from dlprof.errors import NotMeasured
+from dlprof.measures.queue import FULL, device_lag, queue_series, queued_waits
+from dlprof.overview import MOST_RANKS, Picture, points
+from dlprof.result import Panel
+from dlprof.timeline.steps import mean_step_ns, step_means
+from dlprof.units import digits, duration
+
+# Waits of less than this share of a step are not worth a table.
+LEAST_SHARE = 0.01
+
+
+def draw(run: Measured) -> list[Panel]:
+    """Draw the length of the queue, and list what waits in it on the rank where most does."""
+    panels = []
+    for panel in (_waits, _length):
+        with suppress(NotMeasured, MeasureFailed):
+            panels.append(panel(run))
+    return panels
+
+
+def waits_table(frame: pd.DataFrame, rank: int) -> Panel:
+    """List the queued work of one rank that waits while the device idles, the longest first."""
+    mine = frame[frame["rank"] == rank].sort_values("ns", ascending=False, kind="stable")
+    rows = tuple(
+        (
+            str(row["ended_by"]),
+            str(row["stream"]),
+            str(row["launched_by"]),
+            digits(float(row["times"])),
+            duration(float(row["ns"])),
+            duration(float(row["queued_ns"])),
+            str(row["waits_for"]),
+        )
+        for row in mine.to_dict("records")
+    )
+    columns = (
+        "the wait ends with",
+        "stream",
+        "launched by",
+        "times a step",
+        "device idle",
+        "launched before",
+        "waits for",
+    )
+    note = "The device idles although this work was launched before it ran dry."
+    return Panel("table", f"Queued work that waits, a traced step of rank {rank}", rows, columns, note=note)
+
+
+def _waits(run: Measured) -> Panel:
+    frame = run.frame(queued_waits)
+    by = frame.groupby("rank")["ns"].sum() if len(frame) else pd.Series(dtype=float)
+    if not len(by) or by.max() < LEAST_SHARE * mean_step_ns(run):
+        raise NotMeasured("no queued work waits")
+    return waits_table(frame, int(str(by.idxmax())))
+
+
+def _length(run: Measured) -> Panel:
+    series, lag = run.frame(queue_series), run.frame(device_lag).set_index("rank")
+    shown = sorted(int(r) for r in series["rank"].unique())[:MOST_RANKS]
+    series = series[series["rank"].isin(shown)]
+    # Each rank from its own beginning: their clocks may differ.
+    begin = series.groupby("rank")["at_ns"].transform("min")
+    place = series.groupby("rank").cumcount()
+    table = series.assign(at=series["at_ns"] - begin, place=place).pivot_table(
+        index="place", columns="rank", values="queued", observed=True
+    )
+    at = (series["at_ns"] - begin).groupby(place).mean()
+    table = table.set_axis(pd.Index(at.reindex(table.index)), axis=0)
+    table.columns = pd.Index([f"rank {r}" for r in table.columns])
+    least, most = float(lag["lag_ns"].min()), float(lag["lag_ns"].max())
+    behind = duration(most) if most - least < 0.1 * max(most, 1.0) else f"{duration(least)} to {duration(most)}"
+    note = (
+        f"Where a step begins, the device is {behind} behind its host. With about {FULL:,} launches queued the next one"
+        " waits for room; with none, the device waits for its host."
+    )
+    columns = ("ns", *map(str, table.columns))
+    return Panel("lines", "Launches queued for the device", points(table), columns, unit="", note=note)
+
+
+PICTURE = Picture((device_lag, queue_series, queued_waits, step_means), draw)

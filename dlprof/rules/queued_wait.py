@@ -1,0 +1,99 @@
+"""The device has work queued, does nothing, and the work waits.
+
+A stream runs its work in order, and may be told to wait: for an event of another stream, for a function on the host,
+for memory. While all streams wait, the device idles although its host is far ahead; neither a faster host nor a faster
+device would change that.
+
+Needs a trace of a GPU that links launches to kernels. A gap counts where the work that ended it had been launched
+before the device ran dry, and which is longer than 20 µs (50 µs after a launch on an idle device). The calls before its
+launch tell what it waited for. Graphs hold nodes that no trace shows (functions on the host, memory, waits): one of
+them is what a later node of the same graph waits for. Before a graph's first node it may be that, or the kernels that
+some profilers do not record of a graph: there nothing can be said.
+
+Saving: the traced steps replayed without these waits, where what they wait for is known and can be changed.
+
+What to change: record the event earlier, or wait for it later; take the function off the stream (`cudaLaunchHostFunc`,
+callbacks), or make it do less; no allocations that synchronise in the loop. For graphs: trace their nodes (nsys:
+`--cuda-graph-trace=node`), and capture without what waits.
+"""
+
+from __future__ import annotations
+
+from dlprof.diagnosis import LEAST_SHARE, Clear, Rule
+from dlprof.engine import Measured, by_rank
+from dlprof.errors import NotMeasured
+from dlprof.measures import settings
+from dlprof.measures.breakdown import breakdown, part, part_least, part_noise
+from dlprof.measures.queue import EVENT, FUNCTION, GRAPH_NODE, MEMORY, OTHER_STREAM, queued_waits
+from dlprof.measures.replay import own_time, saving
+from dlprof.panels.queue import waits_table
+from dlprof.result import Finding
+from dlprof.timeline.steps import mean_step_ns, of_step, step_means
+from dlprof.units import duration, percent
+
+# As for idle time whose cause is known (small_kernels).
+NOTABLE_SHARE = 0.05
+
+_CHANGES = {
+    EVENT: "record the event as soon as what must be waited for is launched, and wait for it as late as possible",
+    OTHER_STREAM: "launch what it waits for earlier, or on the same stream",
+    FUNCTION: "take the function off the stream (`cudaLaunchHostFunc`, stream callbacks), or make it do less",
+    GRAPH_NODE: "find what the captured code does before that kernel on the host or on another stream, and capture"
+    " without it (nsys `--cuda-graph-trace=node` shows the nodes)",
+    MEMORY: "no `cudaMalloc` or `cudaFree` in the loop: keep buffers; `PYTORCH_ALLOC_CONF=expandable_segments:True`",
+}
+
+
+def check(run: Measured) -> Finding | Clear:
+    """Look at the queued work that waits longest, and at what it waits for."""
+    if settings.on_cpu(run):
+        raise NotMeasured("the job trains on the CPU, which has no queue")
+    frame, step = run.frame(queued_waits), mean_step_ns(run)
+    waits = part(run, "queued_wait")
+    most = max(waits.values(), default=0.0)
+    if most / step < NOTABLE_SHARE or not len(frame):
+        return Clear(f"for {percent(most / step)} of the step queued work waits")
+    worst = max(waits, key=lambda r: waits[r])
+    mine = frame[frame["rank"] == worst]
+    by_reason = mine.groupby("waits_for")["ns"].sum().sort_values(ascending=False)
+    known = [str(reason) for reason in by_reason.index if reason in _CHANGES]
+    gains = {reason: _gain(run, reason) for reason in known}
+    best = max(gains, key=lambda reason: gains[reason], default="")
+    gain = gains.get(best, 0.0)
+    if gain / step < LEAST_SHARE or gain < 0.5 * most:
+        longest = mine.iloc[0]
+        raise NotMeasured(
+            f"the longest wait ends with {longest['ended_by']} on stream {longest['stream']}, which"
+            f" {longest['launched_by'] or 'a call'} had launched {duration(float(longest['queued_ns']))} before; what"
+            f" it waits for is {by_reason.index[0]}"
+        )
+    first = mine[mine["waits_for"] == best].iloc[0]
+    return Finding(
+        title="Queued work waits",
+        summary=f"For {duration(most)} of {duration(step)} the device of rank {worst} idles with work queued; most of"
+        f" it before {first['ended_by']} on {first['stream']}, launched {duration(float(first['queued_ns']))} before it"
+        f" starts: it waits for {best}.",
+        verdict=f"{percent(gain / step)} {of_step(run)} the device idles with work queued that waits.",
+        noise_ns=part_noise(run, "queued_wait"),
+        least_ns=min(gain, part_least(run, "queued_wait")),
+        saving_ns=gain,
+        advice=(_CHANGES[best],),
+        evidence=waits_table(frame, worst),
+        ranks=tuple(sorted(r for r, ns in waits.items() if ns >= most / 2)),
+        sure="Estimated by replaying the traced steps without these waits.",
+    )
+
+
+def _gain(run: Measured, reason: str) -> float:
+    frame = run.frame(queued_waits)
+    mine = frame[frame["waits_for"] == reason].drop_duplicates("rank").dropna(subset=["gain_ns"])
+    return saving(run, by_rank(mine, "gain_ns"))
+
+
+RULE = Rule(
+    "queued_wait",
+    "Queued work that waits",
+    (breakdown, own_time, queued_waits, step_means),
+    check,
+    saves_from=("queued_wait", "launch_latency"),
+)

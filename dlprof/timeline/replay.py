@@ -1,0 +1,369 @@
+"""Replays the traced steps of one rank with something changed: time of the host gone, waits gone, kernels shorter.
+
+The model is what CUDA promises and no more. The host launches in order. Work begins when it was launched, when the work
+before it on its stream has ended, and when what it waited for on another stream has; where none of these explains its
+start, it keeps the rest of its delay. A host that waits for its device goes on when the same work is done as in the
+recording. Collectives keep their length: what waiting for other ranks costs is settled across ranks (measures/replay).
+
+Nothing changed gives the recorded times exactly. The steps are replayed twice in a row, and the second time counts: by
+then the host has the lead, or has lost it, that the change leads to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof import intervals as iv
+from dlprof.engine import RankData
+from dlprof.errors import NotMeasured
+from dlprof.timeline import device, host
+from dlprof.timeline.idle import LATENCY_NS
+from dlprof.timeline.launches import UNKNOWN, launches
+from dlprof.timeline.steps import ENOUGH, timing
+from dlprof.timeline.traced import main_stream, traced_steps
+
+# So much device work is replayed at most: whole steps, at least one. A replay takes some µs a piece.
+MOST_WORK = 12_000
+
+# A call that launches takes some µs. One that takes this long waits for room in the queue, or for its device; a call
+# that synchronises waits from here on.
+_LONG_LAUNCH_NS = 100_000
+_WAIT_NS = 20_000
+
+# Where nothing in the trace tells: from a launch to its start on an idle device, and from one queued kernel to the
+# next.
+_START_NS = 8_000
+_NEXT_NS = 1_500
+
+# Traces of whole µs show work that starts a little before what it waits for has ended.
+_CLOCK_NS = 1_000
+
+# Work that waited this much of its delay after other work had ended waited for that, or for what comes right behind it.
+_OF_DELAY = 0.25
+
+# Calls that return when the device has done what was queued, in CUDA's and HIP's words.
+SYNCHRONISING = tuple(
+    f"{runtime}{call}Synchronize" for runtime in ("cuda", "hip", "cu") for call in ("Stream", "Device", "Event", "Ctx")
+)
+_OF_ALL_STREAMS = tuple(name for name in SYNCHRONISING if "Device" in name or "Ctx" in name)
+_NOT_LAUNCHES = ("cudaMalloc", "hipMalloc", "cudaFree", "hipFree", "cuModuleLoad", "cudaHostAlloc", "cuLibraryLoad")
+
+_LAUNCH, _WORK, _WAIT = range(3)
+_NEVER = -(1 << 62)
+
+# A set of host time, and the share of it that is left.
+Kept = tuple[iv.Intervals, float]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A call in which the host waits for its device; `row`: the place of the work that it waits for, −1: earlier work.
+
+    `from_start`: it waits for that work to start (the queue is full), and not to end. `everything`: it waits for all
+    streams, of which that work was the last to end.
+    """
+
+    begin: int
+    end: int
+    row: int
+    from_start: bool
+    everything: bool
+    name: str
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Some steps of a rank, ready to be replayed; `rows` are rows of `device.device_work`, in order of their start."""
+
+    rows: NDArray[np.int64]
+    durations: NDArray[np.int64]  # of each of them, ns
+    waits: tuple[Wait, ...]
+    steps: int
+    begin: int  # of the steps on the device, ns
+    host: tuple[int, int]  # the steps on the host, ns
+    _order: list[tuple[int, int]]  # what happens, in order of the recording: kind, place
+    _called: NDArray[np.int64]
+    _start: NDArray[np.int64]
+    _stream: list[int]
+    _main: int
+    _latency: list[int]
+    _gap: list[int]
+    _needs: list[int]  # the place of the work on another stream that this one waited for, −1: none
+    _needs_gap: list[int]
+    _residual: list[int]
+    _before: dict[int, int]  # the end of the work before these steps, by stream
+
+    def step_ns(
+        self,
+        kept: Sequence[Kept] = (),
+        durations: NDArray[np.int64] | None = None,
+        free: Sequence[int] = (),
+        gap_ns: int | None = None,
+        at_once: Sequence[int] = (),
+    ) -> float:
+        """Return the mean step of the replay, ns.
+
+        `kept`: of these sets of host time (disjoint) only a share is left. `durations`: of each of `rows`; below 0: it
+        is no longer there. `free`: waits, by their place, that are no longer waited for. `gap_ns`: the most that lies
+        between two queued pieces of work. `at_once`: places of work that starts without the rest of its delay that
+        nothing explains, and without waiting for another stream.
+        """
+        host_at = _without(kept)
+        begin = host_at(np.array([w.begin for w in self.waits], dtype=np.int64))
+        end = host_at(np.array([w.end for w in self.waits], dtype=np.int64))
+        marks = host_at(np.array(self.host, dtype=np.int64)).tolist()
+        gap = self._gap if gap_ns is None else [min(g, gap_ns) for g in self._gap]
+        dur = (self.durations if durations is None else durations).tolist()
+        called = host_at(self._called).tolist()
+        residual, needs = list(self._residual), list(self._needs)
+        for i in at_once:
+            residual[i], needs[i] = 0, -1
+        return self._run(called, marks, begin.tolist(), end.tolist(), gap, dur, residual, needs, frozenset(free))
+
+    def _run(
+        self,
+        called: list[int],
+        marks: list[int],
+        begin: list[int],
+        end: list[int],
+        gap: list[int],
+        dur: list[int],
+        residual: list[int],
+        needs: list[int],
+        free: frozenset[int],
+    ) -> float:
+        """Replay twice in a row, and return the mean step of the second time; plain lists, for it is the hot loop."""
+        stream, latency, needs_gap = self._stream, self._latency, self._needs_gap
+        recorded, lasted = self._start.tolist(), self.durations.tolist()
+        n = len(stream)
+        launched, started, ended = [_NEVER] * n, [0] * n, [0] * n
+        free_at = dict(self._before)
+        base, shift, boundaries = self.begin, 0, []
+        for _ in range(2):
+            for kind, i in self._order:
+                if kind == _LAUNCH:
+                    launched[i] = called[i] + shift
+                elif kind == _WORK:
+                    on = stream[i]
+                    at = free_at.get(on, _NEVER) + gap[i]
+                    when = launched[i] + latency[i]
+                    if when > at:
+                        at = when
+                    other = needs[i]
+                    if other >= 0:
+                        when = ended[other] + needs_gap[i]
+                        if when > at:
+                            at = when
+                    if dur[i] >= 0:
+                        at += residual[i]
+                        started[i] = at
+                        free_at[on] = ended[i] = at + dur[i]
+                    else:
+                        started[i] = ended[i] = at
+                else:
+                    wait = self.waits[i]
+                    until = begin[i] + shift + min(wait.end - wait.begin, _WAIT_NS)
+                    if i not in free:
+                        row = wait.row
+                        if row < 0:
+                            released = base + wait.end - self.begin
+                        elif wait.from_start:
+                            released = started[row] + wait.end - recorded[row]
+                        else:
+                            done = max(free_at.values()) if wait.everything else ended[row]
+                            released = done + wait.end - recorded[row] - lasted[row]
+                        if released > until:
+                            until = released
+                    shift = until - end[i]
+            base = max(free_at.get(self._main, _NEVER), marks[1] + shift)
+            boundaries.append(base)
+            shift += marks[1] - marks[0]
+        return (boundaries[1] - boundaries[0]) / self.steps
+
+
+def _without(kept: Sequence[Kept]) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+    """Return a function from recorded host times to those where only a share of some sets of time is left."""
+
+    def host_at(at: NDArray[np.int64]) -> NDArray[np.int64]:
+        gone = np.zeros(len(at))
+        for times, share in kept:
+            gone += (1 - share) * iv.before(times, at)
+        moved: NDArray[np.int64] = at - np.rint(gone).astype(np.int64)
+        return moved
+
+    return host_at
+
+
+def replay_of(rank: RankData) -> Replay:
+    """Return a rank's settled traced steps, ready to be replayed; raise NotMeasured where the trace does not tell them.
+
+    What it needs is a device, marked steps, and launches that are linked to what they launched.
+    """
+    return rank.once(_replay_of)
+
+
+def _replay_of(rank: RankData) -> Replay:
+    found, t = traced_steps(rank), timing(rank)
+    if not device.has_device(rank):
+        raise NotMeasured("the trace holds no work of a device")
+    if t.unit != "step" or not found.linked:
+        raise NotMeasured("nothing marks the steps" if t.unit != "step" else "the trace links no launch to its kernel")
+    first, last = _block(t.chosen, found.launched_in)
+    inside = (found.launched_in >= first) & (found.launched_in <= last)
+    rows = np.flatnonzero(inside)
+    work, calls = device.device_work(rank), launches(rank)
+    start, dur = work["start_ns"].to_numpy()[rows], work["dur_ns"].to_numpy()[rows]
+    lane = work["lane"].cat.codes.to_numpy()
+    waits = tuple(_waits(rank, rows, int(found.host[first, 0]), int(found.host[last, 1])))
+    called = _called(calls.called[rows], calls.returned[rows], start, waits)
+    before, previous = _previous(work, lane, rows)
+    # Work with no launch in the trace follows what is before it on its stream; the first of a stream, its host.
+    called = np.where((called == _NEVER) & (previous == _NEVER), start - 1, called)
+    queued = called < previous - LATENCY_NS
+    between = start - previous
+    typical = between[queued & (between <= LATENCY_NS)]
+    next_ns = max(int(np.median(typical)), 0) if len(typical) >= ENOUGH else _NEXT_NS
+    # On an idle device all of a launch's delay is its latency; behind other work nobody sees how long it takes.
+    fresh = (called >= previous) & (called > _NEVER)
+    start_ns = int(np.median((start - called)[fresh])) if fresh.sum() >= ENOUGH else _START_NS
+    latency = np.minimum(start - called, np.where(fresh, LATENCY_NS, min(start_ns, LATENCY_NS)))
+    gap = np.where(previous > _NEVER, np.minimum(between, next_ns), 0)
+    explained = np.maximum(called + latency, np.where(previous > _NEVER, previous + gap, _NEVER))
+    needs, needs_gap = _needed(start, start + dur, lane[rows], explained)
+    residual = np.where(needs >= 0, 0, start - explained)
+    return Replay(
+        rows=rows,
+        durations=dur,
+        waits=waits,
+        steps=last - first + 1,
+        begin=int(found.windows[first, 0]),
+        host=(int(found.host[first, 0]), int(found.host[last, 1])),
+        _order=_order(called, start, waits),
+        _called=called,
+        _start=start,
+        _stream=lane[rows].tolist(),
+        _main=int(lane[main_stream(rank)][0]),
+        _latency=np.where(called > _NEVER, latency, 0).tolist(),
+        _gap=gap.tolist(),
+        _needs=needs.tolist(),
+        _needs_gap=needs_gap.tolist(),
+        _residual=np.where(explained > _NEVER, residual, 0).tolist(),
+        _before=before,
+    )
+
+
+def _block(chosen: NDArray[np.int64], launched_in: NDArray[np.int64]) -> tuple[int, int]:
+    """Return the first and the last of the longest run of steady steps, shortened to what is replayed at most."""
+    runs = np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1)
+    longest = max(runs, key=len)
+    pieces = np.bincount(launched_in[launched_in >= 0], minlength=int(longest[-1]) + 1)[longest]
+    fit = int(np.searchsorted(np.cumsum(pieces), MOST_WORK, side="right"))
+    return int(longest[0]), int(longest[max(fit, 1) - 1])
+
+
+def _called(
+    called: NDArray[np.int64], returned: NDArray[np.int64], start: NDArray[np.int64], waits: Sequence[Wait]
+) -> NDArray[np.int64]:
+    """Return from when on each piece of work was in the queue; _NEVER: not known, so that nothing waits for it."""
+    known = called < UNKNOWN
+    # A call that waits for room queues its work when it returns; one that copies has queued it, and waits for it.
+    blocked = np.isin(called, [w.begin for w in waits if w.from_start])
+    at = np.where(blocked & (returned - called > _LONG_LAUNCH_NS), returned - 1, called)
+    return np.where(known, np.minimum(at, start - 1), _NEVER)
+
+
+def _previous(
+    work: pd.DataFrame, lane: NDArray[np.integer[Any]], rows: NDArray[np.int64]
+) -> tuple[dict[int, int], NDArray[np.int64]]:
+    """Return the end of all work on a row's stream before it (_NEVER: none), and that before all rows, by stream."""
+    start = work["start_ns"].to_numpy()
+    end = start + work["dur_ns"].to_numpy()
+    previous = np.full(len(work), _NEVER)
+    before: dict[int, int] = {}
+    for one in np.unique(lane):
+        mine = np.flatnonzero(lane == one)
+        previous[mine[1:]] = np.maximum.accumulate(end[mine])[:-1]
+        first = np.searchsorted(mine, rows[0])
+        if first:
+            before[int(one)] = int(end[mine[:first]].max())
+    return before, previous[rows]
+
+
+def _needed(
+    start: NDArray[np.int64], end: NDArray[np.int64], lane: NDArray[np.integer[Any]], explained: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return for each piece of work the place of that on another stream whose end it waited for (−1: none), and how
+    long after that it started.
+
+    It waited for what ended last before it started, if that was just before, or much sooner than the rest of its delay,
+    which nothing else explains: also where it was room on the device that it waited for.
+    """
+    order = np.argsort(end, kind="stable")
+    at = np.searchsorted(end[order], start + _CLOCK_NS, side="right") - 1
+    last = order[np.maximum(at, 0)]
+    after, delay = start - end[last], start - explained
+    found = (
+        (at >= 0)
+        & (lane[last] != lane)
+        & ((after <= LATENCY_NS) | (after <= _OF_DELAY * delay))
+        & (delay > _NEXT_NS)
+        & (end[last] > explained)
+    )
+    return np.where(found, last, -1), np.where(found, after, 0)
+
+
+def _waits(rank: RankData, rows: NDArray[np.int64], begin: int, end: int) -> list[Wait]:
+    """Find the calls between two instants in which the host waited for its device."""
+    spans = rank.table("spans")
+    called, took = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
+    first, last = np.searchsorted(called, (begin, end))
+    calls = first + np.flatnonzero(host.is_kind(spans.iloc[first:last], "runtime") & (took[first:last] >= _WAIT_NS))
+    work = device.device_work(rank)
+    start = work["start_ns"].to_numpy()
+    ends = start + work["dur_ns"].to_numpy()
+    order = np.argsort(ends, kind="stable")
+    launch, ids = work["launch"].to_numpy(), spans["launch"].to_numpy()
+    pageable = host.is_kind(work, "copy") & ~host.is_one_of(work["memory"], "pinned")
+    row_of = dict(zip(launch[pageable].tolist(), np.flatnonzero(pageable).tolist(), strict=True))
+    place = np.full(len(work), -1, dtype=np.int64)
+    place[rows] = np.arange(len(rows))
+    names = spans["name"].array
+    found = []
+    for call in calls.tolist():
+        name, at, until = str(names[call]), int(called[call]), int(called[call] + took[call])
+        own = row_of.get(int(ids[call]), -1)
+        from_start = False
+        if name.startswith(SYNCHRONISING):
+            row = int(order[max(int(np.searchsorted(ends[order], until + 1, side="right")) - 1, 0)])
+            if not at <= ends[row] <= until:
+                continue
+        elif own >= 0:
+            row = own
+            # The call returns when the last piece is on its way: a little before the copy ends.
+            if not at <= ends[row] <= until + _LONG_LAUNCH_NS:
+                continue
+        else:
+            row = int(np.searchsorted(start, until, side="right")) - 1
+            from_start = True
+            waits = took[call] >= _LONG_LAUNCH_NS and ids[call] >= 0 and not name.startswith(_NOT_LAUNCHES)
+            if not waits or row < 0 or start[row] < at or launch[row] == ids[call]:
+                continue
+        everything = name.startswith(_OF_ALL_STREAMS)
+        found.append(Wait(at, until, int(place[row]), from_start, everything, name))
+    return found
+
+
+def _order(called: NDArray[np.int64], start: NDArray[np.int64], waits: Sequence[Wait]) -> list[tuple[int, int]]:
+    """Return what happens in the order of the recording; at one instant launches first, and waits last."""
+    known = np.flatnonzero(called > _NEVER)
+    at = np.concatenate((called[known], start, np.array([w.end for w in waits], dtype=np.int64)))
+    kind = np.repeat([_LAUNCH, _WORK, _WAIT], [len(known), len(start), len(waits)])
+    which = np.concatenate((known, np.arange(len(start)), np.arange(len(waits))))
+    order = np.lexsort((kind, at))
+    return list(zip(kind[order].tolist(), which[order].tolist(), strict=True))

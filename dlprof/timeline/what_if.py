@@ -1,0 +1,147 @@
+"""What a change would make of a rank's step: the replay of its traced steps, brought to the steps that were not traced.
+
+The profiler makes every call that it sees longer, so that the host of the traced steps is slower than the job's. Where
+the light layer has the steps without it, all calls are taken to be shorter by one share, the one with which the replay
+takes as long as those steps. Waits for data, which differ from step to step, are brought to their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlprof import intervals as iv
+from dlprof.engine import RankData
+from dlprof.timeline import host
+from dlprof.timeline.replay import Kept, Replay, replay_of
+from dlprof.timeline.steps import timing
+
+# From one operator to the next Python takes 5 to 50 µs in a model's code. Where no thread is in an operator or in a
+# call of the runtime for longer than this, the script does something else.
+PAUSE_NS = 100_000
+
+# What remains between two kernels of a captured graph: NVIDIA measures 0.5 µs ("Getting Started with CUDA Graphs",
+# kernels of 2.9 µs that take 3.4 µs each); twice that here.
+GRAPH_GAP_NS = 1_000
+
+# No profiler makes calls longer than by this factor (×1.9 was measured for the smallest operators on a CPU).
+_MOST_SLOWED = 4.0
+_BISECTIONS = 7
+_NEAR = 0.003
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """What the host did in the replayed steps; disjoint sets of its time.
+
+    `fetch`: the training thread in next() of its loader. `calls`: any thread in an operator or a call of the runtime,
+    or on its way from one to the next. `python`: none of these for longer than PAUSE_NS, the script's own Python.
+    """
+
+    fetch: iv.Intervals
+    calls: iv.Intervals
+    python: iv.Intervals
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A rank's steps, to be asked what a change would make of them."""
+
+    replay: Replay
+    host: HostTime
+    fetch_left: float  # the mean wait for data of the steady steps ÷ that of the replayed ones
+    calls_left: float  # the share of the calls' time that is left without the profiler
+    measured_ns: float  # the mean steady step
+
+    @cached_property
+    def step_ns(self) -> float:
+        """The mean step that the replay gives without any change."""
+        return self.replay.step_ns(self._kept())
+
+    def gain_ns(
+        self,
+        *,
+        fetch: float = 1.0,
+        python: float = 1.0,
+        calls: float = 1.0,
+        other: Sequence[Kept] = (),
+        durations: NDArray[np.int64] | None = None,
+        free: Sequence[int] = (),
+        gap_ns: int | None = None,
+        at_once: Sequence[int] = (),
+    ) -> float:
+        """Return how much shorter the mean steady step would be, ns: 0 at least, and the step at most.
+
+        `fetch`, `python` and `calls` are the shares that are left of the host's time, and `other` of any sets of it,
+        which then count there alone; the rest as in Replay.step_ns.
+        """
+        kept = self._kept(fetch, python, calls, other)
+        gone = 1 - self._left(self.replay.step_ns(kept, durations, free, gap_ns, at_once))
+        return min(max(gone, 0.0), 1.0) * self.measured_ns
+
+    def left(self, durations: NDArray[np.int64]) -> float:
+        """Return how long the step is with other durations of its work, as a multiple of the step."""
+        return self._left(self.replay.step_ns(self._kept(), durations))
+
+    def _left(self, then_ns: float) -> float:
+        return then_ns / self.step_ns if self.step_ns > 0 else 1.0
+
+    def _kept(
+        self, fetch: float = 1.0, python: float = 1.0, calls: float = 1.0, other: Sequence[Kept] = ()
+    ) -> list[Kept]:
+        cut = iv.merge(*(times for times, _ in other)) if other else iv.EMPTY
+        shares = (
+            (self.host.fetch, fetch * self.fetch_left),
+            (self.host.python, python),
+            (self.host.calls, calls * self.calls_left),
+        )
+        kept = [(iv.subtract(times, cut), share) for times, share in shares if share != 1.0]
+        for times, share in other:
+            calls_of_it = iv.intersect(times, self.host.calls)
+            kept += [(calls_of_it, share * self.calls_left), (iv.subtract(times, calls_of_it), share)]
+        return kept
+
+
+def what_if(rank: RankData) -> WhatIf:
+    """Return a rank's steps, ready for changes; raise NotMeasured as `replay_of` does."""
+    return rank.once(_what_if)
+
+
+def _what_if(rank: RankData) -> WhatIf:
+    replay, t = replay_of(rank), timing(rank)
+    did = _host_time(rank, replay)
+    if t.source != "steps":
+        return WhatIf(replay, did, 1.0, 1.0, t.step_ns)
+    traced = iv.total(did.fetch) / replay.steps
+    fetch_left = t.phases.get("fetch", 0.0) / traced if traced else 1.0
+    return WhatIf(replay, did, fetch_left, _calls_left(replay, did, fetch_left, t.step_ns), t.step_ns)
+
+
+def _host_time(rank: RankData, replay: Replay) -> HostTime:
+    spans = rank.table("spans")
+    whole = np.array([replay.host], dtype=np.int64)
+    thread = host.on_training_thread(rank)
+    waits = iv.merge(np.array([[w.begin, w.end] for w in replay.waits], dtype=np.int64).reshape(-1, 2))
+    fetch = iv.subtract(iv.intersect(host.cover(thread, host.is_kind(thread, "fetch")), whole), waits)
+    busy = host.cover(spans, ~host.is_on_device(rank) & host.is_kind(spans, "op", "runtime", "communication"))
+    free = iv.subtract(iv.subtract(whole, fetch), waits)
+    between = iv.subtract(free, busy)
+    python = between[between[:, 1] - between[:, 0] > PAUSE_NS]
+    return HostTime(fetch, iv.subtract(free, python), python)
+
+
+def _calls_left(replay: Replay, did: HostTime, fetch_left: float, measured_ns: float) -> float:
+    """Return the share of the calls' time with which the replay takes as long as the steps that were not traced."""
+    fetch = (did.fetch, fetch_left)
+    if replay.step_ns([fetch]) <= measured_ns * (1 + _NEAR):
+        return 1.0
+    low, high = 1 / _MOST_SLOWED, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        longer = replay.step_ns([fetch, (did.calls, middle)]) > measured_ns
+        low, high = (low, middle) if longer else (middle, high)
+    return (low + high) / 2

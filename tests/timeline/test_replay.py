@@ -1,0 +1,129 @@
+"""The replay of traced steps: as recorded without a change, and with known ones exactly as long as they must be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlprof import intervals as iv
+from dlprof.errors import NotMeasured
+from dlprof.timeline.replay import replay_of
+from tests import runs, traces
+from tests.runs import MS
+
+GAP = 1_000
+
+
+def synchronised(steps: int = 4, python: int = 400_000) -> dict[str, Any]:
+    """Make steps of 2 ms: the host launches 1 ms of work, waits for it (to 1.1 ms), and is in Python for the rest."""
+    events: list[Any] = []
+    period = 1_100_000 + python
+    for n in range(steps):
+        t = n * period
+        events += [
+            traces.step(n, t, period),
+            traces.launched("a", t + 10_000, t + 20_000, 500_000, 10 * n + 1),
+            traces.launched("b", t + 30_000, t + 520_000 + GAP, 500_000, 10 * n + 2),
+            traces.call("cudaStreamSynchronize", t + 50_000, 1_050_000, 10 * n + 3),
+        ]
+    return traces.trace(*events, world_size=1)
+
+
+def test_nothing_changed_is_the_recorded_step(tmp_path: Path) -> None:
+    replay = replay_of(runs.rank_of(tmp_path, synchronised()))
+    assert replay.step_ns() == pytest.approx(1.5 * MS)
+    assert (replay.steps, len(replay.waits)) == (4, 4)
+
+
+def test_python_that_a_synchronised_device_waits_for_is_gained_in_full(tmp_path: Path) -> None:
+    replay = replay_of(runs.rank_of(tmp_path, synchronised()))
+    python = traces.BASE_NS + np.array([[n * 1_500_000 + 1_100_000, (n + 1) * 1_500_000] for n in range(4)])
+    assert replay.step_ns([(python, 0.0)]) == pytest.approx(1.1 * MS)
+    assert replay.step_ns([(python, 0.5)]) == pytest.approx(1.3 * MS)
+
+
+def test_without_the_wait_the_host_runs_ahead_and_the_device_sets_the_pace(tmp_path: Path) -> None:
+    replay = replay_of(runs.rank_of(tmp_path, synchronised()))
+    # 1 ms of work and the gap between the two kernels; the next step's first kernel follows as closely.
+    free = range(len(replay.waits))
+    assert replay.step_ns(free=free) == pytest.approx(1_000_000 + 2 * GAP, rel=0.001)
+
+
+def test_the_host_still_sets_the_pace_where_its_python_is_longer_than_the_work(tmp_path: Path) -> None:
+    replay = replay_of(runs.rank_of(tmp_path, synchronised(python=2 * MS)))
+    assert replay.step_ns() == pytest.approx(3.1 * MS)
+    # What is left of a synchronising call that does not wait is short.
+    without = replay.step_ns(free=range(len(replay.waits)))
+    assert without == pytest.approx(2 * MS + 50_000, rel=0.02)
+
+
+def test_shorter_kernels_gain_what_the_device_waited_for_nobody_in(tmp_path: Path) -> None:
+    replay = replay_of(runs.rank_of(tmp_path, synchronised()))
+    durations = replay.durations // 2
+    assert replay.step_ns(durations=durations) == pytest.approx(1.0 * MS, rel=0.001)
+    # Work that is gone leaves no gap either.
+    gone = np.where(np.arange(len(replay.rows)) % 2 == 1, -1, replay.durations)
+    assert replay.step_ns(durations=gone) == pytest.approx(1.5 * MS - 500_000 - GAP, rel=0.002)
+
+
+def test_a_queue_that_is_full_holds_the_host_until_work_starts(tmp_path: Path) -> None:
+    events: list[Any] = []
+    for n in range(5):
+        t = n * MS
+        events += [
+            traces.step(n, t, MS),
+            # The launch waits for room: it returns when the step before begins on the device.
+            traces.call("cudaLaunchKernel", t + 10_000, 900_000, n + 1),
+            traces.kernel("gemm", t + 1_900_000, 999_000, n + 1),
+        ]
+    replay = replay_of(runs.rank_of(tmp_path, traces.trace(*events, world_size=1)))
+    assert any(wait.from_start for wait in replay.waits)
+    assert replay.step_ns() == pytest.approx(1.0 * MS, rel=0.002)
+    assert replay.step_ns(durations=replay.durations // 2) == pytest.approx(0.5 * MS, rel=0.05)
+
+
+def test_work_that_waits_for_another_stream_still_does(tmp_path: Path) -> None:
+    events: list[Any] = []
+    for n in range(4):
+        t = n * MS
+        events += [
+            traces.step(n, t, MS),
+            traces.launched("produces", t + 10_000, t + 20_000, 600_000, 10 * n + 1, stream=9),
+            traces.call("cudaStreamWaitEvent", t + 20_000, 2_000, 10 * n + 2),
+            traces.launched("consumes", t + 30_000, t + 622_000, 300_000, 10 * n + 3),
+            traces.call("cudaDeviceSynchronize", t + 50_000, 880_000, 10 * n + 4),
+        ]
+    replay = replay_of(runs.rank_of(tmp_path, traces.trace(*events, world_size=1)))
+    half = np.where(replay.durations == 600_000, 300_000, replay.durations)
+    assert replay.step_ns() - replay.step_ns(durations=half) == pytest.approx(300_000, rel=0.01)
+    waiting = np.flatnonzero(replay.durations == 300_000).tolist()
+    # Without waiting it begins beside the other.
+    assert replay.step_ns() - replay.step_ns(at_once=waiting) == pytest.approx(300_000, rel=0.1)
+
+
+def test_work_without_a_launch_keeps_its_place(tmp_path: Path) -> None:
+    made = synchronised()
+    beside = [traces.kernel("unlinked", n * 1_500_000 + 600_000, 100_000, 0, stream=21) for n in range(4)]
+    made["traceEvents"] += beside
+    replay = replay_of(runs.rank_of(tmp_path, made))
+    assert replay.step_ns() == pytest.approx(1.5 * MS)
+    assert replay.step_ns(durations=replay.durations // 2) == pytest.approx(1.0 * MS, rel=0.001)
+
+
+def test_what_cannot_be_replayed_says_so(tmp_path: Path) -> None:
+    with pytest.raises(NotMeasured, match="no work of a device"):
+        replay_of(runs.rank_of(tmp_path, traces.trace(traces.step(0, 0, MS), traces.op("aten::mm", 0, MS))))
+    unlinked = traces.trace(traces.step(0, 0, MS), traces.kernel("gemm", 10, MS, 0))
+    with pytest.raises(NotMeasured, match="links no launch"):
+        replay_of(runs.rank_of(tmp_path / "unlinked", unlinked))
+    unmarked = traces.trace(*traces.launched("gemm", 0, 10_000, MS, 1))
+    with pytest.raises(NotMeasured, match="nothing marks the steps"):
+        replay_of(runs.rank_of(tmp_path / "unmarked", unmarked))
+
+
+def test_the_intervals_of_the_host_may_be_empty(tmp_path: Path) -> None:
+    replay = replay_of(runs.rank_of(tmp_path, synchronised()))
+    assert replay.step_ns([(iv.EMPTY, 0.0)]) == replay.step_ns()
