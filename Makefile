@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH ?= $(if $(findstring GPU,$(shell nvidia-smi -L 2>/dev/null)),torch>=2.6,torch==2.13.0)
 TORCH_FLAGS ?=
 
-.PHONY: demo test test-long test-all check format lint types contracts axe viewers bench accuracy reports clean
+.PHONY: demo test test-long test-all check format lint types contracts axe viewers bench accuracy reports gpu clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml Makefile
@@ -80,6 +80,13 @@ accuracy: $(VENV)/.ready
 
 reports: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.reports $(HOW)
+
+# Ten minutes on a machine with an NVIDIA GPU: dlprof held against CUDA events, nvidia-smi and plain runs. It sets up no
+# environment: PYTHON must have torch with CUDA, numpy, pandas, click, jinja2, msgspec, psutil and nvidia-ml-py, and
+# should have pytest, py-spy, isal and line_profiler; with a C compiler it counts synchronising calls. What is missing
+# can be carried along: benchmarks/gpu/README.md. HOW="--only async sync", "--rehearse" (without a GPU), "--list", ...
+gpu:
+	$(PYTHON) -m benchmarks.gpu --out reports/gpu $(HOW)
 
 clean:
 	rm -rf $(VENV) .axe .viewers .bench runs data dlprof-report build *.egg-info

@@ -32,6 +32,7 @@ FAULTS = {
     "full_precision": "fp32_matmul",  # neither autocast nor TF32
     "loop_optimizer": "unfused_optimizer",  # AdamW takes one parameter after the other
     "odd_shapes": "misaligned_shapes",  # widths and lengths that are no multiple of 8
+    "scores_in_memory": "unfused_attention",  # attention by two products and a softmax
     "tiny_batch": "small_kernels",  # so little work in each kernel that launching it takes longer
 }
 # What else a fault needs, to cost more than a little.
@@ -41,7 +42,7 @@ SHOWN_WITH = {
 }
 # A step with it does less than any healthy one: none says how long it would take without.
 OTHER_STEP = ("tiny_batch",)
-NEEDS_GPU = ("find_unused", "full_precision", "odd_shapes", "tiny_batch")
+NEEDS_GPU = ("find_unused", "full_precision", "odd_shapes", "scores_in_memory", "tiny_batch")
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
@@ -84,9 +85,9 @@ class Windows(Dataset[Tensor]):
 class Block(nn.Module):
     """Causal self-attention and a feed-forward network, each after a norm and beside a way around."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, fused: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.fused = heads, fused
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -96,7 +97,12 @@ class Block(nn.Module):
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.fused:
+            seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+            scores = (q @ k.transpose(-2, -1)) / math.sqrt(width // self.heads)
+            seen = scores.masked_fill(later, -math.inf).softmax(-1).to(v.dtype) @ v
         x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
         down: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
         return x + down
@@ -105,10 +111,12 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Predicts each next byte of a text from those before it."""
 
-    def __init__(self, vocabulary: int, length: int, width: int, heads: int, layers: int) -> None:
+    def __init__(
+        self, vocabulary: int, length: int, width: int, heads: int, layers: int, fused_attention: bool = True
+    ) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, fused_attention) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
@@ -191,6 +199,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         why = "a CPU has neither tensor cores nor launches"
         if args.fault == "find_unused":
             why = "beside a CPU's computing the search is nothing"
+        if args.fault == "scores_in_memory":
+            why = "what fused attention gains on a CPU is not predicted"
         parser.error(f"--fault {args.fault} needs a GPU: {why}")
     if args.fault == "data_parallel" and (args.device != "cuda" or torch.cuda.device_count() < 2 or args.world > 1):
         parser.error("--fault data_parallel needs two GPUs, and one process that drives them (no torchrun)")
@@ -215,7 +225,9 @@ def autocast(args: argparse.Namespace) -> contextlib.AbstractContextManager[Any]
 def build_model(args: argparse.Namespace) -> nn.Module:
     """Give the model on this rank's device, compiled and wrapped as the arguments ask."""
     torch.manual_seed(args.seed)  # the same on every rank
-    model: nn.Module = Transformer(args.vocabulary, args.length, args.width, args.heads, args.layers).to(args.device)
+    fused = args.fault != "scores_in_memory"
+    model: nn.Module = Transformer(args.vocabulary, args.length, args.width, args.heads, args.layers, fused)
+    model = model.to(args.device)
     if args.compile:
         model = torch.compile(model, backend=args.compile)  # type: ignore[assignment] # still a module
     if args.fault == "data_parallel":
