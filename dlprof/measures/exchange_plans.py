@@ -312,7 +312,7 @@ def _hidden(run: Measured, transfer: pd.Series[float]) -> tuple[str, str, float,
 
 
 def _last_bucket(run: Measured) -> float:
-    """Return the share of the gradients that DistributedDataParallel's last bucket holds, or would, on GPUs; 0: unknown.
+    """Return the share of the gradients that DistributedDataParallel's last bucket (would) hold on GPUs; 0: unknown.
 
     Its buckets are full from the model's end on. The last one holds the first layers, and whatever is large there (an
     embedding), and nothing hides its exchange. Fewer bytes than one bucket's are taken to be shared out over FEWEST.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
@@ -82,7 +84,8 @@ def _fused_gain(rank: RankData, chosen: NDArray[np.bool_]) -> float:
 
     NaN where no fused one of its kind is known, or the trace cannot be replayed.
     """
-    largest = max(rank.facts.get("optimizers") or [], key=lambda o: o.get("parameters") or 0, default={})
+    noted: list[dict[str, Any]] = rank.facts.get("optimizers") or []
+    largest = max(noted, key=lambda o: o.get("parameters") or 0, default={})
     left = FUSED_LEFT.get(str(largest.get("class")), (0.0, 0.0))[1]
     try:
         asked = what_if(rank)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 
@@ -48,5 +50,5 @@ def _after(rank: RankData) -> tuple[float, float]:
     if min(map(len, lengths)) < ENOUGH:
         return np.nan, np.nan
     before, after = (float(np.median(each)) for each in lengths)  # a pause now and then is no sign of the profiler
-    noise = np.hypot(*(standard_error(each) / before for each in lengths))
-    return after / before, float(noise)
+    noise = math.hypot(*(standard_error(each) / before for each in lengths))
+    return after / before, noise

@@ -85,7 +85,8 @@ def _freed(frame: pd.DataFrame) -> pd.Series[float]:
     left = np.minimum(first, frame["fetch_ns"].fillna(math.inf))
     whole = first + frame[["start_ns", "end_ns", "after_ns"]].fillna(0.0).sum(axis=1)
     hidden = frame["hidden_ns"].fillna(0.0)
-    return (whole - hidden) - (left - hidden).clip(lower=0.0)
+    freed: pd.Series[float] = (whole - hidden) - (left - hidden).clip(lower=0.0)
+    return freed
 
 
 def _sum(row: pd.Series[float]) -> float:

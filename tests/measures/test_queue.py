@@ -44,7 +44,7 @@ def call(name: str, dur: int = 2_000) -> Any:
     return lambda at, correlation: [traces.call(name, at, dur, correlation)]
 
 
-def rows(folder: Path, made: dict[str, Any]) -> list[dict[str, Any]]:
+def rows(folder: Path, made: dict[str, Any]) -> list[dict[Any, Any]]:
     return list(runs.rank_of(folder, made).once(queued_waits.function).to_dict("records"))
 
 

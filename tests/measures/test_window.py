@@ -1,4 +1,4 @@
-"""Whether the traced steps are like the job's: longer or shorter than the others, slowed for good, unlinked, cut off."""
+"""Whether the traced steps are like the job's: longer or shorter, slowed for good, unlinked, cut off."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ GPU = {"device": {"type": "cuda", "name": "NVIDIA A100-SXM4-80GB", "index": 0}}
 def likeness(folder: Path, before: int, after: int, made: dict[str, Any], profiled: int = 4) -> dict[str, float]:
     """Return the row of a job of 20 steps of `before` ns, a window of 2 ms steps, and 20 of `after`."""
     lengths = [before] * 20 + [2 * MS] * profiled + [after] * 20
-    steps = [
-        light(n, ns, device_step_ns=ns, profiled=int(20 <= n < 20 + profiled)) for n, ns in enumerate(lengths)
-    ]
+    steps = [light(n, ns, device_step_ns=ns, profiled=int(20 <= n < 20 + profiled)) for n, ns in enumerate(lengths)]
     rank = RankData(open_run(runs.recorded(folder / "run", (made, steps, GPU))).ranks[0])
     (row,) = rank.once(window_likeness.function).to_dict("records")
     return {str(name): float(value) for name, value in row.items()}
