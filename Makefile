@@ -74,9 +74,12 @@ bench: $(VENV)/.ready .bench/.ready
 	$(BIN)/python -m benchmarks
 
 # Some hours of recordings on two cores: every fault that the machine can show, in turn with healthy runs. It goes on
-# where it was stopped. HOW="--minutes 30", "--only FAULT --again", …: `python -m benchmarks.accuracy --help`.
+# where it was stopped. HOW="--minutes 30", "--only FAULT --again", …: `python -m benchmarks.accuracy --help`. Then the
+# same of simulated GPU jobs, which need no quiet machine: `python -m benchmarks.simulated --help`.
+SIMULATED ?= --healthy 1000 --jobs 2
 accuracy: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.accuracy $(HOW)
+	$(BIN)/python -m benchmarks.simulated --out reports $(SIMULATED)
 
 reports: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.reports $(HOW)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 NOTABLE = 0.05
 NEAR = 0.15  # a prediction further off than this has failed
+NEAR_ENOUGH = 0.1  # 95 % of them are to be as near as this
 STEP_NEAR = 0.03  # so has a step, or
 POINTS_NEAR = 0.03  # a share of computation
 
@@ -45,7 +46,7 @@ def _points(case: Case) -> float | None:
 def table(cases: Sequence[Case], accepted: Mapping[str, Sequence[str]], not_simulated: Mapping[str, str]) -> str:
     """Return the report as Markdown."""
     faults = [c for c in cases if c.rule]
-    parts = []
+    parts = ["# Simulated GPU jobs", _overall(cases)]
     for title, chosen in (("Seeds for tuning", 0), ("Held-out seeds", 1)):
         rows = [c for c in faults if c.seed % 2 == chosen]
         if rows:
@@ -56,6 +57,24 @@ def table(cases: Sequence[Case], accepted: Mapping[str, Sequence[str]], not_simu
         lines = "\n".join(f"- `{rule}`: {why}" for rule, why in not_simulated.items())
         parts.append(f"## Not simulated\n\n{lines}")
     return "\n\n".join(parts) + "\n"
+
+
+def _overall(cases: Sequence[Case]) -> str:
+    """Return the figures that matter, one a line."""
+    lines = []
+    if faults := [c for c in cases if c.rule]:
+        found = [c for c in faults if c.predicted_ns is not None]
+        first = sum(bool(c.found) and c.found[0][0] == c.rule for c in faults)
+        names = len({c.name for c in faults})
+        lines.append(f"- Found in {len(found)} of {len(faults)} recordings of {names} faults; as the first in {first}.")
+        if errors := [abs(r - 1) for c in found if (r := _predicted(c)) is not None]:
+            near = sum(e <= NEAR_ENOUGH for e in errors) / len(errors)
+            lines.append(f"- The step predicted without the fault, against the simulated fixed job: {_far(errors)};")
+            lines.append(f"  within {NEAR_ENOUGH:.0%} in {near:.1%}.")
+    if sound := [c for c in cases if not c.rule]:
+        false = sum(any(share >= NOTABLE for _, share in c.found) for c in sound)
+        lines.append(f"- A finding of {NOTABLE:.0%} or more in {false} of {len(sound)} random healthy jobs.")
+    return "\n".join(lines)
 
 
 def _faults(cases: Sequence[Case], accepted: Mapping[str, Sequence[str]]) -> str:

@@ -83,13 +83,15 @@ def collectives(rank: RankData) -> pd.DataFrame:
     spans = rank.table("spans")
     t = timing(rank)
     between = point_to_point(rank)
-    of = host.is_kind(spans, "communication") & ~host.is_one_of(spans["collective"], *POINT_TO_POINT, "")
+    of = host.is_kind(spans, "communication") & ~host.is_one_of(spans["collective"], *POINT_TO_POINT)
     of[between["row"].to_numpy(dtype=np.int64)] = False
     on_device = device.has_device(rank)
     if on_device:
         of &= host.is_on_device(rank)
     else:
-        of &= ~host.is_on_device(rank) & ~host.is_named(spans, "c10d", "_c10d")
+        of &= (
+            ~host.is_on_device(rank) & ~host.is_named(spans, "c10d", "_c10d") & ~host.is_one_of(spans["collective"], "")
+        )
     rows = np.concatenate((np.flatnonzero(of), between["row"].to_numpy(dtype=np.int64)))
     told = ["group", "collective", "peer", "bytes", "dtype", "start_ns", "dur_ns"]
     chosen = spans[[*told, "name"]][of].astype({"group": "str", "collective": "str", "dtype": "str"})

@@ -48,6 +48,8 @@ def test_held_out_seeds_are_counted_apart() -> None:
     missed = replace(WELL, seed=1, predicted_ns=None, state="clear", found=(("host_bound", 0.2),))
     false = replace(SOUND, seed=5, found=(("straggler", 0.1),))
     text = table([WELL, missed, SOUND, false], {}, {"memory_growth": "it saves nothing"})
+    assert "Found in 1 of 2 recordings of 1 faults; as the first in 1." in text
+    assert "A finding of 5% or more in 1 of 2 random healthy jobs." in text
     tuned, _, rest = text.partition("## Held-out seeds")
     held, _, sound = rest.partition("## Healthy jobs")
     assert "| no_workers | `input_wait` | 1/1 | 1/1 | – |" in tuned
