@@ -24,7 +24,7 @@ from dlprof.measures.samples import sample_means, sample_series
 from dlprof.measures.window import window_likeness
 from dlprof.result import Fact, Panel, RunInfo
 from dlprof.timeline.steps import mean_step_ns, step_means, step_series
-from dlprof.units import digits, duration, percent, quantity, size
+from dlprof.units import count, digits, duration, percent, quantity, size
 
 # What the facts and warnings need.
 NEEDS: tuple[Measure, ...] = (
@@ -166,6 +166,8 @@ def _of_window(run: Measured) -> list[str]:
         torn = {(run.facts[r].get("window") or {}).get("cupti_torn_down") for r in run.ranks}
         why = ": the profiler still listens to the GPU" if torn != {True} else ", for a reason that was not recorded"
         said.append(f"steps after the traced ones take {digits(after)} × as long as those before{why}")
+    if len(frame) and (n := int(frame["without_work"].max())):
+        said.append(f"{count(n, 'traced step')} launched nothing on the device: no training steps, they are left out")
     if len(frame) and frame["linked"].min() < _LINKED:
         linked = float(frame["linked"].min())
         said.append(

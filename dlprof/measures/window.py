@@ -15,14 +15,17 @@ from dlprof.timeline.traced import traced_steps
 
 @per_rank
 def window_likeness(rank: RankData) -> pd.DataFrame:
-    """Return one row of a rank with a device: ratio, after, after_noise, linked, left_out.
+    """Return one row of a rank with a device: ratio, after, after_noise, linked, left_out, without_work.
 
     ratio: mean traced ÷ mean untraced step. after: mean untraced step after the traced ones ÷ before them, with its
     standard error after_noise. linked: the share of the device's work whose launch the trace holds. left_out: traced
-    steps at the beginning in which the host only got its lead. NaN: not known. No row without a device.
+    steps at the beginning in which the host only got its lead; without_work: those that launch nothing. NaN: not
+    known. No row without a device.
     """
     if not device.has_device(rank):
-        return pd.DataFrame(columns=["ratio", "after", "after_noise", "linked", "left_out"], dtype=float)
+        return pd.DataFrame(
+            columns=["ratio", "after", "after_noise", "linked", "left_out", "without_work"], dtype=float
+        )
     t, found = timing(rank), traced_steps(rank)
     after, noise = _after(rank)
     return pd.DataFrame(
@@ -32,6 +35,7 @@ def window_likeness(rank: RankData) -> pd.DataFrame:
             "after_noise": [noise],
             "linked": [found.linked],
             "left_out": [float((~found.settled).sum()) if found.unit == "step" else 0.0],
+            "without_work": [float((~found.launches).sum())],
         }
     )
 

@@ -225,15 +225,16 @@ def _settled(dur: NDArray[np.float64], candidate: NDArray[np.bool_]) -> int:
 
 
 def _chosen(rank: RankData, found: TracedSteps) -> NDArray[np.int64]:
-    """Return the places of the traced steps that are steady, settled and hold no time in which the job was stopped."""
+    """Return the places of the traced steps that are steady and settled, launch work, and hold no stop of the job."""
     if found.unit == "trace":
         return np.arange(len(found.windows))
     start, end = found.host[:, 0], found.host[:, 1]
     keep = ~_longest(suspended(rank, start, end), end - start)
     if rank.has("traced_steps"):
         keep &= ~_unsteady(rank, found.numbers)
-    if (keep & found.settled).any():
-        keep &= found.settled
+    for wanted in (found.launches, found.settled):
+        if (keep & wanted).any():
+            keep &= wanted
     return np.flatnonzero(keep if keep.any() else np.ones(len(keep), dtype=bool))
 
 

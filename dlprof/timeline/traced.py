@@ -57,6 +57,11 @@ class TracedSteps:
     linked: float
 
     @property
+    def launches(self) -> NDArray[np.bool_]:
+        """Which steps launched device work; all, where the trace holds no device or does not link its work."""
+        return np.ones(len(self.windows), dtype=bool) if np.isnan(self.lag_ns).all() else ~np.isnan(self.lag_ns)
+
+    @property
     def settled(self) -> NDArray[np.bool_]:
         """Which steps are like those of the job: all but the first ones, in which the host only gets its lead.
 

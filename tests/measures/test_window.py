@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from dlprof.diagnosis import diagnose
 from dlprof.engine import RankData
 from dlprof.measures.window import window_likeness
 from dlprof.run import open_run
+from dlprof.timeline.steps import timing
 from tests import runs, traces
 from tests.runs import MS, light
 from tests.timeline.test_traced import ahead
@@ -32,7 +34,7 @@ def test_how_long_traced_steps_are_and_those_after_them(tmp_path: Path) -> None:
     row = likeness(tmp_path, before=1_600_000, after=1_920_000, made=made)
     assert row["ratio"] == pytest.approx(2 * MS / 1_760_000, rel=0.02)
     assert row["after"] == pytest.approx(1.2)
-    assert (row["after_noise"], row["linked"], row["left_out"]) == (0, 1, 0)
+    assert (row["after_noise"], row["linked"], row["left_out"], row["without_work"]) == (0, 1, 0, 0)
 
 
 def test_a_pause_now_and_then_is_no_profiler_that_stays(tmp_path: Path) -> None:
@@ -55,6 +57,19 @@ def test_steps_that_are_left_out_and_work_without_a_launch_are_counted(tmp_path:
     assert row["left_out"] == 1
     assert math.isnan(row["ratio"])
     assert math.isnan(row["after"])
+
+
+def test_a_step_that_launches_nothing_is_no_step_of_the_job(tmp_path: Path) -> None:
+    events: list[Any] = []
+    for n in range(6):
+        events.append(traces.step(n, n * 5 * MS, 5 * MS))
+        if n != 3:
+            events += traces.launched("gemm", n * 5 * MS, n * 5 * MS + 10_000, 4 * MS, n + 1)
+    rank = runs.rank_of(tmp_path, traces.trace(*events, world_size=1))
+    assert rank.once(window_likeness.function)["without_work"].tolist() == [1]
+    assert timing(rank).numbers.tolist() == [0, 1, 2, 4, 5]
+    result = diagnose(open_run(tmp_path), [], jobs=1)
+    assert any("1 traced step launched nothing" in warning for warning in result.run.warnings)
 
 
 def test_a_cpu_job_has_no_row(tmp_path: Path) -> None:
