@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.collectors.facts import Facts, environment
+from dlprof.collectors.facts import Facts, _last_bucket, environment
 from dlprof.recorder import Recorder
 from tests.devices import Devices, Model, Parameter
 from tests.jobs import environment as job_environment
@@ -63,6 +63,7 @@ def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path
             "parameters": 4 * 27 + 4 + 16 + 1,
             "parameter_bytes": 4 * (4 * 27 + 4 + 16 + 1),
             "trainable_parameters": 4 * 27 + 16 + 1,
+            "last_bucket_bytes": 4 * (4 * 27 + 16 + 1),
             "dtypes": {"float32": 4},
             "modules": 4,
             "compiled": False,
@@ -193,3 +194,15 @@ def test_a_rank_is_on_its_models_gpu_and_no_other_is_asked(tmp_path: Path, monke
         "count": 2,
     }
     assert (set(asked), devices.awake) == ({1}, set())
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "last"),
+    [
+        ((4, 4), 4),  # the first bucket, of 1 MiB, is full with the last tensor
+        ((100, 1, 30, 1), 101),
+        ((10, 10, 30, 1), 20),
+    ],
+)
+def test_the_last_bucket_holds_the_first_tensors(megabytes: tuple[int, ...], last: int) -> None:
+    assert _last_bucket([m << 20 for m in megabytes]) == last << 20

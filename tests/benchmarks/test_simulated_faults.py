@@ -1,0 +1,28 @@
+"""Every simulated fault of a GPU job is found, by its rule, with the step that the fixed job then takes.
+
+`python -m benchmarks.simulated` measures the same over many seeds and prints how near it comes.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.simulated import of_fault
+from benchmarks.simulator.faults import FAULTS, NOT_SIMULATED
+from dlprof.rules import RULES
+
+SEED = 1
+NEAR = 0.15
+
+
+@pytest.mark.parametrize("name", [fault.name for fault in FAULTS])
+def test_a_planted_fault_is_found_with_what_its_fix_gains(name: str) -> None:
+    case = of_fault(name, SEED, None)
+    assert case.error == ""
+    assert case.reported_ns == pytest.approx(case.true_ns, rel=0.03)
+    assert case.state == "found"
+    assert case.predicted_ns == pytest.approx(case.fixed_ns, rel=NEAR)
+
+
+def test_every_rule_is_simulated_or_told_why_not() -> None:
+    assert {fault.rule for fault in FAULTS} | set(NOT_SIMULATED) == {rule.id for rule in RULES}
