@@ -171,8 +171,8 @@ def _of_window(run: Measured) -> list[str]:
     if len(frame) and frame["linked"].min() < _LINKED:
         linked = float(frame["linked"].min())
         said.append(
-            "the trace links no launch to the device's work: steps are cut at the host's marks, which is wrong where"
-            " the device lags, and idle time is taken to be the host's"
+            "the trace links no launch to the device's work: steps are cut at the host's marks, the last one ends with"
+            " the device's work, and idle time is taken to be the host's; single steps are wrong where the device lags"
             if not linked
             else f"the trace links {percent(linked)} of the device's work to its launch; the rest goes with its"
             " neighbours on the same stream"

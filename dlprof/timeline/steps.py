@@ -182,14 +182,13 @@ def _without_lead(length: NDArray[np.float64], steady: NDArray[np.bool_]) -> NDA
 
     Those follow steps that are not steady and are shorter than usual, since the host does not wait for its device yet.
     The device had gone on with what was queued while the host was stopped: the lengths of the steps before are less by
-    as much.
+    as much. A few steps between two stops tell only how the host's lead changed.
     """
     found = np.zeros(len(length), dtype=bool)
     if not steady.any():
         return steady
     usual = float(np.median(length[steady]))
-    starts = np.flatnonzero(steady & ~np.append(False, steady[:-1]))
-    stops = np.flatnonzero(steady & ~np.append(steady[1:], False)) + 1
+    starts, stops = _stretches(steady)
     for before, first, stop in zip(np.append(0, stops[:-1]), starts, stops, strict=True):
         # The host has its lead where it has gained nearly all that it ever gains; now and then it waits meanwhile.
         gained = np.cumsum(usual - length[first:stop])
@@ -202,7 +201,17 @@ def _without_lead(length: NDArray[np.float64], steady: NDArray[np.bool_]) -> NDA
         length[first:last] = usual
         if stopped:
             length[before:first] *= max(1 - ahead / stopped, 0.0)
+    starts, stops = _stretches(steady & ~found)
+    if len(starts) and (stops - starts).max() >= ENOUGH:
+        for first, stop in zip(starts, stops, strict=True):
+            found[first:stop] |= stop - first < ENOUGH
     return steady & ~found
+
+
+def _stretches(chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where stretches of chosen rows begin, and where they have ended."""
+    edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0))
+    return edges[::2], edges[1::2]
 
 
 def suspended(rank: RankData, start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:

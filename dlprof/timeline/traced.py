@@ -93,9 +93,25 @@ def _traced_steps(rank: RankData) -> TracedSteps:
     known = float(launches(rank).known.mean())
     launched_in = _launched_in(rank, marks)
     if unit == "trace" or not known:
-        return TracedSteps(marks, marks, numbers, unit, np.full(len(marks), np.nan), launched_in, known)
+        return TracedSteps(
+            marks, _until_done(rank, marks), numbers, unit, np.full(len(marks), np.nan), launched_in, known
+        )
     windows, lag = _on_device(rank, marks, launched_in)
     return TracedSteps(marks, windows, numbers, unit, lag, launched_in, known)
+
+
+def _until_done(rank: RankData, marks: iv.Intervals) -> iv.Intervals:
+    """Return the profiler's marks, the last one until all device work is done: right in the mean, whatever the lag is.
+
+    The profiler empties the device's queue where it starts, so all work in the trace is of the steps that it marks. The
+    loader's calls leave the work of a last step unmarked.
+    """
+    if not rank.has("traced_steps"):
+        return marks
+    work = device.device_work(rank)
+    windows = marks.copy()
+    windows[-1, 1] = max(windows[-1, 1], int((work["start_ns"] + work["dur_ns"]).max()))
+    return windows
 
 
 def _marks(rank: RankData) -> tuple[iv.Intervals, NDArray[np.int64], str]:
@@ -121,14 +137,14 @@ def _launched_in(rank: RankData, marks: iv.Intervals) -> NDArray[np.int64]:
     """Return the step that launched each piece of device work.
 
     Work whose launch is not in the trace goes with its neighbour on the same stream, which runs in order. Where no
-    launch is, work belongs to the step in whose time it began.
+    launch is, work belongs to the step in whose time it began, and to the last one after that.
     """
     found = launches(rank)
     work = device.device_work(rank)
     if len(marks) == 1 and not len(rank.table("traced_steps")):
         return np.zeros(len(work), dtype=np.int64)
     if not found.known.any():
-        return _step_at(marks, work["start_ns"].to_numpy())
+        return np.minimum(_step_at(marks, work["start_ns"].to_numpy()), len(marks) - 1)
     step = np.where(found.known, _step_at(marks, found.called), 0)
     if found.known.all():
         return step

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
+from dlprof.engine import RankData
 from dlprof.errors import NotMeasured
-from dlprof.timeline.steps import mean_step_ns, of_step, standard_error, step_means, step_series, timing
+from dlprof.run import open_run
+from dlprof.timeline.steps import light_steps, mean_step_ns, of_step, standard_error, step_means, step_series, timing
 from tests import runs, traces
 from tests.runs import MS
 
@@ -128,3 +131,36 @@ def test_the_error_of_a_mean_of_few_is_wide() -> None:
         missed = np.mean([abs(d.mean() - 10.0) > 1.96 * standard_error(d) for d in draws])
         assert missed == pytest.approx(0.05, abs=0.015), n
     assert standard_error(np.array([3.0])) == 0.0
+
+
+def hosts_steps(folder: Path, *lengths: int, stopped: tuple[int, ...] = ()) -> pd.DataFrame:
+    """Return the light steps of a GPU job without the device's clock; `stopped` begin an epoch."""
+    steps = [runs.light(n, ns, first=int(n in stopped)) for n, ns in enumerate(lengths)]
+    gpu = {"device": {"type": "cuda", "name": "NVIDIA A100-SXM4-80GB", "index": 0}}
+    return RankData(open_run(runs.recorded(folder, (None, steps, gpu))).ranks[0]).once(light_steps)
+
+
+def test_steps_in_which_a_host_gets_its_lead_again_do_not_count(tmp_path: Path) -> None:
+    # The device takes 100 ms a step. After an epoch's end the host runs ahead of it by five steps, and then waits.
+    lead = [1 * MS] * 5 + [105 * MS] + [100 * MS] * 20
+    frame = hosts_steps(tmp_path / "run", *[100 * MS] * 30, 800 * MS, *lead, stopped=(30,))
+    steady = frame[frame["steady"]]
+    assert steady["length_ns"].mean() == pytest.approx(100 * MS, rel=0.01)
+    assert not frame["steady"][31:36].any()
+    # What the host gained, the device had still to do: the whole is as long as it was.
+    assert frame["length_ns"].sum() == pytest.approx(frame["dur_ns"].sum(), rel=0.01)
+
+
+def test_a_few_steps_between_two_stops_tell_only_how_the_hosts_lead_changed(tmp_path: Path) -> None:
+    few = [900 * MS, 2 * MS]
+    frame = hosts_steps(
+        tmp_path / "run", *[100 * MS] * 20, 300 * MS, *few, 300 * MS, *[100 * MS] * 20, stopped=(20, 23)
+    )
+    assert not frame["steady"][21:23].any()
+    assert frame["length_ns"][frame["steady"]].mean() == 100 * MS
+
+
+def test_where_all_stretches_are_short_they_count(tmp_path: Path) -> None:
+    lengths = [500 * MS, *[100 * MS] * 3] * 6
+    frame = hosts_steps(tmp_path / "run", *lengths, stopped=tuple(range(0, 24, 4)))
+    assert frame["steady"].sum() >= 12
