@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace as replace_rule
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,31 @@ def test_a_saving_within_the_noise_is_none(job: Run) -> None:
     assert said.state == "not_measured"
     assert "varies too much" in said.why
     assert answer(job, finding(0.1, noise_ns=saving / LEAST_NOISE * 0.99)).state == "found"
+
+
+def test_a_part_that_varies_is_told_by_what_it_is_at_least(job: Run) -> None:
+    varies = {"noise_ns": 0.2 * STEP_NS, "sure": "By hand.", "verdict": "30 % waits"}
+    said = answer(job, finding(0.3, least_ns=0.12 * STEP_NS, **varies))
+    assert (said.state, said.share) == ("found", pytest.approx(0.12))
+    assert said.verdict == "At least 12 % of each step would be saved: 30 % waits"
+    assert said.sure.startswith("By hand. In the mean it would save 30 % of each step ± 20 %")
+    # Its mean less twice its error may be more than the least of the steps.
+    said = answer(job, finding(0.5, least_ns=0.02 * STEP_NS, noise_ns=0.2 * STEP_NS, sure="By hand."))
+    assert said.share == pytest.approx(0.5)
+    said = answer(job, finding(0.5, least_ns=0.02 * STEP_NS, noise_ns=0.26 * STEP_NS, sure="By hand."))
+    assert said.state == "not_measured"
+
+
+def test_no_other_change_saves_more_than_the_loader_can_feed(tmp_path: Path) -> None:
+    # A worker takes 8 ms for a batch, and each step of 10 takes one.
+    gpu = {"device": {"type": "cuda", "name": "NVIDIA H100"}, "loaders": [{"role": "train", "num_workers": 1}]}
+    path = runs.recorded(tmp_path / "run", (None, [light(n, 10 * MS) for n in range(40)], gpu))
+    runs.loading(path, 0, step=10 * MS, wait=0, fetch=8 * MS, cpu=0, n=40, workers=1)
+    said = answer(open_run(path), finding(0.5, sure="By hand."))
+    assert said.share == pytest.approx(0.2)
+    assert said.sure == "By hand. Cut, as the loaders feed a step every 8.00 ms at the best."
+    feeds = replace_rule(rule(finding(0.5)), feeds=True)
+    assert diagnose(open_run(path), [feeds], jobs=1).outcomes[0].share == pytest.approx(0.5)
 
 
 def test_a_saving_is_at_most_the_step(job: Run) -> None:

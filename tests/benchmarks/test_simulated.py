@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from benchmarks.simulated import Case, of_fault, of_healthy
-from benchmarks.simulated_table import failures, table
+from benchmarks.simulated_table import NOTABLE, failures, table
+from benchmarks.simulator import folder, healthy
+from dlprof.diagnosis import diagnose
+from dlprof.rules import RULES
+from dlprof.run import open_run
 
 MS = 1e6
 
@@ -66,6 +74,24 @@ def test_a_planted_fault_is_recorded_diagnosed_and_compared() -> None:
     assert case.state in ("found", "clear", "not_measured")
     assert len(case.true_computation) == len(case.reported_computation) == 1
     assert any("true rank 0" in line for line in case.why)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(10_000, 99_999))
+def test_random_healthy_jobs_keep_what_always_holds(seed: int) -> None:
+    job, how, true = healthy.healthy(seed)
+    with TemporaryDirectory() as at:
+        folder.write(Path(at) / "run", job, how)
+        result = diagnose(open_run(Path(at) / "run"), RULES, jobs=1)
+    assert [o.id for o in result.outcomes if o.state == "error"] == []
+    assert [(o.id, o.share) for o in result.found if o.share >= NOTABLE] == []
+    assert result.window is not None
+    assert result.window.step_ns == pytest.approx(true.period_ns, rel=0.02)
+    for rank in true.ranks:
+        parts = [t for t in result.time if t.rank == rank.rank]
+        assert sum(t.share for t in parts) == pytest.approx(1, abs=1e-6)
+        computed = sum(t.share for t in parts if t.category == "computation")
+        assert computed == pytest.approx(rank.parts["computation"] / rank.step_ns, abs=0.02)
 
 
 def test_a_healthy_job_is_diagnosed() -> None:
