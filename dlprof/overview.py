@@ -15,7 +15,7 @@ from dlprof.engine import Measure, Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.arithmetic import arithmetic
-from dlprof.measures.breakdown import breakdown
+from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.collectives import host_clocks
 from dlprof.measures.loader import before_forward, loader_calls, loader_means
 from dlprof.measures.memory import memory_use
@@ -45,6 +45,9 @@ MOST_RANKS = 8
 
 # A trace that links less of the device's work to its launches says so.
 _LINKED = 0.5
+
+# A part of the step that is in no category, and so large, is told apart as far as it is known.
+_NOTABLE_REST = 0.05
 
 # The same warning of many ranks is one warning.
 MOST_WARNINGS = 40
@@ -111,7 +114,7 @@ def run_info(run: Measured) -> RunInfo:
         warnings.append(
             f"{len(missing)} of {run.world_size} ranks {'is' if len(missing) == 1 else 'are'} not here: {few}"
         )
-    warnings += [*_undivided(run), *_of_window(run), *_warnings(run)]
+    warnings += [*_undivided(run), *_of_window(run), *_of_rest(run), *_warnings(run)]
     return RunInfo(
         path=run.run.path.name or str(run.run.path),
         command=run.run.command,
@@ -178,6 +181,25 @@ def _of_window(run: Measured) -> list[str]:
             " neighbours on the same stream"
         )
     return said
+
+
+def _of_rest(run: Measured) -> list[str]:
+    """Say what is known of the part of a step that is in no category, where it is large."""
+    try:
+        rest, means = part(run, "other"), run.frame(step_means).set_index("rank")
+    except (NotMeasured, MeasureFailed):
+        return []
+    shares = {r: ns / float(means["step_ns"].loc[r]) for r, ns in rest.items()}
+    worst = max(shares, key=lambda r: shares[r], default=None)
+    if worst is None or shares[worst] < _NOTABLE_REST:
+        return []
+    of = f"{percent(shares[worst])} of a step" + (f" of rank {worst}" if len(run.ranks) > 1 else "")
+    if not means["traced_steps"].loc[worst]:
+        return [f"of {of} only so much is known that it is no waiting for data: no step was traced"]
+    return [
+        f"{of} is in no part of the traced steps: the others are longer by as much, and what makes them longer was"
+        " neither traced nor recorded (`--window 10,2,20` traces more steps)"
+    ]
 
 
 def _warnings(run: Measured) -> list[str]:

@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from dlprof.diagnosis import diagnose
 from dlprof.engine import RankData
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, part, part_noise
-from dlprof.run import Rank
+from dlprof.run import Rank, open_run
 from dlprof.timeline.steps import step_means
 from tests import runs, traces
 from tests.runs import MS
+from tests.timeline.test_traced import ahead
 
 
 def parts_of(rank: RankData) -> dict[str, float]:
@@ -258,3 +260,32 @@ def test_a_thread_that_shares_its_work_waits_for_other_threads_too(tmp_path: Pat
     runs.loading(folder, 0, step=1_000_000, wait=500_000, fetch=0, cpu=0, n=20, workers=1)
     frame = runs.measured(folder, breakdown).frame(breakdown).set_index("category")
     assert frame["ns"]["communication"] == pytest.approx(200_000)
+
+
+GPU = {"device": {"type": "cuda", "name": "NVIDIA H100"}}
+
+
+def longer(folder: Path, waits: int) -> Path:
+    """Record steps of 2 ms of which the device computes all, and untraced ones of 3 ms that wait so long for data."""
+    made = ahead(6, host=1 * MS, busy=2 * MS)
+    steps = [runs.light(n, 3 * MS, device_step_ns=3 * MS, fetch_ns=waits) for n in range(40)]
+    return runs.recorded(folder / "run", (made, steps, GPU))
+
+
+def test_untraced_steps_that_wait_longer_for_data_are_longer_for_it(tmp_path: Path) -> None:
+    run = runs.measured(longer(tmp_path, waits=900_000), breakdown, step_means)
+    assert part(run, "computation")[0] == pytest.approx(2 * MS, rel=0.02)
+    assert part(run, "input_wait")[0] == pytest.approx(900_000, rel=0.05)
+    assert run.frame(breakdown)["ns"].sum() == pytest.approx(3 * MS)
+
+
+def test_a_wait_that_makes_no_step_longer_is_no_part_of_it(tmp_path: Path) -> None:
+    run = runs.measured(longer(tmp_path, waits=2_900_000), breakdown, step_means)
+    assert part(run, "input_wait")[0] == pytest.approx(MS, rel=0.05)
+
+
+def test_what_makes_untraced_steps_longer_and_was_not_recorded_is_said_to_be_so(tmp_path: Path) -> None:
+    path = longer(tmp_path, waits=0)
+    assert part(runs.measured(path, breakdown, step_means), "other")[0] == pytest.approx(MS, rel=0.05)
+    (said,) = (w for w in diagnose(open_run(path), [], jobs=1).run.warnings if "in no part" in w)
+    assert said.startswith("33 % of a step is in no part of the traced steps: the others are longer by as much")
