@@ -22,11 +22,13 @@ def test_what_waits_longest_stands_with_its_cause_and_the_queue_is_drawn(tmp_pat
     assert (ended, launched, times, idle) == ("second", "cudaLaunchKernel", "1", "500.0 µs")
     assert before == "752.0 µs"  # from its launch until it runs
     assert "event" in what
-    assert (length.kind, length.columns) == ("lines", ("ns", "rank 0"))
+    assert (length.shape, length.columns) == ("lines", ("ns", "rank 0"))
 
 
 def test_ranks_are_drawn_on_one_time_and_short_waits_leave_no_table(tmp_path: Path) -> None:
-    (length,) = drawn(tmp_path, ahead(), waiting(wait=1_000))
+    other = waiting(wait=1_000)
+    other["distributedInfo"] |= {"rank": 1, "world_size": 2}
+    (length,) = drawn(tmp_path, ahead(), other)
     assert length.columns == ("ns", "rank 0", "rank 1")
     assert "behind its host" in length.note
     assert max(float(str(row[1])) for row in length.rows if row[1] not in (None, "")) <= 8
