@@ -16,8 +16,8 @@ from dlprof.engine import Measure, Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.arithmetic import arithmetic
-from dlprof.measures.collectives import host_clocks
 from dlprof.measures.loader import before_forward, loader_calls, loader_means
+from dlprof.measures.matching import host_clocks
 from dlprof.measures.memory import memory_use
 from dlprof.measures.operators import tensor_cores
 from dlprof.measures.samples import sample_means, sample_series

@@ -28,7 +28,8 @@ from dlprof.errors import DlprofError, NotMeasured
 from dlprof.exports import whole_file
 from dlprof.measures import breakdown
 from dlprof.measures.blame import blame
-from dlprof.measures.collectives import collectives, exposed, host_clocks, matched, traced_steps
+from dlprof.measures.collectives import collectives, exposed, traced_steps
+from dlprof.measures.matching import host_clocks, matched
 from dlprof.measures.samples import held
 from dlprof.run import Run
 from dlprof.timeline import host

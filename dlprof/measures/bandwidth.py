@@ -16,17 +16,10 @@ from numpy.typing import NDArray
 from dlprof.engine import Measured, across_ranks
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.collectives import (
-    NOBODY,
-    SENT,
-    collectives,
-    exposed,
-    exposed_between,
-    instances,
-    matched,
-    traced_steps,
-)
+from dlprof.measures.collectives import NOBODY, collectives, exposed, traced_steps
+from dlprof.measures.matching import SENT, instances, matched
 from dlprof.measures.peaks import nvlink
+from dlprof.measures.waits import exposed_between
 
 # Bounds of the classes of size, bytes: from one to the next, a transfer takes up to 16 times as long.
 CLASSES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)

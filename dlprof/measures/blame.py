@@ -19,18 +19,11 @@ from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, partition
-from dlprof.measures.collectives import (
-    SENT,
-    SYNCHRONOUS,
-    collectives,
-    culprits,
-    exposed,
-    exposed_waits,
-    matched,
-    traced_steps,
-)
+from dlprof.measures.collectives import collectives, exposed, traced_steps
+from dlprof.measures.matching import SENT, SYNCHRONOUS, matched
 from dlprof.measures.replay import own_time
 from dlprof.measures.stalls import KINDS, stall_means, stalled_steps
+from dlprof.measures.waits import culprits, exposed_waits
 from dlprof.result import CATEGORIES
 from dlprof.timeline.steps import step_means
 

@@ -18,9 +18,10 @@ from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.measures import breakdown, settings
 from dlprof.measures.bandwidth import CLASSES, bandwidth, size_classes, transfers
-from dlprof.measures.collectives import collectives, exposed, traced_steps, waits
+from dlprof.measures.collectives import collectives, exposed, traced_steps
 from dlprof.measures.lateness import busy
 from dlprof.measures.replay import own_time, saving
+from dlprof.measures.waits import waits
 from dlprof.timeline import device, host
 from dlprof.timeline.steps import light_steps, mean_step_ns, standard_error, step_means, timing
 from dlprof.units import UNKNOWN, count, digits, duration, size

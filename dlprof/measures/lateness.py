@@ -18,8 +18,9 @@ from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, across_ranks, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import breakdown, settings
-from dlprof.measures.collectives import collectives, exposed, traced_steps, waiting, waits
+from dlprof.measures.collectives import collectives, exposed, traced_steps
 from dlprof.measures.loader import in_steady
+from dlprof.measures.waits import waiting, waits
 from dlprof.timeline.steps import PHASES, standard_error, step_series
 
 # Ranks wait in a phase where at least this share of all their waiting falls into it.

@@ -17,8 +17,9 @@ from dlprof.engine import Measured, across_ranks
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.collectives import collectives, exposed, traced_steps, waits
+from dlprof.measures.collectives import collectives, exposed, traced_steps
 from dlprof.measures.stalls import stall_means, stalled_steps
+from dlprof.measures.waits import waits
 from dlprof.timeline.steps import step_means, step_series
 
 

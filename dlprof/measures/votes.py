@@ -11,7 +11,8 @@ import pandas as pd
 
 from dlprof.engine import Measured, across_ranks
 from dlprof.errors import NotMeasured
-from dlprof.measures.collectives import collectives, instances, traced_steps
+from dlprof.measures.collectives import collectives, traced_steps
+from dlprof.measures.matching import instances
 
 # Dixon's Q, the gap below the shortest over the whole range, exceeds these by chance in one case of twenty: the 95th
 # percentiles of 400,000 simulated samples of so many normal values.

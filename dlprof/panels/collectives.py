@@ -6,7 +6,8 @@ import math
 
 from dlprof.engine import Measured
 from dlprof.measures.bandwidth import bandwidth, exchanged, size_class
-from dlprof.measures.collectives import SENT, collectives, matched, unmatched
+from dlprof.measures.collectives import collectives
+from dlprof.measures.matching import SENT, matched, unmatched
 from dlprof.overview import Picture
 from dlprof.result import Panel
 from dlprof.units import UNKNOWN, digits, duration, percent, size

@@ -6,8 +6,8 @@ import pandas as pd
 
 from dlprof.engine import Measured, MeasureFailed
 from dlprof.errors import NotMeasured
-from dlprof.measures.collectives import bare_waits
 from dlprof.measures.excerpt import excerpt
+from dlprof.measures.waits import bare_waits
 from dlprof.overview import MOST_RANKS, Picture
 from dlprof.result import Panel
 from dlprof.units import count, duration

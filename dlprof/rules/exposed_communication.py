@@ -36,7 +36,7 @@ from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.collectives import collectives, waits
+from dlprof.measures.collectives import collectives
 from dlprof.measures.data_parallel import replication
 from dlprof.measures.exchange_plans import (
     DDP_BUCKET,
@@ -48,6 +48,7 @@ from dlprof.measures.exchange_plans import (
     transfer_noise,
 )
 from dlprof.measures.replay import own_time
+from dlprof.measures.waits import waits
 from dlprof.result import Finding, Panel
 from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import UNKNOWN, count, duration, percent, size

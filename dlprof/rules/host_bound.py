@@ -30,12 +30,12 @@ from dlprof.engine import Measured, MeasureFailed, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_least, part_noise
-from dlprof.measures.collectives import waits
 from dlprof.measures.gaps import gaps, own_python
 from dlprof.measures.host_work import PYTHON, check_launches, host_work, launches
 from dlprof.measures.loader import before_forward, loader_calls
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.stacks import COMPUTING, hottest, hottest_own
+from dlprof.measures.waits import waits
 from dlprof.result import Finding, Panel
 from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import duration, percent, short

@@ -29,8 +29,9 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.bandwidth import CLASSES, bandwidth, bus_factor, size_classes
 from dlprof.measures.breakdown import breakdown
-from dlprof.measures.collectives import collectives, exposed, matched, traced_steps
+from dlprof.measures.collectives import collectives, exposed, traced_steps
 from dlprof.measures.exchange_plans import gain_noise, transfer_noise
+from dlprof.measures.matching import matched
 from dlprof.measures.replay import own_time, saving
 from dlprof.result import Finding, Panel
 from dlprof.timeline.steps import mean_step_ns, of_step, step_means

@@ -35,8 +35,8 @@ from dlprof.measures import settings
 from dlprof.measures.bandwidth import CLASSES, bandwidth, transfers
 from dlprof.measures.blocked import contention
 from dlprof.measures.breakdown import breakdown
-from dlprof.measures.collectives import SENT
 from dlprof.measures.exchange_plans import Fit, exposed_transfer, fitted, gain_noise, transfer_noise
+from dlprof.measures.matching import SENT
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.sharding import sharding
 from dlprof.result import Finding, Panel

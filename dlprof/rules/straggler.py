@@ -37,11 +37,13 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.clocks import clocks
-from dlprof.measures.collectives import SENT, collectives, exposed, matched, waits
+from dlprof.measures.collectives import collectives, exposed
 from dlprof.measures.lateness import Lead, busy, busy_share, lead, light_own_time, traced_own_time
+from dlprof.measures.matching import SENT, matched
 from dlprof.measures.replay import own_time
 from dlprof.measures.samples import WAITED, outside, sample_means
 from dlprof.measures.votes import voted
+from dlprof.measures.waits import waits
 from dlprof.measures.workload import Reason, longer_because, workload
 from dlprof.result import CATEGORIES, Finding, Panel
 from dlprof.timeline.steps import mean_step_ns, step_means

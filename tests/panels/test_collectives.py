@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from dlprof.measures.bandwidth import bandwidth
-from dlprof.measures.collectives import collectives, matched
+from dlprof.measures.collectives import collectives
+from dlprof.measures.matching import matched
 from dlprof.panels.collectives import draw
 from tests import runs, traces
 from tests.measures.test_bandwidth import exchanging

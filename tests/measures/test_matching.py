@@ -1,4 +1,4 @@
-"""Collectives of GPUs whose hosts run ahead by different times, in the forms of several versions of NCCL and torch."""
+"""Collectives of GPUs matched over ranks whose hosts run ahead differently, as several versions of NCCL write them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 
 from dlprof.engine import Measured, by_rank
 from dlprof.measures.breakdown import breakdown
-from dlprof.measures.collectives import bare_waits, collectives, exposed, matched, waits
+from dlprof.measures.collectives import collectives, exposed
+from dlprof.measures.matching import matched
+from dlprof.measures.waits import bare_waits, waits
 from dlprof.timeline.steps import step_means, step_series
 from tests import runs, traces
 from tests.runs import MS
