@@ -41,7 +41,8 @@ def collectives(rank: RankData) -> pd.DataFrame:
     """Return the collectives, sends and receives that the steady traced steps made, in their order.
 
     Columns: step, group, members, collective, peer, bytes, dtype, sequence (−1: not told), communicator ("": not told),
-    stream (among the rank's that communicate, in order of their first use), made_ns (the launch, where it is known),
+    stream (among the rank's that communicate, in order of their first use; 0 on the host, where any thread of a pool
+    may send), made_ns (the launch, where it is known),
     start_ns, end_ns. `members` are the ranks of the process group as text, "" where it is that of all ranks, NOBODY
     where it is not known; `peer` is the other rank of a send or receive, −1 where it is none or not told. From the
     device's kernels where there is a device, each with the step that launched it, else from the host's (gloo: from
@@ -82,7 +83,7 @@ def collectives(rank: RankData) -> pd.DataFrame:
             "dtype": chosen["dtype"].to_numpy(),
             "sequence": spans["sequence"].to_numpy()[rows],
             "communicator": spans["communicator"].astype("str").to_numpy()[rows],
-            "stream": pd.factorize(lane)[0].astype(np.int64),
+            "stream": pd.factorize(lane)[0].astype(np.int64) if on_device else 0,
             "made_ns": made,
             "start_ns": start,
             "end_ns": start + chosen["dur_ns"].to_numpy(),

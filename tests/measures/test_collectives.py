@@ -358,3 +358,18 @@ def test_kernels_of_an_unknown_group_leave_the_others_matched(tmp_path: Path) ->
     assert by_rank(run.frame(matched), "wait_ns") == {0: 3 * MS, 1: 0, 2: 3 * MS, 3: 0}
     assert set(run.frame(matched)["collective"]) == {"all_reduce"}
     assert unmatched(run) == NO_GROUP
+
+
+def test_the_threads_that_gloo_sends_in_match_nothing(tmp_path: Path) -> None:
+    # Each rank has one exchange in each of its two threads, not the same one: only their order is that of the other.
+    made = []
+    for rank in (0, 1):
+        events = [traces.step(n, n * 10 * MS, 10 * MS) for n in range(4)]
+        for n in range(4):
+            for k in range(2):
+                thread = 501 + (k + n * rank) % 2
+                events.append(traces.annotation("gloo:all_reduce", (n * 10 + 2 + 4 * k) * MS, 2 * MS, tid=thread))
+        made.append(traces.trace(*events, rank=rank, world_size=2, device="", backend="gloo"))
+    frame = run_of(tmp_path, made).frame(matched)
+    assert (frame.groupby("instance")["start_ns"].nunique() == 1).all()
+    assert by_rank(frame, "wait_ns") == {0: 0, 1: 0}
