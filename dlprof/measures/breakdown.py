@@ -12,10 +12,12 @@ its bubble, and no communication.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof import intervals as iv
 from dlprof.engine import Measured, RankData, by_rank, per_rank
@@ -239,8 +241,25 @@ def _noise(rank: RankData, t: Timing) -> dict[str, float]:
     if not len(t.windows):
         return known
     edges = np.append(t.windows[:, 0], t.windows[-1, 1])
-    noise = {c: standard_error(iv.per_slot(p, edges).astype(float)) for c, p in partition(rank).items()}
-    return noise | known
+    each = {c: iv.per_slot(p, edges).astype(float) for c, p in partition(rank).items()}
+    noise = {c: standard_error(ns) for c, ns in each.items()} | known
+    return noise | _of_whole_steps(rank, t, each, noise)
+
+
+def _of_whole_steps(
+    rank: RankData, t: Timing, each: Mapping[str, NDArray[np.float64]], noise: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the standard error of what the host takes of a device's step where all steps tell it better.
+
+    It is the step without the device's work and without the host's other parts: all steps tell the first, and the
+    traced ones the second, which hardly varies.
+    """
+    if t.source != "steps" or not device.has_device(rank):
+        return {}
+    busy = standard_error(np.sum([ns for c, ns in each.items() if c in _ON_DEVICE], axis=0))
+    host_parts = [c for c in each if c not in _ON_DEVICE]
+    rest = {c: math.hypot(t.noise_ns, busy, *(noise[o] for o in host_parts if o != c)) for c in host_parts}
+    return {c: min(noise[c], ns) for c, ns in rest.items()}
 
 
 def _recorded(rank: RankData) -> dict[tuple[str, str], float]:

@@ -1,6 +1,7 @@
 """The exclusive parts of the mean steady step on hand-made steps, and that they add up to it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -289,3 +290,19 @@ def test_what_makes_untraced_steps_longer_and_was_not_recorded_is_said_to_be_so(
     assert part(runs.measured(path, breakdown, step_means), "other")[0] == pytest.approx(MS, rel=0.05)
     (said,) = (w for w in diagnose(open_run(path), [], jobs=1).run.warnings if "in no part" in w)
     assert said.startswith("33 % of a step is in no part of the traced steps: the others are longer by as much")
+
+
+def test_all_steps_tell_how_sure_the_hosts_part_is(tmp_path: Path) -> None:
+    # The device computes 2 ms of each step; the host takes 1, 3 and 2 ms more in the traced steps, and 2 in the mean.
+    events: list[Any] = []
+    at = 0
+    for n, host in enumerate((1 * MS, 3 * MS, 2 * MS)):
+        events += [traces.step(n, at, 2 * MS + host), *traces.launched("gemm", at, at + 10_000, 2 * MS, n + 1)]
+        at += 2 * MS + host
+    steps = [runs.light(n, 4 * MS + (n % 2) * 20_000) for n in range(60)]
+    made = traces.trace(*events, world_size=1)
+    run = runs.measured(runs.recorded(tmp_path / "run", (made, steps, GPU)), breakdown, step_means)
+    assert part(run, "host")[0] == pytest.approx(2 * MS, rel=0.05)
+    assert part_noise(run, "host") < 0.01 * MS
+    alone = runs.measured(runs.foreign(tmp_path / "trace", made), breakdown, step_means)
+    assert part_noise(alone, "host") > 0.5 * MS
