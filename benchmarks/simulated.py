@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks import simulated_table
+from benchmarks import simulated_table, summary
 from benchmarks.simulator import folder, healthy, play
 from benchmarks.simulator.faults import FAULTS, NOT_SIMULATED
 from benchmarks.simulator.faults.fault import Fault, recording
@@ -194,7 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked.out:
         asked.out.mkdir(parents=True, exist_ok=True)
         (asked.out / "simulated.json").write_text("[\n" + ",\n".join(map(_line, cases)) + "\n]\n")
-        (asked.out / "simulated.md").write_text(text)
+        (asked.out / summary.SIMULATED).write_text(text)
+        summary.write(asked.out)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulated import Case, of_fault, of_healthy
+from benchmarks.simulated import Case, main, of_fault, of_healthy
 from benchmarks.simulated_table import NOTABLE, failures, table
 from benchmarks.simulator import folder, healthy
 from dlprof.diagnosis import diagnose
@@ -99,3 +100,12 @@ def test_a_healthy_job_is_diagnosed() -> None:
     assert case.error == ""
     assert case.rule == ""
     assert case.true_ns == case.fixed_ns
+
+
+def test_it_leaves_its_table_where_the_page_of_the_reports_leads_to(tmp_path: Path) -> None:
+    assert main(["--only", "no_workers", "--seeds", "1", "--out", str(tmp_path)]) == 0
+    assert "Found in 1 of 1 recordings" in (tmp_path / "simulated.md").read_text()
+    (row,) = json.loads((tmp_path / "simulated.json").read_text())
+    assert (row["name"], row["state"]) == ("no_workers", "found")
+    assert "why" not in row
+    assert "(simulated.md)" in (tmp_path / "README.md").read_text()
