@@ -32,6 +32,7 @@ from dlprof.result import Result
 from dlprof.rules import RULES
 from dlprof.run import open_run
 
+FAILED = "it failed:"  # in a warning of a measure that broke
 NOTABLE = 0.05  # a finding of so much of the step is one that a reader acts on
 
 
@@ -108,6 +109,7 @@ def _case(case: Case, result: Result, true: Truth, began: float) -> Case:
             predicted = None if said is None else said - outcome.saving_ns
     shares = {t.rank: t.share for t in result.time if t.category == "computation"}
     errors = [f"{o.id}: {o.why}" for o in result.outcomes if o.state == "error"]
+    errors += [warning for warning in result.run.warnings if FAILED in warning]
     return Case(
         **{
             **vars(case),

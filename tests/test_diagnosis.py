@@ -314,10 +314,36 @@ def test_outcomes_are_one_a_rule_dearest_first(job: Run) -> None:
 
 
 def test_every_rule_there_is_answers_once(job: Run) -> None:
-    outcomes = diagnose(job, RULES, jobs=1).outcomes
+    result = diagnose(job, RULES, jobs=1)
+    outcomes = result.outcomes
+    assert [w for w in result.run.warnings if "failed" in w] == []
     assert sorted(o.id for o in outcomes) == [r.id for r in RULES]
     assert all(o.manual for o in outcomes)
     assert [o for o in outcomes if o.state == "error"] == []
+
+
+def test_no_measure_breaks_on_a_cpu_job(tmp_path: Path) -> None:
+    ranks = []
+    for rank in range(2):
+        events = [
+            e
+            for n in range(4)
+            for e in (
+                traces.step(n, n * 10 * MS, 10 * MS),
+                traces.fetch(n * 10 * MS, MS),
+                traces.op("aten::mm", n * 10 * MS + MS, 5 * MS),
+                traces.annotation("gloo:all_reduce", n * 10 * MS + 7 * MS, MS),
+            )
+        ]
+        made = traces.trace(*events, rank=rank, backend="gloo", device="")
+        ranks.append((made, [light(n, 9 * MS, fetch_ns=MS) for n in range(40)], CPU))
+    path = recorded(tmp_path / "run", *ranks)
+    for rank in range(2):
+        runs.loading(path, rank, step=9 * MS, wait=MS, fetch=5 * MS, cpu=MS, n=40, workers=1)
+    result = diagnose(open_run(path), RULES, jobs=1)
+    assert [o for o in result.outcomes if o.state == "error"] == []
+    assert [w for w in result.run.warnings if "failed" in w] == []
+    assert result.panels
 
 
 def test_the_result_holds_the_whole_run(job: Run) -> None:

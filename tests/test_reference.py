@@ -124,6 +124,7 @@ def test_every_rule_answers_once_dearest_first(result: Any, name: str) -> None:
     outcomes = result(name)["outcomes"]
     assert len({o["id"] for o in outcomes}) == len(outcomes)
     assert [o for o in outcomes if o["state"] == "error"] == []
+    assert [w for w in result(name)["run"]["warnings"] if "failed" in w] == []
     savings = [o["saving_ns"] for o in outcomes if o["state"] == "found"]
     assert savings == sorted(savings, reverse=True)
     assert [o["state"] for o in outcomes[: len(savings)]] == ["found"] * len(savings)

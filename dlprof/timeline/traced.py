@@ -182,7 +182,7 @@ def _main_stream(rank: RankData) -> NDArray[np.bool_]:
     computes = host.is_kind(work, "kernel")
     dur = work["dur_ns"].to_numpy(dtype=float)
     took = np.bincount(lane, weights=np.where(computes, dur, dur * 1e-6))
-    main: NDArray[np.bool_] = lane == int(np.argmax(took))
+    main: NDArray[np.bool_] = lane == (int(np.argmax(took)) if len(took) else -1)
     return main
 
 

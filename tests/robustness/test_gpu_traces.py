@@ -25,6 +25,7 @@ def traced(at: Path, job: Job, form: str = "torch-2.8") -> tuple[Result, Truth]:
     folder.write(at, job, Recording(steps=60, active=7, form=form, light=False))
     result = diagnose(open_run(at), RULES, jobs=1)
     assert [o.id for o in result.outcomes if o.state == "error"] == []
+    assert [w for w in result.run.warnings if "failed" in w] == []
     return result, play.true(job)
 
 
