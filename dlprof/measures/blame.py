@@ -2,8 +2,10 @@
 
 Two ranks that leave one collective together and come to the next one apart did something different in between. What
 the late one spent its time on beyond what the waiting one did, category by category, made it late: its wait for data,
-its longer computation, its checkpoint. That counts from the last collective in which both took part, and not from when
-the waiting one arrived: a rank that was held up before its forward pass still runs the pass while the others wait.
+its longer computation, its checkpoint. That counts from the last collective that both left at the same place of the
+program, and not from when the waiting one arrived: a rank that was held up before its forward pass still runs the pass
+while the others wait. Beside an exchange that overlaps the backward pass, who waits computes ahead, so that they leave
+it at different places.
 
 Who was late because it had waited itself, in a collective of another group, hands the blame on to the rank that it had
 waited for, and so on to the start of the chain.
@@ -34,6 +36,9 @@ UNKNOWN = "other"
 # rank that the trail ends at, as communication.
 MOST_LINKS = 32
 MOST_WAITS = 256
+
+# Who computed longer than another beside a collective, by more than this share of it, leaves it at another place.
+_SAME_PLACE = 0.1
 
 # So many of a rank's reasons travel to the result; what is left of its waiting is then one more.
 MOST_REASONS = 16
@@ -72,7 +77,7 @@ def charged(run: Measured) -> pd.DataFrame:
         raise NotMeasured(f"nobody knows what rank {first} did meanwhile: {why}")
     spent = run.frame(accounts)
     row = pairs["row"].to_numpy()
-    before = _before(pairs)
+    before = _before(pairs, _beside(spent)[row])
     met = before >= 0
     since = np.where(met[:, None], _spent(spent, "end")[row[np.maximum(before, 0)]], 0.0)
     did = _spent(spent, "start")[row] - since
@@ -169,16 +174,25 @@ def _spent(spent: pd.DataFrame, side: str) -> NDArray[np.float64]:
     return spent.reindex(columns=columns).fillna(0.0).to_numpy(dtype=float)
 
 
-def _before(pairs: pd.DataFrame) -> NDArray[np.int64]:
+def _beside(spent: pd.DataFrame) -> NDArray[np.float64]:
+    """Return for each row of `accounts` what its rank computed while it was in the collective, ns."""
+    if "computation_end" not in spent:
+        return np.zeros(len(spent))
+    return (spent["computation_end"] - spent["computation_start"]).fillna(0.0).to_numpy(dtype=float)
+
+
+def _before(pairs: pd.DataFrame, beside: NDArray[np.float64]) -> NDArray[np.int64]:
     """Give for each matched row the same rank's row of the last collective that all members of this one had left.
 
     −1 where the trace holds none. Only what ends for all members at once counts: of sends and receives, those that
-    neither had left before the other came.
+    neither had left before the other came. One beside which the members computed (`beside`, ns of each row) differently
+    left them at different places of the program; it counts only where there is no other.
     """
     rows = pairs.assign(
         begin=pairs["start_ns"] - pairs["offset_ns"],
         done=pairs["end_ns"] - pairs["offset_ns"],
         at=np.arange(len(pairs)),
+        beside=beside,
     )
     met = rows.groupby("instance").agg(
         members=("members", "first"),
@@ -187,18 +201,23 @@ def _before(pairs: pd.DataFrame) -> NDArray[np.int64]:
         come=("begin", "max"),
         left=("done", "min"),
         done=("done", "max"),
+        least_beside=("beside", "min"),
+        most_beside=("beside", "max"),
     )
     everybody = frozenset(str(r) for r in pairs["rank"].unique())
     sets = {m: frozenset(m.split(",")) if m else everybody for m in met["members"].unique()}
     both = (met["kind"] == SENT) & (met["left"] >= met["come"])
     together = met[met["kind"].isin((*SYNCHRONOUS, "")) | both].sort_values("done")
+    apart = (together["most_beside"] - together["least_beside"]) > _SAME_PLACE * (together["done"] - together["begin"])
     earlier = pd.Series(-1, index=met.index)
     for members, mine in sets.items():
-        wider = together[together["members"].isin([m for m, s in sets.items() if s >= mine])]
+        wider = together["members"].isin([m for m, s in sets.items() if s >= mine])
         these = met.index[met["members"] == members]
-        if len(wider):
-            place = np.searchsorted(wider["done"].to_numpy(), met.loc[these, "begin"].to_numpy(), side="right") - 1
-            earlier[these] = np.where(place >= 0, wider.index.to_numpy()[np.maximum(place, 0)], -1)
+        for chosen in (together[wider], together[wider & ~apart]):
+            if len(chosen):
+                place = np.searchsorted(chosen["done"].to_numpy(), met.loc[these, "begin"].to_numpy(), side="right") - 1
+                found = chosen.index.to_numpy()[np.maximum(place, 0)]
+                earlier[these] = np.where(place >= 0, found, earlier[these].to_numpy())
     row_at = rows.set_index(["instance", "rank"])["at"]
     wanted = pd.MultiIndex.from_arrays([earlier[rows["instance"]].to_numpy(), rows["rank"].to_numpy()])
     return row_at.reindex(wanted).fillna(-1).to_numpy(dtype=np.int64)

@@ -265,3 +265,32 @@ def test_who_waits_for_a_late_data_loader_three_stages_back_is_told(tmp_path: Pa
 def test_where_waiting_cannot_be_told_nobody_is_blamed(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match="1 of 3 are not here"):
         run_of(tmp_path, late_by(0, 0, 2 * MS)[:2]).frame(blame)
+
+
+def test_who_computed_ahead_while_waiting_blames_what_had_held_the_other_up(tmp_path: Path) -> None:
+    # ms from a step's begin. Both compute for 3, exchange, and meanwhile compute for 2 more, and exchange again. Rank
+    # 0's host launches 3 later. To the second exchange it comes last because it computes what the other has done.
+    made = []
+    for rank, late in ((0, 3 * MS), (1, 0)):
+        events: list[Any] = []
+        for n in range(4):
+            t, c = n * 9 * MS, 10 * n
+            first, second = t + late + 3 * MS, max(t + late + 5 * MS, t + 7 * MS)
+            events += [
+                traces.step(n, t, 9 * MS),
+                traces.launched(
+                    "forward", t + late - 10_000 + 20_000 * (not late), t + late + 20_000, 3 * MS - 20_000, c + 1
+                ),
+                traces.launched("backward", t + late + 20_000, first, 2 * MS, c + 2),
+                traces.call("cudaLaunchKernelExC", t + late + 30_000, 5_000, c + 3),
+                traces.collective(first, t + 7 * MS - first, 1_000, correlation=c + 3),
+                traces.call("cudaLaunchKernelExC", t + late + 40_000, 5_000, c + 4),
+                traces.collective(second, t + 8_500_000 - second, 1_000, correlation=c + 4),
+                traces.call("cudaDeviceSynchronize", t + late + 50_000, 8_900_000 - late, c + 5),
+            ]
+        made.append(traces.trace(*events, rank=rank))
+    run = runs.measured(runs.foreign(tmp_path, *made), *NEEDS)
+    charged_to = run.frame(blame)
+    mine = charged_to[(charged_to["rank"] == 1) & (charged_to["culprit"] == 0)].set_index("category")["ns"]
+    assert mine.idxmax() == "host"
+    assert mine["host"] > 0.9 * mine.sum()
