@@ -20,6 +20,8 @@ from dlprof.timeline.what_if import what_if
 _SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"
 DATA_PARALLEL = "DataParallel.forward"
 _REDUCING = ("BroadcastBackward", "ReduceAddCoalesced")
+# Of a step's computing: a layer's gradients, of its inputs and of its weights, take as much each as its forward pass.
+_BACKWARD = 2 / 3
 _REPLICATION = ("Broadcast", "Scatter", "Gather", *_REDUCING)
 
 
@@ -90,8 +92,10 @@ def _flags(rank: RankData, windows: iv.Intervals) -> iv.Intervals:
 @per_rank
 def replication(rank: RankData) -> pd.DataFrame:
     """Give one row, ns of a steady traced step: forward_ns of the host inside DataParallel, and copying_ns, in which it
-    spreads and gathers the model, the inputs, the outputs and the gradients; noise_ns of that; of it reducing_ns, the
-    gradients; and gain_ns, how much shorter the mean steady step would be without.
+    spreads and gathers the model, the inputs, the outputs and the gradients; noise_ns of that; gain_ns, how much
+    shorter the mean steady step would be without; reduced_ns, what an all-reduce of the gradients between the trace's
+    devices takes, at the speed at which they are added up on the first one; and backward_ns, computing that can hide
+    it.
 
     Copying is the device's with nothing computed beside it, and the host's where the trace links no launch to what it
     launched. Raises NotMeasured where the trace has no DataParallel.
@@ -122,10 +126,20 @@ def replication(rank: RankData) -> pd.DataFrame:
             "forward_ns": [iv.total(forward) / len(t.windows)],
             "copying_ns": [float(each.mean())],
             "noise_ns": [standard_error(each)],
-            "reducing_ns": [iv.total(iv.intersect(iv.merge(t.windows), reducing)) / len(t.windows)],
+            "reduced_ns": [_all_reduced(rank) * iv.total(iv.intersect(iv.merge(t.windows), reducing)) / len(t.windows)],
+            "backward_ns": [
+                _BACKWARD * iv.total(breakdown.partition(rank).get("computation", iv.EMPTY)) / len(t.windows)
+            ],
             "gain_ns": [gain if rows.any() and np.isfinite(gain) else float(each.mean())],
         }
     )
+
+
+def _all_reduced(rank: RankData) -> float:
+    """Return how many times the bytes of a reduction to one device an all-reduce moves (nccl-tests, PERFORMANCE.md)."""
+    lanes: list[str] = list(device.device_work(rank)["lane"].unique()) if device.has_device(rank) else []
+    devices = len({lane.partition(":")[0] for lane in lanes})
+    return 2 * (devices - 1) / devices if devices > 1 else 1.0
 
 
 def _launched_in(rank: RankData, calls: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -100,3 +100,25 @@ def test_data_parallels_copying_counts_once_on_any_thread(tmp_path: Path) -> Non
 def test_without_data_parallel_it_abstains(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match="no DataParallel"):
         runs.rank_of(tmp_path, traces.training(2)).once(replication.function)
+
+
+@pytest.mark.parametrize(("devices", "factor"), [(2, 1.0), (4, 1.5)])
+def test_what_takes_data_parallels_place_is_an_all_reduce_beside_the_backward_pass(
+    tmp_path: Path, devices: int, factor: float
+) -> None:
+    events: list[Any] = []
+    for n in range(3):
+        t, c = n * MS, 100 * n
+        events += [traces.step(n, t, MS), traces.annotation("DataParallel.forward", t, 300_000)]
+        for d in range(devices):
+            events += [traces.call("cudaLaunchKernel", t + 10_000 + 10_000 * d, 2_000, c + 1 + d)]
+            events += [traces.kernel("gemm", t + 100_000, 600_000, c + 1 + d, device=d)]
+        events += [
+            traces.op("ReduceAddCoalesced", t + 320_000, 50_000, tid=traces.AUTOGRAD),
+            traces.call("cudaLaunchKernel", t + 330_000, 2_000, c + 50, tid=traces.AUTOGRAD),
+            traces.kernel("ncclDevKernel_Reduce_Sum_f32_RING_LL(int)", t + 700_000, 200_000, c + 50),
+        ]
+    (row,) = runs.rank_of(tmp_path, traces.trace(*events, world_size=1)).once(replication.function).to_dict("records")
+    assert row["copying_ns"] == 200_000
+    assert row["reduced_ns"] == pytest.approx(factor * 200_000)
+    assert row["backward_ns"] == pytest.approx(400_000)
