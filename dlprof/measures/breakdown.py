@@ -48,6 +48,9 @@ _LEAST_WAIT_NS = 100_000
 # their mean is.
 STRETCHES = 10
 
+# A wait for data of which less than this share counts is hidden in part.
+_HIDDEN = 0.9
+
 # Collectives between two stages of a pipeline.
 _POINT_TO_POINT = ("send", "recv", "send_recv")
 
@@ -194,7 +197,7 @@ def breakdown(rank: RankData) -> pd.DataFrame:
     t = timing(rank)
     parts = _traced(rank, t) if len(t.windows) else _light_only(rank, t)
     parts = {c: parts[c] for c in CATEGORIES if parts.get(c, 0.0) > 0.0}
-    noise = _noise(rank, t)
+    noise = _noise(rank, t, parts)
     if t.source == "steps" and (bounds := _communication_bounds(rank, parts)):
         least, most, unsure = bounds
         noise["communication"] = min(noise.get("communication", np.inf), (most - least) / 2 + unsure)
@@ -220,7 +223,7 @@ def _least(rank: RankData, t: Timing, parts: Mapping[str, float]) -> list[float]
     return found
 
 
-def _noise(rank: RankData, t: Timing) -> dict[str, float]:
+def _noise(rank: RankData, t: Timing, parts: Mapping[str, float]) -> dict[str, float]:
     """Give the standard error of each part's mean over the steps that it was measured in."""
     known: dict[str, float] = {}
     if t.source == "steps" and stalls.by_phase(rank):
@@ -235,9 +238,12 @@ def _noise(rank: RankData, t: Timing) -> dict[str, float]:
         if on_device_clock(steady):
             # A host that runs ahead waits for data now and then, and for longer: its device waits more evenly.
             known["input_wait"] = min(known["input_wait"], standard_error(steady["length_ns"].to_numpy()))
+        elif device.has_device(rank) and parts.get("input_wait", 0.0) < _HIDDEN * t.phases.get("fetch", 0.0):
+            # Only so much of the wait counts as the steps are longer for.
+            known["input_wait"] = max(known["input_wait"], t.noise_ns)
         elif device.has_device(rank) and len(steady) >= 2 * STRETCHES:
-            parts = np.array_split(steady["fetch_ns"].to_numpy(dtype=float), STRETCHES)
-            known["input_wait"] = min(known["input_wait"], standard_error(np.array([p.mean() for p in parts])))
+            stretches = np.array_split(steady["fetch_ns"].to_numpy(dtype=float), STRETCHES)
+            known["input_wait"] = min(known["input_wait"], standard_error(np.array([s.mean() for s in stretches])))
     if not len(t.windows):
         return known
     edges = np.append(t.windows[:, 0], t.windows[-1, 1])

@@ -9,8 +9,8 @@ Needs what PyTorch's CUDA allocator tells beside the light layer, and a trace, w
 Saving: for as many samples as a step has now, the traced steps replayed with a batch twice as large: twice the time
 in kernels and copies, and the host's work, the optimizer and the exchanges as they are. What larger kernels gain comes
 on top and is not counted. Where a trace cannot be replayed: half of the time in which the device waits for its host or
-only exchanges data. Of memory, what a
-step leaves allocated (parameters, the optimizer's state) is taken to stay, and what it needs beyond that to double.
+only exchanges data. Of memory, what a step leaves allocated (parameters, the optimizer's state) is taken to stay, and
+what it needs beyond that to double.
 
 What to change: the batch size, and the learning rate with it (a larger batch trains otherwise: compare the loss by
 samples, not by steps). Near the end: a smaller batch, `torch.utils.checkpoint`, a lower precision,
@@ -172,5 +172,6 @@ RULE = Rule(
     "Memory of the GPU",
     (breakdown, larger_batches, memory_use, own_time, step_means),
     check,
-    saves_from=(*_HOST, "communication"),
+    # Of computation: the optimizer's, and what a kernel takes that computes next to nothing.
+    saves_from=(*_HOST, "communication", "computation"),
 )

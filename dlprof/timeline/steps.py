@@ -177,6 +177,13 @@ def light_steps(rank: RankData) -> pd.DataFrame:
     return frame.assign(steady=steady, length_ns=length)
 
 
+# In steps that are so many times as long as most, and about as long as the longest, a host waits for all that it has
+# launched, if such steps are so much of the time.
+_LONGER = 3.0
+_AS_LONG = 0.5
+_MOSTLY = 0.4
+
+
 def _without_lead(length: NDArray[np.float64], steady: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return the steady steps without those in which the host gets its lead again; changes their lengths.
 
@@ -201,11 +208,30 @@ def _without_lead(length: NDArray[np.float64], steady: NDArray[np.bool_]) -> NDA
         length[first:last] = usual
         if stopped:
             length[before:first] *= max(1 - ahead / stopped, 0.0)
-    starts, stops = _stretches(steady & ~found)
+    left = _between_waits(length, steady & ~found)
+    starts, stops = _stretches(left)
     if len(starts) and (stops - starts).max() >= ENOUGH:
         for first, stop in zip(starts, stops, strict=True):
-            found[first:stop] |= stop - first < ENOUGH
-    return steady & ~found
+            left[first:stop] &= stop - first >= ENOUGH
+    return left
+
+
+def _between_waits(length: NDArray[np.float64], steady: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return the steady steps without those before the first wait for the device, and after the last one.
+
+    A host that runs ahead and waits for its device now and then (reading the loss every tenth step, say) has nearly all
+    of its time in those steps: only from one to another is their mean the device's.
+    """
+    if not steady.any():
+        return steady
+    waits = steady & (length > np.maximum(_LONGER * np.median(length[steady]), _AS_LONG * length[steady].max()))
+    whole = np.zeros(len(length), dtype=bool)
+    if length[waits].sum() >= _MOSTLY * length[steady].sum():
+        for first, stop in zip(*_stretches(steady), strict=True):
+            at = first + np.flatnonzero(waits[first:stop])
+            if len(at) > 1:
+                whole[at[0] + 1 : at[-1] + 1] = True
+    return whole if whole.any() else steady
 
 
 def _stretches(chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

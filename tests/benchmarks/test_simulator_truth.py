@@ -136,7 +136,7 @@ def test_every_fix_gains(fault: object, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_healthy_jobs_compute(seed: int) -> None:
     job, _, told = healthy(seed)
-    assert is_healthy(told)
+    assert is_healthy(job, told)
     assert all(rank.parts["computation"] >= 0.95 * told.period_ns for rank in told.ranks)
     assert job.model.products in ("bfloat16", "float16")
     assert job.model.attention == "fused"

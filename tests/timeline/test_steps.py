@@ -164,3 +164,18 @@ def test_where_all_stretches_are_short_they_count(tmp_path: Path) -> None:
     lengths = [500 * MS, *[100 * MS] * 3] * 6
     frame = hosts_steps(tmp_path / "run", *lengths, stopped=tuple(range(0, 24, 4)))
     assert frame["steady"].sum() >= 12
+
+
+def test_a_host_that_waits_now_and_then_is_measured_from_one_wait_to_another(tmp_path: Path) -> None:
+    # The device takes 100 ms a step; every tenth step the host waits for all that it has launched.
+    ten = [2 * MS] * 9 + [982 * MS]
+    lengths = [*ten, *ten, *ten, 5 * MS, *ten[6:], *ten, *ten, *ten[:4]]
+    frame = hosts_steps(tmp_path / "run", *lengths, stopped=(30,))
+    assert frame["length_ns"][frame["steady"]].mean() == pytest.approx(100 * MS)
+    assert frame["steady"].sum() == 20 + 20  # from the first wait of each stretch to its last
+
+
+def test_pauses_that_are_a_small_part_of_the_time_are_waits_for_nothing(tmp_path: Path) -> None:
+    lengths = [100 * MS] * 20 + [400 * MS] + [100 * MS] * 20 + [400 * MS] + [100 * MS] * 20
+    frame = hosts_steps(tmp_path / "run", *lengths)
+    assert frame["steady"].sum() == len(lengths) - 3
