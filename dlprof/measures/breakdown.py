@@ -238,11 +238,10 @@ def _noise(rank: RankData, t: Timing, parts: Mapping[str, float]) -> dict[str, f
         if on_device_clock(steady):
             # A host that runs ahead waits for data now and then, and for longer: its device waits more evenly.
             known["input_wait"] = min(known["input_wait"], standard_error(steady["length_ns"].to_numpy()))
-        elif device.has_device(rank) and parts.get("input_wait", 0.0) < _HIDDEN * t.phases.get("fetch", 0.0):
-            # Only so much of the wait counts as the steps are longer for.
-            known["input_wait"] = max(known["input_wait"], t.noise_ns)
         elif device.has_device(rank) and len(steady) >= 2 * STRETCHES:
-            stretches = np.array_split(steady["fetch_ns"].to_numpy(dtype=float), STRETCHES)
+            # Of a wait that is hidden in part, only so much counts as the steps are longer for.
+            hidden = parts.get("input_wait", 0.0) < _HIDDEN * t.phases.get("fetch", 0.0)
+            stretches = np.array_split(steady["length_ns" if hidden else "fetch_ns"].to_numpy(dtype=float), STRETCHES)
             known["input_wait"] = min(known["input_wait"], standard_error(np.array([s.mean() for s in stretches])))
     if not len(t.windows):
         return known
