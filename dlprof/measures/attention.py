@@ -87,6 +87,8 @@ def attention(rank: RankData) -> pd.DataFrame:
     n = max(len(timing(rank).windows), 1)
     spans = rank.table("spans")
     blocks = list(_blocks(rank))
+    if not blocks:
+        return pd.DataFrame(columns=list(COLUMNS))
     columns = {c: spans[c].cat.categories.astype("str").tolist() for c in ("shape", "dtype")}
     codes = {c: spans[c].cat.codes.to_numpy() for c in columns}
 
@@ -137,6 +139,8 @@ def _blocks(rank: RankData) -> Iterator[_Block]:
         "batched" if c in _BATCHED else "other" if c in _OTHER or "convolution" in c else _KINDS.get(c, "")
         for c in names.categories
     ]
+    if "batched" not in wanted or not {"softmax", "backward"}.intersection(wanted):
+        return
     kind_of = np.array([*wanted, ""], dtype=object)
     for rows, _ in nested(rank, "op"):
         kinds = kind_of[names.codes.to_numpy()[rows]]

@@ -23,8 +23,10 @@ def larger_batches(rank: RankData) -> pd.DataFrame:
 
     By replaying the traced steps with every kernel and copy so many times as long, but for the least that a kernel
     takes, the optimizer's kernels and the exchanges, which are the same for any batch, as the host's work is. Raises
-    NotMeasured where the trace cannot be replayed.
+    NotMeasured where the trace cannot be replayed, or nobody knows whether a larger batch fits.
     """
+    if not rank.has("memory"):
+        raise NotMeasured("nothing was asked of the CUDA allocator")
     asked = what_if(rank)
     work = device.device_work(rank)
     same = host.is_kind(work, "communication")

@@ -65,6 +65,9 @@ def copies(rank: RankData) -> pd.DataFrame:
 # own, one step ahead; or not made at all.
 PINNED, AHEAD, GONE = "pinned", "ahead", "gone"
 
+# Less than this share of a step is not worth a replay.
+_LITTLE = 0.005
+
 # A copy tells the rate of its link from here on: smaller ones take as long to start as to run.
 _RATE_BYTES = 1 << 20
 
@@ -98,8 +101,10 @@ def copy_gains(rank: RankData) -> pd.DataFrame:
             change = AHEAD if direction == "HtoD" else GONE
             durations[mine] = -1
             free = free if direction == "DtoH" else []
-        worth = bool(exposed[mine].any() or free)
-        gain = asked.gain_ns(durations=durations, free=free) if worth else 0.0
+        # Copies that nobody waits for, and that hardly lie open, gain no more than that.
+        gain = float(exposed[mine].sum()) / replay.steps
+        if free or gain > _LITTLE * asked.measured_ns:
+            gain = asked.gain_ns(durations=durations, free=free)
         found.append({"copy": direction, "memory": kind, "change": change, "gain_ns": gain})
     return pd.DataFrame(found, columns=["copy", "memory", "change", "gain_ns"])
 

@@ -29,7 +29,7 @@ from dlprof.timeline.steps import ENOUGH, timing
 from dlprof.timeline.traced import main_stream, traced_steps
 
 # So much device work is replayed at most: whole steps, at least one. A replay takes some µs a piece.
-MOST_WORK = 12_000
+MOST_WORK = 4_000
 
 # A call that launches takes some µs. One that takes this long waits for room in the queue, or for its device; a call
 # that synchronises waits from here on.
@@ -54,7 +54,7 @@ SYNCHRONISING = tuple(
 _OF_ALL_STREAMS = tuple(name for name in SYNCHRONISING if "Device" in name or "Ctx" in name)
 _NOT_LAUNCHES = ("cudaMalloc", "hipMalloc", "cudaFree", "hipFree", "cuModuleLoad", "cudaHostAlloc", "cuLibraryLoad")
 
-_LAUNCH, _WORK, _WAIT = range(3)
+_LAUNCH, _WORK, _WAIT = range(3)  # what happens at one instant happens in this order
 _NEVER = -(1 << 62)
 
 # A set of host time, and the share of it that is left.
@@ -87,12 +87,13 @@ class Replay:
     steps: int
     begin: int  # of the steps on the device, ns
     host: tuple[int, int]  # the steps on the host, ns
-    _order: list[tuple[int, int]]  # what happens, in order of the recording: kind, place
+    _order: list[int]  # what happens, in order of the recording: places of work, and ~ places of waits
+    _waited: list[int]  # how many waits had ended before each piece of work was launched
     _called: NDArray[np.int64]
     _start: NDArray[np.int64]
     _stream: list[int]
     _main: int
-    _latency: list[int]
+    _latency: NDArray[np.int64]
     _gap: list[int]
     _needs: list[int]  # the place of the work on another stream that this one waited for, −1: none
     _needs_gap: list[int]
@@ -120,15 +121,15 @@ class Replay:
         marks = host_at(np.array(self.host, dtype=np.int64)).tolist()
         gap = self._gap if gap_ns is None else [min(g, gap_ns) for g in self._gap]
         dur = (self.durations if durations is None else durations).tolist()
-        called = host_at(self._called).tolist()
+        ready = (host_at(self._called) + self._latency).tolist()
         residual, needs = list(self._residual), list(self._needs)
         for i in at_once:
             residual[i], needs[i] = 0, -1
-        return self._run(called, marks, begin.tolist(), end.tolist(), gap, dur, residual, needs, frozenset(free))
+        return self._run(ready, marks, begin.tolist(), end.tolist(), gap, dur, residual, needs, frozenset(free))
 
     def _run(
         self,
-        called: list[int],
+        ready: list[int],
         marks: list[int],
         begin: list[int],
         end: list[int],
@@ -138,21 +139,23 @@ class Replay:
         needs: list[int],
         free: frozenset[int],
     ) -> float:
-        """Replay twice in a row, and return the mean step of the second time; plain lists, for it is the hot loop."""
-        stream, latency, needs_gap = self._stream, self._latency, self._needs_gap
+        """Replay twice in a row, and return the mean step of the second time; plain lists, for it is the hot loop.
+
+        `ready`: when each piece of work could begin after its launch, had no wait taken another time than recorded.
+        """
+        stream, needs_gap, waited = self._stream, self._needs_gap, self._waited
         recorded, lasted = self._start.tolist(), self.durations.tolist()
         n = len(stream)
-        launched, started, ended = [_NEVER] * n, [0] * n, [0] * n
+        started, ended = [0] * n, [0] * n
         free_at = dict(self._before)
         base, shift, boundaries = self.begin, 0, []
         for _ in range(2):
-            for kind, i in self._order:
-                if kind == _LAUNCH:
-                    launched[i] = called[i] + shift
-                elif kind == _WORK:
+            shifts = [shift]  # of the host, after so many waits
+            for i in self._order:
+                if i >= 0:
                     on = stream[i]
                     at = free_at.get(on, _NEVER) + gap[i]
-                    when = launched[i] + latency[i]
+                    when = ready[i] + shifts[waited[i]]
                     if when > at:
                         at = when
                     other = needs[i]
@@ -167,6 +170,7 @@ class Replay:
                     else:
                         started[i] = ended[i] = at
                 else:
+                    i = ~i
                     wait = self.waits[i]
                     until = begin[i] + shift + min(wait.end - wait.begin, _WAIT_NS)
                     if i not in free:
@@ -181,6 +185,7 @@ class Replay:
                         if released > until:
                             until = released
                     shift = until - end[i]
+                    shifts.append(shift)
             base = max(free_at.get(self._main, _NEVER), marks[1] + shift)
             boundaries.append(base)
             shift += marks[1] - marks[0]
@@ -237,6 +242,7 @@ def _replay_of(rank: RankData) -> Replay:
     explained = np.maximum(called + latency, np.where(previous > _NEVER, previous + gap, _NEVER))
     needs, needs_gap = _needed(start, start + dur, lane[rows], explained)
     residual = np.where(needs >= 0, 0, start - explained)
+    order, waited = _order(called, start, waits)
     return Replay(
         rows=rows,
         durations=dur,
@@ -244,12 +250,13 @@ def _replay_of(rank: RankData) -> Replay:
         steps=last - first + 1,
         begin=int(found.windows[first, 0]),
         host=(int(found.host[first, 0]), int(found.host[last, 1])),
-        _order=_order(called, start, waits),
+        _order=order,
+        _waited=waited,
         _called=called,
         _start=start,
         _stream=lane[rows].tolist(),
         _main=int(lane[main_stream(rank)][0]),
-        _latency=np.where(called > _NEVER, latency, 0).tolist(),
+        _latency=np.where(called > _NEVER, latency, 0),
         _gap=gap.tolist(),
         _needs=needs.tolist(),
         _needs_gap=needs_gap.tolist(),
@@ -359,11 +366,18 @@ def _waits(rank: RankData, rows: NDArray[np.int64], begin: int, end: int) -> lis
     return found
 
 
-def _order(called: NDArray[np.int64], start: NDArray[np.int64], waits: Sequence[Wait]) -> list[tuple[int, int]]:
-    """Return what happens in the order of the recording; at one instant launches first, and waits last."""
+def _order(called: NDArray[np.int64], start: NDArray[np.int64], waits: Sequence[Wait]) -> tuple[list[int], list[int]]:
+    """Return what the device does and its host waits for, in the order of the recording, and of each piece of work how
+    many waits had ended before its launch; at one instant launches come first, and waits last.
+    """
     known = np.flatnonzero(called > _NEVER)
     at = np.concatenate((called[known], start, np.array([w.end for w in waits], dtype=np.int64)))
     kind = np.repeat([_LAUNCH, _WORK, _WAIT], [len(known), len(start), len(waits)])
     which = np.concatenate((known, np.arange(len(start)), np.arange(len(waits))))
     order = np.lexsort((kind, at))
-    return list(zip(kind[order].tolist(), which[order].tolist(), strict=True))
+    kind, which = kind[order], which[order]
+    launches = kind == _LAUNCH
+    waited = np.zeros(len(start), dtype=np.int64)
+    waited[which[launches]] = np.cumsum(kind == _WAIT)[launches]
+    happens = np.where(kind == _WAIT, ~which, which)[~launches]
+    return happens.tolist(), waited.tolist()

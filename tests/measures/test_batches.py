@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dlprof.engine import RankData
 from dlprof.errors import NotMeasured
 from dlprof.measures.batches import larger_batches
+from dlprof.run import open_run
 from tests import runs, traces
+from tests.measures.test_memory import reading
 from tests.runs import MS
 
 
@@ -25,8 +29,16 @@ def job(busy: int, optimizer: int = 0) -> dict[str, Any]:
     return traces.trace(*events, world_size=1)
 
 
+def recorded(folder: Path, made: dict[str, Any]) -> RankData:
+    """Record the job with one reading of its memory."""
+    path = runs.recorded(folder / "run", (made, [], {"device": {"type": "cuda", "name": "NVIDIA H100"}}))
+    row = reading(0, allocated=1_000)
+    (path / "ranks/00000/memory.jsonl").write_text(json.dumps(row) + "\n")
+    return RankData(open_run(path).ranks[0])
+
+
 def gains(folder: Path, made: dict[str, Any]) -> list[float]:
-    frame = runs.rank_of(folder, made).once(larger_batches.function)
+    frame = recorded(folder, made).once(larger_batches.function)
     assert frame["times"].tolist() == [2, 4, 8]
     return [float(ns) for ns in frame["gain_ns"]]
 
