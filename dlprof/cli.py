@@ -65,7 +65,7 @@ def main() -> None:
     """Run the command line."""
     # A short-lived process that makes many objects and little garbage: looking for it costs a tenth of a report's time,
     # half of that at the end, when the interpreter goes through all that pandas has made.
-    gc.set_threshold(50_000)
+    gc.set_threshold(400_000)
     try:
         _main()
     finally:

@@ -82,7 +82,7 @@ def collectives(rank: RankData) -> pd.DataFrame:
             "bytes": chosen["bytes"].to_numpy(),
             "dtype": chosen["dtype"].to_numpy(),
             "sequence": spans["sequence"].to_numpy()[rows],
-            "communicator": spans["communicator"].astype("str").to_numpy()[rows],
+            "communicator": spans["communicator"].iloc[rows].astype("str").to_numpy(),
             "stream": pd.factorize(lane)[0].astype(np.int64) if on_device else 0,
             "made_ns": made,
             "start_ns": start,

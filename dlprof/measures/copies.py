@@ -16,7 +16,7 @@ from dlprof.measures.syncs import copying_waits
 from dlprof.result import Panel
 from dlprof.timeline import device, host
 from dlprof.timeline.steps import launched_within, timing
-from dlprof.timeline.what_if import WhatIf, what_if
+from dlprof.timeline.what_if import LITTLE, WhatIf, what_if
 from dlprof.units import UNKNOWN, duration, size
 
 # Scalars (a loss, a counter) are copied in a few bytes; what they cost is a wait, not a copy.
@@ -65,9 +65,6 @@ def copies(rank: RankData) -> pd.DataFrame:
 # own, one step ahead; or not made at all.
 PINNED, AHEAD, GONE = "pinned", "ahead", "gone"
 
-# Less than this share of a step is not worth a replay.
-_LITTLE = 0.005
-
 # A copy tells the rate of its link from here on: smaller ones take as long to start as to run.
 _RATE_BYTES = 1 << 20
 
@@ -87,7 +84,7 @@ def copy_gains(rank: RankData) -> pd.DataFrame:
     size = work["bytes"].to_numpy()[rows]
     counts = host.is_kind(work, "copy")[rows] & ((size < 0) | (size > TINY_BYTES))
     waited = {wait.row: i for i, wait in enumerate(replay.waits) if not wait.from_start and wait.row >= 0}
-    way, memory = (work[column].astype("str").to_numpy()[rows] for column in ("copy", "memory"))
+    way, memory = (work[column].iloc[rows].astype("str").to_numpy() for column in ("copy", "memory"))
     exposed = iv.within(device.device_sets(rank).exposed_copy, *_times(work, rows))
     found = []
     for direction, kind in sorted(set(zip(way[counts], memory[counts], strict=True))):
@@ -103,7 +100,7 @@ def copy_gains(rank: RankData) -> pd.DataFrame:
             free = free if direction == "DtoH" else []
         # Copies that nobody waits for, and that hardly lie open, gain no more than that.
         gain = float(exposed[mine].sum()) / replay.steps
-        if free or gain > _LITTLE * asked.measured_ns:
+        if free or gain > LITTLE * asked.measured_ns:
             gain = asked.gain_ns(durations=durations, free=free)
         found.append({"copy": direction, "memory": kind, "change": change, "gain_ns": gain})
     return pd.DataFrame(found, columns=["copy", "memory", "change", "gain_ns"])

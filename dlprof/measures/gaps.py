@@ -21,6 +21,9 @@ SMALL_NS = 10_000
 
 MOST_ROWS = 10
 
+# Of a step: the script's own Python that takes less gains what it takes, and is not worth a replay.
+NOTABLE_SHARE = 0.05
+
 # Frames of Python in a trace with stacks that are not the script's: installed packages, Python's own library, builtins.
 _NOT_OWN = re.compile(r"site-packages|dist-packages|/lib/python\d|^<|^torch/|^nn\.Module:|^(?:threading|runpy)\.py")
 
@@ -83,9 +86,11 @@ def _gains(
     thread = host.on_training_thread(rank)
     optimizer = host.cover(thread, host.is_named(thread, "Optimizer.step#", "dlprof::optimizer"))
     graph = asked.gain_ns(calls=0.0, other=((optimizer, 1.0),), gap_ns=GRAPH_GAP_NS) if len(launching) else 0.0
-    alone = asked.gain_ns(python=0.0) if len(python) else 0.0
     step = asked.measured_ns / max(asked.step_ns, 1.0) / max(len(timing(rank).windows), 1)
-    return min(graph, (iv.total(launching) + iv.total(latency)) * step), min(alone, iv.total(hosts) * step)
+    alone = iv.total(python) * step
+    if alone >= NOTABLE_SHARE * asked.measured_ns:
+        alone = min(asked.gain_ns(python=0.0), iv.total(hosts) * step)
+    return min(graph, (iv.total(launching) + iv.total(latency)) * step), alone
 
 
 def _behind_small(rank: RankData, idle: iv.Intervals) -> iv.Intervals:
@@ -105,13 +110,16 @@ def own_python(rank: RankData) -> pd.DataFrame:
     `ns` is the time a steady traced step in which the host was late, in no operator, and in this function or in a
     library that it had called. The longest first; empty where the trace has no stacks.
     """
+    none = pd.DataFrame({"function": pd.Series([], dtype="str"), "ns": []})
+    if not host.is_kind(rank.table("spans"), "python").any():
+        return none
     thread = host.on_training_thread(rank)
     frames = thread[["name", "start_ns", "dur_ns"]][host.is_kind(thread, "python")]
     names = [str(name) for name in frames["name"].cat.categories]
     own = np.array([not _NOT_OWN.search(name) and ".py(" in name for name in names], dtype=bool)
     frames = frames[own[frames["name"].cat.codes.to_numpy()]] if len(own) else frames
     if not len(frames):
-        return pd.DataFrame({"function": pd.Series([], dtype="str"), "ns": []})
+        return none
     spans, parts = rank.table("spans"), breakdown.partition(rank)
     hosts = iv.merge(parts.get("host", iv.EMPTY), parts.get("optimizer_host", iv.EMPTY))
     late = iv.intersect(hosts, _pauses(rank, spans))

@@ -25,7 +25,7 @@ from dlprof.measures.peaks import device_peaks
 from dlprof.measures.products import SIXTEEN_BITS, TENSOR_SHARE, misaligned, products, records, saved_in_16_bits
 from dlprof.timeline import device, host
 from dlprof.timeline.steps import launched_within, timing
-from dlprof.timeline.what_if import what_if
+from dlprof.timeline.what_if import LITTLE, what_if
 from dlprof.units import short
 
 # Operators by the names under which a step's FLOPs are counted.
@@ -143,7 +143,7 @@ def kernels_within(rank: RankData) -> NDArray[np.int64]:
 def kernel_kinds(rank: RankData) -> NDArray[Any]:
     """Return of each of `kernels` what it multiplies on, as far as its name tells (kernel_names.unit_of)."""
     names = kernels(rank)["name"].cat
-    kinds = np.asarray([unit_of(str(name)) for name in names.categories] or [""], dtype=object)
+    kinds = np.asarray([unit_of(str(name)) for name in names.categories] or [""], dtype=str)
     return kinds[names.codes]
 
 
@@ -366,4 +366,7 @@ def shorter_kernels(rank: RankData, chosen: NDArray[np.bool_], left: float) -> f
     durations = replay.durations.copy()
     theirs = np.isin(device.device_work(rank).index.to_numpy()[replay.rows], spans_of)
     durations[theirs] = (durations[theirs] * left).astype(np.int64)
+    most = float((replay.durations - durations).sum()) / replay.steps
+    if most < LITTLE * asked.measured_ns:
+        return most
     return asked.gain_ns(durations=durations)

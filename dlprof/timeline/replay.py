@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,8 @@ from dlprof.timeline.launches import UNKNOWN, launches
 from dlprof.timeline.steps import ENOUGH, timing
 from dlprof.timeline.traced import main_stream, traced_steps
 
-# So much device work is replayed at most: whole steps, at least one. A replay takes some µs a piece.
-MOST_WORK = 4_000
+# So much device work is replayed at most: whole steps, at least one. A replay takes a µs a piece.
+MOST_WORK = 12_000
 
 # A call that launches takes some µs. One that takes this long waits for room in the queue, or for its device; a call
 # that synchronises waits from here on.
@@ -54,7 +55,6 @@ SYNCHRONISING = tuple(
 _OF_ALL_STREAMS = tuple(name for name in SYNCHRONISING if "Device" in name or "Ctx" in name)
 _NOT_LAUNCHES = ("cudaMalloc", "hipMalloc", "cudaFree", "hipFree", "cuModuleLoad", "cudaHostAlloc", "cuLibraryLoad")
 
-_LAUNCH, _WORK, _WAIT = range(3)  # what happens at one instant happens in this order
 _NEVER = -(1 << 62)
 
 # A set of host time, and the share of it that is left.
@@ -87,7 +87,9 @@ class Replay:
     steps: int
     begin: int  # of the steps on the device, ns
     host: tuple[int, int]  # the steps on the host, ns
-    _order: list[int]  # what happens, in order of the recording: places of work, and ~ places of waits
+    _order: list[
+        tuple[int, int]
+    ]  # in order of the recording: so many pieces of work, and the wait after them, −1: none
     _waited: list[int]  # how many waits had ended before each piece of work was launched
     _called: NDArray[np.int64]
     _start: NDArray[np.int64]
@@ -143,50 +145,47 @@ class Replay:
 
         `ready`: when each piece of work could begin after its launch, had no wait taken another time than recorded.
         """
-        stream, needs_gap, waited = self._stream, self._needs_gap, self._waited
-        recorded, lasted = self._start.tolist(), self.durations.tolist()
-        n = len(stream)
-        started, ended = [0] * n, [0] * n
-        free_at = dict(self._before)
+        ended = [0] * len(dur)
+        free_at = [_NEVER] * (max(self._stream, default=0) + 1)
+        for on, at in self._before.items():
+            free_at[on] = at
         base, shift, boundaries = self.begin, 0, []
         for _ in range(2):
             shifts = [shift]  # of the host, after so many waits
-            for i in self._order:
-                if i >= 0:
-                    on = stream[i]
-                    at = free_at.get(on, _NEVER) + gap[i]
-                    when = ready[i] + shifts[waited[i]]
+            pieces = enumerate(
+                zip(self._stream, gap, ready, self._waited, needs, self._needs_gap, residual, dur, strict=True)
+            )
+            for many, i in self._order:
+                for row, (on, between, can, waits, other, after, rest, lasts) in islice(pieces, many):
+                    at = free_at[on] + between
+                    when = can + shifts[waits]
                     if when > at:
                         at = when
-                    other = needs[i]
                     if other >= 0:
-                        when = ended[other] + needs_gap[i]
+                        when = ended[other] + after
                         if when > at:
                             at = when
-                    if dur[i] >= 0:
-                        at += residual[i]
-                        started[i] = at
-                        free_at[on] = ended[i] = at + dur[i]
+                    if lasts >= 0:
+                        at += rest + lasts
+                        free_at[on] = at
+                    ended[row] = at
+                if i < 0:
+                    continue
+                wait = self.waits[i]
+                until = begin[i] + shift + min(wait.end - wait.begin, _WAIT_NS)
+                if i not in free:
+                    if wait.row < 0:
+                        released = base + wait.end - self.begin
+                    elif wait.from_start:
+                        released = ended[wait.row] - max(dur[wait.row], 0) + wait.end - int(self._start[wait.row])
                     else:
-                        started[i] = ended[i] = at
-                else:
-                    i = ~i
-                    wait = self.waits[i]
-                    until = begin[i] + shift + min(wait.end - wait.begin, _WAIT_NS)
-                    if i not in free:
-                        row = wait.row
-                        if row < 0:
-                            released = base + wait.end - self.begin
-                        elif wait.from_start:
-                            released = started[row] + wait.end - recorded[row]
-                        else:
-                            done = max(free_at.values()) if wait.everything else ended[row]
-                            released = done + wait.end - recorded[row] - lasted[row]
-                        if released > until:
-                            until = released
-                    shift = until - end[i]
-                    shifts.append(shift)
-            base = max(free_at.get(self._main, _NEVER), marks[1] + shift)
+                        done = max(free_at) if wait.everything else ended[wait.row]
+                        released = done + wait.end - int(self._start[wait.row] + self.durations[wait.row])
+                    if released > until:
+                        until = released
+                shift = until - end[i]
+                shifts.append(shift)
+            base = max(free_at[self._main], marks[1] + shift)
             boundaries.append(base)
             shift += marks[1] - marks[0]
         return (boundaries[1] - boundaries[0]) / self.steps
@@ -322,6 +321,7 @@ def _needed(
         & (delay > _NEXT_NS)
         & (end[last] > explained)
     )
+    found &= last < np.arange(len(last))  # what ends within a ns of its start may stand behind
     return np.where(found, last, -1), np.where(found, after, 0)
 
 
@@ -366,18 +366,15 @@ def _waits(rank: RankData, rows: NDArray[np.int64], begin: int, end: int) -> lis
     return found
 
 
-def _order(called: NDArray[np.int64], start: NDArray[np.int64], waits: Sequence[Wait]) -> tuple[list[int], list[int]]:
-    """Return what the device does and its host waits for, in the order of the recording, and of each piece of work how
-    many waits had ended before its launch; at one instant launches come first, and waits last.
+def _order(
+    called: NDArray[np.int64], start: NDArray[np.int64], waits: Sequence[Wait]
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """Return how many pieces of work begin before each wait ends, with its place (at last −1); and for each of them how
+    many waits had ended before its launch. At one instant launches come first, and waits last.
     """
-    known = np.flatnonzero(called > _NEVER)
-    at = np.concatenate((called[known], start, np.array([w.end for w in waits], dtype=np.int64)))
-    kind = np.repeat([_LAUNCH, _WORK, _WAIT], [len(known), len(start), len(waits)])
-    which = np.concatenate((known, np.arange(len(start)), np.arange(len(waits))))
-    order = np.lexsort((kind, at))
-    kind, which = kind[order], which[order]
-    launches = kind == _LAUNCH
-    waited = np.zeros(len(start), dtype=np.int64)
-    waited[which[launches]] = np.cumsum(kind == _WAIT)[launches]
-    happens = np.where(kind == _WAIT, ~which, which)[~launches]
-    return happens.tolist(), waited.tolist()
+    ends = np.array([w.end for w in waits], dtype=np.int64)
+    order = np.argsort(ends, kind="stable")
+    begun = np.searchsorted(start, ends[order], side="right")
+    many = np.diff(begun, prepend=0, append=len(start))
+    waited = np.searchsorted(ends[order], called, side="left")
+    return list(zip(many.tolist(), [*order.tolist(), -1], strict=True)), waited.tolist()

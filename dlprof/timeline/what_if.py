@@ -28,6 +28,9 @@ PAUSE_NS = 100_000
 # kernels of 2.9 µs that take 3.4 µs each); twice that here.
 GRAPH_GAP_NS = 1_000
 
+# What can gain no more than this share of a step is not worth a replay.
+LITTLE = 0.005
+
 # No profiler makes calls longer than by this factor (×1.9 was measured for the smallest operators on a CPU).
 _MOST_SLOWED = 4.0
 _BISECTIONS = 7
