@@ -71,6 +71,7 @@ def main() -> None:
     if on_gpu:
         torch.cuda.synchronize()
     dist.barrier()
+    time.sleep(1)  # gloo aborts who is still in the barrier when the other one closes its connections
     dist.destroy_process_group()
 
 
