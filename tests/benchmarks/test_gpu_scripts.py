@@ -74,6 +74,7 @@ def test_settings_tell_what_the_script_itself_knows(tmp_path: Path) -> None:
     assert all(one["steps"] == 3 for one in said.values())
 
 
+@pytest.mark.flaky(reruns=3)  # gloo may abort a rank whose peer has gone
 def test_two_ranks_of_which_the_last_is_late_by_what_was_planted(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     args = ("--device", "cpu", "--steps", "12", "--late-ms", "30", "--out", str(tmp_path))
