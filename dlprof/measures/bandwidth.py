@@ -101,7 +101,7 @@ def transfers(run: Measured) -> pd.DataFrame:
     try:
         frame, known = run.frame(matched), True
     except NotMeasured:
-        frame, known = instances(run), False
+        frame, known = run.frame(instances), False
         frame = frame.assign(wait_ns=0, last=False)
     begin = (frame["start_ns"] + frame["wait_ns"]).to_numpy()
     frame = frame.assign(

@@ -62,10 +62,9 @@ def gaps(rank: RankData) -> pd.DataFrame:
 
 def _pauses(rank: RankData, spans: pd.DataFrame) -> iv.Intervals:
     """Return when no thread was in an operator or in a call of the runtime, for longer than PAUSE_NS."""
-    calls = host.cover(spans, ~host.is_on_device(rank) & host.is_kind(spans, "op", "runtime", "communication"))
     start = spans["start_ns"].to_numpy()
     whole = np.array([[start[0], (start + spans["dur_ns"].to_numpy()).max()]], dtype=np.int64)
-    pauses = iv.subtract(whole, calls)
+    pauses = iv.subtract(whole, host.in_calls(rank))
     return pauses[pauses[:, 1] - pauses[:, 0] > PAUSE_NS]
 
 

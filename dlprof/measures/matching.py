@@ -56,7 +56,7 @@ def matched(run: Measured) -> pd.DataFrame:
     if len(run.ranks) < 2:
         alone = run.world_size < 2
         raise NotMeasured("one rank: nobody to wait for" if alone else _lacking(run))
-    frame = instances(run)
+    frame = run.frame(instances)
     lacking = run.lacking(collectives)
     if lacking:
         rank, why = next(iter(lacking.items()))
@@ -130,6 +130,7 @@ def _releases(frame: pd.DataFrame, start: Nanoseconds, end: Nanoseconds) -> tupl
     return until, np.where(from_one & ~stayed, one, start == latest)
 
 
+@across_ranks(collectives)
 def instances(run: Measured) -> pd.DataFrame:
     """Return the rows of `collectives` with instance, the same number for the same collective on all ranks.
 

@@ -33,7 +33,7 @@ def voted(run: Measured) -> pd.DataFrame:
     `counted` are the collectives of which three ranks or more are here; waited_ns is by how much a rank's collectives
     last longer than the shortest of the same, ns of a mean traced step. Raises NotMeasured where there are too few.
     """
-    frame = instances(run)
+    frame = run.frame(instances)
     frame = frame[frame["wanted"] > 0]
     frame = frame.assign(dur_ns=frame["end_ns"] - frame["start_ns"])
     here = frame.groupby("instance")["dur_ns"].transform("size")

@@ -6,7 +6,6 @@ It needs NumPy and no pandas, so that a trace can be decoded while a process sti
 from __future__ import annotations
 
 import gc
-import hashlib
 import math
 import re
 from collections import Counter, defaultdict
@@ -27,7 +26,6 @@ from dlprof.readers.events import (
     BEGINS,
     ENDS,
     NO_TIME,
-    WHOLE,
     Args,
     BlurredTimes,
     Event,
@@ -231,8 +229,10 @@ class _Making:
 
     def add(self, events: list[Event]) -> None:
         """Take the rows of some events."""
-        whole = [e for e in events if type(e) in WHOLE]
-        if len(whole) < len(events) and not _HALVES.isdisjoint(map(type, events)):
+        kinds = set(map(type, events))
+        of = ExactEvent if ExactEvent in kinds else Event  # one decoder makes all
+        whole = [e for e in events if type(e) is of]
+        if not _HALVES.isdisjoint(kinds):
             for e in [e for e in events if type(e) in _HALVES]:
                 self._half(e)
         self.seen += len(events)
@@ -389,6 +389,8 @@ class _Making:
         if not name:
             name = text
         if not name and ranks:
+            import hashlib  # loads OpenSSL, while another core waits for the first trace
+
             name = "ranks-" + hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:8]
         if name and name not in self.groups:
             size = integer(args.group_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,9 @@ def _reading(path: Path, rows: Rows) -> Reading:
     )
 
 
-def _peers(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> NDArray[np.int64]:
-    """Give each row's peer as a rank of the job; −1 where only its number in an unknown group is told."""
-    found = np.full(len(rows), -1, dtype=np.int64)
+def _peers(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> dict[int, int]:
+    """Give the peer of each row that has one as a rank of the job; −1: only its number in an unknown group is told."""
+    found = {}
     for row, (peer, group) in rows.peers.items():
         if group is not None:
             told = groups.get(group) or (next(iter(groups.values())) if len(groups) == 1 and not group else {})
@@ -79,44 +79,48 @@ def _peers(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> NDArray[np.in
 def _spans(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     if not len(rows):
         return tables.empty("spans")
-    what, lane, start, dur, launch = rows.what, rows.lane, rows.start, rows.dur, rows.launch
-    size = np.full(len(rows), -1, dtype=np.int64)
-    size[list(rows.bytes)] = list(rows.bytes.values())
+    order = _in_time(rows.start, rows.dur)
+    place = np.empty_like(order)  # of each of the file's rows among the spans
+    place[order] = np.arange(len(order))
+    what, lane, launch = rows.what[order], rows.lane[order], rows.launch[order]
+
+    def scattered(of_row: Mapping[int, int]) -> NDArray[np.int64]:
+        column = np.full(len(order), -1, dtype=np.int64)
+        column[place[list(of_row)]] = list(of_row.values())
+        return column
+
+    def sparse(of_row: Mapping[int, str], of_name: Sequence[str] = ()) -> Any:
+        categories = {text: code for code, text in enumerate(dict.fromkeys(["", *of_name, *of_row.values()]))}
+        narrow = np.min_scalar_type(-len(categories))
+        codes = np.zeros(len(order), dtype=narrow)
+        if any(of_name):
+            codes = np.array([categories[text] for text in of_name], dtype=narrow)[what]
+        codes[place[list(of_row)]] = [categories[text] for text in of_row.values()]
+        return _categorical(codes, categories)
+
+    size = scattered(rows.bytes)
     kinds = np.array(rows.kinds)
     if rows.sizes:
         for i in np.flatnonzero(np.isin(kinds, ("copy", "set"))[what] & (size < 0)):
             size[i] = rows.sizes.get(int(launch[i]), -1)
-
-    def sparse(of_name: Iterable[str], of_row: Mapping[int, str]) -> Any:
-        of_name = list(of_name)
-        categories = {text: code for code, text in enumerate(dict.fromkeys(["", *of_name, *of_row.values()]))}
-        codes = np.array([categories[text] for text in of_name], dtype=np.int32)[what]
-        codes[list(of_row)] = [categories[text] for text in of_row.values()]
-        return _categorical(codes, categories)
-
-    none = [""] * len(rows.names)
-    categories = {
+    columns = {
         "lane": _coded(_lane_names(rows, lane, np.isin(kinds, _WORK)[what]), lane),
-        "kind": _categorical(np.array([KIND[k] for k in rows.kinds])[what], tables.KINDS),
+        "kind": _categorical(np.array([KIND[k] for k in rows.kinds], dtype=np.int8)[what], tables.KINDS),
         "name": _coded(rows.names, what),
-        "copy": sparse([c[0] for c in rows.directions], {i: c[0] for i, c in rows.copies.items()}),
-        "memory": sparse([c[1] for c in rows.directions], {i: c[1] for i, c in rows.copies.items()}),
-        "collective": sparse(rows.verbs, {i: c[0] for i, c in rows.collectives.items()}),
-        "communicator": sparse(none, {i: s[1] for i, s in rows.sequences.items()}),
-        "group": sparse(none, {i: c[1] for i, c in rows.collectives.items()}),
-        "dtype": sparse(
-            none,
-            {i: c[2] for i, c in rows.collectives.items()} | {i: m[1] for i, m in rows.multiplied.items()},
-        ),
-        "shape": sparse(none, {i: m[0] for i, m in rows.multiplied.items()}),
+        "start_ns": rows.start[order],
+        "dur_ns": rows.dur[order],
+        "launch": launch,
+        "bytes": size,
+        "copy": sparse({i: c[0] for i, c in rows.copies.items()}, [c[0] for c in rows.directions]),
+        "memory": sparse({i: c[1] for i, c in rows.copies.items()}, [c[1] for c in rows.directions]),
+        "collective": sparse({i: c[0] for i, c in rows.collectives.items()}, rows.verbs),
+        "group": sparse({i: c[1] for i, c in rows.collectives.items()}),
+        "sequence": scattered({i: s[0] for i, s in rows.sequences.items()}),
+        "communicator": sparse({i: s[1] for i, s in rows.sequences.items()}),
+        "peer": scattered(_peers(rows, groups)),
+        "dtype": sparse({i: c[2] for i, c in rows.collectives.items()} | {i: m[1] for i, m in rows.multiplied.items()}),
+        "shape": sparse({i: m[0] for i, m in rows.multiplied.items()}),
     }
-    order = _in_time(start, dur)
-    columns: dict[str, Any] = {name: column[order] for name, column in categories.items()}
-    columns |= {"start_ns": start[order], "dur_ns": dur[order], "launch": launch[order], "bytes": size[order]}
-    columns["peer"] = _peers(rows, groups)[order]
-    sequence = np.full(len(rows), -1, dtype=np.int64)
-    sequence[list(rows.sequences)] = [s[0] for s in rows.sequences.values()]
-    columns["sequence"] = sequence[order]
     return pd.DataFrame({name: columns[name] for name in tables.SPANS}, copy=False)
 
 
@@ -150,7 +154,7 @@ def _coded(names: list[str], codes: NDArray[np.int32]) -> Any:
     used = np.flatnonzero(np.bincount(codes, minlength=len(names)))
     order = sorted({names[i] for i in used})
     place = {name: i for i, name in enumerate(order)}
-    mapped = np.zeros(len(names), dtype=np.int32)
+    mapped = np.zeros(len(names), dtype=np.min_scalar_type(-len(order) - 1))
     mapped[used] = [place[names[i]] for i in used]
     return _categorical(mapped[codes], order)
 

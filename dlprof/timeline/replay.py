@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from dlprof.timeline.launches import UNKNOWN, launches
 from dlprof.timeline.steps import ENOUGH, timing
 from dlprof.timeline.traced import main_stream, traced_steps
 
-# So much device work is replayed at most: whole steps, at least one. A replay takes a µs a piece.
+# So much device work is replayed at most: whole steps, at least one.
 MOST_WORK = 12_000
 
 # A call that launches takes some µs. One that takes this long waits for room in the queue, or for its device; a call
@@ -56,6 +57,10 @@ _OF_ALL_STREAMS = tuple(name for name in SYNCHRONISING if "Device" in name or "C
 _NOT_LAUNCHES = ("cudaMalloc", "hipMalloc", "cudaFree", "hipFree", "cuModuleLoad", "cudaHostAlloc", "cuLibraryLoad")
 
 _NEVER = -(1 << 62)
+
+# A run of work (see Replay._runs): its stream, what it adds, its end by its launches, the waits before its launch, whom
+# its first piece waits for, how long after that it ends, whether it is gone, and its last piece.
+_Run = tuple[int, int, int, int, int, int, bool, int]
 
 # A set of host time, and the share of it that is left.
 Kept = tuple[iv.Intervals, float]
@@ -87,19 +92,18 @@ class Replay:
     steps: int
     begin: int  # of the steps on the device, ns
     host: tuple[int, int]  # the steps on the host, ns
-    _order: list[
-        tuple[int, int]
-    ]  # in order of the recording: so many pieces of work, and the wait after them, −1: none
-    _waited: list[int]  # how many waits had ended before each piece of work was launched
+    _waited: NDArray[np.int64]  # how many waits had ended before each piece of work was launched
+    _until: NDArray[np.int64]  # how many waits had ended when it began
+    _wait_order: list[int]  # the places of the waits in order of their ends
     _called: NDArray[np.int64]
     _start: NDArray[np.int64]
-    _stream: list[int]
+    _stream: NDArray[np.int64]
     _main: int
     _latency: NDArray[np.int64]
-    _gap: list[int]
-    _needs: list[int]  # the place of the work on another stream that this one waited for, −1: none
-    _needs_gap: list[int]
-    _residual: list[int]
+    _gap: NDArray[np.int64]
+    _needs: NDArray[np.int64]  # the place of the work on another stream that this one waited for, −1: none
+    _needs_gap: NDArray[np.int64]
+    _residual: NDArray[np.int64]
     _before: dict[int, int]  # the end of the work before these steps, by stream
 
     def step_ns(
@@ -118,57 +122,103 @@ class Replay:
         nothing explains, and without waiting for another stream.
         """
         host_at = _without(kept)
-        begin = host_at(np.array([w.begin for w in self.waits], dtype=np.int64))
-        end = host_at(np.array([w.end for w in self.waits], dtype=np.int64))
+        begin = host_at(np.array([w.begin for w in self.waits], dtype=np.int64)).tolist()
+        end = host_at(np.array([w.end for w in self.waits], dtype=np.int64)).tolist()
         marks = host_at(np.array(self.host, dtype=np.int64)).tolist()
-        gap = self._gap if gap_ns is None else [min(g, gap_ns) for g in self._gap]
-        dur = (self.durations if durations is None else durations).tolist()
-        ready = (host_at(self._called) + self._latency).tolist()
-        residual, needs = list(self._residual), list(self._needs)
-        for i in at_once:
-            residual[i], needs[i] = 0, -1
-        return self._run(ready, marks, begin.tolist(), end.tolist(), gap, dur, residual, needs, frozenset(free))
+        gap = self._gap if gap_ns is None else np.minimum(self._gap, gap_ns)
+        dur = self.durations if durations is None else durations.astype(np.int64)
+        ready = host_at(self._called) + self._latency
+        residual, needs = self._residual.copy(), self._needs.copy()
+        at_once = list(at_once)
+        residual[at_once], needs[at_once] = 0, -1
+        return self._run(self._runs(ready, gap, dur, residual, needs), marks, begin, end, dur, frozenset(free))
 
-    def _run(
+    @cached_property
+    def _awaited(self) -> NDArray[np.bool_]:
+        """Whose end, or start, something else waits for."""
+        awaited = np.zeros(len(self.rows), dtype=bool)
+        awaited[self._needs[self._needs >= 0]] = True
+        awaited[[w.row for w in self.waits if w.row >= 0]] = True
+        return awaited
+
+    @cached_property
+    def _by_stream(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """All work stream by stream, in order, and whether each piece is the first of a run (see `_runs`)."""
+        by = np.argsort(self._stream, kind="stable")
+        same = np.stack([self._stream, self._waited, self._until])[:, by]
+        first = (self._needs >= 0)[by]
+        first[1:] |= (same[:, 1:] != same[:, :-1]).any(axis=0) | self._awaited[by][:-1]
+        first[:1] = True
+        return by, first
+
+    def _runs(
         self,
-        ready: list[int],
-        marks: list[int],
-        begin: list[int],
-        end: list[int],
-        gap: list[int],
-        dur: list[int],
-        residual: list[int],
-        needs: list[int],
-        free: frozenset[int],
-    ) -> float:
-        """Replay twice in a row, and return the mean step of the second time; plain lists, for it is the hot loop.
+        ready: NDArray[np.int64],
+        gap: NDArray[np.int64],
+        dur: NDArray[np.int64],
+        residual: NDArray[np.int64],
+        needs: NDArray[np.int64],
+    ) -> list[list[_Run]]:
+        """Return all work as runs, in order of their first pieces, a list for each number of waits that had ended.
+
+        A run is work behind each other on one stream that one shift of the host moves alike, and that nothing outside
+        waits for, or is waited for by, but at its first piece and behind its last. Of such a run all that counts is two
+        numbers: what it adds to the work before it, and when it ends where its own launches are what it waits for.
 
         `ready`: when each piece of work could begin after its launch, had no wait taken another time than recorded.
         """
+        by, first = self._by_stream
+        gone = dur < 0
+        # Of work that is gone and waited for, its start is asked for: it stands alone.
+        alone = gone & self._awaited
+        first = first | alone[by]
+        begins = np.flatnonzero(first)
+        ends = np.append(begins[1:], len(by)) - 1
+        adds = np.where(gone, 0, gap + residual + dur)[by]
+        total = np.cumsum(adds)
+        launched = np.where(gone, _NEVER, ready + residual + dur)[by] - total
+        head, tail = by[begins], by[ends]
+        single = alone[head]
+        behind = np.where(single, gap[head], total[ends] - total[begins] + adds[begins])
+        launched = np.where(single, ready[head], np.maximum.reduceat(launched, begins) + total[ends])
+        lags = self._needs_gap[head] + np.where(single, 0, behind - gap[head])
+        other = np.where(gone[head] & ~single, -1, needs[head])
+        columns = (self._stream[head], behind, launched, self._waited[head], other, lags, single, tail)
+        order = np.argsort(head)
+        runs = list(zip(*(column[order].tolist() for column in columns), strict=True))
+        cuts = np.searchsorted(self._until[head[order]], np.arange(len(self.waits) + 2)).tolist()
+        return [runs[a:b] for a, b in pairwise(cuts)]
+
+    def _run(
+        self,
+        runs: Sequence[Sequence[_Run]],
+        marks: list[int],
+        begin: list[int],
+        end: list[int],
+        dur: NDArray[np.int64],
+        free: frozenset[int],
+    ) -> float:
+        """Replay twice in a row, and return the mean step of the second time; plain numbers, for it is the hot loop."""
         ended = [0] * len(dur)
-        free_at = [_NEVER] * (max(self._stream, default=0) + 1)
+        free_at = [_NEVER] * (int(self._stream.max(initial=0)) + 1)
         for on, at in self._before.items():
             free_at[on] = at
         base, shift, boundaries = self.begin, 0, []
         for _ in range(2):
             shifts = [shift]  # of the host, after so many waits
-            pieces = enumerate(
-                zip(self._stream, gap, ready, self._waited, needs, self._needs_gap, residual, dur, strict=True)
-            )
-            for many, i in self._order:
-                for row, (on, between, can, waits, other, after, rest, lasts) in islice(pieces, many):
-                    at = free_at[on] + between
-                    when = can + shifts[waits]
+            for several, i in zip(runs, [*self._wait_order, -1], strict=True):
+                for on, behind, launched, waits, other, lag, gone, last in several:
+                    at = free_at[on] + behind
+                    when = launched + shifts[waits]
                     if when > at:
                         at = when
                     if other >= 0:
-                        when = ended[other] + after
+                        when = ended[other] + lag
                         if when > at:
                             at = when
-                    if lasts >= 0:
-                        at += rest + lasts
+                    if not gone:
                         free_at[on] = at
-                    ended[row] = at
+                    ended[last] = at
                 if i < 0:
                     continue
                 wait = self.waits[i]
@@ -177,7 +227,7 @@ class Replay:
                     if wait.row < 0:
                         released = base + wait.end - self.begin
                     elif wait.from_start:
-                        released = ended[wait.row] - max(dur[wait.row], 0) + wait.end - int(self._start[wait.row])
+                        released = ended[wait.row] - max(int(dur[wait.row]), 0) + wait.end - int(self._start[wait.row])
                     else:
                         done = max(free_at) if wait.everything else ended[wait.row]
                         released = done + wait.end - int(self._start[wait.row] + self.durations[wait.row])
@@ -241,7 +291,7 @@ def _replay_of(rank: RankData) -> Replay:
     explained = np.maximum(called + latency, np.where(previous > _NEVER, previous + gap, _NEVER))
     needs, needs_gap = _needed(start, start + dur, lane[rows], explained)
     residual = np.where(needs >= 0, 0, start - explained)
-    order, waited = _order(called, start, waits)
+    wait_order, waited, until = _among(called, start, waits)
     return Replay(
         rows=rows,
         durations=dur,
@@ -249,17 +299,18 @@ def _replay_of(rank: RankData) -> Replay:
         steps=last - first + 1,
         begin=int(found.windows[first, 0]),
         host=(int(found.host[first, 0]), int(found.host[last, 1])),
-        _order=order,
         _waited=waited,
+        _until=until,
+        _wait_order=wait_order,
         _called=called,
         _start=start,
-        _stream=lane[rows].tolist(),
+        _stream=lane[rows].astype(np.int64),
         _main=int(lane[main_stream(rank)][0]),
         _latency=np.where(called > _NEVER, latency, 0),
-        _gap=gap.tolist(),
-        _needs=needs.tolist(),
-        _needs_gap=needs_gap.tolist(),
-        _residual=np.where(explained > _NEVER, residual, 0).tolist(),
+        _gap=gap,
+        _needs=needs,
+        _needs_gap=needs_gap,
+        _residual=np.where(explained > _NEVER, residual, 0),
         _before=before,
     )
 
@@ -366,15 +417,13 @@ def _waits(rank: RankData, rows: NDArray[np.int64], begin: int, end: int) -> lis
     return found
 
 
-def _order(
+def _among(
     called: NDArray[np.int64], start: NDArray[np.int64], waits: Sequence[Wait]
-) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return how many pieces of work begin before each wait ends, with its place (at last −1); and for each of them how
-    many waits had ended before its launch. At one instant launches come first, and waits last.
+) -> tuple[list[int], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the places of the waits in order of their ends, and for each piece of work how many waits had ended before
+    its launch and before it began. At one instant launches come first, and waits last.
     """
     ends = np.array([w.end for w in waits], dtype=np.int64)
     order = np.argsort(ends, kind="stable")
-    begun = np.searchsorted(start, ends[order], side="right")
-    many = np.diff(begun, prepend=0, append=len(start))
-    waited = np.searchsorted(ends[order], called, side="left")
-    return list(zip(many.tolist(), [*order.tolist(), -1], strict=True)), waited.tolist()
+    ends = ends[order]
+    return order.tolist(), np.searchsorted(ends, called, side="left"), np.searchsorted(ends, start, side="left")

@@ -125,14 +125,12 @@ def _what_if(rank: RankData) -> WhatIf:
 
 
 def _host_time(rank: RankData, replay: Replay) -> HostTime:
-    spans = rank.table("spans")
     whole = np.array([replay.host], dtype=np.int64)
     thread = host.on_training_thread(rank)
     waits = iv.merge(np.array([[w.begin, w.end] for w in replay.waits], dtype=np.int64).reshape(-1, 2))
     fetch = iv.subtract(iv.intersect(host.cover(thread, host.is_kind(thread, "fetch")), whole), waits)
-    busy = host.cover(spans, ~host.is_on_device(rank) & host.is_kind(spans, "op", "runtime", "communication"))
     free = iv.subtract(iv.subtract(whole, fetch), waits)
-    between = iv.subtract(free, busy)
+    between = iv.subtract(free, host.in_calls(rank))
     python = between[between[:, 1] - between[:, 0] > PAUSE_NS]
     return HostTime(fetch, iv.subtract(free, python), python)
 
