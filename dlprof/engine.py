@@ -226,7 +226,9 @@ class Measured:
         if not frames:
             return first if first is not None else NotMeasured("nothing was read")
         rows = np.repeat(np.array(ranks, dtype=np.int64), [len(frame) for frame in frames])
-        return pd.concat(frames, ignore_index=True).assign(rank=rows)
+        together = pd.concat(frames, ignore_index=True)
+        together["rank"] = rows
+        return together
 
     def lacking(self, measure: Measure) -> dict[int, str]:
         """Tell which ranks have no such per-rank frame, and why."""
@@ -277,7 +279,11 @@ def _try(function: Callable[[Any], pd.DataFrame], of: Any) -> Answer:
 
 def by_rank(frame: pd.DataFrame, column: str) -> dict[int, float]:
     """Add up a column for each rank: rank → sum."""
-    return {int(str(r)): float(v) for r, v in frame.groupby("rank")[column].sum().items()}
+    # By hand: for the few rows of each, pandas' groupby takes ten times as long.
+    ranks, of = np.unique(frame["rank"].to_numpy(dtype=np.int64), return_inverse=True)
+    values = frame[column].to_numpy(dtype=float)
+    sums = np.bincount(of, np.where(np.isnan(values), 0.0, values), len(ranks))
+    return dict(zip(ranks.tolist(), sums.tolist(), strict=True))
 
 
 def measure_rank(rank: Rank, measures: Sequence[Measure]) -> _RankAnswer:

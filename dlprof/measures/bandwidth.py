@@ -110,18 +110,12 @@ def transfers(run: Measured) -> pd.DataFrame:
         dur_ns=_transfer(frame),
         late=frame["rank"].where(frame["last"], -1),
     )
-    one = frame.groupby("instance").agg(
-        collective=("collective", "first"),
-        members=("members", "first"),
-        ranks=("wanted", "first"),
-        size=("size", "first"),
-        bytes=("bytes", "max"),
-        dtype=("dtype", "first"),
-        transfer_ns=("dur_ns", "min"),
-        wait_ns=("wait_ns", "mean"),
-        bare_ns=("bare_ns", "mean"),
-        late=("late", "max"),
-    )
+    first = frame.drop_duplicates("instance").set_index("instance").sort_index()
+    one = first[["collective", "members", "wanted", "size", "dtype"]].rename(columns={"wanted": "ranks"})
+    each = frame.groupby("instance")
+    one[["bytes", "late"]] = each[["bytes", "late"]].max()
+    one["transfer_ns"] = each["dur_ns"].min()
+    one[["wait_ns", "bare_ns"]] = each[["wait_ns", "bare_ns"]].mean()
     return one if known else one.assign(wait_ns=np.nan)
 
 

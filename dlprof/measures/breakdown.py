@@ -432,7 +432,7 @@ def _light_only(rank: RankData, t: Timing) -> dict[str, float]:
 def part(run: Measured, *categories: str) -> dict[int, float]:
     """Give the ns of the mean steady step that go to some categories: rank → ns, 0 where a rank has none of it."""
     frame = run.frame(breakdown)
-    return {int(r): 0.0 for r in frame["rank"].unique()} | by_rank(frame[frame["category"].isin(categories)], "ns")
+    return by_rank(frame.assign(ns=frame["ns"].where(frame["category"].isin(categories), 0.0)), "ns")
 
 
 def part_least(run: Measured, *categories: str) -> float:

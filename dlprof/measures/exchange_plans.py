@@ -181,8 +181,22 @@ class Fit:
 
 
 def fitted(run: Measured) -> Fit | None:
-    """Tell starting from moving by the smallest and the largest class of all-reduces; None where they are alike."""
-    frame = run.frame(transfers)
+    """Return what starting and moving take, as `starting` tells them; None where it does not."""
+    found = run.frame(starting)
+    return Fit(*found.iloc[0].tolist()) if len(found) else None
+
+
+@across_ranks(transfers)
+def starting(run: Measured) -> pd.DataFrame:
+    """Tell starting from moving by the smallest and the largest class of all-reduces: start_ns, byte_ns (see Fit).
+
+    One row; none where the classes are alike.
+    """
+    found = _fit(run.frame(transfers))
+    return pd.DataFrame([found] if found else [], columns=["start_ns", "byte_ns"])
+
+
+def _fit(frame: pd.DataFrame) -> Fit | None:
     frame = frame[(frame["collective"] == "all_reduce") & (frame["bytes"] > 0) & (frame["transfer_ns"] > 0)]
     if not len(frame):
         return None
@@ -206,6 +220,7 @@ def fitted(run: Measured) -> Fit | None:
     in_forward,
     overlap,
     own_time,
+    starting,
     step_means,
     traced_steps,
     transfers,

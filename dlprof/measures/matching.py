@@ -149,11 +149,12 @@ def instances(run: Measured) -> pd.DataFrame:
         raise NotMeasured(UNTOLD if (run.frame(collectives)["peer"] < 0).all() else NO_PAIRS)
     counted = (frame["sequence"] >= 0) & (frame["collective"] != SENT)
     named = (frame["group"] != "") | (frame["members"] != "")
+    by_stream = ~counted & ~named
     frame = frame.assign(
         # Of a numbered collective neither the step nor the stream matters.
         in_step=frame["step"].where(~counted, -1),
         number=frame["sequence"].where(counted, -1),
-        stream=_streams(frame).where(~counted & ~named, -1),
+        stream=_streams(frame).where(by_stream, -1) if by_stream.any() else -1,
         communicator=frame["communicator"].where(~named, ""),
     )
     key = ["in_step", "number", "communicator", "stream", "group", "members", "collective"]

@@ -70,9 +70,7 @@ def _length(run: Measured) -> Panel:
     # Each rank from its own beginning: their clocks may differ.
     begin = series.groupby("rank")["at_ns"].transform("min")
     place = series.groupby("rank").cumcount()
-    table = series.assign(at=series["at_ns"] - begin, place=place).pivot_table(
-        index="place", columns="rank", values="queued", observed=True
-    )
+    table = series.assign(at=series["at_ns"] - begin, place=place).pivot(index="place", columns="rank", values="queued")
     at = (series["at_ns"] - begin).groupby(place).mean()
     table = table.set_axis(pd.Index(at.reindex(table.index)), axis=0)
     table.columns = pd.Index([f"rank {r}" for r in table.columns])

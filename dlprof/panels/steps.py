@@ -43,7 +43,7 @@ def draw(run: Measured) -> list[Panel]:
 
 
 def _durations(train: pd.DataFrame, at: pd.Series[float] | None, marks: tuple[Mark, ...]) -> Panel:
-    table = train.pivot_table(index="step", columns="rank", values="dur_ns", aggfunc="first")
+    table = train.drop_duplicates(["step", "rank"]).pivot(index="step", columns="rank", values="dur_ns")
     if table.shape[1] > MOST_RANKS:
         table = pd.DataFrame({"mean of ranks": table.mean(axis=1), "slowest rank": table.max(axis=1)})
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlprof.engine import Measured
+from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.syncs import syncs
 from dlprof.overview import Picture
@@ -17,8 +17,8 @@ def draw(run: Measured) -> list[Panel]:
     frame = run.frame(syncs)
     if not len(frame):
         raise NotMeasured("the training thread waits for no device")
-    waits = frame.groupby("rank")[["ns", "calls"]].sum()
-    rank = int(str(waits.sort_values(["ns", "calls"]).index[-1]))
+    ns, calls = by_rank(frame, "ns"), by_rank(frame, "calls")
+    rank = max(ns, key=lambda r: (ns[r], calls[r], r))
     mine = frame[frame["rank"] == rank]
     if mine["ns"].isna().any():
         rows: tuple[tuple[Any, ...], ...] = tuple(

@@ -35,7 +35,7 @@ from dlprof.measures import settings
 from dlprof.measures.bandwidth import CLASSES, bandwidth, transfers
 from dlprof.measures.blocked import contention
 from dlprof.measures.breakdown import breakdown
-from dlprof.measures.exchange_plans import Fit, exposed_transfer, fitted, gain_noise, transfer_noise
+from dlprof.measures.exchange_plans import Fit, exposed_transfer, fitted, gain_noise, starting, transfer_noise
 from dlprof.measures.matching import SENT
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.sharding import sharding
@@ -216,7 +216,7 @@ def _evidence(small: pd.DataFrame, exposed_ns: float) -> Panel:
 RULE = Rule(
     "small_collectives",
     "Many small collectives",
-    (bandwidth, breakdown, contention, own_time, sharding, step_means, transfer_noise, transfers),
+    (bandwidth, breakdown, contention, own_time, sharding, starting, step_means, transfer_noise, transfers),
     check,
     # FSDP2's own work on a CPU is copying, and the host's.
     saves_from=("communication", "computation", "host", "other"),
