@@ -99,9 +99,21 @@ class RankData:
             except Exception as e:  # noqa: BLE001 - kept and raised below, at each that asks
                 self._known[function] = (False, e)
         fine, value = self._known[function]
-        if not fine:
+        if fine:
+            return value  # type: ignore[no-any-return]
+        try:
             raise value
-        return value  # type: ignore[no-any-return]
+        finally:
+            del value  # or its traceback, which holds this frame, would be held by it
+
+    def forget(self) -> None:
+        """Drop the tables and all that was computed of them.
+
+        What measures raised holds on to the tables by its traceback, and this holds on to what they raised. Until such
+        a circle is looked for, each further rank would take memory of its own.
+        """
+        self._tables.clear()
+        self._known.clear()
 
 
 def _why_no_trace(rank: Rank) -> str:
@@ -270,7 +282,7 @@ def _try(function: Callable[[Any], pd.DataFrame], of: Any) -> Answer:
     try:
         return function(of)
     except NotMeasured as e:
-        return e
+        return NotMeasured(*e.args)  # without its traceback, which would keep the tables
     except MeasureFailed as e:
         return Failure(str(e))
     except Exception as e:  # noqa: BLE001 - one measure's fault costs only those that need it
@@ -290,7 +302,9 @@ def measure_rank(rank: Rank, measures: Sequence[Measure]) -> _RankAnswer:
     """Read one rank and compute its measures; the tables end here."""
     data = RankData(rank)
     answers = {m.name: _try(lambda d, m=m: d.once(m.function), data) for m in measures}  # type: ignore[misc]
-    return _RankAnswer(answers, data.facts, data.trace_facts, tuple(data.warnings), data.tables)
+    answer = _RankAnswer(answers, data.facts, data.trace_facts, tuple(data.warnings), data.tables)
+    data.forget()
+    return answer
 
 
 def measure(run: Run, wanted: Iterable[Measure], jobs: int | None = None, progress: Progress | None = None) -> Measured:
