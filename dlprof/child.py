@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dlprof.freezes import Freezes
+from dlprof.plain import plain
 from dlprof.process import tied
 from dlprof.signals import PASSED_ON, Witness, pass_on
 
@@ -39,10 +40,10 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
             witness.start()
             beside(mask)
         except FileNotFoundError:
-            sys.stderr.write(f"dlprof: {command[0]}: command not found\n")
+            sys.stderr.write(f"dlprof: {plain(command[0])}: command not found\n")
             return 127 << 8, resumed
         except OSError as e:
-            sys.stderr.write(f"dlprof: {command[0]}: {e.strerror}\n")
+            sys.stderr.write(f"dlprof: {plain(command[0])}: {e.strerror}\n")
             return 126 << 8, resumed
         waiter = threading.Thread(target=_tell_end, args=(child.pid, threading.get_ident()), daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread more is allowed here

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from dlprof import __version__
-from dlprof.commands import COMMANDS, command
+from dlprof.commands import COMMANDS, command, say
 from dlprof.errors import DlprofError
 
 
@@ -21,7 +21,7 @@ class _Failure(click.ClickException):
     exit_code = 1
 
     def show(self, file: Any = None) -> None:  # noqa: ARG002 - click's signature
-        click.echo(f"dlprof: {self.message}", err=True)
+        say(f"dlprof: {self.message}", err=True)
 
 
 class _Group(click.Group):

@@ -5,9 +5,9 @@ The tasks have nothing else in common: no process knows them all, and the disk t
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from dlprof.errors import DlprofError
+from dlprof.files import whole, write
 from dlprof.tasks import Task, task_of
 
 # Of more tasks than this only the last to end reads what all have said: thousands that each read what thousands wrote
 # would keep a shared disk busy for minutes. The reader looks itself where that one never came.
 _MOST_READ = 64
+
+# A run holds command lines, paths and code: it is its user's own until he shares it.
+_PRIVATE = 0o700
 
 
 def new_folder(name: str, env: Mapping[str, str]) -> Path:
@@ -37,7 +41,7 @@ def new_folder(name: str, env: Mapping[str, str]) -> Path:
                 return folder
             continue
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir(_PRIVATE, parents=True)
         except FileExistsError:
             continue
         except OSError as e:
@@ -50,7 +54,8 @@ def claim(folder: Path, record: Mapping[str, Any], task: Task | None) -> None:
     """Make the folder ours, or this task's part of a folder that its job has already."""
     path = folder / "run.json"
     try:
-        (folder / "ranks").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(_PRIVATE, parents=True, exist_ok=True)
+        (folder / "ranks").mkdir(exist_ok=True)
         try:
             with path.open("x") as file:
                 file.write(json.dumps(record))
@@ -76,25 +81,17 @@ def tell_end(folder: Path, record: Mapping[str, Any], task: Task | None, end: Ma
     """
     if task is not None:
         return _end_task(folder, task, end)
-    _write(folder / "run.json", {**record, **end})
+    write(folder / "run.json", json.dumps({**record, **end}))
     return True
 
 
 def compress(folder: Path) -> None:
     """Turn the ranks' trace*.json into trace*.json.gz; one that cannot be compressed stays as it is."""
     for path in sorted(folder.glob("ranks/*/trace*.json")):
-        done = path.with_name(path.name + ".gz")
-        unfinished = _unfinished(done)
-        try:
-            with path.open("rb") as source, _gzip(unfinished) as target:
+        with contextlib.suppress(OSError, EOFError):
+            with path.open("rb") as source, whole(path.with_name(path.name + ".gz")) as part, _gzip(part) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
-            unfinished.replace(done)
             path.unlink(missing_ok=True)
-        except (OSError, EOFError):
-            try:
-                unfinished.unlink(missing_ok=True)
-            except OSError:
-                continue
 
 
 def _word_of(folder: Path, task: Task) -> Path:
@@ -109,7 +106,7 @@ def _end_task(folder: Path, task: Task, end: Mapping[str, Any]) -> bool:
     once it has written: whoever wrote last has seen all. Raises OSError or ValueError where run.json cannot be read.
     """
     word = _word_of(folder, task)
-    _write(word, json.loads(word.read_text()) | end)
+    write(word, json.dumps(json.loads(word.read_text()) | end))
     word.with_suffix(".ended").touch()
     suffixes = [path.suffix for path in word.parent.iterdir()]
     begun, ended = suffixes.count(".json"), suffixes.count(".ended")
@@ -118,7 +115,7 @@ def _end_task(folder: Path, task: Task, end: Mapping[str, Any]) -> bool:
     written: list[dict[str, Any]] | None = None
     while (tasks := _tasks(folder)) != written:
         record = json.loads((folder / "run.json").read_text())
-        _write(folder / "run.json", record | _together(tasks))
+        write(folder / "run.json", json.dumps(record | _together(tasks)))
         written = tasks
     if not all(one.get("end_ns") for one in tasks):
         return False
@@ -165,17 +162,6 @@ def _job_of(path: Path) -> str | None:
         except (OSError, ValueError, KeyError, AttributeError):  # noqa: PERF203 - that is what the loop is for
             time.sleep(0.05)
     return None
-
-
-def _write(path: Path, record: Mapping[str, Any]) -> None:
-    unfinished = _unfinished(path)
-    unfinished.write_text(json.dumps(record))
-    unfinished.replace(path)
-
-
-def _unfinished(path: Path) -> Path:
-    """Name a file until it is whole: other supervisors, here and on other hosts, may be writing the same one."""
-    return path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
 
 
 def _gzip(path: Path) -> Any:

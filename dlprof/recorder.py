@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import json
 import os
-import signal
 import stat
 import sys
 import threading
@@ -22,12 +21,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import get_ident
 from time import perf_counter_ns
-from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 from dlprof.device import RankDevice
+from dlprof.ending import Ending
+from dlprof.files import write
 from dlprof.loaders import LoaderSeen, Pass, settings_of
 from dlprof.log import file_of
+from dlprof.plain import plain
 from dlprof.process import started
 from dlprof.ranks import find_rank
 from dlprof.stepping import BACKWARD, FETCH, FORWARD, OPTIMIZER, Row, Step
@@ -46,12 +47,14 @@ _TELL_SHARE = 40  # the interval is this part of the job so far
 _TELL_MOST_NS = 1_000_000_000
 _NO_STEP = sys.maxsize
 
+# After so long without a step, those before are saved without the training thread.
+_SAVED_NS = 500_000_000
+
 # Steps kept in memory until the process trains: a long validation before training must not grow without bound.
 _EARLY_STEPS = 4096
 
 # How long the end of the process waits for a training thread that outlives the script.
 _NEXT_STEP_S = 1.0
-_PATIENCE_NS = 5_000_000_000  # that a second SIGTERM waits for what the first has begun to write
 
 # A script that makes modules or optimizers as it goes, as meta-learning does: so many of each are told of.
 _MOST_SEEN = 100
@@ -89,6 +92,17 @@ class FetchWatcher(Protocol):
         """Hear that it is here, and which step it begins."""
 
 
+@runtime_checkable
+class Saver(Protocol):
+    """A collector whose rows are brought to the disk also where the training thread makes no step any more."""
+
+    def save(self, done: Sequence[Step]) -> None:
+        """Write what has gathered, and the steps that it has not heard of yet; `step` tells it of them once more.
+
+        Runs on a thread of ours, at any time, and may ask nothing of the device.
+        """
+
+
 _STDERR = file_of(2)
 
 
@@ -96,7 +110,7 @@ def say(text: str) -> None:
     """Put one line of ours on stderr, if there is one: a file that the script has opened in its place is none."""
     with contextlib.suppress(OSError):
         if file_of(2) == _STDERR or not stat.S_ISREG(os.fstat(2).st_mode):
-            os.write(2, f"dlprof: {text}\n".encode(errors="replace"))
+            os.write(2, f"dlprof: {plain(text)}\n".encode(errors="replace"))
 
 
 class _Hot:
@@ -137,14 +151,14 @@ class Recorder(_Hot):
 
     __slots__ = (
         "_collectors",
-        "_due",
+        "_ending",
         "_fetched",
         "_has_stopped",
         "_model_ids",
         "_optimizer_ids",
         "_pid",
         "_stopped",
-        "_stopping_since",
+        "_stopping",
         "autocast",
         "device",
         "ended",
@@ -215,8 +229,8 @@ class Recorder(_Hot):
         self._stopped = False
         self._asked_to_stop: str | None = None  # by another thread than the one that trains
         self._has_stopped = threading.Event()
-        self._stopping_since = 0  # while the files are being written
-        self._due = 0  # the signal that came meanwhile
+        self._stopping = (0, 0)
+        self._ending: Ending | None = None
         self._pid = os.getpid()
         self._owner = 0
         self._phases: list[int] = []
@@ -738,10 +752,8 @@ class Recorder(_Hot):
         """
         host = self.run / "hosts" / os.uname().nodename
         host.mkdir(parents=True, exist_ok=True)
-        word = host / f"rank-{os.getpid()}"
-        unfinished = word.with_suffix(".tmp")
-        unfinished.write_text(f"{name} {os.environ.get('DLPROF_SUPERVISOR')} {started(os.getpid())}")
-        unfinished.replace(word)
+        word = f"{name} {os.environ.get('DLPROF_SUPERVISOR')} {started(os.getpid())}"
+        write(host / f"rank-{os.getpid()}", word)
 
     def _stop_with_process(self) -> None:
         atexit.register(self.stop, "exit")
@@ -751,32 +763,51 @@ class Recorder(_Hot):
             from multiprocessing.util import Finalize
 
             Finalize(None, self.stop, args=("exit",), exitpriority=10)
-        try:
-            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-                signal.signal(signal.SIGTERM, self._terminated)
-        except ValueError:
-            pass  # not the main thread: a SIGTERM then costs the open window, as without a handler
+        self._ending = Ending(self)
+        self._ending.start()
 
-    def _terminated(self, number: int, _: FrameType | None) -> None:
-        if self._stopping_since and perf_counter_ns() - self._stopping_since < _PATIENCE_NS:
-            # A scheduler signals the whole job, and so does the launcher that it signalled: files first.
-            self._due = number
+    @property
+    def traced(self) -> bool:
+        """Tell whether a trace is being recorded."""
+        return bool(self.ranges)
+
+    @property
+    def stopping(self) -> tuple[int, int]:
+        """The thread that writes the files right now, and since when (perf_counter, ns); zeros where none does."""
+        return self._stopping
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end of the recording, and tell whether its files are there."""
+        return self._has_stopped.wait(seconds)
+
+    def save(self) -> None:
+        """Bring the last steps to the disk where the training thread has ended none for a while: it may hang."""
+        if not self.started or self._stopped or perf_counter_ns() - self.row.start_ns < _SAVED_NS:
             return
-        self.stop(f"signal {number}")
-        _die(number)
+        done = list(map(Step._make, self._done.copy()))
+        for collector in self._collectors:
+            if isinstance(collector, Saver):
+                collector.save(done)
 
-    def stop(self, ended: str) -> None:
-        """End the recording: the last step is closed, and every collector leaves its files. Does nothing twice."""
+    def stop(self, ended: str, *, at_once: bool = False) -> None:
+        """End the recording: the last step is closed, and every collector leaves its files. Does nothing twice.
+
+        The training thread does it best; another one lets it, for a moment, unless it is to be done at once.
+        """
         if self._stopped or not self.started or os.getpid() != self._pid:
             return
-        if self._owner not in (0, get_ident()) and any(t.ident == self._owner for t in threading.enumerate()):
-            # The training thread is still at it, as daemon threads are: it stops best itself, at its next step.
+        if (
+            not at_once
+            and self._owner not in (0, get_ident())
+            and any(t.ident == self._owner for t in threading.enumerate())
+        ):
+            # The training thread is still at it, as daemon threads are.
             self._asked_to_stop = ended
             self._has_stopped.wait(_NEXT_STEP_S)
             if self._stopped:
                 return
         self._stopped = True
-        self._stopping_since = perf_counter_ns()
+        self._stopping = (get_ident(), perf_counter_ns())
         self.ended = ended
         try:
             if not self.off and (self.row.worked or self.row.fetches):
@@ -791,10 +822,10 @@ class Recorder(_Hot):
             # Backwards: facts close the list, since they tell how the others ended.
             for collector in reversed(self._collectors):
                 self._guard(collector, collector.stop)
-        self._stopping_since = 0
+        self._stopping = (0, 0)
         self._has_stopped.set()
-        if self._due:
-            _die(self._due)
+        if self._ending is not None:
+            self._ending.finished()
 
     def _guard(self, collector: Collector, call: Callable[..., None], *args: Any) -> None:
         try:
@@ -829,15 +860,10 @@ class Recorder(_Hot):
             self._switch_off()
             self._stopped = True
             self._collectors = ()
-            if signal.getsignal(signal.SIGTERM) == self._terminated:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._ending is not None:
+                self._ending.forked()
         if self.profiler_woken:
             _leave_without_destructors()
-
-
-def _die(number: int) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
 
 
 def _recorded_by(rank: Path) -> int | None:

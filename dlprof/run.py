@@ -11,6 +11,7 @@ from typing import Any
 
 from dlprof.errors import DlprofError
 from dlprof.hosts import BOOT, longer
+from dlprof.opening import Inside
 from dlprof.readers import SOURCES, Reading
 
 FORMAT = 1
@@ -22,6 +23,11 @@ TRACE = "torch_trace"
 # looked into before the folder is taken for something else than a folder of traces.
 DEPTH = 3
 MOST_FILES = 20_000
+
+_TRACES = (".json", ".json.gz", ".trace", ".trace.gz", ".pt.trace")
+
+# The folder of a rank, and which of its lives it was; a rank of more digits is nobody's.
+_LIFE = re.compile(r"([0-9]{1,9})(?:\.r([0-9]{1,9}))?")
 
 # Tasks that one warning names.
 _MOST_NAMED = 8
@@ -79,9 +85,9 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     raise DlprofError(f"{where}: no such file or folder")
 
 
-def _facts(path: Path, read: Callable[[Path], Reading]) -> tuple[Mapping[str, Any], list[str]]:
+def _facts(inside: Inside, path: Path, read: Callable[[Path], Reading]) -> tuple[Mapping[str, Any], list[str]]:
     """Read what a file of ours says; what is missing or broken gives nothing and a warning."""
-    if not path.is_file():
+    if not inside.holds(path):
         return {}, [f"{path.name} is missing"]
     try:
         reading = read(path)
@@ -93,30 +99,33 @@ def _facts(path: Path, read: Callable[[Path], Reading]) -> tuple[Mapping[str, An
 def _recorded(folder: Path) -> Run:
     from dlprof.readers import facts as reader
 
-    info, warnings = _facts(folder / "run.json", reader.read_run)
+    inside = Inside(folder)
+    info, warnings = _facts(inside, folder / "run.json", reader.read_run)
     newer = info.get("format", FORMAT)
     if type(newer) is not int or newer > FORMAT:
         raise DlprofError(
             f"{folder / 'run.json'} has format {newer!r}; this dlprof reads format {FORMAT}: upgrade dlprof"
         )
     warnings += info.get("warnings") or ()
-    warnings += _of_hosts(folder)
+    warnings += _of_hosts(inside)
     attempts: dict[int, list[tuple[int, Path]]] = {}
     strangers = []
-    for sub in sorted((folder / "ranks").glob("*")) if (folder / "ranks").is_dir() else ():
+    for sub in sorted((folder / "ranks").glob("*")) if inside.holds_folder(folder / "ranks") else ():
         # 00003, its second life under torch-elastic 00003.r1, another process that claimed the same rank 00003.4711
-        life = re.fullmatch(r"(\d+)(?:\.r(\d+))?", sub.name)
-        if life and sub.is_dir():
+        life = _LIFE.fullmatch(sub.name)
+        if not inside.holds_folder(sub):
+            continue
+        if life:
             attempts.setdefault(int(life[1]), []).append((int(life[2] or 0), sub))
-        elif sub.is_dir():
+        else:
             strangers.append(sub.name)
     if strangers:
         warnings.append(f"several processes claimed the same rank; not read: {', '.join(strangers)}")
     last = max((a for lives in attempts.values() for a, _ in lives), default=0)
     if last:
         warnings.append(f"the job was restarted {last} × by its launcher: the figures are of the last start")
-    hosts: dict[Any, Path] = {path.name: path for path in folder.glob("hosts/*")}
-    boots = {name: boot for name, path in hosts.items() if (boot := _boot(path))}
+    hosts: dict[Any, Path] = {path.name: path for path in folder.glob("hosts/*") if inside.holds_folder(path)}
+    boots = {name: boot for name, path in hosts.items() if (boot := inside.text(path / BOOT))}
     ranks = []
     said: dict[str, list[int]] = {}
     for index, lives in sorted(attempts.items()):
@@ -124,10 +133,10 @@ def _recorded(folder: Path) -> Run:
         if attempt < last:
             warnings.append(f"rank {index} left nothing after the last restart")
             continue
-        facts, odd = _facts(sub / "facts.json", reader.read)
+        facts, odd = _facts(inside, sub / "facts.json", reader.read)
         for warning in (*odd, *(facts.get("warnings") or ())):
             said.setdefault(warning, []).append(index)
-        files = _files(sub)
+        files = _files(inside, sub)
         # Where machines share a name, the first to sample has it, else the first rank's.
         name, boot = facts.get("host"), facts.get("boot") or ""
         if name and boot and boots.setdefault(name, boot) != boot:
@@ -135,11 +144,11 @@ def _recorded(folder: Path) -> Run:
         # What was sampled of a host belongs to none of its ranks: the first one brings it.
         host = hosts.pop(facts.get("host"), None)
         if host is not None:
-            files |= _files(host, of_host=True)
+            files |= _files(inside, host, of_host=True)
         ranks.append(Rank(index, files, facts))
-    tasks = info.get("tasks") or _tasks(folder)
+    tasks = info.get("tasks") or _tasks(inside)
     resumed = {at for one in (info, *tasks) for at in one.get("resumed_ns") or ()}
-    ranks = [replace(rank, resumed_ns=tuple(sorted(resumed))) for rank in _with_log(folder, ranks, warnings)]
+    ranks = [replace(rank, resumed_ns=tuple(sorted(resumed))) for rank in _with_log(inside, ranks, warnings)]
     for warning, who in said.items():
         warnings.append(f"rank {who[0]}: {warning}" if len(who) == 1 else f"{len(who)} ranks: {warning}")
     if not ranks:
@@ -148,6 +157,7 @@ def _recorded(folder: Path) -> Run:
     warnings += _of_tasks(tasks)
     if info and info.get("end_ns") is None:
         warnings.append("the recording was cut off: nobody saw the job end")
+    warnings += inside.warnings
     seen = [*(info.get("hosts") or ()), *(rank.facts.get("host") for rank in ranks)]
     return Run(
         path=folder,
@@ -160,20 +170,12 @@ def _recorded(folder: Path) -> Run:
     )
 
 
-def _boot(host: Path) -> str:
-    """Give which machine's a host's folder is; "" where it does not say so."""
-    try:
-        return (host / BOOT).read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _tasks(folder: Path) -> list[Mapping[str, Any]]:
+def _tasks(inside: Inside) -> list[Mapping[str, Any]]:
     """Give what each task of a job said of itself, where none had seen all of them end."""
     from dlprof.readers import facts as reader
 
     said: list[Mapping[str, Any]] = []
-    for path in sorted(folder.glob("tasks/*.json")):
+    for path in sorted(p for p in inside.root.glob("tasks/*.json") if inside.holds(p)):
         try:
             said.append(reader.read_task(path).facts)
         except (OSError, DlprofError):  # noqa: PERF203 - each may be half written
@@ -201,19 +203,19 @@ def _of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _of_hosts(folder: Path) -> list[str]:
+def _of_hosts(inside: Inside) -> list[str]:
     """Give what the samplers of each host had to say; where all said the same, once."""
     said: dict[str, list[str]] = {}
-    for path in sorted(folder.glob("hosts/*/warnings.txt")):
-        for line in path.read_text(errors="replace").splitlines():
+    for path in sorted(inside.root.glob("hosts/*/warnings.txt")):
+        for line in inside.text(path).splitlines():
             said.setdefault(line, []).append(path.parent.name)
     return [f"{who[0]}: {text}" if len(who) == 1 else f"{len(who)} hosts: {text}" for text, who in said.items()]
 
 
-def _files(folder: Path, *, of_host: bool = False) -> dict[str, Path]:
+def _files(inside: Inside, folder: Path, *, of_host: bool = False) -> dict[str, Path]:
     """Find what a rank, or a host, left for each reader."""
     sources = [s for s in SOURCES if s.of_host == of_host]
-    found = {s.reader: next((folder / f for f in s.files if (folder / f).is_file()), None) for s in sources}
+    found = {s.reader: next((folder / f for f in s.files if inside.holds(folder / f)), None) for s in sources}
     return {reader: path for reader, path in found.items() if path is not None}
 
 
@@ -230,13 +232,15 @@ def _foreign(folder: Path) -> Run:
     """Find the traces below a folder and who of them is which rank."""
     from dlprof.readers import headers
 
-    files = _candidates(folder)
+    inside = Inside(folder)
+    files = _candidates(inside)
     peeks = [(f, headers.peek(f)) for f in files]
     traces = [(f, p) for f, p in peeks if p.get("is_trace")]
     if not traces:
         seen = "it is empty" if not any(folder.iterdir()) else f"looked into {len(files)} .json and .json.gz files"
+        seen = "; ".join((seen, *inside.warnings))
         raise DlprofError(f"{folder}: no torch-profiler traces and no dlprof run in it ({seen})")
-    warnings = []
+    warnings = inside.warnings
     skipped = len(peeks) - len(traces)
     if skipped:
         other = ", ".join(f.name for f, p in peeks if not p.get("is_trace"))
@@ -261,13 +265,13 @@ def _foreign(folder: Path) -> Run:
                 f"rank {rank} is there {len(same)} times; read: {chosen.relative_to(folder)} (name another to read it)"
             )
             by_rank[rank] = [chosen]
-    ranks = _with_log(folder, [Rank(r, {TRACE: f[0]}) for r, f in sorted(by_rank.items())], warnings)
+    ranks = _with_log(inside, [Rank(r, {TRACE: f[0]}) for r, f in sorted(by_rank.items())], warnings)
     return Run(path=folder, ranks=tuple(ranks), warnings=tuple(warnings))
 
 
-def _with_log(folder: Path, ranks: list[Rank], warnings: list[str]) -> list[Rank]:
+def _with_log(inside: Inside, ranks: list[Rank], warnings: list[str]) -> list[Rank]:
     """Give the first rank what somebody had nvidia-smi log into the folder: it is of all GPUs of a host."""
-    tables = [path for path in sorted(folder.glob("*.csv")) if path.is_file()]
+    tables = [path for path in sorted(inside.root.glob("*.csv")) if inside.holds(path)]
     if not tables:
         return ranks
     from dlprof.readers import nvidia_smi
@@ -281,10 +285,10 @@ def _with_log(folder: Path, ranks: list[Rank], warnings: list[str]) -> list[Rank
     return [replace(first, files={**first.files, "nvidia_smi": logs[0]}), *ranks[1:]]
 
 
-def _candidates(folder: Path) -> list[Path]:
+def _candidates(inside: Inside) -> list[Path]:
     """List the files that may be traces, level by level, each in the natural order of names."""
     found: list[Path] = []
-    level = [folder]
+    level = [inside.root]
     for _ in range(DEPTH + 1):
         below: list[Path] = []
         for d in level:
@@ -293,13 +297,14 @@ def _candidates(folder: Path) -> list[Path]:
             except OSError:
                 continue
             for e in entries:
-                if e.is_dir():
-                    below.append(Path(e.path))
-                elif e.name.endswith((".json", ".json.gz", ".trace", ".trace.gz", ".pt.trace")) and e.is_file():
-                    found.append(Path(e.path))
+                path, link = Path(e.path), e.is_symlink()
+                if inside.holds_folder(path) if link else e.is_dir():
+                    below.append(path)
+                elif e.name.endswith(_TRACES) and (inside.holds(path) if link else e.is_file()):
+                    found.append(path)
             if len(found) > MOST_FILES:
                 raise DlprofError(
-                    f"{folder}: more than {MOST_FILES} JSON files below it; name the folder of the traces"
+                    f"{inside.root}: more than {MOST_FILES} JSON files below it; name the folder of the traces"
                 )
         level = below
     return found
@@ -307,4 +312,4 @@ def _candidates(folder: Path) -> list[Path]:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Order rank10 after rank9."""
-    return [(int(p), "") if p.isdigit() else (-1, p) for p in re.split(r"(\d+)", name) if p]
+    return [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d{1,18})", name) if p]

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from dlprof.hosts import BOOT, boot, longer
 from dlprof.log import Log
+from dlprof.plain import plain
 from dlprof.process import started
 
 # How often a process that found its host claimed asks again: the one that samples ends with its own supervisor.
@@ -122,7 +123,7 @@ class Host:
             return
         self._warned.add(text)
         with contextlib.suppress(OSError):
-            os.write(2, f"dlprof: {text}\n".encode(errors="replace"))
+            os.write(2, f"dlprof: {plain(text)}\n".encode(errors="replace"))
         with contextlib.suppress(OSError), (self.folder / "warnings.txt").open("a") as file:
             file.write(text.replace("\n", " ") + "\n")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlprof import __version__
+from dlprof import __version__, redaction
 from dlprof.child import run_to_end
 from dlprof.errors import DlprofError
 from dlprof.folder import claim, compress, tell_end
@@ -64,7 +64,7 @@ def supervise(
     record: dict[str, Any] = {
         "format": 1,
         "dlprof": __version__,
-        "command": list(command),
+        "command": redaction.words(command),
         "cwd": str(Path.cwd()),
         "start_ns": time.time_ns(),
         "end_ns": None,

@@ -8,40 +8,16 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import dlprof
+from dlprof import redaction
+from dlprof.files import write
 from dlprof.hosts import boot
 from dlprof.recorder import Recorder
 from dlprof.stepping import Step
-
-_PREFIXES = (
-    "CUBLAS_",
-    "CUDA_",
-    "GLOO_",
-    "HIP_",
-    "HSA_",
-    "KINETO_",
-    "MIOPEN_",
-    "MKL_",
-    "NCCL_",
-    "OMP_",
-    "PYTORCH_",  # also PYTORCH_ALLOC_CONF, and PYTORCH_CUDA_ALLOC_CONF as it was called before
-    "RCCL_",
-    "ROCR_",
-    "TORCH",
-)
-_NAMES = (
-    "NVIDIA_TF32_OVERRIDE",
-    "SLURM_CPUS_ON_NODE",
-    "SLURM_JOB_ID",
-    "SLURM_NNODES",
-    "SLURM_NTASKS",
-    "TEARDOWN_CUPTI",
-)
-_SECRET = ("TOKEN", "KEY", "SECRET", "PASS", "CRED", "AUTH")
 
 # The facts are written as soon as there is news, since what was seen may soon be gone. But after so many times there is
 # this many times as long between two as one takes: 0.1 % of the job at most.
@@ -78,9 +54,9 @@ class Facts:
             "boot": boot(),
             "pid": os.getpid(),
             "restart": recorder.restart,
-            "env": environment(os.environ),
+            "env": redaction.environment(os.environ),
             "script": sys.argv[0] if sys.argv else None,
-            "argv": list(sys.argv),
+            "argv": redaction.words(sys.argv),
             "clock": {"unix_ns": recorder.unix_ns, "perf_ns": recorder.perf_ns},
         }
         recorder.news = True
@@ -124,10 +100,7 @@ class Facts:
             "warnings": [*recorder.warnings, *(f"facts: {why}" for why in _unanswered.values())],
             "ended": recorder.ended,
         }
-        path = recorder.folder / "facts.json"
-        unfinished = path.with_name("facts.json.tmp")
-        unfinished.write_text(json.dumps(facts, default=str))
-        unfinished.replace(path)
+        write(recorder.folder / "facts.json", json.dumps(facts, default=str))
 
     def _distributed(self) -> dict[str, Any]:
         """Give the size and backend of the job; a script destroys its process group before it ends."""
@@ -143,18 +116,6 @@ class Facts:
             if facts is not None:
                 self._known[id(key)] = facts
         return [self._known[id(key)] for key, _ in seen if id(key) in self._known]
-
-
-def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Give the variables that shape training, and none that may hold a secret."""
-    return {
-        name: value
-        for name, value in sorted(env.items())
-        if (name.startswith(_PREFIXES) or name in _NAMES)
-        # What torchrun tells its ranks differs in every run and shapes nothing.
-        and not name.startswith("TORCHELASTIC_")
-        and not any(word in name.upper() for word in _SECRET)
-    }
 
 
 def _torch() -> Any:

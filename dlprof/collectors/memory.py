@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from dlprof.files import whole
 from dlprof.log import Log
 from dlprof.recorder import Recorder
 from dlprof.stepping import Step
@@ -111,13 +111,8 @@ class Memory:
     def _dump(self) -> None:
         if self._recorder is None:
             return
-        path: Path = self._recorder.folder / _SNAPSHOT
-        unfinished = path.with_name(f"{path.name}.tmp")
-        try:
-            self._cuda.memory._dump_snapshot(str(unfinished))
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with whole(self._recorder.folder / _SNAPSHOT) as part:
+            self._cuda.memory._dump_snapshot(str(part))
 
 
 def _count(told: Any, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from operator import add
@@ -31,6 +32,10 @@ _LINE = (
 # that replays a graph a step is further behind than any other, and never so far.
 _MAX_WAITING = 1_024
 
+# A step whose device time is outstanding is saved without it, and written again once that is known, unless the job ends
+# before: such a line counts where none of another kind follows.
+_OUTSTANDING = ',"outstanding":1'
+
 
 class Steps:
     """Writes steps.jsonl: keys and units as in the table `steps`."""
@@ -48,6 +53,11 @@ class Steps:
         self._like = ("", 0, 0, True, True, True)
         self._steps = self._number = self._start_ns = 0
         self._sums: tuple[int, ...] = ()
+        # What is above belongs to whoever holds this: the training thread, or the one that saves. Reentrant, for a
+        # signal's handler may come upon the training thread in here.
+        self._lock = threading.RLock()
+        self._heard = -1  # the number of the last step that was taken in
+        self._saved = -1  # and that of the last one that was saved without its device time
 
     def start(self, recorder: Recorder) -> None:
         """Open the file."""
@@ -57,24 +67,45 @@ class Steps:
 
     def step(self, done: Sequence[Step]) -> None:
         """Add each step's line, once its device time is known, and write what has gathered."""
+        with self._lock:
+            self._take(done)
+            self._drain(len(self._waiting) - _MAX_WAITING)
+            now = done[-1].start_ns + done[-1].dur_ns
+            if now - self._written_ns >= _WRITE_EVERY_NS:
+                self._written_ns = now
+                self._write()
+
+    def save(self, done: Sequence[Step]) -> None:
+        """Write all steps that have ended, those whose device time is outstanding without it."""
+        with self._lock:
+            self._take(done)
+            self._share()
+            unsaved = [step for step, _ in self._waiting if step.number > self._saved]
+            outstanding = [self._line(step, UNKNOWN, _OUTSTANDING) for step in unsaved]
+            self._write(outstanding)
+            if unsaved:
+                self._saved = unsaved[-1].number
+
+    def stop(self) -> None:
+        """Write the rest; a device time that is not known by now never will be."""
+        with self._lock:
+            self._drain(len(self._waiting))
+            self._share()
+            self._write()
+            if self._log is not None:
+                self._log.close()
+                self._log = None
+
+    def _take(self, done: Sequence[Step]) -> None:
+        """Take in the steps that have not been heard of."""
         for step in done:
+            if step.number <= self._heard:
+                continue
+            self._heard = step.number
             if step.device is None and not self._waiting:
                 self._add(step, UNKNOWN)
             else:
                 self._waiting.append((step, step.device))
-        self._drain(len(self._waiting) - _MAX_WAITING)
-        now = done[-1].start_ns + done[-1].dur_ns
-        if now - self._written_ns >= _WRITE_EVERY_NS:
-            self._written_ns = now
-            self._write()
-
-    def stop(self) -> None:
-        """Write the rest; a device time that is not known by now never will be."""
-        self._drain(len(self._waiting))
-        self._share()
-        self._write()
-        if self._log is not None:
-            self._log.close()
 
     def _drain(self, overdue: int) -> None:
         """Move the waiting steps on whose device time is known, in their order, and the first `overdue` in any case."""
@@ -95,31 +126,14 @@ class Steps:
 
         Where there are many steps, a short one joins those before it that are like it.
         """
-        kind = kind_of(step)
-        (
-            number,
-            start_ns,
-            dur,
-            lead,
-            fetch,
-            forward,
-            backward,
-            optimizer,
-            fetches,
-            _,
-            backwards,
-            steps,
-            first,
-            profiled,
-            _,
-        ) = step
-        device, device_step = measured
-        sums = (dur, lead, fetch, forward, backward, optimizer, device, device_step, fetches, backwards, steps)
+        number, start_ns, dur, lead, *_ = step
         if number < _EACH_STEPS or dur >= _SHARED_NS:
             if self._steps:
                 self._share()
-            self._lines.append(_LINE % (number, kind, start_ns + self._offset_ns, *sums, profiled, first, ""))
+            self._lines.append(self._line(step, measured))
             return
+        kind, profiled, first, (device, device_step) = kind_of(step), step.profiled, step.first, measured
+        sums = _sums(step, measured)
         like = (kind, profiled, first, lead < 0, device < 0, device_step < 0)
         if self._steps and like != self._like:
             self._share()
@@ -145,9 +159,27 @@ class Steps:
         self._lines.append(_LINE % (self._number, kind, self._start_ns, *sums, profiled, first, several))
         self._steps = 0
 
-    def _write(self) -> None:
-        if not self._lines or self._log is None:
+    def _line(self, step: Step, measured: tuple[int, int], more: str = "") -> str:
+        sums = _sums(step, measured)
+        return _LINE % (
+            step.number,
+            kind_of(step),
+            step.start_ns + self._offset_ns,
+            *sums,
+            step.profiled,
+            step.first,
+            more,
+        )
+
+    def _write(self, outstanding: Sequence[str] = ()) -> None:
+        if not (self._lines or outstanding) or self._log is None:
             return
-        lines = "".join(self._lines)
+        lines = "".join((*self._lines, *outstanding))
         self._lines.clear()
         self._log.write(lines)
+
+
+def _sums(step: Step, measured: tuple[int, int]) -> tuple[int, ...]:
+    """Give what the line of several steps has the sums of, in its order, with the device's times."""
+    _, _, dur, lead, fetch, forward, backward, optimizer, fetches, _, backwards, steps, *_ = step
+    return (dur, lead, fetch, forward, backward, optimizer, *measured, fetches, backwards, steps)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 
 import click
+
+from dlprof.opening import NO_LIMITS
+from dlprof.plain import plain
 
 # In the order of the help. Each is a function of its name in a module of its name.
 COMMANDS = ("check", "compare", "doctor", "explain", "export", "report", "rules", "run", "wrap")
@@ -14,3 +18,23 @@ def command(name: str) -> click.Command:
     """Give one of COMMANDS, importing no other's module."""
     found: click.Command = getattr(importlib.import_module(f"{__name__}.{name}"), name)
     return found
+
+
+def say(line: str, *, err: bool = False) -> None:
+    """Print a line for people, and nothing but that, whatever stands in it."""
+    click.echo(plain(line), err=err)
+
+
+def _lift(_context: click.Context, _option: click.Parameter, asked: bool) -> None:
+    if asked:
+        os.environ[NO_LIMITS] = "1"
+
+
+# Of every command that reads.
+no_limits = click.option(
+    "--no-limits",
+    is_flag=True,
+    expose_value=False,
+    callback=_lift,
+    help="Read files however large they are; else what is beyond any honest size is left out, and told.",
+)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from dlprof.commands import no_limits, say
 from dlprof.errors import DlprofError
 
 FAILED = 3
@@ -25,6 +26,7 @@ _NS = {"s": 1e9, "ms": 1e6, "us": 1e3, "µs": 1e3}
     metavar="'RULE<LIMIT'",
     help="What a rule's saving must stay below, in % of the step or in time: 'input_wait<5%', 'host_bound<2ms'.",
 )
+@no_limits
 def check(path: Path, limits: tuple[str, ...]) -> None:
     """Fail (exit code 3) where a bottleneck of PATH exceeds a limit, or could not be measured."""
     from dlprof.commands.report import analyse
@@ -55,6 +57,6 @@ def check(path: Path, limits: tuple[str, ...]) -> None:
             what = f"{percent(o.share)} of the {of}, {duration(o.saving_ns)}" if o.state == "found" else "clear"
             what = o.title if o.scope == "risk" else what
         failed |= bad
-        click.echo(f"{'FAIL' if bad else 'ok  '}  {rule} < {limit:g} {unit}: {what}")
+        say(f"{'FAIL' if bad else 'ok  '}  {rule} < {limit:g} {unit}: {what}")
     if failed:
         raise SystemExit(FAILED)

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
+from dlprof.commands import no_limits, say
 from dlprof.errors import DlprofError
+from dlprof.opening import open_file, read_file
 
 if TYPE_CHECKING:
     from dlprof.result import Result
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 @click.option(
     "--jobs", type=click.IntRange(min=1), help="Processes that read at once. [default: all cores that memory allows]"
 )
+@no_limits
 @click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def compare(a: Path, b: Path, out: Path | None, form: str, jobs: int | None, show: bool, quiet: bool) -> None:
@@ -32,7 +36,8 @@ def compare(a: Path, b: Path, out: Path | None, form: str, jobs: int | None, sho
     their noise, and writes compare.html and compare.json into a new folder dlprof-compare.
     """
     from dlprof import comparison
-    from dlprof.commands.report import browse, colour, new_folder, shown, width, write
+    from dlprof.commands.report import browse, colour, new_folder, shown, width
+    from dlprof.files import write
     from dlprof.renderers import compare_page, compare_text
 
     told = comparison.compare(_result(a, jobs, quiet), _result(b, jobs, quiet))
@@ -47,7 +52,9 @@ def compare(a: Path, b: Path, out: Path | None, form: str, jobs: int | None, sho
         raise DlprofError(
             f"the page could not be written: {e.strerror}: {e.filename}; -o names another folder"
         ) from None
-    click.echo(verdict if form == "json" else f"{verdict}\npage: {shown(folder / 'compare.html')}")
+    click.echo(verdict)
+    if form != "json":
+        say(f"page: {shown(folder / 'compare.html')}")
     if show:
         browse(folder / "compare.html")
 
@@ -60,16 +67,16 @@ def _result(path: Path, jobs: int | None, quiet: bool) -> Result:
 
     if path.is_file() and path.suffix == ".json" and _is_result(path):
         try:
-            return from_json(json.loads(path.read_bytes()))
-        except ValueError as e:
+            return from_json(msgspec.json.decode(read_file(path)))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise DlprofError(f"{path}: cannot be read: {e}") from None
         except DlprofError as e:
-            raise DlprofError(f"{path}: {e}") from None
+            raise DlprofError(str(e) if str(path) in str(e) else f"{path}: {e}") from None
     with Progress(f"{path.name}: ", quiet=quiet) as progress:
         return analyse(path, jobs, progress)
 
 
 def _is_result(path: Path) -> bool:
     """Tell by its head whether a file is a result of ours, and no trace of a hundred megabytes."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return re.match(rb'\s*\{\s*"format"\s*:.{0,40}"saving"', file.read(256), re.DOTALL) is not None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from dlprof.commands import no_limits, say
 from dlprof.errors import DlprofError
 from dlprof.progress import Progress
 from dlprof.units import count, duration
@@ -35,6 +36,7 @@ from dlprof.units import count, duration
 @click.option(
     "--jobs", type=click.IntRange(min=1), help="Processes that read at once. [default: all cores that memory allows]"
 )
+@no_limits
 @click.option("--quiet", is_flag=True, help="No progress.")
 def export(
     path: Path, perfetto: Path | None, speedscope: Path | None, folder: Path | None, jobs: int | None, quiet: bool
@@ -53,25 +55,25 @@ def export(
         try:
             with Progress(f"{perfetto.name}: ", quiet=quiet) as progress:
                 made = trace.write(run, perfetto, jobs, progress)
-            click.echo(f"{perfetto}: {count(made.spans, 'span')}, {count(made.arrows, 'arrow')}")
+            say(f"{perfetto}: {count(made.spans, 'span')}, {count(made.arrows, 'arrow')}")
             if made.left_out:
-                click.echo(f"  {count(made.left_out, 'span')} of at most {duration(made.shortest_ns)} left out")
+                say(f"  {count(made.left_out, 'span')} of at most {duration(made.shortest_ns)} left out")
             for warning in made.warnings:
-                click.echo(f"  {warning}")
+                say(f"  {warning}")
         except DlprofError as e:
             failed.append(e)
     if speedscope:
         try:
             with Progress(f"{speedscope.name}: ", quiet=quiet) as progress:
                 profiles = stacks.write(run, speedscope, progress)
-            click.echo(f"{speedscope}: {count(profiles, 'profile')}")
+            say(f"{speedscope}: {count(profiles, 'profile')}")
         except DlprofError as e:
             failed.append(e)
     if folder:
         try:
             with Progress(f"{folder.name}: ", quiet=quiet) as progress:
                 there = frames.write(run, folder, jobs, progress)
-            click.echo(
+            say(
                 f"{folder}: {count(there.tables, 'table')}, {count(there.measures, 'measure')},"
                 f" {there.not_measured} not measured"
             )

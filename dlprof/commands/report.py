@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dlprof.commands import no_limits, say
 from dlprof.errors import DlprofError
+from dlprof.files import write
+from dlprof.plain import plain
 from dlprof.progress import Done, Progress
 
 if TYPE_CHECKING:
@@ -26,15 +29,21 @@ if TYPE_CHECKING:
 @click.option(
     "--jobs", type=click.IntRange(min=1), help="Processes that read at once. [default: all cores that memory allows]"
 )
+@no_limits
+@click.option("--redact", is_flag=True, help="Without the names of users, hosts and folders, to be shown to anybody.")
 @click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
 @click.option("--quiet", is_flag=True, help="No progress.")
-def report(path: Path, out: Path | None, form: str, jobs: int | None, show: bool, quiet: bool) -> None:
+def report(path: Path, out: Path | None, form: str, jobs: int | None, redact: bool, show: bool, quiet: bool) -> None:
     """Say where the time goes in PATH: a run, a folder of torch-profiler traces, or one trace file.
 
     Prints the verdict and writes report.html and result.json: beside a run, or into a new folder dlprof-report.
     """
     with Progress(quiet=quiet) as progress:
         result = analyse(path, jobs, _getting_ready(progress), page=True)
+    if redact:
+        from dlprof.sharing import shareable
+
+        result = shareable(result)
     verdict = _json(result) if form == "json" else _verdict(result)
     try:
         html = _write_files(result, path, out)
@@ -42,7 +51,9 @@ def report(path: Path, out: Path | None, form: str, jobs: int | None, show: bool
         # Reading may have taken minutes: what was found is said, wherever it could not be written.
         click.echo(verdict)
         raise
-    click.echo(verdict if form == "json" else f"{verdict}\nreport: {shown(html)}")
+    click.echo(verdict)
+    if form != "json":
+        say(f"report: {shown(html)}")
     if show:
         browse(html)
 
@@ -60,7 +71,7 @@ def write_report(path: Path, out: Path | None = None) -> str:
     # Behind the job's own output, a line that goes again is all that is said meanwhile.
     with Progress(quiet=not sys.stderr.isatty()) as progress:
         result = analyse(path, progress=_getting_ready(progress), page=True)
-    return f"{_verdict(result)}\nreport: {shown(_write_files(result, path, out))}"
+    return f"{_verdict(result)}\nreport: {plain(shown(_write_files(result, path, out)))}"
 
 
 def analyse(
@@ -146,17 +157,6 @@ def new_folder(name: str, out: Path | None = None) -> Path:
             continue
         return folder
     raise DlprofError(f"a thousand folders {name} are here already; -o names another")
-
-
-def write(path: Path, text: str) -> None:
-    """Write a whole file or none: a reader never sees half of it."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def colour() -> bool:

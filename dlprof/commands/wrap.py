@@ -18,6 +18,7 @@ import click
 
 from dlprof.errors import DlprofError
 from dlprof.folder import new_folder
+from dlprof.plain import plain
 from dlprof.supervisor import Ended, end_like, supervise
 from dlprof.tasks import TASK_NUMBERS
 
@@ -314,7 +315,7 @@ def _report(ended: Ended, quiet: bool) -> None:
 
         verdict = write_report(ended.folder)
         if not quiet:
-            _say(verdict)
+            _say(verdict, "\n\x1b")
     except KeyboardInterrupt:
         _say(f"dlprof: report stopped; to make it later: dlprof report {ended.folder}")
     except Exception as e:  # noqa: BLE001 - the job's exit status comes first
@@ -349,10 +350,10 @@ def _nsys(env: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def _say(text: str) -> None:
+def _say(text: str, keep: str = "") -> None:
     """Put words of ours on stderr; a reader that has gone (2>&1 | head) must not cost the job its exit status."""
     with contextlib.suppress(OSError):
-        click.echo(text, err=True)
+        click.echo(plain(text, keep=keep), err=True)
 
 
 def _name(words: Sequence[str]) -> str:

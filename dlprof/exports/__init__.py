@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from dlprof.errors import DlprofError
+from dlprof.files import whole
 
 
 @contextmanager
@@ -16,13 +17,8 @@ def whole_file(path: Path) -> Iterator[Path]:
     What is no ordinary file (a pipe, /dev/stdout) is written to itself: a renamed file would take its place.
     """
     itself = path.exists() and not path.is_file()
-    part = path if itself else path.with_name(f".{path.name}.part")
     try:
-        yield part
-        if not itself:
-            part.replace(path)
+        with nullcontext(path) if itself else whole(path) as part:
+            yield part
     except OSError as e:
         raise DlprofError(f"{path}: cannot be written: {e.strerror or e}") from None
-    finally:
-        if not itself:
-            part.unlink(missing_ok=True)

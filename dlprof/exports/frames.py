@@ -19,7 +19,11 @@ import pandas as pd
 from dlprof import measures, timeline
 from dlprof.engine import Measure, MeasureFailed, Progress, RankData, measure
 from dlprof.errors import DlprofError, NotMeasured
+from dlprof.files import whole
 from dlprof.run import Run
+
+# What a spreadsheet takes for the beginning of a formula.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 # Rows that pandas turns into text at once.
 _PIECE = 50_000
@@ -58,8 +62,24 @@ def _write_tables(folder: Path, rank: RankData) -> pd.DataFrame:
     at = folder / f"{rank.index:05d}"
     at.mkdir(parents=True, exist_ok=True)
     for name in rank.tables:
-        rank.table(name).to_csv(at / f"{name}.csv", index=False, chunksize=_PIECE)
+        with whole(at / f"{name}.csv") as part:
+            _inert(rank.table(name)).to_csv(part, index=False, chunksize=_PIECE)
     return pd.DataFrame({"table": rank.tables})
+
+
+def _inert(frame: pd.DataFrame) -> pd.DataFrame:
+    """Give the same rows with no text that a spreadsheet would take for a formula: those begin with an apostrophe."""
+    frame = frame.copy(deep=False)
+    for name in frame.columns[[not pd.api.types.is_numeric_dtype(kind) for kind in frame.dtypes]]:
+        texts = frame[name].astype("object")
+        told = {text: _cell(text) for text in texts.unique() if isinstance(text, str)}
+        if any(cell != text for text, cell in told.items()):
+            frame[name] = texts.map(lambda text, told=told: told.get(text, text))
+    return frame
+
+
+def _cell(text: str) -> str:
+    return f"'{text}" if text.startswith(_FORMULA) else text
 
 
 def write(run: Run, folder: Path, jobs: int | None, progress: Progress | None = None) -> Written:
@@ -84,7 +104,8 @@ def _write(run: Run, folder: Path, jobs: int | None, progress: Progress | None) 
         except (NotMeasured, MeasureFailed) as e:
             silent.append((m.name, str(e)))
             continue
-        frame.to_csv(folder / "measures" / f"{m.name}.csv", index=False, chunksize=_PIECE)
-    with (folder / "not_measured.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("measure", "why"), *silent])
+        with whole(folder / "measures" / f"{m.name}.csv") as part:
+            _inert(frame).to_csv(part, index=False, chunksize=_PIECE)
+    with whole(folder / "not_measured.csv") as part, part.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("measure", "why"), *((name, _cell(why)) for name, why in silent)])
     return Written(len(measured.frame(tables)), len(wanted) - len(silent), len(silent))

@@ -8,8 +8,8 @@ Where that fails, brackets are counted. Whatever stands before a cut is used.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import msgspec
 
 from dlprof.errors import DlprofError
+from dlprof.opening import MOST_UNPACKED, most_unpacked, open_file
 
 try:
     _inflate: Any = importlib.import_module("isal.isal_zlib")
@@ -47,20 +48,6 @@ _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
 _SPACE = re.compile(rb"[\s,]*")
 
 E = TypeVar("E")
-
-
-@contextlib.contextmanager
-def open_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading; whatever the operating system says about it becomes one clear line."""
-    try:
-        with path.open("rb") as file:
-            yield file
-    except FileNotFoundError:
-        raise DlprofError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise DlprofError(f"{path}: a folder, not a file") from None
-    except OSError as e:
-        raise DlprofError(f"{path}: cannot be read: {e.strerror or e}") from e
 
 
 def unpacked_bytes(path: Path) -> int:
@@ -142,11 +129,16 @@ class TraceFile(Generic[E]):
 
     def _gunzipped(self, file: BinaryIO) -> Iterator[bytes]:
         unpacker = _inflate.decompressobj(wbits=31)
+        left = most_unpacked(os.fstat(file.fileno()).st_size)
         packed = file.read(_PACKED)
         try:
             while packed:
                 if block := unpacker.decompress(packed, _BLOCK):
                     yield block
+                    left -= len(block)
+                if left < 0:
+                    self._packing = f"it unpacks to more than {MOST_UNPACKED} times its size (--no-limits reads all)"
+                    return
                 if not unpacker.eof:
                     packed = unpacker.unconsumed_tail or file.read(_PACKED)
                     continue

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dlprof.errors import DlprofError
+from dlprof.opening import read_file
 from dlprof.readers import Reading
-from dlprof.readers.chunks import open_file
 
 # A type; a list of what its one item is; a mapping of names to shapes. None stands for an unknown value of any shape.
 Shape = type | list["Shape"] | Mapping[str, "Shape"]
@@ -138,8 +138,7 @@ def read_task(path: Path) -> Reading:
 
 def _read(path: Path, shape: Mapping[str, Shape]) -> Reading:
     try:
-        with open_file(path) as file:
-            data = json.loads(file.read())
+        data = json.loads(read_file(path))
     except (ValueError, RecursionError) as e:
         raise DlprofError(f"{path.name} is broken ({str(e)[:120]})") from None
     if not isinstance(data, dict):

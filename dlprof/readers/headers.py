@@ -9,7 +9,8 @@ from typing import Any
 
 from dlprof.cupti import short
 from dlprof.errors import DlprofError
-from dlprof.readers.chunks import TraceFile, open_file
+from dlprof.opening import open_file
+from dlprof.readers.chunks import TraceFile
 from dlprof.readers.events import decoder, integer, ranks_of
 from dlprof.readers.patterns import rank_in
 
@@ -40,7 +41,7 @@ def peek(path: Path) -> dict[str, Any]:
     if not begun and head:
         # A very large job's list of process groups is longer than what is looked at; rank and size stand before it.
         for name in ("rank", "world_size"):
-            number = re.search(rb'"%s"\s*:\s*(\d+)\s*[,}]' % name.encode(), head[0])
+            number = re.search(rb'"%s"\s*:\s*(\d{1,18})\s*[,}]' % name.encode(), head[0])
             if number:
                 facts[name] = int(number[1])
     return {"is_trace": True, **{k: facts[k] for k in ("rank", "world_size", "host") if k in facts}}

@@ -11,10 +11,9 @@ import pandas as pd
 
 from dlprof import tables
 from dlprof.errors import DlprofError
+from dlprof.opening import lines_of, open_file
 from dlprof.readers import Reading
-from dlprof.readers.chunks import NOT_JSON, open_file
-
-_READ_BYTES = 4 << 20
+from dlprof.readers.chunks import NOT_JSON
 
 
 class _Piece(msgspec.Struct):
@@ -38,7 +37,7 @@ def read(path: Path) -> Reading:
     count = bad = 0
     last_is_bad = False
     with open_file(path) as file:
-        while read_lines := file.readlines(_READ_BYTES):
+        for read_lines in lines_of(file):
             for text in read_lines:
                 last_is_bad = False
                 try:

@@ -12,9 +12,8 @@ import pandas as pd
 
 from dlprof import tables
 from dlprof.errors import DlprofError
-from dlprof.readers.chunks import NOT_JSON, open_file
-
-_READ_BYTES = 4 << 20
+from dlprof.opening import lines_of, most_rows, open_file, too_many
+from dlprof.readers.chunks import NOT_JSON
 
 _Told = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Measured = Annotated[int, msgspec.Meta(ge=-1, le=2**62)]
@@ -39,9 +38,9 @@ def read_log(
     decode = msgspec.json.Decoder(_line(declared, required)).decode
     columns: dict[str, list[Any]] = {name: [] for name in declared}
     count = bad = 0
-    last_is_bad = False
+    last_is_bad = many = False
     with open_file(path) as file:
-        while lines := file.readlines(_READ_BYTES):
+        for lines in lines_of(file):
             rows = []
             for line in lines:
                 if not line.strip():
@@ -52,9 +51,13 @@ def read_log(
                 except NOT_JSON:
                     bad += 1
                     last_is_bad = True
+            many = count + len(rows) > most_rows()
+            del rows[most_rows() - count :]
             count += len(rows)
             for name, dtype in declared.items():
                 columns[name].append(_values([getattr(row, name) for row in rows], dtype, (default or {}).get(name)))
+            if many:
+                break
     if bad > 1 and not count:
         raise DlprofError(f"{path}: not a log of {table}: none of its lines is one")
     if not count:
@@ -72,9 +75,10 @@ def read_log(
     at = next(name for name in ("start_ns", "at_ns") if name in declared)
     frame = frame.sort_values(at, kind="stable", ignore_index=True)
     lost = bad - last_is_bad
-    warnings = (f"{path.name}: {lost:,} lines are no {table} and are left out",) if lost else ()
+    warnings = [f"{path.name}: {lost:,} lines are no {table} and are left out"] if lost else []
+    warnings += [too_many(path, table)] if many else []
     tables.check(table, frame[list(tables.TABLES[table])])
-    return frame, warnings
+    return frame, tuple(warnings)
 
 
 def _line(declared: Mapping[str, str], required: Collection[str]) -> type[msgspec.Struct]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from dlprof import tables
 from dlprof.errors import DlprofError
+from dlprof.opening import open_file, read_file
 from dlprof.readers import Reading
-from dlprof.readers.chunks import open_file
 from dlprof.readers.samples import frame
 
 # Property → metric of the table "samples", and its scale. With --format=csv,nounits the values are in the same units.
@@ -55,8 +55,7 @@ def read(path: Path) -> Reading:
 
     Its times have no zone: they are taken for times of the machine that reads them.
     """
-    with open_file(path) as file:
-        lines = file.read().decode(errors="replace").splitlines()
+    lines = read_file(path).decode(errors="replace").splitlines()
     names = _header(lines[0]) if lines else []
     if "timestamp" not in names:
         raise DlprofError(f"{path}: not a log of nvidia-smi with a timestamp: begins with {lines[:1]}")

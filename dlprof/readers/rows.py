@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from dlprof import tables
 from dlprof.errors import DlprofError
+from dlprof.opening import most_rows, too_many
 from dlprof.readers.chunks import TraceFile
 from dlprof.readers.events import (
     BEGINS,
@@ -104,9 +105,13 @@ def _decoded(path: Path, exact: bool) -> Rows:
         what = "it is cut off before its first event" if file.cut else "JSON without traceEvents"
         raise DlprofError(f"{path}: not a torch-profiler trace: {what}")
     making = _Making(file.keys)
+    most = most_rows()
     for events in file.events():
         making.add(events)
         events.clear()
+        if making.seen > most:
+            making.warnings.append(too_many(path, "events"))
+            break
     if file.is_list and not making.seen:
         raise DlprofError(f"{path}: not a torch-profiler trace: a list without events")
     return making.rows(path, file.cut, file.unreadable)
@@ -205,6 +210,7 @@ class _Making:
     def __init__(self, keys: dict[str, Any]) -> None:
         self.keys = keys
         self.seen = 0
+        self.warnings: list[str] = []
         self.names = _Names()
         self.lanes = _Codes()
         self.places = _Places(self.names, self.lanes)
@@ -418,7 +424,7 @@ class _Making:
 
     def rows(self, path: Path, cut: str, unreadable: int) -> Rows:
         """Give everything that was read."""
-        warnings = []
+        warnings = self.warnings
         if cut:
             warnings.append(f"{path.name}: {cut}; {self.count:,} spans before that are used")
         if unreadable:

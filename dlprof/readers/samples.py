@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pandas as pd
 
 from dlprof import tables
 from dlprof.errors import DlprofError
-from dlprof.readers.chunks import NOT_JSON, open_file
+from dlprof.opening import lines_of, most_rows, open_file, too_many
+from dlprof.readers.chunks import NOT_JSON
 
 _CLOCKS = ("at_ns", "perf_ns")
 _LATEST = 2**62
@@ -33,9 +35,9 @@ def read_samples(
     at: dict[str, list[int]] = {}
     values: dict[str, list[float]] = {}
     read = bad = 0
-    last_is_bad = False
+    last_is_bad = many = False
     with open_file(path) as file:
-        for text in file:
+        for text in chain.from_iterable(lines_of(file)):
             if not text.strip():
                 continue
             try:
@@ -50,6 +52,9 @@ def read_samples(
                 bad += 1
                 continue
             read += 1
+            if read > most_rows():
+                many = True
+                break
             for metric, value in row.items():
                 if type(value) in (int, float) and metric not in _CLOCKS and math.isfinite(value):
                     at.setdefault(metric, []).append(when)
@@ -57,8 +62,9 @@ def read_samples(
     if bad > 1 and not read:
         raise DlprofError(f"{path}: not a log of samples: none of its lines is one")
     lost = bad - last_is_bad
-    warnings = (f"{path.name}: {lost:,} lines are no samples and are left out",) if lost else ()
-    return frame(source, at, values), warnings
+    warnings = [f"{path.name}: {lost:,} lines are no samples and are left out"] if lost else []
+    warnings += [too_many(path, "samples")] if many else []
+    return frame(source, at, values), tuple(warnings)
 
 
 def frame(source: str, at: dict[str, list[int]], values: dict[str, list[float]]) -> pd.DataFrame:

@@ -15,11 +15,12 @@ import pandas as pd
 
 from dlprof import tables
 from dlprof.errors import DlprofError
+from dlprof.opening import MOST_UNPACKED, most_unpacked, read_file
 from dlprof.readers import Reading
-from dlprof.readers.chunks import open_file
 
 _COLUMNS = ("role", "thread", "phase", "stack")
 
+_TIMES = re.compile("[0-9]{1,15}")
 _PROCESS = re.compile(r'process (\d+):"')
 _COMMAND_END = re.compile(r'";(?=process \d+:"|thread \()')
 _THREAD = re.compile(r"thread \((\w+)\)(?:: )?(.*)")
@@ -39,10 +40,11 @@ def read(path: Path) -> Reading:
     lines: Counter[str] = Counter()
     bursts, ns, bad = 0, 0, 0
     cut = False
-    for text, cut in _parts_of(path):  # noqa: B007 - of the last one
+    warnings: list[str] = []
+    for text, cut in _parts_of(path, warnings):  # noqa: B007 - of the last one
         for line in text.split("\n"):
             folded, _, times = line.rpartition(" ")
-            if times.isdigit() and folded.startswith("process "):
+            if _TIMES.fullmatch(times) and folded.startswith("process "):
                 lines[folded] += int(times)
             elif line.startswith("#"):
                 try:
@@ -67,26 +69,30 @@ def read(path: Path) -> Reading:
     frame = pd.DataFrame({name: pd.Categorical(values) for name, values in columns.items()})
     frame["samples"] = np.array([seen[key] for key in keys], dtype="int64")
     lost = bad - cut
-    warnings = (f"{path.name}: {lost:,} lines are no stacks and are left out",) if lost > 0 else ()
+    warnings += [f"{path.name}: {lost:,} lines are no stacks and are left out"] if lost > 0 else []
     facts = {"stacks": {"bursts": bursts, "seconds": ns / 1e9}} if bursts else {}
-    return Reading({"stacks": tables.check("stacks", frame)}, facts, warnings)
+    return Reading({"stacks": tables.check("stacks", frame)}, facts, tuple(warnings))
 
 
-def _parts_of(path: Path) -> Iterator[tuple[str, bool]]:
+def _parts_of(path: Path, warnings: list[str]) -> Iterator[tuple[str, bool]]:
     """Give the text of each burst, unpacked as far as it goes, and whether its last line may be half."""
-    with open_file(path) as file:
-        data = file.read()
+    data = read_file(path)
+    left = most_unpacked(len(data))
     if path.suffix != ".gz":
         yield data.decode(errors="replace"), not data.endswith(b"\n")
         return
     while data:
         member = zlib.decompressobj(wbits=31)
         try:
-            text = member.decompress(data)
+            text = member.decompress(data, left)
         except zlib.error:
             yield "", True
             return
         yield text.decode(errors="replace"), not member.eof
+        left -= len(text)
+        if left <= 0:
+            warnings.append(f"{path.name}: unpacks to more than {MOST_UNPACKED} times its size (--no-limits reads all)")
+            return
         data = member.unused_data
 
 

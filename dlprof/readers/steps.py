@@ -8,17 +8,35 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlprof.opening import most_rows, too_many
 from dlprof.readers import Reading
 from dlprof.readers.logs import read_log
 
 
 def read(path: Path) -> Reading:
     """Give the table "steps"; raises DlprofError where the file cannot be read or is no log of steps."""
-    frame, warnings = read_log(path, "steps", ("step", "start_ns", "dur_ns"), {"kind": "other"}, {"steps": "int64"})
-    frame = _each(frame.drop(columns="steps"), np.maximum(frame["steps"].to_numpy(), 1))
+    beside = {"steps": "int64", "outstanding": "int64"}
+    frame, warnings = read_log(path, "steps", ("step", "start_ns", "dur_ns"), {"kind": "other"}, beside)
+    frame = _settled(frame)
+    steps = np.maximum(frame["steps"].to_numpy(), 1)
+    fit = int(np.searchsorted(np.cumsum(steps.astype(float)), most_rows(), side="right"))
+    if fit < len(frame):
+        warnings += (too_many(path, "steps"),)
+    frame = _each(frame.drop(columns=list(beside)).head(fit), steps[:fit])
     if not len(frame):
         warnings += (f"{path.name}: holds no steps",)
     return Reading({"steps": frame}, {}, warnings)
+
+
+def _settled(frame: pd.DataFrame) -> pd.DataFrame:
+    """Leave out the lines that were written before a step's device time was known, where it was written again."""
+    outstanding = frame["outstanding"].to_numpy() > 0
+    if not outstanding.any():
+        return frame
+    end = (frame["start_ns"] + frame["dur_ns"]).to_numpy()
+    last = end[~outstanding].max(initial=0)
+    left = np.flatnonzero(~outstanding | (frame["start_ns"].to_numpy() >= last))
+    return frame.take(left).reset_index(drop=True)
 
 
 # What a line of several steps tells the sum of; in the rest they are alike.

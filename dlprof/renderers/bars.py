@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dlprof import units
+from dlprof.plain import plain
 from dlprof.renderers import words
 from dlprof.renderers.drawing import (
     INK,
@@ -34,7 +35,7 @@ def bars(evidence: Panel) -> Figure:
         [
             (
                 label,
-                units.UNKNOWN if v is None else words.quantity(v, words.plain(evidence.unit, 24)),
+                units.UNKNOWN if v is None else words.quantity(v, plain(evidence.unit, 24)),
                 *([words.look(c).name] if categories else []),
             )
             for label, v, c in rows
@@ -42,7 +43,7 @@ def bars(evidence: Panel) -> Figure:
     )
     table = replace(table, numeric=(False, True, False)[: len(table.columns)])
     largest = max((abs(v) for _, v, _ in rows if v is not None), default=0.0)
-    divisor, unit = units.scale(words.plain(evidence.unit, 24), largest)
+    divisor, unit = units.scale(plain(evidence.unit, 24), largest)
     lying = len(rows) <= 14
     note = ""
     if len(rows) > BARS:
@@ -51,7 +52,7 @@ def bars(evidence: Panel) -> Figure:
         rows = [max(rows[i : i + size], key=lambda row: row[1] or 0.0) for i in range(0, len(rows), size)]
     values = [None if v is None else rounded(v / divisor) for _, v, _ in rows]
     places = list(range(len(rows)))
-    written = ["" if v is None else words.quantity(v, words.plain(evidence.unit, 24)) for _, v, _ in rows]
+    written = ["" if v is None else words.quantity(v, plain(evidence.unit, 24)) for _, v, _ in rows]
     trace: dict[str, Any] = {
         "type": "bar",
         "orientation": "h" if lying else "v",
@@ -59,13 +60,11 @@ def bars(evidence: Panel) -> Figure:
         "y": places if lying else values,
         "marker": {"color": [words.look(c).light if c else SERIES[0] for _, _, c in rows], "line": {"width": 0}},
         "hoverinfo": "text",
-        "hovertext": [
-            drawn(f"{words.plain(label, 90)}: {w}", 160) for (label, _, _), w in zip(rows, written, strict=True)
-        ],
+        "hovertext": [drawn(f"{plain(label, 90)}: {w}", 160) for (label, _, _), w in zip(rows, written, strict=True)],
     }
     value_axis = axis(unit, rangemode="tozero", nticks=5)
     if lying:
-        labels = [words.plain(label, 34) for label, _, _ in rows]
+        labels = [plain(label, 34) for label, _, _ in rows]
         trace |= {
             "text": [drawn(w, 40) for w in written],
             "textposition": "outside",
@@ -80,6 +79,6 @@ def bars(evidence: Panel) -> Figure:
         ticks = places[::every]
         label_axis = axis(tickvals=ticks, ticktext=[drawn(rows[i][0], 14) for i in ticks], showgrid=False, tickangle=0)
         arranged = layout(190, 60, bargap=0.15, xaxis=label_axis, yaxis=value_axis)
-    most = words.quantity(largest, words.plain(evidence.unit, 24))
-    label = f"Bars: {words.plain(evidence.title, 160)}; {len(evidence.rows)} values, the largest {most}."
+    most = words.quantity(largest, plain(evidence.unit, 24))
+    label = f"Bars: {plain(evidence.title, 160)}; {len(evidence.rows)} values, the largest {most}."
     return Figure("", label, {"data": [trace], "layout": arranged}, table, tuple(categories), note)

@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from dlprof.comparison import Comparison, FindingChange, WorkDifference
 from dlprof.differences import NOISE, Difference
+from dlprof.plain import plain
 from dlprof.renderers import compare_text, html, words
 from dlprof.renderers.drawing import ON_LIGHT, inside
 from dlprof.result import Result
@@ -73,7 +74,7 @@ def render(c: Comparison) -> str:
     first, second = compare_text.headline(c)
     d = c.step
     return html.template("compare.html").render(
-        title=f"{words.name(c.a)} · {words.plain(first, 120)}",
+        title=f"{words.name(c.a)} · {plain(first, 120)}",
         css=Markup(html.asset("page.css") + html.asset("compare.css")),
         colours=html.colours() + _inks(),
         policy=POLICY,
@@ -192,7 +193,7 @@ def _rows(differences: Sequence[Difference], calls: Sequence[str] = (), name: Ca
         at, half = 50 * ns / reach, 50 * margin / reach
         rows.append(
             Row(
-                name=words.plain(name(d.name), 100),
+                name=plain(name(d.name), 100),
                 category=_colour(d.name) if d.name in words.LOOKS else "",
                 a=UNKNOWN if d.a_ns is None else words.duration(d.a_ns),
                 b=UNKNOWN if d.b_ns is None else words.duration(d.b_ns),

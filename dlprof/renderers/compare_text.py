@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dlprof.choices import Setting
 from dlprof.comparison import Comparison, FindingChange, WorkDifference
 from dlprof.differences import Difference
+from dlprof.plain import NBSP, plain
 from dlprof.promises import Promise
 from dlprof.renderers import words
 from dlprof.renderers.terminal import NARROWEST, columns, stripe, wrap
@@ -66,19 +67,19 @@ def render(c: Comparison, width: int = 80, colour: bool = False) -> str:
             short = words.unqualified if what == "kernels" else str
             differences = [d for w in chosen for d in (w.time, w.wait) if d is not None and d.verdict != "noise"]
             lines += ["", f"  {what} that changed most, a step"]
-            lines += _table([(words.plain(short(d.name), 80), d) for d in differences], width)
+            lines += _table([(plain(short(d.name), 80), d) for d in differences], width)
     if c.settings:
         lines += ["", "  settings that differ"]
         for s in c.settings[:MOST_ROWS]:
             lines += wrap(setting(s), width, "    ", "      ")
         left = len(c.settings) - MOST_ROWS
         lines += [f"    … and {left} more"] if left > 0 else []
-    return "\n".join(line.replace(words.NBSP, " ").rstrip() for line in lines) + "\n"
+    return "\n".join(line.replace(NBSP, " ").rstrip() for line in lines) + "\n"
 
 
 def which(result: Result) -> str:
     """Name a run with its devices and steps."""
-    path, name = words.plain(result.run.path, 60), words.name(result)
+    path, name = plain(result.run.path, 60), words.name(result)
     return " · ".join((path, *(() if name == path else (name,)), words.devices(result), words.steps(result)))
 
 
@@ -118,7 +119,7 @@ def kept(promise: Promise, step: Difference) -> str:
 
 def margin(d: Difference) -> str:
     """Write twice the standard error of a difference as " ± 1.2 ms"; "" where it is not known."""
-    return f" ±{words.NBSP}{words.duration(2 * d.noise_ns)}" if d.noise_ns else ""
+    return f" ±{NBSP}{words.duration(2 * d.noise_ns)}" if d.noise_ns else ""
 
 
 def change(d: Difference) -> str:
@@ -143,8 +144,8 @@ def changed(rows: Iterable[WorkDifference]) -> list[WorkDifference]:
 
 def setting(s: Setting) -> str:
     """Write a setting that differs: "Loader · num workers: 0 → 6"."""
-    a, b = (words.plain(value, 60) or "not there" for value in (s.a, s.b))
-    return f"{words.plain(s.section, 40)} · {words.plain(s.name, 60)}: {a} → {b}"
+    a, b = (plain(value, 60) or "not there" for value in (s.a, s.b))
+    return f"{plain(s.section, 40)} · {plain(s.name, 60)}: {a} → {b}"
 
 
 def mean_parts(result: Result) -> dict[str, TimePart]:
@@ -167,7 +168,7 @@ def _bars(c: Comparison, width: int, colour: bool) -> list[str]:
         length = round(room * totals[letter] / most) if most > 0 else 0
         lines.append(f"  {letter}  {stripe(of, length, colour)} {words.duration(totals[letter])}")
     names = words.ordered(category for of in parts.values() for category in of)
-    legend = [f"{words.look(n).glyph}{words.NBSP}{words.look(n).name.replace(' ', words.NBSP)}" for n in names]
+    legend = [f"{words.look(n).glyph}{NBSP}{words.look(n).name.replace(' ', NBSP)}" for n in names]
     return [*lines, *wrap("   ".join(legend), width, "  ")]
 
 
@@ -203,6 +204,6 @@ def _findings(findings: Iterable[FindingChange], width: int) -> list[str]:
     lines = []
     for f in findings:
         figures = " → ".join(words.duration(ns) if ns is not None else "none" for ns in (f.a_ns, f.b_ns))
-        why = f" ({words.plain(f.why, 120)})" if f.state == "untold" else ""
-        lines += wrap(f"{STATES[f.state]:<11} {words.plain(f.id, 30)}  {figures}{why}", width, "  ", "              ")
+        why = f" ({plain(f.why, 120)})" if f.state == "untold" else ""
+        lines += wrap(f"{STATES[f.state]:<11} {plain(f.id, 30)}  {figures}{why}", width, "  ", "              ")
     return lines

@@ -15,6 +15,7 @@ from html import escape
 from typing import Any
 
 from dlprof import units
+from dlprof.plain import NBSP, plain
 from dlprof.renderers import words
 
 ROWS = 200  # of a table
@@ -89,7 +90,7 @@ def share(cell: str) -> str:
 
 def drawn(text: object, limit: int = 120) -> str:
     """Text for plotly to draw as it is."""
-    return escape(words.plain(text, limit), quote=False)
+    return escape(plain(text, limit), quote=False)
 
 
 def number(value: Any) -> float | None:
@@ -125,7 +126,7 @@ def layout(height: int, left: int, **more: Any) -> dict[str, Any]:
 def axis(unit: str = "", **more: Any) -> dict[str, Any]:
     """An axis that lies still; each of its numbers carries the unit."""
     return {
-        "ticksuffix": words.NBSP + drawn(unit, 24) if unit else "",
+        "ticksuffix": NBSP + drawn(unit, 24) if unit else "",
         "gridcolor": LINE,
         "zeroline": False,
         "fixedrange": True,
@@ -173,12 +174,11 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     )
 
 
-_SHARE = re.compile(f"(?:<[ {words.NBSP}])?([0-9][0-9.,]*)[ {words.NBSP}]%")
+_SHARE = re.compile(f"(?:<[ {NBSP}])?([0-9][0-9.,]*)[ {NBSP}]%")
 
 # A figure as words.quantity or a rule writes it: "1,204", "−3.1 ms", "31 %", "5 of 8", "—".
 _FIGURE = re.compile(
-    f"(?:<[ {words.NBSP}])?[{units.MINUS}-]?"
-    f"[0-9][0-9.,]*(?:[ {words.NBSP}]?[^ ]{{1,8}}| of [0-9,]+)?|[{units.UNKNOWN}–]|"
+    f"(?:<[ {NBSP}])?[{units.MINUS}-]?[0-9][0-9.,]*(?:[ {NBSP}]?[^ ]{{1,8}}| of [0-9,]+)?|[{units.UNKNOWN}–]|"
 )
 
 

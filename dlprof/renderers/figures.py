@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import compress
 from typing import TypeVar
 
-from dlprof.renderers import words
+from dlprof.plain import plain
 from dlprof.renderers.bars import bars
 from dlprof.renderers.drawing import Figure, Table, plain_table
 from dlprof.renderers.flame import flame
@@ -29,8 +29,8 @@ def panel(evidence: Panel) -> Figure:
         "flame": flame,
     }[evidence.shape]
     drawn = draw(evidence)
-    note = " ".join(n for n in (words.plain(evidence.note, 600), drawn.note) if n)
-    return replace(drawn, title=words.plain(evidence.title, 200), note=note)
+    note = " ".join(n for n in (plain(evidence.note, 600), drawn.note) if n)
+    return replace(drawn, title=plain(evidence.title, 200), note=note)
 
 
 def _table(evidence: Panel) -> Figure:

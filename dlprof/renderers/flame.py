@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from dlprof.plain import plain
 from dlprof.renderers import words
 from dlprof.renderers.drawing import CARD, FONT, Figure, axis, drawn, inside, layout, number, plain_table, rounded
 from dlprof.result import Panel
@@ -29,7 +30,7 @@ def flame(evidence: Panel) -> Figure:
     end = max((start + width for _, start, width, _, _ in frames), default=1.0)
     whole = sum(width for depth, _, width, _, _ in frames if depth == 0) or end
     deepest = max((f[0] for f in frames), default=0)
-    unit = words.plain(evidence.unit, 24)
+    unit = plain(evidence.unit, 24)
     colours = [words.look(f[4]).light for f in frames]
     trace: dict[str, Any] = {
         "type": "bar",
@@ -41,7 +42,7 @@ def flame(evidence: Panel) -> Figure:
         "marker": {"color": colours, "line": {"color": CARD, "width": 0.5}},
         "hoverinfo": "text",
         "hovertext": [
-            drawn(f"{words.plain(name, 90)} · {words.quantity(width, unit)} · {words.percent(width / whole)}", 180)
+            drawn(f"{plain(name, 90)} · {words.quantity(width, unit)} · {words.percent(width / whole)}", 180)
             for _, _, width, name, _ in frames
         ],
         "text": [drawn(name, 60) for _, _, _, name, _ in frames],
@@ -70,6 +71,6 @@ def flame(evidence: Panel) -> Figure:
         for (name, category), width in sorted(seen.items(), key=lambda item: -item[1])[:NAMED]
     ]
     table = replace(plain_table(("function", "whose", unit, "share"), rows), numeric=(False, False, True, True))
-    label = f"Flame graph: {words.plain(evidence.title, 160)}; {words.counted(len(frames), 'frame')}."
+    label = f"Flame graph: {plain(evidence.title, 160)}; {words.counted(len(frames), 'frame')}."
     categories = tuple(words.ordered(f[4] for f in sorted(frames) if f[0]))
     return Figure("", label, {"data": [trace], "layout": arranged}, table, categories)

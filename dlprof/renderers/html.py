@@ -25,6 +25,7 @@ from jinja2 import Environment, FileSystemBytecodeCache, FunctionLoader, Templat
 from jinja2.bccache import Bucket
 from markupsafe import Markup, escape
 
+from dlprof.plain import NBSP, plain
 from dlprof.renderers import drawing, figures, parts, words
 from dlprof.result import SAVING, Outcome, Result
 
@@ -74,7 +75,7 @@ def render(result: Result) -> str:
         sections.setdefault(fact.section, []).append((fact.name, _fact(fact.name, fact.value)))
     diagnosis, gain = words.headline(result)
     return template("report.html").render(
-        title=f"{words.name(result)} · {words.plain(diagnosis, 120)}",
+        title=f"{words.name(result)} · {plain(diagnosis, 120)}",
         css=Markup(asset("page.css")),
         scripts=tuple(Markup(s) for s in _scripts()),
         policy=_policy(),
@@ -195,7 +196,7 @@ _JOINED = re.compile(r"([0-9]) (%|×|[nµm]?s\b|[kMGT]?B\b)")
 
 def _joined(text: str) -> str:
     """Keep figures and their units on one line."""
-    return _JOINED.sub(f"\\1{words.NBSP}\\2", text)
+    return _JOINED.sub(f"\\1{NBSP}\\2", text)
 
 
 def emphasised(sentence: str) -> Markup:
@@ -213,7 +214,7 @@ _CODE = re.compile(r"``(.+?)``|`([^`\n]+)`")
 
 def inline(text: object, limit: int = 2000) -> Markup:
     """Text in which `code` stands in backticks."""
-    whole = words.plain(text, limit, keep="\n")
+    whole = plain(text, limit, keep="\n")
     parts, end = [], 0
     for match in _CODE.finditer(whole):
         parts += [escape(_joined(whole[end : match.start()])), Markup("<code>{}</code>").format(match[1] or match[2])]
@@ -224,7 +225,7 @@ def inline(text: object, limit: int = 2000) -> Markup:
 def _manual(text: str) -> Markup:
     """A rule's manual: paragraphs, lists of lines that begin with a dash, and indented code."""
     out = []
-    for block in re.split(r"\n\s*\n", inspect.cleandoc(words.plain(text, 20_000, keep="\n"))):
+    for block in re.split(r"\n\s*\n", inspect.cleandoc(plain(text, 20_000, keep="\n"))):
         lines = block.split("\n")
         if all(line.startswith("    ") for line in lines):
             out.append(Markup("<pre>{}</pre>").format("\n".join(line[4:] for line in lines)))
@@ -248,7 +249,7 @@ def _manual(text: str) -> Markup:
 def _whole_code(text: str) -> str:
     """The code of an advice that is nothing but code, else nothing."""
     match = _CODE.fullmatch(text.strip())
-    return words.plain(match[1] or match[2], 2000) if match else ""
+    return plain(match[1] or match[2], 2000) if match else ""
 
 
 def colours() -> Markup:
@@ -357,7 +358,7 @@ def template(name: str) -> Template:
     """Give a page's template, in which every text is escaped and made safe to show."""
 
     def written(value: object) -> object:
-        return value if isinstance(value, Markup) or not isinstance(value, str) else words.plain(value, 2000)
+        return value if isinstance(value, Markup) or not isinstance(value, str) else plain(value, 2000)
 
     environment = Environment(
         autoescape=True,

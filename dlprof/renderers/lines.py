@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from dlprof import units
+from dlprof.plain import plain
 from dlprof.renderers import words
 from dlprof.renderers.drawing import (
     LANES,
@@ -42,7 +43,7 @@ def lines(evidence: Panel) -> Figure:
 
 
 def _drawn(evidence: Panel, *, stacked: bool) -> Figure:
-    names = [words.plain(c, 60) for c in evidence.columns[1:]]
+    names = [plain(c, 60) for c in evidence.columns[1:]]
     width = max([len(names), *(len(row) - 1 for row in evidence.rows)], default=0)
     names += [f"series {i + 1}" for i in range(len(names), width)]
     beyond = max(width - LANES, 0)
@@ -53,7 +54,7 @@ def _drawn(evidence: Panel, *, stacked: bool) -> Figure:
     named = any(n is None for n in numbers)
     xs: list[float] = [float(i) if named else n or 0.0 for i, n in enumerate(numbers)]
     columns = [[number(row[i + 1]) if len(row) > i + 1 else None for row in evidence.rows] for i in range(width)]
-    given = words.plain(evidence.unit, 24)
+    given = plain(evidence.unit, 24)
     points = [[column[k] or 0.0 for column in columns] for k in range(len(xs))]
     heights = [sum(values) for values in points] if stacked else [max(values, default=0.0) for values in points]
     largest, cut = _top(heights) if given == "ns" else (max(map(abs, heights), default=0.0), "")
@@ -130,9 +131,7 @@ def _drawn(evidence: Panel, *, stacked: bool) -> Figure:
     rows += [(label, *[""] * 4) for _, label, _ in marks]
     table = plain_table(("line", "points", "least", "mean", "most"), rows)
     table = replace(table, numeric=(False, True, True, True, True))
-    label = (
-        f"Lines: {words.plain(evidence.title, 160)}; {words.counted(width, 'line')} over {len(evidence.rows):,} points."
-    )
+    label = f"Lines: {plain(evidence.title, 160)}; {words.counted(width, 'line')} over {len(evidence.rows):,} points."
     note = "Thinned to what a screen can show: the least and the most of each stretch are kept." if thinned else ""
     note += f" {cut}" if cut else ""
     note += f" {beyond:,} more lines are in result.json." if beyond else ""

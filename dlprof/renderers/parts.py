@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from dlprof import units
+from dlprof.plain import plain
 from dlprof.renderers import words
 from dlprof.renderers.drawing import (
     CARD,
@@ -107,7 +108,7 @@ def stack(result: Result) -> Figure | None:
     )
     return Figure(
         "",
-        words.plain(label, 400),
+        plain(label, 400),
         {"data": data, "layout": arranged},
         _stack_table(parts, single),
         tuple(c for c in categories if any(bar.get(c, 0.0) >= VISIBLE * sum(bar.values()) for _, bar in bars)),
@@ -242,7 +243,7 @@ def blame(result: Result) -> Figure | None:
             "hoverinfo": "text",
             "hovertext": [
                 drawn(
-                    f"rank {c} {words.LATE.get(category, words.plain(category, 40))}:"
+                    f"rank {c} {words.LATE.get(category, plain(category, 40))}:"
                     f" {words.duration(why[c].get(category, 0.0))} of a {words.unit(result)}"
                 )
                 for c in culprits

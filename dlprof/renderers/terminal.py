@@ -5,6 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping, Sequence
 
+from dlprof.plain import NBSP, plain
 from dlprof.renderers import words
 from dlprof.result import Outcome, Result, TimePart
 
@@ -37,7 +38,7 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
         lines += ["", *_findings(result.found, width, colour)]
         together = words.together(result)
         lines += ["", *wrap(together, width, "  ")] if together else []
-    return "\n".join(line.replace(words.NBSP, " ").rstrip() for line in [*lines, *_closing(result, width)]) + "\n"
+    return "\n".join(line.replace(NBSP, " ").rstrip() for line in [*lines, *_closing(result, width)]) + "\n"
 
 
 def _bars(result: Result, width: int, colour: bool) -> list[str]:
@@ -63,7 +64,7 @@ def _bars(result: Result, width: int, colour: bool) -> list[str]:
             f"… {len(left)} more: computation {words.percent(min(busy))} to {words.percent(max(busy))}", width, "  "
         )
     names = words.ordered(p for part in parts.values() for p in part)
-    legend = [f"{glyph(c, 1, colour)}{words.NBSP}{words.look(c).name.replace(' ', words.NBSP)}" for c in names]
+    legend = [f"{glyph(c, 1, colour)}{NBSP}{words.look(c).name.replace(' ', NBSP)}" for c in names]
     each = "the trace" if words.unit(result) == "trace" else "the mean steady step"
     return [
         *lines,
@@ -120,12 +121,12 @@ def _findings(found: Sequence[Outcome], width: int, colour: bool) -> list[str]:
     """Number, rule, saving, speed-up; below them the title with its ranks, and the first thing to change."""
     paint = _paint if colour else _leave
     digits = len(str(len(found)))
-    column = max(columns(words.plain(o.id, 30)) for o in found)
+    column = max(columns(plain(o.id, 30)) for o in found)
     lines = []
     for number, outcome in enumerate(found, 1):
         start = f"  {number:>{digits}}  "
         figures = f"{words.saving(outcome):>10}  {words.speedup(outcome):>7}"
-        name = words.plain(outcome.id, 30)
+        name = plain(outcome.id, 30)
         if len(start) + column + 2 + len(figures) <= width:
             padding = " " * (column - columns(name) + 2)
             lines.append(start + paint(name, "1") + padding + paint(figures, "1;35"))
@@ -133,11 +134,11 @@ def _findings(found: Sequence[Outcome], width: int, colour: bool) -> list[str]:
             lines += [paint(line, "1") for line in wrap(name, width, start)]
             lines.append(paint(" " * len(start) + figures.strip(), "1;35"))
         where = words.ranks(outcome.ranks)
-        title = words.plain(outcome.title, 400)
+        title = plain(outcome.title, 400)
         indent = " " * len(start)
         lines += wrap(f"{title} ({where})" if where and where not in title.lower() else title, width, indent)
         if outcome.advice:
-            lines += wrap(words.plain(outcome.advice[0], 400).replace("`", ""), width, indent + "→ ", indent + "  ")
+            lines += wrap(plain(outcome.advice[0], 400).replace("`", ""), width, indent + "→ ", indent + "  ")
     return lines
 
 
@@ -150,7 +151,7 @@ def _closing(result: Result, width: int) -> list[str]:
     if by_state["not_measured"]:
         said.append(f"not measured: {len(by_state['not_measured'])} (the report says why)")
     if by_state["error"]:
-        said.append(f"errors: {', '.join(words.plain(o.id, 40) for o in by_state['error'])}")
+        said.append(f"errors: {', '.join(plain(o.id, 40) for o in by_state['error'])}")
     lines = ["", *wrap(" · ".join(said), width, "  ")] if said else []
     limits = words.limits(result)
     return [*lines, *wrap(limits, width, "  ")] if limits else lines

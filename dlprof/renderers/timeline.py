@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dlprof import units
+from dlprof.plain import plain
 from dlprof.renderers import words
 from dlprof.renderers.drawing import (
     CARD,
@@ -73,8 +74,7 @@ def timeline(evidence: Panel) -> Figure:
         "marker": {"color": colours, "line": {"color": CARD, "width": 0.5 if len(shown) <= 300 else 0}},
         "hoverinfo": "text",
         "hovertext": [
-            drawn(f"{words.plain(s.name, 90)} · {words.duration(s.dur)} · {words.look(s.category).name}", 180)
-            for s in shown
+            drawn(f"{plain(s.name, 90)} · {words.duration(s.dur)} · {words.look(s.category).name}", 180) for s in shown
         ],
         # About seven pixels a letter on a figure of 800: a name that does not fit is left to the pointer.
         "text": [drawn(s.name, 30) if s.dur / end * 110 > min(len(s.name), 30) else "" for s in shown],
@@ -114,7 +114,7 @@ def timeline(evidence: Panel) -> Figure:
     rows += [(label, "", "", "") for *_, label in arrows]
     table = replace(plain_table(("lane", "category", "spans", "together"), rows), numeric=(False, False, True, True))
     count = f"{words.counted(len(spans), 'span')} on {words.counted(len(lanes), 'lane')}"
-    label = f"Timeline: {words.plain(evidence.title, 160)}; {count} in {words.duration(end)}."
+    label = f"Timeline: {plain(evidence.title, 160)}; {count} in {words.duration(end)}."
     data = [trace, *([_heads(arrows, place, divisor)] if arrows else [])]
     return Figure("", label, {"data": data, "layout": arranged}, table, tuple(categories), note)
 
@@ -152,7 +152,7 @@ def _labels(lanes: Sequence[str]) -> tuple[list[str], list[float]]:
     """
     parts = [lane.partition(" · ") for lane in lanes]
     follows = [bool(rest) and i > 0 and parts[i - 1][0] == group for i, (group, _, rest) in enumerate(parts)]
-    labels = [words.plain(parts[i][2] if follows[i] else lane, 28) for i, lane in enumerate(lanes)]
+    labels = [plain(parts[i][2] if follows[i] else lane, 28) for i, lane in enumerate(lanes)]
     return labels, [i - 0.5 for i in range(1, len(lanes)) if not follows[i]] if any(follows) else []
 
 

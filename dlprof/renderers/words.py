@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 from dlprof import units
+from dlprof.plain import NBSP, plain
 from dlprof.result import CATEGORIES, Outcome, Result, TimePart
 from dlprof.units import MINUS, UNKNOWN, digits
-
-NBSP = "\u00a0"
 
 _QUALIFIED = re.compile(r"^void |(?:[A-Za-z_]\w*|\(anonymous namespace\))::")
 
@@ -126,31 +124,6 @@ def look(category: str) -> Category:
         return known
     other = LOOKS["other"]
     return Category(plain(category, 40) or other.name, other.meaning, other.light, other.dark, other.ansi, other.glyph)
-
-
-def plain(text: object, limit: int | None = None, *, keep: str = "") -> str:
-    r"""Give text that is safe to show: control characters, surrogates and marks that turn the direction of writing
-    appear as escapes (`\x1b`, `\u202e`), except those in `keep`; beyond `limit` characters it ends in an ellipsis.
-    """
-    whole = str(text)
-    if limit is not None and len(whole) > limit:
-        whole = whole[: limit - 1] + "…"
-    rest = whole.replace(NBSP, "")
-    for char in keep:
-        rest = rest.replace(char, "")
-    if rest.isprintable():  # nothing that _unsafe tells, nor anything unassigned
-        return whole
-    return "".join(c if c in keep or not _unsafe(c) else _escape(c) for c in whole)
-
-
-def _unsafe(char: str) -> bool:
-    # Cc: controls. Cf: bidirectional marks and other invisible characters. Cs: halves of characters that UTF-8 refuses.
-    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-
-
-def _escape(char: str) -> str:
-    code = ord(char)
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
 
 
 def duration(ns: float) -> str:

@@ -12,17 +12,23 @@ import gzip
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dlprof import redaction
 from dlprof.process import tied
 from dlprof.sampling import Host, RankHere
+
+# How py-spy writes the command of a process, before its threads or what it was started by.
+_COMMAND = re.compile(rb'(process \d+:")(.*?)(";(?=process \d+:"|thread \())')
 
 # The first burst is short, so that a job that dies young leaves something; later ones are long enough that py-spy's
 # start, which is most of its work, counts for little. The pauses grow: a job does the same for hours.
@@ -189,11 +195,21 @@ class _Spy:
         self._failures = 0
         if seen:
             burst: dict[str, Any] = {"start_ns": self._begun_ns, "end_ns": time.time_ns(), "rate": self._rate}
+            seen = _COMMAND.sub(_without_secrets, seen)
             member = gzip.compress(b"#" + json.dumps(burst).encode() + b"\n" + seen, 6)
             with self._file.open("ab") as file:
                 file.write(member)
         self._part.unlink(missing_ok=True)
         return ""
+
+
+@cache
+def _safe(command: bytes) -> bytes:
+    return redaction.text(command.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+
+
+def _without_secrets(found: re.Match[bytes]) -> bytes:
+    return found[1] + _safe(found[2]) + found[3]
 
 
 def _denied(said: str) -> str:

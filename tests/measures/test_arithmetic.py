@@ -9,6 +9,7 @@ from dlprof.diagnosis import diagnose
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures.arithmetic import allows_tf32, arithmetic, operator_flops
+from dlprof.plain import NBSP
 from dlprof.renderers import words
 from dlprof.run import open_run
 from tests import runs
@@ -44,7 +45,7 @@ def test_a_known_share_of_a_known_peak(tmp_path: Path) -> None:
     assert result.window is not None
     assert result.window.flops == 1.56e12
     assert result.window.mfu == pytest.approx(0.5)
-    assert words.steps(result).endswith(f" of 10.0{words.NBSP}ms · 50{words.NBSP}% MFU")
+    assert words.steps(result).endswith(f" of 10.0{NBSP}ms · 50{NBSP}% MFU")
 
 
 def test_each_precision_counts_against_its_own_peak(tmp_path: Path) -> None:

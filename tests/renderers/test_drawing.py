@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dlprof.plain import NBSP
 from dlprof.renderers import drawing, figures, words
 from dlprof.result import Panel
 
@@ -22,7 +23,7 @@ def test_long_tables_are_cut_with_a_word_and_cells_carry_units() -> None:
     assert len(table.rows) == drawing.ROWS
     assert table.note == "30 more rows are in result.json."
     assert table.columns == ("name", "mean", "x share", "n")
-    assert [c.replace(words.NBSP, " ") for c in table.rows[0]] == ["r0", "1.50 ms", "25 %", "2.05 kB"]
+    assert [c.replace(NBSP, " ") for c in table.rows[0]] == ["r0", "1.50 ms", "25 %", "2.05 kB"]
     assert table.numeric == (False, True, True, True)
 
 

@@ -14,7 +14,8 @@ import pytest
 from jinja2 import DictLoader, Environment
 from msgspec.structs import replace
 
-from dlprof.renderers import html, words
+from dlprof.plain import NBSP
+from dlprof.renderers import html
 from dlprof.result import CATEGORIES, Blame, Fact, Panel, Result, TimePart
 from tests.renderers import results
 
@@ -130,7 +131,7 @@ def test_every_figure_is_described_in_words(pages: dict[str, Page], name: str) -
 
 
 def test_the_page_says_what_the_result_says(pages: dict[str, Page]) -> None:
-    said = " ".join(pages["ddp"].text.replace(words.NBSP, " ").split())
+    said = " ".join(pages["ddp"].text.replace(NBSP, " ").split())
     result = results.ddp()
     assert said.index("31 % of each step waits for data on rank 1.") < said.index("214.6 ms")
     for outcome in result.outcomes:

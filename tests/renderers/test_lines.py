@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from dlprof.plain import NBSP
 from dlprof.renderers import figures, lines, words
 from dlprof.result import Panel
 
@@ -69,8 +70,8 @@ def test_a_first_step_that_dwarfs_all_others_is_cut_off_and_told() -> None:
     assert figure.spec["layout"]["yaxis"]["range"] == [0, 20]  # ms
     assert line["y"][0] == 9000
     assert mark["y"][0] < top
-    assert figure.note.replace(words.NBSP, " ") == "The axis ends at 20.0 ms: 1 point above it, the highest 9.00 s."
-    assert figure.table.rows[0][-1].replace(words.NBSP, " ") == "9.00 s"
+    assert figure.note.replace(NBSP, " ") == "The axis ends at 20.0 ms: 1 point above it, the highest 9.00 s."
+    assert figure.table.rows[0][-1].replace(NBSP, " ") == "9.00 s"
 
 
 def test_peaks_that_a_figure_has_room_for_and_other_units_are_not_cut() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from dlprof.plain import NBSP
 from dlprof.renderers import parts, words
 from dlprof.result import Blame, TimePart
 from tests.renderers import results
@@ -68,7 +69,7 @@ def test_the_device_table_starts_with_the_mean_and_its_parts_are_shares_of_the_s
     table = parts.device(results.ddp())
     assert table is not None
     assert [row[0] for row in table.rows] == ["mean", "0", "1", "2", "3"]
-    assert table.rows[2][3].replace(words.NBSP, " ").endswith("· 4.0 %")
+    assert table.rows[2][3].replace(NBSP, " ").endswith("· 4.0 %")
     assert parts.device(results.healthy()) is None
 
 
@@ -79,7 +80,7 @@ def test_who_is_waited_for_stands_with_what_made_it_late() -> None:
     assert figure.legend == ("computation", "input_wait")
     # Three of four ranks wait: the mean is theirs, as in the sentence above it.
     assert [t["x"] for t in figure.spec["data"]] == [pytest.approx([share * 214.6]) for share in (0.02, 0.26)]
-    assert [a["text"].replace(words.NBSP, " ") for a in figure.spec["layout"]["annotations"]] == ["3 ranks wait"]
+    assert [a["text"].replace(NBSP, " ") for a in figure.spec["layout"]["annotations"]] == ["3 ranks wait"]
     assert [row[0] for row in figure.table.rows] == ["rank 0", "rank 2", "rank 3"]
 
 

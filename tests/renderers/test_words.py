@@ -7,6 +7,7 @@ import math
 import pytest
 from msgspec.structs import replace
 
+from dlprof.plain import NBSP, plain
 from dlprof.renderers import words
 from dlprof.result import CATEGORIES, Forecast
 from tests.renderers import results
@@ -28,7 +29,7 @@ from tests.renderers.results import MS
     ],
 )
 def test_duration_takes_the_unit_that_suits_it(ns: float, written: str) -> None:
-    assert words.duration(ns).replace(words.NBSP, " ") == written
+    assert words.duration(ns).replace(NBSP, " ") == written
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def test_duration_takes_the_unit_that_suits_it(ns: float, written: str) -> None:
     [(0, "0 %"), (0.0001, "< 0.1 %"), (0.012, "1.2 %"), (0.314, "31 %"), (1, "100 %"), (math.inf, "—")],
 )
 def test_percent_keeps_a_digit_of_small_shares(share: float, written: str) -> None:
-    assert words.percent(share).replace(words.NBSP, " ") == written
+    assert words.percent(share).replace(NBSP, " ") == written
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_percent_keeps_a_digit_of_small_shares(share: float, written: str) -> No
     ],
 )
 def test_quantity_writes_known_units_in_multiples(value: float, unit: str, written: str) -> None:
-    assert words.quantity(value, unit).replace(words.NBSP, " ") == written
+    assert words.quantity(value, unit).replace(NBSP, " ") == written
 
 
 def test_ranks_join_runs() -> None:
@@ -67,10 +68,10 @@ def test_every_category_is_drawn_and_none_like_another() -> None:
 
 
 def test_plain_escapes_what_acts_and_keeps_what_is_written() -> None:
-    assert words.plain("a\x1b[31m\x00\u202eb\ud800\n") == "a\\x1b[31m\\x00\\u202eb\\ud800\\x0a"
-    assert words.plain("naïve – שלום 漢字 \u00a0") == "naïve – שלום 漢字 \u00a0"
-    assert words.plain("a\nb", keep="\n") == "a\nb"
-    assert words.plain("abcdef", 4) == "abc…"
+    assert plain("a\x1b[31m\x00\u202eb\ud800\n") == "a\\x1b[31m\\x00\\u202eb\\ud800\\x0a"
+    assert plain("naïve – שלום 漢字 \u00a0") == "naïve – שלום 漢字 \u00a0"
+    assert plain("a\nb", keep="\n") == "a\nb"
+    assert plain("abcdef", 4) == "abc…"
 
 
 def test_headline_is_the_verdict_of_the_dearest_finding_and_its_gain() -> None:
@@ -80,7 +81,7 @@ def test_headline_is_the_verdict_of_the_dearest_finding_and_its_gain() -> None:
 
 
 def test_findings_together_are_bounded_where_there_are_several() -> None:
-    said = words.together(results.ddp()).replace(words.NBSP, " ")
+    said = words.together(results.ddp()).replace(NBSP, " ")
     assert said == "All of these together: at most 1.79 × faster (−94.8 ms)."
     assert words.together(results.many()) == ""
     assert words.together(results.healthy()) == ""
@@ -101,7 +102,7 @@ def test_no_finding_is_told_before_a_larger_part_that_nobody_could_judge() -> No
     parts["input_wait"] = 1 - sum(parts.values())
     mute = results.outcome("queued_wait", "not_measured", "Queued work that waits", why="it is a graph")
     result = replace(result, time=results.time_of(0, 42.0, **parts), outcomes=(*result.outcomes, mute))
-    first, second = (text.replace(words.NBSP, " ") for text in words.headline(result))
+    first, second = (text.replace(NBSP, " ") for text in words.headline(result))
     assert first.endswith("of each step the device idles with work queued: it is a graph.")
     assert second.startswith("Beside that: 31 % of each step waits for data on rank 1.")
     # A smaller one does not come first.
@@ -116,7 +117,7 @@ def test_a_step_that_computes_nearly_all_of_the_time_says_so_before_a_finding() 
     small = replace(result.found[0], share=0.04)
     others = tuple(o for o in result.outcomes if o.state != "found")
     time = results.time_of(0, 42.0, computation=0.95, input_wait=0.05)
-    said = words.headline(replace(result, time=time, outcomes=(small, *others)))[0].replace(words.NBSP, " ")
+    said = words.headline(replace(result, time=time, outcomes=(small, *others)))[0].replace(NBSP, " ")
     assert said.startswith("Computation takes 95 % of each step. 31 % of each step waits")
 
 
@@ -132,7 +133,7 @@ def test_why_nothing_is_said_of_what_takes_most_of_the_step() -> None:
     late = replace(result, time=results.time_of(0, 42.0, **parts))
     mute = results.outcome("host_bound", "not_measured", "Waiting for the host", why="1 kernel a step")
     said = words.headline(replace(late, outcomes=(*result.outcomes, mute)))
-    assert said[0].replace(words.NBSP, " ") == "90 % of each step waits for the host: 1 kernel a step."
+    assert said[0].replace(NBSP, " ") == "90 % of each step waits for the host: 1 kernel a step."
     assert said[1] == words.headline(replace(result, outcomes=(*result.outcomes, mute)))[1]
     fine = words.headline(replace(result, outcomes=(*result.outcomes, mute)))
     assert "1 kernel a step" not in " ".join(fine)
@@ -140,22 +141,22 @@ def test_why_nothing_is_said_of_what_takes_most_of_the_step() -> None:
 
 def test_what_was_not_told_apart_is_not_named_as_what_takes_most() -> None:
     time = results.time_of(0, 42.0, other=0.7, copy=0.2, host=0.1)
-    said = words.headline(replace(results.healthy(), time=time))[0].replace(words.NBSP, " ")
+    said = words.headline(replace(results.healthy(), time=time))[0].replace(NBSP, " ")
     assert said == "70 % of each step is nothing that was told apart, and no more is known of it."
     alone = replace(results.healthy(), time=results.time_of(0, 42.0, other=1.0))
     untold = "100 % of each step is nothing that was told apart, and no more is known of it."
-    assert words.headline(alone)[0].replace(words.NBSP, " ") == untold
+    assert words.headline(alone)[0].replace(NBSP, " ") == untold
 
 
 def test_how_far_traced_steps_stand_for_the_job() -> None:
     result = results.ddp()
     window = result.window
     assert window is not None
-    assert words.limits(result).replace(words.NBSP, " ") == "5 traced steps took 1.04 × as long as the others"
+    assert words.limits(result).replace(NBSP, " ") == "5 traced steps took 1.04 × as long as the others"
     assert words.limits(replace(result, window=replace(window, overhead=None))) == ""
     traced = replace(result, window=replace(window, overhead=None, source="trace"))
     assert words.limits(traced).startswith("every step was traced")
-    assert words.headline(traced)[1].replace(words.NBSP, " ") == "Fixing it would make the traced steps 1.44 × faster."
+    assert words.headline(traced)[1].replace(NBSP, " ") == "Fixing it would make the traced steps 1.44 × faster."
     one = replace(result, window=replace(window, overhead=None, source="trace", steps=1))
     assert words.limits(one).startswith("the one step was traced")
     whole = replace(result, window=replace(window, overhead=None, source="trace", unit="trace"))
@@ -220,7 +221,7 @@ def test_the_setting_that_a_saving_was_predicted_for_is_its_remedy() -> None:
 
     def gain(*forecasts: Forecast, advice: str = first.advice[0]) -> str:
         told = replace(first, forecasts=forecasts, advice=(advice,))
-        return words.headline(replace(result, outcomes=(told, *result.outcomes[1:])))[1].replace(words.NBSP, " ")
+        return words.headline(replace(result, outcomes=(told, *result.outcomes[1:])))[1].replace(NBSP, " ")
 
     near = Forecast("num_workers", "6", step - 1.05 * first.saving_ns)
     assert gain(near) == "num_workers=6 would make this job 1.44 × faster."
@@ -234,7 +235,7 @@ def test_the_setting_that_a_saving_was_predicted_for_is_its_remedy() -> None:
 
 def test_the_noise_of_a_saving_is_twice_its_standard_error_where_it_is_known() -> None:
     first = results.ddp().found[0]
-    assert words.noise(replace(first, noise_ns=1.5 * MS)).replace(words.NBSP, " ") == "± 3.00 ms"
+    assert words.noise(replace(first, noise_ns=1.5 * MS)).replace(NBSP, " ") == "± 3.00 ms"
     for unknown in (0.0, math.nan, math.inf):
         assert words.noise(replace(first, noise_ns=unknown)) == ""
     assert words.noise(replace(first, noise_ns=1.5 * MS, scope="risk", saving_ns=0.0)) == ""

@@ -1,0 +1,34 @@
+"""Writes a file whole or not at all, under a name that nobody can have foreseen.
+
+A folder may come from a stranger, with links in it that lead to the reader's own files. What is made here is new,
+and a link that has the final name is replaced, not followed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Give an empty file to write into, which then takes the place of `path`; none is left where something is raised.
+
+    Raises OSError where the folder takes no file.
+    """
+    part = path.with_name(f".{path.name[:64]}.{os.urandom(8).hex()}.tmp")
+    os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
+    try:
+        yield part
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def write(path: Path, text: str) -> None:
+    """Write a text as UTF-8: a reader never sees half of it. Raises OSError where the disk does not take it."""
+    with whole(path) as part:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -1,0 +1,51 @@
+"""A result that can be shown to anybody: without the names of users and hosts, and without where files lie."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from dlprof.result import Result, from_json, to_json
+
+# A path from the root, or from somebody's home: its last part stays.
+_FOLDERS = re.compile(r"(?<![\w./:~])~?(?:/[^\s/'\":,;()<>|\[\]]+)+/")
+_HOMES = re.compile(r"/(?:home|Users)/([^\s/'\":,;()<>|]+)")
+# Names that tell nobody's.
+_NOBODY = frozenset(("root", "user", "ubuntu", "localhost"))
+
+
+def shareable(result: Result) -> Result:
+    """Return the same result with other names: host 1, host 2, …, user, and … for the folders of a path."""
+    data = to_json(result)
+    users = set(_HOMES.findall(json.dumps(data, ensure_ascii=False)))
+    with suppress(KeyError, OSError):  # whoever reads is often whoever ran it
+        users.add(getpass.getuser())
+    names = dict.fromkeys(users - _NOBODY, "user")
+    hosts = dict.fromkeys(host for host in result.run.hosts if host not in _NOBODY)
+    names |= {host: f"host{number}" for number, host in enumerate(hosts, 1)}
+    longest = sorted(names, key=len, reverse=True)
+    # A host's domain goes with it.
+    known = (
+        re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, longest))})(?:\.[a-z][\w.-]*)?(?![\w-])") if names else None
+    )
+
+    def renamed(text: str) -> str:
+        text = _FOLDERS.sub("…/", text)
+        return known.sub(lambda found: names[found[1]], text) if known else text
+
+    return from_json(_each(data, renamed))
+
+
+def _each(data: Any, change: Callable[[str], str]) -> Any:
+    """Change every text; the names of fields stay."""
+    if isinstance(data, str):
+        return change(data)
+    if isinstance(data, dict):
+        return {key: _each(value, change) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_each(value, change) for value in data]
+    return data

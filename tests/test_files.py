@@ -1,0 +1,40 @@
+"""Files are written whole, and never through a link that somebody has laid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dlprof.files import whole, write
+
+
+def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "report.html").symlink_to(precious)
+    write(tmp_path / "report.html", "page")
+    assert (precious.read_text(), (tmp_path / "report.html").read_text()) == ("mine", "page")
+    assert not (tmp_path / "report.html").is_symlink()
+
+
+def test_names_of_unfinished_files_cannot_be_foreseen(tmp_path: Path) -> None:
+    seen = set()
+    for _ in range(3):
+        with whole(tmp_path / "run.json") as part:
+            seen.add(part.name)
+    assert len(seen) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path / "run.json", "old")
+
+    def fails() -> None:
+        with whole(tmp_path / "run.json") as part:
+            part.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("run.json", "old")]
