@@ -290,6 +290,18 @@ def to_json(result: Result) -> dict[str, Any]:
     return {"format": FORMAT, "saving": SAVING, **plain(result)}
 
 
+# What no figure of a result comes near to, in ns, bytes or operations; sums and squares of it are still numbers.
+_ABSURD = 1e30
+
+
+def _sane(data: Any) -> bool:
+    if isinstance(data, int | float):
+        return abs(data) < _ABSURD  # False for NaN
+    if isinstance(data, Mapping):
+        return all(map(_sane, data.values()))
+    return not isinstance(data, list | tuple) or all(map(_sane, data))
+
+
 def from_json(data: Any) -> Result:
     """Make a result from the plain data of result.json; raise DlprofError where it is none, or of another format."""
     if not isinstance(data, Mapping):
@@ -298,6 +310,8 @@ def from_json(data: Any) -> Result:
         raise DlprofError(
             f"result.json has format {data.get('format')!r}; this dlprof reads format {FORMAT}: upgrade it"
         )
+    if not _sane(data):
+        raise DlprofError("result.json is not a dlprof result: it holds a figure that nothing can have")
     missing = [name for name in Result.__struct_fields__ if name not in data and name not in _LATER]
     if missing:
         raise DlprofError(f"result.json is not a dlprof result: without {', '.join(missing)}")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
 from dlprof.commands import no_limits, say
 from dlprof.errors import DlprofError
@@ -61,6 +60,8 @@ def compare(a: Path, b: Path, out: Path | None, form: str, jobs: int | None, sho
 
 def _result(path: Path, jobs: int | None, quiet: bool) -> Result:
     """Give the result of a run or of traces, or the one that a file result.json holds."""
+    import msgspec
+
     from dlprof.commands.report import analyse
     from dlprof.progress import Progress
     from dlprof.result import from_json

@@ -44,10 +44,11 @@ def idle(rank: RankData) -> Idle:
 
 
 def _idle(rank: RankData) -> Idle:
+    busy = device.device_sets(rank).busy
     spans = rank.table("spans")
     start = spans["start_ns"].to_numpy()
     begin, end = int(start[0]), int((start + spans["dur_ns"].to_numpy()).max())
-    gaps = iv.subtract(np.array([[begin, end]], dtype=np.int64), device.device_sets(rank).busy)
+    gaps = iv.subtract(np.array([[begin, end]], dtype=np.int64), busy)
     row = first_after(rank, gaps)
     found = launches(rank)
     returned = np.where(row >= 0, found.returned[np.maximum(row, 0)], UNKNOWN)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from dlprof import tables
+from dlprof import opening, tables
 from dlprof.errors import DlprofError
-from dlprof.readers import logs, steps
+from dlprof.readers import steps
 
 
 def line(number: int, **fields: Any) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def test_rows_are_in_order_of_time(tmp_path: Path) -> None:
 
 
 def test_a_file_of_many_blocks_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "_READ_BYTES", 100)
+    monkeypatch.setattr(opening, "_BATCH", 100)
     path = write(tmp_path / "steps.jsonl", *[line(i) for i in range(200)])
     assert steps.read(path).tables["steps"]["step"].to_list() == list(range(200))
 
