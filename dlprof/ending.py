@@ -10,9 +10,11 @@ The same thread looks after the steps of a rank that makes none any more: what i
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import _thread
 import contextlib
 import ctypes
 import fcntl
+import functools
 import os
 import resource
 import select
@@ -92,8 +94,9 @@ class Ending:
         with contextlib.suppress(OSError, ValueError):  # not the main thread: a SIGTERM ends the process at once
             if _signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and _takes(self._handler):
                 self._listen()
+        # None of threading's: a script that waits for all threads that it finds there would wait for ever.
         with contextlib.suppress(RuntimeError):  # no thread more is allowed here
-            threading.Thread(target=self._look_after, name="dlprof", daemon=True).start()
+            _thread.start_new_thread(self._look_after, ())
 
     def finished(self) -> None:
         """End by the signal that came while the files were being written, if one did."""
@@ -128,15 +131,12 @@ class Ending:
 
     def _terminated(self, number: int, _: FrameType | None) -> None:
         self._begun.set()
+        # A scheduler signals the whole job, and so does the launcher that it signalled: files first.
         thread, since = self._recording.stopping
-        left = _PATIENCE_NS - (perf_counter_ns() - since)
-        if thread and left > 0:
-            # A scheduler signals the whole job, and so does the launcher that it signalled: files first.
-            if thread == get_ident():
-                self._due = number
-                return
-            self._recording.wait(left / 1e9)
-        else:
+        if thread == get_ident() and perf_counter_ns() - since < _PATIENCE_NS:
+            self._due = number
+            return
+        if not self._waited():
             self._recording.stop(f"signal {number}")
         _die(number)
 
@@ -151,8 +151,10 @@ class Ending:
             elif file_of(listening[0]) != self._files[0]:
                 poll.unregister(listening[0])  # the script has closed it: what has its number now is not ours to read
                 listening = None
-            elif signal.SIGTERM in os.read(listening[0], 4096):
-                self._see_to_the_end()
+            else:
+                with contextlib.suppress(BlockingIOError):
+                    if signal.SIGTERM in os.read(listening[0], 4096):
+                        self._see_to_the_end()
 
     def _see_to_the_end(self) -> None:
         """Where the handler is still ours and does not begin, leave the files and let the signal end the process."""
@@ -160,12 +162,22 @@ class Ending:
             return
         if self._begun.wait(_BEGINS_TRACED_S if self._recording.traced else _BEGINS_S):
             return
-        ended = f"signal {int(signal.SIGTERM)}"
-        leaving = threading.Thread(target=self._recording.stop, args=(ended,), kwargs={"at_once": True}, daemon=True)
-        with contextlib.suppress(RuntimeError):
-            leaving.start()
-            leaving.join(_LEAVES_S)
+        if not self._waited():
+            ended = f"signal {int(signal.SIGTERM)}"
+            leave = functools.partial(self._recording.stop, ended, at_once=True)
+            leaving = threading.Thread(target=leave, daemon=True)
+            with contextlib.suppress(RuntimeError):
+                leaving.start()
+                leaving.join(_LEAVES_S)
         _die(signal.SIGTERM)
+
+    def _waited(self) -> bool:
+        """Wait where another thread writes the files right now, as at the end of the script; tell whether one did."""
+        thread, since = self._recording.stopping
+        left = _PATIENCE_NS - (perf_counter_ns() - since)
+        if thread and left > 0:
+            self._recording.wait(left / 1e9)
+        return bool(thread)
 
 
 def _takes(handler: _Default) -> bool:
@@ -175,7 +187,8 @@ def _takes(handler: _Default) -> bool:
 
 
 def _high(fd: int) -> int:
-    limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _HIGHEST)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limit = min(limit, _HIGHEST) if limit != resource.RLIM_INFINITY else _HIGHEST
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(limit - _BELOW_LIMIT, 3))
     finally:

@@ -110,7 +110,7 @@ def test_a_script_finds_the_handlers_that_it_finds_without_us(tmp_path: Path, wr
         print(signal.signal(signal.SIGTERM, before) is theirs)
         """,
     )
-    command = [sys.executable, chains]
+    command = [sys.executable, str(chains)]
     done = launch(wrapped(tmp_path / "run", command) if wraps else command, tmp_path)
     assert done.returncode == 0
     assert done.stdout.replace("Handlers.SIG_DFL", "0") == "0 True\n0 False\ntheirs\nTrue\n"
@@ -178,3 +178,23 @@ def test_whoever_kills_what_he_started_kills_the_job(tmp_path: Path) -> None:
     assert until(lambda: not words(rank))
     assert facts(tmp_path / "run/ranks/00000")["ended"] == f"signal {int(signal.SIGTERM)}"
     assert len(rows(tmp_path / "run/ranks/00000")) >= 25
+
+
+def test_a_sigterm_waits_for_the_files_that_the_end_of_the_script_leaves(tmp_path: Path) -> None:
+    # The export of a large trace is in C: the thread must not take it for a collective that hangs.
+    ends = script(
+        tmp_path,
+        """
+        import pathlib
+        def late():
+            while not pathlib.Path("run/ranks/00000/trace.json.tmp").exists():
+                time.sleep(0.0005)
+            os.kill(os.getpid(), signal.SIGTERM)
+        threading.Thread(target=late, daemon=True).start()
+        train(600)
+        """,
+    )
+    done = launch(wrapped(tmp_path / "run", [sys.executable, ends], "--window", "2,1,1000000"), tmp_path)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert facts(tmp_path / "run/ranks/00000")["window"]["state"] == "partial"
+    assert (tmp_path / "run/ranks/00000/trace.json.gz").exists()

@@ -63,8 +63,8 @@ def whole_run(folder: Path) -> Path:
     }
     made = traces.training()
     run = runs.recorded(folder, (made, steps, facts), (made, steps, facts), stalls=[stalls, stalls], hosts=[HOST])
-    for rank in range(2):
-        runs.loading(run, rank, step=100 * MS, wait=30 * MS, fetch=90 * MS, cpu=50 * MS, n=40, workers=2)
+    for number in range(2):
+        runs.loading(run, number, step=100 * MS, wait=30 * MS, fetch=90 * MS, cpu=50 * MS, n=40, workers=2)
     rank = run / "ranks/00000"
     memory = {"at_ns": at, "step": 1, "allocated_bytes": 10, "reserved_bytes": 20, "retries": 0, "ooms": 0}
     (rank / "memory.jsonl").write_text(lines(*({**memory, "at_ns": at + n * MS, "step": n} for n in range(30))))

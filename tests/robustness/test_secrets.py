@@ -44,7 +44,7 @@ def test_secrets_of_the_command_and_the_environment_reach_nothing(tmp_path: Path
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [
-        *(sys.executable, script, "--password", SECRETS[0], f"--api-key={SECRETS[1]}"),
+        *(sys.executable, str(script), "--password", SECRETS[0], f"--api-key={SECRETS[1]}"),
         *("--data", f"https://me:{SECRETS[2]}@host/data", "--lr", "0.125"),
     ]
     env = environment(NCCL_PSK=SECRETS[3], TORCHX_PAT=SECRETS[4], TORCH_PROXY=SECRETS[5], NCCL_ALGO="Ring")
