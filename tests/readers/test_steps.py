@@ -103,3 +103,21 @@ def test_what_is_no_log_of_steps_is_refused(tmp_path: Path) -> None:
         steps.read(tmp_path / "none.jsonl")
     with pytest.raises(DlprofError, match="a folder"):
         steps.read(tmp_path)
+
+
+def test_a_step_that_was_saved_before_its_device_time_was_known_counts_once(tmp_path: Path) -> None:
+    def line(step: int, device: int, **more: int) -> str:
+        return json.dumps({"step": step, "start_ns": 100 * step, "dur_ns": 100, "device_ns": device, **more}) + "\n"
+
+    early = [line(step, -1, outstanding=1) for step in (1, 2)]
+    log = tmp_path / "steps.jsonl"
+    # The job hung there, and was killed.
+    log.write_text("".join((line(0, 50), *early)))
+    assert steps.read(log).tables["steps"]["device_ns"].tolist() == [50, -1, -1]
+    # It went on: both were written again, and a third one hangs.
+    log.write_text("".join((line(0, 50), *early, line(1, 51), line(2, 52), line(3, -1, outstanding=1))))
+    assert steps.read(log).tables["steps"]["device_ns"].tolist() == [50, 51, 52, -1]
+    # Short steps share a line.
+    log.write_text("".join((line(0, 50), *early, line(1, 103, steps=2, dur_ns=200))))
+    frame = steps.read(log).tables["steps"]
+    assert (frame["step"].tolist(), frame["device_ns"].sum()) == ([0, 1, 2], 153)
