@@ -33,7 +33,7 @@ def _hello(run, line):
     host = os.uname().nodename
     folder = os.path.join(run, "hosts", host)
     os.makedirs(folder, exist_ok=True)
-    fd = os.open(os.path.join(folder, "hello.jsonl"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    fd = os.open(os.path.join(folder, "hello.jsonl"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         os.write(fd, line.encode())
     finally:

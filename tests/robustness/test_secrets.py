@@ -58,5 +58,7 @@ def test_secrets_of_the_command_and_the_environment_reach_nothing(tmp_path: Path
     # What is no secret is there: the test looks where it should.
     for word in (b"0.125", b"NCCL_ALGO", b"[redacted]"):
         assert word in said
-    if (run / "ranks/00000/stacks.gz").exists():
-        assert b"train.py" in said
+    if (run / "ranks/00000/stacks.txt.gz").exists():
+        told = held(run / "ranks/00000")
+        assert b"process " in told
+        assert b"--password [redacted]" in told
