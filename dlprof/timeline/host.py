@@ -139,14 +139,21 @@ def outermost(spans: pd.DataFrame) -> pd.DataFrame:
     return spans[np.concatenate(([True], start[1:] >= reach[:-1]))]
 
 
+# Python's own stack is a thousand calls deep at most; those of a trace with stacks are a hundred.
+MOST_DEEP = 256
+
+
 def parents(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
     """Give of nested intervals, in order of start and the longer first, the one around each; -1: none is.
 
-    One pass for each level of nesting: calls are a few levels deep, and there are many of them.
+    One pass for each level of nesting: calls are a few levels deep, and there are many of them. What lies deeper than
+    MOST_DEEP counts to the one at that depth: a file may hold millions of spans that are all the same.
     """
     parent = np.full(len(start), -1, dtype=np.int64)
     todo = np.arange(len(start))
-    while len(todo):
+    for _ in range(MOST_DEEP):
+        if not len(todo):
+            break
         begin = start[todo]
         reach = np.maximum.accumulate(end[todo])
         outer = np.concatenate(([True], begin[1:] >= reach[:-1]))

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dlprof.timeline import host
@@ -37,3 +38,10 @@ def test_nested_spans_are_not_outermost(tmp_path: Path) -> None:
     made = traces.trace(traces.op("outer", 0, 100_000), traces.op("inner", 0, 50_000), traces.op("next", 100_000, 10))
     found = host.outermost(host.on_training_thread(runs.rank_of(tmp_path, made)))
     assert list(found["name"].astype(str)) == ["outer", "next"]
+
+
+def test_spans_that_are_all_the_same_do_not_take_a_pass_each() -> None:
+    many = np.zeros(2_000_000, dtype=np.int64)
+    found = host.parents(many, many + 1)
+    assert found[: host.MOST_DEEP].tolist() == list(range(-1, host.MOST_DEEP - 1))
+    assert (found[host.MOST_DEEP :] == host.MOST_DEEP - 1).all()
