@@ -46,7 +46,7 @@ class Log:
 
 def _open(path: Path, create: int) -> int:
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | create, 0o666)
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | create, 0o666)
     except FileNotFoundError:
         raise OSError("the run folder was deleted") from None
     if fd > 2:
