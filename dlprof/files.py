@@ -1,7 +1,7 @@
-"""Writes a file whole or not at all, under a name that nobody can have foreseen.
+"""Writes a file whole or not at all, under a random temporary name.
 
-A folder may come from a stranger, with links in it that lead to the reader's own files. What is made here is new,
-and a link that has the final name is replaced, not followed.
+A folder may come from a stranger and hold links to the reader's own files. The temporary file is always created anew,
+and a link at the final name is replaced, not followed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Give an empty file to write into, which then takes the place of `path`; none is left where something is raised.
+    """Return an empty file to write into, which then replaces `path`; nothing is left of it where something is raised.
 
     Raises OSError where the folder takes no file.
     """
@@ -23,9 +23,8 @@ def whole(path: Path) -> Iterator[Path]:
     try:
         yield part
         part.replace(path)
-    except BaseException:
+    finally:
         part.unlink(missing_ok=True)
-        raise
 
 
 def write(path: Path, text: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -321,3 +323,22 @@ def test_a_caller_with_threads_gets_processes_that_share_none_of_them(job: Run) 
         idle.set()
         other.join()
     assert frame.equals(engine.measure(job, [device_time], jobs=1).frame(device_time))
+
+
+def test_a_rank_leaves_no_tables_behind(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a measure raises holds its rank by its traceback: without a collection it must be gone all the same."""
+    seen: list[weakref.ref[RankData]] = []
+
+    def read(rank: Rank) -> RankData:
+        data = RankData(rank)
+        seen.append(weakref.ref(data))
+        return data
+
+    monkeypatch.setattr(engine, "RankData", read)
+    gc.disable()
+    try:
+        answer = engine.measure_rank(job.ranks[0], (rows, silent, broken))
+        assert isinstance(answer.answers["silent"], NotMeasured)
+        assert [ref() for ref in seen] == [None]
+    finally:
+        gc.enable()

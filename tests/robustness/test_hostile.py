@@ -178,32 +178,24 @@ def test_the_sound_run_is_read_without_a_warning(sound: Path) -> None:
     assert [text for text in result.run.warnings if not text.startswith(expected)] == []
 
 
-def check_one(sound: Path, folder: Path, seed: int, how: Callable[[bytes, random.Random], bytes]) -> None:
-    at = random.Random(seed)
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(sound, folder)
-    path = at.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
-    written(path, how(unpacked(path), at))
-    diagnosed(folder)
-
-
 SLOWLY = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("how", [in_its_json, in_its_bytes])
 @settings(SLOWLY, max_examples=300)
 @given(seed=st.integers(0, 2**32))
-def test_no_value_that_is_another_breaks_a_diagnosis(sound: Path, tmp_path: Path, seed: int) -> None:
-    check_one(sound, tmp_path / "run", seed, in_its_json)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@settings(SLOWLY, max_examples=300)
-@given(seed=st.integers(0, 2**32))
-def test_no_damage_to_a_file_breaks_a_diagnosis(sound: Path, tmp_path: Path, seed: int) -> None:
-    check_one(sound, tmp_path / "run", seed, in_its_bytes)
+def test_no_damage_to_a_file_breaks_a_diagnosis(
+    sound: Path, tmp_path: Path, how: Callable[[bytes, random.Random], bytes], seed: int
+) -> None:
+    at = random.Random(seed)
+    run = tmp_path / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.copytree(sound, run)
+    path = at.choice(sorted(path for path in run.rglob("*") if path.is_file()))
+    written(path, how(unpacked(path), at))
+    diagnosed(run)
 
 
 @pytest.mark.slow
@@ -221,8 +213,8 @@ def test_no_result_of_a_stranger_breaks_a_comparison(seed: int, name: str) -> No
         return
     for a, b in ((result, sane), (sane, result)):
         told = comparison.compare(a, b)
-        compare_text.render(told, 88, False)
-        compare_page.render(told)
+        assert "\x1b" not in compare_text.render(told, 88, False)
+        assert "\x1b" not in compare_page.render(told)
 
 
 @pytest.mark.parametrize("raw", RAW)

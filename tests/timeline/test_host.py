@@ -40,8 +40,8 @@ def test_nested_spans_are_not_outermost(tmp_path: Path) -> None:
     assert list(found["name"].astype(str)) == ["outer", "next"]
 
 
-def test_spans_that_are_all_the_same_do_not_take_a_pass_each() -> None:
-    many = np.zeros(2_000_000, dtype=np.int64)
+def test_nesting_is_looked_for_to_a_depth() -> None:
+    many = np.zeros(20_000, dtype=np.int64)
     found = host.parents(many, many + 1)
     assert found[: host.MOST_DEEP].tolist() == list(range(-1, host.MOST_DEEP - 1))
     assert (found[host.MOST_DEEP :] == host.MOST_DEEP - 1).all()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dlprof import intervals as iv
 from dlprof.errors import NotMeasured
-from dlprof.timeline.replay import replay_of
+from dlprof.timeline.replay import Replay, replay_of
 from tests import runs, traces
 from tests.runs import MS
 
@@ -111,6 +114,88 @@ def test_work_without_a_launch_keeps_its_place(tmp_path: Path) -> None:
     replay = replay_of(runs.rank_of(tmp_path, made))
     assert replay.step_ns() == pytest.approx(1.5 * MS)
     assert replay.step_ns(durations=replay.durations // 2) == pytest.approx(1.0 * MS, rel=0.001)
+
+
+def crowded(at: random.Random) -> dict[str, Any]:
+    """Make steps on three streams that wait for each other, with waits of the host between them."""
+    events: list[Any] = []
+    host, free, number = 0, {7: 0, 9: 0, 11: 0}, 0
+    for n in range(4):
+        begin = host
+        for _ in range(at.randrange(5, 30)):
+            number += 1
+            stream = at.choice((7, 7, 7, 9, 11))
+            other = at.choice(list(free.values())) if at.random() < 0.3 else 0
+            start = max(host + at.randrange(5_000, 9_000), free[stream] + at.randrange(900, 3_000), other + 500)
+            dur = at.randrange(2_000, 90_000)
+            events += traces.launched(f"kernel{at.randrange(4)}", host, start, dur, number, stream=stream)
+            free[stream] = start + dur
+            host += at.randrange(6_000, 40_000)
+            if at.random() < 0.1:
+                number += 1
+                end = max(*free.values(), host + 30_000) + 1_000
+                events.append(traces.call("cudaDeviceSynchronize", host, end - host, number))
+                host = end + 1_000
+        events.append(traces.step(n, begin, host - begin))
+    return traces.trace(*events, world_size=1)
+
+
+def piece_by_piece(
+    replay: Replay, durations: Any, gap_ns: int | None, free: frozenset[int], at_once: set[int]
+) -> float:
+    """Replay without runs: what the model says of each piece of work, one after the other."""
+    ended: dict[int, int] = {}
+    streams = dict.fromkeys(replay._stream.tolist(), -(1 << 62)) | replay._before
+    base, shift, boundaries = replay.begin, 0, []
+    for _ in range(2):
+        shifts = [shift]
+        for waits, i in enumerate([*replay._wait_order, -1]):
+            for row in np.flatnonzero(replay._until == waits).tolist():
+                on, gap = int(replay._stream[row]), int(replay._gap[row])
+                starts = [
+                    streams[on] + (gap if gap_ns is None else min(gap, gap_ns)),
+                    int(replay._called[row] + replay._latency[row]) + shifts[replay._waited[row]],
+                ]
+                if replay._needs[row] >= 0 and row not in at_once:
+                    starts.append(ended[int(replay._needs[row])] + int(replay._needs_gap[row]))
+                ended[row] = max(starts)
+                if durations[row] >= 0:
+                    rest = 0 if row in at_once else int(replay._residual[row])
+                    ended[row] = streams[on] = max(starts) + rest + int(durations[row])
+            if i < 0:
+                continue
+            wait = replay.waits[i]
+            until = wait.begin + shift + min(wait.end - wait.begin, 20_000)
+            if i not in free:
+                if wait.row < 0:
+                    until = max(until, base + wait.end - replay.begin)
+                else:
+                    began = int(replay._start[wait.row])
+                    done = max(streams.values()) if wait.everything else ended[wait.row]
+                    late = done - began - int(replay.durations[wait.row])
+                    if wait.from_start:
+                        late = ended[wait.row] - max(int(durations[wait.row]), 0) - began
+                    until = max(until, wait.end + late)
+            shift = until - wait.end
+            shifts.append(shift)
+        base = max(streams[replay._main], replay.host[1] + shift)
+        boundaries.append(base)
+        shift += replay.host[1] - replay.host[0]
+    return (boundaries[1] - boundaries[0]) / replay.steps
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32))
+def test_runs_of_work_say_exactly_what_its_pieces_say(tmp_path: Path, seed: int) -> None:
+    at = random.Random(seed)
+    replay = replay_of(runs.rank_of(tmp_path, crowded(at)))
+    n = len(replay.rows)
+    durations = np.array([at.choice((-1, d, d, d // 3, 2 * d)) for d in replay.durations.tolist()], dtype=np.int64)
+    free = frozenset(i for i in range(len(replay.waits)) if at.random() < 0.3)
+    at_once = {i for i in range(n) if at.random() < 0.1}
+    gap = at.choice((None, 0, 1_000))
+    told = replay.step_ns(durations=durations, free=sorted(free), gap_ns=gap, at_once=sorted(at_once))
+    assert told == piece_by_piece(replay, durations, gap, free, at_once)
 
 
 def test_what_cannot_be_replayed_says_so(tmp_path: Path) -> None:
