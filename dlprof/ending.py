@@ -1,10 +1,10 @@
-"""Lets a process that is told to end leave its recording first, and end as soon as it would without us.
+"""Writes the recording when a process gets SIGTERM, and ends the process about as fast as without dlprof.
 
-Python runs a signal's handler in the main thread, once that is back from C; a rank that waits in a collective for
-another one never is. So a thread hears of the signal too, through the descriptor that Python's own handler in C writes
-to. Where ours does not begin in a moment, the thread leaves the files, and the signal then ends the process.
+Python runs a signal handler in the main thread, after it returns from C. A rank that is blocked in a collective may
+never return. So a thread also hears of the signal, through the descriptor that Python's C handler writes to
+(`signal.set_wakeup_fd`). If the handler does not start in time, the thread writes the files and ends the process.
 
-The same thread looks after the steps of a rank that makes none any more: what it holds in memory goes to the disk.
+The same thread writes the steps that a hung rank still has in memory.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from typing import Protocol
 
 from dlprof.log import file_of
 
-# How long the main thread may take to begin: it is back from C far sooner where it runs Python. With a trace that only
-# it can close it gets longer, for one step may be in C as long as that.
+# How long the main thread may take to start the handler. It gets longer while a trace is open: only the main thread can
+# close it, and a step may spend that long in C.
 _BEGINS_S, _BEGINS_TRACED_S = 0.25, 1.0
 
-# How long the thread may take to leave the files: what hangs the main thread, as a device may, could hang it too.
+# How long the thread may take to write the files: a hung device could block it as well.
 _LEAVES_S = 2.0
 
 _PATIENCE_NS = 5_000_000_000  # that a second signal waits for what the first has begun to write
 
 _SAVES_EVERY_S = 0.5
 
-# Our descriptors lie so far below the limit: the kernel gives the lowest that is free, so that whoever closes what he
-# never opened, as daemons do, does not get ours for a file of his own.
+# Our descriptors lie this far below the limit. The kernel hands out the lowest free number, so a script that closes
+# descriptors it did not open, as daemons do, does not get these numbers for its own files.
 _BELOW_LIMIT, _HIGHEST = 16, 1 << 10
 
 
 class Recording(Protocol):
-    """What is to be left: a Recorder."""
+    """The part of a Recorder that this module uses."""
 
     @property
     def traced(self) -> bool:
@@ -53,22 +53,22 @@ class Recording(Protocol):
 
     @property
     def stopping(self) -> tuple[int, int]:
-        """The thread that writes the files right now and since when, perf_counter ns; zeros where nobody does."""
+        """The thread that is writing the files, and since when (perf_counter, ns); zeros if none is."""
 
     def stop(self, ended: str, *, at_once: bool = False) -> None:
-        """Leave all files; `at_once`: from any thread, without waiting for the one that trains."""
+        """Write all files; `at_once`: from any thread, without waiting for the training thread."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the files are there, and tell whether they are."""
+        """Wait for the files to be written, and return whether they are."""
 
     def save(self) -> None:
-        """Bring the steps that have ended to the disk."""
+        """Write the steps that have ended."""
 
 
 class _Default(int):
-    """A handler that `signal.getsignal` and `signal.signal` tell as SIG_DFL, which is what a script finds without us.
+    """A handler that `signal.getsignal` and `signal.signal` show as SIG_DFL, which a script sees without dlprof.
 
-    They look a handler up by its value, and this is an int of SIG_DFL's; the C module beneath takes what can be called.
+    They look handlers up by value, and this is an int with SIG_DFL's value. The C module below accepts any callable.
     """
 
     handle: Callable[[int, FrameType | None], None]
@@ -90,25 +90,25 @@ class Ending:
         self._files: tuple[object, object] = (None, None)
 
     def start(self) -> None:
-        """Take SIGTERM where nobody has, and begin to look after the steps; in the main thread, if that trains."""
+        """Install the handler, unless the script has one, and start the thread. Call it on the training thread."""
         with contextlib.suppress(OSError, ValueError):  # not the main thread: a SIGTERM ends the process at once
             if _signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and _takes(self._handler):
                 self._listen()
-        # None of threading's: a script that waits for all threads that it finds there would wait for ever.
+        # Not a threading.Thread: a script that joins all threads in threading.enumerate() would wait forever.
         with contextlib.suppress(RuntimeError):  # no thread more is allowed here
             _thread.start_new_thread(self._look_after, ())
 
     def finished(self) -> None:
-        """End by the signal that came while the files were being written, if one did."""
+        """End the process if a signal came while the files were being written."""
         if self._due:
             _die(self._due)
 
     def forked(self) -> None:
-        """Leave a fork's child as it would be without us."""
+        """Undo everything in a forked child."""
         if _signal.getsignal(signal.SIGTERM) is self._handler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._pipe is not None:
-            # Or the child's signals would be told to the parent.
+            # Otherwise the parent would hear of the child's signals.
             with contextlib.suppress(ValueError):
                 theirs = signal.set_wakeup_fd(-1)
                 if theirs not in (-1, self._pipe[1]):
@@ -119,7 +119,7 @@ class Ending:
             self._pipe = None
 
     def _listen(self) -> None:
-        """Let Python's handler in C tell the thread of signals, unless it tells somebody else already."""
+        """Have Python's C handler write to our pipe, unless the script already set a descriptor."""
         pipe = tuple(map(_high, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)))
         theirs = signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)
         if theirs != -1:
@@ -146,10 +146,10 @@ class Ending:
             poll.register(listening[0], select.POLLIN)
         while not self._recording.wait(0):
             if not poll.poll(_SAVES_EVERY_S * 1000) or listening is None:
-                with contextlib.suppress(Exception):  # tried again in a moment; the training thread says what is wrong
+                with contextlib.suppress(Exception):  # tried again; the training thread reports what is wrong
                     self._recording.save()
             elif file_of(listening[0]) != self._files[0]:
-                poll.unregister(listening[0])  # the script has closed it: what has its number now is not ours to read
+                poll.unregister(listening[0])  # the script closed it: the number now belongs to another file
                 listening = None
             else:
                 with contextlib.suppress(BlockingIOError):
@@ -157,7 +157,7 @@ class Ending:
                         self._see_to_the_end()
 
     def _see_to_the_end(self) -> None:
-        """Where the handler is still ours and does not begin, leave the files and let the signal end the process."""
+        """If the handler is still ours and does not start, write the files and end the process."""
         if _signal.getsignal(signal.SIGTERM) is not self._handler:
             return
         if self._begun.wait(_BEGINS_TRACED_S if self._recording.traced else _BEGINS_S):
@@ -172,7 +172,7 @@ class Ending:
         _die(signal.SIGTERM)
 
     def _waited(self) -> bool:
-        """Wait where another thread writes the files right now, as at the end of the script; tell whether one did."""
+        """If another thread is writing the files, as at the end of the script, wait for it; return whether one was."""
         thread, since = self._recording.stopping
         left = _PATIENCE_NS - (perf_counter_ns() - since)
         if thread and left > 0:
@@ -181,7 +181,7 @@ class Ending:
 
 
 def _takes(handler: _Default) -> bool:
-    """Make this SIGTERM's handler; tell whether it is one now, and did not pass for SIG_DFL."""
+    """Install the handler for SIGTERM, and return whether it is installed."""
     _signal.signal(signal.SIGTERM, handler)
     return _signal.getsignal(signal.SIGTERM) is handler
 
@@ -196,6 +196,6 @@ def _high(fd: int) -> int:
 
 
 def _die(number: int) -> None:
-    # By the C library: Python lets only its main thread change what a signal does.
+    # Through libc: Python allows only the main thread to change a handler.
     ctypes.CDLL(None).signal(int(number), None)
     os.kill(os.getpid(), number)

@@ -1,8 +1,7 @@
-"""Opens what may come from a stranger: plain files, below the folder that was named, and of each no more than is sane.
+"""Opens files that may come from a stranger: regular files inside the named folder, up to a size.
 
-A folder that somebody sends may hold links to the reader's own files, pipes and devices that never end, and a megabyte
-that unpacks to gigabytes. What is left out for such a reason is told as a warning; `--no-limits` reads as much as there
-is, of plain files below the folder still.
+Such a folder may hold links to the reader's own files, pipes and devices that never end, and a megabyte that unpacks to
+gigabytes. Whatever is skipped becomes a warning. `--no-limits` lifts the sizes, not the rest.
 """
 
 from __future__ import annotations
@@ -18,37 +17,37 @@ from dlprof.errors import DlprofError
 
 NO_LIMITS = "DLPROF_NO_LIMITS"  # in the environment, so that the processes that read have it too
 
-# Of what is read at once (facts, run.json, warnings), and of one line of a log: far more than dlprof ever writes.
+# Bytes of a file that is read at once (facts, run.json, warnings), and of one line of a log; dlprof writes far less.
 MOST_TEXT = 64 << 20
 MOST_LINE = 16 << 20
 
-# Of a trace's events and a log's rows: 10 million events are some 2 GB of JSON, and take as much memory. Of a packed
-# file's bytes: real traces hold 10 to 20 bytes in one.
+# Rows of a trace or a log: 10 million events are about 2 GB of JSON and take as much memory. Unpacked bytes for each
+# packed one: real traces have 10 to 20.
 MOST_ROWS = 10_000_000
 MOST_UNPACKED, LEAST_UNPACKED = 100, 256 << 20
 
 _BATCH = 4 << 20
 
-NO_LINE = b"\0"  # what no reader takes for a line
+NO_LINE = b"\0"  # no reader accepts it as a line
 
 
 def limited() -> bool:
-    """Tell whether limits hold; `--no-limits` lifts them."""
+    """Return whether limits hold; `--no-limits` lifts them."""
     return not os.environ.get(NO_LIMITS)
 
 
 def most_rows() -> int:
-    """Give how many rows of one file are read."""
+    """Return how many rows of one file are read at most."""
     return MOST_ROWS if limited() else 1 << 62
 
 
 def too_many(path: Path, what: str) -> str:
-    """Warn that a file holds more rows than are read."""
+    """Return the warning that a file holds more rows than are read."""
     return f"{path.name}: holds more than {MOST_ROWS:,} {what}: those before are used (--no-limits reads all)"
 
 
 def most_unpacked(packed: int) -> int:
-    """Give how many bytes a file of so many packed ones may unpack to."""
+    """Return how many bytes a file of that many packed bytes may unpack to."""
     return max(MOST_UNPACKED * packed, LEAST_UNPACKED) if limited() else 1 << 62
 
 
@@ -56,7 +55,7 @@ def most_unpacked(packed: int) -> int:
 def open_file(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading; whatever the operating system says about it becomes one clear line."""
     try:
-        # Without waiting: a pipe that nobody writes to would keep us for ever.
+        # Without O_NONBLOCK, opening a pipe that has no writer blocks forever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         with os.fdopen(fd, "rb") as file:
             kind = os.fstat(fd).st_mode
@@ -73,7 +72,7 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_file(path: Path) -> bytes:
-    """Give all of a small file; raises DlprofError where it is larger than such a file can be."""
+    """Return all of a small file; raise DlprofError where it is larger than MOST_TEXT."""
     with open_file(path) as file:
         data = file.read(MOST_TEXT + 1 if limited() else -1)
     if limited() and len(data) > MOST_TEXT:
@@ -82,7 +81,7 @@ def read_file(path: Path) -> bytes:
 
 
 def lines_of(file: BinaryIO) -> Iterator[list[bytes]]:
-    """Give a log's lines, some thousands at a time. One that is longer than MOST_LINE is no line, and the last."""
+    """Return a log's lines, thousands at a time. Stop with NO_LINE at one that is longer than MOST_LINE."""
     held = b""
     while block := file.read(_BATCH):
         *lines, held = (held + block).split(b"\n")
@@ -96,7 +95,7 @@ def lines_of(file: BinaryIO) -> Iterator[list[bytes]]:
 
 
 class Inside:
-    """What of a folder may be read: regular files below it. Links that lead out of it are told of in `warnings`."""
+    """Decides which files of a folder may be read: regular ones inside it. `warnings` names links that lead out."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -105,15 +104,15 @@ class Inside:
         self._out: dict[str, None] = {}
 
     def holds(self, path: Path) -> bool:
-        """Tell whether a path is a regular file below the folder."""
+        """Return whether a path is a regular file inside the folder."""
         return self._is(path, stat.S_ISREG)
 
     def holds_folder(self, path: Path) -> bool:
-        """Tell whether a path is a folder below the folder."""
+        """Return whether a path is a folder inside the folder."""
         return self._is(path, stat.S_ISDIR)
 
     def text(self, path: Path) -> str:
-        """Give the text of a small file; "" where it is none of the folder's, or cannot be read."""
+        """Return the text of a small file; "" where it is outside the folder or cannot be read."""
         if not self.holds(path):
             return ""
         try:
@@ -123,7 +122,7 @@ class Inside:
 
     @property
     def warnings(self) -> list[str]:
-        """Tell which links were not followed."""
+        """One line that names links which were not followed; none where there were none."""
         few = ", ".join(list(self._out)[:4]) + (" …" if len(self._out) > 4 else "")
         return [f"links that lead out of the folder are not followed: {few}"] if self._out else []
 

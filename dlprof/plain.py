@@ -1,4 +1,4 @@
-"""Makes any text safe to show: what stands in a name, a path or a trace moves no cursor and begins no line."""
+"""Makes any text safe to print: a name, a path or a trace cannot move the cursor or start a new line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Keeps secrets out of what is recorded.
 
-The value of an option or a variable that is named like a secret, and the user in a URL, become REDACTED. Of the
-environment only variables are kept that shape training, each by its name.
+Values of options and variables that are named like secrets, and user names and passwords in URLs, become REDACTED. Of
+the environment, only the variables listed here are recorded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 REDACTED = "[redacted]"
 
-# What makes a name a secret's where it is its last word (--db-password, HF_TOKEN, api_key), and anywhere in it.
+# Words that mark a name as a secret's: as its last word (HF_TOKEN, api_key), and anywhere in it (--db-password).
 _LAST_WORDS = """
 apikey auth authorization cookie cookies cred creds credential credentials jwt key keys pass pat pin psk pw pwd sig
 signature token
@@ -19,7 +19,7 @@ signature token
 _LAST = frozenset(_LAST_WORDS.split())
 _ANYWHERE = frozenset(("passphrase", "passwd", "password", "passwords", "secret", "secrets"))
 
-# But not where such a word stands in a name of what is trained, or of how.
+# Names in which such a word has another meaning in training code.
 _HARMLESS = re.compile(
     r"(?:^|[-_.])(?:bos|by|cls|eos|group|head|mask|max|min|num|pad|per|public|sep|sort|special|unk)[-_.]?(?:token|keys?)$",
     re.I,
@@ -32,7 +32,7 @@ _VALUE = r"(\"[^\"]*\"|'[^']*'|[^\s\"';&|-][^\s\"';&|]*)"
 _OPTION = re.compile(rf"(?<![\w-])(--?[A-Za-z][\w.-]*)(=|\s+){_VALUE}")
 _ASSIGNED = re.compile(rf"(?<![\w-])([A-Za-z][\w.-]*)(=|:\s*)((?:Basic|Bearer)\s+)?{_VALUE}")
 
-# Those that shape training, each by its name: any other may hold what is nobody's business.
+# The environment variables that are recorded: those that affect training.
 _VARIABLES = """
 CUBLASLT_WORKSPACE_SIZE
 CUBLAS_WORKSPACE_CONFIG
@@ -77,14 +77,14 @@ VARIABLES = frozenset(_VARIABLES.split())
 
 
 def is_secret(name: str) -> bool:
-    """Tell whether an option or a variable is named like a secret."""
+    """Return whether an option or a variable is named like a secret."""
     bare = name.lstrip("-")
     found = [word.lower() for word in _WORDS.findall(bare)]
     return bool(found) and (not _ANYWHERE.isdisjoint(found) or (found[-1] in _LAST and _HARMLESS.search(bare) is None))
 
 
 def text(said: str) -> str:
-    """Give a text, such as a command line, without the values of what is named like a secret, and the users of URLs."""
+    """Return a text, such as a command line, with secrets redacted."""
 
     def value(found: re.Match[str]) -> str:
         return f"{found[1]}{found[2]}{REDACTED}" if is_secret(found[1]) else found[0]
@@ -93,7 +93,7 @@ def text(said: str) -> str:
 
 
 def words(command: Sequence[str]) -> list[str]:
-    """Give the words of a command, or of sys.argv, in the same way."""
+    """Return the words of a command, or of sys.argv, with secrets redacted."""
     found: list[str] = []
     for word in command:
         before = found[-1] if found else ""
@@ -109,5 +109,5 @@ def words(command: Sequence[str]) -> list[str]:
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Give the variables that shape training."""
+    """Return the variables that are recorded."""
     return {name: text(env[name]) for name in sorted(VARIABLES & env.keys())}

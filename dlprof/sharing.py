@@ -1,4 +1,4 @@
-"""A result that can be shown to anybody: without the names of users and hosts, and without where files lie."""
+"""Removes the names of users, hosts and folders from a result, so that it can be shared."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dlprof.result import Result, from_json, to_json
 # A path from the root, or from somebody's home: its last part stays.
 _FOLDERS = re.compile(r"(?<![\w./:~])~?(?:/[^\s/'\":,;()<>|\[\]]+)+/")
 _HOMES = re.compile(r"/(?:home|Users)/([^\s/'\":,;()<>|]+)")
-# Names that tell nobody's.
+# Names that identify nobody.
 _NOBODY = frozenset(("root", "user", "ubuntu", "localhost"))
 
 
 def shareable(result: Result) -> Result:
-    """Return the same result with other names: host 1, host 2, …, user, and … for the folders of a path."""
+    """Return the result with hosts named host1, host2, …, users named user, and paths cut to their last part."""
     data = to_json(result)
     users = set(_HOMES.findall(json.dumps(data, ensure_ascii=False)))
-    with suppress(KeyError, OSError):  # whoever reads is often whoever ran it
+    with suppress(KeyError, OSError):  # the reader often is the user who ran it
         users.add(getpass.getuser())
     names = dict.fromkeys(users - _NOBODY, "user")
     hosts = dict.fromkeys(host for host in result.run.hosts if host not in _NOBODY)
@@ -41,7 +41,7 @@ def shareable(result: Result) -> Result:
 
 
 def _each(data: Any, change: Callable[[str], str]) -> Any:
-    """Change every text; the names of fields stay."""
+    """Return the data with every string changed, but for field names."""
     if isinstance(data, str):
         return change(data)
     if isinstance(data, dict):

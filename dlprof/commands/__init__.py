@@ -21,7 +21,7 @@ def command(name: str) -> click.Command:
 
 
 def say(line: str, *, err: bool = False) -> None:
-    """Print a line for people, and nothing but that, whatever stands in it."""
+    """Print one line; control characters in it are escaped."""
     click.echo(plain(line), err=err)
 
 
@@ -36,5 +36,5 @@ no_limits = click.option(
     is_flag=True,
     expose_value=False,
     callback=_lift,
-    help="Read files however large they are; else what is beyond any honest size is left out, and told.",
+    help="Read files of any size; without it, what exceeds the limits is skipped with a warning.",
 )

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     "--jobs", type=click.IntRange(min=1), help="Processes that read at once. [default: all cores that memory allows]"
 )
 @no_limits
-@click.option("--redact", is_flag=True, help="Without the names of users, hosts and folders, to be shown to anybody.")
+@click.option(
+    "--redact", is_flag=True, help="Leave out the names of users, hosts and folders, so that the report can be shared."
+)
 @click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def report(path: Path, out: Path | None, form: str, jobs: int | None, redact: bool, show: bool, quiet: bool) -> None:

@@ -121,7 +121,7 @@ def cover(spans: pd.DataFrame, chosen: NDArray[np.bool_] | None = None) -> iv.In
 
 
 def in_calls(rank: RankData) -> iv.Intervals:
-    """Give when any thread was in an operator, in a call of the runtime or in a collective."""
+    """Return when any thread was in an operator, a runtime call or a collective."""
     return rank.once(_in_calls)
 
 

@@ -93,7 +93,7 @@ def test_a_recorded_process_differs_in_what_is_listed_alone(tmp_path: Path) -> N
     assert ours["tasks"] - plain["tasks"] == 1
     assert ours["collected"] - plain["collected"] == 1
     assert (ours["wakes"], plain["wakes"]) == (True, False)
-    assert ours["files"] - plain["files"] == len(section("Files")) + len(("read", "write"))
+    assert ours["files"] - plain["files"] == len(section("Files")) + len(("read end", "write end"))
     same = set(plain) - {"patched", "environment", "path", "modules", "tasks", "collected", "wakes", "files"}
     assert {key: ours[key] for key in same} == {key: plain[key] for key in same}
 
