@@ -15,7 +15,7 @@ from tests.jobs import environment, facts, free_port, launch, only_child, record
 pytest.importorskip("torch", reason="recording needs torch")
 
 SETUP = """
-import ctypes, os, signal, sys, threading, time
+import ctypes, os, pathlib, signal, sys, threading, time
 import torch
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -90,6 +90,31 @@ def test_ranks_that_wait_for_each_other_end_with_their_launcher(tmp_path: Path) 
     for rank in ("00000", "00001"):
         assert facts(tmp_path / "run/ranks" / rank)["ended"] == f"signal {int(signal.SIGTERM)}"
         assert len(rows(tmp_path / "run/ranks" / rank)) >= 25
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_does_not_hold_up_an_elastic_restart(tmp_path: Path) -> None:
+    # torchrun sends SIGTERM to what is left of a failed life, and waits up to 30 s before it kills.
+    restarts = script(
+        tmp_path,
+        """
+        train(25)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["RANK"] == "0":
+                pathlib.Path("hangs").touch()
+                hang()
+            while not pathlib.Path("hangs").exists():
+                time.sleep(0.01)
+            sys.exit(3)
+        """,
+    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    done = launch(wrapped(tmp_path / "run", [sys.executable, *torchrun, restarts], "--no-trace"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    ranks = tmp_path / "run/ranks"
+    assert sorted(path.name for path in ranks.iterdir()) == ["00000", "00000.r1", "00001", "00001.r1"]
+    assert facts(ranks / "00000")["ended"] == f"signal {int(signal.SIGTERM)}"
+    assert [len(rows(path)) for path in sorted(ranks.iterdir())] == [25] * 4
 
 
 @pytest.mark.parametrize("wraps", [False, True])
@@ -185,7 +210,6 @@ def test_a_sigterm_waits_for_the_files_that_the_end_of_the_script_leaves(tmp_pat
     ends = script(
         tmp_path,
         """
-        import pathlib
         def late():
             while not pathlib.Path("run/ranks/00000/trace.json.tmp").exists():
                 time.sleep(0.0005)

@@ -45,6 +45,8 @@ for n in range(100000 if "long" in sys.argv else 30):
     optimizer.zero_grad()
     if n == 20:
         print("ready", flush=True)
+        if "hangs" in sys.argv:
+            dist.recv(torch.ones(1), 1 - rank)  # which neither sends
         if "falls" in sys.argv and rank == 1:
             sys.exit(5)
         if "dies" in sys.argv:
@@ -217,7 +219,7 @@ def test_tasks_of_srun_share_a_folder_and_an_allocation_of_two_is_no_job_of_two(
     assert facts(tmp_path / "alone/ranks/00000")["world_size"] == 1
 
 
-def submitted(script: Path, env: dict[str, str], *options: str, inside: bool) -> str:
+def submitted(script: Path, env: dict[str, str], *options: str, inside: bool, kind: str = "long") -> str:
     """Give the job of two tasks that train for long, recorded into `run` beside the script, once both have begun.
 
     dlprof wraps each task `inside` of srun, or else srun.
@@ -225,7 +227,7 @@ def submitted(script: Path, env: dict[str, str], *options: str, inside: bool) ->
     place = script.parent
     dlprof = [*DLPROF, "wrap", "-o", "run", "--no-report", *options, "--"]
     task = ["srun", "-n", "2"]
-    command = [*(task + dlprof if inside else dlprof + task), sys.executable, str(script), "long"]
+    command = [*(task + dlprof if inside else dlprof + task), sys.executable, str(script), kind]
     said = place / "said"
     batch = ["sbatch", "--parsable", "-n", "2", "-o", str(said), f"--wrap=exec {shlex.join(command)}"]
     job = launch(batch, place, env=env).stdout.strip()
@@ -246,6 +248,20 @@ def test_scancel_leaves_what_was_recorded(inside: bool, slurm: dict[str, str], s
     assert [one["window"]["state"] for one in told] == ["partial", "partial"]
     ended = json.loads((tmp_path / "run/run.json").read_text())["exit"]
     assert ended == ({"code": None, "signal": 15} if inside else {"code": 143, "signal": None})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [True, False])
+def test_scancel_ends_ranks_that_wait_for_each_other(
+    inside: bool, slurm: dict[str, str], script: Path, tmp_path: Path
+) -> None:
+    # SLURM kills what SIGTERM has not ended within KillWait, 30 s here: such a rank would not say how it ended.
+    job = submitted(script, slurm, "--no-trace", inside=inside, kind="hangs")
+    launch(["scancel", job], tmp_path, env=slurm)
+    assert until(lambda: not running(script))
+    told = both_ranks(tmp_path / "run")
+    assert [one["ended"] for one in told] == [f"signal {int(signal.SIGTERM)}"] * 2
+    assert [len(rows(tmp_path / f"run/ranks/{rank:05d}")) for rank in (0, 1)] == [21, 21]
 
 
 def said_to_be(state: list[str], became: str, place: Path, env: dict[str, str]) -> bool:
