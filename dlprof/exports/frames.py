@@ -23,7 +23,7 @@ from dlprof.files import whole
 from dlprof.run import Run
 
 # What a spreadsheet takes for the beginning of a formula.
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_FORMULA = ("=", "+", "-", "@", "\t")
 
 # Rows that pandas turns into text at once.
 _PIECE = 50_000
@@ -79,6 +79,8 @@ def _inert(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cell(text: str) -> str:
+    # pandas does not quote a carriage return, which ends a row for a spreadsheet.
+    text = text.replace("\r", "\\r")
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import pandas as pd
 
@@ -17,8 +18,19 @@ from dlprof import tables
 from dlprof.errors import DlprofError
 from dlprof.opening import MOST_UNPACKED, most_unpacked, read_file
 from dlprof.readers import Reading
+from dlprof.readers.chunks import NOT_JSON
 
 _COLUMNS = ("role", "thread", "phase", "stack")
+
+_Ns = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class _Burst(msgspec.Struct):
+    start_ns: _Ns
+    end_ns: _Ns
+
+
+_burst = msgspec.json.Decoder(_Burst).decode
 
 _TIMES = re.compile("[0-9]{1,15}")
 _PROCESS = re.compile(r'process (\d+):"')
@@ -48,10 +60,10 @@ def read(path: Path) -> Reading:
                 lines[folded] += int(times)
             elif line.startswith("#"):
                 try:
-                    burst = json.loads(line[1:])
-                    ns += int(burst["end_ns"]) - int(burst["start_ns"])
+                    burst = _burst(line[1:])
+                    ns += burst.end_ns - burst.start_ns
                     bursts += 1
-                except (ValueError, KeyError, TypeError):
+                except NOT_JSON:
                     bad += 1
             elif line:
                 bad += 1

@@ -58,6 +58,27 @@ def test_several_processes_write_what_one_does(tmp_path: Path) -> None:
     assert written[0][0].tables == 6
 
 
+def test_no_cell_is_a_formula_to_a_spreadsheet(tmp_path: Path) -> None:
+    trace = traces.training(world_size=1)
+    formulas = ("=HYPERLINK(A1)", "+1", "-1+1", "@SUM(A1)", "\t=1")
+    named = [event for event in trace["traceEvents"] if event.get("cat") == "cpu_op"][: len(formulas)]
+    for event, formula in zip(named, formulas, strict=True):
+        event["name"] = formula
+    trace["traceEvents"][-1]["name"] = "a\r=1"
+    run = open_run(runs.foreign(tmp_path / "job", trace))
+    frames.write(run, tmp_path / "csv", jobs=1)
+    found = set()
+    for path in (tmp_path / "csv").rglob("*.csv"):
+        with path.open(newline="") as file:
+            for cell in (cell for row in csv.reader(file) for cell in row):
+                found.add(cell)
+                try:
+                    float(cell)
+                except ValueError:
+                    assert not cell.startswith(("=", "+", "-", "@", "\t", "\r"))
+    assert {*(f"'{formula}" for formula in formulas), r"a\r=1"} <= found
+
+
 @pytest.mark.parametrize("taken", ["csv", "csv/tables"])
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, taken: str) -> None:
     run = open_run(runs.foreign(tmp_path / "job", traces.training(world_size=1)))

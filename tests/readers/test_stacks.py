@@ -95,3 +95,14 @@ def test_a_file_that_nobody_appended_lines_that_are_none_and_another_file(tmp_pa
     path.write_text("one\ntwo\n")
     with pytest.raises(DlprofError, match="no stacks of py-spy"):
         read(path)
+
+
+@pytest.mark.parametrize("figure", ["1e999", "-1", "9" * 400, "null", "[" * 100_000, '"\\ud800"'])
+def test_a_burst_of_impossible_times_is_left_out_and_its_stacks_stay(figure: str, tmp_path: Path) -> None:
+    path = tmp_path / "stacks.txt.gz"
+    burst = '#{"start_ns": 0, "end_ns": ' + figure + "}\n"
+    path.write_bytes(gzip.compress(f"{burst}{RANK}{MAIN}main (train.py:3) 3\n".encode()))
+    reading = read(path)
+    assert reading.tables["stacks"]["samples"].tolist() == [3]
+    assert reading.facts == {}
+    assert reading.warnings == ("stacks.txt.gz: 1 lines are no stacks and are left out",)
