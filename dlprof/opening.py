@@ -24,6 +24,7 @@ MOST_LINE = 16 << 20
 # Rows of a trace or a log: 10 million events are about 2 GB of JSON and take as much memory. Unpacked bytes for each
 # packed one: real traces have 10 to 20.
 MOST_ROWS = 10_000_000
+MOST_NAMES = 500_000  # different names and threads of a trace's events; real traces have some thousands
 MOST_UNPACKED, LEAST_UNPACKED = 100, 256 << 20
 
 _BATCH = 4 << 20
@@ -41,9 +42,14 @@ def most_rows() -> int:
     return MOST_ROWS if limited() else 1 << 62
 
 
-def too_many(path: Path, what: str) -> str:
-    """Return the warning that a file holds more rows than are read."""
-    return f"{path.name}: holds more than {MOST_ROWS:,} {what}: those before are used (--no-limits reads all)"
+def most_names() -> int:
+    """Return how many different names and threads of one trace are read at most."""
+    return MOST_NAMES if limited() else 1 << 62
+
+
+def too_many(path: Path, what: str, most: int | None = None) -> str:
+    """Return the warning that a file holds more than is read."""
+    return f"{path.name}: holds more than {most or MOST_ROWS:,} {what}: what comes before is used (--no-limits reads all)"
 
 
 def most_unpacked(packed: int) -> int:

@@ -130,3 +130,15 @@ def test_no_more_rows_are_read_than_memory_holds(tmp_path: Path, monkeypatch: py
     assert any("more than 1,000 steps" in warning for warning in reading.warnings)
     log.write_text("".join(f'{{"step":{n},"start_ns":{n},"dur_ns":1}}\n' for n in range(3_000)))
     assert len(steps.read(log).tables["steps"]) == 1_000
+
+
+def test_no_more_names_are_read_than_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "MOST_NAMES", 1_000)
+    event = '{"ph":"X","cat":"cpu_op","name":"%d","ts":%d,"dur":1,"pid":1,"tid":1}'
+    trace = tmp_path / "rank0.json"
+    trace.write_text('{"schemaVersion":1,"traceEvents":[' + ",\n".join(event % (n, n) for n in range(40_000)) + "]}")
+    reading = torch_trace.read(trace)
+    assert 1_000 < len(reading.tables["spans"]) < 30_000
+    assert any("different names or threads" in warning for warning in reading.warnings)
+    monkeypatch.setenv(opening.NO_LIMITS, "1")
+    assert len(torch_trace.read(trace).tables["spans"]) == 40_000

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import msgspec
 
 from dlprof.errors import DlprofError
-from dlprof.opening import MOST_UNPACKED, most_unpacked, open_file
+from dlprof.opening import MOST_UNPACKED, limited, most_unpacked, open_file
 
 try:
     _inflate: Any = importlib.import_module("isal.isal_zlib")
@@ -30,7 +30,8 @@ except ImportError:  # no wheel for this machine: the standard library's is slow
 BYTES_PER_GZIP_BYTE = 15
 
 CHUNK = 1 << 20  # stays in a processor's cache with the events that it becomes: a fifth faster than 4 MB
-LONGEST = 64 << 20  # one value larger than this is taken for damage
+LONGEST = 16 << 20  # one value larger than this is taken for damage, as is one nested deeper than JSON decoders go
+DEEPEST = 1000
 _PACKED = 64 << 10  # read of a packed file at once
 _BLOCK = 1 << 20
 # At how many boundaries a chunk may end, and how far before its end they are looked for.
@@ -184,7 +185,7 @@ class TraceFile(Generic[E]):
     def _more(self) -> bool:
         """Read on, twice as far; give False where there is nothing more or too much is held already."""
         before = len(self._buffer)
-        if self._ended or before >= LONGEST:
+        if self._ended or (before >= LONGEST and limited()):
             return False
         self._fill(2 * max(before, _BLOCK))
         return len(self._buffer) > before
@@ -309,6 +310,8 @@ def _closed(buffer: bytearray) -> int:
             return 0
         if depth <= 0:
             return token.end()
+        if depth > DEEPEST:
+            return 0
     return 0
 
 
@@ -322,6 +325,8 @@ def _elements(buffer: bytearray) -> tuple[list[tuple[int, int]], int, bool]:
             if not depth:
                 begin = token.start()
             depth += 1
+            if depth > DEEPEST:
+                break
         elif sign in b"}]":
             if not depth:
                 return found, token.end(), True

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dlprof import tables
 from dlprof.errors import DlprofError
-from dlprof.opening import most_rows, too_many
+from dlprof.opening import most_names, most_rows, too_many
 from dlprof.readers.chunks import TraceFile
 from dlprof.readers.events import (
     BEGINS,
@@ -105,12 +105,15 @@ def _decoded(path: Path, exact: bool) -> Rows:
         what = "it is cut off before its first event" if file.cut else "JSON without traceEvents"
         raise DlprofError(f"{path}: not a torch-profiler trace: {what}")
     making = _Making(file.keys)
-    most = most_rows()
+    most, most_different = most_rows(), most_names()
     for events in file.events():
         making.add(events)
         events.clear()
         if making.seen > most:
             making.warnings.append(too_many(path, "events"))
+            break
+        if len(making.places) > most_different:
+            making.warnings.append(too_many(path, "different names or threads", most_different))
             break
     if file.is_list and not making.seen:
         raise DlprofError(f"{path}: not a torch-profiler trace: a list without events")
