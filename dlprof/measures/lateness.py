@@ -72,7 +72,7 @@ def _by_rank(frame: pd.DataFrame) -> pd.DataFrame:
 def light_own_time(run: Measured) -> pd.DataFrame:
     """Give each rank's own time in each steady step of a CPU run, ns: one row a step, one column a rank.
 
-    Raises NotMeasured where the light layer is not there, or the device runs on while the host waits.
+    Raises NotMeasured where the light layer is not there or shares no step, or the device runs on while the host waits.
     """
     if not settings.on_cpu(run):
         raise NotMeasured("the host's phases do not tell what a device waits for")
@@ -87,7 +87,10 @@ def light_own_time(run: Measured) -> pd.DataFrame:
     for phase in _waiting_phases(run):
         spent = _pivot(series, f"{phase}_ns")
         own = own.sub(spent.sub(spent.min(axis=1), axis=0))
-    return own.dropna()
+    own = own.dropna()
+    if own.shape[1] < 2 or not len(own):
+        raise NotMeasured("no steady step was recorded on every rank")
+    return own
 
 
 @per_rank

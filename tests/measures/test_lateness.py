@@ -103,3 +103,11 @@ def test_more_work_in_a_waiting_phase_shows_only_in_the_trace(tmp_path: Path) ->
 def test_a_device_abstains(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match="device"):
         runs.measured(runs.foreign(tmp_path, *late_by(0, MS)), light_own_time).frame(light_own_time)
+
+
+def test_a_rank_that_lost_its_steps_leaves_the_light_layer_nothing_to_compare(tmp_path: Path) -> None:
+    folder = cpu_run(tmp_path, 1 * MS, 3 * MS)
+    log = folder / "ranks/00001/steps.jsonl"
+    log.write_text(log.read_text().partition("\n")[0] + "\n")
+    with pytest.raises(NotMeasured, match="every rank"):
+        runs.measured(folder, light_own_time).frame(light_own_time)
