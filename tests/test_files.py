@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,19 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None
     with pytest.raises(RuntimeError):
         fails()
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("run.json", "old")]
+
+
+def test_a_link_in_the_place_of_an_unfinished_file_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    monkeypatch.setattr(os, "urandom", bytes)  # zeros: somebody guessed the name
+    for link in (tmp_path / "precious", tmp_path / "nothing"):
+        part = tmp_path / f".run.json.{'00' * 8}.tmp"
+        part.unlink(missing_ok=True)
+        part.symlink_to(link)
+        with pytest.raises(FileExistsError):
+            write(tmp_path / "run.json", "ours")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [part.name, "precious"]
+    assert precious.read_text() == "mine"

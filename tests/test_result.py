@@ -73,3 +73,11 @@ def test_a_missing_part_is_named(key: str) -> None:
     data = {k: v for k, v in plain(EMPTY).items() if k != key}
     with pytest.raises(DlprofError, match=key):
         from_json(data)
+
+
+@pytest.mark.parametrize("figure", [1e300, -1e300, 10**40, float("nan"), float("inf")])
+def test_a_figure_that_nothing_can_have_is_refused(figure: float) -> None:
+    data = to_json(Result(run=RunInfo("run"), window=None, outcomes=(Outcome("input_wait", "found", "Waits"),)))
+    data["outcomes"][0]["saving_ns"] = figure
+    with pytest.raises(DlprofError, match="figure"):
+        from_json(data)
