@@ -97,7 +97,7 @@ def keep(one: Planted, result: Result, here: str, out: Path) -> Reported:
     named = replace(result, run=replace(result.run, path=folder.name))
     (out / folder / "result.json").write_text(json.dumps(to_json(named), allow_nan=False, separators=(",", ":")) + "\n")
     (out / folder / "report.html").write_text(sharing(html.render(named), f"../../{PLOTLY}"))
-    diagnosis, gain = words.headline(named)
+    diagnosis, gain, _ = words.headline(named)
     return Reported(
         *(one.workload, one.name, one.rule, here, _today(), folder.as_posix()),
         headline=f"{diagnosis} {gain}",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from dlprof.result import Fact, Result
+from dlprof.result import Result
 
 # Where facts are what somebody chose or installed; in the others they are what was measured.
 SETTINGS = ("Job", "Device", "Software", "Loader", "Model", "Optimizer", "Pipeline", "Precision", "Environment")
@@ -29,7 +28,7 @@ class Setting:
 
 def differing(a: Result, b: Result) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
     """Give the facts that differ: those that somebody chose, and those that were measured."""
-    of_a, of_b = ({(f.section, name): value for f in r.facts for name, value in _single(f)} for r in (a, b))
+    of_a, of_b = ({(f.section, f.name): f.value for f in r.facts} for r in (a, b))
     of_a[_COMMAND], of_b[_COMMAND] = _apart(a.run.command, b.run.command)
     differ = [
         Setting(*key, of_a.get(key, ""), of_b.get(key, ""))
@@ -38,20 +37,6 @@ def differing(a: Result, b: Result) -> tuple[tuple[Setting, ...], tuple[Setting,
     ]
     chosen = tuple(s for s in differ if s.section in SETTINGS)
     return chosen, tuple(s for s in differ if s.section not in SETTINGS)
-
-
-_SEVERAL = re.compile(r"\w+=.*, \w+=.*", re.DOTALL)
-_NEXT = re.compile(r", (?=\w+=)")
-
-
-def _single(fact: Fact) -> Iterator[tuple[str, str]]:
-    """Take a fact of several settings (ddp: bucket_cap_mb=25, static_graph=False) apart: ddp.bucket_cap_mb, ..."""
-    if not _SEVERAL.fullmatch(fact.value):
-        yield fact.name, fact.value
-        return
-    for one in _NEXT.split(fact.value):
-        name, _, value = one.partition("=")
-        yield f"{fact.name}.{name}", value
 
 
 def _apart(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:

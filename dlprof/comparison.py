@@ -10,7 +10,7 @@ from typing import Any, Literal
 from dlprof.choices import Setting, differing
 from dlprof.differences import LEAST_NOISE, LEAST_SHARE, NOISE, Difference
 from dlprof.promises import Promise, promise
-from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, Exchange, Result, Work, plain
+from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, Exchange, Outcome, Result, Work, plain
 
 FORMAT = 1
 
@@ -81,6 +81,7 @@ def compare(a: Result, b: Result) -> Comparison:
     if step:
         refused += _missing(a, b)
     settings, measured = differing(a, b)
+    other_work = [s for s in settings if (s.section, s.name) in _WORK and s.a and s.b]
     return Comparison(
         a=a,
         b=b,
@@ -95,9 +96,9 @@ def compare(a: Result, b: Result) -> Comparison:
         exchanges=exchanges,
         settings=settings,
         measured=measured,
-        promise=promise(a, b, step, settings) if step and same_ranks and _alike(a, b) else None,
+        promise=promise(a, b, step, settings) if step and same_ranks and _alike(a, b) and not other_work else None,
         not_compared=tuple(refused),
-        doubts=tuple(_doubts(a, b, settings)) if step else (),
+        doubts=tuple(_doubts(a, b, other_work)) if step else (),
     )
 
 
@@ -140,7 +141,7 @@ def _alike(a: Result, b: Result) -> bool:
     return a.run.device == b.run.device
 
 
-def _doubts(a: Result, b: Result, settings: Iterable[Setting]) -> Iterator[str]:
+def _doubts(a: Result, b: Result, other_work: Iterable[Setting]) -> Iterator[str]:
     assert a.window is not None
     assert b.window is not None
     if not _alike(a, b):
@@ -154,9 +155,10 @@ def _doubts(a: Result, b: Result, settings: Iterable[Setting]) -> Iterator[str]:
             f"{traced}'s step is that of its traced steps, which the profiler slows, {other}'s that of the others: they"
             " differ by that alone"
         )
-    for s in settings:
-        if (s.section, s.name) in _WORK and s.a and s.b:
-            yield f"{s.name} is {s.a} in A and {s.b} in B: their steps do different work"
+    for s in other_work:
+        yield (
+            f"{s.name} is {s.a} in A and {s.b} in B: their steps do different work, and no prediction is held against B"
+        )
     for name, result in (("A", a), ("B", b)):
         if result.run.missing_ranks:
             n = len(result.run.missing_ranks)
@@ -323,31 +325,46 @@ def _exchanges(a: Result, b: Result, least: float) -> tuple[WorkDifference, ...]
 
 
 def _findings(a: Result, b: Result, least: float) -> tuple[FindingChange, ...]:
-    """Tell what became of each bottleneck that was found in either run, the dearest first."""
+    """Tell what became of each bottleneck that was found in either run, the dearest first.
+
+    What is below the threshold in one run only is not gone for that: the figures of both are compared.
+    """
     of_a, of_b = ({o.id: o for o in r.outcomes} for r in (a, b))
     changes = []
     for name in dict.fromkeys(o.id for r in (a, b) for o in r.found):
         one, other = of_a.get(name), of_b.get(name)
-        in_a, in_b = (o is not None and o.state == "found" for o in (one, other))
-        told = one if one is not None and in_a else other
+        in_a = one is not None and one.state == "found"
+        told, missing = (one, other) if in_a else (other, one)
         assert told is not None
-        state: State
+        state: State = "untold"
         why = ""
-        if one is not None and other is not None and in_a and in_b:
-            noise = LEAST_NOISE * math.hypot(one.noise_ns, other.noise_ns)
-            change = other.saving_ns - one.saving_ns
-            state = "same" if abs(change) < max(noise, least) else "less" if change < 0 else "more"
+        if one is not None and other is not None and {one.state, other.state} <= {"found", "clear"}:
+            state = _became(one, other, least)
+            clear = next((o for o in (one, other) if o.state == "clear"), None)
+            if clear is not None and clear.summary:
+                why = f"{'A' if clear is one else 'B'}: {clear.summary}"
         else:
-            missing = other if in_a else one
-            silent = missing is None or missing.state != "clear"
-            state = "untold" if silent else "gone" if in_a else "new"
             where = "B" if in_a else "A"
-            if missing is None:
-                why = f"{where} was written by a dlprof without this rule"
-            elif silent:
-                why = f"{where}: {missing.why}"
-            else:
-                why = f"{where}: {missing.summary}" if missing.summary else ""
-        a_ns, b_ns = (o.saving_ns if o is not None and o.state == "found" else None for o in (one, other))
-        changes.append(FindingChange(name, state, told.title, a_ns, b_ns, why))
+            why = f"{where}: {missing.why}" if missing else f"{where} was written by a dlprof without this rule"
+        changes.append(FindingChange(name, state, told.title, _ns(one), _ns(other), why))
     return tuple(sorted(changes, key=lambda f: -max(f.a_ns or 0.0, f.b_ns or 0.0)))
+
+
+def _became(one: Outcome, other: Outcome, least: float) -> State:
+    """Tell what became of a bottleneck that both runs were judged by: `one` is A's, `other` B's."""
+    if "risk" in (one.scope, other.scope):  # nothing is saved: it is there or not
+        return "same" if one.state == other.state else "gone" if one.state == "found" else "new"
+    change = other.saving_ns - one.saving_ns
+    if abs(change) < max(LEAST_NOISE * math.hypot(one.noise_ns, other.noise_ns), least):
+        return "same"
+    smaller = min(one, other, key=lambda o: o.saving_ns)
+    none = smaller.state == "clear" and smaller.share < LEAST_SHARE
+    if change < 0:
+        return "gone" if none else "less"
+    return "new" if none else "more"
+
+
+def _ns(outcome: Outcome | None) -> float | None:
+    """Return what an outcome saves; None where it is not told, as of what is clear in a result of format 1."""
+    told = outcome is not None and (outcome.state == "found" or bool(outcome.by_rank))
+    return outcome.saving_ns if outcome is not None and told else None

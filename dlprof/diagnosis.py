@@ -11,13 +11,14 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pandas as pd
 
 from dlprof import __version__, overview
 from dlprof.engine import Measure, Measured, MeasureFailed, Progress, measure
 from dlprof.errors import DlprofError, NotMeasured
+from dlprof.estimate import Estimate
 from dlprof.measures.arithmetic import arithmetic
 from dlprof.measures.bandwidth import exchanged, size_class
 from dlprof.measures.blame import blame
@@ -32,12 +33,13 @@ from dlprof.measures.work import work_means
 from dlprof.panels import PICTURES
 from dlprof.result import (
     CATEGORIES,
+    MOST_RANKS,
     QUANTILES,
     Blame,
     DeviceTime,
     Exchange,
-    Finding,
     Outcome,
+    RankCost,
     RankStep,
     Result,
     TimePart,
@@ -65,26 +67,21 @@ _Piece = tuple[frozenset[str], float]
 
 
 @dataclass(frozen=True)
-class Clear:
-    """A rule looked and found nothing: what it saw, in a sentence."""
-
-    summary: str
-
-
-@dataclass(frozen=True)
 class Rule:
-    """One known bottleneck. `check` gives Finding or Clear, or raises NotMeasured; `needs`: all it may ask for.
+    """One known bottleneck. `check` returns an Estimate or raises NotMeasured; `needs`: all it may ask for.
 
     `saves_from`: the categories of `time` that its saving comes out of; none where it lies between the steady steps.
-    `feeds`: its change makes the loader faster, whose pace bounds what other changes save.
+    `feeds`: its change makes the loader faster, whose pace bounds what other changes save. `notable`: the share of the
+    step from which on its saving is worth a finding.
     """
 
     id: str
     title: str
     needs: tuple[Measure, ...]
-    check: Callable[[Measured], Finding | Clear]
+    check: Callable[[Measured], Estimate]
     saves_from: tuple[str, ...] = ()
     feeds: bool = False
+    notable: float = LEAST_SHARE
 
     @property
     def manual(self) -> str:
@@ -135,62 +132,103 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
 
 
 def _ask(rule: Rule, run: Measured) -> tuple[Outcome, list[_Piece]]:
-    """Give what a rule says, and the pieces of what it saves."""
+    """Return what becomes of a rule, and the pieces of what it saves."""
 
-    def outcome(state: str, **said: object) -> tuple[Outcome, list[_Piece]]:
-        return Outcome(**{"id": rule.id, "state": state, "title": rule.title, "manual": rule.manual, **said}), []  # type: ignore[arg-type]
+    def outcome(state: str, **said: object) -> Outcome:
+        return Outcome(**{"id": rule.id, "state": state, "title": rule.title, "manual": rule.manual, **said})  # type: ignore[arg-type]
 
     try:
-        said = rule.check(run)
-        if isinstance(said, Clear):
-            return outcome("clear", summary=said.summary)
-        _check(said)
-        if said.scope == "risk":
-            return outcome("found", **_told(said))
-        step = loop_step_ns(run) if said.scope == "job" else mean_step_ns(run)
-        of = "of the training loop's time" if said.scope == "job" else of_step(run)
-        fed = fed_ns(run) if said.scope == "step" and not rule.feeds else 0.0
-        unfed = max(step - fed, 0.0)
-        most = min(step, _room(rule, run), unfed)
-        saving = min(said.saving_ns, most)
-        share = saving / step if step else 0.0
-        slow_loader = f"the loaders feed a step every {duration(fed)} at the best" if fed and most == unfed else ""
-        if share < LEAST_SHARE:
-            return outcome("clear", summary=f"{percent(share)} {of}" + (f": {slow_loader}" if slow_loader else ""))
-        varied = ""
-        if saving < LEAST_NOISE * said.noise_ns:
-            varies = f"{percent(share)} {of} ± {percent(said.noise_ns / step)}"
-            saving = min(max(saving - LEAST_NOISE * said.noise_ns, said.least_ns), saving)
-            share = saving / step
-            if share < LEAST_SHARE_OF_VARYING:
-                raise NotMeasured(f"{varies}: it varies too much between the measured steps; record more of them")
-            varied = f"In the mean it would save {varies}: told is the least that the measured steps show."
+        estimate = rule.check(run)
+        _check_figures(estimate)
+        if estimate.scope == "risk":
+            state, said = _risk(estimate)
+        else:
+            state, said = _judged(rule, run, estimate)
+        found = outcome(state, **said)
     except NotMeasured as e:
-        return outcome("not_measured", why=str(e))
+        return outcome("not_measured", why=str(e)), []
     except MeasureFailed as e:
-        return outcome("error", why=str(e))
+        return outcome("error", why=str(e)), []
     except Exception as e:  # noqa: BLE001 - one rule's fault costs only its own row
-        return outcome("error", why=f"{type(e).__name__}: {e}")
-    told = _told(said)
+        return outcome("error", why=f"{type(e).__name__}: {e}"), []
+    saves = state == "found" and estimate.scope != "risk"
+    return found, _pieces(rule, found.saving_ns, estimate.within) if saves else []
+
+
+def _judged(rule: Rule, run: Measured, estimate: Estimate) -> tuple[str, dict[str, object]]:
+    """Return whether a bottleneck is found or clear, and the fields of its outcome.
+
+    Raises NotMeasured where what it costs varies too much to tell.
+    """
+    step = loop_step_ns(run) if estimate.scope == "job" else mean_step_ns(run)
+    of = "of the training loop's time" if estimate.scope == "job" else of_step(run)
+    fed = fed_ns(run) if estimate.scope == "step" and not rule.feeds else 0.0
+    unfed = max(step - fed, 0.0)
+    most = min(step, _room(rule, run), unfed)
+    saving = max(min(estimate.saving_ns, most), 0.0)
+    share = saving / step if step else 0.0
+    lost = (estimate.saving_ns if estimate.lost_ns is None else estimate.lost_ns) / step if step else 0.0
+    loses = f"{percent(lost)} {of} {estimate.loses}"
+    slow_loader = f"the loaders feed a step every {duration(fed)} at the best" if fed and most == unfed else ""
+    said = {**_figures(estimate), "saving_ns": saving, "share": share, "speedup": _speedup(share), "lost_share": lost}
+    notable = rule.notable if estimate.notable is None else estimate.notable
+    if estimate.explain is None or estimate.saving_ns < notable * step or share < LEAST_SHARE:
+        summary = estimate.summary or loses
+        return "clear", {**said, "summary": f"{summary}: {slow_loader}" if slow_loader and share else summary}
+    varied = ""
+    if saving < LEAST_NOISE * estimate.noise_ns:
+        varies = f"{percent(share)} {of} ± {percent(estimate.noise_ns / step)}"
+        saving = min(max(saving - LEAST_NOISE * estimate.noise_ns, estimate.least_ns), saving)
+        share = saving / step
+        if share < LEAST_SHARE_OF_VARYING:
+            raise NotMeasured(f"{varies}: it varies too much between the measured steps; record more of them")
+        varied = f"In the mean it would save {varies}: told is the least that the measured steps show."
+        said |= {"saving_ns": saving, "share": share, "speedup": _speedup(share)}
+    explained = _explained(estimate)
+    explained["verdict"] = verdict = explained["verdict"] or f"{loses}."
     # What is cut by less than a part in a hundred was rounding, or the trace's own spread.
-    if said.saving_ns > 1.01 * most:
+    if estimate.saving_ns > 1.01 * most:
         cut = f", as {slow_loader}" if slow_loader else " to what the step has of it, waiting for it included"
-        told["sure"] = f"{said.sure} Cut{cut}.".strip()
+        explained["sure"] = f"{explained['sure']} Cut{cut}.".strip()
     if varied:
-        told["sure"] = f"{told['sure']} {varied}"
-        told["verdict"] = f"At least {percent(share)} {of} would be saved: {lowered(said.verdict)}"
-    found, _ = outcome("found", saving_ns=saving, share=share, speedup=_speedup(share), **told)
-    return found, _pieces(rule, saving, said.within)
+        explained["sure"] = f"{explained['sure']} {varied}"
+        explained["verdict"] = f"At least {percent(share)} {of} would be saved: {lowered(str(verdict))}"
+    return "found", said | explained
+
+
+def _risk(estimate: Estimate) -> tuple[str, dict[str, object]]:
+    """Return the same of what may end the job: there is no share of the step to judge it by."""
+    figures = _figures(estimate) | {"by_rank": ()}  # which ranks it may happen to; it costs them no time
+    if estimate.explain is None:
+        return "clear", {**figures, "summary": estimate.summary}
+    return "found", figures | _explained(estimate)
+
+
+def _figures(estimate: Estimate) -> dict[str, object]:
+    """Return what stands in an outcome, found or clear, of an estimate's figures."""
+    by_rank = {rank: float(ns) for rank, ns in estimate.by_rank_ns.items() if ns > 0}
+    dearest = sorted(sorted(by_rank, key=lambda rank: -by_rank[rank])[:MOST_RANKS])
+    most = max(by_rank.values(), default=0.0)
+    return {
+        "scope": estimate.scope,
+        "noise_ns": estimate.noise_ns,
+        "by_rank": tuple(RankCost(rank, by_rank[rank]) for rank in dearest),
+        "ranks": tuple(sorted(rank for rank, ns in by_rank.items() if ns >= most / 2)),
+    }
+
+
+def _explained(estimate: Estimate) -> dict[str, object]:
+    assert estimate.explain is not None
+    explanation = estimate.explain()
+    for row in explanation.evidence.rows if explanation.evidence else ():
+        for cell in row:
+            _check_value(cell)
+    return {f.name: getattr(explanation, f.name) for f in fields(explanation)}
 
 
 def lowered(sentence: str) -> str:
     """Return a sentence so that it can follow a colon; what begins with a number stays as it is."""
     return sentence[:1].lower() + sentence[1:]
-
-
-def _told(said: Finding) -> dict[str, object]:
-    told = ("title", "summary", "ranks", "advice", "evidence", "sure", "verdict", "scope", "noise_ns", "forecasts")
-    return {name: getattr(said, name) for name in told}
 
 
 def _room(rule: Rule, run: Measured) -> float:
@@ -270,19 +308,18 @@ def _speedup(share: float) -> float:
     return 1 / (1 - share) if share < 1 else 1e6
 
 
-def _check(said: Finding) -> None:
-    """Raise where a finding holds what result.json cannot: a figure that is no number, a value of another library."""
-    figures = [
-        said.saving_ns,
-        said.noise_ns,
-        *said.within.values(),
-        *(cell for row in (said.evidence.rows if said.evidence else ()) for cell in row),
-    ]
-    for value in (*figures, *said.ranks):
-        if not isinstance(value, (str, int, float, type(None))):
-            raise TypeError(f"{value!r} is a {type(value).__name__}, not text or a number")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{value!r} among its figures")
+def _check_figures(estimate: Estimate) -> None:
+    figures = (estimate.saving_ns, estimate.noise_ns, estimate.least_ns, estimate.lost_ns)
+    for value in (*figures, *estimate.within.values(), *estimate.by_rank_ns.values(), *estimate.by_rank_ns):
+        _check_value(value)
+
+
+def _check_value(value: object) -> None:
+    """Raise for what result.json cannot hold: a figure that is no number, a value of another library."""
+    if not isinstance(value, (str, int, float, type(None))):
+        raise TypeError(f"{value!r} is a {type(value).__name__}, not text or a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value!r} among its figures")
 
 
 def _window(run: Measured) -> Window | None:

@@ -49,7 +49,8 @@ def most_names() -> int:
 
 def too_many(path: Path, what: str, most: int | None = None) -> str:
     """Return the warning that a file holds more than is read."""
-    return f"{path.name}: holds more than {most or MOST_ROWS:,} {what}: what comes before is used (--no-limits reads all)"
+    more = f"more than {most or MOST_ROWS:,} {what}"
+    return f"{path.name}: holds {more}: what comes before is used (--no-limits reads all)"
 
 
 def most_unpacked(packed: int) -> int:

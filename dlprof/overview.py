@@ -192,8 +192,10 @@ def facts(run: Measured) -> tuple[Fact, ...]:
     ):
         for key, value in said.items():
             if isinstance(value, Mapping):
-                value = ", ".join(f"{k}={v}" for k, v in value.items())
-            add(section, str(key).replace("_", " "), value)
+                for name, inner in value.items():
+                    add(section, f"{key}.{name}", inner)
+            else:
+                add(section, str(key).replace("_", " "), value)
     for key in ("schedule", "microbatches", "num_stages"):
         add("Pipeline", key.replace("_", " "), _several(run, "pipeline", key))
     _loader_facts(run, add)

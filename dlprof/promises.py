@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -35,17 +34,12 @@ class Promise:
     beside: tuple[str, ...]  # settings that were changed as well, of which A had promised nothing
 
 
-_CODE = re.compile(r"`([^`]+)`")
-_ASSIGNED = re.compile(r"\b([A-Za-z_]\w*) ?= ?(\"[^\"]*\"|'[^']*'|[\w.]+)")
-
-
 def proposals(outcome: Outcome) -> dict[str, str]:
-    """Give the settings that a finding's advice names, with the values that it proposes: num_workers → 6."""
+    """Return the settings that a finding's changes set, with the values proposed; "" where none is."""
     named: dict[str, str] = {}
-    for text in outcome.advice:
-        for code in _CODE.findall(text):
-            for name, value in _ASSIGNED.findall(code):
-                named.setdefault(name, value.strip("'\""))
+    for change in outcome.changes:
+        for setting in change.settings:
+            named.setdefault(setting.name, "" if setting.to is None else str(setting.to))
     return named
 
 

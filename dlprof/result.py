@@ -1,4 +1,4 @@
-"""What the rules said, and all that a report may know: frozen structs, to and from result.json (format 1).
+"""What the rules said, and all that a report may know: frozen structs, to and from result.json (format 2).
 
 Saving: how much shorter the mean steady step of this run would be, in ns, were this bottleneck gone.
 Each is estimated alone; savings overlap and are not summed.
@@ -13,7 +13,8 @@ import msgspec
 
 from dlprof.errors import DlprofError
 
-FORMAT = 1
+FORMAT = 2
+_READ = (1, FORMAT)
 
 # The exclusive parts of a step, in the order in which they claim time. The report draws them in this order.
 CATEGORIES = (
@@ -44,6 +45,9 @@ QUANTILES = (0.05, 0.5, 0.95, 1.0)
 
 # So many operators, and as many kernels, are kept: what one of two hundred takes is far below a hundredth of a step.
 MOST_WORK = 200
+
+# So many ranks' costs are kept of each bottleneck.
+MOST_RANKS = 512
 
 # What a finding speaks of. step: the mean steady step. job: time outside the steady steps; its saving is that time
 # spread over the training steps, its share and speed-up are the training loop's. risk: nothing is saved, but the job
@@ -87,30 +91,40 @@ class Forecast(msgspec.Struct, frozen=True):
     step_ns: float
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """What a rule found: one sentence each for title and summary; `saving_ns` as defined above, per mean steady step.
+Scalar = str | int | float | bool | None
 
-    `advice` is what to change, one change a line, code as `code`; `sure`: how it was estimated, on what assumption.
+
+class Setting(msgspec.Struct, frozen=True):
+    """A setting that a change sets, under the name that code and the run's facts give it; None: not known."""
+
+    name: str
+    now: Scalar = msgspec.field(default=None, name="from")
+    to: Scalar = None
+
+
+class Change(msgspec.Struct, frozen=True):
+    """What a user can do: a sentence, with code as `code`, and the settings that it names.
+
+    `numerics`: whether the job then computes other numbers, as with another batch size or in 16 bits.
     """
 
-    title: str
-    summary: str
-    saving_ns: float
-    advice: tuple[str, ...]
-    evidence: Panel | None = None
-    ranks: tuple[int, ...] = ()
-    sure: str = ""
-    verdict: str = ""  # the diagnosis as the report's first sentence, e.g. "31 % of each step waits for data"
-    noise_ns: float = 0.0  # standard error of what the saving was estimated from
-    least_ns: float = 0.0  # what the saving is at least, as every measured step shows it; 0: not known
-    scope: Scope = "step"
-    forecasts: tuple[Forecast, ...] = ()  # for other values of a setting that the advice names
-    # What of the saving lies in one category of `time`, ns; what is left, in any other that its rule saves from.
-    within: Mapping[str, float] = {}
+    text: str
+    settings: tuple[Setting, ...] = ()
+    numerics: bool = False
+
+
+class RankCost(msgspec.Struct, frozen=True):
+    """What a bottleneck costs one rank, ns of the mean steady step."""
+
+    rank: int
+    ns: float
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of one rule on one run: exactly one of found, clear, not_measured (`why`), error (`why`)."""
+    """What became of one rule on one run: exactly one of found, clear, not_measured (`why`), error (`why`).
+
+    Where it is found or clear, `saving_ns`, `share`, `noise_ns` and `by_rank` are what the rule estimated.
+    """
 
     id: str
     state: State
@@ -119,8 +133,8 @@ class Outcome(msgspec.Struct, frozen=True):
     saving_ns: float = 0.0
     share: float = 0.0
     speedup: float = 1.0
-    ranks: tuple[int, ...] = ()
-    advice: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()  # that it costs most
+    changes: tuple[Change, ...] = ()
     why: str = ""
     evidence: Panel | None = None
     sure: str = ""
@@ -129,6 +143,13 @@ class Outcome(msgspec.Struct, frozen=True):
     scope: Scope = "step"
     noise_ns: float = 0.0
     forecasts: tuple[Forecast, ...] = ()
+    lost_share: float | None = None  # of the step, what the bottleneck takes; None: `share`
+    by_rank: tuple[RankCost, ...] = ()  # the dearest MOST_RANKS, by rank; a format 1 has none
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to change, one sentence a change."""
+        return tuple(change.text for change in self.changes)
 
 
 class RunInfo(msgspec.Struct, frozen=True):
@@ -290,6 +311,15 @@ def to_json(result: Result) -> dict[str, Any]:
     return {"format": FORMAT, "saving": SAVING, **plain(result)}
 
 
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of result.json; dlprof/result.schema.json holds it, for other programs."""
+    made = msgspec.json.schema(Result)
+    whole = made["$defs"]["Result"]
+    whole["properties"] |= {"format": {"const": FORMAT}, "saving": {"type": "string"}}
+    whole["required"] = ["format", *whole["required"]]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"dlprof result {FORMAT}", **made}
+
+
 # What no figure of a result comes near to, in ns, bytes or operations; sums and squares of it are still numbers.
 _ABSURD = 1e30
 
@@ -306,9 +336,9 @@ def from_json(data: Any) -> Result:
     """Make a result from the plain data of result.json; raise DlprofError where it is none, or of another format."""
     if not isinstance(data, Mapping):
         raise DlprofError("result.json is not a dlprof result: it holds no object")
-    if data.get("format") != FORMAT:
+    if data.get("format") not in _READ:
         raise DlprofError(
-            f"result.json has format {data.get('format')!r}; this dlprof reads format {FORMAT}: upgrade it"
+            f"result.json has format {data.get('format')!r}; this dlprof reads formats 1 to {FORMAT}: upgrade it"
         )
     if not _sane(data):
         raise DlprofError("result.json is not a dlprof result: it holds a figure that nothing can have")
@@ -316,6 +346,32 @@ def from_json(data: Any) -> Result:
     if missing:
         raise DlprofError(f"result.json is not a dlprof result: without {', '.join(missing)}")
     try:
-        return msgspec.convert(data, Result)
+        return msgspec.convert(_upgraded(data) if data["format"] == 1 else data, Result)
     except msgspec.ValidationError as e:
         raise DlprofError(f"result.json is not a dlprof result: {e}") from None
+
+
+def _upgraded(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a format 1 as format 2: its advice, sentences only, as changes, and each setting as a fact of its own."""
+    outcomes, facts = data["outcomes"], data["facts"]
+    if _objects(outcomes):
+        outcomes = [{**o, "changes": _sentences(o.get("advice", ()))} for o in outcomes]
+    if _objects(facts):
+        facts = [single for fact in facts for single in _single(fact)]
+    return {**data, "outcomes": outcomes, "facts": facts}
+
+
+def _objects(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value)
+
+
+def _sentences(advice: Any) -> Any:
+    return [{"text": text} for text in advice] if isinstance(advice, list | tuple) else advice
+
+
+def _single(fact: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a fact of several settings one by one: "bucket_cap_mb=25, static_graph=False" of ddp as two."""
+    pairs = [one.partition("=") for one in str(fact.get("value")).split(", ")]
+    if len(pairs) < 2 or not all(name.isidentifier() and sign for name, sign, _ in pairs):
+        return [fact]
+    return [{**fact, "name": f"{fact.get('name')}.{name}", "value": value} for name, _, value in pairs]

@@ -10,18 +10,36 @@ from msgspec.structs import replace
 
 from dlprof.comparison import Comparison, compare, to_json
 from dlprof.differences import Difference
+from dlprof.estimate import change
 from dlprof.promises import proposals
-from dlprof.result import Exchange, Fact, Forecast, Outcome, RankStep, Result, RunInfo, TimePart, Together, Window, Work
+from dlprof.result import (
+    Change,
+    Exchange,
+    Fact,
+    Forecast,
+    Outcome,
+    RankCost,
+    RankStep,
+    Result,
+    RunInfo,
+    TimePart,
+    Together,
+    Window,
+    Work,
+)
 
 MS = 1e6
 
 
-def found(name: str, saving: float, *advice: str, **said: Any) -> Outcome:
-    return Outcome(name, "found", name.capitalize(), saving_ns=saving * MS, advice=advice, **said)
+def found(name: str, saving: float, *changes: Change, **said: Any) -> Outcome:
+    share = saving / 100  # of the steps of most runs here
+    return Outcome(name, "found", name.capitalize(), saving_ns=saving * MS, share=share, changes=changes, **said)
 
 
-def clear(name: str) -> Outcome:
-    return Outcome(name, "clear", name.capitalize(), summary="nothing of it")
+def clear(name: str, saving: float = 0.0) -> Outcome:
+    share, by_rank = saving / 100, (RankCost(0, saving * MS),) if saving else ()
+    said = {"saving_ns": saving * MS, "share": share, "by_rank": by_rank}
+    return Outcome(name, "clear", name.capitalize(), summary="nothing of it", **said)  # type: ignore[arg-type]
 
 
 def run(
@@ -119,6 +137,29 @@ def test_what_became_of_each_finding() -> None:
     }
 
 
+def test_what_falls_below_the_threshold_is_not_gone_for_that() -> None:
+    def became(a: Outcome, b: Outcome) -> tuple[str, float | None, float | None]:
+        (change,) = compare(run(100, a), run(100, b)).findings
+        return change.state, change.a_ns, change.b_ns
+
+    assert became(found("wait", 5.1), clear("wait", 4.9)) == ("same", 5.1 * MS, 4.9 * MS)
+    assert became(clear("wait", 4.9), found("wait", 5.1))[0] == "same"
+    assert became(found("wait", 30), clear("wait", 4)) == ("less", 30 * MS, 4 * MS)
+    assert became(clear("wait", 4), found("wait", 30))[0] == "more"
+    assert became(found("wait", 30), clear("wait", 0.5))[0] == "gone"
+    assert became(clear("wait", 0.5), found("wait", 30))[0] == "new"
+    # A result of format 1 does not tell what is left.
+    assert became(found("wait", 5.1), clear("wait")) == ("gone", 5.1 * MS, None)
+
+
+def test_a_risk_is_there_or_gone() -> None:
+    risk, none = found("full", 0, scope="risk"), clear("full")
+    states = [
+        compare(run(100, a), run(100, b)).findings[0].state for a, b in ((risk, risk), (risk, none), (none, risk))
+    ]
+    assert states == ["same", "gone", "new"]
+
+
 def test_operators_and_kernels_by_what_they_changed() -> None:
     a = run(100, work=(Work("operator", "mm", 2, 50 * MS, MS), Work("operator", "relu", 4, 5 * MS, MS)))
     b = run(80, work=(Work("operator", "mm", 2, 29 * MS, MS), Work("operator", "gelu", 4, 6 * MS, MS)))
@@ -153,11 +194,11 @@ def test_settings_that_differ_are_told_apart_from_what_was_measured() -> None:
     assert [s.name for s in c.measured] == ["cores in use"]
 
 
-def test_a_fact_of_several_settings_is_taken_apart() -> None:
+def test_a_setting_of_ddp_is_known_by_its_own_name() -> None:
     a, b = (
-        run(100, o, facts=(Fact("Model", "ddp", f"bucket_cap_mb=25.0, find_unused_parameters={there}"),))
+        run(100, o, facts=(Fact("Model", "ddp.find_unused_parameters", str(there)),))
         for o, there in (
-            (found("unused_parameters", 3, "`find_unused_parameters=False` (is True)"), True),
+            (found("unused_parameters", 3, change("no search", find_unused_parameters=(True, False))), True),
             (clear("x"), False),
         )
     )
@@ -168,11 +209,16 @@ def test_a_fact_of_several_settings_is_taken_apart() -> None:
 
 
 def test_a_setting_that_took_one_bottleneck_away_owes_nothing_for_others() -> None:
-    advice = "`find_unused_parameters=False` (is True)"
-    facts = (Fact("Model", "ddp", "bucket_cap_mb=25.0, find_unused_parameters=True"),)
+    advice = change("no search", find_unused_parameters=(True, False))
+    facts = (Fact("Model", "ddp.find_unused_parameters", "True"),)
     a = run(100, found("exposed_communication", 40, advice), found("unused_parameters", 5, advice), facts=facts)
-    facts = (Fact("Model", "ddp", "bucket_cap_mb=25.0, find_unused_parameters=False"),)
-    b = run(95, found("exposed_communication", 36, "`bucket_cap_mb=50`"), clear("unused_parameters"), facts=facts)
+    facts = (Fact("Model", "ddp.find_unused_parameters", "False"),)
+    b = run(
+        95,
+        found("exposed_communication", 36, change("larger buckets", bucket_cap_mb=(25, 50))),
+        clear("unused_parameters"),
+        facts=facts,
+    )
     promise = compare(a, b).promise
     assert promise is not None
     assert promise.findings == ("unused_parameters",)
@@ -184,12 +230,14 @@ WORKERS = (
     Fact("Loader", "num workers", "2"),
     Fact("Loader", "num workers", "3"),
 )
-ADVICE = "`num_workers=2, persistent_workers=True` (is 0): a step of 61 ms is predicted"
+ADVICE = change("`num_workers=2, persistent_workers=True`", num_workers=(0, 2), persistent_workers=(False, True))
 
 
 def test_a_finding_names_the_settings_that_it_would_change() -> None:
-    named = proposals(found("input_wait", 40, ADVICE, "no code: x=3", '`torch.compile(model, mode="max")`'))
-    assert named == {"num_workers": "2", "persistent_workers": "True", "mode": "max"}
+    named = proposals(
+        found("input_wait", 40, ADVICE, Change("`x=3`, in words alone"), change("later", later=(1, None)))
+    )
+    assert named == {"num_workers": "2", "persistent_workers": "True", "later": ""}
 
 
 @pytest.mark.parametrize(
@@ -259,6 +307,13 @@ def test_another_device_is_a_doubt_and_no_test_of_a_promise() -> None:
     assert "the devices differ (CPU and NVIDIA H200)" in c.doubts[0]
 
 
+def test_a_step_of_other_work_is_no_test_of_a_promise() -> None:
+    a = run(100, found("one", 30, change("larger", batch_size=(32, 64))), facts=(Fact("Loader", "batch size", "32"),))
+    c = compare(a, run(150, clear("one"), facts=(Fact("Loader", "batch size", "64"),)))
+    assert c.promise is None
+    assert "different work" in c.doubts[0]
+
+
 def test_doubts_are_told() -> None:
     a = run(100, noise=None, facts=(Fact("Loader", "batch size", "32"),))
     b = replace(run(100, facts=(Fact("Loader", "batch size", "64"),)), window=Window(3, "trace", 100 * MS))
@@ -288,7 +343,7 @@ def test_json_holds_all_of_it() -> None:
 
 
 def test_a_forecast_is_found_by_the_name_of_the_fact() -> None:
-    advice = "`n_microbatches=16` (is 4): the pipeline's step becomes 70 ms"
+    advice = change("`n_microbatches=16` (is 4): the pipeline's step becomes 70 ms", n_microbatches=(4, 16))
     forecasts = (Forecast("microbatches", "8", 80 * MS), Forecast("microbatches", "16", 70 * MS))
     a = run(
         100, found("pipeline_bubble", 30, advice, forecasts=forecasts), facts=(Fact("Pipeline", "microbatches", "4"),)

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from msgspec.structs import replace
 
 from dlprof import diagnosis
-from dlprof.diagnosis import LEAST_NOISE, LEAST_SHARE, Clear, Rule, diagnose, rule_named
+from dlprof.diagnosis import LEAST_NOISE, LEAST_SHARE, Rule, diagnose, rule_named
 from dlprof.engine import Measured, RankData, per_rank
 from dlprof.errors import DlprofError, NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing
 from dlprof.measures.replay import own_time
 from dlprof.measures.whole_job import whole_job
-from dlprof.result import CATEGORIES, Finding, Panel, to_json
+from dlprof.result import CATEGORIES, MOST_RANKS, Panel, to_json
 from dlprof.rules import RULES
 from dlprof.run import Run, open_run
 from dlprof.timeline.device import device_time
@@ -28,7 +28,7 @@ from dlprof.timeline.steps import mean_step_ns, step_means
 from tests import runs, traces
 from tests.runs import CPU, MS, light, recorded
 
-Check = Callable[[Measured], Finding | Clear]
+Check = Callable[[Measured], Estimate]
 
 # Three marks of 0.99 ms that begin every ms: on the device two steps last until the next begins.
 STEP_NS = 2_990_000 / 3
@@ -53,18 +53,26 @@ def rule(check: Check, name: str = "some_rule", needs: Any = (step_means,), save
     return Rule(name, "Some state", needs, check, saves_from)
 
 
-def finding(saving: float = 0.5, **said: Any) -> Check:
-    """Give a check that finds a saving of a share of the step."""
+def finding(saving: float = 0.5, ranks: tuple[int, ...] = (0,), **said: Any) -> Check:
+    """Return a check that estimates a saving of a share of the step, the same for some ranks."""
+    told = {name: said.pop(name) for name in ("evidence", "sure", "verdict") if name in said}
 
-    def check(run: Measured) -> Finding:
-        made = Finding("Found", "It is so.", saving * mean_step_ns(run), ("Change it.",), ranks=(0,))
-        return replace(made, **said)
+    def check(run: Measured) -> Estimate:
+        saves = said.get("saving_ns", saving * mean_step_ns(run))
+        explanation = Explanation(title="Found", summary="It is so.", changes=(change("Change it."),), **told)
+        figures = {
+            "saving_ns": saves,
+            "by_rank_ns": dict.fromkeys(ranks, abs(saves) or 1.0),
+            "loses": "is lost",
+            **said,
+        }
+        return Estimate(explain=lambda: explanation, **figures)
 
     return check
 
 
 def raising(error: Exception) -> Check:
-    def check(run: Measured) -> Finding:
+    def check(run: Measured) -> Estimate:
         raise error
 
     return check
@@ -86,9 +94,49 @@ def test_found(job: Run) -> None:
 
 
 def test_clear(job: Run) -> None:
-    said = answer(job, lambda _: Clear("Looked, and saw nothing."))
+    said = answer(job, lambda _: nothing("Looked, and saw nothing."))
     assert (said.state, said.title, said.summary) == ("clear", "Some state", "Looked, and saw nothing.")
     assert (said.saving_ns, said.share, said.speedup, said.why) == (0, 0, 1, "")
+
+
+def test_what_is_below_the_threshold_keeps_its_figures(job: Run) -> None:
+    checked = replace_rule(rule(finding(0.04, noise_ns=5.0, ranks=(0, 1))), notable=0.05)
+    said = diagnose(job, [checked], jobs=1).outcomes[0]
+    assert (said.state, said.summary) == ("clear", "4.0 % of each step is lost")
+    assert said.share == pytest.approx(0.04)
+    assert said.saving_ns == pytest.approx(0.04 * STEP_NS)
+    assert (said.noise_ns, said.ranks, [cost.rank for cost in said.by_rank]) == (5.0, (0, 1), [0, 1])
+    # An estimate may know better from where on it is worth a word.
+    easy = replace_rule(rule(finding(0.04, notable=0.03)), notable=0.05)
+    assert diagnose(job, [easy], jobs=1).outcomes[0].state == "found"
+
+
+def test_the_verdict_tells_what_is_lost_and_the_saving_what_comes_back(job: Run) -> None:
+    said = answer(job, finding(0.1, lost_ns=0.3 * STEP_NS))
+    assert (said.verdict, said.share, said.lost_share) == (
+        "30 % of each step is lost.",
+        pytest.approx(0.1),
+        pytest.approx(0.3),
+    )
+
+
+def test_ranks_that_it_costs_half_the_most_are_named(job: Run) -> None:
+    costs = {0: 10.0, 1: 4.9, 2: 5.0, 3: 0.0}
+    said = answer(job, finding(0.1, by_rank_ns=costs))
+    assert said.ranks == (0, 2)
+    assert {cost.rank: cost.ns for cost in said.by_rank} == {0: 10.0, 1: 4.9, 2: 5.0}
+    many = answer(job, finding(0.1, by_rank_ns={rank: float(rank) for rank in range(2 * MOST_RANKS)}))
+    assert [cost.rank for cost in many.by_rank] == list(range(MOST_RANKS, 2 * MOST_RANKS))
+
+
+def test_nothing_is_explained_that_is_not_found(job: Run) -> None:
+    def check(run: Measured) -> Estimate:
+        return Estimate(saving_ns=0.01 * mean_step_ns(run), loses="is lost", explain=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+
+    assert answer(job, check).state == "clear"
+    quiet = Estimate(saving_ns=0.5 * STEP_NS, by_rank_ns={0: 1.0}, summary="another rule's")
+    said = answer(job, lambda _: quiet)
+    assert (said.state, said.share, said.summary) == ("clear", pytest.approx(0.5), "another rule's")
 
 
 def test_not_measured(job: Run) -> None:
@@ -102,14 +150,14 @@ def test_error(job: Run) -> None:
 
 
 def test_one_that_raises_costs_only_its_row(job: Run) -> None:
-    rules = [rule(raising(RuntimeError("no")), "b"), rule(finding(), "c"), rule(lambda _: Clear("fine"), "a")]
+    rules = [rule(raising(RuntimeError("no")), "b"), rule(finding(), "c"), rule(lambda _: nothing("fine"), "a")]
     result = diagnose(job, rules, jobs=1)
     assert [(o.id, o.state) for o in result.outcomes] == [("c", "found"), ("a", "clear"), ("b", "error")]
 
 
 def test_a_measure_that_breaks_costs_only_its_row(job: Run) -> None:
-    def check(run: Measured) -> Clear:
-        return Clear(f"{len(run.frame(breaks))} rows")
+    def check(run: Measured) -> Estimate:
+        return nothing(f"{len(run.frame(breaks))} rows")
 
     result = diagnose(job, [rule(check, "a", (breaks,)), rule(finding(), "b")], jobs=1)
     assert [(o.id, o.state, o.why) for o in result.outcomes] == [
@@ -150,7 +198,7 @@ def test_a_saving_within_the_noise_is_none(job: Run) -> None:
 
 
 def test_a_part_that_varies_is_told_by_what_it_is_at_least(job: Run) -> None:
-    varies = {"noise_ns": 0.2 * STEP_NS, "sure": "By hand.", "verdict": "30 % waits"}
+    varies: dict[str, Any] = {"noise_ns": 0.2 * STEP_NS, "sure": "By hand.", "verdict": "30 % waits"}
     said = answer(job, finding(0.3, least_ns=0.12 * STEP_NS, **varies))
     assert (said.state, said.share) == ("found", pytest.approx(0.12))
     assert said.verdict == "At least 12 % of each step would be saved: 30 % waits"
@@ -207,7 +255,7 @@ def test_what_findings_claim_twice_is_saved_once(job: Run) -> None:
     def claims(share: float, name: str, *saves_from: str, ranks: tuple[int, ...] = (0, 1)) -> Rule:
         return rule(finding(share, ranks=ranks), name, (step_means, own_time), saves_from)
 
-    assert diagnose(job, [rule(lambda _: Clear("fine"))], jobs=1).together is None
+    assert diagnose(job, [rule(lambda _: nothing("fine"))], jobs=1).together is None
     alone = claims(0.3, "a", "computation")
     assert together(alone) == pytest.approx(0.3)
     risk = rule(finding(0.0, scope="risk"), "risk")
@@ -296,8 +344,8 @@ def test_a_finding_that_result_json_cannot_hold_is_an_error(job: Run, said: dict
 
 
 def test_a_rule_that_answers_nothing_is_an_error(job: Run) -> None:
-    nothing: Any = lambda _: None  # noqa: E731 - what a careless author may write
-    assert answer(job, nothing).state == "error"
+    silent: Any = lambda _: None  # noqa: E731 - what a careless author may write
+    assert answer(job, silent).state == "error"
 
 
 def test_outcomes_are_one_a_rule_dearest_first(job: Run) -> None:
@@ -305,7 +353,7 @@ def test_outcomes_are_one_a_rule_dearest_first(job: Run) -> None:
         "cheap": finding(0.1),
         "dear": finding(0.6),
         "also_dear": finding(0.6),
-        "fine": lambda _: Clear("fine"),
+        "fine": lambda _: nothing("fine"),
         "blind": raising(NotMeasured("no")),
         "broken": raising(ValueError("no")),
     }
@@ -398,7 +446,7 @@ def test_what_is_said_of_the_job_is_a_share_of_its_training_loop(tmp_path: Path)
     said = answer(open_run(path), finding(0.3, scope="job"))
     assert (said.state, said.scope, said.saving_ns) == ("found", "job", pytest.approx(3 * MS))
     assert said.share == pytest.approx(3 / 12)
-    assert answer(open_run(path), finding(0.021, scope="job")).summary == "1.8 % of the training loop's time"
+    assert answer(open_run(path), finding(0.021, scope="job")).summary == "1.8 % of the training loop's time is lost"
 
 
 def test_a_risk_saves_nothing_and_is_found_all_the_same(job: Run) -> None:

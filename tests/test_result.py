@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.result import FORMAT, Outcome, Panel, Result, RunInfo, from_json, to_json
+from dlprof.result import FORMAT, Change, Outcome, Panel, Result, RunInfo, Setting, from_json, schema, to_json
 from tests.renderers import results
 
+REPORTS = Path(__file__).parent.parent / "reports"
 EMPTY = Result(run=RunInfo(path="run"), window=None)
 
 
@@ -29,7 +33,14 @@ def test_there_and_back(name: str) -> None:
 
 def test_evidence_and_rows_come_back_as_they_were() -> None:
     panel = Panel("lines", "Steps", ((0, 1.5, None), (1, 2.0, 3.0)), ("step", "rank 0", "rank 1"), unit="ns")
-    said = Outcome("input_wait", "found", "Waits", ranks=(1, 2), advice=("do this",), evidence=panel)
+    said = Outcome(
+        "input_wait",
+        "found",
+        "Waits",
+        ranks=(1, 2),
+        changes=(Change("do this", (Setting("num_workers", 0, 6),)),),
+        evidence=panel,
+    )
     back = from_json(plain(Result(run=RunInfo("run"), window=None, outcomes=(said,), panels=(panel,))))
     assert back.outcomes == (said,)
     assert back.panels == (panel,)
@@ -38,7 +49,7 @@ def test_evidence_and_rows_come_back_as_they_were() -> None:
 
 def test_result_json_has_its_format_and_what_a_saving_is() -> None:
     data = plain(EMPTY)
-    assert data["format"] == FORMAT == 1
+    assert data["format"] == FORMAT == 2
     assert "not summed" in data["saving"]
     assert {"run", "window", "device", "time", "outcomes"} < set(data)
 
@@ -48,9 +59,25 @@ def test_a_file_from_before_findings_were_bounded_together_is_read() -> None:
     assert from_json(older) == EMPTY
 
 
+def test_a_file_of_format_1_is_read() -> None:
+    (path, *_) = sorted(REPORTS.glob("*/*/result.json"))
+    data = json.loads(path.read_bytes()) | {"format": 1}
+    for outcome in data["outcomes"]:
+        outcome["advice"] = [change["text"] for change in outcome.pop("changes", [])] or outcome.get("advice", [])
+    data["outcomes"][0]["advice"] = ["`fused=True` (is None)"]
+    data["facts"].append({"section": "Model", "name": "ddp", "value": "bucket_cap_mb=25.0, static_graph=False"})
+    result = from_json(data)
+    assert result.outcomes[0].changes == (Change("`fused=True` (is None)"),)
+    assert [(f.name, f.value) for f in result.facts[-2:]] == [
+        ("ddp.bucket_cap_mb", "25.0"),
+        ("ddp.static_graph", "False"),
+    ]
+    assert plain(result)["format"] == FORMAT
+
+
 @pytest.mark.parametrize("newer", [FORMAT + 1, "1", None, []])
 def test_another_format_is_refused(newer: Any) -> None:
-    with pytest.raises(DlprofError, match="this dlprof reads format 1"):
+    with pytest.raises(DlprofError, match="this dlprof reads formats 1 to 2"):
         from_json(plain(EMPTY) | {"format": newer})
 
 
@@ -81,3 +108,32 @@ def test_a_figure_that_nothing_can_have_is_refused(figure: float) -> None:
     data["outcomes"][0]["saving_ns"] = figure
     with pytest.raises(DlprofError, match="figure"):
         from_json(data)
+
+
+def test_the_schema_that_is_shipped_is_the_one_of_the_code() -> None:
+    shipped = resources.files("dlprof").joinpath("result.schema.json").read_text(encoding="utf-8")
+    made = json.dumps(schema(), indent=1) + "\n"
+    assert shipped == made, "write it anew: python -c 'import json; from dlprof.result import schema; …'"
+
+
+def committed() -> list[Path]:
+    return sorted(REPORTS.glob("*/*/result.json"))
+
+
+@pytest.mark.parametrize("path", committed(), ids=lambda path: path.parent.name)
+def test_every_committed_result_is_read_and_keeps_the_schema(path: Path) -> None:
+    result = from_json(json.loads(path.read_bytes()))
+    jsonschema.validate(plain(result), schema())
+    assert from_json(plain(result)) == result
+
+
+@pytest.mark.parametrize("name", sorted(set(results.ALL) - {"hostile"}))
+def test_every_result_keeps_the_schema(name: str) -> None:
+    jsonschema.validate(plain(results.ALL[name]()), schema())
+
+
+def test_the_schema_refuses_what_is_no_result() -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(plain(EMPTY) | {"format": 1}, schema())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(plain(EMPTY) | {"outcomes": [{"id": 5}]}, schema())

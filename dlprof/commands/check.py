@@ -52,10 +52,10 @@ def check(path: Path, limits: tuple[str, ...]) -> None:
         else:
             value = o.share * 100 if unit == "%" else o.saving_ns / _NS[unit]
             # What may end the job is no matter of time.
-            bad = value >= limit or o.scope == "risk"
+            bad = value >= limit or (o.scope == "risk" and o.state == "found")
             of = "training loop" if o.scope == "job" else "step"
-            what = f"{percent(o.share)} of the {of}, {duration(o.saving_ns)}" if o.state == "found" else "clear"
-            what = o.title if o.scope == "risk" else what
+            what = f"{percent(o.share)} of the {of}, {duration(o.saving_ns)}" if o.saving_ns else o.summary
+            what = o.title if bad and o.scope == "risk" else what
         failed |= bad
         say(f"{'FAIL' if bad else 'ok  '}  {rule} < {limit:g} {unit}: {what}")
     if failed:

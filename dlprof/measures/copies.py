@@ -13,11 +13,9 @@ from dlprof.engine import Measured, RankData, by_rank, per_rank
 from dlprof.measures.breakdown import part
 from dlprof.measures.peaks import PCIE_REACHED, device_of, host_link
 from dlprof.measures.syncs import copying_waits
-from dlprof.result import Panel
 from dlprof.timeline import device, host
 from dlprof.timeline.steps import launched_within, timing
 from dlprof.timeline.what_if import LITTLE, WhatIf, what_if
-from dlprof.units import UNKNOWN, duration, size
 
 # Scalars (a loss, a counter) are copied in a few bytes; what they cost is a wait, not a copy.
 TINY_BYTES = 4_096
@@ -141,24 +139,3 @@ def hideable(run: Measured, exposed: Mapping[int, float]) -> dict[int, float]:
     frame = run.frame(copies)
     hidden = by_rank(frame.assign(hidden_ns=(frame["copy_ns"] - frame["exposed_ns"]).clip(lower=0.0)), "hidden_ns")
     return {r: min(ns, max(0.0, computation.get(r, 0.0) - hidden.get(r, 0.0))) for r, ns in exposed.items()}
-
-
-def copy_table(frame: pd.DataFrame, rank: int) -> Panel:
-    """Show the copies of one rank, the most exposed first."""
-    mine = frame[frame["rank"] == rank].sort_values("exposed_ns", ascending=False)
-    rows = tuple(
-        (
-            c,
-            m or UNKNOWN,
-            round(float(n), 1),
-            size(b) if b >= 0 else UNKNOWN,
-            duration(t),
-            duration(e),
-            f"{size(b / t * 1e9)}/s" if b > 0 and t > 0 else UNKNOWN,
-        )
-        for c, m, n, b, t, e in zip(
-            mine["copy"], mine["memory"], mine["count"], mine["bytes"], mine["copy_ns"], mine["exposed_ns"], strict=True
-        )
-    )
-    columns = ("way", "host memory", "copies", "bytes", "time", "exposed", "rate")
-    return Panel("table", f"Copies of a mean step on rank {rank}", rows, columns)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -15,7 +14,7 @@ from dlprof.measures.operators import operators
 from dlprof.measures.peaks import device_peaks
 from dlprof.overview import Picture
 from dlprof.result import Panel
-from dlprof.units import UNKNOWN, digits, duration, quantity, short, size
+from dlprof.units import quantity, short, size
 
 
 def draw(run: Measured) -> list[Panel]:
@@ -38,21 +37,23 @@ def _flops(run: Measured) -> Panel:
 
 
 def _heaviest(run: Measured) -> Panel:
-    """Give the roofline as a table: what each of the heaviest operators computes, moves and is bound by."""
+    """Return the roofline as a table: what each of the heaviest operators computes, moves and is bound by."""
+    frame = run.frame(heaviest_operators)
+    frame = frame.assign(gflop=frame["flops"] / 1e9, tflop_s=frame["rate"] / 1e12)
     here = run.frame(operators)["rank"].unique()
     rows = tuple(
         (
             " ".join(filter(None, (short(row["operator"].removeprefix("aten::"), 80), _shape(row)))),
-            row["dtype"] or UNKNOWN,
-            digits(row["calls"]),
-            duration(row["ns"]),
-            quantity(row["flops"], "FLOP"),
-            UNKNOWN if math.isnan(row["rate"]) else f"{quantity(row['rate'], 'FLOP')}/s",
-            size(row["bytes"]),
-            row["bound"] or UNKNOWN,
-            *([f"rank {row['most_on']}, {duration(row['most_ns'])}"] if len(here) > 1 else []),
+            row["dtype"] or None,
+            row["calls"],
+            row["ns"],
+            row["gflop"],
+            row["tflop_s"],
+            row["bytes"],
+            row["bound"] or None,
+            *((row["most_on"], row["most_ns"]) if len(here) > 1 else ()),
         )
-        for row in run.frame(heaviest_operators).to_dict("records")
+        for row in frame.astype(object).where(frame.notna(), None).to_dict("records")
     )
     rank = int(here[0])
     device, peaks, bandwidth = device_peaks(run.facts[rank], run.trace_facts[rank])
@@ -62,10 +63,11 @@ def _heaviest(run: Measured) -> Panel:
         "Time a traced step in the kernels that it launched, on a CPU in itself; bound by what takes longer at the"
         f" device's peaks, or by launching where a kernel takes less than 10 µs. {known}"
     ).strip()
-    columns = ("operator, shapes", "type", "calls", "time a step", "computes", "rate", "moves", "bound by", "most on")
+    columns = ("operator, shapes", "type", "calls", "time a step_ns", "GFLOP", "TFLOP/s", "moves_bytes", "bound by")
+    most = ("most on rank", "there_ns") if len(here) > 1 else ()
     who = f"mean of {len(here)} ranks" if len(here) > 1 else f"rank {rank}"
     title = f"The heaviest operators of a step, {who}"
-    return Panel("table", title, rows, columns if len(here) > 1 else columns[:-1], note=note)
+    return Panel("table", title, rows, (*columns, *most), note=note)
 
 
 def _shape(row: Mapping[Any, Any]) -> str:

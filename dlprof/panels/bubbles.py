@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-import pandas as pd
-
 from dlprof.engine import Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.measures.pipeline import bubbles, stage_lengths
 from dlprof.overview import MOST_RANKS, Picture
 from dlprof.result import Panel
-from dlprof.units import UNKNOWN, count, digits, duration, percent
+from dlprof.units import count, digits, duration
 
 _MOST_ROWS = 4 * MOST_RANKS
 
 # What idle time comes from, and its word.
 _PARTS = {
-    "schedule_ns": "schedule",
-    "imbalance_ns": "imbalance",
-    "communication_ns": "handing over",
-    "launch_ns": "launching",
+    "schedule_ns": "schedule_ns",
+    "imbalance_ns": "imbalance_ns",
+    "communication_ns": "handing over_ns",
+    "launch_ns": "launching_ns",
+}
+
+_SHARES = {
+    "bubble": "bubble_share",
+    "simulated": "simulated_share",
+    "scheduled": "even stages_share",
+    "closed": "formula_share",
 }
 
 
 def draw(run: Measured) -> list[Panel]:
-    """Tell of each rank how large its bubble is and what it comes from, and of each stage how long it takes."""
+    """Tabulate how large each rank's bubble is and what it comes from, and how long each stage takes."""
     frame = run.frame(bubbles).sort_values(["ranks", "rank"])
     shown = frame.head(_MOST_ROWS)
-    rows = tuple(
-        (
-            f"rank {row['rank']}",
-            duration(row["step_ns"] * row["bubble"]),
-            *(UNKNOWN if pd.isna(row[part]) else duration(row[part]) for part in _PARTS),
-            *(percent(row[share]) for share in ("bubble", "simulated", "scheduled", "closed")),
-        )
-        for row in shown.to_dict("records")
-    )
-    columns = ("", "idle", *_PARTS.values(), "bubble", "simulated", "even stages", "formula")
+    cells = shown.assign(idle_ns=shown["step_ns"] * shown["bubble"])[["rank", "idle_ns", *_PARTS, *_SHARES]]
+    rows = tuple(cells.astype(object).where(cells.notna(), None).itertuples(index=False, name=None))
+    columns = ("rank", "idle_ns", *_PARTS.values(), *_SHARES.values())
     first = frame.iloc[0]
     note = (
         f"{str(first['schedule']).removeprefix('Schedule')}, {count(int(first['microbatches']), 'micro-batch')},"
@@ -58,15 +56,12 @@ def _stages(run: Measured) -> list[Panel]:
     mean = float(frame["stage_ns"].mean())
     rows = tuple(
         (
-            f"stage {row['stage']}",
-            f"rank {row['rank']}",
-            duration(row["forward_ns"]),
-            duration(row["backward_ns"]),
-            f"{digits(row['stage_ns'] / mean if mean else 0.0)} ×",
+            *(row[c] for c in ("stage", "rank", "forward_ns", "backward_ns")),
+            row["stage_ns"] / mean if mean else None,
         )
         for row in frame.head(_MOST_ROWS).to_dict("records")
     )
-    columns = ("", "on", "forward", "backward", "of the mean stage")
+    columns = ("stage", "rank", "forward_ns", "backward_ns", "of the mean stage_times")
     slowdown = digits(float(frame["slowdown"].iloc[0]))
     note = f"The mean of a micro-batch. Replayed, the step is {slowdown} × what even stages would make it."
     if len(frame) > _MOST_ROWS:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 from dlprof.engine import Measured
 from dlprof.measures.bandwidth import bandwidth, exchanged, size_class
 from dlprof.measures.collectives import collectives
 from dlprof.measures.matching import SENT, matched, unmatched
 from dlprof.overview import Picture
 from dlprof.result import Panel
-from dlprof.units import UNKNOWN, digits, duration, percent, size
 
 MOST_ROWS = 40
 
@@ -18,34 +15,31 @@ MOST_ROWS = 40
 def draw(run: Measured) -> list[Panel]:
     """List the collectives by kind, ranks and size, the longest first; groups of as many ranks are one row."""
     frame = run.frame(exchanged)
+    shown = frame.head(MOST_ROWS)
     rows = tuple(
         (
             _named(row["collective"], row["groups"]),
-            str(row["ranks"] or UNKNOWN),
+            row["ranks"] or None,
             size_class(row["size"]),
-            digits(round(row["count"], 1)),
-            size(row["bytes"]),
-            duration(row["wait_ns"]),
-            duration(row["transfer_ns"]),
-            _rate(row["algbw"]),
-            _rate(row["busbw"]),
-            percent(row["of_peak"]),
-            f"rank {row['culprit']}, {row['late']} of {row['matched']}" if row["culprit"] >= 0 else UNKNOWN,
+            *(row[c] for c in ("count", "bytes", "wait_ns", "transfer_ns", "algbw", "busbw", "of_peak")),
+            *((row[c] if row["culprit"] >= 0 else None) for c in ("culprit", "late", "matched")),
         )
-        for row in frame.head(MOST_ROWS).to_dict("records")
+        for row in shown.astype(object).where(shown.notna(), None).to_dict("records")
     )
     columns = (
         "collective",
         "ranks",
         "size of one",
         "a step",
-        "bytes a step",
-        "waiting",
-        "transfer",
-        "algorithm bandwidth",
-        "bus bandwidth",
-        "of the link's peak",
-        "last to come",
+        "data a step_bytes",
+        "waiting_ns",
+        "transfer_ns",
+        "algorithm bandwidth per second_bytes",
+        "bus bandwidth per second_bytes",
+        "link's peak_share",
+        "last rank",
+        "last in",
+        "of",
     )
     note = (
         "Of a step and a rank, hidden time included. Transfer is the least time over the ranks (of what is sent, the"
@@ -69,10 +63,6 @@ def _named(kind: str, groups: int) -> str:
     if kind == SENT:
         return "send and receive" + (f" in {groups} directions" if groups > 1 else "")
     return (kind or "not told") + (f" in {groups} groups" if groups > 1 else "")
-
-
-def _rate(value: float) -> str:
-    return f"{size(value)}/s" if math.isfinite(value) else UNKNOWN
 
 
 PICTURE = Picture((bandwidth, collectives, exchanged, matched), draw)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import pandas as pd
+
 from dlprof.engine import Measured, MeasureFailed
 from dlprof.errors import NotMeasured
-from dlprof.measures.copies import copies, copy_table
+from dlprof.measures.copies import copies
 from dlprof.measures.heaviest import heaviest_kernels
 from dlprof.measures.kernel_names import UNITS
 from dlprof.measures.operators import kernel_times
 from dlprof.overview import Picture
 from dlprof.result import Panel
-from dlprof.units import UNKNOWN, digits, duration, percent
 
 
 def draw(run: Measured) -> list[Panel]:
@@ -29,23 +30,45 @@ def _kernels(run: Measured) -> Panel:
     here = run.frame(kernel_times)["rank"].unique()
     rows = tuple(
         (
-            str(row["name"]),
-            UNITS.get(row["kind"], UNKNOWN),
-            digits(round(row["calls"], 1)),
-            duration(row["ns"]),
-            duration(row["call_ns"]),
-            percent(row["share"]),
-            *([f"rank {row['most_on']}, {duration(row['most_ns'])}"] if len(here) > 1 else []),
+            row["name"],
+            UNITS.get(row["kind"]),
+            *(row[c] for c in ("calls", "ns", "call_ns", "share")),
+            *((row["most_on"], row["most_ns"]) if len(here) > 1 else ()),
         )
         for row in frame.to_dict("records")
     )
-    note = "Of a traced step. Only its name tells what a kernel multiplies on; – multiplies nothing."
+    note = (
+        "Of a traced step; shares are of the time in all kernels. Only its name tells what a kernel multiplies on;"
+        " – multiplies nothing."
+    )
     known = int(frame["known"].iloc[0])
     if known > len(rows):
         note += f" The longest {len(rows)} of {known:,} kernels."
-    headings = ("kernel", "runs on", "calls", "time a step", "a call", "of all kernels", "most on")
+    headings = ("kernel", "runs on", "calls", "time a step_ns", "a call_ns", "share")
+    most = ("most on rank", "there_ns") if len(here) > 1 else ()
     who = f"mean of {len(here)} ranks" if len(here) > 1 else f"rank {here[0]}"
-    return Panel("table", f"Kernels, {who}", rows, headings if len(here) > 1 else headings[:-1], note=note)
+    return Panel("table", f"Kernels, {who}", rows, (*headings, *most), note=note)
+
+
+def copy_table(frame: pd.DataFrame, rank: int) -> Panel:
+    """List the copies of one rank, as `copies` has them, the most exposed first."""
+    mine = frame[frame["rank"] == rank].sort_values("exposed_ns", ascending=False)
+    rows = tuple(
+        (
+            str(way),
+            str(memory) or None,
+            float(n),
+            float(moved) if moved >= 0 else None,
+            float(took),
+            float(exposed),
+            float(moved / took * 1e9) if moved > 0 and took > 0 else None,
+        )
+        for way, memory, n, moved, took, exposed in zip(
+            *(mine[c] for c in ("copy", "memory", "count", "bytes", "copy_ns", "exposed_ns")), strict=True
+        )
+    )
+    columns = ("way", "host memory", "copies", "size_bytes", "time_ns", "exposed_ns", "rate per second_bytes")
+    return Panel("table", f"Copies of a mean step on rank {rank}", rows, columns)
 
 
 def _copies(run: Measured) -> Panel:

@@ -8,7 +8,7 @@ from dlprof.engine import Measured
 from dlprof.measures.lines import line_times
 from dlprof.overview import Picture
 from dlprof.result import Panel
-from dlprof.units import duration, percent
+from dlprof.units import duration
 
 # Functions whose lines are shown, and lines of each.
 MOST_FUNCTIONS = 8
@@ -16,7 +16,7 @@ MOST_LINES = 50
 
 
 def draw(run: Measured) -> list[Panel]:
-    """Give the source of each function that --lines named, with the time of each line over all ranks."""
+    """Return the source of each function that --lines named, with the time of each line over all ranks."""
     lines = run.frame(line_times)
     ranks = lines["rank"].nunique()
     lines = lines.groupby(["role", "function", "file", "line", "source"], as_index=False)[["hits", "dur_ns"]].sum()
@@ -35,10 +35,8 @@ def _lines_panel(role: str, function: str, file: str, part: pd.DataFrame, ranks:
     rows = tuple(
         (
             int(line),
-            f"{hits:,}" if hits else "",
-            duration(float(ns)) if hits else "",
-            duration(ns / hits) if hits else "",
-            percent(ns / total) if hits and total else "",
+            # Blank is a line that never ran: most are no statements.
+            *((int(hits), int(ns), float(ns / hits), float(ns / total) if total else "") if hits else ("",) * 4),
             # A browser would drop the indentation.
             text[: len(text) - len(text.lstrip())].expandtabs(4).replace(" ", "\u00a0") + text.strip(),
         )
@@ -48,7 +46,7 @@ def _lines_panel(role: str, function: str, file: str, part: pd.DataFrame, ranks:
     note = f"{file}: {duration(float(total))} together" + (f", over {ranks} ranks." if ranks > 1 else ".")
     if left > 0:
         note += f" {left} lines that took less are left out."
-    columns = ("line", "hits", "time", "a hit", "share", "source")
+    columns = ("line", "hits", "time_ns", "a hit_ns", "share", "source")
     return Panel("table", f"Line by line: {function}, {where}", rows, columns, note=note)
 
 

@@ -12,7 +12,7 @@ from dlprof.measures.queue import FULL, device_lag, queue_series, queued_waits
 from dlprof.overview import MOST_RANKS, Picture, points
 from dlprof.result import Panel
 from dlprof.timeline.steps import mean_step_ns, step_means
-from dlprof.units import digits, duration
+from dlprof.units import duration
 
 # Waits of less than this share of a step are not worth a table.
 LEAST_SHARE = 0.01
@@ -35,9 +35,9 @@ def waits_table(frame: pd.DataFrame, rank: int) -> Panel:
             str(row["ended_by"]),
             str(row["stream"]),
             str(row["launched_by"]),
-            digits(float(row["times"])),
-            duration(float(row["ns"])),
-            duration(float(row["queued_ns"])),
+            float(row["times"]),
+            float(row["ns"]),
+            float(row["queued_ns"]),
             str(row["waits_for"]),
         )
         for row in mine.to_dict("records")
@@ -47,8 +47,8 @@ def waits_table(frame: pd.DataFrame, rank: int) -> Panel:
         "stream",
         "launched by",
         "times a step",
-        "device idle",
-        "launched before",
+        "device idle_ns",
+        "launched before_ns",
         "waits for",
     )
     note = "The device idles although this work was launched before it ran dry."

@@ -11,7 +11,6 @@ from dlprof.errors import NotMeasured
 from dlprof.measures.stacks import DOING, MOST_FRAMES, flame, hottest, shown
 from dlprof.overview import Picture
 from dlprof.result import Panel
-from dlprof.units import percent
 
 # Functions of one kind among the hottest: of the user's, of libraries.
 MOST_OWN = 6
@@ -108,7 +107,7 @@ def _hottest(run: Measured) -> list[Panel]:
         for row in pd.concat([own, library]).itertuples():
             of = float(samples[doing])
             where = shown(str(row.function), str(row.file), int(str(row.line)))
-            shares = (percent(float(str(row.alone)) / of), percent(float(str(row.total)) / of))
+            shares = (float(str(row.alone)) / of, float(str(row.total)) / of)
             rows.append((_DOING[doing], where, "yours" if row.own else "library", *shares))
     kinds = ", ".join(f"{_DOING[doing]} {samples[doing]:,}" for doing in DOING if doing in samples)
     seen = int(samples.sum())
@@ -118,7 +117,7 @@ def _hottest(run: Measured) -> list[Panel]:
     )
     if not rows:
         raise NotMeasured("too few stacks were seen")
-    columns = ("while", "function", "whose", "in it", "with what it calls")
+    columns = ("while", "function", "whose", "in it_share", "with what it calls_share")
     return [Panel("table", "Hottest Python functions", tuple(rows), columns, note=note)]
 
 

@@ -7,7 +7,6 @@ from dlprof.errors import NotMeasured
 from dlprof.measures.whole_job import PARTS, whole_job
 from dlprof.overview import Picture
 from dlprof.result import Panel
-from dlprof.units import digits, duration, percent
 
 _PARTS = {
     "setup": "setting up, from importing torch to the first step",
@@ -31,7 +30,7 @@ def draw(run: Measured) -> list[Panel]:
     sums = frame.groupby("part")[["steps", "ns"]].sum() / ranks
     total = float(sums["ns"][sums.index.isin(PARTS)].sum())
     rows = tuple(
-        (label, digits(float(sums["steps"][part])) if part != "setup" else "", duration(ns), percent(ns / total))
+        (label, float(sums["steps"][part]) if part != "setup" else "", ns, ns / total)
         for part, label in _PARTS.items()
         if part in sums.index and (ns := float(sums["ns"][part])) > 0
     )
@@ -40,7 +39,7 @@ def draw(run: Measured) -> list[Panel]:
     note = "Findings and their savings speak of the steady steps, but for those outside of them."
     if ranks > 1:
         note = f"Means over {ranks} ranks. {note}"
-    return [Panel("table", "The whole job", rows, ("", "how many", "time", "share of the job"), note=note)]
+    return [Panel("table", "The whole job", rows, ("", "how many", "time_ns", "share"), note=note)]
 
 
 PICTURE = Picture((whole_job,), draw)

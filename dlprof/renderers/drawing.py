@@ -8,13 +8,11 @@ a template. Axes are numeric, with their labels as tick texts, so that no label 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from dlprof import units
 from dlprof.plain import NBSP, plain
 from dlprof.renderers import words
 
@@ -54,17 +52,9 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     numeric: tuple[bool, ...]
     note: str = ""
-
-    @property
-    def shares(self) -> tuple[bool, ...]:
-        """Say of each column whether its cells are shares, and so many that bars tell them apart at a glance."""
-        if len(self.rows) < BARRED:
-            return (False,) * len(self.columns)
-        columns = list(zip(*self.rows, strict=True))
-        return tuple(
-            any(share(cell) for cell in cells) and all(share(cell) or cell in ("", units.UNKNOWN) for cell in cells)
-            for cells in columns
-        )
+    shares: tuple[
+        tuple[str, ...], ...
+    ] = ()  # of each cell how many percent wide its bar is, "" without one; () for none
 
 
 @dataclass(frozen=True)
@@ -77,15 +67,6 @@ class Figure:
     table: Table
     legend: tuple[str, ...] = ()
     note: str = ""
-
-
-def share(cell: str) -> str:
-    """Give how many percent a cell tells, for the width of its bar: "31" of "31 %"; "" where it tells none."""
-    told = _SHARE.fullmatch(cell)
-    if told is None:
-        return ""
-    percent = float(told[1].replace(",", ""))
-    return f"{min(percent, 100.0):g}"
 
 
 def drawn(text: object, limit: int = 120) -> str:
@@ -157,31 +138,33 @@ def inside(colour: str) -> str:
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """Give the first rows as a table of written cells; what is missing of a row or of the headings stays empty."""
+    """Give the first rows as a table of written cells; what is missing of a row or of the headings stays empty.
+
+    Columns of numbers are set flush right, those of shares have bars where there are so many that bars tell them apart.
+    """
     width = max([len(columns), *(len(row) for row in rows[:ROWS])], default=0)
     names = [*columns, *[""] * (width - len(columns))]
-    shown = tuple(
-        tuple(words.cell(v, c) for v, c in zip([*row, *[""] * (width - len(row))], names, strict=True))
-        for row in rows[:ROWS]
-    )
-    numeric = tuple(i > 0 and _figures([row[i] for row in shown]) for i in range(width))
+    values = [[*row, *[""] * (width - len(row))] for row in rows[:ROWS]]
+    shown = tuple(tuple(words.cell(v, c) for v, c in zip(row, names, strict=True)) for row in values)
+    numeric = tuple(i > 0 and _figures([row[i] for row in values]) for i in range(width))
+    barred = [figures and words.suffix(name) == "share" for figures, name in zip(numeric, names, strict=True)]
+    shares = [[_percent(v) if bar else "" for v, bar in zip(row, barred, strict=True)] for row in values]
     left = len(rows) - len(shown)
     return Table(
         tuple(words.header(c) for c in names),
         shown,
         numeric,
         f"{left:,} more rows are in result.json." if left > 0 else "",
+        tuple(map(tuple, shares)) if len(rows) >= BARRED and any(barred) else (),
     )
 
 
-_SHARE = re.compile(f"(?:<[ {NBSP}])?([0-9][0-9.,]*)[ {NBSP}]%")
-
-# A figure as words.quantity or a rule writes it: "1,204", "−3.1 ms", "31 %", "5 of 8", "—".
-_FIGURE = re.compile(
-    f"(?:<[ {NBSP}])?[{units.MINUS}-]?[0-9][0-9.,]*(?:[ {NBSP}]?[^ ]{{1,8}}| of [0-9,]+)?|[{units.UNKNOWN}–]|"
-)
+def _figures(cells: Sequence[Any]) -> bool:
+    """Say whether a column holds numbers, to be set flush right."""
+    known = [cell for cell in cells if cell is not None and cell != ""]
+    return bool(known) and all(isinstance(cell, int | float) and not isinstance(cell, bool) for cell in known)
 
 
-def _figures(cells: Sequence[str]) -> bool:
-    """Say whether a column holds figures, to be set flush right, and not words alone."""
-    return any(any(c.isdigit() for c in cell) for cell in cells) and all(_FIGURE.fullmatch(cell) for cell in cells)
+def _percent(value: Any) -> str:
+    share = number(value)
+    return "" if share is None else f"{min(max(100 * share, 0.0), 100.0):g}"

@@ -67,7 +67,7 @@ def flame(evidence: Panel) -> Figure:
     for _, _, width, name, category in frames:
         seen[name, category] = seen.get((name, category), 0.0) + width
     rows = [
-        (name, words.look(category).name, words.quantity(width, unit), words.percent(width / whole))
+        (name, words.look(category).name, words.quantity(width, unit), width / whole)
         for (name, category), width in sorted(seen.items(), key=lambda item: -item[1])[:NAMED]
     ]
     table = replace(plain_table(("function", "whose", unit, "share"), rows), numeric=(False, False, True, True))

@@ -10,7 +10,6 @@ import base64
 import hashlib
 import inspect
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def render(result: Result) -> str:
     sections: dict[str, list[tuple[str, str]]] = {}
     for fact in result.facts:
         sections.setdefault(fact.section, []).append((fact.name, _fact(fact.name, fact.value)))
-    diagnosis, gain = words.headline(result)
+    diagnosis, gain, share = words.headline(result)
     return template("report.html").render(
         title=f"{words.name(result)} · {plain(diagnosis, 120)}",
         css=Markup(asset("page.css")),
@@ -82,7 +82,7 @@ def render(result: Result) -> str:
         colours=colours(),
         data=_data({name: f.spec for name, f in figure_of.items() if f.spec}),
         name=words.name(result),
-        headline=emphasised(diagnosis),
+        headline=emphasised(diagnosis, share),
         calm=not result.found,
         gain=gain,
         lede=_lede(result),
@@ -190,43 +190,44 @@ def _tiles(result: Result) -> list[Tile]:
     return tiles[:_MOST_TILES]
 
 
-_SHARE = re.compile(r"[0-9][0-9.,]*[ \u00a0]?%(?: of (?:each|every|the) (?:mean )?(?:steady )?(?:step|trace))?")
-_JOINED = re.compile(r"([0-9]) (%|×|[nµm]?s\b|[kMGT]?B\b)")
+# Units that stand behind a number.
+_UNITS = frozenset(("%", "×", "s", "ms", "µs", "ns", "B", "kB", "MB", "GB", "TB"))
 
 
 def _joined(text: str) -> str:
     """Keep figures and their units on one line."""
-    return _JOINED.sub(f"\\1{NBSP}\\2", text)
+    first, *rest = text.split(" ")
+    joined = [first]
+    for word in rest:
+        joined += [NBSP if joined[-1][-1:].isdigit() and word.rstrip(".,:;)") in _UNITS else " ", word]
+    return "".join(joined)
 
 
-def emphasised(sentence: str) -> Markup:
-    """Set the first share in the sentence apart."""
+def emphasised(sentence: str, share: str) -> Markup:
+    """Set the share that a sentence is about apart."""
     text = _joined(sentence)
-    share = _SHARE.search(text)
-    if share is None:
-        return escape(text)
-    start, end = share.span()
-    return escape(text[:start]) + Markup("<em>") + escape(text[start:end]) + Markup("</em>") + escape(text[end:])
-
-
-_CODE = re.compile(r"``(.+?)``|`([^`\n]+)`")
+    of = next((of for of in (" of each step", " of the trace", "") if share + of in text), "")
+    before, figure, after = text.partition(share + of) if share else (text, "", "")
+    return escape(before) + (Markup("<em>{}</em>").format(figure) if figure else Markup("")) + escape(after)
 
 
 def inline(text: object, limit: int = 2000) -> Markup:
     """Text in which `code` stands in backticks."""
-    whole = plain(text, limit, keep="\n")
-    parts, end = [], 0
-    for match in _CODE.finditer(whole):
-        parts += [escape(_joined(whole[end : match.start()])), Markup("<code>{}</code>").format(match[1] or match[2])]
-        end = match.end()
-    return Markup("").join([*parts, escape(_joined(whole[end:]))])
+    parts = plain(text, limit, keep="\n").replace("``", "`").split("`")
+    if len(parts) % 2 == 0:  # one backtick is not closed
+        parts[-2:] = ["`".join(parts[-2:])]
+    written = (Markup("<code>{}</code>").format(p) if i % 2 else escape(_joined(p)) for i, p in enumerate(parts))
+    return Markup("").join(written)
 
 
 def _manual(text: str) -> Markup:
     """A rule's manual: paragraphs, lists of lines that begin with a dash, and indented code."""
     out = []
-    for block in re.split(r"\n\s*\n", inspect.cleandoc(plain(text, 20_000, keep="\n"))):
-        lines = block.split("\n")
+    every = inspect.cleandoc(plain(text, 20_000, keep="\n")).split("\n")
+    for blank, block in groupby(every, key=lambda line: not line.strip()):
+        lines = list(block)
+        if blank:
+            continue
         if all(line.startswith("    ") for line in lines):
             out.append(Markup("<pre>{}</pre>").format("\n".join(line[4:] for line in lines)))
             continue
@@ -248,8 +249,9 @@ def _manual(text: str) -> Markup:
 
 def _whole_code(text: str) -> str:
     """The code of an advice that is nothing but code, else nothing."""
-    match = _CODE.fullmatch(text.strip())
-    return plain(match[1] or match[2], 2000) if match else ""
+    before, _, rest = text.strip().partition("`")
+    code, end, after = rest.partition("`")
+    return plain(code, 2000) if end and not before + after else ""
 
 
 def colours() -> Markup:
@@ -368,7 +370,7 @@ def template(name: str) -> Template:
         loader=FunctionLoader(asset),
         bytecode_cache=None if sys.dont_write_bytecode else Compiled(str(Path(__file__).parent / "__pycache__")),
     )
-    environment.filters.update(inline=inline, manual=_manual, share=drawing.share, whole_code=_whole_code)
+    environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code)
     return environment.get_template(name)
 
 

@@ -19,7 +19,7 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
     """Give the report as lines of at most `width` columns (40 at least), in 256 colours if asked."""
     width = max(width, NARROWEST)
     paint = _paint if colour else _leave
-    diagnosis, gain = words.headline(result)
+    diagnosis, gain, _ = words.headline(result)
     lines = [*wrap(f"{words.name(result)} · {words.devices(result)} · {words.steps(result)}", width), ""]
     lines += [paint(line, "1") for line in wrap(diagnosis, width, "  ")]
     lines += wrap(gain, width, "  ")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlprof import units
 from dlprof.plain import NBSP, plain
@@ -344,34 +344,47 @@ def outliers(time: Sequence[TimePart], count: int) -> list[int]:
     return sorted((r for r, d in away.items() if d >= 0.05), key=lambda r: -away[r])[:count]
 
 
-def headline(result: Result) -> tuple[str, str]:
-    """Return the diagnosis as one sentence, and one more on what is gained by it, or on how far to trust "nothing".
+class Headline(NamedTuple):
+    """The diagnosis as one sentence, one more on its gain, and the share that the first one is about; "" without."""
+
+    diagnosis: str
+    gain: str
+    share: str
+
+
+def headline(result: Result) -> Headline:
+    """Return the diagnosis, and what is gained by it, or how far to trust "nothing".
 
     A finding is never told before a larger part of the step that no rule could judge.
     """
     unjudged = _unjudged(result)
     if result.found:
-        diagnosis, gain = _diagnosis(result, result.found[0])
-        if unjudged and unjudged.share > result.found[0].share:
-            return unjudged.sentence, f"Beside that: {diagnosis[0].lower()}{diagnosis[1:]} {gain}"
+        found = result.found[0]
+        diagnosis, gain = _diagnosis(result, found)
+        if unjudged and unjudged.share > found.share:
+            beside = f"Beside that: {diagnosis[0].lower()}{diagnosis[1:]} {gain}"
+            return Headline(unjudged.sentence, beside, percent(unjudged.share))
         computing = mean_shares(result.time).get("computation", 0.0)
-        if computing >= _ALL_BUT and result.found[0].share < computing:
-            return f"Computation takes {percent(computing)} of {_each(result)}. {diagnosis}", gain
-        return diagnosis, gain
+        if computing >= _ALL_BUT and found.share < computing:
+            both = f"Computation takes {percent(computing)} of {_each(result)}. {diagnosis}"
+            return Headline(both, gain, percent(computing))
+        return Headline(diagnosis, gain, percent(found.share if found.lost_share is None else found.lost_share))
     tally = {state: sum(o.state == state for o in result.outcomes) for state in ("clear", "not_measured", "error")}
     unknown = tally["not_measured"] + tally["error"]
+    share = ""
     if unjudged and unjudged.share >= max(mean_shares(result.time).values()):
-        first = unjudged.sentence
+        first, share = unjudged.sentence, percent(unjudged.share)
     elif result.time:
-        first = f"{_largest(result)} {unjudged.sentence}" if unjudged else _largest(result)
+        largest, share = _largest(result)
+        first = f"{largest} {unjudged.sentence}" if unjudged else largest
     elif result.window is None:
         first = "No steady step was recorded."
     else:
         first = f"{_each(result).capitalize()} lasts {duration(result.window.step_ns)}; where it goes was not measured."
     if not tally["clear"]:
-        return first, "No rule could be checked on this run, so nothing is said of its bottlenecks."
+        return Headline(first, "No rule could be checked on this run, so nothing is said of its bottlenecks.", share)
     second = f"{counted(tally['clear'], 'rule')} found nothing above the threshold"
-    return first, second + (f"; {unknown} could not be measured." if unknown else ".")
+    return Headline(first, second + (f"; {unknown} could not be measured." if unknown else "."), share)
 
 
 # Which rules speak of a part of the step; nobody of `other`.
@@ -431,14 +444,14 @@ def _unjudged(result: Result) -> _Unjudged | None:
     return None
 
 
-def _largest(result: Result) -> str:
-    """Name the largest part of the step that is told apart, and how much is not, where that is more."""
+def _largest(result: Result) -> tuple[str, str]:
+    """Name the largest part of the step that is told apart, and how much is not, where that is more; and its share."""
     shares = mean_shares(result.time)
     untold = shares.pop("other", 0.0)
     category, share = next(iter(shares.items()), ("other", untold))
     more = f"; {percent(untold)} is nothing that was told apart" if shares and untold > share else ""
     takes = "take" if category == "copy" else "takes"
-    return f"{look(category).name} {takes} {percent(share)} of {_each(result)}{more}."
+    return f"{look(category).name} {takes} {percent(share)} of {_each(result)}{more}.", percent(share)
 
 
 def _each(result: Result) -> str:
@@ -465,7 +478,9 @@ def _remedy(result: Result, first: Outcome) -> str:
     step = result.window.step_ns if result.window else 0.0
     for forecast in first.forecasts:
         setting = f"{forecast.setting}={forecast.value}"
-        advised = first.advice and re.search(rf"\b{re.escape(setting)}\b", first.advice[0])
+        advised = first.changes and any(
+            (s.name, str(s.to)) == (forecast.setting, forecast.value) for s in first.changes[0].settings
+        )
         if advised and abs(step - forecast.step_ns - first.saving_ns) <= ALIKE * first.saving_ns:
             return plain(setting, 60)
     return "Fixing it"
@@ -483,23 +498,28 @@ def notices(result: Result) -> list[str]:
 
 
 def cell(value: Any, column: str = "") -> str:
-    """Write a cell of a table; columns named ..._ns, ..._bytes or ..._share get their unit."""
+    """Write a cell of a table; columns named ..._ns, ..._bytes, ..._share or ..._times get their unit."""
     if value is None:
         return UNKNOWN
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (int, float)):
-        return quantity(float(value), suffix(column)) if suffix(column) else digits(value)
+        unit_of = suffix(column)
+        if unit_of == "times":
+            return times(float(value))
+        return quantity(float(value), unit_of) if unit_of else digits(value)
     return plain(value, 200)
 
 
 def suffix(column: str) -> str:
     """Give the unit that a column's name ends in, of those that are written in multiples; "" where it has none."""
-    return next((u for u in ("ns", "bytes", "share") if column.endswith(f"_{u}")), "")
+    return next(
+        (u for u in ("ns", "bytes", "share", "times") if column.endswith(f"_{u}") or column == u == "share"), ""
+    )
 
 
 def header(column: str) -> str:
     """Write a column's name as a heading, without the unit that its cells carry."""
     u = suffix(column)
-    bare = column[: -len(u) - 1] if u in ("ns", "bytes") else column
+    bare = column[: -len(u) - 1] if u in ("ns", "bytes", "times") else column
     return plain(bare.replace("_", " ") if u else bare, 60)

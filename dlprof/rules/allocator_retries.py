@@ -16,84 +16,87 @@ sizes (pad to buckets); no tensors kept beyond the step that made them.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pandas as pd
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
 from dlprof.measures.memory import memory_use, retry_cost
-from dlprof.result import Finding, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
-from dlprof.units import count, duration, percent, size
-
-# No retry is meant to be there, so it is worth a word from where any finding is (diagnosis.LEAST_SHARE).
-NOTABLE_SHARE = 0.02
+from dlprof.result import Change, Panel
+from dlprof.timeline.steps import step_means
+from dlprof.units import count, size
 
 _MOST_RANKS = 16
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at the retries in the steady steps, and at what these steps take longer."""
+def check(run: Measured) -> Estimate:
+    """Estimate what the steady steps with retries take longer."""
     if settings.on_cpu(run):
         raise NotMeasured("the job trains on the CPU")
     frame = run.frame(retry_cost)
     retries = int(frame["retries"].sum())
     if not retries:
-        return Clear("no allocation had to be tried again")
-    mine = frame[frame["retries"] > 0]
-    if mine["ns"].isna().all():
+        return nothing("no allocation had to be tried again")
+    mine = frame[frame["retries"] > 0].dropna(subset=["ns"])
+    if not len(mine):
         raise NotMeasured(
             f"{count(retries, 'allocation')} had to be tried again, so often that no steps without are there to compare"
         )
-    step = mean_step_ns(run)
     # A rank that retries holds up all that wait for it.
-    cost = by_rank(mine.dropna(subset=["ns"]), "ns")
-    worst = max(cost, key=lambda r: cost[r])
-    gain = cost[worst]
-    if gain / step < NOTABLE_SHARE:
-        return Clear(f"{count(retries, 'allocation')} tried again, for {percent(gain / step)} of the step")
-    told = mine[mine["rank"] == worst].to_dict("records")[0]
-    use = run.frame(memory_use).set_index("rank").to_dict("index")[worst]
-    total = use["total_bytes"]
-    of = f" of {size(total)}" if total and math.isfinite(total) else ""
+    cost = by_rank(mine, "ns")
+    told = mine[mine["rank"] == worst(cost)].to_dict("records")[0]
+    return Estimate(
+        saving_ns=cost[told["rank"]],
+        by_rank_ns=cost,
+        noise_ns=float(told["noise_ns"]),
+        loses=f"is getting memory from the GPU again, for {count(retries, 'allocation')}",
+        explain=lambda: _explain(run, frame, told),
+    )
+
+
+def _explain(run: Measured, frame: pd.DataFrame, told: dict[Any, Any]) -> Explanation:
+    rank = int(told["rank"])
+    use = run.frame(memory_use).set_index("rank").to_dict("index")[rank]
+    of = f" of {size(use['total_bytes'])}" if use["total_bytes"] > 0 else ""
     failed = f" {count(told['ooms'], 'allocation')} failed." if told["ooms"] else ""
-    return Finding(
+    return Explanation(
         title="PyTorch empties its cache of GPU memory again and again",
-        summary=f"On rank {worst} {count(told['retries'], 'allocation')} succeeded only after the cache was emptied,"
+        summary=f"On rank {rank} {count(told['retries'], 'allocation')} succeeded only after the cache was emptied,"
         f" with {size(use['peak_reserved_bytes'])}{of} reserved; the {told['retried']} steps around them last longer"
         f" than the {told['plain']} others.{failed}",
-        verdict=f"{percent(gain / step)} {of_step(run)} is getting memory from the GPU again.",
-        saving_ns=gain,
-        noise_ns=float(told["noise_ns"]),
-        advice=_advice(run, worst),
+        changes=_changes(run, rank),
         evidence=_evidence(frame),
-        ranks=tuple(sorted(r for r, ns in cost.items() if ns >= gain / 2)),
         sure="Measured as the difference between steps around a retry and steps without; what else sets them apart,"
         " longer inputs for one, counts as well.",
     )
 
 
-def _advice(run: Measured, rank: int) -> tuple[str, ...]:
+def _changes(run: Measured, rank: int) -> tuple[Change, ...]:
     variable, conf = settings.allocator(run, rank)
     batch = settings.training_loader(run, rank).get("batch_size")
-    advice = [f"a smaller batch{f' (is {batch})' if batch else ''}, or `torch.utils.checkpoint` on the largest blocks"]
-    if "expandable_segments:True" not in (conf or ""):
-        advice.insert(0, f"`{variable}=expandable_segments:True` (is {conf or 'not set'})")
-    return (*advice, "inputs of few different sizes: pad to buckets")
+    changes = (
+        change(f"a smaller batch{f' (is {batch})' if batch else ''}", numerics=True),
+        change("`torch.utils.checkpoint` on the largest blocks"),
+        change("inputs of few different sizes: pad to buckets"),
+    )
+    expandable = "expandable_segments:True"
+    if expandable in (conf or ""):
+        return changes
+    said = f"`{variable}={expandable}` (is {conf or 'not set'})"
+    return (change(said, numerics=False, **{variable: (conf, expandable)}), *changes)
 
 
 def _evidence(frame: pd.DataFrame) -> Panel:
+    told = ("rank", "retries", "ooms", "retried", "plain")
     rows = tuple(
-        (
-            f"rank {row['rank']}",
-            *(row[c] for c in ("retries", "ooms", "retried", "plain")),
-            duration(row["ns"]) if math.isfinite(row["ns"]) else "–",
-        )
+        (*(int(row[c]) for c in told), float(row["ns"]) if math.isfinite(row["ns"]) else None)
         for row in frame.head(_MOST_RANKS).to_dict("records")
     )
-    columns = ("", "retries", "failed", "steps around them", "other steps", "longer, a mean step")
+    columns = ("rank", "retries", "failed", "steps around them", "other steps", "longer, a mean step_ns")
     return Panel("table", "Retries of the allocator in the steady steps", rows, columns)
 
 

@@ -16,26 +16,26 @@ a loader with `pin_memory=True` does not.
 
 from __future__ import annotations
 
-from dlprof.diagnosis import Clear, Rule
+import pandas as pd
+
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part_least, part_noise
-from dlprof.measures.copies import copies, copy_table
+from dlprof.measures.copies import copies
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.syncs import syncs, together
-from dlprof.result import Finding
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
-from dlprof.units import digits, duration, percent
-
-# One word to change, so it is worth saying from where any finding is (diagnosis.LEAST_SHARE).
-NOTABLE_SHARE = 0.02
+from dlprof.panels.kernels import copy_table
+from dlprof.timeline.steps import step_means
+from dlprof.units import digits, duration
 
 _HOST = ("host", "optimizer_host")
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at the device's idle time behind waits for pinned copies, and at what the job would gain without."""
+def check(run: Measured) -> Estimate:
+    """Estimate what the job would gain without waits for pinned copies, from the device's idle time behind them."""
     if settings.on_cpu(run):
         raise NotMeasured("the job trains on the CPU, where nothing is copied to a device")
     frame = run.frame(syncs)
@@ -43,31 +43,34 @@ def check(run: Measured) -> Finding | Clear:
         raise NotMeasured("the trace does not link launches to kernels, or holds no work of a device")
     waited = frame[frame["copied"] == "pinned"]
     if not len(waited):
-        return Clear("no copy from pinned memory is waited for")
+        return nothing("no copy from pinned memory is waited for")
     gains = together(run, waited)
-    step = mean_step_ns(run)
-    gain = saving(run, gains)
-    if gain / step < NOTABLE_SHARE:
-        return Clear(f"for {percent(gain / step)} of the step the device idles behind a copy that is waited for")
-    worst = max(gains, key=lambda r: gains[r])
-    mine = waited[waited["rank"] == worst]
-    pin = settings.training_loader(run, worst).get("pin_memory")
-    return Finding(
+    return Estimate(
+        saving_ns=saving(run, gains),
+        by_rank_ns=gains,
+        noise_ns=part_noise(run, *_HOST),
+        least_ns=part_least(run, *_HOST),
+        loses="the device idles because the script waited for a copy",
+        explain=lambda: _explain(run, waited, worst(gains)),
+    )
+
+
+def _explain(run: Measured, waited: pd.DataFrame, rank: int) -> Explanation:
+    mine = waited[waited["rank"] == rank]
+    pin = settings.training_loader(run, rank).get("pin_memory")
+    said = f" (`pin_memory` is {pin})" if pin is not None else ""
+    return Explanation(
         title="The script waits for copies from pinned memory",
-        summary=f"{digits(float(mine['calls'].sum()))} times a step rank {worst} waits until a copy from pinned memory"
+        summary=f"{digits(float(mine['calls'].sum()))} times a step rank {rank} waits until a copy from pinned memory"
         f" is done, {duration(float(mine['ns'].sum()))} a step; the device then idles for"
         f" {duration(float(mine['idle_ns'].sum()))}.",
-        verdict=f"{percent(gain / step)} {of_step(run)} the device idles because the script waited for a copy.",
-        noise_ns=part_noise(run, *_HOST),
-        least_ns=min(gain, part_least(run, *_HOST)),
-        saving_ns=gain,
-        advice=(
-            "`batch = batch.to(device, non_blocking=True)`"
-            + (f" (`pin_memory` is {pin})" if pin is not None else "")
-            + ", for inputs and labels alike",
+        changes=(
+            change(
+                f"`batch = batch.to(device, non_blocking=True)`{said}, for inputs and labels alike",
+                non_blocking=(None, True),
+            ),
         ),
-        evidence=copy_table(run.frame(copies), worst),
-        ranks=tuple(sorted(r for r, ns in gains.items() if ns and ns >= gains[worst] / 2)),
+        evidence=copy_table(run.frame(copies), rank),
         sure="Estimated by replaying the traced steps without these waits.",
     )
 

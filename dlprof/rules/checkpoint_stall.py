@@ -21,63 +21,69 @@ a local disk first.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import pandas as pd
 
-from dlprof.diagnosis import LEAST_NOISE, Clear, Rule
+from dlprof.diagnosis import LEAST_NOISE, LEAST_SHARE, Rule
 from dlprof.engine import Measured
+from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.replay import own_time, saving_stalls
 from dlprof.measures.room import room
 from dlprof.measures.stalls import stall_means, stalled_steps
-from dlprof.result import Finding, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
+from dlprof.result import Change, Panel
+from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import digits, duration, percent
 
-# A checkpoint must be: it is worth a word from where any finding is (diagnosis.LEAST_SHARE), and what saving less often
-# is to bring it down to.
-NOTABLE_SHARE = 0.02
+# What saving less often is to bring checkpoints down to: where nothing would be said of them.
+GOAL_SHARE = LEAST_SHARE
 
 MOST_BARS = 60
 
 _KIND = "checkpoint"
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at what saving takes of each rank's steps, and at what the job would gain without it."""
+def check(run: Measured) -> Estimate:
+    """Estimate what saving takes of each rank's steps, and what the job would gain without it."""
     means = run.frame(stall_means)
-    means = means[means["kind"] == _KIND].set_index("rank")
+    means = means[means["kind"] == _KIND]
     saved = part(run, _KIND)
     step = mean_step_ns(run)
-    gain = min(saving_stalls(run, _KIND, saved), room(run, (_KIND,)))
-    share = gain / step
-    if share < NOTABLE_SHARE:
-        return Clear(
-            f"{percent(share)} of the step waits for checkpoints"
-            if means["stalls"].sum()
-            else "no steady step saved a checkpoint"
-        )
-    worst = max(saved, key=lambda r: saved[r])
-    mine = means.to_dict("index")[worst]
-    every, mean = float(mine["every"]), float(mine["mean_ns"])
-    beside = float(mine["beside_ns"]) if mine["beside_ns"] > LEAST_NOISE * mine["beside_noise_ns"] else 0.0
+    stalls = min(saving_stalls(run, _KIND, saved), room(run, (_KIND,)))
+    mine = means.set_index("rank").to_dict("index")[worst(saved)]
+    beside, noise = float(mine["beside_ns"]), float(mine["beside_noise_ns"])
+    if not beside > LEAST_NOISE * noise:
+        beside = noise = 0.0
+    return Estimate(
+        saving_ns=stalls + beside,
+        by_rank_ns=saved,
+        noise_ns=math.hypot(part_noise(run, _KIND), noise),
+        within={_KIND: stalls},
+        # What is seen beside the stalls is less sure: they must be worth a word without it.
+        notable=LEAST_SHARE + beside / step,
+        loses="waits for checkpoints",
+        summary="" if means["stalls"].sum() else "no steady step saved a checkpoint",
+        explain=lambda: _explain(run, saved, float(mine["mean_ns"]), float(mine["every"]), stalls, beside),
+    )
+
+
+def _explain(
+    run: Measured, saved: Mapping[int, float], mean: float, every: float, stalls: float, beside: float
+) -> Explanation:
+    rank = worst(saved)
     steps = run.frame(stalled_steps)
-    steps = steps[(steps["rank"] == worst) & (steps["kind"] == _KIND)]
-    late = tuple(sorted(r for r, ns in saved.items() if ns >= saved[worst] / 2))
-    return Finding(
+    steps = steps[(steps["rank"] == rank) & (steps["kind"] == _KIND)]
+    besides = f"; such a step takes {duration(beside * every)} longer beside that" if beside else ""
+    waiting = any(saved.get(r, 0.0) < saved[rank] / 2 for r in run.ranks)
+    return Explanation(
         title="Saving checkpoints holds up training",
-        summary=f"Rank {worst} saves in one steady step of {digits(every)} and stands still for"
-        f" {duration(mean * every)} then{_where(steps)}{_besides(beside * every)}.",
-        verdict=f"{percent((gain + beside) / step)} {of_step(run)} waits for checkpoints.",
-        noise_ns=math.hypot(part_noise(run, _KIND), float(mine["beside_noise_ns"]) if beside else 0.0),
-        saving_ns=gain + beside,
-        advice=_advice(every, (gain + beside) / step),
-        evidence=_evidence(steps, worst),
-        ranks=late,
+        summary=f"Rank {rank} saves in one steady step of {digits(every)} and stands still for"
+        f" {duration(mean * every)} then{_where(steps)}{besides}.",
+        changes=_changes(every, (stalls + beside) / mean_step_ns(run)),
+        evidence=_evidence(steps, rank),
         sure="Measured in every steady step, estimated as all of it gone; saving in the background still copies the"
-        " state."
-        + (" That the other ranks wait for those that save is assumed." if len(late) < len(run.ranks) else ""),
-        within={_KIND: gain},
+        " state." + (" That the other ranks wait for those that save is assumed." if waiting else ""),
     )
 
 
@@ -87,18 +93,16 @@ def _where(steps: pd.DataFrame) -> str:
     return f" ({path[-80:]})" if path else ""
 
 
-def _besides(ns: float) -> str:
-    return f"; such a step takes {duration(ns)} longer beside that" if ns else ""
-
-
-def _advice(every: float, share: float) -> tuple[str, ...]:
+def _changes(every: float, share: float) -> tuple[Change, ...]:
     # What is left of a step without its checkpoints is 1 − share; n × rarer leaves share ÷ n.
-    rarer = math.ceil(share * (1 - NOTABLE_SHARE) / ((1 - share) * NOTABLE_SHARE)) if share < 1 else 1000
+    rarer = math.ceil(share * (1 - GOAL_SHARE) / ((1 - share) * GOAL_SHARE)) if share < 1 else 1000
     often = max(2, rarer)
     return (
-        f"save every {math.ceil(every * often):,} steps (now one in {digits(every)}): at most"
-        f" {percent(NOTABLE_SHARE)} of the step is left of it",
-        "`torch.distributed.checkpoint.async_save`: training goes on while the state is written",
+        change(
+            f"save every {math.ceil(every * often):,} steps (now one in {digits(every)}): at most"
+            f" {percent(GOAL_SHARE)} of the step is left of it"
+        ),
+        change("`torch.distributed.checkpoint.async_save`: training goes on while the state is written"),
     )
 
 

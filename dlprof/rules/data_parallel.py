@@ -17,28 +17,27 @@ What to change: `torchrun --nproc-per-node GPUS`, `DistributedDataParallel(model
 
 from __future__ import annotations
 
-from dlprof.diagnosis import Clear, Rule
+from collections.abc import Mapping
+
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
 from dlprof.measures.data_parallel import replication
 from dlprof.measures.replay import own_time, saving
-from dlprof.result import Finding, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
-from dlprof.units import duration, percent
-
-# The change is larger than a keyword: worth it from where exposed communication is notable.
-NOTABLE_SHARE = 0.05
+from dlprof.result import Panel
+from dlprof.timeline.steps import mean_step_ns, step_means
+from dlprof.units import duration
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at what DataParallel copies in a step."""
-    step = mean_step_ns(run)
+def check(run: Measured) -> Estimate:
+    """Estimate what DataParallel copies in a step and DistributedDataParallel would not."""
     model = settings.model(run)
     if model and not model.get("data_parallel"):
-        return Clear("the model is not in nn.DataParallel")
+        return nothing("the model is not in nn.DataParallel")
     if not model and any(f.get("world_size", 1) > 1 for f in run.trace_facts.values()):
-        return Clear("each rank is a process of its own")
+        return nothing("each rank is a process of its own")
     frame = run.frame(replication)
     copying, forward = by_rank(frame, "copying_ns"), by_rank(frame, "forward_ns")
     last, hidden = _last_bucket(model), by_rank(frame, "backward_ns")
@@ -46,23 +45,28 @@ def check(run: Measured) -> Finding | Clear:
     gain = saving(run, {r: ns - left[r] for r, ns in by_rank(frame, "gain_ns").items()})
     if not gain:
         raise NotMeasured("nn.DataParallel has one device to work on, or its copying was not traced")
-    if gain / step < NOTABLE_SHARE:
-        return Clear(f"nn.DataParallel copies for {percent(gain / step)} of the step")
-    worst = max(copying, key=lambda r: copying[r])
-    parts = (
-        ("the host, inside DataParallel's forward", forward[worst]),
-        ("copying, in forward and backward", copying[worst]),
+    return Estimate(
+        saving_ns=gain,
+        by_rank_ns=copying,
+        noise_ns=float(frame["noise_ns"].max()),
+        loses="nn.DataParallel copies the model to and fro",
+        explain=lambda: _explain(mean_step_ns(run), worst(copying), copying, forward),
     )
-    return Finding(
+
+
+def _explain(step: float, rank: int, copying: Mapping[int, float], forward: Mapping[int, float]) -> Explanation:
+    parts = (
+        ("the host, inside DataParallel's forward", forward[rank]),
+        ("copying, in forward and backward", copying[rank]),
+    )
+    return Explanation(
         title="One process drives several GPUs",
         summary=f"nn.DataParallel spreads the model and the batch, and gathers outputs and gradients, for"
-        f" {duration(copying[worst])} of {duration(step)}.",
-        verdict=f"{percent(gain / step)} {of_step(run)} nn.DataParallel copies the model to and fro.",
-        noise_ns=float(frame["noise_ns"].max()),
-        saving_ns=gain,
-        advice=("`DistributedDataParallel` under `torchrun --nproc-per-node GPUS`, with a `DistributedSampler`",),
-        evidence=Panel("bars", f"nn.DataParallel in a step of rank {worst}", parts, unit="ns"),
-        ranks=tuple(sorted(copying)),
+        f" {duration(copying[rank])} of {duration(step)}.",
+        changes=(
+            change("`DistributedDataParallel` under `torchrun --nproc-per-node GPUS`, with a `DistributedSampler`"),
+        ),
+        evidence=Panel("bars", f"nn.DataParallel in a step of rank {rank}", parts, unit="ns"),
         sure="Estimated by replaying the traced steps without the copying; not measured against"
         " DistributedDataParallel.",
     )
@@ -80,4 +84,6 @@ RULE = Rule(
     (own_time, replication, step_means),
     check,
     saves_from=("computation", "communication", "copy", "host", "other"),
+    # The change is larger than a keyword: worth it from where exposed communication is notable.
+    notable=0.05,
 )

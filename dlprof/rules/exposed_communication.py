@@ -27,13 +27,15 @@ and small; `no_sync()` while gradients accumulate; compressed gradients (`fp16_c
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 
-from dlprof.diagnosis import Clear, Rule
-from dlprof.engine import Measured
+from dlprof.diagnosis import Rule
+from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.collectives import collectives
@@ -49,9 +51,9 @@ from dlprof.measures.exchange_plans import (
 )
 from dlprof.measures.replay import own_time
 from dlprof.measures.waits import waits
-from dlprof.result import Finding, Panel
+from dlprof.result import Change, Panel
 from dlprof.timeline.steps import mean_step_ns, of_step, step_means
-from dlprof.units import UNKNOWN, count, duration, percent, size
+from dlprof.units import count, duration, percent, size
 
 # Notable, high and severe are 5, 10 and 30 % with the analysis tools that grade it; it speaks from the first on.
 NOTABLE_SHARE = 0.05
@@ -60,42 +62,47 @@ NOTABLE_SHARE = 0.05
 SMALL_BYTES = 2_500_000
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at what is exposed of the collectives, and how much of that is transfer."""
-    frame = run.frame(collectives)
-    if not len(frame):
+def check(run: Measured) -> Estimate:
+    """Estimate what the best plan saves of the exposed transfer."""
+    if not len(run.frame(collectives)):
         raise NotMeasured(
             "one rank: nothing to exchange" if run.world_size < 2 else "no collectives in the traced steps"
         )
     if run.world_size < 2 and not run.lacking(replication):
-        return Clear("what one process exchanges between its GPUs is nn.DataParallel's")
-    own = run.frame(own_time).set_index("rank")
-    transfer = exposed_transfer(run)
-    split = bool(own["known"].all())
-    step = mean_step_ns(run)
-    plans = run.frame(exchange_plans)
-    best = _best(plans, step)
-    gain = float(best["gain_ns"])
-    share = gain / step
-    if share < NOTABLE_SHARE:
-        waiting = f"; {percent(own['wait_ns'].max() / step)} waits for other ranks" if split else ""
-        return Clear(f"{percent(share)} of the step is exposed transfer{waiting}")
-    worst = int(str(transfer.idxmax()))
-    per_step = len(frame[frame["rank"] == worst]) / _traced(run, worst)
-    more = (
-        f", {duration(own['wait_ns'][worst])} more waits for other ranks" if split and own["wait_ns"][worst] > 0 else ""
+        return nothing("what one process exchanges between its GPUs is nn.DataParallel's")
+    transfer, step = exposed_transfer(run), mean_step_ns(run)
+    best = _best(run.frame(exchange_plans), step)
+    gain, exposed = float(best["gain_ns"]), float(transfer.mean())
+    lost = gain if best["key"] == "once" else max(gain, exposed)
+    own = run.frame(own_time)
+    waiting = own["wait_ns"].max() / step if own["known"].all() else 0.0
+    return Estimate(
+        saving_ns=gain,
+        by_rank_ns={int(str(r)): ns for r, ns in transfer.items()},
+        noise_ns=gain_noise(run, gain),
+        lost_ns=lost,
+        loses=_loses(run, str(best["key"]), gain / step, exposed / step),
+        summary=f"{percent(lost / step)} {of_step(run)} is exposed transfer, {percent(waiting)} waits for other ranks"
+        if waiting
+        else "",
+        explain=lambda: _explain(run, best, transfer),
     )
+
+
+def _explain(run: Measured, best: pd.Series[Any], transfer: pd.Series[float]) -> Explanation:
+    own, frame, step = run.frame(own_time).set_index("rank"), run.frame(collectives), mean_step_ns(run)
+    split, worst = bool(own["known"].all()), int(str(transfer.idxmax()))
+    mine = frame[frame["rank"] == worst]
+    per_step = len(mine) / max(by_rank(run.frame(step_means), "traced_steps")[worst], 1)
+    waited = float(own["wait_ns"][worst]) if split else 0.0
+    more = f", {duration(waited)} more waits for other ranks" if waited > 0 else ""
     unsplit = "" if split else f" Part of it may be waiting for a late rank: {_untold(run)}."
-    return Finding(
+    return Explanation(
         title="Communication is not hidden behind computation",
         summary=f"{count(per_step, 'collective')} a step on rank {worst}; for {duration(transfer[worst])} of"
         f" {duration(step)} data is in transfer and nothing is computed{more}.{unsplit}",
-        verdict=_verdict(run, str(best["key"]), share, float(transfer.mean()) / step, split),
-        noise_ns=gain_noise(run, gain),
-        saving_ns=gain,
-        advice=_advice(run, frame[frame["rank"] == worst], per_step, str(best["key"]), "once" in set(plans["key"])),
-        evidence=_evidence(run, plans, step),
-        ranks=tuple(sorted(int(r) for r in transfer[transfer >= transfer.max() / 2].index)),
+        changes=tuple(_changes(run, mine, per_step)) or (_UNKNOWN_JOB.get(best["key"], _UNKNOWN_JOB["hidden"]),),
+        evidence=_evidence(run, step),
         sure=f"Estimated as {_ESTIMATES[best['key']]}: {best['why']}.{unsplit}",
     )
 
@@ -113,52 +120,57 @@ def _untold(run: Measured) -> str:
 
 _ESTIMATES = {
     "hidden": "the exposed transfer hidden",
-    "bucket": "the exposed transfer with other buckets",
+    "bucket": "other buckets",
     "half": "half as many exchanges",
     "once": "one exchange for each step of the optimizer",
     "bytes": "half as many bytes",
 }
 
-
 # What the forward pass waits for, by the collective.
 _AT_ONCE = {
     "all_to_all": (
-        "the forward pass waits for its all-to-all: exchange the next batch's ids and rows while this one computes, as"
-        " TorchRec's pipelines do; rows in 16 bits",
+        change(
+            "the forward pass waits for its all-to-all: exchange the next batch's ids and rows while this one computes,"
+            " as TorchRec's pipelines do"
+        ),
+        change("half the bytes: exchange the rows in 16 bits", numerics=True),
     ),
     "": (
-        "the forward pass waits for what it exchanges: pair `ColwiseParallel` with `RowwiseParallel` layers, which"
-        " exchange once a pair, with `SequenceParallel` between pairs; let fewer ranks share a layer",
-        "on GPUs asynchronous tensor parallelism, under `torch.compile`: products are cut up and sent piece by piece",
+        change(
+            "the forward pass waits for what it exchanges: pair `ColwiseParallel` with `RowwiseParallel` layers, which"
+            " exchange once a pair, with `SequenceParallel` between pairs; let fewer ranks share a layer"
+        ),
+        change(
+            "on GPUs asynchronous tensor parallelism, under `torch.compile`: products are cut up and sent piece by"
+            " piece"
+        ),
     ),
 }
 
-# What the best change is worth, where it is less than all that is exposed.
-_WORTH = {
-    "hidden": "computation could hide {}",
-    "bucket": "other buckets would save {}",
-    "half": "half as many exchanges would save {}",
-    "bytes": "half as many bytes would save {}",
-}
-
-# The advice where nothing of the job is known but its trace.
-_CHANGES = {
-    "hidden": "overlap the exchange with computation: gradients during the backward pass, all else before it is needed",
-    "half": "exchange half as often: add up the gradients of two batches before the optimizer steps",
-    "bytes": "exchange gradients in 16 bits: half as many bytes",
+# What to change where nothing of the job is known but its trace.
+_UNKNOWN_JOB = {
+    "hidden": change(
+        "overlap the exchange with computation: gradients during the backward pass, all else before it is needed"
+    ),
+    "half": change(
+        "exchange half as often: add up the gradients of two batches before the optimizer steps", numerics=True
+    ),
+    "bytes": change("exchange gradients in 16 bits: half as many bytes", numerics=True),
 }
 
 # From this share of what is exposed on it is all of it: estimates are no surer.
 _ALL = 0.9
 
 
-def _verdict(run: Measured, key: str, share: float, exposed: float, split: bool) -> str:
+def _loses(run: Measured, key: str, share: float, exposed: float) -> str:
+    """Say what the step loses, and what the best change gives where that is less."""
     if key == "once":
-        return f"{percent(share)} {of_step(run)} is communication that the optimizer does not need."
+        return "is communication that the optimizer does not need"
     late = "ranks that are not here" if run.missing_ranks else "late ranks"
-    waiting = "" if split else f", or waiting for {late}"
-    worth = "" if share >= _ALL * exposed else f"; {_WORTH[key].format(percent(share))}"
-    return f"{percent(max(share, exposed))} {of_step(run)} is communication that nothing hides{waiting}{worth}."
+    waiting = "" if run.frame(own_time)["known"].all() else f", or waiting for {late}"
+    worth = "computation could hide" if key == "hidden" else f"{_ESTIMATES[key]} would save"
+    less = "" if share >= _ALL * exposed else f"; {worth} {percent(share)}"
+    return f"is communication that nothing hides{waiting}{less}"
 
 
 def _best(plans: pd.DataFrame, step: float) -> pd.Series[Any]:
@@ -168,69 +180,65 @@ def _best(plans: pd.DataFrame, step: float) -> pd.Series[Any]:
     return (once if len(once) else best).iloc[-1]
 
 
-def _traced(run: Measured, rank: int) -> int:
-    means = run.frame(step_means).set_index("rank")
-    return max(int(means["traced_steps"][rank]), 1)
-
-
-def _advice(run: Measured, mine: pd.DataFrame, per_step: float, best: str, seldom: bool) -> tuple[str, ...]:
+def _changes(run: Measured, mine: pd.DataFrame, per_step: float) -> Iterator[Change]:
     ddp, fsdp = settings.model(run).get("ddp"), settings.model(run).get("fsdp")
+    seldom = "once" in set(run.frame(exchange_plans)["key"])
     sized = mine["bytes"][mine["bytes"] > 0]
-    advice = []
     if seldom:
-        advice.append("`with model.no_sync():` around all batches but the last one before the optimizer steps")
+        yield change("`with model.no_sync():` around all batches but the last one before the optimizer steps")
     if needed := activations(run):
-        advice += _AT_ONCE.get(needed, _AT_ONCE[""])
+        yield from _AT_ONCE.get(needed, _AT_ONCE[""])
     elif per_step > 8 and len(sized) and sized.median() < SMALL_BYTES:
         what = f"{per_step:.0f} collectives of {size(float(sized.median()))} (median) a step"
         if ddp:
-            advice.append(f"larger buckets: {what}; `bucket_cap_mb=25` or more (is {ddp.get('bucket_cap_mb')})")
+            now = ddp.get("bucket_cap_mb")
+            yield change(f"larger buckets: {what}; `bucket_cap_mb=25` or more (is {now})", bucket_cap_mb=(now, 25.0))
         elif fsdp:
-            advice.append(f"larger shards: {what}; `fully_shard` whole blocks, not single layers")
+            yield change(f"larger shards: {what}; `fully_shard` whole blocks, not single layers")
         else:
-            advice.append(
+            yield change(
                 f"{what}: exchange gradients in large buckets during the backward pass (`DistributedDataParallel`)"
             )
     elif not ddp and not fsdp and settings.model(run):
-        advice.append(
-            f"`DistributedDataParallel{_buckets(mine)}` or FSDP2 (`fully_shard`): they exchange during the"
-            " backward pass"
-        )
+        yield _wrapped(mine)
     if ddp and ddp.get("find_unused_parameters"):
-        advice.append("`find_unused_parameters=False` (is True) unless some are unused: it delays the exchange")
+        text = "`find_unused_parameters=False` (is True) unless some are unused: it delays the exchange"
+        yield change(text, find_unused_parameters=(True, False))
     if any(f.get("backend") == "gloo" and (f.get("device") or {}).get("type") == "cuda" for f in run.facts.values()):
-        advice.append("`init_process_group('nccl')` (is gloo): gloo sends GPU tensors through the host")
+        text = "`init_process_group('nccl')` (is gloo): gloo sends GPU tensors through the host"
+        yield change(text, backend=("gloo", "nccl"))
     if fsdp:
-        advice.append("`fully_shard(..., reshard_after_forward=False)` where memory allows: no second all-gather")
-        advice.append("half the bytes: `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)`")
+        text = "`fully_shard(..., reshard_after_forward=False)` where memory allows: no second all-gather"
+        yield change(text, reshard_after_forward=(None, False))
+        text = "half the bytes: `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)`"
+        half = (None, "torch.bfloat16")
+        yield change(text, numerics=True, param_dtype=half, reduce_dtype=half)
     if ddp:
         fewer = "" if seldom else "; fewer exchanges: `no_sync()`"
-        advice.append(f"half the bytes: `model.register_comm_hook(None, fp16_compress_hook)`{fewer}")
-    return tuple(advice) or (_CHANGES.get(best, _CHANGES["hidden"]),)
+        text = f"half the bytes: `model.register_comm_hook(None, fp16_compress_hook)`{fewer}"
+        yield change(text, numerics=True)
 
 
-def _buckets(mine: pd.DataFrame) -> str:
-    """Return what to set of DistributedDataParallel's buckets where all gradients would fit into one."""
+def _wrapped(mine: pd.DataFrame) -> Change:
+    """Return what wraps a model, and how large its buckets should be where all gradients would fit into one."""
+    text = "`DistributedDataParallel{}` or FSDP2 (`fully_shard`): they exchange during the backward pass"
     sized = mine.loc[mine["bytes"] > 0].groupby("step")["bytes"].sum()
     if not len(sized) or not FEWEST << 20 <= float(sized.mean()) <= DDP_BUCKET:
-        return ""
-    return f"(..., bucket_cap_mb={float(sized.mean()) / FEWEST / 2**20:.0f})"
+        return change(text.format(""))
+    cap = round(float(sized.mean()) / FEWEST / 2**20)
+    return change(text.format(f"(..., bucket_cap_mb={cap})"), bucket_cap_mb=(None, float(cap)))
 
 
-def _evidence(run: Measured, plans: pd.DataFrame, step: float) -> Panel:
-    rows = [("as it is", duration(step), "", f"{percent(_share(run, step))} of it is communication that nothing hides")]
-    for plan in plans.to_dict("records"):
-        known = math.isfinite(plan["gain_ns"])
+def _evidence(run: Measured, step: float) -> Panel:
+    exposed = percent(max(part(run, "communication").values(), default=0.0) / step)
+    rows = [("as it is", step, 1.0, f"{exposed} of it is communication that nothing hides")]
+    for plan in run.frame(exchange_plans).to_dict("records"):
         then = step - plan["gain_ns"]
-        told = (duration(then), f"{step / then:.2f} ×") if known else (UNKNOWN, UNKNOWN)
+        told = (then, step / then) if math.isfinite(then) else (None, None)
         rows.append((plan["change"], *told, plan["why"]))
     note = "What another backend would take is not known: none was measured."
-    columns = ("change", "predicted step", "speed", "because")
+    columns = ("change", "predicted step_ns", "speed_times", "because")
     return Panel("table", "Predicted step by how the ranks exchange", tuple(rows), columns, note=note)
-
-
-def _share(run: Measured, step: float) -> float:
-    return max(part(run, "communication").values(), default=0.0) / step
 
 
 RULE = Rule(
@@ -239,4 +247,5 @@ RULE = Rule(
     (breakdown, collectives, exchange_plans, own_time, replication, step_means, transfer_noise, waits),
     check,
     saves_from=("communication",),
+    notable=NOTABLE_SHARE,
 )

@@ -17,55 +17,62 @@ in disguise: `contiguous()` and dtype changes that a better layout avoids.
 
 from __future__ import annotations
 
-from dlprof.diagnosis import Clear, Rule
-from dlprof.engine import Measured, by_rank
-from dlprof.measures.breakdown import breakdown, part_least, part_noise
-from dlprof.measures.copies import PINNED, copies, copy_gains, copy_table, hideable
-from dlprof.measures.replay import own_time, saving
-from dlprof.result import Finding
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
-from dlprof.units import count, duration, percent
+import pandas as pd
 
-# As for pageable copies: worth a change from 3 % of a step on.
-NOTABLE_SHARE = 0.03
+from dlprof.diagnosis import Rule
+from dlprof.engine import Measured, by_rank
+from dlprof.estimate import Estimate, Explanation, change, nothing, worst
+from dlprof.measures.breakdown import breakdown, part_least, part_noise
+from dlprof.measures.copies import PINNED, copies, copy_gains, hideable
+from dlprof.measures.replay import own_time, saving
+from dlprof.panels.kernels import copy_table
+from dlprof.timeline.steps import step_means
+from dlprof.units import count, duration
 
 _WAY = {"HtoD": "to the device", "DtoH": "from the device", "DtoD": "within the device", "PtoP": "between devices"}
 
+_CHANGES = {
+    "HtoD": change(
+        "`non_blocking=True`, and copy the next batch on a side stream while this one computes",
+        non_blocking=(None, True),
+    ),
+    "DtoH": change(
+        "copy results back every k steps, not every step; into pinned memory with `non_blocking=True`",
+        non_blocking=(None, True),
+    ),
+}
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at the exposed copies that are not from pageable memory to the device."""
+
+def check(run: Measured) -> Estimate:
+    """Estimate what hiding or leaving out the exposed copies would gain, but for those from pageable memory."""
     frame = run.frame(copies)
-    able = frame[~((frame["copy"] == "HtoD") & (frame["memory"] == "pageable"))]
-    step = mean_step_ns(run)
+    able = frame[(frame["copy"] != "HtoD") | (frame["memory"] != "pageable")]
     if not len(able):
-        return Clear("no copies of more than a few bytes but those from pageable memory")
+        return nothing("no copies of more than a few bytes but those from pageable memory")
     way = str(able.groupby("copy")["exposed_ns"].sum().idxmax())
-    exposed = by_rank(able[able["copy"] == way], "exposed_ns")
     gains = run.frame(copy_gains)
-    gains = gains[(gains["copy"] == way) & (gains["change"] != PINNED)]
-    gone = by_rank(gains, "gain_ns")
-    gain = saving(run, hideable(run, gone) if way == "HtoD" else gone)
-    share = gain / step
-    if share < NOTABLE_SHARE:
-        return Clear(f"{percent(share)} of the step is exposed copying, of {duration(able['copy_ns'].max())}")
-    worst = max(exposed, key=lambda r: exposed[r])
-    mine = able[(able["rank"] == worst) & (able["copy"] == way)]
+    gone = by_rank(gains[(gains["copy"] == way) & (gains["change"] != PINNED)], "gain_ns")
+    if way == "HtoD":
+        gone = hideable(run, gone)
+    return Estimate(
+        saving_ns=saving(run, gone),
+        by_rank_ns=gone,
+        noise_ns=part_noise(run, "copy"),
+        least_ns=part_least(run, "copy"),
+        loses=f"copies data {_WAY.get(way, way)}, with nothing beside it",
+        explain=lambda: _explain(frame, able[able["copy"] == way], way, worst(gone)),
+    )
+
+
+def _explain(frame: pd.DataFrame, copied: pd.DataFrame, way: str, rank: int) -> Explanation:
+    mine = copied[copied["rank"] == rank]
     where = _WAY.get(way, way)
-    advice = {
-        "HtoD": "`non_blocking=True`, and copy the next batch on a side stream while this one computes",
-        "DtoH": "copy results back every k steps, not every step; into pinned memory with `non_blocking=True`",
-    }.get(way, "avoid the copy: a layout or dtype that both sides share")
-    return Finding(
+    return Explanation(
         title=f"Copies {where} are not hidden",
         summary=f"{count(float(mine['count'].sum()), 'copy')} a step {where} take {duration(mine['copy_ns'].sum())},"
-        f" {duration(exposed[worst])} of it with the device doing nothing else.",
-        verdict=f"{percent(share)} {of_step(run)} copies data {where}, with nothing beside it.",
-        noise_ns=part_noise(run, "copy"),
-        least_ns=min(gain, part_least(run, "copy")),
-        saving_ns=gain,
-        advice=(advice,),
-        evidence=copy_table(frame, worst),
-        ranks=tuple(sorted(exposed)),
+        f" {duration(mine['exposed_ns'].sum())} of it with the device doing nothing else.",
+        changes=(_CHANGES.get(way) or change("avoid the copy: a layout or dtype that both sides share"),),
+        evidence=copy_table(frame, rank),
         sure="Estimated by replaying the traced steps without these copies on the stream that computes.",
     )
 
@@ -76,4 +83,5 @@ RULE = Rule(
     (breakdown, copies, copy_gains, own_time, step_means),
     check,
     saves_from=("copy", "input_wait", "host", "launch_latency"),
+    notable=0.03,  # as for copies from pageable memory
 )

@@ -20,18 +20,21 @@ which PyTorch uses where `HIPBLASLT_ALLOW_TF32=1` is set besides.
 
 from __future__ import annotations
 
-from dlprof.diagnosis import Clear, Rule
+from collections.abc import Mapping
+
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures import settings
 from dlprof.measures.arithmetic import allows_tf32
 from dlprof.measures.breakdown import breakdown, part_noise
 from dlprof.measures.operators import operators, tensor_cores
-from dlprof.measures.peaks import device_of, device_peaks
+from dlprof.measures.peaks import device_peaks
 from dlprof.measures.products import TENSOR_SHARE
 from dlprof.measures.replay import own_time, saving
-from dlprof.result import Finding, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
+from dlprof.result import Change, Panel, Scalar
+from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import digits, duration, percent
 
 # A line of code, but one that changes numbers: worth it from 5 % of the step on.
@@ -39,90 +42,101 @@ NOTABLE_SHARE = 0.05
 
 MOST_ROWS = 12
 
+_Settings = dict[str, tuple[Scalar, Scalar]]
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at the products that use no tensor cores, and at what they would take there."""
+
+def check(run: Measured) -> Estimate:
+    """Estimate what the products that use no tensor cores would save there."""
     if settings.on_cpu(run):
         raise NotMeasured("the job trains on the CPU, and whether that has units for 16-bit products is not recorded")
     frame = run.frame(tensor_cores)
-    took = by_rank(frame, "float32_ns")
-    step = mean_step_ns(run)
-    if max(took.values()) / step < NOTABLE_SHARE:
+    took, saved = by_rank(frame, "float32_ns"), by_rank(frame, "fp32_saved_ns")
+    rank, step = worst(took), mean_step_ns(run)
+    known = bool(frame["fp32_saved_ns"].notna().all())
+    told = f"products in float32 without tensor cores take {percent(took[rank] / step)} of the step"
+    if took[rank] / step < NOTABLE_SHARE:
         unknown = frame["unknown_ns"].sum() / max(frame["kernel_ns"].sum(), 1.0)
-        return Clear(
-            f"products in float32 without tensor cores take {percent(max(took.values()) / step)} of the step; on what"
-            f" {percent(unknown)} of the kernels' time is multiplied, their names do not tell"
+        most = saved if known else took
+        return Estimate(
+            saving_ns=saving(run, most),
+            by_rank_ns=most,
+            summary=f"{told}; on what {percent(unknown)} of the kernels' time is multiplied, their names do not tell",
         )
-    worst = max(took, key=lambda r: took[r])
-    name, peaks, _ = device_peaks(run.facts[worst], run.trace_facts[worst])
-    saved = by_rank(frame, "fp32_saved_ns")
-    if frame["fp32_saved_ns"].isna().any():
+    name, peaks, _ = device_peaks(run.facts[rank], run.trace_facts[rank])
+    if not known:
         raise NotMeasured(f"the peaks of {name or 'this device'} are not known")
     gain = saving(run, saved)
-    if gain / step < NOTABLE_SHARE:
-        return Clear(
-            f"products in float32 take {percent(took[worst] / step)} of the step, but in 16 bits it would be only"
-            f" {percent(gain / step)} shorter: the host launches no faster, or memory gives no more"
-        )
+    return Estimate(
+        saving_ns=gain,
+        by_rank_ns=saved,
+        noise_ns=part_noise(run, "computation"),
+        loses="would be saved by multiplying in 16 bits",
+        summary=f"{told}, but in 16 bits it would be only {percent(gain / step)} shorter: the host launches no faster,"
+        " or memory gives no more",
+        explain=lambda: _explain(run, rank, took[rank], name, peaks),
+    )
+
+
+def _explain(run: Measured, rank: int, took: float, name: str, peaks: Mapping[str, float]) -> Explanation:
     half = "bfloat16" if "bfloat16" in peaks else "float16"
     # AMD's matrix cores take float32 as it is.
     without = "" if "Instinct" in name else " without tensor cores"
-    return Finding(
+    return Explanation(
         title=f"Matrix products run in float32{without}",
-        summary=f"Products and convolutions in float32 take {duration(took[worst])} of a step of {duration(step)} on"
-        f" rank {worst}; {name} multiplies {digits(peaks[half] / peaks['float32'])} times as fast in {half}.",
-        verdict=f"{percent(gain / step)} {of_step(run)} would be saved by multiplying in 16 bits.",
-        noise_ns=part_noise(run, "computation"),
-        saving_ns=gain,
-        advice=_advice(run, worst, half, "tf32" in peaks),
-        evidence=_evidence(run, worst),
-        ranks=tuple(sorted(r for r, ns in saved.items() if ns >= saved[worst] / 2)),
+        summary=f"Products and convolutions in float32 take {duration(took)} of a step of {duration(mean_step_ns(run))}"
+        f" on rank {rank}; {name} multiplies {digits(peaks[half] / peaks['float32'])} times as fast in {half}.",
+        changes=(_autocast(run, rank, half), *(_tf32(run, rank, name) if "tf32" in peaks else ())),
+        evidence=_evidence(run, rank),
         sure=f"Estimated at {percent(TENSOR_SHARE)} of the tensor cores' peak, no sooner than the host launches.",
     )
 
 
-def _advice(run: Measured, rank: int, half: str, has_tf32: bool) -> tuple[str, ...]:
-    facts = run.facts[rank]
-    enabled = (facts.get("autocast") or {}).get("enabled")
+def _autocast(run: Measured, rank: int, half: str) -> Change:
+    facts = run.facts[rank].get("autocast") or {}
+    enabled = facts.get("enabled")
     said = f" (autocast is {'on' if enabled else 'off'})" if enabled is not None else ""
     scaler = ", and a `GradScaler`" if half == "float16" else ""
-    advice = [f'`with torch.autocast("cuda", torch.{half}):` around the forward pass{said}{scaler}']
-    if has_tf32:
-        advice += _tf32(run, rank)
-    return tuple(advice)
+    return change(
+        f'`with torch.autocast("cuda", torch.{half}):` around the forward pass{said}{scaler}',
+        numerics=True,
+        autocast_enabled=(enabled, True),
+        autocast_dtype=(facts.get("dtype"), half),
+    )
 
 
-def _tf32(run: Measured, rank: int) -> list[str]:
+def _tf32(run: Measured, rank: int, name: str) -> tuple[Change, ...]:
     """Name the settings that multiply float32 in TF32, by the names that the job's torch has for them."""
-    matmul = run.facts[rank].get("matmul") or {}
-    keeps = "which keeps float32 and multiplies in TF32"
+    matmul, environment = run.facts[rank].get("matmul") or {}, run.facts[rank].get("env") or {}
     version = settings.torch_version(run, rank)
-    if version is None or version < (2, 9):
-        now = matmul.get("float32_precision")
-        later = ' (from torch 2.9 `torch.backends.cuda.matmul.fp32_precision = "tf32"`)' if version is None else ""
-        told = f' (is "{now}")' if now else ""
-        lines = [f'or `torch.set_float32_matmul_precision("high")`{later}, {keeps}{told}']
+    old = version is None or version < (2, 9)
+    now = matmul.get("float32_precision" if old else "matmul_fp32_precision")
+    code = '`torch.backends.cuda.matmul.fp32_precision = "tf32"`'
+    convolutions = 'torch.backends.cudnn.conv.fp32_precision = "tf32"'
+    sets: _Settings = {"fp32_precision": (now, "tf32")}
+    convolve: _Settings = {"fp32_precision": (matmul.get("conv_fp32_precision"), "tf32")}
+    if old:
+        later = f" (from torch 2.9 {code})" if version is None else ""
+        code, sets = f'`torch.set_float32_matmul_precision("high")`{later}', {"float32_precision": (now, "high")}
         convolutions = "torch.backends.cudnn.allow_tf32 = True"
-    else:
-        now = matmul.get("matmul_fp32_precision")
-        told = f' (is "{now}")' if now else ""
-        lines = [f'or `torch.backends.cuda.matmul.fp32_precision = "tf32"`, {keeps}{told}']
-        convolutions = 'torch.backends.cudnn.conv.fp32_precision = "tf32"'
-    if not allows_tf32(matmul, True) and (matmul.get("cudnn_allow_tf32") is False or "conv_fp32_precision" in matmul):
-        lines.append(f"`{convolutions}` for convolutions, which are now without")
-    if "Instinct" in device_of(run.facts[rank], run.trace_facts[rank])[0]:
-        lines[0] += ", with `HIPBLASLT_ALLOW_TF32=1` in the environment"
-    return lines
+        convolve = {"allow_tf32": (matmul.get("cudnn_allow_tf32"), True)}
+    text = f"or {code}, which keeps float32 and multiplies in TF32" + (f' (is "{now}")' if now else "")
+    if "Instinct" in name:
+        text += ", with `HIPBLASLT_ALLOW_TF32=1` in the environment"
+        sets["HIPBLASLT_ALLOW_TF32"] = (environment.get("HIPBLASLT_ALLOW_TF32"), "1")
+    product = change(text, numerics=True, **sets)
+    if allows_tf32(matmul, True) or not (matmul.get("cudnn_allow_tf32") is False or "conv_fp32_precision" in matmul):
+        return (product,)
+    return product, change(f"`{convolutions}` for convolutions, which are now without", numerics=True, **convolve)
 
 
 def _evidence(run: Measured, rank: int) -> Panel:
     frame = run.frame(operators)
     mine = frame[(frame["rank"] == rank) & (frame["float32_ns"] > 0)].head(MOST_ROWS)
     rows = tuple(
-        (str(o), str(s) or "–", digits(float(n)), duration(float(ns)))
+        (str(o), str(s) or None, float(n), float(ns))
         for o, s, n, ns in zip(mine["operator"], mine["shape"], mine["calls"], mine["float32_ns"], strict=True)
     )
-    columns = ("operator", "shapes", "times a step", "in float32")
+    columns = ("operator", "shapes", "times a step", "in float32_ns")
     return Panel("table", f"Products in float32 without tensor cores, a step of rank {rank}", rows, columns)
 
 
@@ -132,4 +146,5 @@ RULE = Rule(
     (breakdown, operators, own_time, step_means, tensor_cores),
     check,
     saves_from=("computation",),
+    notable=NOTABLE_SHARE,
 )

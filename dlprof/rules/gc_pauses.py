@@ -21,18 +21,16 @@ import math
 
 import pandas as pd
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured
+from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.replay import own_time, saving_stalls
 from dlprof.measures.stalls import stall_means, stalled_steps
-from dlprof.result import Finding, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
+from dlprof.result import Change, Panel
+from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import count, digits, duration, percent
-
-# No pause is meant to be there, so it is worth two lines from where any finding is (diagnosis.LEAST_SHARE).
-NOTABLE_SHARE = 0.02
 
 # What pauses may cost once they come at a fixed interval: an interval is proposed that brings them to this.
 GOAL_SHARE = 0.005
@@ -42,43 +40,45 @@ MOST_BARS = 60
 _KIND = "garbage_collection"
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at the pauses of each rank, and at what the job would gain without them."""
-    means = run.frame(stall_means)
-    means = means[means["kind"] == _KIND].set_index("rank")
+def check(run: Measured) -> Estimate:
+    """Estimate the pauses of each rank, and what the job would gain without them."""
     paused = part(run, _KIND)
-    step = mean_step_ns(run)
-    gain = saving_stalls(run, _KIND, paused)
-    share = gain / step
-    if share < NOTABLE_SHARE:
-        return Clear(f"{percent(share)} of the step waits for garbage collection")
-    worst = max(paused, key=lambda r: paused[r])
-    mine = means.to_dict("index")[worst]
-    steps = run.frame(stalled_steps)
-    steps = steps[(steps["rank"] == worst) & (steps["kind"] == _KIND)]
-    return Finding(
-        title="Python's garbage collector stops training",
-        summary=f"{count(int(mine['stalls']), 'pause')} in {int(mine['steps']):,} steady steps of rank {worst}, in one"
-        f" step of {digits(float(mine['every']))}; the longest took {duration(float(mine['longest_ns']))}.",
-        verdict=f"{percent(share)} {of_step(run)} is Python's search for garbage.",
+    means = run.frame(stall_means)
+    return Estimate(
+        saving_ns=saving_stalls(run, _KIND, paused),
+        by_rank_ns=paused,
         noise_ns=part_noise(run, _KIND),
-        saving_ns=gain,
-        advice=_advice(float(mine["longest_ns"]), step, steps),
-        evidence=_evidence(steps, worst),
-        ranks=tuple(sorted(r for r, ns in paused.items() if ns >= paused[worst] / 2)),
+        loses="is Python's search for garbage",
+        explain=lambda: _explain(run, means[(means["kind"] == _KIND) & (means["rank"] == worst(paused))]),
+    )
+
+
+def _explain(run: Measured, means: pd.DataFrame) -> Explanation:
+    mine = means.to_dict("records")[0]
+    steps = run.frame(stalled_steps)
+    steps = steps[(steps["rank"] == mine["rank"]) & (steps["kind"] == _KIND)]
+    longest = float(mine["longest_ns"])
+    return Explanation(
+        title="Python's garbage collector stops training",
+        summary=f"{count(int(mine['stalls']), 'pause')} in {int(mine['steps']):,} steady steps of rank {mine['rank']},"
+        f" in one step of {digits(float(mine['every']))}; the longest took {duration(longest)}.",
+        changes=_changes(longest, mean_step_ns(run), steps),
+        evidence=_evidence(steps, int(mine["rank"])),
         sure="Measured in every steady step, pauses under a millisecond left out; estimated as all of it gone."
         + ("" if settings.on_cpu(run) else " Of pauses behind which the GPU still works it may count too much."),
     )
 
 
-def _advice(longest: float, step: float, steps: pd.DataFrame) -> tuple[str, ...]:
+def _changes(longest: float, step: float, steps: pd.DataFrame) -> tuple[Change, ...]:
     apart = max(2, math.ceil(longest / (GOAL_SHARE * step)))
     full = int((steps["generation"] == 2).sum())
     searched = f": {count(full, 'step')} searched all objects" if full else ""
     return (
-        f"`gc.collect(); gc.freeze()` once after start-up{searched}, and what lives on is then left out",
-        f"`gc.disable()`, and `gc.collect()` every {apart:,} steps, on all ranks at once: at {duration(longest)} each"
-        f" that is {percent(longest / apart / step)} of the step",
+        change(f"`gc.collect(); gc.freeze()` once after start-up{searched}, and what lives on is then left out"),
+        change(
+            f"`gc.disable()`, and `gc.collect()` every {apart:,} steps, on all ranks at once: at {duration(longest)}"
+            f" each that is {percent(longest / apart / step)} of the step"
+        ),
     )
 
 

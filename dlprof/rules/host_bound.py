@@ -21,13 +21,15 @@ batches); replay launches (`torch.compile(mode="reduce-overhead")`, CUDA graphs)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 
 import pandas as pd
 
-from dlprof.diagnosis import LEAST_SHARE, Clear, Rule
+from dlprof.diagnosis import LEAST_SHARE, Rule
 from dlprof.engine import Measured, MeasureFailed, by_rank
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_least, part_noise
 from dlprof.measures.gaps import gaps, own_python
@@ -36,7 +38,7 @@ from dlprof.measures.loader import before_forward, loader_calls
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.stacks import COMPUTING, hottest, hottest_own
 from dlprof.measures.waits import waits
-from dlprof.result import Finding, Panel
+from dlprof.result import Change, Panel
 from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import duration, percent, short
 
@@ -47,9 +49,26 @@ _HOST = ("host", "optimizer_host")
 
 _MOST_FUNCTIONS = 3
 
+# What the step waits for: title, verdict, and how the saving was estimated.
+_SAID = {
+    "cpu": ("Python holds up the step", "waits for Python and launches", "Estimated as all of it gone."),
+    "python": (
+        "The script's own Python holds up the device",
+        "the device waits for the script's own Python",
+        "Estimated by replaying the traced steps without the script's own Python: the most that moving it out of the"
+        " loop can give.",
+    ),
+    "launches": (
+        "The host launches too slowly for its device",
+        "the device waits for launches",
+        "Estimated by replaying the traced steps with the launches of a captured graph; the script's own Python and the"
+        " optimizer's launches stay.",
+    ),
+}
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at the time in which nothing is computed, sent, copied or waited for."""
+
+def check(run: Measured) -> Estimate:
+    """Estimate the time in which nothing is computed, sent, copied or waited for."""
     if (run.frame(step_means)["unit"] != "step").any():
         raise NotMeasured("nothing marks the steps: starting up cannot be told from training (prof.step() marks them)")
     on_cpu = settings.on_cpu(run)
@@ -58,51 +77,39 @@ def check(run: Measured) -> Finding | Clear:
     work = run.frame(host_work)
     late = part(run, *_HOST)
     gone, launching = ({}, late) if on_cpu else _gains(run)
-    step = mean_step_ns(run)
     of_python, of_launches = saving(run, gone), saving(run, launching)
-    gain, python = max(of_python, of_launches), of_python >= of_launches
-    share = gain / step
-    if share < NOTABLE_SHARE:
-        return Clear(f"{percent(share)} of the step waits for the host")
-    worst = max(late, key=lambda r: late[r])
-    mine = work[work["rank"] == worst]
-    by_phase = mine.groupby("phase")["ns"].sum().sort_values(ascending=False)
-    phase = str(by_phase.index[0]) if len(by_phase) else ""
-    between = float(mine[mine["name"] == PYTHON]["ns"].sum()) / max(float(mine["ns"].sum()), 1.0)
-    title, verdict = _TITLES["cpu" if on_cpu else "python" if python else "launches"]
-    return Finding(
-        title=title,
-        summary=f"For {duration(late[worst])} of {duration(step)} rank {worst} computes nothing because its host has"
-        f" launched nothing: {percent(between)} of that is Python between operators{_largest(mine)}."
-        f"{_seen(run, worst, phase)}",
-        verdict=verdict.format(percent(share)),
+    what = "cpu" if on_cpu else "python" if of_python >= of_launches else "launches"
+    return Estimate(
+        saving_ns=max(of_python, of_launches),
+        by_rank_ns=late,
         noise_ns=part_noise(run, *_HOST),
-        least_ns=min(gain, part_least(run, *_HOST)),
-        saving_ns=gain,
-        advice=_advice_cpu(run, phase, between > 0.5 and not _only_traced(run))
-        if on_cpu
-        else _advice(run, worst, phase, of_python, of_launches),
-        evidence=_evidence(mine, worst),
-        ranks=tuple(sorted(r for r, ns in late.items() if ns >= late[worst] / 2)),
-        sure=_SURE["cpu" if on_cpu else "python" if python else "launches"] + _slowed(run),
+        least_ns=part_least(run, *_HOST),
+        loses=_SAID[what][1],
+        explain=lambda: _explain(run, what, late, work[work["rank"] == worst(late)], of_python, of_launches),
     )
 
 
-_TITLES = {
-    "cpu": ("Python holds up the step", "{} of each step waits for Python and launches."),
-    "python": (
-        "The script's own Python holds up the device",
-        "{} of each step the device waits for the script's own Python.",
-    ),
-    "launches": ("The host launches too slowly for its device", "{} of each step the device waits for launches."),
-}
-_SURE = {
-    "cpu": "Estimated as all of it gone. ",
-    "python": "Estimated by replaying the traced steps without the script's own Python: the most that moving it out of"
-    " the loop can give. ",
-    "launches": "Estimated by replaying the traced steps with the launches of a captured graph; the script's own Python"
-    " and the optimizer's launches stay. ",
-}
+def _explain(
+    run: Measured, what: str, late: Mapping[int, float], mine: pd.DataFrame, of_python: float, of_launches: float
+) -> Explanation:
+    rank = worst(late)
+    by_phase = mine.groupby("phase")["ns"].sum().sort_values(ascending=False)
+    phase = str(by_phase.index[0]) if len(by_phase) else ""
+    between = float(mine[mine["name"] == PYTHON]["ns"].sum()) / max(float(mine["ns"].sum()), 1.0)
+    if what == "cpu":
+        changes = _changes_cpu(run, phase, between > 0.5 and not _only_traced(run))
+    else:
+        changes = _changes(run, rank, phase, of_python, of_launches)
+    title, _, sure = _SAID[what]
+    return Explanation(
+        title=title,
+        summary=f"For {duration(late[rank])} of {duration(mean_step_ns(run))} rank {rank} computes nothing because its"
+        f" host has launched nothing: {percent(between)} of that is Python between operators{_largest(mine)}."
+        f"{_seen(run, rank, phase)}",
+        changes=changes,
+        evidence=_evidence(mine, rank),
+        sure=f"{sure} {_slowed(run)}",
+    )
 
 
 def _gains(run: Measured) -> tuple[dict[int, float], dict[int, float]]:
@@ -158,7 +165,7 @@ def _hottest(run: Measured, rank: int, phase: str) -> str:
 
 
 def _only_traced(run: Measured) -> bool:
-    """Tell whether no step was recorded but those of the trace, which of dlprof's own ranges has none."""
+    """Return whether no step was recorded but those of the trace, which of dlprof's own ranges has none."""
     return bool((run.frame(step_means)["source"] == "trace").all())
 
 
@@ -168,69 +175,75 @@ def _slowed(run: Measured) -> str:
     return "What fills it was seen in the traced steps, which the profiler slows, and scaled to those that it did not."
 
 
-def _advice(run: Measured, rank: int, phase: str, of_python: float, of_launches: float) -> tuple[str, ...]:
-    """Say what to change on a device: what gives most first, and what the other gives where that is worth a line."""
-    step = mean_step_ns(run)
+def _changes(run: Measured, rank: int, phase: str, of_python: float, of_launches: float) -> tuple[Change, ...]:
+    """Return what to change on a device: what gives most first, and the other where it is worth a line."""
+    least = LEAST_SHARE * mean_step_ns(run)
     frame = run.frame(launches)
     number, length = by_rank(frame, "kernels")[rank], by_rank(frame, "kernel_ns")[rank]
-    replays = (
-        '`torch.compile(model, mode="reduce-overhead")` replays launches as a CUDA graph'
-        f" ({number:,.0f} kernels a step of {duration(length)} each)"
-    )
-    optimizer = settings.optimizer(run)
-    said = []
-    if of_launches >= LEAST_SHARE * step:
+    launching, python = [], []
+    if of_launches >= least:
         if not settings.model(run).get("compiled"):
-            said.append((of_launches, f"{replays}: {duration(of_launches)} a step"))
-        if phase == "optimizer" and optimizer and not optimizer.get("fused"):
-            said.append((of_launches, f"`{optimizer.get('class')}(..., fused=True)` (is {optimizer.get('fused')})"))
-    if of_python >= LEAST_SHARE * step:
-        said += [(of_python, line) for line in _of_python(run, rank, phase)]
-    ordered = tuple(line for _, line in sorted(said, key=lambda one: -one[0]))
-    return ordered or ("a larger batch: each kernel does more, at the same launch",)
-
-
-def _of_python(run: Measured, rank: int, phase: str) -> list[str]:
-    advice = []
-    lead = before_forward(run)
-    if not phase and lead is not None and lead[1] >= NOTABLE_SHARE * mean_step_ns(run):
-        advice.append(
-            f"if data comes in there, a DataLoader with workers: {duration(lead[1])} pass before the first forward, in"
-            " no loader that dlprof knows"
+            replays = change(
+                '`torch.compile(model, mode="reduce-overhead")` replays launches as a CUDA graph'
+                f" ({number:,.0f} kernels a step of {duration(length)} each): {duration(of_launches)} a step",
+                mode=(None, "reduce-overhead"),
+            )
+            launching.append(replays)
+        if phase == "optimizer" and settings.optimizer(run):
+            launching += _fused(run)
+    if of_python >= least:
+        python = _unknown_loader(run, phase)
+        functions = _functions(run, rank)
+        where = f", {short(str(functions['function'].iloc[0]), 80)} first" if len(functions) else ""
+        python.append(
+            change(
+                f"take the script's own Python out of the loop{where}: metrics in tensors, logging every k steps,"
+                " checks before training"
+            )
         )
-    frame = _functions(run, rank)
-    where = f", {short(str(frame['function'].iloc[0]), 80)} first" if len(frame) else ""
-    advice.append(
-        f"take the script's own Python out of the loop{where}: metrics in tensors, logging every k steps, checks before"
-        " training"
-    )
-    return advice
+    ordered = [*python, *launching] if of_python > of_launches else [*launching, *python]
+    return tuple(ordered) or (change("a larger batch: each kernel does more, at the same launch", numerics=True),)
 
 
-def _advice_cpu(run: Measured, phase: str, loose: bool) -> tuple[str, ...]:
-    advice = []
-    lead = before_forward(run)
-    if not phase and lead is not None and lead[1] >= NOTABLE_SHARE * mean_step_ns(run):
-        advice.append(
-            f"if data comes in there, a DataLoader with workers: {duration(lead[1])} pass before the first forward, in"
-            " no loader that dlprof knows"
-        )
+def _changes_cpu(run: Measured, phase: str, loose: bool) -> tuple[Change, ...]:
+    changes = _unknown_loader(run, phase)
     if not phase and loose:
-        advice.append("take the Python between the steps out of the loop: metrics in tensors, logging every k steps")
-    optimizer = settings.optimizer(run)
-    if phase == "optimizer" and not optimizer.get("fused"):
-        advice.append(f"`{optimizer.get('class') or 'the optimizer'}(..., fused=True)` (is {optimizer.get('fused')})")
+        changes.append(
+            change("take the Python between the steps out of the loop: metrics in tensors, logging every k steps")
+        )
+    if phase == "optimizer":
+        changes += _fused(run)
     if phase in ("forward", "backward") and not settings.model(run).get("compiled"):
-        advice.append("`torch.compile(model)`: fewer operators, less Python between them")
-    return tuple(advice) or ("find the Python that the report lists, and do it less often or in tensors",)
+        changes.append(change("`torch.compile(model)`: fewer operators, less Python between them"))
+    return tuple(changes) or (change("find the Python that the report lists, and do it less often or in tensors"),)
+
+
+def _unknown_loader(run: Measured, phase: str) -> list[Change]:
+    """Return the change for batches that no known loader makes: much time passes before the first forward."""
+    lead = before_forward(run)
+    if phase or lead is None or lead[1] < NOTABLE_SHARE * mean_step_ns(run):
+        return []
+    return [
+        change(
+            f"if data comes in there, a DataLoader with workers: {duration(lead[1])} pass before the first forward, in"
+            " no loader that dlprof knows"
+        )
+    ]
+
+
+def _fused(run: Measured) -> list[Change]:
+    optimizer = settings.optimizer(run)
+    now = optimizer.get("fused")
+    name = optimizer.get("class") or "the optimizer"
+    return [] if now else [change(f"`{name}(..., fused=True)` (is {now})", fused=(now, True))]
 
 
 def _evidence(mine: pd.DataFrame, rank: int) -> Panel:
     phases = mine["phase"].replace("", "between")
     rows = tuple(
-        (short(str(n), 120), str(p), duration(ns)) for n, p, ns in zip(mine["name"], phases, mine["ns"], strict=True)
+        (short(str(n), 120), str(p), float(ns)) for n, p, ns in zip(mine["name"], phases, mine["ns"], strict=True)
     )
-    columns = ("what the training thread did", "phase", "time a traced step")
+    columns = ("what the training thread did", "phase", "time a traced step_ns")
     return Panel("table", f"The host's part of a step on rank {rank}", rows, columns)
 
 
@@ -241,4 +254,5 @@ RULE = Rule(
     check,
     # A host that is faster waits for its data beside the device's work.
     saves_from=("input_wait", "host", "optimizer_host", "launch_latency", "other"),
+    notable=NOTABLE_SHARE,
 )

@@ -23,40 +23,49 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures import grad_scaler, settings
 from dlprof.measures.breakdown import breakdown, part_least, part_noise
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.syncs import syncs, together
-from dlprof.result import Finding, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
-from dlprof.units import digits, duration, percent
-
-# Reading a value less often is one line, so it is worth saying from where any finding is (diagnosis.LEAST_SHARE).
-NOTABLE_SHARE = 0.02
+from dlprof.result import Change, Panel
+from dlprof.timeline.steps import step_means
+from dlprof.units import digits, duration
 
 _HOST = ("host", "optimizer_host")
 
-_CURES = {
-    "aten::item": "read values (`.item()`, `float(loss)`, `print`) every k steps, or add up in a tensor and read that",
-    "aten::_local_scalar_dense": "read values (`.item()`, `float(loss)`, `print`) every k steps",
-    "aten::is_nonzero": "no `if` on a tensor of the device: `torch.where`, or decide on the host",
-    "aten::nonzero": "no boolean masks as indices: their size must be known on the host; `torch.where` needs none",
-    "aten::index": "no boolean masks as indices: their size must be known on the host; `torch.where` needs none",
-    "aten::to": "`pin_memory=True` and `.to(device, non_blocking=True)`; `.cpu()` every k steps",
-    "aten::_to_copy": "`pin_memory=True` and `.to(device, non_blocking=True)`; `.cpu()` every k steps",
-    "aten::copy_": "copy from and to pinned memory, with `non_blocking=True`",
-    "": "no `torch.cuda.synchronize()` in the loop, nor timing that needs it",
+_ITEM = "read values (`.item()`, `float(loss)`, `print`) every k steps"
+_MASK = change("no boolean masks as indices: their size must be known on the host; `torch.where` needs none")
+_PINNED = change(
+    "`pin_memory=True` and `.to(device, non_blocking=True)`; `.cpu()` every k steps",
+    pin_memory=(None, True),
+    non_blocking=(None, True),
+)
+
+_CURES: dict[str, Change] = {
+    "aten::item": change(f"{_ITEM}, or add up in a tensor and read that"),
+    "aten::_local_scalar_dense": change(_ITEM),
+    "aten::is_nonzero": change("no `if` on a tensor of the device: `torch.where`, or decide on the host"),
+    "aten::nonzero": _MASK,
+    "aten::index": _MASK,
+    "aten::to": _PINNED,
+    "aten::_to_copy": _PINNED,
+    "aten::copy_": change("copy from and to pinned memory, with `non_blocking=True`", non_blocking=(None, True)),
+    "": change("no `torch.cuda.synchronize()` in the loop, nor timing that needs it"),
     # torch/amp/grad_scaler.py, `_maybe_opt_step`: what the optimizer takes itself is not read back.
-    grad_scaler.READS: "`fused=True` in the optimizer (Adam, AdamW, SGD, Adagrad): it takes the scale itself, and"
-    " `GradScaler.step` need not read back whether gradients overflowed; or bfloat16, which needs no GradScaler",
+    grad_scaler.READS: change(
+        "`fused=True` in the optimizer (Adam, AdamW, SGD, Adagrad): it takes the scale itself, and `GradScaler.step`"
+        " need not read back whether gradients overflowed; or bfloat16, which needs no GradScaler",
+        fused=(None, True),
+    ),
 }
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at the device's idle time behind such waits, and at what the job would gain without."""
+def check(run: Measured) -> Estimate:
+    """Estimate what the job would gain without such waits, from the device's idle time behind them."""
     if settings.on_cpu(run):
         raise NotMeasured("the job trains on the CPU, where reading a value waits for nothing")
     if (run.frame(step_means)["unit"] != "step").any():
@@ -66,39 +75,39 @@ def check(run: Measured) -> Finding | Clear:
         raise NotMeasured("the trace does not link launches to kernels, or holds no work of a device")
     frame = frame[frame["copied"] == ""]
     gains = together(run, frame)
-    step = mean_step_ns(run)
-    gain = saving(run, gains)
-    if gain / step < NOTABLE_SHARE:
-        return Clear(f"for {percent(gain / step)} of the step the device idles behind a wait of its host")
-    worst = max(gains, key=lambda r: gains[r])
-    mine = frame[frame["rank"] == worst].sort_values("idle_ns", ascending=False)
-    first = mine.iloc[0]
+    return Estimate(
+        saving_ns=saving(run, gains),
+        by_rank_ns=gains,
+        noise_ns=part_noise(run, *_HOST),
+        least_ns=part_least(run, *_HOST),
+        loses="the device idles because its host waited for it",
+        explain=lambda: _explain(frame[frame["rank"] == worst(gains)].sort_values("idle_ns", ascending=False)),
+    )
+
+
+def _explain(mine: pd.DataFrame) -> Explanation:
+    first, rank = mine.iloc[0], int(mine["rank"].iloc[0])
     who = "GradScaler" if first["asked"] == grad_scaler.READS else "the script"
-    return Finding(
+    cures = dict.fromkeys(_CURES[a] for a in mine.loc[mine["idle_ns"] > 0, "asked"] if a in _CURES)
+    return Explanation(
         title=f"{who[0].upper()}{who[1:]} waits for its device",
-        summary=f"{digits(float(mine['calls'].sum()))} times a step rank {worst} waits until its device has caught up,"
+        summary=f"{digits(float(mine['calls'].sum()))} times a step rank {rank} waits until its device has caught up,"
         f" most of all in {first['asked'] or 'a call of Python'}; the device then idles for"
         f" {duration(float(mine['idle_ns'].sum()))} a step.",
-        verdict=f"{percent(gain / step)} {of_step(run)} the device idles because {who} waited for it.",
-        noise_ns=part_noise(run, *_HOST),
-        least_ns=min(gain, part_least(run, *_HOST)),
-        saving_ns=gain,
-        advice=tuple(dict.fromkeys(_CURES[a] for a in mine.loc[mine["idle_ns"] > 0, "asked"] if a in _CURES))
-        or ("find the calls that the report lists, and make them less often",),
-        evidence=_evidence(mine, worst),
-        ranks=tuple(sorted(r for r, ns in gains.items() if ns >= gains[worst] / 2)),
+        changes=tuple(cures) or (change("find the calls that the report lists, and make them less often"),),
+        evidence=_evidence(mine, rank),
         sure="Estimated by replaying the traced steps without these waits.",
     )
 
 
 def _evidence(mine: pd.DataFrame, rank: int) -> Panel:
     rows = tuple(
-        (str(asked) or "Python", str(call), digits(float(n)), *(duration(float(ns)) for ns in times))
+        (str(asked) or "Python", str(call), float(n), *map(float, times))
         for asked, call, n, *times in zip(
             *(mine[c] for c in ("asked", "call", "calls", "ns", "idle_ns", "gain_ns")), strict=True
         )
     )
-    columns = ("by", "waits in", "times a step", "waiting a step", "device then idle", "saved without")
+    columns = ("by", "waits in", "times a step", "waiting a step_ns", "device then idle_ns", "saved without_ns")
     return Panel("table", f"Waits of a traced step on rank {rank}", rows, columns)
 
 

@@ -27,13 +27,14 @@ in one file), collate whole tensors, and give the loader's processes free cores.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
 
-from dlprof.diagnosis import LEAST_SHARE, Clear, Rule
+from dlprof.diagnosis import LEAST_SHARE, Rule
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures import settings
 from dlprof.measures.blame import blame
 from dlprof.measures.breakdown import breakdown, part, part_least, part_noise
@@ -50,9 +51,9 @@ from dlprof.measures.replay import own_time, saving_input
 from dlprof.measures.room import room
 from dlprof.measures.stacks import hottest, hottest_own
 from dlprof.measures.workers import COLLATING, SAMPLES, Plan, costly, freed_by_cheaper, planned, step_with_cheaper
-from dlprof.result import Finding, Forecast, Panel
+from dlprof.result import Change, Forecast, Panel
 from dlprof.timeline.steps import mean_step_ns, of_step, step_means, step_series
-from dlprof.units import UNKNOWN, count, duration, percent
+from dlprof.units import count, duration, percent
 
 # From here on a wait is worth a change: XProf's input pipeline analyzer and the TensorBoard plugin say 5 %.
 NOTABLE_SHARE = 0.05
@@ -76,50 +77,74 @@ _CHEAPER: Mapping[str, tuple[str, str]] = {
 }
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at the exposed wait of each rank, and at what the job would gain without it."""
+@dataclass(frozen=True)
+class _Cure:
+    """What takes the wait away, and what that saves: more workers, or where these do not help a cheaper `part`."""
+
+    saving_ns: float
+    plan: Plan | None = None  # None: the batches were not recorded
+    helps: bool = False  # whether it is the plan's workers
+    part: str = SAMPLES
+
+
+def check(run: Measured) -> Estimate:
+    """Estimate the exposed wait of each rank, and what the job would gain by a faster loader."""
     calls = run.frame(loader_calls).set_index("rank")
     if not calls["calls"].sum():
         raise NotMeasured(_no_loader(run))
     wait, taken = _waits(run)
     step = mean_step_ns(run)
-    gain = min(saving_input(run, wait), room(run, ("input_wait",) if settings.on_cpu(run) else _SAVES_FROM))
-    share = gain / step
-    if share < NOTABLE_SHARE:
-        ready = max(taken.values()) / step
-        besides = f", and {percent(ready)} takes over batches that are ready" if ready >= LEAST_SHARE else ""
-        return Clear(f"{percent(share)} of the step waits for data{besides}")
-    worst = max(wait, key=lambda r: wait[r])
-    plan = planned(run, wait, worst)
-    # Where workers do not help, what is to be gained is what cheaper samples would give.
-    part = SAMPLES
-    if plan is not None:
-        part = costly(run, worst)
-        gain = max(_gain_of_cheaper(run, wait, worst, part), plan.gain_ns)
-    helps = plan is not None and plan.gain_ns >= max(NOTABLE_SHARE * step, LARGER_PART * gain)
-    saving, cheaper_ns = (plan.gain_ns, 0.0) if plan is not None and helps else (gain, gain)
-    crowds = ", and making it takes the cores from training" if saving > (1 + NOTABLE_SHARE) * share * step else ""
-    most = wait[worst]
-    late = tuple(sorted(r for r, w in wait.items() if w >= most / 2))
-    culprit, victims = _victims(run, late)
-    everybody = len(late) == len(run.ranks)
-    who = "The training loop waits" if everybody else f"Rank {_listed(late)} waits"
-    where = "" if everybody else f" on rank {_listed(late)}"
-    return Finding(
-        title=f"{who} for data",
-        summary=f"Of a step of {duration(step)}, rank {worst} waits {duration(most)} in next() of its loader"
-        f" with nothing else to do; {_settings(run, worst)}{_seen(run, worst)}.{_blamed(culprit, victims)}"
-        f"{_hottest(run, worst)}",
-        verdict=f"{percent(share)} {of_step(run)} waits for data{where}{_also(run, late, victims)}{crowds}.",
+    cost = min(saving_input(run, wait), room(run, ("input_wait",) if settings.on_cpu(run) else _SAVES_FROM))
+    # It is the wait that must be worth a change. What takes it away is predicted then only: that is dear.
+    long = cost >= NOTABLE_SHARE * step
+    cure = _cure(run, wait, cost) if long else _Cure(cost)
+    ready = max(taken.values()) / step
+    return Estimate(
+        saving_ns=cure.saving_ns,
+        by_rank_ns=wait,
         noise_ns=part_noise(run, "input_wait"),
-        least_ns=min(gain, part_least(run, "input_wait")),
-        saving_ns=saving,
-        advice=_advice(run, worst, wait[worst], step) if plan is None else _planned(run, worst, plan, helps, part),
-        evidence=_evidence(run, worst) if plan is None else _predictions(run, plan, worst, part, cheaper_ns),
-        forecasts=_forecasts(run, plan) if plan is not None and helps else (),
-        ranks=late,
-        sure=_sure(run, plan, helps, part) + _assumed(run),
-        within={"input_wait": min(saving, share * step)},
+        least_ns=part_least(run, "input_wait"),
+        lost_ns=cost,
+        within={"input_wait": min(cure.saving_ns, cost)},
+        notable=LEAST_SHARE if long else None,
+        loses="waits for data"
+        + (f", and {percent(ready)} takes over batches that are ready" if ready >= LEAST_SHARE else "")
+        + (f"; a faster loader would save {percent(cure.saving_ns / step)}" if cure.saving_ns < cost else ""),
+        explain=lambda: _explain(run, wait, cost, cure),
+    )
+
+
+def _cure(run: Measured, wait: Mapping[int, float], cost: float) -> _Cure:
+    rank = worst(wait)
+    plan = planned(run, wait, rank)
+    if plan is None:
+        return _Cure(cost)
+    part = costly(run, rank)
+    gain = max(_gain_of_cheaper(run, wait, rank, part), plan.gain_ns)
+    helps = plan.gain_ns >= max(NOTABLE_SHARE * mean_step_ns(run), LARGER_PART * gain)
+    return _Cure(plan.gain_ns if helps else gain, plan, helps, part)
+
+
+def _explain(run: Measured, wait: Mapping[int, float], cost: float, cure: _Cure) -> Explanation:
+    rank, step, plan = worst(wait), mean_step_ns(run), cure.plan
+    late = tuple(sorted(r for r, ns in wait.items() if ns >= wait[rank] / 2))
+    culprit, victims = _victims(run, late)
+    some = "" if len(late) == len(run.ranks) else _listed(late)
+    crowds = ", and making it takes the cores from training" if cure.saving_ns > (1 + NOTABLE_SHARE) * cost else ""
+    return Explanation(
+        title=f"{f'Rank {some}' if some else 'The training loop'} waits for data",
+        summary=f"Of a step of {duration(step)}, rank {rank} waits {duration(wait[rank])} in next() of its loader"
+        f" with nothing else to do; {_settings(run, rank)}{_seen(run, rank)}.{_blamed(culprit, victims)}"
+        f"{_hottest(run, rank)}",
+        verdict=f"{percent(cost / step)} {of_step(run)} waits for data{f' on rank {some}' if some else ''}"
+        f"{_also(run, late, victims)}{crowds}.",
+        changes=(
+            *(_changes(run, rank, wait[rank]) if plan is None else _planned(run, rank, plan, cure)),
+            *_queue_changes(run, rank),
+        ),
+        evidence=_evidence(run, rank) if plan is None else _predictions(run, plan, rank, cure),
+        forecasts=_forecasts(run, plan) if plan is not None and cure.helps else (),
+        sure=_sure(run, cure) + _assumed(run),
     )
 
 
@@ -140,21 +165,21 @@ def _waits(run: Measured) -> tuple[dict[int, float], dict[int, float]]:
     return {r: ns - taken[r] for r, ns in wait.items()}, taken
 
 
-def _gain_of_cheaper(run: Measured, wait: Mapping[int, float], worst: int, part: str) -> float:
-    """Give what the run gains where a part of making batches costs nothing, ns.
+def _gain_of_cheaper(run: Measured, wait: Mapping[int, float], rank: int, part: str) -> float:
+    """Return what the run gains where a part of making batches costs nothing, ns.
 
     On a GPU's host it is waiting alone: what the host computes beside a busy GPU costs no time. So it is where not all
-    ranks' batches were recorded: they are taken to be like the worst's.
+    ranks' batches were recorded: they are taken to be like this rank's.
     """
     if settings.on_cpu(run):
         with suppress(NotMeasured):
-            return mean_step_ns(run) - step_with_cheaper(run, part)
-    freed = freed_by_cheaper(run, worst, part)
+            return float(mean_step_ns(run) - step_with_cheaper(run, part))
+    freed = freed_by_cheaper(run, rank, part)
     return saving_input(run, {r: gained(run, r, ns, freed) for r, ns in wait.items()})
 
 
 def _victims(run: Measured, late: tuple[int, ...]) -> tuple[int, dict[int, float]]:
-    """Give the late rank whose loader costs others most, and how long each of them waits for it, ns a step.
+    """Return the late rank whose loader costs others most, and how long each of them waits for it, ns a step.
 
     −1 and nobody where that is not known, or none waits long enough to be worth a word.
     """
@@ -196,16 +221,19 @@ def _no_loader(run: Measured) -> str:
     )
 
 
-def _sure(run: Measured, plan: Plan | None, helps: bool, part: str) -> str:
+def _sure(run: Measured, cure: _Cure) -> str:
+    plan = cure.plan
     if plan is None:
-        whole = "the whole wait gone, step by step over all ranks: the most that faster loading can give."
-        return f"Estimated as {whole} Workers that need more cores than are free give less."
-    if not helps:
-        other = "collating" if part == SAMPLES else "reading the samples"
+        return (
+            "Estimated as the whole wait gone, step by step over all ranks: the most that faster loading can give."
+            " Workers that need more cores than are free give less."
+        )
+    if not cure.helps:
+        other = "collating" if cure.part == SAMPLES else "reading the samples"
         cores = ", and training with the cores that this leaves" if settings.on_cpu(run) else ""
         return (
-            f"Estimated as {_CHEAPER[part][1]}, {other} as it is{cores}: the most that it can give. More workers alone"
-            f" would give {duration(plan.gain_ns)} of it."
+            f"Estimated as {_CHEAPER[cure.part][1]}, {other} as it is{cores}: the most that it can give. More workers"
+            f" alone would give {duration(plan.gain_ns)} of it."
         )
     return (
         f"Predicted for {count(plan.chosen.workers, 'worker')} by replaying the recorded batches, with the host's cores"
@@ -213,33 +241,38 @@ def _sure(run: Measured, plan: Plan | None, helps: bool, part: str) -> str:
     )
 
 
-def _planned(run: Measured, rank: int, plan: Plan, helps: bool, part: str) -> tuple[str, ...]:
+def _workers_to(n: int, now: int, text: str) -> Change:
+    """Return the change to n workers; who had none keeps the new ones between epochs."""
+    if now:
+        return change(f"`num_workers={n}` (is {now}){text}", num_workers=(now, n))
+    return change(
+        f"`num_workers={n}, persistent_workers=True` (num_workers is 0){text}",
+        num_workers=(0, n),
+        persistent_workers=(False, True),
+    )
+
+
+def _planned(run: Measured, rank: int, plan: Plan, cure: _Cure) -> Iterator[Change]:
     now, then = plan.now, plan.chosen
-    loader = settings.training_loader(run, rank)
-    left, step = max(then.wait_ns, 0.0), mean_step_ns(run) - plan.gain_ns
-    workers = ""
-    if then.workers > now.workers and then.step_ns < now.step_ns * (1 - NOTABLE_SHARE / 2):
-        keep = "" if now.workers else ", persistent_workers=True"
-        workers = f"`num_workers={then.workers}{keep}` (is {now.workers})"
-    if not helps:
+    predicted = f": a step of {duration(mean_step_ns(run) - plan.gain_ns)} is predicted"
+    if not cure.helps:
         cores = settings.cores_per_rank(run, rank)
         there = f": a rank has {count(cores, 'core')}" if cores else ""
-        advice = [
-            f"{_CHEAPER[part][0]}; more workers would" + (f" give less{there}" if workers else f" not help{there}")
-        ]
-        if workers:
-            advice.append(f"{workers} alone: a step of {duration(step)} is predicted")
-        return (*advice, *_queue_advice(loader, now.workers))
-    advice = [f"{workers or f'`num_workers={then.workers}`'}: a step of {duration(step)} is predicted"]
+        less = then.workers > now.workers and then.step_ns < now.step_ns * (1 - NOTABLE_SHARE / 2)
+        yield change(f"{_CHEAPER[cure.part][0]}; more workers would {'give less' if less else 'not help'}{there}")
+        if less:
+            yield _workers_to(then.workers, now.workers, f" alone{predicted}")
+        return
+    yield _workers_to(then.workers, now.workers, predicted)
+    left = max(then.wait_ns, 0.0)
     slower = then.step_ns - left - (now.step_ns - now.wait_ns)
     if slower > 0.05 * then.step_ns:
-        advice.append(
+        yield change(
             f"make a sample cheaper, or cache what is decoded: the workers take {duration(slower)} a step from"
             " training, which needs the same cores"
         )
     if left > 0.05 * then.step_ns:
-        advice.append(f"{duration(left)} of waiting is then left: only cheaper samples take that away")
-    return (*advice, *_queue_advice(loader, now.workers))
+        yield change(f"{duration(left)} of waiting is then left: only cheaper samples take that away")
 
 
 def _forecasts(run: Measured, plan: Plan) -> tuple[Forecast, ...]:
@@ -248,28 +281,27 @@ def _forecasts(run: Measured, plan: Plan) -> tuple[Forecast, ...]:
 
 
 def _gains(plan: Plan) -> dict[int, float]:
-    """Give what the run gains with each number of workers, ns: as the worst rank does, of which more is known."""
+    """Return what the run gains with each number of workers, ns: as the worst rank does, of which more is known."""
     best = plan.now.step_ns - plan.chosen.step_ns
     of_it = plan.gain_ns / best if best > 0 else 1.0
     return {f.workers: of_it * (plan.now.step_ns - f.step_ns) for f in plan.forecasts[1:]}
 
 
-def _predictions(run: Measured, plan: Plan, rank: int, part: str, cheaper_ns: float) -> Panel:
-    """Show the predicted steps; cheaper_ns: what a cheaper part of making batches gains, where workers do not help."""
+def _predictions(run: Measured, plan: Plan, rank: int, cure: _Cure) -> Panel:
+    """Show the predicted steps; where workers do not help, also the one with cheaper batches."""
     shown, gains, step = {f.workers: f for f in plan.forecasts}, _gains(plan), mean_step_ns(run)
     near = [n for n in sorted(shown) if n <= plan.chosen.workers + 2 or n == plan.now.workers]
-    proposed = -1 if cheaper_ns else plan.chosen.workers
-    rows = [
-        (
-            f"{n}{' (is)' if n == plan.now.workers else ''}{' (proposed)' if n == proposed else ''}",
-            step - gains.get(n, 0.0),
-            duration(max(shown[n].wait_ns, 0.0)),
-        )
+    marks = {plan.now.workers: " (is)"}
+    if cure.helps:
+        marks[plan.chosen.workers] = marks.get(plan.chosen.workers, "") + " (proposed)"
+    rows: list[tuple[str, float, float | None]] = [
+        (f"{n}{marks.get(n, '')}", step - gains.get(n, 0.0), max(shown[n].wait_ns, 0.0))
         for n in (near if len(near) <= MOST_ROWS else [near[0], *near[1 - MOST_ROWS :]])
     ]
-    rows += [(_CHEAPER[part][1], step - cheaper_ns, UNKNOWN)] if cheaper_ns else []
-    columns = ("num_workers", "mean step", f"rank {rank} waits for data", "speed")
-    told = tuple((name, duration(then), waits, f"{step / then:.2f} ×") for name, then, waits in rows)
+    if not cure.helps:
+        rows.append((_CHEAPER[cure.part][1], step - cure.saving_ns, None))
+    columns = ("num_workers", "mean step_ns", f"rank {rank} waits for data_ns", "speed_times")
+    told = tuple((*row, step / row[1]) for row in rows)
     return Panel("table", "Predicted step by number of loader workers", told, columns)
 
 
@@ -336,43 +368,39 @@ def _settings(run: Measured, rank: int) -> str:
     return f"{count(workers, 'worker')} load{'s' if workers == 1 else ''} {what}"
 
 
-def _advice(run: Measured, rank: int, wait: float, step: float) -> tuple[str, ...]:
-    workers = _workers(run, rank)
-    loader = settings.training_loader(run, rank)
-    cores = settings.cores_per_rank(run, rank)
+def _changes(run: Measured, rank: int, wait: float) -> Iterator[Change]:
+    workers, cores, step = _workers(run, rank), settings.cores_per_rank(run, rank), mean_step_ns(run)
     busy = max(step - wait, 1.0)
-    advice = []
-    if workers == 0:
+    if workers is None:
+        yield change("more `num_workers`, `persistent_workers=True`", persistent_workers=(None, True))
+    elif workers == 0:
         # One worker makes a batch in the time that the training thread waits now, so wait ÷ busy of them keep up with
         # the rest; never only one, or each slow batch stalls the step.
         need = max(2, math.ceil(wait / busy))
         most = max(1, (cores or need + 1) - 1)
-        advice.append(f"`num_workers={min(need, most)}, persistent_workers=True` (num_workers is 0)")
-        if need > most:
-            advice.append(
-                f"{need} workers would hide it all, and {cores} cores a rank are there: make a sample cheaper"
-            )
-    elif workers:
+        yield _workers_to(min(need, most), 0, "")
+        if cores and need > most:
+            there = f"a rank has {count(cores, 'core')}"
+            yield change(f"make a sample cheaper: {need} workers would hide it all, and {there}")
+    else:
         need = math.ceil(workers * step / busy)
         if cores is None or need <= cores:
-            advice.append(f"`num_workers={need}` (is {workers}): the rate grows with the workers while cores are free")
+            yield _workers_to(need, workers, ": the rate grows with the workers while cores are free")
         else:
-            advice.append(
+            yield change(
                 f"make a sample cheaper, or cache what is decoded: {need} workers would be needed (is {workers}),"
                 f" and a rank has {count(cores, 'core')}"
             )
-    else:
-        advice.append("more `num_workers`, `persistent_workers=True`")
-    return (*advice, *_queue_advice(loader, workers or 0))
 
 
-def _queue_advice(loader: Mapping[str, Any], workers: int) -> tuple[str, ...]:
-    advice = []
-    if workers and loader.get("persistent_workers") is False:
-        advice.append("`persistent_workers=True` (is False): workers start anew each epoch")
-    if workers and loader.get("prefetch_factor") == 1:
-        advice.append("`prefetch_factor=2` or more (is 1): one slow sample stalls the queue")
-    return tuple(advice)
+def _queue_changes(run: Measured, rank: int) -> Iterator[Change]:
+    loader = settings.training_loader(run, rank)
+    if _workers(run, rank) and loader.get("persistent_workers") is False:
+        yield change(
+            "`persistent_workers=True` (is False): workers start anew each epoch", persistent_workers=(False, True)
+        )
+    if _workers(run, rank) and loader.get("prefetch_factor") == 1:
+        yield change("`prefetch_factor=2` or more (is 1): one slow sample stalls the queue", prefetch_factor=(1, 2))
 
 
 def _evidence(run: Measured, rank: int) -> Panel:
@@ -402,4 +430,5 @@ RULE = Rule(
     check,
     saves_from=_SAVES_FROM,
     feeds=True,
+    notable=NOTABLE_SHARE,
 )

@@ -24,12 +24,13 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change
 from dlprof.measures.memory import memory_growth, memory_series
 from dlprof.measures.samples import sample_series
-from dlprof.result import Finding, Panel
+from dlprof.result import Panel
 from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import count, digits, duration, size
 
@@ -59,43 +60,48 @@ _CURES = {
 }
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at what grows, and at when the memory that it grows in is used up."""
+def check(run: Measured) -> Estimate:
+    """Estimate when the memory is used up in which something grows."""
     frame = run.frame(memory_growth)
     grows = frame[frame["grows"] == 1]
     if not len(grows):
-        return Clear(f"what is held does not grow: {_held(frame)}")
-    ends = {}
-    for row in grows.to_dict("records"):
-        left, per_step = _left(run, frame, row), _together(run, grows, row)
-        if math.isfinite(left):
-            ends[row["rank"], row["what"]] = max(left, 0.0) / per_step
+        return Estimate(scope="risk", summary=f"what is held does not grow: {_held(frame)}")
+    rows = {(int(row["rank"]), str(row["what"])): row for row in grows.to_dict("records")}
+    left = {key: _left(run, frame, row) for key, row in rows.items()}
+    ends = {key: max(n, 0.0) / _together(run, grows, rows[key]) for key, n in left.items() if math.isfinite(n)}
     if not ends:
         raise NotMeasured("memory grows, but how much of it is left was not read")
-    (rank, what), steps = min(ends.items(), key=lambda e: e[1])
-    step = mean_step_ns(run)
-    seconds = steps * step / 1e9
+    key = min(ends, key=lambda k: ends[k])
+    row, what, steps = rows[key], _WHAT[key[1]], ends[key]
+    seconds = steps * mean_step_ns(run) / 1e9
     if seconds > HORIZON_S:
-        return Clear(f"{_WHAT[str(what)]} grows, and would last for {digits(seconds / 3600)} h")
-    row = grows[(grows["rank"] == rank) & (grows["what"] == what)].to_dict("records")[0]
-    when, grown = _when(seconds), float(row["last_bytes"] - row["first_bytes"])
+        return Estimate(scope="risk", summary=f"{what} grows, and would last for {digits(seconds / 3600)} h")
+    grown = float(row["last_bytes"] - row["first_bytes"])
     seen = grown / float(row["per_step"])
     if steps > FORESEEN * seen:
         raise NotMeasured(
-            f"{_WHAT[str(what)]} grew by {size(grown)} in {count(round(seen), 'step')}, which may be what its allocator"
-            f" keeps; it would last for {when}: record more steps"
+            f"{what} grew by {size(grown)} in {count(round(seen), 'step')}, which may be what its allocator keeps; it"
+            f" would last for {_when(seconds)}: record more steps"
         )
-    return Finding(
+    return Estimate(
+        scope="risk",
+        # It costs no time: what counts is which ranks it names.
+        by_rank_ns=dict.fromkeys((rank for rank, _ in rows), 1.0),
+        explain=lambda: _explain(run, row, left[key], steps),
+    )
+
+
+def _explain(run: Measured, row: dict[Any, Any], left: float, steps: float) -> Explanation:
+    step, what = mean_step_ns(run), str(row["what"])
+    when = _when(steps * step / 1e9)
+    return Explanation(
         title=f"Memory grows, and is used up in {when}",
-        summary=f"On rank {rank} {_WHAT[str(what)]} grew from {size(row['first_bytes'])} to {size(row['last_bytes'])},"
-        f" by {size(row['per_step'])} a step of {duration(step)}; {size(_left(run, frame, row))} are left"
+        summary=f"On rank {row['rank']} {_WHAT[what]} grew from {size(row['first_bytes'])} to"
+        f" {size(row['last_bytes'])}, by {size(row['per_step'])} a step of {duration(step)}; {size(left)} are left"
         f" {'on the GPU' if what == 'device' else 'on the host'}, enough for {steps:,.0f} steps.",
         verdict=f"Memory grows from step to step, and is used up in {when}.",
-        scope="risk",
-        saving_ns=0.0,
-        advice=_CURES[str(what)],
-        evidence=_evidence(run, int(rank), row),
-        ranks=tuple(sorted({int(r) for r in grows["rank"]})),
+        changes=tuple(map(change, _CURES[what])),
+        evidence=_evidence(run, int(row["rank"]), row),
         sure="The rate of the steady steps, taken to go on."
         + ("" if what == "device" else " A container, or a queue's limit, may leave less than the host has."),
     )
@@ -111,7 +117,7 @@ def _host(run: Measured, rank: int) -> object:
 
 
 def _left(run: Measured, frame: pd.DataFrame, row: dict[Any, Any]) -> float:
-    """Give the bytes left to what grows; a host's are read with its first rank."""
+    """Return the bytes left to what grows; a host's are read with its first rank."""
     if row["what"] == "device":
         return float(row["left_bytes"])
     host = _host(run, row["rank"])
@@ -120,7 +126,7 @@ def _left(run: Measured, frame: pd.DataFrame, row: dict[Any, Any]) -> float:
 
 
 def _together(run: Measured, grows: pd.DataFrame, row: dict[Any, Any]) -> float:
-    """Give the bytes a step by which all grows that shares the same memory."""
+    """Return the bytes a step by which all grows that shares the same memory."""
     if row["what"] == "device":
         return float(row["per_step"])
     host = _host(run, row["rank"])

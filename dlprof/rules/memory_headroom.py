@@ -24,16 +24,17 @@ from contextlib import suppress
 
 import pandas as pd
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing
 from dlprof.measures import settings
 from dlprof.measures.batches import TIMES, larger_batches
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.memory import memory_use
 from dlprof.measures.replay import own_time, saving
-from dlprof.result import Finding, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
+from dlprof.result import Panel
+from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import duration, percent, size
 
 # Where tools that watch memory warn: above 92 %, and again above 97 %. What is reserved may be cache, so the first is
@@ -43,17 +44,14 @@ HIGH, CRITICAL = 0.92, 0.97
 # What a larger batch may fill: up to where the warning begins.
 FULL = HIGH
 
-# Another batch is another training: worth it from where tools for input and stragglers speak (5 %, XProf).
-NOTABLE_SHARE = 0.05
-
 MOST_ROWS = 16
 
 # The same for any batch: what the host does, and gradients' bytes.
 _HOST = ("host", "optimizer_host", "launch_latency")
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at how full the fullest GPU is, and at what a batch twice as large would give."""
+def check(run: Measured) -> Estimate:
+    """Estimate what a batch twice as large would give, where it fits; a GPU that is nearly full is a risk."""
     if settings.on_cpu(run):
         raise NotMeasured("the job trains on the CPU")
     frame = run.frame(memory_use).set_index("rank")
@@ -62,91 +60,96 @@ def check(run: Measured) -> Finding | Clear:
         raise NotMeasured("how much memory the GPU has is not known")
     allocated = frame["peak_allocated_bytes"] / frame["total_bytes"]
     reserved = frame["peak_reserved_bytes"] / frame["total_bytes"]
-    fullest = int(str(allocated.idxmax()))
     if allocated.max() > HIGH or reserved.max() > CRITICAL:
-        return _full(run, frame, int(str((allocated if allocated.max() > HIGH else reserved).idxmax())))
-    need = {k: _need(frame, k) for k in TIMES}
-    used = f"{percent(float(allocated.max()))} of the GPU's memory is used"
-    if need[2] > FULL:
-        return Clear(f"{used}; a batch twice as large would not fit")
+        fullest = int(str((allocated if allocated.max() > HIGH else reserved).idxmax()))
+        return Estimate(
+            scope="risk",
+            # It costs no time: what counts is which ranks it names.
+            by_rank_ns=dict.fromkeys((int(str(r)) for r in frame.index[reserved > HIGH]), 1.0),
+            explain=lambda: _full(run, frame, fullest),
+        )
+    if _need(frame, 2) > FULL:
+        return nothing(
+            f"{percent(float(allocated.max()))} of the GPU's memory is used; a batch twice as large would not fit"
+        )
     fixed = _fixed(run)
-    step = mean_step_ns(run)
-    gains = {k: saving(run, _gone(run, fixed, k)) for k in TIMES if need[k] <= FULL}
-    if gains[2] / step < NOTABLE_SHARE:
-        return Clear(f"{used}; a batch twice as large would fit, and give {percent(gains[2] / step)}")
-    batch = settings.training_loader(run, fullest).get("batch_size")
-    size_of = f"a batch of {2 * batch} (is {batch})" if isinstance(batch, int) else "a batch twice as large"
-    rows = [("1 ×", duration(step), percent(float(allocated.max())), "1.00 ×")]
-    rows += [
-        (f"{k} ×", duration(step - gain), percent(need[k]), f"{step / max(step - gain, 1.0):.2f} ×")
-        for k, gain in gains.items()
-    ]
-    return Finding(
-        title="A larger batch would fit, and hide what the device waits for",
-        summary=f"Rank {fullest} needs {size(float(frame['peak_allocated_bytes'][fullest]))} of"
-        f" {size(float(frame['total_bytes'][fullest]))}; {duration(max(fixed.values()))} of a step of {duration(step)}"
-        " the device waits for its host or only exchanges data, which is the same for any batch.",
-        verdict=f"{percent(gains[2] / step)} {of_step(run)} would be gone with a batch twice as large.",
-        saving_ns=gains[2],
+    gain = saving(run, _gone(run, fixed, 2))
+    return Estimate(
+        saving_ns=gain,
+        by_rank_ns=dict.fromkeys(fixed, gain),
         noise_ns=part_noise(run, *_HOST, "communication") / 2,
-        advice=(
-            f"{size_of}, with the learning rate to match: a step for as many samples is then"
-            f" {duration(step - gains[2])}",
+        loses="would be gone with a batch twice as large",
+        explain=lambda: _explain(run, frame, int(str(allocated.idxmax())), fixed),
+    )
+
+
+def _explain(run: Measured, frame: pd.DataFrame, fullest: int, fixed: Mapping[int, float]) -> Explanation:
+    step, mine = mean_step_ns(run), frame.to_dict("index")[fullest]
+    shares = {k: need for k in TIMES if (need := _need(frame, k)) <= FULL}
+    steps = {k: step - saving(run, _gone(run, fixed, k)) for k in shares}
+    held, total = float(mine["peak_allocated_bytes"]), float(mine["total_bytes"])
+    rows = [(1, step, held / total, 1.0), *((k, ns, shares[k], step / max(ns, 1.0)) for k, ns in steps.items())]
+    columns = ("times the batch", "time for as many samples as now_ns", "peak memory_share", "speed_times")
+    same = f", with the learning rate to match: a step for as many samples is then {duration(steps[2])}"
+    batch = settings.training_loader(run, fullest).get("batch_size")
+    return Explanation(
+        title="A larger batch would fit, and hide what the device waits for",
+        summary=f"Rank {fullest} needs {size(held)} of {size(total)}; for {duration(max(fixed.values()))} of a step of"
+        f" {duration(step)} the device waits for its host or only exchanges data, which is the same for any batch.",
+        changes=(
+            change(f"`batch_size={2 * batch}` (is {batch}){same}", numerics=True, batch_size=(batch, 2 * batch))
+            if isinstance(batch, int)
+            else change(f"a batch twice as large{same}", numerics=True),
         ),
-        evidence=Panel(
-            "table",
-            "What a larger batch is predicted to give",
-            tuple(rows),
-            ("batch", "time for as many samples as now", "memory at most", "speed"),
-        ),
-        ranks=tuple(sorted(fixed)),
+        evidence=Panel("table", "What a larger batch is predicted to give", tuple(rows), columns),
         sure="Predicted: what the host does and what is exchanged is taken to be the same for any batch, computation to"
         " grow with it. Whether the model trains as well is not known here.",
     )
 
 
-def _full(run: Measured, frame: pd.DataFrame, rank: int) -> Finding:
+def _full(run: Measured, frame: pd.DataFrame, rank: int) -> Explanation:
     mine = frame.to_dict("index")[rank]
     most, held, total = (float(mine[c]) for c in ("peak_reserved_bytes", "peak_allocated_bytes", "total_bytes"))
     batch = settings.training_loader(run, rank).get("batch_size")
     variable, conf = settings.allocator(run, rank)
     failed = f"; {int(mine['ooms'])} allocations failed" if mine["ooms"] > 0 else ""
-    return Finding(
+    return Explanation(
         title="The GPU's memory is nearly used up",
         summary=f"On rank {rank} tensors held {size(held)} of {size(total)} at most, and PyTorch had reserved"
         f" {size(most)} ({percent(most / total)}){failed}.",
         verdict=f"{percent(max(most, held) / total)} of the GPU's memory was taken: a longer batch may end the job.",
-        scope="risk",
-        saving_ns=0.0,
-        advice=(
-            f"a smaller batch{f' (is {batch})' if batch else ''}, or `torch.utils.checkpoint` on the largest blocks",
-            f"`{variable}=expandable_segments:True` (is {conf or 'not set'}): {size(most - held)} of what"
-            " is reserved is cache",
+        changes=(
+            change(f"a smaller batch{f' (is {batch})' if batch else ''}", numerics=True),
+            change("`torch.utils.checkpoint` on the largest blocks"),
+            change(
+                f"`{variable}=expandable_segments:True` (is {conf or 'not set'}): {size(most - held)} of what is"
+                " reserved is cache",
+                numerics=False,
+                **{variable: (conf, "expandable_segments:True")},
+            ),
         ),
-        ranks=tuple(int(str(r)) for r in frame.index[frame["peak_reserved_bytes"] / frame["total_bytes"] > HIGH]),
         evidence=_by_rank(frame),
         sure="As PyTorch's allocator told, a few times a second; what other libraries and processes hold comes on top.",
     )
 
 
 def _by_rank(frame: pd.DataFrame) -> Panel:
-    """Tell what each rank needed, the fullest first."""
+    """List what each rank needed, the fullest first."""
     shown = frame.sort_values("peak_reserved_bytes", ascending=False, kind="stable").head(MOST_ROWS)
     rows = tuple(
-        (
-            f"rank {row['rank']}",
-            *(size(float(row[c])) for c in ("peak_allocated_bytes", "peak_reserved_bytes", "total_bytes")),
-            percent(row["peak_reserved_bytes"] / row["total_bytes"]),
+        (int(rank), float(held), float(reserved), float(total), float(reserved / total))
+        for rank, held, reserved, total in zip(
+            shown.index,
+            *(shown[c] for c in ("peak_allocated_bytes", "peak_reserved_bytes", "total_bytes")),
+            strict=True,
         )
-        for row in shown.rename_axis("rank").reset_index().to_dict("records")
     )
-    return Panel(
-        "table", "Memory of each GPU at most", rows, ("", "by tensors", "reserved", "there is", "reserved of it")
-    )
+    columns = ("rank", "by tensors_bytes", "reserved_bytes", "there is_bytes", "reserved_share")
+    return Panel("table", "Memory of each GPU at most", rows, columns)
 
 
 def _need(frame: pd.DataFrame, times: int) -> float:
-    """Give the share of memory that a batch so many times as large needs, on the rank where that is most."""
+    """Return the share of memory that a batch so many times as large needs, on the rank where that is most."""
     more = (frame["peak_allocated_bytes"] - frame["kept_bytes"]) * times
     return float(((frame["kept_bytes"] + more) / frame["total_bytes"]).max())
 
@@ -161,7 +164,7 @@ def _gone(run: Measured, fixed: Mapping[int, float], times: int) -> dict[int, fl
 
 
 def _fixed(run: Measured) -> dict[int, float]:
-    """Give each rank's time of a step that is the same for any batch, waiting for other ranks left out, ns."""
+    """Return each rank's time of a step that is the same for any batch, waiting for other ranks left out, ns."""
     host, exchanged = part(run, *_HOST), part(run, "communication")
     waits = run.frame(own_time).set_index("rank")["wait_ns"]
     return {r: ns + max(0.0, exchanged.get(r, 0.0) - float(waits.get(r, 0.0))) for r, ns in host.items()}
@@ -174,4 +177,6 @@ RULE = Rule(
     check,
     # Of computation: the optimizer's, and what a kernel takes that computes next to nothing.
     saves_from=(*_HOST, "communication", "computation"),
+    # Another batch is another training: worth it from where tools for input and stragglers speak (5 %, XProf).
+    notable=0.05,
 )

@@ -19,85 +19,82 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import LEAST_SHARE, Rule
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part_noise
 from dlprof.measures.operators import operators, tensor_cores
 from dlprof.measures.peaks import device_peaks
 from dlprof.measures.products import misaligned_sizes, multiple_of
 from dlprof.measures.replay import own_time, saving
-from dlprof.result import Finding, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
-from dlprof.units import digits, duration, percent
-
-# A number in a configuration, so worth saying from where any finding is (diagnosis.LEAST_SHARE).
-NOTABLE_SHARE = 0.02
+from dlprof.result import Change, Panel
+from dlprof.timeline.steps import mean_step_ns, step_means
+from dlprof.units import duration, percent
 
 MOST_ROWS = 12
 _MOST_NAMED = 3
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at the 16-bit products of such sizes, and at what they take too long."""
+def check(run: Measured) -> Estimate:
+    """Estimate what the 16-bit products of such sizes take too long."""
     if settings.on_cpu(run):
         raise NotMeasured("the job trains on the CPU, which has no tensor cores")
     frame = run.frame(tensor_cores)
     if not frame["aligned"].any():
         if not frame["tensor_ns"].sum() - frame["tf32_ns"].sum():
-            return Clear("nothing is known to be multiplied in 16 or 8 bits")
+            return nothing("nothing is known to be multiplied in 16 or 8 bits")
         raise NotMeasured("the trace tells no shapes (record_shapes=True), and no step was counted")
-    took = by_rank(frame, "misaligned_ns")
-    step = mean_step_ns(run)
-    if max(took.values()) / step < NOTABLE_SHARE:
-        return Clear(f"products of misaligned sizes take {percent(max(took.values()) / step)} of the step")
-    worst = max(took, key=lambda r: took[r])
+    took, saved = by_rank(frame, "misaligned_ns"), by_rank(frame, "misaligned_saved_ns")
+    rank = worst(took)
     if frame["misaligned_saved_ns"].isna().any():
-        name = device_peaks(run.facts[worst], run.trace_facts[worst])[0]
-        raise NotMeasured(
-            f"products of misaligned sizes take {percent(took[worst] / step)} of the step; what they would take"
-            f" otherwise is not known: nor are the peaks of {name or 'this device'}, or their FLOPs"
-        )
-    saved = by_rank(frame, "misaligned_saved_ns")
-    gain = saving(run, saved)
-    if gain / step < NOTABLE_SHARE:
-        return Clear(f"products of misaligned sizes are as fast as others but for {percent(gain / step)} of the step")
-    evidence = _evidence(run, worst)
-    return Finding(
-        title="Products have sizes that tensor cores do not like",
-        summary=f"Products of misaligned sizes take {duration(took[worst])} of a step of {duration(step)} on"
-        f" rank {worst}, {duration(saved[worst])} more than they need.",
-        verdict=f"{percent(gain / step)} {of_step(run)} is lost to sizes that tensor cores do not like.",
+        share = took[rank] / mean_step_ns(run)
+        told = f"products of misaligned sizes take {percent(share)} of the step"
+        if share >= LEAST_SHARE:
+            name = device_peaks(run.facts[rank], run.trace_facts[rank])[0]
+            raise NotMeasured(
+                f"{told}; what they would take otherwise is not known: nor are the peaks of {name or 'this device'}, or"
+                " their FLOPs"
+            )
+        return Estimate(saving_ns=saving(run, took), by_rank_ns=took, summary=told)
+    return Estimate(
+        saving_ns=saving(run, saved),
+        by_rank_ns=saved,
         noise_ns=part_noise(run, "computation"),
-        saving_ns=gain,
-        advice=(_advice(run, worst),),
-        evidence=evidence,
-        ranks=tuple(sorted(r for r, ns in saved.items() if ns >= saved[worst] / 2)),
+        loses="is lost to sizes that tensor cores do not like",
+        explain=lambda: _explain(run, rank, took[rank], saved[rank]),
+    )
+
+
+def _explain(run: Measured, rank: int, took: float, saved: float) -> Explanation:
+    odd = _odd(run, rank)
+    rows = tuple(tuple(r[c] for c in ("operator", "shape", "dtype", "calls", "ns")) for r in odd[:MOST_ROWS])
+    columns = ("operator", "shapes", "type", "times a step", "takes_ns")
+    return Explanation(
+        title="Products have sizes that tensor cores do not like",
+        summary=f"Products of misaligned sizes take {duration(took)} of a step of {duration(mean_step_ns(run))} on"
+        f" rank {rank}, {duration(saved)} more than they need.",
+        changes=(_padded(odd),),
+        evidence=Panel("table", f"Products of misaligned sizes, rank {rank}", rows, columns),
         sure="Estimated by what other products of this run, or of this device, take a FLOP.",
     )
 
 
-def _advice(run: Measured, rank: int) -> str:
+def _padded(odd: list[dict[str, Any]]) -> Change:
     """Name the sizes whose products take longest, and what to make of them."""
     took: dict[tuple[int, int], float] = {}
-    for row in _odd(run, rank):
+    for row in odd:
         for size in row["sizes"]:
             key = (size, multiple_of(row["dtype"]))
             took[key] = took.get(key, 0.0) + row["ns"]
     named = sorted(took, key=lambda key: -took[key])[:_MOST_NAMED]
     better = "; ".join(f"{size} → {-(-size // least) * least} or {-(-size // 64) * 64}" for size, least in named)
     least = max((least for _, least in named), default=8)
-    return f"pad widths and the vocabulary to a multiple of {least}, better of 64{f': {better}' if better else ''}"
-
-
-def _evidence(run: Measured, rank: int) -> Panel:
-    rows = tuple(
-        (r["operator"], r["shape"], r["dtype"], digits(r["calls"]), duration(r["ns"]))
-        for r in _odd(run, rank)[:MOST_ROWS]
+    return change(
+        f"pad widths and the vocabulary to a multiple of {least}, better of 64{f': {better}' if better else ''}",
+        numerics=True,
     )
-    columns = ("operator", "shapes", "type", "times a step", "takes")
-    return Panel("table", f"Products of misaligned sizes, rank {rank}", rows, columns)
 
 
 def _odd(run: Measured, rank: int) -> list[dict[str, Any]]:

@@ -17,58 +17,58 @@ does not come from a loader: `tensor.pin_memory()` once, outside the loop.
 
 from __future__ import annotations
 
-from dlprof.diagnosis import Clear, Rule
+import pandas as pd
+
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured, by_rank
+from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part_least, part_noise
-from dlprof.measures.copies import PINNED, copies, copy_gains, copy_table
+from dlprof.measures.copies import PINNED, copies, copy_gains
 from dlprof.measures.replay import own_time, saving
-from dlprof.result import Finding
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
-from dlprof.units import count, duration, percent, size
-
-# Exposed pageable copies are worth a change from 3 % of a step on (the advice of NVIDIA's and AMD's analysis tools).
-NOTABLE_SHARE = 0.03
+from dlprof.panels.kernels import copy_table
+from dlprof.timeline.steps import step_means
+from dlprof.units import count, duration, size
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at the exposed host-to-device copies from pageable memory."""
+def check(run: Measured) -> Estimate:
+    """Estimate what the job would gain if its copies from pageable memory came from pinned memory."""
     frame = run.frame(copies)
     to_device = frame[frame["copy"] == "HtoD"]
-    pageable = to_device[to_device["memory"] == "pageable"]
-    if not len(pageable):
-        pinned = float(to_device["count"].sum())
-        return Clear(f"{count(pinned, 'copy')} a step to the device, none from pageable memory")
-    step = mean_step_ns(run)
-    exposed = by_rank(pageable, "exposed_ns")
+    if not (to_device["memory"] == "pageable").any():
+        return nothing(
+            f"{count(float(to_device['count'].sum()), 'copy')} a step to the device, none from pageable memory"
+        )
     gains = run.frame(copy_gains)
-    gain = saving(run, by_rank(gains[gains["change"] == PINNED], "gain_ns"))
-    share = gain / step
-    if share < NOTABLE_SHARE:
-        return Clear(f"pageable copies, but only {percent(share)} of the step")
-    worst = max(exposed, key=lambda r: exposed[r])
-    mine = pageable[pageable["rank"] == worst].iloc[0]
-    loader = settings.training_loader(run, worst)
-    pin = loader.get("pin_memory")
-    said = f" (is {pin})" if pin is not None else ""
-    moved = f"{size(mine['bytes'])} in " if mine["bytes"] >= 0 else ""
-    rate = f", {size(mine['bytes'] / mine['copy_ns'] * 1e9)}/s" if mine["bytes"] > 0 and mine["copy_ns"] > 0 else ""
-    return Finding(
-        title="Batches are copied to the device from pageable memory",
-        summary=f"{moved}{count(float(mine['count']), 'copy')} a step take {duration(mine['copy_ns'])}{rate},"
-        f" {duration(mine['exposed_ns'])} of it with the device doing nothing else.",
-        verdict=f"{percent(share)} {of_step(run)} copies batches from pageable memory.",
+    gone = by_rank(gains[gains["change"] == PINNED], "gain_ns")
+    return Estimate(
+        saving_ns=saving(run, gone),
+        by_rank_ns=gone,
         noise_ns=part_noise(run, "copy"),
-        least_ns=min(gain, part_least(run, "copy")),
-        saving_ns=gain,
-        advice=(
-            f"`DataLoader(..., pin_memory=True)`{said}"
-            if pin is not True
-            else "`tensor.pin_memory()` for what is not the loader's",
-            "`batch = batch.to(device, non_blocking=True)`",
+        least_ns=part_least(run, "copy"),
+        loses="copies batches from pageable memory",
+        explain=lambda: _explain(run, frame, worst(gone)),
+    )
+
+
+def _explain(run: Measured, frame: pd.DataFrame, rank: int) -> Explanation:
+    mine = frame[(frame["rank"] == rank) & (frame["copy"] == "HtoD") & (frame["memory"] == "pageable")]
+    copied, took, moved, exposed = (float(mine[c].sum()) for c in ("count", "copy_ns", "bytes", "exposed_ns"))
+    of = f"{size(moved)} in " if moved >= 0 else ""
+    rate = f", {size(moved / took * 1e9)}/s" if moved > 0 and took > 0 else ""
+    pin = settings.training_loader(run, rank).get("pin_memory")
+    said = f" (is {pin})" if pin is not None else ""
+    return Explanation(
+        title="Batches are copied to the device from pageable memory",
+        summary=f"{of}{count(copied, 'copy')} a step take {duration(took)}{rate},"
+        f" {duration(exposed)} of it with the device doing nothing else.",
+        changes=(
+            change("`tensor.pin_memory()` for what is not the loader's")
+            if pin is True
+            else change(f"`DataLoader(..., pin_memory=True)`{said}", pin_memory=(pin, True)),
+            change("`batch = batch.to(device, non_blocking=True)`", non_blocking=(None, True)),
         ),
-        evidence=copy_table(frame, worst),
-        ranks=tuple(sorted(exposed)),
+        evidence=copy_table(frame, rank),
         sure="Estimated by replaying the traced steps with copies as fast as from pinned memory, and not waited for.",
     )
 
@@ -79,4 +79,5 @@ RULE = Rule(
     (breakdown, copies, copy_gains, own_time, step_means),
     check,
     saves_from=("copy", "input_wait", "host", "optimizer_host", "launch_latency"),
+    notable=0.03,  # from where the analysis tools of NVIDIA and AMD advise a change of exposed pageable copies
 )

@@ -27,12 +27,13 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing
 from dlprof.measures.pipeline import bubbles
 from dlprof.measures.pipeline_plans import ASSUMED, pipeline_plans
-from dlprof.result import Finding, Forecast, Panel
+from dlprof.result import Change, Forecast, Panel
 from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import duration, percent
 
@@ -44,43 +45,45 @@ NOTABLE_SHARE = 0.15
 NOTABLE_OF_FEW = 0.10
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at the pipeline that would gain most from one changed line."""
+def check(run: Measured) -> Estimate:
+    """Estimate what one changed line saves of the pipeline that gains most from it."""
     frame = run.frame(bubbles)
     if (frame["size"] < 2).all():
-        return Clear("the pipeline has one rank")
+        return nothing("the pipeline has one rank")
+    idle = f"{percent(float(frame['bubble'].mean()))} of a pipeline's step is idle"
     try:
         plans = run.frame(pipeline_plans)
     except NotMeasured as e:
-        idle = f"{percent(float(frame['bubble'].mean()))} of a pipeline's step is idle"
         raise NotMeasured(f"{idle}, but what would fill it is not known: {e}") from None
-    calls = frame.groupby("ranks")["calls_a_step"].first()
     easy = plans[plans["easy"]]
-    easy = easy.assign(saving=easy["gain_ns"] * easy["ranks"].map(calls)).sort_values("saving", ascending=False)
     if not len(easy):
-        bubble = float(frame["bubble"].mean())
-        return Clear(f"{percent(bubble)} of a pipeline's step is idle, and no other schedule takes these stages")
-    best = easy.to_dict("records")[0]
-    worst, plans = frame[frame["ranks"] == best["ranks"]], plans[plans["ranks"] == best["ranks"]]
-    bubble = float(worst["bubble"].mean())
-    share = float(best["saving"]) / mean_step_ns(run)
-    told = worst.to_dict("records")[0]
-    if share < (NOTABLE_OF_FEW if told["microbatches"] < ENOUGH * told["size"] else NOTABLE_SHARE):
-        return Clear(
-            f"{percent(bubble)} of a pipeline's step is idle; {best['change']} would save {percent(max(share, 0.0))}"
-            f" {of_step(run)}"
-        )
-    return Finding(
+        return nothing(f"{idle}, and no other schedule takes these stages")
+    calls = easy["ranks"].map(frame.groupby("ranks")["calls_a_step"].first())
+    best = easy.assign(saving=easy["gain_ns"] * calls).sort_values("saving").to_dict("records")[-1]
+    gain = max(float(best["saving"]), 0.0)
+    mine, plans = (of[of["ranks"] == best["ranks"]] for of in (frame, plans))
+    told = mine.to_dict("records")[0]
+    idle = f"{percent(float(mine['bubble'].mean()))} of a pipeline's step is idle"
+    return Estimate(
+        saving_ns=gain,
+        by_rank_ns={int(r): gain for r in mine["rank"]},
+        noise_ns=float(mine["noise_ns"].max()) * told["calls_a_step"],
+        notable=NOTABLE_OF_FEW if told["microbatches"] < ENOUGH * told["size"] else None,
+        loses=f"is a bubble that {best['change']} would fill",
+        summary=f"{idle}; {best['change']} would save {percent(gain / mean_step_ns(run))} {of_step(run)}",
+        explain=lambda: _explain(mean_step_ns(run), mine, plans, best),
+    )
+
+
+def _explain(step: float, mine: pd.DataFrame, plans: pd.DataFrame, best: Mapping[Any, Any]) -> Explanation:
+    told = mine.to_dict("records")[0]
+    return Explanation(
         title="Pipeline stages stand idle",
-        summary=f"{percent(bubble)} of a pipeline's step of {duration(told['step_ns'])} is idle on its {told['size']}"
-        f" ranks ({_name(told)}, {told['microbatches']} micro-batches): {_parts(worst)}.",
-        verdict=f"{percent(share)} {of_step(run)} is a bubble that {best['change']} would fill.",
-        noise_ns=float(worst["noise_ns"].max()) * told["calls_a_step"],
-        saving_ns=float(best["saving"]),
-        advice=_advice(told, plans, best),
+        summary=f"{percent(float(mine['bubble'].mean()))} of a pipeline's step of {duration(told['step_ns'])} is idle"
+        f" on its {told['size']} ranks ({_name(told)}, {told['microbatches']} micro-batches): {_parts(mine)}.",
+        changes=_changes(told, plans, best),
         evidence=_evidence(plans),
-        forecasts=_forecasts(mean_step_ns(run), told, plans),
-        ranks=tuple(int(r) for r in worst["rank"]),
+        forecasts=_forecasts(step, told, plans),
         sure=f"Replayed with the chunk times of this run; {best['change']} is the best change of one line. It takes for"
         f" granted: {ASSUMED}.",
     )
@@ -102,22 +105,25 @@ def _parts(ranks: pd.DataFrame) -> str:
     return ", ".join(f"{percent(share)} by {word}" for word, share in shares.items())
 
 
-def _advice(told: Mapping[Any, Any], plans: pd.DataFrame, best: Mapping[Any, Any]) -> tuple[str, ...]:
+def _changes(told: Mapping[Any, Any], plans: pd.DataFrame, best: Mapping[Any, Any]) -> tuple[Change, ...]:
     rest = plans[~plans["even"] & (plans["gain_ns"] > 0) & (plans["change"] != best["change"])]
     # Of what is left, the best that is one line too and of another kind, and the best that is more work.
     other_kind = rest["easy"] & ((rest["schedule"] == told["schedule"]) != (best["schedule"] == told["schedule"]))
     others = [
         chosen.sort_values("step_ns").to_dict("records")[:1] for chosen in (rest[other_kind], rest[~rest["easy"]])
     ]
-    return tuple(_how(told, plan) for plan in [best, *(one for few in others for one in few)])
+    return tuple(_change(told, plan) for plan in [best, *(one for few in others for one in few)])
 
 
-def _how(told: Mapping[Any, Any], plan: Mapping[Any, Any]) -> str:
+def _change(told: Mapping[Any, Any], plan: Mapping[Any, Any]) -> Change:
+    """Return a plan as a change of settings, under the names of the run's facts and of `_forecasts`."""
     then = f"the pipeline's step becomes {duration(plan['step_ns'])}, {percent(plan['bubble'])} of it idle"
     if plan["schedule"] == told["schedule"] and plan["chunks"] == told["chunks"]:
-        return f"`n_microbatches={plan['microbatches']}` (is {told['microbatches']}): {then}"
+        now, to = int(told["microbatches"]), int(plan["microbatches"])
+        return change(f"`n_microbatches={to}` (is {now}): {then}", microbatches=(now, to))
     stages = f" with {plan['chunks']} stages a rank" if plan["chunks"] != told["chunks"] else ""
-    return f"`{plan['schedule']}`{stages} (is `{told['schedule']}`): {then}"
+    text = f"`{plan['schedule']}`{stages} (is `{told['schedule']}`): {then}"
+    return change(text, schedule=(told["schedule"], plan["schedule"]))
 
 
 def _forecasts(step: float, told: Mapping[Any, Any], plans: pd.DataFrame) -> tuple[Forecast, ...]:
@@ -133,16 +139,10 @@ def _forecasts(step: float, told: Mapping[Any, Any], plans: pd.DataFrame) -> tup
 
 def _evidence(plans: pd.DataFrame) -> Panel:
     rows = tuple(
-        (
-            row["change"],
-            duration(row["step_ns"]),
-            duration(row["gain_ns"]) if abs(row["gain_ns"]) >= 0.0005 * row["step_ns"] else "",
-            percent(row["bubble"]),
-            "yes" if row["easy"] else "",
-        )
+        (row["change"], row["step_ns"], round(row["gain_ns"]), row["bubble"], row["easy"])
         for row in plans.to_dict("records")
     )
-    columns = ("", "pipeline's step", "shorter by", "idle", "one line")
+    columns = ("", "pipeline's step_ns", "shorter by_ns", "idle_share", "one line")
     return Panel("table", "What would become of the pipeline's step", rows, columns, note=f"Predicted: {ASSUMED}.")
 
 
@@ -152,4 +152,5 @@ RULE = Rule(
     (bubbles, pipeline_plans, step_means),
     check,
     saves_from=("pipeline_bubble", "communication"),
+    notable=NOTABLE_SHARE,
 )

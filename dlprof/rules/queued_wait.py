@@ -19,67 +19,83 @@ callbacks), or make it do less; no allocations that synchronise in the loop. For
 
 from __future__ import annotations
 
-from dlprof.diagnosis import LEAST_SHARE, Clear, Rule
+from collections.abc import Mapping
+
+import pandas as pd
+
+from dlprof.diagnosis import LEAST_SHARE, Rule
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_least, part_noise
 from dlprof.measures.queue import EVENT, FUNCTION, GRAPH_NODE, MEMORY, OTHER_STREAM, queued_waits
 from dlprof.measures.replay import own_time, saving
 from dlprof.panels.queue import waits_table
-from dlprof.result import Finding
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
-from dlprof.units import duration, percent
+from dlprof.timeline.steps import mean_step_ns, step_means
+from dlprof.units import duration
 
-# As for idle time whose cause is known (small_kernels).
+# Waiting counts from here on, as idle time whose cause is known (small_kernels); the saving may be half of it.
 NOTABLE_SHARE = 0.05
 
 _CHANGES = {
-    EVENT: "record the event as soon as what must be waited for is launched, and wait for it as late as possible",
-    OTHER_STREAM: "launch what it waits for earlier, or on the same stream",
-    FUNCTION: "take the function off the stream (`cudaLaunchHostFunc`, stream callbacks), or make it do less",
-    GRAPH_NODE: "find what the captured code does before that kernel on the host or on another stream, and capture"
-    " without it (nsys `--cuda-graph-trace=node` shows the nodes)",
-    MEMORY: "no `cudaMalloc` or `cudaFree` in the loop: keep buffers; `PYTORCH_ALLOC_CONF=expandable_segments:True`",
+    EVENT: change(
+        "record the event as soon as what must be waited for is launched, and wait for it as late as possible"
+    ),
+    OTHER_STREAM: change("launch what it waits for earlier, or on the same stream"),
+    FUNCTION: change("take the function off the stream (`cudaLaunchHostFunc`, stream callbacks), or make it do less"),
+    GRAPH_NODE: change(
+        "find what the captured code does before that kernel on the host or on another stream, and capture without it"
+        " (nsys `--cuda-graph-trace=node` shows the nodes)"
+    ),
+    MEMORY: change(
+        "no `cudaMalloc` or `cudaFree` in the loop: keep buffers; `PYTORCH_ALLOC_CONF=expandable_segments:True`",
+        PYTORCH_ALLOC_CONF=(None, "expandable_segments:True"),
+    ),
 }
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at the queued work that waits longest, and at what it waits for."""
+def check(run: Measured) -> Estimate:
+    """Estimate what the job would gain without the queued work's waits for what most of it waits for."""
     if settings.on_cpu(run):
         raise NotMeasured("the job trains on the CPU, which has no queue")
     frame, step = run.frame(queued_waits), mean_step_ns(run)
     waits = part(run, "queued_wait")
     most = max(waits.values(), default=0.0)
-    if most / step < NOTABLE_SHARE or not len(frame):
-        return Clear(f"for {percent(most / step)} of the step queued work waits")
-    worst = max(waits, key=lambda r: waits[r])
-    mine = frame[frame["rank"] == worst]
+    mine = frame[frame["rank"] == worst(waits)] if waits else frame
     by_reason = mine.groupby("waits_for")["ns"].sum().sort_values(ascending=False)
-    known = [str(reason) for reason in by_reason.index if reason in _CHANGES]
-    gains = {reason: _gain(run, reason) for reason in known}
+    gains = {str(reason): _gain(run, str(reason)) for reason in by_reason.index if reason in _CHANGES}
     best = max(gains, key=lambda reason: gains[reason], default="")
     gain = gains.get(best, 0.0)
-    if gain / step < LEAST_SHARE or gain < 0.5 * most:
+    long = len(mine) > 0 and most >= NOTABLE_SHARE * step
+    if long and gain < max(LEAST_SHARE * step, most / 2):
         longest = mine.iloc[0]
         raise NotMeasured(
             f"the longest wait ends with {longest['ended_by']} on stream {longest['stream']}, which"
             f" {longest['launched_by'] or 'a call'} had launched {duration(float(longest['queued_ns']))} before; what"
             f" it waits for is {by_reason.index[0]}"
         )
-    first = mine[mine["waits_for"] == best].iloc[0]
-    return Finding(
-        title="Queued work waits",
-        summary=f"For {duration(most)} of {duration(step)} the device of rank {worst} idles with work queued; most of"
-        f" it before {first['ended_by']} on {first['stream']}, launched {duration(float(first['queued_ns']))} before it"
-        f" starts: it waits for {best}.",
-        verdict=f"{percent(gain / step)} {of_step(run)} the device idles with work queued that waits.",
-        noise_ns=part_noise(run, "queued_wait"),
-        least_ns=min(gain, part_least(run, "queued_wait")),
+    return Estimate(
         saving_ns=gain,
-        advice=(_CHANGES[best],),
-        evidence=waits_table(frame, worst),
-        ranks=tuple(sorted(r for r, ns in waits.items() if ns >= most / 2)),
+        by_rank_ns=waits,
+        noise_ns=part_noise(run, "queued_wait"),
+        least_ns=part_least(run, "queued_wait"),
+        lost_ns=most,
+        loses="the device idles although work is queued",
+        explain=(lambda: _explain(run, waits, mine, best)) if long else None,
+    )
+
+
+def _explain(run: Measured, waits: Mapping[int, float], mine: pd.DataFrame, reason: str) -> Explanation:
+    rank = worst(waits)
+    first = mine[mine["waits_for"] == reason].iloc[0]
+    return Explanation(
+        title="Queued work waits",
+        summary=f"For {duration(waits[rank])} of {duration(mean_step_ns(run))} the device of rank {rank} idles with"
+        f" work queued; most of it before {first['ended_by']} on {first['stream']}, launched"
+        f" {duration(float(first['queued_ns']))} before it starts: it waits for {reason}.",
+        changes=(_CHANGES[reason],),
+        evidence=waits_table(mine, rank),
         sure="Estimated by replaying the traced steps without these waits.",
     )
 

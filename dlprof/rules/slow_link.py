@@ -23,9 +23,10 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing
 from dlprof.measures import settings
 from dlprof.measures.bandwidth import CLASSES, bandwidth, bus_factor, size_classes
 from dlprof.measures.breakdown import breakdown
@@ -33,12 +34,9 @@ from dlprof.measures.collectives import collectives, exposed, traced_steps
 from dlprof.measures.exchange_plans import gain_noise, transfer_noise
 from dlprof.measures.matching import matched
 from dlprof.measures.replay import own_time, saving
-from dlprof.result import Finding, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
+from dlprof.result import Change, Panel, Setting
+from dlprof.timeline.steps import step_means
 from dlprof.units import UNKNOWN, digits, duration, percent, size
-
-# No link is meant to be slow, so it is worth a line from where any finding is (diagnosis.LEAST_SHARE).
-NOTABLE_SHARE = 0.02
 
 # Every rank gives and takes as much as the others: what is asked of each link follows from the bytes.
 JUDGED = ("all_reduce", "all_gather", "reduce_scatter")
@@ -82,7 +80,7 @@ _SETTINGS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
 )
 
 
-def check(run: Measured) -> Finding | Clear:
+def check(run: Measured) -> Estimate:
     """Hold the pace of large collectives against the link's peak and against the groups placed alike."""
     frame = _large(run)
     of_peak = frame["busbw"] / frame["peak"].where(frame["each"] >= LARGE_FOR_PEAK)
@@ -96,34 +94,40 @@ def check(run: Measured) -> Finding | Clear:
     judged = judged.assign(better_ns=better).sort_values("exposed_ns", ascending=False, ignore_index=True)
     slow = judged[judged["better_ns"].notna()]
     if not len(slow):
-        return Clear(_fine(judged))
-    gain = saving(run, _removed(run, slow))
-    step = mean_step_ns(run)
-    if gain < NOTABLE_SHARE * step:
-        return Clear(f"{percent(gain / step)} {of_step(run)} is exposed transfer over a slow link")
-    ranks = sorted({r for members in slow["on"] for r in members})
-    who, worst = _who(run, judged, slow), slow.iloc[0]
+        return nothing(_fine(judged))
+    removed, who = _removed(run, slow), _who(run, judged, slow)
+    gain = saving(run, removed)
+    return Estimate(
+        saving_ns=gain,
+        by_rank_ns=removed,
+        noise_ns=gain_noise(run, gain),
+        loses=f"is lost on the slow link of {who}",
+        explain=lambda: _explain(run, judged, slow, who),
+    )
+
+
+def _explain(run: Measured, judged: pd.DataFrame, slow: pd.DataFrame, who: str) -> Explanation:
+    worst = slow.iloc[0]
     against = (
         f"{percent(worst['of_peak'])} of what their NVLinks carry"
         if worst["of_peak"] < SLOW_OF_PEAK
         else f"others like it take {duration(worst['alike_ns'])}"
     )
-    return Finding(
+    below = bool((slow["of_peak"] < SLOW_OF_PEAK).any())
+    pace = f"{percent(ATTAINABLE)} of the link's peak" if below else "the pace of the groups like it"
+    fewer = " GPUs that are joined by some of their links only reach less." if below else ""
+    return Explanation(
         title=f"The link of {who} is slow",
         summary=f"{worst['collective']} of {size(worst['each'])} between {_named(worst['on'])} takes"
         f" {duration(worst['took_ns'])}, {size(worst['busbw'])}/s on the bus: {against}.",
-        verdict=f"{percent(gain / step)} {of_step(run)} is lost on the slow link of {who}.",
-        saving_ns=gain,
-        noise_ns=gain_noise(run, gain),
-        advice=_advice(run, slow, ranks),
+        changes=_changes(run, slow),
         evidence=_evidence(judged),
-        ranks=tuple(ranks),
-        sure=_sure(slow),
+        sure=f"Estimated as the exposed transfer at {pace}; what is hidden, and waiting, is not counted.{fewer}",
     )
 
 
 def _large(run: Measured) -> pd.DataFrame:
-    """Give the rows of `bandwidth` by which a link can be judged.
+    """Return the rows of `bandwidth` by which a link can be judged.
 
     With each and took_ns (the medians of bytes and transfer of one; busbw is theirs), on (the ranks, in order) and
     placed. Raises NotMeasured where there is none, or transfer is not told from waiting.
@@ -167,14 +171,14 @@ def _host(run: Measured, rank: int) -> str:
 
 
 def _placed(run: Measured, ranks: Sequence[int]) -> str:
-    """Say how a group's ranks lie among all ranks and hosts; "" where a host is not told."""
+    """Describe how a group's ranks lie among all ranks and hosts; "" where a host is not told."""
     hosts = [_host(run, r) for r in ranks]
     order = {h: n for n, h in enumerate(dict.fromkeys(hosts))}
     return f"{[r - ranks[0] for r in ranks]} on {[order[h] for h in hosts]}" if all(hosts) else ""
 
 
 def _alike(frame: pd.DataFrame) -> pd.Series[float]:
-    """Give for each row how long the median of the other groups like it takes for as many bytes, ns; NaN: none is.
+    """Return for each row how long the median of the other groups like it takes for as many bytes, ns; NaN: none is.
 
     One that exchanges more is not taken to be faster with less, for a start takes as long.
     """
@@ -192,7 +196,7 @@ def _alike(frame: pd.DataFrame) -> pd.Series[float]:
 
 
 def _removed(run: Measured, slow: pd.DataFrame) -> dict[int, float]:
-    """Give what each rank's own time is shorter by at the better pace, ns."""
+    """Return what each rank's own time is shorter by at the better pace, ns."""
     removed = dict.fromkeys(run.ranks, 0.0)
     for row in slow.to_dict("records"):
         for rank in row["on"]:
@@ -225,68 +229,49 @@ def _fine(judged: pd.DataFrame) -> str:
     return f"the slowest group takes {digits(slowest)} × as long as those like it"
 
 
-def _advice(run: Measured, slow: pd.DataFrame, ranks: Sequence[int]) -> tuple[str, ...]:
+def _changes(run: Measured, slow: pd.DataFrame) -> tuple[Change, ...]:
+    ranks = sorted({r for members in slow["on"] for r in members})
     across = any(len({_host(run, r) for r in members}) > 1 for members in slow["on"])
-    advice = []
+    changes = []
     for name, where, values, does in _SETTINGS:
         is_set = {r: str((run.facts[r].get("env") or {}).get(name) or "") for r in run.ranks}
         value = next((is_set[r] for r in ranks if is_set[r] and (not values or is_set[r] in values)), "")
         if value and where in ("both", "between" if across else "within"):
             others = [r for r in run.ranks if r not in ranks]
             alone = ", only on these ranks" if others and all(is_set[r] != value for r in others) else ""
-            advice.append(f"unset `{name}` (is {value}{alone}): {does}")
+            changes.append(Change(f"unset `{name}` (is {value}{alone}): {does}", (Setting(name, value),)))
     if settings.on_cpu(run):
-        return (*advice, "look at the network and the cores of these ranks' hosts: what else uses them")
+        return (*changes, change("look at the network and the cores of these ranks' hosts: what else uses them"))
     if across:
-        return (
-            *advice,
-            "`NCCL_DEBUG=INFO`: does NCCL take `NET/IB` or `NET/Socket`? Then each card's rate (`ibstat`)",
-        )
-    return (
-        *advice,
-        "`NCCL_DEBUG=INFO`: do these ranks exchange `via P2P`, or `via SHM`, the host's memory?",
-        "`nvidia-smi topo -m` and `nvidia-smi nvlink --status` on their host: how GPUs are joined, which links are up",
+        path = "`NCCL_DEBUG=INFO`: does NCCL take `NET/IB` or `NET/Socket`? Then each card's rate (`ibstat`)"
+        return (*changes, change(path, NCCL_DEBUG=(None, "INFO")))
+    path = "`NCCL_DEBUG=INFO`: do these ranks exchange `via P2P`, or `via SHM`, the host's memory?"
+    links = (
+        "`nvidia-smi topo -m` and `nvidia-smi nvlink --status` on their host: how GPUs are joined, which links are up"
     )
-
-
-def _sure(slow: pd.DataFrame) -> str:
-    below = bool((slow["of_peak"] < SLOW_OF_PEAK).any())
-    pace = f"{percent(ATTAINABLE)} of the link's peak" if below else "the pace of the groups like it"
-    fewer = " GPUs that are joined by some of their links only reach less." if below else ""
-    return f"Estimated as the exposed transfer at {pace}; what is hidden, and waiting, is not counted.{fewer}"
+    return (*changes, change(path, NCCL_DEBUG=(None, "INFO")), change(links))
 
 
 def _evidence(judged: pd.DataFrame) -> Panel:
+    columns = {
+        "collective": "collective",
+        "on": "ranks",
+        "each": "size_bytes",
+        "count": "a step",
+        "took_ns": "transfer of one_ns",
+        "alike_ns": "others like it_ns",
+        "busbw": "on the bus, a second_bytes",
+        "of_peak": "link's peak_share",
+        "exposed_ns": "exposed a step_ns",
+    }
+    shown = judged.sort_values(["better_ns", "exposed_ns"], ascending=[True, False]).head(MOST_ROWS)
+    shown = shown.assign(on=[_named(on).removeprefix("ranks ") for on in shown["on"]])[list(columns)]
     rows = tuple(
-        (
-            str(row["collective"]),
-            _named(row["on"]).removeprefix("ranks "),
-            size(row["each"]),
-            digits(round(row["count"], 1)),
-            duration(row["took_ns"]),
-            duration(row["alike_ns"]),
-            f"{size(row['busbw'])}/s",
-            percent(row["of_peak"]),
-            duration(row["exposed_ns"]),
-        )
-        for row in judged.sort_values(["better_ns", "exposed_ns"], ascending=[True, False])
-        .head(MOST_ROWS)
-        .to_dict("records")
+        tuple(None if pd.isna(cell) else cell for cell in row) for row in shown.itertuples(index=False, name=None)
     )
-    columns = (
-        "collective",
-        "ranks",
-        "mean size",
-        "a step",
-        "transfer of one",
-        "others like it",
-        "bus bandwidth",
-        "of the link's peak",
-        "exposed a step",
-    )
-    note = f"Transfer is the median; {UNKNOWN}: not known."
+    note = f"Size and transfer are the medians; {UNKNOWN}: not known."
     note += "" if len(judged) <= MOST_ROWS else f" {MOST_ROWS} of {len(judged)}."
-    return Panel("table", "Large collectives and their links", rows, columns, note=note)
+    return Panel("table", "Large collectives and their links", rows, tuple(columns.values()), note=note)
 
 
 RULE = Rule(

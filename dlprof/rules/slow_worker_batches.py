@@ -16,20 +16,23 @@ training runs. `in_order=False` (torch 2.6 or later) takes whichever batch is re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import median
 
 import pandas as pd
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing, worst
+from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.loader import fetch_series, loader_means, worker_means
 from dlprof.measures.replay import own_time, saving_input
 from dlprof.measures.workers import freed_by_equal_workers
-from dlprof.result import Finding, Panel
-from dlprof.timeline.steps import mean_step_ns, step_means, step_series
-from dlprof.units import duration, percent
+from dlprof.result import Panel
+from dlprof.timeline.steps import step_means, step_series
+from dlprof.units import duration
 
 # A worker is slow where the others take less than this share of its time: the score under which NVIDIA's resiliency
 # extension calls a rank a straggler.
@@ -38,39 +41,45 @@ SCORE = 0.75
 MOST_BARS = 60
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look for a rank with a worker that takes longer than the others, and at what the job would gain without it."""
+def check(run: Measured) -> Estimate:
+    """Estimate what the job would gain if each rank's slow worker were as fast as the others."""
     workers = run.frame(worker_means)
-    slow: dict[int, int] = {}
-    several = False
-    for rank in run.ranks:
-        takes = _takes(workers, rank)
-        several = several or len(takes) > 1
-        worst = max(takes, key=lambda w: takes[w], default=-1)
-        if len(takes) > 1 and _others(takes, worst) < SCORE * takes[worst]:
-            slow[rank] = worst
-    if not several:
+    by_rank = {rank: takes for rank in run.ranks if len(takes := _takes(workers, rank)) > 1}
+    if not by_rank:
         raise NotMeasured("no loader has two workers or more")
+    slowest = {rank: worst(takes) for rank, takes in by_rank.items()}
+    slow = {r: w for r, w in slowest.items() if _others(by_rank[r], w) < SCORE * by_rank[r][w]}
     if not slow:
-        return Clear("the workers of each loader take about as long as each other for a batch")
+        return nothing("the workers of each loader take about as long as each other for a batch")
     wait = part(run, "input_wait")
-    gain = saving_input(run, {r: wait.get(r, 0.0) * freed_by_equal_workers(run, r, w) for r, w in slow.items()})
-    rank = max(slow, key=lambda r: wait.get(r, 0.0))
-    takes, worst = _takes(workers, rank), slow[rank]
-    rows = tuple((f"worker {w}", ns, "input_wait") for w, ns in list(takes.items())[:MOST_BARS])
-    return Finding(
-        title=f"Loader worker {worst} is slower than the others",
-        summary=f"Worker {worst} of rank {rank} takes {duration(takes[worst])} for a batch, the others"
-        f" {duration(_others(takes, worst))}; every {len(takes)} batches the loop waits for it.",
-        verdict=f"{percent(gain / mean_step_ns(run))} of each step waits for one slow loader worker.",
+    gone = {r: wait.get(r, 0.0) * freed_by_equal_workers(run, r, w) for r, w in slow.items()}
+    rank = worst(gone)
+    return Estimate(
+        saving_ns=saving_input(run, gone),
+        by_rank_ns=gone,
         noise_ns=part_noise(run, "input_wait"),
-        saving_ns=gain,
-        advice=(
-            f"give worker {worst} what the others have: shards of one size, the same storage, no core of its own",
-            "`in_order=False` takes whichever batch is ready (torch 2.6 or later; the order then varies)",
+        loses="waits for one slow loader worker",
+        explain=lambda: _explain(run, rank, slow[rank], by_rank[rank]),
+    )
+
+
+def _explain(run: Measured, rank: int, slow: int, takes: Mapping[int, float]) -> Explanation:
+    rows = tuple((f"worker {w}", ns, "input_wait") for w, ns in list(takes.items())[:MOST_BARS])
+    return Explanation(
+        title=f"Loader worker {slow} is slower than the others",
+        summary=f"Worker {slow} of rank {rank} takes {duration(takes[slow])} for a batch, the others"
+        f" {duration(_others(takes, slow))}; every {len(takes)} batches the loop waits for it.",
+        changes=(
+            change(
+                f"give worker {slow} what the others have: shards of one size, the same storage, and no core that"
+                " training uses"
+            ),
+            change(
+                "`in_order=False` takes whichever batch is ready (torch 2.6 or later; the order then varies)",
+                in_order=(settings.training_loader(run, rank).get("in_order"), False),
+            ),
         ),
         evidence=Panel("bars", f"Fetching a batch, by worker of rank {rank}", rows, unit="ns"),
-        ranks=tuple(sorted(slow)),
         sure="Predicted by replaying the recorded batches, the other workers' fetches in the place of the slow one's.",
     )
 
@@ -80,7 +89,7 @@ def _takes(workers: pd.DataFrame, rank: int) -> dict[int, float]:
     return {int(w): float(ns) for w, ns in zip(mine["worker"], mine["dur_ns"], strict=True)}
 
 
-def _others(takes: dict[int, float], worker: int) -> float:
+def _others(takes: Mapping[int, float], worker: int) -> float:
     return median(ns for w, ns in takes.items() if w != worker)
 
 

@@ -28,9 +28,10 @@ from contextlib import suppress
 
 import pandas as pd
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing
 from dlprof.measures import settings
 from dlprof.measures.bandwidth import CLASSES, bandwidth, transfers
 from dlprof.measures.blocked import contention
@@ -39,12 +40,9 @@ from dlprof.measures.exchange_plans import Fit, exposed_transfer, fitted, gain_n
 from dlprof.measures.matching import SENT
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.sharding import sharding
-from dlprof.result import Finding, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
-from dlprof.units import count, digits, duration, percent, size
-
-# No collective is meant to be that small, so it is worth a line from where any finding is (diagnosis.LEAST_SHARE).
-NOTABLE_SHARE = 0.02
+from dlprof.result import Change, Panel
+from dlprof.timeline.steps import mean_step_ns, step_means
+from dlprof.units import count, digits, duration, size
 
 # A class of size that ends at 64 KiB: even 10 Gbit/s carries that in 52 µs, about what starting a collective takes.
 SMALL_BYTES = CLASSES[1]
@@ -58,10 +56,10 @@ FIRST_BUCKET_BYTES = 1 << 20
 FEW = 8
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at the collectives below SMALL_BYTES, and at what of their time lies open."""
+def check(run: Measured) -> Estimate:
+    """Estimate what fewer collectives save of those below SMALL_BYTES."""
     frame = run.frame(bandwidth)
-    frame = frame[frame["collective"] != SENT]
+    frame = frame[frame["collective"] != SENT].assign(calls=frame["count"] * frame["ranks"])
     if not len(frame):
         raise NotMeasured("no collectives in the traced steps, but sends and receives")
     each = (frame["bytes"] / frame["count"]).fillna(_by_parameters(run, frame))
@@ -71,10 +69,10 @@ def check(run: Measured) -> Finding | Clear:
     limit = SMALL_BYTES if fit is None else max(SMALL_BYTES, fit.start_ns / fit.byte_ns)
     small = frame.assign(each=each)[each < limit]
     # Groups beside each other exchange at the same time: of a rank's own, there are as many as of one of them.
-    n = _times(run, small)
+    n = float(small["calls"].sum() / run.world_size)
     if n <= FEW:
-        return Clear(f"{count(n, 'collective')} below {size(limit)} a step")
-    total = float((small["each"] * small["count"] * small["ranks"]).sum() / run.world_size)
+        return nothing(f"{count(n, 'collective')} below {size(limit)} a step")
+    total = float((small["each"] * small["calls"]).sum() / run.world_size)
     kept, around = _units(run)
     fewer = max(small["collective"].nunique(), _buckets(run, total), math.ceil(n * kept))
     mean = float(small["transfer_ns"].sum() / small["count"].sum())
@@ -88,24 +86,31 @@ def check(run: Measured) -> Finding | Clear:
         starts = (theirs - then / fewer).clip(lower=0.0, upper=max(now - then, 0.0))
     meets = _late_in_turn(run) * float(small["wait_ns"].sum() / max(frame["wait_ns"].sum(), 1.0))
     meets *= max(0.0, 1 - math.sqrt(fewer / n))
-    crowd = _crowded_out(run, max(0.0, n - fewer) / _times(run, frame))
-    exchanges = saving(run, starts)
-    gain = saving(run, starts + around * (1 - kept) + crowd) + meets
-    step = mean_step_ns(run)
-    if gain < NOTABLE_SHARE * step:
-        return Clear(f"{percent(gain / step)} of the step is exposed start-up of {count(n, 'small collective')}")
-    return Finding(
-        title="Many small collectives",
-        summary=f"{count(n, 'collective')} of {size(total / n)} a step, each of {duration(mean)}: {size(total)} in all;"
-        f" for {duration(float(theirs.mean()))} of a step of {duration(step)} nothing is computed beside them"
-        f"{f', for {duration(crowd)} they leave no core to compute with' if crowd else ''}"
-        f"{f', and FSDP2 works for {duration(around)} on its units' if around else ''}.",
-        verdict=f"{percent(gain / step)} {of_step(run)} starts small collectives.",
-        saving_ns=gain,
+    crowd = _crowded_out(run, max(0.0, n - fewer) * run.world_size / frame["calls"].sum())
+    exchanges, gone = saving(run, starts), starts + around * (1 - kept) + crowd
+    return Estimate(
+        saving_ns=saving(run, gone) + meets,
+        by_rank_ns={int(str(r)): ns + meets for r, ns in gone.items()},
         noise_ns=gain_noise(run, exchanges),
         within={"communication": exchanges + meets},
-        advice=_advice(run, n, fewer),
-        evidence=_evidence(small, float(theirs.mean()) * run.world_size),
+        loses="starts small collectives",
+        explain=lambda: _explain(run, small, fewer, fit, float(theirs.mean()), meets, crowd),
+    )
+
+
+def _explain(
+    run: Measured, small: pd.DataFrame, fewer: int, fit: Fit | None, exposed: float, meets: float, crowd: float
+) -> Explanation:
+    n, total = (float(of.sum() / run.world_size) for of in (small["calls"], small["each"] * small["calls"]))
+    mean, (_, around) = float(small["transfer_ns"].sum() / small["count"].sum()), _units(run)
+    return Explanation(
+        title="Many small collectives",
+        summary=f"{count(n, 'collective')} of {size(total / n)} a step, each of {duration(mean)}: {size(total)} in all;"
+        f" for {duration(exposed)} of a step of {duration(mean_step_ns(run))} nothing is computed beside them"
+        f"{f', for {duration(crowd)} they leave no core to compute with' if crowd else ''}"
+        f"{f', and FSDP2 works for {duration(around)} on its units' if around else ''}.",
+        changes=_changes(run, n, fewer),
+        evidence=_evidence(small, exposed * run.world_size),
         sure=f"Estimated as {count(fewer, 'start')} a step in place of {digits(round(n, 1))};"
         f" {_bytes_cost(fit, total)}{'; FSDP2 works as much less as it has fewer units' if around else ''}"
         f"{f'; ranks late in turn wait {duration(meets)} less, for they meet less' if meets else ''}"
@@ -121,18 +126,13 @@ def _bytes_cost(fit: Fit | None, total: float) -> str:
 
 
 def _buckets(run: Measured, total: float) -> int:
-    """Give how many exchanges so many bytes are, in DistributedDataParallel's buckets where it makes them."""
+    """Return how many exchanges so many bytes are, in DistributedDataParallel's buckets where it makes them."""
     first = FIRST_BUCKET_BYTES if settings.model(run).get("ddp") else BUCKET_BYTES
     return 1 + math.ceil(max(0.0, total - first) / BUCKET_BYTES)
 
 
-def _times(run: Measured, frame: pd.DataFrame) -> float:
-    """Give how many of some collectives a rank has in a step."""
-    return float((frame["count"] * frame["ranks"]).sum() / run.world_size)
-
-
 def _crowded_out(run: Measured, gone: float) -> float:
-    """Give for how long of a step every rank's training thread would find a core sooner, ns; 0 where nobody tells.
+    """Return for how long of a step every rank's training thread would find a core sooner, ns; 0 where nobody tells.
 
     `gone` is the part of the collectives that would not be.
     """
@@ -145,7 +145,7 @@ def _crowded_out(run: Measured, gone: float) -> float:
 
 
 def _units(run: Measured) -> tuple[float, float]:
-    """Give the share of FSDP2's units that would be left one level up, and what it works on all of them on a CPU, ns.
+    """Return the share of FSDP2's units that would be left one level up, and what it works on all of them on a CPU, ns.
 
     0 and 0 where it does not, or beside a GPU, which goes on meanwhile.
     """
@@ -157,13 +157,13 @@ def _units(run: Measured) -> tuple[float, float]:
 
 
 def _late_in_turn(run: Measured) -> float:
-    """Give what every rank waits for others in the mean step, ns: so long each is late itself. 0: it is not known."""
+    """Return what every rank waits for others in the mean step, ns: so long each is late itself. 0: it is not known."""
     own = run.frame(own_time)
     return float(own["wait_ns"].min()) if own["known"].all() else 0.0
 
 
 def _by_parameters(run: Measured, frame: pd.DataFrame) -> pd.Series[float]:
-    """Give the mean size of what a DistributedDataParallel or FSDP2 model reduces, and FSDP2 gathers; else NaN.
+    """Return the mean size of what a DistributedDataParallel or FSDP2 model reduces, and FSDP2 gathers; else NaN.
 
     Each bucket or unit is reduced once a step. (gloo's reduce-scatter is an all-reduce.)
     """
@@ -179,17 +179,20 @@ def _by_parameters(run: Measured, frame: pd.DataFrame) -> pd.Series[float]:
     return known.mask(reduces | gathers, float(held) / times)
 
 
-def _advice(run: Measured, n: float, fewer: int) -> tuple[str, ...]:
+def _changes(run: Measured, n: float, fewer: int) -> tuple[Change, ...]:
     ddp, fsdp = settings.model(run).get("ddp"), settings.model(run).get("fsdp")
     if ddp:
         cap = ddp.get("bucket_cap_mb")
         now = digits(cap) if isinstance(cap, (int, float)) else cap
-        return (f"`bucket_cap_mb=25` (is {now}): {count(fewer, 'exchange')} a step, not {n:.0f}",)
+        text = f"`bucket_cap_mb=25` (is {now}): {count(fewer, 'exchange')} a step, not {n:.0f}"
+        return (change(text, bucket_cap_mb=(cap, BUCKET_BYTES / 2**20)),)
     if fsdp:
-        return ("`fully_shard` whole blocks and not single layers: one all-gather a block",)
+        return (change("`fully_shard` whole blocks and not single layers: one all-gather a block"),)
     return (
-        "exchange gradients together: `DistributedDataParallel` does, in buckets of 25 MB during the backward pass",
-        "reduce metrics and flags in one tensor, and not in every step",
+        change(
+            "exchange gradients together: `DistributedDataParallel` does, in buckets of 25 MB during the backward pass"
+        ),
+        change("reduce metrics and flags in one tensor, and not in every step"),
     )
 
 
@@ -202,14 +205,14 @@ def _evidence(small: pd.DataFrame, exposed_ns: float) -> Panel:
         (
             str(row["collective"]),
             int(row["ranks"]),
-            digits(round(row["count"], 1)),
-            size(row["each"]),
-            duration(row["transfer_ns"] / row["count"]),
-            duration(row["exposed_ns"]),
+            row["count"],
+            row["each"],
+            row["transfer_ns"] / row["count"],
+            row["exposed_ns"],
         )
         for row in small.sort_values("exposed_ns", ascending=False).head(12).to_dict("records")
     )
-    columns = ("collective", "ranks", "a step", "mean size", "transfer of one", "exposed a step")
+    columns = ("collective", "ranks", "a step", "mean size_bytes", "transfer of one_ns", "exposed a step_ns")
     return Panel("table", "The small collectives of a step", rows, columns)
 
 

@@ -16,26 +16,24 @@ optimizers, `foreach` functions); cheaper launches (CUDA graphs: `torch.compile(
 
 from __future__ import annotations
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part_least, part_noise
 from dlprof.measures.gaps import SMALL_NS, gaps, small_kernels
 from dlprof.measures.host_work import check_launches, launches
 from dlprof.measures.replay import own_time, saving
-from dlprof.result import Finding, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
-from dlprof.units import digits, duration, percent, short
-
-# Half of where idle time is worth a look (rule host_bound), since here its cause is known.
-NOTABLE_SHARE = 0.05
+from dlprof.result import Change, Panel
+from dlprof.timeline.steps import step_means
+from dlprof.units import digits, duration, short
 
 _HOST = ("host", "optimizer_host")
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at the launch-bound gaps behind small kernels."""
+def check(run: Measured) -> Estimate:
+    """Estimate the launch-bound gaps behind small kernels."""
     if settings.on_cpu(run):
         raise NotMeasured("the job trains on the CPU, which launches no kernels")
     if (run.frame(step_means)["unit"] != "step").any():
@@ -46,43 +44,49 @@ def check(run: Measured) -> Finding | Clear:
         raise NotMeasured("the trace does not link launches to kernels")
     of_gaps = rows["small_ns"] / (rows["launching_ns"] + rows["latency_ns"]).clip(lower=1.0)
     gone = {int(str(r)): float(ns) for r, ns in (rows["graph_gain_ns"] * of_gaps).items()}
-    step = mean_step_ns(run)
-    gain = saving(run, gone)
-    kernels = run.frame(small_kernels)
-    if gain / step < NOTABLE_SHARE:
-        return Clear(f"for {percent(gain / step)} of the step the device waits for the launch behind a small kernel")
-    worst = max(gone, key=lambda r: gone[r])
-    mine = kernels[kernels["rank"] == worst]
-    small, number = float(mine["small"].iloc[0]), float(mine["kernels"].iloc[0])
-    compiled = settings.model(run).get("compiled")
-    advice = (
-        [] if compiled else ['`torch.compile(model, mode="reduce-overhead")`: fewer kernels, launched as one graph']
-    )
-    batch = settings.training_loader(run, worst).get("batch_size")
-    advice.append(
-        "a larger batch" + (f" (is {batch})" if batch else "") + ": each kernel does more, at the same launch"
-    )
-    return Finding(
-        title="Kernels are too small to hide their launches",
-        summary=f"{digits(small)} of {digits(number)} kernels a step of rank {worst} take less than"
-        f" {duration(SMALL_NS)}; behind them the device waits {duration(float(rows['small_ns'][worst]))} for launches.",
-        verdict=f"{percent(gain / step)} {of_step(run)} the device waits for the launch of the next small kernel.",
+    return Estimate(
+        saving_ns=saving(run, gone),
+        by_rank_ns=gone,
         noise_ns=part_noise(run, *_HOST),
-        least_ns=min(gain, part_least(run, *_HOST)),
-        saving_ns=gain,
-        advice=tuple(advice),
+        least_ns=part_least(run, *_HOST),
+        loses="the device waits for the launch behind a small kernel",
+        explain=lambda: _explain(run, worst(gone), float(rows["small_ns"][worst(gone)])),
+    )
+
+
+def _explain(run: Measured, rank: int, waits_ns: float) -> Explanation:
+    kernels = run.frame(small_kernels)
+    mine = kernels[kernels["rank"] == rank]
+    small, number = float(mine["small"].iloc[0]), float(mine["kernels"].iloc[0])
+    return Explanation(
+        title="Kernels are too small to hide their launches",
+        summary=f"{digits(small)} of {digits(number)} kernels a step of rank {rank} take less than"
+        f" {duration(SMALL_NS)}; behind them the device waits {duration(waits_ns)} for launches.",
+        changes=_changes(run, rank),
         evidence=Panel(
             "table",
-            f"Small kernels of a step on rank {worst}, the most frequent",
+            f"Small kernels of a step on rank {rank}, the most frequent",
             tuple(
-                (short(name, 120), digits(float(count)), duration(float(mean)))
+                (short(name, 120), float(count), float(mean))
                 for name, count, mean in zip(mine["name"], mine["count"], mine["mean_ns"], strict=True)
             ),
-            ("kernel", "times a step", "takes"),
+            ("kernel", "times a step", "takes_ns"),
         ),
-        ranks=tuple(sorted(r for r, ns in gone.items() if ns >= gone[worst] / 2)),
         sure="Estimated by replaying the traced steps with the launches of a captured graph.",
     )
+
+
+def _changes(run: Measured, rank: int) -> tuple[Change, ...]:
+    batch = settings.training_loader(run, rank).get("batch_size")
+    now = f" (is {batch})" if batch else ""
+    larger = change(f"a larger batch{now}: each kernel does more, at the same launch", numerics=True)
+    if settings.model(run).get("compiled"):
+        return (larger,)
+    captured = change(
+        '`torch.compile(model, mode="reduce-overhead")`: fewer kernels, launched as one graph',
+        mode=(None, "reduce-overhead"),
+    )
+    return captured, larger
 
 
 RULE = Rule(
@@ -91,4 +95,5 @@ RULE = Rule(
     (breakdown, gaps, launches, own_time, small_kernels, step_means),
     check,
     saves_from=("input_wait", "host", "optimizer_host", "launch_latency", "other"),
+    notable=0.05,  # half of where idle time is worth a look (rule host_bound): here its cause is known
 )

@@ -20,64 +20,58 @@ is split; a small vocabulary's head takes little, a large one's as much as sever
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Any
+import pandas as pd
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured
+from dlprof.estimate import Estimate, Explanation, change, nothing
 from dlprof.measures.pipeline import bubbles, pipeline_chunks, stage_lengths
 from dlprof.panels.pipeline import gantt
-from dlprof.result import Finding
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
+from dlprof.timeline.steps import step_means
 from dlprof.units import digits, duration, percent
 
-# As of a straggler, which a long stage is by design: notable from 5 % of a step on; other tools grade 5, 10 and 20 %.
-NOTABLE_SHARE = 0.05
 
-
-def check(run: Measured) -> Finding | Clear:
-    """Look at the pipeline whose step even stages would shorten most."""
+def check(run: Measured) -> Estimate:
+    """Estimate what even stages would save of the pipeline that gains most from them."""
     stages = run.frame(stage_lengths)
     if (stages.groupby("ranks")["stage"].count() < 2).all():
-        return Clear("the pipeline has one stage")
+        return nothing("the pipeline has one stage")
     gains = stages.groupby("ranks")[["saved_ns", "calls_a_step"]].first().prod(axis=1)
-    pipeline, gain, step = str(gains.idxmax()), float(gains.max()), mean_step_ns(run)
-    mine = stages[stages["ranks"] == pipeline]
-    longest = mine.sort_values("stage_ns").to_dict("records")[-1]
-    name, rank, mean = f"stage {longest['stage']}", int(longest["rank"]), float(mine["stage_ns"].mean())
-    if gain / step < NOTABLE_SHARE:
-        times = digits(longest["stage_ns"] / mean if mean else 0.0)
-        saved = percent(max(gain, 0.0) / step)
-        return Clear(f"the longest is {name}, {times} × the mean; even ones would save {saved} {of_step(run)}")
+    mine = stages[stages["ranks"] == gains.idxmax()].sort_values("stage_ns", kind="stable")
+    longest = mine.to_dict("records")[-1]
     noise = run.frame(bubbles).set_index("rank")["noise_ns"]
-    return Finding(
-        title=f"Pipeline {name} is longer than the others",
-        summary=f"{name.capitalize()} on rank {rank} takes {duration(longest['stage_ns'])} a micro-batch, the mean"
-        f" stage {duration(mean)}: the pipeline's step is {digits(longest['slowdown'])} × what even stages would make"
-        " it.",
-        verdict=f"{percent(gain / step)} {of_step(run)} the pipeline waits for {name}.",
+    # Stages that differ by chance can be faster than even ones.
+    gain = max(float(gains.max()), 0.0)
+    return Estimate(
         saving_ns=gain,
+        by_rank_ns={int(longest["rank"]): gain},
         noise_ns=float(noise.reindex(mine["rank"]).max()) * longest["calls_a_step"],
-        advice=_advice(mine.to_dict("records"), longest, mean),
-        evidence=gantt(run, pipeline),
-        ranks=(rank,),
+        loses=f"the pipeline waits for stage {longest['stage']}",
+        explain=lambda: _explain(run, mine),
+    )
+
+
+def _explain(run: Measured, stages: pd.DataFrame) -> Explanation:
+    shortest, *_, longest = stages.to_dict("records")
+    name, ns, mean = longest["stage"], float(longest["stage_ns"]), float(stages["stage_ns"].mean())
+    changes = [
+        change(
+            f"move {percent(1 - mean / ns)} of stage {name}'s work to the others: stage {shortest['stage']} has most"
+            f" room, {duration(mean - float(shortest['stage_ns']))} a micro-batch"
+        )
+    ]
+    if name == len(stages) - 1:
+        changes.append(change("the last stage has the head and the loss beside its layers: count them as layers"))
+    elif name == 0:
+        changes.append(change("the first stage has the embedding beside its layers: count it as layers"))
+    return Explanation(
+        title=f"Pipeline stage {name} is longer than the others",
+        summary=f"Stage {name} on rank {longest['rank']} takes {duration(ns)} a micro-batch, the mean stage"
+        f" {duration(mean)}: the pipeline's step is {digits(longest['slowdown'])} × what even stages would make it.",
+        changes=tuple(changes),
+        evidence=gantt(run, str(longest["ranks"])),
         sure="Replayed with the chunk times of this run, every stage at the mean of all of them.",
     )
-
-
-def _advice(stages: list[dict[Hashable, Any]], longest: Mapping[Hashable, Any], mean: float) -> tuple[str, ...]:
-    name, ns = longest["stage"], float(longest["stage_ns"])
-    shortest = min(stages, key=lambda s: float(s["stage_ns"]))
-    room = duration(mean - float(shortest["stage_ns"]))
-    advice = (
-        f"move {percent(1 - mean / ns)} of stage {name}'s work to the others: stage {shortest['stage']} has most room,"
-        f" {room} a micro-batch",
-    )
-    if name == len(stages) - 1:
-        return (*advice, "the last stage has the head and the loss beside its layers: count them as layers")
-    if name == 0:
-        return (*advice, "the first stage has the embedding beside its layers: count it as layers")
-    return advice
 
 
 RULE = Rule(
@@ -86,4 +80,6 @@ RULE = Rule(
     (bubbles, pipeline_chunks, stage_lengths, step_means),
     check,
     saves_from=("computation", "pipeline_bubble", "communication", "host", "other"),
+    # As of a straggler, which a long stage is by design: notable from 5 % of a step on; other tools grade 5, 10, 20 %.
+    notable=0.05,
 )

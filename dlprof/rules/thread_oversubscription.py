@@ -20,21 +20,22 @@ is idle: `OMP_NUM_THREADS` in the job's environment, or `torch.set_num_threads`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import pandas as pd
 
-from dlprof.diagnosis import LEAST_SHARE, Clear, Rule
+from dlprof.diagnosis import LEAST_SHARE, Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.replay import own_time, saving
 from dlprof.measures.samples import WAITED, outside, sample_means
-from dlprof.result import Finding, Panel
+from dlprof.result import Change, Panel
 from dlprof.timeline.steps import mean_step_ns, step_means
-from dlprof.units import count, digits, duration, percent
-
-# Where tools for input and stragglers begin to speak: 5 % of a step (XProf, NVIDIA's resiliency extension).
-NOTABLE_SHARE = 0.05
+from dlprof.units import count, duration, percent
 
 _MOST_RANKS = 16
 
@@ -45,8 +46,8 @@ _METRICS = {
 }
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at how long each rank's main thread had no core, and at how many threads it has."""
+def check(run: Measured) -> Estimate:
+    """Estimate the waiting for a core of the ranks that have more threads than cores."""
     sampled = run.frame(sample_means)
     waits = sampled[sampled["metric"] == WAITED].set_index("rank")
     if not len(waits):
@@ -59,32 +60,46 @@ def check(run: Measured) -> Finding | Clear:
     waited = {r: float(waits["mean"][r]) * step for r in waits.index.intersection(list(cores))}
     if not waited:
         raise NotMeasured("no rank with samples tells its threads")
-    worst = max(waited, key=lambda r: (threads[r] > cores[r], waited[r]))
-    if threads[worst] <= cores[worst]:
-        return Clear(
-            f"{count(threads[worst], 'thread')} and {count(cores[worst], 'core')} a rank;"
-            f" {percent(waited[worst] / step)} of the time its main thread waits for one"
+    rank = max(waited, key=lambda r: (threads[r] > cores[r], waited[r]))
+    if threads[rank] <= cores[rank]:
+        return nothing(
+            f"{count(threads[rank], 'thread')} and {count(cores[rank], 'core')} a rank;"
+            f" {percent(waited[rank] / step)} of the time its main thread waits for one"
         )
     if not settings.on_cpu(run):
         idle = part(run, "host", "optimizer_host")
         waited = {r: min(ns, idle.get(r, 0.0)) for r, ns in waited.items()}
-    others = outside(sampled)
-    gain = (1 - others) * saving(run, {r: ns for r, ns in waited.items() if threads[r] > cores[r]})
-    if gain / step < NOTABLE_SHARE:
-        return Clear(f"{percent(gain / step)} of the step waits for a core")
-    return Finding(
-        title="More threads than cores",
-        summary=f"Rank {worst} computes with {threads[worst]:,} threads and has {count(cores[worst], 'core')} to"
-        f" itself: for {percent(waited[worst] / step)} of the time its main thread is ready and has none.",
-        verdict=f"{percent(gain / step)} of each step waits for a free core.",
+    crowded = {r: ns for r, ns in waited.items() if threads[r] > cores[r]}
+    own = 1 - outside(sampled)
+    gain = own * saving(run, crowded)
+    return Estimate(
         saving_ns=gain,
-        noise_ns=(1 - others) * float(waits["noise"][worst]) * step,
-        advice=_advice(run, worst, threads[worst], cores[worst]),
-        evidence=_evidence(sampled, threads, cores, waited, step),
-        ranks=tuple(sorted(r for r in waited if threads[r] > cores[r])),
-        sure="Counted by the kernel; estimated as the main thread's waiting gone"
-        + (f", but for the {percent(others)} of the used cores that programs outside the job have." if others else ".")
-        + _least(sampled, worst, cores[worst], step, gain),
+        by_rank_ns=crowded,
+        noise_ns=own * float(waits["noise"][rank]) * step,
+        loses="waits for a free core",
+        explain=lambda: _explain(run, rank, threads, cores, waited, gain),
+    )
+
+
+def _explain(
+    run: Measured,
+    rank: int,
+    threads: Mapping[int, int],
+    cores: Mapping[int, int],
+    waited: Mapping[int, float],
+    gain: float,
+) -> Explanation:
+    sampled, step = run.frame(sample_means), mean_step_ns(run)
+    others = outside(sampled)
+    besides = f", but for the {percent(others)} of the used cores that programs outside the job have" if others else ""
+    return Explanation(
+        title="More threads than cores",
+        summary=f"Rank {rank} computes with {threads[rank]:,} threads and has {count(cores[rank], 'core')} to itself:"
+        f" for {percent(waited[rank] / step)} of the time its main thread is ready and has none.",
+        changes=_changes(run, rank, threads[rank], cores[rank]),
+        evidence=_evidence(sampled, threads, cores, waited),
+        sure=f"Counted by the kernel; estimated as the main thread's waiting gone{besides}."
+        + _least(sampled, rank, cores[rank], step, gain),
     )
 
 
@@ -99,7 +114,7 @@ def _least(sampled: pd.DataFrame, rank: int, cores: int, step: float, most: floa
 
 
 def _cores(run: Measured, rank: int) -> int | None:
-    """Give how many cores a rank has to itself: those it is bound to, or its share of the host's."""
+    """Return how many cores a rank has to itself: those it is bound to, or its share of the host's."""
     cpu = run.facts[rank].get("cpu") or {}
     bound, all_cores = cpu.get("affinity"), cpu.get("count")
     here = sum(run.facts[r].get("host") == run.facts[rank].get("host") for r in run.ranks)
@@ -108,31 +123,29 @@ def _cores(run: Measured, rank: int) -> int | None:
     return settings.cores_per_rank(run, rank)
 
 
-def _advice(run: Measured, rank: int, threads: int, cores: int) -> tuple[str, ...]:
+def _changes(run: Measured, rank: int, threads: int, cores: int) -> tuple[Change, ...]:
     workers = settings.training_loader(run, rank).get("num_workers") or 0
     left = max(1, cores - workers)
-    advice = [f"`OMP_NUM_THREADS={left}`, or `torch.set_num_threads({left})` (is {threads})"]
-    if workers >= cores:
-        advice.append(f"fewer loader workers: {workers} of them and the rank share {count(cores, 'core')}")
-    return tuple(advice)
+    fewer = change(
+        f"`OMP_NUM_THREADS={left}`, or `torch.set_num_threads({left})` (is {threads})", OMP_NUM_THREADS=(threads, left)
+    )
+    if workers < cores:
+        return (fewer,)
+    return fewer, change(f"fewer loader workers: {workers} of them and the rank share {count(cores, 'core')}")
 
 
 def _evidence(
-    sampled: pd.DataFrame, threads: dict[int, int], cores: dict[int, int], waited: dict[int, float], step: float
+    sampled: pd.DataFrame, threads: Mapping[int, int], cores: Mapping[int, int], waited: Mapping[int, float]
 ) -> Panel:
     own = sampled[sampled["source"] == "processes"]
-    told = own.pivot_table(index="rank", columns="metric", values="mean").reindex(list(waited))
-    rows = tuple(
-        (
-            f"rank {r}",
-            threads[r],
-            cores[r],
-            percent(waited[r] / step),
-            *("" if m not in told or pd.isna(told[m][r]) else digits(float(told[m][r])) for m in _METRICS),
-        )
-        for r in list(waited)[:_MOST_RANKS]
+    told = own.pivot_table(index="rank", columns="metric", values="mean").reindex(
+        index=list(waited), columns=list(_METRICS)
     )
-    columns = ("", "threads", "cores to itself", "ready, without a core", *_METRICS.values())
+    rows = tuple(
+        (f"rank {r}", threads[r], cores[r], ns, *(None if math.isnan(n) else n for n in read))
+        for (r, ns), read in zip(waited.items(), told.to_numpy(dtype=float).tolist(), strict=True)
+    )[:_MOST_RANKS]
+    columns = ("", "threads", "cores to itself", "waits for a core a step_ns", *_METRICS.values())
     return Panel("table", "Threads and cores", rows, columns)
 
 
@@ -143,4 +156,5 @@ RULE = Rule(
     check,
     saves_from=("computation", "communication", "input_wait", "optimizer_host", "host", "other"),
     feeds=True,
+    notable=0.05,  # where tools for input and stragglers begin to speak (XProf, NVIDIA's resiliency extension)
 )

@@ -24,20 +24,18 @@ import math
 from contextlib import suppress
 from typing import Any
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing
 from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.clocks import clocks, held_down
 from dlprof.measures.operators import tensor_cores
 from dlprof.measures.replay import own_time, saving
-from dlprof.result import Finding, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
+from dlprof.result import Change, Panel
+from dlprof.timeline.steps import step_means
 from dlprof.units import digits, duration, percent
-
-# Where tools for stragglers begin to speak: 5 % of a step.
-NOTABLE_SHARE = 0.05
 
 _MOST_ROWS = 16
 
@@ -51,38 +49,42 @@ _WHY = {
 }
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at each GPU's clock, at what holds it down, and at what computing would take without."""
+def check(run: Measured) -> Estimate:
+    """Estimate what computing would take if nothing held down a GPU's clock."""
     if settings.on_cpu(run):
         raise NotMeasured("the job trains on the CPU")
     lost = held_down(run)
     rows = [row for row, _, _ in lost]
     row, why, share = max(lost, key=lambda told: told[2])
-    fastest = max(r["clock_mhz"] for r in rows)
     if not why:
         if all(math.isnan(r["heat"]) and math.isnan(r["limit_w"]) for r in rows):
             raise NotMeasured("what holds the clocks down was not read")
-        return Clear(f"nothing but its normal power limit holds a GPU's clock down; {digits(fastest)} MHz at most")
+        fastest = digits(max(r["clock_mhz"] for r in rows))
+        return nothing(f"nothing but its normal power limit holds a GPU's clock down; {fastest} MHz at most")
     computed = _multiplied(run)
     # A log of nvidia-smi names no rank: then the slowest GPU is taken for all of them.
     own = {r["rank"]: s for r, _, s in lost if r["source"] == "gpu"}
     removed = {rank: ns * own.get(rank, share if not own else 0.0) for rank, ns in computed.items()}
-    gain = saving(run, removed)
-    step = mean_step_ns(run)
-    if gain / step < NOTABLE_SHARE:
-        return Clear(f"a GPU's clock is held down since {_WHY[why]}, for {percent(gain / step)} of the step")
-    which = f"the GPU of rank {row['rank']}" if row["source"] == "gpu" else f"GPU {row['source'].split()[-1]}"
-    return Finding(
-        title=f"A GPU's clock is held down: {_WHY[why]}",
-        summary=f"{which[0].upper()}{which[1:]} ran at {digits(row['clock_mhz'])} MHz in the mean"
-        + (f", of {digits(row['max_mhz'])} at most" if row["max_mhz"] > 0 else "")
-        + f"; {percent(share)} of it is missing, and {duration(max(computed.values()))} of a step feel it.",
-        verdict=f"{percent(gain / step)} {of_step(run)} is lost to a GPU's lowered clock.",
-        saving_ns=gain,
+    return Estimate(
+        saving_ns=saving(run, removed),
+        by_rank_ns=removed if own else {},
         noise_ns=part_noise(run, "computation") * share,
-        advice=(_cure(row, why),),
+        loses="is lost to a GPU's lowered clock",
+        explain=lambda: _explain(row, why, share, max(computed.values()), rows),
+    )
+
+
+def _explain(
+    row: dict[Any, Any], why: str, share: float, computed_ns: float, rows: list[dict[Any, Any]]
+) -> Explanation:
+    which = f"The GPU of rank {row['rank']}" if row["source"] == "gpu" else f"GPU {row['source'].split()[-1]}"
+    highest = f", of {digits(row['max_mhz'])} at most" if row["max_mhz"] > 0 else ""
+    return Explanation(
+        title=f"A GPU's clock is held down: {_WHY[why]}",
+        summary=f"{which} ran at {digits(row['clock_mhz'])} MHz in the mean{highest}; {percent(share)} of it is"
+        f" missing, and {duration(computed_ns)} of a step feel it.",
+        changes=(_cure(row, why),),
         evidence=_evidence(rows),
-        ranks=tuple(sorted(r["rank"] for r, w, _ in lost if w and r["source"] == "gpu")),
         sure="Predicted with products as fast as the clock, and all else as it is; where a trace does not tell the"
         " products, with all computation as fast as the clock.",
     )
@@ -99,36 +101,38 @@ def _multiplied(run: Measured) -> dict[int, float]:
     return computed
 
 
-def _cure(row: dict[Any, Any], why: str) -> str:
+def _cure(row: dict[Any, Any], why: str) -> Change:
+    could = f"{digits(row['max_mhz'])} MHz are possible"
     if why == "set":
-        return f"`nvidia-smi -rgc` and `nvidia-smi -rac`: the clock was set; {digits(row['max_mhz'])} MHz are possible"
+        return change(f"`nvidia-smi -rgc` and `nvidia-smi -rac`: the clock was set; {could}")
     if why == "locked":
-        could = f"{digits(row['max_mhz'])} MHz are possible"
-        return f"`nvidia-smi -rgc`: no reason is told, as where a clock was locked; {could}"
+        return change(f"`nvidia-smi -rgc`: no reason is told, as where a clock was locked; {could}")
     if why == "limit":
-        return f"`nvidia-smi -pl {row['default_w']:.0f}` (is {row['limit_w']:.0f} W)"
-    return "look at the node's cooling and power (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE`), or leave the node out"
+        return change(f"`nvidia-smi -pl {row['default_w']:.0f}` (is {row['limit_w']:.0f} W)")
+    return change(
+        "look at the node's cooling and power (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE`), or leave the node out"
+    )
 
 
 def _evidence(rows: list[dict[Any, Any]]) -> Panel:
-    def share(value: float) -> str:
-        return percent(value) if math.isfinite(value) else "–"
-
-    def number(value: float) -> str:
-        return digits(value) if math.isfinite(value) else "–"
-
-    held = ("heat", "power_brake", "hardware", "power_cap", "set")
-    told = sorted(rows, key=lambda r: r["clock_mhz"])[:_MOST_ROWS]
+    read = ("clock_mhz", "max_mhz", "heat", "power_brake", "hardware", "power_cap", "set")
     cells = tuple(
         (
             f"rank {r['rank']}" if r["source"] == "gpu" else r["source"],
-            number(r["clock_mhz"]),
-            number(r["max_mhz"]),
-            *(share(r[reason]) for reason in held),
+            *(float(r[what]) if math.isfinite(r[what]) else None for what in read),
         )
-        for r in told
+        for r in sorted(rows, key=lambda r: r["clock_mhz"])[:_MOST_ROWS]
     )
-    columns = ("GPU of", "MHz", "at most", "heat", "power brake", "hardware slowdown", "power limit", "clock set")
+    columns = (
+        "GPU of",
+        "MHz",
+        "at most",
+        "heat_share",
+        "power brake_share",
+        "hardware slowdown_share",
+        "power limit_share",
+        "clock set_share",
+    )
     return Panel("table", "Clocks, and how often what held them down", cells, columns)
 
 
@@ -138,4 +142,5 @@ RULE = Rule(
     (breakdown, clocks, own_time, step_means, tensor_cores),
     check,
     saves_from=("computation",),
+    notable=0.05,  # where tools for stragglers begin to speak
 )

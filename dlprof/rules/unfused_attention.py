@@ -23,19 +23,19 @@ scores' memory is free then, too.
 
 from __future__ import annotations
 
-from dlprof.diagnosis import Clear, Rule
-from dlprof.engine import Measured
+import pandas as pd
+
+from dlprof.diagnosis import LEAST_SHARE, Rule
+from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
 from dlprof.measures.attention import attention
 from dlprof.measures.breakdown import breakdown, part_noise
 from dlprof.measures.replay import own_time, saving
-from dlprof.result import Finding, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
+from dlprof.result import Change, Panel
+from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import digits, duration, percent
-
-# A line of code that changes no result but for rounding: worth it from where any finding is (diagnosis.LEAST_SHARE).
-NOTABLE_SHARE = 0.02
 
 MOST_ROWS = 12
 
@@ -48,78 +48,89 @@ _EXPRESSIBLE = {
     *("arange", "bitwise_and", "logical_and", "_scaled_dot_product_attention_math", "_to_copy", "clone", "cat", "neg"),
 }
 
+_ASK_WHY = change(
+    "`scaled_dot_product_attention` found no fused kernel: `with torch.nn.attention.sdpa_kernel("
+    "SDPBackend.FLASH_ATTENTION):` around it says why (a type, a mask's shape or gradient, a head's width)"
+)
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at the attention whose scores lie in memory, and at what fused kernels would take."""
+_IN_LIBRARIES = change(
+    'in `transformers` `attn_implementation="sdpa"`; of `nn.MultiheadAttention` `need_weights=False`',
+    attn_implementation=(None, "sdpa"),
+    need_weights=(None, False),
+)
+
+
+def check(run: Measured) -> Estimate:
+    """Estimate what fused kernels would save of the attention whose scores lie in memory."""
     if settings.on_cpu(run):
         raise NotMeasured("the job trains on the CPU, where what fused attention takes was not measured")
     frame = run.frame(attention)
     if not len(frame):
-        return Clear("no attention of long sequences keeps its scores in memory")
-    step = mean_step_ns(run)
-    took = {int(str(r)): float(ns) for r, ns in frame.groupby("rank")["ns"].sum().items()}
-    worst = max(took, key=lambda r: took[r])
-    share = f"attention that keeps its scores in memory takes {percent(took[worst] / step)} of the step"
-    if took[worst] / step < NOTABLE_SHARE:
-        return Clear(share)
-    if (frame["shape"] == "").any():
-        raise NotMeasured(f"{share}; its shapes were neither traced (record_shapes=True) nor counted")
-    if frame["fused_ns"].isna().any():
-        raise NotMeasured(f"{share}; how fast it is fused on this device, in {frame['dtype'].iloc[0]}, is not known")
-    frame = frame.assign(saved_ns=(frame["ns"] - frame["fused_ns"]).clip(lower=0.0))
-    saved = {
-        int(str(r)): min(float(mine["saved_ns"].sum()), float(mine["most_ns"].iloc[0]))
-        for r, mine in frame.groupby("rank")
-    }
-    gain = saving(run, saved)
-    if gain / step < NOTABLE_SHARE:
-        return Clear(f"{share}; fused it would be {percent(gain / step)} shorter at least")
-    mine = frame[frame["rank"] == worst].sort_values("ns", ascending=False, kind="stable")
-    first = mine.iloc[0]
-    return Finding(
-        title="Attention keeps its scores in memory",
-        summary=f"Rank {worst} computes attention by products and a softmax {digits(float(mine['calls'].sum()))} times"
-        f" a step, for {duration(took[worst])} of {duration(step)}; most of it has the shapes {first['shape']}.",
-        verdict=f"{percent(gain / step)} {of_step(run)} would be saved by fused attention.",
+        return nothing("no attention of long sequences keeps its scores in memory")
+    took = by_rank(frame, "ns")
+    unknown = _unknown(frame)
+    if unknown:
+        share = took[worst(took)] / mean_step_ns(run)
+        told = f"attention that keeps its scores in memory takes {percent(share)} of the step"
+        if share >= LEAST_SHARE:
+            raise NotMeasured(f"{told}; {unknown}")
+        return Estimate(saving_ns=saving(run, took), by_rank_ns=took, summary=told)
+    saved = by_rank(frame.assign(saved_ns=(frame["ns"] - frame["fused_ns"]).clip(lower=0.0)), "saved_ns")
+    most = frame.groupby("rank")["most_ns"].first()
+    saved = {rank: min(ns, float(most[rank])) for rank, ns in saved.items()}
+    return Estimate(
+        saving_ns=saving(run, saved),
+        by_rank_ns=saved,
         noise_ns=part_noise(run, "computation"),
-        saving_ns=gain,
-        advice=_advice(" ".join(mine["between"]).split(), bool(mine["math"].any())),
-        evidence=Panel(
-            "table",
-            f"Attention with its scores in memory, a step of rank {worst}",
-            tuple(
-                (r["passes"], r["shape"], r["dtype"], digits(r["calls"]), duration(r["ns"]), duration(r["fused_ns"]))
-                for r in mine.head(MOST_ROWS).to_dict("records")
-            ),
-            ("pass", "queries, values (batch × heads, length, width)", "type", "times", "takes", "fused, at most"),
-        ),
-        ranks=tuple(sorted(r for r, ns in saved.items() if ns >= saved[worst] / 2)),
-        sure=f"Estimated: fused kernels at {percent(float(mine['share'].iloc[0]))} of the device's peak, which"
-        " well-made ones exceed, and the masked half of causal attention computed.",
+        loses="would be saved by fused attention",
+        explain=lambda: _explain(run, frame[frame["rank"] == worst(took)], took[worst(took)]),
     )
 
 
-def _advice(between: list[str], is_math: bool) -> tuple[str, ...]:
+def _unknown(frame: pd.DataFrame) -> str:
+    """Say why nobody knows what fused kernels would take; "": it is known."""
+    if (frame["shape"] == "").any():
+        return "its shapes were neither traced (record_shapes=True) nor counted"
+    if frame["fused_ns"].isna().any():
+        return f"how fast it is fused on this device, in {frame['dtype'].iloc[0]}, is not known"
+    return ""
+
+
+def _explain(run: Measured, mine: pd.DataFrame, took: float) -> Explanation:
+    mine = mine.sort_values("ns", ascending=False, kind="stable")
+    first, rank = mine.iloc[0], int(mine["rank"].iloc[0])
+    told = ("passes", "shape", "dtype", "calls", "ns", "fused_ns")
+    columns = ("pass", "queries, values (batch × heads, length, width)", "type", "times", "takes_ns")
+    return Explanation(
+        title="Attention keeps its scores in memory",
+        summary=f"Rank {rank} computes attention by products and a softmax {digits(float(mine['calls'].sum()))} times"
+        f" a step, for {duration(took)} of {duration(mean_step_ns(run))}; most of it has the shapes {first['shape']}.",
+        changes=_changes(" ".join(mine["between"]).split(), bool(mine["math"].any())),
+        evidence=Panel(
+            "table",
+            f"Attention with its scores in memory, a step of rank {rank}",
+            tuple(tuple(row[c] for c in told) for row in mine.head(MOST_ROWS).to_dict("records")),
+            (*columns, "fused, at most_ns"),
+        ),
+        sure=f"Estimated: fused kernels at {percent(float(first['share']))} of the device's peak, which well-made ones"
+        " exceed, and the masked half of causal attention computed.",
+    )
+
+
+def _changes(between: list[str], is_math: bool) -> tuple[Change, ...]:
     """Say what to call, and what stands in the way as far as the operators between the products tell."""
     names = {name.removeprefix("aten::") for name in between}
     own = sorted(names - _EXPRESSIBLE)
     if is_math:
-        return (
-            "`scaled_dot_product_attention` found no fused kernel: `with torch.nn.attention.sdpa_kernel("
-            "SDPBackend.FLASH_ATTENTION):` around it says why (a type, a mask's shape or gradient, a head's width)",
-        )
+        return (_ASK_WHY,)
     if own:
-        return (
-            f"`torch.nn.attention.flex_attention`, compiled: between the products stands {', '.join(own[:4])}, which"
-            " `scaled_dot_product_attention` does not do",
-        )
+        stands = f"between the products stands {', '.join(own[:4])}, which `scaled_dot_product_attention` does not do"
+        return (change(f"`torch.nn.attention.flex_attention`, compiled: {stands}"),)
     masked = names & {"masked_fill", "masked_fill_", "where", "baddbmm", "add", "add_"}
     dropped = names & {"native_dropout", "bernoulli_"}
     more = (", is_causal=True or attn_mask=…" if masked else "") + (", dropout_p=…" if dropped else "")
-    return (
-        f"`torch.nn.functional.scaled_dot_product_attention(q, k, v{more})` in place of the products and the softmax",
-        'in `transformers` `attn_implementation="sdpa"`; of `nn.MultiheadAttention` `need_weights=False`',
-    )
+    call = f"`torch.nn.functional.scaled_dot_product_attention(q, k, v{more})`"
+    return change(f"{call} in place of the products and the softmax"), _IN_LIBRARIES
 
 
 RULE = Rule(

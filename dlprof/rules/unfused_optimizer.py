@@ -19,58 +19,57 @@ from __future__ import annotations
 
 import math
 
-from dlprof.diagnosis import Clear, Rule
+import pandas as pd
+
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
 from dlprof.measures.optimizer import FUSED_LEFT, optimizer_work
 from dlprof.measures.replay import own_time, saving
-from dlprof.result import Finding, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
+from dlprof.result import Panel
+from dlprof.timeline.steps import step_means
 from dlprof.units import duration, percent
 
-# One keyword, so worth saying from where any finding is (diagnosis.LEAST_SHARE).
-NOTABLE_SHARE = 0.02
 
-
-def check(run: Measured) -> Finding | Clear:
-    """Look at the optimizer with most parameters, and at what a fused one would take."""
+def check(run: Measured) -> Estimate:
+    """Estimate what a fused one would save of the optimizer with most parameters."""
     told = settings.optimizer(run)
     if not told:
         raise NotMeasured("the optimizer's settings were not recorded")
     name = str(told.get("class"))
     if told.get("fused"):
-        return Clear(f"{name} is fused")
+        return nothing(f"{name} is fused")
     if name not in FUSED_LEFT:
         raise NotMeasured(f"no fused {name} is known")
     frame = run.frame(optimizer_work)
-    on_cpu = settings.on_cpu(run)
-    left = FUSED_LEFT[name][0 if on_cpu else 1]
+    left = FUSED_LEFT[name][0 if settings.on_cpu(run) else 1]
     took, idle = by_rank(frame, "ns"), by_rank(frame, "idle_ns")
     less = {r: (ns - idle[r]) * (1 - left) + idle[r] for r, ns in took.items()}
     gone = less | by_rank(frame.dropna(subset=["fused_gain_ns"]), "fused_gain_ns")
-    step = mean_step_ns(run)
-    gain = saving(run, gone)
-    if gain / step < NOTABLE_SHARE:
-        return Clear(f"a fused {name} would shorten the step by {percent(gain / step)}")
-    worst = max(gone, key=lambda r: gone[r])
-    mine = frame[frame["rank"] == worst].iloc[0]
-    parameters = told.get("parameters")
-    calls = float(mine["calls"])
+    return Estimate(
+        saving_ns=saving(run, gone),
+        by_rank_ns=gone,
+        noise_ns=float(frame["noise_ns"].max()),
+        loses=f"would be saved by a fused {name}",
+        explain=lambda: _explain(run, told, frame[frame["rank"] == worst(gone)].iloc[0], gone[worst(gone)], left),
+    )
+
+
+def _explain(run: Measured, told: settings.Settings, mine: pd.Series[float], gone: float, left: float) -> Explanation:
+    on_cpu, name = settings.on_cpu(run), told["class"]
+    fused, foreach, parameters = (told.get(key) for key in ("fused", "foreach", "parameters"))
+    took, calls = float(mine["ns"]), float(mine["calls"])
     many = "" if math.isnan(calls) else f", in {calls:,.0f} {'operators' if on_cpu else 'kernels'}"
     of = f" for {parameters:,} parameter tensors" if parameters else ""
-    now = "one after the other" if told.get("foreach") is False or (on_cpu and not told.get("foreach")) else "in passes"
-    after = max(float(mine["ns"]) - gone[worst], 0.0)
-    parts = [("now", float(mine["ns"])), ("fused, as predicted", after)]
-    return Finding(
+    now = "one after the other" if foreach is False or (on_cpu and not foreach) else "in passes"
+    parts = (("now", took), ("fused, as predicted", max(took - gone, 0.0)))
+    return Explanation(
         title="The optimizer is not fused",
-        summary=f"{name} takes {duration(mine['ns'])} of each step{of}{many}; it goes through them {now}.",
-        verdict=f"{percent(gain / step)} {of_step(run)} is spent on an optimizer that is not fused.",
-        noise_ns=float(frame["noise_ns"].max()),
-        saving_ns=gain,
-        advice=(f"`{name}(..., fused=True)` (is {told.get('fused')}; foreach is {told.get('foreach')})",),
-        evidence=Panel("bars", f"The optimizer's part of a step on rank {worst}", tuple(parts), unit="ns"),
-        ranks=tuple(sorted(r for r, ns in gone.items() if ns >= gone[worst] / 2)),
+        summary=f"{name} takes {duration(took)} of each step{of}{many}; it goes through them {now}.",
+        changes=(change(f"`{name}(..., fused=True)` (is {fused}; foreach is {foreach})", fused=(fused, True)),),
+        evidence=Panel("bars", f"The optimizer's part of a step on rank {int(mine['rank'])}", parts, unit="ns"),
         sure=f"A fused {name} is taken to need {percent(left)} of this one's time"
         + (", as measured on a CPU." if on_cpu else ", by the memory it touches; that was not measured on a GPU."),
     )

@@ -15,57 +15,61 @@ What to change: `find_unused_parameters=False`. Where parameters are unused in t
 
 from __future__ import annotations
 
-from dlprof.diagnosis import Clear, Rule
+from collections.abc import Mapping
+
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured, by_rank
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
 from dlprof.measures.data_parallel import unused_search
 from dlprof.measures.replay import own_time, saving
-from dlprof.result import Finding, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
-from dlprof.units import duration, percent, size
-
-# One keyword, so worth saying from where any finding is (diagnosis.LEAST_SHARE).
-NOTABLE_SHARE = 0.02
+from dlprof.result import Panel
+from dlprof.timeline.steps import step_means
+from dlprof.units import duration, size
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at what the search takes, where DDP searches and has found nothing."""
+def check(run: Measured) -> Estimate:
+    """Estimate what the search takes, where DDP searches and has found nothing."""
     model = settings.model(run)
     ddp = model.get("ddp") or {}
     if model and not ddp:
-        return Clear("the model is not in DistributedDataParallel")
+        return nothing("the model is not in DistributedDataParallel")
     if "find_unused_parameters" not in ddp:
         raise NotMeasured("the settings of DistributedDataParallel were not recorded")
     if not ddp["find_unused_parameters"]:
-        return Clear("DDP does not look for unused parameters")
+        return nothing("DDP does not look for unused parameters")
     unused = ddp.get("unused_parameter_bytes")
     if unused is None:
         raise NotMeasured("DDP did not tell whether parameters were unused")
     if unused:
-        return Clear(f"DDP looks for unused parameters, and there are some ({size(float(unused))})")
+        return nothing(f"DDP looks for unused parameters, and there are some ({size(float(unused))})")
     frame = run.frame(unused_search)
     search, flags = by_rank(frame, "search_ns"), by_rank(frame, "flags_ns")
     gone = {r: search[r] + flags[r] for r in search}
-    step = mean_step_ns(run)
-    gain = saving(run, gone)
-    if gain / step < NOTABLE_SHARE:
-        return Clear(f"DDP looks for unused parameters and finds none, in {percent(gain / step)} of the step")
-    worst = max(gone, key=lambda r: gone[r])
-    parts = (("search of the graph", search[worst]), ("telling the other ranks", flags[worst]))
-    return Finding(
-        title="DDP looks for unused parameters, and there are none",
-        summary=f"In every step rank {worst} searches the autograd graph for {duration(search[worst])}, and waits"
-        f" {duration(flags[worst])} until all ranks have told what they used.",
-        verdict=f"{percent(gain / step)} {of_step(run)} looks for unused parameters that do not exist.",
+    return Estimate(
+        saving_ns=saving(run, gone),
+        by_rank_ns=gone,
         noise_ns=float(frame["noise_ns"].max()),
-        saving_ns=gain,
-        advice=(
-            "`DistributedDataParallel(..., find_unused_parameters=False)` (is True), if no step leaves a part of the"
-            " model out",
+        loses="looks for unused parameters that do not exist",
+        explain=lambda: _explain(worst(gone), search, flags),
+    )
+
+
+def _explain(rank: int, search: Mapping[int, float], flags: Mapping[int, float]) -> Explanation:
+    parts = (("search of the graph", search[rank]), ("telling the other ranks", flags[rank]))
+    return Explanation(
+        title="DDP looks for unused parameters, and there are none",
+        summary=f"In every step rank {rank} searches the autograd graph for {duration(search[rank])}, and waits"
+        f" {duration(flags[rank])} until all ranks have told what they used.",
+        changes=(
+            change(
+                "`DistributedDataParallel(..., find_unused_parameters=False)` (is True), if no step leaves a part of"
+                " the model out",
+                find_unused_parameters=(True, False),
+            ),
         ),
-        evidence=Panel("bars", f"What it takes in a step of rank {worst}", parts, unit="ns"),
-        ranks=tuple(sorted(gone)),
+        evidence=Panel("bars", f"What it takes in a step of rank {rank}", parts, unit="ns"),
         sure="As traced. DDP tells of every hundredth step: what is left out now and then may have been missed.",
     )
 

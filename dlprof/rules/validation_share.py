@@ -17,57 +17,57 @@ kept for a backward pass; as many loader workers as for training.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures.validation import validation
 from dlprof.measures.whole_job import loop_step_ns, training_steps, whole_job
-from dlprof.result import Finding, Panel
+from dlprof.result import Change, Panel
 from dlprof.timeline.steps import step_means
 from dlprof.units import count, digits, duration, percent
-
-# Validation must be, so it is worth a word only where doing something about it gives what tools for input call notable:
-# 5 % (XProf). Validating half as often gives that from 10 % of the loop on.
-NOTABLE_SHARE = 0.05
 
 # More than this of validation in the loader is called high by the same tools.
 WAITS = 0.2
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at what validation takes of the training loop, and at what less of it would give."""
+def check(run: Measured) -> Estimate:
+    """Estimate what validation takes of the training loop, and what less of it would give."""
     frame = run.frame(validation).set_index("rank")
     if not frame["phases"].sum():
-        return Clear("nothing was validated")
-    most = int(frame["phases"].max())
-    if most < 2:
+        return nothing("nothing was validated")
+    if frame["phases"].max() < 2:
         raise NotMeasured("one phase of validation was recorded: how often it comes is not known")
-    steps = training_steps(run).reindex(frame.index)
-    takes = frame["phases"] * frame["phase_ns"] / steps
-    loop = loop_step_ns(run)
+    loop, steps = loop_step_ns(run), training_steps(run).reindex(frame.index)
+    takes = {int(str(r)): float(ns) for r, ns in (frame["phases"] * frame["phase_ns"] / steps).items()}
     # Where one rank validates the others wait for it, so the one that takes longest counts for all.
-    worst = int(str(takes.idxmax()))
-    told = frame.to_dict("index")[worst]
+    rank = worst(takes)
+    told = frame.to_dict("index")[rank]
     shared, why = _alone(run, frame, told)
     part = 1 - 1 / shared if shared > 1 else 0.5
-    gain = float(takes[worst]) * part
-    if gain / loop < NOTABLE_SHARE:
-        return Clear(f"{percent(float(takes[worst]) / loop)} of the training loop's time is validation")
-    return Finding(
-        title=f"Validation takes {percent(float(takes[worst]) / loop)} of the training loop's time",
-        summary=f"Every {digits(told['every'])} training steps rank {worst} validates for {duration(told['phase_ns'])},"
-        f" in {count(told['fetches'], 'batch')}; {percent(told['fetch_share'])} of it waits for data.{why}",
-        verdict=f"{percent(float(takes[worst]) / loop)} of the training loop's time is validation.",
+    return Estimate(
+        saving_ns=takes[rank] * part,
+        by_rank_ns=takes,
+        noise_ns=float(told["noise_ns"] * told["phases"] / steps[rank]) * part,
+        lost_ns=takes[rank],
         scope="job",
-        saving_ns=gain,
-        noise_ns=float(told["noise_ns"] * told["phases"] / steps[worst]) * part,
-        advice=_advice(run, worst, told, shared),
-        evidence=_evidence(takes[worst], told, loop, shared),
-        ranks=tuple(sorted(int(str(r)) for r in frame.index[frame["phases"] > 0])),
+        loses="is validation",
+        explain=lambda: _explain(run, rank, takes[rank] / loop, told, shared, why),
+    )
+
+
+def _explain(run: Measured, rank: int, share: float, told: dict[Any, Any], shared: int, why: str) -> Explanation:
+    return Explanation(
+        title=f"Validation takes {percent(share)} of the training loop's time",
+        summary=f"Every {digits(told['every'])} training steps rank {rank} validates for {duration(told['phase_ns'])},"
+        f" in {count(told['fetches'], 'batch')}; {percent(told['fetch_share'])} of it waits for data.{why}",
+        changes=tuple(_changes(run, rank, told, shared)),
+        evidence=_evidence(share, told, shared),
         sure="Measured over the whole job; "
         + (f"estimated as shared out evenly over {shared} ranks." if shared > 1 else "estimated as half of it gone.")
         + " A job that validates less often than the recorded part of it has less to gain.",
@@ -80,7 +80,7 @@ def _setting(run: Measured, rank: int) -> dict[str, Any]:
 
 
 def _alone(run: Measured, frame: pd.DataFrame, told: dict[Any, Any]) -> tuple[int, str]:
-    """Give over how many ranks validation could be shared out that is not, and say so; 1: it is, or nobody knows."""
+    """Return over how many ranks validation could be shared out that is not, and say so; 1: it is, or nobody knows."""
     here, world = len(run.ranks), run.world_size
     silent = int((frame["phases"] == 0).sum())
     if world > 1 and here == world and silent == here - 1:
@@ -92,40 +92,47 @@ def _alone(run: Measured, frame: pd.DataFrame, told: dict[Any, Any]) -> tuple[in
     return 1, ""
 
 
-def _advice(run: Measured, rank: int, told: dict[Any, Any], shared: int) -> tuple[str, ...]:
-    advice = []
+def _changes(run: Measured, rank: int, told: dict[Any, Any], shared: int) -> Iterator[Change]:
     loader = _setting(run, rank)
     if shared > 1:
-        advice.append(
+        yield change(
             f"share it out over the {shared} ranks: `DistributedSampler(validation_set, shuffle=False)`, and"
-            " `all_reduce` the sums"
+            " `all_reduce` the sums",
+            shuffle=(None, False),
         )
-    advice.append(f"validate every {2 * told['every']:.0f} steps (is {digits(told['every'])}), or on part of the data")
+    yield change(f"validate every {2 * told['every']:.0f} steps (is {digits(told['every'])}), or on part of the data")
     if told["fetch_share"] > WAITS:
         now = f" (is {loader['num_workers']})" if loader.get("num_workers") is not None else ""
-        advice.append(
+        yield change(
             f"more `num_workers`{now} and `persistent_workers=True` on validation's loader:"
-            f" {percent(told['fetch_share'])} of validation waits for it"
+            f" {percent(told['fetch_share'])} of validation waits for it",
+            persistent_workers=(loader.get("persistent_workers"), True),
         )
     autocast = run.facts[rank].get("autocast") or {}
     mixed = f" and autocast ({autocast['dtype']}, as training)" if autocast.get("enabled") else ""
     size = f" (is {loader['batch_size']})" if loader.get("batch_size") else ""
-    advice.append(f"`torch.inference_mode()`{mixed}; a larger batch{size}, since nothing is kept for a backward pass")
-    return tuple(advice)
+    yield change(
+        f"`torch.inference_mode()`{mixed}; a larger batch{size}, since nothing is kept for a backward pass",
+        numerics=bool(mixed),
+    )
 
 
-def _evidence(takes: float, told: dict[Any, Any], loop: float, shared: int) -> Panel:
-    def row(change: str, gone: float) -> tuple[str, str, str, str]:
-        share = takes * gone / loop
-        return change, percent((takes - takes * gone) / loop), percent(share), f"{1 / (1 - share):.2f} ×"
-
-    rows = [row("as it is", 0.0), row("half as often", 0.5), row("a quarter as often", 0.75)]
-    if shared > 1:
-        rows.insert(1, row(f"shared out over {shared} ranks", 1 - 1 / shared))
+def _evidence(share: float, told: dict[Any, Any], shared: int) -> Panel:
+    gone = {"as it is": 0.0, **({f"shared out over {shared} ranks": 1 - 1 / shared} if shared > 1 else {})}
+    gone |= {"half as often": 0.5, "a quarter as often": 0.75}
     if told["fetch_share"] > WAITS:
-        rows.append(row("with no waiting for data", told["fetch_share"]))
-    columns = ("validation", "share of the loop", "gone", "speed of the job")
-    return Panel("table", "What less validation would give", tuple(rows), columns)
+        gone["with no waiting for data"] = float(told["fetch_share"])
+    rows = tuple((said, share * (1 - less), share * less, 1 / (1 - share * less)) for said, less in gone.items())
+    columns = ("validation", "share", "saved_share", "speed of the job_times")
+    return Panel("table", "Shares of the training loop with less validation", rows, columns)
 
 
-RULE = Rule("validation_share", "Time for validation", (step_means, validation, whole_job), check)
+RULE = Rule(
+    "validation_share",
+    "Time for validation",
+    (step_means, validation, whole_job),
+    check,
+    # Validation must be, so it is worth a word only where doing something about it gives what tools for input call
+    # notable: 5 % (XProf). Validating half as often gives that from 10 % of the loop on.
+    notable=0.05,
+)

@@ -11,8 +11,8 @@ anew is seen from the second on.
 
 Saving: the starts, first batches and ends of all epochs but the first, and what the step after a start computes longer
 than others; less what fetching one batch takes a worker that is there already, since no batch is prefetched over an
-epoch's end. This time is not in the steady steps: it is spread
-over the training steps, and its share is that of the training loop.
+epoch's end. This time is not in the steady steps: it is spread over the training steps, and its share is that of the
+training loop.
 
 What to change: `persistent_workers=True`. Its price: the workers' memory stays, and they do not see what the script
 changes in its data set between epochs. Longer epochs (a sampler that goes through the data several times) help as well.
@@ -21,56 +21,58 @@ changes in its data set between epochs. Longer epochs (a sampler that goes throu
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from dlprof.diagnosis import Clear, Rule
+from dlprof.diagnosis import Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
+from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures.loader import restarts
-from dlprof.measures.whole_job import loop_step_ns, training_steps, whole_job
-from dlprof.result import Finding, Panel
+from dlprof.measures.whole_job import training_steps, whole_job
+from dlprof.result import Change, Panel
 from dlprof.timeline.steps import step_means
-from dlprof.units import count, duration, percent
-
-# One word to change, so it is worth saying from where any finding is (diagnosis.LEAST_SHARE).
-NOTABLE_SHARE = 0.02
+from dlprof.units import count, duration
 
 
-def check(run: Measured) -> Finding | Clear:
-    """Look at what the epochs with new workers cost, spread over the training steps."""
+def check(run: Measured) -> Estimate:
+    """Estimate what the epochs with new workers cost, spread over the training steps."""
     frame = run.frame(restarts)
     if not len(frame):
-        return Clear("no loader has workers")
+        return nothing("no loader has workers")
     frame = frame.assign(ns=_freed(frame))
     steps = training_steps(run)
     anew = frame[frame["anew"] > 0]
     if not len(anew):
         if (frame["epochs"] < 2).all():
             raise NotMeasured("one epoch was recorded: whether the next begins with new workers is not known")
-        return Clear("the workers stay from epoch to epoch")
-    loop = loop_step_ns(run)
-    each = (anew["ns"] * anew["anew"]).groupby(anew["rank"]).sum().reindex(steps.index).fillna(0.0) / steps
-    noise = (anew["noise_ns"] * anew["anew"]).groupby(anew["rank"]).sum().reindex(steps.index).fillna(0.0) / steps
-    gain = float(each.mean())
-    if gain / loop < NOTABLE_SHARE:
-        return Clear(f"{percent(gain / loop)} of the training loop's time goes to workers that start anew")
-    worst = int(str(each.idxmax()))
-    mine = anew[anew["rank"] == worst]
-    first = mine.sort_values("ns", ascending=False).iloc[0]
-    return Finding(
-        title="Loader workers start anew in every epoch",
-        summary=f"On rank {worst} {count(int(mine['anew'].sum()), 'epoch')} began with new workers: starting them, the"
-        f" first batch and step, and their leaving took {duration(_sum(first))} an epoch of"
-        f" {_name(run, worst, first)}, of which {duration(first['ns'])} would be gone.",
-        verdict=f"{percent(gain / loop)} of the training loop's time goes to loader workers that start anew.",
+        return nothing("the workers stay from epoch to epoch")
+    spread = anew[["ns", "noise_ns"]].mul(anew["anew"], axis=0).groupby(anew["rank"]).sum()
+    spread = spread.reindex(steps.index).fillna(0.0).div(steps, axis=0)
+    each = {int(str(r)): float(ns) for r, ns in spread["ns"].items()}
+    return Estimate(
+        saving_ns=float(spread["ns"].mean()),
+        by_rank_ns=each,
+        noise_ns=float(spread["noise_ns"].max()),
         scope="job",
-        saving_ns=gain,
-        noise_ns=float(noise.max()),
-        advice=_advice(run, worst, mine),
-        evidence=_evidence(run, worst, mine),
-        ranks=tuple(sorted(int(str(r)) for r in each[each >= each.max() / 2].index)),
+        loses="goes to loader workers that start anew",
+        explain=lambda: _explain(run, worst(each), anew[anew["rank"] == worst(each)]),
+    )
+
+
+def _explain(run: Measured, rank: int, mine: pd.DataFrame) -> Explanation:
+    mine = mine.sort_values("ns", ascending=False)
+    first = mine.iloc[0]
+    return Explanation(
+        title="Loader workers start anew in every epoch",
+        summary=f"On rank {rank} {count(int(mine['anew'].sum()), 'epoch')} began with new workers: starting them, the"
+        f" first batch and step, and their leaving took {duration(_sum(first))} an epoch of"
+        f" {_name(run, rank, first)}, of which {duration(first['ns'])} would be gone.",
+        changes=tuple(_changes(run, rank, mine)),
+        evidence=_evidence(run, rank, mine),
         sure="Measured in every epoch but the first; that the first batch then takes a worker as long as any other is"
         " assumed. Longer epochs than the recorded ones have less to gain.",
     )
@@ -93,7 +95,7 @@ def _sum(row: pd.Series[float]) -> float:
     return sum(float(row[c]) for c in ("start_ns", "first_ns", "end_ns", "after_ns") if math.isfinite(row[c]))
 
 
-def _loader(run: Measured, rank: int, number: int) -> dict[str, object]:
+def _loader(run: Measured, rank: int, number: int) -> dict[str, Any]:
     loaders = run.facts[rank].get("loaders") or []
     return dict(loaders[number]) if number < len(loaders) else {}
 
@@ -103,46 +105,44 @@ def _name(run: Measured, rank: int, row: pd.Series[float]) -> str:
     return {"train": "training", "validation": "validation"}.get(str(role), f"loader {int(row['loader'])}")
 
 
-def _advice(run: Measured, rank: int, mine: pd.DataFrame) -> tuple[str, ...]:
-    advice = []
-    for _, row in mine.sort_values("ns", ascending=False).iterrows():
+def _changes(run: Measured, rank: int, mine: pd.DataFrame) -> Iterator[Change]:
+    for _, row in mine.iterrows():
         said = _loader(run, rank, int(row["loader"]))
-        of = f"{count(int(str(said['num_workers'])), 'worker')}, " if said.get("num_workers") else ""
-        advice.append(
-            f"`persistent_workers=True` (is {said.get('persistent_workers', False)}) on the loader of"
-            f" {_name(run, rank, row)}: {of}{duration(row['ns'])} less an epoch"
+        of = f"{count(said['num_workers'], 'worker')}, " if said.get("num_workers") else ""
+        now = said.get("persistent_workers", False)
+        yield change(
+            f"`persistent_workers=True` (is {now}) on the loader of {_name(run, rank, row)}:"
+            f" {of}{duration(row['ns'])} less an epoch",
+            persistent_workers=(now, True),
         )
     if any(_loader(run, rank, int(n)).get("start_method") == "spawn" for n in mine["loader"]):
-        advice.append(
+        yield change(
             "the workers are spawned: each imports the script anew; keep what it imports light, or"
-            " `multiprocessing_context='forkserver'`"
+            " `multiprocessing_context='forkserver'`",
+            multiprocessing_context=("spawn", "forkserver"),
         )
-    return tuple(advice)
+
+
+_COLUMNS = {
+    "start_ns": "iter()_ns",
+    "first_ns": "first batch_ns",
+    "fetch_ns": "any batch takes a worker_ns",
+    "after_ns": "slower step_ns",
+    "end_ns": "end_ns",
+    "ns": "to gain_ns",
+}
 
 
 def _evidence(run: Measured, rank: int, mine: pd.DataFrame) -> Panel:
-    def told(ns: float) -> str:
-        return duration(ns) if math.isfinite(ns) else "–"
-
     rows = tuple(
         (
             _name(run, rank, row),
             int(row["epochs"]),
-            *(told(float(row[c])) for c in ("start_ns", "first_ns", "fetch_ns", "after_ns", "end_ns")),
-            duration(row["ns"]),
+            *(float(row[c]) if math.isfinite(row[c]) else None for c in _COLUMNS),
         )
         for _, row in mine.iterrows()
     )
-    columns = (
-        "loader of",
-        "epochs",
-        "iter()",
-        "first batch",
-        "any batch takes a worker",
-        "slower step",
-        "end",
-        "to gain",
-    )
+    columns = ("loader of", "epochs", *_COLUMNS.values())
     return Panel("table", f"Epochs of rank {rank} that begin with new workers, means", rows, columns)
 
 

@@ -45,6 +45,24 @@ def test_what_stays_below_passes(job: Path, limit: str) -> None:
     assert done.stdout.startswith("ok    ")
 
 
+def test_what_is_below_a_rules_threshold_is_checked_by_its_figure(tmp_path: Path) -> None:
+    """Steps of 1 ms wait 40 µs for data: no finding, and more than 2 % all the same."""
+    made = []
+    for n in range(6):
+        t = 10_000_000 + n * 1_000_000
+        made += [
+            traces.step(n, t, 1_000_000),
+            traces.fetch(t, 40_000),
+            *traces.launched("sm90_gemm", t + 40_000, t + 41_000, 959_000, n + 1),
+        ]
+    path = traces.write(tmp_path / "rank0.json", traces.trace(*made, world_size=1))
+    done = check(path, "input_wait<2%", "input_wait<5%")
+    assert done.exit_code == 3
+    first, second = done.stdout.splitlines()
+    assert first.startswith("FAIL  input_wait < 2 %: 4.")
+    assert second.startswith("ok    input_wait < 5 %: 4.")
+
+
 def test_one_failure_of_several_fails_and_all_are_told(job: Path) -> None:
     done = check(job, "input_wait<40%", "input_wait<5%")
     assert done.exit_code == 3

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dlprof.measures.heaviest import MOST_OPERATORS
 from dlprof.panels.arithmetic import PICTURE, draw
-from dlprof.units import UNKNOWN
 from tests import runs, traces
 from tests.runs import MS
 
@@ -25,7 +26,7 @@ def test_the_heaviest_come_first_and_no_more_than_a_table_holds(tmp_path: Path) 
     panel = table(tmp_path, {"device": {"type": "cuda"}}, *(f"aten::op{n}" for n in range(MOST_OPERATORS + 2)))
     assert panel.shape == "table"
     assert [row[0] for row in panel.rows] == [f"op{n}" for n in range(MOST_OPERATORS)]
-    assert {row[4] for row in panel.rows} == {UNKNOWN}
+    assert {row[4] for row in panel.rows} == {None}
 
 
 def test_shapes_among_which_time_was_only_shared_out_are_one_row(tmp_path: Path) -> None:
@@ -39,7 +40,8 @@ def test_shapes_among_which_time_was_only_shared_out_are_one_row(tmp_path: Path)
         "flops": {"state": "waiting", "shapes": shapes},
     }
     panel = table(tmp_path, facts, "aten::mm", "aten::add")
-    assert panel.rows[0][:5] == ("mm of 2 shapes", "bfloat16", "2", "300.0 µs", "9 MFLOP")
+    assert panel.columns[:5] == ("operator, shapes", "type", "calls", "time a step_ns", "GFLOP")
+    assert panel.rows[0][:5] == ("mm of 2 shapes", "bfloat16", 2, 300_000, pytest.approx(0.009))
     assert panel.rows[1][0] == "add"
     assert "312 TFLOP/s in bfloat16" in panel.note
 
@@ -56,7 +58,8 @@ def test_of_several_ranks_the_mean_is_shown_and_the_one_with_most(tmp_path: Path
     path = runs.recorded(tmp_path / "run", job(0, 200_000, shapes), job(1, 400_000, shapes))
     (panel,) = draw(runs.measured(path, *PICTURE.needs))
     assert panel.title == "The heaviest operators of a step, mean of 2 ranks"
-    assert [(*row[:6], row[-1]) for row in panel.rows] == [
-        ("mm of 2 shapes", "bfloat16", "2", "300.0 µs", "6 MFLOP", "20 GFLOP/s", "rank 1, 400.0 µs"),
-        ("add", UNKNOWN, "0.50", "100.0 µs", UNKNOWN, UNKNOWN, "rank 1, 200.0 µs"),
+    assert panel.columns[4:6] + panel.columns[-2:] == ("GFLOP", "TFLOP/s", "most on rank", "there_ns")
+    assert [(*row[:6], *row[-2:]) for row in panel.rows] == [
+        ("mm of 2 shapes", "bfloat16", 2, 300_000, pytest.approx(0.006), pytest.approx(0.02), 1, 400_000),
+        ("add", None, 0.5, 100_000, None, None, 1, 200_000),
     ]

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from dlprof.measures.bandwidth import bandwidth
 from dlprof.measures.collectives import collectives
 from dlprof.measures.matching import matched
@@ -13,13 +15,16 @@ from tests.measures.test_collectives import HANDED_ON, pipeline
 
 def test_groups_of_as_many_ranks_share_a_row(tmp_path: Path) -> None:
     (panel,) = draw(runs.measured(runs.foreign(tmp_path, *exchanging((0, 1), (2, 3))), bandwidth))
-    assert [row[:4] for row in panel.rows] == [("all_reduce in 2 groups", "2", "below 256 MiB", "1")]
-    assert panel.rows[0][5:] == ("250.0 µs", "1.00 ms", "40 GB/s", "40 GB/s", "8.9 %", "rank 1, 1 of 1")
+    assert [row[:4] for row in panel.rows] == [("all_reduce in 2 groups", 2, "below 256 MiB", 1)]
+    assert panel.rows[0][5:10] == pytest.approx((250_000, 1_000_000, 40e9, 40e9, 40 / 450))
+    assert panel.columns[10:] == ("last rank", "last in", "of")
+    assert panel.rows[0][10:] == (1, 1, 1)
 
 
 def test_what_missing_ranks_hide_is_said(tmp_path: Path) -> None:
     (panel,) = draw(runs.measured(runs.foreign(tmp_path, *exchanging((0, 1, 2))[:2]), bandwidth))
-    assert panel.rows[0][5] == "—"
+    assert (panel.columns[5], panel.rows[0][5]) == ("waiting_ns", None)
+    assert panel.rows[0][10:] == (None, None, None)
     assert "at most so long" in panel.note
 
 
@@ -27,8 +32,8 @@ def test_a_send_and_its_receive_are_one_whose_transfer_begins_when_both_have_com
     run = runs.measured(runs.foreign(tmp_path, *pipeline(*HANDED_ON)), bandwidth, collectives, matched)
     (panel,) = draw(run)
     # Transfers of 500, 300, 200 and 200 µs, and 1, 2.8, 1.6 and 5.4 ms of waiting of one of two ranks each.
-    assert panel.rows[0][:2] == ("send and receive in 4 directions", "2")
-    assert panel.rows[0][5:7] == ("1.35 ms", "300.0 µs")
+    assert panel.rows[0][:2] == ("send and receive in 4 directions", 2)
+    assert panel.rows[0][5:7] == pytest.approx((1_350_000, 300_000))
 
 
 def test_why_sends_are_not_in_it_is_said(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dlprof.measures.operators import MOST_KERNELS
 from dlprof.overview import drawn
 from dlprof.panels.kernels import PICTURE
@@ -16,7 +18,8 @@ def test_kernels_stand_with_their_calls_and_share_the_longest_first(tmp_path: Pa
     made = runs.measured(runs.foreign(tmp_path, traces.training(world_size=1)), *PICTURE.needs)
     kernels, copies = drawn(made, [PICTURE])
     assert [row[0] for row in kernels.rows] == ["sm90_gemm", "sm90_gemm_backward", "multi_tensor_apply"]
-    assert kernels.rows[0][2:] == ("1", "300.0 µs", "300.0 µs", "55 %")
+    assert kernels.columns[2:] == ("calls", "time a step_ns", "a call_ns", "share")
+    assert kernels.rows[0][2:] == (1, 300_000, 300_000, pytest.approx(6 / 11))
     assert copies.rows[0][0] == "HtoD"
 
 
@@ -42,7 +45,7 @@ def test_kernels_that_take_no_time_were_called_all_the_same(tmp_path: Path) -> N
             event["dur"] = 0
     kernels, _ = drawn(runs.measured(runs.foreign(tmp_path, made), *PICTURE.needs), [PICTURE])
     assert [row[0] for row in kernels.rows] == ["multi_tensor_apply", "sm90_gemm", "sm90_gemm_backward"]
-    assert kernels.rows[1][2:] == ("1", "0 ns", "0 ns", "0 %")
+    assert kernels.rows[1][2:] == (1, 0, 0, 0)
 
 
 def test_of_several_ranks_the_mean_is_shown_and_the_one_with_most(tmp_path: Path) -> None:
@@ -53,8 +56,8 @@ def test_of_several_ranks_the_mean_is_shown_and_the_one_with_most(tmp_path: Path
     path = runs.foreign(tmp_path, job(0, 100_000), job(1, 200_000, traces.kernel("only", 500_000, 100_000)))
     (panel,) = drawn(runs.measured(path, *PICTURE.needs), [PICTURE])
     assert panel.title == "Kernels, mean of 2 ranks"
-    assert panel.columns[-1] == "most on"
+    assert panel.columns[-2:] == ("most on rank", "there_ns")
     assert [(row[0], *row[2:]) for row in panel.rows] == [
-        ("gemm", "1", "150.0 µs", "150.0 µs", "75 %", "rank 1, 200.0 µs"),
-        ("only", "0.50", "50.0 µs", "100.0 µs", "25 %", "rank 1, 100.0 µs"),
+        ("gemm", 1, 150_000, 150_000, 0.75, 1, 200_000),
+        ("only", 0.5, 50_000, 100_000, 0.25, 1, 100_000),
     ]

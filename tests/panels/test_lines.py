@@ -23,7 +23,7 @@ def test_ranks_add_up_to_a_panel_a_function_the_longest_first(tmp_path: Path) ->
     nbsp = "\u00a0"
     assert f.rows == (
         (1, "", "", "", "", "def f():"),
-        (2, "10", "10.0 ms", "1.00 ms", "100 %", f"{nbsp * 4}a()"),
+        (2, 10, 10 * MS, MS, 1, f"{nbsp * 4}a()"),
     )
     assert "over 2 ranks" in f.note
 

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from dlprof.panels import bubbles, pipeline
 from tests import pipelines, runs
 from tests.measures.test_pipeline import recorded
 from tests.pipelines import alike
+from tests.runs import MS
 
 
 def test_each_rank_has_a_row_and_each_stage(tmp_path: Path) -> None:
     path = pipelines.recorded(tmp_path, "Schedule1F1B", 2, 4, alike(10, 20), hand_over=5)
     ranks, stages = bubbles.PICTURE.draw(runs.measured(path, *bubbles.PICTURE.needs))
     # Five slots of 30 ms and two hand-overs a round of two micro-batches.
-    assert ranks.rows[0][:6] == ("rank 0", "50.0 ms", "30.0 ms", "0 ns", "20.0 ms", "0 ns")
-    assert ranks.rows[0][6:] == ("29 %", "20 %", "20 %", "20 %")
+    assert ranks.rows[0][:6] == pytest.approx((0, 50 * MS, 30 * MS, 0, 20 * MS, 0))
+    assert ranks.rows[0][6:] == pytest.approx((5 / 17, 0.2, 0.2, 0.2))
     assert "1F1B, 4 micro-batches, 1 stage a rank, a step of 170.0 ms" in ranks.note
     assert stages.rows == (
-        ("stage 0", "rank 0", "10.0 ms", "20.0 ms", "1 ×"),
-        ("stage 1", "rank 1", "10.0 ms", "20.0 ms", "1 ×"),
+        (0, 0, 10 * MS, 20 * MS, 1),
+        (1, 1, 10 * MS, 20 * MS, 1),
     )
 
 
 def test_what_was_not_replayed_is_not_told(tmp_path: Path) -> None:
     path = pipelines.recorded(tmp_path, "Schedule1F1B", 2, 4, alike(10, 20), here=[0])
     (ranks,) = bubbles.PICTURE.draw(runs.measured(path, *bubbles.PICTURE.needs))
-    assert ranks.rows[0] == ("rank 0", "30.0 ms", "—", "—", "—", "—", "20 %", "—", "—", "20 %")
+    assert ranks.rows[0] == (0, pytest.approx(30 * MS), *(None,) * 4, pytest.approx(0.2), None, None, 0.2)
 
 
 def test_a_step_is_drawn_with_a_lane_a_stage(tmp_path: Path) -> None:

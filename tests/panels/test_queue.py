@@ -19,8 +19,8 @@ def test_what_waits_longest_stands_with_its_cause_and_the_queue_is_drawn(tmp_pat
     waits, length = drawn(tmp_path, waiting(call("cudaStreamWaitEvent")))
     assert waits.title == "Queued work that waits, a traced step of rank 0"
     ((ended, _, launched, times, idle, before, what),) = waits.rows
-    assert (ended, launched, times, idle) == ("second", "cudaLaunchKernel", "1", "500.0 µs")
-    assert before == "752.0 µs"  # from its launch until it runs
+    assert (ended, launched, times, idle) == ("second", "cudaLaunchKernel", 1, 500_000)
+    assert before == 752_000  # from its launch until it runs
     assert "event" in what
     assert (length.shape, length.columns) == ("lines", ("ns", "rank 0"))
 

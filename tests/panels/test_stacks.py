@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from dlprof.overview import drawn
 from dlprof.panels.stacks import PICTURE
 from tests.measures.test_stacks import MS, SEEN, run
@@ -12,13 +14,14 @@ from tests.runs import CPU, light, measured, recorded
 
 def test_the_users_functions_come_first_with_what_libraries_do_for_them(tmp_path: Path) -> None:
     _, panel = drawn(measured(run(tmp_path, SEEN, SEEN), *PICTURE.needs), [PICTURE])
+    assert panel.columns[3:] == ("in it_share", "with what it calls_share")
     assert panel.rows == (
-        ("between the phases", "log (log.py:9)", "yours", "100 %", "100 %"),
-        ("between the phases", "dumps (json/__init__.py:2)", "library", "17 %", "17 %"),
-        ("waiting for the loader", "run (train.py:3)", "yours", "100 %", "100 %"),
-        ("waiting for the loader", "wait (threading.py:9)", "library", "100 %", "100 %"),
-        ("loader worker", "decode (data.py:4)", "yours", "80 %", "80 %"),
-        ("loader worker", "read (data.py:2)", "yours", "20 %", "100 %"),
+        ("between the phases", "log (log.py:9)", "yours", 1, 1),
+        ("between the phases", "dumps (json/__init__.py:2)", "library", pytest.approx(1 / 6), pytest.approx(1 / 6)),
+        ("waiting for the loader", "run (train.py:3)", "yours", 1, 1),
+        ("waiting for the loader", "wait (threading.py:9)", "library", 1, 1),
+        ("loader worker", "decode (data.py:4)", "yours", 0.8, 0.8),
+        ("loader worker", "read (data.py:2)", "yours", 0.2, 1),
     )
 
 

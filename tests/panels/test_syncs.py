@@ -32,9 +32,10 @@ def test_the_rank_that_waits_longest_is_shown(tmp_path: Path) -> None:
     (panel,) = PICTURE.draw(runs.measured(path, *PICTURE.needs))
     assert panel.title.endswith("rank 1")
     ((by, call, times, waits, idle),) = panel.rows
-    assert (by, call, times) == ("aten::item", "cudaMemcpyAsync", "1")
-    assert waits == "4.01 ms"
-    assert idle == "2.00 ms"  # until the next launch
+    assert (by, call, times) == ("aten::item", "cudaMemcpyAsync", 1)
+    assert panel.columns[3:] == ("waiting a step_ns", "device then idle_ns")
+    assert waits == pytest.approx(4.01 * MS, rel=1e-3)
+    assert idle == pytest.approx(2 * MS, abs=5 * US)  # until the next launch
 
 
 def test_on_the_cpu_nothing_waits_and_reads_are_counted(tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ def test_on_the_cpu_nothing_waits_and_reads_are_counted(tmp_path: Path) -> None:
         world_size=1,
     )
     (panel,) = PICTURE.draw(runs.measured(runs.foreign(tmp_path, made), *PICTURE.needs))
-    assert panel.rows == (("aten::item", "3"),)
+    assert panel.rows == (("aten::item", 3),)
     assert panel.columns == ("by", "times a step")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from dlprof.comparison import Comparison, compare
-from dlprof.result import Exchange, Fact, RankStep, Result, TimePart, Work
+from dlprof.result import Exchange, Fact, RankCost, RankStep, Result, TimePart, Work
 from tests.renderers import results
 from tests.renderers.results import MS
 
@@ -40,7 +40,9 @@ def fixed() -> Comparison:
     b = measured(results.ddp(), slower=0.8)
     facts = tuple(replace(f, value="6") if f.name == "num_workers" else f for f in b.facts)
     outcomes = tuple(
-        replace(o, state="clear", saving_ns=0.0, summary="0.3 % of the step") if o.id == "input_wait" else o
+        replace(o, state="clear", saving_ns=0.5 * MS, share=0.003, by_rank=(RankCost(1, 0.5 * MS),), summary="0.3 %")
+        if o.id == "input_wait"
+        else o
         for o in b.outcomes
     )
     return compare(a, replace(b, facts=facts, outcomes=outcomes))

@@ -6,7 +6,8 @@ import math
 
 from msgspec.structs import replace
 
-from dlprof.result import Blame, DeviceTime, Fact, Outcome, Panel, Result, RunInfo, TimePart, Together, Window
+from dlprof.estimate import change
+from dlprof.result import Blame, Change, DeviceTime, Fact, Outcome, Panel, Result, RunInfo, TimePart, Together, Window
 
 MS = 1e6
 
@@ -31,6 +32,10 @@ def device_of(rank: int, computation: float, communication: float, copy: float, 
     span = int(214.6 * MS * steps)
     comp, comm, cop = int(span * computation), int(span * communication), int(span * copy)
     return DeviceTime(rank, span, comp, int(comm * 1.3), comm, int(cop * 2), cop, span - comp - comm - cop)
+
+
+def advised(*texts: str) -> tuple[Change, ...]:
+    return tuple(map(Change, texts))
 
 
 def outcome(name: str, state: str, title: str, why: str = "", summary: str = "") -> Outcome:
@@ -127,9 +132,13 @@ def ddp() -> Result:
             share=66 / 214.6,
             speedup=1 / (1 - 66 / 214.6),
             ranks=(1,),
-            advice=(
-                "`DataLoader(train, batch_size=64, num_workers=6, persistent_workers=True, pin_memory=True)`",
-                "or decode less: `torchvision.io.decode_jpeg` on the device",
+            changes=(
+                change(
+                    "`DataLoader(train, batch_size=64, num_workers=6, persistent_workers=True, pin_memory=True)`",
+                    num_workers=(2, 6),
+                    persistent_workers=(False, True),
+                ),
+                *advised("or decode less: `torchvision.io.decode_jpeg` on the device"),
             ),
             evidence=waits,
             sure="Predicted from the measured fetch time, 6 free cores and the loader's depth. "
@@ -146,7 +155,7 @@ def ddp() -> Result:
             share=25.7 / 214.6,
             speedup=1 / (1 - 25.7 / 214.6),
             ranks=(0,),
-            advice=("Save less often, or with `torch.distributed.checkpoint.async_save`.",),
+            changes=advised("Save less often, or with `torch.distributed.checkpoint.async_save`."),
             evidence=copies,
             sure="The measured stall, spread over the steps between saves.",
             manual=MANUAL,
@@ -159,7 +168,7 @@ def ddp() -> Result:
             saving_ns=3.1 * MS,
             share=3.1 / 214.6,
             speedup=1 / (1 - 3.1 / 214.6),
-            advice=("Store the images smaller.",),
+            changes=advised("Store the images smaller."),
             evidence=stages,
         ),
     )
@@ -243,7 +252,7 @@ def many(ranks: int = 64) -> Result:
         share=0.3,
         speedup=1 / 0.7,
         ranks=(slow,),
-        advice=("Look at that device's clock and at what else runs on it.",),
+        changes=advised("Look at that device's clock and at what else runs on it."),
         evidence=Panel(
             "lines",
             "Computation a step",
@@ -342,7 +351,7 @@ def hostile() -> Result:
             share=(0.1, 1.0, math.inf, math.nan)[i % 4],
             speedup=(1.1, math.inf, math.nan, -1.0)[i % 4],
             ranks=(0,),
-            advice=ATTACKS,
+            changes=advised(*ATTACKS),
             evidence=panel,
             sure=everything,
             verdict=everything if i else "10 % of " + everything,

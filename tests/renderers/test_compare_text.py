@@ -40,7 +40,7 @@ def test_the_verdict_and_the_promise_come_first() -> None:
 
 def test_what_became_of_the_findings_and_which_settings_differ_is_there() -> None:
     text = compare_text.render(comparisons.fixed(), 100)
-    assert re.search(r"gone +input_wait +66.0 ms → none", text)
+    assert re.search(r"gone +input_wait +66.0 ms → 500.0 µs", text)
     assert "Loader · num_workers: 2 → 6" in text
 
 

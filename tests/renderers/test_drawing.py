@@ -8,8 +8,8 @@ from dlprof.result import Panel
 
 
 def test_columns_of_figures_are_told_from_columns_of_words() -> None:
-    rows = (("7", 7, "14.6 ms", "5 of 8", "aten::add", "", None), ("1", 1.5, "31 %", "0 of 8", "12 Monkeys", "", 4))
-    assert figures.panel(Panel("table", "t", rows)).table.numeric == (False, True, True, True, False, False, True)
+    rows = (("7", 7, "5 of 8", "", None, True), ("1", 1.5, "0 of 8", "", 4, False))
+    assert figures.panel(Panel("table", "t", rows)).table.numeric == (False, True, False, False, True, False)
 
 
 def test_long_tables_are_cut_with_a_word_and_cells_carry_units() -> None:
@@ -40,14 +40,22 @@ def test_text_on_a_bar_stands_out_in_both_themes() -> None:
 
 
 def test_columns_of_shares_have_bars_as_wide_as_they_are() -> None:
-    rows = (("a", 0.31, "12 ms", "140 %"), ("b", 0.0004, "1 %", ""), ("c", None, "2 %", "0 %"))
-    table = figures.panel(Panel("table", "t", rows, ("name", "x_share", "mixed", "of it"))).table
-    assert table.shares == (False, True, False, True)
-    assert [drawing.share(row[1]) for row in table.rows] == ["31", "0.1", ""]
-    assert [drawing.share(row[3]) for row in table.rows] == ["100", "", "0"]
-    assert figures.panel(Panel("table", "t", rows[:2], ("name", "x_share"))).table.shares == (
-        False,
-        False,
-        False,
-        False,
-    )
+    rows = (("a", 0.31, 1.2e7, 1.4), ("b", 0.0004, 3, ""), ("c", None, None, 0))
+    columns = ("name", "x_share", "takes_ns", "of it_share")
+    table = figures.panel(Panel("table", "t", rows, columns)).table
+    assert table.columns == ("name", "x share", "takes", "of it share")
+    assert table.numeric == (False, True, True, True)
+    assert [[cell.replace(NBSP, " ") for cell in row[1:]] for row in table.rows] == [
+        ["31 %", "12.0 ms", "140 %"],
+        ["< 0.1 %", "3 ns", ""],
+        ["—", "—", "0 %"],
+    ]
+    assert [row[1] for row in table.shares] == ["31", "0.04", ""]
+    assert [row[3] for row in table.shares] == ["100", "", "0"]
+    assert {row[2] for row in table.shares} == {""}
+    assert figures.panel(Panel("table", "t", rows[:2], columns)).table.shares == ()
+
+
+def test_a_factor_is_written_as_one() -> None:
+    table = figures.panel(Panel("table", "t", (("a", 1.438),), ("change", "speed_times"))).table
+    assert (table.columns, table.rows) == (("change", "speed"), (("a", f"1.44{NBSP}×"),))

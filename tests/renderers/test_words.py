@@ -7,6 +7,7 @@ import math
 import pytest
 from msgspec.structs import replace
 
+from dlprof.estimate import change
 from dlprof.plain import NBSP, plain
 from dlprof.renderers import words
 from dlprof.result import CATEGORIES, Forecast
@@ -75,7 +76,7 @@ def test_plain_escapes_what_acts_and_keeps_what_is_written() -> None:
 
 
 def test_headline_is_the_verdict_of_the_dearest_finding_and_its_gain() -> None:
-    diagnosis, gain = words.headline(results.ddp())
+    diagnosis, gain, _ = words.headline(results.ddp())
     assert diagnosis == "31 % of each step waits for data on rank 1."
     assert "1.44" in gain
 
@@ -89,7 +90,7 @@ def test_findings_together_are_bounded_where_there_are_several() -> None:
 
 
 def test_headline_of_a_healthy_run_says_what_fills_the_step_and_what_was_not_checked() -> None:
-    diagnosis, gain = words.headline(results.healthy())
+    diagnosis, gain, _ = words.headline(results.healthy())
     assert diagnosis.startswith("Computation takes 89")
     assert "5" in gain
     assert "2 could not be measured" in gain
@@ -102,7 +103,7 @@ def test_no_finding_is_told_before_a_larger_part_that_nobody_could_judge() -> No
     parts["input_wait"] = 1 - sum(parts.values())
     mute = results.outcome("queued_wait", "not_measured", "Queued work that waits", why="it is a graph")
     result = replace(result, time=results.time_of(0, 42.0, **parts), outcomes=(*result.outcomes, mute))
-    first, second = (text.replace(NBSP, " ") for text in words.headline(result))
+    first, second, _ = (text.replace(NBSP, " ") for text in words.headline(result))
     assert first.endswith("of each step the device idles with work queued: it is a graph.")
     assert second.startswith("Beside that: 31 % of each step waits for data on rank 1.")
     # A smaller one does not come first.
@@ -122,7 +123,7 @@ def test_a_step_that_computes_nearly_all_of_the_time_says_so_before_a_finding() 
 
 
 def test_headline_of_a_run_without_steps_claims_nothing() -> None:
-    diagnosis, gain = words.headline(results.empty())
+    diagnosis, gain, _ = words.headline(results.empty())
     assert diagnosis == "No steady step was recorded."
     assert gain.startswith("No rule could be checked")
 
@@ -219,8 +220,8 @@ def test_the_setting_that_a_saving_was_predicted_for_is_its_remedy() -> None:
     first = result.found[0]
     step = 214.6 * MS
 
-    def gain(*forecasts: Forecast, advice: str = first.advice[0]) -> str:
-        told = replace(first, forecasts=forecasts, advice=(advice,))
+    def gain(*forecasts: Forecast, workers: int = 6) -> str:
+        told = replace(first, forecasts=forecasts, changes=(change("more workers", num_workers=(2, workers)),))
         return words.headline(replace(result, outcomes=(told, *result.outcomes[1:])))[1].replace(NBSP, " ")
 
     near = Forecast("num_workers", "6", step - 1.05 * first.saving_ns)
@@ -229,7 +230,7 @@ def test_the_setting_that_a_saving_was_predicted_for_is_its_remedy() -> None:
         gain(Forecast("num_workers", "6", step - 0.5 * first.saving_ns))
         == "Fixing it would make this job 1.44 × faster."
     )
-    assert gain(near, advice="`num_workers=60`") == "Fixing it would make this job 1.44 × faster."
+    assert gain(near, workers=60) == "Fixing it would make this job 1.44 × faster."
     assert gain() == "Fixing it would make this job 1.44 × faster."
 
 

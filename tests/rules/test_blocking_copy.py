@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dlprof.result import Setting
 from dlprof.rules import blocking_copy, host_sync, pageable_copy
 from tests import runs, traces
 from tests.rules.asking import ask
@@ -56,7 +57,8 @@ def test_a_device_that_runs_dry_behind_a_copy_is_found(tmp_path: Path) -> None:
     assert found.state == "found"
     assert found.saving_ns == pytest.approx(2 * MS, rel=0.02)
     assert found.summary.startswith("1 times a step rank 0 waits until a copy from pinned memory is done")
-    assert "non_blocking=True" in found.advice[0]
+    assert found.ranks == (0,)
+    assert found.changes[0].settings == (Setting("non_blocking", None, True),)
     assert "(`pin_memory` is True)" in found.advice[0]
     assert found.evidence is not None
     assert found.evidence.rows[0][:2] == ("HtoD", "pinned")
@@ -76,7 +78,8 @@ def test_a_copy_that_is_only_queued_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_wait_that_leaves_no_gap_is_left_alone(tmp_path: Path) -> None:
     clear = ask(blocking_copy.RULE, batches(tmp_path, launch=0))
-    assert (clear.state, "behind a copy that is waited for" in clear.summary) == ("clear", True)
+    assert (clear.state, clear.share) == ("clear", 0)
+    assert "waited for a copy" in clear.summary
 
 
 def test_on_the_cpu_it_abstains(tmp_path: Path) -> None:

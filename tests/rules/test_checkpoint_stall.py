@@ -38,21 +38,34 @@ def test_what_a_saving_step_takes_longer_besides_is_saved_too(tmp_path: Path) ->
     stalls = [[runs.stall("checkpoint", n, 50 * MS) for n in range(5, 63, 5)]]
     found = ask(RULE, runs.recorded(tmp_path / "run", (None, steps, runs.CPU), stalls=stalls))
     assert found.saving_ns == pytest.approx((80 - 10) / 5 * MS)
+    assert found.lost_share == pytest.approx(found.share)
     assert "50.0 ms then; such a step takes 20.0 ms longer beside that" in found.summary
+
+
+def test_short_saves_are_left_alone_whatever_their_steps_take_besides(tmp_path: Path) -> None:
+    # A stall of 5 ms in each fifth step is 1 % of them; that such a step is 30 ms longer as well tells of no stall.
+    took = dict.fromkeys(range(5, 63, 5), 135 * MS)
+    steps = [runs.light(n, took.get(n, 100 * MS)) for n in range(63)]
+    stalls = [[runs.stall("checkpoint", n, 5 * MS) for n in range(5, 63, 5)]]
+    clear = ask(RULE, runs.recorded(tmp_path / "run", (None, steps, runs.CPU), stalls=stalls))
+    assert clear.state == "clear"
+    assert clear.saving_ns == pytest.approx(35 / 5 * MS)
 
 
 def test_the_others_wait_for_the_rank_that_saves(tmp_path: Path) -> None:
     found = ask(RULE, recorded(tmp_path, range(5, 63, 5), range(0)))
     assert found.ranks == (0,)
+    assert {cost.rank: cost.ns for cost in found.by_rank} == pytest.approx({0: 10 * MS})
     assert found.saving_ns == pytest.approx(10 * MS)
     assert "is assumed" in found.sure
 
 
 def test_rare_and_short_saves_are_left_alone(tmp_path: Path) -> None:
     clear = ask(RULE, recorded(tmp_path, range(5, 63, 5), dur=5 * MS))
-    assert (clear.state, clear.summary) == ("clear", "1.0 % of the step waits for checkpoints")
+    assert (clear.state, clear.summary) == ("clear", "1.0 % of each step waits for checkpoints")
+    assert clear.share == pytest.approx(0.01)
     never = ask(RULE, recorded(tmp_path / "never", range(0)))
-    assert (never.state, never.summary) == ("clear", "no steady step saved a checkpoint")
+    assert (never.state, never.summary, never.share) == ("clear", "no steady step saved a checkpoint", 0.0)
 
 
 def test_one_save_does_not_tell_how_often(tmp_path: Path) -> None:

@@ -33,7 +33,10 @@ def test_found_with_what_it_copies(tmp_path: Path) -> None:
 
 
 def test_a_little_copying_is_left_alone(tmp_path: Path) -> None:
-    assert ask(RULE, trained(tmp_path, 10_000)).state == "clear"
+    clear = ask(RULE, trained(tmp_path, 10_000))
+    assert clear.state == "clear"
+    assert clear.share == pytest.approx(0.01)
+    assert [cost.ns for cost in clear.by_rank] == pytest.approx([10_000])
 
 
 def test_ranks_of_their_own_are_left_alone(tmp_path: Path) -> None:

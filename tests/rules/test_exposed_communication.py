@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.result import Setting
 from dlprof.rules.exposed_communication import RULE
 from tests import runs, traces
 from tests.measures.test_collectives import late_by
@@ -34,19 +35,21 @@ def test_found_with_what_transfer_costs(tmp_path: Path) -> None:
     assert found.share == pytest.approx(0.3)
     assert found.verdict == "40 % of each step is communication that nothing hides; computation could hide 30 %."
     assert found.evidence is not None
-    assert [row[:3] for row in found.evidence.rows[:3]] == [
-        ("as it is", "1.00 ms", ""),
-        ("hidden behind computation", "700.0 µs", "1.43 ×"),
-        ("exchange every 2 batches", "800.0 µs", "1.25 ×"),
-    ]
+    rows = found.evidence.rows[:3]
+    assert [row[0] for row in rows] == ["as it is", "hidden behind computation", "exchange every 2 batches"]
+    assert [row[1] for row in rows] == pytest.approx([MS, 0.7 * MS, 0.8 * MS])
+    assert [row[2] for row in rows] == pytest.approx([1, 1 / 0.7, 1 / 0.8])
+    assert [cost.rank for cost in found.by_rank] == [0, 1]
+    assert [cost.ns for cost in found.by_rank] == pytest.approx([0.4 * MS] * 2)
 
 
 def test_what_is_exposed_and_what_of_it_a_change_gives_are_told_apart(tmp_path: Path) -> None:
     found = ask(RULE, runs.foreign(tmp_path / "both", *reducing(takes=800_000)))
-    assert found.share == pytest.approx(0.4)
+    assert [found.share, found.lost_share] == pytest.approx([0.4, 0.8])
     exposed = "80 % of each step is communication that nothing hides"
     assert found.verdict == f"{exposed}; half as many exchanges would save 40 %."
     assert found.advice[0].startswith("exchange half as often")
+    assert found.changes[0].numerics
     alone = ask(RULE, runs.foreign(tmp_path / "one", reducing(takes=800_000)[0]))
     assert (
         alone.verdict == f"{exposed}, or waiting for ranks that are not here; half as many exchanges would save 40 %."
@@ -57,7 +60,7 @@ def test_what_is_not_known_of_a_change_is_no_figure(tmp_path: Path) -> None:
     facts = {"device": {"type": "cuda"}, "models": [{"parameters": 1, "ddp": {"bucket_cap_mb": 25.0}}]}
     found = ask(RULE, runs.recorded(tmp_path / "run", *((m, [], facts) for m in reducing())))
     assert found.evidence is not None
-    unknown = {str(row[0]): row[3] for row in found.evidence.rows if row[1:3] == ("—", "—")}
+    unknown = {str(row[0]): row[3] for row in found.evidence.rows if row[1:3] == (None, None)}
     assert set(unknown) == {
         "other buckets than `bucket_cap_mb=25`",
         "gradients in 16 bits",
@@ -67,7 +70,9 @@ def test_what_is_not_known_of_a_change_is_no_figure(tmp_path: Path) -> None:
 
 
 def test_hidden_communication_is_left_alone(tmp_path: Path) -> None:
-    assert ask(RULE, runs.foreign(tmp_path, *reducing(hidden=390_000))).state == "clear"
+    clear = ask(RULE, runs.foreign(tmp_path, *reducing(hidden=390_000)))
+    assert clear.state == "clear"
+    assert [clear.share, clear.lost_share] == pytest.approx([0.0075, 0.01])  # but for the last bucket
 
 
 def test_waiting_for_a_late_rank_is_another_rules_business(tmp_path: Path) -> None:
@@ -78,6 +83,7 @@ def test_waiting_for_a_late_rank_is_another_rules_business(tmp_path: Path) -> No
                 event["dur"] -= 900  # 0.1 ms of transfer is left
     clear = ask(RULE, runs.foreign(tmp_path, *made))
     assert clear.state == "clear"
+    assert clear.share == pytest.approx(0.75 * 0.1 / 13)  # but for the last bucket
     assert "waits for other ranks" in clear.summary
 
 
@@ -105,8 +111,9 @@ def test_many_small_collectives_want_larger_buckets(tmp_path: Path) -> None:
     facts = {"device": {"type": "cuda"}, "models": [{"parameters": 1, "ddp": ddp}]}
     folder = runs.recorded(tmp_path / "run", *((m, [], facts) for m in reducing(many=20)))
     found = ask(RULE, folder)
-    assert "bucket_cap_mb=25` or more (is 1)" in found.advice[0]
-    assert any("find_unused_parameters=False" in a for a in found.advice)
+    assert found.changes[0].settings == (Setting("bucket_cap_mb", 1, 25),)
+    assert found.changes[1].settings == (Setting("find_unused_parameters", True, False),)
+    assert [c.numerics for c in found.changes] == [False, False, True]
 
 
 def test_one_rank_has_nothing_to_exchange(tmp_path: Path) -> None:
@@ -122,10 +129,12 @@ def test_several_ranks_without_collectives_abstain(tmp_path: Path) -> None:
 
 def test_a_sharded_model_gets_the_advice_for_one(tmp_path: Path) -> None:
     facts = {"device": {"type": "cuda"}, "models": [{"parameters": 1, "fsdp": True}]}
-    advice = ask(RULE, runs.recorded(tmp_path / "run", *((m, [], facts) for m in reducing(many=20)))).advice
-    assert "`fully_shard` whole blocks" in advice[0]
-    assert any("reshard_after_forward=False" in a for a in advice)
-    assert not any("DistributedDataParallel" in a for a in advice)
+    found = ask(RULE, runs.recorded(tmp_path / "run", *((m, [], facts) for m in reducing(many=20))))
+    assert "`fully_shard` whole blocks" in found.advice[0]
+    assert found.changes[1].settings == (Setting("reshard_after_forward", None, False),)
+    assert {setting.name for setting in found.changes[2].settings} == {"param_dtype", "reduce_dtype"}
+    assert found.changes[2].numerics
+    assert not any("DistributedDataParallel" in a for a in found.advice)
 
 
 def test_what_computation_cannot_hide_half_the_bytes_halve(tmp_path: Path) -> None:
@@ -142,7 +151,7 @@ def test_what_computation_cannot_hide_half_the_bytes_halve(tmp_path: Path) -> No
     assert found.saving_ns == pytest.approx(350_000)
     assert "half as many exchanges" in found.sure
     assert found.evidence is not None
-    assert found.evidence.rows[1][1] == "700.0 µs"
+    assert found.evidence.rows[1][1] == pytest.approx(0.7 * MS)
 
 
 def jittering(transfer: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -177,10 +186,8 @@ def test_exchanges_made_for_nothing_are_the_finding_though_hiding_might_give_mor
     assert found.advice[0].startswith("`with model.no_sync():` around all batches but the last")
     assert found.verdict == "30 % of each step is communication that the optimizer does not need."
     assert found.evidence is not None
-    assert [row[1] for row in found.evidence.rows[:2]] == [
-        "10.0 ms",
-        "10.0 ms",
-    ]  # one bucket has nothing to hide behind
+    # One bucket has nothing to hide behind.
+    assert [row[1] for row in found.evidence.rows[:2]] == pytest.approx([10 * MS, 10 * MS])
 
 
 def test_a_forward_pass_that_exchanges_gets_the_advice_for_one(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from dlprof.result import Setting
 from dlprof.rules.exposed_copy import RULE
 from tests import runs, traces
 from tests.rules.asking import ask
@@ -19,10 +20,14 @@ def test_found_with_its_way(tmp_path: Path, kinds: str, way: str) -> None:
     assert found.state == "found"
     assert found.share == pytest.approx(0.4, rel=0.05)  # but for launching what then comes first
     assert way in found.title
+    assert found.ranks == (0,)
+    assert found.changes[0].settings == (Setting("non_blocking", None, True),)
 
 
 def test_hidden_copies_are_left_alone(tmp_path: Path) -> None:
-    assert ask(RULE, batches(tmp_path, "HtoD (Pinned -> Device)", beside=True)).state == "clear"
+    clear = ask(RULE, batches(tmp_path, "HtoD (Pinned -> Device)", beside=True))
+    assert clear.state == "clear"
+    assert clear.share == pytest.approx(0.002)  # what it takes until it computes
 
 
 def test_pageable_copies_are_another_rules_business(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.result import Setting
 from dlprof.rules.fp32_matmul import RULE
 from tests import runs, traces
 from tests.rules.asking import ask
@@ -35,10 +36,20 @@ def test_found_with_what_tensor_cores_would_leave(tmp_path: Path) -> None:
     assert found.state == "found"
     # 19.5 TFLOP/s in float32, half of 312 in bfloat16.
     assert found.saving_ns == pytest.approx(6 * MS * (1 - 19.5 / 156), rel=1e-6)
+    assert (found.ranks, [cost.ns for cost in found.by_rank]) == ((0,), [found.saving_ns])
     assert "16 times as fast in bfloat16" in found.summary
+    assert [change.settings for change in found.changes] == [
+        (Setting("autocast_enabled", False, True), Setting("autocast_dtype", None, "bfloat16")),
+        (Setting("float32_precision", "highest", "high"),),
+        (Setting("allow_tf32", False, True),),
+    ]
+    assert all(change.numerics for change in found.changes)
     assert "autocast is off" in found.advice[0]
     assert 'is "highest"' in found.advice[1]
     assert "cudnn.allow_tf32" in found.advice[2]
+    assert found.evidence is not None
+    assert found.evidence.columns[-1] == "in float32_ns"
+    assert found.evidence.rows == (("aten::mm", None, 1, 6 * MS),)
 
 
 def test_tf32_goes_by_the_names_of_the_jobs_torch(tmp_path: Path) -> None:
@@ -48,6 +59,7 @@ def test_tf32_goes_by_the_names_of_the_jobs_torch(tmp_path: Path) -> None:
     assert 'torch.backends.cuda.matmul.fp32_precision = "tf32"' in found.advice[1]
     assert 'is "ieee"' in found.advice[1]
     assert 'torch.backends.cudnn.conv.fp32_precision = "tf32"' in found.advice[2]
+    assert [c.settings for c in found.changes[1:]] == [(Setting("fp32_precision", "ieee", "tf32"),)] * 2
 
 
 def test_amds_float32_products_are_found_by_their_type_codes(tmp_path: Path) -> None:
@@ -56,13 +68,15 @@ def test_amds_float32_products_are_found_by_their_type_codes(tmp_path: Path) -> 
     assert found.state == "found"
     assert found.saving_ns == pytest.approx(6 * MS * (1 - 163.4 / (1307.4 / 2)), rel=1e-6)
     assert "HIPBLASLT_ALLOW_TF32=1" in found.advice[1]
+    assert Setting("HIPBLASLT_ALLOW_TF32", None, "1") in found.changes[1].settings
     assert "without tensor cores" not in found.title
 
 
 def test_a_device_without_bfloat16_is_told_to_scale(tmp_path: Path) -> None:
     found = ask(RULE, trained(tmp_path, "volta_sgemm_128x64_tn", "Tesla V100-SXM2-16GB"))
     assert found.state == "found"
-    assert len(found.advice) == 1
+    assert len(found.changes) == 1
+    assert Setting("autocast_dtype", None, "float16") in found.changes[0].settings
     assert "torch.float16" in found.advice[0]
     assert "GradScaler" in found.advice[0]
 
@@ -71,17 +85,18 @@ def test_a_device_without_bfloat16_is_told_to_scale(tmp_path: Path) -> None:
     "kernel", ["ampere_bf16_s16816gemm_bf16_128x128", "cutlass_80_tensorop_s1688gemm_64x64_tn_align4"]
 )
 def test_tensor_cores_are_left_alone(tmp_path: Path, kernel: str) -> None:
-    assert ask(RULE, trained(tmp_path, kernel)).state == "clear"
+    clear = ask(RULE, trained(tmp_path, kernel))
+    assert (clear.state, clear.share) == ("clear", 0)
 
 
 def test_what_multiplies_on_an_unknown_unit_is_said_and_not_blamed(tmp_path: Path) -> None:
     answer = ask(RULE, trained(tmp_path, "triton_tem_fused_mm_0"))
-    assert (answer.state, "on what 67 %" in answer.summary) == ("clear", True)
+    assert (answer.state, answer.share, "on what 67 %" in answer.summary) == ("clear", 0, True)
 
 
 def test_a_late_host_would_gain_nothing(tmp_path: Path) -> None:
-    answer = ask(RULE, trained(tmp_path, "ampere_sgemm_128x64_tn", waits=False))
-    assert answer.state == "clear" or answer.share < 0.12
+    clear = ask(RULE, trained(tmp_path, "ampere_sgemm_128x64_tn", waits=False))
+    assert (clear.state, clear.share, "the host launches no faster" in clear.summary) == ("clear", 0, True)
 
 
 def test_an_unknown_device_abstains(tmp_path: Path) -> None:

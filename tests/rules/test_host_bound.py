@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.result import Setting
 from dlprof.rules.host_bound import RULE
 from tests import runs, traces
 from tests.rules.asking import ask
@@ -26,12 +27,19 @@ def test_gaps_before_late_launches_are_found(tmp_path: Path) -> None:
     found = ask(RULE, launching(tmp_path, 40_000))
     assert found.state == "found"
     assert found.share == pytest.approx(0.4, abs=0.02)
-    assert any("10 kernels a step of 60.0 µs each" in a for a in found.advice)
+    assert found.changes[0].settings == (Setting("mode", None, "reduce-overhead"),)
+    assert "10 kernels a step of 60.0 µs each" in found.advice[0]
+    assert found.evidence is not None
+    assert all(isinstance(row[-1], float) for row in found.evidence.rows)
     assert "the true share is smaller" in found.sure
 
 
 def test_a_busy_device_is_left_alone(tmp_path: Path) -> None:
-    assert ask(RULE, launching(tmp_path, 6_000)).state == "clear"
+    clear = ask(RULE, launching(tmp_path, 6_000))
+    # Ten gaps of 6 µs in 1 ms, of which a µs each stays.
+    assert clear.state == "clear"
+    assert clear.share == pytest.approx(0.05, abs=0.01)
+    assert clear.ranks == (0,)
 
 
 def test_a_device_that_runs_next_to_nothing_abstains(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.result import Setting
 from dlprof.rules.input_wait import RULE
 from tests import pipelines, runs, traces
 from tests.measures.test_blame import held_up as meeting_late
@@ -36,11 +37,17 @@ def test_found_with_the_workers_that_would_do(tmp_path: Path) -> None:
     assert found.verdict.startswith("40 % of each step")
     # Two workers make a batch in 100 ms; one is needed every 60 ms: 2 · 100 ÷ 60, so four.
     assert "`num_workers=4` (is 2)" in found.advice[0]
+    assert [c.settings for c in found.changes] == [(Setting("num_workers", 2, 4),)]
+    assert found.lost_share == pytest.approx(0.4)
 
 
 def test_in_the_training_thread_workers_are_what_is_missing(tmp_path: Path) -> None:
     found = ask(RULE, recorded(tmp_path, 75 * MS, num_workers=0))
     assert "`num_workers=3, persistent_workers=True`" in found.advice[0]
+    assert found.changes[0].settings == (
+        Setting("num_workers", 0, 3),
+        Setting("persistent_workers", False, True),
+    )
     assert "num_workers=0" in found.summary
 
 
@@ -53,12 +60,27 @@ def test_with_no_core_free_a_sample_must_be_cheaper(tmp_path: Path) -> None:
 def test_a_loader_that_keeps_up_is_left_alone(tmp_path: Path) -> None:
     clear = ask(RULE, recorded(tmp_path, 1 * MS))
     assert clear.state == "clear"
-    assert "1.0 %" in clear.summary
+    assert clear.share == clear.lost_share == pytest.approx(0.01)
+    assert clear.summary == "1.0 % of each step waits for data"
+
+
+def test_a_queue_that_one_slow_sample_stalls_is_told_so(tmp_path: Path) -> None:
+    found = ask(RULE, recorded(tmp_path, 40 * MS, persistent_workers=False, prefetch_factor=1))
+    assert [c.settings for c in found.changes[1:]] == [
+        (Setting("persistent_workers", False, True),),
+        (Setting("prefetch_factor", 1, 2),),
+    ]
+
+
+def test_a_wait_from_a_twentieth_of_the_step_on_is_found(tmp_path: Path) -> None:
+    assert ask(RULE, recorded(tmp_path / "below", 4 * MS)).state == "clear"
+    assert ask(RULE, recorded(tmp_path / "above", 6 * MS)).state == "found"
 
 
 def test_one_starving_rank_is_named(tmp_path: Path) -> None:
     found = ask(RULE, recorded(tmp_path, 0, 40 * MS))
     assert found.ranks == (1,)
+    assert {cost.rank: cost.ns for cost in found.by_rank} == pytest.approx({1: 40 * MS})
     assert "on rank 1" in found.verdict
 
 
@@ -120,6 +142,7 @@ def test_a_trace_alone_will_do(tmp_path: Path) -> None:
     assert found.state == "found"
     assert found.share == pytest.approx(0.5)
     assert "num_workers is 0" in found.advice[0]
+    assert [s.name for s in found.changes[0].settings] == ["num_workers", "persistent_workers"]
 
 
 def test_a_wait_behind_computation_is_left_alone(tmp_path: Path) -> None:
@@ -157,6 +180,7 @@ def watched(folder: Path, *, fetch: int, cpu: int, workers: int, own: int = 20, 
 def test_workers_that_wait_for_storage_are_predicted_to_take_the_wait_away(tmp_path: Path) -> None:
     found = ask(RULE, watched(tmp_path, fetch=80, cpu=2, workers=1))
     assert "`num_workers=4` (is 1)" in found.advice[0]
+    assert found.changes[0].settings == (Setting("num_workers", 1, 4),)
     assert found.saving_ns == pytest.approx(60 * MS, rel=0.05)
     assert (
         "the queue was empty for 37 of 37 batches; a worker takes 80.0 ms for a batch, 2.00 ms of it" in found.summary
@@ -197,7 +221,9 @@ def test_batches_that_compute_take_the_cores_from_training_too(tmp_path: Path) -
     assert "samples that cost nothing, collating as it is, and training with the cores" in found.sure
     assert found.evidence is not None
     assert "proposed" not in str(found.evidence.rows)
-    assert found.evidence.rows[-1] == ("samples that cost nothing", "20.0 ms", "—", "5.00 ×")
+    then, speed = (pytest.approx(value, rel=0.01) for value in (20 * MS, 5.0))
+    assert found.evidence.rows[-1] == ("samples that cost nothing", then, None, speed)
+    assert found.lost_share == pytest.approx(0.7)
 
 
 def test_taking_over_batches_that_are_ready_is_no_waiting(tmp_path: Path) -> None:
@@ -206,8 +232,9 @@ def test_taking_over_batches_that_are_ready_is_no_waiting(tmp_path: Path) -> Non
     clear = ask(RULE, path)
     assert (clear.state, clear.summary) == (
         "clear",
-        "0 % of the step waits for data, and 10 % takes over batches that are ready",
+        "0 % of each step waits for data, and 10 % takes over batches that are ready",
     )
+    assert clear.share == 0.0
     # Where some batches are waited for, taking them over is no part of the wait.
     path = watched(tmp_path / "other", fetch=40, cpu=2, workers=1, own=18)
     ready(path, every=2, takes=2 * MS, outstanding=2)
@@ -231,7 +258,8 @@ def test_collating_that_takes_longest_is_what_is_to_change(tmp_path: Path) -> No
     assert "75.0 ms of it collating" in found.summary
     assert "collating that costs nothing, reading the samples as it is" in found.sure
     assert found.evidence is not None
-    assert found.evidence.rows[-1] == ("collating that costs nothing", "40.0 ms", "—", "2.50 ×")
+    then, speed = (pytest.approx(value, rel=0.01) for value in (40 * MS, 2.5))
+    assert found.evidence.rows[-1] == ("collating that costs nothing", then, None, speed)
 
 
 def test_a_change_has_one_figure_everywhere(tmp_path: Path) -> None:
@@ -239,8 +267,8 @@ def test_a_change_has_one_figure_everywhere(tmp_path: Path) -> None:
     path = watched(tmp_path, fetch=80, cpu=2, workers=1)
     runs.loading(path, 0, step=80 * MS, wait=60 * MS, fetch=76 * MS, cpu=2 * MS, n=40, workers=1)
     found = ask(RULE, path)
-    then = f"{80 - found.saving_ns / MS:.1f} ms"
-    assert f"a step of {then} is predicted" in found.advice[0]
+    then = 80 * MS - found.saving_ns
+    assert f"a step of {then / MS:.1f} ms is predicted" in found.advice[0]
     assert found.evidence is not None
-    assert [row[1] for row in found.evidence.rows if "proposed" in str(row[0])] == [then]
-    assert [f"{f.step_ns / MS:.1f} ms" for f in found.forecasts if f.value == "4"] == [then]
+    assert [row[1] for row in found.evidence.rows if "proposed" in str(row[0])] == [pytest.approx(then)]
+    assert [f.step_ns for f in found.forecasts if f.value == "4"] == [pytest.approx(then)]

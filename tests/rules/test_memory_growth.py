@@ -58,6 +58,7 @@ def test_a_process_that_grows_is_told_when_the_host_is_full(tmp_path: Path) -> N
     # 10 MB a step of 0.9 s, and 2 GB left.
     assert found.title == "Memory grows, and is used up in 3.0 min"
     assert "by 10 MB a step of 900.0 ms; 2 GB are left on the host, enough for 200 steps" in found.summary
+    assert found.ranks == (0,)
     assert found.evidence is not None
     assert found.evidence.columns == ("time_ns", "held")
     assert found.evidence.rows[-1] == (59 * SECOND, GB + 590 * MB)
@@ -72,7 +73,7 @@ def test_all_ranks_of_a_host_use_up_the_same_memory(tmp_path: Path) -> None:
 def test_workers_that_grow_are_named(tmp_path: Path) -> None:
     found = ask(RULE, sampled(tmp_path, lambda _: GB, children=lambda n: GB // 2 + n * 10 * MB))
     assert "its workers' memory grew" in found.summary
-    assert "data set" in found.advice[0]
+    assert [(c.settings, c.numerics, "data set" in c.text) for c in found.changes] == [((), False, True)]
 
 
 def test_tensors_that_stay_on_the_gpu_are_told_with_the_gpus_memory(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.result import Setting
 from dlprof.rules.memory_headroom import RULE
 from tests import runs, traces
 from tests.measures.test_memory import GB, GPU, reading
@@ -39,29 +40,51 @@ def test_a_gpu_that_waits_for_its_host_has_room_for_more(tmp_path: Path) -> None
     assert (found.state, found.scope) == ("found", "step")
     # It waits for 0.4 of each ms; with twice the batch it computes for 1.2 ms, and the host is ahead.
     assert found.saving_ns == pytest.approx(0.4 * MS, rel=0.01)
-    assert found.advice[0].startswith("a batch of 64 (is 32)")
+    assert (found.ranks, found.verdict) == ((0,), "40 % of each step would be gone with a batch twice as large.")
+    assert found.changes[0].settings == (Setting("batch_size", 32, 64),)
+    assert found.changes[0].numerics
     assert found.evidence is not None
     # 10 GB stay and 20 come and go: 50 GB with twice the batch, 90 with four times, 170 with eight times.
-    assert [(row[0], row[2]) for row in found.evidence.rows] == [("1 ×", "30 %"), ("2 ×", "50 %"), ("4 ×", "90 %")]
+    assert [(row[0], row[2]) for row in found.evidence.rows] == [(1, 0.3), (2, 0.5), (4, 0.9)]
+    times, speeds = zip(*((row[1], row[3]) for row in found.evidence.rows[:2]), strict=True)
+    assert times == pytest.approx((MS, 0.6 * MS), rel=0.01)
+    assert speeds == pytest.approx((1, 1 / 0.6), rel=0.01)
+
+
+def test_a_batch_that_nobody_recorded_is_twice_as_large(tmp_path: Path) -> None:
+    found = ask(RULE, recorded(tmp_path, busy=600, facts=GPU))
+    assert found.changes[0].text.startswith("a batch twice as large")
+    assert (found.changes[0].settings, found.changes[0].numerics) == ((), True)
 
 
 def test_a_gpu_that_computes_all_the_time_is_left_alone(tmp_path: Path) -> None:
     clear = ask(RULE, recorded(tmp_path, busy=980))
-    assert (clear.state, "would fit, and give" in clear.summary) == ("clear", True)
+    assert clear.state == "clear"
+    # It waits for 20 µs and for what a launch takes, and with any batch computes for 0.98 ms for as many samples.
+    assert clear.share == pytest.approx(0.02, abs=0.002)
+    assert [cost.rank for cost in clear.by_rank] == [0]
 
 
 def test_a_batch_that_would_not_fit_is_not_proposed(tmp_path: Path) -> None:
     clear = ask(RULE, recorded(tmp_path, busy=600, kept=10, peak=60))
-    assert (clear.state, "would not fit" in clear.summary) == ("clear", True)
+    assert (clear.state, clear.share, "60 % of" in clear.summary) == ("clear", 0, True)
+    assert "would not fit" in clear.summary
 
 
 def test_memory_that_is_nearly_used_up_is_a_risk(tmp_path: Path) -> None:
     found = ask(RULE, recorded(tmp_path, busy=980, kept=40, peak=94))
     assert (found.state, found.scope, found.saving_ns) == ("found", "risk", 0)
     assert "94 GB of 100 GB" in found.summary
-    assert "(is 32)" in found.advice[0]
+    assert found.ranks == (0,)
+    assert "(is 32)" in found.changes[0].text
+    assert [(c.settings, c.numerics) for c in found.changes] == [
+        ((), True),
+        ((), False),
+        ((Setting("PYTORCH_CUDA_ALLOC_CONF", None, "expandable_segments:True"),), False),
+    ]
     assert found.evidence is not None
-    assert found.evidence.rows == (("rank 0", "94 GB", "96 GB", "100 GB", "96 %"),)
+    assert found.evidence.columns == ("rank", "by tensors_bytes", "reserved_bytes", "there is_bytes", "reserved_share")
+    assert found.evidence.rows == ((0, 94 * GB, 96 * GB, 100 * GB, 0.96),)
     reserved = ask(RULE, recorded(tmp_path / "reserved", busy=980, kept=40, peak=90))
     assert reserved.state == "clear"
 

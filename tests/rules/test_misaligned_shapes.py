@@ -37,16 +37,32 @@ def test_found_with_what_a_good_shape_would_take(tmp_path: Path) -> None:
     found = ask(RULE, trained(tmp_path, [4096, 1022], [1022, 4099]))
     assert found.state == "found"
     assert found.saving_ns == pytest.approx(6 * MS - 2 * 4096 * 1022 * 4099 / 156e12 * 1e9, rel=1e-6)
-    assert "4096x1022 1022x4099" in str(found.evidence)
+    assert (found.ranks, [cost.ns for cost in found.by_rank]) == ((0,), [found.saving_ns])
+    assert found.evidence is not None
+    assert found.evidence.columns[-1] == "takes_ns"
+    assert found.evidence.rows == (("aten::mm", "4096x1022 1022x4099", "bfloat16", 1, 6 * MS),)
+    assert [(change.settings, change.numerics) for change in found.changes] == [((), True)]
     assert found.advice[0].endswith(": 4099 → 4104 or 4160")
 
 
 def test_good_sizes_and_any_batch_are_left_alone(tmp_path: Path) -> None:
-    assert ask(RULE, trained(tmp_path, [4091, 1024], [1024, 4096])).state == "clear"
+    clear = ask(RULE, trained(tmp_path, [4091, 1024], [1024, 4096]))
+    assert (clear.state, clear.share) == ("clear", 0)
 
 
 def test_an_odd_one_that_is_fast_is_left_alone(tmp_path: Path) -> None:
-    assert ask(RULE, trained(tmp_path, [4096, 1022], [1022, 4099], took=220_000)).state == "clear"
+    clear = ask(RULE, trained(tmp_path, [4096, 1022], [1022, 4099], took=220_000))
+    assert clear.state == "clear"
+    assert 0 < clear.share < 1e-4
+
+
+def test_on_an_unknown_device_a_long_one_is_not_judged_and_a_short_one_has_all_of_its_time(tmp_path: Path) -> None:
+    shapes: tuple[list[int], ...] = ([4096, 1022], [1022, 4099])
+    answer = ask(RULE, trained(tmp_path / "long", *shapes, device="Some GPU 9"))
+    assert (answer.state, "the peaks of Some GPU 9" in answer.why) == ("not_measured", True)
+    clear = ask(RULE, trained(tmp_path / "short", *shapes, device="Some GPU 9", took=MS // 10))
+    assert clear.state == "clear"
+    assert clear.share == pytest.approx(0.01)
 
 
 def test_ten_classes_and_three_channels_are_left_alone(tmp_path: Path) -> None:

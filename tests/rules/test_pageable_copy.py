@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.result import Setting
 from dlprof.rules.pageable_copy import RULE
 from tests import runs, traces
 from tests.rules.asking import ask
@@ -55,7 +56,13 @@ def test_found_with_bytes_and_rate(tmp_path: Path) -> None:
     # An H100 takes 10 MB from pinned memory in 0.2 ms; and the kernel is launched meanwhile.
     assert found.saving_ns == pytest.approx(200_000, rel=0.05)
     assert "25 GB/s" in found.summary
-    assert any("pin_memory=True" in a for a in found.advice)
+    assert found.ranks == (0,)
+    settings = [change.settings for change in found.changes]
+    assert settings == [(Setting("pin_memory", None, True),), (Setting("non_blocking", None, True),)]
+    assert found.evidence is not None
+    assert found.evidence.columns[3:] == ("size_bytes", "time_ns", "exposed_ns", "rate per second_bytes")
+    (row,) = found.evidence.rows
+    assert row == ("HtoD", "pageable", 1, 10_000_000, 400_000, 400_000, pytest.approx(25e9))
 
 
 def test_pinned_copies_are_left_alone(tmp_path: Path) -> None:
@@ -63,7 +70,8 @@ def test_pinned_copies_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_hidden_copies_are_left_alone(tmp_path: Path) -> None:
-    assert ask(RULE, batches(tmp_path, beside=True)).state == "clear"
+    clear = ask(RULE, batches(tmp_path, beside=True))
+    assert (clear.state, clear.share) == ("clear", 0)
 
 
 def test_copies_of_a_few_bytes_are_left_alone(tmp_path: Path) -> None:
@@ -78,7 +86,9 @@ def test_pinned_copies_of_the_trace_tell_how_fast_the_link_is(tmp_path: Path) ->
     found = ask(RULE, batches(tmp_path / "told", pinned=True, device="An unknown GPU"))
     assert found.saving_ns == pytest.approx(300_000, rel=0.05)
     # Where nothing tells, they are taken to be as slow as now, and only waiting for them is gained.
-    assert ask(RULE, batches(tmp_path / "untold", device="An unknown GPU")).state == "clear"
+    clear = ask(RULE, batches(tmp_path / "untold", device="An unknown GPU"))
+    assert clear.state == "clear"
+    assert clear.share == pytest.approx(0.0065)  # of the 8 µs until the kernel runs
 
 
 def test_without_a_device_it_abstains(tmp_path: Path) -> None:
@@ -91,7 +101,9 @@ def test_the_setting_of_the_run_is_cited(tmp_path: Path) -> None:
         "device": {"type": "cuda", "name": "NVIDIA H100 80GB HBM3"},
         "loaders": [{"role": "train", "pin_memory": False}],
     }
-    assert "(is False)" in ask(RULE, batches(tmp_path, facts=facts)).advice[0]
+    pinned = ask(RULE, batches(tmp_path, facts=facts)).changes[0]
+    assert "(is False)" in pinned.text
+    assert pinned.settings == (Setting("pin_memory", False, True),)
 
 
 def test_a_trace_that_links_nothing_abstains(tmp_path: Path) -> None:

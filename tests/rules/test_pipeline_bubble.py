@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dlprof.result import Setting
 from dlprof.rules.pipeline_bubble import RULE
 from tests import pipelines, runs
 from tests.pipelines import alike
@@ -25,12 +26,14 @@ def test_as_few_microbatches_as_ranks_are_found(tmp_path: Path) -> None:
     )
     assert "43 % by the schedule, 0 % by uneven" in found.summary
     assert found.ranks == (0, 1, 2, 3)
+    assert found.changes[0].settings == (Setting("microbatches", 4, 16),)
     assert found.advice[0].startswith("`n_microbatches=16` (is 4)")
+    assert found.changes[1].settings == (Setting("schedule", "Schedule1F1B", "ScheduleInterleavedZeroBubble"),)
     assert "`ScheduleInterleavedZeroBubble` with 2 stages a rank (is `Schedule1F1B`)" in found.advice[1]
     assert found.evidence is not None
     rows = {row[0]: row for row in found.evidence.rows}
-    assert rows["as it is"][1:] == ("420.0 ms", "", "43 %", "")
-    assert rows["8 micro-batches"][1:] == ("330.0 ms", "90.0 ms", "27 %", "yes")
+    assert rows["as it is"][1:] == pytest.approx((420 * MS, 0, 1 - 4 / 7, False))
+    assert rows["8 micro-batches"][1:] == pytest.approx((330 * MS, 90 * MS, 1 - 8 / 11, True))
     forecasts = {(f.setting, f.value): f.step_ns for f in found.forecasts}
     assert forecasts["microbatches", "16"] == pytest.approx(450 * MS - found.saving_ns)
     assert forecasts["microbatches", "8"] == pytest.approx((450 - 90) * MS)
@@ -62,6 +65,7 @@ def test_each_call_within_a_step_counts(tmp_path: Path) -> None:
 def test_enough_microbatches_are_left_alone(tmp_path: Path) -> None:
     clear = ask(RULE, pipelines.recorded(tmp_path, "Schedule1F1B", 4, 32, alike(4, 8)))
     assert clear.state == "clear"
+    assert clear.share == pytest.approx(0.064, rel=0.01)
     assert clear.summary.startswith("8.6 % of a pipeline's step is idle; 128 micro-batches would save 6.4 %")
 
 

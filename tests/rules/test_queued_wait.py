@@ -20,6 +20,7 @@ def test_found_with_what_it_waits_for_and_what_to_change(tmp_path: Path, name: s
     found = ask(RULE, runs.foreign(tmp_path, waiting(call(name))))
     assert found.state == "found"
     assert found.saving_ns == pytest.approx(0.5 * MS, rel=0.02)
+    assert found.ranks == (0,)
     assert "second" in found.summary
     assert change in found.advice[0]
     assert found.evidence is not None
@@ -40,7 +41,19 @@ def test_what_nothing_tells_of_is_named_and_not_judged(tmp_path: Path) -> None:
 
 
 def test_short_gaps_are_no_waits(tmp_path: Path) -> None:
-    assert ask(RULE, runs.foreign(tmp_path, waiting(wait=15_000))).state == "clear"
+    clear = ask(RULE, runs.foreign(tmp_path, waiting(wait=15_000)))
+    assert (clear.state, clear.share, clear.lost_share) == ("clear", 0.0, 0.0)
+
+
+def test_waits_of_little_of_the_step_are_left_alone_whatever_for(tmp_path: Path) -> None:
+    told = ask(RULE, runs.foreign(tmp_path / "told", waiting(call("cudaLaunchHostFunc"), wait=40_000)))
+    assert told.state == "clear"
+    assert told.lost_share == pytest.approx(0.04)
+    assert told.saving_ns == pytest.approx(40_000 - 1_500)  # what the replay leaves between queued kernels
+    assert [cost.rank for cost in told.by_rank] == [0]
+    untold = ask(RULE, runs.foreign(tmp_path / "untold", waiting(wait=40_000)))
+    assert (untold.state, untold.share) == ("clear", 0.0)
+    assert untold.lost_share == pytest.approx(0.04)
 
 
 def test_on_the_cpu_there_is_no_queue(tmp_path: Path) -> None:

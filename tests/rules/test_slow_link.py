@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.result import Setting
 from dlprof.rules.slow_link import RULE
 from tests import runs, traces
 from tests.rules.asking import ask
@@ -59,6 +60,11 @@ def test_far_below_nvlink_is_found_and_its_setting_named(tmp_path: Path) -> None
     assert "40 MB between ranks 0, 1 takes 10.0 ms, 4 GB/s on the bus: 0.9 %" in found.summary
     assert "unset `NCCL_P2P_DISABLE` (is 1)" in found.advice[0]
     assert not any("NCCL_IB_DISABLE" in a for a in found.advice)
+    assert [c.settings for c in found.changes] == [
+        (Setting("NCCL_P2P_DISABLE", "1"),),
+        (Setting("NCCL_DEBUG", None, "INFO"),),
+        (),
+    ]
 
 
 def test_groups_that_are_slow_alike_are_held_against_the_peak(tmp_path: Path) -> None:
@@ -69,8 +75,9 @@ def test_groups_that_are_slow_alike_are_held_against_the_peak(tmp_path: Path) ->
 
 def test_near_the_peak_hidden_or_small_is_left_alone(tmp_path: Path) -> None:
     near = ask(RULE, runs.foreign(tmp_path / "near", *reducing([(0, 1)], [10 * MS], elements=400_000_000)))
-    assert (near.state, "36 % of the link's peak" in near.summary) == ("clear", True)
-    assert ask(RULE, runs.foreign(tmp_path / "hidden", *reducing([(0, 1)], [10 * MS], hidden=True))).state == "clear"
+    assert (near.state, near.share, "36 % of the link's peak" in near.summary) == ("clear", 0.0, True)
+    hidden = ask(RULE, runs.foreign(tmp_path / "hidden", *reducing([(0, 1)], [10 * MS], hidden=True)))
+    assert (hidden.state, hidden.share, hidden.ranks) == ("clear", 0.0, ())
     small = ask(RULE, runs.foreign(tmp_path / "small", *reducing([(0, 1)], [10 * MS], elements=100_000)))
     assert (small.state, "1.05 MB or more" in small.why) == ("not_measured", True)
 
@@ -78,7 +85,7 @@ def test_near_the_peak_hidden_or_small_is_left_alone(tmp_path: Path) -> None:
 def test_waiting_for_a_late_rank_is_no_slow_link(tmp_path: Path) -> None:
     made = reducing([(0, 1)], [MS // 4], late=10 * MS)
     clear = ask(RULE, runs.foreign(tmp_path, *made))
-    assert (clear.state, "36 % of the link's peak" in clear.summary) == ("clear", True)
+    assert (clear.state, clear.share, "36 % of the link's peak" in clear.summary) == ("clear", 0.0, True)
 
 
 def test_one_group_slower_than_those_like_it(tmp_path: Path) -> None:
@@ -89,7 +96,9 @@ def test_one_group_slower_than_those_like_it(tmp_path: Path) -> None:
     assert (found.ranks, found.title) == ((4, 5), "The link of ranks 4, 5 is slow")
     assert "others like it take 4.00 ms" in found.summary
     assert found.evidence is not None
-    assert found.evidence.rows[0][:3] == ("all_reduce", "4, 5", "40 MB")
+    assert found.evidence.rows[0][:3] == ("all_reduce", "4, 5", 40e6)
+    assert [cost.rank for cost in found.by_rank] == [4, 5]
+    assert [cost.ns for cost in found.by_rank] == pytest.approx([6 * MS] * 2, rel=1e-3)
 
 
 def test_a_slow_host_is_named(tmp_path: Path) -> None:
@@ -103,6 +112,7 @@ def test_only_a_setting_of_the_slow_ranks_is_told_as_theirs(tmp_path: Path) -> N
     facts = [{"device": {"type": "cuda"}, "env": {"NCCL_PROTO": "LL"} if r > 3 else {}} for r in range(6)]
     found = ask(RULE, runs.recorded(tmp_path / "run", *((m, [], f) for m, f in zip(made, facts, strict=True))))
     assert "`NCCL_PROTO` (is LL, only on these ranks)" in found.advice[0]
+    assert found.changes[0].settings == (Setting("NCCL_PROTO", "LL"),)
 
 
 def test_what_differs_is_not_compared(tmp_path: Path) -> None:
@@ -117,7 +127,16 @@ def test_what_differs_is_not_compared(tmp_path: Path) -> None:
 
 def test_more_bytes_may_take_longer(tmp_path: Path) -> None:
     made = reducing(PAIRS, [4 * MS, 4 * MS, 7 * MS], elements=[10_000_000, 10_000_000, 18_000_000], device="")
-    assert ask(RULE, runs.foreign(tmp_path, *made)).state == "clear"
+    clear = ask(RULE, runs.foreign(tmp_path, *made))
+    assert (clear.state, clear.share) == ("clear", 0.0)
+
+
+def test_what_a_slow_link_costs_is_told_where_it_is_little(tmp_path: Path) -> None:
+    made = reducing(PAIRS, [MS // 2, MS // 2, MS * 4 // 5], device="Something else")
+    clear = ask(RULE, runs.foreign(tmp_path, *made))
+    assert (clear.state, clear.ranks) == ("clear", (4, 5))
+    assert clear.share == pytest.approx(0.3 / 20, rel=1e-3)
+    assert "is lost on the slow link of ranks 4, 5" in clear.summary
 
 
 def test_without_all_of_a_group_waiting_may_be_what_takes_long(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from dlprof.result import Setting
 from dlprof.rules.slow_worker_batches import RULE
 from tests import runs
 from tests.rules.asking import ask
@@ -30,14 +31,19 @@ def test_a_slow_worker_is_found_with_what_equal_ones_would_give(tmp_path: Path) 
     assert found.state == "found"
     assert found.saving_ns == pytest.approx(20 * MS, rel=0.1)
     assert "Worker 0 of rank 0 takes 160.0 ms for a batch, the others 40.0 ms" in found.summary
+    assert (found.ranks, [cost.rank for cost in found.by_rank]) == ((0,), [0])
+    assert [c.settings for c in found.changes] == [(), (Setting("in_order", None, False),)]
 
 
 def test_equal_workers_are_left_alone(tmp_path: Path) -> None:
-    assert ask(RULE, recorded(tmp_path, step=40, slow=0)).state == "clear"
+    clear = ask(RULE, recorded(tmp_path, step=40, slow=0))
+    assert (clear.state, clear.share) == ("clear", 0.0)
 
 
 def test_a_slow_worker_that_nobody_waits_for_is_left_alone(tmp_path: Path) -> None:
-    assert ask(RULE, recorded(tmp_path, step=20, slow=30)).state == "clear"
+    clear = ask(RULE, recorded(tmp_path, step=20, slow=30))
+    assert (clear.state, clear.share) == ("clear", 0.0)
+    assert clear.summary == "0 % of each step waits for one slow loader worker"
 
 
 def test_without_several_workers_it_abstains(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.result import Setting
 from dlprof.rules.small_kernels import RULE
 from tests import runs, traces
 from tests.rules.asking import ask
@@ -33,16 +34,23 @@ def test_found_with_what_a_graph_would_save(tmp_path: Path) -> None:
     # Ten gaps of 36 µs behind the small ones, of which a µs each stays.
     assert found.saving_ns == pytest.approx(10 * 35_000, rel=0.02)
     assert "10 of 11 kernels a step" in found.summary
-    assert "reduce-overhead" in found.advice[0]
+    assert found.ranks == (0,)
+    captured, larger = found.changes
+    assert captured.settings == (Setting("mode", None, "reduce-overhead"),)
+    assert (captured.numerics, larger.numerics) == (False, True)
+    assert found.evidence is not None
+    assert found.evidence.rows == (("small", 10.0, 4_000.0),)
 
 
 def test_gaps_behind_large_kernels_are_left_alone(tmp_path: Path) -> None:
-    assert ask(RULE, launching(tmp_path, 30_000, 60_000)).state == "clear"
+    clear = ask(RULE, launching(tmp_path, 30_000, 60_000))
+    assert (clear.state, clear.share) == ("clear", 0.0)
 
 
 def test_python_behind_small_kernels_is_left_alone(tmp_path: Path) -> None:
     # Nothing of the host's is traced between the launches: for 105 µs after each it is in Python.
-    assert ask(RULE, launching(tmp_path, 4_000, 110_000, ops=False, count=8)).state == "clear"
+    clear = ask(RULE, launching(tmp_path, 4_000, 110_000, ops=False, count=8))
+    assert (clear.state, clear.share < 0.05) == ("clear", True)
 
 
 def test_a_cpu_launches_nothing(tmp_path: Path) -> None:

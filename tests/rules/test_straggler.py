@@ -25,15 +25,23 @@ def test_the_culprit_is_named_and_why(tmp_path: Path) -> None:
     assert found.saving_ns == pytest.approx(1.8 * MS)
     assert found.share == pytest.approx(0.3)
     assert "computes longer" in found.summary
+    assert [cost.rank for cost in found.by_rank] == [2]
+    assert found.by_rank[0].ns == pytest.approx(1.8 * MS)
+    assert found.evidence is not None
+    assert found.evidence.columns[1] == "own time_ns"
+    # Rank 2 waits for nobody.
+    assert found.evidence.rows[0][:3] == (2, pytest.approx(6 * MS), pytest.approx(0, abs=1))
 
 
 def test_the_next_slowest_bounds_the_gain(tmp_path: Path) -> None:
-    assert ask(RULE, runs.foreign(tmp_path, *late_by(0, 2 * MS, 2 * MS))).state == "clear"
+    clear = ask(RULE, runs.foreign(tmp_path, *late_by(0, 2 * MS, 2 * MS)))
+    assert (clear.state, clear.share, clear.summary) == ("clear", 0.0, "no rank makes the others wait")
 
 
 def test_ranks_alike_are_left_alone(tmp_path: Path) -> None:
     clear = ask(RULE, runs.foreign(tmp_path, *late_by(10_000, 0, 20_000)))
-    assert clear.state == "clear"
+    assert (clear.state, clear.ranks) == ("clear", (2,))
+    assert clear.saving_ns == pytest.approx(10_000)
 
 
 def test_ranks_late_in_turn_are_no_straggler(tmp_path: Path) -> None:
@@ -56,14 +64,17 @@ def test_ranks_late_in_turn_are_no_straggler(tmp_path: Path) -> None:
 
 def test_a_late_loader_is_the_loaders_rule_to_find(tmp_path: Path) -> None:
     clear = ask(RULE, runs.foreign(tmp_path, *held_up({}, {"input_wait": 2 * MS}, {})))
-    assert clear.state == "clear"
-    assert "wait 40 % of a step for rank 1, which waits longer for its data: see input_wait" in clear.summary
+    assert (clear.state, clear.ranks) == ("clear", (1,))
+    assert clear.share == pytest.approx(0.0)
+    assert clear.by_rank[0].ns == pytest.approx(2 * MS)
+    assert "rank 1 is 40 % of a step behind, as it waits longer for its data: see input_wait" in clear.summary
 
 
 def test_what_another_rule_owns_is_not_claimed_twice(tmp_path: Path) -> None:
     found = ask(RULE, runs.foreign(tmp_path, *held_up({}, {"input_wait": MS, "computation": MS}, {})))
     assert (found.state, found.ranks) == ("found", (1,))
     assert found.saving_ns == pytest.approx(MS)
+    assert found.by_rank[0].ns == pytest.approx(2 * MS)  # what its lateness costs in all
     assert "counted by input_wait" in found.summary
 
 
@@ -103,6 +114,9 @@ def test_where_ranks_are_missing_the_shortest_collectives_vote(tmp_path: Path) -
     assert (found.state, found.ranks) == ("found", (1,))
     assert found.saving_ns == pytest.approx(2 * MS - 20_000)
     assert "1 of 6 ranks are not here" in found.sure
+    assert found.by_rank[0].ns == found.saving_ns
+    assert found.evidence is not None
+    assert found.evidence.rows[0][0] == 1
     # Without the late rank, the others' collectives are all alike.
     for n, rank in enumerate(r for r in range(6) if r != 1):
         traces.write(tmp_path / "gone" / f"rank{n}.json.gz", made[rank])
@@ -161,6 +175,8 @@ def test_who_is_late_in_the_traced_steps_alone_is_not_busy_for_longer(
         assert said.ranks == (1,)
         assert said.saving_ns == pytest.approx(1 * MS, rel=0.05)
     else:
+        assert said.share == pytest.approx(0.01)
+        assert said.by_rank[0].ns == pytest.approx(1 * MS, rel=0.05)
         assert "busy for 1.0 % more of the time at most" in said.summary
 
 
@@ -178,6 +194,7 @@ def test_one_thread_is_busy_for_as_long_as_its_rank_takes(tmp_path: Path) -> Non
             assert said.saving_ns == pytest.approx(0.62 * MS, rel=0.01)
             assert "as what each rank is busy tells" in said.sure
         else:
+            assert said.share == pytest.approx(0.04)
             assert "4.0 % in all steady ones, as what each rank is busy tells" in said.summary
 
 
@@ -219,6 +236,8 @@ def test_a_core_that_the_jobs_other_ranks_have_is_not_saved(
     said = ask(RULE, without_a_core(tmp_path, waited, others, affinity))
     if saved is None:
         assert said.state == "clear"
+        assert said.share == pytest.approx(0.0, abs=1e-3)
+        assert said.by_rank[0].ns == pytest.approx(5 * MS, rel=0.01)
         assert "without a core for 50 % more of the time than the job's other ranks on its host" in said.summary
     else:
         assert said.saving_ns == pytest.approx(saved * 10 * MS, rel=0.01)
@@ -228,7 +247,10 @@ def test_a_core_that_the_jobs_other_ranks_have_is_not_saved(
 def test_a_few_steps_against_all_others_must_be_sure(tmp_path: Path, apart: float, state: str) -> None:
     # Three steps whose mean is 1 ms: 5.2 or 2.6 times as much as its standard error (Student's, of three).
     more = [round((1 + by) * MS) for by in (-apart, 0.0, apart)]
-    assert ask(RULE, cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=more)).state == state
+    said = ask(RULE, cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=more))
+    assert said.state == state
+    if state == "clear":
+        assert said.share < 0.02
 
 
 @pytest.mark.parametrize(("apart", "state"), [(0.5, "found"), (1.8, "clear")])
@@ -256,8 +278,11 @@ def test_where_two_looks_name_two_ranks_one_must_be_sure(tmp_path: Path, apart: 
             [runs.light(n, 8 * MS, forward_ns=f, backward_ns=8 * MS - f, profiled=traced) for n, f, traced in rows]
         )
     said = ask(RULE, runs.recorded(tmp_path / "run", *((m, s, runs.CPU) for m, s in zip(made, light, strict=True))))
-    assert (said.state, said.ranks) == (state, (0,) if state == "found" else ())
-    assert state == "found" or "none is late for sure" in said.summary
+    assert (said.state, said.ranks) == (state, (0,))
+    assert said.by_rank[0].ns > 0.05 * 8 * MS
+    if state == "clear":
+        assert said.saving_ns == 0
+        assert "none is late for sure" in said.summary
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.result import Setting
 from dlprof.rules.thread_oversubscription import RULE
 from tests import runs, traces
 from tests.rules.asking import ask
@@ -47,12 +48,21 @@ def test_four_ranks_with_eight_threads_on_eight_cores_are_found(tmp_path: Path) 
     assert found.ranks == (0, 1, 2, 3)
     assert found.summary.startswith("Rank 1 computes with 8 threads and has 2 cores to itself: for 25 % of the time")
     # One of the two cores is for the loader's worker.
-    assert found.advice == ("`OMP_NUM_THREADS=1`, or `torch.set_num_threads(1)` (is 8)",)
+    assert [change.settings for change in found.changes] == [(Setting("OMP_NUM_THREADS", 8, 1),)]
+    assert [cost.ns for cost in found.by_rank] == pytest.approx([180 * MS, 225 * MS, 180 * MS, 180 * MS])
     assert "outside the job" not in found.sure
     # They use the two cores that each has: if all of that is work, no number of threads does it sooner.
     assert found.sure.endswith("never spun while they waited for each other, nothing is saved.")
     assert found.evidence is not None
-    assert found.evidence.rows[1] == ("rank 1", 8, 2, "25 %", "2", "900", "")
+    assert found.evidence.rows[1] == (
+        "rank 1",
+        8,
+        2,
+        pytest.approx(225 * MS),
+        pytest.approx(2.0),
+        pytest.approx(900.0),
+        None,
+    )
 
 
 def test_as_many_threads_as_cores_are_left_alone_however_long_they_wait(tmp_path: Path) -> None:
@@ -62,13 +72,17 @@ def test_as_many_threads_as_cores_are_left_alone_however_long_they_wait(tmp_path
         "clear",
         "2 threads and 2 cores a rank; 30 % of the time its main thread waits for one",
     )
+    assert (clear.share, clear.by_rank) == (0.0, ())
     bound = ask(RULE, recorded(tmp_path / "bound", 0.3, 0.3, 0.3, 0.3, threads=2, affinity=2))
     assert bound.state == "clear"
 
 
 def test_more_threads_that_seldom_wait_are_left_alone(tmp_path: Path) -> None:
     clear = ask(RULE, recorded(tmp_path, 0.01, 0.02))
-    assert (clear.state, clear.summary) == ("clear", "1.0 % of the step waits for a core")
+    assert clear.state == "clear"
+    assert clear.share == pytest.approx(0.01)
+    # Both have more threads than cores, and the one waits twice as long.
+    assert [cost.ns for cost in clear.by_rank] == pytest.approx([9 * MS, 18 * MS])
 
 
 def test_what_other_programs_on_the_host_cause_is_no_saving(tmp_path: Path) -> None:
@@ -80,6 +94,7 @@ def test_what_other_programs_on_the_host_cause_is_no_saving(tmp_path: Path) -> N
 
 def test_workers_that_take_all_cores_are_named(tmp_path: Path) -> None:
     found = ask(RULE, recorded(tmp_path, 0.3, 0.3, workers=6))
+    assert found.changes[0].settings == (Setting("OMP_NUM_THREADS", 8, 1),)
     assert found.advice[1] == "fewer loader workers: 6 of them and the rank share 4 cores"
 
 

@@ -43,7 +43,8 @@ def test_heat_is_measured_by_what_the_same_gpu_has_without(tmp_path: Path) -> No
     assert found.saving_ns == pytest.approx(10 * MS * 0.25, rel=0.05)
     assert found.ranks == (0,)
     assert found.evidence is not None
-    assert found.evidence.rows[0][3] in ("49 %", "50 %", "51 %")
+    assert found.evidence.rows[0][0] == "rank 0"
+    assert found.evidence.rows[0][1:4] == (pytest.approx(1_350, rel=0.02), 1_980, pytest.approx(0.5, abs=0.015))
 
 
 def test_a_gpu_that_is_always_hot_is_measured_by_its_maximum(tmp_path: Path) -> None:
@@ -83,17 +84,23 @@ def test_a_lowered_limit_costs_the_cube_root(tmp_path: Path) -> None:
     # Twice the power would give 2^(1/3) times the clock.
     assert found.share == pytest.approx(1 - 2 ** (-1 / 3), rel=0.02)
     assert found.advice == ("`nvidia-smi -pl 700` (is 350 W)",)
+    assert found.evidence is not None
+    assert all(cell is None or isinstance(cell, float) for cell in found.evidence.rows[0][1:])
 
 
 def test_a_normal_power_limit_and_an_idle_gpu_are_left_alone(tmp_path: Path) -> None:
     idle = NORMAL | {"sm_clock_mhz": 210, "clock_reasons_bits": 0x1}
     clear = ask(RULE, sampled(tmp_path, NORMAL | {"sm_clock_mhz": 1_300}, idle))
-    assert (clear.state, "normal power limit" in clear.summary) == ("clear", True)
+    assert (clear.state, "normal power limit" in clear.summary, clear.share) == ("clear", True, 0.0)
 
 
 def test_a_little_heat_is_left_alone(tmp_path: Path) -> None:
     hot = NORMAL | {"sm_clock_mhz": 1_750, "clock_reasons_bits": 0x20}
-    assert ask(RULE, sampled(tmp_path, NORMAL | {"clock_reasons_bits": 0}, hot)).state == "clear"
+    clear = ask(RULE, sampled(tmp_path, NORMAL | {"clock_reasons_bits": 0}, hot))
+    # 1,775 MHz in the mean, of 1,800.
+    assert clear.state == "clear"
+    assert clear.share == pytest.approx(25 / 1_800, rel=0.05)
+    assert clear.ranks == (0,)
 
 
 def test_a_log_of_nvidia_smi_beside_a_trace_tells_as_well(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.result import Setting
 from dlprof.rules.validation_share import RULE
 from tests import runs, traces
 from tests.rules.asking import ask
@@ -43,13 +44,18 @@ def test_a_quarter_of_the_loop_is_found_with_what_half_as_much_gives(tmp_path: P
     assert "Every 10 training steps rank 0 validates for 300.0 ms, in 5 batches; 8.3 %" in found.summary
     assert found.advice[0].startswith("validate every 20 steps (is 10)")
     assert "autocast (bfloat16, as training); a larger batch (is 50)" in found.advice[-1]
+    assert found.lost_share == pytest.approx(300 / 1_300)
+    assert [cost.ns for cost in found.by_rank] == [pytest.approx(30 * MS)]
+    assert [(c.settings, c.numerics) for c in found.changes] == [((), False), ((), True)]
     assert found.evidence is not None
-    assert found.evidence.rows[1] == ("half as often", "12 %", "12 %", "1.13 ×")
+    less, speed = pytest.approx(150 / 1_300), pytest.approx(1_300 / 1_150)
+    assert found.evidence.rows[1] == ("half as often", less, less, speed)
 
 
 def test_validation_that_waits_for_its_loader_is_told_so(tmp_path: Path) -> None:
     found = ask(RULE, recorded(tmp_path, 5, fetch=30))
     assert any("more `num_workers` (is 1)" in a and "50 % of validation" in a for a in found.advice)
+    assert found.changes[1].settings == (Setting("persistent_workers", None, True),)
     assert found.evidence is not None
     assert found.evidence.rows[-1][0] == "with no waiting for data"
 
@@ -60,6 +66,7 @@ def test_one_rank_that_validates_for_all_is_told_to_share_it_out(tmp_path: Path)
     assert found.ranks == (0,)
     assert "The other ranks wait for it." in found.summary
     assert "DistributedSampler" in found.advice[0]
+    assert found.changes[0].settings == (Setting("shuffle", None, False),)
 
 
 def test_ranks_that_all_validate_everything_are_told_to_share_it_out(tmp_path: Path) -> None:
@@ -73,7 +80,11 @@ def test_ranks_that_all_validate_everything_are_told_to_share_it_out(tmp_path: P
 def test_short_validation_is_left_alone(tmp_path: Path) -> None:
     clear = ask(RULE, recorded(tmp_path, 1))
     assert (clear.state, clear.summary) == ("clear", "5.7 % of the training loop's time is validation")
-    assert ask(RULE, recorded(tmp_path / "none", 0)).summary == "nothing was validated"
+    # 60 of each 1,060 ms, of which half would be saved.
+    assert clear.share == pytest.approx(30 / 1_060)
+    assert clear.lost_share == pytest.approx(60 / 1_060)
+    none = ask(RULE, recorded(tmp_path / "none", 0))
+    assert (none.summary, none.share) == ("nothing was validated", 0.0)
 
 
 def test_of_one_phase_nobody_knows_how_often_it_comes(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.result import Setting
 from dlprof.rules.worker_restart import RULE
 from tests import runs, traces
 from tests.rules.asking import ask
@@ -66,29 +67,39 @@ def test_three_epochs_that_begin_anew_are_spread_over_the_training_steps(tmp_pat
     assert found.advice == (
         "`persistent_workers=True` (is False) on the loader of training: 2 workers, 280.0 ms less an epoch",
     )
+    assert found.changes[0].settings == (Setting("persistent_workers", False, True),)
+    assert [cost.ns for cost in found.by_rank] == pytest.approx([3 * 280 * MS / 40] * ranks)
     assert found.evidence is not None
-    assert found.evidence.rows == (("training", 4, "50.0 ms", "250.0 ms", "40.0 ms", "0 ns", "20.0 ms", "280.0 ms"),)
+    assert found.evidence.rows == (("training", 4, 50 * MS, 250 * MS, 40 * MS, 0, 20 * MS, 280 * MS),)
 
 
 def test_spawned_workers_are_told_what_makes_them_slow(tmp_path: Path) -> None:
     found = ask(RULE, recorded(tmp_path, loader={**LOADER, "start_method": "spawn"}, first=1_000))
-    assert any("spawned" in a for a in found.advice)
+    assert "spawned" in found.advice[1]
+    assert found.changes[1].settings == (Setting("multiprocessing_context", "spawn", "forkserver"),)
 
 
 def test_of_a_first_batch_nobody_knows_how_long_it_takes_nothing_is_promised(tmp_path: Path) -> None:
     path = recorded(tmp_path)
     (path / "ranks/00000/fetches.jsonl").unlink()
-    assert ask(RULE, path).saving_ns == pytest.approx(3 * 70 * MS / 40)
+    found = ask(RULE, path)
+    assert found.saving_ns == pytest.approx(3 * 70 * MS / 40)
+    assert found.evidence is not None
+    assert found.evidence.rows[0][4] is None
 
 
 def test_workers_that_stay_are_left_alone(tmp_path: Path) -> None:
     clear = ask(RULE, recorded(tmp_path, ["1 2"] * 4))
-    assert (clear.state, clear.summary) == ("clear", "the workers stay from epoch to epoch")
+    assert (clear.state, clear.summary, clear.share) == ("clear", "the workers stay from epoch to epoch", 0.0)
 
 
 def test_workers_that_start_at_once_are_left_alone(tmp_path: Path) -> None:
     clear = ask(RULE, recorded(tmp_path, start=5, first=41, end=2))
     assert clear.state == "clear"
+    # 5 + 41 + 2 ms, less a batch of 40; three times in 40 steps of 100 ms and a little.
+    assert clear.saving_ns == pytest.approx(3 * 8 * MS / 40)
+    assert clear.share == pytest.approx(0.006, rel=0.05)
+    assert clear.scope == "job"
     assert "start anew" in clear.summary
 
 
