@@ -30,7 +30,8 @@ TOLERANCE = 1e-9
 
 # By what an entry of a list is known; others by their place in it.
 _NAMES = (("id",), ("rank", "category"), ("rank", "culprit", "category"), ("kind", "name"), ("section", "name"))
-_NOT_COMPARED = ("format", "saving", "dlprof", "manual", "path", "by_rank")
+# What format 2 brought is not in what older code saved.
+_NOT_COMPARED = ("format", "saving", "dlprof", "manual", "path", "by_rank", "lost_share")
 _WORDS = (
     "title",
     "summary",

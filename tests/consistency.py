@@ -33,7 +33,10 @@ def assert_consistent(said: dict[str, Any]) -> None:
             assert o["share"] == pytest.approx(o["saving_ns"] / step)
             assert o["share"] == 1 or o["speedup"] == pytest.approx(1 / (1 - o["share"]))
         assert all(f["step_ns"] > 0 for f in o["forecasts"]), o["id"]
-        assert o["advice"], o["id"]
+        assert o["changes"], o["id"]
+        assert set(o["ranks"]) <= {cost["rank"] for cost in o["by_rank"]} or o["scope"] == "risk", o["id"]
+    for o in said["outcomes"]:
+        assert (o["state"] in ("found", "clear")) or not (o["saving_ns"] or o["by_rank"]), o["id"]
     together = said["together"]
     inside = [o["saving_ns"] for o in found if o["scope"] == "step"]
     if together and inside:

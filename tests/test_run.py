@@ -298,7 +298,7 @@ def test_a_report_that_cannot_be_written_is_still_said(tmp_path: Path, out: str)
     (tmp_path / "file").write_text("in the way")
     done = report(traces.write(tmp_path / "rank0.json", traces.training()), tmp_path / out)
     assert done.exit_code == 1
-    assert json.loads(done.stdout)["format"] == 1
+    assert json.loads(done.stdout)["format"] == 2
     (line,) = done.stderr.splitlines()
     assert "could not be written" in line
     assert "-o names another folder" in line

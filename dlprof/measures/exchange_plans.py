@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -165,7 +166,7 @@ def idle_cores(run: Measured) -> float:
     used = run.frame(busy).groupby("rank")[["cpu_ns", "time_ns"]].sum()
     share = used["cpu_ns"] / used["time_ns"].clip(lower=1)
     there = pd.Series({r: settings.cores(run, r) for r in run.ranks}, dtype=float).reindex(share.index)
-    hosts = pd.Series({r: str(run.facts[r].get("host")) for r in run.ranks}).reindex(share.index)
+    hosts = pd.Series({r: settings.host(run, r) for r in run.ranks}).reindex(share.index)
     together = share.groupby(hosts).transform("sum")
     # Ranks that use more than one of them may have cores of their own.
     taken = (together.where(together <= there, share) / there).max()
@@ -226,14 +227,15 @@ def _fit(frame: pd.DataFrame) -> Fit | None:
     transfers,
 )
 def exchange_plans(run: Measured) -> pd.DataFrame:
-    """Give what each change of the exchange would save: change, key, gain_ns (NaN: not known), why.
+    """Return what each change of the exchange would save: change, key, gain_ns (NaN: not known), why, bucket_cap_mb.
 
     key: hidden, bucket, once (for each step of the optimizer, where batches in between exchange too; else half as many,
-    and a quarter), bytes (half as many), powersgd. `why` says what is taken for granted, or why it is not known. Where
-    ranks are missing, all exposed communication of the one that has least counts as transfer.
+    and a quarter), bytes (half as many), powersgd. bucket_cap_mb is what `bucket` sets it to, NaN for the others.
+    `why` says what is taken for granted, or why it is not known. Where ranks are missing, all exposed communication of
+    the one that has least counts as transfer.
     """
     transfer = exposed_transfer(run)
-    rows = [_hidden(run, transfer)]
+    rows: list[tuple[Any, ...]] = [_hidden(run, transfer)]
     frame = run.frame(bandwidth)
     of = frame["exposed_ns"] * frame["ranks"]
     gradients = of[_of_gradients(run, frame)].sum() / of.sum() if of.sum() > 0 else 0.0
@@ -242,7 +244,8 @@ def exchange_plans(run: Measured) -> pd.DataFrame:
         rows += [_bucket(run, grads)] if settings.model(run).get("ddp") else []
         rows += _once(run, grads) or [_seldom(run, grads, "half", 2), _seldom(run, grads, "quarter", 4)]
         rows += _compressed(run, grads)
-    return pd.DataFrame(rows, columns=["change", "key", "gain_ns", "why"])
+    columns = ["change", "key", "gain_ns", "why", "bucket_cap_mb"]
+    return pd.DataFrame([(*row, math.nan)[: len(columns)] for row in rows], columns=columns)
 
 
 def _of_gradients(run: Measured, frame: pd.DataFrame) -> NDArray[np.bool_]:
@@ -356,7 +359,7 @@ def _backward_told(run: Measured) -> bool:
     return bool(run.frame(overlap)["backward_ns"].notna().all()) and not settings.model(run).get("fsdp")
 
 
-def _bucket(run: Measured, grads: pd.Series[float]) -> tuple[str, str, float, str]:
+def _bucket(run: Measured, grads: pd.Series[float]) -> tuple[str, str, float, str, float]:
     """Try other buckets: fewer start less often, but the last one, which only the end of the pass fills, grows."""
     now = settings.model(run)["ddp"].get("bucket_cap_mb")
     frame = run.frame(bandwidth)
@@ -364,12 +367,12 @@ def _bucket(run: Measured, grads: pd.Series[float]) -> tuple[str, str, float, st
     mine = mine[mine["members"] == mine.groupby("members")["transfer_ns"].sum().idxmax()]
     n, total = float(mine["count"].sum()), float(mine["bytes"].sum())
     fit = fitted(run)
-    asked = f"other buckets than `bucket_cap_mb={digits(now) if now else UNKNOWN}`"
+    unknown = (f"other buckets than `bucket_cap_mb={digits(now) if now else UNKNOWN}`", "bucket", math.nan)
     if fit is None:
-        return asked, "bucket", math.nan, "its exchanges do not tell what starting one takes: their sizes are alike"
+        return *unknown, "its exchanges do not tell what starting one takes: their sizes are alike", math.nan
     computes = float(run.frame(overlap)["backward_ns"].mean())
     if not math.isfinite(computes):
-        return asked, "bucket", math.nan, "the trace does not tell the backward pass, which would hide them"
+        return *unknown, "the trace does not tell the backward pass, which would hide them", math.nan
 
     def open_ns(exchanges: float) -> float:
         all_of_it = exchanges * fit.start_ns + total * fit.byte_ns
@@ -382,7 +385,8 @@ def _bucket(run: Measured, grads: pd.Series[float]) -> tuple[str, str, float, st
         f"{count(round(n), 'exchange')} become {sizes[best]:.0f}; starting one takes {duration(fit.start_ns)}, moving"
         f" {size(total)} {duration(total * fit.byte_ns)}"
     )
-    return f"`bucket_cap_mb={best}` (is {digits(now)})", "bucket", saving(run, grads.clip(upper=less)), told
+    change, gain = f"`bucket_cap_mb={best}` (is {digits(now)})", saving(run, grads.clip(upper=less))
+    return change, "bucket", gain, told, float(best)
 
 
 def _once(run: Measured, grads: pd.Series[float]) -> list[tuple[str, str, float, str]]:

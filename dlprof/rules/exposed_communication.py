@@ -51,7 +51,7 @@ from dlprof.measures.exchange_plans import (
 )
 from dlprof.measures.replay import own_time
 from dlprof.measures.waits import waits
-from dlprof.result import Change, Panel
+from dlprof.result import Change, Forecast, Panel
 from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import count, duration, percent, size
 
@@ -101,10 +101,19 @@ def _explain(run: Measured, best: pd.Series[Any], transfer: pd.Series[float]) ->
         title="Communication is not hidden behind computation",
         summary=f"{count(per_step, 'collective')} a step on rank {worst}; for {duration(transfer[worst])} of"
         f" {duration(step)} data is in transfer and nothing is computed{more}.{unsplit}",
-        changes=tuple(_changes(run, mine, per_step)) or (_UNKNOWN_JOB.get(best["key"], _UNKNOWN_JOB["hidden"]),),
+        changes=tuple(_changes(run, mine, per_step, best)) or (_UNKNOWN_JOB.get(best["key"], _UNKNOWN_JOB["hidden"]),),
         evidence=_evidence(run, step),
         sure=f"Estimated as {_ESTIMATES[best['key']]}: {best['why']}.{unsplit}",
+        forecasts=tuple(
+            Forecast("bucket_cap_mb", str(cap), step - float(best["gain_ns"])) for cap in _buckets(run, best)
+        ),
     )
+
+
+def _buckets(run: Measured, best: pd.Series[Any]) -> tuple[float, ...]:
+    """Return the bucket_cap_mb that the best plan sets, if it sets another than there is."""
+    ddp, cap = settings.model(run).get("ddp"), float(best["bucket_cap_mb"])
+    return (cap,) if ddp and best["key"] == "bucket" and cap != ddp.get("bucket_cap_mb") else ()
 
 
 def _untold(run: Measured) -> str:
@@ -180,15 +189,18 @@ def _best(plans: pd.DataFrame, step: float) -> pd.Series[Any]:
     return (once if len(once) else best).iloc[-1]
 
 
-def _changes(run: Measured, mine: pd.DataFrame, per_step: float) -> Iterator[Change]:
-    ddp, fsdp = settings.model(run).get("ddp"), settings.model(run).get("fsdp")
+def _changes(run: Measured, mine: pd.DataFrame, per_step: float, best: pd.Series[Any]) -> Iterator[Change]:
+    ddp, fsdp = settings.model(run).get("ddp") or {}, settings.model(run).get("fsdp")
     seldom = "once" in set(run.frame(exchange_plans)["key"])
     sized = mine["bytes"][mine["bytes"] > 0]
     if seldom:
         yield change("`with model.no_sync():` around all batches but the last one before the optimizer steps")
+    buckets = _buckets(run, best)
+    for cap in buckets:
+        yield change(best["change"], bucket_cap_mb=(ddp.get("bucket_cap_mb"), cap))
     if needed := activations(run):
         yield from _AT_ONCE.get(needed, _AT_ONCE[""])
-    elif per_step > 8 and len(sized) and sized.median() < SMALL_BYTES:
+    elif not buckets and per_step > 8 and len(sized) and sized.median() < SMALL_BYTES:
         what = f"{per_step:.0f} collectives of {size(float(sized.median()))} (median) a step"
         if ddp:
             now = ddp.get("bucket_cap_mb")

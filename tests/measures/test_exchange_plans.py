@@ -16,7 +16,10 @@ from dlprof.measures.exchange_plans import (
     idle_cores,
     overlap,
 )
+from dlprof.result import Setting
+from dlprof.rules import exposed_communication
 from tests import runs, traces
+from tests.rules.asking import ask
 from tests.runs import MS
 
 US = 1_000
@@ -86,16 +89,35 @@ def test_two_classes_of_size_tell_starting_from_moving(tmp_path: Path) -> None:
     assert gains(run)["bucket"] == pytest.approx(0.0, abs=1)
 
 
-def test_small_buckets_that_mostly_start_become_few(tmp_path: Path) -> None:
+def small_buckets(pairs: int = 20) -> list[Any]:
     reduced, at = [], 5_010 * US
-    for elements in (250, 25_000) * 20:
+    for elements in (250, 25_000) * pairs:
         reduced.append((at, 100 * US + elements * 4 // 10, elements))
         at += reduced[-1][1]
-    run = run_of(tmp_path, step(*reduced, period=12 * MS), ddp=DDP)
-    plan = run.frame(exchange_plans).set_index("key").loc["bucket"]
+    return step(*reduced, period=round(at / MS + 3) * MS)
+
+
+def test_small_buckets_that_mostly_start_become_few(tmp_path: Path) -> None:
+    plans = run_of(tmp_path, small_buckets(), ddp=DDP).frame(exchange_plans).set_index("key")
+    plan = plans.loc["bucket"]
+    assert plans["bucket_cap_mb"].dropna().to_dict() == {"bucket": 1.0}
     # Forty exchanges of 2.02 MB take 4.202 ms: 1.277 ms more than 39/40 of 3 ms. Two take 0.402 ms, half of it open.
     assert plan["change"] == "`bucket_cap_mb=1` (is 1)"
     assert plan["gain_ns"] == pytest.approx(1.277 * MS - 0.201 * MS, rel=1e-3)
+
+
+@pytest.mark.parametrize("now", [0.01, 1.0])
+def test_the_rule_names_the_buckets_of_the_best_plan_unless_they_are_there(tmp_path: Path, now: float) -> None:
+    run_of(tmp_path, small_buckets(100), ddp=DDP | {"bucket_cap_mb": now})
+    found = ask(exposed_communication.RULE, tmp_path / "run")
+    named = [s for c in found.changes for s in c.settings if s.name == "bucket_cap_mb"]
+    plans = gains(run_of(tmp_path / "again", small_buckets(100), ddp=DDP))
+    assert max(plans, key=lambda key: plans[key]) == "bucket"
+    assert plans["bucket"] == pytest.approx(found.saving_ns)
+    if now == 1.0:
+        assert (found.forecasts, named[0].to) == ((), 25.0)
+    else:
+        assert (named, [f.value for f in found.forecasts]) == ([Setting("bucket_cap_mb", now, 1.0)], ["1.0"])
 
 
 def test_exchanges_that_are_alike_do_not_tell_what_starting_takes(tmp_path: Path) -> None:
