@@ -85,7 +85,7 @@ reports: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.reports $(HOW)
 
 # Ten minutes on a machine with an NVIDIA GPU: dlprof held against CUDA events, nvidia-smi and plain runs. It sets up no
-# environment: PYTHON must have torch with CUDA, numpy, pandas, click, jinja2, msgspec, psutil and nvidia-ml-py, and
+# environment: PYTHON must have torch with CUDA, numpy, pandas, click, jinja2, msgspec, pillow, psutil, nvidia-ml-py, and
 # should have pytest, py-spy, isal and line_profiler; with a C compiler it counts synchronising calls. What is missing
 # can be carried along: benchmarks/gpu/README.md. HOW="--only async sync", "--rehearse" (without a GPU), "--list", ...
 gpu:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from typing import Any
 
 import pandas as pd
 
@@ -322,6 +323,14 @@ def _check_value(value: object) -> None:
         raise ValueError(f"{value!r} among its figures")
 
 
+def _rows(run: Measured, measure: Measure) -> list[dict[Any, Any]]:
+    """Return a measure's rows, each a dictionary of plain Python values; none where it was not measured."""
+    try:
+        return run.frame(measure).to_dict("records")
+    except (NotMeasured, MeasureFailed):
+        return []
+
+
 def _window(run: Measured) -> Window | None:
     try:
         means = run.frame(step_means)
@@ -369,11 +378,7 @@ def _arithmetic(run: Measured) -> dict[str, float]:
 
 
 def _device(run: Measured) -> tuple[DeviceTime, ...]:
-    try:
-        frame = run.frame(device_time)
-    except (NotMeasured, MeasureFailed):
-        return ()
-    return tuple(DeviceTime(**{str(k): int(v) for k, v in row.items()}) for row in frame.to_dict("records"))
+    return tuple(DeviceTime(**{str(k): int(v) for k, v in row.items()}) for row in _rows(run, device_time))
 
 
 def _time(run: Measured) -> tuple[TimePart, ...]:
@@ -394,39 +399,26 @@ def _time(run: Measured) -> tuple[TimePart, ...]:
 
 
 def _steps(run: Measured) -> tuple[RankStep, ...]:
-    try:
-        frame = run.frame(spread)
-    except (NotMeasured, MeasureFailed):
-        return ()
-    columns = [f"q{i}" for i in range(len(QUANTILES))]
     return tuple(
-        RankStep(int(r), int(n), float(ns), None if pd.isna(e) else float(e), tuple(q))
-        for r, n, ns, e, q in zip(
-            *(frame[c] for c in ("rank", "steps", "step_ns", "noise_ns")),
-            frame[columns].to_numpy().tolist(),
-            strict=True,
+        RankStep(
+            row["rank"],
+            row["steps"],
+            row["step_ns"],
+            None if math.isnan(row["noise_ns"]) else row["noise_ns"],
+            tuple(row[f"q{i}"] for i in range(len(QUANTILES))),
         )
+        for row in _rows(run, spread)
     )
 
 
 def _work(run: Measured) -> tuple[Work, ...]:
-    try:
-        frame = run.frame(work_means)
-    except (NotMeasured, MeasureFailed):
-        return ()
     return tuple(
-        Work(kind, str(name), float(calls), float(ns), float(noise))
-        for kind, name, calls, ns, noise in zip(
-            *(frame[c] for c in ("kind", "name", "calls", "ns", "noise_ns")), strict=True
-        )
+        Work(row["kind"], str(row["name"]), *(float(row[c]) for c in ("calls", "ns", "noise_ns")))
+        for row in _rows(run, work_means)
     )
 
 
 def _exchanges(run: Measured) -> tuple[Exchange, ...]:
-    try:
-        frame = run.frame(exchanged)
-    except (NotMeasured, MeasureFailed):
-        return ()
     return tuple(
         Exchange(
             row["collective"],
@@ -437,7 +429,7 @@ def _exchanges(run: Measured) -> tuple[Exchange, ...]:
             None if math.isnan(row["wait_ns"]) else row["wait_ns"],
             None if math.isnan(row["busbw"]) else row["busbw"],
         )
-        for row in frame.to_dict("records")
+        for row in _rows(run, exchanged)
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 # A difference is told where it is at least twice its standard error and this share of A's step: two recordings of one
-# job with steps of 50 ms were up to 0.9 % apart (the README's table of what recording costs).
+# job with steps of 50 ms were up to 0.9 % apart (docs/cost.md).
 LEAST_NOISE = 2.0
 LEAST_SHARE = 0.01
 

@@ -53,10 +53,10 @@ class RankData:
 
     def _read(self, rank: Rank) -> None:
         for source in SOURCES:
-            if source.reader in rank.files:
-                self._take(source, rank.files[source.reader])
+            if source.name in rank.files:
+                self._take(source, rank.files[source.name])
             else:
-                why = (_why_no_trace(rank) if source.reader == TRACE else "") or source.absent
+                why = (_why_no_trace(rank) if source.name == TRACE else "") or source.absent
                 self._missing.update(dict.fromkeys(source.tables, why))
 
     def _take(self, source: Source, path: Path) -> None:

@@ -10,7 +10,7 @@ import gzip
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +34,26 @@ def new_folder(name: str, env: Mapping[str, str]) -> Path:
     runs = Path("runs")
     task = task_of(env)
     stem = f"{name}-{task.job if task else time.strftime('%Y%m%d-%H%M%S')}"
-    for n in range(1000):
-        folder = runs / (f"{stem}-{n}" if n else stem)
-        if task is not None:
-            if not _word_of(folder, task).exists():
-                return folder
-            continue
+    folders = (runs / (f"{stem}-{n}" if n else stem) for n in range(1000))
+    if task is not None:
+        found = next((folder for folder in folders if not _word_of(folder, task).exists()), None)
+    else:
         try:
-            folder.mkdir(_PRIVATE, parents=True)
-        except FileExistsError:
-            continue
+            found = make_first(folders, _PRIVATE)
         except OSError as e:
             raise DlprofError(f"cannot make a run folder: {e}; choose another place with -o") from None
-        return folder
-    raise DlprofError(f"{runs / stem}: too many runs of that name in one second; choose a folder with -o")
+    if found is None:
+        raise DlprofError(f"{runs / stem}: too many runs of that name in one second; choose a folder with -o")
+    return found
+
+
+def make_first(folders: Iterable[Path], mode: int = 0o777) -> Path | None:
+    """Make the first of these folders that is not there, and return it; None: all are there. Raises OSError."""
+    for folder in folders:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode, parents=True)
+            return folder
+    return None
 
 
 def claim(folder: Path, record: Mapping[str, Any], task: Task | None) -> None:

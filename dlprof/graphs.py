@@ -100,8 +100,6 @@ class Graphs:
             row = recorder.row
             if not row.worked:
                 row.lead_ns = perf_counter_ns() - row.start_ns - sum(row.parts)
-                if recorder.first_forward is not None:
-                    recorder.first_forward()
         except Exception as e:  # noqa: BLE001 - the script goes on
             recorder._fail(e)
             return False

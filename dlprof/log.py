@@ -10,6 +10,10 @@ import fcntl
 import os
 from pathlib import Path
 
+# Lines that gather in a rank are written this often: a crash costs at most so much, and a step of a millisecond pays
+# for no system call.
+WRITE_EVERY_NS = 250_000_000
+
 
 class Log:
     """Appends to a file: in whole lines, unless the disk is full."""

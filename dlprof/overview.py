@@ -37,6 +37,9 @@ NEEDS: tuple[Measure, ...] = (
     *run_warnings.NEEDS,
 )
 
+# The phases of the training thread, and the category in whose colour each is drawn.
+PHASES = {"fetch": "input_wait", "forward": "forward", "backward": "backward", "optimizer": "optimizer_host"}
+
 # As many ranks as can be told apart in one chart.
 MOST_RANKS = 8
 
@@ -90,6 +93,16 @@ def points(table: pd.DataFrame) -> tuple[tuple[Any, ...], ...]:
         (int(at), *(None if pd.isna(v) else float(v) for v in values))
         for at, values in zip(table.index, table.to_numpy(), strict=True)
     )
+
+
+def cells(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table with None where a value is missing, and each cell a plain Python value."""
+    return table.astype(object).where(table.notna(), None)
+
+
+def rows(table: pd.DataFrame) -> tuple[tuple[Any, ...], ...]:
+    """Return the rows of a panel's table: each cell, None where there is none."""
+    return tuple(cells(table).itertuples(index=False, name=None))
 
 
 def run_info(run: Measured) -> RunInfo:
@@ -204,10 +217,7 @@ def facts(run: Measured) -> tuple[Fact, ...]:
     add("Precision", "gradient scaler", _several(run, "grad_scaler"))
     for key in ("float32_precision", "allow_tf32", "cudnn_benchmark", "deterministic"):
         add("Precision", key.replace("_", " "), _several(run, "matmul", key))
-    environment: dict[str, None] = {}
-    for r in run.ranks:
-        environment.update(dict.fromkeys(run.facts[r].get("env") or {}))
-    for name in sorted(environment):
+    for name in sorted({name for r in run.ranks for name in run.facts[r].get("env") or ()}):
         add("Environment", name, _several(run, "env", name))
     _arithmetic_facts(run, add)
     _tensor_facts(run, add)
@@ -232,9 +242,14 @@ def _tensor_facts(run: Measured, add: Any) -> None:
         ("kernels' time in products whose unit no name tells", "unknown_ns"),
     ):
         shares = [float(v) for v in frame[column] / frame["kernel_ns"].clip(lower=1)]
-        few = shares if len(shares) <= MOST_RANKS else [min(shares), max(shares)]
-        text = " to ".join(percent(v) for v in few) if len(few) < len(shares) else ", ".join(percent(v) for v in few)
-        add("Arithmetic", name, text)
+        add("Arithmetic", name, _between(shares, "share"))
+
+
+def _between(values: list[float], unit: str) -> str:
+    """Write the values of a few ranks, of many the least and the largest."""
+    if len(values) > MOST_RANKS:
+        return f"{quantity(min(values), unit)} to {quantity(max(values), unit)}"
+    return ", ".join(quantity(v, unit) for v in values)
 
 
 def _arithmetic_facts(run: Measured, add: Any) -> None:
@@ -252,10 +267,8 @@ def _arithmetic_facts(run: Measured, add: Any) -> None:
     add("Arithmetic", "achieved a rank", f"{quantity(means['flops_per_s'], 'FLOP')}/s")
     known = frame["mfu"].notna().any()
     add("Arithmetic", "MFU", percent(means["mfu"]) if known else f"not known: {frame['why'].iloc[0]}")
-    uncounted: dict[str, None] = {}
-    for r in run.ranks:
-        uncounted.update(dict.fromkeys((run.facts[r].get("flops") or {}).get("uncounted") or {}))
-    add("Arithmetic", "not in it", [*uncounted])
+    uncounted = (name for r in run.ranks for name in (run.facts[r].get("flops") or {}).get("uncounted") or ())
+    add("Arithmetic", "not in it", [*dict.fromkeys(uncounted)])
 
 
 def _sample_facts(run: Measured, add: Any) -> None:
@@ -269,33 +282,27 @@ def _sample_facts(run: Measured, add: Any) -> None:
         chosen = means[(means["source"] == source) & (means["metric"] == metric)].sort_values("rank")
         return [float(v) for v in chosen[column]]
 
-    def between(values: list[float], unit: str) -> str:
-        """Write the values of a few ranks, of many the least and the largest."""
-        if len(values) > MOST_RANKS:
-            return f"{quantity(min(values), unit)} to {quantity(max(values), unit)}"
-        return ", ".join(quantity(v, unit) for v in values)
-
     cores = told("host", "cores")
     used = told("host", "cpu_cores")
     add("Host", "cores in use", [f"{digits(u)} of {n:.0f}" for u, n in zip(used, cores, strict=False)])
-    add("Host", "cores in use by a rank's process", between(told("processes", "cpu_cores"), ""))
+    add("Host", "cores in use by a rank's process", _between(told("processes", "cpu_cores"), ""))
     if any(told("processes", "children")):
-        add("Host", "cores in use by its children", between(told("processes", "children_cpu_cores"), ""))
+        add("Host", "cores in use by its children", _between(told("processes", "children_cpu_cores"), ""))
     waited = told("processes", "main_thread_waited_share")
-    add("Host", "main thread ready, but no core free", between(waited, "share"))
-    add("Host", "largest memory of a rank's process", between(told("processes", "rss_bytes", "largest"), "bytes"))
-    add("Host", "largest memory in use", between(told("host", "memory_used_bytes", "largest"), "bytes"))
-    add("GPU", "a kernel ran", between(told("gpu", "busy_share"), "share"))
-    add("GPU", "multiprocessors at work", between(told("gpu", "sm_busy_share"), "share"))
-    add("GPU", "tensor cores at work, by its counters", between(told("gpu", "tensor_busy_share"), "share"))
-    add("GPU", "largest memory in use", between(told("gpu", "memory_used_bytes", "largest"), "bytes"))
-    add("GPU", "clock", between(told("gpu", "sm_clock_mhz"), "MHz"))
-    add("GPU", "highest temperature", between(told("gpu", "temperature_c", "largest"), "°C"))
+    add("Host", "main thread ready, but no core free", _between(waited, "share"))
+    add("Host", "largest memory of a rank's process", _between(told("processes", "rss_bytes", "largest"), "bytes"))
+    add("Host", "largest memory in use", _between(told("host", "memory_used_bytes", "largest"), "bytes"))
+    add("GPU", "a kernel ran", _between(told("gpu", "busy_share"), "share"))
+    add("GPU", "multiprocessors at work", _between(told("gpu", "sm_busy_share"), "share"))
+    add("GPU", "tensor cores at work, by its counters", _between(told("gpu", "tensor_busy_share"), "share"))
+    add("GPU", "largest memory in use", _between(told("gpu", "memory_used_bytes", "largest"), "bytes"))
+    add("GPU", "clock", _between(told("gpu", "sm_clock_mhz"), "MHz"))
+    add("GPU", "highest temperature", _between(told("gpu", "temperature_c", "largest"), "°C"))
     power = told("gpu", "mean_power_w") or told("gpu", "power_w")
-    add("GPU", "power", between(power, "W"))
+    add("GPU", "power", _between(power, "W"))
     if power:
         step_s = mean_step_ns(run) / 1e9
-        add("GPU", "energy of a step", between([watts * step_s for watts in power], "J"))
+        add("GPU", "energy of a step", _between([watts * step_s for watts in power], "J"))
 
 
 def _memory_facts(run: Measured, add: Any) -> None:

@@ -31,9 +31,9 @@ from dlprof.log import file_of
 from dlprof.plain import plain
 from dlprof.process import started
 from dlprof.ranks import find_rank
-from dlprof.stepping import BACKWARD, FETCH, FORWARD, OPTIMIZER, Row, Step
+from dlprof.stepping import BACKWARD, FETCH, FORWARD, OPTIMIZER, PHASES, Row, Step
 
-_RANGES = ("dlprof::fetch", "dlprof::forward", "dlprof::backward", "dlprof::optimizer")
+_RANGES = tuple(f"dlprof::{phase}" for phase in PHASES)
 
 # A script that takes this many optimizer steps on one batch has no loop over a loader; its steps are the optimizer's.
 # A gradient-accumulating or adversarial loop takes far fewer a batch.
@@ -135,7 +135,6 @@ class _Hot:
         "_tell_step",
         "capturing",
         "end_of_step",
-        "first_forward",
         "inside",
         "mark",
         "news",
@@ -221,8 +220,7 @@ class Recorder(_Hot):
         self.inside = False
         # What opens a named range around each phase: the trace while its window is open, NVTX all along.
         self.ranges: list[Callable[[str], Any]] = []
-        self.first_forward: Callable[[], None] | None = None  # called before the first forward of each step
-        self.end_of_step: Callable[[], Any] | None = None  # called at its end; Step.device keeps what it gives
+        self.end_of_step: Callable[[], Any] | None = None  # called at each step's end; Step.device keeps what it gives
         self.switched_off: Callable[[], None] | None = None  # called when no step will be heard of any more
         self.off = False
         self.started = False
@@ -325,9 +323,6 @@ class Recorder(_Hot):
             now = perf_counter_ns()
             if not row.forwards:
                 row.lead_ns = now - row.start_ns - row.parts[FETCH]
-                if self.first_forward is not None:
-                    self.first_forward()
-                    now = perf_counter_ns()
             row.forwards += 1
             if id(module) != self._model_id:
                 self._see_model(module)
@@ -847,7 +842,7 @@ class Recorder(_Hot):
         self.off = True
         self.inside = True
         self.ranges.clear()
-        self.first_forward = self.end_of_step = None
+        self.end_of_step = None
         if self.switched_off is not None:
             with contextlib.suppress(Exception):
                 self.switched_off()

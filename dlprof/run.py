@@ -13,6 +13,7 @@ from dlprof.errors import DlprofError
 from dlprof.hosts import BOOT, longer
 from dlprof.opening import Inside
 from dlprof.readers import SOURCES, Reading
+from dlprof.units import few
 
 FORMAT = 1
 
@@ -38,7 +39,7 @@ class Rank:
     """What one rank left on disk. `facts` are the recorder's; of a foreign trace, empty."""
 
     index: int
-    files: Mapping[str, Path] = field(default_factory=dict)  # reader → what it is to read
+    files: Mapping[str, Path] = field(default_factory=dict)  # source → what is read of it
     facts: Mapping[str, Any] = field(default_factory=dict)
     resumed_ns: tuple[int, ...] = ()  # when the job, or a part of it, went on again after it was stopped
 
@@ -127,15 +128,14 @@ def _recorded(folder: Path) -> Run:
     hosts: dict[Any, Path] = {path.name: path for path in folder.glob("hosts/*") if inside.holds_folder(path)}
     boots = {name: boot for name, path in hosts.items() if (boot := inside.text(path / BOOT))}
     ranks = []
-    said: dict[str, list[int]] = {}
+    of_ranks: list[tuple[str, str]] = []
     for index, lives in sorted(attempts.items()):
         attempt, sub = max(lives)
         if attempt < last:
             warnings.append(f"rank {index} left nothing after the last restart")
             continue
         facts, odd = _facts(inside, sub / "facts.json", reader.read)
-        for warning in (*odd, *(facts.get("warnings") or ())):
-            said.setdefault(warning, []).append(index)
+        of_ranks += [(f"rank {index}", warning) for warning in (*odd, *(facts.get("warnings") or ()))]
         files = _files(inside, sub)
         # Where machines share a name, the first to sample has it, else the first rank's.
         name, boot = facts.get("host"), facts.get("boot") or ""
@@ -149,8 +149,7 @@ def _recorded(folder: Path) -> Run:
     tasks = info.get("tasks") or _tasks(inside)
     resumed = {at for one in (info, *tasks) for at in one.get("resumed_ns") or ()}
     ranks = [replace(rank, resumed_ns=tuple(sorted(resumed))) for rank in _with_log(inside, ranks, warnings)]
-    for warning, who in said.items():
-        warnings.append(f"rank {who[0]}: {warning}" if len(who) == 1 else f"{len(who)} ranks: {warning}")
+    warnings += together(of_ranks, "ranks")
     if not ranks:
         warnings.append("no rank left a record: the job ended before its first step, or Python was started without it")
     ended = info.get("exit") or {}
@@ -196,27 +195,30 @@ def _of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[str]:
         return []
     said.pop("ended with exit code 0", None)
     return [
-        f"task {who[0]} {words}"
-        if len(who) == 1
-        else f"{len(who)} tasks {words}: {', '.join(who[:_MOST_NAMED])}{' …' if len(who) > _MOST_NAMED else ''}"
+        f"task {who[0]} {words}" if len(who) == 1 else f"{len(who)} tasks {words}: {few(who, _MOST_NAMED)}"
         for words, who in said.items()
     ]
 
 
 def _of_hosts(inside: Inside) -> list[str]:
-    """Give what the samplers of each host had to say; where all said the same, once."""
-    said: dict[str, list[str]] = {}
-    for path in sorted(inside.root.glob("hosts/*/warnings.txt")):
-        for line in inside.text(path).splitlines():
-            said.setdefault(line, []).append(path.parent.name)
-    return [f"{who[0]}: {text}" if len(who) == 1 else f"{len(who)} hosts: {text}" for text, who in said.items()]
+    """Return the warnings of each host's samplers; the same of several once."""
+    files = sorted(inside.root.glob("hosts/*/warnings.txt"))
+    return together([(path.parent.name, line) for path in files for line in inside.text(path).splitlines()], "hosts")
+
+
+def together(warnings: Iterable[tuple[str, str]], kind: str) -> list[str]:
+    """Return each warning once, behind the name of the only one who has it, or how many of their kind have."""
+    who: dict[str, list[str]] = {}
+    for name, text in warnings:
+        who.setdefault(text, []).append(name)
+    return [f"{names[0] if len(names) == 1 else f'{len(names)} {kind}'}: {text}" for text, names in who.items()]
 
 
 def _files(inside: Inside, folder: Path, *, of_host: bool = False) -> dict[str, Path]:
-    """Find what a rank, or a host, left for each reader."""
+    """Find the file of each source that a rank, or a host, left."""
     sources = [s for s in SOURCES if s.of_host == of_host]
-    found = {s.reader: next((folder / f for f in s.files if inside.holds(folder / f)), None) for s in sources}
-    return {reader: path for reader, path in found.items() if path is not None}
+    found = {s.name: next((folder / f for f in s.files if inside.holds(folder / f)), None) for s in sources}
+    return {source: path for source, path in found.items() if path is not None}
 
 
 def _one_file(path: Path) -> Run:

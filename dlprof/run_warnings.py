@@ -8,8 +8,9 @@ from dlprof.engine import Measure, Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.window import window_likeness
+from dlprof.run import together
 from dlprof.timeline.steps import step_means
-from dlprof.units import count, digits, percent
+from dlprof.units import count, digits, few, percent
 
 NEEDS: tuple[Measure, ...] = (breakdown, step_means, window_likeness)
 
@@ -32,8 +33,8 @@ def warnings(run: Measured) -> list[str]:
     """Return the warnings of a run, a sentence each: the recorder's own first."""
     found, missing = list(run.run.warnings), run.missing_ranks
     if missing:
-        few = ", ".join(map(str, missing[:12])) + (" …" if len(missing) > 12 else "")
-        found.append(f"{len(missing)} of {run.world_size} ranks {'is' if len(missing) == 1 else 'are'} not here: {few}")
+        are = "is" if len(missing) == 1 else "are"
+        found.append(f"{len(missing)} of {run.world_size} ranks {are} not here: {few(missing, 12)}")
     return [*found, *_undivided(run), *_of_window(run), *_of_rest(run), *_of_ranks(run)]
 
 
@@ -105,16 +106,10 @@ def _of_rest(run: Measured) -> list[str]:
 
 
 def _of_ranks(run: Measured) -> list[str]:
-    said: dict[str, list[int]] = {}
-    for rank, texts in run.warnings.items():
-        for text in texts:
-            said.setdefault(text, []).append(rank)
-    lines = []
-    for text, ranks in said.items():
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
-        lines.append(text if len(run.ranks) == 1 else f"{who}: {text}")
+    found = [(f"rank {rank}", text) for rank, texts in run.warnings.items() for text in texts]
+    lines = together(found, "ranks") if len(run.ranks) > 1 else list(dict.fromkeys(text for _, text in found))
     for text, ranks in run.failures().items():
-        where = f" (ranks {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''})" if ranks else ""
+        where = f" (ranks {few(ranks, 8)})" if ranks else ""
         lines.append(f"what needs this measure is missing, it failed: {text}{where}")
     extra = len(lines) - MOST_WARNINGS
     return lines[:MOST_WARNINGS] + ([f"… and {extra} more warnings"] if extra > 0 else [])

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from dlprof.loaders import LoaderSeen
 
 FETCH, FORWARD, BACKWARD, OPTIMIZER = range(4)
+PHASES = ("fetch", "forward", "backward", "optimizer")  # their names
 
 
 class Step(NamedTuple):

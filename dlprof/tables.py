@@ -53,9 +53,7 @@ STEPS: Mapping[str, str] = {
     "forward_ns": "int64",  # inside the outermost module
     "backward_ns": "int64",  # inside backward(), autograd.grad
     "optimizer_ns": "int64",  # inside the outermost optimizer step
-    # On the device's own clock:
-    "device_ns": "int64",  # from the step's first forward to its end
-    "device_step_ns": "int64",  # from the end of the step before to the end of this one
+    "device_step_ns": "int64",  # from the end of the step before to the end of this one, on the device's own clock
     "fetches": "int64",
     "backwards": "int64",
     "optimizer_steps": "int64",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 MINUS = "\u2212"
 UNKNOWN = "\u2014"
@@ -82,6 +83,11 @@ def quantity(value: float, unit: str) -> str:
         text = f"{small:,.0f}" if whole else f"{small:.{1 if abs(small) >= 9.995 else 2}f}"
         return f"{text.replace('-', MINUS)} {name}"
     return f"{digits(value / divisor)} {name}" if name else digits(value)
+
+
+def few(things: Sequence[object], most: int) -> str:
+    """List things, of many only the first: "1, 2, 3 …"."""
+    return ", ".join(map(str, things[:most])) + (" …" if len(things) > most else "")
 
 
 def short(text: str, most: int) -> str:

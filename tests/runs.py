@@ -110,7 +110,6 @@ def light(step: int, dur: int, start: int | None = None, **said: Any) -> dict[st
         "forward_ns": 0,
         "backward_ns": 0,
         "optimizer_ns": 0,
-        "device_ns": -1,
         "device_step_ns": -1,
         "fetches": 1,
         "backwards": 1,

@@ -98,3 +98,8 @@ def test_count(n: float, noun: str, written: str) -> None:
 def test_names_that_are_cut_say_so() -> None:
     assert units.short("x" * 12, 12) == "x" * 12
     assert units.short("x" * 13, 12) == "x" * 11 + "…"
+
+
+def test_a_list_that_is_cut_says_so() -> None:
+    assert units.few([1, 2, 3], 3) == "1, 2, 3"
+    assert units.few(["a", "b", "c"], 2) == "a, b …"

@@ -17,9 +17,7 @@ from benchmarks.simulator.records import Row
 from benchmarks.simulator.simulation import Simulated, Simulation
 from benchmarks.simulator.streams import UNKNOWN, Work
 
-# A device further behind than so many steps loses its times: those of older recorders, which do not know
-# device_step_ns, and of newer ones.
-MOST_BEHIND = {False: 64, True: 1_024}
+MOST_BEHIND = 1_024  # a device further behind than so many steps loses its times
 USAGE_NS = 250_000_000  # between two lines of what a process used
 
 
@@ -61,7 +59,6 @@ def _steps(rank: Simulated, clock: Clock, recording: Recording) -> Iterable[dict
     rows = rank.records.rows
     before: Work | None = None
     for n, row in enumerate(rows):
-        known = _is_known(row, rows, MOST_BEHIND[recording.device_step])
         made: dict[str, Any] = {
             "step": row.number,
             "kind": row.kind,
@@ -72,10 +69,9 @@ def _steps(rank: Simulated, clock: Clock, recording: Recording) -> Iterable[dict
             "forward_ns": row.forward,
             "backward_ns": row.backward,
             "optimizer_ns": row.optimizer,
-            "device_ns": _elapsed(row.begun, row.ended) if known and row.begun is not None else -1,
         }
         if recording.device_step:
-            made["device_step_ns"] = _elapsed(before, row.ended) if known and n else -1
+            made["device_step_ns"] = _elapsed(before, row.ended) if n and _is_known(row, rows) else -1
         made |= {
             "fetches": row.fetches,
             "backwards": row.backwards,
@@ -87,17 +83,17 @@ def _steps(rank: Simulated, clock: Clock, recording: Recording) -> Iterable[dict
         yield made
 
 
-def _is_known(row: Row, rows: list[Row], behind: int) -> bool:
+def _is_known(row: Row, rows: list[Row]) -> bool:
     """Return whether the recorder had the step's device time before it gave it up."""
-    later = rows[row.number + behind] if row.number + behind < len(rows) else None
+    later = rows[row.number + MOST_BEHIND] if row.number + MOST_BEHIND < len(rows) else None
     return row.ended is not None and (later is None or row.ended.end <= later.end)
 
 
-def _elapsed(begun: Work | None, ended: Work | None) -> int:
+def _elapsed(before: Work | None, ended: Work | None) -> int:
     """Return the ns between two events, which tell time in half microseconds."""
-    if begun is None or ended is None or UNKNOWN in (begun.end, ended.end):
+    if before is None or ended is None or UNKNOWN in (before.end, ended.end):
         return -1
-    return round((ended.end - begun.end) / 500) * 500
+    return round((ended.end - before.end) / 500) * 500
 
 
 def _stalls(rank: Simulated, clock: Clock) -> Iterable[dict[str, Any]]:

@@ -242,7 +242,7 @@ class Process:
         elif isinstance(it, Thread):
             self.thread = it.number
         elif isinstance(it, Phase):
-            yield from self.recorder.phase(it.name)
+            self.recorder.phase(it.name)
         elif isinstance(it, Chunk):
             yield from self.recorder.chunk(it)
 

@@ -99,7 +99,7 @@ class Recorder:
 
     # -- within a step
 
-    def phase(self, name: str) -> Iterator[Work]:
+    def phase(self, name: str) -> None:
         """Enter a phase, or leave it (""); "replay": a graph that holds a whole step follows."""
         process, row = self._process, self._row
         assert row is not None
@@ -109,10 +109,8 @@ class Recorder:
             if self._own:
                 process.leave()
             return
-        if name in ("forward", "replay") and row.begun is None and self._own:
+        if name in ("forward", "replay") and row.lead < 0 and self._own:
             row.lead = process.now - row.start - row.fetch
-            yield from process.record()
-            row.begun = process.stream(COMPUTE).last
         if name == "replay":  # counts as what the graph holds
             row.backwards, row.optimizer_steps = row.backwards + 1, row.optimizer_steps + 1
             return

@@ -61,7 +61,6 @@ class Row:
     backwards: int = 0
     optimizer_steps: int = 0
     profiled: int = 0
-    begun: Work | None = None  # event before the first forward
     ended: Work | None = None  # event at the end
 
 

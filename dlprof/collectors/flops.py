@@ -288,9 +288,8 @@ def _product_added(args: Any, out: Any) -> int:
 
 
 def _convolved(x: Any, weight: Any, out: Any, transposed: bool) -> int:
-    """Count each weight once at each place of the output, of a transposed one at each place of the input."""
-    spatial = (x if transposed else out).shape[2:]
-    return int(2 * x.shape[0] * math.prod(spatial) * weight.numel())
+    """Count what each value of the output sums up, of a transposed one what each value of the input goes into."""
+    return int(2 * (x if transposed else out).numel() * math.prod(weight.shape[1:]))
 
 
 def _convolution(args: Any, out: Any) -> int:
@@ -298,8 +297,7 @@ def _convolution(args: Any, out: Any) -> int:
 
 
 def _convolution_whole(args: Any, out: Any) -> int:
-    # A single sample may come without its batch.
-    return int(2 * out.numel() // args[1].shape[0] * args[1].numel())
+    return _convolved(args[0], args[1], out, False)
 
 
 def _convolution_backward(args: Any, _out: Any) -> int:
@@ -324,6 +322,10 @@ _FUSED = ("efficient_attention", "flash_attention", "flash_attention_for_cpu", "
 
 # What operators compute, from their arguments and what they gave. Those of the second block come by whole where the
 # script uses inference mode, and as the others elsewhere.
+# `flop_registry` of torch.utils.flop_counter would do for mm, bmm, addmm, baddbmm and convolution alone, at 20 to 50 µs
+# a call instead of 1 or 2, and importing it takes half a second where Triton is installed and not loaded yet. It lacks
+# the second block, attention on the CPU, _scaled_mm in torch 2.6 and convolution_overrideable before 2.10, counts a
+# grouped convolution's backward pass too high (2.13 still does), and fails on grouped-query attention up to 2.11.
 _FORMULAS: Mapping[str, Callable[[Any, Any], int]] = {
     "aten::mm": _product,
     "aten::bmm": _product,

@@ -307,7 +307,7 @@ class _Counts:
             return
         log = Log(folder / "lines.jsonl")
         try:
-            wordy = (folder / "lines.jsonl").stat().st_size < _MOST_SOURCE_BYTES
+            wordy = log.size < _MOST_SOURCE_BYTES
             for at, lines in grown.items():
                 said = {"role": role, "function": self._functions[at], "file": at[0], "first": at[1], "lines": lines}
                 source = self._source.pop(at, None)

@@ -18,13 +18,10 @@ from typing import Any
 
 import dlprof
 from dlprof.loaders import Pass, watch_method
-from dlprof.log import Log, file_of
+from dlprof.log import WRITE_EVERY_NS, Log, file_of
 from dlprof.ranks import age_of_rank, folder_of_rank
 from dlprof.recorder import Recorder
 from dlprof.stepping import Step
-
-# Lines are written this often, see collectors/steps.py.
-_WRITE_EVERY_NS = 250_000_000
 
 # A file may hold so much, and so much more for each second that its rank trains: 14,000 batches in detail, then 8 a
 # second. Above that, what one writing has gathered becomes one line of sums.
@@ -83,7 +80,7 @@ class Loader:
     def step(self, done: Sequence[Step]) -> None:
         """Write what has gathered."""
         now = done[-1].start_ns + done[-1].dur_ns
-        if now - self._usage[0] >= _WRITE_EVERY_NS:
+        if now - self._usage[0] >= WRITE_EVERY_NS:
             self._write(now)
 
     def stop(self) -> None:
@@ -317,7 +314,7 @@ class Loader:
             self._fetches.rows.append((counters.id, counters.pid, start, 1, now - began, self._collate_ns, *used))
             if len(self._fetches.rows) >= _MOST_ROWS:
                 self._fetches.fit()
-            if now - self._fetches.written_ns > _WRITE_EVERY_NS:
+            if now - self._fetches.written_ns > WRITE_EVERY_NS:
                 self._ship(now)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)

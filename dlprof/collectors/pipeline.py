@@ -16,7 +16,7 @@ from threading import get_ident
 from typing import Any
 
 from dlprof.device import Events
-from dlprof.log import Log
+from dlprof.log import WRITE_EVERY_NS, Log
 from dlprof.recorder import Recorder
 from dlprof.stepping import Step
 
@@ -28,8 +28,7 @@ _STAGES = "torch.distributed.pipelining.stage"
 _ROWS_AT_FIRST = 20_000
 _ROWS_A_SECOND = 50
 
-# Lines are written this often, and device times waited for this long; see collectors/steps.py.
-_WRITE_EVERY_NS = 250_000_000
+# Calls whose device times are outstanding; a device that is further behind than this loses those of the oldest.
 _MAX_WAITING = 64
 
 
@@ -86,7 +85,7 @@ class Pipeline:
         if not self._watched:
             self._watch()
         now = done[-1].start_ns + done[-1].dur_ns
-        if (self._lines or self._waiting) and now - self._written_ns >= _WRITE_EVERY_NS:
+        if (self._lines or self._waiting) and now - self._written_ns >= WRITE_EVERY_NS:
             self._written_ns = now
             try:
                 self._drain(len(self._waiting) - _MAX_WAITING)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any
 
-from dlprof.log import Log
+from dlprof.log import WRITE_EVERY_NS, Log
 from dlprof.recorder import Recorder
-from dlprof.stepping import Step
+from dlprof.stepping import PHASES, Step
 
 # Stalls shorter than this are dropped, not counted: the young generations are collected many times a second, and each
 # of those costs microseconds. What is left is rare, and the file small.
@@ -24,11 +24,6 @@ _LEAST_NS = 1_000_000
 # So many have a line each. In a job that collects garbage in every step, those of one write share a line from then on:
 # some 8 lines a second, or 5 MB an hour.
 _MOST_FULL = 10_000
-
-# Lines are written this often, see collectors/steps.py.
-_WRITE_EVERY_NS = 250_000_000
-
-_PHASES = ("fetch", "forward", "backward", "optimizer")
 
 _DISTRIBUTED = "torch.distributed.checkpoint"
 
@@ -93,7 +88,7 @@ class Stalls:
             self._watch_distributed()
         self._see_compilations(done)
         now = done[-1].start_ns + done[-1].dur_ns
-        if self._found and now - self._written_ns >= _WRITE_EVERY_NS:
+        if self._found and now - self._written_ns >= WRITE_EVERY_NS:
             self._written_ns = now
             try:
                 self._write()
@@ -134,7 +129,7 @@ class Stalls:
             return
         # A pause may end in a step that it did not begin in, where another thread set it off: then it is the later's.
         phase = recorder.phase
-        named = _PHASES[phase] if phase is not None else "rest"
+        named = PHASES[phase] if phase is not None else "rest"
         found = _Found(kind, recorder.unix(began), ended - began, recorder.row.number, generation, path, named)
         self._found.append(found)
 

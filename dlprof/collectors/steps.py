@@ -23,7 +23,7 @@ _SHARED_NS = 40_000_000
 # In %-format, which takes half the time that f-strings take.
 _LINE = (
     '{"step":%s,"kind":"%s","start_ns":%s,"dur_ns":%s,"lead_ns":%s,"fetch_ns":%s,"forward_ns":%s,"backward_ns":%s,'
-    '"optimizer_ns":%s,"device_ns":%s,"device_step_ns":%s,"fetches":%s,"backwards":%s,"optimizer_steps":%s,'
+    '"optimizer_ns":%s,"device_step_ns":%s,"fetches":%s,"backwards":%s,"optimizer_steps":%s,'
     '"profiled":%s,"first":%s%s}\n'
 )
 
@@ -50,7 +50,7 @@ class Steps:
         self._device: DeviceClock | None = None
         self._waiting: deque[tuple[Step, Span | None]] = deque()
         # What the steps have in common that share the next line, how many they are, and what they sum up to.
-        self._like = ("", 0, 0, True, True, True)
+        self._like = ("", 0, 0, True, True)
         self._steps = self._number = self._start_ns = 0
         self._sums: tuple[int, ...] = ()
         # What is above belongs to whoever holds this: the training thread, or the one that saves. Reentrant, for a
@@ -121,8 +121,8 @@ class Steps:
             self._waiting.popleft()
             self._add(step, measured)
 
-    def _add(self, step: Step, measured: tuple[int, int]) -> None:
-        """Add a step to the lines, with the device's times of it.
+    def _add(self, step: Step, device: int) -> None:
+        """Add a step to the lines, with the device's time of it.
 
         Where there are many steps, a short one joins those before it that are like it.
         """
@@ -130,11 +130,10 @@ class Steps:
         if number < _EACH_STEPS or dur >= _SHARED_NS:
             if self._steps:
                 self._share()
-            self._lines.append(self._line(step, measured))
+            self._lines.append(self._line(step, device))
             return
-        kind, profiled, first, (device, device_step) = kind_of(step), step.profiled, step.first, measured
-        sums = _sums(step, measured)
-        like = (kind, profiled, first, lead < 0, device < 0, device_step < 0)
+        sums = _sums(step, device)
+        like = (kind_of(step), step.profiled, step.first, lead < 0, device < 0)
         if self._steps and like != self._like:
             self._share()
         if not self._steps:
@@ -150,17 +149,16 @@ class Steps:
         """End the line that short steps share."""
         if not self._steps:
             return
-        kind, profiled, first, no_lead, no_device, no_device_step = self._like
-        dur, lead, *parts, device, device_step, fetches, backwards, steps = self._sums
-        lead, device = -1 if no_lead else lead, -1 if no_device else device
-        device_step = -1 if no_device_step else device_step
+        kind, profiled, first, no_lead, no_device = self._like
+        dur, lead, *parts, device, fetches, backwards, steps = self._sums
+        lead, device = -1 if no_lead else lead, UNKNOWN if no_device else device
         several = f',"steps":{self._steps}' if self._steps > 1 else ""
-        sums = (dur, lead, *parts, device, device_step, fetches, backwards, steps)
+        sums = (dur, lead, *parts, device, fetches, backwards, steps)
         self._lines.append(_LINE % (self._number, kind, self._start_ns, *sums, profiled, first, several))
         self._steps = 0
 
-    def _line(self, step: Step, measured: tuple[int, int], more: str = "") -> str:
-        sums = _sums(step, measured)
+    def _line(self, step: Step, device: int, more: str = "") -> str:
+        sums = _sums(step, device)
         return _LINE % (
             step.number,
             kind_of(step),
@@ -179,7 +177,7 @@ class Steps:
         self._log.write(lines)
 
 
-def _sums(step: Step, measured: tuple[int, int]) -> tuple[int, ...]:
-    """Give what the line of several steps has the sums of, in its order, with the device's times."""
+def _sums(step: Step, device: int) -> tuple[int, ...]:
+    """Return what the line of several steps has the sums of, in its order, with the device's time."""
     _, _, dur, lead, fetch, forward, backward, optimizer, fetches, _, backwards, steps, *_ = step
-    return (dur, lead, fetch, forward, backward, optimizer, *measured, fetches, backwards, steps)
+    return (dur, lead, fetch, forward, backward, optimizer, device, fetches, backwards, steps)

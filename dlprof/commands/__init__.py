@@ -30,7 +30,11 @@ def _lift(_context: click.Context, _option: click.Parameter, asked: bool) -> Non
         os.environ[NO_LIMITS] = "1"
 
 
-# Of every command that reads.
+# The options that several commands have.
+form = click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What to print.")
+jobs = click.option(
+    "--jobs", type=click.IntRange(min=1), help="Processes that read at once. [default: all cores that memory allows]"
+)
 no_limits = click.option(
     "--no-limits",
     is_flag=True,
@@ -38,3 +42,5 @@ no_limits = click.option(
     callback=_lift,
     help="Read files of any size; without it, what exceeds the limits is skipped with a warning.",
 )
+quiet = click.option("--quiet", is_flag=True, help="No progress.")
+show = click.option("--open", "show", is_flag=True, help="Open the page in a browser.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import no_limits, say
+from dlprof.commands import form, jobs, no_limits, quiet, say, show
 from dlprof.errors import DlprofError
 from dlprof.opening import open_file, read_file
 
@@ -21,13 +21,11 @@ if TYPE_CHECKING:
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path))
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Folder for compare.html and compare.json.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What to print.")
-@click.option(
-    "--jobs", type=click.IntRange(min=1), help="Processes that read at once. [default: all cores that memory allows]"
-)
+@form
+@jobs
 @no_limits
-@click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
-@click.option("--quiet", is_flag=True, help="No progress.")
+@show
+@quiet
 def compare(a: Path, b: Path, out: Path | None, form: str, jobs: int | None, show: bool, quiet: bool) -> None:
     """Say what got faster or slower from A to B, and whether what A's report had predicted came true.
 
@@ -35,23 +33,17 @@ def compare(a: Path, b: Path, out: Path | None, form: str, jobs: int | None, sho
     their noise, and writes compare.html and compare.json into a new folder dlprof-compare.
     """
     from dlprof import comparison
-    from dlprof.commands.report import browse, colour, new_folder, shown, width
-    from dlprof.files import write
+    from dlprof.commands.report import browse, colour, shown, width, write_into
     from dlprof.renderers import compare_page, compare_text
 
     told = comparison.compare(_result(a, jobs, quiet), _result(b, jobs, quiet))
     data = json.dumps(comparison.to_json(told), allow_nan=False, separators=(",", ":"))
     verdict = data if form == "json" else compare_text.render(told, width(), colour())
+    files = {"compare.json": data, "compare.html": compare_page.render(told)}
     try:
-        folder = new_folder("dlprof-compare", out)
-        for name, text in (("compare.json", data), ("compare.html", compare_page.render(told))):
-            write(folder / name, text)
-    except OSError as e:
+        folder = write_into("dlprof-compare", out, files)
+    finally:
         click.echo(verdict)
-        raise DlprofError(
-            f"the page could not be written: {e.strerror}: {e.filename}; -o names another folder"
-        ) from None
-    click.echo(verdict)
     if form != "json":
         say(f"page: {shown(folder / 'compare.html')}")
     if show:

@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from dlprof import cupti, relay
+from dlprof.commands import form
 from dlprof.supervisor import recorded
 
 # An import of torch from a busy network disk takes its time.
@@ -39,7 +40,7 @@ class Check:
 
 
 @click.command(short_help="Tell what can be measured on this machine.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What to print.")
+@form
 def doctor(form: str) -> None:
     """Try every source of measurements on this machine, and say what is in the way of those that do not work.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from dlprof.commands import no_limits, say
+from dlprof.commands import jobs, no_limits, quiet, say
 from dlprof.errors import DlprofError
 from dlprof.progress import Progress
 from dlprof.units import count, duration
@@ -33,11 +33,9 @@ from dlprof.units import count, duration
     metavar="FOLDER",
     help="Every table and every measure as CSV.",
 )
-@click.option(
-    "--jobs", type=click.IntRange(min=1), help="Processes that read at once. [default: all cores that memory allows]"
-)
+@jobs
 @no_limits
-@click.option("--quiet", is_flag=True, help="No progress.")
+@quiet
 def export(
     path: Path, perfetto: Path | None, speedscope: Path | None, folder: Path | None, jobs: int | None, quiet: bool
 ) -> None:

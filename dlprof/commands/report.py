@@ -6,15 +6,16 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import no_limits, say
+from dlprof.commands import form, jobs, no_limits, quiet, say, show
 from dlprof.errors import DlprofError
 from dlprof.files import write
+from dlprof.folder import make_first
 from dlprof.plain import plain
 from dlprof.progress import Done, Progress
 
@@ -25,16 +26,14 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Folder for report.html and result.json.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What to print.")
-@click.option(
-    "--jobs", type=click.IntRange(min=1), help="Processes that read at once. [default: all cores that memory allows]"
-)
+@form
+@jobs
 @no_limits
 @click.option(
     "--redact", is_flag=True, help="Leave out the names of users, hosts and folders, so that the report can be shared."
 )
-@click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
-@click.option("--quiet", is_flag=True, help="No progress.")
+@show
+@quiet
 def report(path: Path, out: Path | None, form: str, jobs: int | None, redact: bool, show: bool, quiet: bool) -> None:
     """Say where the time goes in PATH: a run, a folder of torch-profiler traces, or one trace file.
 
@@ -49,11 +48,9 @@ def report(path: Path, out: Path | None, form: str, jobs: int | None, redact: bo
     verdict = _json(result) if form == "json" else _verdict(result)
     try:
         html = _write_files(result, path, out)
-    except DlprofError:
-        # Reading may have taken minutes: what was found is said, wherever it could not be written.
+    finally:
+        # Reading may have taken minutes: the verdict is printed even where it could not be written.
         click.echo(verdict)
-        raise
-    click.echo(verdict)
     if form != "json":
         say(f"report: {shown(html)}")
     if show:
@@ -122,43 +119,35 @@ def _write_files(result: Result, path: Path, out: Path | None) -> Path:
     from dlprof.renderers import html
 
     files = {"result.json": _json(result), "report.html": html.render(result)}
+    if out is None and path.is_dir() and ((path / "run.json").is_file() or (path / "ranks").is_dir()):
+        out = path
+    return write_into("dlprof-report", out, files) / "report.html"
+
+
+def write_into(name: str, out: Path | None, files: Mapping[str, str]) -> Path:
+    """Write files into a folder, a new one of this name where none was asked for; return the folder.
+
+    Raises DlprofError where it cannot be written, or a thousand of that name are there.
+    """
     try:
-        folder = _folder(path, out)
-        for name, text in files.items():
-            write(folder / name, text)
+        if out is None:
+            out = make_first(Path(name if n == 1 else f"{name}-{n}") for n in range(1, 1000))
+            if out is None:
+                raise DlprofError(f"a thousand folders {name} are here already; -o names another")
+        out.mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            write(out / file, text)
     except OSError as e:
         raise DlprofError(
             f"the report could not be written: {e.strerror}: {e.filename}; -o names another folder"
         ) from None
-    return folder / "report.html"
+    return out
 
 
 def shown(path: Path) -> str:
     """Name a file as is shortest for whoever reads it here."""
     here = os.path.relpath(path)
     return str(path.resolve()) if here.startswith(os.path.join("..", "..")) else here  # noqa: PTH118
-
-
-def _folder(path: Path, out: Path | None) -> Path:
-    """Make and give the folder that the report goes to."""
-    if out is None and path.is_dir() and ((path / "run.json").is_file() or (path / "ranks").is_dir()):
-        return path
-    return new_folder("dlprof-report", out)
-
-
-def new_folder(name: str, out: Path | None = None) -> Path:
-    """Make and give the folder that was asked for, else a new one of this name; raise DlprofError after a thousand."""
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        return out
-    for n in range(1, 1000):
-        folder = Path(name if n == 1 else f"{name}-{n}")
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        return folder
-    raise DlprofError(f"a thousand folders {name} are here already; -o names another")
 
 
 def colour() -> bool:

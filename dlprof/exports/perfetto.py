@@ -26,7 +26,7 @@ from dlprof import __version__
 from dlprof.engine import Measured, MeasureFailed, Progress, RankData, measure, per_rank
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.exports import whole_file
-from dlprof.measures import breakdown
+from dlprof.measures import breakdown, settings
 from dlprof.measures.blame import blame
 from dlprof.measures.collectives import collectives, exposed, traced_steps
 from dlprof.measures.matching import host_clocks, matched
@@ -285,8 +285,8 @@ def _ahead(run: Measured) -> tuple[dict[int, int], list[str]]:
     try:
         frame = run.frame(host_clocks)
     except (NotMeasured, MeasureFailed) as e:
-        hosts = {run.facts[r].get("host") or run.trace_facts[r].get("host") for r in run.ranks}
-        told = [] if len(hosts) == 1 and None not in hosts else [f"the hosts' clocks are taken as they are: {e}"]
+        hosts = {settings.host(run, r) for r in run.ranks}
+        told = [] if len(hosts) == 1 and "" not in hosts else [f"the hosts' clocks are taken as they are: {e}"]
         return dict.fromkeys(run.ranks, 0), told
     return {int(r): int(ns) for r, ns in zip(frame["rank"], frame["ahead_ns"], strict=True)}, []
 
@@ -446,7 +446,7 @@ _Meta = tuple[int, int, str, dict[str, Any]]  # process, thread, what is told, a
 def _process(run: Measured, rank: int) -> _Meta:
     """Name a rank's process."""
     pid = (rank + 1) * _THREADS
-    name = str(run.facts[rank].get("host") or run.trace_facts[rank].get("host") or "")
+    name = settings.host(run, rank)
     return pid, pid, "process_name", {"name": f"rank {rank}" + (f" · {name}" if name else "")}
 
 

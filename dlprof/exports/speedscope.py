@@ -17,6 +17,7 @@ from dlprof import __version__
 from dlprof.engine import Progress, so_far
 from dlprof.errors import DlprofError
 from dlprof.exports import whole_file
+from dlprof.measures.stacks import DOING
 from dlprof.readers import SOURCES
 from dlprof.run import Run
 
@@ -31,19 +32,12 @@ ROLES = {
     "thread": "other threads",
     "other": "other processes",
 }
-_DOING = {
-    "fetch": "(waiting for the loader)",
-    "forward": "(forward)",
-    "backward": "(backward)",
-    "optimizer": "(optimizer)",
-    "rest": "(between the phases)",
-}
 _FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
 
 
 def write(run: Run, path: Path, progress: Progress | None = None) -> int:
     """Write the profiles of all ranks, and give their number; raise DlprofError where no stack was seen."""
-    source = next(s for s in SOURCES if s.reader == "stacks")
+    source = next(s for s in SOURCES if s.name == "stacks")
     frames: dict[str, int] = {}
     profiles: list[dict[str, Any]] = []
     far = so_far(run)
@@ -79,7 +73,7 @@ def _profiles(rank: int, table: pd.DataFrame, frames: dict[str, int], *, alone: 
         samples, weights = [], []
         for phase, stack, times in zip(mine["phase"], mine["stack"], mine["samples"], strict=True):
             names = stack.split(";") if stack else []
-            names = [_DOING[phase], *names] if phase in _DOING else names
+            names = [f"({DOING[phase]})", *names] if phase in DOING else names
             samples.append([frames.setdefault(name, len(frames)) for name in names])
             weights.append(int(times))
         name = title if alone else f"rank {rank} · {title}"

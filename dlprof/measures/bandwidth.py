@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dlprof.engine import Measured, across_ranks
 from dlprof.errors import NotMeasured
+from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.collectives import NOBODY, collectives, exposed, traced_steps
 from dlprof.measures.matching import SENT, instances, matched
@@ -167,10 +168,10 @@ def _peak(run: Measured, members: str) -> float:
         if rank not in run.facts:
             return float("nan")
         facts, trace = run.facts[rank], run.trace_facts[rank]
-        hosts.add(facts.get("host") or trace.get("host"))
+        hosts.add(settings.host(run, rank))
         devices = trace.get("devices") or [{}]
         names.add(str((facts.get("device") or {}).get("name") or devices[0].get("name") or ""))
-    if len(hosts) != 1 or None in hosts or len(names) != 1:
+    if len(hosts) != 1 or "" in hosts or len(names) != 1:
         return float("nan")
     return nvlink(names.pop()) or float("nan")
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dlprof.engine import Measured, across_ranks
 from dlprof.errors import NotMeasured
+from dlprof.measures import settings
 from dlprof.measures.collectives import NO_GROUP, NOBODY, Nanoseconds, collectives
 from dlprof.measures.point_to_point import POINT_TO_POINT
 
@@ -232,7 +233,7 @@ def _clocks(run: Measured, frame: pd.DataFrame) -> pd.DataFrame:
     first = frame.groupby("instance")["end_ns"].transform("min")
     after = frame["end_ns"] - first
     difference = after - after.groupby(frame["instance"]).transform("median")
-    hosts = {r: str(run.facts[r].get("host") or run.trace_facts[r].get("host") or f"rank {r}") for r in run.ranks}
+    hosts = {r: settings.host(run, r) or f"rank {r}" for r in run.ranks}
     host = frame["rank"].map(hosts)
     ahead = difference.groupby(host).median() * (len(set(hosts.values())) > 1)
     left = (difference - host.map(ahead)).abs().groupby(host).median()

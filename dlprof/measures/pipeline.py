@@ -23,6 +23,7 @@ from dlprof.errors import NotMeasured
 from dlprof.measures import pipeline_ranges
 from dlprof.measures.schedules import GPIPE, INTERLEAVED, LOOPED_BFS, ONE_F_ONE_B, Action, grid, replay, runs
 from dlprof.timeline.steps import light_steps, standard_error
+from dlprof.units import few
 
 # Schedules that fill and drain once a step: (p − 1) of v·m + p − 1 slots are idle on each of p ranks, with v chunks a
 # rank and m micro-batches (Huang et al., GPipe, 2019; Narayanan et al., Megatron-LM, 2021). What is published of those
@@ -433,8 +434,8 @@ def why_not_replayed(run: Measured) -> str:
     wanted = {int(r) for ranks in told["ranks"] for r in str(ranks).split(", ")}
     missing = sorted(wanted - here)
     if missing:
-        few = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
-        return f"a pipeline is replayed from the chunks of all its ranks, and those of rank {few} are not here"
+        lacking = few(missing, 8)
+        return f"a pipeline is replayed from the chunks of all its ranks, and those of rank {lacking} are not here"
     return "the ranks of no pipeline have the chunks of the same step"
 
 

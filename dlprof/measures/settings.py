@@ -58,10 +58,15 @@ def cores(run: Measured, rank: int) -> float | None:
     return min(float(given), cpu.get("quota") or float(given))
 
 
+def host(run: Measured, rank: int) -> str:
+    """Return the name of a rank's host, as recorded, else as its trace has it; "" where neither has."""
+    return str(run.facts[rank].get("host") or run.trace_facts[rank].get("host") or "")
+
+
 def neighbours(run: Measured, rank: int) -> int:
     """Count the ranks on a rank's host, itself among them."""
-    host = run.facts[rank].get("host")
-    return max(1, sum(1 for r in run.ranks if run.facts[r].get("host") == host))
+    mine = host(run, rank)
+    return max(1, sum(host(run, r) == mine for r in run.ranks))
 
 
 def cores_per_rank(run: Measured, rank: int) -> int | None:

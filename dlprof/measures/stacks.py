@@ -11,9 +11,14 @@ from dlprof.engine import Measured, MeasureFailed, RankData, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.units import percent
 
-# What the training thread was doing, and the workers beside it.
+# What the training thread was doing, and the workers beside it, in words.
 COMPUTING = ("forward", "backward", "optimizer")
-DOING = ("rest", *COMPUTING, "fetch", "worker")
+DOING = {
+    "rest": "between the phases",
+    **{phase: phase for phase in COMPUTING},
+    "fetch": "waiting for the loader",
+    "worker": "loader worker",
+}
 
 # What travels of each of these: the user's own functions and those of libraries, with the most samples first.
 MOST_OWN = 24
@@ -81,7 +86,7 @@ def hottest(rank: RankData) -> pd.DataFrame:
     ]
     columns = ["doing", "function", "file", "line", "own", "alone", "total", "samples"]
     frame = pd.DataFrame(rows, columns=columns)
-    frame = frame.assign(place=frame["doing"].map(DOING.index))
+    frame = frame.assign(place=frame["doing"].map([*DOING].index))
     frame = frame.sort_values(
         ["place", "own", "alone", "total", "function"], ascending=[True, False, False, False, True]
     )

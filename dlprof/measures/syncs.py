@@ -83,6 +83,14 @@ def syncs(rank: RankData) -> pd.DataFrame:
     )
 
 
+def linked(run: Measured) -> pd.DataFrame:
+    """Return `syncs`; raise NotMeasured where what the waits cost is not known."""
+    frame = run.frame(syncs)
+    if len(frame) and frame["together_ns"].isna().all():
+        raise NotMeasured("the trace does not link launches to kernels, or holds no work of a device")
+    return frame
+
+
 def together(run: Measured, waits: pd.DataFrame) -> dict[int, float]:
     """Return what each rank gains without any of some rows of `syncs` that copy from the same memory, ns a step."""
     gains = waits.groupby("rank")["together_ns"].max().fillna(0.0)

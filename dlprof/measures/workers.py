@@ -283,8 +283,8 @@ def pace(run: Measured, rank: int) -> Pace:
 
 def _others_cpu(run: Measured, rank: int) -> float:
     """Give what a batch of the other ranks of a host computes in the mean, ns; NaN: there are none, or nobody knows."""
-    host = run.facts[rank].get("host")
-    others = [r for r in run.ranks if r != rank and run.facts[r].get("host") == host]
+    host = settings.host(run, rank)
+    others = [r for r in run.ranks if r != rank and settings.host(run, r) == host]
     frame = run.frame(fetch_series)
     frame = frame[frame["rank"].isin(others) & (frame["cpu_ns"] >= 0)]
     return float(frame.groupby("rank")["cpu_ns"].mean().mean())

@@ -12,7 +12,7 @@ from dlprof.measures.arithmetic import operator_flops
 from dlprof.measures.heaviest import heaviest_operators
 from dlprof.measures.operators import operators
 from dlprof.measures.peaks import device_peaks
-from dlprof.overview import Picture
+from dlprof.overview import Picture, cells
 from dlprof.result import Panel
 from dlprof.units import quantity, short, size
 
@@ -53,7 +53,7 @@ def _heaviest(run: Measured) -> Panel:
             row["bound"] or None,
             *((row["most_on"], row["most_ns"]) if len(here) > 1 else ()),
         )
-        for row in frame.astype(object).where(frame.notna(), None).to_dict("records")
+        for row in cells(frame).to_dict("records")
     )
     rank = int(here[0])
     device, peaks, bandwidth = device_peaks(run.facts[rank], run.trace_facts[rank])

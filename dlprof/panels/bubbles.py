@@ -5,7 +5,7 @@ from __future__ import annotations
 from dlprof.engine import Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.measures.pipeline import bubbles, stage_lengths
-from dlprof.overview import MOST_RANKS, Picture
+from dlprof.overview import MOST_RANKS, Picture, rows
 from dlprof.result import Panel
 from dlprof.units import count, digits, duration
 
@@ -31,8 +31,7 @@ def draw(run: Measured) -> list[Panel]:
     """Tabulate how large each rank's bubble is and what it comes from, and how long each stage takes."""
     frame = run.frame(bubbles).sort_values(["ranks", "rank"])
     shown = frame.head(_MOST_ROWS)
-    cells = shown.assign(idle_ns=shown["step_ns"] * shown["bubble"])[["rank", "idle_ns", *_PARTS, *_SHARES]]
-    rows = tuple(cells.astype(object).where(cells.notna(), None).itertuples(index=False, name=None))
+    table = shown.assign(idle_ns=shown["step_ns"] * shown["bubble"])[["rank", "idle_ns", *_PARTS, *_SHARES]]
     columns = ("rank", "idle_ns", *_PARTS.values(), *_SHARES.values())
     first = frame.iloc[0]
     note = (
@@ -44,7 +43,7 @@ def draw(run: Measured) -> list[Panel]:
     )
     if len(frame) > len(shown):
         note += f" The first {len(shown)} of {len(frame)} ranks."
-    return [Panel("table", "Pipeline bubbles", rows, columns, note=note), *_stages(run)]
+    return [Panel("table", "Pipeline bubbles", rows(table), columns, note=note), *_stages(run)]
 
 
 def _stages(run: Measured) -> list[Panel]:
@@ -54,7 +53,7 @@ def _stages(run: Measured) -> list[Panel]:
         return []
     frame = frame[frame["ranks"] == frame["ranks"].iloc[0]]
     mean = float(frame["stage_ns"].mean())
-    rows = tuple(
+    stages = tuple(
         (
             *(row[c] for c in ("stage", "rank", "forward_ns", "backward_ns")),
             row["stage_ns"] / mean if mean else None,
@@ -66,7 +65,7 @@ def _stages(run: Measured) -> list[Panel]:
     note = f"The mean of a micro-batch. Replayed, the step is {slowdown} × what even stages would make it."
     if len(frame) > _MOST_ROWS:
         note += f" The first {_MOST_ROWS} of {len(frame)} stages."
-    return [Panel("table", "Pipeline stages", rows, columns, note=note)]
+    return [Panel("table", "Pipeline stages", stages, columns, note=note)]
 
 
 PICTURE = Picture((bubbles, stage_lengths), draw)

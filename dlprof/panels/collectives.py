@@ -6,7 +6,7 @@ from dlprof.engine import Measured
 from dlprof.measures.bandwidth import bandwidth, exchanged, size_class
 from dlprof.measures.collectives import collectives
 from dlprof.measures.matching import SENT, matched, unmatched
-from dlprof.overview import Picture
+from dlprof.overview import Picture, cells
 from dlprof.result import Panel
 
 MOST_ROWS = 40
@@ -15,7 +15,6 @@ MOST_ROWS = 40
 def draw(run: Measured) -> list[Panel]:
     """List the collectives by kind, ranks and size, the longest first; groups of as many ranks are one row."""
     frame = run.frame(exchanged)
-    shown = frame.head(MOST_ROWS)
     rows = tuple(
         (
             _named(row["collective"], row["groups"]),
@@ -24,7 +23,7 @@ def draw(run: Measured) -> list[Panel]:
             *(row[c] for c in ("count", "bytes", "wait_ns", "transfer_ns", "algbw", "busbw", "of_peak")),
             *((row[c] if row["culprit"] >= 0 else None) for c in ("culprit", "late", "matched")),
         )
-        for row in shown.astype(object).where(shown.notna(), None).to_dict("records")
+        for row in cells(frame.head(MOST_ROWS)).to_dict("records")
     )
     columns = (
         "collective",

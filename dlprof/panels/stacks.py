@@ -9,7 +9,7 @@ import pandas as pd
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures.stacks import DOING, MOST_FRAMES, flame, hottest, shown
-from dlprof.overview import Picture
+from dlprof.overview import PHASES, Picture
 from dlprof.result import Panel
 
 # Functions of one kind among the hottest: of the user's, of libraries.
@@ -20,25 +20,8 @@ MOST_LIBRARY = 2
 LEAST_SEEN = 5
 LEAST_SHARE = 0.01
 
-_DOING = {
-    "rest": "between the phases",
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimizer",
-    "fetch": "waiting for the loader",
-    "worker": "loader worker",
-}
-
-
 # What a frame of each kind stands on, in the colour of what the training thread was doing.
-_CATEGORY = {
-    "rest": "host",
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimizer_host",
-    "fetch": "input_wait",
-    "worker": "worker",
-}
+_CATEGORY = {"rest": "host", **PHASES, "worker": "worker"}
 
 
 def draw(run: Measured) -> list[Panel]:
@@ -58,7 +41,7 @@ class _Call:
 
 def _flame(run: Measured) -> Panel:
     """Draw who calls whom: what the training thread was doing, and upon it its functions, the widest first."""
-    roots = {doing: _Call(_DOING[doing], _CATEGORY[doing]) for doing in DOING}
+    roots = {doing: _Call(DOING[doing], _CATEGORY[doing]) for doing in DOING}
     for _, frame in run.frame(flame).groupby("rank"):
         made: list[_Call] = []
         for doing, parent, name, samples, own in zip(
@@ -108,8 +91,8 @@ def _hottest(run: Measured) -> list[Panel]:
             of = float(samples[doing])
             where = shown(str(row.function), str(row.file), int(str(row.line)))
             shares = (float(str(row.alone)) / of, float(str(row.total)) / of)
-            rows.append((_DOING[doing], where, "yours" if row.own else "library", *shares))
-    kinds = ", ".join(f"{_DOING[doing]} {samples[doing]:,}" for doing in DOING if doing in samples)
+            rows.append((DOING[doing], where, "yours" if row.own else "library", *shares))
+    kinds = ", ".join(f"{DOING[doing]} {samples[doing]:,}" for doing in DOING if doing in samples)
     seen = int(samples.sum())
     note = (
         f"py-spy saw {seen:,} stacks: {kinds}. Shares are of those of the same kind."

@@ -10,7 +10,7 @@ import pandas as pd
 from dlprof.engine import Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.measures.stalls import stalled_steps
-from dlprof.overview import CLOCK, MOST_RANKS, Picture, began_ns, points, step_times
+from dlprof.overview import CLOCK, MOST_RANKS, PHASES, Picture, began_ns, points, step_times
 from dlprof.result import Panel
 from dlprof.timeline.steps import step_series
 from dlprof.units import count, duration
@@ -23,8 +23,7 @@ LEAST_STALL = 0.1
 MOST_STALLS = 40
 MOST_EPOCHS = 40
 MOST_RESUMED = 40
-
-_PARTS = {"fetch": "input_wait", "forward": "forward", "backward": "backward", "optimizer": "optimizer_host"}
+MOST_BARS = 60
 
 Mark = tuple[float, str, str]
 
@@ -65,7 +64,7 @@ def _durations(train: pd.DataFrame, at: pd.Series[float] | None, marks: tuple[Ma
 
 
 def _parts(train: pd.DataFrame, at: pd.Series[float]) -> list[Panel]:
-    columns = [f"{phase}_ns" for phase in _PARTS]
+    columns = [f"{phase}_ns" for phase in PHASES]
     known = train[(train[columns] >= 0).all(axis=1)]
     if known["step"].nunique() < 2:
         return []
@@ -78,7 +77,7 @@ def _parts(train: pd.DataFrame, at: pd.Series[float]) -> list[Panel]:
     size = int(np.bincount(together)[0])
     note = "The mean of the ranks" + (f" and of {size} steps a point." if size > 1 else ".")
     note += " Other is what lies between fetching, forward, backward and the optimizer."
-    named = ("time_ns", *_PARTS.values(), "other")
+    named = ("time_ns", *PHASES.values(), "other")
     title = "What the training thread did in its steps"
     return [Panel("areas", title, points(table), named, unit="ns", note=note, steps=steps)]
 
@@ -107,6 +106,17 @@ def _marks(run: Measured, series: pd.DataFrame, at: pd.Series[float]) -> tuple[M
             told = f"step {row['step']}: {str(row['kind']).replace('_', ' ')}, {duration(float(row['ns']))}"
             marks.append((float(at[row["step"]]), told, str(row["kind"])))
     return tuple(sorted(marks))
+
+
+def stall_bars(steps: pd.DataFrame, rank: int, what: str) -> Panel:
+    """Draw the longest of a rank's steps that stalls of one kind held up, rows of `stalled_steps`: a bar a step."""
+    longest = steps.nlargest(MOST_BARS, "ns").sort_values("step")
+    rows = tuple(
+        (f"step {s}", float(ns), str(kind))
+        for s, ns, kind in zip(longest["step"], longest["ns"], longest["kind"], strict=True)
+    )
+    title = f"{what} on rank {rank}, the {len(rows)} longest of its steps"
+    return Panel("bars", title, rows, unit="ns")
 
 
 PICTURE = Picture((*CLOCK, stalled_steps), draw)

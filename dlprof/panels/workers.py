@@ -5,7 +5,7 @@ from __future__ import annotations
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.measures.loader import worker_means
-from dlprof.overview import Picture
+from dlprof.overview import Picture, rows
 from dlprof.result import Panel
 
 _COLUMNS = {
@@ -31,16 +31,14 @@ def draw(run: Measured) -> list[Panel]:
         raise NotMeasured("no loader has workers")
 
     shown = frame.head(MOST_WORKERS)[[*_COLUMNS]]
-    rows = tuple(shown.astype(object).where(shown.notna(), None).itertuples(index=False, name=None))
-    more = len(frame) - len(rows)
     return [
         Panel(
             "table",
             "Loader workers: what a batch takes each",
-            rows,
+            rows(shown),
             tuple(_COLUMNS.values()),
             note="Means a batch in the steady steps; CPU time is the worker's whole process's."
-            + (f" The first {len(rows)} of {len(frame)} workers." if more > 0 else ""),
+            + (f" The first {len(shown)} of {len(frame)} workers." if len(frame) > len(shown) else ""),
         )
     ]
 

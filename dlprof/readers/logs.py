@@ -23,16 +23,17 @@ def read_log(
     path: Path,
     table: str,
     required: Collection[str],
-    default: Mapping[str, str] | None = None,
+    default: Mapping[str, str | int] | None = None,
     beside: Mapping[str, str] | None = None,
 ) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """Give a log whose lines have the table's columns as keys, in order of time, and what was lost of it.
 
-    A line without a required column is none; of the other columns one that is left out or null is −1, NaN for a
-    float64, and for a text what `default` says, else "". Keys that the table does not declare, of a later dlprof, are
-    passed over. A cut last line is dropped, as are other bad ones, with a warning. Raises DlprofError where the file
-    cannot be read or holds lines and none of them is a row. `beside` are keys (name → dtype) that the lines have and
-    the table has not: they become columns to the right of the table's, for the caller to take off.
+    A line without a required column is none; of the other columns one that is left out or null is what `default` says,
+    else −1, NaN for a float64 and "" for a text. The default of a number is also the least that it may be. Keys that
+    the table does not declare, of a later dlprof or an older one, are passed over. A cut last line is dropped, as are
+    other bad ones, with a warning. Raises DlprofError where the file cannot be read or holds lines and none of them is
+    a row. `beside` are keys (name → dtype) that the lines have and the table has not: they become columns to the right
+    of the table's, for the caller to take off.
     """
     declared = {**tables.TABLES[table], **(beside or {})}
     decode = msgspec.json.Decoder(_line(declared, required)).decode
@@ -94,8 +95,9 @@ def _line(declared: Mapping[str, str], required: Collection[str]) -> type[msgspe
     )
 
 
-def _values(values: list[Any], dtype: str, default: str | None) -> Any:
+def _values(values: list[Any], dtype: str, default: str | int | None) -> Any:
     if dtype == tables.CATEGORY:
         return [default or "" if value is None else value for value in values]
     unknown = -1 if dtype == "int64" else np.nan
-    return np.array([unknown if value is None else value for value in values], dtype=dtype)
+    known = np.array([unknown if value is None else value for value in values], dtype=dtype)
+    return known if default is None else np.maximum(known, default)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,17 @@ from dlprof.readers.chunks import NOT_JSON
 _CLOCKS = ("at_ns", "perf_ns")
 _LATEST = 2**62
 
+# A core that computes for more of the time than this has nothing left to give.
+_BUSY_PERCENT = 90
+
 Row = dict[str, Any]
 
 
-def read_samples(
-    path: Path, source: str, derive: Callable[[Row], Row] = lambda row: row
-) -> tuple[pd.DataFrame, tuple[str, ...]]:
+def read_samples(path: Path, source: str) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """Give the rows of a sampler's log, and what was lost of it.
 
-    `derive` makes metrics of what a line holds. A line without its time is none; a cut last line is dropped, as are
-    other bad ones, with a warning. Raises DlprofError where the file cannot be read or none of its lines is a reading.
+    A line without its time is none; a cut last line is dropped, as are other bad ones, with a warning. Raises
+    DlprofError where the file cannot be read or none of its lines is a reading.
     """
     decode = msgspec.json.Decoder(Row).decode
     at: dict[str, list[int]] = {}
@@ -41,7 +41,7 @@ def read_samples(
             if not text.strip():
                 continue
             try:
-                row = derive(decode(text))
+                row = _with_cores(decode(text))
                 when = row["at_ns"]
             except (*NOT_JSON, KeyError, TypeError):
                 bad += 1
@@ -65,6 +65,19 @@ def read_samples(
     warnings = [f"{path.name}: {lost:,} lines are no samples and are left out"] if lost else []
     warnings += [too_many(path, "samples")] if many else []
     return frame(source, at, values), tuple(warnings)
+
+
+def _with_cores(row: Row) -> Row:
+    """Add what a table can hold of a host's cores: how many there are, are in use and are busy, and the busiest one."""
+    cores = row.get("core_percent")
+    if not cores:
+        return row
+    return row | {
+        "cores": len(cores),
+        "cpu_cores": sum(cores) / 100,
+        "busy_cores": sum(core > _BUSY_PERCENT for core in cores),
+        "busiest_core_share": max(cores) / 100,
+    }
 
 
 def frame(source: str, at: dict[str, list[int]], values: dict[str, list[float]]) -> pd.DataFrame:

@@ -46,7 +46,6 @@ _SUMS = (
     "forward_ns",
     "backward_ns",
     "optimizer_ns",
-    "device_ns",
     "device_step_ns",
     "fetches",
     "backwards",

@@ -168,20 +168,30 @@ def _marks(
             for rank in outcome.ranks:
                 marks.setdefault(f"rank {rank}", []).append(str(number))
     return [
-        {
-            "x": rounded(sum(max(ns, 0.0) for ns in bar.values()) / divisor),
-            "xref": "x",
-            "xanchor": "left",
-            "xshift": 8,
-            "y": i,
-            "yref": "y",
-            "showarrow": False,
-            "text": f"◀ {label + ': ' if len(bars) > LABELLED_RANKS else ''}finding {', '.join(marks[label])}",
-            "font": {"size": 12, "color": HOT},
-        }
+        _beside(
+            sum(max(ns, 0.0) for ns in bar.values()) / divisor,
+            i,
+            f"◀ {label + ': ' if len(bars) > LABELLED_RANKS else ''}finding {', '.join(marks[label])}",
+            HOT,
+        )
         for i, (label, bar) in enumerate(bars)
         if label in marks
     ]
+
+
+def _beside(end: float, row: int, text: str, colour: str) -> dict[str, Any]:
+    """Return Plotly's annotation of a text right of the bar of a row that ends there."""
+    return {
+        "x": rounded(end),
+        "xref": "x",
+        "xanchor": "left",
+        "xshift": 8,
+        "y": row,
+        "yref": "y",
+        "showarrow": False,
+        "text": text,
+        "font": {"size": 12, "color": colour},
+    }
 
 
 def _stack_table(parts: Mapping[int, Mapping[str, TimePart]], single: Mapping[int, Mapping[str, float]]) -> Table:
@@ -260,17 +270,12 @@ def blame(result: Result) -> Figure | None:
         xaxis=axis(unit, range=[0, rounded(largest / divisor)], nticks=8),
         yaxis=axis(autorange="reversed", tickvals=list(range(len(culprits))), ticktext=labels, showgrid=False),
         annotations=[
-            {
-                "x": rounded(sum(why[c].values()) / divisor),
-                "xref": "x",
-                "xanchor": "left",
-                "xshift": 8,
-                "y": i,
-                "yref": "y",
-                "showarrow": False,
-                "text": f"{words.counted(len(by[c]), 'rank')} {'waits' if len(by[c]) == 1 else 'wait'}",
-                "font": {"size": 12, "color": INK},
-            }
+            _beside(
+                sum(why[c].values()) / divisor,
+                i,
+                f"{words.counted(len(by[c]), 'rank')} {'waits' if len(by[c]) == 1 else 'wait'}",
+                INK,
+            )
             for i, c in enumerate(culprits)
         ],
     )

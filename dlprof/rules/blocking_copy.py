@@ -26,7 +26,7 @@ from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part_least, part_noise
 from dlprof.measures.copies import copies
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.syncs import syncs, together
+from dlprof.measures.syncs import linked, syncs, together
 from dlprof.panels.kernels import copy_table
 from dlprof.timeline.steps import step_means
 from dlprof.units import digits, duration
@@ -38,9 +38,7 @@ def check(run: Measured) -> Estimate:
     """Estimate what the job would gain without waits for pinned copies, from the device's idle time behind them."""
     if settings.on_cpu(run):
         raise NotMeasured("the job trains on the CPU, where nothing is copied to a device")
-    frame = run.frame(syncs)
-    if len(frame) and frame["together_ns"].isna().all():
-        raise NotMeasured("the trace does not link launches to kernels, or holds no work of a device")
+    frame = linked(run)
     waited = frame[frame["copied"] == "pinned"]
     if not len(waited):
         return nothing("no copy from pinned memory is waited for")

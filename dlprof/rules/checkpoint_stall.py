@@ -32,14 +32,13 @@ from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.replay import own_time, saving_stalls
 from dlprof.measures.room import room
 from dlprof.measures.stalls import stall_means, stalled_steps
-from dlprof.result import Change, Panel
+from dlprof.panels.steps import stall_bars
+from dlprof.result import Change
 from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import digits, duration, percent
 
 # What saving less often is to bring checkpoints down to: where nothing would be said of them.
 GOAL_SHARE = LEAST_SHARE
-
-MOST_BARS = 60
 
 _KIND = "checkpoint"
 
@@ -81,7 +80,7 @@ def _explain(
         summary=f"Rank {rank} saves in one steady step of {digits(every)} and stands still for"
         f" {duration(mean * every)} then{_where(steps)}{besides}.",
         changes=_changes(every, (stalls + beside) / mean_step_ns(run)),
-        evidence=_evidence(steps, rank),
+        evidence=stall_bars(steps, rank, "Saving"),
         sure="Measured in every steady step, estimated as all of it gone; saving in the background still copies the"
         " state." + (" That the other ranks wait for those that save is assumed." if waiting else ""),
     )
@@ -104,12 +103,6 @@ def _changes(every: float, share: float) -> tuple[Change, ...]:
         ),
         change("`torch.distributed.checkpoint.async_save`: training goes on while the state is written"),
     )
-
-
-def _evidence(steps: pd.DataFrame, rank: int) -> Panel:
-    longest = steps.nlargest(MOST_BARS, "ns").sort_values("step")
-    rows = tuple((f"step {s}", float(ns), _KIND) for s, ns in zip(longest["step"], longest["ns"], strict=True))
-    return Panel("bars", f"Saving on rank {rank}, the {len(rows)} longest of its steps", rows, unit="ns")
 
 
 RULE = Rule(

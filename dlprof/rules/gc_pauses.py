@@ -28,14 +28,13 @@ from dlprof.measures import settings
 from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.measures.replay import own_time, saving_stalls
 from dlprof.measures.stalls import stall_means, stalled_steps
-from dlprof.result import Change, Panel
+from dlprof.panels.steps import stall_bars
+from dlprof.result import Change
 from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import count, digits, duration, percent
 
 # What pauses may cost once they come at a fixed interval: an interval is proposed that brings them to this.
 GOAL_SHARE = 0.005
-
-MOST_BARS = 60
 
 _KIND = "garbage_collection"
 
@@ -63,7 +62,7 @@ def _explain(run: Measured, means: pd.DataFrame) -> Explanation:
         summary=f"{count(int(mine['stalls']), 'pause')} in {int(mine['steps']):,} steady steps of rank {mine['rank']},"
         f" in one step of {digits(float(mine['every']))}; the longest took {duration(longest)}.",
         changes=_changes(longest, mean_step_ns(run), steps),
-        evidence=_evidence(steps, int(mine["rank"])),
+        evidence=stall_bars(steps, int(mine["rank"]), "Garbage collection"),
         sure="Measured in every steady step, pauses under a millisecond left out; estimated as all of it gone."
         + ("" if settings.on_cpu(run) else " Of pauses behind which the GPU still works it may count too much."),
     )
@@ -80,12 +79,6 @@ def _changes(longest: float, step: float, steps: pd.DataFrame) -> tuple[Change, 
             f" each that is {percent(longest / apart / step)} of the step"
         ),
     )
-
-
-def _evidence(steps: pd.DataFrame, rank: int) -> Panel:
-    longest = steps.nlargest(MOST_BARS, "ns").sort_values("step")
-    rows = tuple((f"step {s}", float(ns), _KIND) for s, ns in zip(longest["step"], longest["ns"], strict=True))
-    return Panel("bars", f"Garbage collection on rank {rank}, the {len(rows)} longest of its steps", rows, unit="ns")
 
 
 RULE = Rule(

@@ -39,7 +39,7 @@ from dlprof.measures.replay import own_time, saving
 from dlprof.measures.stacks import COMPUTING, hottest, hottest_own
 from dlprof.measures.waits import waits
 from dlprof.result import Change, Panel
-from dlprof.timeline.steps import mean_step_ns, step_means
+from dlprof.timeline.steps import check_marked, mean_step_ns, step_means
 from dlprof.units import duration, percent, short
 
 # Idle time is worth a look from 10 to 15 % of a step on (Ascend's msprof and TraceLens); from 10 % here.
@@ -69,8 +69,7 @@ _SAID = {
 
 def check(run: Measured) -> Estimate:
     """Estimate the time in which nothing is computed, sent, copied or waited for."""
-    if (run.frame(step_means)["unit"] != "step").any():
-        raise NotMeasured("nothing marks the steps: starting up cannot be told from training (prof.step() marks them)")
+    check_marked(run)
     on_cpu = settings.on_cpu(run)
     if not on_cpu:
         check_launches(run)

@@ -30,9 +30,9 @@ from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures import grad_scaler, settings
 from dlprof.measures.breakdown import breakdown, part_least, part_noise
 from dlprof.measures.replay import own_time, saving
-from dlprof.measures.syncs import syncs, together
+from dlprof.measures.syncs import linked, syncs, together
 from dlprof.result import Change, Panel
-from dlprof.timeline.steps import step_means
+from dlprof.timeline.steps import check_marked, step_means
 from dlprof.units import digits, duration
 
 _HOST = ("host", "optimizer_host")
@@ -68,11 +68,8 @@ def check(run: Measured) -> Estimate:
     """Estimate what the job would gain without such waits, from the device's idle time behind them."""
     if settings.on_cpu(run):
         raise NotMeasured("the job trains on the CPU, where reading a value waits for nothing")
-    if (run.frame(step_means)["unit"] != "step").any():
-        raise NotMeasured("nothing marks the steps: starting up cannot be told from training (prof.step() marks them)")
-    frame = run.frame(syncs)
-    if len(frame) and frame["together_ns"].isna().all():
-        raise NotMeasured("the trace does not link launches to kernels, or holds no work of a device")
+    check_marked(run)
+    frame = linked(run)
     frame = frame[frame["copied"] == ""]
     gains = together(run, frame)
     return Estimate(

@@ -28,6 +28,7 @@ from dlprof.diagnosis import Rule
 from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change
+from dlprof.measures import settings
 from dlprof.measures.memory import memory_growth, memory_series
 from dlprof.measures.samples import sample_series
 from dlprof.result import Panel
@@ -112,26 +113,24 @@ def _held(frame: pd.DataFrame) -> str:
     return ", ".join(f"{_WHAT[str(w)]} is {size(float(n))}" for w, n in most.items() if n)
 
 
-def _host(run: Measured, rank: int) -> object:
-    return run.facts[rank].get("host")
-
-
 def _left(run: Measured, frame: pd.DataFrame, row: dict[Any, Any]) -> float:
     """Return the bytes left to what grows; a host's are read with its first rank."""
     if row["what"] == "device":
         return float(row["left_bytes"])
-    host = _host(run, row["rank"])
-    told = frame[(frame["what"] != "device") & (frame["rank"].map(lambda r: _host(run, r) == host))]["left_bytes"]
-    return float(told.min())
+    return float(frame.loc[_on_host(run, frame, row["rank"]), "left_bytes"].min())
 
 
 def _together(run: Measured, grows: pd.DataFrame, row: dict[Any, Any]) -> float:
     """Return the bytes a step by which all grows that shares the same memory."""
     if row["what"] == "device":
         return float(row["per_step"])
-    host = _host(run, row["rank"])
-    same = (grows["what"] != "device") & grows["rank"].map(lambda r: _host(run, r) == host)
-    return float(grows.loc[same, "per_step"].sum())
+    return float(grows.loc[_on_host(run, grows, row["rank"]), "per_step"].sum())
+
+
+def _on_host(run: Measured, frame: pd.DataFrame, rank: int) -> pd.Series[bool]:
+    """Return which rows are of the memory of a rank's host."""
+    host = settings.host(run, rank)
+    return (frame["what"] != "device") & (frame["rank"].map(lambda r: settings.host(run, r)) == host)
 
 
 def _when(seconds: float) -> str:

@@ -34,6 +34,7 @@ from dlprof.measures.collectives import collectives, exposed, traced_steps
 from dlprof.measures.exchange_plans import gain_noise, transfer_noise
 from dlprof.measures.matching import matched
 from dlprof.measures.replay import own_time, saving
+from dlprof.overview import rows
 from dlprof.result import Change, Panel, Setting
 from dlprof.timeline.steps import step_means
 from dlprof.units import UNKNOWN, digits, duration, percent, size
@@ -166,13 +167,9 @@ def _through_host(run: Measured) -> bool:
     return any(f.get("backend") == "gloo" and (f.get("device") or {}).get("type") == "cuda" for f in run.facts.values())
 
 
-def _host(run: Measured, rank: int) -> str:
-    return str(run.facts[rank].get("host") or run.trace_facts[rank].get("host") or "")
-
-
 def _placed(run: Measured, ranks: Sequence[int]) -> str:
     """Describe how a group's ranks lie among all ranks and hosts; "" where a host is not told."""
-    hosts = [_host(run, r) for r in ranks]
+    hosts = [settings.host(run, r) for r in ranks]
     order = {h: n for n, h in enumerate(dict.fromkeys(hosts))}
     return f"{[r - ranks[0] for r in ranks]} on {[order[h] for h in hosts]}" if all(hosts) else ""
 
@@ -214,8 +211,8 @@ def _who(run: Measured, judged: pd.DataFrame, slow: pd.DataFrame) -> str:
     """Name the host that all slow groups have in common and no other has; else the ranks, those of the dearest."""
     if slow["members"].nunique() > 1 and {r for ranks in slow["on"] for r in ranks} == set(run.ranks):
         return "all ranks"
-    common = set.intersection(*({_host(run, r) for r in ranks} for ranks in slow["on"]))
-    fine = {_host(run, r) for ranks in judged["on"][~judged["members"].isin(slow["members"])] for r in ranks}
+    common = set.intersection(*({settings.host(run, r) for r in ranks} for ranks in slow["on"]))
+    fine = {settings.host(run, r) for ranks in judged["on"][~judged["members"].isin(slow["members"])] for r in ranks}
     left = common - fine
     if fine and len(left) == 1 and "" not in left:
         return f"host {left.pop()}"
@@ -231,7 +228,7 @@ def _fine(judged: pd.DataFrame) -> str:
 
 def _changes(run: Measured, slow: pd.DataFrame) -> tuple[Change, ...]:
     ranks = sorted({r for members in slow["on"] for r in members})
-    across = any(len({_host(run, r) for r in members}) > 1 for members in slow["on"])
+    across = any(len({settings.host(run, r) for r in members}) > 1 for members in slow["on"])
     changes = []
     for name, where, values, does in _SETTINGS:
         is_set = {r: str((run.facts[r].get("env") or {}).get(name) or "") for r in run.ranks}
@@ -266,12 +263,9 @@ def _evidence(judged: pd.DataFrame) -> Panel:
     }
     shown = judged.sort_values(["better_ns", "exposed_ns"], ascending=[True, False]).head(MOST_ROWS)
     shown = shown.assign(on=[_named(on).removeprefix("ranks ") for on in shown["on"]])[list(columns)]
-    rows = tuple(
-        tuple(None if pd.isna(cell) else cell for cell in row) for row in shown.itertuples(index=False, name=None)
-    )
     note = f"Size and transfer are the medians; {UNKNOWN}: not known."
     note += "" if len(judged) <= MOST_ROWS else f" {MOST_ROWS} of {len(judged)}."
-    return Panel("table", "Large collectives and their links", rows, tuple(columns.values()), note=note)
+    return Panel("table", "Large collectives and their links", rows(shown), tuple(columns.values()), note=note)
 
 
 RULE = Rule(

@@ -26,7 +26,7 @@ from dlprof.measures.gaps import SMALL_NS, gaps, small_kernels
 from dlprof.measures.host_work import check_launches, launches
 from dlprof.measures.replay import own_time, saving
 from dlprof.result import Change, Panel
-from dlprof.timeline.steps import step_means
+from dlprof.timeline.steps import check_marked, step_means
 from dlprof.units import digits, duration, short
 
 _HOST = ("host", "optimizer_host")
@@ -36,8 +36,7 @@ def check(run: Measured) -> Estimate:
     """Estimate the launch-bound gaps behind small kernels."""
     if settings.on_cpu(run):
         raise NotMeasured("the job trains on the CPU, which launches no kernels")
-    if (run.frame(step_means)["unit"] != "step").any():
-        raise NotMeasured("nothing marks the steps: starting up cannot be told from training (prof.step() marks them)")
+    check_marked(run)
     check_launches(run)
     rows = run.frame(gaps).set_index("rank")
     if rows["graph_gain_ns"].isna().any():

@@ -111,7 +111,7 @@ class _Late:
     @property
     def who(self) -> str:
         ranks = self.lead.ranks
-        return f"rank {ranks[0]}" if len(ranks) == 1 else f"host {_host(self.run, ranks[0])}"
+        return f"rank {ranks[0]}" if len(ranks) == 1 else f"host {settings.host(self.run, ranks[0])}"
 
     @property
     def behind(self) -> str:
@@ -178,13 +178,9 @@ def _dearest(run: Measured, own: pd.DataFrame) -> Lead:
     """Return the lead that costs most: that of the slowest rank, or that of all ranks of one host together."""
     hosts: dict[str, list[int]] = {}
     for rank in own.columns:
-        hosts.setdefault(_host(run, int(rank)), []).append(int(rank))
+        hosts.setdefault(settings.host(run, int(rank)), []).append(int(rank))
     together = [lead(own, ranks) for ranks in hosts.values() if 1 < len(ranks) < len(own.columns)]
     return max((lead(own), *together), key=lambda found: found.saving_ns)
-
-
-def _host(run: Measured, rank: int) -> str:
-    return str(run.facts[rank].get("host") or run.trace_facts[rank].get("host") or "")
 
 
 def _left(late: _Late) -> _Late:
@@ -283,7 +279,7 @@ def _crowded(run: Measured, late: tuple[int, ...]) -> float:
         return 0.0
     with suppress(NotMeasured):
         sampled = run.frame(sample_means)
-        beside = [r for r in run.ranks if _host(run, r) == _host(run, late[0]) and r not in late]
+        beside = [r for r in run.ranks if settings.host(run, r) == settings.host(run, late[0]) and r not in late]
         told = [run.facts[r].get("cpu") or {} for r in (*late, *beside)]
         everywhere = all(cpu.get("affinity") == cpu.get("count") is not None for cpu in told)
         if not beside or not everywhere or outside(sampled):

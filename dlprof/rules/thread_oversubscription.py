@@ -117,7 +117,7 @@ def _cores(run: Measured, rank: int) -> int | None:
     """Return how many cores a rank has to itself: those it is bound to, or its share of the host's."""
     cpu = run.facts[rank].get("cpu") or {}
     bound, all_cores = cpu.get("affinity"), cpu.get("count")
-    here = sum(run.facts[r].get("host") == run.facts[rank].get("host") for r in run.ranks)
+    here = settings.neighbours(run, rank)
     if bound and all_cores and bound < all_cores and bound * here <= all_cores:
         return int(bound)
     return settings.cores_per_rank(run, rank)

@@ -373,6 +373,12 @@ def step_series(rank: RankData) -> pd.DataFrame:
     )
 
 
+def check_marked(run: Measured) -> None:
+    """Raise NotMeasured where no step is known, but only the whole trace."""
+    if (run.frame(step_means)["unit"] != "step").any():
+        raise NotMeasured("nothing marks the steps: starting up cannot be told from training (prof.step() marks them)")
+
+
 def mean_step_ns(run: Measured) -> float:
     """Give the mean steady step of the run: the mean over its ranks, in ns."""
     return float(run.frame(step_means)["step_ns"].mean())

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from dlprof.errors import DlprofError
+from dlprof.readers import SOURCES
 from dlprof.readers.samples import read_samples
 
+SAMPLERS = {s.name: s for s in SOURCES if s.name in ("gpu", "host", "processes")}
 LINE = '{"at_ns":%d,"perf_ns":5,"power_w":%s,"energy_j":7}\n'
 
 
@@ -38,3 +40,34 @@ def test_a_file_that_is_no_log_of_samples_is_refused(tmp_path: Path) -> None:
         read_samples(path, "gpu")
     path.write_text("")
     assert len(read_samples(path, "gpu")[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("sampler", "line", "metrics"),
+    [
+        ("gpu", '"power_w":612.3,"clock_reasons_bits":4', {"power_w": 612.3, "clock_reasons_bits": 4.0}),
+        ("host", '"memory_used_bytes":7', {"memory_used_bytes": 7.0}),
+        ("processes", '"cpu_s":2.5,"children":2', {"cpu_s": 2.5, "children": 2.0}),
+    ],
+)
+def test_the_samples_say_whose_they_are(tmp_path: Path, sampler: str, line: str, metrics: dict[str, float]) -> None:
+    path = tmp_path / SAMPLERS[sampler].files[0]
+    path.write_text('{"at_ns":10,"perf_ns":1,' + line + "}\n")
+    frame = SAMPLERS[sampler].read(path).tables["samples"]
+    assert set(frame["source"]) == {sampler}
+    assert dict(zip(frame["metric"], frame["value"], strict=True)) == metrics
+
+
+def test_the_cores_are_counted_and_the_busiest_is_told(tmp_path: Path) -> None:
+    (tmp_path / "host.jsonl").write_text(
+        '{"at_ns":10,"perf_ns":1,"cpu_share":0.5,"core_percent":[100,3,91,90]}\n{"at_ns":20,"core_percent":[]}\n'
+    )
+    frame = SAMPLERS["host"].read(tmp_path / "host.jsonl").tables["samples"]
+    assert set(frame["source"]) == {"host"}
+    assert dict(zip(frame["metric"], frame["value"], strict=True)) == {
+        "cpu_share": 0.5,
+        "cores": 4.0,
+        "cpu_cores": 2.84,
+        "busy_cores": 2.0,
+        "busiest_core_share": 1.0,
+    }

@@ -23,7 +23,7 @@ def write(path: Path, *lines: dict[str, Any] | str | bytes) -> Path:
 
 
 def test_every_column_is_read(tmp_path: Path) -> None:
-    lines = [line(0, kind="validation", profiled=1), line(1), line(2, device_ns=-1)]
+    lines = [line(0, kind="validation", profiled=1), line(1), line(2, device_step_ns=-1)]
     reading = steps.read(write(tmp_path / "steps.jsonl", *lines))
     assert reading.tables["steps"].to_dict("records") == [{c: one[c] for c in tables.STEPS} for one in lines]
     assert reading.facts == {}
@@ -37,8 +37,30 @@ def test_what_a_line_leaves_out_was_not_measured_and_unknown_keys_pass(tmp_path:
     assert row == {"step": 3, "start_ns": 7, "dur_ns": 5} | rest | {"kind": "other"}
 
 
+# It had the device's time from the first forward on as well, amid the fields that are still there.
+OLD = (
+    '{"step":7,"kind":"train","start_ns":1000,"dur_ns":100,"lead_ns":1,"fetch_ns":2,"forward_ns":3,"backward_ns":4,'
+    '"optimizer_ns":5,"device_ns":%d,"device_step_ns":95,"fetches":6,"backwards":8,"optimizer_steps":9,'
+    '"profiled":0,"first":1%s}'
+)
+
+
+@pytest.mark.parametrize("device_ns", [90, -1])
+def test_a_line_of_an_older_dlprof_is_read(tmp_path: Path, device_ns: int) -> None:
+    path = tmp_path / "steps.jsonl"
+    row = {"step": 7, "kind": "train", "start_ns": 1000, "dur_ns": 100, "lead_ns": 1, "fetch_ns": 2, "forward_ns": 3}
+    row |= {"backward_ns": 4, "optimizer_ns": 5, "device_step_ns": 95, "fetches": 6, "backwards": 8}
+    row |= {"optimizer_steps": 9, "profiled": 0, "first": 1}
+    reading = steps.read(write(path, OLD % (device_ns, "")))
+    assert reading.tables["steps"].to_dict("records") == [row]
+    assert reading.warnings == ()
+    frame = steps.read(write(path, OLD % (device_ns, ',"steps":3'))).tables["steps"]
+    assert frame["step"].to_list() == [7, 8, 9]
+    assert frame["device_step_ns"].sum() == 95
+
+
 def test_steps_that_share_a_line_are_a_row_each_and_lose_nothing(tmp_path: Path) -> None:
-    shared = line(5, start_ns=1000, dur_ns=100, fetch_ns=7, device_ns=-1, device_step_ns=101, fetches=3, steps=3)
+    shared = line(5, start_ns=1000, dur_ns=100, fetch_ns=7, lead_ns=-1, device_step_ns=101, fetches=3, steps=3)
     shared["optimizer_steps"] = 1
     sums = {"dur_ns": 100, "fetch_ns": 7, "device_step_ns": 101, "fetches": 3, "optimizer_steps": 1}
     path = write(tmp_path / "steps.jsonl", line(4, start_ns=900, dur_ns=100), shared, line(8, start_ns=1100))
@@ -49,7 +71,7 @@ def test_steps_that_share_a_line_are_a_row_each_and_lose_nothing(tmp_path: Path)
     assert {name: int(three[name].sum()) for name in sums} == sums
     assert (three["start_ns"] + three["dur_ns"]).to_list() == [1033, 1066, 1100]
     assert three["fetches"].to_list() == [1, 1, 1]
-    assert three["device_ns"].to_list() == [-1, -1, -1]
+    assert three["lead_ns"].to_list() == [-1, -1, -1]
     assert three["profiled"].to_list() == [shared["profiled"]] * 3
 
 
@@ -107,17 +129,19 @@ def test_what_is_no_log_of_steps_is_refused(tmp_path: Path) -> None:
 
 def test_a_step_that_was_saved_before_its_device_time_was_known_counts_once(tmp_path: Path) -> None:
     def line(step: int, device: int, **more: int) -> str:
-        return json.dumps({"step": step, "start_ns": 100 * step, "dur_ns": 100, "device_ns": device, **more}) + "\n"
+        return (
+            json.dumps({"step": step, "start_ns": 100 * step, "dur_ns": 100, "device_step_ns": device, **more}) + "\n"
+        )
 
     early = [line(step, -1, outstanding=1) for step in (1, 2)]
     log = tmp_path / "steps.jsonl"
     # The job hung there, and was killed.
     log.write_text("".join((line(0, 50), *early)))
-    assert steps.read(log).tables["steps"]["device_ns"].tolist() == [50, -1, -1]
+    assert steps.read(log).tables["steps"]["device_step_ns"].tolist() == [50, -1, -1]
     # It went on: both were written again, and a third one hangs.
     log.write_text("".join((line(0, 50), *early, line(1, 51), line(2, 52), line(3, -1, outstanding=1))))
-    assert steps.read(log).tables["steps"]["device_ns"].tolist() == [50, 51, 52, -1]
+    assert steps.read(log).tables["steps"]["device_step_ns"].tolist() == [50, 51, 52, -1]
     # Short steps share a line.
     log.write_text("".join((line(0, 50), *early, line(1, 103, steps=2, dur_ns=200))))
     frame = steps.read(log).tables["steps"]
-    assert (frame["step"].tolist(), frame["device_ns"].sum()) == ([0, 1, 2], 153)
+    assert (frame["step"].tolist(), frame["device_step_ns"].sum()) == ([0, 1, 2], 153)
