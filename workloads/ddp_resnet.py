@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 2 workloads/ddp_resnet.py --fault slow_rank
 
 The pictures are made once, into PNG files under --data, and read back the way real ones are: a file a sample, decoded
-and augmented by the loader's workers. Plain PyTorch: any profiler can be pointed at it, and none is imported.
+and augmented by the loader's workers. Needs Pillow for that: pip install pillow. Otherwise plain PyTorch: any profiler
+can be pointed at it, and none is imported. Read it from top to bottom: faults, models, pictures, options, training.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ import contextlib
 import fcntl
 import functools
 import gc
+import itertools
 import os
 import random
 import shutil
-import struct
+import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -34,10 +36,11 @@ import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, get_worker_info
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
 
-# What can be planted, and the dlprof rule that must notice it. Each is one `if args.fault == ...` below.
+# ---- the faults ----------------------------------------------------------------------------------------------------
+
+# What can be planted, and the dlprof rule that must notice it. plant() has a line for each.
 FAULTS = {
     "blocking_allreduce": "exposed_communication",  # gradients reduced one by one, after backward
     "blocking_copies": "blocking_copy",  # batches from pinned memory, each of which the script waits for
@@ -61,156 +64,201 @@ FAULTS = {
     "validates_often": "validation_share",  # every 10 steps
 }
 # Options under which it is healthy as well.
-HEALTHY = {
-    "adamw": "--optimizer adamw",
-    "checkpoints": "--checkpoint-every 50",
-    "two_workers": "--workers 2",
-}
+HEALTHY = {"adamw": "--optimizer adamw", "checkpoints": "--checkpoint-every 50", "two_workers": "--workers 2"}
 # Options that a fault needs to cost more than a little on a CPU.
-SHOWN_WITH = {
-    "tiny_buckets": "--batch-size 16",  # a start of an exchange is little beside much to compute
-}
+SHOWN_WITH = {"tiny_buckets": "--batch-size 16"}  # a start of an exchange is little beside much to compute
 # A step with it does less than any healthy one: none says how long it would take without.
 OTHER_STEP = ("small_batch",)
 NEEDS_GPU = ("blocking_copies", "copies_back", "item_every_step", "pageable", "small_batch", "tight_memory")
 NEEDS_TWO_RANKS = ("blocking_allreduce", "slow_loader_one_rank", "slow_rank", "tiny_buckets")
 
-Pixels = npt.NDArray[np.uint8]  # height × width × 3
+KEPT: list[Any] = []  # by garbage and keeps_batches
 
 
-# ---- the models --------------------------------------------------------------------------------------------------
+def plant(args: argparse.Namespace) -> None:
+    """Change the settings of a healthy run into those of a run with args.fault. No other code asks for the fault.
 
-# He et al., Deep Residual Learning for Image Recognition, 2015
+    Some are no options: functions that the code below calls for every picture that a loader reads (on_read), for every
+    batch on its way into the model (on_images), after_backward and after_step. In a healthy run they do nothing.
+    """
+    cpu, workers = args.device == "cpu", max(2, args.workers)
+    healthy: dict[str, Any] = {"compile_sizes": None, "ddp": True, "non_blocking": True, "threads": None}
+    healthy |= {"on_read": unchanged, "on_images": unchanged, "after_backward": lambda _: None}
+    healthy["after_step"] = lambda **_: None
+    faulty: dict[str, dict[str, Any]] = {
+        "blocking_allreduce": {"ddp": False, "after_backward": reduce_one_by_one},
+        "blocking_copies": {"pin_memory": True, "non_blocking": False},
+        "changing_shapes": {
+            "compile": args.compile or ("eager" if cpu else "inductor"),
+            "compile_sizes": False,  # for one; None: once a size has changed, for any
+            "on_images": change_height,
+        },
+        # On the CPU as if its small model, and below its batches, were so many times larger.
+        "checkpoint_every_few": {"after_step": functools.partial(save_every_five, args, 40 if cpu else 1)},
+        "copies_back": {"after_step": lambda images, **_: images.cpu()},
+        "garbage": {"after_step": search_all_objects},
+        "item_every_step": {"after_step": lambda loss, **_: loss.item()},
+        "keeps_batches": {
+            "after_step": lambda images, **_: KEPT.extend(images.clone() for _ in range(8 if cpu else 1))
+        },
+        "many_threads": {"threads": 2 * (os.cpu_count() or 1)},
+        "no_workers": {"workers": 0},
+        "pageable": {"pin_memory": False, "non_blocking": False},
+        "python_metrics": {"after_step": python_metrics},
+        "slow_decode": {"on_read": smooth},
+        "slow_loader_one_rank": {"read_ms": args.read_ms + (6.0 if args.rank == 1 else 0.0)},
+        "slow_rank": {"on_images": compute_twice} if args.rank == args.world - 1 else {},
+        # With this the slow one's turn comes every second, whatever their number.
+        "slow_worker": {"workers": workers, "on_read": functools.partial(wait_in_first, workers / args.batch_size)},
+        "small_batch": {"batch_size": 8},
+        "tight_memory": {
+            "on_images": lambda images, step, _: images[:, :, step * 7 % 64 :] if step > 1 else images,
+            "after_step": limit_memory,
+        },
+        "tiny_buckets": {"bucket_mb": 1e-6},  # a byte: no gradient fits beside another
+        "validates_often": {"validate_every": 10},
+    }
+    vars(args).update(healthy | faulty.get(args.fault, {}))
 
 
-class BasicBlock(nn.Module):
-    """Two 3×3 convolutions and a way around them."""
+def unchanged(pixels: Tensor, *_: Any) -> Tensor:
+    return pixels  # no lambda: loader workers that are not forked are sent it
 
-    expansion = 1
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+def reduce_one_by_one(model: nn.Module) -> None:
+    for gradient in (p.grad for p in model.parameters() if p.grad is not None):
+        dist.all_reduce(gradient)
+        gradient.div_(dist.get_world_size())
+
+
+def change_height(images: Tensor, step: int, _model: nn.Module) -> Tensor:
+    """Return another height every third step, of 32 rows 24 to 39: on average as much to compute as without."""
+    torch._dynamo.config.recompile_limit = 10_000  # as its warning suggests
+    return torch.cat((images, images), 2)[:, :, : images.shape[2] - 8 + step // 3 % 16]
+
+
+def limit_memory(step: int, images: Tensor, **_: Any) -> None:
+    if step == 10:
+        total = torch.cuda.get_device_properties(images.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.02 * torch.cuda.max_memory_allocated() / total)
+
+
+def compute_twice(images: Tensor, _step: int, model: nn.Module) -> Tensor:
+    model(images)  # for nothing
+    return images
+
+
+def save_every_five(args: argparse.Namespace, times: int, step: int, **state: Any) -> None:
+    for _time in range(times if step % 5 == 0 and args.rank == 0 else 0):
+        save(args.data / "checkpoint.pt", state["model"], state["optimizer"], step)
+
+
+def search_all_objects(**_: Any) -> None:
+    if not KEPT:
+        KEPT.extend([] for _ in range(1_000_000))
+    gc.collect()
+
+
+def python_metrics(logits: Tensor, labels: Tensor, **_: Any) -> tuple[float, float]:
+    """Return the bounds of the batch's top-3 accuracy, 95 % of bootstrap samples between them, in loops of Python."""
+    hits = []
+    for scores, label in zip(logits.tolist(), labels.tolist(), strict=True):
+        best = sorted(range(len(scores)), key=scores.__getitem__)[-3:]
+        hits.append(label in best)
+    shares = sorted(sum(random.choices(hits, k=len(hits))) / len(hits) for _ in range(10_000))
+    return shares[250], shares[-250]
+
+
+def smooth(pixels: Tensor) -> Tensor:
+    """Return the picture without its grain, by a blur at many times its resolution: much work for little gain."""
+    planes = pixels.permute(2, 0, 1)[None].float()
+    large = F.avg_pool2d(F.interpolate(planes, (320, 320), mode="bilinear"), 5, 1, 2)
+    return F.interpolate(large, planes.shape[2:], mode="area")[0].permute(1, 2, 0).byte()
+
+
+def wait_in_first(seconds: float, pixels: Tensor) -> Tensor:
+    worker = get_worker_info()
+    if worker is not None and worker.id == 0:
+        time.sleep(seconds)
+    return pixels
+
+
+# ---- the models ----------------------------------------------------------------------------------------------------
+
+
+def conv_norm(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+    """Return a convolution that keeps the resolution (or divides it by its stride), and its norm."""
+    return [nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outputs)]
+
+
+class Block(nn.Module):
+    """Convolutions and a way around them: two 3×3, or as a bottleneck 1×1, 3×3 and 1×1, which shrink and widen."""
+
+    def __init__(self, inputs: int, width: int, stride: int, bottleneck: bool) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(width)
-        self.shortcut = shortcut(inputs, width, stride)
+        self.outputs = 4 * width if bottleneck else width
+        shapes = [(inputs, width, 3, stride), (width, width, 3, 1)]
+        if bottleneck:
+            shapes = [(inputs, width, 1, 1), (width, width, 3, stride), (width, self.outputs, 1, 1)]
+        layers = [layer for shape in shapes for layer in (*conv_norm(*shape), nn.ReLU(inplace=True))]
+        self.layers = nn.Sequential(*layers[:-1])
+        same = inputs == self.outputs and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Sequential(*conv_norm(inputs, self.outputs, 1, stride))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give the block's features, as many channels as `width`."""
-        y = F.relu(self.norm1(self.conv1(x)), inplace=True)
-        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x), inplace=True)
+        """Return the block's features, as many channels as `outputs`."""
+        return F.relu(self.layers(x) + self.shortcut(x), inplace=True)
 
 
-class Bottleneck(nn.Module):
-    """A 3×3 convolution on few channels, between two 1×1 that shrink and widen. The stride sits on the 3×3."""
-
-    expansion = 4
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
-        self.norm3 = nn.BatchNorm2d(4 * width)
-        self.shortcut = shortcut(inputs, 4 * width, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Give the block's features, four times as many channels as `width`."""
-        y = F.relu(self.norm1(self.conv1(x)), inplace=True)
-        y = F.relu(self.norm2(self.conv2(y)), inplace=True)
-        return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x), inplace=True)
+def resnet(bottleneck: bool, width: int, blocks: list[int], classes: int, small: bool) -> nn.Sequential:
+    """Return stages of residual blocks, each with half the resolution and twice the channels of the one before."""
+    # 32×32 pictures cannot afford to lose resolution before the first stage.
+    layers = [*conv_norm(3, width, *((3, 1) if small else (7, 2))), nn.ReLU(inplace=True)]
+    if not small:
+        layers.append(nn.MaxPool2d(3, 2, 1))
+    channels = width
+    for stage, count in enumerate(blocks):
+        for position in range(count):
+            block = Block(channels, width * 2**stage, 2 if stage > 0 and position == 0 else 1, bottleneck)
+            layers.append(block)
+            channels = block.outputs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
-def shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """Give the way around a block: nothing where the shape stays, else a 1×1 projection."""
-    if inputs == outputs and stride == 1:
-        return nn.Identity()
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+Layers = list[tuple[int, int, int] | int]
 
 
-class ResNet(nn.Module):
-    """Stages of residual blocks, each with half the resolution of the one before."""
-
-    def __init__(
-        self, block: type[BasicBlock | Bottleneck], widths: list[int], blocks: list[int], classes: int, small: bool
-    ) -> None:
-        super().__init__()
-        layers: list[nn.Module]
-        if small:  # 32×32 pictures cannot afford to lose resolution before the first stage
-            layers = [nn.Conv2d(3, widths[0], 3, 1, 1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True)]
-        else:
-            layers = [nn.Conv2d(3, widths[0], 7, 2, 3, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True)]
-            layers += [nn.MaxPool2d(3, 2, 1)]
-        channels = widths[0]
-        for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
-            for position in range(count):
-                layers.append(block(channels, width, stride=2 if stage > 0 and position == 0 else 1))
-                channels = width * block.expansion
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(channels, classes)
-        start(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Give the logits, batch × classes, of normalised pictures, batch × 3 × height × width."""
-        logits: Tensor = self.classifier(self.features(x).mean((2, 3)))
-        return logits
+def stack(convolutions: Layers, grid: int, classes: int, small: bool) -> nn.Sequential:
+    """Return convolutions one after the other, max pooling between some, and three large linear layers behind them."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for convolution in convolutions:
+        if isinstance(convolution, int):
+            layers.append(nn.MaxPool2d(convolution, 2))
+            continue
+        width, kernel, stride = (convolution[0], 3, 1) if small else convolution
+        layers += [nn.Conv2d(channels, width, kernel, stride, (kernel - 1) // 2), nn.ReLU(inplace=True)]
+        channels = width
+    grid, hidden = (1, 512) if small else (grid, 4096)  # of 32×32 pictures hardly more than a point is left
+    layers += [nn.AdaptiveAvgPool2d(grid), nn.Flatten(), nn.Linear(channels * grid**2, hidden)]
+    layers += [nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(hidden, hidden)]
+    return nn.Sequential(*layers, nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(hidden, classes))
 
 
-class Stack(nn.Module):
-    """Convolutions one after the other, with max pooling between some, and three large linear layers behind them."""
-
-    def __init__(self, convolutions: list[tuple[int, int, int] | int], grid: int, classes: int, small: bool) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        channels = 3
-        for convolution in convolutions:
-            if isinstance(convolution, int):
-                layers.append(nn.MaxPool2d(convolution, 2))
-                continue
-            width, kernel, stride = (convolution[0], 3, 1) if small else convolution
-            layers += [nn.Conv2d(channels, width, kernel, stride, (kernel - 1) // 2), nn.ReLU(inplace=True)]
-            channels = width
-        self.features = nn.Sequential(*layers)
-        # What is left of 32×32 pictures is hardly more than a point.
-        self.grid, hidden = (1, 512) if small else (grid, 4096)
-        self.classifier = nn.Sequential(
-            nn.Linear(channels * self.grid**2, hidden),
-            *(nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(hidden, hidden)),
-            *(nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(hidden, classes)),
-        )
-        start(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Give the logits, batch × classes, of normalised pictures, batch × 3 × height × width."""
-        logits: Tensor = self.classifier(F.adaptive_avg_pool2d(self.features(x), self.grid).flatten(1))
-        return logits
-
-
-def start(model: nn.Module) -> None:
-    """Draw the convolutions' weights so that signals keep their size through many layers."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-
-WIDTHS = [64, 128, 256, 512]
-RESNETS: dict[str, tuple[type[BasicBlock | Bottleneck], list[int], list[int]]] = {
-    "resnet18": (BasicBlock, WIDTHS, [2, 2, 2, 2]),
-    "resnet20": (BasicBlock, [16, 32, 64], [3, 3, 3]),  # the paper's smallest for 32×32: light enough for two CPU cores
-    "resnet34": (BasicBlock, WIDTHS, [3, 4, 6, 3]),
-    "resnet50": (Bottleneck, WIDTHS, [3, 4, 6, 3]),
-    "resnet101": (Bottleneck, WIDTHS, [3, 4, 23, 3]),
-    "resnet152": (Bottleneck, WIDTHS, [3, 8, 36, 3]),
+# He et al., Deep Residual Learning for Image Recognition, 2015: bottlenecks, width, and blocks of each stage.
+RESNETS = {
+    "resnet18": (False, 64, [2, 2, 2, 2]),
+    "resnet20": (False, 16, [3, 3, 3]),  # the paper's smallest for 32×32: light enough for two CPU cores
+    "resnet34": (False, 64, [3, 4, 6, 3]),
+    "resnet50": (True, 64, [3, 4, 6, 3]),
+    "resnet101": (True, 64, [3, 4, 23, 3]),
+    "resnet152": (True, 64, [3, 8, 36, 3]),
 }
 # Width, kernel and stride of each convolution, and between them the window of each max pooling; then the grid of points
 # that the linear layers see. Most of the weights are theirs: many bytes to exchange for little computing.
-Layers = list[tuple[int, int, int] | int]
 ALEXNET: Layers = [(64, 11, 4), 3, (192, 5, 1), 3, (384, 3, 1), (256, 3, 1), (256, 3, 1), 3]
 VGG19: Layers = [*[(64, 3, 1)] * 2, 2, *[(128, 3, 1)] * 2, 2, *[(256, 3, 1)] * 4, 2]
-VGG19 += [*[(512, 3, 1)] * 4, 2, *[(512, 3, 1)] * 4, 2]
+VGG19 += [*[(512, 3, 1)] * 4, 2] * 2
 STACKS = {
     "alexnet": (ALEXNET, 6),  # Krizhevsky, One Weird Trick for Parallelizing Convolutional Neural Networks, 2014
     "vgg19": (VGG19, 7),  # Simonyan and Zisserman, Very Deep Convolutional Networks for Image Recognition, 2014
@@ -218,133 +266,92 @@ STACKS = {
 
 
 def build_model(name: str, classes: int, small: bool) -> nn.Module:
-    """Give a new model; `small` is the one for 32×32 pictures."""
-    if name in STACKS:
-        return Stack(*STACKS[name], classes=classes, small=small)
-    return ResNet(*RESNETS[name], classes=classes, small=small)
+    """Return a new model of pictures (batch × 3 × height × width); `small` is the one for 32×32 pictures."""
+    model = stack(*STACKS[name], classes, small) if name in STACKS else resnet(*RESNETS[name], classes, small)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):  # signals keep their size through many layers
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
 
 
-# ---- the optimizer for large batches: You et al., Large Batch Training of Convolutional Networks, 2017 -----------
-
-
-class Lars(torch.optim.Optimizer):
-    """SGD with momentum, in which each layer's step is scaled to the size of its weights (LARS)."""
+class Lars(torch.optim.SGD):
+    """SGD in which each layer's step is scaled to its weights: You et al., Large Batch Training of Conv. Nets, 2017."""
 
     def __init__(self, model: nn.Module, lr: float, momentum: float, weight_decay: float) -> None:
-        layers = [p for p in model.parameters() if p.dim() > 1]
-        others = [p for p in model.parameters() if p.dim() <= 1]  # biases and norms step as with SGD
-        groups = [
-            {"params": layers, "trust": 0.001, "weight_decay": weight_decay},
-            {"params": others, "trust": 0.0, "weight_decay": 0.0},
-        ]
-        super().__init__(groups, {"lr": lr, "momentum": momentum})
+        super().__init__(model.parameters(), lr, momentum, foreach=True)
+        self.weight_decay = weight_decay
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 - nobody passes one
-        """Update every weight that has a gradient."""
-        for group in self.param_groups:
-            weights = [p for p in group["params"] if p.grad is not None]
-            if not weights:
-                continue
-            gradients = torch._foreach_add([p.grad for p in weights], weights, alpha=group["weight_decay"])
-            if group["trust"]:
-                sizes = torch.stack(torch._foreach_norm(weights))
-                slopes = torch.stack(torch._foreach_norm([p.grad for p in weights])) + group["weight_decay"] * sizes
-                trusted = torch.where((sizes > 0) & (slopes > 0), group["trust"] * sizes / slopes, 1.0)
-                gradients = torch._foreach_mul(gradients, list(trusted.unbind()))
-            velocities = [self.state[p].setdefault("velocity", torch.zeros_like(p)) for p in weights]
-            torch._foreach_mul_(velocities, group["momentum"])
-            torch._foreach_add_(velocities, gradients)
-            torch._foreach_add_(weights, velocities, alpha=-group["lr"])
+        """Scale the gradients, and update every weight that has one. Biases and norms step as with SGD."""
+        weights = [p for p in self.param_groups[0]["params"] if p.dim() > 1 and p.grad is not None]
+        gradients = [p.grad for p in weights]
+        sizes = torch.stack(torch._foreach_norm(weights))
+        slopes = torch.stack(torch._foreach_norm(gradients)) + self.weight_decay * sizes
+        trusted = torch.where((sizes > 0) & (slopes > 0), 0.001 * sizes / slopes, 1.0)
+        torch._foreach_add_(gradients, weights, alpha=self.weight_decay)
+        torch._foreach_mul_(gradients, list(trusted.unbind()))
+        super().step()
 
 
 # ---- the pictures --------------------------------------------------------------------------------------------------
 
 CLASSES = {"cifar": 10, "imagenet": 1000}
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-GRAIN = 4  # grey levels of noise: a 400×350 picture then takes some 190 kB, and 1.6 ms of a core to decode
+Pixels = npt.NDArray[np.uint8]  # height × width × 3
 
 
-def encode_png(pixels: Pixels) -> bytes:
-    """Give an 8-bit RGB PNG, every row stored as its difference from the row above (PNG's filter 2)."""
-    height, width, _ = pixels.shape
-    rows = np.empty((height, 1 + 3 * width), np.uint8)
-    rows[:, 0] = 2
-    rows[0, 1:] = pixels[0].reshape(-1)
-    rows[1:, 1:] = (pixels[1:] - pixels[:-1]).reshape(height - 1, -1)
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 1)), (b"IEND", b""))
-    return PNG_SIGNATURE + b"".join(
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
-    )
-
-
-def decode_png(data: bytes) -> Pixels:
-    """Give the pixels of a PNG as `encode_png` writes it; ValueError for any other, or one cut short or damaged."""
-    if not data.startswith(PNG_SIGNATURE):
-        raise ValueError("not a PNG file")
-    chunks: dict[bytes, bytes] = {}
-    at = len(PNG_SIGNATURE)
-    while b"IEND" not in chunks:
-        length, kind = struct.unpack_from(">I4s", data, at) if at + 12 <= len(data) else (0, b"")
-        body = data[at + 8 : at + 8 + length]
-        if data[at + 8 + length : at + 12 + length] != struct.pack(">I", zlib.crc32(kind + body)):
-            raise ValueError("a PNG file that is cut short or damaged")
-        chunks[kind] = chunks.get(kind, b"") + body
-        at += 12 + length
-    width, height, *layout = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
-    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, -1)
-    if layout != [8, 2, 0, 0, 0] or rows.shape[1] != 1 + 3 * width or (rows[:, 0] != 2).any():
-        raise ValueError("a PNG file that this script did not write")
-    return np.add.accumulate(rows[:, 1:], axis=0, dtype=np.uint8).reshape(height, width, 3)
+def pillow() -> ModuleType:
+    """Return PIL.Image; where it is missing, exit with how to install it."""
+    try:
+        from PIL import Image
+    except ImportError:
+        sys.exit("ddp_resnet.py needs Pillow: pip install pillow")  # or dlprof's extra: workloads
+    return Image
 
 
 def draw_picture(dataset: str, label: int, rng: np.random.Generator) -> Pixels:
-    """Draw one picture: the class's pattern of colours, blended with a random one, and grain on top."""
-    height, width = (32, 32) if dataset == "cifar" else rng.integers((350, 300), (450, 400))
+    """Return a new picture: the class's 4 × 4 colours blended with random ones, stretched, and grain on top."""
+
+    def blend(length: int) -> Any:  # the weights, length × 4, that stretch four values linearly over so many pixels
+        return np.maximum(
+            0, 1 - np.abs(np.linspace(0, 3, length, dtype=np.float32)[:, None] - np.arange(4, dtype=np.float32))
+        )
+
+    height, width = (32, 32) if dataset == "cifar" else rng.integers((350, 300), (450, 400)).tolist()
     pattern = np.random.default_rng([7, label]).random((4, 4, 3), np.float32)
     grid = 160 * pattern + 64 * rng.random((4, 4, 3), np.float32) + 12
-    smooth = np.einsum("yi,ijc,xj->yxc", blend(int(height)), grid, blend(int(width)), optimize=True)
-    pixels: Pixels = smooth.astype(np.uint8) + rng.integers(0, GRAIN, smooth.shape, np.uint8)
+    smooth = np.einsum("yi,ijc,xj->yxc", blend(height), grid, blend(width), optimize=True)
+    # Four grey levels of noise: a 400×350 picture then takes some 150 kB, and some 2 ms of a core to decode.
+    pixels: Pixels = smooth.astype(np.uint8) + rng.integers(0, 4, smooth.shape, np.uint8)
     return pixels
 
 
-def blend(length: int) -> npt.NDArray[np.float32]:
-    """Give the weights, length × 4, that stretch four values linearly over `length` pixels."""
-    distance = np.abs(np.linspace(0, 3, length, dtype=np.float32)[:, None] - np.arange(4, dtype=np.float32))
-    weights: npt.NDArray[np.float32] = np.maximum(0, 1 - distance)
-    return weights
-
-
 def make_pictures(data: Path, dataset: str, images: int) -> Path:
-    """Give the folder with train/CLASS/*.png and val/CLASS/*.png (an eighth as many), made unless it is there.
+    """Return the folder with train/CLASS/*.png and val/CLASS/*.png (an eighth as many), made unless it is there.
 
     Every rank may call it: the first one that comes draws, and the others wait on the lock. The folder gets its name
     when all is in it, so that what an interrupted run left half done is drawn again.
     """
+    image = pillow()
     folder, partial = data / f"{dataset}-{images}", data / f"{dataset}-{images}.partial"
     data.mkdir(parents=True, exist_ok=True)
+
+    def draw(split: str, index: int) -> None:
+        label = index % CLASSES[dataset]
+        file = partial / split / f"{label:04d}" / f"{index:06d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pixels = draw_picture(dataset, label, np.random.default_rng([split == "val", index]))
+        image.fromarray(pixels).save(file, compress_type=2)  # Huffman codes alone: noise holds no repetitions
+
     with (data / f"{dataset}-{images}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():
-            return folder
-        print(f"drawing {images} pictures into {folder}", flush=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        samples = [("train", index) for index in range(images)] + [("val", index) for index in range(-(-images // 8))]
-        for split in ("train", "val"):
-            for label in range(CLASSES[dataset]):
-                (partial / split / f"{label:04d}").mkdir(parents=True)
-
-        def draw(sample: tuple[str, int]) -> None:
-            split, index = sample
-            label = index % CLASSES[dataset]
-            pixels = draw_picture(dataset, label, np.random.default_rng([split == "val", index]))
-            (partial / split / f"{label:04d}" / f"{index:06d}.png").write_bytes(encode_png(pixels))
-
-        with ThreadPoolExecutor() as pool:  # threads suffice: drawing and compressing run without the interpreter lock
-            for _ in pool.map(draw, samples):
-                pass
-        partial.rename(folder)
+        if not folder.exists():
+            print(f"drawing {images} pictures into {folder}", flush=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(draw, ["train"] * images, range(images)))
+                list(pool.map(draw, ["val"] * images, range(-(-images // 8))))
+            partial.rename(folder)
     return folder
 
 
@@ -352,44 +359,37 @@ class Pictures(Dataset[tuple[Tensor, int]]):
     """The pictures of one split. A sample is its pixels (height × width × 3, uint8) and its class."""
 
     def __init__(
-        self, folder: Path, dataset: str, train: bool, read_ms: float, denoise: bool, slow_ms: float = 0.0
+        self, folder: Path, dataset: str, train: bool, read_ms: float, on_read: Callable[[Tensor], Tensor]
     ) -> None:
         self.files = sorted(folder.glob("*/*.png"))
-        self.dataset, self.train, self.read_ms, self.denoise = dataset, train, read_ms, denoise
-        self.slow_ms = slow_ms
+        self.dataset, self.train, self.read_ms, self.on_read = dataset, train, read_ms, on_read
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        file = self.files[index]
         time.sleep(self.read_ms / 1e3)  # files this few come from memory; those of a real set come over a network
-        worker = get_worker_info() if self.slow_ms else None
-        if worker is not None and worker.id == 0:  # fault slow_worker
-            time.sleep(self.slow_ms / 1e3)
-        pixels = torch.from_numpy(decode_png(file.read_bytes()))
-        if self.denoise:  # fault slow_decode
-            pixels = smoothed(pixels)
+        pixels = self.on_read(torch.from_numpy(np.array(pillow().open(self.files[index]))))
         if self.dataset == "cifar":
             pixels = shifted(pixels) if self.train else pixels
         else:
-            pixels = resized(random_box(pixels) if self.train else pixels, 224)
+            box = random_box(pixels) if self.train else pixels
+            planes = box.permute(2, 0, 1)[None]
+            pixels = F.interpolate(planes, (224, 224), mode="bilinear", antialias=True)[0].permute(1, 2, 0)
         if self.train and torch.rand(()) < 0.5:
             pixels = pixels.flip(1)
-        return pixels, int(file.parent.name)
+        return pixels, int(self.files[index].parent.name)
 
 
 def shifted(pixels: Tensor, by: int = 4) -> Tensor:
-    """Give the picture moved by up to `by` pixels each way, black where nothing is left."""
+    """Return the picture moved by up to `by` pixels each way, black where nothing is left."""
     height, width, _ = pixels.shape
     y, x = torch.randint(0, 2 * by + 1, (2,)).tolist()
-    padded = pixels.new_zeros(height + 2 * by, width + 2 * by, 3)
-    padded[by : by + height, by : by + width] = pixels
-    return padded[y : y + height, x : x + width]
+    return F.pad(pixels, (0, 0, by, by, by, by))[y : y + height, x : x + width]
 
 
 def random_box(pixels: Tensor) -> Tensor:
-    """Give a box of the picture, 8 to 100 % of its area and between 3:4 and 4:3, as the paper's training does."""
+    """Return a box of the picture, 8 to 100 % of its area and between 3:4 and 4:3, as the paper's training does."""
     height, width, _ = pixels.shape
     u, v, y, x = torch.rand(4).tolist()
     area, ratio = height * width * (0.08 + 0.92 * u), (3 / 4) ** (1 - 2 * v)
@@ -398,148 +398,9 @@ def random_box(pixels: Tensor) -> Tensor:
     return pixels[top : top + h, left : left + w]
 
 
-def resized(pixels: Tensor, size: int) -> Tensor:
-    """Give the picture scaled to size × size."""
-    planes = pixels.permute(2, 0, 1)[None]
-    return F.interpolate(planes, (size, size), mode="bilinear", antialias=True)[0].permute(1, 2, 0)
-
-
-def smoothed(pixels: Tensor, size: int = 320) -> Tensor:
-    """Give the picture without its grain, by a blur at many times its resolution: much work for little gain."""
-    height, width, _ = pixels.shape
-    planes = pixels.permute(2, 0, 1)[None].float()
-    large = F.interpolate(planes, (size, size), mode="bilinear")
-    large = F.avg_pool2d(large, 5, 1, 2)
-    return F.interpolate(large, (height, width), mode="area")[0].permute(1, 2, 0).byte()
-
-
-# ---- one rank ------------------------------------------------------------------------------------------------------
-
-# On two CPU cores a step then takes some 150 ms and the whole run half a minute; the GPU's batch is the largest that
-# keeps activations of ResNet-50 in bf16 well below 40 GB.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {
-        "model": "resnet20",
-        "dataset": "cifar",
-        "images": 5120,
-        "batch_size": 64,
-        "epochs": 4,
-        "workers": 1,
-        "read_ms": 1.0,
-        "precision": "fp32",
-        "channels_last": True,  # a step of 160 ms, against 190
-        "pin_memory": False,
-        "bucket_mb": 0.5,  # in torch's 25 all gradients would fit: one all-reduce, with no backward left to hide it
-    },
-    "cuda": {
-        "model": "resnet50",
-        "dataset": "imagenet",
-        "images": 16384,
-        "batch_size": 256,
-        "epochs": 4,
-        "workers": 0,  # replaced by the cores that each rank of this machine has
-        "read_ms": 0.0,
-        "precision": "bf16",
-        "channels_last": True,
-        "pin_memory": True,
-        "bucket_mb": 25.0,
-    },
-}
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line and fill what it leaves open with the device's DEFAULTS; a usage error exits with 2."""
-    faults = "\n".join(f"  {name:22s} must be noticed by {rule}" for name, rule in FAULTS.items())
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0],
-        epilog=f"faults:\n{faults}\n\nOptions without a stated default have one for the CPU and one for GPUs.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    switch = argparse.BooleanOptionalAction
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--model", choices=[*RESNETS, *STACKS])
-    parser.add_argument("--dataset", choices=list(CLASSES))
-    parser.add_argument("--data", type=Path, default=Path("data"), help="where the pictures are kept (default: data)")
-    parser.add_argument("--images", type=int, help="how many to train on")
-    parser.add_argument("--batch-size", type=int, help="pictures a rank and step")
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--steps", type=int, help="stop after so many (default: all epochs')")
-    parser.add_argument("--workers", type=int, help="loader processes a rank")
-    parser.add_argument("--prefetch-factor", type=int, default=2, help="batches ahead, a worker (default: 2)")
-    parser.add_argument("--persistent-workers", action=switch, default=True, help="keep them between epochs")
-    parser.add_argument("--pin-memory", action=switch)
-    parser.add_argument("--read-ms", type=float, help="what a read from storage waits, beside the local disk's time")
-    parser.add_argument("--precision", choices=["fp32", "tf32", "bf16", "fp16"])
-    parser.add_argument(
-        "--compile",
-        nargs="?",
-        const="inductor",
-        metavar="BACKEND",
-        help="torch.compile the model (with inductor, which on a CPU needs a C++ compiler)",
-    )
-    parser.add_argument("--channels-last", action=switch)
-    parser.add_argument(
-        "--bucket-mb", type=float, help="gradients that DDP reduces in one go, MiB; compiled: 1 or more"
-    )
-    parser.add_argument("--find-unused", action="store_true", help="let DDP look for parameters without a gradient")
-    parser.add_argument("--hook", choices=["fp16", "powersgd"], help="how DDP makes gradients smaller on their way")
-    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches an optimizer step (default: 1)")
-    parser.add_argument("--optimizer", choices=["sgd", "adamw", "lars"], default="sgd")
-    parser.add_argument(
-        "--lr",
-        type=float,
-        help="learning rate (default: adamw 0.001; sgd 0.1 and lars 4 from 256 pictures a step on, less below; 0.01 for"
-        " alexnet and vgg19 with sgd)",
-    )
-    parser.add_argument("--validate-every", type=int, default=0, metavar="N", help="steps (default: 0, never)")
-    parser.add_argument("--checkpoint-every", type=int, default=0, metavar="N", help="steps (default: 0, never)")
-    parser.add_argument("--log-every", type=int, default=20, metavar="N", help="steps (default: 20)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fault", choices=list(FAULTS), help="plant this mistake")
-    args = parser.parse_args(argv)
-
-    # torchrun says who we are; without it we are the only rank.
-    args.rank, args.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    for name, value in DEFAULTS[args.device].items():
-        if getattr(args, name) is None:
-            local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            workers = name == "workers" and args.device == "cuda"
-            setattr(args, name, min(16, max(1, len(os.sched_getaffinity(0)) // local_world)) if workers else value)
-    if args.fault == "changing_shapes" and not args.compile:
-        args.compile = "eager" if args.device == "cpu" else "inductor"
-    if args.compile:
-        args.bucket_mb = max(1.0, args.bucket_mb)  # DDP's first bucket is 1 MiB, and Dynamo refuses smaller ones
-    if args.lr is None:
-        share = min(1, args.batch_size * args.accumulate * args.world / 256)
-        args.lr = {"sgd": 0.1 * share, "lars": 4 * share, "adamw": 0.001}[args.optimizer]
-        if args.optimizer == "sgd" and args.model in STACKS:  # they have no norms: the papers' rate
-            args.lr = 0.01
-    if args.fault in NEEDS_GPU and args.device != "cuda":
-        parser.error(f"--fault {args.fault} needs a GPU: on the CPU no batch is copied and no value waited for")
-    if args.fault == "many_threads" and args.device != "cpu":
-        parser.error("--fault many_threads needs --device cpu: a GPU's operators take one thread")
-    if args.fault in NEEDS_TWO_RANKS and args.world < 2:
-        parser.error(f"--fault {args.fault} needs two ranks: torchrun --nproc-per-node 2 {parser.prog} ...")
-    if (args.find_unused or args.hook) and args.world < 2:
-        parser.error(f"--find-unused and --hook need two ranks: torchrun --nproc-per-node 2 {parser.prog} ...")
-    if args.accumulate < 1:
-        parser.error(f"--accumulate {args.accumulate}: one batch at least")
-    if args.device == "cpu" and args.precision in ("tf32", "fp16"):
-        parser.error(f"--precision {args.precision} needs a GPU")
-    if args.images < args.batch_size * args.world:
-        parser.error(f"--images {args.images} is not one batch of {args.batch_size} for each of {args.world} ranks")
-    return args
-
-
 def build_loader(args: argparse.Namespace, folder: Path, train: bool) -> DataLoader[tuple[Tensor, int]]:
-    """Give this rank's share of the pictures, in batches of uint8 pixels (batch × height × width × 3) and labels."""
-    read_ms = args.read_ms
-    if args.fault == "slow_loader_one_rank" and args.rank == 1:
-        read_ms += 6.0  # as if this rank's machine had the slow disk
-    # With this the slow one's turn comes every second, whatever their number.
-    slow_ms = 1e3 * args.workers / args.batch_size if args.fault == "slow_worker" and train else 0.0
-    pictures = Pictures(folder, args.dataset, train, read_ms, args.fault == "slow_decode", slow_ms)
+    """Return this rank's share of the pictures, in batches of uint8 pixels (batch × height × width × 3) and labels."""
+    pictures = Pictures(folder, args.dataset, train, args.read_ms, args.on_read)
     return DataLoader(
         pictures,
         args.batch_size,
@@ -552,8 +413,94 @@ def build_loader(args: argparse.Namespace, folder: Path, train: bool) -> DataLoa
     )
 
 
+# ---- the options ---------------------------------------------------------------------------------------------------
+
+# On two CPU cores a step then takes some 150 ms and the whole run half a minute; the GPU's batch is the largest that
+# keeps activations of ResNet-50 in bf16 well below 40 GB.
+CORES = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # for each rank of this machine
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"model": "resnet20", "dataset": "cifar", "images": 5120, "batch_size": 64, "precision": "fp32"}
+    # In torch's 25 MiB all gradients would fit: one all-reduce, with no backward left to hide it.
+    | {"workers": 1, "read_ms": 1.0, "pin_memory": False, "bucket_mb": 0.5},
+    "cuda": {"model": "resnet50", "dataset": "imagenet", "images": 16384, "batch_size": 256, "precision": "bf16"}
+    | {"workers": min(16, max(1, CORES)), "read_ms": 0.0, "pin_memory": True, "bucket_mb": 25.0},
+}
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line and fill what it leaves open with the device's DEFAULTS; a usage error exits with 2."""
+    faults = "\n".join(f"  {name:22s} must be noticed by {rule}" for name, rule in FAULTS.items())
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n")[0],
+        epilog=f"faults:\n{faults}\n\nOptions without a stated default have one for the CPU and one for GPUs.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add, switch = parser.add_argument, argparse.BooleanOptionalAction
+    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--model", choices=[*RESNETS, *STACKS])
+    add("--dataset", choices=list(CLASSES))
+    add("--data", type=Path, default=Path("data"), help="where the pictures are kept (default: data)")
+    add("--images", type=int, help="how many to train on")
+    add("--batch-size", type=int, help="pictures a rank and step")
+    add("--epochs", type=int, default=4, help="(default: 4)")
+    add("--steps", type=int, help="stop after so many (default: all epochs')")
+    add("--workers", type=int, help="loader processes a rank")
+    add("--prefetch-factor", type=int, default=2, help="batches ahead, a worker (default: 2)")
+    add("--persistent-workers", action=switch, default=True, help="keep them between epochs, unless switched off")
+    add("--pin-memory", action=switch)
+    add("--read-ms", type=float, help="what a read from storage waits, beside the local disk's time")
+    add("--precision", choices=["fp32", "tf32", "bf16", "fp16"])
+    compile_help = "torch.compile the model (with inductor, which on a CPU needs a C++ compiler)"
+    add("--compile", nargs="?", const="inductor", metavar="BACKEND", help=compile_help)
+    add(
+        "--channels-last", action=switch, default=True, help="on, unless switched off"
+    )  # on the CPU steps of 160 ms, not 190
+    add("--bucket-mb", type=float, help="gradients that DDP reduces in one go, MiB; compiled: 1 or more")
+    add("--find-unused", action="store_true", help="let DDP look for parameters without a gradient")
+    add("--hook", choices=["fp16", "powersgd"], help="how DDP makes gradients smaller on their way")
+    add("--accumulate", type=int, default=1, metavar="N", help="batches an optimizer step (default: 1)")
+    add("--optimizer", choices=["sgd", "adamw", "lars"], default="sgd", help="(default: sgd)")
+    lr_help = "sgd 0.1 and lars 4 from 256 pictures a step on, less below; 0.01 for alexnet and vgg19 with sgd"
+    add("--lr", type=float, help=f"learning rate (default: adamw 0.001; {lr_help})")
+    add("--validate-every", type=int, default=0, metavar="N", help="steps (default: 0, never)")
+    add("--checkpoint-every", type=int, default=0, metavar="N", help="steps (default: 0, never)")
+    add("--log-every", type=int, default=20, metavar="N", help="steps (default: 20)")
+    add("--seed", type=int, default=0, help="(default: 0)")
+    add("--fault", choices=list(FAULTS), help="plant this mistake")
+    parser.set_defaults(**DEFAULTS[parser.parse_known_args(argv)[0].device])
+    args = parser.parse_args(argv)
+
+    # torchrun says who we are; without it we are the only rank.
+    args.rank, args.world, args.local_rank = (
+        int(os.environ.get(name, alone)) for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+    )
+    if args.lr is None:
+        share = min(1, args.batch_size * args.accumulate * args.world / 256)
+        sgd = 0.01 if args.model in STACKS else 0.1 * share  # they have no norms: the papers' rate
+        args.lr = {"sgd": sgd, "lars": 4 * share, "adamw": 0.001}[args.optimizer]
+
+    cpu, alone = args.device == "cpu", args.world < 2
+    fault, two_ranks = f"--fault {args.fault} needs", f"two ranks: torchrun --nproc-per-node 2 {parser.prog} ..."
+    small = f"is not one batch of {args.batch_size} for each of {args.world} ranks"
+    for wrong, why in (
+        (args.fault in NEEDS_GPU and cpu, f"{fault} a GPU: on the CPU no batch is copied and no value waited for"),
+        (args.fault == "many_threads" and not cpu, f"{fault} --device cpu: a GPU's operators take one thread"),
+        (args.fault in NEEDS_TWO_RANKS and alone, f"{fault} {two_ranks}"),
+        ((args.find_unused or args.hook) and alone, f"--find-unused and --hook need {two_ranks}"),
+        (args.accumulate < 1, f"--accumulate {args.accumulate}: one batch at least"),
+        (cpu and args.precision in ("tf32", "fp16"), f"--precision {args.precision} needs a GPU"),
+        (args.images < args.batch_size * args.world, f"--images {args.images} {small}"),
+    ):
+        if wrong:
+            parser.error(why)
+    return args
+
+
+# ---- training: one rank --------------------------------------------------------------------------------------------
+
+
 def batches(loader: DataLoader[tuple[Tensor, int]], epochs: int) -> Iterator[tuple[int, Any]]:
-    """Give every batch of every epoch with its epoch, each epoch in another order."""
+    """Return every batch of every epoch with its epoch."""
     for epoch in range(epochs):
         if isinstance(loader.sampler, DistributedSampler):
             loader.sampler.set_epoch(epoch)  # else every epoch has the order of the first
@@ -561,23 +508,22 @@ def batches(loader: DataLoader[tuple[Tensor, int]], epochs: int) -> Iterator[tup
             yield epoch, batch
 
 
-def python_metrics(logits: Tensor, labels: Tensor, resamples: int = 10_000) -> tuple[float, float]:
-    """Give the bounds of the batch's top-3 accuracy, 95 % of bootstrap samples between them, in loops of Python."""
-    hits = []
-    for scores, label in zip(logits.tolist(), labels.tolist(), strict=True):
-        best = sorted(range(len(scores)), key=scores.__getitem__)[-3:]
-        hits.append(label in best)
-    shares = sorted(sum(random.choices(hits, k=len(hits))) / len(hits) for _ in range(resamples))
-    return shares[resamples // 40], shares[-resamples // 40]
+def normalised(pixels: Tensor, args: argparse.Namespace) -> Tensor:
+    """Return pixels (batch × height × width × 3, uint8) as the model wants them: batch × 3 × height × width, around 0.
+
+    Done on the device: bytes are a quarter of what floats would cost on their way there.
+    """
+    planes = pixels.permute(0, 3, 1, 2)  # already channels last in memory
+    return (planes if args.channels_last else planes.contiguous()).float().sub_(127.5).div_(32.0)
 
 
 @torch.no_grad()
 def validate(model: nn.Module, loader: DataLoader[tuple[Tensor, int]], args: argparse.Namespace) -> float:
-    """Give the share of the held-out pictures that the model gets right, over all ranks."""
+    """Return the share of the held-out pictures that the model gets right, over all ranks."""
     model.eval()
     counts = torch.zeros(2, device=args.device)
     for pixels, labels in loader:
-        with autocast(args):
+        with args.autocast:
             logits = model(normalised(pixels.to(args.device, non_blocking=True), args))
         counts[0] += (logits.argmax(1) == labels.to(args.device, non_blocking=True)).sum()
         counts[1] += len(labels)
@@ -595,7 +541,7 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
 
 
 def in_turn(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Have DDP's hook take a bucket when it is done with the one before.
+    """Return DDP's hook, made to take a bucket when it is done with the one before.
 
     PowerSGD exchanges a bucket several times, and gloo's threads begin what follows the first exchange: several buckets
     at once in an order that each rank has for itself, and the ranks would wait for each other forever.
@@ -612,60 +558,39 @@ def in_turn(hook: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def collect(kept: list[Any], objects: int = 1_000_000) -> None:
-    """Look for garbage among so many objects, all of which live on."""
-    if not kept:
-        kept.extend([] for _ in range(objects))
-    gc.collect()
-
-
-def normalised(pixels: Tensor, args: argparse.Namespace) -> Tensor:
-    """Give pixels (batch × height × width × 3, uint8) as the model wants them: batch × 3 × height × width, around 0.
-
-    Done on the device: bytes are a quarter of what floats would cost on their way there.
-    """
-    planes = pixels.permute(0, 3, 1, 2)  # already channels last in memory
-    planes = planes if args.channels_last else planes.contiguous()
-    return planes.float().sub_(127.5).div_(32.0)
-
-
-def autocast(args: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
-    """Give the context in which the forward pass runs in 16 bits, or one that does nothing."""
-    if args.precision in ("fp32", "tf32"):
-        return contextlib.nullcontext()
-    return torch.autocast(args.device, torch.bfloat16 if args.precision == "bf16" else torch.float16)
-
-
-def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Give the context whose forward passes leave their gradients on this rank, to be added to the next batch's."""
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+def distributed(model: nn.Module, args: argparse.Namespace) -> DistributedDataParallel:
+    """Return the model with its gradients averaged over all ranks while backward computes the next."""
+    model = DistributedDataParallel(
+        model,
+        device_ids=[args.local_rank] if args.device == "cuda" else None,
+        # DDP's first bucket is 1 MiB, and Dynamo refuses smaller ones.
+        bucket_cap_mb=max(1.0, args.bucket_mb) if args.compile else args.bucket_mb,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=args.find_unused,
+    )
+    if args.hook == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if args.hook == "powersgd":  # after as many steps as the paper's authors found enough to settle
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
+        hook = powerSGD_hook.powerSGD_hook
+        model.register_comm_hook(state, in_turn(hook) if args.device == "cpu" else hook)
+    return model
 
 
 def main() -> None:
     args = parse()
-    if args.fault == "many_threads":
-        torch.set_num_threads(2 * (os.cpu_count() or 1))
-    if args.fault == "no_workers":
-        args.workers = 0
-    if args.fault == "slow_worker":
-        args.workers = max(2, args.workers)
-    if args.fault == "blocking_copies":
-        args.pin_memory = True
-    if args.fault == "pageable":
-        args.pin_memory = False
-    if args.fault == "tiny_buckets":
-        args.bucket_mb = 1e-6  # a byte: no gradient fits beside another
-    if args.fault == "small_batch":
-        args.batch_size = 8
-    if args.fault == "validates_often":
-        args.validate_every = 10
+    plant(args)
     folder = make_pictures(args.data, args.dataset, args.images)  # before the process group: nothing can time out
 
+    if args.threads:
+        torch.set_num_threads(args.threads)
     if args.device == "cuda":
         torch.cuda.set_device(args.local_rank)
         torch.backends.cudnn.benchmark = True  # the shapes never change
         torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # on by default, and then fp32 is not fp32
         torch.backends.cuda.matmul.allow_tf32 = args.precision == "tf32"
+    dtype = torch.float16 if args.precision == "fp16" else torch.bfloat16
+    args.autocast = torch.autocast(args.device, dtype, enabled=args.precision in ("fp16", "bf16"))
     if args.world > 1:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     if args.rank == 0:
@@ -681,26 +606,11 @@ def main() -> None:
     model: nn.Module = build_model(args.model, CLASSES[args.dataset], small=args.dataset == "cifar").to(args.device)
     if args.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # absent in torch's hints
-    bare = model  # without the wrappers: its parameters are the same, their names in a checkpoint too
+    raw_model = model  # without the wrappers: its parameters are the same, their names in a checkpoint too
     if args.compile:
-        sizes = False if args.fault == "changing_shapes" else None  # None: once a size has changed, for any
-        model = torch.compile(model, backend=args.compile, dynamic=sizes)  # type: ignore[assignment] # still a module
-        if args.fault == "changing_shapes":
-            torch._dynamo.config.recompile_limit = 10_000  # as its warning suggests
-    if args.world > 1 and args.fault != "blocking_allreduce":
-        model = DistributedDataParallel(
-            model,
-            device_ids=[args.local_rank] if args.device == "cuda" else None,
-            bucket_cap_mb=args.bucket_mb,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=args.find_unused,
-        )
-        if args.hook == "fp16":
-            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        if args.hook == "powersgd":  # after as many steps as the paper's authors found enough to settle
-            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
-            hook = powerSGD_hook.powerSGD_hook
-            model.register_comm_hook(state, in_turn(hook) if args.device == "cpu" else hook)
+        model = torch.compile(model, backend=args.compile, dynamic=args.compile_sizes)  # type: ignore[assignment]
+    if args.world > 1 and args.ddp:
+        model = distributed(model, args)
     torch.manual_seed(args.seed + args.rank)  # other augmentations on every rank
 
     optimizer: torch.optim.Optimizer
@@ -715,65 +625,41 @@ def main() -> None:
     train_loader = build_loader(args, folder / "train", train=True)
     val_loader = build_loader(args, folder / "val", train=False)
 
-    kept: list[Any] = []  # faults garbage and keeps_batches
     logged_at, logged_step = time.perf_counter(), 0
-    for step, (epoch, (pixels, labels)) in enumerate(batches(train_loader, args.epochs), start=1):
-        non_blocking = args.fault not in ("blocking_copies", "pageable")
-        pixels = pixels.to(args.device, non_blocking=non_blocking)
-        labels = labels.to(args.device, non_blocking=non_blocking)
+    for step, (epoch, (pixels, labels)) in enumerate(
+        itertools.islice(batches(train_loader, args.epochs), args.steps), 1
+    ):
+        pixels = pixels.to(args.device, non_blocking=args.non_blocking)
+        labels = labels.to(args.device, non_blocking=args.non_blocking)
 
-        accumulating = step % args.accumulate > 0
-        with no_sync(model) if accumulating else contextlib.nullcontext(), autocast(args):
-            images = normalised(pixels, args)
-            if args.fault == "changing_shapes":
-                # Another height every third step, from 24 to 39 rows: on average as much to compute as without.
-                images = torch.cat((images, images), 2)[:, :, : images.shape[2] - 8 + step // 3 % 16]
-            if args.fault == "tight_memory" and step > 1:
-                images = images[:, :, step * 7 % 64 :]
+        accumulating = step % args.accumulate > 0  # gradients stay on this rank, to be added to the next batch's
+        quiet = accumulating and isinstance(model, DistributedDataParallel) and model.no_sync()
+        with quiet or contextlib.nullcontext(), args.autocast:
+            images = args.on_images(normalised(pixels, args), step, raw_model)
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-            if args.fault == "slow_rank" and args.rank == args.world - 1:
-                bare(images)  # the same work once more, for nothing
         scaler.scale(loss / args.accumulate).backward()
-        if args.fault == "blocking_allreduce" and not accumulating:
-            for parameter in bare.parameters():
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= args.world
         if not accumulating:
+            args.after_backward(raw_model)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
+        args.after_step(
+            step=step, model=raw_model, optimizer=optimizer, images=images, logits=logits, labels=labels, loss=loss
+        )
 
-        if args.fault == "copies_back":
-            images.cpu()
-        if args.fault == "item_every_step":
-            loss.item()
-        if args.fault == "python_metrics":
-            python_metrics(logits, labels)
-        if args.fault == "garbage":
-            collect(kept)
-        if args.fault == "keeps_batches":
-            kept.extend(images.clone() for _ in range(1 if args.device == "cuda" else 8))  # as if the CPU's were larger
-        if args.fault == "tight_memory" and step == 10:
-            total = torch.cuda.get_device_properties(args.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(1.02 * torch.cuda.max_memory_allocated() / total)
-        if args.fault == "checkpoint_every_few" and step % 5 == 0 and args.rank == 0:
-            for _ in range(1 if args.device == "cuda" else 40):  # as if the CPU's small model were so many times larger
-                save(args.data / "checkpoint.pt", bare, optimizer, step)
         if args.validate_every and step % args.validate_every == 0:
             accuracy = validate(model, val_loader, args)
             if args.rank == 0:
                 print(f"step {step}  validation accuracy {accuracy:.3f}", flush=True)
         if args.checkpoint_every and step % args.checkpoint_every == 0 and args.rank == 0:
-            save(args.data / "checkpoint.pt", bare, optimizer, step)
+            save(args.data / "checkpoint.pt", raw_model, optimizer, step)
         if step % args.log_every == 0 and args.rank == 0:
             value = loss.item()  # waits for the device, so not at every step
             now = time.perf_counter()
             rate = (step - logged_step) * args.batch_size * args.world / (now - logged_at)
             print(f"step {step}  epoch {epoch}  loss {value:.4f}  {rate:.0f} images/s", flush=True)
             logged_at, logged_step = now, step
-        if step == args.steps:
-            break
 
     # Before its group: the other way round, PyTorch 2.13 and gloo's threads may wait for each other for ever.
     del model

@@ -61,4 +61,4 @@ def test_a_workload_is_one_file_of_plain_pytorch(script: Path) -> None:
             assert node.level == 0
             imported.add((node.module or "").partition(".")[0])
     own = script.stem.partition("_")[0]  # deepspeed, lightning, horovod
-    assert imported - sys.stdlib_module_names <= {"torch", "numpy", own}
+    assert imported - sys.stdlib_module_names <= {"torch", "numpy", "PIL", own}
