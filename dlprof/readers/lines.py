@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -15,13 +16,16 @@ from dlprof.opening import lines_of, open_file
 from dlprof.readers import Reading
 from dlprof.readers.chunks import NOT_JSON
 
+# Sums of a thousand of them still fit into 64 bits.
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
 
 class _Piece(msgspec.Struct):
     role: str
     function: str
     file: str
-    first: int
-    lines: list[tuple[int, int, int]]  # line, hits, ns
+    first: _Count
+    lines: list[tuple[_Count, _Count, _Count]]  # line, hits, ns
     source: str | None = None
 
 
@@ -58,7 +62,7 @@ def read(path: Path) -> Reading:
     for role, function, name in {key[:3] for key in hits}:
         for line in texts.get((function, name), ()):
             hits[role, function, name, line] += 0
-    keys = sorted(hits)
+    keys = sorted(key for key in hits if max(hits[key], took[key]) < 1 << 63)
     if not keys:
         return Reading({"lines": tables.empty("lines")}, {})
     frame = pd.DataFrame(

@@ -50,3 +50,14 @@ def test_nothing_counted_and_another_file(tmp_path: Path) -> None:
     path.write_text("one\ntwo\n")
     with pytest.raises(DlprofError, match="not a log of lines"):
         read(path)
+
+
+@pytest.mark.parametrize("figure", [2**63, 10**30, -1, 2**62])
+@pytest.mark.parametrize("key", ["first", "lines"])
+def test_a_piece_of_impossible_counts_is_left_out(figure: int, key: str, tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    bad = PIECE | {key: [[4, figure, 1]] if key == "lines" else figure, "source": SOURCE}
+    path.write_text(f"{json.dumps(PIECE)}\n{json.dumps(bad)}\n{json.dumps(PIECE)}\n")
+    reading = read(path)
+    assert reading.tables["lines"]["hits"].tolist() == [4, 2]
+    assert reading.warnings == ("lines.jsonl: 1 lines are no counts and are left out",)
