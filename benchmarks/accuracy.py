@@ -75,13 +75,13 @@ def planted(script: Path) -> tuple[list[Planted], list[Planted]]:
 
 
 def without(one: Planted) -> Planted:
-    """Give what a faulty run is compared with: the same without the fault. With options, nobody calls that healthy."""
+    """Return what a faulty run is compared with: same without the fault. With options, nobody calls that healthy."""
     name = f"no fault, {shlex.join(one.options)}" if one.options else "healthy"
     return Planted(one.workload, name, "", options=one.options)
 
 
 def compared(rows: Sequence[Recorded]) -> list[Recorded]:
-    """Give the rows, of each faulty one the healthy step at its time: between those of the runs before and after it."""
+    """Return rows, of each faulty one the healthy step at its time: between those of the runs before and after it."""
     partner = {(o.workload, o.name): without(o).name for p in WORKLOADS.glob("*.py") for o in planted(p)[1]}
     steps: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for r in rows:
@@ -138,7 +138,7 @@ def record(one: Planted, here: str, number: int, folder: Path, out: Path, steps:
 
 
 def reason(words: str, code: int) -> str:
-    """Give the line of a failed run's stderr that tells most: a wrong use, else what is missing, else an exception."""
+    """Return line of a failed run's stderr that tells most: a wrong use, else what is missing, else an exception."""
     lines = words.splitlines()
     for mark in ("error:", " needs ", "Error: "):
         for line in lines:
@@ -148,7 +148,7 @@ def reason(words: str, code: int) -> str:
 
 
 def diagnosed(row: Recorded, out: Path, code: int, words: str) -> Recorded:
-    """Give a row with what the diagnosis of a run says, or what was said where there is none."""
+    """Return a row with what the diagnosis of a run says, or what was said where there is none."""
     if code or not (out / "result.json").exists():
         return replace(row, said=reason(words, code))
     result = json.loads((out / "result.json").read_text())
@@ -238,7 +238,7 @@ def main() -> None:
         return time.monotonic() < ends and not any(r.round == number or not r.step_ns for r in same)
 
     def steps(one: Planted) -> int:
-        """Give how many steps to record: fewer of those that are known to take long."""
+        """Return how many steps to record: fewer of those that are known to take long."""
         step = took.get((one.workload, one.name))
         many = int(args.seconds * 1e9 / step) if args.seconds and step else args.steps
         return int(min(args.steps, max(LEAST_STEPS, many)))

@@ -160,7 +160,7 @@ class Run:
             self._process = subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT, cwd=folder, env=env)
 
     def is_ready(self) -> bool:
-        """Tell whether it is about to make its first step; raises RuntimeError where it never will be."""
+        """Return whether it is about to make its first step; raises RuntimeError where it never will be."""
         ready = self._out.with_name("took.json.ready").exists()
         if not ready and self._process.poll() is not None:
             raise RuntimeError(
@@ -169,7 +169,7 @@ class Run:
         return ready
 
     def is_done(self) -> bool:
-        """Tell whether all steps are made; raises RuntimeError where they never will be."""
+        """Return whether all steps are made; raises RuntimeError where they never will be."""
         if not self._out.exists() and self._process.poll() is not None and not self._out.exists():
             raise RuntimeError(
                 f"{self.tool.name} did not end the script ({self._process.returncode}):\n{self._said.read_text()}"
@@ -190,7 +190,7 @@ class Run:
         self._process.wait()
 
     def mean_step(self) -> float:
-        """Give the seconds of its mean step, without the slowest hundredth and those in which it was stopped."""
+        """Return the seconds of its mean step, without the slowest hundredth and those in which it was stopped."""
         took: list[float] = json.loads(self._out.read_text())
         first, last = (BEFORE + 3, BEFORE + TRACED + 1) if self.tool.inside else (20, len(took))
         usual = statistics.median(took)
@@ -231,7 +231,7 @@ def mean_steps(ways: Sequence[Tool], script: Path, told: Sequence[object]) -> di
 
 
 def pause(script: Path, python: Path, step_ms: int) -> float:
-    """Give the seconds that a step must sleep to be so long; all runs of a length sleep alike."""
+    """Return the seconds that a step must sleep to be so long; all runs of a length sleep alike."""
     out = script.parent / "pause.json"
     words = (python, script, step_ms / 1e3, -1, out, "none", 0, 0, 0)
     subprocess.run(list(map(str, words)), check=True, capture_output=True)
@@ -241,7 +241,7 @@ def pause(script: Path, python: Path, step_ms: int) -> float:
 def paired_us(
     pause_s: float, only: Sequence[str] | None, blocks: int = 1000, steps: int = 8
 ) -> tuple[float, float, float, float]:
-    """Give the µs of a step without recording, those that recording adds to it, their standard error, and a share.
+    """Return the µs of a step without recording, those that recording adds to it, their standard error, and a share.
 
     The last is that of each step in what is done once in a while for many: the collectors' writing. It is not part of
     the second, which is a median.
@@ -339,7 +339,7 @@ def paired_us(
 
 
 def _attributes() -> dict[tuple[Any, str], Any]:
-    """Give every attribute of torch's modules, and of their classes, but for what they count."""
+    """Return every attribute of torch's modules, and of their classes, but for what they count."""
     found: dict[tuple[Any, str], Any] = {}
     warnings.simplefilter("ignore", FutureWarning)  # of names that torch keeps for old scripts
     for module_name, module in list(sys.modules.items()):

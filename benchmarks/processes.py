@@ -50,7 +50,7 @@ def in_turn(rounds: int, *commands: tuple[Sequence[str], Mapping[str, str] | Non
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
-    """Give the median, least and greatest of a ÷ b, pair by pair."""
+    """Return the median, least and greatest of a ÷ b, pair by pair."""
     pairs = [x / y for x, y in zip(a, b, strict=True)]
     return median(pairs), min(pairs), max(pairs)
 

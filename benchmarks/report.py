@@ -52,7 +52,7 @@ def make(source: Path, folder: Path, ranks: int = RANKS, megabytes: int = MEGABY
 
 
 def _moved(event: dict[str, Any], n: int, span: float) -> dict[str, Any]:
-    """Give the n-th repetition of an event: later, and with launches, flows and steps of its own."""
+    """Return the n-th repetition of an event: later, and with launches, flows and steps of its own."""
     moved = dict(event)
     if isinstance(moved.get("ts"), (int, float)):
         moved["ts"] = round(moved["ts"] + n * (span + 10), 3)

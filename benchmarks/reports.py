@@ -55,7 +55,7 @@ def record(one: Planted, steps: int) -> Result | str:
 
 
 def again(one: Planted, kept: Path) -> Result | str:
-    """Give what is diagnosed now of the newest run of it that is kept; that there is none else."""
+    """Return what is diagnosed now of the newest run of it that is kept; that there is none else."""
     runs = [row.parent for row in kept.absolute().glob(f"*/{ROW}") if json.loads(row.read_text())["name"] == one.name]
     mine = [folder for folder in runs if folder.name.startswith(f"{one.workload}-")]
     if not mine:
@@ -80,7 +80,7 @@ def diagnosed(out: Path) -> Result:
 
 
 def sharing(page: str, plotly: str) -> str:
-    """Give a report's page with plotly.js taken out of it: it is loaded from `plotly`, a path relative to the page."""
+    """Return report's page with plotly.js taken out of it: it is loaded from `plotly`, a path relative to the page."""
     whole = (files("dlprof.renderers") / "page" / PLOTLY).read_text(encoding="utf-8")
     before, script, after = page.partition(f"<script>{whole}</script>")
     head, policy, rest = before.partition("script-src ")

@@ -36,7 +36,7 @@ BASE_NS = 1735632360000000000
 
 
 def kernel_times(late: float) -> list[tuple[float, float]]:
-    """Give the start and the length in µs of each kernel of a step from 0 µs on, each `late` × as long."""
+    """Return the start and the length in µs of each kernel of a step from 0 µs on, each `late` × as long."""
     rng, free, times = random.Random(0), 0.0, []
     for k in range(KERNELS):
         begins, lasts = max(free, _called(k) + LAUNCH_US), round(KERNEL_US * late * rng.uniform(0.6, 1.3), 3)
@@ -46,12 +46,12 @@ def kernel_times(late: float) -> list[tuple[float, float]]:
 
 
 def _called(kernel: int) -> float:
-    """Give when the host begins the operator of a kernel: it runs ahead of its device."""
+    """Return when the host begins the operator of a kernel: it runs ahead of its device."""
     return 100.0 + kernel * 15.0
 
 
 def reductions(kernels: list[tuple[float, float]], latest: list[tuple[float, float]]) -> dict[int, tuple[float, float]]:
-    """Give the reductions by the kernel that they follow: start and length in µs; they end when the last rank's can."""
+    """Return reductions by the kernel that they follow: start and length in µs; they end when the last rank's can."""
     found, over = {}, 0.0
     for k in range(KERNELS):
         if k % A_BUCKET == A_BUCKET - 1 and k > KERNELS // 3:
@@ -62,7 +62,7 @@ def reductions(kernels: list[tuple[float, float]], latest: list[tuple[float, flo
 
 
 def step_events(late: float) -> list[dict[str, Any]]:
-    """Give the events of one step from 0 µs on, of a rank whose kernels take `late` × as long."""
+    """Return the events of one step from 0 µs on, of a rank whose kernels take `late` × as long."""
     events: list[dict[str, Any]] = []
 
     def add(cat: str, name: str, pid: int, tid: int, ts: float, dur: float, **args: Any) -> None:

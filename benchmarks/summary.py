@@ -225,7 +225,7 @@ def tables(rows: Sequence[Recorded]) -> str:
 
 
 def _differ(rows: Sequence[Recorded]) -> list[float]:
-    """Give by how much the steps of one and the same run differ that was recorded twice, one soon after the other."""
+    """Return by how much the steps of one and the same run differ that was recorded twice, one soon after the other."""
     found = []
     for group in _grouped(rows, lambda r: (r.workload, r.name, r.machine)).values():
         ordered = sorted((r for r in group if r.at), key=lambda r: r.at)
@@ -308,7 +308,7 @@ def _linked(made: Reported) -> str:
 
 
 def _cell(text: str) -> str:
-    """Give text that stays in its cell of a table."""
+    """Return text that stays in its cell of a table."""
     return " ".join(text.replace("|", "\\|").split())
 
 

@@ -27,7 +27,7 @@ class Setting:
 
 
 def differing(a: Result, b: Result) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
-    """Give the facts that differ: those that somebody chose, and those that were measured."""
+    """Return the facts that differ: those that somebody chose, and those that were measured."""
     of_a, of_b = ({(f.section, f.name): f.value for f in r.facts} for r in (a, b))
     of_a[_COMMAND], of_b[_COMMAND] = _apart(a.run.command, b.run.command)
     differ = [
@@ -40,7 +40,7 @@ def differing(a: Result, b: Result) -> tuple[tuple[Setting, ...], tuple[Setting,
 
 
 def _apart(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
-    """Give the words of two commands that the other one does not have in their place."""
+    """Return the words of two commands that the other one does not have in their place."""
     only_a: list[str] = []
     only_b: list[str] = []
     for what, start, end, from_, to in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():

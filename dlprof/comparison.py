@@ -103,7 +103,7 @@ def compare(a: Result, b: Result) -> Comparison:
 
 
 def to_json(c: Comparison) -> dict[str, Any]:
-    """Give the comparison as plain data: the differences, and of both runs which they are."""
+    """Return the comparison as plain data: the differences, and of both runs which they are."""
     said: dict[str, Any] = {"format": FORMAT, "noise": NOISE}
     for name, result in (("a", c.a), ("b", c.b)):
         said[name] = {"run": plain(result.run), "window": plain(result.window) if result.window else None}
@@ -215,7 +215,7 @@ def _ranks(a: Result, b: Result, least: float) -> tuple[Difference, ...]:
 
 
 def _quantiles(a: Result, b: Result, least: float) -> tuple[Difference, ...]:
-    """Give the quantiles of the steps, as the means over the ranks; none where a run does not tell them."""
+    """Return the quantiles of the steps, as the means over the ranks; none where a run does not tell them."""
     of_a, of_b = ([s.quantiles_ns for s in r.steps if len(s.quantiles_ns) == len(QUANTILES)] for r in (a, b))
     if not of_a or not of_b:
         return ()
@@ -230,7 +230,7 @@ Part = tuple[float, float | None]  # ns and its standard error
 def _times(
     a: Result, b: Result, least: float
 ) -> tuple[tuple[Difference, ...], tuple[tuple[int, tuple[Difference, ...]], ...]]:
-    """Give the categories' differences, as the mean over the ranks and rank by rank; none where a run has no parts."""
+    """Return categories' differences, as the mean over the ranks and rank by rank; none where a run has no parts."""
     of_a, of_b = _parts(a), _parts(b)
     if not of_a or not of_b:
         return (), ()
@@ -240,7 +240,7 @@ def _times(
 
 
 def _parts(result: Result) -> dict[int, dict[str, Part]]:
-    """Give rank → category → part. None is known better than the step that it is a share of."""
+    """Return rank → category → part. None is known better than the step that it is a share of."""
     steps = {s.rank: s.noise_ns for s in result.steps}
     found: dict[int, dict[str, Part]] = {}
     for p in result.time:
@@ -251,7 +251,7 @@ def _parts(result: Result) -> dict[int, dict[str, Part]]:
 
 
 def _mean(ranks: list[dict[str, Part]]) -> dict[str, Part]:
-    """Give the mean over the ranks, with the mean of their noise: they wait for each other, and err together."""
+    """Return the mean over the ranks, with the mean of their noise: they wait for each other, and err together."""
     found: dict[str, Part] = {}
     for category in dict.fromkeys(c for parts in ranks for c in parts):
         mine = [parts.get(category, (0.0, 0.0)) for parts in ranks]
@@ -273,7 +273,7 @@ def _categories(a: Mapping[str, Part], b: Mapping[str, Part], least: float) -> t
 
 
 def _works(a: Result, b: Result, kind: str, least: float) -> tuple[WorkDifference, ...]:
-    """Give what operators or kernels take in both runs, what changed most first; none where only one run tells them.
+    """Return what operators or kernels take in both runs, what changed most first; none where only one run tells them.
 
     What is not among the heaviest of a run takes at most what the lightest of these does; where that leaves nothing to
     say, it is left out.
@@ -299,12 +299,12 @@ def _works(a: Result, b: Result, kind: str, least: float) -> tuple[WorkDifferenc
 
 
 def _larger(d: Difference, *, missing_in_b: bool) -> bool:
-    """Tell whether what one run does not list is surely less there."""
+    """Return whether what one run does not list is surely less there."""
     return d.ns is not None and (d.ns < 0 if missing_in_b else d.ns > 0)
 
 
 def _exchanges(a: Result, b: Result, least: float) -> tuple[WorkDifference, ...]:
-    """Give the collectives by kind, ranks and size; their noise is not known, but where nothing differs."""
+    """Return the collectives by kind, ranks and size; their noise is not known, but where nothing differs."""
     if not a.exchanges or not b.exchanges:
         return ()
 
@@ -325,7 +325,7 @@ def _exchanges(a: Result, b: Result, least: float) -> tuple[WorkDifference, ...]
 
 
 def _findings(a: Result, b: Result, least: float) -> tuple[FindingChange, ...]:
-    """Tell what became of each bottleneck that was found in either run, the dearest first.
+    """Return what became of each bottleneck that was found in either run, the dearest first.
 
     What is below the threshold in one run only is not gone for that: the figures of both are compared.
     """
@@ -351,7 +351,7 @@ def _findings(a: Result, b: Result, least: float) -> tuple[FindingChange, ...]:
 
 
 def _became(one: Outcome, other: Outcome, least: float) -> State:
-    """Tell what became of a bottleneck that both runs were judged by: `one` is A's, `other` B's."""
+    """Return what became of a bottleneck that both runs were judged by: `one` is A's, `other` B's."""
     if "risk" in (one.scope, other.scope):  # nothing is saved: it is there or not
         return "same" if one.state == other.state else "gone" if one.state == "found" else "new"
     change = other.saving_ns - one.saving_ns

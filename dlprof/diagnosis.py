@@ -233,7 +233,7 @@ def lowered(sentence: str) -> str:
 
 
 def _room(rule: Rule, run: Measured) -> float:
-    """Give what the mean steady step has of what a rule saves from, ns; infinity where it is not divided.
+    """Return what the mean steady step has of what a rule saves from, ns; infinity where it is not divided.
 
     A rule and `time` may measure in different steps: the light layer's all, the trace's few. What a report shows must
     agree with itself, so the smaller of the two counts, and the reader is told.
@@ -291,12 +291,12 @@ def _overlapping(pieces: Iterable[_Piece]) -> list[tuple[frozenset[str], list[fl
 
 
 def _at_most(run: Measured, categories: frozenset[str], claims: Sequence[float]) -> float:
-    """Give what findings save together that have these categories in common."""
+    """Return what findings save together that have these categories in common."""
     return sum(claims) if len(claims) < 2 else min(sum(claims), max(_removable(run, categories), *claims))
 
 
 def _removable(run: Measured, categories: frozenset[str]) -> float:
-    """Give what the job saves without all of some categories, on every rank, ns; infinity where that is not known."""
+    """Return what the job saves without all of some categories, on every rank, ns; infinity where that is not known."""
     with suppress(NotMeasured, MeasureFailed):
         # What is waiting among communication and bubbles goes with its cause: a replay of the ranks' own time tells
         # nothing of it.
@@ -359,7 +359,7 @@ def _lag(run: Measured) -> float | None:
 
 
 def _noise(run: Measured) -> float | None:
-    """Give the standard error of the run's mean step, ns. Ranks that wait for each other err together: no smaller one
+    """Return the standard error of the run's mean step, ns. Ranks that wait for each other err together: no smaller one
     for there being many of them.
     """
     try:
@@ -445,7 +445,7 @@ def _blame(run: Measured) -> tuple[Blame, ...]:
 
 
 def rule_named(rules: Iterable[Rule], name: str) -> Rule:
-    """Give the rule of an id; raise DlprofError with the ids there are."""
+    """Return the rule of an id; raise DlprofError with the ids there are."""
     by_id = {r.id: r for r in rules}
     if name not in by_id:
         raise DlprofError(f"no rule {name!r}; there are: {', '.join(sorted(by_id))}")

@@ -82,17 +82,17 @@ class RankData:
         return tuple(self._tables)
 
     def table(self, name: str) -> pd.DataFrame:
-        """Give a table of this rank; raise NotMeasured where it was not recorded."""
+        """Return a table of this rank; raise NotMeasured where it was not recorded."""
         if name not in self._tables:
             raise NotMeasured(self._missing.get(name, f"no {name} of rank {self.index}"))
         return self._tables[name]
 
     def has(self, name: str) -> bool:
-        """Tell whether the rank has rows of a table."""
+        """Return whether the rank has rows of a table."""
         return name in self._tables and len(self._tables[name]) > 0
 
     def once(self, function: Callable[[RankData], T]) -> T:
-        """Give function(self), computed once; what it raised is raised again."""
+        """Return function(self), computed once; what it raised is raised again."""
         if function not in self._known:
             try:
                 self._known[function] = (True, function(self))
@@ -117,7 +117,7 @@ class RankData:
 
 
 def _why_no_trace(rank: Rank) -> str:
-    """Tell what the recorder knows of it; "" where it knows nothing."""
+    """Return what the recorder knows of it; "" where it knows nothing."""
     window = rank.facts.get("window") or {}
     state = window.get("state")
     if state == "off":
@@ -216,7 +216,7 @@ class Measured:
         return tuple(sorted(set(range(self.world_size)) - set(self.ranks)))
 
     def frame(self, measure: Measure) -> pd.DataFrame:
-        """Give a measure's frame; of a per-rank measure, those of all ranks with a column `rank`.
+        """Return a measure's frame; of a per-rank measure, those of all ranks with a column `rank`.
 
         Raises NotMeasured where no rank could say, with the first rank's reason, and MeasureFailed where it broke.
         """
@@ -243,7 +243,7 @@ class Measured:
         return together
 
     def lacking(self, measure: Measure) -> dict[int, str]:
-        """Tell which ranks have no such per-rank frame, and why."""
+        """Return which ranks have no such per-rank frame, and why."""
         answers = {r: self._answers[r].answers.get(measure.name) for r in self.ranks}
         return {
             r: a.text if isinstance(a, Failure) else str(a or "nothing was read")
@@ -252,7 +252,7 @@ class Measured:
         }
 
     def failures(self) -> dict[str, list[int]]:
-        """Tell which measures broke so far and what each said, with the ranks; of one across ranks, none."""
+        """Return which measures broke so far and what each said, with the ranks; of one across ranks, none."""
         said: dict[str, list[int]] = {}
         for r in self.ranks:
             for name, answer in self._answers[r].answers.items():
@@ -335,7 +335,7 @@ def measure(run: Run, wanted: Iterable[Measure], jobs: int | None = None, progre
 
 
 def so_far(run: Run) -> Callable[[Collection[int]], Done]:
-    """Give a function that tells how much is done once some of a run's ranks are: their number, files and bytes."""
+    """Return a function that tells how much is done once some of a run's ranks are: their number, files and bytes."""
     sizes = {r.index: [p.stat().st_size for p in r.files.values() if p.exists()] for r in run.ranks}
     whole = (sum(len(of) for of in sizes.values()), sum(sum(of) for of in sizes.values()))
 
@@ -399,7 +399,7 @@ def _cores() -> int:
 
 
 def _fitting(run: Run) -> int:
-    """Tell how many of the largest ranks fit into the free memory at once; at least one."""
+    """Return how many of the largest ranks fit into the free memory at once; at least one."""
     try:
         with open("/proc/meminfo") as f:  # noqa: PTH123 - a line of the kernel's
             free = next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable"))

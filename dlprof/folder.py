@@ -27,7 +27,7 @@ _PRIVATE = 0o700
 
 
 def new_folder(name: str, env: Mapping[str, str]) -> Path:
-    """Give a folder under ./runs that is not taken: by name and time, or one for all tasks of a job.
+    """Return a folder under ./runs that is not taken: by name and time, or one for all tasks of a job.
 
     A task that records several times, as a script of several commands does, has a folder for each time.
     """
@@ -101,7 +101,7 @@ def compress(folder: Path) -> None:
 
 
 def _word_of(folder: Path, task: Task) -> Path:
-    """Give the file in which a task says how it ended."""
+    """Return the file in which a task says how it ended."""
     return folder / "tasks" / f"{task.name}.json"
 
 
@@ -133,7 +133,7 @@ def _end_task(folder: Path, task: Task, end: Mapping[str, Any]) -> bool:
 
 
 def _tasks(folder: Path) -> list[dict[str, Any]]:
-    """Give what the tasks of a job have said of themselves; one that is about to has not ended."""
+    """Return what the tasks of a job have said of themselves; one that is about to has not ended."""
     said = []
     for path in sorted((folder / "tasks").glob("*.json")):
         try:
@@ -144,7 +144,7 @@ def _tasks(folder: Path) -> list[dict[str, Any]]:
 
 
 def _together(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Give what run.json says of a job of several tasks: its exit is that of the first task to fail."""
+    """Return what run.json says of a job of several tasks: its exit is that of the first task to fail."""
     ended = sorted((task for task in tasks if task.get("end_ns")), key=lambda task: task["end_ns"])
     all_ended = len(ended) == len(tasks)
     failed = [task["exit"] for task in ended if task["exit"]["code"] != 0]
@@ -161,7 +161,7 @@ def _together(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _job_of(path: Path) -> str | None:
-    """Give the job that a run belongs to; another task may be writing run.json at this moment."""
+    """Return the job that a run belongs to; another task may be writing run.json at this moment."""
     for _ in range(20):
         try:
             return str(json.loads(path.read_text())["options"].get("job"))

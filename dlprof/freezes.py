@@ -30,7 +30,7 @@ class Freezes:
             self._thread.start()
 
     def end(self) -> list[int]:
-        """Give when this process went on again after it was frozen, Unix ns."""
+        """Return when this process went on again after it was frozen, Unix ns."""
         self._over.set()
         return self._resumed
 
@@ -49,5 +49,5 @@ class Freezes:
 
 
 def _waited_s(fd: int) -> float:
-    """Give how long a thread has been ready to run and had no core, in seconds."""
+    """Return how long a thread has been ready to run and had no core, in seconds."""
     return int(os.pread(fd, 100, 0).split()[1]) / 1e9

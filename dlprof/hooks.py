@@ -43,7 +43,7 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
 
 
 def _is_traced() -> Callable[[], bool]:
-    """Give what Dynamo reads as True, so that it reads nothing that stands after it, at the least cost to others."""
+    """Return what Dynamo reads as True, so that it reads nothing that stands after it, at the least cost to others."""
     import torch
 
     return getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)

@@ -9,7 +9,7 @@ BOOT = "boot"
 
 
 def boot() -> str:
-    """Give what tells this start of this kernel from every other one, of any machine; "" where it does not tell."""
+    """Return what tells this start of this kernel from every other one, of any machine; "" where it does not tell."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

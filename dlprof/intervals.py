@@ -35,7 +35,7 @@ def total(a: Intervals) -> int:
 
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:
-    """Give the time that is in both sets."""
+    """Return the time that is in both sets."""
     if not len(a) or not len(b):
         return EMPTY
     if len(a) > len(b):  # looking up the fewer of them is the less work
@@ -51,7 +51,7 @@ def intersect(a: Intervals, b: Intervals) -> Intervals:
 
 
 def subtract(a: Intervals, b: Intervals) -> Intervals:
-    """Give the time that is in a and not in b."""
+    """Return the time that is in a and not in b."""
     if not len(a) or not len(b):
         return a
     low, high = min(a[0, 0], b[0, 0]), max(a[-1, 1], b[-1, 1])
@@ -60,23 +60,23 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
 
 
 def clip(a: Intervals, start: int, end: int) -> Intervals:
-    """Give the time of a that lies within [start, end)."""
+    """Return the time of a that lies within [start, end)."""
     return intersect(a, np.array([[start, end]], dtype=np.int64)) if end > start else EMPTY
 
 
 def merge(*sets: Intervals) -> Intervals:
-    """Give the time that is in any of the sets."""
+    """Return the time that is in any of the sets."""
     everything = np.concatenate(sets) if sets else EMPTY
     return union(everything[:, 0], everything[:, 1])
 
 
 def within(a: Intervals, start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Give how much of a lies in each of some intervals [start[i], end[i]), which may overlap and come in any order."""
+    """Return how much of lies in each of some intervals [start[i], end[i]), which may overlap and come in any order."""
     return before(a, end) - before(a, start)
 
 
 def holds(a: Intervals, at: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Tell for each instant whether it lies in an interval of `a`."""
+    """Return for each instant whether it lies in an interval of `a`."""
     if not len(a):
         return np.zeros(len(at), dtype=bool)
     place = np.searchsorted(a[:, 0], at, side="right") - 1
@@ -85,12 +85,12 @@ def holds(a: Intervals, at: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def per_slot(a: Intervals, edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Give how much of a lies in each slot [edges[i], edges[i + 1]); edges ascend, the result is one shorter."""
+    """Return how much of a lies in each slot [edges[i], edges[i + 1]); edges ascend, the result is one shorter."""
     return np.diff(before(a, edges))
 
 
 def before(a: Intervals, at: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Give how much of a lies before each instant."""
+    """Return how much of a lies before each instant."""
     if not len(a):
         return np.zeros(len(at), dtype=np.int64)
     before = np.concatenate(([0], np.cumsum(a[:, 1] - a[:, 0])))

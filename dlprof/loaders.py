@@ -51,7 +51,7 @@ class Pass:
 
 
 def settings_of(loader: Any) -> dict[str, Any]:
-    """Give how a loader was set up, while it is there: most scripts drop theirs as soon as they iterate it."""
+    """Return how a loader was set up, while it is there: most scripts drop theirs as soon as they iterate it."""
     dataset = loader.dataset
     iterable = isinstance(dataset, sys.modules["torch.utils.data"].IterableDataset)
     context = loader.multiprocessing_context
@@ -75,7 +75,7 @@ def settings_of(loader: Any) -> dict[str, Any]:
 
 
 def _sampling(loader: Any) -> tuple[Any, int | None]:
-    """Give what draws the samples, and how many a batch: a loader with a batch sampler has neither of its own."""
+    """Return what draws the samples, and how many a batch: a loader with a batch sampler has neither of its own."""
     if loader.batch_size is not None:
         return loader.sampler, loader.batch_size
     batches = getattr(loader, "batch_sampler", None)

@@ -26,7 +26,7 @@ class Log:
 
     @property
     def size(self) -> int:
-        """Tell how many bytes the file holds, by whomever they were written; 0 where it is not there any more."""
+        """Return how many bytes the file holds, by whomever they were written; 0 where it is not there any more."""
         return os.fstat(self._fd).st_size if file_of(self._fd) == self._file else 0
 
     def write(self, lines: str) -> None:
@@ -63,7 +63,7 @@ def _open(path: Path, create: int) -> int:
 
 
 def file_of(fd: int) -> tuple[int, int] | None:
-    """Tell which file a descriptor is of; None: of none."""
+    """Return which file a descriptor is of; None: of none."""
     try:
         is_now = os.fstat(fd)
     except OSError:

@@ -53,7 +53,7 @@ class Picture:
 
 
 def drawn(run: Measured, pictures: Iterable[Picture]) -> tuple[Panel, ...]:
-    """Give the panels of the run, in the order of the pictures, as far as they were recorded."""
+    """Return the panels of the run, in the order of the pictures, as far as they were recorded."""
     panels: list[Panel] = []
     for picture in pictures:
         with suppress(NotMeasured, MeasureFailed):
@@ -70,7 +70,7 @@ _ANOTHER_CLOCK_NS = 7 * 86_400 * 10**9
 
 
 def began_ns(run: Measured, own: float) -> int:
-    """Give what pictures over the run count from: when the first thing that is drawn over time was.
+    """Return what pictures over the run count from: when the first thing that is drawn over time was.
 
     `own` is when what the picture shows began; where all the rest lies a week away, it counts from there.
     """
@@ -82,13 +82,13 @@ def began_ns(run: Measured, own: float) -> int:
 
 
 def step_times(run: Measured) -> pd.Series[float]:
-    """Give when each step began on the first rank that did, in ns from the run's beginning, by its number."""
+    """Return when each step began on the first rank that did, in ns from the run's beginning, by its number."""
     series = run.frame(step_series)
     return series.groupby("step")["start_ns"].min() - began_ns(run, series["start_ns"].min())
 
 
 def points(table: pd.DataFrame) -> tuple[tuple[Any, ...], ...]:
-    """Give the rows of a panel of lines: the index, then each line's value there, None where there is none."""
+    """Return the rows of a panel of lines: the index, then each line's value there, None where there is none."""
     return tuple(
         (int(at), *(None if pd.isna(v) else float(v) for v in values))
         for at, values in zip(table.index, table.to_numpy(), strict=True)
@@ -123,7 +123,7 @@ def run_info(run: Measured) -> RunInfo:
 
 
 def _several(run: Measured, *path: str) -> list[str]:
-    """Give the distinct values of one fact over the ranks, the recorder's first, then the trace's."""
+    """Return the distinct values of one fact over the ranks, the recorder's first, then the trace's."""
     values: dict[str, None] = {}
     for r in run.ranks:
         for facts in (run.facts[r], run.trace_facts[r]):

@@ -8,7 +8,7 @@ NBSP = "\u00a0"
 
 
 def plain(text: object, limit: int | None = None, *, keep: str = "") -> str:
-    r"""Give text that is safe to show: control characters, surrogates and marks that turn the direction of writing
+    r"""Return text that is safe to show: control characters, surrogates and marks that turn the direction of writing
     appear as escapes (`\x1b`, `\u202e`), except those in `keep`; beyond `limit` characters it ends in an ellipsis.
     """
     whole = str(text)

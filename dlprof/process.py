@@ -16,7 +16,7 @@ _KEPT, _LARGE = 256 << 20, 32 << 20
 
 
 def started(pid: int) -> int | None:
-    """Give when a process began, in clock ticks since this host did; None: it has ended.
+    """Return when a process began, in clock ticks since this host did; None: it has ended.
 
     Together with its number that tells it from every other one, earlier or later.
     """
@@ -29,7 +29,7 @@ def started(pid: int) -> int | None:
 
 
 def awaits(pid: int, number: int) -> bool:
-    """Tell whether a process has work to do, or a signal that it has not taken yet; not where nobody knows."""
+    """Return whether a process has work to do, or a signal that it has not taken yet; not where nobody knows."""
     try:
         status = Path(f"/proc/{pid}/status").read_bytes()
     except OSError:
@@ -56,7 +56,7 @@ def keep_memory() -> None:
 
 
 def tied(number: signal.Signals) -> Callable[[], None]:
-    """Give what a child of this process calls before its exec: it is then sent a signal when this process ends.
+    """Return what a child of this process calls before its exec: it is then sent a signal when this process ends.
 
     However this process ends, and whatever the child becomes.
     """

@@ -104,7 +104,7 @@ def promise(a: Result, b: Result, step: Difference, settings: Iterable[Setting])
 
 
 def _followed(o: Outcome, differ: Mapping[str, Setting]) -> dict[str, str]:
-    """Give the settings of a finding's advice and forecasts that were changed, but for those that had been as advised.
+    """Return settings of a finding's advice and forecasts that were changed, but for those that had been as advised.
 
     With the value that the advice proposes, "" where it does not name the setting. A forecast knows its setting by the
     fact's name, as the advice's code need not: n_microbatches.

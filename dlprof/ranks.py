@@ -14,7 +14,7 @@ _RANKS = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PRO
 
 
 def find_rank(env: Iterable[str] = _RANKS) -> int:
-    """Give this process's rank: from the process group if there is one, else from the launcher's variables, else 0."""
+    """Return this process's rank: from process group if there is one, else from the launcher's variables, else 0."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
@@ -26,7 +26,7 @@ def find_rank(env: Iterable[str] = _RANKS) -> int:
 
 
 def folder_of_rank(run: Path) -> Path | None:
-    """Give the folder of the rank that this process is a loader's worker of; None: it does not train yet, or is none.
+    """Return the folder of the rank that this process is a loader's worker of; None: it does not train yet, or is none.
 
     Workers are started before their rank knows that it trains, and may start in an interpreter of their own.
     """
@@ -37,7 +37,7 @@ def folder_of_rank(run: Path) -> Path | None:
 
 
 def age_of_rank(run: Path) -> int:
-    """Give for how long that rank has trained, in ns. Raises OSError where it does not train."""
+    """Return for how long that rank has trained, in ns. Raises OSError where it does not train."""
     return max(time.time_ns() - _word_of_rank(run).stat().st_mtime_ns, 0)
 
 

@@ -262,7 +262,7 @@ class Recorder(_Hot):
         say(f"rank {self.rank}: {text}" if self.started else text)
 
     def unix(self, perf_ns: int) -> int:
-        """Give the Unix time, in ns, of a perf_counter reading."""
+        """Return the Unix time, in ns, of a perf_counter reading."""
         return perf_ns - self.perf_ns + self.unix_ns
 
     @property
@@ -272,7 +272,7 @@ class Recorder(_Hot):
 
     @property
     def fetching(self) -> bool:
-        """Tell whether the caller is on the training thread, inside next() or iter() of a loader."""
+        """Return whether the caller is on the training thread, inside next() or iter() of a loader."""
         phases = self._phases
         return bool(phases) and phases[-1] == FETCH and not self.off and get_ident() == self._owner
 
@@ -535,7 +535,7 @@ class Recorder(_Hot):
             self._end_step(perf_counter_ns())
 
     def _mine(self, phase: int) -> bool:
-        """Tell whether this thread is the one that trains. Until training is seen, that is the first one heard of."""
+        """Return whether this thread is the one that trains. Until training is seen, that is the first one heard of."""
         thread = get_ident()
         if thread == self._owner:
             return True
@@ -566,7 +566,7 @@ class Recorder(_Hot):
         iterator._dlprof_pass = Pass(seen, began_ns, took_ns)
 
     def _adopt(self, iterator: Any) -> Pass:
-        """Give a pass to an iterator that was not seen being made."""
+        """Return a pass to an iterator that was not seen being made."""
         over: Pass = Pass(None, perf_counter_ns(), 0)
         iterator._dlprof_pass = over
         return over
@@ -763,7 +763,7 @@ class Recorder(_Hot):
 
     @property
     def traced(self) -> bool:
-        """Tell whether a trace is being recorded."""
+        """Return whether a trace is being recorded."""
         return bool(self.ranges)
 
     @property
@@ -862,7 +862,7 @@ class Recorder(_Hot):
 
 
 def _recorded_by(rank: Path) -> int | None:
-    """Give the process whose recording a folder holds."""
+    """Return the process whose recording a folder holds."""
     try:
         pid = json.loads((rank / "facts.json").read_text())["pid"]
     except (OSError, ValueError, KeyError):

@@ -302,12 +302,12 @@ _LATER = ("blame", "together", "steps", "work", "exchanges")
 
 
 def plain(value: Any) -> Any:
-    """Give structs and dataclasses as plain data; a number of NumPy's becomes Python's own."""
+    """Return structs and dataclasses as plain data; a number of NumPy's becomes Python's own."""
     return msgspec.to_builtins(value, enc_hook=lambda number: number.item())
 
 
 def to_json(result: Result) -> dict[str, Any]:
-    """Give the result as plain data, in the layout of result.json."""
+    """Return the result as plain data, in the layout of result.json."""
     return {"format": FORMAT, "saving": SAVING, **plain(result)}
 
 

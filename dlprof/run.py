@@ -170,7 +170,7 @@ def _recorded(folder: Path) -> Run:
 
 
 def _tasks(inside: Inside) -> list[Mapping[str, Any]]:
-    """Give what each task of a job said of itself, where none had seen all of them end."""
+    """Return what each task of a job said of itself, where none had seen all of them end."""
     from dlprof.readers import facts as reader
 
     said: list[Mapping[str, Any]] = []
@@ -183,7 +183,7 @@ def _tasks(inside: Inside) -> list[Mapping[str, Any]]:
 
 
 def _of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Tell which tasks of a job failed, the first first, and whose end nobody saw; nothing where all ended alike."""
+    """Return which tasks of a job failed, the first first, and whose end nobody saw; nothing where all ended alike."""
     said: dict[str, list[str]] = {}
     for task in sorted(tasks, key=lambda task: task.get("end_ns") or 2**62):
         code, signal = ((task.get("exit") or {}).get(name) for name in ("code", "signal"))
@@ -272,7 +272,7 @@ def _foreign(folder: Path) -> Run:
 
 
 def _with_log(inside: Inside, ranks: list[Rank], warnings: list[str]) -> list[Rank]:
-    """Give the first rank what somebody had nvidia-smi log into the folder: it is of all GPUs of a host."""
+    """Return the first rank what somebody had nvidia-smi log into the folder: it is of all GPUs of a host."""
     tables = [path for path in sorted(inside.root.glob("*.csv")) if inside.holds(path)]
     if not tables:
         return ranks

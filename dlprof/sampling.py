@@ -72,7 +72,7 @@ class Sampler(Protocol):
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Give a reading as a line of a log, headed by both clocks: Unix time, and the one that no clock service moves."""
+    """Return reading as a line of a log, headed by both clocks: Unix time, and the one that no clock service moves."""
     clocks = {"at_ns": time.time_ns(), "perf_ns": time.perf_counter_ns()}
     return json.dumps(clocks | dict(row), separators=(",", ":")) + "\n"
 

@@ -69,7 +69,7 @@ class Witness:
             )
 
     def saw(self, info: signal.struct_siginfo) -> bool:
-        """Tell whether the same signal, of the same sender, has reached the witness too."""
+        """Return whether the same signal, of the same sender, has reached the witness too."""
         if self._process is None or self._process.stdout is None:
             return False
         same = b"%d %d" % (info.si_signo, info.si_pid)
@@ -104,7 +104,7 @@ class Witness:
 
 
 def pass_on(child: int, info: signal.struct_siginfo, witness: Witness) -> None:
-    """Give the child a signal that reached only this process; stop with it where it is told to stop."""
+    """Return the child a signal that reached only this process; stop with it where it is told to stop."""
     number = info.si_signo
     if info.si_code != _SI_KERNEL and not witness.saw(info):
         try:

@@ -58,7 +58,7 @@ class Row:
 
     @property
     def worked(self) -> bool:
-        """Tell whether anything but fetching was seen."""
+        """Return whether anything but fetching was seen."""
         return bool(self.forwards or self.backwards or self.optimizer_steps)
 
     def settle(self) -> bool:

@@ -108,7 +108,7 @@ def supervise(
 
 
 def recorded(env: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Give the environment with the hook first on PYTHONPATH and the run folder named."""
+    """Return the environment with the hook first on PYTHONPATH and the run folder named."""
     inject = str(Path(__file__).parent / "inject")
     # An empty entry would put the current directory on the path: only add what there is.
     path = os.pathsep.join(p for p in (inject, env.get("PYTHONPATH", "")) if p)

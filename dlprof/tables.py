@@ -183,7 +183,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
 
 
 def check(name: str, frame: pd.DataFrame) -> pd.DataFrame:
-    """Give the frame back if it is a table of that name, column for column; raise DlprofError where it is not."""
+    """Return the frame back if it is a table of that name, column for column; raise DlprofError where it is not."""
     columns = TABLES[name]
     if list(frame.columns) != list(columns):
         raise DlprofError(f"table {name}: columns are {list(frame.columns)}, not {list(columns)}")
@@ -195,7 +195,7 @@ def check(name: str, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def join(name: str, parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Give one table of the rows of several, in their order."""
+    """Return one table of the rows of several, in their order."""
     import pandas as pd
     from pandas.api.types import union_categoricals
 
@@ -210,7 +210,7 @@ def join(name: str, parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def empty(name: str) -> pd.DataFrame:
-    """Give a table of no rows."""
+    """Return a table of no rows."""
     import pandas as pd
 
     return pd.DataFrame({c: pd.Series([], dtype=dtype) for c, dtype in TABLES[name].items()})

@@ -27,7 +27,7 @@ class Task(NamedTuple):
 
 
 def task_of(env: Mapping[str, str]) -> Task | None:
-    """Tell which task of which job this is where each starts a supervisor of its own (mpirun, srun, --job).
+    """Return which task of which job this is where each starts a supervisor of its own (mpirun, srun, --job).
 
     None: there is only this one.
     """

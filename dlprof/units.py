@@ -60,7 +60,7 @@ def digits(value: float) -> str:
 
 
 def scale(unit: str, largest: float) -> tuple[float, str]:
-    """Give what to divide values of a unit by, and the unit that they then have: 4e6 "ns" are read as "ms"."""
+    """Return what to divide values of a unit by, and the unit that they then have: 4e6 "ns" are read as "ms"."""
     if unit == "share":
         return 0.01, "%"
     for divisor, name in {"ns": _TIMES, "bytes": _SIZES, "FLOP": _FLOPS}.get(unit, ()):
@@ -91,5 +91,5 @@ def few(things: Sequence[object], most: int) -> str:
 
 
 def short(text: str, most: int) -> str:
-    """Give a name that is at most so long: an ellipsis stands for the rest of a longer one."""
+    """Return a name that is at most so long: an ellipsis stands for the rest of a longer one."""
     return text if len(text) <= most else text[: most - 1] + "…"

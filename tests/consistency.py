@@ -63,7 +63,7 @@ def _time(said: dict[str, Any], step: float) -> dict[int, dict[str, float]]:
 
 
 def most_of(rule: str, time: dict[int, dict[str, float]], step: float) -> float:
-    """Give what a rule may save: of some rank its own time in the rule's categories, and of its waiting as much as the
+    """Return what a rule may save: of some rank its own time in rule's categories, and of its waiting as much as the
     others have of them.
     """
     if not _OF[rule] or not time:

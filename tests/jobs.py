@@ -17,14 +17,14 @@ DLPROF = (sys.executable, "-m", "dlprof")
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Give an environment in which no outer recording or launcher shows, with one thread a process."""
+    """Return an environment in which no outer recording or launcher shows, with one thread a process."""
     hidden = ("DLPROF_", "SLURM_", "OMPI_", "PMIX_", "PMI_", "TORCHELASTIC_")
     env = {k: v for k, v in os.environ.items() if not k.startswith(hidden) and k not in ("RANK", "WORLD_SIZE")}
     return env | {"OMP_NUM_THREADS": "1"} | changes
 
 
 def wrapped(folder: Path, command: Sequence[str | Path], *options: str) -> list[str]:
-    """Give the command line that records a command into a folder, without a report."""
+    """Return the command line that records a command into a folder, without a report."""
     return [*DLPROF, "wrap", "-o", str(folder), "--no-report", *options, "--", *map(str, command)]
 
 
@@ -42,7 +42,7 @@ def record(script: Path, *args: str, folder: Path, options: Sequence[str] = (), 
 
 
 def free_port() -> str:
-    """Give a port that nobody listens on."""
+    """Return a port that nobody listens on."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return str(one.getsockname()[1])
@@ -64,7 +64,7 @@ def children(pid: int) -> list[int]:
 
 
 def words(pid: int) -> str:
-    """Give the command line of a process; "" where it has ended."""
+    """Return the command line of a process; "" where it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -77,18 +77,18 @@ def running(script: Path) -> list[int]:
 
 
 def state(pid: int) -> str:
-    """Give the kernel's letter for what a process does: S, it waits; T, it is stopped; Z, it has ended."""
+    """Return the kernel's letter for what a process does: S, it waits; T, it is stopped; Z, it has ended."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def only_child(pid: int) -> int:
-    """Give the process of a recorded command: the supervisor's others are the samplers' and the witness of signals."""
+    """Return process of a recorded command: the supervisor's others are the samplers' and the witness of signals."""
     (child,) = (c for c in children(pid) if "samplers/__main__.py" not in words(c) and "sigwaitinfo" not in words(c))
     return child
 
 
 def witnessed(pid: int) -> bool:
-    """Tell whether the witness of signals is up and waits."""
+    """Return whether the witness of signals is up and waits."""
     return any("sigwaitinfo" in words(child) and state(child) == "S" for child in children(pid))
 
 
@@ -110,10 +110,10 @@ def in_its_own_group(command: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def rows(rank: Path) -> list[dict[str, Any]]:
-    """Give the lines of a rank's light layer."""
+    """Return the lines of a rank's light layer."""
     return [json.loads(line) for line in (rank / "steps.jsonl").read_text().splitlines()]
 
 
 def facts(rank: Path) -> Any:
-    """Give what a rank said about itself."""
+    """Return what a rank said about itself."""
     return json.loads((rank / "facts.json").read_text())

@@ -15,7 +15,7 @@ Row = tuple[Action, int, int]  # an action, and when it begins and how long it t
 
 
 def alike(forward: int, backward: int) -> Callable[[Action], int]:
-    """Give chunks that take as long on every stage, ms; each half of a backward, half of it."""
+    """Return chunks that take as long on every stage, ms; each half of a backward, half of it."""
     return lambda a: {"forward": forward, "backward": backward}.get(a[1], backward // 2)
 
 

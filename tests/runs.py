@@ -99,7 +99,7 @@ def loading(
 
 
 def light(step: int, dur: int, start: int | None = None, **said: Any) -> dict[str, Any]:
-    """Give one step of the light layer; by default a training step of `dur` ns, one a second."""
+    """Return one step of the light layer; by default a training step of `dur` ns, one a second."""
     return {
         "step": step,
         "kind": "train",
@@ -120,7 +120,7 @@ def light(step: int, dur: int, start: int | None = None, **said: Any) -> dict[st
 
 
 def stall(kind: str, step: int, dur: int, after: int = 0, **said: Any) -> dict[str, Any]:
-    """Give a stall of `dur` ns, `after` ns into a step of `light`."""
+    """Return a stall of `dur` ns, `after` ns into a step of `light`."""
     generation = 2 if kind == "garbage_collection" else None
     start = traces.BASE_NS + step * 1_000 * MS + after
     made = {"kind": kind, "start_ns": start, "dur_ns": dur, "step": step, "generation": generation, "path": None}
@@ -128,7 +128,7 @@ def stall(kind: str, step: int, dur: int, after: int = 0, **said: Any) -> dict[s
 
 
 def rank_of(folder: Path, made: dict[str, Any]) -> RankData:
-    """Give one rank's tables, read from a trace."""
+    """Return one rank's tables, read from a trace."""
     return RankData(Rank(0, {TRACE: traces.write(folder / "trace.json", made)}))
 
 

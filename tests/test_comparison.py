@@ -52,7 +52,7 @@ def run(
     ranks: int = 1,
     **said: Any,
 ) -> Result:
-    """Give a result of so many ranks whose step takes so many ms, `wait` of them waiting for data."""
+    """Return a result of so many ranks whose step takes so many ms, `wait` of them waiting for data."""
     noise_ns = None if noise is None else noise * MS
     parts = [("computation", step - wait), ("input_wait", wait)]
     return Result(

@@ -42,7 +42,7 @@ def breaks(rank: RankData) -> pd.DataFrame:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Give a run of two ranks with three traced steps of 0.99 ms each."""
+    """Return a run of two ranks with three traced steps of 0.99 ms each."""
     folder = tmp_path_factory.mktemp("job")
     for r in range(2):
         traces.write(folder / f"rank{r}.json", traces.training(rank=r))

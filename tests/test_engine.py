@@ -31,7 +31,7 @@ RANKS = 4
 
 @per_rank
 def rows(rank: RankData) -> pd.DataFrame:
-    """Give how many spans the rank has, and in which process they were counted."""
+    """Return how many spans the rank has, and in which process they were counted."""
     return pd.DataFrame({"spans": [len(rank.table("spans"))], "process": [os.getpid()]})
 
 
@@ -89,7 +89,7 @@ def of_broken(run: Measured) -> pd.DataFrame:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Give a run of four ranks, each with one step more than the one before."""
+    """Return a run of four ranks, each with one step more than the one before."""
     folder = tmp_path_factory.mktemp("job")
     for r in range(RANKS):
         traces.write(folder / f"rank{r}.json.gz", traces.training(3 + r, rank=r, world_size=RANKS))

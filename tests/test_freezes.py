@@ -17,7 +17,7 @@ STARVED_S = 4.0
 
 
 def delay_s(thread: int) -> float:
-    """Give how long a thread of this process was ready and had no core."""
+    """Return how long a thread of this process was ready and had no core."""
     return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def descriptor(path: Path) -> int:
-    """Give the number under which this process has a file open."""
+    """Return the number under which this process has a file open."""
     (fd,) = (int(p.name) for p in Path("/proc/self/fd").iterdir() if p.exists() and p.samefile(path))
     return fd
 

@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 
 
 def ticking(*seconds: float) -> object:
-    """Give a clock that reads so, one after the other."""
+    """Return a clock that reads so, one after the other."""
     times = iter(seconds)
     return lambda: next(times)
 

@@ -56,7 +56,7 @@ NAMES = sorted({name for name, _ in DEVICE})
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Give the function from a trace's name to what `dlprof report --format json` prints of it."""
+    """Return the function from a trace's name to what `dlprof report --format json` prints of it."""
 
     @functools.cache
     def report(name: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ EMPTY = Result(run=RunInfo(path="run"), window=None)
 
 
 def plain(result: Result) -> Any:
-    """Give what a reader of result.json sees."""
+    """Return what a reader of result.json sees."""
     return json.loads(json.dumps(to_json(result), allow_nan=False))
 
 

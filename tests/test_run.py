@@ -27,7 +27,7 @@ def report(path: Path, out: Path, *more: str) -> Result:
 
 
 def refused(path: Path, out: Path) -> str:
-    """Give the one line with which a report of the path is refused."""
+    """Return the one line with which a report of the path is refused."""
     done = report(path, out)
     assert isinstance(done.exception, SystemExit), done.exception
     assert (done.exit_code, done.stdout) == (1, "")
@@ -38,7 +38,7 @@ def refused(path: Path, out: Path) -> str:
 
 
 def answered(path: Path, out: Path) -> dict[str, Any]:
-    """Give the result of a report that must succeed, all rules answered."""
+    """Return the result of a report that must succeed, all rules answered."""
     done = report(path, out)
     assert done.exit_code == 0, (done.exception, done.stderr)
     result: dict[str, Any] = json.loads(done.stdout)
@@ -48,12 +48,12 @@ def answered(path: Path, out: Path) -> dict[str, Any]:
 
 
 def warned(path: Path, out: Path) -> str:
-    """Give the warnings of a report that must succeed, joined."""
+    """Return the warnings of a report that must succeed, joined."""
     return "\n".join(answered(path, out)["run"]["warnings"])
 
 
 def light(number: int, **changes: Any) -> str:
-    """Give one line of the light layer: a step of 1 ms, 0.2 ms of it waiting for data."""
+    """Return one line of the light layer: a step of 1 ms, 0.2 ms of it waiting for data."""
     row = {
         "step": number,
         "kind": "train",

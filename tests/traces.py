@@ -22,7 +22,7 @@ AUTOGRAD = 4100  # the thread that runs the backward pass
 
 
 def event(cat: str, name: str, start: int, dur: int, pid: Any = PROCESS, tid: Any = MAIN, **args: Any) -> Event:
-    """Give one complete event; keyword names become args with their underscores as they are."""
+    """Return one complete event; keyword names become args with their underscores as they are."""
     return {
         "ph": "X",
         "cat": cat,
@@ -36,56 +36,56 @@ def event(cat: str, name: str, start: int, dur: int, pid: Any = PROCESS, tid: An
 
 
 def op(name: str, start: int, dur: int, tid: Any = MAIN, **args: Any) -> Event:
-    """Give an operator on the host, e.g. aten::mm."""
+    """Return an operator on the host, e.g. aten::mm."""
     return event("cpu_op", name, start, dur, tid=tid, **args)
 
 
 def annotation(name: str, start: int, dur: int, tid: Any = MAIN, **args: Any) -> Event:
-    """Give a named range on the host."""
+    """Return a named range on the host."""
     return event("user_annotation", name, start, dur, tid=tid, **args)
 
 
 def step(number: int, start: int, dur: int) -> Event:
-    """Give the profiler's mark of one step."""
+    """Return the profiler's mark of one step."""
     return annotation(f"ProfilerStep#{number}", start, dur)
 
 
 def fetch(start: int, dur: int, loader: str = "_MultiProcessingDataLoaderIter") -> Event:
-    """Give one next() of a DataLoader."""
+    """Return one next() of a DataLoader."""
     return annotation(f"enumerate(DataLoader)#{loader}.__next__", start, dur)
 
 
 def call(name: str, start: int, dur: int, correlation: int, tid: Any = MAIN) -> Event:
-    """Give a call of the device's runtime, e.g. cudaLaunchKernel."""
+    """Return a call of the device's runtime, e.g. cudaLaunchKernel."""
     return event("cuda_runtime", name, start, dur, tid=tid, cbid=211, correlation=correlation)
 
 
 def on_device(cat: str, name: str, start: int, dur: int, stream: Any, device: int, **args: Any) -> Event:
-    """Give an event on a device's stream."""
+    """Return an event on a device's stream."""
     return event(cat, name, start, dur, pid=device, tid=stream, device=device, stream=stream, **args)
 
 
 def kernel(name: str, start: int, dur: int, correlation: int = 0, stream: Any = 7, device: int = 0) -> Event:
-    """Give a kernel on a stream."""
+    """Return a kernel on a stream."""
     return on_device("kernel", name, start, dur, stream, device, correlation=correlation)
 
 
 def launched(name: str, at: int, start: int, dur: int, correlation: int, stream: int = 7) -> list[Event]:
-    """Give a launch of 5 µs at `at` and the kernel that it launched."""
+    """Return a launch of 5 µs at `at` and the kernel that it launched."""
     return [call("cudaLaunchKernel", at, 5_000, correlation), kernel(name, start, dur, correlation, stream)]
 
 
 def copy(
     start: int, dur: int, size: int, kinds: str = "HtoD (Pageable -> Device)", correlation: int = 0, stream: int = 7
 ) -> Event:
-    """Give a copy of `size` bytes, e.g. of kinds "DtoH (Device -> Pinned)"."""
+    """Return a copy of `size` bytes, e.g. of kinds "DtoH (Device -> Pinned)"."""
     return on_device(
         "gpu_memcpy", f"Memcpy {kinds}", start, dur, stream, 0, correlation=correlation, bytes=size, context=1
     )
 
 
 def clear(start: int, dur: int, size: int, stream: int = 7) -> Event:
-    """Give a memset."""
+    """Return a memset."""
     return on_device("gpu_memset", "Memset (Device)", start, dur, stream, 0, bytes=size)
 
 
@@ -100,7 +100,7 @@ def collective(
     correlation: int = 0,
     stream: int = 21,
 ) -> Event:
-    """Give an NCCL kernel with the metadata that torch writes since 2.4."""
+    """Return an NCCL kernel with the metadata that torch writes since 2.4."""
     grown, shrunk = name.startswith(("_allgather", "all_gather")), "reduce_scatter" in name
     made = kernel(kernel_name, start, dur, correlation, stream)
     made["args"] |= {
@@ -127,7 +127,7 @@ def sent(
     told: bool = True,
     **where: Any,
 ) -> Event:
-    """Give an NCCL kernel of a "send" to or a "recv" from a peer, which torch writes there where it knows (`told`)."""
+    """Return an NCCL kernel of "send" to or a "recv" from a peer, which torch writes there where it knows (`told`)."""
     made = collective(start, dur, elements, name, group, ranks, "ncclDevKernel_SendRecv(ncclDevKernelArgs)", **where)
     if told:
         made["args"]["Dst Rank" if name == "send" else "Src Rank"] = peer
@@ -144,7 +144,7 @@ def trace(
     host: str = "node-1",
     **keys: Any,
 ) -> dict[str, Any]:
-    """Give a trace as torch 2.13 writes it: its base and its process groups stand before the events."""
+    """Return a trace as torch 2.13 writes it: its base and its process groups stand before the events."""
     flat: list[Event] = []
     for one in events:
         flat += one if isinstance(one, list) else [one]
@@ -170,7 +170,7 @@ def trace(
 
 
 def dump(made: dict[str, Any], layout: Layout = "kineto") -> bytes:
-    """Give a trace as a file's bytes: as Kineto lays it out, compact, indented, or its bare list of events."""
+    """Return a trace as a file's bytes: as Kineto lays it out, compact, indented, or its bare list of events."""
     if layout == "compact":
         return json.dumps(made, separators=(",", ":")).encode()
     if layout == "pretty":
@@ -202,7 +202,7 @@ def write(path: Path, content: dict[str, Any] | bytes, layout: Layout = "kineto"
 
 
 def training(steps: int = 3, **keys: Any) -> dict[str, Any]:
-    """Give a small whole training job on one device: each step of 1 ms fetches, copies, computes and reduces."""
+    """Return a small whole training job on one device: each step of 1 ms fetches, copies, computes and reduces."""
     events: list[Event | list[Event]] = []
     for n in range(steps):
         t, c = 10_000_000 + n * 1_000_000, 1 + 10 * n

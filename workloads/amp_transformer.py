@@ -51,7 +51,7 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
 
 def make_text(length: int, seed: int) -> bytes:
-    """Give so many bytes of sentences whose words follow Zipf's law."""
+    """Return so many bytes of sentences whose words follow Zipf's law."""
     dice = random.Random(seed)
     syllables = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "er")]
     words = ["".join(dice.choices(syllables, k=dice.randint(1, 3))) for _ in range(500)]
@@ -93,7 +93,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give features, batch × length × width, of features of the same shape."""
+        """Return features, batch × length × width, of features of the same shape."""
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -125,7 +125,7 @@ class Transformer(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Give the logits, batch × length × vocabulary, of bytes (batch × length)."""
+        """Return the logits, batch × length × vocabulary, of bytes (batch × length)."""
         x = self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -216,14 +216,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def autocast(args: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
-    """Give the context in which the forward pass runs in 16 bits, or one that does nothing."""
+    """Return the context in which the forward pass runs in 16 bits, or one that does nothing."""
     if args.precision in ("fp32", "tf32"):
         return contextlib.nullcontext()
     return torch.autocast(args.device, torch.bfloat16 if args.precision == "bf16" else torch.float16)
 
 
 def build_model(args: argparse.Namespace) -> nn.Module:
-    """Give the model on this rank's device, compiled and wrapped as the arguments ask."""
+    """Return the model on this rank's device, compiled and wrapped as the arguments ask."""
     torch.manual_seed(args.seed)  # the same on every rank
     fused = args.fault != "scores_in_memory"
     model: nn.Module = Transformer(args.vocabulary, args.length, args.width, args.heads, args.layers, fused)

@@ -51,7 +51,7 @@ TOPICS = 20
 
 
 def make_text(sentences: int, length: int, vocabulary: int, seed: int) -> Tensor:
-    """Give sentences of so many words, each of its topic's words, some far more common than others (Zipf's law)."""
+    """Return sentences of so many words, each of its topic's words, some far more common than others (Zipf's law)."""
     rng = np.random.default_rng(seed)
     each = (vocabulary - 1) // TOPICS
     topics = rng.integers(0, TOPICS, (sentences, 1))
@@ -66,7 +66,7 @@ class Masking:
         self.vocabulary, self.hidden = vocabulary, max(1, round(0.15 * length))  # as many in each sentence
 
     def __call__(self, sentences: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Give the batch with hidden words (batch × length), where they are, and what they were (batch × hidden)."""
+        """Return the batch with hidden words (batch × length), where they are, and what they were (batch × hidden)."""
         tokens = torch.stack(sentences)
         places = torch.rand(tokens.shape).argsort(1)[:, : self.hidden].sort(1).values
         words = tokens.gather(1, places)
@@ -95,7 +95,7 @@ class Encoder(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
-        """Give logits, words × vocabulary, of those at `chosen`: places (batch × hidden) or a mask (batch × length)."""
+        """Return logits, words × vocabulary, of those at `chosen`: places (batch × hidden) or mask (batch × length)."""
         x = self.norm(self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device)))
         for block in self.blocks:
             x = block(x)
@@ -224,7 +224,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def build_loader(args: argparse.Namespace) -> DataLoader[Tensor]:
-    """Give this rank's share of the text in batches, with words hidden anew each time."""
+    """Return this rank's share of the text in batches, with words hidden anew each time."""
     text = make_text(args.steps * args.batch_size * args.world, args.length, args.vocabulary, args.seed)
     return DataLoader(
         text,  # type: ignore[arg-type] # has a length and items
@@ -237,7 +237,7 @@ def build_loader(args: argparse.Namespace) -> DataLoader[Tensor]:
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """Give the optimizer; what is no matrix decays as little as in the papers: not at all."""
+    """Return the optimizer; what is no matrix decays as little as in the papers: not at all."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
         {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
@@ -249,12 +249,12 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
 
 
 def autocast(args: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
-    """Give the context in which the forward pass runs in 16 bits, or one that does nothing."""
+    """Return the context in which the forward pass runs in 16 bits, or one that does nothing."""
     return torch.autocast(args.device, torch.bfloat16) if args.precision == "bf16" else contextlib.nullcontext()
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Give the context whose forward passes leave their gradients on this rank, to be added to the next batch's."""
+    """Return the context whose forward passes leave their gradients on this rank, to be added to the next batch's."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
 
 

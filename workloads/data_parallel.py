@@ -52,7 +52,7 @@ class Patterns(Dataset[tuple[Tensor, int]]):
 
 
 def build_network(width: int) -> nn.Sequential:
-    """Give convolutions that halve the picture and double the width three times, and a linear layer."""
+    """Return convolutions that halve the picture and double the width three times, and a linear layer."""
     layers: list[nn.Module] = []
     inputs = 3
     for outputs in (width, 2 * width, 4 * width):

@@ -56,7 +56,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give features, batch × length × width, of features of the same shape."""
+        """Return features, batch × length × width, of features of the same shape."""
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -77,7 +77,7 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(args.width), nn.Linear(args.width, args.vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Give the logits, one row a token, of tokens (batch × length)."""
+        """Return the logits, one row a token, of tokens (batch × length)."""
         x = self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -167,7 +167,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Give DeepSpeed's configuration."""
+    """Return DeepSpeed's configuration."""
     zero: dict[str, Any] = {"stage": args.stage}
     if args.offload or args.fault == "offload":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": args.device == "cuda"}

@@ -81,13 +81,13 @@ class ToOwners(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, give: Sequence[int], take: Sequence[int]) -> Tensor:
-        """Give what the ranks have for this one, in their order."""
+        """Return what the ranks have for this one, in their order."""
         ctx.give, ctx.take = give, take
         return exchange(x, give, take)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Give each rank the gradients of what it sent."""
+        """Return each rank the gradients of what it sent."""
         return exchange(grads[0], ctx.take, ctx.give), None, None
 
 
@@ -102,7 +102,7 @@ def exchange(x: Tensor, give: Sequence[int], take: Sequence[int]) -> Tensor:
 
 
 def mlp(*widths: int) -> nn.Sequential:
-    """Give linear layers with ReLU between them."""
+    """Return linear layers with ReLU between them."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -121,7 +121,7 @@ class Network(nn.Module):
         self.above: Tensor
 
     def forward(self, numbers: Tensor, features: Tensor) -> Tensor:
-        """Give a logit a sample, of its numbers and features (samples × tables × width)."""
+        """Return a logit a sample, of its numbers and features (samples × tables × width)."""
         x = self.bottom(numbers)
         all_of = torch.cat((x.unsqueeze(1), features), 1)
         products = all_of @ all_of.transpose(1, 2)
@@ -130,7 +130,7 @@ class Network(nn.Module):
 
 
 def share_out(tables: int, ranks: int, uneven: bool) -> list[list[int]]:
-    """Give the tables that each rank holds."""
+    """Return the tables that each rank holds."""
     if uneven:
         first = tables - (ranks - 1)
         return [list(range(first)), *([table] for table in range(first, tables))]
@@ -138,7 +138,7 @@ def share_out(tables: int, ranks: int, uneven: bool) -> list[list[int]]:
 
 
 def look_up(bags: nn.ModuleList, ids: Tensor, owners: list[list[int]], args: argparse.Namespace) -> Tensor:
-    """Give the features, samples × tables × width, of the ids (tables × samples × ids a bag) of this rank's samples."""
+    """Return features, samples × tables × width, of the ids (tables × samples × ids a bag) of this rank's samples."""
     held, counts = len(owners[args.rank]), [len(tables) for tables in owners]
     order = torch.tensor([table for tables in owners for table in tables], device=ids.device)
     samples = ids.shape[1]

@@ -69,7 +69,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give features, batch × length × width, of features of the same shape."""
+        """Return features, batch × length × width, of features of the same shape."""
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -91,7 +91,7 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(args.width), nn.Linear(args.width, args.vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Give the logits, one row a token, of tokens (batch × length)."""
+        """Return the logits, one row a token, of tokens (batch × length)."""
         x = self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
@@ -192,7 +192,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def shard(model: Transformer, args: argparse.Namespace) -> nn.Module:
-    """Give the model sharded in place, block by block; or a copy on each rank, whose gradients are averaged."""
+    """Return the model sharded in place, block by block; or a copy on each rank, whose gradients are averaged."""
     if args.sharding != "fsdp":
         devices = [args.local_rank] if args.device == "cuda" else None
         return DistributedDataParallel(model, devices) if args.world > 1 else model
@@ -218,7 +218,7 @@ def shard(model: Transformer, args: argparse.Namespace) -> nn.Module:
 
 
 def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
-    """Give AdamW over this rank's shards of the parameters, or (zero1) over its share of whole parameters."""
+    """Return AdamW over this rank's shards of the parameters, or (zero1) over its share of whole parameters."""
     how: dict[str, Any] = {"lr": args.lr, "weight_decay": 0.1, "fused": True}
     if args.fault == "loop_optimizer":
         how.update(fused=False, foreach=False)

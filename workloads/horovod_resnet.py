@@ -68,13 +68,13 @@ class Block(nn.Module):
         self.around = nn.Identity() if same else nn.Conv2d(inputs, width, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give the block's features, as many channels as `width`."""
+        """Return the block's features, as many channels as `width`."""
         y = F.relu(self.norm1(self.conv1(x)), inplace=True)
         return F.relu(self.norm2(self.conv2(y)) + self.around(x), inplace=True)
 
 
 def build_resnet(width: int, blocks: int) -> nn.Sequential:
-    """Give three groups of so many blocks; the picture is halved and the width doubled from one to the next."""
+    """Return three groups of so many blocks; the picture is halved and the width doubled from one to the next."""
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
     inputs = width
     for group in range(3):

@@ -75,7 +75,7 @@ class Classifier(lightning.LightningModule):
         self.network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, CLASSES))
 
     def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
-        """Give the loss of a batch."""
+        """Return the loss of a batch."""
         loss = F.cross_entropy(self.network(batch[0]), batch[1])
         if self.args.fault == "reads_every_step" and loss.item() > 100:
             raise ValueError(f"batch {number}: the loss is {loss.item()}")
@@ -89,7 +89,7 @@ class Classifier(lightning.LightningModule):
         self.log("accuracy", right, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Give SGD."""
+        """Return SGD."""
         return torch.optim.SGD(self.parameters(), self.args.lr, momentum=0.9, fused=True)
 
 

@@ -56,7 +56,7 @@ Record = tuple[Tensor, int]
 
 
 def make_records(data: Path, records: int) -> Path:
-    """Give the folder with files/*.npy, shards/*.tar and records.npy, made unless it is there.
+    """Return the folder with files/*.npy, shards/*.tar and records.npy, made unless it is there.
 
     Whoever comes first writes, and others wait on the lock; what an interrupted run left half done is written again.
     """
@@ -217,7 +217,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def build_loader(args: argparse.Namespace, folder: Path) -> DataLoader[Record]:
-    """Give the records in batches of float32 (batch × WIDTH) and their classes."""
+    """Return the records in batches of float32 (batch × WIDTH) and their classes."""
     storage = Storage(args.read_ms, 4.0 if args.fault == "slow_worker" else 0.0)
     records = STORAGE[args.storage](folder, storage)
     return DataLoader(
@@ -235,7 +235,7 @@ def build_loader(args: argparse.Namespace, folder: Path) -> DataLoader[Record]:
 
 
 def batches(loader: DataLoader[Record], epochs: int) -> Iterator[Any]:
-    """Give every batch of every epoch."""
+    """Return every batch of every epoch."""
     for _ in range(epochs):
         yield from loader
 

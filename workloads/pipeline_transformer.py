@@ -57,7 +57,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give features, batch × length × width, of features of the same shape."""
+        """Return features, batch × length × width, of features of the same shape."""
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -79,7 +79,7 @@ class Stage(nn.Module):
         self.head = nn.Linear(args.width, args.vocabulary) if last else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give features, or logits, of tokens (batch × length) or features (batch × length × width)."""
+        """Return features, or logits, of tokens (batch × length) or features (batch × length × width)."""
         if self.token is not None and self.place is not None:
             x = self.token(x) + self.place(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
@@ -90,14 +90,14 @@ class Stage(nn.Module):
 
 
 def stages_of(rank: int, ranks: int, schedule: str) -> list[int]:
-    """Give the stages that a rank holds, as its schedule wants them."""
+    """Return the stages that a rank holds, as its schedule wants them."""
     if schedule in ONE_STAGE_A_RANK:
         return [rank]
     return [rank, 2 * ranks - 1 - rank] if schedule in V_SHAPED else [rank, rank + ranks]
 
 
 def share_out(layers: int, stages: int) -> list[int]:
-    """Give how many layers each stage has; where they cannot be shared out evenly, the first stages have one more."""
+    """Return how many layers each stage has; where they cannot be shared out evenly, the first stages have one more."""
     return [len(range(stage, layers, stages)) for stage in range(stages)]
 
 
@@ -186,7 +186,7 @@ def counts(text: str) -> list[int]:
 
 
 def build_schedule(args: argparse.Namespace, device: torch.device) -> tuple[schedules._PipelineSchedule, list[Stage]]:
-    """Give this rank's part of the pipeline, and its modules."""
+    """Return this rank's part of the pipeline, and its modules."""
     mine = stages_of(args.rank, args.world, args.schedule)
     count = len(mine) * args.world
     modules, stages = [], []
@@ -200,7 +200,7 @@ def build_schedule(args: argparse.Namespace, device: torch.device) -> tuple[sche
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Give the mean cross-entropy of the next token."""
+    """Return the mean cross-entropy of the next token."""
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 

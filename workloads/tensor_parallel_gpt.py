@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give features, batch × length × width, of features of the same shape."""
+        """Return features, batch × length × width, of features of the same shape."""
         q, k, v = (part(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in (self.q, self.k, self.v))
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.out(seen.transpose(1, 2).flatten(2))
@@ -80,7 +80,7 @@ class FeedForward(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give features, batch × length × width, of features of the same shape."""
+        """Return features, batch × length × width, of features of the same shape."""
         down: Tensor = self.down(F.gelu(self.up(x)))
         return down
 
@@ -94,7 +94,7 @@ class Block(nn.Module):
         self.attention, self.feed = Attention(width, heads), FeedForward(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give features, batch × length × width, of features of the same shape."""
+        """Return features, batch × length × width, of features of the same shape."""
         x = x + self.attention(self.norm1(x))
         out: Tensor = x + self.feed(self.norm2(x))
         return out
@@ -111,7 +111,7 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(args.width), nn.Linear(args.width, args.vocabulary)
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Give the logits, batch × length × vocabulary, of tokens (batch × length) and their places (1 × length)."""
+        """Return the logits, batch × length × vocabulary, of tokens (batch × length) and their places (1 × length)."""
         x = self.token(tokens) + self.place(places)
         for block in self.blocks:
             x = block(x)
@@ -162,7 +162,7 @@ def cut_up(model: Transformer, mesh: DeviceMesh, args: argparse.Namespace) -> No
 
 
 def add_up(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give every rank the whole gradients of norms and biases, of which each has those of its part of the sequence.
+    """Return every rank the whole gradients of norms and biases, of which each has those of its part of the sequence.
 
     In one exchange. The optimizer would have them added up as well, one after the other.
     """

@@ -116,7 +116,7 @@ class Queue:
         return begun
 
     def _send(self, now: int) -> None:
-        """Give the worker whose turn it is its next batch."""
+        """Return the worker whose turn it is its next batch."""
         number = len(self._ready)
         worker = number % self.loader.workers
         begin = max(now, self._free[worker])

@@ -103,7 +103,7 @@ class Facts:
         write(recorder.folder / "facts.json", json.dumps(facts, default=str))
 
     def _distributed(self) -> dict[str, Any]:
-        """Give the size and backend of the job; a script destroys its process group before it ends."""
+        """Return the size and backend of the job; a script destroys its process group before it ends."""
         distributed = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             self._group = {"world_size": distributed.get_world_size(), "backend": distributed.get_backend()}
@@ -227,7 +227,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _quota() -> float | None:
-    """Give how many cores' time a container grants; None: it grants all. cgroup v2, then v1."""
+    """Return how many cores' time a container grants; None: it grants all. cgroup v2, then v1."""
     unified = Path("/sys/fs/cgroup/cpu.max")
     if unified.is_file():
         most, _, period = unified.read_text().partition(" ")
@@ -296,7 +296,7 @@ _WRAPPERS = {
 
 
 def _inner_class(model: Any) -> str:
-    """Give the class of the script's own model, inside what wraps it."""
+    """Return the class of the script's own model, inside what wraps it."""
     while (kept := _WRAPPERS.get(type(model).__name__)) is not None:
         model = getattr(model, kept)
     return type(model).__name__

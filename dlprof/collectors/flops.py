@@ -162,7 +162,7 @@ class Flops:
 
 
 def _obstacle(recorder: Recorder, untested: bool) -> str:
-    """Tell why this job must not be counted; "": nothing is in the way."""
+    """Return why this job must not be counted; "": nothing is in the way."""
     import torch
 
     cuda: Any = torch.cuda

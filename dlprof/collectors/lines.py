@@ -120,7 +120,7 @@ class Lines:
         self._counts.add(target, function)
 
     def _find(self, target: str) -> FunctionType | None:
-        """Give the function of module:function or path.py:function, if its module is there and has it."""
+        """Return the function of module:function or path.py:function, if its module is there and has it."""
         where, _, name = target.rpartition(":")
         module: Any = sys.modules.get(where)
         if module is None and where.endswith(".py"):
@@ -338,7 +338,7 @@ class _Own:
         self._known: dict[str, bool] = {}
 
     def has(self, file: str) -> bool:
-        """Tell whether a code object's file is the user's."""
+        """Return whether a code object's file is the user's."""
         if file not in self._known:
             installed = file.startswith(("<", *self._places)) or "/site-packages/" in file or "/dist-packages/" in file
             self._known[file] = not installed
@@ -351,7 +351,7 @@ def _is_of(module: Any, path: str) -> bool:
 
 
 def _innermost(found: Any) -> FunctionType | None:
-    """Give the function inside decorators, a property, a bound or static method; None: there is none."""
+    """Return the function inside decorators, a property, a bound or static method; None: there is none."""
     for _ in range(100):
         if isinstance(found, property):
             found = found.fget
@@ -380,7 +380,7 @@ def _function_of(code: CodeType, module: ModuleType | None) -> FunctionType | No
 
 
 def _passing_on(call: str, code: CodeType) -> CodeType:
-    """Give the code of a function that passes its call on, in the place and under the name of the original."""
+    """Return the code of a function that passes its call on, in the place and under the name of the original."""
     text = f"def passing_on(*args, **kwargs): return {call}(*args, **kwargs)"
     made: CodeType = compile(text, code.co_filename, "exec").co_consts[0]
     return made.replace(co_name=code.co_name, co_firstlineno=code.co_firstlineno, co_freevars=code.co_freevars)

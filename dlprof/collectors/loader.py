@@ -211,7 +211,7 @@ class Loader:
             self._fail(e)
 
     def _tell_batches(self) -> None:
-        """Give each batch its rows."""
+        """Return each batch its rows."""
         recorder = dlprof._recorder
         batches, self._batches = self._batches, []  # at once: a signal's handler may get here too
         unix, loading, fetched, pid = recorder.unix(0), self._loading.rows, self._fetches.rows, os.getpid()
@@ -284,7 +284,7 @@ class Loader:
         return timed
 
     def _begin_fetch(self, fetcher: Any) -> int:
-        """Give the time; 0: not ours to time."""
+        """Return the time; 0: not ours to time."""
         try:
             if self._off:
                 return 0
@@ -360,13 +360,13 @@ class _Counters:
         self.last = self.all()
 
     def cores(self) -> tuple[int, int, int]:
-        """Give the ns of CPU time, those that the thread was ready and had no core, and its own (−1: unknown)."""
+        """Return the ns of CPU time, those that the thread was ready and had no core, and its own (−1: unknown)."""
         words = self._schedstat.words()
         ran, delayed = (int(words[0]), int(words[1])) if words else (-1, -1)
         return time.process_time_ns(), delayed, ran
 
     def all(self) -> tuple[int, int, int, int]:
-        """Give the first two, the bytes that came from storage, and those that were read at all (−1: unknown)."""
+        """Return the first two, the bytes that came from storage, and those that were read at all (−1: unknown)."""
         words = self._io.words()
         stored, read = (int(words[9]), int(words[1])) if words else (-1, -1)
         used, delayed, _ = self.cores()
@@ -374,12 +374,12 @@ class _Counters:
 
 
 def _worker_info() -> Any:
-    """Give what PyTorch tells a loader's worker of itself; None: this is none."""
+    """Return what PyTorch tells a loader's worker of itself; None: this is none."""
     return sys.modules["torch.utils.data._utils.worker"].get_worker_info()
 
 
 def _used(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
-    """Give what was used between two answers of _Counters (−1: unknown)."""
+    """Return what was used between two answers of _Counters (−1: unknown)."""
     return tuple(-1 if b < 0 else a - b for a, b in zip(after, before, strict=True))
 
 
@@ -394,7 +394,7 @@ class _Answer:
         self._file = file_of(self._fd)
 
     def words(self) -> list[bytes]:
-        """Give what it says now."""
+        """Return what it says now."""
         if self._file is None or file_of(self._fd) != self._file:
             return []
         try:
@@ -422,7 +422,7 @@ class _Log:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether there is a file."""
+        """Return whether there is a file."""
         return self._file is not None
 
     def open(self, folder: Path, age_ns: int = 0) -> None:

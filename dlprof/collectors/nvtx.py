@@ -139,7 +139,7 @@ class _Range:
 
 
 def _library() -> Library | None:
-    """Give PyTorch's NVTX, else the package's; None: there is neither."""
+    """Return PyTorch's NVTX, else the package's; None: there is neither."""
     import torch
 
     ours: Any = getattr(torch._C, "_nvtx", None)

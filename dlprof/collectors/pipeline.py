@@ -49,7 +49,7 @@ class _Call:
         return [self.ended, self.begun, *(event for chunk in self.chunks for event in chunk[3:])]
 
     def at(self, event: Any) -> int:
-        """Give when the device came to an event of this call, as if it had begun when its host did."""
+        """Return when the device came to an event of this call, as if it had begun when its host did."""
         ns: int = round(self.begun.elapsed_time(event) * 1e6)
         return self.began + ns
 

@@ -236,7 +236,7 @@ def _summed(found: Sequence[_Found]) -> list[_Found]:
 
 
 def _file_of(_obj: Any = None, f: Any = None, *_args: Any, **_kwargs: Any) -> str | None:
-    """Give the file that torch.save was told to write; None: not a file with a name."""
+    """Return the file that torch.save was told to write; None: not a file with a name."""
     return _text(f)
 
 

@@ -15,7 +15,7 @@ COMMANDS = ("check", "compare", "doctor", "explain", "export", "report", "rules"
 
 
 def command(name: str) -> click.Command:
-    """Give one of COMMANDS, importing no other's module."""
+    """Return one of COMMANDS, importing no other's module."""
     found: click.Command = getattr(importlib.import_module(f"{__name__}.{name}"), name)
     return found
 

@@ -51,7 +51,7 @@ def compare(a: Path, b: Path, out: Path | None, form: str, jobs: int | None, sho
 
 
 def _result(path: Path, jobs: int | None, quiet: bool) -> Result:
-    """Give the result of a run or of traces, or the one that a file result.json holds."""
+    """Return the result of a run or of traces, or the one that a file result.json holds."""
     import msgspec
 
     from dlprof.commands.report import analyse

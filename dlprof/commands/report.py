@@ -104,7 +104,7 @@ def _verdict(result: Result) -> str:
 
 
 def width() -> int:
-    """Give how many columns are written."""
+    """Return how many columns are written."""
     return max(60, min(shutil.get_terminal_size((88, 24)).columns, 110))
 
 
@@ -156,7 +156,7 @@ def colour() -> bool:
 
 
 def _getting_ready(progress: Callable[[Done], None]) -> Callable[[Done], None]:
-    """Give a function that says how far it is, and gets the page ready while other processes read what is left."""
+    """Return a function that says how far it is, and gets the page ready while other processes read what is left."""
 
     def said(done: Done) -> None:
         progress(done)

@@ -97,7 +97,7 @@ def run(
 
 
 def _launcher(script: Path, ranks: int) -> list[str]:
-    """Give the words that start a workload's ranks: torchrun's, or those of the launcher that it names.
+    """Return the words that start a workload's ranks: torchrun's, or those of the launcher that it names.
 
     Where that one is not installed, what it belongs to is neither: the workload, under torchrun, says what it needs.
     """
@@ -110,7 +110,7 @@ def _launcher(script: Path, ranks: int) -> list[str]:
 
 
 def find_workload(name: str) -> Path:
-    """Give the script of a workload named by its path or by its bare name; raise DlprofError where there is none."""
+    """Return the script of a workload named by its path or by its bare name; raise DlprofError where there is none."""
     if Path(name).is_file():
         return Path(name)
     scripts = workloads()
@@ -132,7 +132,7 @@ def workloads() -> list[Path]:
 
 
 def constant(script: Path, name: str) -> Any:
-    """Give what a workload sets a name to, literally, without running it; None where it sets no such name.
+    """Return what a workload sets a name to, literally, without running it; None where it sets no such name.
 
     FAULTS: of each fault, the rule that must notice it. RANKS: how many it is made for, where any other number is odd.
     LAUNCHER: what starts its ranks where torchrun does not, and its options up to their number.
@@ -146,7 +146,7 @@ def constant(script: Path, name: str) -> Any:
 
 
 def covers(script: Path) -> str:
-    """Give the first sentence of a workload's docstring, without its word on faults; empty where it has none."""
+    """Return the first sentence of a workload's docstring, without its word on faults; empty where it has none."""
     import ast
 
     first = (ast.get_docstring(_parsed(script)) or "").partition("\n")[0]

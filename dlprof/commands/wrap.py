@@ -64,7 +64,7 @@ def parse_lines(_ctx: click.Context, _param: click.Parameter, values: tuple[str,
 
 
 def parse_stacks(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
-    """Give 'off' or how many stacks a second; a usage error where it is neither, nor 'on'."""
+    """Return 'off' or how many stacks a second; a usage error where it is neither, nor 'on'."""
     if value in ("on", "off"):
         return STACKS_A_SECOND if value == "on" else value
     if not value.isdigit() or not 1 <= int(value) <= 1000:
@@ -73,7 +73,7 @@ def parse_stacks(_ctx: click.Context, _param: click.Parameter, value: str) -> st
 
 
 def parse_sample(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
-    """Give 'auto' or the seconds between two readings; a usage error where it is neither."""
+    """Return 'auto' or the seconds between two readings; a usage error where it is neither."""
     if value == "auto":
         return value
     try:
@@ -212,7 +212,7 @@ _OPTIONS = (
 
 
 def recording_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of every command that records, gathered into its argument `recording`."""
+    """Return a command the options of every command that records, gathered into its argument `recording`."""
 
     @functools.wraps(command)
     def gathered(**options: Any) -> None:
@@ -324,7 +324,7 @@ def _report(ended: Ended, quiet: bool) -> None:
 
 
 def _nsys(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Give the words that start a command under nsys; "{}" is the folder that its report goes to.
+    """Return the words that start a command under nsys; "{}" is the folder that its report goes to.
 
     Raises DlprofError where there is no nsys: it was asked for, and something else would be recorded without it.
     """

@@ -12,7 +12,7 @@ from dlprof.files import whole
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Give the path to write to, so that nobody sees half a file and none is left; raise DlprofError where that fails.
+    """Return path to write to, so that nobody sees half a file and none is left; raise DlprofError where that fails.
 
     What is no ordinary file (a pipe, /dev/stdout) is written to itself: a renamed file would take its place.
     """

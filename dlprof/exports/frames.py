@@ -68,7 +68,7 @@ def _write_tables(folder: Path, rank: RankData) -> pd.DataFrame:
 
 
 def _inert(frame: pd.DataFrame) -> pd.DataFrame:
-    """Give the same rows with no text that a spreadsheet would take for a formula: those begin with an apostrophe."""
+    """Return the same rows with no text that a spreadsheet would take for a formula: those begin with an apostrophe."""
     frame = frame.copy(deep=False)
     for name in frame.columns[[not pd.api.types.is_numeric_dtype(kind) for kind in frame.dtypes]]:
         texts = frame[name].astype("object")

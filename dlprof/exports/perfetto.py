@@ -124,7 +124,7 @@ class Written:
 
 @per_rank
 def reduced(rank: RankData) -> pd.DataFrame:
-    """Give a rank's longest spans, and tracks of dlprof's own: track, category, name, start_ns, dur_ns, bytes, of.
+    """Return a rank's longest spans, and tracks of dlprof's own: track, category, name, start_ns, dur_ns, bytes, of.
 
     `of` is how many spans there were, 0 on the own tracks. As many are kept as the job's ranks share MOST_SPANS.
     """
@@ -164,7 +164,7 @@ def _spans(rank: RankData, most: int) -> pd.DataFrame:
 
 
 def _own(rank: RankData, most: int) -> Iterator[pd.DataFrame]:
-    """Give the tracks of one rank alone, as far as they lie within the trace."""
+    """Return the tracks of one rank alone, as far as they lie within the trace."""
     spans = rank.table("spans")
     if not len(spans):
         return
@@ -203,7 +203,7 @@ def _track(track: str, name: pd.Series[str], frame: pd.DataFrame, begin: int, en
 
 @per_rank
 def counters(rank: RankData) -> pd.DataFrame:
-    """Give what was sampled while a rank was traced: name, unit, at_ns, value; each value holds until the next.
+    """Return what was sampled while a rank was traced: name, unit, at_ns, value; each value holds until the next.
 
     Raises NotMeasured where nothing was.
     """
@@ -281,7 +281,7 @@ def _open(path: Path, *, packed: bool) -> TextIO:
 
 
 def _ahead(run: Measured) -> tuple[dict[int, int], list[str]]:
-    """Give what each rank's clock is ahead by, ns, and a warning where that is not known."""
+    """Return what each rank's clock is ahead by, ns, and a warning where that is not known."""
     try:
         frame = run.frame(host_clocks)
     except (NotMeasured, MeasureFailed) as e:
@@ -292,7 +292,7 @@ def _ahead(run: Measured) -> tuple[dict[int, int], list[str]]:
 
 
 def _shared(run: Measured) -> pd.DataFrame:
-    """Give the collectives of all ranks and who waits in them for whom, on clocks brought together.
+    """Return the collectives of all ranks and who waits in them for whom, on clocks brought together.
 
     Arrows have a number each: `ends` is that of the one that ends on a row (−1: none), `begins` those that begin there.
     """
@@ -347,7 +347,7 @@ def _arrows(pairs: pd.DataFrame) -> tuple[NDArray[np.int64], list[str]]:
 
 
 def _reasons(run: Measured) -> dict[tuple[int, int], str]:
-    """Give what made a culprit late for a rank that waits for it, most of the time."""
+    """Return what made a culprit late for a rank that waits for it, most of the time."""
     try:
         frame = run.frame(blame)
     except (NotMeasured, MeasureFailed):
@@ -415,7 +415,7 @@ def _rank(file: TextIO, run: Measured, rank: int, rows: pd.DataFrame, zero: int)
 
 
 def _sampled(run: Measured) -> pd.DataFrame:
-    """Give the counters of all ranks; no rows where nothing was sampled."""
+    """Return the counters of all ranks; no rows where nothing was sampled."""
     try:
         return run.frame(counters)
     except (NotMeasured, MeasureFailed):
@@ -460,7 +460,7 @@ def _json(value: object) -> str:
 
 
 def placed(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """Give the rows in order with `place`, the number of their track, and the tracks' names: dlprof's own ones first.
+    """Return the rows in order with `place`, the number of their track, and the tracks' names: dlprof's own ones first.
 
     Spans of one track lie within or behind each other, as the format wants it; one that begins within another and ends
     behind it (an asynchronous collective does) goes to a further track of the same name.

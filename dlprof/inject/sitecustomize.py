@@ -21,7 +21,7 @@ def _say(error):
 
 
 def _unwatched():
-    """Tell whether this interpreter is one that never trains: a tracker of multiprocessing or a compiler's worker."""
+    """Return whether this interpreter is one that never trains: a tracker of multiprocessing or a compiler's worker."""
     words = " ".join(getattr(sys, "orig_argv", None) or getattr(sys, "argv", None) or [])
     return any(
         w in words for w in ("multiprocessing.resource_tracker", "multiprocessing.semaphore_tracker", "compile_worker")
@@ -69,7 +69,7 @@ class _TorchFinder:
         self._run = run
 
     def find_spec(self, name, path=None, target=None):
-        """Give what the other finders give; for torch, see to it that we are called once it has run."""
+        """Return what the other finders give; for torch, see to it that we are called once it has run."""
         if name != "torch":
             return None
         for finder in sys.meta_path:

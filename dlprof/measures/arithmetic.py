@@ -24,7 +24,7 @@ _UNKNOWN_SHARE = 0.01
 
 @per_rank
 def arithmetic(rank: RankData) -> pd.DataFrame:
-    """Give one row: flops (of a step), step_ns, flops_per_s, mfu (NaN: see why), backward (share of flops) and why.
+    """Return one row: flops (of a step), step_ns, flops_per_s, mfu (NaN: see why), backward (share of flops) and why.
 
     Raises NotMeasured, with the reason, where no step was counted.
     """
@@ -51,7 +51,7 @@ def arithmetic(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def operator_flops(rank: RankData) -> pd.DataFrame:
-    """Give the FLOPs of one step by operator, the largest first: operator, dtype, flops, calls (-1: not told)."""
+    """Return the FLOPs of one step by operator, the largest first: operator, dtype, flops, calls (-1: not told)."""
     rows = _counted(rank)["operators"]
     return pd.DataFrame(
         {
@@ -77,7 +77,7 @@ def _counted(rank: RankData) -> Mapping[str, Any]:
 
 
 def _at_peak(rank: RankData, operators: Any) -> tuple[float, str]:
-    """Give how many seconds the step's arithmetic takes at the device's peak, NaN where none is known, and why not."""
+    """Return how many seconds step's arithmetic takes at the device's peak, NaN where none is known, and why not."""
     if (rank.facts.get("device") or {}).get("type") == "cpu":
         return np.nan, "the peak of a CPU is not known"
     name, peaks, _ = device_peaks(rank.facts, rank.trace_facts)

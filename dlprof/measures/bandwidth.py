@@ -27,7 +27,7 @@ CLASSES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Give bus bandwidth over algorithm bandwidth, as nccl-tests defines it; an all-gather counts its output."""
+    """Return bus bandwidth over algorithm bandwidth, as nccl-tests defines it; an all-gather counts its output."""
     if collective == "all_reduce":
         return 2 * (ranks - 1) / ranks
     if collective in ("all_gather", "reduce_scatter", "all_to_all"):
@@ -93,7 +93,7 @@ def exchanged(run: Measured) -> pd.DataFrame:
 
 @across_ranks(breakdown, collectives, exposed, traced_steps)
 def transfers(run: Measured) -> pd.DataFrame:
-    """Give each collective of the traced steps once, whatever rank had it.
+    """Return each collective of the traced steps once, whatever rank had it.
 
     Columns: collective, members, ranks (how many), size (index into CLASSES, −1: not told), bytes, dtype, transfer_ns
     (where ranks are missing, at most), wait_ns (mean over its ranks, NaN: not known), bare_ns (exposed transfer, mean
@@ -121,7 +121,7 @@ def transfers(run: Measured) -> pd.DataFrame:
 
 
 def _transfer(frame: pd.DataFrame) -> pd.Series[float]:
-    """Give what each row's rank knows of the transfer, ns; of the same collective the least is it.
+    """Return what each row's rank knows of the transfer, ns; of the same collective the least is it.
 
     A sender may be rid of its bytes long before they have arrived: the receiver knows, once it need not wait.
     """
@@ -151,7 +151,7 @@ def _row(run: Measured, key: dict[str, Any], mine: pd.DataFrame, steps: int) -> 
 
 
 def _scale(run: Measured, frame: pd.DataFrame) -> pd.Series[float]:
-    """Give for each row what brings its rank's exposed communication from the traced steps to the mean steady one."""
+    """Return for each row what brings its rank's exposed communication from the traced steps to the mean steady one."""
     when, steps = run.frame(exposed), run.frame(traced_steps)
     traced = (when["end_ns"] - when["start_ns"]).groupby(when["rank"]).sum() / steps.groupby("rank").size()
     steady = pd.Series(part(run, "communication"), dtype=float)
@@ -159,7 +159,7 @@ def _scale(run: Measured, frame: pd.DataFrame) -> pd.Series[float]:
 
 
 def _peak(run: Measured, members: str) -> float:
-    """Give what the link between some ranks carries in one direction, bytes/s: known of NVLink within one host."""
+    """Return what the link between some ranks carries in one direction, bytes/s: known of NVLink within one host."""
     if members == NOBODY:
         return float("nan")
     ranks = [int(r) for r in members.split(",")] if members else range(run.world_size)
@@ -177,7 +177,7 @@ def _peak(run: Measured, members: str) -> float:
 
 
 def size_classes(size: pd.Series[int]) -> NDArray[np.int64]:
-    """Give the index into CLASSES of each size, bytes; −1: not told."""
+    """Return the index into CLASSES of each size, bytes; −1: not told."""
     classes: NDArray[np.int64] = np.where(size < 0, -1, np.searchsorted(CLASSES, size, side="right"))
     return classes
 

@@ -49,7 +49,7 @@ _COMMUNICATION = CATEGORIES.index("communication")
 
 @per_rank
 def accounts(rank: RankData) -> pd.DataFrame:
-    """Give what this rank had spent on each category when each of its `collectives` began and when it had ended.
+    """Return what this rank had spent on each category when each of its `collectives` began and when it had ended.
 
     A row a collective, in their order; ns of the steady traced steps so far, in two columns a category ("copy_start",
     "copy_end"), none of a category that the rank has nothing of. begin_ns is the start of the first of these steps.
@@ -97,7 +97,7 @@ def charged(run: Measured) -> pd.DataFrame:
 
 
 def _links(pairs: pd.DataFrame, before: NDArray[np.int64], wait: NDArray[np.int64]) -> pd.DataFrame:
-    """Give the waits that a rank had behind it when a matched row of it began: row, earlier (that row), ns.
+    """Return the waits that a rank had behind it when a matched row of it began: row, earlier (that row), ns.
 
     Those since the last meeting of the row's ranks, the last MOST_WAITS of them.
     """
@@ -169,7 +169,7 @@ def _ended(waits: pd.DataFrame, culprit: NDArray[np.int64]) -> pd.DataFrame:
 
 
 def _spent(spent: pd.DataFrame, side: str) -> NDArray[np.float64]:
-    """Give the accounts of all ranks as rows × CATEGORIES."""
+    """Return the accounts of all ranks as rows × CATEGORIES."""
     columns = [f"{c}_{side}" for c in CATEGORIES]
     return spent.reindex(columns=columns).fillna(0.0).to_numpy(dtype=float)
 
@@ -182,7 +182,7 @@ def _beside(spent: pd.DataFrame) -> NDArray[np.float64]:
 
 
 def _before(pairs: pd.DataFrame, beside: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Give for each matched row the same rank's row of the last collective that all members of this one had left.
+    """Return for each matched row the same rank's row of the last collective that all members of this one had left.
 
     −1 where the trace holds none. Only what ends for all members at once counts: of sends and receives, those that
     neither had left before the other came. One beside which the members computed (`beside`, ns of each row) differently

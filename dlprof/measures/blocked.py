@@ -14,7 +14,7 @@ from dlprof.timeline.steps import ENOUGH, light_steps, standard_error, timing
 
 
 def blocked(rank: RankData) -> tuple[float, float] | None:
-    """Give the time in which the training thread neither ran nor was ready to, and its standard error, ns a step.
+    """Return the time in which the training thread neither ran nor was ready to, and its standard error, ns a step.
 
     What it waits for does not show: another rank, its loader, a disk. None where the kernel does not tell, or where it
     says little: a thread that shares its work with others waits for those, one on a GPU for the device, and backends
@@ -31,7 +31,7 @@ def blocked(rank: RankData) -> tuple[float, float] | None:
 
 @per_rank
 def contention(rank: RankData) -> pd.DataFrame:
-    """Give one row of what computes in a rank's mean steady step beside its training thread, ns.
+    """Return one row of what computes in a rank's mean steady step beside its training thread, ns.
 
     delay_ns: that thread is ready and has no core. others_ns: the CPU time of the process's other threads, which
     exchange, as there is one that computes. loader_ns: that of the training loader's workers.
@@ -46,7 +46,7 @@ def contention(rank: RankData) -> pd.DataFrame:
 
 
 def _loader_ns(rank: RankData) -> float:
-    """Give the CPU time of the training loader's workers in a mean steady step, ns."""
+    """Return the CPU time of the training loader's workers in a mean steady step, ns."""
     loading = rank.table("loading")
     if not (loading["workers"].astype(str) != "").any():
         return 0.0
@@ -60,7 +60,7 @@ def _loader_ns(rank: RankData) -> float:
 
 
 def _usage(rank: RankData) -> pd.DataFrame | None:
-    """Give what the kernel counted in the steady steps, where the training thread computes alone; else None."""
+    """Return what the kernel counted in the steady steps, where the training thread computes alone; else None."""
     cpu, device = rank.facts.get("cpu") or {}, rank.facts.get("device") or {}
     gloo = "gloo" in str(rank.facts.get("backend") or rank.trace_facts.get("backend"))
     if not gloo or device.get("type") != "cpu" or cpu.get("torch_threads") != 1 or not rank.has("loading"):

@@ -56,7 +56,7 @@ _POINT_TO_POINT = ("send", "recv", "send_recv")
 
 
 def partition(rank: RankData) -> dict[str, iv.Intervals]:
-    """Give the parts of the steady traced steps: category → time; disjoint, and together exactly those steps."""
+    """Return the parts of the steady traced steps: category → time; disjoint, and together exactly those steps."""
     return rank.once(_partition)
 
 
@@ -108,7 +108,7 @@ def _claims(rank: RankData) -> list[tuple[str, iv.Intervals]]:
 
 
 def _pipeline_bubble(rank: RankData) -> iv.Intervals:
-    """Give the time in which a stage may have nothing to work on; what is computed meanwhile claims it first.
+    """Return the time in which a stage may have nothing to work on; what is computed meanwhile claims it first.
 
     On a device that is where it only sends to and receives from the neighbours; else what schedule.step() spends
     outside its chunks and outside collectives of other kinds. Empty where no pipeline is known.
@@ -128,7 +128,7 @@ def _find_pipeline_bubble(rank: RankData) -> iv.Intervals:
 
 
 def _belongs_to_a_device(rank: RankData) -> bool:
-    """Tell whether the job trains on a device, as far as its record, its backend or its runtime calls show."""
+    """Return whether the job trains on a device, as far as its record, its backend or its runtime calls show."""
     recorded = (rank.facts.get("device") or {}).get("type")
     if recorded:
         return bool(recorded != "cpu")
@@ -146,7 +146,7 @@ def _why_none(rank: RankData) -> str:
 
 
 def cpu_computation(rank: RankData) -> iv.Intervals:
-    """Give the time in which the training thread runs an operator, or code that torch.compile made.
+    """Return the time in which the training thread runs an operator, or code that torch.compile made.
 
     Hooks and autograd functions in Python wait for collectives inside what the profiler shows as an operator (FSDP's
     do): where nothing else runs in it while a collective is in flight, that is no computation.
@@ -167,7 +167,7 @@ def _cpu_computation(rank: RankData) -> iv.Intervals:
 
 
 def communication(rank: RankData) -> iv.Intervals:
-    """Give the time in which a collective is in flight: on the device where there is one, else on the host."""
+    """Return the time in which a collective is in flight: on the device where there is one, else on the host."""
     if device.has_device(rank):
         return device.device_sets(rank).communication
     spans = rank.table("spans")
@@ -175,7 +175,7 @@ def communication(rank: RankData) -> iv.Intervals:
 
 
 def exposed_communication(rank: RankData) -> iv.Intervals:
-    """Give the time of the steady traced steps in which a collective is in flight and nothing is computed."""
+    """Return the time of the steady traced steps in which a collective is in flight and nothing is computed."""
     return partition(rank).get("communication", iv.EMPTY)
 
 
@@ -224,7 +224,7 @@ def _least(rank: RankData, t: Timing, parts: Mapping[str, float]) -> list[float]
 
 
 def _noise(rank: RankData, t: Timing, parts: Mapping[str, float]) -> dict[str, float]:
-    """Give the standard error of each part's mean over the steps that it was measured in."""
+    """Return the standard error of each part's mean over the steps that it was measured in."""
     known: dict[str, float] = {}
     if t.source == "steps" and stalls.by_phase(rank):
         means = rank.once(stalls.stall_means.function)
@@ -268,7 +268,7 @@ def _of_whole_steps(
 
 
 def _recorded(rank: RankData) -> dict[tuple[str, str], float]:
-    """Give what was recorded in all steps, ns of the mean steady one: (category, phase) → ns."""
+    """Return what was recorded in all steps, ns of the mean steady one: (category, phase) → ns."""
     found = stalls.by_phase(rank)
     on_cpu = (rank.facts.get("device") or {}).get("type") == "cpu"
     bubble = pipeline.idle_ns(rank) if on_cpu else 0.0
@@ -343,7 +343,7 @@ def _with_blocked(rank: RankData, parts: dict[str, float]) -> dict[str, float]:
 
 
 def _communication_bounds(rank: RankData, parts: Mapping[str, float]) -> tuple[float, float, float] | None:
-    """Give the least and the most that communication can be of the mean steady step, and their standard error, ns.
+    """Return the least and the most that communication can be of the mean steady step, and their standard error, ns.
 
     Whoever waits for a collective stands still; so may what is neither communication nor computation. None: not told.
     """
@@ -364,7 +364,7 @@ def _within(recorded: Mapping[tuple[str, str], float], room: float) -> dict[str,
 
 
 def _scaled(rank: RankData, t: Timing, parts: Mapping[str, iv.Intervals]) -> dict[str, float]:
-    """Give the parts' mean ns a step, each phase of the training thread stretched to its untraced length.
+    """Return the parts' mean ns a step, each phase of the training thread stretched to its untraced length.
 
     `parts` are without what was recorded in every step, and so are both lengths of a phase. An optimizer that waits for
     other ranks within its step (Horovod's, ZeRO's) computes the same in each: where it takes longer in the other steps
@@ -430,7 +430,7 @@ def _light_only(rank: RankData, t: Timing) -> dict[str, float]:
 
 
 def part(run: Measured, *categories: str) -> dict[int, float]:
-    """Give the ns of the mean steady step that go to some categories: rank → ns, 0 where a rank has none of it."""
+    """Return the ns of the mean steady step that go to some categories: rank → ns, 0 where a rank has none of it."""
     frame = run.frame(breakdown)
     return by_rank(frame.assign(ns=frame["ns"].where(frame["category"].isin(categories), 0.0)), "ns")
 
@@ -444,7 +444,7 @@ def part_least(run: Measured, *categories: str) -> float:
 
 
 def part_noise(run: Measured, *categories: str) -> float:
-    """Give the standard error of such a part, in ns: the largest of all ranks'."""
+    """Return the standard error of such a part, in ns: the largest of all ranks'."""
     frame = run.frame(breakdown)
     noise = frame.loc[frame["category"].isin(categories), "noise_ns"]
     return float(noise.max()) if len(noise) else 0.0

@@ -39,7 +39,7 @@ _METRICS = ("sm_clock_mhz", "sm_clock_max_mhz", "clock_reasons_bits", "power_lim
 
 @per_rank
 def clocks(rank: RankData) -> pd.DataFrame:
-    """Give one row a GPU that was read: its clock while it was not idle, in the steady steps where those are recorded.
+    """Return one row a GPU that was read: its clock while it was not idle, in steady steps where those are recorded.
 
     Columns: source (gpu: the rank's own; "nvidia-smi ID": one of a log, which names no rank), readings, clock_mhz (the
     mean), max_mhz, limit_w and default_w (of power), and of each of REASONS its share of the readings and, as

@@ -110,7 +110,7 @@ def _made(rank: RankData, rows: Nanoseconds, start: Nanoseconds) -> tuple[Nanose
 
 
 def _members_of(rank: RankData, rows: pd.DataFrame) -> NDArray[Any]:
-    """Give the ranks of each row's group, as text."""
+    """Return the ranks of each row's group, as text."""
     groups = rank.trace_facts.get("groups") or {}
     world = int(rank.trace_facts.get("world_size") or rank.facts.get("world_size") or 0)
     members = rows["group"].map({g: _members(groups.get(g)) for g in rows["group"].unique()}).to_numpy(dtype=object)
@@ -124,7 +124,7 @@ def _members_of(rank: RankData, rows: pd.DataFrame) -> NDArray[Any]:
 
 
 def _experts(rank: RankData, groups: Mapping[str, Any]) -> str:
-    """Give the ranks among which this one's experts are spread, as text: the largest group that is named for them."""
+    """Return the ranks among which this one's experts are spread, as text: the largest group that is named for them."""
     known = [
         g.get("ranks") or []
         for g in groups.values()
@@ -141,7 +141,7 @@ def _members(group: Any) -> str:
 
 @per_rank
 def exposed(rank: RankData) -> pd.DataFrame:
-    """Give when, in the steady traced steps, this rank communicates and computes nothing: step, start_ns, end_ns."""
+    """Return when, in the steady traced steps, this rank communicates and computes nothing: step, start_ns, end_ns."""
     t = timing(rank)
     numbers = t.numbers if len(t.numbers) else np.zeros(len(t.windows), dtype=np.int64)
     when = breakdown.exposed_communication(rank)
@@ -157,7 +157,7 @@ def exposed(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def traced_steps(rank: RankData) -> pd.DataFrame:
-    """Give the steady traced steps: step, dur_ns, loose_ns.
+    """Return the steady traced steps: step, dur_ns, loose_ns.
 
     loose_ns is the light layer's time outside the backward pass, in which gradients are exchanged, less its mean over
     the steady steps: by how much more than usual this rank did of its own in this step. NaN where not recorded.

@@ -23,7 +23,7 @@ TINY_BYTES = 4_096
 
 @per_rank
 def copies(rank: RankData) -> pd.DataFrame:
-    """Give the copies of the steady traced steps, one row a direction and host memory, per mean step.
+    """Return the copies of the steady traced steps, one row a direction and host memory, per mean step.
 
     Columns: copy, memory, count, bytes (−1: the trace does not say), copy_ns, exposed_ns; the tiny ones left out.
     Exposed time is exclusive: two copies at once count once, for the row that comes first. Raises NotMeasured where

@@ -27,7 +27,7 @@ _REPLICATION = ("Broadcast", "Scatter", "Gather", *_REDUCING)
 
 @per_rank
 def unused_searches(rank: RankData) -> pd.DataFrame:
-    """Give for each steady traced step: step, search_ns, what DDP's search for unused parameters takes; flags_ns, the
+    """Return for each steady traced step: step, search_ns, what DDP's search for unused parameters takes; flags_ns, the
     exposed part of the all_reduce that tells all ranks what was used.
 
     Raises NotMeasured where the trace has no such search.
@@ -51,7 +51,7 @@ def unused_searches(rank: RankData) -> pd.DataFrame:
 
 @across_ranks(unused_searches)
 def unused_search(run: Measured) -> pd.DataFrame:
-    """Give the same for each rank's mean steady traced step, and noise_ns, the standard error of both together.
+    """Return the same for each rank's mean steady traced step, and noise_ns, the standard error of both together.
 
     Whoever comes first to the flags waits there for the last; without them it would wait in the next exchange. So of
     a step's flags the least of all ranks counts.
@@ -66,7 +66,7 @@ def unused_search(run: Measured) -> pd.DataFrame:
 
 
 def _flags(rank: RankData, windows: iv.Intervals) -> iv.Intervals:
-    """Give the time in which nothing is reduced but the flags: whole numbers, or the last that a step reduces."""
+    """Return the time in which nothing is reduced but the flags: whole numbers, or the last that a step reduces."""
     spans = rank.table("spans")
     reduces = host.is_kind(spans, "communication") & host.is_one_of(spans["collective"], "all_reduce")
     if device.has_device(rank):
@@ -91,7 +91,7 @@ def _flags(rank: RankData, windows: iv.Intervals) -> iv.Intervals:
 
 @per_rank
 def replication(rank: RankData) -> pd.DataFrame:
-    """Give one row, ns of a steady traced step: forward_ns of the host inside DataParallel, and copying_ns, in which it
+    """Return one row, ns of a steady traced step: forward_ns of host inside DataParallel, and copying_ns, in which it
     spreads and gathers the model, the inputs, the outputs and the gradients; noise_ns of that; gain_ns, how much
     shorter the mean steady step would be without; reduced_ns, what an all-reduce of the gradients between the trace's
     devices takes, at the speed at which they are added up on the first one; and backward_ns, computing that can hide

@@ -41,7 +41,7 @@ _PHASES = (
 
 @per_rank
 def excerpt(rank: RankData) -> pd.DataFrame:
-    """Give two steady traced steps: shown (middle, slowest), lane, step, step_ns, begin_ns, start_ns, dur_ns, name,
+    """Return two steady traced steps: shown (middle, slowest), lane, step, step_ns, begin_ns, start_ns, dur_ns, name,
     category.
 
     The middle one, not the shortest or longest, and by its place, so that all ranks show the same step; and this
@@ -83,7 +83,7 @@ def _phases(rank: RankData) -> list[iv.Intervals]:
 
 
 def _in_workers(rank: RankData, begin: int, end: int) -> list[Row]:
-    """Give the batches that the first workers made meanwhile, as far as each was told by itself."""
+    """Return the batches that the first workers made meanwhile, as far as each was told by itself."""
     if not rank.has("fetches"):
         return []
     fetches = rank.table("fetches")
@@ -97,7 +97,7 @@ def _in_workers(rank: RankData, begin: int, end: int) -> list[Row]:
 
 
 def _on_streams(rank: RankData, begin: int, end: int) -> list[Row]:
-    """Give what each of the busiest streams ran, hidden or not: those that compute first, those that copy last."""
+    """Return what each of the busiest streams ran, hidden or not: those that compute first, those that copy last."""
     work = device.device_work(rank)
     start, dur = work["start_ns"].to_numpy(), work["dur_ns"].to_numpy()
     # What ran when the step began has a name, too.
@@ -133,7 +133,7 @@ def _on_streams(rank: RankData, begin: int, end: int) -> list[Row]:
 
 
 def _working(rank: RankData, begin: int, end: int) -> list[Row]:
-    """Give what the training thread computes, and beside it the communication that nothing hides."""
+    """Return what the training thread computes, and beside it the communication that nothing hides."""
     work = host.on_training_thread(rank)
     first, last = np.searchsorted(work["start_ns"].to_numpy(), (begin, end))
     work = work.iloc[first:last]

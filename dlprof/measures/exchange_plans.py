@@ -51,7 +51,7 @@ BACKWARD_SHARE = 0.1
 
 @per_rank
 def accumulation(rank: RankData) -> pd.DataFrame:
-    """Give one row: batches for each step of the optimizer, and between.
+    """Return one row: batches for each step of the optimizer, and between.
 
     `between` is what a batch exchanges of gradients after which the optimizer does not step, as a share of what one
     does after which it steps: in bytes, or in time where those are not told. NaN: it was not recorded, or not both
@@ -104,7 +104,7 @@ def in_forward(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def overlap(rank: RankData) -> pd.DataFrame:
-    """Give a rank's computation of the mean traced step: computation_ns, beside_ns, backward_ns, backward_beside_ns.
+    """Return a rank's computation of the mean traced step: computation_ns, beside_ns, backward_ns, backward_beside_ns.
 
     `beside` is what of it runs beside communication. Of the backward pass alone NaN where nothing tells which it is.
     """
@@ -123,7 +123,7 @@ def overlap(rank: RankData) -> pd.DataFrame:
 
 
 def _backward(rank: RankData) -> iv.Intervals:
-    """Give when the device computes for the backward pass: autograd launches that from a thread of its own."""
+    """Return when the device computes for the backward pass: autograd launches that from a thread of its own."""
     spans = rank.table("spans")
     calls = host.is_kind(spans, "runtime") & (spans["launch"].to_numpy() >= 0)
     others = calls & ~host.is_one_of(spans["lane"], host.training_lane(rank))
@@ -140,7 +140,7 @@ def _backward(rank: RankData) -> iv.Intervals:
 
 
 def free_to_hide(run: Measured) -> dict[int, float]:
-    """Give how much computation of the mean step hides nothing yet and could, ns a rank.
+    """Return how much computation of the mean step hides nothing yet and could, ns a rank.
 
     Of the backward pass where that is told, for gradients are not there before it; all of it in a sharded model, whose
     parameters are gathered throughout.
@@ -156,7 +156,7 @@ def free_to_hide(run: Measured) -> dict[int, float]:
 
 
 def idle_cores(run: Measured) -> float:
-    """Give for how long of the mean step a CPU run's cores stand idle, ns; infinity where that is not known.
+    """Return for how long of the mean step a CPU run's cores stand idle, ns; infinity where that is not known.
 
     What two ranks do beside each other still takes its CPU time: a step is no shorter than all of it on all cores. With
     several hosts, those of the busiest.
@@ -249,7 +249,7 @@ def exchange_plans(run: Measured) -> pd.DataFrame:
 
 
 def _of_gradients(run: Measured, frame: pd.DataFrame) -> NDArray[np.bool_]:
-    """Tell for each row of collective, members and size whether it may be an exchange of gradients.
+    """Return for each row of collective, members and size whether it may be an exchange of gradients.
 
     What the forward pass reduces are activations, and of its kind what the backward pass does. With
     DistributedDataParallel that takes sizes: without them its own exchanges are of the same kind.
@@ -267,7 +267,7 @@ def _keys(frame: pd.DataFrame) -> list[tuple[str, str, int]]:
 
 
 def activations(run: Measured) -> str:
-    """Give the collective of the forward pass, which cannot go on without it, that most of what is exposed is; else "".
+    """Return collective of the forward pass, which cannot go on without it, that most of what is exposed is; else "".
 
     A sharded model gathers its parameters there, which may be gathered before.
     """
@@ -282,7 +282,7 @@ def activations(run: Measured) -> str:
 
 
 def exposed_transfer(run: Measured) -> pd.Series[float]:
-    """Give the exposed communication of each rank less its waiting for others, ns of the mean step."""
+    """Return the exposed communication of each rank less its waiting for others, ns of the mean step."""
     own = run.frame(own_time).set_index("rank")
     bare = pd.Series(breakdown.part(run, "communication"), dtype=float).reindex(own.index).fillna(0.0)
     if not own["known"].all():
@@ -292,7 +292,7 @@ def exposed_transfer(run: Measured) -> pd.Series[float]:
 
 @across_ranks(breakdown.breakdown, collectives, exposed, own_time, step_means, traced_steps)
 def transfer_noise(run: Measured) -> pd.DataFrame:
-    """Give one row, how well the exposed transfer is known: share, the standard error of its mean over its mean.
+    """Return one row, how well the exposed transfer is known: share, the standard error of its mean over its mean.
 
     Waiting varies far more from step to step, for it is the difference of two ranks' jitter; a transfer is one for all
     its ranks, so that their mean counts as one value a step. Where waiting cannot be told, it is all communication's.
@@ -309,7 +309,7 @@ def transfer_noise(run: Measured) -> pd.DataFrame:
 
 
 def gain_noise(run: Measured, gain_ns: float) -> float:
-    """Give the standard error of what is gained of the exposed transfer, ns."""
+    """Return the standard error of what is gained of the exposed transfer, ns."""
     return gain_ns * float(run.frame(transfer_noise)["share"].iloc[0])
 
 
@@ -390,7 +390,7 @@ def _bucket(run: Measured, grads: pd.Series[float]) -> tuple[str, str, float, st
 
 
 def _once(run: Measured, grads: pd.Series[float]) -> list[tuple[str, str, float, str]]:
-    """Give one exchange for each of the optimizer's steps, where DistributedDataParallel makes more; else nothing."""
+    """Return one exchange for each of the optimizer's steps, where DistributedDataParallel makes more; else nothing."""
     frame = run.frame(accumulation)
     batches, between = float(frame["batches"].mean()), float(frame["between"].min(skipna=False))
     if not settings.model(run).get("ddp") or not (batches > 1 and between >= FOR_NOTHING):
@@ -410,7 +410,7 @@ def _seldom(run: Measured, grads: pd.Series[float], key: str, batches: int) -> t
 
 
 def _compressed(run: Measured, grads: pd.Series[float]) -> list[tuple[str, str, float, str]]:
-    """Give half the bytes, where they are of four bytes each, and low-rank gradients."""
+    """Return half the bytes, where they are of four bytes each, and low-rank gradients."""
     frame = run.frame(transfers)
     frame = frame[_of_gradients(run, frame)]
     sized = frame[frame["bytes"] > 0]

@@ -93,7 +93,7 @@ def _gains(
 
 
 def _behind_small(rank: RankData, idle: iv.Intervals) -> iv.Intervals:
-    """Give the idle time that follows a kernel too short to hide a launch."""
+    """Return the idle time that follows a kernel too short to hide a launch."""
     work = device.device_work(rank)
     end = work["start_ns"].to_numpy() + work["dur_ns"].to_numpy()
     order = np.argsort(end, kind="stable")

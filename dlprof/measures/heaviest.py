@@ -36,7 +36,7 @@ class _Sum:
         return sum(self.by_rank.values())
 
     def shared(self, ranks: int) -> dict[str, float]:
-        """Give the mean of the ranks, and the one with most."""
+        """Return the mean of the ranks, and the one with most."""
         most = max(self.by_rank, key=lambda r: self.by_rank[r])
         return {
             "calls": self.calls / ranks,
@@ -54,7 +54,7 @@ class _Sum:
 # Dictionaries: for a few hundred rows they take a tenth of what groups of a frame do.
 @across_ranks(kernel_times)
 def heaviest_kernels(run: Measured) -> pd.DataFrame:
-    """Give the kernels that take longest, the longest first: name, kind, calls and ns (a step, mean of the ranks),
+    """Return the kernels that take longest, the longest first: name, kind, calls and ns (a step, mean of the ranks),
     call_ns (of one), share (of the time in all kernels), most_on (a rank), most_ns (there), and known, how many there
     are on a rank.
     """
@@ -76,7 +76,7 @@ def heaviest_kernels(run: Measured) -> pd.DataFrame:
 
 @across_ranks(operators)
 def heaviest_operators(run: Measured) -> pd.DataFrame:
-    """Give the operators that take longest, by dtype and shape, the longest first.
+    """Return the operators that take longest, by dtype and shape, the longest first.
 
     Columns: operator, dtype, shape ("": of several, among which its time was only shared out, or not told), shapes (how
     many), calls and ns (a step, mean of the ranks), flops and bytes (likewise; NaN: not known), rate (FLOP/s), bound

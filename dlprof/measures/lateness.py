@@ -35,7 +35,7 @@ MOST_ROWS = 400
 
 @per_rank
 def phases(rank: RankData) -> pd.DataFrame:
-    """Give when the training thread was in which phase of the steady traced steps: phase, start_ns, end_ns."""
+    """Return when the training thread was in which phase of the steady traced steps: phase, start_ns, end_ns."""
     during = breakdown.phases(rank)
     return pd.DataFrame(
         {
@@ -48,7 +48,7 @@ def phases(rank: RankData) -> pd.DataFrame:
 
 @across_ranks(collectives, exposed, traced_steps)
 def traced_own_time(run: Measured) -> pd.DataFrame:
-    """Give each rank's own time in each traced step, ns: one row a step, one column a rank.
+    """Return each rank's own time in each traced step, ns: one row a step, one column a rank.
 
     Ranks that wait for each other have one step; that one's trace began earlier than another's makes no rank slower.
     Where the light layer tells how unusual the step was for a rank, that is taken off (a control variate), if it makes
@@ -70,7 +70,7 @@ def _by_rank(frame: pd.DataFrame) -> pd.DataFrame:
 
 @across_ranks(collectives, exposed, phases, step_series, traced_steps)
 def light_own_time(run: Measured) -> pd.DataFrame:
-    """Give each rank's own time in each steady step of a CPU run, ns: one row a step, one column a rank.
+    """Return each rank's own time in each steady step of a CPU run, ns: one row a step, one column a rank.
 
     Raises NotMeasured where the light layer is not there or shares no step, or the device runs on while the host waits.
     """
@@ -95,7 +95,7 @@ def light_own_time(run: Measured) -> pd.DataFrame:
 
 @per_rank
 def busy(rank: RankData) -> pd.DataFrame:
-    """Give what a rank's process used of its cores in the steady steps: step, time_ns, cpu_ns, busy_ns; thinned.
+    """Return what a rank's process used of its cores in the steady steps: step, time_ns, cpu_ns, busy_ns; thinned.
 
     busy_ns is CPU time (cpu_ns) and the time in which the training thread was ready to run and had no core. A rank that
     waits for another sleeps, with gloo. Raises NotMeasured where the kernel does not tell.
@@ -113,7 +113,7 @@ def busy(rank: RankData) -> pd.DataFrame:
 
 
 def busy_share(run: Measured) -> pd.DataFrame:
-    """Give each rank's busy share of the time: one row some steps, one column a rank. Raises NotMeasured as `busy`.
+    """Return each rank's busy share of the time: one row some steps, one column a rank. Raises NotMeasured as `busy`.
 
     With several threads a rank may be busy for longer than the time. Raises it also where ranks that wait are busy.
     """

@@ -16,7 +16,7 @@ _FUNCTION = ["role", "function", "file"]
 
 @per_rank
 def line_times(rank: RankData) -> pd.DataFrame:
-    """Give the table "lines" without what never ran: the function that took longest first, its lines in order.
+    """Return the table "lines" without what never ran: the function that took longest first, its lines in order.
 
     Of a function too long to travel whole, the lines that took longest. Raises NotMeasured where nothing was counted.
     """

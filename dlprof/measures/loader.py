@@ -40,7 +40,7 @@ def loader_calls(rank: RankData) -> pd.DataFrame:
 
 
 def before_forward(run: Measured) -> tuple[int, float] | None:
-    """Give the rank, and how long it is before its first forward in a mean steady step, ns, where that is longest.
+    """Return the rank, and how long it is before its first forward in a mean steady step, ns, where that is longest.
 
     That is from the end of the optimizer's step, or wherever a step begins, with no loader seen: where data comes in
     another way, it comes there. None: a loader was seen, or nobody knows.
@@ -56,7 +56,7 @@ def before_forward(run: Measured) -> tuple[int, float] | None:
 
 @per_rank
 def loader_means(rank: RankData) -> pd.DataFrame:
-    """Give one row of the training loader in the steady steps, and of what the process used meanwhile.
+    """Return one row of the training loader in the steady steps, and of what the process used meanwhile.
 
     Columns: batches, empty (of how many no batch was ready when asked), ready and outstanding (means, batches; NaN
     without workers), taken_ns (the median next() when every batch that was asked for is ready: it receives one, and
@@ -97,7 +97,7 @@ def loader_means(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def worker_means(rank: RankData) -> pd.DataFrame:
-    """Give what a batch takes each worker of the training loader, one row a worker; −1 is the training thread.
+    """Return what a batch takes each worker of the training loader, one row a worker; −1 is the training thread.
 
     Columns: worker, batches, and means a batch: dur_ns (of fetching, with collating), collate_ns, cpu_ns (of the
     worker's whole process), delay_ns (ready, with no core), stored_bytes (from storage), read_bytes (read at all); NaN:
@@ -114,7 +114,7 @@ def worker_means(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def fetch_series(rank: RankData) -> pd.DataFrame:
-    """Give the training loader's last fetches in order: worker, dur_ns, collate_ns, cpu_ns, delay_ns and gap_ns.
+    """Return the training loader's last fetches in order: worker, dur_ns, collate_ns, cpu_ns, delay_ns and gap_ns.
 
     −1: not told. gap_ns, the same in all, is what passes in a busy worker from the end of one fetch to the start of
     the next.
@@ -181,7 +181,7 @@ def fed_ns(run: Measured) -> float:
 
 @per_rank
 def restarts(rank: RankData) -> pd.DataFrame:
-    """Give what epochs cost that begin with new workers, one row a loader with workers.
+    """Return what epochs cost that begin with new workers, one row a loader with workers.
 
     Columns: loader, epochs, anew (epochs that began with other workers than the one before), means of those: start_ns
     (iter()), first_ns (the first next()), end_ns (the workers' leaving) and the three's standard error noise_ns,
@@ -233,7 +233,7 @@ def _hidden(rank: RankData, loading: pd.DataFrame, after_ns: float) -> float:
 
 
 def _longer(rank: RankData, numbers: pd.Series[int]) -> float:
-    """Give how much longer the model and the optimizer take in these training steps than in steady ones; NaN: none."""
+    """Return how much longer model and the optimizer take in these training steps than in steady ones; NaN: none."""
     steps = rank.once(light_steps)
     phases = steps[["forward_ns", "backward_ns", "optimizer_ns"]].clip(lower=0).sum(axis=1)
     these = phases[steps["step"].isin(numbers) & (steps["kind"] == "train") & (steps["profiled"] == 0)]
@@ -242,7 +242,7 @@ def _longer(rank: RankData, numbers: pd.Series[int]) -> float:
 
 
 def _warm_fetch(rank: RankData, workers: NDArray[np.object_]) -> float:
-    """Give what a batch takes such workers, the first of each left out where they have more; NaN: not recorded."""
+    """Return what a batch takes such workers, the first of each left out where they have more; NaN: not recorded."""
     if not rank.has("fetches"):
         return float("nan")
     fetches = rank.table("fetches")
@@ -253,7 +253,7 @@ def _warm_fetch(rank: RankData, workers: NDArray[np.object_]) -> float:
 
 
 def training_fetches(rank: RankData) -> pd.DataFrame:
-    """Give the fetches for the training loader in the run's steady part, each worker's first left out.
+    """Return the fetches for the training loader in the run's steady part, each worker's first left out.
 
     Raises NotMeasured where none was recorded.
     """
@@ -289,7 +289,7 @@ def _suspended(rank: RankData, rows: pd.DataFrame) -> NDArray[np.bool_]:
 
 
 def _training_loader(rank: RankData) -> int:
-    """Give the number of the loader whose batches the training steps began with; the most frequent one."""
+    """Return the number of the loader whose batches the training steps began with; the most frequent one."""
     return rank.once(_most_frequent)
 
 
@@ -301,7 +301,7 @@ def _most_frequent(rank: RankData) -> int:
 
 
 def in_steady(rank: RankData, at: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Tell which instants lie in steady steps."""
+    """Return which instants lie in steady steps."""
     steps = rank.once(light_steps)
     begin = steps["start_ns"].to_numpy()
     step = np.searchsorted(begin, at, side="right") - 1
@@ -311,7 +311,7 @@ def in_steady(rank: RankData, at: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def _taken(queued: pd.DataFrame) -> float:
-    """Give what taking a batch takes that is surely there, ns: all are, or the one whose turn it is may be missing."""
+    """Return what taking a batch takes that is surely there, ns: all are, or one whose turn it is may be missing."""
     there = queued[(queued["outstanding"] > 0) & (queued["ready"] == queued["outstanding"])]
     return float((there["dur_ns"] / there["count"]).median()) if len(there) >= _ENOUGH else float("nan")
 

@@ -85,14 +85,14 @@ def matched(run: Measured) -> pd.DataFrame:
 
 
 def _spacing(ranks: NDArray[np.int64], start: Nanoseconds) -> float:
-    """Give the mean time from the start of a rank's collective to that of its next, ns; 0 where each has one."""
+    """Return the mean time from the start of a rank's collective to that of its next, ns; 0 where each has one."""
     each = pd.Series(start).groupby(ranks)
     n = each.count() - 1
     return float(((each.max() - each.min()) / n.where(n > 0)).min()) if (n > 0).any() else 0.0
 
 
 def _fits(frame: pd.DataFrame, start: Nanoseconds, end: Nanoseconds, hosts: pd.Series[str]) -> NDArray[np.bool_]:
-    """Tell which matched rows can be one: of sends and receives, all or none.
+    """Return which matched rows can be one: of sends and receives, all or none.
 
     No receive ends before its send begins. Between hosts that shows only on clocks that collectives brought together.
     """
@@ -110,7 +110,7 @@ def _fits(frame: pd.DataFrame, start: Nanoseconds, end: Nanoseconds, hosts: pd.S
 
 
 def _releases(frame: pd.DataFrame, start: Nanoseconds, end: Nanoseconds) -> tuple[Nanoseconds, NDArray[np.bool_]]:
-    """Give for each matched row until when its rank had to wait, and whether it is the one that was waited for.
+    """Return for each matched row until when its rank had to wait, and whether it is the one that was waited for.
 
     Where one gives or one receives, who left before the last had come did not wait for it: of a broadcast it waited
     for the giver at most, which is taken to be the first rank that had begun before anybody was done. A sender may be
@@ -182,7 +182,7 @@ def _streams(frame: pd.DataFrame) -> pd.Series[int]:
 
 
 def _paired(frame: pd.DataFrame) -> pd.DataFrame:
-    """Give sends and receives one name and their two ranks as members, and leave out those that have no partner."""
+    """Return sends and receives one name and their two ranks as members, and leave out those that have no partner."""
     sends, sent = frame["collective"] == "send", frame["collective"].isin(POINT_TO_POINT)
     frame = frame.assign(is_sender=sends)
     if not sent.any():
@@ -221,7 +221,7 @@ def _lacking(run: Measured) -> str:
 
 
 def _clocks(run: Measured, frame: pd.DataFrame) -> pd.DataFrame:
-    """Tell for each rank its host, what its clock is ahead by (ahead_ns) and how far that is off (residual_ns).
+    """Return for each rank its host, what its clock is ahead by (ahead_ns) and how far that is off (residual_ns).
 
     Collectives that end for all at once end at one instant: a host's clock is ahead by the median difference of its
     ranks' ends from everybody's median, and what differs still is the residual, its median size. Ranks on one host have
@@ -245,7 +245,7 @@ def _clocks(run: Measured, frame: pd.DataFrame) -> pd.DataFrame:
 
 @across_ranks(collectives)
 def host_clocks(run: Measured) -> pd.DataFrame:
-    """Tell for each rank its host, what its clock is ahead by (ahead_ns) and how far that is off (residual_ns), in ns.
+    """Return for each rank its host, what its clock is ahead by (ahead_ns) and how far it is off (residual_ns), in ns.
 
     Raises NotMeasured as `matched` does.
     """

@@ -17,7 +17,7 @@ MOST_ROWS = 500
 
 @per_rank
 def memory_use(rank: RankData) -> pd.DataFrame:
-    """Give one row: peak_allocated_bytes, peak_reserved_bytes, kept_bytes, total_bytes (NaN: not known), retries, ooms
+    """Return one row: peak_allocated_bytes, peak_reserved_bytes, kept_bytes, total_bytes (NaN: unknown), retries, ooms
     and late.
 
     `kept_bytes` is the least that a step left allocated: parameters, the optimizer's state and what else stays.
@@ -64,7 +64,7 @@ _HELD = {"process": ("processes", "anonymous_bytes", "rss_bytes")} | {
 
 @per_rank
 def memory_growth(rank: RankData) -> pd.DataFrame:
-    """Give one row for each memory that was read while training was steady: whether, and how fast, it grows.
+    """Return one row for each memory that was read while training was steady: whether, and how fast, it grows.
 
     Columns: what (device: PyTorch's allocator; process; workers: all its children), metric (of the samples, ""
     for the device), grows (1: the floor rises in each part of the time, and goes on), first_bytes and last_bytes (the
@@ -98,7 +98,7 @@ def memory_growth(rank: RankData) -> pd.DataFrame:
 
 
 def _untouched(rank: RankData) -> pd.DataFrame:
-    """Give the steps from the first steady one to the last, before or after those that the profiler's memory swells."""
+    """Return steps from the first steady one to the last, before or after those that the profiler's memory swells."""
     steps = rank.once(light_steps)
     at = np.flatnonzero(steps["steady"].to_numpy())
     profiled = np.flatnonzero(steps["profiled"].to_numpy() != 0)
@@ -134,7 +134,7 @@ def _within(frame: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 def _growth(
     what: str, metric: str, steps: pd.DataFrame, at_ns: pd.Series[int], bytes_: pd.Series[float]
 ) -> dict[str, Any] | None:
-    """Give a row of memory_growth; None: there are too few readings."""
+    """Return a row of memory_growth; None: there are too few readings."""
     if len(at_ns) < PARTS * _A_PART:
         return None
     at, held = np.searchsorted(steps["start_ns"].to_numpy(), at_ns.to_numpy()), bytes_.to_numpy(dtype=float)
@@ -160,7 +160,7 @@ def _growth(
 
 @per_rank
 def retry_cost(rank: RankData) -> pd.DataFrame:
-    """Give one row: what steps cost in which the allocator had to empty its cache and ask again.
+    """Return one row: what steps cost in which the allocator had to empty its cache and ask again.
 
     Columns: retries and ooms (failed allocations) while training was steady; readings with a retry since the one before
     and without (two counts of steady steps: retried, plain); ns, what the first last longer, spread over all steady
@@ -200,7 +200,7 @@ def retry_cost(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def memory_series(rank: RankData) -> pd.DataFrame:
-    """Give the readings in order, thinned: step, allocated_bytes, reserved_bytes."""
+    """Return the readings in order, thinned: step, allocated_bytes, reserved_bytes."""
     frame = _readings(rank)
     stride = -(-len(frame) // MOST_ROWS)
     thinned: pd.DataFrame = frame[["step", "allocated_bytes", "reserved_bytes"]].iloc[::stride]

@@ -43,7 +43,7 @@ MOST_ROWS = 150
 
 @per_rank
 def operators(rank: RankData) -> pd.DataFrame:
-    """Give what each operator takes in a mean steady traced step, by dtype and shape, the heaviest first.
+    """Return what each operator takes in a mean steady traced step, by dtype and shape, the heaviest first.
 
     Columns: operator, dtype and shape ("": not told), calls (kernels on a device), ns, tensor_ns and float32_ns (in
     kernels that multiply on tensor cores, and in float32 without), flops and bytes (NaN: not known), bound ("compute",
@@ -117,14 +117,14 @@ def _traced(rank: RankData) -> pd.DataFrame:
 
 
 def _first(owner: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Give 1 where an operator stands for the first time, else 0."""
+    """Return 1 where an operator stands for the first time, else 0."""
     first = np.zeros(len(owner))
     first[np.unique(owner, return_index=True)[1]] = 1
     return first
 
 
 def kernels(rank: RankData) -> pd.DataFrame:
-    """Give name and times of the device's kernels that compute, with their row in the spans as index."""
+    """Return name and times of the device's kernels that compute, with their row in the spans as index."""
     return rank.once(_kernels)
 
 
@@ -154,7 +154,7 @@ def _inside(windows: NDArray[np.int64], start: NDArray[np.int64]) -> NDArray[np.
 
 
 def owners(rank: RankData) -> NDArray[np.int64]:
-    """Give for each span of the device the row of the innermost operator that launched it, -1: none is known."""
+    """Return for each span of the device the row of the innermost operator that launched it, -1: none is known."""
     spans = rank.table("spans")
     launch = spans["launch"].to_numpy()
     owner = np.full(len(spans), -1, dtype=np.int64)
@@ -176,7 +176,7 @@ def owners(rank: RankData) -> NDArray[np.int64]:
 
 
 def own_times(rank: RankData) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Give the operators within the steady traced steps, as rows of the spans, and the time each spends in no other."""
+    """Return operators within the steady traced steps, as rows of the spans, and the time each spends in no other."""
     spans = rank.table("spans")
     start, dur = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy(dtype=float)
     rows, took = [], []
@@ -192,7 +192,7 @@ def own_times(rank: RankData) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def nested(rank: RankData, *kinds: str) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Give for each thread the rows of its spans of some kinds, and the place among them of the one around each."""
+    """Return for each thread the rows of its spans of some kinds, and the place among them of the one around each."""
     spans = rank.table("spans")
     chosen = np.flatnonzero(host.is_kind(spans, *kinds) & ~host.is_on_device(rank))
     lanes = spans["lane"].cat.codes.to_numpy()[chosen]
@@ -273,7 +273,7 @@ MOST_KERNELS = 40
 
 @per_rank
 def kernel_times(rank: RankData) -> pd.DataFrame:
-    """Give the kernels that take longest: name, kind, calls and ns of a mean steady traced step; of all of them
+    """Return the kernels that take longest: name, kind, calls and ns of a mean steady traced step; of all of them
     total_ns, and kernels, how many names there are.
 
     Raises NotMeasured where the trace holds no kernel.

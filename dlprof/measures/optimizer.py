@@ -31,7 +31,7 @@ FUSED_LEFT = {
 
 @per_rank
 def optimizer_work(rank: RankData) -> pd.DataFrame:
-    """Give one row, of a mean steady step: ns that the optimizer takes, noise_ns, of it idle_ns in which a device waits
+    """Return one row, of a mean steady step: ns that optimizer takes, noise_ns, of it idle_ns in which a device waits
     for it, calls (of kernels; on the CPU of operators; NaN: not traced), and fused_gain_ns (how much shorter the
     device's step would be with FUSED_LEFT of it; NaN: no device, or nobody knows).
 

@@ -40,7 +40,7 @@ _BISECTIONS = 12  # of what handing over takes: a few thousandths of what is lai
 
 
 def closed_form(schedule: str, ranks: int, microbatches: int, chunks: int) -> float:
-    """Give the bubble that a schedule has with stages alike and hand-over for nothing; NaN: there is no such formula.
+    """Return the bubble that a schedule has with stages alike and hand-over for nothing; NaN: there is no such formula.
 
     It holds where the micro-batches are a multiple of the ranks.
     """
@@ -60,7 +60,7 @@ def _told(rank: RankData) -> Mapping[str, Any]:
 
 
 def _steady(rank: RankData) -> pd.DataFrame:
-    """Give the chunks of the steady steps; `call` counts the calls of schedule.step() within a step."""
+    """Return the chunks of the steady steps; `call` counts the calls of schedule.step() within a step."""
     if not rank.has("chunks"):
         return pipeline_ranges.steady(rank)
     frame = rank.table("chunks")
@@ -74,7 +74,7 @@ def _steady(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def pipeline(rank: RankData) -> pd.DataFrame:
-    """Give one row of the steady calls of schedule.step(): which schedule, and the mean call in ns.
+    """Return one row of the steady calls of schedule.step(): which schedule, and the mean call in ns.
 
     Columns: schedule, microbatches, stages and ranks (as text, ", " between), size (how many ranks), first_stage (this
     rank holds it), chunks (stages a rank), calls, calls_a_step (of training), dur_ns, busy_ns (inside chunks), noise_ns
@@ -106,7 +106,7 @@ def pipeline(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def pipeline_chunks(rank: RankData) -> pd.DataFrame:
-    """Give the chunks of some steady steps, one by one, and the row of the call that they belong to.
+    """Return the chunks of some steady steps, one by one, and the row of the call that they belong to.
 
     Columns: step, call, stage, microbatch, action, start_ns, dur_ns. Ranks choose the same steps, as far as they have
     them: those whose numbers a power of two divides.
@@ -157,11 +157,11 @@ class Pipe:
         return len(self.ranks) * self.chunks
 
     def lengths(self, of: Mapping[tuple[int, str], float]) -> dict[Action, float]:
-        """Give every action of the rows the length that its stage and kind have."""
+        """Return every action of the rows the length that its stage and kind have."""
         return {a: of[a[:2]] for row in self.rows for a in row}
 
     def even(self) -> dict[tuple[int, str], float]:
-        """Give the mean lengths as if all stages were alike: each kind of action has its mean over the stages."""
+        """Return the mean lengths as if all stages were alike: each kind of action has its mean over the stages."""
         by: dict[str, list[float]] = {}
         for (_, what), ns in self.mean.items():
             by.setdefault(what, []).append(ns)
@@ -176,7 +176,7 @@ class Pipe:
         return float(np.mean([self.again(took, self.launch_ns, hand_over) for took in calls])) + self.edge_ns
 
     def hand_over(self) -> float:
-        """Give what handing over a chunk takes, ns: so much that the recorded calls, replayed, take what was measured.
+        """Return what handing over a chunk takes, ns: so much that recorded calls, replayed, take what was measured.
 
         Of each call its own chunks count: with their means, which know of no bad luck, it would be blamed for that too.
         """
@@ -187,7 +187,7 @@ class Pipe:
         return low
 
     def saved_by_even(self, hand_over: float) -> float:
-        """Give what even stages save of a step, ns: every call replayed, each chunk as lucky as it was."""
+        """Return what even stages save of a step, ns: every call replayed, each chunk as lucky as it was."""
         even = self.even()
         calls = [
             {a: ns * even[a[:2]] / self.mean[a[:2]] if self.mean[a[:2]] else ns for a, ns in took.items()}
@@ -197,7 +197,7 @@ class Pipe:
 
 
 def pipelines(run: Measured) -> pd.DataFrame:
-    """Give the rows of `pipeline`; of traces from elsewhere those of pipelines of which all their ranks tell the same.
+    """Return rows of `pipeline`; of traces from elsewhere those of pipelines of which all their ranks tell the same.
 
     Raises NotMeasured where none do: several may run side by side, and nothing tells which ranks are one.
     """
@@ -212,7 +212,7 @@ def pipelines(run: Measured) -> pd.DataFrame:
 
 
 def pipes(run: Measured) -> list[Pipe]:
-    """Give the pipelines that can be replayed: all ranks are here, and have the chunks of a call in common."""
+    """Return the pipelines that can be replayed: all ranks are here, and have the chunks of a call in common."""
     told = pipelines(run)
     chunks = run.frame(pipeline_chunks)
     found = [_pipe(ranks, chunks[chunks["rank"].isin(ranks["rank"])]) for _, ranks in told.groupby("ranks")]
@@ -278,7 +278,7 @@ class _Call:
     ends: tuple[int, ...]
 
     def gaps(self, home: Mapping[int, int], rank: int) -> list[int]:
-        """Give the ns before each chunk that needs nothing from another rank."""
+        """Return the ns before each chunk that needs nothing from another rank."""
         last = max(home)
         found = []
         for k, (stage, what, _) in enumerate(self.order[1:], start=1):
@@ -311,7 +311,7 @@ def _call(rows: pd.DataFrame) -> _Call:
 
 @across_ranks(pipeline, pipeline_chunks)
 def bubbles(run: Measured) -> pd.DataFrame:
-    """Give the bubble of each rank: the columns of `pipeline`, what it is of which step, and what it comes from.
+    """Return the bubble of each rank: the columns of `pipeline`, what it is of which step, and what it comes from.
 
     `step_ns` is the synchronous step of the rank's pipeline, and `bubble` the idle share of it; where the rank with the
     first stage is not here, of its own. `simulated` is the bubble of the same chunks in the same order if launching and
@@ -359,7 +359,7 @@ _PARTS = (
 
 
 def _parts(pipe: Pipe) -> pd.DataFrame:
-    """Tell what a pipeline's idle time comes from, rank by rank; what each part is, `bubbles` says."""
+    """Return what a pipeline's idle time comes from, rank by rank; what each part is, `bubbles` says."""
     alike = pipe.lengths(pipe.even())
     even = pipe.again(alike)
     own = float(np.mean([pipe.again(took) for took in pipe.took]))
@@ -385,7 +385,7 @@ def _parts(pipe: Pipe) -> pd.DataFrame:
 
 @across_ranks(pipeline, pipeline_chunks)
 def stage_lengths(run: Measured) -> pd.DataFrame:
-    """Give how long each stage works on a micro-batch, and what uneven stages cost their pipeline.
+    """Return how long each stage works on a micro-batch, and what uneven stages cost their pipeline.
 
     Columns: ranks (as `pipeline` has them), rank, stage, forward_ns, backward_ns (both halves of it), stage_ns (their
     sum); and of the pipeline, replayed with launching and handing over for nothing: slowdown (its step with the stages
@@ -422,7 +422,7 @@ def _calls(run: Measured, pipe: Pipe) -> float:
 
 
 def backward_ns(mean: Mapping[tuple[int, str], float], stage: int) -> float:
-    """Give how long a whole backward pass of a stage takes, ns, be it recorded whole or in halves."""
+    """Return how long a whole backward pass of a stage takes, ns, be it recorded whole or in halves."""
     halves = mean.get((stage, "input"), nan) + mean.get((stage, "weight"), nan)
     return mean.get((stage, "backward"), halves if isfinite(halves) else 0.0)
 
@@ -440,7 +440,7 @@ def why_not_replayed(run: Measured) -> str:
 
 
 def idle_ns(rank: RankData) -> float:
-    """Give the ns of the mean steady step that this rank's schedule.step() spends outside its chunks; 0: none known."""
+    """Return ns of the mean steady step that this rank's schedule.step() spends outside its chunks; 0: none known."""
     if not rank.has("chunks") or not isinstance(rank.facts.get("pipeline"), Mapping):
         return 0.0
     frame = _steady(rank)
@@ -450,7 +450,7 @@ def idle_ns(rank: RankData) -> float:
 
 
 def chunk_times(rank: RankData) -> iv.Intervals:
-    """Give the time inside chunks, of the steps whose chunks were recorded."""
+    """Return the time inside chunks, of the steps whose chunks were recorded."""
     frame = rank.table("chunks")
     rows = frame[(frame["action"] != SCHEDULE).to_numpy()]
     start = rows["start_ns"].to_numpy()
@@ -458,7 +458,7 @@ def chunk_times(rank: RankData) -> iv.Intervals:
 
 
 def is_known(rank: RankData) -> bool:
-    """Tell whether the rank's chunks are known: recorded, or told by a trace from elsewhere."""
+    """Return whether the rank's chunks are known: recorded, or told by a trace from elsewhere."""
     if rank.has("chunks"):
         return True
     try:
@@ -468,7 +468,7 @@ def is_known(rank: RankData) -> bool:
 
 
 def outside_chunks(rank: RankData) -> iv.Intervals:
-    """Give the time inside a schedule.step() and outside its chunks, of the calls whose chunks are known."""
+    """Return the time inside a schedule.step() and outside its chunks, of the calls whose chunks are known."""
     if not is_known(rank):
         return iv.EMPTY
     frame = rank.table("chunks") if rank.has("chunks") else pipeline_ranges.steady(rank)

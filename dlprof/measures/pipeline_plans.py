@@ -73,7 +73,7 @@ class _Plan:
 
 @per_rank
 def host_in_chunks(rank: RankData) -> pd.DataFrame:
-    """Give one row, share: how much of its host's own time in the traced steps a rank spends within chunks.
+    """Return one row, share: how much of its host's own time in the traced steps a rank spends within chunks.
 
     Raises NotMeasured where chunks or the host's time were not recorded.
     """
@@ -104,7 +104,7 @@ def least_of_kernels(rank: RankData) -> pd.DataFrame:
 
 @across_ranks(breakdown, host_in_chunks, least_of_kernels, pipeline, pipeline_chunks)
 def pipeline_plans(run: Measured) -> pd.DataFrame:
-    """Give what each change would make of a pipeline's mean step, by replay; the first row of each is as it is.
+    """Return what each change would make of a pipeline's mean step, by replay; the first row of each is as it is.
 
     Columns: ranks (of the pipeline, as `pipeline` has them), change (in words), schedule, microbatches, chunks (stages
     a rank), easy (it is one line of the script), even (it evens out the stages and changes nothing else), step_ns,
@@ -138,7 +138,7 @@ def pipeline_plans(run: Measured) -> pd.DataFrame:
 
 
 def _plans(pipe: Pipe, batch: object) -> list[_Plan]:
-    """Give what may be changed, as it is first."""
+    """Return what may be changed, as it is first."""
     p, m, v, now = len(pipe.ranks), pipe.microbatches, pipe.chunks, pipe.schedule
     name = now.removeprefix("Schedule")
     more = [n for n in (2 * m, 4 * m) if not isinstance(batch, int) or batch % n == 0]
@@ -170,7 +170,7 @@ class _Model:
     scale: float
 
     def step(self, plan: _Plan) -> float:
-        """Give how long the step takes by a plan, ns."""
+        """Return how long the step takes by a plan, ns."""
         if plan.even:
             return self.pipe.step_ns - self.pipe.saved_by_even(self.hand_over_ns)
         moving = (self.hand_over_ns - self.start_ns) * self.pipe.microbatches / plan.microbatches
@@ -216,7 +216,7 @@ def _replayed(pipe: Pipe, plan: _Plan, fixed: Mapping[int, float], hand_over: fl
 
 
 def _lengths(pipe: Pipe, plan: _Plan, fixed: Mapping[int, float]) -> Mapping[str, Sequence[float]]:
-    """Give how long each stage of a plan takes for each kind of action, ns."""
+    """Return how long each stage of a plan takes for each kind of action, ns."""
     of, before, after = pipe.mean, pipe.stages, len(pipe.ranks) * plan.chunks
     size = pipe.microbatches / plan.microbatches
     smaller = [fixed.get(s, 0.0) * (1 - size) + size for s in range(before)]

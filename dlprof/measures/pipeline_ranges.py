@@ -49,7 +49,7 @@ class _Named(NamedTuple):
 
 
 def told(rank: RankData) -> Mapping[str, Any]:
-    """Give what the ranges tell of the pipeline, as the recorder's facts do; the schedule is "" where no grid fits.
+    """Return what the ranges tell of the pipeline, as the recorder's facts do; the schedule is "" where no grid fits.
 
     Raises NotMeasured with the reason where the trace has no such ranges.
     """
@@ -57,12 +57,12 @@ def told(rank: RankData) -> Mapping[str, Any]:
 
 
 def steady(rank: RankData) -> pd.DataFrame:
-    """Give the chunks within the traced steps, as the table "chunks" has them, with a column `call`."""
+    """Return the chunks within the traced steps, as the table "chunks" has them, with a column `call`."""
     return rank.once(_steady)
 
 
 def _ranges(rank: RankData) -> _Named:
-    """Give the ranges of the passes on the training thread, as they are named, or as sends and receives part them."""
+    """Return the ranges of the passes on the training thread, as they are named, or as sends and receives part them."""
     spans = rank.table("spans")
     names = [str(c) for c in spans["name"].cat.categories]
     kinds = (_ACTION, _GPIPE, _OVERLAPPED)
@@ -113,7 +113,7 @@ def _overlapped(rank: RankData, match: re.Match[str], start: int, end: int) -> l
 
 
 def _passes(rank: RankData) -> tuple[pd.DataFrame, iv.Intervals]:
-    """Give the training thread's outermost operators (start_ns, dur_ns, code: of the name), and when autograd ran."""
+    """Return the training thread's outermost operators (start_ns, dur_ns, code: of the name), and when autograd ran."""
     spans = rank.table("spans")
     evaluated = spans[host.is_named(spans, _EVALUATES) & ~host.is_on_device(rank)]
     work = host.on_training_thread(rank)
@@ -133,7 +133,7 @@ def _candidates(rank: RankData) -> list[list[int]]:
 
 
 def _members_of_gpipe(rank: RankData, ranges: pd.DataFrame) -> list[int]:
-    """Give the ranks of a pipeline whose forwards receive on all but the first of them, and send on all but the last.
+    """Return the ranks of a pipeline whose forwards receive on all but the first of them, and send on all but the last.
 
     Raises NotMeasured where they do not: then several pipelines run side by side, and nothing tells which.
     """
@@ -150,13 +150,13 @@ def _members_of_gpipe(rank: RankData, ranges: pd.DataFrame) -> list[int]:
 
 
 def _marks(rank: RankData, *what: str) -> NDArray[np.int64]:
-    """Give when the training thread called what sends or receives."""
+    """Return when the training thread called what sends or receives."""
     work = host.on_training_thread(rank)
     return work["start_ns"].to_numpy()[host.is_kind(work, "communication") & host.is_one_of(work["collective"], *what)]
 
 
 def _unnamed(rank: RankData) -> _Named:
-    """Give the ranges of the passes that nothing names, of each traced step, where they are 1F1B's."""
+    """Return the ranges of the passes that nothing names, of each traced step, where they are 1F1B's."""
     if not _sends(rank):
         raise NotMeasured("no pipeline stages were recorded, and the trace sends nothing from rank to rank")
     windows, _ = _whole_steps(rank)
@@ -175,7 +175,7 @@ class _OtherOrder(Exception):  # noqa: N818 - what was found, and no error
 
 
 def _one_by_one(rank: RankData, members: list[int], marks: NDArray[np.int64], begin: int, end: int) -> list[_Pass]:
-    """Give the passes of one step between its sends and receives; raise _OtherOrder where they are not 1F1B's."""
+    """Return the passes of one step between its sends and receives; raise _OtherOrder where they are not 1F1B's."""
     ops, evaluated = rank.once(_passes)
     ops = ops[(ops["start_ns"] >= begin) & (ops["start_ns"] < end)]
     evaluated = iv.clip(evaluated, begin, end)
@@ -225,7 +225,7 @@ def _between(row: tuple[Action, ...], ranks: int) -> list[list[Action]]:
 
 
 def _last_like(ops: pd.DataFrame, model: pd.DataFrame) -> pd.DataFrame:
-    """Give the last operators among which are all those of the model, in their order; none where there are none such.
+    """Return the last operators among which are all those of the model, in their order; none where there are none such.
 
     Before the first stage's first forward, the step does other things. That forward may do more than the next one:
     autocast casts weights once a step.
@@ -268,7 +268,7 @@ def _told(rank: RankData) -> Mapping[str, Any]:
 
 
 def _numbered(rank: RankData) -> pd.DataFrame:
-    """Give the ranges that lie in whole traced steps, with their step."""
+    """Return the ranges that lie in whole traced steps, with their step."""
     ranges = rank.once(_ranges).ranges
     windows, numbers = _whole_steps(rank)
     at = np.searchsorted(windows[:, 0], ranges["start_ns"].to_numpy(), side="right") - 1
@@ -280,7 +280,7 @@ def _numbered(rank: RankData) -> pd.DataFrame:
 
 
 def _whole_steps(rank: RankData) -> tuple[iv.Intervals, NDArray[np.int64]]:
-    """Give the traced steps and their numbers; raises NotMeasured where nothing marks them."""
+    """Return the traced steps and their numbers; raises NotMeasured where nothing marks them."""
     t = timing(rank)
     if t.unit != "step":
         raise NotMeasured("the trace has a pipeline, but nothing in it marks the steps")
@@ -308,7 +308,7 @@ def _steady(rank: RankData) -> pd.DataFrame:
 
 
 def _computed(rank: RankData, ranges: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Give from when to when the work of each range ran: on a device what it launched, else its operators."""
+    """Return from when to when the work of each range ran: on a device what it launched, else its operators."""
     spans = rank.table("spans")
     if device.has_device(rank):
         work = device.device_work(rank)

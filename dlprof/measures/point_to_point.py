@@ -28,7 +28,7 @@ _COLUMNS = ("collective", "group", "peer", "bytes", "dtype", "start_ns", "dur_ns
 
 
 def point_to_point(rank: RankData) -> pd.DataFrame:
-    """Give the sends and receives in order: row (of spans), collective, group, peer, bytes, dtype, start_ns, dur_ns.
+    """Return the sends and receives in order: row (of spans), collective, group, peer, bytes, dtype, start_ns, dur_ns.
 
     What carries several at once has a row for each. peer: the other rank, −1: not told.
     """
@@ -58,7 +58,7 @@ def _told(spans: pd.DataFrame) -> pd.DataFrame:
 
 
 def _of_kernels(rank: RankData, kernels: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
-    """Give what kernels carry: what they tell themselves, else the calls between the launch before and their own."""
+    """Return what kernels carry: what they tell themselves, else the calls between the launch before and their own."""
     spans = rank.table("spans")
     runtime = np.flatnonzero(host.is_kind(spans, "runtime") & np.isin(spans["launch"].to_numpy(), kernels["launch"]))
     launches = spans.iloc[runtime][["launch", "lane", "start_ns"]].drop_duplicates("launch")
@@ -83,7 +83,7 @@ def _of_kernels(rank: RankData, kernels: pd.DataFrame, calls: pd.DataFrame) -> p
 
 
 def _of_ranges(ranges: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
-    """Give ranges the other rank of the call that each began in: the last of its kind on its thread."""
+    """Return ranges the other rank of the call that each began in: the last of its kind on its thread."""
     calls = calls[calls["name"].str.startswith("c10d::")]
     if not len(calls) or not len(ranges):
         return ranges
@@ -94,7 +94,7 @@ def _of_ranges(ranges: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
 
 
 def _only_other(rank: RankData, groups: pd.Series[str]) -> pd.Series[int]:
-    """Give the other member of groups of two, −1 of any other; who does not say a group has the job's only one."""
+    """Return the other member of groups of two, −1 of any other; who does not say a group has the job's only one."""
     known: Mapping[str, Any] = rank.trace_facts.get("groups") or {}
     world = rank.trace_facts.get("world_size") or rank.facts.get("world_size")
 

@@ -68,7 +68,7 @@ def _bubble(run: Measured, ranks: pd.Index[int]) -> NDArray[np.float64]:
 
 
 def saving(run: Measured, removed: Mapping[int, float] | pd.Series[float]) -> float:
-    """Give how much shorter the mean steady step were, in ns, were each rank's own time shorter by what is removed."""
+    """Return how much shorter mean steady step were, in ns, were each rank's own time shorter by what is removed."""
     times = run.frame(own_time)
     own = times["own_ns"].to_numpy()
     less = np.array([removed.get(rank, 0.0) for rank in times["rank"].tolist()])
@@ -76,7 +76,7 @@ def saving(run: Measured, removed: Mapping[int, float] | pd.Series[float]) -> fl
 
 
 def saving_input(run: Measured, removed: Mapping[int, float]) -> float:
-    """Give the same for the wait for data, step by step: ranks that starve in turn cost more than their means tell.
+    """Return the same for the wait for data, step by step: ranks that starve in turn cost more than their means tell.
 
     In every recorded steady step the rank that has the longest own time, its wait of that step included, sets the pace.
     `removed` is each rank's mean wait, ns; the series tells only how it spreads over the steps. Where waiting for other
@@ -100,7 +100,7 @@ def saving_input(run: Measured, removed: Mapping[int, float]) -> float:
 
 
 def saving_stalls(run: Measured, kind: str, removed: Mapping[int, float]) -> float:
-    """Give the same for a kind of stall, step by step: ranks that stall in turn cost more than their means tell.
+    """Return the same for a kind of stall, step by step: ranks that stall in turn cost more than their means tell.
 
     `removed` is each rank's mean stall, ns. In a step that stalls, the rank that has the longest own time, its stall of
     that step included, sets the pace; a rank that stalls not, or less, waits for it.

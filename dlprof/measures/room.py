@@ -12,7 +12,7 @@ _WAITING = ("communication", "pipeline_bubble", "other")
 
 
 def room(run: Measured, categories: Iterable[str]) -> float:
-    """Give the most that work on some categories can take off the mean steady step, ns.
+    """Return the most that work on some categories can take off the mean steady step, ns.
 
     That is, on the rank where it is most, the rank's own time in them, and of its waiting as much as the other ranks
     have of them: a job's step is one for all, and in the steps in which another rank stands still this one waits.

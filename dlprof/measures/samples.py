@@ -61,7 +61,7 @@ LITTLE = 0.1
 
 @per_rank
 def sample_series(rank: RankData) -> pd.DataFrame:
-    """Give the readings in order, thinned to means, what only grows as rates: source, metric, at_ns, value.
+    """Return the readings in order, thinned to means, what only grows as rates: source, metric, at_ns, value.
 
     Raises NotMeasured where nothing was sampled.
     """
@@ -89,7 +89,7 @@ def sample_series(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def sample_means(rank: RankData) -> pd.DataFrame:
-    """Give each metric while training was steady, what only grows as rates.
+    """Return each metric while training was steady, what only grows as rates.
 
     Columns: source, metric, mean, its standard error noise, largest, readings.
 
@@ -120,7 +120,7 @@ def sample_means(rank: RankData) -> pd.DataFrame:
 
 
 def held(rank: RankData, begin: int, end: int) -> pd.DataFrame:
-    """Give what was sampled of a stretch of time, what only grows as rates: source, metric, at_ns, value.
+    """Return what was sampled of a stretch of time, what only grows as rates: source, metric, at_ns, value.
 
     Each value holds from `at_ns` to the next; the one that holds when the stretch begins stands at its beginning, but
     for one that was read long before.
@@ -162,7 +162,7 @@ def _rate_of(metric: str) -> str:
 
 
 def _rated(metric: str, frame: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-    """Give when a metric was read, what it was, and the seconds that it speaks of; of what grows, between readings.
+    """Return when a metric was read, what it was, and the seconds that it speaks of; of what grows, between readings.
 
     Any other speaks of the time since the reading before it: in a long job readings become rarer. But where one was
     missed, not of all that time.
@@ -182,7 +182,7 @@ def _rated(metric: str, frame: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray
 
 
 def _steady(rank: RankData) -> tuple[int, int]:
-    """Give when the first steady step began and the last one ended."""
+    """Return when the first steady step began and the last one ended."""
     if not rank.has("steps"):
         raise NotMeasured("no record of every step")
     steps = rank.once(light_steps)
@@ -193,7 +193,7 @@ def _steady(rank: RankData) -> tuple[int, int]:
 
 
 def outside(means: pd.DataFrame) -> float:
-    """Give what share of the cores in use programs outside the job have; 0 where it is little, or not known."""
+    """Return what share of the cores in use programs outside the job have; 0 where it is little, or not known."""
     sums = means.groupby(["source", "metric"])["mean"].sum()
     ours = sum(float(sums.get(("processes", metric), 0.0)) for metric in ("cpu_cores", "children_cpu_cores"))
     used = float(sums.get(("host", "cpu_cores"), 0.0))

@@ -45,7 +45,7 @@ class Grid:
 
 
 def runs(schedule: str, ranks: int, microbatches: int, chunks: int) -> bool:
-    """Tell whether torch takes so many micro-batches, and `chunks` stages a rank, for a schedule that is known here."""
+    """Return whether torch takes so many micro-batches, `chunks` stages a rank, for a schedule that is known here."""
     if schedule not in SCHEDULES or min(ranks, microbatches, chunks) < 1:
         return False
     if schedule in SINGLE:
@@ -57,7 +57,7 @@ def runs(schedule: str, ranks: int, microbatches: int, chunks: int) -> bool:
 
 
 def grid(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> Grid:
-    """Give what each rank does; for what `runs` refuses, ValueError."""
+    """Return what each rank does; for what `runs` refuses, ValueError."""
     if not runs(schedule, ranks, microbatches, chunks):
         raise ValueError(f"{schedule} with {microbatches} micro-batches on {ranks} ranks of {chunks} stages")
     if schedule in V_SHAPED:
@@ -142,7 +142,7 @@ def _dual_pipe_v(rank: int, ranks: int, microbatches: int) -> list[str]:
 
 
 def _numbered(rank: int, ranks: int, microbatches: int, words: Iterable[str]) -> tuple[tuple[Action, ...], set[Action]]:
-    """Give the words as actions, each of its kind's next micro-batch, and which of them are held."""
+    """Return the words as actions, each of its kind's next micro-batch, and which of them are held."""
     stages = (rank, 2 * ranks - 1 - rank)
     names = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
     count: Counter[str] = Counter()
@@ -180,7 +180,7 @@ def replay(
     launch: float = 0.0,
     hand_over: float = 0.0,
 ) -> float:
-    """Give how long a step takes: the longest that any rank does, from its first action's begin to its last one's end.
+    """Return how long a step takes: longest that any rank does, from its first action's begin to its last one's end.
 
     Each action takes as long as `took` says, after `launch`; what comes from another rank arrives `hand_over` later.
     What is neither a pass forward nor back (the weights' half, a reduction) waits for nothing but its turn. Steps may

@@ -15,7 +15,7 @@ _CPU_BACKENDS = ("gloo", "mpi")
 
 
 def training_loader(run: Measured, rank: int | None = None) -> Settings:
-    """Give the settings of a rank's training loader (of the first rank that has one); empty where nobody saw it."""
+    """Return the settings of a rank's training loader (of the first rank that has one); empty where nobody saw it."""
     for r in [rank] if rank is not None else run.ranks:
         loaders = run.facts.get(r, {}).get("loaders") or []
         train = [x for x in loaders if x.get("role") == "train"] or [x for x in loaders if x.get("role") == "unknown"]
@@ -25,7 +25,7 @@ def training_loader(run: Measured, rank: int | None = None) -> Settings:
 
 
 def model(run: Measured) -> Settings:
-    """Give the settings of the largest model; empty where nobody saw it."""
+    """Return the settings of the largest model; empty where nobody saw it."""
     models = [m for r in run.ranks for m in run.facts[r].get("models") or []]
     return max(models, key=lambda m: m.get("parameters") or 0, default={})
 
@@ -44,13 +44,13 @@ def held(run: Measured) -> dict[int, int]:
 
 
 def optimizer(run: Measured) -> Settings:
-    """Give the settings of the optimizer with most parameters; empty where nobody saw it."""
+    """Return the settings of the optimizer with most parameters; empty where nobody saw it."""
     optimizers = [o for r in run.ranks for o in run.facts[r].get("optimizers") or []]
     return max(optimizers, key=lambda o: o.get("parameters") or 0, default={})
 
 
 def cores(run: Measured, rank: int) -> float | None:
-    """Give how many cores' time a rank's process may use, with whoever else may; None: nobody knows."""
+    """Return how many cores' time a rank's process may use, with whoever else may; None: nobody knows."""
     cpu = run.facts.get(rank, {}).get("cpu") or {}
     given = cpu.get("affinity") or cpu.get("count")
     if not isinstance(given, int):
@@ -70,13 +70,13 @@ def neighbours(run: Measured, rank: int) -> int:
 
 
 def cores_per_rank(run: Measured, rank: int) -> int | None:
-    """Give how many cores a rank can count on: those it may use, shared by the ranks of its host that have the same."""
+    """Return how many cores a rank can count on: those it may use, shared by ranks of its host that have the same."""
     there = cores(run, rank)
     return None if there is None else max(1, int(there // neighbours(run, rank)))
 
 
 def on_cpu(run: Measured) -> bool:
-    """Tell whether the job is known to train on the CPU: from the recording, else from traces that list no device."""
+    """Return whether the job is known to train on the CPU: from the recording, else from traces that list no device."""
     kinds = {(run.facts[r].get("device") or {}).get("type") for r in run.ranks}
     if kinds != {None}:
         return kinds == {"cpu"}

@@ -19,7 +19,7 @@ _NAME = re.compile(r"FSDP::pre_forward(?: \(([^,)]*).*\))?$")
 
 @per_rank
 def sharding(rank: RankData) -> pd.DataFrame:
-    """Give one row: units (modules that FSDP2 shards by themselves), parents (modules right above them), around_ns.
+    """Return one row: units (modules that FSDP2 shards by themselves), parents (modules right above them), around_ns.
 
     around_ns is what the training thread spends in FSDP2 in a mean steady step, exposed communication left out. Of the
     outermost unit the parent is itself. Raises NotMeasured where nothing names FSDP2's work.

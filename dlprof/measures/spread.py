@@ -16,7 +16,7 @@ STRETCHES = 10
 
 @per_rank
 def spread(rank: RankData) -> pd.DataFrame:
-    """Give one row: steps, step_ns (their mean), noise_ns, its standard error (NaN: of a single step), and quantiles.
+    """Return one row: steps, step_ns (their mean), noise_ns, its standard error (NaN: of a single step), and quantiles.
 
     noise_ns is the larger one of what the single steps tell and what the means of STRETCHES consecutive stretches tell.
     The QUANTILES of the steps are q0, q1, ... in ns.

@@ -46,7 +46,7 @@ Function = tuple[str, str]  # name, file
 
 @per_rank
 def hottest(rank: RankData) -> pd.DataFrame:
-    """Give the functions that were seen most: doing, function, file, line, own, alone, total, samples.
+    """Return the functions that were seen most: doing, function, file, line, own, alone, total, samples.
 
     `doing`: what the training thread was doing (fetch, forward, backward, optimizer; rest: none of these), or worker.
     `own`: a file of the user's, not of Python or an installed package. `alone`: samples in the function; in
@@ -96,7 +96,7 @@ def hottest(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def flame(rank: RankData) -> pd.DataFrame:
-    """Give the tree of calls: doing, parent (its row, -1: none), name, own, samples; each parent before its children.
+    """Return the tree of calls: doing, parent (its row, -1: none), name, own, samples; each parent before its children.
 
     Small frames, and those deeper than a screen shows, are left out: what is missing of a parent was there, or its own.
     """
@@ -130,7 +130,7 @@ def _doing(role: str, phase: str) -> str:
 
 
 def is_own(file: str) -> bool:
-    """Tell whether a file is the user's: neither Python's nor an installed package's."""
+    """Return whether a file is the user's: neither Python's nor an installed package's."""
     return _INSTALLED.search(file) is None
 
 

@@ -23,7 +23,7 @@ MOST_STEPS = 10_000
 
 
 def steady_stalls(rank: RankData) -> pd.DataFrame:
-    """Give the stalls of the steady steps, with the light layer's `step` and no longer than to its end.
+    """Return the stalls of the steady steps, with the light layer's `step` and no longer than to its end.
 
     Raises NotMeasured where stalls were not recorded, or no steady step was.
     """
@@ -51,7 +51,7 @@ def _steady_stalls(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def stall_means(rank: RankData) -> pd.DataFrame:
-    """Give one row a kind of KINDS, zeros where there was none of it.
+    """Return one row a kind of KINDS, zeros where there was none of it.
 
     Columns: kind, mean_ns and its standard error noise_ns (of a steady step), stalls (how many), longest_ns, every (a
     steady step out of so many has one; 0: none has), steps (how many were steady), beside_ns (how much longer than by
@@ -87,7 +87,7 @@ def stall_means(rank: RankData) -> pd.DataFrame:
 
 
 def _beside(steps: pd.DataFrame, stalls: pd.DataFrame) -> tuple[float, float]:
-    """Give how much longer steps are that stall, and those after them, than the others, their stalls not counted.
+    """Return how much longer steps are that stall, and those after them, than the others, their stalls not counted.
 
     Of the mean steady step, ns, with its standard error. Who waited meanwhile may have the cores to itself or be ahead
     in the step after, which makes that one shorter: both count.
@@ -106,7 +106,7 @@ def _beside(steps: pd.DataFrame, stalls: pd.DataFrame) -> tuple[float, float]:
 
 @per_rank
 def stalled_steps(rank: RankData) -> pd.DataFrame:
-    """Give the steady steps that stalled: kind, step, ns (together), and generation and path of the longest stall."""
+    """Return the steady steps that stalled: kind, step, ns (together), and generation and path of the longest stall."""
     stalls = steady_stalls(rank).sort_values("dur_ns", ascending=False, kind="stable")
     parts = []
     for kind in KINDS:
@@ -120,7 +120,7 @@ def stalled_steps(rank: RankData) -> pd.DataFrame:
 
 @per_rank
 def compilations(rank: RankData) -> pd.DataFrame:
-    """Give what torch.compile compiled: path (the function), reason, again (1: not for the first time), count, ns.
+    """Return what torch.compile compiled: path (the function), reason, again (1: not for the first time), count, ns.
 
     Over the whole job; `steady` and `steady_ns` are those of the steady steps. The most expensive first. Reasons that
     differ in their numbers only are one, told as the first was.
@@ -177,7 +177,7 @@ def _felt_shares(rank: RankData) -> dict[str, float]:
 
 
 def stalled(rank: RankData, kind: str) -> iv.Intervals:
-    """Give the time in which something of a kind held up the training thread; empty if not recorded."""
+    """Return the time in which something of a kind held up the training thread; empty if not recorded."""
     if not rank.has("stalls"):
         return iv.EMPTY
     mine = rank.table("stalls")

@@ -169,7 +169,7 @@ def _inside(windows: iv.Intervals, start: np.ndarray) -> np.ndarray:
 
 
 def _waits(rank: RankData, thread: pd.DataFrame, ops: pd.DataFrame) -> pd.DataFrame:
-    """Give each wait once: asked, call, start_ns, end_ns; an operator that copies and then synchronises waits once."""
+    """Return each wait once: asked, call, start_ns, end_ns; an operator that copies and synchronises waits once."""
     called = thread[["name", "start_ns", "dur_ns", "launch"]][host.is_kind(thread, "runtime")]
     copies = device.device_work(rank)
     # A copy to ordinary memory is done when the call returns.

@@ -11,7 +11,7 @@ from dlprof.timeline.steps import light_steps, standard_error
 
 @per_rank
 def validation(rank: RankData) -> pd.DataFrame:
-    """Give one row of the phases of validation: validation steps with no training step between them.
+    """Return one row of the phases of validation: validation steps with no training step between them.
 
     Columns: phases, steps (of validation), every (training steps between the starts of two phases, the median; NaN: of
     one phase nobody knows), phase_ns (the mean phase) and its standard error noise_ns, fetch_share (of it, waiting in

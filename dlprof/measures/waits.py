@@ -13,7 +13,7 @@ from dlprof.measures.matching import matched
 
 @across_ranks(collectives, exposed)
 def bare_waits(run: Measured) -> pd.DataFrame:
-    """Give the rows of `matched` with waited_ns, and by, the rank that came last to the same collective.
+    """Return the rows of `matched` with waited_ns, and by, the rank that came last to the same collective.
 
     waited_ns is what of wait_ns its rank had no computation beside; of waits that overlap the time is the earliest
     one's. Raises NotMeasured as `matched` does.
@@ -25,7 +25,7 @@ def bare_waits(run: Measured) -> pd.DataFrame:
 
 
 def waiting(run: Measured) -> dict[int, iv.Intervals]:
-    """Give when, in the steady traced steps, each rank waited for another and computed nothing meanwhile.
+    """Return when, in the steady traced steps, each rank waited for another and computed nothing meanwhile.
 
     Raises NotMeasured as `matched` does.
     """
@@ -36,7 +36,7 @@ def waiting(run: Measured) -> dict[int, iv.Intervals]:
 
 
 def exposed_waits(run: Measured) -> Nanoseconds:
-    """Give for each row of `matched` what waiting in it cost its rank, ns: waiting, and what that laid open.
+    """Return for each row of `matched` what waiting in it cost its rank, ns: waiting, and what that laid open.
 
     Waiting counts where the rank computed nothing meanwhile; where it waits in several collectives at once, the time
     is the earliest one's, so that of each rank they add up. A transfer that nothing hides here, but that computation of
@@ -63,7 +63,7 @@ def exposed_waits(run: Measured) -> Nanoseconds:
 
 
 def culprits(pairs: pd.DataFrame) -> Nanoseconds:
-    """Give for each matched row the place of the row of the rank that came last to the same collective."""
+    """Return for each matched row the place of the row of the rank that came last to the same collective."""
     instance, last = pairs["instance"].to_numpy(), pairs["last"].to_numpy()
     row_of = np.zeros(instance.max() + 1, dtype=np.int64)
     at = np.flatnonzero(last)[::-1]  # of several, the first rank
@@ -73,7 +73,7 @@ def culprits(pairs: pd.DataFrame) -> Nanoseconds:
 
 
 def exposed_between(run: Measured, ranks: Nanoseconds, begin: Nanoseconds, end: Nanoseconds) -> Nanoseconds:
-    """Give how much of some times of some ranks is exposed communication, ns; of times that overlap the earliest's."""
+    """Return how much of some times of some ranks is exposed communication, ns; of times that overlap earliest's."""
     found = np.zeros(len(ranks), dtype=np.int64)
     for rank, intervals in _exposed_of(run).items():
         at, start, until = _one_after_the_other(ranks, rank, begin, end)
@@ -82,7 +82,7 @@ def exposed_between(run: Measured, ranks: Nanoseconds, begin: Nanoseconds, end: 
 
 
 def _apart(ranks: Nanoseconds, begin: Nanoseconds, end: Nanoseconds) -> Nanoseconds:
-    """Give how long some times of some ranks are, ns; of times that overlap the earliest's."""
+    """Return how long some times of some ranks are, ns; of times that overlap the earliest's."""
     found = np.zeros(len(ranks), dtype=np.int64)
     for rank in np.unique(ranks):
         at, start, until = _one_after_the_other(ranks, int(rank), begin, end)
@@ -93,7 +93,7 @@ def _apart(ranks: Nanoseconds, begin: Nanoseconds, end: Nanoseconds) -> Nanoseco
 def _one_after_the_other(
     ranks: Nanoseconds, rank: int, begin: Nanoseconds, end: Nanoseconds
 ) -> tuple[Nanoseconds, Nanoseconds, Nanoseconds]:
-    """Give the places, starts and ends of a rank's times, each beginning where all before it have ended."""
+    """Return the places, starts and ends of a rank's times, each beginning where all before it have ended."""
     at = np.flatnonzero(ranks == rank)
     at = at[np.argsort(begin[at], kind="stable")]
     start, until = begin[at], end[at]
@@ -113,7 +113,7 @@ def _exposed_of(run: Measured) -> dict[int, iv.Intervals]:
 
 @across_ranks(collectives, exposed, traced_steps)
 def waits(run: Measured) -> pd.DataFrame:
-    """Tell what waiting for others cost each rank in each traced step.
+    """Return what waiting for others cost each rank in each traced step.
 
     Columns: rank, step, dur_ns, loose_ns (see traced_steps), wait_ns (see exposed_waits), exposed_ns (all exposed
     communication), last, matched (how many of the step's matched collectives it came to last, and how many there were).

@@ -21,7 +21,7 @@ STALLS = ("checkpoint", "compilation", "garbage_collection")
 
 @per_rank
 def whole_job(rank: RankData) -> pd.DataFrame:
-    """Give one row a part that there was: part, steps, ns. The PARTS add up to the rank's time from importing torch on.
+    """Return one row a part that there was: part, steps, ns. The PARTS add up to rank's time from importing torch on.
 
     setup: up to the first recorded step; warmup: training steps before they have settled; traced: those slowed by the
     profiler; epoch_ends: training steps with an epoch's first batch or its end, where workers start and go, but for the
@@ -59,7 +59,7 @@ def whole_job(rank: RankData) -> pd.DataFrame:
 
 
 def loop_step_ns(run: Measured) -> float:
-    """Give what the training loop takes for each training step with all that lies between them: the ranks' mean, ns.
+    """Return what the training loop takes for each training step with all that lies between them: the ranks' mean, ns.
 
     As in a job that runs for long: steps that warm up or are traced count as steady ones, and setting up not at all.
     Raises NotMeasured where no steady step was recorded.

@@ -19,7 +19,7 @@ LONGEST_NAME = 300
 
 @per_rank
 def work(rank: RankData) -> pd.DataFrame:
-    """Give what operators and kernels take of a mean steady traced step: kind, name, calls, ns, noise_ns.
+    """Return what operators and kernels take of a mean steady traced step: kind, name, calls, ns, noise_ns.
 
     On a device an operator has the kernels that it launched, each counts as a call; on a CPU the time that it spends in
     no other. noise_ns is the standard error over the traced steps, 0 of a single one. The heaviest first, MOST_WORK of
@@ -74,7 +74,7 @@ def _sums(kind: str, n: int, code: np.ndarray, step: np.ndarray, dur: np.ndarray
 
 @across_ranks(work)
 def work_means(run: Measured) -> pd.DataFrame:
-    """Give the rows of `work` as the mean of the ranks, the heaviest first, MOST_WORK of each kind.
+    """Return the rows of `work` as the mean of the ranks, the heaviest first, MOST_WORK of each kind.
 
     What a rank does not have is nothing there. The noise is the mean of the ranks': what holds one of them up holds up
     all.

@@ -127,7 +127,7 @@ class Plan:
 
 
 def replayed(pace: Pace, workers: int) -> Forecast:
-    """Give the mean step with so many workers as the model has it; 0: the loop fetches itself."""
+    """Return the mean step with so many workers as the model has it; 0: the loop fetches itself."""
     trains, fetches = 1.0, 1.0
     trained = float(pace.own.mean()) * pace.own_cpu
     fetched = pace.batch_cpu
@@ -149,7 +149,7 @@ def replayed(pace: Pace, workers: int) -> Forecast:
 
 
 def _replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int) -> tuple[Forecast, float]:
-    """Give the mean step, and the share of what fetches compute (`cpu`) that falls into the loop's own work."""
+    """Return the mean step, and the share of what fetches compute (`cpu`) that falls into the loop's own work."""
     if not workers:
         wait = float(fetch.mean())
         return Forecast(0, float(own.mean()) + wait, wait), 0.0
@@ -174,7 +174,7 @@ def _replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int) -
 
 
 def _beside(begin: Times, own: Times, there: Times, fetch: Times, cpu: Times) -> float:
-    """Give the share of what fetches compute that falls into the loop's own work; each computes evenly throughout."""
+    """Return the share of what fetches compute that falls into the loop's own work; each computes evenly throughout."""
     # What the loop has worked until any time, from where its batches begin and end.
     times, worked = np.column_stack((begin, begin + own)).ravel(), np.cumsum(own)
     until = np.column_stack((worked - own, worked)).ravel()
@@ -184,7 +184,7 @@ def _beside(begin: Times, own: Times, there: Times, fetch: Times, cpu: Times) ->
 
 
 def _stretches(pace: Pace, workers: int, busy: tuple[float, float], loop: float, beside: float) -> tuple[float, float]:
-    """Give how much longer computing takes the loop, and a worker, than with a core for every thread.
+    """Return how much longer computing takes the loop, and a worker, than with a core for every thread.
 
     `busy`: the share of the time that a rank's loop, and its workers together, are ready to compute; `loop`: that the
     loop does not wait for data, on all ranks at once; `beside`: the share of what workers compute that is then.
@@ -210,7 +210,7 @@ def _stretches(pace: Pace, workers: int, busy: tuple[float, float], loop: float,
 
 
 def _chance(n: int, share: float) -> Times:
-    """Give the binomial distribution: how likely each number of n is ready, each for such a share of the time."""
+    """Return the binomial distribution: how likely each number of n is ready, each for such a share of the time."""
     share = min(max(share, 1e-9), 1 - 1e-9)
     k = np.arange(n + 1, dtype=float)
     factorial = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, n + 1, dtype=float)))))
@@ -219,7 +219,7 @@ def _chance(n: int, share: float) -> Times:
 
 
 def pace(run: Measured, rank: int) -> Pace:
-    """Give a rank's pace; raises NotMeasured where its fetches were not recorded, or its steps take several batches."""
+    """Return rank's pace; raises NotMeasured where its fetches were not recorded, or its steps take several batches."""
     loader = settings.training_loader(run, rank)
     workers, cpu = loader.get("num_workers"), run.facts[rank].get("cpu") or {}
     cores = settings.cores(run, rank)
@@ -282,7 +282,7 @@ def pace(run: Measured, rank: int) -> Pace:
 
 
 def _others_cpu(run: Measured, rank: int) -> float:
-    """Give what a batch of the other ranks of a host computes in the mean, ns; NaN: there are none, or nobody knows."""
+    """Return what a batch of other ranks of a host computes in the mean, ns; NaN: there are none, or nobody knows."""
     host = settings.host(run, rank)
     others = [r for r in run.ranks if r != rank and settings.host(run, r) == host]
     frame = run.frame(fetch_series)
@@ -303,7 +303,7 @@ def in_turn(fetches: pd.DataFrame) -> pd.DataFrame:
 
 
 def forecasts(run: Measured, rank: int, upto: int | None = None) -> tuple[Forecast, ...]:
-    """Give the mean step of a rank as it is, then with 1, 2, … workers, as far as more of them may still help.
+    """Return the mean step of a rank as it is, then with 1, 2, … workers, as far as more of them may still help.
 
     Where `upto` is told, only with that number.
 
@@ -331,7 +331,7 @@ def forecasts(run: Measured, rank: int, upto: int | None = None) -> tuple[Foreca
 
 
 def proposed(given: tuple[Forecast, ...]) -> Forecast:
-    """Give the fewest workers that come within WORTH of the best."""
+    """Return the fewest workers that come within WORTH of the best."""
     best = min(f.step_ns for f in given)
     return min((f for f in given if f.step_ns <= best * (1 + WORTH)), key=lambda f: f.workers)
 
@@ -361,7 +361,7 @@ def costly(run: Measured, rank: int) -> str:
 
 
 def cheaper(recorded: Pace, part: str) -> Pace:
-    """Give a rank's pace where a part of making its batches costs nothing."""
+    """Return a rank's pace where a part of making its batches costs nothing."""
     fetch, cpu = recorded.collate, recorded.collate_cpu
     if part == COLLATING:
         fetch, cpu = recorded.fetch - fetch, recorded.fetch_cpu - cpu
@@ -377,7 +377,7 @@ def cheaper(recorded: Pace, part: str) -> Pace:
 
 
 def step_with_cheaper(run: Measured, part: str) -> float:
-    """Give the mean step on a CPU if a part of making batches cost nothing, ns; raises as `pace` does.
+    """Return the mean step on a CPU if a part of making batches cost nothing, ns; raises as `pace` does.
 
     Ranks compute what they did, on the cores that fetching leaves them. Where a rank computes not, it is transfer, the
     same for all of them, or waiting for others that had less of the cores: the least that any rank has of it stays.
@@ -401,13 +401,13 @@ def step_with_cheaper(run: Measured, part: str) -> float:
 
 
 def freed_by_cheaper(run: Measured, rank: int, part: str) -> float:
-    """Give the share of a rank's wait that is gone where a part of making batches costs nothing; raises as `pace`."""
+    """Return the share of a rank's wait that is gone where a part of making batches costs nothing; raises as `pace`."""
     recorded = pace(run, rank)
     return _freed_by(recorded, cheaper(recorded, part))
 
 
 def freed_by_equal_workers(run: Measured, rank: int, slow: int) -> float:
-    """Give the share of a rank's wait that is gone when one worker fetches as the others do; raises as `pace` does."""
+    """Return share of a rank's wait that is gone when one worker fetches as the others do; raises as `pace` does."""
     recorded = pace(run, rank)
     by = in_turn(_of(run.frame(fetch_series), rank))["worker"].to_numpy()
     others = np.flatnonzero(by != slow)
@@ -423,7 +423,7 @@ def _freed_by(recorded: Pace, changed: Pace) -> float:
 
 
 def _freed(given: tuple[Forecast, ...], workers: int) -> float:
-    """Give the share of the wait that is gone with so many workers; what computing is then slower counts against it."""
+    """Return share of the wait that is gone with so many workers; what computing is then slower counts against it."""
     then = next((f for f in given[1:] if f.workers == workers), given[0])
     wait = given[0].wait_ns
     return min(max((given[0].step_ns - then.step_ns) / wait, 0.0), 1.0) if wait else 0.0

@@ -22,7 +22,7 @@ from dlprof.timeline.steps import launched_within, timing
 
 @per_rank
 def workload(rank: RankData) -> pd.DataFrame:
-    """Give one row, of the mean steady traced step: pieces of computation, piece_ns (of a mean one), copied_bytes.
+    """Return one row, of the mean steady traced step: pieces of computation, piece_ns (of a mean one), copied_bytes.
 
     Pieces are kernels on a device, else the outermost operators of the training thread; copied_bytes go from the host
     to the device, NaN without a device.
@@ -65,7 +65,7 @@ class Reason:
 
 
 def longer_because(run: Measured, late: int) -> Reason:
-    """Tell why a rank computes longer than the others, as far as it was recorded.
+    """Return why a rank computes longer than the others, as far as it was recorded.
 
     In this order: a larger part of the model, more kernels or operators, more bytes copied in, a slower clock, no free
     core for its main thread. Each must make up at least half of what its computation is longer by.
@@ -117,7 +117,7 @@ def _held_down(run: Measured, late: int) -> bool:
 
 
 def _sampled(run: Measured, source: str, metric: str, late: int) -> tuple[float, float] | None:
-    """Give a sampled metric's mean on the late rank, and the median of the others'; None where it was not sampled."""
+    """Return a sampled metric's mean on the late rank, and the median of the others'; None where it was not sampled."""
     try:
         means = run.frame(sample_means)
     except NotMeasured:

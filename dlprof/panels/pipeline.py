@@ -50,7 +50,7 @@ def gantt(run: Measured, ranks: str) -> Panel:
 
 
 def _idle(frame: pd.DataFrame, zero: int) -> tuple[tuple[str, int, int, str, str], ...]:
-    """Give what is between the chunks: where a rank works on none of its stages, each of their lanes has its bubble."""
+    """Return what is between chunks: where a rank works on none of its stages, each of their lanes has its bubble."""
     frame = frame[frame["stage"] >= 0]
     end = int((frame["start_ns"] + frame["dur_ns"]).max())
     step = np.array([[zero, end]], dtype=np.int64)

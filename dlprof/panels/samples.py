@@ -56,7 +56,7 @@ def _sample_panel(title: str, unit: str, note: str, lines: list[pd.DataFrame]) -
 
 
 def _of_ranks(series: pd.DataFrame, source: str, metric: str) -> pd.DataFrame:
-    """Give a metric over the run, a column a rank; of many ranks the mean and the largest."""
+    """Return a metric over the run, a column a rank; of many ranks the mean and the largest."""
     chosen = series[(series["source"] == source) & (series["metric"] == metric)]
     table = chosen.pivot_table(index="time_ns", columns="rank", values="value")
     if table.shape[1] > MOST_RANKS:
@@ -65,7 +65,7 @@ def _of_ranks(series: pd.DataFrame, source: str, metric: str) -> pd.DataFrame:
 
 
 def _of_log(series: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Give a metric as nvidia-smi logged it, a column a GPU."""
+    """Return a metric as nvidia-smi logged it, a column a GPU."""
     chosen = series[series["source"].str.startswith("nvidia-smi") & (series["metric"] == metric)]
     return chosen.pivot_table(index="time_ns", columns="source", values="value").iloc[:, :MOST_RANKS]
 

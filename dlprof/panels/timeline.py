@@ -40,7 +40,7 @@ def draw(run: Measured) -> list[Panel]:
 
 
 def _same_step(frame: pd.DataFrame, shown: str) -> pd.DataFrame:
-    """Give the rows of one step: of the slowest the one that most ranks name; none where it is like the others."""
+    """Return the rows of one step: of the slowest the one that most ranks name; none where it is like the others."""
     mine = frame[frame["shown"] == shown]
     if shown == "slowest" and len(mine):
         votes = mine.groupby("step")["rank"].nunique()
@@ -81,7 +81,7 @@ def _panel(run: Measured, frame: pd.DataFrame, title: str, note: str) -> Panel:
 
 
 def _waits(run: Measured, frame: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, int]]:
-    """Give whom the ranks waited for in the step, on clocks brought together, and what each clock is ahead by, ns.
+    """Return whom the ranks waited for in the step, on clocks brought together, and what each clock is ahead by, ns.
 
     Columns: rank, by, begin_ns, end_ns, waited_ns (of it with no computation); the longest of those that can be seen.
     Nothing where it is not known.
@@ -100,7 +100,7 @@ def _waits(run: Measured, frame: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, 
 
 
 def _waiting(frame: pd.DataFrame, waits: pd.DataFrame) -> tuple[tuple[str, int, int, str, str], ...]:
-    """Give the waiting within the communication that is drawn, to be drawn upon it."""
+    """Return the waiting within the communication that is drawn, to be drawn upon it."""
     exchanges = frame.loc[frame["category"] == "communication", ["rank", "lane", "at", "start_ns", "dur_ns"]]
     both = exchanges.merge(waits, on="rank")
     early = (both["begin_ns"] - both["start_ns"]).clip(lower=0)
@@ -124,7 +124,7 @@ def _arrows(frame: pd.DataFrame, waits: pd.DataFrame, zero: int) -> tuple[Arrow,
 
 
 def _communicating(frame: pd.DataFrame) -> dict[int, str]:
-    """Give the lane of each rank in which it communicates most; its first one, where it does not."""
+    """Return the lane of each rank in which it communicates most; its first one, where it does not."""
     exchanging = frame["dur_ns"].where(frame["category"].isin(("communication", "pipeline_bubble")), 0)
     most = exchanging.groupby([frame["rank"], frame["lane"]], sort=False).sum().groupby(level=0).idxmax()
     return {int(rank): f"rank {rank} · {lane}" for rank, lane in most}

@@ -24,7 +24,7 @@ _PARTS = {
 
 
 def draw(run: Measured) -> list[Panel]:
-    """Tell what the job's time went into beside its steady steps, as the mean over the ranks."""
+    """Return what the job's time went into beside its steady steps, as the mean over the ranks."""
     frame = run.frame(whole_job)
     ranks = frame["rank"].nunique()
     sums = frame.groupby("part")[["steps", "ns"]].sum() / ranks

@@ -72,7 +72,7 @@ def stop() -> None:
 
 
 def is_begun(path: Path | None) -> bool:
-    """Tell whether a file is being decoded or was, and nobody has read it yet."""
+    """Return whether a file is being decoded or was, and nobody has read it yet."""
     place = _places.get(path) if path is not None else None
     return place is not None and bool(place.shared[_BEGUN + place.number])
 
@@ -86,7 +86,7 @@ def forget() -> None:
 
 
 def rows_of(path: Path) -> Rows | None:
-    """Give the rows of a file that was begun, as soon as they are there; None where it is to be decoded now."""
+    """Return the rows of a file that was begun, as soon as they are there; None where it is to be decoded now."""
     place = _places.pop(path, None)
     if place is None:
         return None

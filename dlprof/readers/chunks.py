@@ -97,7 +97,7 @@ class TraceFile(Generic[E]):
         return self._to_array()
 
     def events(self) -> Iterator[list[E]]:
-        """Give the events in their order, some thousands at a time; call `header` before."""
+        """Return the events in their order, some thousands at a time; call `header` before."""
         yield from self._array()
         # Keys stand behind the events too, and in a file glued from several, further events.
         while not self.cut and not self.is_list and self._to_array():
@@ -114,7 +114,7 @@ class TraceFile(Generic[E]):
         return DlprofError(f"{self.path}: {what}")
 
     def _unpacked(self) -> Iterator[bytes]:
-        """Give the file's bytes, unpacked, a block at a time."""
+        """Return the file's bytes, unpacked, a block at a time."""
         with open_file(self.path) as file:
             magic = file.read(2)
             file.seek(0)
@@ -239,7 +239,7 @@ class TraceFile(Generic[E]):
                 return None
 
     def _array(self) -> Iterator[list[E]]:
-        """Give the events of the array that begins here, and pass over its end."""
+        """Return the events of the array that begins here, and pass over its end."""
         while True:
             self._fill(CHUNK, b" ")
             split = self._split()
@@ -298,7 +298,7 @@ class TraceFile(Generic[E]):
 
 
 def _closed(buffer: bytearray) -> int:
-    """Give where the bracketed value or the text that begins the buffer ends, 0 where it does not."""
+    """Return where the bracketed value or the text that begins the buffer ends, 0 where it does not."""
     depth = 0
     for token in _TOKEN.finditer(buffer):
         sign = token[0]
@@ -316,7 +316,7 @@ def _closed(buffer: bytearray) -> int:
 
 
 def _elements(buffer: bytearray) -> tuple[list[tuple[int, int]], int, bool]:
-    """Give the bracketed elements from an array's inside, where they end, and whether the array is closed there."""
+    """Return the bracketed elements from an array's inside, where they end, and whether the array is closed there."""
     found: list[tuple[int, int]] = []
     depth = begin = end = 0
     for token in _TOKEN.finditer(buffer):
@@ -358,7 +358,7 @@ def _escape(found: re.Match[bytes]) -> bytes:
 
 
 def repaired(array: bytes) -> bytes:
-    """Give the same JSON with what writers put into it and JSON forbids made harmless; its structure stays as it was.
+    """Return the same JSON with what writers put into it and JSON forbids made harmless; its structure stays as it was.
 
     Control characters become spaces, invalid UTF-8 the replacement character, NaN and Infinity null, stray backslashes
     themselves.

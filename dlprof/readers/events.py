@@ -119,7 +119,7 @@ class BlurredTimes(Exception):  # noqa: N818 - not an error: the file is read ag
 
 
 def decoder(exact: bool) -> Callable[[bytes | memoryview], list[Event]]:
-    """Give a function that decodes an array of events; an exact one keeps the digits of every time, and is slower."""
+    """Return a function that decodes an array of events; an exact one keeps the digits of every time, and is slower."""
     phases = (ExactEvent, ExactBegin, ExactEnd) if exact else (Event, Begin, End)
     decode_all: Any = msgspec.json.Decoder(list[Union[(*phases, *_NO_ROW)]]).decode  # type: ignore[valid-type]
 
@@ -206,7 +206,7 @@ def _lenient_args(value: msgspec.Raw, kind: type[D]) -> D:
 
 
 def label(value: Scalar) -> str:
-    """Give the number in what may be 7, 7.0, "7" or "stream 7", else the text."""
+    """Return the number in what may be 7, 7.0, "7" or "stream 7", else the text."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     text = str(value)
@@ -215,7 +215,7 @@ def label(value: Scalar) -> str:
 
 
 def nanoseconds(values: list[Any]) -> Ints:
-    """Give microseconds as nanoseconds, as exact as the values are; NO_TIME for what is no time."""
+    """Return microseconds as nanoseconds, as exact as the values are; NO_TIME for what is no time."""
     with contextlib.suppress(TypeError, OverflowError):
         us = np.frombuffer(array("d", values))  # faster than NumPy's own way, which looks at each value's type first
         if (np.abs(us) < EXACT_US).all():  # False for NaN
@@ -230,7 +230,7 @@ def nanoseconds(values: list[Any]) -> Ints:
 
 
 def exact_nanoseconds(values: list[Any]) -> Ints:
-    """Give the same; raises BlurredTimes where a value lost digits by being a float64."""
+    """Return the same; raises BlurredTimes where a value lost digits by being a float64."""
     ns = nanoseconds(values)
     large = (ns >= EXACT_US * 1000) | ((ns <= -EXACT_US * 1000) & (ns != NO_TIME))
     if large.any() and any(type(values[i]) is float for i in np.flatnonzero(large)):
@@ -247,13 +247,13 @@ def _exact(value: Any) -> int:
 
 
 def integers(values: list[Any]) -> Ints:
-    """Give whole numbers that may be written as text, -1 for what is none."""
+    """Return whole numbers that may be written as text, -1 for what is none."""
     array = np.array(values) if values else np.empty(0, dtype=np.int64)
     return array if array.dtype == np.int64 else np.array([integer(v) for v in values], dtype=np.int64)
 
 
 def integer(value: Any) -> int:
-    """Give a whole number that may be written as text, -1 where it is none or negative or too large."""
+    """Return a whole number that may be written as text, -1 where it is none or negative or too large."""
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
@@ -262,7 +262,7 @@ def integer(value: Any) -> int:
 
 
 def plain(raw: Any) -> Any:
-    """Give what a piece of JSON says, None where it is none."""
+    """Return what a piece of JSON says, None where it is none."""
     try:
         return msgspec.json.decode(raw)
     except NOT_JSON:
@@ -270,7 +270,7 @@ def plain(raw: Any) -> Any:
 
 
 def ranks_of(value: Any) -> list[int]:
-    """Give a list of ranks, or of such a list's text; an abridged one ("[0, 1, ..., 7]") tells nothing."""
+    """Return a list of ranks, or of such a list's text; an abridged one ("[0, 1, ..., 7]") tells nothing."""
     if isinstance(value, str):
         value = plain(value)
     return [int(n) for n in value] if isinstance(value, list) and all(isinstance(n, int) for n in value) else []

@@ -122,17 +122,17 @@ _MOST_NAMED = 6
 
 
 def read(path: Path) -> Reading:
-    """Give the facts of a rank from its facts.json; raise DlprofError where it cannot be read or holds no object."""
+    """Return the facts of a rank from its facts.json; raise DlprofError where it cannot be read or holds no object."""
     return _read(path, RANK)
 
 
 def read_run(path: Path) -> Reading:
-    """Give the facts of a run from its run.json; raise DlprofError where it cannot be read or holds no object."""
+    """Return the facts of a run from its run.json; raise DlprofError where it cannot be read or holds no object."""
     return _read(path, RUN)
 
 
 def read_task(path: Path) -> Reading:
-    """Give what one task of a job said of itself; raise DlprofError where it cannot be read or holds no object."""
+    """Return what one task of a job said of itself; raise DlprofError where it cannot be read or holds no object."""
     return _read(path, TASK)
 
 
@@ -152,7 +152,7 @@ def _read(path: Path, shape: Mapping[str, Shape]) -> Reading:
 
 
 def _fitting(shape: Mapping[str, Shape], data: Mapping[str, Any], where: str, left_out: list[str]) -> dict[str, Any]:
-    """Give the entries of data that fit; name the others in left_out."""
+    """Return the entries of data that fit; name the others in left_out."""
     fitting = {}
     for name, value in data.items():
         at = f"{where}{name}"[:80]
@@ -171,7 +171,7 @@ def _fitting(shape: Mapping[str, Shape], data: Mapping[str, Any], where: str, le
 
 
 def _fit(shape: Shape, value: Any, where: str, left_out: list[str]) -> tuple[bool, Any]:
-    """Tell whether a value is of a shape, and give what of it is."""
+    """Return whether a value is of a shape, and give what of it is."""
     if isinstance(shape, type):
         # bool is an int to Python, and a number of workers is none.
         fits = type(value) is shape
@@ -190,7 +190,7 @@ def _fit(shape: Shape, value: Any, where: str, left_out: list[str]) -> tuple[boo
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Tell whether a value is text, a finite number, a truth value, none, or a shallow collection of them."""
+    """Return whether a value is text, a finite number, a truth value, none, or a shallow collection of them."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, int):

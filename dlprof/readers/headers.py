@@ -18,7 +18,7 @@ PEEK_BYTES = 256 << 10
 
 
 def peek(path: Path) -> dict[str, Any]:
-    """Tell from the head of a file and its name whether it looks like a trace (`is_trace`), its rank, world_size, host.
+    """Return from head of a file and its name whether it looks like a trace (`is_trace`), its rank, world_size, host.
 
     What neither the first 256 KB nor the name tells is absent. Raises DlprofError where the file cannot be opened.
     """
@@ -48,7 +48,7 @@ def peek(path: Path) -> dict[str, Any]:
 
 
 def header_facts(keys: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Give what the keys beside the events say; the rank from the file's name where they say none."""
+    """Return what the keys beside the events say; the rank from the file's name where they say none."""
     facts: dict[str, Any] = {}
     distributed = keys.get("distributedInfo")
     distributed = distributed if isinstance(distributed, dict) else {}
@@ -76,13 +76,13 @@ def header_facts(keys: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _device(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a device's id, name, memory_bytes, and what else the file says of it under the file's own names."""
+    """Return a device's id, name, memory_bytes, and what else the file says of it under the file's own names."""
     renamed = {"totalGlobalMem": "memory_bytes"}
     return {renamed.get(k, k): v for k, v in properties.items()}
 
 
 def groups_in(keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Give the process groups that the keys beside the events tell: name → desc, size, ranks."""
+    """Return the process groups that the keys beside the events tell: name → desc, size, ranks."""
     distributed = keys.get("distributedInfo")
     listed = distributed.get("pg_config") if isinstance(distributed, dict) else None
     groups = {}

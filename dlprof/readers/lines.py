@@ -30,7 +30,7 @@ class _Piece(msgspec.Struct):
 
 
 def read(path: Path) -> Reading:
-    """Give the table "lines"; raises DlprofError where the file cannot be read or holds lines and none of them counts.
+    """Return table "lines"; raises DlprofError where the file cannot be read or holds lines and none of them counts.
 
     A cut last line is dropped; other bad ones with a warning.
     """

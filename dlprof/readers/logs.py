@@ -26,7 +26,7 @@ def read_log(
     default: Mapping[str, str | int] | None = None,
     beside: Mapping[str, str] | None = None,
 ) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """Give a log whose lines have the table's columns as keys, in order of time, and what was lost of it.
+    """Return a log whose lines have the table's columns as keys, in order of time, and what was lost of it.
 
     A line without a required column is none; of the other columns one that is left out or null is what `default` says,
     else −1, NaN for a float64 and "" for a text. The default of a number is also the least that it may be. Keys that

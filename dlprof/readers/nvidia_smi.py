@@ -40,7 +40,7 @@ _FIRST_BYTES = 4096
 
 
 def is_log(path: Path) -> bool:
-    """Tell whether a file begins as such a log does."""
+    """Return whether a file begins as such a log does."""
     try:
         with open_file(path) as file:
             first = file.read(_FIRST_BYTES)
@@ -51,7 +51,7 @@ def is_log(path: Path) -> bool:
 
 
 def read(path: Path) -> Reading:
-    """Give rows of the table "samples", each GPU a source; raises DlprofError where the file is no such log.
+    """Return rows of the table "samples", each GPU a source; raises DlprofError where the file is no such log.
 
     Its times have no zone: they are taken for times of the machine that reads them.
     """
@@ -87,7 +87,7 @@ def read(path: Path) -> Reading:
 
 
 def _header(line: str) -> list[str]:
-    """Give the properties that a header names, without their units."""
+    """Return the properties that a header names, without their units."""
     return [word.partition("[")[0].strip() for word in line.split(",")]
 
 
@@ -99,7 +99,7 @@ def _time(word: str) -> int | None:
 
 
 def _number(word: str) -> float | None:
-    """Give the number of "87 %", "612.34 W", "87" or "0x04"; None where a GPU does not tell ([N/A])."""
+    """Return the number of "87 %", "612.34 W", "87" or "0x04"; None where a GPU does not tell ([N/A])."""
     try:
         first = word.split()[0]
         value = float(int(first, 16)) if first.startswith("0x") else float(first)

@@ -77,7 +77,7 @@ _COMPILED = tuple((p, re.compile(p.categories), re.compile(p.name)) for p in PAT
 
 @lru_cache(1 << 16)  # the ranks of a job run the same things
 def kind_of(category: str, name: str) -> tuple[Side, str] | None:
-    """Give the side and the kind of an event, None where no pattern knows it."""
+    """Return the side and the kind of an event, None where no pattern knows it."""
     category = category.lower()
     for pattern, categories, names in _COMPILED:
         if categories.fullmatch(category) and names.search(name):
@@ -112,7 +112,7 @@ _COLLECTIVES_COMPILED = tuple((name, re.compile(expression)) for name, expressio
 
 @lru_cache(4096)
 def collective_of(text: str) -> str:
-    """Give the collective that a metadata field, a call or a kernel names, "" where it names none.
+    """Return the collective that a metadata field, a call or a kernel names, "" where it names none.
 
     A kernel's template and argument lists are not looked at: NCCL's point-to-point kernels stay send_recv, whatever
     collective they serve.
@@ -127,7 +127,7 @@ _COPY_WORDS = re.compile(r"(Host|Device|Peer)To(Host|Device|Peer)")
 
 
 def copy_of(text: str) -> tuple[str, str]:
-    """Give a copy's direction (HtoD, DtoH, DtoD, PtoP, HtoH) and host memory (pageable, pinned), "" where not said."""
+    """Return copy's direction (HtoD, DtoH, DtoD, PtoP, HtoH) and host memory (pageable, pinned), "" where not said."""
     found = _COPY.search(text)
     if not found:
         words = _COPY_WORDS.search(text)
@@ -160,7 +160,7 @@ _TYPE_OF = {alias: (name, row[0]) for name, row in _TYPES.items() for alias in r
 
 @lru_cache(256)
 def element_type(text: str) -> tuple[str, int]:
-    """Give torch's name of an element type and its bytes; an unknown one as it stands, and 0."""
+    """Return torch's name of an element type and its bytes; an unknown one as it stands, and 0."""
     known = _TYPE_OF.get(re.sub(r"^(?:c10|at|torch)(?:::|\.)", "", text.strip()).lower())
     return (known[0], int(known[1])) if known else (text.strip(), 0)
 
@@ -169,6 +169,6 @@ _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_ =]?(\d{1,7})(?!\d)",
 
 
 def rank_in(file_name: str) -> int | None:
-    """Give the rank that a file's name tells (rank-34.json, rank_3.json, worker0.123.pt.trace.json), else None."""
+    """Return the rank that a file's name tells (rank-34.json, rank_3.json, worker0.123.pt.trace.json), else None."""
     found = _RANK_IN_NAME.search(file_name)
     return int(found[1]) if found else None

@@ -87,7 +87,7 @@ class Rows:
 
 
 def decode(path: Path) -> Rows:
-    """Give the rows of a file; raises DlprofError where it cannot be read or is no trace."""
+    """Return the rows of a file; raises DlprofError where it cannot be read or is no trace."""
     was_on = gc.isenabled()
     gc.disable()  # hundreds of thousands of live objects, none in a cycle: collecting costs half of the time
     try:
@@ -260,7 +260,7 @@ class _Making:
         mine.append((int(ns), len(mine), half))
 
     def _pairs(self) -> tuple[list[Event], int]:
-        """Give the events that begin and end marks make, and the number of marks that found no partner."""
+        """Return the events that begin and end marks make, and the number of marks that found no partner."""
         made: list[Event] = []
         alone = 0
         for marks in self.halves.values():
@@ -391,7 +391,7 @@ class _Making:
             self.peers[row] = (peer, group)
 
     def _group(self, args: Args) -> str:
-        """Give a group's name (if it has none, its description or a name made of its ranks) and note what is told."""
+        """Return a group's name (if it has none, its description or a name made of its ranks) and note what is told."""
         ranks = self.ranks_of[bytes(args.group_ranks)]
         text = "" if args.group_text is None else str(args.group_text)
         name = "" if args.group is None else str(args.group)
@@ -408,7 +408,7 @@ class _Making:
         return name
 
     def _input(self, args: Args, collective: str, group: str) -> tuple[int, str]:
-        """Give the bytes and the element type of a collective by its input tensors; -1 where they do not tell."""
+        """Return the bytes and the element type of a collective by its input tensors; -1 where they do not tell."""
         dims, types = plain(args.dims), plain(args.types)
         if not isinstance(dims, list) or not isinstance(types, list):
             return -1, ""
@@ -426,7 +426,7 @@ class _Making:
         return total, dtype
 
     def rows(self, path: Path, cut: str, unreadable: int) -> Rows:
-        """Give everything that was read."""
+        """Return everything that was read."""
         warnings = self.warnings
         if cut:
             warnings.append(f"{path.name}: {cut}; {self.count:,} spans before that are used")

@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 
 def read_samples(path: Path, source: str) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """Give the rows of a sampler's log, and what was lost of it.
+    """Return the rows of a sampler's log, and what was lost of it.
 
     A line without its time is none; a cut last line is dropped, as are other bad ones, with a warning. Raises
     DlprofError where the file cannot be read or none of its lines is a reading.
@@ -81,7 +81,7 @@ def _with_cores(row: Row) -> Row:
 
 
 def frame(source: str, at: dict[str, list[int]], values: dict[str, list[float]]) -> pd.DataFrame:
-    """Give the table of a source's metrics: of each, when it was read and what it was."""
+    """Return the table of a source's metrics: of each, when it was read and what it was."""
     if not at:
         return tables.empty("samples")
     metrics = list(at)

@@ -45,7 +45,7 @@ _OURS = re.compile(r"/dlprof/(hooks|recorder|collectors/\w+|inject/\w+)\.py$")
 
 
 def read(path: Path) -> Reading:
-    """Give the table "stacks"; facts: `stacks` with bursts and seconds looked at, where the file tells.
+    """Return the table "stacks"; facts: `stacks` with bursts and seconds looked at, where the file tells.
 
     A cut end loses its stacks alone. Raises DlprofError where the file cannot be read or holds no stack.
     """
@@ -87,7 +87,7 @@ def read(path: Path) -> Reading:
 
 
 def _parts_of(path: Path, warnings: list[str]) -> Iterator[tuple[str, bool]]:
-    """Give the text of each burst, unpacked as far as it goes, and whether its last line may be half."""
+    """Return the text of each burst, unpacked as far as it goes, and whether its last line may be half."""
     data = read_file(path)
     left = most_unpacked(len(data))
     if path.suffix != ".gz":
@@ -109,7 +109,7 @@ def _parts_of(path: Path, warnings: list[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _row(folded: str) -> tuple[str, str, str, str] | None:
-    """Give role, thread, phase and stack of one folded line; None: a thread in no Python of the job's."""
+    """Return role, thread, phase and stack of one folded line; None: a thread in no Python of the job's."""
     depth = 0
     while (process := _PROCESS.match(folded)) is not None:
         # The command line may hold anything; what follows it is the next process or the thread.
@@ -138,13 +138,13 @@ def _row(folded: str) -> tuple[str, str, str, str] | None:
 
 @cache
 def _frame(text: str) -> tuple[str, str, str] | None:
-    """Give name, file and line of a frame; None: it is one of the recorder's."""
+    """Return name, file and line of a frame; None: it is one of the recorder's."""
     frame = _FRAME.fullmatch(text)
     return (frame[1], frame[2], frame[3] or "0") if frame is not None and not _OURS.search(frame[2]) else None
 
 
 def _phase(frames: list[tuple[str, str, str]]) -> str:
-    """Tell what the step was doing, as the recorder counts it: the outermost phase, or one inside an optimizer step."""
+    """Return what step was doing, as the recorder counts it: the outermost phase, or one inside an optimizer step."""
     phase = "rest"
     for name, file, _ in frames:
         found = _begins(name.rpartition(".")[2], name, file)

@@ -14,7 +14,7 @@ from dlprof.readers.logs import read_log
 
 
 def read(path: Path) -> Reading:
-    """Give the table "steps"; raises DlprofError where the file cannot be read or is no log of steps."""
+    """Return the table "steps"; raises DlprofError where the file cannot be read or is no log of steps."""
     beside = {"steps": "int64", "outstanding": "int64"}
     frame, warnings = read_log(path, "steps", ("step", "start_ns", "dur_ns"), {"kind": "other"}, beside)
     frame = _settled(frame)
@@ -54,7 +54,7 @@ _SUMS = (
 
 
 def _each(frame: pd.DataFrame, steps: NDArray[np.int64]) -> pd.DataFrame:
-    """Give every step a row: those of one line follow each other and share its times, to the nanosecond."""
+    """Return every step a row: those of one line follow each other and share its times, to the nanosecond."""
     if not len(frame) or steps.max() == 1:
         return frame
     each = frame.loc[np.repeat(np.arange(len(frame)), steps)].reset_index(drop=True)

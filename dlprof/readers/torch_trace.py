@@ -30,7 +30,7 @@ _UNIX_US = 10**15
 
 
 def read(path: Path) -> Reading:
-    """Give the tables "spans" (in order of start, the longer first) and "traced_steps", and the facts of a trace file.
+    """Return tables "spans" (in order of start, the longer first) and "traced_steps", and the facts of a trace file.
 
     Facts: rank, world_size, host, devices [{id, name, memory_bytes, ...}], backend, groups {name: {desc, size,
     ranks}}, base_time_ns, schema. A file cut off anywhere gives what stands before the cut, and a warning. Raises
@@ -41,7 +41,7 @@ def read(path: Path) -> Reading:
 
 
 def _reading(path: Path, rows: Rows) -> Reading:
-    """Give everything as tables, facts and warnings."""
+    """Return everything as tables, facts and warnings."""
     warnings = list(rows.warnings)
     facts = header_facts(rows.keys, path)
     groups = {**rows.groups, **groups_in(rows.keys)}
@@ -65,7 +65,7 @@ def _reading(path: Path, rows: Rows) -> Reading:
 
 
 def _peers(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> dict[int, int]:
-    """Give the peer of each row that has one as a rank of the job; −1: only its number in an unknown group is told."""
+    """Return peer of each row that has one as a rank of the job; −1: only its number in an unknown group is told."""
     found = {}
     for row, (peer, group) in rows.peers.items():
         if group is not None:
@@ -150,7 +150,7 @@ def _categorical(codes: NDArray[Any], categories: Iterable[str]) -> Any:
 
 
 def _coded(names: list[str], codes: NDArray[np.int32]) -> Any:
-    """Give a categorical of codes whose names may repeat; only names that rows bear become categories, in order."""
+    """Return a categorical of codes whose names may repeat; only names that rows bear become categories, in order."""
     used = np.flatnonzero(np.bincount(codes, minlength=len(names)))
     order = sorted({names[i] for i in used})
     place = {name: i for i, name in enumerate(order)}
@@ -160,7 +160,7 @@ def _coded(names: list[str], codes: NDArray[np.int32]) -> Any:
 
 
 def _in_time(start: NDArray[np.int64], dur: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Give the order by start, the longer first where two start together.
+    """Return the order by start, the longer first where two start together.
 
     A trace is a few long runs that are in order already, which a stable sort by one key merges fast.
     """
@@ -172,7 +172,7 @@ def _in_time(start: NDArray[np.int64], dur: NDArray[np.int64]) -> NDArray[np.int
 
 
 def _steps(spans: pd.DataFrame) -> pd.DataFrame:
-    """Give the steps that the host marks, each number once: the longest of its marks."""
+    """Return the steps that the host marks, each number once: the longest of its marks."""
     marks = [_STEP.fullmatch(str(n)) for n in spans["name"].cat.categories]
     if not any(marks):
         return tables.empty("traced_steps")

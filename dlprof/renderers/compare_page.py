@@ -70,7 +70,7 @@ class Row:
 
 
 def render(c: Comparison) -> str:
-    """Give the page as text."""
+    """Return the page as text."""
     first, second = compare_text.headline(c)
     d = c.step
     return html.template("compare.html").render(
@@ -185,7 +185,7 @@ def _colour(category: str) -> str:
 
 
 def _rows(differences: Sequence[Difference], calls: Sequence[str] = (), name: Callable[[str], str] = str) -> list[Row]:
-    """Give rows whose bars share one scale, wide enough for the largest difference and its margin."""
+    """Return rows whose bars share one scale, wide enough for the largest difference and its margin."""
     reach = max((abs(d.ns or 0.0) + 2 * (d.noise_ns or 0.0) for d in differences), default=0.0) or 1.0
     rows = []
     for i, d in enumerate(differences):

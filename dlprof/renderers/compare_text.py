@@ -34,7 +34,7 @@ KEPT = {
 
 
 def render(c: Comparison, width: int = 80, colour: bool = False) -> str:
-    """Give the comparison as lines of at most `width` columns (40 at least), in 256 colours if asked."""
+    """Return the comparison as lines of at most `width` columns (40 at least), in 256 colours if asked."""
     width = max(width, NARROWEST)
 
     def paint(text: str, code: str) -> str:
@@ -84,7 +84,7 @@ def which(result: Result) -> str:
 
 
 def headline(c: Comparison) -> tuple[str, str]:
-    """Give the verdict as one sentence, and one on what had been promised; "" where nothing had."""
+    """Return the verdict as one sentence, and one on what had been promised; "" where nothing had."""
     return _verdict(c), kept(c.promise, c.step) if c.promise and c.step else ""
 
 
@@ -149,7 +149,7 @@ def setting(s: Setting) -> str:
 
 
 def mean_parts(result: Result) -> dict[str, TimePart]:
-    """Give the parts of the mean step as the mean over the ranks: category → part."""
+    """Return the parts of the mean step as the mean over the ranks: category → part."""
     n = len({p.rank for p in result.time})
     sums: dict[str, float] = {}
     for p in result.time:

@@ -90,7 +90,7 @@ def rounded(value: float | None, digits: int = 6) -> float | int | None:
 
 
 def layout(height: int, left: int, **more: Any) -> dict[str, Any]:
-    """Give the layout of a figure so many pixels high, with so many on the left for labels."""
+    """Return the layout of a figure so many pixels high, with so many on the left for labels."""
     return {
         "height": height,
         "margin": {"l": left, "r": 20, "t": 8, "b": 28},
@@ -126,7 +126,7 @@ def margin(labels: Iterable[str]) -> int:
 
 
 def inside(colour: str) -> str:
-    """Give the colour of text, light or dark, that stands out better on a background (WCAG relative luminance)."""
+    """Return the colour of text, light or dark, that stands out better on a background (WCAG relative luminance)."""
 
     def linear(hexadecimal: str) -> float:
         value = int(hexadecimal, 16) / 255
@@ -138,7 +138,7 @@ def inside(colour: str) -> str:
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """Give the first rows as a table of written cells; what is missing of a row or of the headings stays empty.
+    """Return the first rows as a table of written cells; what is missing of a row or of the headings stays empty.
 
     Columns of numbers are set flush right, those of shares have bars where there are so many that bars tell them apart.
     """

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def panel(evidence: Panel) -> Figure:
-    """Give the figure of a panel of any shape."""
+    """Return the figure of a panel of any shape."""
     draw = {
         "table": _table,
         "bars": bars,

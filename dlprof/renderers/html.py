@@ -53,7 +53,7 @@ class Card:
 
 
 def render(result: Result) -> str:
-    """Give the page as text. Write it as UTF-8 with Unix line ends: its policy holds the hashes of its scripts."""
+    """Return the page as text. Write it as UTF-8 with Unix line ends: its policy holds the hashes of its scripts."""
     figure_of: dict[str, drawing.Figure] = {}
     stack = parts.stack(result)
     if stack:
@@ -115,7 +115,7 @@ def render(result: Result) -> str:
 
 
 def _together(specs: list[dict[str, Any]]) -> None:
-    """Give the figures over the run's time one range, so that what happened at once stands above each other."""
+    """Return the figures over the run's time one range, so that what happened at once stands above each other."""
     timed = [s for s in specs if s["layout"].get("meta") == {"axis": "time"}]
     xs = [x for s in timed for trace in s["data"] for x in trace["x"] if x is not None]
     for s in timed if xs else []:
@@ -292,7 +292,7 @@ Numbers = tuple[float | None, ...]
 
 
 def _lists(value: Any) -> Iterator[Numbers]:
-    """Give every long list of numbers that lies in a specification."""
+    """Return every long list of numbers that lies in a specification."""
     if isinstance(value, dict):
         for inner in value.values():
             yield from _lists(inner)
@@ -329,7 +329,7 @@ def _packed(value: Any, often: Mapping[Numbers, int]) -> Any:
 
 @cache
 def asset(name: str) -> str:
-    """Give the text of a file of the page."""
+    """Return the text of a file of the page."""
     return (files("dlprof.renderers") / "page" / name).read_text(encoding="utf-8")
 
 
@@ -357,7 +357,7 @@ def prepare() -> None:
 
 @cache
 def template(name: str) -> Template:
-    """Give a page's template, in which every text is escaped and made safe to show."""
+    """Return a page's template, in which every text is escaped and made safe to show."""
 
     def written(value: object) -> object:
         return value if isinstance(value, Markup) or not isinstance(value, str) else plain(value, 2000)

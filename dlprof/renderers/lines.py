@@ -164,7 +164,7 @@ def areas(evidence: Panel) -> Figure:
 
 
 def _marks(marks: Sequence[tuple[float, str, str]], divisor: float, height: float) -> list[dict[str, Any]]:
-    """Give a row of marks a category, above the lines."""
+    """Return a row of marks a category, above the lines."""
     return [
         {
             "type": "scatter",
@@ -182,7 +182,7 @@ def _marks(marks: Sequence[tuple[float, str, str]], divisor: float, height: floa
 
 
 def _top(heights: Sequence[float]) -> tuple[float, str]:
-    """Give how high a figure of lengths of time reaches, and a note where peaks are cut off.
+    """Return how high a figure of lengths of time reaches, and a note where peaks are cut off.
 
     A first step that is many times as long as all others would press these against the axis.
     """
@@ -206,7 +206,7 @@ def _upright(mark: tuple[float, str, str], divisor: float) -> dict[str, Any]:
 
 
 def downsample(values: Sequence[float | None], room: int) -> list[int]:
-    """Give the places to keep, at most `room`: of each stretch the least and the most, of each gap the first."""
+    """Return the places to keep, at most `room`: of each stretch the least and the most, of each gap the first."""
     n = len(values)
     if n <= room:
         return list(range(n))

@@ -36,7 +36,7 @@ VISIBLE = 0.002  # of a bar: less than a pixel needs no explanation of its colou
 
 
 def stack(result: Result) -> Figure | None:
-    """Give the parts of the mean step as one stacked bar a rank, or None where nothing divided the step.
+    """Return the parts of the mean step as one stacked bar a rank, or None where nothing divided the step.
 
     Up to LABELLED_RANKS bars carry label and percentages; beyond, they are thin; beyond SINGLE_RANKS neighbouring ranks
     share one (their mean), and the most unlike ranks are drawn by themselves above.
@@ -123,7 +123,7 @@ def _most(waits: Mapping[int, float]) -> str:
 
 
 def _parted(result: Result, parts: Mapping[int, Mapping[str, TimePart]]) -> dict[int, dict[str, float]]:
-    """Give the parts of each rank's step in ns, with what it waits for others taken out of its communication."""
+    """Return the parts of each rank's step in ns, with what it waits for others taken out of its communication."""
     waits = words.waits_for(result)
     parted = {}
     for rank, of_rank in parts.items():
@@ -215,7 +215,7 @@ def _stack_table(parts: Mapping[int, Mapping[str, TimePart]], single: Mapping[in
 
 
 def blame(result: Result) -> Figure | None:
-    """Give who is waited for and why, a bar a culprit, or None where nobody waits, or it could not be told.
+    """Return who is waited for and why, a bar a culprit, or None where nobody waits, or it could not be told.
 
     A bar is how long those that wait for it do so in the mean step, their mean; its parts are what made it late. Who
     costs all ranks together most stands first.
@@ -296,7 +296,7 @@ def blame(result: Result) -> Figure | None:
 
 
 def device(result: Result) -> Table | None:
-    """Give the partition of each rank's device span, the mean over ranks first, or None where no device was traced."""
+    """Return partition of each rank's device span, the mean over ranks first, or None where no device was traced."""
     spans = [d for d in result.device if d.span_ns > 0]
     if not spans:
         return None

@@ -16,7 +16,7 @@ NARROWEST = 40  # below this, words no longer fit beside bars
 
 
 def render(result: Result, width: int = 80, colour: bool = False) -> str:
-    """Give the report as lines of at most `width` columns (40 at least), in 256 colours if asked."""
+    """Return the report as lines of at most `width` columns (40 at least), in 256 colours if asked."""
     width = max(width, NARROWEST)
     paint = _paint if colour else _leave
     diagnosis, gain, _ = words.headline(result)
@@ -90,7 +90,7 @@ def stripe(parts: Mapping[str, TimePart], length: int, colour: bool) -> str:
 
 
 def glyph(category: str, count: int, colour: bool) -> str:
-    """Give so many columns of a category's glyph."""
+    """Return so many columns of a category's glyph."""
     shape = words.look(category)
     text = shape.glyph * count
     return _paint(text, f"38;5;{shape.ansi}") if colour and count else text

@@ -127,7 +127,7 @@ def _shaft(arrow: Arrow, place: Mapping[str, int], divisor: float) -> dict[str, 
 
 
 def _heads(arrows: Sequence[Arrow], place: Mapping[str, int], divisor: float) -> dict[str, Any]:
-    """Give the heads of arrows, each in the lane that it leads to; lanes are counted from above."""
+    """Return the heads of arrows, each in the lane that it leads to; lanes are counted from above."""
     return {
         "type": "scatter",
         "mode": "markers",
@@ -146,7 +146,7 @@ def _heads(arrows: Sequence[Arrow], place: Mapping[str, int], divisor: float) ->
 
 
 def _labels(lanes: Sequence[str]) -> tuple[list[str], list[float]]:
-    """Give what stands beside each lane, and where lines part groups: neighbours named alike up to the first " · ".
+    """Return what stands beside each lane, and where lines part groups: neighbours named alike up to the first " · ".
 
     Of a group only the first lane has the whole name: rank 0 · thread, computation 7, worker 0.
     """

@@ -118,7 +118,7 @@ DRAWN: Mapping[str, Category] = {**LOOKS, **PASSES, **FRAMES, **BESIDE}
 
 
 def look(category: str) -> Category:
-    """Give how a category is drawn; a word that is none is drawn like "other" under its own name."""
+    """Return how a category is drawn; a word that is none is drawn like "other" under its own name."""
     known = DRAWN.get(category)
     if known is not None:
         return known
@@ -213,7 +213,7 @@ def ranks(numbers: Iterable[int]) -> str:
 
 
 def unit(result: Result) -> str:
-    """Give the word for what the figures divide: "step", or "trace" where nothing marked a step."""
+    """Return the word for what the figures divide: "step", or "trace" where nothing marked a step."""
     return result.window.unit if result.window else "step"
 
 
@@ -246,7 +246,7 @@ def steps(result: Result) -> str:
 
 
 def all_traced(result: Result) -> bool:
-    """Tell whether no step is known but those that were traced."""
+    """Return whether no step is known but those that were traced."""
     return result.window is not None and result.window.source == "trace"
 
 
@@ -274,7 +274,7 @@ def by_rank(time: Sequence[TimePart]) -> dict[int, dict[str, TimePart]]:
 
 
 def ordered(categories: Iterable[str]) -> list[str]:
-    """Give each category once: the known ones in the order in which they claim time, then any others."""
+    """Return each category once: the known ones in the order in which they claim time, then any others."""
     seen = list(dict.fromkeys(categories))
     return [c for c in CATEGORIES if c in seen] + [c for c in seen if c not in CATEGORIES]
 
@@ -286,7 +286,7 @@ ALIKE = 0.1  # of a saving: a setting whose step was predicted this near to it i
 
 
 def waits_for(result: Result) -> dict[int, dict[int, float]]:
-    """Give how long each rank waits for which other, ns of the mean step: rank → culprit → ns, the most first."""
+    """Return how long each rank waits for which other, ns of the mean step: rank → culprit → ns, the most first."""
     found: dict[int, dict[int, float]] = {}
     for b in result.blame:
         mine = found.setdefault(b.rank, {})
@@ -322,7 +322,7 @@ def blamed(result: Result) -> list[str]:
 
 
 def mean_shares(time: Sequence[TimePart]) -> dict[str, float]:
-    """Give each category's share of the step, as the mean over ranks, largest first."""
+    """Return each category's share of the step, as the mean over ranks, largest first."""
     n = len({part.rank for part in time})
     sums: dict[str, float] = {}
     for part in time:
@@ -331,7 +331,7 @@ def mean_shares(time: Sequence[TimePart]) -> dict[str, float]:
 
 
 def outliers(time: Sequence[TimePart], count: int) -> list[int]:
-    """Give up to `count` ranks whose step is made up most unlike the mean one's, the farthest first.
+    """Return up to `count` ranks whose step is made up most unlike the mean one's, the farthest first.
 
     Distance is half the sum of absolute differences of shares: the part of the step spent otherwise than by the mean
     rank. Below 5 % nobody could tell the bars apart, and none is named.
@@ -487,7 +487,7 @@ def _remedy(result: Result, first: Outcome) -> str:
 
 
 def notices(result: Result) -> list[str]:
-    """Give what a reader must know before trusting the figures: how the run ended, and its warnings."""
+    """Return what a reader must know before trusting the figures: how the run ended, and its warnings."""
     said = []
     code, signal = result.run.exit.get("code"), result.run.exit.get("signal")
     if signal:
@@ -512,7 +512,7 @@ def cell(value: Any, column: str = "") -> str:
 
 
 def suffix(column: str) -> str:
-    """Give the unit that a column's name ends in, of those that are written in multiples; "" where it has none."""
+    """Return the unit that a column's name ends in, of those that are written in multiples; "" where it has none."""
     return next(
         (u for u in ("ns", "bytes", "share", "times") if column.endswith(f"_{u}") or column == u == "share"), ""
     )

@@ -94,7 +94,7 @@ def _name(told: Mapping[Any, Any]) -> str:
 
 
 def _parts(ranks: pd.DataFrame) -> str:
-    """Tell what the idle time comes from, the mean of the ranks."""
+    """Return what the idle time comes from, the mean of the ranks."""
     words = {
         "schedule_ns": "the schedule",
         "imbalance_ns": "uneven stages",

@@ -317,7 +317,7 @@ def _is_slice(nvml: Any, handle: Any) -> bool:
 
 
 def _load() -> Any:
-    """Give NVML, ready; raises OSError, in words, where this host has none that works."""
+    """Return NVML, ready; raises OSError, in words, where this host has none that works."""
     try:
         import pynvml
     except ImportError:

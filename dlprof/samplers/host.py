@@ -143,14 +143,14 @@ def _read(pid: int) -> _Process | None:
 
 
 def _anonymous(name: str, processes: Iterable[_Process]) -> dict[str, int]:
-    """Give what processes hold that is no file's: what one that leaks has more and more of."""
+    """Return what processes hold that is no file's: what one that leaks has more and more of."""
     told = [p.anonymous_bytes for p in processes]
     known = [n for n in told if n is not None]
     return {name: sum(known)} if len(known) == len(told) else {}
 
 
 def _waited(pid: int) -> dict[str, int]:
-    """Give how long the main thread was ready and had no core; nothing where this kernel does not count it."""
+    """Return how long the main thread was ready and had no core; nothing where this kernel does not count it."""
     try:
         return {"main_thread_waited_ns": int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])}
     except (OSError, IndexError, ValueError):
@@ -179,7 +179,7 @@ def _host() -> dict[str, Any]:
 
 
 def _kernel() -> dict[str, int]:
-    """Give what psutil does not: the threads that run or wait for a core, and the page faults of all processes."""
+    """Return what psutil does not: the threads that run or wait for a core, and the page faults of all processes."""
     told = {"pgfault": "page_faults", "pgmajfault": "major_page_faults"}
     counts = {"runnable_threads": int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])}
     for said in Path("/proc/vmstat").read_text().splitlines():
@@ -190,7 +190,7 @@ def _kernel() -> dict[str, int]:
 
 
 def _parents() -> dict[int, int]:
-    """Give the parent of every process that can be seen."""
+    """Return the parent of every process that can be seen."""
     parents = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():

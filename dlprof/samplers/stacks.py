@@ -106,7 +106,7 @@ class StacksSampler:
 
 
 def find() -> str | None:
-    """Give the path of py-spy: beside this Python, else on the PATH."""
+    """Return the path of py-spy: beside this Python, else on the PATH."""
     beside = Path(sys.executable).parent / "py-spy"
     return str(beside) if beside.is_file() else shutil.which("py-spy")
 
@@ -213,11 +213,11 @@ def _without_secrets(found: re.Match[bytes]) -> bytes:
 
 
 def _denied(said: str) -> str:
-    """Give the line in which py-spy says that it may not, "" where it does not say so."""
+    """Return the line in which py-spy says that it may not, "" where it does not say so."""
     return next((line.strip() for line in said.splitlines() if "ermission" in line or "not permitted" in line), "")
 
 
 def _reason(said: str) -> str:
-    """Give the line in which py-spy says what went wrong."""
+    """Return the line in which py-spy says what went wrong."""
     first = next((line.strip() for line in said.splitlines() if line.strip()), "it left nothing")
     return f"py-spy: {_denied(said) or first}"

@@ -39,12 +39,12 @@ class DeviceSets:
 
 
 def has_device(rank: RankData) -> bool:
-    """Tell whether the trace holds work of a device."""
+    """Return whether the trace holds work of a device."""
     return rank.has("spans") and len(device_work(rank)) > 0
 
 
 def device_work(rank: RankData) -> pd.DataFrame:
-    """Give the spans of device work, in order of their start."""
+    """Return the spans of device work, in order of their start."""
     return rank.once(_device_work)
 
 
@@ -54,7 +54,7 @@ def _device_work(rank: RankData) -> pd.DataFrame:
 
 
 def device_sets(rank: RankData) -> DeviceSets:
-    """Give the device's time; raises NotMeasured where the trace holds none."""
+    """Return the device's time; raises NotMeasured where the trace holds none."""
     return rank.once(_device_sets)
 
 

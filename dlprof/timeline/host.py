@@ -26,7 +26,7 @@ _PYTHON_FUNCTION = re.compile(r"(?!CompiledFunction)[A-Za-z_]\w*(?<!\d)")
 
 
 def is_on_device(rank: RankData) -> NDArray[np.bool_]:
-    """Tell for each span whether it lies on a device lane."""
+    """Return for each span whether it lies on a device lane."""
     return rank.once(_is_on_device)
 
 
@@ -36,12 +36,12 @@ def _is_on_device(rank: RankData) -> NDArray[np.bool_]:
 
 
 def is_named(frame: pd.DataFrame, *prefixes: str) -> NDArray[np.bool_]:
-    """Tell for each span whether its name begins with one of the prefixes."""
+    """Return for each span whether its name begins with one of the prefixes."""
     return _are(frame["name"], [c.startswith(prefixes) for c in _texts(frame["name"])])
 
 
 def is_frame(frame: pd.DataFrame) -> NDArray[np.bool_]:
-    """Tell for each operator whether it may only span what hooks or Python do: the engine's, and Python's functions.
+    """Return for each operator whether it may only span what hooks or Python do: the engine's, and Python's functions.
 
     torch's own backward functions end with a digit (AddmmBackward0), its other operators have a namespace.
     """
@@ -50,17 +50,17 @@ def is_frame(frame: pd.DataFrame) -> NDArray[np.bool_]:
 
 
 def is_kind(frame: pd.DataFrame, *kinds: str) -> NDArray[np.bool_]:
-    """Tell for each span whether it is of one of the kinds."""
+    """Return for each span whether it is of one of the kinds."""
     return is_one_of(frame["kind"], *kinds)
 
 
 def is_one_of(column: pd.Series[str], *values: str) -> NDArray[np.bool_]:
-    """Tell for each value of a categorical column whether it is one of those given."""
+    """Return for each value of a categorical column whether it is one of those given."""
     return _are(column, [c in values for c in _texts(column)])
 
 
 def _texts(column: pd.Series[str]) -> list[str]:
-    """Give the categories of a column of texts; iterating over them would make a pandas object of each."""
+    """Return the categories of a column of texts; iterating over them would make a pandas object of each."""
     return cast("pd.Categorical", column.array).categories.tolist()
 
 
@@ -69,7 +69,7 @@ _FEW = 5
 
 
 def _are(column: pd.Series[str], wanted: list[bool]) -> NDArray[np.bool_]:
-    """Tell for each value of a categorical column whether its category is wanted."""
+    """Return for each value of a categorical column whether its category is wanted."""
     codes = cast("pd.Categorical", column.array).codes  # as they are: .cat makes a series of them
     few = [code for code, yes in enumerate(wanted) if yes]
     if len(few) > _FEW:
@@ -99,7 +99,7 @@ def _training_lane(rank: RankData) -> str:
 
 
 def on_training_thread(rank: RankData) -> pd.DataFrame:
-    """Give the spans of the training thread: kind, name, start_ns, dur_ns, launch and collective."""
+    """Return the spans of the training thread: kind, name, start_ns, dur_ns, launch and collective."""
     return rank.once(_on_training_thread)
 
 
@@ -112,7 +112,7 @@ def _on_training_thread(rank: RankData) -> pd.DataFrame:
 
 
 def cover(spans: pd.DataFrame, chosen: NDArray[np.bool_] | None = None) -> iv.Intervals:
-    """Give the time that spans cover."""
+    """Return the time that spans cover."""
     # The two columns, not the frame: choosing rows of all columns would cost more than all that follows.
     start, dur = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
     if chosen is not None:
@@ -131,7 +131,7 @@ def _in_calls(rank: RankData) -> iv.Intervals:
 
 
 def outermost(spans: pd.DataFrame) -> pd.DataFrame:
-    """Give the spans of one lane that lie in no other; they are in order of start, the longer first, as ever."""
+    """Return the spans of one lane that lie in no other; they are in order of start, the longer first, as ever."""
     if not len(spans):
         return spans
     start = spans["start_ns"].to_numpy()
@@ -144,7 +144,7 @@ MOST_DEEP = 256
 
 
 def parents(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Give of nested intervals, in order of start and the longer first, the one around each; -1: none is.
+    """Return of nested intervals, in order of start and the longer first, the one around each; -1: none is.
 
     One pass for each level of nesting: calls are a few levels deep, and there are many of them. What lies deeper than
     MOST_DEEP counts to the one at that depth: a file may hold millions of spans that are all the same.

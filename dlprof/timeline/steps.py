@@ -241,14 +241,14 @@ def _stretches(chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np
 
 
 def suspended(rank: RankData, start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Tell which of these stretches of time hold one in which the job was stopped, before it went on again."""
+    """Return which of these stretches of time hold one in which the job was stopped, before it went on again."""
     first = np.searchsorted(rank.resumed_ns, start - RESUMED_NS)
     found: NDArray[np.bool_] = first < np.searchsorted(rank.resumed_ns, end + RESUMED_NS, side="right")
     return found
 
 
 def _settled(dur: NDArray[np.float64], candidate: NDArray[np.bool_]) -> int:
-    """Give the row at which the warm-up is over."""
+    """Return the row at which the warm-up is over."""
     rows = np.flatnonzero(candidate)
     if not len(rows):
         return 0
@@ -274,12 +274,12 @@ def _chosen(rank: RankData, found: TracedSteps) -> NDArray[np.int64]:
 
 
 def _longest(found: NDArray[np.bool_], dur: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Give the steps that were found; where all of them were, as of a window of short steps, only the longest."""
+    """Return the steps that were found; where all of them were, as of a window of short steps, only the longest."""
     return found if not found.all() or len(dur) < 2 else dur == dur.max()
 
 
 def _unsteady(rank: RankData, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Tell which traced steps the light layer knows to be an epoch's first or last, or no training at all."""
+    """Return which traced steps the light layer knows to be an epoch's first or last, or no training at all."""
     if not rank.has("steps"):
         return np.zeros(len(numbers), dtype=bool)
     frame = rank.table("steps")
@@ -294,7 +294,7 @@ _STUDENT = (6.48, 2.20, 1.62, 1.42, 1.31, 1.25, 1.21, 1.18, 1.15, 1.14)
 
 
 def standard_error(values: NDArray[np.float64]) -> float:
-    """Give the standard error of the mean, widened where there are few values; 0 where there is but one.
+    """Return the standard error of the mean, widened where there are few values; 0 where there is but one.
 
     Twice this is half of the 95 % confidence interval, for any number of values.
     """
@@ -302,7 +302,7 @@ def standard_error(values: NDArray[np.float64]) -> float:
 
 
 def standard_errors(values: np.ndarray) -> NDArray[np.float64]:
-    """Give the standard error of each row's mean, as `standard_error` does."""
+    """Return the standard error of each row's mean, as `standard_error` does."""
     rows, n = values.shape
     if n < 2:
         return np.zeros(rows)
@@ -313,7 +313,7 @@ def standard_errors(values: np.ndarray) -> NDArray[np.float64]:
 
 @per_rank
 def step_means(rank: RankData) -> pd.DataFrame:
-    """Give one row: how many steady steps, their mean and its standard error in ns, source, unit, overhead, phases.
+    """Return one row: how many steady steps, their mean and its standard error in ns, source, unit, overhead, phases.
 
     lead_ns is from the start of a step to its first forward, fetching not counted. NaN: not known.
     """
@@ -343,7 +343,7 @@ def _lead(rank: RankData) -> float:
 
 @per_rank
 def step_series(rank: RankData) -> pd.DataFrame:
-    """Give the run's steps in order, thinned alike on all ranks: step, kind, times and phases in ns, and three flags.
+    """Return the run's steps in order, thinned alike on all ranks: step, kind, times and phases in ns, and three flags.
 
     From the light layer; where there is none, from the trace, with the wait in the loader as fetch_ns.
     """
@@ -380,7 +380,7 @@ def check_marked(run: Measured) -> None:
 
 
 def mean_step_ns(run: Measured) -> float:
-    """Give the mean steady step of the run: the mean over its ranks, in ns."""
+    """Return the mean steady step of the run: the mean over its ranks, in ns."""
     return float(run.frame(step_means)["step_ns"].mean())
 
 

@@ -56,7 +56,7 @@ CHECKS = (
 
 
 def command(tmp_path: Path, *options: str) -> tuple[list[str], dict[str, str]]:
-    """Give the command that runs the checks of MODULE, and its environment."""
+    """Return the command that runs the checks of MODULE, and its environment."""
     (tmp_path / "made_up_checks.py").write_text(MODULE)
     words = ["-m", "benchmarks.gpu", "--rehearse", "--checks", "made_up_checks", "--out", str(tmp_path / "out")]
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{jobs.ROOT}", "LEFT": str(tmp_path / "left")}

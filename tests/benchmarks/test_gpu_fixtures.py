@@ -44,7 +44,7 @@ def run_folder(at: Path, host: str = "node-17.cluster.example", **facts: Any) ->
 
 
 def texts(folder: Path) -> dict[str, str]:
-    """Give the text of every file below a folder, by its path."""
+    """Return the text of every file below a folder, by its path."""
     found = {}
     for path in folder.rglob("*"):
         if path.is_file():

@@ -36,12 +36,12 @@ def result(**found: float) -> dict[str, Any]:
 
 
 def failed(judge: str, said: Mapping[str, Any], oracle: Mapping[str, Any], folder: Path = Path()) -> list[str]:
-    """Give the names of the parts that fail."""
+    """Return the names of the parts that fail."""
     return [part.name for part in JUDGES[judge](Recording(folder, said, oracle)) if part.state == "failed"]
 
 
 def change(said: dict[str, Any], *path: Any, to: Any) -> dict[str, Any]:
-    """Give a result with one value changed."""
+    """Return a result with one value changed."""
     changed = copy.deepcopy(said)
     place = changed
     for key in path[:-1]:

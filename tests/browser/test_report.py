@@ -66,7 +66,7 @@ Open = Callable[..., webdriver.Chrome]
 
 @pytest.fixture
 def opened(browser: webdriver.Chrome, tmp_path: Path) -> Open:
-    """Give a function that renders a result, opens it from disk in a theme and waits until its figures are drawn."""
+    """Return a function that renders a result, opens it from disk in a theme and waits until its figures are drawn."""
 
     def opened(shown: str | Result, theme: str = "light") -> webdriver.Chrome:
         page = tmp_path / "report.html"
@@ -297,7 +297,7 @@ def test_the_keyboard_reaches_every_part_and_zooms(opened: Open) -> None:
 
 
 def column(browser: webdriver.Chrome, label: str, place: int) -> list[str]:
-    """Give the cells of a column that are shown, of the table in the region of that label."""
+    """Return the cells of a column that are shown, of the table in the region of that label."""
     return list(
         browser.execute_script(
             'return [...document.querySelector(`[aria-label="${arguments[0]}"] table`).tBodies[0].rows]'
@@ -375,7 +375,7 @@ def test_the_pointer_tells_time_and_number_of_a_step(opened: Open) -> None:
 
 
 def grave_faults(browser: webdriver.Chrome) -> dict[str, list[str]]:
-    """Give what axe-core holds for serious or critical, by rule, with the first elements."""
+    """Return what axe-core holds for serious or critical, by rule, with the first elements."""
     browser.set_script_timeout(60)
     found = browser.execute_async_script(
         f"{AXE.read_text(encoding='utf-8')}; const done = arguments[0];"

@@ -85,7 +85,7 @@ def written(folder: Path, body: str) -> Path:
 
 
 def counted(run: Path) -> dict[tuple[str, str], Counter[int]]:
-    """Give role and function → the hits of its lines, the first line of its body being 1."""
+    """Return role and function → the hits of its lines, the first line of its body being 1."""
     table = read(run / "ranks/00000/lines.jsonl").tables["lines"]
     out: dict[tuple[str, str], Counter[int]] = {}
     for (role, function), part in table.groupby(["role", "function"], observed=True):

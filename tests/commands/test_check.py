@@ -13,7 +13,7 @@ from tests import traces
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give a trace of one rank whose steps of 990 µs wait 300 µs for data, and do nothing else but compute."""
+    """Return a trace of one rank whose steps of 990 µs wait 300 µs for data, and do nothing else but compute."""
     made = []
     for n in range(6):
         t = 10_000_000 + n * 1_000_000

@@ -33,7 +33,7 @@ def job(folder: Path, step: int, wait: int, workers: int, world: int = 1) -> Pat
 
 @pytest.fixture
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """Give a run that waits 40 of its 100 ms for data, and one with two workers that takes 62; stand beside them."""
+    """Return a run that waits 40 of its 100 ms for data, and one with two workers that takes 62; stand beside them."""
     monkeypatch.chdir(tmp_path)
     return job(tmp_path / "slow", 100, 40, 0), job(tmp_path / "fixed", 62, 2, 2)
 

@@ -23,7 +23,7 @@ def run(*words: str | Path) -> Result:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give a folder of two ranks' traces, and stand beside it."""
+    """Return a folder of two ranks' traces, and stand beside it."""
     monkeypatch.chdir(tmp_path)
     for r in range(2):
         traces.write(tmp_path / "traces" / f"rank{r}.json", traces.training(rank=r))

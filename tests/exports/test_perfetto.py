@@ -26,7 +26,7 @@ Event = dict[str, Any]
 
 
 def job(rank: int, late: int, ahead: int = 0, host: str = "node-1") -> dict[str, Any]:
-    """Give a trace of two steps in which this rank comes so late to an all-reduce that all leave at 700 µs."""
+    """Return a trace of two steps in which this rank comes so late to an all-reduce that all leave at 700 µs."""
     events: list[Any] = []
     for n in range(2):
         t = n * MS + ahead
@@ -46,7 +46,7 @@ def written(path: Path, out: Path) -> tuple[list[Event], perfetto.Written]:
 
 
 def tracks(events: list[Event]) -> dict[tuple[str, str], list[Event]]:
-    """Give the spans of each track, by the names of process and track."""
+    """Return the spans of each track, by the names of process and track."""
     names = {
         (e["pid"], e["tid"], e["name"]): e["args"]["name"]
         for e in events
@@ -196,7 +196,7 @@ def sampled_job(folder: Path) -> Path:
 
 
 def counters(events: list[Event]) -> dict[str, list[tuple[float, float]]]:
-    """Give the values of each counter, with when they begin in ms, by its name and unit."""
+    """Return the values of each counter, with when they begin in ms, by its name and unit."""
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for e in events:
         if e["ph"] == "C":

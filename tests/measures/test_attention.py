@@ -29,7 +29,7 @@ LAUNCHES = (
 
 
 def on_a_device(path: Path, told: dict[str, Any], device: str = A100) -> RankData:
-    """Give a trace of the CPU a device: each operator that would launch a kernel there launches one of 10 µs."""
+    """Return a trace of the CPU a device: each operator that would launch a kernel there launches one of 10 µs."""
     ops = [e for e in told["traceEvents"] if e.get("cat") == "cpu_op"]
     ops.sort(key=lambda e: (e["tid"], e["ts"], -e["dur"]))
     begin = min(e["ts"] for e in ops)
@@ -183,7 +183,7 @@ def test_what_a_fused_kernel_takes_goes_by_arithmetic_and_type(tmp_path: Path) -
 
 
 def scores(batch: int, length: int, width: int, dtype: str, at: int) -> list[Any]:
-    """Give one forward pass on a device: a product, the softmax and a product, of 10 ms each."""
+    """Return one forward pass on a device: a product, the softmax and a product, of 10 ms each."""
     product = [[batch, length, width], [batch, width, length]]
     second = [[batch, length, length], [batch, length, width]]
     named = (("aten::bmm", product), ("aten::_softmax", [second[0], [], []]), ("aten::bmm", second))

@@ -18,7 +18,7 @@ FACTS = {**runs.CPU, "backend": "gloo", "cpu": {"torch_threads": 1}}
 def rank_with(
     folder: Path, facts: dict[str, Any], waits: int = 2 * MS, n: int = 20, files: str = "steps loading", **used: Any
 ) -> RankData:
-    """Give a rank of steps of 10 ms, of which its training thread stands still for some."""
+    """Return a rank of steps of 10 ms, of which its training thread stands still for some."""
     path = runs.recorded(folder / "run", (None, [runs.light(k, 10 * MS) for k in range(n)], facts))
     runs.loading(path, 0, **{"step": 10 * MS, "wait": waits, "fetch": 0, "cpu": 0, "n": n, "workers": 1} | used)
     at = path / "ranks" / "00000"

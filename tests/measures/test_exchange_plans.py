@@ -29,7 +29,7 @@ DDP = {"bucket_cap_mb": 1.0, "find_unused_parameters": False}
 def step(
     *reduced: tuple[int, int, int], forward: int = 2 * MS, backward: int = 3 * MS, period: int = 10 * MS
 ) -> list[Any]:
-    """Give a step of one rank: a forward and a backward kernel, and all-reduces of (start, length, float32 numbers)."""
+    """Return step of one rank: a forward and a backward kernel, and all-reduces of (start, length, float32 numbers)."""
     events: list[Any] = [traces.step(0, 0, period)]
     events += traces.launched("gemm", 0, 10 * US, forward, 1)
     call = traces.call("cudaLaunchKernel", 20 * US, 5 * US, 2, tid=traces.AUTOGRAD)
@@ -66,7 +66,7 @@ def test_where_nothing_tells_the_backward_pass_all_computation_counts(tmp_path: 
 
 
 def sizes(*, small: int, large: int) -> list[tuple[int, int, int]]:
-    """Give three small and three large all-reduces after the backward pass: 100 µs to start, 1 µs for 10,000 bytes."""
+    """Return three small and three large all-reduces after backward pass: 100 µs to start, 1 µs for 10,000 bytes."""
     found, at = [], 5_010 * US
     for elements in (small, large) * 3:
         dur = 100 * US + elements * 4 // 10

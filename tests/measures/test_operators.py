@@ -20,7 +20,7 @@ THIN = ([8192, 8], [8, 8192])
 
 
 def product(name: str, at: int, kernel: str, start: int, dur: int, n: int, *shapes: list[int], dtype: str) -> list[Any]:
-    """Give an operator of 20 µs with its shapes, its launch, and its kernel."""
+    """Return an operator of 20 µs with its shapes, its launch, and its kernel."""
     args = {"Input Dims": [*shapes, []], "Input type": [*[dtype] * len(shapes), "Scalar"]}
     return [traces.op(name, at, 20_000, **args), *traces.launched(kernel, at + 5_000, start, dur, n)]
 

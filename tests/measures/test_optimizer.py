@@ -41,7 +41,7 @@ def test_a_foreign_trace_of_a_cpu_tells_its_ranges_and_operators(tmp_path: Path)
 
 
 def waiting(folder: Path, mark: str, untraced: int) -> float:
-    """Give what an optimizer takes that waits for 3 of its 4 traced ms until something is exchanged."""
+    """Return what an optimizer takes that waits for 3 of its 4 traced ms until something is exchanged."""
     events = [
         e
         for n in range(3)

@@ -37,7 +37,7 @@ SECOND: Sequence[Chunk] = [
 
 
 def called(step: int, chunks: Sequence[Chunk], begin: int, end: int) -> list[dict[str, Any]]:
-    """Give the lines of one schedule.step() from `begin` to `end` ms into a step of `runs.light`."""
+    """Return the lines of one schedule.step() from `begin` to `end` ms into a step of `runs.light`."""
     zero = traces.BASE_NS + step * 1_000 * MS
     busy = sum(c[4] for c in chunks) * MS
     lines = [{"step": step, "action": "schedule", "start_ns": zero + begin * MS, "dur_ns": (end - begin) * MS}]

@@ -33,7 +33,7 @@ def named(schedule: str, action: Action) -> str:
 
 
 def passed(action: Action, at: int, length: int) -> list[Any]:
-    """Give a pass's operators; a backward's lie within what autograd evaluates."""
+    """Return a pass's operators; a backward's lie within what autograd evaluates."""
     if action[1] != "forward":
         return [
             traces.op("autograd::engine::evaluate_function: MmBackward0", at, length),
@@ -110,7 +110,7 @@ def ranged(schedule: str, passes: list[tuple[Action, int, int]], plan: Grid) -> 
 
 
 def unnamed(_schedule: str, passes: list[tuple[Action, int, int]], plan: Grid) -> list[Any]:
-    """Give the calls that send and receive around each pass."""
+    """Return the calls that send and receive around each pass."""
     events = []
     for (stage, what, _), begin, end in passes:
         first, last = stage == 0, stage == plan.stages - 1

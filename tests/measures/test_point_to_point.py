@@ -31,7 +31,7 @@ def issued(name: str, peer: int, at: int) -> Any:
 
 
 def batch(at: int, start: int, number: int) -> list[Any]:
-    """Give the launch and the kernel of several sends and receives at once."""
+    """Return the launch and the kernel of several sends and receives at once."""
     return traces.launched("ncclDevKernel_SendRecv(ncclDevKernelArgs)", at, start, MS, number, stream=21)
 
 

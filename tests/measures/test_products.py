@@ -13,7 +13,7 @@ PEAKS = {"float8": 400e12, "bfloat16": 200e12, "float32": 20e12}
 
 
 def frame(*rows: Mapping[str, Any]) -> pd.DataFrame:
-    """Give rows of operators of one call, each of 1 ms, whose FLOPs are those of their shapes."""
+    """Return rows of operators of one call, each of 1 ms, whose FLOPs are those of their shapes."""
     made = []
     for row in rows:
         flops, size = products(str(row["operator"]), str(row["shape"]), str(row["dtype"]))

@@ -34,14 +34,14 @@ def took(made: Grid, forward: float, inputs: float, weights: float) -> dict[Acti
 
 
 def bubble(schedule: str, ranks: int, microbatches: int, chunks: int, *passes: float) -> float:
-    """Give the idle share of a step whose stages are alike, each pass of so many ns a rank and micro-batch."""
+    """Return the idle share of a step whose stages are alike, each pass of so many ns a rank and micro-batch."""
     made = grid(schedule, ranks, microbatches, chunks)
     step = replay(made.rows, took(made, *(t / chunks for t in passes)), made.held)
     return 1 - microbatches * sum(passes) / step
 
 
 def torchs(schedule: str, ranks: int, microbatches: int, chunks: int) -> list[list[Action]]:
-    """Give torch's own grid, pairs of actions that it does as one taken apart."""
+    """Return torch's own grid, pairs of actions that it does as one taken apart."""
     visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer", reason="torch >= 2.9 has it")
 
     def flat(row: list[Any]) -> Iterator[Action]:

@@ -20,7 +20,7 @@ def measure(folder: Path, *events: object, **more: object) -> pd.DataFrame:
 
 
 def item(at: int, until: int, correlation: int) -> list[traces.Event]:
-    """Give a `.item()`: a copy home to ordinary memory, and a wait for the stream; the device is busy till `until`."""
+    """Return `.item()`: a copy home to ordinary memory, and a wait for the stream; the device is busy till `until`."""
     return [
         traces.op("aten::item", at, until - at + 20 * US),
         traces.op("aten::_local_scalar_dense", at + US, until - at + 15 * US),

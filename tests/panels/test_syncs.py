@@ -17,7 +17,7 @@ US = 1_000
 
 
 def job(rank: int, until: int) -> dict[str, Any]:
-    """Give one traced step in which `.item()` waits from 1 ms on, and the device then idles until 7 ms."""
+    """Return one traced step in which `.item()` waits from 1 ms on, and the device then idles until 7 ms."""
     return traces.trace(
         traces.step(1, 0, 10 * MS),
         traces.launched("gemm", 0, 10 * US, until - 12 * US, 1),

@@ -22,7 +22,7 @@ def draw(folder: Path, *made: dict[str, Any]) -> Panel:
 
 
 def at(panel: Panel, lane: str, name: str) -> tuple[int, int]:
-    """Give when a piece begins and how long it is, ns."""
+    """Return when a piece begins and how long it is, ns."""
     ((start, dur),) = [(row[1], row[2]) for row in panel.rows if row[0] == lane and row[3] == name]
     return start, dur
 

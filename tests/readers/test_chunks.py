@@ -23,7 +23,7 @@ REAL = SHARED / "dlrm_v100_8ranks" / "worker0_step_12.1694128201545.pt.trace.jso
 
 
 def small(**keys: Any) -> dict[str, Any]:
-    """Give a trace with one event of each sort, so that cutting it at every byte takes seconds."""
+    """Return a trace with one event of each sort, so that cutting it at every byte takes seconds."""
     events = [
         traces.step(7, 1_000, 9_000),
         traces.op("aten::mm", 2_000, 3_456, stack='a\\b "},{" [{'),
@@ -66,7 +66,7 @@ def assert_part_of(path: Path, whole: Reading) -> int:
 
 
 def old_order(layout: traces.Layout) -> bytes:
-    """Give the small trace with its base behind its events, as Kineto wrote it before torch 2.13."""
+    """Return the small trace with its base behind its events, as Kineto wrote it before torch 2.13."""
     made = small()
     made["baseTimeNanoseconds"] = made.pop("baseTimeNanoseconds")
     return traces.dump(made, layout)

@@ -13,7 +13,7 @@ OPERATORS = (("mm", 80.0), ("convolution", 31.0), ("relu", 0.2))
 
 
 def measured(result: Result, noise: float = 0.4, slower: float = 1.0) -> Result:
-    """Give a result with what a comparison wants to know: noise, operators, collectives, and other figures."""
+    """Return a result with what a comparison wants to know: noise, operators, collectives, and other figures."""
     window = result.window
     if window is None:
         return result

@@ -101,7 +101,7 @@ def written(path: Path, data: bytes) -> None:
 
 
 def changed(value: Any, at: random.Random) -> Any:
-    """Give a piece of JSON with one value in it replaced, left out, or twice."""
+    """Return a piece of JSON with one value in it replaced, left out, or twice."""
     if isinstance(value, dict) and value and at.random() < 0.9:
         key = at.choice(sorted(value))
         if at.random() < 0.15:

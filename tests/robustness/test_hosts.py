@@ -31,14 +31,14 @@ NAMES = 'echo "$1" > /proc/sys/kernel/hostname && shift && exec "$@"'
 
 
 def on_host(name: str, command: list[str]) -> list[str]:
-    """Give the words that run a command on a host of that name."""
+    """Return the words that run a command on a host of that name."""
     ahead = str(HOSTS[name])
     spaces = ["unshare", "--uts", "--time", "--monotonic", ahead, "--boottime", ahead, "--fork", "--kill-child"]
     return [*spaces, "sh", "-c", NAMES, "sh", name, *command]
 
 
 def can_be_made() -> bool:
-    """Tell whether this user and kernel can make hosts."""
+    """Return whether this user and kernel can make hosts."""
     if shutil.which("unshare") is None:
         return False
     return not subprocess.run(on_host("beta", ["true"]), capture_output=True, check=False).returncode
@@ -74,7 +74,7 @@ dist.destroy_process_group()
 
 
 def overlap(one: pd.DataFrame, other: pd.DataFrame) -> int:
-    """Tell how many rows two tables have in common, all of which are at the same time, in part at least."""
+    """Return how many rows two tables have in common, all of which are at the same time, in part at least."""
     n = min(len(one), len(other))
     starts = np.stack([table["start_ns"].to_numpy()[:n] for table in (one, other)])
     ends = starts + np.stack([table["dur_ns"].to_numpy()[:n] for table in (one, other)])
@@ -115,7 +115,7 @@ def test_two_machines_of_one_name_are_two_hosts(tmp_path: Path) -> None:
         path.write_text(f"{path.name[-1] * 8}-0000\n")
 
     def clone(boot: Path, command: list[str]) -> list[str]:
-        """Give the words that run a command where this machine's name and boot are a clone's."""
+        """Return the words that run a command where this machine's name and boot are a clone's."""
         script = f'mount --bind "{boot}" /proc/sys/kernel/random/boot_id && {NAMES}'
         return ["unshare", "--uts", "--mount", "--fork", "--kill-child", "sh", "-c", script, "sh", "clone", *command]
 

@@ -66,7 +66,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def both_ranks(run: Path) -> list[Any]:
-    """Give what the two ranks of a run said, once it is sure that they are its only ones."""
+    """Return what the two ranks of a run said, once it is sure that they are its only ones."""
     assert sorted(path.name for path in (run / "ranks").iterdir()) == ["00000", "00001"]
     told = [facts(run / f"ranks/{rank:05d}") for rank in (0, 1)]
     assert [(one["rank"], one["local_rank"], one["world_size"]) for one in told] == [(0, 0, 2), (1, 1, 2)]
@@ -75,7 +75,7 @@ def both_ranks(run: Path) -> list[Any]:
 
 
 def mpirun(kind: str) -> list[str]:
-    """Give the words that start two tasks of this machine; the test is skipped where that kind of MPI is not here."""
+    """Return the words that start two tasks of this machine; the test is skipped where that kind of MPI is not here."""
     for name in (f"mpirun.{kind}", "mpirun"):
         command = shutil.which(name)
         if command is None:
@@ -220,7 +220,7 @@ def test_tasks_of_srun_share_a_folder_and_an_allocation_of_two_is_no_job_of_two(
 
 
 def submitted(script: Path, env: dict[str, str], *options: str, inside: bool, kind: str = "long") -> str:
-    """Give the job of two tasks that train for long, recorded into `run` beside the script, once both have begun.
+    """Return the job of two tasks that train for long, recorded into `run` beside the script, once both have begun.
 
     dlprof wraps each task `inside` of srun, or else srun.
     """

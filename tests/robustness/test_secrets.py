@@ -27,7 +27,7 @@ SECRETS = [f"hunter{n}" for n in range(6)]
 
 
 def held(folder: Path) -> bytes:
-    """Give all that the files of a folder hold, unpacked."""
+    """Return all that the files of a folder hold, unpacked."""
     found = b""
     for path in folder.rglob("*"):
         if path.is_file():

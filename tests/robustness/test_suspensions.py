@@ -43,7 +43,7 @@ STOPPED_S = 4.0
 
 
 def freezers() -> Iterator[tuple[Path, str, str]]:
-    """Give where control groups can be frozen here: the folder, the file in a group, and what stops it in there."""
+    """Return where control groups can be frozen here: the folder, the file in a group, and what stops it in there."""
     for line in Path("/proc/mounts").read_text().splitlines():
         _, place, kind, options, *_ = line.split()
         if not os.access(place, os.W_OK):

@@ -8,7 +8,7 @@ from dlprof.run import open_run
 
 
 def ask(rule: Rule, path: Path) -> Outcome:
-    """Give what became of the rule; one that broke, or claims more than the step has of it, fails the test."""
+    """Return what became of the rule; one that broke, or claims more than the step has of it, fails the test."""
     outcome = diagnose(open_run(path), [rule], jobs=1).outcomes[0]
     assert outcome.state != "error", outcome.why
     assert "Cut to what the step has" not in outcome.sure, outcome.summary

@@ -37,16 +37,16 @@ def train(name: str, *options: str, ranks: int = 2, limit_s: int = 180) -> subpr
 
 
 def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
-    """Give the losses that a run printed; fail where it did not end well."""
+    """Return the losses that a run printed; fail where it did not end well."""
     assert done.returncode == 0, done.stdout + done.stderr
     return [float(x) for x in re.findall(r"loss (\S+)", done.stdout)]
 
 
 def planted(name: str) -> set[str]:
-    """Give the faults that a workload's code looks for."""
+    """Return the faults that a workload's code looks for."""
     return set(re.findall(r'args\.fault [!=]= "(\w+)"', (FOLDER / f"{name}.py").read_text()))
 
 
 def listed() -> str:
-    """Give the text that lists all workloads and their faults."""
+    """Return the text that lists all workloads and their faults."""
     return (FOLDER / "README.md").read_text()

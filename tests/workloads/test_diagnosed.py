@@ -23,7 +23,7 @@ def outcomes(folder: Path, fault: str = "") -> dict[str, dict[str, Any]]:
 
 
 def shown_with(workload: str, fault: str) -> list[str]:
-    """Give the options that a fault needs to cost more than a little."""
+    """Return the options that a fault needs to cost more than a little."""
     shown = constant(ROOT / "workloads" / f"{workload}.py", "SHOWN_WITH") or {}
     return str(shown.get(fault, "")).split()
 

@@ -27,7 +27,7 @@ def _few_workers(seed: int) -> Job:
 
 
 def _enough(job: Job) -> Job:
-    """Give the loader as many workers as keep up, and no more."""
+    """Return the loader as many workers as keep up, and no more."""
     assert job.loader is not None
     return with_loader(job, workers=int(job.loader.fetch / (0.8 * step_of(job))) + 1)
 
