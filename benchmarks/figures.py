@@ -3,8 +3,7 @@
     python -m benchmarks.figures ../shared/traces/* reports/*/*/result.json --save before.json
     python -m benchmarks.figures ../shared/traces/* reports/*/*/result.json --against before.json
 
-A path is a run, a folder of traces, or a result.json, of which all figures are taken as they stand. Of outcomes that
-found nothing the state alone is compared, for a saving below the threshold was not always told. `--words` compares
+A path is a run, a folder of traces, or a result.json, of which all figures are taken as they stand. `--words` compares
 sentences as well.
 """
 
@@ -30,8 +29,8 @@ TOLERANCE = 1e-9
 
 # By what an entry of a list is known; others by their place in it.
 _NAMES = (("id",), ("rank", "category"), ("rank", "culprit", "category"), ("kind", "name"), ("section", "name"))
-# What format 2 brought is not in what older code saved.
-_NOT_COMPARED = ("format", "saving", "dlprof", "manual", "path", "by_rank", "lost_share")
+# What is no figure of the run.
+_NOT_COMPARED = ("format", "dlprof", "manual", "path")
 _WORDS = (
     "title",
     "summary",
@@ -52,12 +51,7 @@ Flat = dict[str, float | str | None]
 
 def figures(data: Any, words: bool) -> Flat:
     """Return every figure of a result's plain data by its place: outcomes.input_wait.saving_ns."""
-    kept = {**data, "outcomes": [o if o["state"] == "found" else _state(o) for o in data["outcomes"]]}
-    return dict(_flat(kept, "", words))
-
-
-def _state(outcome: Any) -> Any:
-    return {"id": outcome["id"], "state": outcome["state"], "why": outcome.get("why", "")}
+    return dict(_flat(data, "", words))
 
 
 def _flat(value: Any, place: str, words: bool) -> Iterator[tuple[str, float | str | None]]:

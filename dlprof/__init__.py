@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from dlprof.run import Run
+    from dlprof.api import Run
 
 __version__ = "0.1.0"
 
@@ -25,11 +25,14 @@ _recorder: Any = None
 def open(path: str | os.PathLike[str]) -> Run:  # noqa: A001 - dlprof.open, as gzip.open
     """Open a recorded run, a folder of torch-profiler traces from anywhere, or one trace file.
 
+    Nothing is read yet but which files there are: `result`, `frame("breakdown")`, `figure("timeline")` read them.
+
     Raises dlprof.errors.DlprofError where there is nothing to report on.
     """
+    from dlprof.api import Run
     from dlprof.run import open_run
 
-    return open_run(path)
+    return Run(open_run(path))
 
 
 def step() -> None:

@@ -9,28 +9,20 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import pandas as pd
 
-from dlprof import __version__, overview
-from dlprof.engine import Measure, Measured, MeasureFailed, Progress, measure
+from dlprof import __version__, overview, run_warnings
+from dlprof.engine import Job, Maybe, Measured, MeasureFailed, Progress, check_needs, measure
 from dlprof.errors import DlprofError, NotMeasured
-from dlprof.estimate import Estimate
-from dlprof.measures.arithmetic import arithmetic
-from dlprof.measures.bandwidth import exchanged, size_class
-from dlprof.measures.blame import blame
-from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.loader import fed_ns, loader_means, worker_means
-from dlprof.measures.queue import device_lag
+from dlprof.estimate import LEAST_NOISE, Estimate
+from dlprof.measures.bandwidth import size_class
+from dlprof.measures.breakdown import part
 from dlprof.measures.replay import saving as replay
 from dlprof.measures.room import room
-from dlprof.measures.spread import spread
-from dlprof.measures.whole_job import loop_step_ns, whole_job
-from dlprof.measures.work import work_means
 from dlprof.panels import PICTURES
 from dlprof.result import (
     CATEGORIES,
@@ -49,14 +41,11 @@ from dlprof.result import (
     Work,
 )
 from dlprof.run import Run
-from dlprof.timeline.device import device_time
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import duration, percent
 
-# A rule speaks only where its saving is at least this share of the step, and twice the standard error of what it was
-# estimated from: what came and went by chance is no finding. Two per cent is where existing tools agree to be silent.
+# A finding saves at least this share of the step, and LEAST_NOISE times the standard error of what it was estimated
+# from. Two per cent is where existing tools agree to be silent.
 LEAST_SHARE = 0.02
-LEAST_NOISE = 2.0
 
 # Of what varies more than that, the least that the measured steps show is told: from where tools grade a loss as
 # notable.
@@ -69,7 +58,7 @@ _Piece = tuple[frozenset[str], float]
 
 @dataclass(frozen=True)
 class Rule:
-    """One known bottleneck. `check` returns an Estimate or raises NotMeasured; `needs`: all it may ask for.
+    """One known bottleneck. `check` returns an Estimate or raises NotMeasured; its parameters name what it needs.
 
     `saves_from`: the categories of `time` that its saving comes out of; none where it lies between the steady steps.
     `feeds`: its change makes the loader faster, whose pace bounds what other changes save. `notable`: the share of the
@@ -78,11 +67,13 @@ class Rule:
 
     id: str
     title: str
-    needs: tuple[Measure, ...]
-    check: Callable[[Measured], Estimate]
+    check: Callable[..., Estimate]
     saves_from: tuple[str, ...] = ()
     feeds: bool = False
     notable: float = LEAST_SHARE
+
+    def __post_init__(self) -> None:
+        check_needs(self.check)
 
     @property
     def manual(self) -> str:
@@ -91,60 +82,82 @@ class Rule:
 
 
 def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress: Progress | None = None) -> Result:
-    """Measure a run, ask every rule, and give the result."""
-    wanted = [m for r in rules for m in r.needs]
-    wanted += [m for p in PICTURES for m in p.needs]
-    wanted += [
-        blame,
-        breakdown,
-        device_lag,
-        device_time,
-        exchanged,
-        loader_means,
-        spread,
-        step_means,
-        whole_job,
-        work_means,
-        worker_means,
-        *overview.NEEDS,
-    ]
-    measured = measure(run, wanted, jobs, progress)
-    asked = [_ask(rule, measured) for rule in rules]
+    """Measure a run, ask every rule, and return the result."""
+    return diagnosed(measure(run, wanted(rules), jobs, progress), rules)
+
+
+def wanted(rules: Iterable[Rule]) -> list[Any]:
+    """Return what must be measured for a diagnosis."""
+    asked: list[Any] = [r.check for r in rules]
+    asked += [p.draw for p in PICTURES]
+    asked += [_judged_by, _window, _device, _time, _blame, _steps, _work, _exchanges]
+    return [*asked, *overview.SECTIONS, run_warnings.warnings]
+
+
+def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
+    """Ask every rule about a run that was measured, and return the result."""
+    basis = measured.call(_judged_by)
+    asked = [_ask(rule, measured, basis) for rule in rules]
     outcomes = [outcome for outcome, _ in asked]
     order = {"found": 0, "clear": 1, "not_measured": 2, "error": 3}
     outcomes.sort(key=lambda o: (order[o.state], -o.saving_ns, o.id))
     # What a finding shows is not shown twice.
     shown = [o.evidence for o in outcomes if o.evidence]
     return Result(
-        run=overview.run_info(measured),
-        window=_window(measured),
-        device=_device(measured),
-        time=_time(measured),
+        run=overview.run_info(measured.job, run_warnings.all_warnings(measured)),
+        window=measured.call(_window),
+        device=measured.call(_device),
+        time=measured.call(_time),
         outcomes=tuple(outcomes),
-        together=_together(measured, [(o, pieces) for o, pieces in asked if o.state == "found"]),
+        together=_together(basis, [(o, pieces) for o, pieces in asked if o.state == "found"]),
         panels=tuple(p for p in overview.drawn(measured, PICTURES) if p not in shown),
         facts=overview.facts(measured),
         dlprof=__version__,
-        blame=_blame(measured),
-        steps=_steps(measured),
-        work=_work(measured),
-        exchanges=_exchanges(measured),
+        blame=measured.call(_blame),
+        steps=measured.call(_steps),
+        work=measured.call(_work),
+        exchanges=measured.call(_exchanges),
     )
 
 
-def _ask(rule: Rule, run: Measured) -> tuple[Outcome, list[_Piece]]:
+@dataclass(frozen=True)
+class _Basis:
+    """What outcomes are judged by, each as far as it is known."""
+
+    ranks: tuple[int, ...]
+    mean_step_ns: Maybe[float]
+    loop_step_ns: Maybe[float]
+    of_step: Maybe[str]
+    fed_ns: Maybe[float]
+    breakdown: Maybe[pd.DataFrame]
+    own_time: Maybe[pd.DataFrame]
+
+
+def _judged_by(
+    job: Job,
+    mean_step_ns: Maybe[float],
+    loop_step_ns: Maybe[float],
+    of_step: Maybe[str],
+    fed_ns: Maybe[float],
+    breakdown: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+) -> _Basis:
+    return _Basis(job.ranks, mean_step_ns, loop_step_ns, of_step, fed_ns, breakdown, own_time)
+
+
+def _ask(rule: Rule, run: Measured, basis: _Basis) -> tuple[Outcome, list[_Piece]]:
     """Return what becomes of a rule, and the pieces of what it saves."""
 
     def outcome(state: str, **said: object) -> Outcome:
         return Outcome(**{"id": rule.id, "state": state, "title": rule.title, "manual": rule.manual, **said})  # type: ignore[arg-type]
 
     try:
-        estimate = rule.check(run)
+        estimate = run.call(rule.check)
         _check_figures(estimate)
         if estimate.scope == "risk":
             state, said = _risk(estimate)
         else:
-            state, said = _judged(rule, run, estimate)
+            state, said = _judged(rule, basis, estimate)
         found = outcome(state, **said)
     except NotMeasured as e:
         return outcome("not_measured", why=str(e)), []
@@ -156,16 +169,16 @@ def _ask(rule: Rule, run: Measured) -> tuple[Outcome, list[_Piece]]:
     return found, _pieces(rule, found.saving_ns, estimate.within) if saves else []
 
 
-def _judged(rule: Rule, run: Measured, estimate: Estimate) -> tuple[str, dict[str, object]]:
+def _judged(rule: Rule, basis: _Basis, estimate: Estimate) -> tuple[str, dict[str, object]]:
     """Return whether a bottleneck is found or clear, and the fields of its outcome.
 
     Raises NotMeasured where what it costs varies too much to tell.
     """
-    step = loop_step_ns(run) if estimate.scope == "job" else mean_step_ns(run)
-    of = "of the training loop's time" if estimate.scope == "job" else of_step(run)
-    fed = fed_ns(run) if estimate.scope == "step" and not rule.feeds else 0.0
+    step = basis.loop_step_ns.get() if estimate.scope == "job" else basis.mean_step_ns.get()
+    of = "of the training loop's time" if estimate.scope == "job" else basis.of_step.get()
+    fed = basis.fed_ns.get() if estimate.scope == "step" and not rule.feeds else 0.0
     unfed = max(step - fed, 0.0)
-    most = min(step, _room(rule, run), unfed)
+    most = min(step, _room(basis, rule.saves_from), unfed)
     saving = max(min(estimate.saving_ns, most), 0.0)
     share = saving / step if step else 0.0
     lost = (estimate.saving_ns if estimate.lost_ns is None else estimate.lost_ns) / step if step else 0.0
@@ -232,16 +245,14 @@ def lowered(sentence: str) -> str:
     return sentence[:1].lower() + sentence[1:]
 
 
-def _room(rule: Rule, run: Measured) -> float:
-    """Return what the mean steady step has of what a rule saves from, ns; infinity where it is not divided.
+def _room(basis: _Basis, categories: Collection[str]) -> float:
+    """Return what the mean steady step has of some categories, ns; infinity where it is not divided.
 
-    A rule and `time` may measure in different steps: the light layer's all, the trace's few. What a report shows must
+    A rule and `time` may measure in different steps: the step log's all, the trace's few. What a report shows must
     agree with itself, so the smaller of the two counts, and the reader is told.
     """
-    if rule.saves_from:
-        with suppress(NotMeasured, MeasureFailed):
-            return room(run, rule.saves_from)
-    return math.inf
+    frame = basis.breakdown.or_none() if categories else None
+    return math.inf if frame is None else room(frame, categories)
 
 
 def _pieces(rule: Rule, saving_ns: float, within: Mapping[str, float]) -> list[_Piece]:
@@ -254,7 +265,7 @@ def _pieces(rule: Rule, saving_ns: float, within: Mapping[str, float]) -> list[_
     return pieces if pieces and left <= 0 else [*pieces, (others or frozenset(rule.saves_from), left)]
 
 
-def _together(run: Measured, found: Sequence[tuple[Outcome, list[_Piece]]]) -> Together | None:
+def _together(basis: _Basis, found: Sequence[tuple[Outcome, list[_Piece]]]) -> Together | None:
     """Bound what all findings save together: what two of them claim is there once, and the step has no more of it.
 
     What they save from the same categories is at most what all of these would give; from different ones at most their
@@ -268,10 +279,10 @@ def _together(run: Measured, found: Sequence[tuple[Outcome, list[_Piece]]]) -> T
     dearest = max(o.saving_ns for o, _ in found)
     inside, job = ([(o, pieces) for o, pieces in found if o.scope == scope] for scope in ("step", "job"))
     pieces = [piece for _, mine in inside for piece in mine]
-    total = sum(_at_most(run, categories, claims) for categories, claims in _overlapping(pieces))
-    if inside and not set(run.ranks).intersection(*(o.ranks for o, _ in inside if o.ranks)):
-        total = _removable(run, frozenset().union(*(categories for categories, _ in pieces)))
-    step = loop_step_ns(run) if job else mean_step_ns(run)
+    total = sum(_at_most(basis, categories, claims) for categories, claims in _overlapping(pieces))
+    if inside and not set(basis.ranks).intersection(*(o.ranks for o, _ in inside if o.ranks)):
+        total = _removable(basis, frozenset().union(*(categories for categories, _ in pieces)))
+    step = basis.loop_step_ns.get() if job else basis.mean_step_ns.get()
     total = min(max(total + sum(o.saving_ns for o, _ in job), dearest), step)
     if total > max(dearest, (1 - LEAST_SHARE) * step):
         return None
@@ -290,19 +301,21 @@ def _overlapping(pieces: Iterable[_Piece]) -> list[tuple[frozenset[str], list[fl
     return groups
 
 
-def _at_most(run: Measured, categories: frozenset[str], claims: Sequence[float]) -> float:
+def _at_most(basis: _Basis, categories: frozenset[str], claims: Sequence[float]) -> float:
     """Return what findings save together that have these categories in common."""
-    return sum(claims) if len(claims) < 2 else min(sum(claims), max(_removable(run, categories), *claims))
+    return sum(claims) if len(claims) < 2 else min(sum(claims), max(_removable(basis, categories), *claims))
 
 
-def _removable(run: Measured, categories: frozenset[str]) -> float:
+def _removable(basis: _Basis, categories: frozenset[str]) -> float:
     """Return what the job saves without all of some categories, on every rank, ns; infinity where that is not known."""
-    with suppress(NotMeasured, MeasureFailed):
-        # What is waiting among communication and bubbles goes with its cause: a replay of the ranks' own time tells
-        # nothing of it.
-        waits = {"communication", "pipeline_bubble"} & categories
-        return room(run, categories) if waits else replay(run, part(run, *categories))
-    return math.inf
+    frame, own = basis.breakdown.or_none(), basis.own_time.or_none()
+    # What is waiting among communication and bubbles goes with its cause: a replay of the ranks' own time tells nothing
+    # of it.
+    if frame is not None and {"communication", "pipeline_bubble"} & categories:
+        return room(frame, categories)
+    if frame is None or own is None:
+        return math.inf
+    return replay(own, part(frame, *categories))
 
 
 def _speedup(share: float) -> float:
@@ -323,68 +336,54 @@ def _check_value(value: object) -> None:
         raise ValueError(f"{value!r} among its figures")
 
 
-def _rows(run: Measured, measure: Measure) -> list[dict[Any, Any]]:
+def _rows(frame: Maybe[pd.DataFrame]) -> list[dict[Any, Any]]:
     """Return a measure's rows, each a dictionary of plain Python values; none where it was not measured."""
-    try:
-        return run.frame(measure).to_dict("records")
-    except (NotMeasured, MeasureFailed):
-        return []
+    known = frame.or_none()
+    return [] if known is None else list(known.to_dict("records"))
 
 
-def _window(run: Measured) -> Window | None:
-    try:
-        means = run.frame(step_means)
-    except (NotMeasured, MeasureFailed):
+def _window(
+    step_means: Maybe[pd.DataFrame],
+    mean_step_ns: Maybe[float],
+    spread: Maybe[pd.DataFrame],
+    device_lag: Maybe[pd.DataFrame],
+    arithmetic: Maybe[pd.DataFrame],
+) -> Window | None:
+    means = step_means.or_none()
+    if means is None:
         return None
-    overhead = means["overhead"].mean()
-    computed = _arithmetic(run)
+    overhead, lag = means["overhead"].mean(), device_lag.or_none()
+    computed = arithmetic.or_none()
+    figures = {} if computed is None else computed[["flops", "mfu"]].mean().dropna().to_dict()
     return Window(
         steps=int(means["steps"].min()),
         source="steps" if (means["source"] == "steps").all() else "trace",
-        step_ns=mean_step_ns(run),
+        step_ns=mean_step_ns.get(),
         overhead=None if pd.isna(overhead) else float(overhead),
         unit="step" if (means["unit"] == "step").all() else "trace",
         traced_steps=int(means["traced_steps"].min()),
-        noise_ns=_noise(run),
-        lag_ns=_lag(run),
-        **computed,
+        noise_ns=_noise(spread.or_none()),
+        lag_ns=None if lag is None else float(lag["lag_ns"].mean()),
+        **{str(name): float(value) for name, value in figures.items()},
     )
 
 
-def _lag(run: Measured) -> float | None:
-    try:
-        return float(run.frame(device_lag)["lag_ns"].mean())
-    except (NotMeasured, MeasureFailed):
-        return None
-
-
-def _noise(run: Measured) -> float | None:
+def _noise(spread: pd.DataFrame | None) -> float | None:
     """Return the standard error of the run's mean step, ns. Ranks that wait for each other err together: no smaller one
     for there being many of them.
     """
-    try:
-        noise = run.frame(spread)["noise_ns"]
-    except (NotMeasured, MeasureFailed):
+    if spread is None or spread["noise_ns"].isna().any():
         return None
-    return None if noise.isna().any() else float(noise.mean())
+    return float(spread["noise_ns"].mean())
 
 
-def _arithmetic(run: Measured) -> dict[str, float]:
-    try:
-        means = run.frame(arithmetic)[["flops", "mfu"]].mean()
-    except (NotMeasured, MeasureFailed):
-        return {}
-    return {str(k): float(v) for k, v in means.items() if not pd.isna(v)}
+def _device(device_time: Maybe[pd.DataFrame]) -> tuple[DeviceTime, ...]:
+    return tuple(DeviceTime(**{str(k): int(v) for k, v in row.items()}) for row in _rows(device_time))
 
 
-def _device(run: Measured) -> tuple[DeviceTime, ...]:
-    return tuple(DeviceTime(**{str(k): int(v) for k, v in row.items()}) for row in _rows(run, device_time))
-
-
-def _time(run: Measured) -> tuple[TimePart, ...]:
-    try:
-        frame = run.frame(breakdown)
-    except (NotMeasured, MeasureFailed):
+def _time(breakdown: Maybe[pd.DataFrame]) -> tuple[TimePart, ...]:
+    frame = breakdown.or_none()
+    if frame is None:
         return ()
     total = frame.groupby("rank")["ns"].transform("sum")
     frame = frame.assign(
@@ -398,7 +397,7 @@ def _time(run: Measured) -> tuple[TimePart, ...]:
     )
 
 
-def _steps(run: Measured) -> tuple[RankStep, ...]:
+def _steps(spread: Maybe[pd.DataFrame]) -> tuple[RankStep, ...]:
     return tuple(
         RankStep(
             row["rank"],
@@ -407,18 +406,18 @@ def _steps(run: Measured) -> tuple[RankStep, ...]:
             None if math.isnan(row["noise_ns"]) else row["noise_ns"],
             tuple(row[f"q{i}"] for i in range(len(QUANTILES))),
         )
-        for row in _rows(run, spread)
+        for row in _rows(spread)
     )
 
 
-def _work(run: Measured) -> tuple[Work, ...]:
+def _work(work_means: Maybe[pd.DataFrame]) -> tuple[Work, ...]:
     return tuple(
         Work(row["kind"], str(row["name"]), *(float(row[c]) for c in ("calls", "ns", "noise_ns")))
-        for row in _rows(run, work_means)
+        for row in _rows(work_means)
     )
 
 
-def _exchanges(run: Measured) -> tuple[Exchange, ...]:
+def _exchanges(exchanged: Maybe[pd.DataFrame]) -> tuple[Exchange, ...]:
     return tuple(
         Exchange(
             row["collective"],
@@ -429,14 +428,13 @@ def _exchanges(run: Measured) -> tuple[Exchange, ...]:
             None if math.isnan(row["wait_ns"]) else row["wait_ns"],
             None if math.isnan(row["busbw"]) else row["busbw"],
         )
-        for row in _rows(run, exchanged)
+        for row in _rows(exchanged)
     )
 
 
-def _blame(run: Measured) -> tuple[Blame, ...]:
-    try:
-        frame, step = run.frame(blame), mean_step_ns(run)
-    except (NotMeasured, MeasureFailed):
+def _blame(blame: Maybe[pd.DataFrame], mean_step_ns: Maybe[float]) -> tuple[Blame, ...]:
+    frame, step = blame.or_none(), mean_step_ns.or_none()
+    if frame is None or step is None:
         return ()
     return tuple(
         Blame(int(r), int(by), str(c), float(n), float(n) / step)

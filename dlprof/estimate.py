@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from dlprof.result import Change, Forecast, Panel, Scalar, Scope, Setting
 
+# So many standard errors a figure must be away from nothing: what comes and goes by chance is no finding.
+LEAST_NOISE = 2.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:

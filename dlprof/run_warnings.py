@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pandas as pd
 
-from dlprof.engine import Measure, Measured, MeasureFailed
-from dlprof.errors import NotMeasured
-from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.window import window_likeness
+from dlprof.engine import Job, Maybe, Measured
+from dlprof.measures.breakdown import part
 from dlprof.run import together
-from dlprof.timeline.steps import step_means
 from dlprof.units import count, digits, few, percent
-
-NEEDS: tuple[Measure, ...] = (breakdown, step_means, window_likeness)
 
 # A trace that links less of the device's work to its launches says so.
 _LINKED = 0.5
@@ -29,36 +26,34 @@ _ALIKE = (0.9, 1.3)
 _SLOWER = 1.05
 
 
-def warnings(run: Measured) -> list[str]:
-    """Return the warnings of a run, a sentence each: the recorder's own first."""
-    found, missing = list(run.run.warnings), run.missing_ranks
+def all_warnings(run: Measured) -> list[str]:
+    """Return the warnings of a run, a sentence each: the recorder's own first, what failed last."""
+    return [*run.call(warnings), *_of_ranks(run)]
+
+
+def warnings(
+    job: Job,
+    step_means: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    window_likeness: Maybe[pd.DataFrame],
+) -> list[str]:
+    """Return the warnings about what was recorded and measured."""
+    found, missing = list(job.run.warnings), job.missing_ranks
     if missing:
         are = "is" if len(missing) == 1 else "are"
-        found.append(f"{len(missing)} of {run.world_size} ranks {are} not here: {few(missing, 12)}")
-    return [*found, *_undivided(run), *_of_window(run), *_of_rest(run), *_of_ranks(run)]
+        found.append(f"{len(missing)} of {job.world_size} ranks {are} not here: {few(missing, 12)}")
+    means, likeness = step_means.or_none(), window_likeness.or_none()
+    if likeness is not None:
+        found += _of_window(job, likeness)
+    if means is not None and breakdown.or_none() is not None:
+        found += _of_rest(job, means.set_index("rank"), part(breakdown.get(), "other"))
+    elif means is not None and not breakdown.broke:
+        found.append(f"where the time goes was not measured: {breakdown.why()}")
+    return found
 
 
-def _undivided(run: Measured) -> list[str]:
-    """Say why steps of a known length are not divided; nothing where they are."""
-    try:
-        run.frame(step_means)
-    except (NotMeasured, MeasureFailed):
-        return []
-    try:
-        run.frame(breakdown)
-    except NotMeasured as e:
-        return [f"where the time goes was not measured: {e}"]
-    except MeasureFailed:  # told among those that failed
-        return []
-    return []
-
-
-def _of_window(run: Measured) -> list[str]:
+def _of_window(job: Job, frame: pd.DataFrame) -> list[str]:
     """Say where the traced steps of a device job are not like the others, and what the trace lacks."""
-    try:
-        frame = run.frame(window_likeness)
-    except (NotMeasured, MeasureFailed):
-        return []
     said = []
     ratio, after = frame["ratio"].mean(), frame["after"].mean()
     if not pd.isna(ratio) and not _ALIKE[0] <= ratio <= _ALIKE[1]:
@@ -69,7 +64,7 @@ def _of_window(run: Measured) -> list[str]:
         )
         said.append(f"the traced steps take {digits(ratio)} × as long as the others: {why}; shares are of such steps")
     if not pd.isna(after) and after > _SLOWER and after - 1 > 2 * frame["after_noise"].mean():
-        torn = {(run.facts[r].get("window") or {}).get("cupti_torn_down") for r in run.ranks}
+        torn = {(job.facts[r].get("window") or {}).get("cupti_torn_down") for r in job.ranks}
         why = ": the profiler still listens to the GPU" if torn != {True} else ", for a reason that was not recorded"
         said.append(f"steps after the traced ones take {digits(after)} × as long as those before{why}")
     if len(frame) and (n := int(frame["without_work"].max())):
@@ -86,17 +81,13 @@ def _of_window(run: Measured) -> list[str]:
     return said
 
 
-def _of_rest(run: Measured) -> list[str]:
+def _of_rest(job: Job, means: pd.DataFrame, rest: Mapping[int, float]) -> list[str]:
     """Say what is known of the part of a step that is in no category, where it is large."""
-    try:
-        rest, means = part(run, "other"), run.frame(step_means).set_index("rank")
-    except (NotMeasured, MeasureFailed):
-        return []
     shares = {r: ns / float(means["step_ns"].loc[r]) for r, ns in rest.items()}
     worst = max(shares, key=lambda r: shares[r], default=None)
     if worst is None or shares[worst] < _NOTABLE_REST:
         return []
-    of = f"{percent(shares[worst])} of a step" + (f" of rank {worst}" if len(run.ranks) > 1 else "")
+    of = f"{percent(shares[worst])} of a step" + (f" of rank {worst}" if len(job.ranks) > 1 else "")
     if not means["traced_steps"].loc[worst]:
         return [f"of {of} only so much is known that it is no waiting for data: no step was traced"]
     return [

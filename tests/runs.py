@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from dlprof.engine import Measure, Measured, RankData, measure
+from dlprof.engine import JOB, RANK, Measure, Measured, RankData, every_measure, measure, needs_of
 from dlprof.run import TRACE, Rank, open_run
+from dlprof.tables import TABLES
 from tests import traces
+
+T = TypeVar("T")
+
+MEASURES = {m.name for m in every_measure()}
 
 MS = 1_000_000
 
@@ -132,6 +137,22 @@ def rank_of(folder: Path, made: dict[str, Any]) -> RankData:
     return RankData(Rank(0, {TRACE: traces.write(folder / "trace.json", made)}))
 
 
-def measured(path: Path, *wanted: Measure) -> Measured:
+def measured(path: Path, *wanted: Measure[Any] | Callable[..., Any]) -> Measured:
     """Measure a run in this process."""
     return measure(open_run(path), wanted, jobs=1)
+
+
+def asked(of: Measured | RankData, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Return what a function makes of `args`, and of what its other parameters name."""
+    given, found = list(args), []
+    for name in (need.name for need in needs_of(function) if need.name not in kwargs):
+        if name in MEASURES or (name == JOB if isinstance(of, Measured) else name in (RANK, *TABLES)):
+            found.append(of._value(next(need for need in needs_of(function) if need.name == name)))
+        elif given:
+            found.append(given.pop(0))
+    return function(*found, *given, **kwargs)
+
+
+def called(path: Path, function: Callable[..., T]) -> T:
+    """Return what a function (a panel's `draw`, a rule's `check`) makes of what its parameters name, of a run."""
+    return measured(path, function).call(function)

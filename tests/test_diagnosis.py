@@ -13,29 +13,25 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dlprof import diagnosis
-from dlprof.diagnosis import LEAST_NOISE, LEAST_SHARE, Rule, diagnose, rule_named
-from dlprof.engine import Measured, RankData, per_rank
+from dlprof import engine
+from dlprof.diagnosis import LEAST_SHARE, Rule, diagnose, rule_named
+from dlprof.engine import per_rank
 from dlprof.errors import DlprofError, NotMeasured
-from dlprof.estimate import Estimate, Explanation, change, nothing
-from dlprof.measures.replay import own_time
-from dlprof.measures.whole_job import whole_job
+from dlprof.estimate import LEAST_NOISE, Estimate, Explanation, change, nothing
 from dlprof.result import CATEGORIES, MOST_RANKS, Panel, to_json
 from dlprof.rules import RULES
 from dlprof.run import Run, open_run
-from dlprof.timeline.device import device_time
-from dlprof.timeline.steps import mean_step_ns, step_means
 from tests import runs, traces
 from tests.runs import CPU, MS, light, recorded
 
-Check = Callable[[Measured], Estimate]
+Check = Callable[..., Estimate]
 
 # Three marks of 0.99 ms that begin every ms: on the device two steps last until the next begins.
 STEP_NS = 2_990_000 / 3
 
 
 @per_rank
-def breaks(rank: RankData) -> pd.DataFrame:
+def breaks() -> pd.DataFrame:
     """Break."""
     raise ZeroDivisionError("on purpose")
 
@@ -49,16 +45,16 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return open_run(folder)
 
 
-def rule(check: Check, name: str = "some_rule", needs: Any = (step_means,), saves_from: tuple[str, ...] = ()) -> Rule:
-    return Rule(name, "Some state", needs, check, saves_from)
+def rule(check: Check, name: str = "some_rule", saves_from: tuple[str, ...] = ()) -> Rule:
+    return Rule(name, "Some state", check, saves_from)
 
 
 def finding(saving: float = 0.5, ranks: tuple[int, ...] = (0,), **said: Any) -> Check:
     """Return a check that estimates a saving of a share of the step, the same for some ranks."""
     told = {name: said.pop(name) for name in ("evidence", "sure", "verdict") if name in said}
 
-    def check(run: Measured) -> Estimate:
-        saves = said.get("saving_ns", saving * mean_step_ns(run))
+    def check(mean_step_ns: float) -> Estimate:
+        saves = said.get("saving_ns", saving * mean_step_ns)
         explanation = Explanation(title="Found", summary="It is so.", changes=(change("Change it."),), **told)
         figures = {
             "saving_ns": saves,
@@ -72,14 +68,14 @@ def finding(saving: float = 0.5, ranks: tuple[int, ...] = (0,), **said: Any) -> 
 
 
 def raising(error: Exception) -> Check:
-    def check(run: Measured) -> Estimate:
+    def check() -> Estimate:
         raise error
 
     return check
 
 
-def answer(job: Run, check: Check, needs: Any = (step_means,)) -> Any:
-    (outcome,) = diagnose(job, [rule(check, needs=needs)], jobs=1).outcomes
+def answer(job: Run, check: Check) -> Any:
+    (outcome,) = diagnose(job, [rule(check)], jobs=1).outcomes
     return outcome
 
 
@@ -94,7 +90,7 @@ def test_found(job: Run) -> None:
 
 
 def test_clear(job: Run) -> None:
-    said = answer(job, lambda _: nothing("Looked, and saw nothing."))
+    said = answer(job, lambda: nothing("Looked, and saw nothing."))
     assert (said.state, said.title, said.summary) == ("clear", "Some state", "Looked, and saw nothing.")
     assert (said.saving_ns, said.share, said.speedup, said.why) == (0, 0, 1, "")
 
@@ -130,12 +126,12 @@ def test_ranks_that_it_costs_half_the_most_are_named(job: Run) -> None:
 
 
 def test_nothing_is_explained_that_is_not_found(job: Run) -> None:
-    def check(run: Measured) -> Estimate:
-        return Estimate(saving_ns=0.01 * mean_step_ns(run), loses="is lost", explain=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    def check(mean_step_ns: float) -> Estimate:
+        return Estimate(saving_ns=0.01 * mean_step_ns, loses="is lost", explain=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
 
     assert answer(job, check).state == "clear"
     quiet = Estimate(saving_ns=0.5 * STEP_NS, by_rank_ns={0: 1.0}, summary="another rule's")
-    said = answer(job, lambda _: quiet)
+    said = answer(job, lambda: quiet)
     assert (said.state, said.share, said.summary) == ("clear", pytest.approx(0.5), "another rule's")
 
 
@@ -150,16 +146,16 @@ def test_error(job: Run) -> None:
 
 
 def test_one_that_raises_costs_only_its_row(job: Run) -> None:
-    rules = [rule(raising(RuntimeError("no")), "b"), rule(finding(), "c"), rule(lambda _: nothing("fine"), "a")]
+    rules = [rule(raising(RuntimeError("no")), "b"), rule(finding(), "c"), rule(lambda: nothing("fine"), "a")]
     result = diagnose(job, rules, jobs=1)
     assert [(o.id, o.state) for o in result.outcomes] == [("c", "found"), ("a", "clear"), ("b", "error")]
 
 
 def test_a_measure_that_breaks_costs_only_its_row(job: Run) -> None:
-    def check(run: Measured) -> Estimate:
-        return nothing(f"{len(run.frame(breaks))} rows")
+    def check(breaks: pd.DataFrame) -> Estimate:
+        return nothing(f"{len(breaks)} rows")
 
-    result = diagnose(job, [rule(check, "a", (breaks,)), rule(finding(), "b")], jobs=1)
+    result = diagnose(job, [rule(check, "a"), rule(finding(), "b")], jobs=1)
     assert [(o.id, o.state, o.why) for o in result.outcomes] == [
         ("b", "found", ""),
         ("a", "error", "ZeroDivisionError: on purpose"),
@@ -169,7 +165,7 @@ def test_a_measure_that_breaks_costs_only_its_row(job: Run) -> None:
 
 
 def test_a_broken_part_of_the_result_is_left_out_with_a_word(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "device_time", breaks)
+    monkeypatch.setitem(engine._MEASURES, "device_time", breaks)
     result = diagnose(job, [], jobs=1)
     assert result.device == ()
     assert result.time
@@ -253,9 +249,9 @@ def test_what_findings_claim_twice_is_saved_once(job: Run) -> None:
         return most.share
 
     def claims(share: float, name: str, *saves_from: str, ranks: tuple[int, ...] = (0, 1)) -> Rule:
-        return rule(finding(share, ranks=ranks), name, (step_means, own_time), saves_from)
+        return rule(finding(share, ranks=ranks), name, saves_from)
 
-    assert diagnose(job, [rule(lambda _: nothing("fine"))], jobs=1).together is None
+    assert diagnose(job, [rule(lambda: nothing("fine"))], jobs=1).together is None
     alone = claims(0.3, "a", "computation")
     assert together(alone) == pytest.approx(0.3)
     risk = rule(finding(0.0, scope="risk"), "risk")
@@ -281,7 +277,7 @@ def test_what_findings_claim_twice_is_saved_once(job: Run) -> None:
 def test_what_of_a_saving_lies_in_one_category_is_bounded_by_it(job: Run) -> None:
     def claims(share: float, name: str, within: float, *saves_from: str) -> Rule:
         said = finding(share, ranks=(0, 1), within={"input_wait": within * STEP_NS})
-        return rule(said, name, (step_means, own_time), saves_from)
+        return rule(said, name, saves_from)
 
     def together(*rules: Rule) -> float | None:
         most = diagnose(job, rules, jobs=1).together
@@ -305,7 +301,7 @@ def test_together_is_no_less_than_the_dearest_and_no_more_than_the_sum(job: Run,
         saves_from = tuple(str(c) for c in rng.choice(CATEGORIES, int(rng.integers(1, 6)), replace=False))
         within = {saves_from[0]: float(rng.uniform(0, 1.2)) * share * STEP_NS} if rng.random() < 0.5 else {}
         said = finding(share, ranks=(0, 1), within=within)
-        rules.append(rule(said, f"r{n}", (step_means, own_time), saves_from))
+        rules.append(rule(said, f"r{n}", saves_from))
     result = diagnose(job, rules, jobs=1)
     savings = [o.saving_ns for o in result.outcomes if o.state == "found"]
     if result.together is not None:
@@ -318,7 +314,7 @@ def test_together_is_no_less_than_the_dearest_and_no_more_than_the_sum(job: Run,
 def test_what_lies_between_the_steps_is_bounded_with_the_whole_loop(tmp_path: Path) -> None:
     rows = [runs.light(n, 100 * runs.MS, kind="validation" if n % 5 == 4 else "train") for n in range(40)]
     job = open_run(runs.recorded(tmp_path, (None, rows, runs.CPU)))
-    rules = [rule(finding(0.1), "a", (whole_job,)), rule(finding(0.2, scope="job"), "b", (whole_job,))]
+    rules = [rule(finding(0.1), "a"), rule(finding(0.2, scope="job"), "b")]
     most = diagnose(job, rules, jobs=1).together
     assert most is not None
     # A step of 100 ms, and 25 more of validation to each.
@@ -344,7 +340,7 @@ def test_a_finding_that_result_json_cannot_hold_is_an_error(job: Run, said: dict
 
 
 def test_a_rule_that_answers_nothing_is_an_error(job: Run) -> None:
-    silent: Any = lambda _: None  # noqa: E731 - what a careless author may write
+    silent: Any = lambda: None  # noqa: E731 - what a careless author may write
     assert answer(job, silent).state == "error"
 
 
@@ -353,7 +349,7 @@ def test_outcomes_are_one_a_rule_dearest_first(job: Run) -> None:
         "cheap": finding(0.1),
         "dear": finding(0.6),
         "also_dear": finding(0.6),
-        "fine": lambda _: nothing("fine"),
+        "fine": lambda: nothing("fine"),
         "blind": raising(NotMeasured("no")),
         "broken": raising(ValueError("no")),
     }
@@ -435,7 +431,7 @@ def test_a_rule_is_found_by_its_id() -> None:
 
 def test_device_time_is_asked_for_without_any_rule(job: Run) -> None:
     assert {d.rank: d.span_ns for d in diagnose(job, [], jobs=1).device} == {
-        d.rank: d.span_ns for d in diagnose(job, [rule(finding(), needs=(device_time,))], jobs=1).device
+        d.rank: d.span_ns for d in diagnose(job, [rule(finding())], jobs=1).device
     }
 
 

@@ -15,8 +15,10 @@ import pandas as pd
 import pytest
 
 from dlprof import engine
-from dlprof.engine import Measured, MeasureFailed, RankData, across_ranks, per_rank
+from dlprof.diagnosis import Rule
+from dlprof.engine import Job, Maybe, MeasureFailed, RankData, RankFacts, across_ranks, per_rank
 from dlprof.errors import DlprofError, NotMeasured
+from dlprof.estimate import Estimate
 from dlprof.measures.breakdown import breakdown
 from dlprof.measures.replay import own_time
 from dlprof.progress import Done
@@ -30,13 +32,13 @@ RANKS = 4
 
 
 @per_rank
-def rows(rank: RankData) -> pd.DataFrame:
+def rows(spans: pd.DataFrame) -> pd.DataFrame:
     """Return how many spans the rank has, and in which process they were counted."""
-    return pd.DataFrame({"spans": [len(rank.table("spans"))], "process": [os.getpid()]})
+    return pd.DataFrame({"spans": [len(spans)], "process": [os.getpid()]})
 
 
 @per_rank
-def broken_on_two(rank: RankData) -> pd.DataFrame:
+def broken_on_two(rank: RankFacts) -> pd.DataFrame:
     """Break on rank 2."""
     if rank.index == 2:
         raise ZeroDivisionError("on purpose")
@@ -44,13 +46,13 @@ def broken_on_two(rank: RankData) -> pd.DataFrame:
 
 
 @per_rank
-def broken(rank: RankData) -> pd.DataFrame:
+def broken() -> pd.DataFrame:
     """Break everywhere."""
     raise KeyError("nothing")
 
 
 @per_rank
-def silent(rank: RankData) -> pd.DataFrame:
+def silent(rank: RankFacts) -> pd.DataFrame:
     """Say on all ranks but the last why nothing can be said."""
     if rank.index < RANKS - 1:
         raise NotMeasured(f"rank {rank.index} cannot say")
@@ -58,13 +60,13 @@ def silent(rank: RankData) -> pd.DataFrame:
 
 
 @per_rank
-def mute(rank: RankData) -> pd.DataFrame:
+def mute(rank: RankFacts) -> pd.DataFrame:
     """Say nowhere anything."""
     raise NotMeasured(f"rank {rank.index} cannot say")
 
 
 @per_rank
-def deadly(rank: RankData) -> pd.DataFrame:
+def deadly(rank: RankFacts) -> pd.DataFrame:
     """Kill the process that reads rank 1, as the kernel does where memory runs out."""
     if rank.index == 1:
         os._exit(9)
@@ -74,17 +76,17 @@ def deadly(rank: RankData) -> pd.DataFrame:
 CALLS: list[int] = []
 
 
-@across_ranks(rows)
-def total(run: Measured) -> pd.DataFrame:
+@across_ranks
+def total(rows: pd.DataFrame) -> pd.DataFrame:
     """Add up the spans of all ranks."""
     CALLS.append(1)
-    return pd.DataFrame({"spans": [run.frame(rows)["spans"].sum()]})
+    return pd.DataFrame({"spans": [rows["spans"].sum()]})
 
 
-@across_ranks(broken)
-def of_broken(run: Measured) -> pd.DataFrame:
+@across_ranks
+def of_broken(broken: pd.DataFrame) -> pd.DataFrame:
     """Need what breaks."""
-    return run.frame(broken)
+    return broken
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +200,68 @@ def test_a_measure_across_ranks_is_computed_once(job: Run) -> None:
     assert len(CALLS) == 1
 
 
+def test_a_parameter_that_names_nothing_fails_where_it_is_defined() -> None:
+    def typo(step_meens: pd.DataFrame) -> pd.DataFrame:
+        return step_meens
+
+    def of_a_process(timing: Any) -> Any:
+        return timing
+
+    def asks(step_meens: pd.DataFrame) -> Estimate:
+        raise AssertionError(len(step_meens))
+
+    with pytest.raises(TypeError, match="step_meens"):
+        across_ranks(typo)
+    with pytest.raises(TypeError, match="step_meens"):
+        per_rank(typo)
+    with pytest.raises(TypeError, match="timing"):  # which does not travel
+        across_ranks(of_a_process)
+    with pytest.raises(TypeError, match="step_meens"):
+        Rule("typo", "Some state", asks)
+
+
+def test_two_measures_of_one_name_fail_where_the_second_is_defined() -> None:
+    def breakdown() -> pd.DataFrame:
+        return pd.DataFrame()
+
+    def spans() -> pd.DataFrame:
+        return pd.DataFrame()
+
+    for taken in (breakdown, spans):
+        with pytest.raises(TypeError, match=taken.__name__):
+            per_rank(taken)
+
+
+def test_a_need_that_may_be_lacking_says_why(job: Run) -> None:
+    def known(rows: Maybe[pd.DataFrame], mute: Maybe[pd.DataFrame], broken: Maybe[pd.DataFrame]) -> list[Any]:
+        assert silent_ranks(mute) == silent_ranks(broken) == list(range(RANKS))
+        return [(bool(need), need.or_none() is None, need.why(), need.broke) for need in (rows, mute, broken)]
+
+    def silent_ranks(need: Maybe[pd.DataFrame]) -> list[int]:
+        return list(need.lacking)
+
+    assert engine.measure(job, [known], jobs=1).call(known) == [
+        (True, False, "", False),
+        (False, True, "rank 0 cannot say", False),
+        (False, True, "KeyError: 'nothing'", True),
+    ]
+
+
+def test_a_required_need_that_is_lacking_raises_before_the_function_is_called(job: Run) -> None:
+    def never(mute: pd.DataFrame) -> None:
+        raise AssertionError("it was called")
+
+    with pytest.raises(NotMeasured, match="rank 0 cannot say"):
+        engine.measure(job, [never], jobs=1).call(never)
+
+
+def test_a_function_gets_facts_and_no_frames_that_it_did_not_name(job: Run) -> None:
+    def facts(job: Job) -> bool:
+        return hasattr(job, "frame") or hasattr(job, "call")
+
+    assert not engine.measure(job, [facts], jobs=1).call(facts)
+
+
 def test_what_is_needed_is_computed_though_nobody_asks_for_it(job: Run) -> None:
     assert len(engine.measure(job, [total], jobs=1).frame(rows)) == RANKS
 
@@ -306,7 +370,7 @@ def test_a_run_of_no_ranks_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("measure", [rows, total], ids=lambda m: m.name)
-def test_measures_travel_by_name(measure: engine.Measure) -> None:
+def test_measures_travel_by_name(measure: engine.Measure[Any]) -> None:
     make, args = measure.__reduce__()
     travelled: Callable[..., Any] = make
     assert travelled(*args) is measure

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.engine import Measure
 from dlprof.panels import PICTURES
 from dlprof.rules import RULES
 
@@ -64,18 +63,6 @@ def test_every_panel_is_listed_once() -> None:
     assert sorted(map(id, pictures)) == sorted(map(id, PICTURES))
 
 
-@pytest.mark.parametrize("name", RULE_FILES)
-def test_a_rule_asks_only_for_measures_that_it_declares(name: str) -> None:
-    needs = importlib.import_module(f"dlprof.rules.{name}").RULE.needs
-    assert asked_for(PACKAGE / "rules" / f"{name}.py") <= {m.name for m in needs}
-
-
-@pytest.mark.parametrize("name", PANEL_FILES)
-def test_a_panel_asks_only_for_measures_that_it_declares(name: str) -> None:
-    needs = importlib.import_module(f"dlprof.panels.{name}").PICTURE.needs
-    assert asked_for(PACKAGE / "panels" / f"{name}.py") <= {m.name for m in needs}
-
-
 def keywords(name: str, call: str) -> list[set[str | None]]:
     """List the names of the arguments of each such call in a rule's file."""
     return [
@@ -116,31 +103,6 @@ def test_no_regular_expression_reads_our_own_sentences(path: Path) -> None:
     }
     # words shortens the C++ names of kernels by one.
     assert "re" not in imports or (path.stem == "words" and path.read_text().count("re.compile") == 1)
-
-
-def asked_for(file: Path) -> set[str]:
-    return {
-        node.args[0].id
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("frame", "lacking")
-        and isinstance(node.args[0], ast.Name)
-    }
-
-
-def test_measures_have_names_of_their_own() -> None:
-    """Two measures of one name would be taken for each other where they travel."""
-    made = {
-        (value.module, value.name)
-        for folder in ("measures", "timeline")
-        for path in modules(folder)
-        for value in vars(importlib.import_module(f"dlprof.{folder}.{path.stem}")).values()
-        if isinstance(value, Measure)
-    }
-    names = [name for _, name in made]
-    assert len(names) > 5
-    assert sorted(names) == sorted(set(names))
 
 
 def test_every_file_says_what_it_is_for() -> None:

@@ -7,17 +7,13 @@ holds what the measures made of them; FOLDER/not_measured.csv tells which could 
 from __future__ import annotations
 
 import csv
-import importlib
-import pkgutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from dlprof import measures, timeline
-from dlprof.engine import Measure, MeasureFailed, Progress, RankData, measure
+from dlprof.engine import ALSO, MeasureFailed, Progress, RankData, every_measure, measure
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.files import whole
 from dlprof.run import Run
@@ -36,25 +32,6 @@ class Written:
     tables: int
     measures: int
     not_measured: int
-
-
-def every_measure() -> tuple[Measure, ...]:
-    """List all measures there are, by name."""
-    found = {
-        value.name: value
-        for package in (measures, timeline)
-        for module in pkgutil.iter_modules(package.__path__)
-        for value in vars(importlib.import_module(f"{package.__name__}.{module.name}")).values()
-        if isinstance(value, Measure)
-    }
-    return tuple(found[name] for name in sorted(found))
-
-
-class _Tables(Measure):
-    """What writes a rank's tables while they are there for its measures, in whichever process reads it."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Tables, (self.name, self.module, self.function)
 
 
 def _write_tables(folder: Path, rank: RankData) -> pd.DataFrame:
@@ -94,10 +71,9 @@ def write(run: Run, folder: Path, jobs: int | None, progress: Progress | None = 
 
 
 def _write(run: Run, folder: Path, jobs: int | None, progress: Progress | None) -> Written:
-    wanted = every_measure()
-    tables = _Tables("tables", __name__, partial(_write_tables, folder / "tables"))
-    measured = measure(run, (*wanted, tables), jobs, progress)
-    for rank, why in measured.lacking(tables).items():
+    wanted = [m for m in every_measure() if m.is_frame and m.travels]
+    measured = measure(run, wanted, jobs, progress, also=partial(_write_tables, folder / "tables"))
+    for rank, why in measured.lacking(ALSO).items():
         raise DlprofError(f"{folder}: the tables of rank {rank} cannot be written: {why}")
     silent: list[tuple[str, str]] = []
     for m in wanted:
@@ -110,4 +86,4 @@ def _write(run: Run, folder: Path, jobs: int | None, progress: Progress | None) 
             _inert(frame).to_csv(part, index=False, chunksize=_PIECE)
     with whole(folder / "not_measured.csv") as part, part.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("measure", "why"), *((name, _cell(why)) for name, why in silent)])
-    return Written(len(measured.frame(tables)), len(wanted) - len(silent), len(silent))
+    return Written(len(measured.frame(ALSO)), len(wanted) - len(silent), len(silent))

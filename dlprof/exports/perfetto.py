@@ -23,18 +23,17 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import __version__
-from dlprof.engine import Measured, MeasureFailed, Progress, RankData, measure, per_rank
+from dlprof import intervals as iv
+from dlprof.engine import Maybe, Measured, MeasureFailed, Progress, RankFacts, measure, per_rank
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.exports import whole_file
-from dlprof.measures import breakdown, settings
+from dlprof.measures import settings
 from dlprof.measures.blame import blame
-from dlprof.measures.collectives import collectives, exposed, traced_steps
+from dlprof.measures.collectives import collectives, exposed, window_steps
 from dlprof.measures.matching import host_clocks, matched
 from dlprof.measures.samples import held
 from dlprof.run import Run
-from dlprof.timeline import host
 from dlprof.timeline.host import parents
-from dlprof.timeline.steps import step_series
 from dlprof.units import short
 
 # So many spans of all ranks together: about 60 MB of text, which the Perfetto page opens in some seconds.
@@ -123,19 +122,32 @@ class Written:
 
 
 @per_rank
-def reduced(rank: RankData) -> pd.DataFrame:
+def reduced(
+    spans: pd.DataFrame,
+    training_lane: str,
+    step_series: Maybe[pd.DataFrame],
+    stalls: Maybe[pd.DataFrame],
+    chunks: Maybe[pd.DataFrame],
+    fetches: Maybe[pd.DataFrame],
+    partition: Maybe[dict[str, iv.Intervals]],
+    rank: RankFacts,
+) -> pd.DataFrame:
     """Return a rank's longest spans, and tracks of dlprof's own: track, category, name, start_ns, dur_ns, bytes, of.
 
     `of` is how many spans there were, 0 on the own tracks. As many are kept as the job's ranks share MOST_SPANS.
     """
     said = rank.facts.get("world_size") or rank.trace_facts.get("world_size") or 1
     most = max(MOST_SPANS // max(int(said), 1), FEWEST_SPANS)
-    found = [_spans(rank, most), *_own(rank, int(most * PARTS_SHARE))]
+    found = [_spans(spans, training_lane, most)]
+    if len(spans):
+        begin = int(spans["start_ns"].min())
+        end = int((spans["start_ns"] + spans["dur_ns"]).max())
+        tracks = _own(step_series, stalls, chunks, fetches, partition, int(most * PARTS_SHARE))
+        found += [_track(name, names, frame, begin, end) for name, names, frame in tracks]
     return pd.concat([f for f in found if len(f)] or found[:1], ignore_index=True)
 
 
-def _spans(rank: RankData, most: int) -> pd.DataFrame:
-    spans = rank.table("spans")
+def _spans(spans: pd.DataFrame, training: str, most: int) -> pd.DataFrame:
     dur = spans["dur_ns"].to_numpy()
     # The longest; of equally long ones the first, which are not to be told apart anyway.
     kept = np.sort(np.argsort(-dur, kind="stable")[:most]) if len(dur) > most else np.arange(len(dur))
@@ -148,7 +160,6 @@ def _spans(rank: RankData, most: int) -> pd.DataFrame:
         kind.map({k: c[1] for k, c in _CATEGORIES.items()}),
         kind.map({k: c[0] for k, c in _CATEGORIES.items()}),
     )
-    training = host.training_lane(rank)
     track = lane.mask(lane == training, f"training thread ({training.removeprefix('host:')})")
     return pd.DataFrame(
         {
@@ -163,34 +174,36 @@ def _spans(rank: RankData, most: int) -> pd.DataFrame:
     )
 
 
-def _own(rank: RankData, most: int) -> Iterator[pd.DataFrame]:
-    """Return the tracks of one rank alone, as far as they lie within the trace."""
-    spans = rank.table("spans")
-    if not len(spans):
-        return
-    begin = int(spans["start_ns"].min())
-    end = int((spans["start_ns"] + spans["dur_ns"]).max())
-    with suppress(NotMeasured):
-        steps = rank.once(step_series.function)
-        yield _track(STEPS, steps["kind"] + " step " + steps["step"].astype("str"), steps, begin, end)
-    if rank.has("stalls"):
-        stalls = rank.table("stalls")
-        stalls = stalls[stalls["count"] == 1]  # a row that stands for several has no place in time
-        yield _track(STALLS, stalls["kind"].astype("str"), stalls, begin, end)
-    if rank.has("chunks"):
-        chunks = rank.table("chunks")
-        number = chunks["microbatch"].astype("str").where(chunks["microbatch"] >= 0, "")
-        yield _track(CHUNKS, (chunks["action"].astype("str") + " " + number).str.strip(), chunks, begin, end)
-    if rank.has("fetches"):
-        fetches = rank.table("fetches")
+def _own(
+    step_series: Maybe[pd.DataFrame],
+    stalls: Maybe[pd.DataFrame],
+    chunks: Maybe[pd.DataFrame],
+    fetches: Maybe[pd.DataFrame],
+    partition: Maybe[dict[str, iv.Intervals]],
+    most: int,
+) -> Iterator[tuple[str, pd.Series[str], pd.DataFrame]]:
+    """Return the tracks of one rank alone: title, names and rows."""
+    steps = step_series.or_none()
+    if steps is not None:
+        yield STEPS, steps["kind"] + " step " + steps["step"].astype("str"), steps
+    if stalls:
+        held = stalls.get()
+        held = held[held["count"] == 1]  # a row that stands for several has no place in time
+        yield STALLS, held["kind"].astype("str"), held
+    if chunks:
+        table = chunks.get()
+        number = table["microbatch"].astype("str").where(table["microbatch"] >= 0, "")
+        yield CHUNKS, (table["action"].astype("str") + " " + number).str.strip(), table
+    if fetches:
+        table = fetches.get()
         # A row that stands for several batches has no place in time.
-        for worker, mine in fetches[(fetches["worker"] >= 0) & (fetches["count"] == 1)].groupby("worker"):
-            yield _track(f"{WORKER}{worker}", pd.Series("batch", index=mine.index), mine, begin, end)
-    with suppress(NotMeasured):
-        parts = breakdown.partition(rank)
+        for worker, mine in table[(table["worker"] >= 0) & (table["count"] == 1)].groupby("worker"):
+            yield f"{WORKER}{worker}", pd.Series("batch", index=mine.index), mine
+    parts = partition.or_none()
+    if parts is not None:
         pieces = [(c, s, e - s) for c, p in parts.items() for s, e in p]
         frame = pd.DataFrame(pieces, columns=["name", "start_ns", "dur_ns"])
-        yield _track(PARTS, frame["name"], frame.nlargest(most, "dur_ns"), begin, end)
+        yield PARTS, frame["name"], frame.nlargest(most, "dur_ns")
 
 
 def _track(track: str, name: pd.Series[str], frame: pd.DataFrame, begin: int, end: int) -> pd.DataFrame:
@@ -202,18 +215,17 @@ def _track(track: str, name: pd.Series[str], frame: pd.DataFrame, begin: int, en
 
 
 @per_rank
-def counters(rank: RankData) -> pd.DataFrame:
+def counters(spans: pd.DataFrame, samples: Maybe[pd.DataFrame], memory: Maybe[pd.DataFrame]) -> pd.DataFrame:
     """Return what was sampled while a rank was traced: name, unit, at_ns, value; each value holds until the next.
 
     Raises NotMeasured where nothing was.
     """
-    spans = rank.table("spans")
     if not len(spans):
         raise NotMeasured("nothing was traced")
     begin, end = int(spans["start_ns"].min()), int((spans["start_ns"] + spans["dur_ns"]).max())
     parts = []
     with suppress(NotMeasured):
-        told = held(rank, begin, end)
+        told = held(samples.get(), begin, end)
         for source, metric, name in _COUNTERS:
             parts.append(_counter(name, metric, told[(told["source"] == source) & (told["metric"] == metric)]))
         for log in sorted(set(told["source"][told["source"].str.startswith("nvidia-smi")])):
@@ -222,10 +234,10 @@ def counters(rank: RankData) -> pd.DataFrame:
                 if source == "gpu":
                     title = f"{log}: {name.removeprefix('GPU: ')}"
                     parts.append(_counter(title, metric, of_log[of_log["metric"] == metric]))
-    if rank.has("memory"):
-        memory = rank.table("memory")
-        at = memory["at_ns"].to_numpy()
-        inside = memory.iloc[max(int(np.searchsorted(at, begin, side="right")) - 1, 0) : np.searchsorted(at, end)]
+    if memory:
+        table = memory.get()
+        at = table["at_ns"].to_numpy()
+        inside = table.iloc[max(int(np.searchsorted(at, begin, side="right")) - 1, 0) : np.searchsorted(at, end)]
         for column, name in _ALLOCATOR.items():
             known = inside[inside[column] >= 0]
             readings = {"at_ns": known["at_ns"].clip(lower=begin), "value": known[column]}
@@ -242,7 +254,7 @@ def _counter(name: str, metric: str, readings: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"name": name, "unit": unit, "at_ns": at, "value": value})
 
 
-NEEDS = (blame, collectives, counters, exposed, host_clocks, reduced, traced_steps)
+NEEDS = (blame, collectives, counters, exposed, host_clocks, reduced, window_steps)
 
 
 def write(run: Run, path: Path, jobs: int | None = None, progress: Progress | None = None) -> Written:

@@ -13,35 +13,34 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlprof.engine import RankData, per_rank
+from dlprof.engine import RankFacts, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.peaks import device_peaks
-from dlprof.timeline.steps import timing
+from dlprof.timeline.steps import Timing
 
 # FLOPs in precisions whose peak is not known may be this share of all before no MFU is told.
 _UNKNOWN_SHARE = 0.01
 
 
 @per_rank
-def arithmetic(rank: RankData) -> pd.DataFrame:
+def arithmetic(timing: Timing, rank: RankFacts) -> pd.DataFrame:
     """Return one row: flops (of a step), step_ns, flops_per_s, mfu (NaN: see why), backward (share of flops) and why.
 
     Raises NotMeasured, with the reason, where no step was counted.
     """
     flops = _counted(rank)
-    t = timing(rank)
-    if t.unit != "step":
+    if timing.unit != "step":
         raise NotMeasured("nothing marks the steps")
     total = float(flops["total"])
     busy_s, why = _at_peak(rank, flops["operators"])
-    mfu = busy_s / (t.step_ns / 1e9)
+    mfu = busy_s / (timing.step_ns / 1e9)
     if mfu > 1:
         mfu, why = np.nan, "the steps are shorter than the device's known peak allows: the counted step is no usual one"
     return pd.DataFrame(
         {
             "flops": [total],
-            "step_ns": [t.step_ns],
-            "flops_per_s": [total / (t.step_ns / 1e9)],
+            "step_ns": [timing.step_ns],
+            "flops_per_s": [total / (timing.step_ns / 1e9)],
             "mfu": [mfu],
             "backward": [float(flops.get("backward") or 0) / total],
             "why": [why],
@@ -50,7 +49,7 @@ def arithmetic(rank: RankData) -> pd.DataFrame:
 
 
 @per_rank
-def operator_flops(rank: RankData) -> pd.DataFrame:
+def operator_flops(rank: RankFacts) -> pd.DataFrame:
     """Return the FLOPs of one step by operator, the largest first: operator, dtype, flops, calls (-1: not told)."""
     rows = _counted(rank)["operators"]
     return pd.DataFrame(
@@ -63,7 +62,7 @@ def operator_flops(rank: RankData) -> pd.DataFrame:
     )
 
 
-def _counted(rank: RankData) -> Mapping[str, Any]:
+def _counted(rank: RankFacts) -> Mapping[str, Any]:
     flops = rank.facts.get("flops") or {}
     state = flops.get("state")
     if state == "counted" and flops.get("total") and flops.get("operators"):
@@ -76,7 +75,7 @@ def _counted(rank: RankData) -> Mapping[str, Any]:
     raise NotMeasured(flops.get("why") or "the floating-point operations of a step were not counted")
 
 
-def _at_peak(rank: RankData, operators: Any) -> tuple[float, str]:
+def _at_peak(rank: RankFacts, operators: Any) -> tuple[float, str]:
     """Return how many seconds step's arithmetic takes at the device's peak, NaN where none is known, and why not."""
     if (rank.facts.get("device") or {}).get("type") == "cpu":
         return np.nan, "the peak of a CPU is not known"

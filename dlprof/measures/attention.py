@@ -17,14 +17,15 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.engine import RankData, per_rank
+from dlprof.engine import Maybe, RankFacts, per_rank
 from dlprof.measures import settings
 from dlprof.measures.gaps import SMALL_NS
-from dlprof.measures.operators import kernels, kernels_within, nested, owners, shorter_kernels
+from dlprof.measures.operators import nested, shorter_kernels
 from dlprof.measures.peaks import device_peaks
 from dlprof.measures.products import SIXTEEN_BITS, sizes, width_of
-from dlprof.timeline import device
-from dlprof.timeline.steps import timing
+from dlprof.timeline.device import DeviceSets
+from dlprof.timeline.steps import Timing
+from dlprof.timeline.what_if import WhatIf
 
 # What a fused kernel reaches of the device's peak arithmetic and memory. FlashAttention 1 reaches 25 to 40 % on an
 # A100, FlashAttention 2 50 to 73 % (Dao 2023, FlashAttention-2, abstract), and 35 % on an H100 (Shah et al. 2024): the
@@ -74,7 +75,18 @@ class _Block:
 
 
 @per_rank
-def attention(rank: RankData) -> pd.DataFrame:
+def attention(
+    device_sets: DeviceSets,  # noqa: ARG001 - required: of a trace without a device nothing is known
+    timing: Maybe[Timing],
+    spans: pd.DataFrame,
+    is_on_device: NDArray[np.bool_],
+    kernels: Maybe[pd.DataFrame],
+    owners: Maybe[NDArray[np.int64]],
+    kernels_within: Maybe[NDArray[np.int64]],
+    what_if: Maybe[WhatIf],
+    device_work: pd.DataFrame,
+    rank: RankFacts,
+) -> pd.DataFrame:
     """Return the attention whose scores lie in memory, in a mean steady traced step, by pass and shape, longest first.
 
     Columns: passes ("forward", "backward"), dtype, shape ("": nobody told it), calls, ns (of all kernels from the first
@@ -83,10 +95,8 @@ def attention(rank: RankData) -> pd.DataFrame:
     (how much shorter the mean steady step would be with all of them fused), share (`fused_share`). Sequences below
     LEAST_LENGTH are left out. Raises NotMeasured where the trace holds no work of a device.
     """
-    device.device_sets(rank)
-    n = max(len(timing(rank).windows), 1)
-    spans = rank.table("spans")
-    blocks = list(_blocks(rank))
+    n = max(len(timing.get().windows), 1)
+    blocks = list(_blocks(spans, is_on_device))
     if not blocks:
         return pd.DataFrame(columns=list(COLUMNS))
     columns = {c: spans[c].cat.categories.astype("str").tolist() for c in ("shape", "dtype")}
@@ -99,9 +109,11 @@ def attention(rank: RankData) -> pd.DataFrame:
     name, peaks, bandwidth = device_peaks(rank.facts, rank.trace_facts)
     share = fused_share(name, settings.version_of(rank.facts))
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
-    fusable = np.zeros(len(kernels(rank)), dtype=bool)
+    fusable = np.zeros(len(kernels.get()), dtype=bool)
     took = fused = 0.0
-    for block, (ns, names, places) in zip(blocks, _kernels(rank, blocks), strict=True):
+    for block, (ns, names, places) in zip(
+        blocks, _kernels(spans, kernels.get(), owners.get(), kernels_within.get(), blocks), strict=True
+    ):
         before, after = (list(filter(None, told("shape", side))) for side in (block.before, block.after))
         shape = _shape(before, after) if before or after else counted
         # Products of other shapes are no attention; of short sequences none that a fused kernel makes much faster.
@@ -120,7 +132,11 @@ def attention(rank: RankData) -> pd.DataFrame:
             fusable[places] = True
             took, fused = took + ns, fused + best
         row["between"] |= names
-    most = shorter_kernels(rank, fusable, fused / took) if took else 0.0
+    most = (
+        shorter_kernels(kernels.get(), what_if, kernels_within, timing, device_work, fusable, fused / took)
+        if took
+        else 0.0
+    )
     made = [
         (*key, row["calls"], row["ns"], row["fused_ns"], " ".join(sorted(row["between"])), int(_MATH in row["between"]))
         for key, row in sorted(rows.items(), key=lambda item: -item[1]["ns"])
@@ -128,13 +144,13 @@ def attention(rank: RankData) -> pd.DataFrame:
     return pd.DataFrame([(*row, most, share) for row in made], columns=list(COLUMNS))
 
 
-def _blocks(rank: RankData) -> Iterator[_Block]:
+def _blocks(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> Iterator[_Block]:
     """Find each softmax whose nearest products on its thread are batched ones, before it and after.
 
     In the forward pass one on either side, in the backward pass up to two: the gradients of the probabilities and of
     the values, then those of queries and keys. The softmax of a loss or of a router stands between other products.
     """
-    names = rank.table("spans")["name"].cat
+    names = spans["name"].cat
     wanted = [
         "batched" if c in _BATCHED else "other" if c in _OTHER or "convolution" in c else _KINDS.get(c, "")
         for c in names.categories
@@ -142,7 +158,7 @@ def _blocks(rank: RankData) -> Iterator[_Block]:
     if "batched" not in wanted or not {"softmax", "backward"}.intersection(wanted):
         return
     kind_of = np.array([*wanted, ""], dtype=object)
-    for rows, _ in nested(rank, "op"):
+    for rows, _ in nested(spans, is_on_device, "op"):
         kinds = kind_of[names.codes.to_numpy()[rows]]
         chosen = np.flatnonzero(kinds != "")
         for at, place in enumerate(chosen):
@@ -170,22 +186,26 @@ def _batched(kinds: NDArray[Any], places: NDArray[np.int64]) -> list[int]:
     return found
 
 
-def _kernels(rank: RankData, blocks: list[_Block]) -> Iterator[tuple[float, set[str], NDArray[np.int64]]]:
+def _kernels(
+    spans: pd.DataFrame,
+    kernels: pd.DataFrame,
+    owners: NDArray[np.int64],
+    kernels_within: NDArray[np.int64],
+    blocks: list[_Block],
+) -> Iterator[tuple[float, set[str], NDArray[np.int64]]]:
     """Return for each block the ns of its kernels in the steady steps, the operators that launched them, by name, and
     the kernels' places among all.
 
     A kernel is a block's where its operator begins between the block's first product and its last, on their thread.
     """
-    spans = rank.table("spans")
     lanes = spans["lane"].cat.codes.to_numpy()
     start = spans["start_ns"].to_numpy()
     end = start + spans["dur_ns"].to_numpy()
     texts = spans["name"].cat.categories.astype("str").tolist()
     codes = spans["name"].cat.codes.to_numpy()
-    work = kernels(rank)
-    owner = rank.once(owners)[work.index.to_numpy()]
-    chosen = np.flatnonzero((kernels_within(rank) >= 0) & (owner >= 0))
-    owner, dur = owner[chosen], work["dur_ns"].to_numpy(dtype=float)[chosen]
+    owner = owners[kernels.index.to_numpy()]
+    chosen = np.flatnonzero((kernels_within >= 0) & (owner >= 0))
+    owner, dur = owner[chosen], kernels["dur_ns"].to_numpy(dtype=float)[chosen]
     order = np.lexsort((start[owner], lanes[owner]))
     owner, dur, chosen = owner[order], dur[order], chosen[order]
     of_lane, at = lanes[owner], start[owner]
@@ -212,7 +232,7 @@ def _shape(before: list[str], after: list[str]) -> Shape | None:
     return None
 
 
-def _counted(rank: RankData) -> tuple[Shape | None, str, bool]:
+def _counted(rank: RankFacts) -> tuple[Shape | None, str, bool]:
     """Return shape and type of the attention in the step that was counted, and whether any batched product was.
 
     Of several the one that computes most: what a fused kernel takes is then no less.

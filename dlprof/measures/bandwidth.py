@@ -13,12 +13,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.engine import Measured, across_ranks
+from dlprof.engine import Job, Maybe, across_ranks
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.collectives import NOBODY, collectives, exposed, traced_steps
-from dlprof.measures.matching import SENT, instances, matched
+from dlprof.measures.breakdown import part
+from dlprof.measures.collectives import NOBODY
+from dlprof.measures.matching import SENT
 from dlprof.measures.peaks import nvlink
 from dlprof.measures.waits import exposed_between
 
@@ -35,8 +35,8 @@ def bus_factor(collective: str, ranks: int) -> float:
     return 1.0
 
 
-@across_ranks(breakdown, collectives, exposed, traced_steps)
-def bandwidth(run: Measured) -> pd.DataFrame:
+@across_ranks
+def bandwidth(transfers: pd.DataFrame, window_steps: pd.DataFrame, job: Job) -> pd.DataFrame:
     """Sum up the collectives by kind, members and class of size, for the mean traced step.
 
     Columns: collective, members, ranks (how many) and size (index into CLASSES; 0 and −1: not told), count (a step),
@@ -44,24 +44,23 @@ def bandwidth(run: Measured) -> pd.DataFrame:
     (of transfer and rank, in the mean steady step), algbw, busbw (bytes/s), peak (of the link, bytes/s), culprit, late
     (how many collectives it came last to) and matched (of how many). NaN and culprit −1: not known.
     """
-    one = run.frame(transfers)
-    steps = max(int(run.frame(traced_steps).groupby("rank").size().max()), 1)
+    steps = max(int(window_steps.groupby("rank").size().max()), 1)
     rows = [
-        _row(run, {"collective": kind, "members": members, "ranks": n, "size": size}, mine, steps)
-        for (kind, members, n, size), mine in one.groupby(["collective", "members", "ranks", "size"])
+        _row(job, {"collective": kind, "members": members, "ranks": n, "size": size}, mine, steps)
+        for (kind, members, n, size), mine in transfers.groupby(["collective", "members", "ranks", "size"])
     ]
     return pd.DataFrame(rows).sort_values("transfer_ns", ascending=False, ignore_index=True)
 
 
-@across_ranks(bandwidth)
-def exchanged(run: Measured) -> pd.DataFrame:
+@across_ranks
+def exchanged(bandwidth: pd.DataFrame) -> pd.DataFrame:
     """Sum up `bandwidth` over groups of as many ranks: what a rank has of each kind and class of size, longest first.
 
     Columns: collective, ranks, size, groups (how many), count, bytes, wait_ns and transfer_ns (of a step, mean of the
     groups), algbw and busbw (bytes/s, of all their transfers), of_peak (busbw over the link's), and of the group that
     waits for one rank most often culprit, late and matched. NaN and culprit −1: not known.
     """
-    frame = run.frame(bandwidth)
+    frame = bandwidth
     frame = frame.assign(carried=frame["busbw"] * frame["transfer_ns"], free=frame["algbw"] * frame["transfer_ns"])
     rows = []
     for (kind, ranks, of_size), mine in frame.groupby(["collective", "ranks", "size"]):
@@ -91,8 +90,15 @@ def exchanged(run: Measured) -> pd.DataFrame:
     return whole.iloc[longest].reset_index(drop=True)
 
 
-@across_ranks(breakdown, collectives, exposed, traced_steps)
-def transfers(run: Measured) -> pd.DataFrame:
+@across_ranks
+def transfers(
+    matched: Maybe[pd.DataFrame],
+    instances: Maybe[pd.DataFrame],
+    exposed: pd.DataFrame,
+    window_steps: pd.DataFrame,
+    breakdown: pd.DataFrame,
+    job: Job,
+) -> pd.DataFrame:
     """Return each collective of the traced steps once, whatever rank had it.
 
     Columns: collective, members, ranks (how many), size (index into CLASSES, −1: not told), bytes, dtype, transfer_ns
@@ -100,14 +106,15 @@ def transfers(run: Measured) -> pd.DataFrame:
     over its ranks, brought to the steady steps), late (the last to come, −1: not known).
     """
     try:
-        frame, known = run.frame(matched), True
+        frame, known = matched.get(), True
     except NotMeasured:
-        frame, known = run.frame(instances), False
+        frame, known = instances.get(), False
         frame = frame.assign(wait_ns=0, last=False)
     begin = (frame["start_ns"] + frame["wait_ns"]).to_numpy()
     frame = frame.assign(
         size=size_classes(frame["bytes"]),
-        bare_ns=exposed_between(run, frame["rank"].to_numpy(), begin, frame["end_ns"].to_numpy()) * _scale(run, frame),
+        bare_ns=exposed_between(exposed, job, frame["rank"].to_numpy(), begin, frame["end_ns"].to_numpy())
+        * _scale(exposed, window_steps, breakdown, frame),
         dur_ns=_transfer(frame),
         late=frame["rank"].where(frame["last"], -1),
     )
@@ -130,7 +137,7 @@ def _transfer(frame: pd.DataFrame) -> pd.Series[float]:
     return dur.mask(sent, (dur - frame["wait_ns"]).mask(frame["is_sender"]))
 
 
-def _row(run: Measured, key: dict[str, Any], mine: pd.DataFrame, steps: int) -> dict[str, Any]:
+def _row(job: Job, key: dict[str, Any], mine: pd.DataFrame, steps: int) -> dict[str, Any]:
     total, transfer = float(mine["bytes"].sum()), float(mine["transfer_ns"].sum())
     told = key["size"] >= 0 and transfer > 0
     algbw = total / transfer * 1e9 if told else np.nan
@@ -143,32 +150,35 @@ def _row(run: Measured, key: dict[str, Any], mine: pd.DataFrame, steps: int) -> 
         "exposed_ns": float(mine["bare_ns"].sum()) / steps,
         "algbw": algbw,
         "busbw": algbw * bus_factor(str(key["collective"]), int(key["ranks"])) if key["ranks"] else np.nan,
-        "peak": _peak(run, str(key["members"])),
+        "peak": _peak(job, str(key["members"])),
         "culprit": int(str(late.index[0])) if len(late) else -1,
         "late": int(late.iloc[0]) if len(late) else 0,
         "matched": len(mine),
     }
 
 
-def _scale(run: Measured, frame: pd.DataFrame) -> pd.Series[float]:
+def _scale(
+    exposed: pd.DataFrame, window_steps: pd.DataFrame, breakdown: pd.DataFrame, frame: pd.DataFrame
+) -> pd.Series[float]:
     """Return for each row what brings its rank's exposed communication from the traced steps to the mean steady one."""
-    when, steps = run.frame(exposed), run.frame(traced_steps)
-    traced = (when["end_ns"] - when["start_ns"]).groupby(when["rank"]).sum() / steps.groupby("rank").size()
-    steady = pd.Series(part(run, "communication"), dtype=float)
+    traced = (exposed["end_ns"] - exposed["start_ns"]).groupby(exposed["rank"]).sum() / window_steps.groupby(
+        "rank"
+    ).size()
+    steady = pd.Series(part(breakdown, "communication"), dtype=float)
     return frame["rank"].map((steady / traced).replace([np.inf, -np.inf], np.nan)).fillna(0.0)
 
 
-def _peak(run: Measured, members: str) -> float:
+def _peak(job: Job, members: str) -> float:
     """Return what the link between some ranks carries in one direction, bytes/s: known of NVLink within one host."""
     if members == NOBODY:
         return float("nan")
-    ranks = [int(r) for r in members.split(",")] if members else range(run.world_size)
+    ranks = [int(r) for r in members.split(",")] if members else range(job.world_size)
     hosts, names = set(), set()
     for rank in ranks:
-        if rank not in run.facts:
+        if rank not in job.facts:
             return float("nan")
-        facts, trace = run.facts[rank], run.trace_facts[rank]
-        hosts.add(settings.host(run, rank))
+        facts, trace = job.facts[rank], job.trace_facts[rank]
+        hosts.add(settings.host(job, rank))
         devices = trace.get("devices") or [{}]
         names.add(str((facts.get("device") or {}).get("name") or devices[0].get("name") or ""))
     if len(hosts) != 1 or "" in hosts or len(names) != 1:

@@ -18,16 +18,13 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import Measured, RankData, across_ranks, per_rank
+from dlprof.engine import Job, Maybe, across_ranks, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures.breakdown import breakdown, partition
-from dlprof.measures.collectives import collectives, exposed, traced_steps
-from dlprof.measures.matching import SENT, SYNCHRONOUS, matched
-from dlprof.measures.replay import own_time
-from dlprof.measures.stalls import KINDS, stall_means, stalled_steps
-from dlprof.measures.waits import culprits, exposed_waits
+from dlprof.measures.collectives import Nanoseconds
+from dlprof.measures.matching import SENT, SYNCHRONOUS
+from dlprof.measures.stalls import KINDS
+from dlprof.measures.waits import culprits
 from dlprof.result import CATEGORIES
-from dlprof.timeline.steps import step_means
 
 # What the trace does not tell: lateness that is older than it, and time that lies in no category.
 UNKNOWN = "other"
@@ -48,52 +45,50 @@ _COMMUNICATION = CATEGORIES.index("communication")
 
 
 @per_rank
-def accounts(rank: RankData) -> pd.DataFrame:
+def accounts(collectives: pd.DataFrame, partition: dict[str, iv.Intervals]) -> pd.DataFrame:
     """Return what this rank had spent on each category when each of its `collectives` began and when it had ended.
 
     A row a collective, in their order; ns of the steady traced steps so far, in two columns a category ("copy_start",
     "copy_end"), none of a category that the rank has nothing of. begin_ns is the start of the first of these steps.
     """
-    found = rank.once(collectives.function)
-    parts = {c: p for c, p in partition(rank).items() if len(p)}
-    begin = np.full(len(found), min((int(p[0, 0]) for p in parts.values()), default=0))
+    parts = {c: p for c, p in partition.items() if len(p)}
+    begin = np.full(len(collectives), min((int(p[0, 0]) for p in parts.values()), default=0))
     columns = {"begin_ns": begin}
     for category, part in parts.items():
         for side in ("start", "end"):
-            columns[f"{category}_{side}"] = iv.within(part, begin, found[f"{side}_ns"].to_numpy())
+            columns[f"{category}_{side}"] = iv.within(part, begin, collectives[f"{side}_ns"].to_numpy())
     return pd.DataFrame(columns)
 
 
-@across_ranks(accounts, collectives, exposed)
-def charged(run: Measured) -> pd.DataFrame:
+@across_ranks
+def charged(matched: pd.DataFrame, accounts: Maybe[pd.DataFrame], exposed_waits: Maybe[Nanoseconds]) -> pd.DataFrame:
     """Charge each rank's waiting in the traced steps: rank, culprit (where the chain begins), category, ns (together).
 
     Of each rank they add up to its waiting in `waits`. Raises NotMeasured as `matched` does.
     """
-    pairs = run.frame(matched)
-    lacking = run.lacking(accounts)
+    lacking = accounts.lacking
     if lacking:
         first, why = next(iter(lacking.items()))
         raise NotMeasured(f"nobody knows what rank {first} did meanwhile: {why}")
-    spent = run.frame(accounts)
-    row = pairs["row"].to_numpy()
-    before = _before(pairs, _beside(spent)[row])
+    spent = accounts.get()
+    row = matched["row"].to_numpy()
+    before = _before(matched, _beside(spent)[row])
     met = before >= 0
     since = np.where(met[:, None], _spent(spent, "end")[row[np.maximum(before, 0)]], 0.0)
     did = _spent(spent, "start")[row] - since
     # Where the ranks have not met before in the trace, one may have come late into it.
-    begin = spent["begin_ns"].to_numpy()[row] - pairs["offset_ns"].to_numpy()
+    begin = spent["begin_ns"].to_numpy()[row] - matched["offset_ns"].to_numpy()
     did[:, _UNKNOWN] += np.where(met, 0, begin - begin.min())
-    wait = exposed_waits(run)
-    links = _links(pairs, before, wait)
-    waited = np.bincount(links["row"], links["ns"], len(pairs))
+    wait = exposed_waits.get()
+    links = _links(matched, before, wait)
+    waited = np.bincount(links["row"], links["ns"], len(matched))
     did[:, _COMMUNICATION] = np.clip(did[:, _COMMUNICATION] - waited, 0.0, None)
-    culprit = culprits(pairs)
+    culprit = culprits(matched)
     more = np.clip(did[culprit] - did, 0.0, None)
     handed = np.clip(waited[culprit] - waited, 0.0, None)
     more[more.sum(axis=1) + handed <= 0, _UNKNOWN] = 1.0
     total = more.sum(axis=1) + handed
-    return _followed(pairs["rank"].to_numpy(), culprit, wait, more / total[:, None], handed / total, links)
+    return _followed(matched["rank"].to_numpy(), culprit, wait, more / total[:, None], handed / total, links)
 
 
 def _links(pairs: pd.DataFrame, before: NDArray[np.int64], wait: NDArray[np.int64]) -> pd.DataFrame:
@@ -223,17 +218,24 @@ def _before(pairs: pd.DataFrame, beside: NDArray[np.float64]) -> NDArray[np.int6
     return row_at.reindex(wanted).fillna(-1).to_numpy(dtype=np.int64)
 
 
-@across_ranks(accounts, breakdown, collectives, exposed, stall_means, stalled_steps, step_means, traced_steps)
-def blame(run: Measured) -> pd.DataFrame:
+@across_ranks
+def blame(
+    own_time: pd.DataFrame,
+    charged: pd.DataFrame,
+    stalled_steps: Maybe[pd.DataFrame],
+    stall_means: Maybe[pd.DataFrame],
+    breakdown: pd.DataFrame,
+    job: Job,
+) -> pd.DataFrame:
     """Charge each rank's waiting in the mean steady step: rank, culprit, category, ns; of each rank the most first.
 
     Of each rank they add up to wait_ns in `own_time`. Waiting for stalls is taken from every steady step, where they
     were recorded, and the traced steps tell the rest. Reasons too many are one: culprit −1, UNKNOWN. Raises NotMeasured
     as `matched` does.
     """
-    own = run.frame(own_time).set_index("rank")["wait_ns"]
-    frame = run.frame(charged)
-    stalls = _stalls(run)
+    own = own_time.set_index("rank")["wait_ns"]
+    frame = charged
+    stalls = _stalls(stalled_steps, stall_means, job)
     if stalls is None:
         frame = _to(frame, own)
     else:
@@ -243,7 +245,7 @@ def blame(run: Measured) -> pd.DataFrame:
         others = _to(frame[~frame["category"].isin(KINDS)], left)
         unknown = left[~left.index.isin(others["rank"])].rename("ns").reset_index().assign(culprit=-1, category=UNKNOWN)
         frame = pd.concat([stalls, others, unknown[frame.columns]], ignore_index=True)
-    frame = _at_most_spent(run, frame)
+    frame = _at_most_spent(breakdown, frame)
     frame = frame[frame["ns"] > 0].sort_values(["rank", "ns"], ascending=[True, False], kind="stable")
     few = frame.groupby("rank").cumcount() < MOST_REASONS
     left = frame[~few].groupby("rank", as_index=False)["ns"].sum().assign(culprit=-1, category=UNKNOWN)
@@ -251,12 +253,12 @@ def blame(run: Measured) -> pd.DataFrame:
     return together.sort_values("rank", kind="stable", ignore_index=True)
 
 
-def _at_most_spent(run: Measured, frame: pd.DataFrame) -> pd.DataFrame:
+def _at_most_spent(breakdown: pd.DataFrame, frame: pd.DataFrame) -> pd.DataFrame:
     """Cut what is charged to a category to what the culprit's mean steady step has of it; the rest is UNKNOWN.
 
     The traced steps may hold more of it than the others by chance.
     """
-    spent = run.frame(breakdown).groupby(["rank", "category"])["ns"].sum()
+    spent = breakdown.groupby(["rank", "category"])["ns"].sum()
     most = spent.reindex(pd.MultiIndex.from_frame(frame[["culprit", "category"]])).fillna(0.0).to_numpy()
     most = np.where(frame["category"] == UNKNOWN, np.inf, most)
     over = frame.assign(ns=(frame["ns"] - most).clip(lower=0.0), category=UNKNOWN)
@@ -273,19 +275,19 @@ def _to(frame: pd.DataFrame, wait: pd.Series[float]) -> pd.DataFrame:
     return frame.assign(ns=frame["ns"] * frame["rank"].map(scale).fillna(0.0))
 
 
-def _stalls(run: Measured) -> pd.DataFrame | None:
+def _stalls(stalled_steps: Maybe[pd.DataFrame], stall_means: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame | None:
     """Charge each rank's waiting for the stalls of others, as all steady steps tell it; None where not recorded.
 
     In a step that stalls all wait until the longest stall is over: it is that rank's, as far as it exceeds their own.
     """
     try:
-        steps, means = run.frame(stalled_steps), run.frame(stall_means)
+        steps, means = stalled_steps.get(), stall_means.get()
     except NotMeasured:
         return None
     parts = []
     for kind, mine in steps.groupby("kind"):
         table = mine.pivot_table(index="step", columns="rank", values="ns", aggfunc="sum", observed=True)
-        table = table.reindex(columns=list(run.ranks)).fillna(0.0)
+        table = table.reindex(columns=list(job.ranks)).fillna(0.0)
         waits = (-table).add(table.max(axis=1), axis=0) / means["steps"].mean()
         found = waits.groupby(table.idxmax(axis=1)).sum().rename_axis(index="culprit")
         parts.append(found.reset_index().melt("culprit", var_name="rank", value_name="ns").assign(category=kind))

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlprof.engine import Measured, RankData, per_rank
+from dlprof.engine import Maybe, across_ranks, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.samples import ENOUGH
-from dlprof.timeline.steps import light_steps
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h), and of nvidia-smi's clocks_event_reasons.active. What slows
 # hardware down is heat, or a power brake, where neither says so itself.
@@ -38,7 +37,7 @@ _METRICS = ("sm_clock_mhz", "sm_clock_max_mhz", "clock_reasons_bits", "power_lim
 
 
 @per_rank
-def clocks(rank: RankData) -> pd.DataFrame:
+def clocks(samples: pd.DataFrame, steps: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame]) -> pd.DataFrame:
     """Return one row a GPU that was read: its clock while it was not idle, in steady steps where those are recorded.
 
     Columns: source (gpu: the rank's own; "nvidia-smi ID": one of a log, which names no rank), readings, clock_mhz (the
@@ -47,14 +46,13 @@ def clocks(rank: RankData) -> pd.DataFrame:
     those with none. NaN: not told, or none such.
     Raises NotMeasured where no clock was read.
     """
-    samples = rank.table("samples")
     samples = samples[samples["metric"].isin(_METRICS)]
-    if rank.has("steps"):
-        steps = rank.once(light_steps)
-        steps = steps[steps["steady"]]
-        if len(steps):
-            at, last = samples["at_ns"].to_numpy(), steps.iloc[-1]
-            samples = samples[(at >= steps["start_ns"].iloc[0]) & (at <= last["start_ns"] + last["dur_ns"])]
+    if steps:
+        marked = light_steps.get()
+        marked = marked[marked["steady"]]
+        if len(marked):
+            at, last = samples["at_ns"].to_numpy(), marked.iloc[-1]
+            samples = samples[(at >= marked["start_ns"].iloc[0]) & (at <= last["start_ns"] + last["dur_ns"])]
     rows = []
     for source, mine in samples.groupby("source", observed=True):
         table = mine.pivot_table(index="at_ns", columns="metric", values="value", observed=True)
@@ -89,12 +87,13 @@ def clocks(rank: RankData) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def held_down(run: Measured) -> list[tuple[dict[Any, Any], str, float]]:
+@across_ranks
+def held_down(clocks: pd.DataFrame) -> list[tuple[dict[Any, Any], str, float]]:
     """Return each row of `clocks` with what holds its clock down ("": nothing) and the share of the clock that is lost.
 
     What: heat, power_brake, hardware, set, locked, limit.
     """
-    rows = run.frame(clocks).to_dict("records")
+    rows = clocks.to_dict("records")
     best = max((row["clock_mhz"] for row in rows if not _slowed(row)), default=math.nan)
     return [(row, *_missing(row, best)) for row in rows]
 

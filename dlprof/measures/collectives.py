@@ -11,13 +11,12 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import RankData, per_rank
-from dlprof.measures import breakdown
-from dlprof.measures.point_to_point import POINT_TO_POINT, point_to_point
+from dlprof.engine import Maybe, RankFacts, per_rank
+from dlprof.measures.point_to_point import POINT_TO_POINT
 from dlprof.readers.patterns import EXPERT_KERNEL
-from dlprof.timeline import device, host
-from dlprof.timeline.launches import UNKNOWN, launches
-from dlprof.timeline.steps import launched_within, timing
+from dlprof.timeline import host
+from dlprof.timeline.launches import UNKNOWN, Launches
+from dlprof.timeline.steps import Timing
 
 Nanoseconds = NDArray[np.int64]
 
@@ -37,7 +36,17 @@ _LOW_LATENCY = re.compile(r"internode_ll::|::(?:dispatch|combine)_ll\b")
 
 
 @per_rank
-def collectives(rank: RankData) -> pd.DataFrame:
+def collectives(
+    spans: pd.DataFrame,
+    timing: Timing,
+    point_to_point: pd.DataFrame,
+    has_device: bool,
+    is_on_device: NDArray[np.bool_],
+    device_work: pd.DataFrame,
+    launches: Maybe[Launches],
+    launched_within: Maybe[NDArray[np.int64]],
+    rank: RankFacts,
+) -> pd.DataFrame:
     """Return the collectives, sends and receives that the steady traced steps made, in their order.
 
     Columns: step, group, members, collective, peer, bytes, dtype, sequence (−1: not told), communicator ("": not told),
@@ -48,29 +57,27 @@ def collectives(rank: RankData) -> pd.DataFrame:
     device's kernels where there is a device, each with the step that launched it, else from the host's (gloo: from
     issue to completion). Empty where the rank has none.
     """
-    spans = rank.table("spans")
-    t = timing(rank)
-    between = point_to_point(rank)
     of = host.is_kind(spans, "communication") & ~host.is_one_of(spans["collective"], *POINT_TO_POINT)
-    of[between["row"].to_numpy(dtype=np.int64)] = False
-    on_device = device.has_device(rank)
-    if on_device:
-        of &= host.is_on_device(rank)
+    of[point_to_point["row"].to_numpy(dtype=np.int64)] = False
+    if has_device:
+        of &= is_on_device
     else:
-        of &= (
-            ~host.is_on_device(rank) & ~host.is_named(spans, "c10d", "_c10d") & ~host.is_one_of(spans["collective"], "")
-        )
-    rows = np.concatenate((np.flatnonzero(of), between["row"].to_numpy(dtype=np.int64)))
+        of &= ~is_on_device & ~host.is_named(spans, "c10d", "_c10d") & ~host.is_one_of(spans["collective"], "")
+    rows = np.concatenate((np.flatnonzero(of), point_to_point["row"].to_numpy(dtype=np.int64)))
     told = ["group", "collective", "peer", "bytes", "dtype", "start_ns", "dur_ns"]
     chosen = spans[[*told, "name"]][of].astype({"group": "str", "collective": "str", "dtype": "str"})
-    if len(between):
-        chosen = pd.concat([chosen, between[told]])
+    if len(point_to_point):
+        chosen = pd.concat([chosen, point_to_point[told]])
     start = chosen["start_ns"].to_numpy()
-    made, window = _made(rank, rows, start) if on_device else (start, _window_of(t.windows, start))
+    made, window = (
+        _made(device_work, launches.get(), launched_within.get(), rows, start)
+        if has_device
+        else (start, _window_of(timing.windows, start))
+    )
     keep = np.flatnonzero(window >= 0)
     keep = keep[np.argsort(made[keep], kind="stable")]
     rows, chosen, made, start, window = rows[keep], chosen.iloc[keep], made[keep], start[keep], window[keep]
-    numbers = t.numbers if len(t.numbers) else np.arange(max(len(t.windows), 1), dtype=np.int64)
+    numbers = timing.numbers if len(timing.numbers) else np.arange(max(len(timing.windows), 1), dtype=np.int64)
     lane = spans["lane"].array.codes[rows]
     return pd.DataFrame(
         {
@@ -83,7 +90,7 @@ def collectives(rank: RankData) -> pd.DataFrame:
             "dtype": chosen["dtype"].to_numpy(),
             "sequence": spans["sequence"].to_numpy()[rows],
             "communicator": spans["communicator"].iloc[rows].astype("str").to_numpy(),
-            "stream": pd.factorize(lane)[0].astype(np.int64) if on_device else 0,
+            "stream": pd.factorize(lane)[0].astype(np.int64) if has_device else 0,
             "made_ns": made,
             "start_ns": start,
             "end_ns": start + chosen["dur_ns"].to_numpy(),
@@ -99,17 +106,22 @@ def _window_of(windows: iv.Intervals, start: Nanoseconds) -> Nanoseconds:
     return np.where((window >= 0) & (start < windows[np.maximum(window, 0), 1]), window, -1)
 
 
-def _made(rank: RankData, rows: Nanoseconds, start: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:
+def _made(
+    device_work: pd.DataFrame,
+    launches: Launches,
+    launched_within: NDArray[np.int64],
+    rows: Nanoseconds,
+    start: Nanoseconds,
+) -> tuple[Nanoseconds, Nanoseconds]:
     """Return for rows of device work in the spans the launch (their start where it is not known) and their step's
     place.
     """
-    work = device.device_work(rank)
-    at = np.searchsorted(work.index.to_numpy(), rows)
-    called = launches(rank).called[at]
-    return np.where(called < UNKNOWN, called, start), launched_within(rank)[at]
+    at = np.searchsorted(device_work.index.to_numpy(), rows)
+    called = launches.called[at]
+    return np.where(called < UNKNOWN, called, start), launched_within[at]
 
 
-def _members_of(rank: RankData, rows: pd.DataFrame) -> NDArray[Any]:
+def _members_of(rank: RankFacts, rows: pd.DataFrame) -> NDArray[Any]:
     """Return the ranks of each row's group, as text."""
     groups = rank.trace_facts.get("groups") or {}
     world = int(rank.trace_facts.get("world_size") or rank.facts.get("world_size") or 0)
@@ -123,7 +135,7 @@ def _members_of(rank: RankData, rows: pd.DataFrame) -> NDArray[Any]:
     return members
 
 
-def _experts(rank: RankData, groups: Mapping[str, Any]) -> str:
+def _experts(rank: RankFacts, groups: Mapping[str, Any]) -> str:
     """Return the ranks among which this one's experts are spread, as text: the largest group that is named for them."""
     known = [
         g.get("ranks") or []
@@ -140,12 +152,12 @@ def _members(group: Any) -> str:
 
 
 @per_rank
-def exposed(rank: RankData) -> pd.DataFrame:
+def exposed(timing: Timing, exposed_communication: iv.Intervals) -> pd.DataFrame:
     """Return when, in the steady traced steps, this rank communicates and computes nothing: step, start_ns, end_ns."""
-    t = timing(rank)
-    numbers = t.numbers if len(t.numbers) else np.zeros(len(t.windows), dtype=np.int64)
-    when = breakdown.exposed_communication(rank)
-    rows = [(n, iv.clip(when, int(s), int(e))) for n, (s, e) in zip(numbers, t.windows, strict=True)]
+    numbers = timing.numbers if len(timing.numbers) else np.zeros(len(timing.windows), dtype=np.int64)
+    rows = [
+        (n, iv.clip(exposed_communication, int(s), int(e))) for n, (s, e) in zip(numbers, timing.windows, strict=True)
+    ]
     return pd.DataFrame(
         {
             "step": np.concatenate([np.full(len(w), n) for n, w in rows]) if rows else np.empty(0, dtype=np.int64),
@@ -156,17 +168,16 @@ def exposed(rank: RankData) -> pd.DataFrame:
 
 
 @per_rank
-def traced_steps(rank: RankData) -> pd.DataFrame:
+def window_steps(timing: Timing, has_device: bool, steps: Maybe[pd.DataFrame]) -> pd.DataFrame:
     """Return the steady traced steps: step, dur_ns, loose_ns.
 
     loose_ns is the light layer's time outside the backward pass, in which gradients are exchanged, less its mean over
     the steady steps: by how much more than usual this rank did of its own in this step. NaN where not recorded.
     """
-    t = timing(rank)
-    numbers = t.numbers if len(t.numbers) else np.zeros(len(t.windows), dtype=np.int64)
-    frame = pd.DataFrame({"step": numbers, "dur_ns": t.windows[:, 1] - t.windows[:, 0]})
-    if t.source != "steps" or not t.phases.get("backward") or device.has_device(rank):
+    numbers = timing.numbers if len(timing.numbers) else np.zeros(len(timing.windows), dtype=np.int64)
+    frame = pd.DataFrame({"step": numbers, "dur_ns": timing.windows[:, 1] - timing.windows[:, 0]})
+    if timing.source != "steps" or not timing.phases.get("backward") or has_device:
         return frame.assign(loose_ns=np.nan)
-    light = rank.table("steps").drop_duplicates("step").set_index("step")
+    light = steps.get().drop_duplicates("step").set_index("step")
     loose = light["dur_ns"] - light["backward_ns"]
-    return frame.assign(loose_ns=loose.reindex(numbers).to_numpy() - (t.step_ns - t.phases["backward"]))
+    return frame.assign(loose_ns=loose.reindex(numbers).to_numpy() - (timing.step_ns - timing.phases["backward"]))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from dlprof.engine import Measured, across_ranks
-from dlprof.measures.operators import MOST_KERNELS, kernel_times, operators
+from dlprof.engine import across_ranks
+from dlprof.measures.operators import MOST_KERNELS
 
 MOST_OPERATORS = 30
 
@@ -52,18 +52,17 @@ class _Sum:
 
 
 # Dictionaries: for a few hundred rows they take a tenth of what groups of a frame do.
-@across_ranks(kernel_times)
-def heaviest_kernels(run: Measured) -> pd.DataFrame:
+@across_ranks
+def heaviest_kernels(kernel_times: pd.DataFrame) -> pd.DataFrame:
     """Return the kernels that take longest, the longest first: name, kind, calls and ns (a step, mean of the ranks),
     call_ns (of one), share (of the time in all kernels), most_on (a rank), most_ns (there), and known, how many there
     are on a rank.
     """
-    frame = run.frame(kernel_times)
-    ranks = frame["rank"].nunique()
-    total = float(frame.drop_duplicates("rank")["total_ns"].sum())
+    ranks = kernel_times["rank"].nunique()
+    total = float(kernel_times.drop_duplicates("rank")["total_ns"].sum())
     found: dict[str, _Sum] = {}
     columns = ("name", "rank", "calls", "ns", "kind")
-    for name, rank, calls, ns, kind in zip(*(frame[c].tolist() for c in columns), strict=True):
+    for name, rank, calls, ns, kind in zip(*(kernel_times[c].tolist() for c in columns), strict=True):
         found.setdefault(name, _Sum()).add(rank, calls, ns, kind)
     longest = sorted(found.items(), key=lambda item: -item[1].ns)[:MOST_KERNELS]
     rows = [
@@ -71,23 +70,22 @@ def heaviest_kernels(run: Measured) -> pd.DataFrame:
         | one.shared(ranks)
         for name, one in longest
     ]
-    return pd.DataFrame(rows).assign(known=int(frame["kernels"].max()))
+    return pd.DataFrame(rows).assign(known=int(kernel_times["kernels"].max()))
 
 
-@across_ranks(operators)
-def heaviest_operators(run: Measured) -> pd.DataFrame:
+@across_ranks
+def heaviest_operators(operators: pd.DataFrame) -> pd.DataFrame:
     """Return the operators that take longest, by dtype and shape, the longest first.
 
     Columns: operator, dtype, shape ("": of several, among which its time was only shared out, or not told), shapes (how
     many), calls and ns (a step, mean of the ranks), flops and bytes (likewise; NaN: not known), rate (FLOP/s), bound
     ("": not known, or not the same everywhere), most_on (a rank), most_ns (there).
     """
-    frame = run.frame(operators)
-    ranks = frame["rank"].nunique()
+    ranks = operators["rank"].nunique()
     found: dict[tuple[str, str, str], _Sum] = {}
     columns = ("operator", "dtype", "shape", "shared", "rank", "calls", "ns", "bound", "flops", "bytes")
     for name, dtype, shape, shared, rank, calls, ns, bound, flops, moved in zip(
-        *(frame[c].tolist() for c in columns), strict=True
+        *(operators[c].tolist() for c in columns), strict=True
     ):
         one = found.setdefault((name, dtype, "" if shared else shape), _Sum())
         one.add(rank, calls, ns, bound)

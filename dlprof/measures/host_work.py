@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import Measured, RankData, per_rank
+from dlprof.engine import Maybe, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import breakdown
-from dlprof.timeline import device, host
-from dlprof.timeline.steps import launched_within, timing
+from dlprof.timeline import host
+from dlprof.timeline.steps import Timing
 from dlprof.units import digits
 
 MOST_ROWS = 12
@@ -21,23 +21,21 @@ PYTHON = "Python, between operators"
 
 
 @per_rank
-def host_work(rank: RankData) -> pd.DataFrame:
+def host_work(on_training_thread: pd.DataFrame, timing: Timing, partition: dict[str, iv.Intervals]) -> pd.DataFrame:
     """Split the host's part of the steady traced steps by what ran on the training thread: name, phase, ns a step.
 
     `name` is the outermost operator or runtime call, or that no operator ran (Python); `phase` the range around it
     (forward, backward, optimizer, a range of the user's), "" for none. Longest first.
     """
-    thread = host.on_training_thread(rank)
-    n = max(len(timing(rank).windows), 1)
-    parts = breakdown.partition(rank)
-    idle = iv.merge(parts.get("host", iv.EMPTY), parts.get("optimizer_host", iv.EMPTY))
-    calls = thread[["name", "start_ns", "dur_ns"]]
-    calls = host.outermost(calls[host.is_kind(thread, "op", "runtime", "communication")])
+    n = max(len(timing.windows), 1)
+    idle = iv.merge(partition.get("host", iv.EMPTY), partition.get("optimizer_host", iv.EMPTY))
+    calls = on_training_thread[["name", "start_ns", "dur_ns"]]
+    calls = host.outermost(calls[host.is_kind(on_training_thread, "op", "runtime", "communication")])
     start = calls["start_ns"].to_numpy()
     end = start + calls["dur_ns"].to_numpy()
     code, names = calls["name"].cat.codes.to_numpy(), calls["name"].cat.categories
     rows: list[tuple[str, str, float]] = []
-    for phase, when in _phases(thread, idle).items():
+    for phase, when in _phases(on_training_thread, idle).items():
         # The outermost calls do not overlap, so what each has of the idle time adds up.
         took = np.bincount(code, weights=iv.within(when, start, end), minlength=len(names))
         rows += [(str(names[int(c)]), phase, float(took[c]) / n) for c in np.flatnonzero(took)]
@@ -67,23 +65,22 @@ def _phases(thread: pd.DataFrame, idle: iv.Intervals) -> dict[str, iv.Intervals]
 
 
 @per_rank
-def launches(rank: RankData) -> pd.DataFrame:
+def launch_means(device_work: pd.DataFrame, launched_within: Maybe[NDArray[np.int64]], timing: Timing) -> pd.DataFrame:
     """Count the device's kernels in a steady traced step (one row): kernels, mean kernel_ns."""
-    work = device.device_work(rank)
-    kernels = host.is_kind(work, "kernel")
-    dur = work["dur_ns"].to_numpy()[kernels]
-    inside = int((kernels & (launched_within(rank) >= 0)).sum()) if len(work) else 0
-    n = max(len(timing(rank).windows), 1)
+    kernels = host.is_kind(device_work, "kernel")
+    dur = device_work["dur_ns"].to_numpy()[kernels]
+    inside = int((kernels & (launched_within.get() >= 0)).sum()) if len(device_work) else 0
+    n = max(len(timing.windows), 1)
     return pd.DataFrame({"kernels": [inside / n], "kernel_ns": [float(dur.mean()) if len(dur) else 0.0]})
 
 
-def check_launches(run: Measured) -> None:
+def check_launches(launch_means: pd.DataFrame) -> None:
     """Raise NotMeasured where the device has so little to do that no step of training is to be seen.
 
     So it is while something compiles or starts up, or in a part of a trace: that the device idles is true then, and
     what a step without that would be is not known.
     """
-    kernels = float(run.frame(launches)["kernels"].max())
+    kernels = float(launch_means["kernels"].max())
     if not kernels:
         raise NotMeasured("the trace holds no kernels, and nothing says that the job computes on the CPU")
     if kernels < FEWEST_KERNELS:

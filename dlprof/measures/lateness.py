@@ -15,13 +15,11 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import Measured, RankData, across_ranks, per_rank
+from dlprof.engine import Job, Maybe, across_ranks, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import breakdown, settings
-from dlprof.measures.collectives import collectives, exposed, traced_steps
+from dlprof.measures import settings
 from dlprof.measures.loader import in_steady
-from dlprof.measures.waits import waiting, waits
-from dlprof.timeline.steps import PHASES, standard_error, step_series
+from dlprof.timeline.steps import PHASES, standard_error
 
 # Ranks wait in a phase where at least this share of all their waiting falls into it.
 WAITING_PHASE = 0.1
@@ -34,30 +32,28 @@ MOST_ROWS = 400
 
 
 @per_rank
-def phases(rank: RankData) -> pd.DataFrame:
+def phases(host_phases: dict[str, iv.Intervals]) -> pd.DataFrame:
     """Return when the training thread was in which phase of the steady traced steps: phase, start_ns, end_ns."""
-    during = breakdown.phases(rank)
     return pd.DataFrame(
         {
-            "phase": np.repeat(list(during), [len(s) for s in during.values()]),
-            "start_ns": np.concatenate([s[:, 0] for s in during.values()]),
-            "end_ns": np.concatenate([s[:, 1] for s in during.values()]),
+            "phase": np.repeat(list(host_phases), [len(s) for s in host_phases.values()]),
+            "start_ns": np.concatenate([s[:, 0] for s in host_phases.values()]),
+            "end_ns": np.concatenate([s[:, 1] for s in host_phases.values()]),
         }
     )
 
 
-@across_ranks(collectives, exposed, traced_steps)
-def traced_own_time(run: Measured) -> pd.DataFrame:
+@across_ranks
+def traced_own_time(waits: pd.DataFrame) -> pd.DataFrame:
     """Return each rank's own time in each traced step, ns: one row a step, one column a rank.
 
     Ranks that wait for each other have one step; that one's trace began earlier than another's makes no rank slower.
     Where the light layer tells how unusual the step was for a rank, that is taken off (a control variate), if it makes
     the difference between the ranks surer. Raises NotMeasured as `waits` does.
     """
-    frame = run.frame(waits)
-    common = frame.groupby("step")["dur_ns"].transform("mean")
-    plain = _by_rank(frame.assign(own_ns=common - frame["wait_ns"]))
-    usual = _by_rank(frame.assign(own_ns=common - frame["wait_ns"] - frame["loose_ns"]))
+    common = waits.groupby("step")["dur_ns"].transform("mean")
+    plain = _by_rank(waits.assign(own_ns=common - waits["wait_ns"]))
+    usual = _by_rank(waits.assign(own_ns=common - waits["wait_ns"] - waits["loose_ns"]))
     if plain.shape[1] < 2 or not len(plain):
         raise NotMeasured("no step was traced on every rank")
     surer = len(usual) == len(plain) and lead(usual).noise_ns < lead(plain).noise_ns
@@ -68,15 +64,17 @@ def _by_rank(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.pivot_table(index="step", columns="rank", values="own_ns").dropna()
 
 
-@across_ranks(collectives, exposed, phases, step_series, traced_steps)
-def light_own_time(run: Measured) -> pd.DataFrame:
+@across_ranks
+def light_own_time(
+    step_series: Maybe[pd.DataFrame], waiting: Maybe[dict[int, iv.Intervals]], phases: Maybe[pd.DataFrame], job: Job
+) -> pd.DataFrame:
     """Return each rank's own time in each steady step of a CPU run, ns: one row a step, one column a rank.
 
     Raises NotMeasured where the light layer is not there or shares no step, or the device runs on while the host waits.
     """
-    if not settings.on_cpu(run):
+    if not settings.on_cpu(job):
         raise NotMeasured("the host's phases do not tell what a device waits for")
-    series = run.frame(step_series)
+    series = step_series.get()
     series = series[series["steady"].astype(bool)]
     parts = series[[f"{p}_ns" for p in PHASES]]
     if not len(series) or (parts < 0).any(axis=None):
@@ -84,7 +82,7 @@ def light_own_time(run: Measured) -> pd.DataFrame:
     series = series.assign(rest_ns=series["dur_ns"] - parts.sum(axis=1))
     step = _pivot(series, "dur_ns").mean(axis=1)
     own = (_pivot(series, "dur_ns") * 0.0).add(step, axis=0)
-    for phase in _waiting_phases(run):
+    for phase in _waiting_phases(waiting.get(), phases.get()):
         spent = _pivot(series, f"{phase}_ns")
         own = own.sub(spent.sub(spent.min(axis=1), axis=0))
     own = own.dropna()
@@ -94,33 +92,33 @@ def light_own_time(run: Measured) -> pd.DataFrame:
 
 
 @per_rank
-def busy(rank: RankData) -> pd.DataFrame:
+def busy(loading: pd.DataFrame, light_steps: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Return what a rank's process used of its cores in the steady steps: step, time_ns, cpu_ns, busy_ns; thinned.
 
     busy_ns is CPU time (cpu_ns) and the time in which the training thread was ready to run and had no core. A rank that
     waits for another sleeps, with gloo. Raises NotMeasured where the kernel does not tell.
     """
-    loading = rank.table("loading")
     usage = loading[(loading["kind"] == "usage") & (loading["delay_ns"] >= 0)]
     begin, took = usage["start_ns"].to_numpy(), usage["dur_ns"].to_numpy()
-    usage = usage[in_steady(rank, begin) & in_steady(rank, begin + took - 1)]
+    usage = usage[in_steady(light_steps, begin) & in_steady(light_steps, begin + took - 1)]
     if not len(usage):
         raise NotMeasured("what the ranks use of their cores was not recorded")
-    stride = -(-len(rank.table("steps")) // MOST_ROWS)
+    stride = -(-len(steps) // MOST_ROWS)
     usage = usage.assign(step=usage["step"] // stride, busy_ns=usage["cpu_ns"] + usage["delay_ns"])
     sums: pd.DataFrame = usage.groupby("step", as_index=False)[["dur_ns", "cpu_ns", "busy_ns"]].sum()
     return sums.rename(columns={"dur_ns": "time_ns"})
 
 
-def busy_share(run: Measured) -> pd.DataFrame:
+@across_ranks
+def busy_share(busy: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame:
     """Return each rank's busy share of the time: one row some steps, one column a rank. Raises NotMeasured as `busy`.
 
     With several threads a rank may be busy for longer than the time. Raises it also where ranks that wait are busy.
     """
-    gloo = all("gloo" in str(run.facts[r].get("backend") or run.trace_facts[r].get("backend")) for r in run.ranks)
-    if not settings.on_cpu(run) or not gloo or run.lacking(busy):
+    gloo = all("gloo" in str(job.facts[r].get("backend") or job.trace_facts[r].get("backend")) for r in job.ranks)
+    if not settings.on_cpu(job) or not gloo or busy.lacking:
         raise NotMeasured("what a rank is busy does not tell its own time")
-    frame = run.frame(busy)
+    frame = busy.get()
     shares = frame.assign(share=frame["busy_ns"] / frame["time_ns"].clip(lower=1))
     return shares.pivot_table(index="step", columns="rank", values="share").dropna()
 
@@ -129,13 +127,12 @@ def _pivot(series: pd.DataFrame, column: str) -> pd.DataFrame:
     return series.pivot_table(index="step", columns="rank", values=column).dropna()
 
 
-def _waiting_phases(run: Measured) -> list[str]:
+def _waiting_phases(waiting: dict[int, iv.Intervals], phases: pd.DataFrame) -> list[str]:
     """List the phases into which the ranks' waiting falls, as the traced steps show it."""
-    when = waiting(run)
     total: dict[str, int] = {}
-    for (rank, phase), group in run.frame(phases).groupby(["rank", "phase"]):
+    for (rank, phase), group in phases.groupby(["rank", "phase"]):
         during = iv.union(group["start_ns"].to_numpy(), group["end_ns"].to_numpy())
-        total[str(phase)] = total.get(str(phase), 0) + iv.total(iv.intersect(when[int(str(rank))], during))
+        total[str(phase)] = total.get(str(phase), 0) + iv.total(iv.intersect(waiting[int(str(rank))], during))
     return [p for p, ns in total.items() if ns and ns >= WAITING_PHASE * sum(total.values())]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.engine import RankData, per_rank
+from dlprof.engine import per_rank
 from dlprof.errors import NotMeasured
 
 # What travels of a rank: so many functions, those with the most time first, and so many lines of each.
@@ -15,13 +15,13 @@ _FUNCTION = ["role", "function", "file"]
 
 
 @per_rank
-def line_times(rank: RankData) -> pd.DataFrame:
+def line_times(lines: pd.DataFrame) -> pd.DataFrame:
     """Return the table "lines" without what never ran: the function that took longest first, its lines in order.
 
     Of a function too long to travel whole, the lines that took longest. Raises NotMeasured where nothing was counted.
     """
-    lines = rank.table("lines").astype({"role": str, "function": str, "file": str, "source": str})
-    functions = [part for _, part in lines.groupby(_FUNCTION) if part["hits"].any()]
+    rows = lines.astype({"role": str, "function": str, "file": str, "source": str})
+    functions = [part for _, part in rows.groupby(_FUNCTION) if part["hits"].any()]
     if not functions:
         raise NotMeasured("no function that --lines names was called while its lines were counted")
     functions.sort(key=lambda part: -int(part["dur_ns"].sum()))

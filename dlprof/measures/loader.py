@@ -7,13 +7,13 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import Measured, RankData, per_rank
+from dlprof.engine import Job, Maybe, RankFacts, across_ranks, per_rank, within_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.timeline import device, host
-from dlprof.timeline.idle import idle
-from dlprof.timeline.steps import light_steps, standard_error, step_means, suspended, timing
-from dlprof.timeline.what_if import what_if
+from dlprof.timeline import host
+from dlprof.timeline.idle import Idle
+from dlprof.timeline.steps import Timing, standard_error, suspended
+from dlprof.timeline.what_if import WhatIf
 
 # What travels of the batches: enough for a replay, a few kilobytes.
 MOST_FETCHES = 400
@@ -23,39 +23,44 @@ _ENOUGH = 3
 
 
 @per_rank
-def loader_calls(rank: RankData) -> pd.DataFrame:
+def loader_calls(
+    spans: Maybe[pd.DataFrame], steps: Maybe[pd.DataFrame], on_training_thread: Maybe[pd.DataFrame]
+) -> pd.DataFrame:
     """Count next() on a DataLoader (one row): calls, and in_process (the loader is known to have no workers).
 
     Raises NotMeasured where neither the light layer nor a trace was recorded.
     """
-    if not rank.has("spans") and not rank.has("steps"):
+    if not spans and not steps:
         raise NotMeasured("neither steps nor a trace were recorded")
-    light = int(rank.table("steps")["fetches"].clip(lower=0).sum()) if rank.has("steps") else 0
+    light = int(steps.get()["fetches"].clip(lower=0).sum()) if steps else 0
     traced, single = 0, 0
-    if rank.has("spans"):
-        thread = host.on_training_thread(rank)
+    if spans:
+        thread = on_training_thread.get()
         traced = int(host.is_named(thread, "enumerate(DataLoader)").sum())
         single = int(host.is_named(thread, "enumerate(DataLoader)#_SingleProcess").sum())
     return pd.DataFrame({"calls": [max(light, traced)], "in_process": [single > 0 and single == traced]})
 
 
-def before_forward(run: Measured) -> tuple[int, float] | None:
+@across_ranks
+def before_forward(loader_calls: Maybe[pd.DataFrame], step_means: Maybe[pd.DataFrame]) -> tuple[int, float] | None:
     """Return the rank, and how long it is before its first forward in a mean steady step, ns, where that is longest.
 
     That is from the end of the optimizer's step, or wherever a step begins, with no loader seen: where data comes in
     another way, it comes there. None: a loader was seen, or nobody knows.
     """
     try:
-        if run.frame(loader_calls)["calls"].sum():
+        if loader_calls.get()["calls"].sum():
             return None
-        lead = run.frame(step_means).set_index("rank")["lead_ns"].dropna()
+        lead = step_means.get().set_index("rank")["lead_ns"].dropna()
     except NotMeasured:
         return None
     return (int(str(lead.idxmax())), float(lead.max())) if len(lead) else None
 
 
 @per_rank
-def loader_means(rank: RankData) -> pd.DataFrame:
+def loader_means(
+    loading: pd.DataFrame, loader_number: Maybe[int], light_steps: Maybe[pd.DataFrame], rank: RankFacts
+) -> pd.DataFrame:
     """Return one row of the training loader in the steady steps, and of what the process used meanwhile.
 
     Columns: batches, empty (of how many no batch was ready when asked), ready and outstanding (means, batches; NaN
@@ -64,18 +69,17 @@ def loader_means(rank: RankData) -> pd.DataFrame:
     first next(), the workers' leaving; NaN: none) · cores (CPU time of the process ÷ time) and delayed (share of the
     time that the training thread was ready and had no core), NaN where the kernel does not tell.
     """
-    loading = rank.table("loading")
     if not loading["kind"].isin(["first", "batch"]).any():
         raise NotMeasured("no DataLoader was seen")
-    mine = loading[loading["loader"] == _training_loader(rank)]
+    mine = loading[loading["loader"] == loader_number.get()]
     epochs = mine[~_suspended(rank, mine)]
-    steady = mine[(mine["kind"] == "batch") & in_steady(rank, mine["start_ns"].to_numpy())]
+    steady = mine[(mine["kind"] == "batch") & in_steady(light_steps.get(), mine["start_ns"].to_numpy())]
     batches = int(steady["count"].sum())
     queued = steady[steady["empty"] >= 0]
     n = max(int(queued["count"].sum()), 1)
     found = len(queued) > 0
     # What the process used while it was profiled, or began, is of no steady step.
-    usage = loading[(loading["kind"] == "usage") & in_steady(rank, loading["start_ns"].to_numpy())]
+    usage = loading[(loading["kind"] == "usage") & in_steady(light_steps.get(), loading["start_ns"].to_numpy())]
     took = max(int(usage["dur_ns"].sum()), 1)
     delays = len(usage) > 0 and bool((usage["delay_ns"] >= 0).all())
     return pd.DataFrame(
@@ -96,7 +100,7 @@ def loader_means(rank: RankData) -> pd.DataFrame:
 
 
 @per_rank
-def worker_means(rank: RankData) -> pd.DataFrame:
+def worker_means(training_fetches: pd.DataFrame) -> pd.DataFrame:
     """Return what a batch takes each worker of the training loader, one row a worker; −1 is the training thread.
 
     Columns: worker, batches, and means a batch: dur_ns (of fetching, with collating), collate_ns, cpu_ns (of the
@@ -104,26 +108,26 @@ def worker_means(rank: RankData) -> pd.DataFrame:
     not told.
     Raises NotMeasured where no fetch was recorded.
     """
-    fetches = training_fetches(rank)
     rows = []
-    for worker, group in fetches.groupby("worker"):
+    for worker, group in training_fetches.groupby("worker"):
         means = {name: _a_batch(group, name) for name in _PER_BATCH}
         rows.append({"worker": int(str(worker)), "batches": int(group["count"].sum()), **means})
     return pd.DataFrame(rows)
 
 
 @per_rank
-def fetch_series(rank: RankData) -> pd.DataFrame:
+def fetch_series(training_fetches: pd.DataFrame) -> pd.DataFrame:
     """Return the training loader's last fetches in order: worker, dur_ns, collate_ns, cpu_ns, delay_ns and gap_ns.
 
     −1: not told. gap_ns, the same in all, is what passes in a busy worker from the end of one fetch to the start of
     the next.
     """
-    fetches = training_fetches(rank)
-    n = fetches["count"].to_numpy()
-    series = pd.DataFrame({c: fetches[c].to_numpy() / n for c in ("dur_ns", "collate_ns", "cpu_ns", "delay_ns")})
-    series = series.where(series >= 0, -1.0).assign(worker=fetches["worker"].to_numpy())
-    return series.tail(MOST_FETCHES).assign(gap_ns=_gap(fetches)).reset_index(drop=True)
+    n = training_fetches["count"].to_numpy()
+    series = pd.DataFrame(
+        {c: training_fetches[c].to_numpy() / n for c in ("dur_ns", "collate_ns", "cpu_ns", "delay_ns")}
+    )
+    series = series.where(series >= 0, -1.0).assign(worker=training_fetches["worker"].to_numpy())
+    return series.tail(MOST_FETCHES).assign(gap_ns=_gap(training_fetches)).reset_index(drop=True)
 
 
 # A replay that is shorter than this share of the mean steady step lacks what makes that longer.
@@ -134,24 +138,23 @@ LEFT = (0.0, 0.25, 0.5, 0.75)
 
 
 @per_rank
-def fetch_gains(rank: RankData) -> pd.DataFrame:
+def fetch_gains(what_if: WhatIf, idle: Maybe[Idle], timing: Timing) -> pd.DataFrame:
     """Return what a rank with a device gains when its loader waits for less: left (a share of LEFT), gain_ns a step.
 
     By replaying the traced steps: a wait behind which the device has work gains nothing, and one that also delays
     launches gains more than the time in which the device idles meanwhile. Raises NotMeasured where the trace cannot be
     replayed, or holds no loader.
     """
-    asked = what_if(rank)
-    if not len(asked.host.fetch) or asked.step_ns < REPRODUCED * asked.measured_ns:
+    if not len(what_if.host.fetch) or what_if.step_ns < REPRODUCED * what_if.measured_ns:
         raise NotMeasured("the replayed steps hold less waiting for data than others")
-    most = iv.total(iv.intersect(idle(rank).late, iv.merge(timing(rank).windows)))
-    gains = [asked.gain_ns(fetch=left) if most else 0.0 for left in LEFT]
+    most = iv.total(iv.intersect(idle.get().late, iv.merge(timing.windows)))
+    gains = [what_if.gain_ns(fetch=left) if most else 0.0 for left in LEFT]
     return pd.DataFrame({"left": LEFT, "gain_ns": gains})
 
 
-def gained(run: Measured, rank: int, wait_ns: float, freed: float) -> float:
+def gained(fetch_gains: Maybe[pd.DataFrame], rank: int, wait_ns: float, freed: float) -> float:
     """Return what a rank gains when a share of its wait for data is gone, ns a step; `wait_ns`: when all of it is."""
-    frame = run.frame(fetch_gains) if rank not in run.lacking(fetch_gains) else None
+    frame = fetch_gains.get() if rank not in fetch_gains.lacking else None
     mine = frame[frame["rank"] == rank] if frame is not None else None
     if mine is None or not mine["gain_ns"].iloc[0] > 0:
         return wait_ns * freed
@@ -159,28 +162,37 @@ def gained(run: Measured, rank: int, wait_ns: float, freed: float) -> float:
     return wait_ns * float(np.interp(1 - freed, left, gain)) / float(gain[0])
 
 
-def fed_ns(run: Measured) -> float:
+@across_ranks
+def fed_ns(
+    worker_means: Maybe[pd.DataFrame], loader_means: Maybe[pd.DataFrame], step_means: Maybe[pd.DataFrame], job: Job
+) -> float:
     """Return the mean step that the loaders of a job on devices can feed at the best, ns: the slowest rank's; 0: any.
 
     That is what fetching a step's batches takes its workers, but for waiting for a core. 0 as well where it is not
     known, and on CPUs, whose loaders get faster where the rest of the job needs less of the cores.
     """
-    if settings.on_cpu(run) or run.lacking(worker_means) or run.lacking(loader_means):
+    if settings.on_cpu(job) or worker_means.lacking or loader_means.lacking:
         return 0.0
-    steps = run.frame(step_means).set_index("rank")["steps"]
-    batches = run.frame(loader_means).set_index("rank")["batches"] / steps
-    fetched = run.frame(worker_means)
+    steps = step_means.get().set_index("rank")["steps"]
+    batches = loader_means.get().set_index("rank")["batches"] / steps
+    fetched = worker_means.get()
     most = 0.0
     for rank, mine in fetched[fetched["worker"] >= 0].groupby("rank"):
         took = (mine["dur_ns"] - mine["delay_ns"].fillna(0.0)) * mine["batches"]
-        workers = settings.training_loader(run, int(str(rank))).get("num_workers") or len(mine)
-        if isinstance(workers, int) and (run.frame(step_means)["source"] == "steps").all():
+        workers = settings.training_loader(job, int(str(rank))).get("num_workers") or len(mine)
+        if isinstance(workers, int) and (step_means.get()["source"] == "steps").all():
             most = max(most, float(took.sum() / mine["batches"].sum()) / workers * float(batches[rank]))
     return most
 
 
 @per_rank
-def restarts(rank: RankData) -> pd.DataFrame:
+def restarts(
+    loading: pd.DataFrame,
+    light_steps: Maybe[pd.DataFrame],
+    has_device: bool,
+    fetches: Maybe[pd.DataFrame],
+    rank: RankFacts,
+) -> pd.DataFrame:
     """Return what epochs cost that begin with new workers, one row a loader with workers.
 
     Columns: loader, epochs, anew (epochs that began with other workers than the one before), means of those: start_ns
@@ -189,7 +201,6 @@ def restarts(rank: RankData) -> pd.DataFrame:
     memory to be copied as it is written to), hidden_ns (of all these, for how long the device went on with work that
     was queued before), and fetch_ns (what a batch takes a worker that is there already). NaN: not recorded.
     """
-    loading = rank.table("loading")
     rows = []
     for loader, mine in loading[loading["loader"] >= 0].groupby("loader"):
         starts = mine[mine["kind"] == "start"]
@@ -201,7 +212,7 @@ def restarts(rank: RankData) -> pd.DataFrame:
         mine = mine[other[mine["epoch"].clip(lower=0)] & (mine["count"] == 1) & ~_suspended(rank, mine)]
         mine = mine[mine["kind"].isin(["start", "first", "end"])]
         together = mine.groupby("epoch")["dur_ns"].sum()
-        after = _longer(rank, mine.loc[mine["kind"] == "first", "step"])
+        after = _longer(light_steps.get(), mine.loc[mine["kind"] == "first", "step"])
         rows.append(
             {
                 "loader": int(str(loader)),
@@ -212,19 +223,19 @@ def restarts(rank: RankData) -> pd.DataFrame:
                 "end_ns": _mean(mine, "end"),
                 "noise_ns": standard_error(together.to_numpy(dtype=float)),
                 "after_ns": after,
-                "hidden_ns": _hidden(rank, mine, max(after, 0.0)),
-                "fetch_ns": _warm_fetch(rank, workers),
+                "hidden_ns": _hidden(has_device, light_steps, mine, max(after, 0.0)),
+                "fetch_ns": _warm_fetch(fetches, workers),
             }
         )
     columns = ("loader", "epochs", "anew", "start_ns", "first_ns", "end_ns", "noise_ns", "after_ns", "hidden_ns")
     return pd.DataFrame(rows, columns=[*columns, "fetch_ns"])
 
 
-def _hidden(rank: RankData, loading: pd.DataFrame, after_ns: float) -> float:
+def _hidden(has_device: bool, light_steps: Maybe[pd.DataFrame], loading: pd.DataFrame, after_ns: float) -> float:
     """Return for how long a device works on while its loader starts anew, the mean of these epochs, ns."""
-    if not device.has_device(rank) or not len(loading):
+    if not has_device or not len(loading):
         return 0.0
-    steps = rank.once(light_steps)
+    steps = light_steps.get()
     usual = float(steps.loc[steps["steady"], "length_ns"].mean())
     longer = (steps.set_index("step")["length_ns"] - usual).reindex(loading["step"].unique()).fillna(0.0).sum()
     epochs = loading["epoch"].nunique()
@@ -232,50 +243,45 @@ def _hidden(rank: RankData, loading: pd.DataFrame, after_ns: float) -> float:
     return float(np.clip(whole - longer / epochs, 0.0, whole))
 
 
-def _longer(rank: RankData, numbers: pd.Series[int]) -> float:
+def _longer(light_steps: pd.DataFrame, numbers: pd.Series[int]) -> float:
     """Return how much longer model and the optimizer take in these training steps than in steady ones; NaN: none."""
-    steps = rank.once(light_steps)
-    phases = steps[["forward_ns", "backward_ns", "optimizer_ns"]].clip(lower=0).sum(axis=1)
-    these = phases[steps["step"].isin(numbers) & (steps["kind"] == "train") & (steps["profiled"] == 0)]
-    steady = phases[steps["steady"]]
+    phases = light_steps[["forward_ns", "backward_ns", "optimizer_ns"]].clip(lower=0).sum(axis=1)
+    these = phases[
+        light_steps["step"].isin(numbers) & (light_steps["kind"] == "train") & (light_steps["profiled"] == 0)
+    ]
+    steady = phases[light_steps["steady"]]
     return max(float(these.mean() - steady.mean()), 0.0) if len(these) and len(steady) else float("nan")
 
 
-def _warm_fetch(rank: RankData, workers: NDArray[np.object_]) -> float:
+def _warm_fetch(fetches: Maybe[pd.DataFrame], workers: NDArray[np.object_]) -> float:
     """Return what a batch takes such workers, the first of each left out where they have more; NaN: not recorded."""
-    if not rank.has("fetches"):
+    if not fetches:
         return float("nan")
-    fetches = rank.table("fetches")
-    mine = fetches[fetches["pid"].isin({int(p) for text in set(workers) for p in text.split() if p.isdigit()})]
+    fetched = fetches.get()
+    mine = fetched[fetched["pid"].isin({int(p) for text in set(workers) for p in text.split() if p.isdigit()})]
     warm = mine[mine.duplicated("pid")]
     warm = warm if len(warm) else mine
     return float(warm["dur_ns"].sum() / warm["count"].sum()) if len(warm) else float("nan")
 
 
-def training_fetches(rank: RankData) -> pd.DataFrame:
+@within_rank
+def training_fetches(
+    fetches: pd.DataFrame, loading: pd.DataFrame, loader_number: int, light_steps: pd.DataFrame, rank: RankFacts
+) -> pd.DataFrame:
     """Return the fetches for the training loader in the run's steady part, each worker's first left out.
 
     Raises NotMeasured where none was recorded.
     """
-    return rank.once(_training_fetches)
-
-
-_PER_BATCH = ("dur_ns", "collate_ns", "cpu_ns", "delay_ns", "stored_bytes", "read_bytes")
-
-
-def _training_fetches(rank: RankData) -> pd.DataFrame:
-    fetches = rank.table("fetches")
-    loading = rank.table("loading")
-    started = loading[(loading["kind"] == "start") & (loading["loader"] == _training_loader(rank))]
+    started = loading[(loading["kind"] == "start") & (loading["loader"] == loader_number)]
     pids = {int(p) for text in started["workers"].astype(str).unique() for p in text.split() if p.isdigit()}
     start = fetches["start_ns"].to_numpy()
     if pids:
         # A worker fetches ahead, and the trace's window does not slow it.
-        steps = rank.once(light_steps)
+        steps = light_steps
         begin = steps.loc[steps["steady"], "start_ns"].min()
         keep = fetches["pid"].isin(pids).to_numpy() & fetches.duplicated("pid").to_numpy() & (start >= begin)
     else:
-        keep = (fetches["worker"] == -1).to_numpy() & in_steady(rank, start)
+        keep = (fetches["worker"] == -1).to_numpy() & in_steady(light_steps, start)
     keep &= ~_suspended(rank, fetches)
     if not keep.any():
         raise NotMeasured("no fetch of a batch was recorded in the steady steps")
@@ -283,30 +289,28 @@ def _training_fetches(rank: RankData) -> pd.DataFrame:
     return kept
 
 
-def _suspended(rank: RankData, rows: pd.DataFrame) -> NDArray[np.bool_]:
+_PER_BATCH = ("dur_ns", "collate_ns", "cpu_ns", "delay_ns", "stored_bytes", "read_bytes")
+
+
+def _suspended(rank: RankFacts, rows: pd.DataFrame) -> NDArray[np.bool_]:
     start = rows["start_ns"].to_numpy()
     return suspended(rank, start, start + rows["dur_ns"].to_numpy())
 
 
-def _training_loader(rank: RankData) -> int:
+@within_rank
+def loader_number(loading: pd.DataFrame, light_steps: pd.DataFrame) -> int:
     """Return the number of the loader whose batches the training steps began with; the most frequent one."""
-    return rank.once(_most_frequent)
-
-
-def _most_frequent(rank: RankData) -> int:
-    loading = rank.table("loading")
-    begun = loading[(loading["kind"] == "batch") & in_steady(rank, loading["start_ns"].to_numpy())]
+    begun = loading[(loading["kind"] == "batch") & in_steady(light_steps, loading["start_ns"].to_numpy())]
     counts = begun.groupby("loader")["count"].sum()
     return int(str(counts.idxmax())) if len(counts) else -1
 
 
-def in_steady(rank: RankData, at: NDArray[np.int64]) -> NDArray[np.bool_]:
+def in_steady(light_steps: pd.DataFrame, at: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return which instants lie in steady steps."""
-    steps = rank.once(light_steps)
-    begin = steps["start_ns"].to_numpy()
+    begin = light_steps["start_ns"].to_numpy()
     step = np.searchsorted(begin, at, side="right") - 1
-    inside = (step >= 0) & (at < (begin + steps["dur_ns"].to_numpy())[step])
-    found: NDArray[np.bool_] = inside & steps["steady"].to_numpy(dtype=bool)[step]
+    inside = (step >= 0) & (at < (begin + light_steps["dur_ns"].to_numpy())[step])
+    found: NDArray[np.bool_] = inside & light_steps["steady"].to_numpy(dtype=bool)[step]
     return found
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.engine import Measured, across_ranks
+from dlprof.engine import Job, Maybe, across_ranks
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.collectives import NO_GROUP, NOBODY, Nanoseconds, collectives
+from dlprof.measures.collectives import NO_GROUP, NOBODY, Nanoseconds
 from dlprof.measures.point_to_point import POINT_TO_POINT
 
 # Their end is one instant for every member: nobody has the result before the last has given its part.
@@ -46,19 +46,19 @@ _FROM_ONE = ("broadcast", "scatter")
 _TO_ONE = ("reduce", "gather")
 
 
-@across_ranks(collectives)
-def matched(run: Measured) -> pd.DataFrame:
+@across_ranks
+def matched(instances: Maybe[pd.DataFrame], collectives: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame:
     """Match the collectives of all ranks: the rows of `instances`, with wait_ns, and last (who is waited for).
 
     wait_ns = latest start − own start on clocks brought together; never longer than the collective. offset_ns is what
     the rank's clock is ahead by. Sends and receives that do not match are left out, as `unmatched` tells. Raises
     NotMeasured where there is none, a rank is missing, or they do not match.
     """
-    if len(run.ranks) < 2:
-        alone = run.world_size < 2
-        raise NotMeasured("one rank: nobody to wait for" if alone else _lacking(run))
-    frame = run.frame(instances)
-    lacking = run.lacking(collectives)
+    if len(job.ranks) < 2:
+        alone = job.world_size < 2
+        raise NotMeasured("one rank: nobody to wait for" if alone else _lacking(job))
+    frame = instances.get()
+    lacking = collectives.lacking
     if lacking:
         rank, why = next(iter(lacking.items()))
         raise NotMeasured(f"waiting shows only with every rank's trace; of rank {rank}: {why}")
@@ -66,8 +66,8 @@ def matched(run: Measured) -> pd.DataFrame:
         raise NotMeasured(NO_GROUP)
     frame = frame[frame["present"] == frame["wanted"]]
     if not len(frame):
-        raise NotMeasured(_lacking(run) if run.missing_ranks else "the ranks' collectives do not match in number")
-    clocks = _clocks(run, frame).set_index("rank")
+        raise NotMeasured(_lacking(job) if job.missing_ranks else "the ranks' collectives do not match in number")
+    clocks = _clocks(job, frame).set_index("rank")
     offset = frame["rank"].map(clocks["ahead_ns"]).to_numpy(dtype=np.int64)
     start = np.asarray(frame["start_ns"], dtype=np.int64) - offset
     end = np.asarray(frame["end_ns"], dtype=np.int64) - offset
@@ -131,8 +131,8 @@ def _releases(frame: pd.DataFrame, start: Nanoseconds, end: Nanoseconds) -> tupl
     return until, np.where(from_one & ~stayed, one, start == latest)
 
 
-@across_ranks(collectives)
-def instances(run: Measured) -> pd.DataFrame:
+@across_ranks
+def instances(collectives: pd.DataFrame, job: Job) -> pd.DataFrame:
     """Return the rows of `collectives` with instance, the same number for the same collective on all ranks.
 
     They match by their number in their process group where the trace tells it (torch counts a group's collectives alike
@@ -142,12 +142,12 @@ def instances(run: Measured) -> pd.DataFrame:
     `collectives`, `present` how many ranks have the instance and `wanted` how many took part in it (0: not known).
     Raises NotMeasured where there is nothing that could match.
     """
-    frame = run.frame(collectives)
+    frame = collectives
     if not len(frame):
         raise NotMeasured("no collectives in the traced steps")
     frame = _paired(frame.assign(row=np.arange(len(frame))))
     if not len(frame):
-        raise NotMeasured(UNTOLD if (run.frame(collectives)["peer"] < 0).all() else NO_PAIRS)
+        raise NotMeasured(UNTOLD if (collectives["peer"] < 0).all() else NO_PAIRS)
     counted = (frame["sequence"] >= 0) & (frame["collective"] != SENT)
     named = (frame["group"] != "") | (frame["members"] != "")
     by_stream = ~counted & ~named
@@ -166,7 +166,7 @@ def instances(run: Measured) -> pd.DataFrame:
     return frame.assign(
         instance=instance,
         present=instance.map(instance.value_counts()),
-        wanted=np.select([frame["members"] == "", frame["members"] == NOBODY], [run.world_size, 0], said),
+        wanted=np.select([frame["members"] == "", frame["members"] == NOBODY], [job.world_size, 0], said),
     )
 
 
@@ -197,10 +197,11 @@ def _paired(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[even.reindex(frame.index, fill_value=True)]
 
 
-def unmatched(run: Measured) -> str:
+@across_ranks
+def unmatched(collectives: Maybe[pd.DataFrame], matched: Maybe[pd.DataFrame]) -> str:
     """Say why some are not matched; "" where there are none, or all are."""
     try:
-        frame = run.frame(collectives)
+        frame = collectives.get()
     except NotMeasured:
         return ""
     why = [NO_GROUP] if (frame["members"] == NOBODY).any() else []
@@ -210,17 +211,17 @@ def unmatched(run: Measured) -> str:
     elif len(sent):
         paired = False
         with suppress(NotMeasured):
-            paired = bool((run.frame(matched)["collective"] == SENT).any())
+            paired = bool((matched.get()["collective"] == SENT).any())
         why += [] if paired else [NO_PAIRS]
     return "; ".join(why)
 
 
-def _lacking(run: Measured) -> str:
-    missing = run.missing_ranks
-    return f"waiting shows only with every rank's trace; {len(missing)} of {run.world_size} are not here"
+def _lacking(job: Job) -> str:
+    missing = job.missing_ranks
+    return f"waiting shows only with every rank's trace; {len(missing)} of {job.world_size} are not here"
 
 
-def _clocks(run: Measured, frame: pd.DataFrame) -> pd.DataFrame:
+def _clocks(job: Job, frame: pd.DataFrame) -> pd.DataFrame:
     """Return for each rank its host, what its clock is ahead by (ahead_ns) and how far that is off (residual_ns).
 
     Collectives that end for all at once end at one instant: a host's clock is ahead by the median difference of its
@@ -233,20 +234,20 @@ def _clocks(run: Measured, frame: pd.DataFrame) -> pd.DataFrame:
     first = frame.groupby("instance")["end_ns"].transform("min")
     after = frame["end_ns"] - first
     difference = after - after.groupby(frame["instance"]).transform("median")
-    hosts = {r: settings.host(run, r) or f"rank {r}" for r in run.ranks}
+    hosts = {r: settings.host(job, r) or f"rank {r}" for r in job.ranks}
     host = frame["rank"].map(hosts)
     ahead = difference.groupby(host).median() * (len(set(hosts.values())) > 1)
     left = (difference - host.map(ahead)).abs().groupby(host).median()
-    clocks = pd.DataFrame({"rank": run.ranks, "host": [hosts[r] for r in run.ranks]})
+    clocks = pd.DataFrame({"rank": job.ranks, "host": [hosts[r] for r in job.ranks]})
     return clocks.assign(
         ahead_ns=clocks["host"].map(ahead).fillna(0.0).round().astype(np.int64), residual_ns=clocks["host"].map(left)
     )
 
 
-@across_ranks(collectives)
-def host_clocks(run: Measured) -> pd.DataFrame:
+@across_ranks
+def host_clocks(matched: pd.DataFrame, job: Job) -> pd.DataFrame:
     """Return for each rank its host, what its clock is ahead by (ahead_ns) and how far it is off (residual_ns), in ns.
 
     Raises NotMeasured as `matched` does.
     """
-    return _clocks(run, run.frame(matched))
+    return _clocks(job, matched)

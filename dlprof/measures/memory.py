@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlprof.engine import RankData, per_rank
+from dlprof.engine import Maybe, RankFacts, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.timeline.steps import ENOUGH, light_steps, standard_error
+from dlprof.timeline.steps import ENOUGH, standard_error
 
 # What travels of the series: enough for any screen.
 MOST_ROWS = 500
 
 
 @per_rank
-def memory_use(rank: RankData) -> pd.DataFrame:
+def memory_use(memory: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
     """Return one row: peak_allocated_bytes, peak_reserved_bytes, kept_bytes, total_bytes (NaN: unknown), retries, ooms
     and late.
 
@@ -24,7 +24,7 @@ def memory_use(rank: RankData) -> pd.DataFrame:
     `late` counts the allocations from the device in the second half of the readings, when the allocator's cache should
     serve all. Peaks are since the script last reset them, at any reading. −1: not told.
     """
-    frame = _readings(rank)
+    frame = _readings(memory)
     device = rank.facts.get("device") or {}
     total = device.get("memory_bytes") if device.get("type") == "cuda" else None
     asked = frame["device_allocs"].to_numpy()
@@ -63,7 +63,9 @@ _HELD = {"process": ("processes", "anonymous_bytes", "rss_bytes")} | {
 
 
 @per_rank
-def memory_growth(rank: RankData) -> pd.DataFrame:
+def memory_growth(
+    light_steps: pd.DataFrame, memory: Maybe[pd.DataFrame], samples: Maybe[pd.DataFrame], rank: RankFacts
+) -> pd.DataFrame:
     """Return one row for each memory that was read while training was steady: whether, and how fast, it grows.
 
     Columns: what (device: PyTorch's allocator; process; workers: all its children), metric (of the samples, ""
@@ -71,24 +73,24 @@ def memory_growth(rank: RankData) -> pd.DataFrame:
     floor of the first and the last part), per_step (bytes), left_bytes (that the device, or the rank's host, had at
     last; NaN: not read here). Raises NotMeasured where too little was read.
     """
-    steps = _untouched(rank)
+    steps = _untouched(light_steps)
     rows = []
-    if rank.has("memory"):
-        frame = _within(_readings(rank), steps)
+    if memory:
+        frame = _within(_readings(memory.get()), steps)
         device = rank.facts.get("device") or {}
         total = device.get("memory_bytes") if device.get("type") == "cuda" else None
         rows.append(_growth("device", "", steps, frame["at_ns"], frame["allocated_bytes"]))
         if rows[-1] is not None:
             rows[-1]["left_bytes"] = np.nan if total is None else total - rows[-1]["last_bytes"]
-    if rank.has("samples"):
-        read = _within(rank.table("samples"), steps)
+    if samples:
+        read = _within(samples.get(), steps)
         left = read[(read["source"] == "host") & (read["metric"] == "memory_available_bytes")]["value"].tail(_A_PART)
         for what, (source, *metrics) in _HELD.items():
             there = [m for m in metrics if (read["metric"] == m).any()]
             if there:
                 mine = read[(read["source"] == source) & (read["metric"] == there[0])]
                 if what == "process":
-                    mine = _beyond(mine, rank.table("samples"))
+                    mine = _beyond(mine, samples.get())
                 row = _growth(what, there[0], steps, mine["at_ns"], mine["value"])
                 rows.append(None if row is None else row | {"left_bytes": float(left.min()) if len(left) else np.nan})
     found = [row for row in rows if row is not None]
@@ -97,16 +99,15 @@ def memory_growth(rank: RankData) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def _untouched(rank: RankData) -> pd.DataFrame:
+def _untouched(light_steps: pd.DataFrame) -> pd.DataFrame:
     """Return steps from the first steady one to the last, before or after those that the profiler's memory swells."""
-    steps = rank.once(light_steps)
-    at = np.flatnonzero(steps["steady"].to_numpy())
-    profiled = np.flatnonzero(steps["profiled"].to_numpy() != 0)
+    at = np.flatnonzero(light_steps["steady"].to_numpy())
+    profiled = np.flatnonzero(light_steps["profiled"].to_numpy() != 0)
     if not len(at):
         raise NotMeasured("no steady training step was recorded")
     if len(profiled):
         at = max(at[at > profiled[-1]], at[at < profiled[0]], key=len)
-    return steps.iloc[at[0] : at[-1] + 1] if len(at) else steps.iloc[:0]
+    return light_steps.iloc[at[0] : at[-1] + 1] if len(at) else light_steps.iloc[:0]
 
 
 def _beyond(mine: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
@@ -159,15 +160,15 @@ def _growth(
 
 
 @per_rank
-def retry_cost(rank: RankData) -> pd.DataFrame:
+def retry_cost(memory: pd.DataFrame, light_steps: pd.DataFrame) -> pd.DataFrame:
     """Return one row: what steps cost in which the allocator had to empty its cache and ask again.
 
     Columns: retries and ooms (failed allocations) while training was steady; readings with a retry since the one before
     and without (two counts of steady steps: retried, plain); ns, what the first last longer, spread over all steady
     steps, and its standard error noise_ns (NaN: none, or too few, are plain).
     """
-    readings = _readings(rank)
-    steps = rank.once(light_steps)
+    readings = _readings(memory)
+    steps = light_steps
     steps = steps[steps["steady"]]
     if not len(steps):
         raise NotMeasured("no steady training step was recorded")
@@ -199,16 +200,15 @@ def retry_cost(rank: RankData) -> pd.DataFrame:
 
 
 @per_rank
-def memory_series(rank: RankData) -> pd.DataFrame:
+def memory_series(memory: pd.DataFrame) -> pd.DataFrame:
     """Return the readings in order, thinned: step, allocated_bytes, reserved_bytes."""
-    frame = _readings(rank)
+    frame = _readings(memory)
     stride = -(-len(frame) // MOST_ROWS)
     thinned: pd.DataFrame = frame[["step", "allocated_bytes", "reserved_bytes"]].iloc[::stride]
     return thinned
 
 
-def _readings(rank: RankData) -> pd.DataFrame:
-    frame = rank.table("memory")
-    if not len(frame):
+def _readings(memory: pd.DataFrame) -> pd.DataFrame:
+    if not len(memory):
         raise NotMeasured("the allocator was never asked")
-    return frame
+    return memory

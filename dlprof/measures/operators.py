@@ -16,16 +16,17 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.engine import RankData, per_rank
+from dlprof.engine import Maybe, RankFacts, per_rank, within_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.arithmetic import precision_of
 from dlprof.measures.gaps import SMALL_NS
 from dlprof.measures.kernel_names import unit_of
 from dlprof.measures.peaks import device_peaks
 from dlprof.measures.products import SIXTEEN_BITS, TENSOR_SHARE, misaligned, products, records, saved_in_16_bits
-from dlprof.timeline import device, host
-from dlprof.timeline.steps import launched_within, timing
-from dlprof.timeline.what_if import LITTLE, what_if
+from dlprof.timeline import host
+from dlprof.timeline.device import DeviceSets
+from dlprof.timeline.steps import Timing
+from dlprof.timeline.what_if import LITTLE, WhatIf
 from dlprof.units import short
 
 # Operators by the names under which a step's FLOPs are counted.
@@ -42,7 +43,17 @@ MOST_ROWS = 150
 
 
 @per_rank
-def operators(rank: RankData) -> pd.DataFrame:
+def operators(
+    has_device: bool,
+    kernels_within: Maybe[NDArray[np.int64]],
+    kernels: Maybe[pd.DataFrame],
+    owners: Maybe[NDArray[np.int64]],
+    spans: Maybe[pd.DataFrame],
+    timing: Timing,
+    kernel_kinds: Maybe[NDArray[Any]],
+    own_times: Maybe[tuple[NDArray[np.int64], NDArray[np.float64]]],
+    rank: RankFacts,
+) -> pd.DataFrame:
     """Return what each operator takes in a mean steady traced step, by dtype and shape, the heaviest first.
 
     Columns: operator, dtype and shape ("": not told), calls (kernels on a device), ns, tensor_ns and float32_ns (in
@@ -51,14 +62,21 @@ def operators(rank: RankData) -> pd.DataFrame:
     shared (the operator met several shapes, and its time was shared out among them by FLOPs).
     Raises NotMeasured where no operator's work was traced.
     """
-    frame = _with_counts(rank, _traced(rank))
+    frame = _with_counts(
+        has_device,
+        kernels_within,
+        kernels,
+        owners,
+        spans,
+        rank,
+        _traced(timing, spans, has_device, kernels, kernels_within, owners, kernel_kinds, own_times),
+    )
     _, peaks, bandwidth = device_peaks(rank.facts, rank.trace_facts)
     compute, memory = [], []
-    on_device = device.has_device(rank)
     matmul = rank.facts.get("matmul") or {}
     for row in records(frame):
         in_tf32: dict[str, Any] = {"allow_tf32": row["tf32_ns"] > 0, "cudnn_allow_tf32": row["tf32_ns"] > 0}
-        precision = precision_of(row, in_tf32 if on_device else matmul)
+        precision = precision_of(row, in_tf32 if has_device else matmul)
         peak = peaks.get(precision, math.nan)
         compute.append(row["flops"] / peak * 1e9)
         memory.append(row["bytes"] / bandwidth * 1e9 if bandwidth else math.nan)
@@ -66,26 +84,35 @@ def operators(rank: RankData) -> pd.DataFrame:
     bound = np.where(np.array(compute) >= np.array(memory), "compute", "memory")
     bound = np.where(np.isnan(compute) | np.isnan(memory), "", bound)
     short = frame["ns"].to_numpy() < SMALL_NS * frame["calls"].to_numpy()
-    frame["bound"] = np.where(on_device & short, "launch", bound)
+    frame["bound"] = np.where(has_device & short, "launch", bound)
     return frame.head(MOST_ROWS).drop(columns=["tf32_ns", "times"])
 
 
-def _traced(rank: RankData) -> pd.DataFrame:
-    windows = timing(rank).windows
+def _traced(
+    timing: Timing,
+    spans: Maybe[pd.DataFrame],
+    has_device: bool,
+    kernels: Maybe[pd.DataFrame],
+    kernels_within: Maybe[NDArray[np.int64]],
+    owners: Maybe[NDArray[np.int64]],
+    kernel_kinds: Maybe[NDArray[Any]],
+    own_times: Maybe[tuple[NDArray[np.int64], NDArray[np.float64]]],
+) -> pd.DataFrame:
+    windows = timing.windows
     n = len(windows)
     if not n:
         raise NotMeasured("no steps were traced")
-    spans = rank.table("spans")
-    name = spans["name"].cat.codes.to_numpy()
-    if device.has_device(rank):
-        work = kernels(rank)
-        inside = kernels_within(rank) >= 0
+    events = spans.get()
+    name = events["name"].cat.codes.to_numpy()
+    if has_device:
+        work = kernels.get()
+        inside = kernels_within.get() >= 0
         row = work.index.to_numpy()[inside]
-        owner, ns = rank.once(owners)[row], work["dur_ns"].to_numpy(dtype=float)[inside]
-        kinds = rank.once(kernel_kinds)[inside]
+        owner, ns = owners.get()[row], work["dur_ns"].to_numpy(dtype=float)[inside]
+        kinds = kernel_kinds.get()[inside]
         took = {kind: np.where(kinds == kind, ns, 0.0) for kind in ("tensor", "tf32", "float32")}
     else:
-        owner, ns = rank.once(own_times)
+        owner, ns = own_times.get()
         row = owner
         took = dict.fromkeys(("tensor", "tf32", "float32"), np.zeros(len(ns)))
     if not len(row):
@@ -94,7 +121,7 @@ def _traced(rank: RankData) -> pd.DataFrame:
     # One number for what a row is grouped by; a kernel that no operator is known to have launched stands for itself.
     keys, groups = name[np.where(known, owner, row)].astype(np.int64), {}
     for column in ("dtype", "shape"):
-        text = spans[column].cat
+        text = events[column].cat
         groups[column] = ["", *text.categories.astype("str")]
         keys = keys * len(groups[column]) + np.where(known, text.codes.to_numpy()[owner] + 1, 0)
     found, of = np.unique(keys, return_inverse=True)
@@ -111,7 +138,7 @@ def _traced(rank: RankData) -> pd.DataFrame:
     for column in ("shape", "dtype"):
         said[column] = np.array(groups[column], dtype=object)[found % len(groups[column])]
         found = found // len(groups[column])
-    said["operator"] = spans["name"].cat.categories.astype("str").to_numpy(dtype=object)[found]
+    said["operator"] = events["name"].cat.categories.astype("str").to_numpy(dtype=object)[found]
     frame = pd.DataFrame({c: said[c] for c in ("operator", "dtype", "shape")} | {c: v / n for c, v in sums.items()})
     return frame.sort_values("ns", ascending=False, kind="stable", ignore_index=True)
 
@@ -123,26 +150,23 @@ def _first(owner: NDArray[np.int64]) -> NDArray[np.float64]:
     return first
 
 
-def kernels(rank: RankData) -> pd.DataFrame:
+@within_rank
+def kernels(device_work: pd.DataFrame) -> pd.DataFrame:
     """Return name and times of the device's kernels that compute, with their row in the spans as index."""
-    return rank.once(_kernels)
+    return device_work[["name", "start_ns", "dur_ns"]][host.is_kind(device_work, "kernel")]
 
 
-def _kernels(rank: RankData) -> pd.DataFrame:
-    work = device.device_work(rank)
-    return work[["name", "start_ns", "dur_ns"]][host.is_kind(work, "kernel")]
-
-
-def kernels_within(rank: RankData) -> NDArray[np.int64]:
+@within_rank
+def kernels_within(launched_within: NDArray[np.int64], device_work: pd.DataFrame) -> NDArray[np.int64]:
     """Return for each row of `kernels` the place of the steady traced step that launched it; −1: none did."""
-    within = launched_within(rank)
-    chosen: NDArray[np.int64] = within[host.is_kind(device.device_work(rank), "kernel")]
+    chosen: NDArray[np.int64] = launched_within[host.is_kind(device_work, "kernel")]
     return chosen
 
 
-def kernel_kinds(rank: RankData) -> NDArray[Any]:
+@within_rank
+def kernel_kinds(kernels: pd.DataFrame) -> NDArray[Any]:
     """Return of each of `kernels` what it multiplies on, as far as its name tells (kernel_names.unit_of)."""
-    names = kernels(rank)["name"].cat
+    names = kernels["name"].cat
     kinds = np.asarray([unit_of(str(name)) for name in names.categories] or [""], dtype=str)
     return kinds[names.codes]
 
@@ -153,14 +177,14 @@ def _inside(windows: NDArray[np.int64], start: NDArray[np.int64]) -> NDArray[np.
     return inside
 
 
-def owners(rank: RankData) -> NDArray[np.int64]:
+@within_rank
+def owners(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return for each span of the device the row of the innermost operator that launched it, -1: none is known."""
-    spans = rank.table("spans")
     launch = spans["launch"].to_numpy()
     owner = np.full(len(spans), -1, dtype=np.int64)
     launches = host.is_kind(spans, "runtime") & (launch >= 0)
     called, by = [], []
-    for rows, parent in nested(rank, "op", "runtime"):
+    for rows, parent in nested(spans, is_on_device, "op", "runtime"):
         calls = launches[rows]
         called.append(launch[rows][calls])
         by.append(np.where(parent[calls] >= 0, rows[np.maximum(parent[calls], 0)], -1))
@@ -169,19 +193,21 @@ def owners(rank: RankData) -> NDArray[np.int64]:
     ids, ops = np.concatenate(called), np.concatenate(by)
     order = np.argsort(ids, kind="stable")
     ids, ops = ids[order], ops[order]
-    works = np.flatnonzero(host.is_on_device(rank) & (launch >= 0))
+    works = np.flatnonzero(is_on_device & (launch >= 0))
     at = np.minimum(np.searchsorted(ids, launch[works]), len(ids) - 1)
     owner[works] = np.where(ids[at] == launch[works], ops[at], -1) if len(ids) else -1
     return owner
 
 
-def own_times(rank: RankData) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+@within_rank
+def own_times(
+    spans: pd.DataFrame, timing: Timing, is_on_device: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return operators within the steady traced steps, as rows of the spans, and the time each spends in no other."""
-    spans = rank.table("spans")
     start, dur = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy(dtype=float)
     rows, took = [], []
-    windows = timing(rank).host_windows
-    for lane, parent in nested(rank, "op"):
+    windows = timing.host_windows
+    for lane, parent in nested(spans, is_on_device, "op"):
         own = dur[lane].copy()
         inner = parent >= 0
         np.subtract.at(own, parent[inner], dur[lane][inner])
@@ -191,10 +217,11 @@ def own_times(rank: RankData) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     return (np.concatenate(rows), np.concatenate(took)) if rows else (np.empty(0, np.int64), np.empty(0))
 
 
-def nested(rank: RankData, *kinds: str) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+def nested(
+    spans: pd.DataFrame, is_on_device: NDArray[np.bool_], *kinds: str
+) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """Return for each thread the rows of its spans of some kinds, and the place among them of the one around each."""
-    spans = rank.table("spans")
-    chosen = np.flatnonzero(host.is_kind(spans, *kinds) & ~host.is_on_device(rank))
+    chosen = np.flatnonzero(host.is_kind(spans, *kinds) & ~is_on_device)
     lanes = spans["lane"].cat.codes.to_numpy()[chosen]
     start = spans["start_ns"].to_numpy()
     end = start + spans["dur_ns"].to_numpy()
@@ -205,14 +232,22 @@ def nested(rank: RankData, *kinds: str) -> list[tuple[NDArray[np.int64], NDArray
     return out
 
 
-def _with_counts(rank: RankData, frame: pd.DataFrame) -> pd.DataFrame:
+def _with_counts(
+    has_device: bool,
+    kernels_within: Maybe[NDArray[np.int64]],
+    kernels: Maybe[pd.DataFrame],
+    owners: Maybe[NDArray[np.int64]],
+    spans: Maybe[pd.DataFrame],
+    rank: RankFacts,
+    frame: pd.DataFrame,
+) -> pd.DataFrame:
     """Add FLOPs and bytes: by the shapes of the trace, or of the step that was counted."""
     told = rank.facts.get("flops") or {}
     met: dict[str, list[Mapping[str, Any]]] = {}
     for row in told.get("shapes") or []:
         met.setdefault(str(row.get("operator")), []).append(row)
     rows: list[dict[str, Any]] = []
-    calls = _calls(rank)
+    calls = _calls(has_device, kernels_within, kernels, owners, spans)
     for row in records(frame):
         if row["shape"]:
             flops, size = products(row["operator"], row["shape"], row["dtype"])
@@ -236,17 +271,23 @@ def _with_counts(rank: RankData, frame: pd.DataFrame) -> pd.DataFrame:
     return made.sort_values("ns", ascending=False, kind="stable", ignore_index=True)
 
 
-def _calls(rank: RankData) -> dict[str, NDArray[np.float64]]:
+def _calls(
+    has_device: bool,
+    kernels_within: Maybe[NDArray[np.int64]],
+    kernels: Maybe[pd.DataFrame],
+    owners: Maybe[NDArray[np.int64]],
+    spans: Maybe[pd.DataFrame],
+) -> dict[str, NDArray[np.float64]]:
     """Return what each call of an operator took a device, ns, the longest first, by its name; none on a CPU."""
-    if not device.has_device(rank):
+    if not has_device:
         return {}
-    inside = kernels_within(rank) >= 0
-    work = kernels(rank)[inside]
-    owner = rank.once(owners)[work.index.to_numpy()]
+    inside = kernels_within.get() >= 0
+    work = kernels.get()[inside]
+    owner = owners.get()[work.index.to_numpy()]
     known = owner >= 0
     calls, of = np.unique(owner[known], return_inverse=True)
     took = np.bincount(of, work["dur_ns"].to_numpy(dtype=float)[known])
-    name = rank.table("spans")["name"].array[calls]
+    name = spans.get()["name"].array[calls]
     return {str(n): np.sort(took[name == n])[::-1] for n in pd.unique(name)}
 
 
@@ -272,19 +313,22 @@ MOST_KERNELS = 40
 
 
 @per_rank
-def kernel_times(rank: RankData) -> pd.DataFrame:
+def kernel_times(
+    device_sets: DeviceSets,  # noqa: ARG001 - required: of a trace without a device nothing is known
+    timing: Timing,
+    kernels: pd.DataFrame,
+    kernels_within: NDArray[np.int64],
+) -> pd.DataFrame:
     """Return the kernels that take longest: name, kind, calls and ns of a mean steady traced step; of all of them
     total_ns, and kernels, how many names there are.
 
     Raises NotMeasured where the trace holds no kernel.
     """
-    device.device_sets(rank)
-    windows = timing(rank).windows
-    work = kernels(rank)
-    inside = kernels_within(rank) >= 0
-    names = work["name"].cat
+    windows = timing.windows
+    inside = kernels_within >= 0
+    names = kernels["name"].cat
     codes = names.codes.to_numpy()[inside]
-    dur = work["dur_ns"].to_numpy(dtype=float)[inside]
+    dur = kernels["dur_ns"].to_numpy(dtype=float)[inside]
     if not len(codes):
         raise NotMeasured("no kernel ran in the traced steps")
     calls = np.bincount(codes, minlength=len(names.categories))
@@ -305,7 +349,17 @@ def kernel_times(rank: RankData) -> pd.DataFrame:
 
 
 @per_rank
-def tensor_cores(rank: RankData) -> pd.DataFrame:
+def tensor_cores(
+    device_sets: DeviceSets,  # noqa: ARG001 - required: of a trace without a device nothing is known
+    timing: Maybe[Timing],
+    kernels: pd.DataFrame,
+    kernels_within: Maybe[NDArray[np.int64]],
+    kernel_kinds: NDArray[Any],
+    operators: pd.DataFrame,
+    what_if: Maybe[WhatIf],
+    device_work: pd.DataFrame,
+    rank: RankFacts,
+) -> pd.DataFrame:
     """Return one row, ns of a mean steady traced step: kernel_ns, tensor_ns (on tensor cores), tf32_ns (of these),
     float32_ns (products without them), unknown_ns (products on units that no name tells), and what the step would
     gain: fp32_saved_ns, were those in float32 in 16 bits, misaligned_ns and misaligned_saved_ns of products whose sizes
@@ -314,24 +368,22 @@ def tensor_cores(rank: RankData) -> pd.DataFrame:
     Names are all that tells these units, so tensor_ns is the least that it can be.
     Raises NotMeasured where the trace holds no work of a device.
     """
-    device.device_sets(rank)
-    windows = timing(rank).windows
-    work = kernels(rank)
-    dur = work["dur_ns"].to_numpy(dtype=float)
-    inside = kernels_within(rank) >= 0
-    kinds = rank.once(kernel_kinds)
+    windows = timing.get().windows
+    dur = kernels["dur_ns"].to_numpy(dtype=float)
+    inside = kernels_within.get() >= 0
     n = len(windows)
-    took = {k: float(dur[inside & (kinds == k)].sum()) / n for k in ("tensor", "tf32", "float32", "unknown")}
-    frame = rank.once(operators.function)
+    took = {k: float(dur[inside & (kernel_kinds == k)].sum()) / n for k in ("tensor", "tf32", "float32", "unknown")}
     _, peaks, bandwidth = device_peaks(rank.facts, rank.trace_facts)
     half = max((peaks.get(p, 0.0) for p in SIXTEEN_BITS), default=0.0) * TENSOR_SHARE
-    saved = saved_in_16_bits(frame, half, bandwidth, peaks.get("float32", 0.0)) if half else math.nan
-    odd, odd_saved, looked = misaligned(frame, peaks, bandwidth)
+    saved = saved_in_16_bits(operators, half, bandwidth, peaks.get("float32", 0.0)) if half else math.nan
+    odd, odd_saved, looked = misaligned(operators, peaks, bandwidth)
 
     def gained(saved_ns: float, took_ns: float, chosen: NDArray[np.bool_]) -> float:
         if math.isnan(saved_ns) or not took_ns:
             return saved_ns
-        return shorter_kernels(rank, chosen, max(0.0, 1 - saved_ns / took_ns))
+        return shorter_kernels(
+            kernels, what_if, kernels_within, timing, device_work, chosen, max(0.0, 1 - saved_ns / took_ns)
+        )
 
     return pd.DataFrame(
         {
@@ -340,31 +392,39 @@ def tensor_cores(rank: RankData) -> pd.DataFrame:
             "tf32_ns": [took["tf32"]],
             "float32_ns": [took["float32"]],
             "unknown_ns": [took["unknown"]],
-            "fp32_saved_ns": [gained(saved, took["float32"], kinds == "float32")],
+            "fp32_saved_ns": [gained(saved, took["float32"], kernel_kinds == "float32")],
             "misaligned_ns": [odd],
             "misaligned_saved_ns": [
-                gained(odd_saved, took["tensor"] + took["unknown"], np.isin(kinds, ("tensor", "unknown")))
+                gained(odd_saved, took["tensor"] + took["unknown"], np.isin(kernel_kinds, ("tensor", "unknown")))
             ],
             "aligned": [int(looked)],
         }
     )
 
 
-def shorter_kernels(rank: RankData, chosen: NDArray[np.bool_], left: float) -> float:
+def shorter_kernels(
+    kernels: pd.DataFrame,
+    what_if: Maybe[WhatIf],
+    kernels_within: Maybe[NDArray[np.int64]],
+    timing: Maybe[Timing],
+    device_work: pd.DataFrame,
+    chosen: NDArray[np.bool_],
+    left: float,
+) -> float:
     """Return how much shorter the mean steady step would be, ns, with only a share `left` of some of `kernels`' time.
 
     The device works no sooner than its host launches. Where the trace cannot be replayed, all that is shorter is
     gained.
     """
-    spans_of = kernels(rank).index.to_numpy()[chosen]
+    spans_of = kernels.index.to_numpy()[chosen]
     try:
-        asked = what_if(rank)
+        asked = what_if.get()
     except NotMeasured:
-        mine = kernels(rank)["dur_ns"].to_numpy(dtype=float)[chosen & (kernels_within(rank) >= 0)]
-        return float(mine.sum()) * (1 - left) / max(len(timing(rank).windows), 1)
+        mine = kernels["dur_ns"].to_numpy(dtype=float)[chosen & (kernels_within.get() >= 0)]
+        return float(mine.sum()) * (1 - left) / max(len(timing.get().windows), 1)
     replay = asked.replay
     durations = replay.durations.copy()
-    theirs = np.isin(device.device_work(rank).index.to_numpy()[replay.rows], spans_of)
+    theirs = np.isin(device_work.index.to_numpy()[replay.rows], spans_of)
     durations[theirs] = (durations[theirs] * left).astype(np.int64)
     most = float((replay.durations - durations).sum()) / replay.steps
     if most < LITTLE * asked.measured_ns:

@@ -9,12 +9,11 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import RankData, per_rank
+from dlprof.engine import Maybe, RankFacts, per_rank, within_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import breakdown
-from dlprof.timeline import device, host
-from dlprof.timeline.steps import launched_within, light_steps, standard_error, timing
-from dlprof.timeline.what_if import what_if
+from dlprof.timeline import host
+from dlprof.timeline.steps import Timing, standard_error
+from dlprof.timeline.what_if import WhatIf
 
 RANGES = ("Optimizer.step#", "dlprof::optimizer")
 
@@ -30,7 +29,20 @@ FUSED_LEFT = {
 
 
 @per_rank
-def optimizer_work(rank: RankData) -> pd.DataFrame:
+def optimizer_work(
+    timing: Timing,
+    spans: Maybe[pd.DataFrame],
+    has_device: bool,
+    launched_by_optimizer: Maybe[NDArray[np.bool_]],
+    launched_within: Maybe[NDArray[np.int64]],
+    device_work: Maybe[pd.DataFrame],
+    partition: Maybe[dict[str, iv.Intervals]],
+    what_if: Maybe[WhatIf],
+    on_training_thread: Maybe[pd.DataFrame],
+    exposed_communication: Maybe[iv.Intervals],
+    light_steps: Maybe[pd.DataFrame],
+    rank: RankFacts,
+) -> pd.DataFrame:
     """Return one row, of a mean steady step: ns that optimizer takes, noise_ns, of it idle_ns in which a device waits
     for it, calls (of kernels; on the CPU of operators; NaN: not traced), and fused_gain_ns (how much shorter the
     device's step would be with FUSED_LEFT of it; NaN: no device, or nobody knows).
@@ -39,36 +51,35 @@ def optimizer_work(rank: RankData) -> pd.DataFrame:
     longer than in the traced steps, since what varies is the waiting. On a GPU `ns` is the time of the kernels that the
     optimizer launched, and that idle time. Raises NotMeasured where the optimizer's time cannot be told.
     """
-    t = timing(rank)
-    windows = iv.merge(t.windows)
-    n = max(len(t.windows), 1)
-    traced = rank.has("spans")
-    if traced and device.has_device(rank):
-        chosen = launched_by_optimizer(rank)
-        step, dur = launched_within(rank)[chosen], device.device_work(rank)["dur_ns"].to_numpy(dtype=float)[chosen]
-        idle = iv.total(breakdown.partition(rank).get("optimizer_host", iv.EMPTY)) / n
+    windows = iv.merge(timing.windows)
+    n = max(len(timing.windows), 1)
+    traced = bool(spans)
+    if traced and has_device:
+        chosen = launched_by_optimizer.get()
+        step, dur = launched_within.get()[chosen], device_work.get()["dur_ns"].to_numpy(dtype=float)[chosen]
+        idle = iv.total(partition.get().get("optimizer_host", iv.EMPTY)) / n
         each = np.bincount(step, dur, n).astype(float)
-        gain = _fused_gain(rank, chosen)
+        gain = _fused_gain(what_if, on_training_thread, rank, chosen)
         return _row(float(each.mean()) + idle, standard_error(each), idle, len(step) / n, gain)
     if (rank.facts.get("device") or {}).get("type") not in ("cpu", None):
         raise NotMeasured("without a trace of its device nobody knows what the optimizer's kernels take")
     calls = np.nan
     within, own, most = iv.EMPTY, 1.0, np.inf
     if traced:
-        thread = host.on_training_thread(rank)
+        thread = on_training_thread.get()
         within = iv.intersect(windows, host.cover(thread, host.is_named(thread, *RANGES)))
         ops = host.outermost(thread[host.is_kind(thread, "op")])
         calls = float(iv.holds(within, ops["start_ns"].to_numpy()).sum()) / n
-        exchanging = iv.intersect(within, breakdown.exposed_communication(rank))
+        exchanging = iv.intersect(within, exposed_communication.get())
         own -= iv.total(exchanging) / max(iv.total(within), 1)
         within = iv.subtract(within, exchanging)
         most = iv.total(within) / n if len(exchanging) else np.inf
-    if t.source == "steps":
-        frame = rank.once(light_steps)
+    if timing.source == "steps":
+        frame = light_steps.get()
         took_ns = np.maximum(frame.loc[frame["steady"], "optimizer_ns"].to_numpy(dtype=float), 0.0) * own
         took_ns *= min(1.0, most / max(float(took_ns.mean()), 1.0))
     else:
-        took_ns = iv.per_slot(within, np.append(t.windows[:, 0], t.windows[-1, 1])).astype(float)
+        took_ns = iv.per_slot(within, np.append(timing.windows[:, 0], timing.windows[-1, 1])).astype(float)
     if not took_ns.sum():
         raise NotMeasured("no optimizer was seen at work")
     return _row(float(took_ns.mean()), standard_error(took_ns), 0.0, calls)
@@ -79,7 +90,9 @@ def _row(ns: float, noise_ns: float, idle_ns: float, calls: float, gain_ns: floa
     return pd.DataFrame({name: [value] for name, value in found.items()})
 
 
-def _fused_gain(rank: RankData, chosen: NDArray[np.bool_]) -> float:
+def _fused_gain(
+    what_if: Maybe[WhatIf], on_training_thread: Maybe[pd.DataFrame], rank: RankFacts, chosen: NDArray[np.bool_]
+) -> float:
     """Return how much shorter the mean step would be, ns, with a share of the optimizer's kernels; `chosen` are theirs.
 
     NaN where no fused one of its kind is known, or the trace cannot be replayed.
@@ -88,7 +101,7 @@ def _fused_gain(rank: RankData, chosen: NDArray[np.bool_]) -> float:
     largest = max(noted, key=lambda o: o.get("parameters") or 0, default={})
     left = FUSED_LEFT.get(str(largest.get("class")), (0.0, 0.0))[1]
     try:
-        asked = what_if(rank)
+        asked = what_if.get()
     except NotMeasured:
         return np.nan
     replay = asked.replay
@@ -100,22 +113,27 @@ def _fused_gain(rank: RankData, chosen: NDArray[np.bool_]) -> float:
     remains = np.floor(np.arange(1, len(mine) + 1) * left) > np.floor(np.arange(len(mine)) * left)
     longer = durations[mine].sum() * left / max(durations[mine][remains].sum(), 1)
     durations[mine] = np.where(remains, durations[mine] * longer, -1).astype(np.int64)
-    thread = host.on_training_thread(rank)
+    thread = on_training_thread.get()
     return asked.gain_ns(durations=durations, other=((host.cover(thread, host.is_named(thread, *RANGES)), left),))
 
 
-def launched_by_optimizer(rank: RankData) -> NDArray[np.bool_]:
+@within_rank
+def launched_by_optimizer(
+    on_training_thread: pd.DataFrame, device_work: pd.DataFrame, launched_within: Maybe[NDArray[np.int64]]
+) -> NDArray[np.bool_]:
     """Return which rows of the device's work are kernels that the training thread launched in its optimizer.
 
     Only those of the steady traced steps. Raises NotMeasured where nothing marks the optimizer.
     """
-    thread = host.on_training_thread(rank)
-    within = host.cover(thread, host.is_named(thread, *RANGES))
+    within = host.cover(on_training_thread, host.is_named(on_training_thread, *RANGES))
     if not len(within):
         raise NotMeasured("the trace does not tell what belongs to the optimizer")
-    calls = host.is_kind(thread, "runtime")
-    mine = thread["launch"].to_numpy()[calls][iv.holds(within, thread["start_ns"].to_numpy()[calls])]
-    work = device.device_work(rank)
-    inside = launched_within(rank) >= 0
-    chosen: NDArray[np.bool_] = host.is_kind(work, "kernel") & np.isin(work["launch"].to_numpy(), mine[mine >= 0])
+    calls = host.is_kind(on_training_thread, "runtime")
+    mine = on_training_thread["launch"].to_numpy()[calls][
+        iv.holds(within, on_training_thread["start_ns"].to_numpy()[calls])
+    ]
+    inside = launched_within.get() >= 0
+    chosen: NDArray[np.bool_] = host.is_kind(device_work, "kernel") & np.isin(
+        device_work["launch"].to_numpy(), mine[mine >= 0]
+    )
     return chosen & inside

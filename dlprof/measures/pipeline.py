@@ -18,11 +18,18 @@ import numpy as np
 import pandas as pd
 
 from dlprof import intervals as iv
-from dlprof.engine import Measured, RankData, across_ranks, per_rank
+from dlprof.engine import (
+    Job,
+    Maybe,
+    RankFacts,
+    across_ranks,
+    per_rank,
+    within_rank,
+)
 from dlprof.errors import NotMeasured
 from dlprof.measures import pipeline_ranges
 from dlprof.measures.schedules import GPIPE, INTERLEAVED, LOOPED_BFS, ONE_F_ONE_B, Action, grid, replay, runs
-from dlprof.timeline.steps import light_steps, standard_error
+from dlprof.timeline.steps import standard_error
 from dlprof.units import few
 
 # Schedules that fill and drain once a step: (p − 1) of v·m + p − 1 slots are idle on each of p ranks, with v chunks a
@@ -49,39 +56,50 @@ def closed_form(schedule: str, ranks: int, microbatches: int, chunks: int) -> fl
     return (ranks - 1) / (chunks * microbatches + ranks - 1)
 
 
-def _told(rank: RankData) -> Mapping[str, Any]:
+def _told(
+    chunks: Maybe[pd.DataFrame], spans: Maybe[pd.DataFrame], schedule_facts: Maybe[Mapping[str, Any]], rank: RankFacts
+) -> Mapping[str, Any]:
     told = rank.facts.get("pipeline")
-    if rank.has("chunks") and isinstance(told, Mapping):
+    if chunks and isinstance(told, Mapping):
         return told
-    if not rank.facts and rank.has("spans"):
-        return pipeline_ranges.told(rank)
-    rank.table("chunks")  # says why, where nothing was recorded
+    if not rank.facts and spans:
+        return schedule_facts.get()
+    chunks.get()  # says why, where nothing was recorded
     raise NotMeasured("no step of a pipeline schedule was recorded")
 
 
-def _steady(rank: RankData) -> pd.DataFrame:
+def _steady(
+    chunks: Maybe[pd.DataFrame], steady_chunks: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame]
+) -> pd.DataFrame:
     """Return the chunks of the steady steps; `call` counts the calls of schedule.step() within a step."""
-    if not rank.has("chunks"):
-        return pipeline_ranges.steady(rank)
-    frame = rank.table("chunks")
+    if not chunks:
+        return steady_chunks.get()
+    frame = chunks.get()
     number = frame["step"].to_numpy()
     # Within each step: a host that runs ahead of its device begins the next step's call while this one's chunks run.
     calls = (frame["action"] == SCHEDULE).astype("int64").groupby(number).cumsum().to_numpy() - 1
-    steps = rank.once(light_steps)
+    steps = light_steps.get()
     steady = steps.loc[steps["steady"], "step"].to_numpy()
     return frame.assign(call=np.maximum(calls, 0))[np.isin(number, steady)]
 
 
 @per_rank
-def pipeline(rank: RankData) -> pd.DataFrame:
+def pipeline(
+    chunks: Maybe[pd.DataFrame],
+    spans: Maybe[pd.DataFrame],
+    schedule_facts: Maybe[Mapping[str, Any]],
+    steady_chunks: Maybe[pd.DataFrame],
+    light_steps: Maybe[pd.DataFrame],
+    rank: RankFacts,
+) -> pd.DataFrame:
     """Return one row of the steady calls of schedule.step(): which schedule, and the mean call in ns.
 
     Columns: schedule, microbatches, stages and ranks (as text, ", " between), size (how many ranks), first_stage (this
     rank holds it), chunks (stages a rank), calls, calls_a_step (of training), dur_ns, busy_ns (inside chunks), noise_ns
     (standard error of what is left).
     """
-    told = _told(rank)
-    frame = _steady(rank)
+    told = _told(chunks, spans, schedule_facts, rank)
+    frame = _steady(chunks, steady_chunks, light_steps)
     calls = frame[(frame["action"] == SCHEDULE).to_numpy()]
     if not len(calls):
         raise NotMeasured("no steady step ran the pipeline")
@@ -105,14 +123,21 @@ def pipeline(rank: RankData) -> pd.DataFrame:
 
 
 @per_rank
-def pipeline_chunks(rank: RankData) -> pd.DataFrame:
+def pipeline_chunks(
+    chunks: Maybe[pd.DataFrame],
+    spans: Maybe[pd.DataFrame],
+    schedule_facts: Maybe[Mapping[str, Any]],
+    steady_chunks: Maybe[pd.DataFrame],
+    light_steps: Maybe[pd.DataFrame],
+    rank: RankFacts,
+) -> pd.DataFrame:
     """Return the chunks of some steady steps, one by one, and the row of the call that they belong to.
 
     Columns: step, call, stage, microbatch, action, start_ns, dur_ns. Ranks choose the same steps, as far as they have
     them: those whose numbers a power of two divides.
     """
-    _told(rank)
-    frame = _steady(rank)
+    _told(chunks, spans, schedule_facts, rank)
+    frame = _steady(chunks, steady_chunks, light_steps)
     step = frame["step"].to_numpy()
     detailed = np.unique(step[(frame["action"] != SCHEDULE).to_numpy()])
     if not len(detailed):
@@ -196,26 +221,29 @@ class Pipe:
         return self.mean_step(self.took, hand_over) - self.mean_step(calls, hand_over)
 
 
-def pipelines(run: Measured) -> pd.DataFrame:
+@across_ranks
+def pipelines(pipeline: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame:
     """Return rows of `pipeline`; of traces from elsewhere those of pipelines of which all their ranks tell the same.
 
     Raises NotMeasured where none do: several may run side by side, and nothing tells which ranks are one.
     """
-    frame = run.frame(pipeline)
-    if any(run.facts.values()):
+    frame = pipeline.get()
+    if any(job.facts.values()):
         return frame
-    here = set(run.ranks)
+    here = set(job.ranks)
     told = [of for of, mine in frame.groupby("ranks") if here & set(map(int, str(of).split(", "))) == set(mine["rank"])]
     if not told:
-        raise NotMeasured(next(iter(run.lacking(pipeline).values()), pipeline_ranges.WHICH))
+        raise NotMeasured(next(iter(pipeline.lacking.values()), pipeline_ranges.WHICH))
     return frame[frame["ranks"].isin(told)]
 
 
-def pipes(run: Measured) -> list[Pipe]:
+@across_ranks
+def pipes(pipelines: pd.DataFrame, pipeline_chunks: pd.DataFrame) -> list[Pipe]:
     """Return the pipelines that can be replayed: all ranks are here, and have the chunks of a call in common."""
-    told = pipelines(run)
-    chunks = run.frame(pipeline_chunks)
-    found = [_pipe(ranks, chunks[chunks["rank"].isin(ranks["rank"])]) for _, ranks in told.groupby("ranks")]
+    found = [
+        _pipe(ranks, pipeline_chunks[pipeline_chunks["rank"].isin(ranks["rank"])])
+        for _, ranks in pipelines.groupby("ranks")
+    ]
     return [pipe for pipe in found if pipe is not None]
 
 
@@ -309,8 +337,8 @@ def _call(rows: pd.DataFrame) -> _Call:
     return _Call(float(whole["dur_ns"]), max(0.0, edge), tuple(took), took, tuple(begins), tuple(ends))
 
 
-@across_ranks(pipeline, pipeline_chunks)
-def bubbles(run: Measured) -> pd.DataFrame:
+@across_ranks
+def bubbles(pipelines: pd.DataFrame, pipes: Maybe[list[Pipe]]) -> pd.DataFrame:
     """Return the bubble of each rank: the columns of `pipeline`, what it is of which step, and what it comes from.
 
     `step_ns` is the synchronous step of the rank's pipeline, and `bubble` the idle share of it; where the rank with the
@@ -322,9 +350,9 @@ def bubbles(run: Measured) -> pd.DataFrame:
     nobody; communication_ns, the rest, which is handing over. A stage that is longer than the others stands less idle
     than it would among even ones: its imbalance_ns is negative. NaN where a pipeline cannot be replayed.
     """
-    frame = pipelines(run)
+    frame = pipelines
     try:
-        parts = [_parts(pipe) for pipe in pipes(run)]
+        parts = [_parts(pipe) for pipe in pipes.get()]
     except NotMeasured:
         parts = []
     first = frame[frame["first_stage"]].set_index("ranks")["dur_ns"]
@@ -383,8 +411,8 @@ def _parts(pipe: Pipe) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-@across_ranks(pipeline, pipeline_chunks)
-def stage_lengths(run: Measured) -> pd.DataFrame:
+@across_ranks
+def stage_lengths(pipes: list[Pipe], pipelines: pd.DataFrame, why_not_replayed: Maybe[str]) -> pd.DataFrame:
     """Return how long each stage works on a micro-batch, and what uneven stages cost their pipeline.
 
     Columns: ranks (as `pipeline` has them), rank, stage, forward_ns, backward_ns (both halves of it), stage_ns (their
@@ -395,7 +423,7 @@ def stage_lengths(run: Measured) -> pd.DataFrame:
     replayed.
     """
     parts = []
-    for pipe in pipes(run):
+    for pipe in pipes:
         even, mean = pipe.even(), pipe.mean
         frame = pd.DataFrame({"stage": range(pipe.stages)})
         home = {stage: rank for rank, row in zip(pipe.ranks, pipe.rows, strict=True) for stage, _, _ in row}
@@ -410,15 +438,14 @@ def stage_lengths(run: Measured) -> pd.DataFrame:
         frame["gain_ns"] = now - ideal
         frame["saved_ns"] = pipe.saved_by_even(pipe.hand_over())
         frame["explained"] = (now - fixed) / (now - ideal) if now > ideal else nan
-        parts.append(frame.assign(ranks=", ".join(map(str, pipe.ranks)), calls_a_step=_calls(run, pipe)))
+        parts.append(frame.assign(ranks=", ".join(map(str, pipe.ranks)), calls_a_step=_calls(pipelines, pipe)))
     if not parts:
-        raise NotMeasured(why_not_replayed(run))
+        raise NotMeasured(why_not_replayed.get())
     return pd.concat(parts, ignore_index=True)
 
 
-def _calls(run: Measured, pipe: Pipe) -> float:
-    told = pipelines(run)
-    return float(told.loc[told["rank"] == pipe.ranks[0], "calls_a_step"].iloc[0])
+def _calls(pipelines: pd.DataFrame, pipe: Pipe) -> float:
+    return float(pipelines.loc[pipelines["rank"] == pipe.ranks[0], "calls_a_step"].iloc[0])
 
 
 def backward_ns(mean: Mapping[tuple[int, str], float], stage: int) -> float:
@@ -427,11 +454,11 @@ def backward_ns(mean: Mapping[tuple[int, str], float], stage: int) -> float:
     return mean.get((stage, "backward"), halves if isfinite(halves) else 0.0)
 
 
-def why_not_replayed(run: Measured) -> str:
+@across_ranks
+def why_not_replayed(pipelines: pd.DataFrame) -> str:
     """Say why no pipeline of a run can be replayed."""
-    told = pipelines(run)
-    here = {int(str(r)) for r in told["rank"]}
-    wanted = {int(r) for ranks in told["ranks"] for r in str(ranks).split(", ")}
+    here = {int(str(r)) for r in pipelines["rank"]}
+    wanted = {int(r) for ranks in pipelines["ranks"] for r in str(ranks).split(", ")}
     missing = sorted(wanted - here)
     if missing:
         lacking = few(missing, 8)
@@ -439,39 +466,46 @@ def why_not_replayed(run: Measured) -> str:
     return "the ranks of no pipeline have the chunks of the same step"
 
 
-def idle_ns(rank: RankData) -> float:
+@within_rank
+def idle_ns(
+    chunks: Maybe[pd.DataFrame], steady_chunks: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame], rank: RankFacts
+) -> float:
     """Return ns of the mean steady step that this rank's schedule.step() spends outside its chunks; 0: none known."""
-    if not rank.has("chunks") or not isinstance(rank.facts.get("pipeline"), Mapping):
+    if not chunks or not isinstance(rank.facts.get("pipeline"), Mapping):
         return 0.0
-    frame = _steady(rank)
+    frame = _steady(chunks, steady_chunks, light_steps)
     calls = frame[(frame["action"] == SCHEDULE).to_numpy()]
-    n = int(rank.once(light_steps)["steady"].sum())
+    n = int(light_steps.get()["steady"].sum())
     return float((calls["dur_ns"] - calls["busy_ns"]).clip(lower=0).sum()) / n if n else 0.0
 
 
-def chunk_times(rank: RankData) -> iv.Intervals:
+@within_rank
+def chunk_times(chunks: pd.DataFrame) -> iv.Intervals:
     """Return the time inside chunks, of the steps whose chunks were recorded."""
-    frame = rank.table("chunks")
-    rows = frame[(frame["action"] != SCHEDULE).to_numpy()]
+    rows = chunks[(chunks["action"] != SCHEDULE).to_numpy()]
     start = rows["start_ns"].to_numpy()
     return iv.union(start, start + rows["dur_ns"].to_numpy())
 
 
-def is_known(rank: RankData) -> bool:
+@within_rank
+def has_pipeline(
+    chunks: Maybe[pd.DataFrame], spans: Maybe[pd.DataFrame], steady_chunks: Maybe[pd.DataFrame], rank: RankFacts
+) -> bool:
     """Return whether the rank's chunks are known: recorded, or told by a trace from elsewhere."""
-    if rank.has("chunks"):
+    if chunks:
         return True
     try:
-        return not rank.facts and rank.has("spans") and len(pipeline_ranges.steady(rank)) > 0
+        return not rank.facts and bool(spans) and len(steady_chunks.get()) > 0
     except NotMeasured:
         return False
 
 
-def outside_chunks(rank: RankData) -> iv.Intervals:
+@within_rank
+def outside_chunks(has_pipeline: bool, chunks: Maybe[pd.DataFrame], steady_chunks: Maybe[pd.DataFrame]) -> iv.Intervals:
     """Return the time inside a schedule.step() and outside its chunks, of the calls whose chunks are known."""
-    if not is_known(rank):
+    if not has_pipeline:
         return iv.EMPTY
-    frame = rank.table("chunks") if rank.has("chunks") else pipeline_ranges.steady(rank)
+    frame = chunks.get() if chunks else steady_chunks.get()
     whole = (frame["action"] == SCHEDULE).to_numpy()
     detailed = np.isin(frame["step"].to_numpy(), frame["step"].to_numpy()[~whole])
     start = frame["start_ns"].to_numpy()

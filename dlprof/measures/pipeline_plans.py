@@ -13,21 +13,16 @@ from math import isfinite
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import Measured, RankData, across_ranks, by_rank, per_rank
+from dlprof.engine import Job, Maybe, across_ranks, by_rank, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part, partition
+from dlprof.measures.breakdown import part
 from dlprof.measures.pipeline import (
     Pipe,
     backward_ns,
-    chunk_times,
-    pipeline,
-    pipeline_chunks,
-    pipelines,
-    pipes,
-    why_not_replayed,
 )
 from dlprof.measures.schedules import (
     INTERLEAVED,
@@ -43,8 +38,7 @@ from dlprof.measures.schedules import (
 )
 from dlprof.timeline import device, host
 from dlprof.timeline.idle import LATENCY_NS
-from dlprof.timeline.steps import launched_within, timing
-from dlprof.timeline.traced import main_stream
+from dlprof.timeline.steps import Timing
 
 # What a send between GPUs is taken to need before its bytes move, however few: a choice, rather too much than too
 # little.
@@ -72,26 +66,28 @@ class _Plan:
 
 
 @per_rank
-def host_in_chunks(rank: RankData) -> pd.DataFrame:
+def host_in_chunks(partition: dict[str, iv.Intervals], chunk_times: Maybe[iv.Intervals]) -> pd.DataFrame:
     """Return one row, share: how much of its host's own time in the traced steps a rank spends within chunks.
 
     Raises NotMeasured where chunks or the host's time were not recorded.
     """
-    own = partition(rank).get("host", iv.EMPTY)
+    own = partition.get("host", iv.EMPTY)
     if not iv.total(own):
         raise NotMeasured("the trace shows no time of the host's own")
-    return pd.DataFrame({"share": [iv.total(iv.intersect(own, chunk_times(rank))) / iv.total(own)]})
+    return pd.DataFrame({"share": [iv.total(iv.intersect(own, chunk_times.get())) / iv.total(own)]})
 
 
 @per_rank
-def least_of_kernels(rank: RankData) -> pd.DataFrame:
+def least_of_kernels(
+    device_work: pd.DataFrame, launched_within: NDArray[np.int64], main_stream: NDArray[np.bool_], timing: Timing
+) -> pd.DataFrame:
     """Return one row, ns: what a steady traced step's kernels take however little they compute.
 
     That is LEAST_KERNEL_NS, and the median time from one queued kernel to the next, as often as there are kernels.
     Raises NotMeasured where the trace holds no device that computes.
     """
-    work, inside = device.device_work(rank), launched_within(rank) >= 0
-    kernels = work[inside & host.is_kind(work, "kernel") & main_stream(rank)]
+    inside = launched_within >= 0
+    kernels = device_work[inside & host.is_kind(device_work, "kernel") & main_stream]
     if not len(kernels):
         raise NotMeasured("the trace holds no kernels")
     start, dur = kernels["start_ns"].to_numpy(), kernels["dur_ns"].to_numpy()
@@ -99,11 +95,19 @@ def least_of_kernels(rank: RankData) -> pd.DataFrame:
     between = between[(between >= 0) & (between <= LATENCY_NS)]
     next_ns = float(np.median(between)) if len(between) else 0.0
     least = float(np.minimum(dur, device.LEAST_KERNEL_NS).sum()) + len(dur) * next_ns
-    return pd.DataFrame({"ns": [least / max(len(timing(rank).windows), 1)]})
+    return pd.DataFrame({"ns": [least / max(len(timing.windows), 1)]})
 
 
-@across_ranks(breakdown, host_in_chunks, least_of_kernels, pipeline, pipeline_chunks)
-def pipeline_plans(run: Measured) -> pd.DataFrame:
+@across_ranks
+def pipeline_plans(
+    pipes: list[Pipe],
+    pipelines: Maybe[pd.DataFrame],
+    host_in_chunks: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    least_of_kernels: Maybe[pd.DataFrame],
+    why_not_replayed: Maybe[str],
+    job: Job,
+) -> pd.DataFrame:
     """Return what each change would make of a pipeline's mean step, by replay; the first row of each is as it is.
 
     Columns: ranks (of the pipeline, as `pipeline` has them), change (in words), schedule, microbatches, chunks (stages
@@ -112,12 +116,14 @@ def pipeline_plans(run: Measured) -> pd.DataFrame:
     replayed, or the schedule is none that is known here.
     """
     parts = []
-    for pipe in pipes(run):
-        model = _model(pipe, _fixed(run, pipe), on_cpu=settings.on_cpu(run))
+    for pipe in pipes:
+        model = _model(
+            pipe, _fixed(pipelines, host_in_chunks, breakdown, least_of_kernels, job, pipe), on_cpu=settings.on_cpu(job)
+        )
         if model is None:
             continue
         rows = []
-        for plan in _plans(pipe, settings.training_loader(run).get("batch_size")):
+        for plan in _plans(pipe, settings.training_loader(job).get("batch_size")):
             step = model.step(plan)
             if isfinite(step):
                 rows.append((plan.change, plan.schedule, plan.microbatches, plan.chunks, plan.easy, plan.even, step))
@@ -132,9 +138,9 @@ def pipeline_plans(run: Measured) -> pd.DataFrame:
         )
     if parts:
         return pd.concat(parts, ignore_index=True)
-    told = pipelines(run)
+    told = pipelines.get()
     names = sorted({str(s) for s in told["schedule"]} - set(SCHEDULES))
-    raise NotMeasured(f"what {names[0]} does is not known here" if names else why_not_replayed(run))
+    raise NotMeasured(f"what {names[0]} does is not known here" if names else why_not_replayed.get())
 
 
 def _plans(pipe: Pipe, batch: object) -> list[_Plan]:
@@ -177,18 +183,25 @@ class _Model:
         return self.scale * _replayed(self.pipe, plan, self.fixed, self.start_ns + moving)
 
 
-def _fixed(run: Measured, pipe: Pipe) -> dict[int, float]:
+def _fixed(
+    pipelines: Maybe[pd.DataFrame],
+    host_in_chunks: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    least_of_kernels: Maybe[pd.DataFrame],
+    job: Job,
+    pipe: Pipe,
+) -> dict[int, float]:
     """Return the share of each stage's chunks that is no shorter for a smaller micro-batch; 0 where that is not known.
 
     On a CPU that is the host's own, on a device the least that its kernels take.
     """
     try:
-        told = pipelines(run).set_index("rank")["calls_a_step"]
-        if settings.on_cpu(run):
-            within = run.frame(host_in_chunks).set_index("rank")["share"]
-            least = {r: ns * float(within.get(r, 0.0)) for r, ns in part(run, "host").items()}
+        told = pipelines.get().set_index("rank")["calls_a_step"]
+        if settings.on_cpu(job):
+            within = host_in_chunks.get().set_index("rank")["share"]
+            least = {r: ns * float(within.get(r, 0.0)) for r, ns in part(breakdown.get(), "host").items()}
         else:
-            least = by_rank(run.frame(least_of_kernels), "ns")
+            least = by_rank(least_of_kernels.get(), "ns")
     except NotMeasured:
         return {}
     of = {r: min(1.0, least.get(r, 0.0) / float(told[r]) / max(pipe.busy_ns[r], 1.0)) for r in pipe.ranks}

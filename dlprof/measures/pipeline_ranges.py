@@ -22,11 +22,11 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import RankData
+from dlprof.engine import Maybe, RankFacts, within_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures.schedules import GPIPE, LOOPED, ONE_F_ONE_B, V_SHAPED, Action, grid, runs
-from dlprof.timeline import device, host
-from dlprof.timeline.steps import timing
+from dlprof.timeline import host
+from dlprof.timeline.steps import Timing
 
 _ACTION = re.compile(r"PP:(\d+)([FBIW])(\d+)")
 _GPIPE = re.compile(r"(Forward|Backward) (\d+)")
@@ -48,44 +48,92 @@ class _Named(NamedTuple):
     members: list[int]  # the pipeline's ranks, in the order of their first stages
 
 
-def told(rank: RankData) -> Mapping[str, Any]:
+@within_rank
+def schedule_facts(ranges: _Named, numbered: pd.DataFrame, rank: RankFacts) -> Mapping[str, Any]:
     """Return what the ranges tell of the pipeline, as the recorder's facts do; the schedule is "" where no grid fits.
 
     Raises NotMeasured with the reason where the trace has no such ranges.
     """
-    return rank.once(_told)
+    schedule, found, members = ranges
+    place = members.index(rank.index)
+    stages = sorted({int(s) for s in found["stage"]})
+    if stages == [-1]:
+        stages = [place]  # the one stage a rank lies where the rank does
+    microbatches = int(found["microbatch"].max()) + 1
+    first = numbered
+    first = first[first["step"] == first["step"].iloc[0]]
+    order = tuple(zip(first["stage"], first["action"], first["microbatch"], strict=True))
+    for name in (*LOOPED, *V_SHAPED) if not schedule else ():
+        shape = (len(members), microbatches, len(stages))
+        if runs(name, *shape) and grid(name, *shape).rows[place] == order:
+            schedule = name
+            break
+    return {"schedule": schedule, "microbatches": microbatches, "stages": stages, "ranks": members}
 
 
-def steady(rank: RankData) -> pd.DataFrame:
+@within_rank
+def steady_chunks(
+    numbered: pd.DataFrame,
+    spans: pd.DataFrame,
+    has_device: bool,
+    device_work: pd.DataFrame,
+    is_on_device: NDArray[np.bool_],
+    ranges: _Named,
+    rank: RankFacts,
+) -> pd.DataFrame:
     """Return the chunks within the traced steps, as the table "chunks" has them, with a column `call`."""
-    return rank.once(_steady)
+    begin, end = _computed(spans, has_device, device_work, is_on_device, numbered)
+    chunks = numbered.assign(start_ns=begin, dur_ns=np.maximum(end - begin, 0), busy_ns=-1)
+    chunks["stage"] = chunks["stage"].where(chunks["stage"] >= 0, ranges.members.index(rank.index))
+    by = numbered.groupby("step")
+    calls = pd.DataFrame({"start_ns": by["start_ns"].min(), "end_ns": by["end_ns"].max()}).reset_index()
+    calls["end_ns"] = np.maximum(calls["end_ns"], (begin + chunks["dur_ns"]).groupby(numbered["step"]).max().to_numpy())
+    calls = calls.assign(
+        dur_ns=calls["end_ns"] - calls["start_ns"],
+        busy_ns=chunks.groupby("step")["dur_ns"].sum().to_numpy(),
+        action="schedule",
+        stage=-1,
+        microbatch=-1,
+    )
+    columns = ["step", "action", "stage", "microbatch", "start_ns", "dur_ns", "busy_ns"]
+    frame = pd.concat([calls[columns], chunks[columns]], ignore_index=True)
+    return frame.sort_values("start_ns", kind="stable", ignore_index=True).assign(call=0)
 
 
-def _ranges(rank: RankData) -> _Named:
+@within_rank
+def ranges(
+    spans: pd.DataFrame,
+    is_on_device: NDArray[np.bool_],
+    timing: Maybe[Timing],
+    on_training_thread: pd.DataFrame,
+    passes: Maybe[tuple[pd.DataFrame, iv.Intervals]],
+    rank: RankFacts,
+) -> _Named:
     """Return the ranges of the passes on the training thread, as they are named, or as sends and receives part them."""
-    spans = rank.table("spans")
     names = [str(c) for c in spans["name"].cat.categories]
     kinds = (_ACTION, _GPIPE, _OVERLAPPED)
     found = {n: m for n in names if n.startswith(("PP:", "For", "Back")) for k in kinds if (m := k.fullmatch(n))}
-    thread = spans[host.is_kind(spans, "annotation") & ~host.is_on_device(rank)]
+    thread = spans[host.is_kind(spans, "annotation") & ~is_on_device]
     rows = thread[host.is_one_of(thread["name"], *found)]
     # Anybody may call a range "Forward 0"; in a pipeline, something is sent as well.
     stages = any(match.re is not _GPIPE for match in found.values())
-    if not len(rows) or not (stages or _sends(rank)):
-        return _unnamed(rank)
+    if not len(rows) or not (stages or _sends(spans)):
+        return _unnamed(spans, timing, on_training_thread, passes, rank)
     parts: list[_Pass] = []
     for name, start, dur in zip(rows["name"], rows["start_ns"].tolist(), rows["dur_ns"].tolist(), strict=True):
         match, end = found[str(name)], start + dur
-        parts += _overlapped(rank, match, start, end) if match.re is _OVERLAPPED else [_parsed(match, start, end)]
+        parts += (
+            _overlapped(passes.get(), match, start, end) if match.re is _OVERLAPPED else [_parsed(match, start, end)]
+        )
     ranges = pd.DataFrame(parts, columns=_COLUMNS)
     if not stages:
-        return _Named(GPIPE, ranges, _members_of_gpipe(rank, ranges))
+        return _Named(GPIPE, ranges, _members_of_gpipe(on_training_thread, spans, rank, ranges))
     mine = sorted({int(s) for s in ranges["stage"]})
-    for members in _candidates(rank):
+    for members in _candidates(spans, rank):
         place, p = members.index(rank.index), len(members)
         if mine in (list(range(place, p * len(mine), p)), [place, 2 * p - 1 - place]):
             return _Named("", ranges, members)
-    return _Named("", ranges, _candidates(rank)[-1])
+    return _Named("", ranges, _candidates(spans, rank)[-1])
 
 
 _COLUMNS = ["stage", "action", "microbatch", "start_ns", "end_ns"]
@@ -97,10 +145,10 @@ def _parsed(match: re.Match[str], start: int, end: int) -> _Pass:
     return int(stage[0]) if stage else -1, _WORDS[word], int(which), start, end
 
 
-def _overlapped(rank: RankData, match: re.Match[str], start: int, end: int) -> list[_Pass]:
+def _overlapped(passes: tuple[pd.DataFrame, iv.Intervals], match: re.Match[str], start: int, end: int) -> list[_Pass]:
     """Part a range that holds a forward and the backward that torch runs after it."""
     there, _, first, back, _, then = match.groups()
-    ops, evaluated = rank.once(_passes)
+    ops, evaluated = passes
     begun = evaluated[np.searchsorted(evaluated[:, 0], start) :, 0]
     if not len(begun) or begun[0] >= end:
         raise NotMeasured(f"the trace shows no backward pass in {match[0]}")
@@ -112,36 +160,40 @@ def _overlapped(rank: RankData, match: re.Match[str], start: int, end: int) -> l
     return [(int(there), "forward", int(first), start, middle), (int(back), "backward", int(then), middle, end)]
 
 
-def _passes(rank: RankData) -> tuple[pd.DataFrame, iv.Intervals]:
+@within_rank
+def passes(
+    spans: pd.DataFrame, is_on_device: NDArray[np.bool_], on_training_thread: pd.DataFrame
+) -> tuple[pd.DataFrame, iv.Intervals]:
     """Return the training thread's outermost operators (start_ns, dur_ns, code: of the name), and when autograd ran."""
-    spans = rank.table("spans")
-    evaluated = spans[host.is_named(spans, _EVALUATES) & ~host.is_on_device(rank)]
-    work = host.on_training_thread(rank)
-    ops = host.outermost(work[host.is_kind(work, "op")])
+    evaluated = spans[host.is_named(spans, _EVALUATES) & ~is_on_device]
+    ops = host.outermost(on_training_thread[host.is_kind(on_training_thread, "op")])
     ops = ops[~host.is_named(ops, _EVALUATES)]
     return ops[["start_ns", "dur_ns"]].assign(code=ops["name"].cat.codes), host.cover(evaluated)
 
 
-def _candidates(rank: RankData) -> list[list[int]]:
+def _candidates(spans: pd.DataFrame, rank: RankFacts) -> list[list[int]]:
     """List who may make up the pipeline: the groups in which is sent, as far as they are told, and all ranks."""
-    spans = rank.table("spans")
     sent = spans["group"][host.is_one_of(spans["collective"], *_POINT_TO_POINT)]
     groups = rank.trace_facts.get("groups") or {}
-    told = [(groups.get(str(name)) or {}).get("ranks") or [] for name in sent[(sent != "").to_numpy()].unique()]
+    schedule_facts = [
+        (groups.get(str(name)) or {}).get("ranks") or [] for name in sent[(sent != "").to_numpy()].unique()
+    ]
     everybody = list(range(max(int(rank.trace_facts.get("world_size") or 1), rank.index + 1)))
-    return [*([int(r) for r in members] for members in told if rank.index in members), everybody]
+    return [*([int(r) for r in members] for members in schedule_facts if rank.index in members), everybody]
 
 
-def _members_of_gpipe(rank: RankData, ranges: pd.DataFrame) -> list[int]:
+def _members_of_gpipe(
+    on_training_thread: pd.DataFrame, spans: pd.DataFrame, rank: RankFacts, ranges: pd.DataFrame
+) -> list[int]:
     """Return the ranks of a pipeline whose forwards receive on all but the first of them, and send on all but the last.
 
     Raises NotMeasured where they do not: then several pipelines run side by side, and nothing tells which.
     """
     forward = ranges[ranges["action"] == "forward"]
     begin, end = forward["start_ns"].to_numpy(), forward["end_ns"].to_numpy()
-    marks = {what: _marks(rank, what) for what in ("send", "recv")}
+    marks = {what: _marks(on_training_thread, what) for what in ("send", "recv")}
     within = {what: bool((np.searchsorted(at, begin) < np.searchsorted(at, end)).any()) for what, at in marks.items()}
-    for members in _candidates(rank):
+    for members in _candidates(spans, rank):
         place = members.index(rank.index)
         fits = within == {"send": place < len(members) - 1, "recv": place > 0}
         if fits or not any(map(len, marks.values())):
@@ -149,22 +201,29 @@ def _members_of_gpipe(rank: RankData, ranges: pd.DataFrame) -> list[int]:
     raise NotMeasured(WHICH)
 
 
-def _marks(rank: RankData, *what: str) -> NDArray[np.int64]:
+def _marks(on_training_thread: pd.DataFrame, *what: str) -> NDArray[np.int64]:
     """Return when the training thread called what sends or receives."""
-    work = host.on_training_thread(rank)
-    return work["start_ns"].to_numpy()[host.is_kind(work, "communication") & host.is_one_of(work["collective"], *what)]
+    return on_training_thread["start_ns"].to_numpy()[
+        host.is_kind(on_training_thread, "communication") & host.is_one_of(on_training_thread["collective"], *what)
+    ]
 
 
-def _unnamed(rank: RankData) -> _Named:
+def _unnamed(
+    spans: pd.DataFrame,
+    timing: Maybe[Timing],
+    on_training_thread: pd.DataFrame,
+    passes: Maybe[tuple[pd.DataFrame, iv.Intervals]],
+    rank: RankFacts,
+) -> _Named:
     """Return the ranges of the passes that nothing names, of each traced step, where they are 1F1B's."""
-    if not _sends(rank):
+    if not _sends(spans):
         raise NotMeasured("no pipeline stages were recorded, and the trace sends nothing from rank to rank")
-    windows, _ = _whole_steps(rank)
-    marks = _marks(rank, *_POINT_TO_POINT)
+    windows, _ = _whole_steps(timing.get())
+    marks = _marks(on_training_thread, *_POINT_TO_POINT)
     steps = [(marks[(marks >= begin) & (marks < end)], begin, end) for begin, end in windows.tolist()]
-    for members in _candidates(rank):
+    for members in _candidates(spans, rank):
         with suppress(_OtherOrder):
-            found = [_one_by_one(rank, members, *step) for step in steps if len(step[0])]
+            found = [_one_by_one(passes.get(), rank, members, *step) for step in steps if len(step[0])]
             if found:
                 return _Named(ONE_F_ONE_B, pd.DataFrame([p for part in found for p in part], columns=_COLUMNS), members)
     raise NotMeasured(_NO_ORDER)
@@ -174,9 +233,16 @@ class _OtherOrder(Exception):  # noqa: N818 - what was found, and no error
     """The passes of a step are not those of 1F1B."""
 
 
-def _one_by_one(rank: RankData, members: list[int], marks: NDArray[np.int64], begin: int, end: int) -> list[_Pass]:
+def _one_by_one(
+    passes: tuple[pd.DataFrame, iv.Intervals],
+    rank: RankFacts,
+    members: list[int],
+    marks: NDArray[np.int64],
+    begin: int,
+    end: int,
+) -> list[_Pass]:
     """Return the passes of one step between its sends and receives; raise _OtherOrder where they are not 1F1B's."""
-    ops, evaluated = rank.once(_passes)
+    ops, evaluated = passes
     ops = ops[(ops["start_ns"] >= begin) & (ops["start_ns"] < end)]
     evaluated = iv.clip(evaluated, begin, end)
     op_at = np.searchsorted(marks, ops["start_ns"].to_numpy(), side="right")
@@ -188,19 +254,19 @@ def _one_by_one(rank: RankData, members: list[int], marks: NDArray[np.int64], be
     # What comes before the first micro-batch arrives, or after the last gradients are gone, is no pass.
     first, last = (1 if place else 0), int(back_at[-1])
     pieces = [at for at in np.union1d(op_at, back_at).tolist() if first <= at <= last]
-    holds_back = [any(what == "backward" for _, what, _ in passes) for passes in wanted]
+    holds_back = [any(what == "backward" for _, what, _ in each) for each in wanted]
     if np.isin(pieces, back_at).tolist() != holds_back:
         raise _OtherOrder
     found: list[_Pass] = []
-    for at, passes in zip(pieces, wanted, strict=True):
+    for at, each in zip(pieces, wanted, strict=True):
         mine, back = ops[op_at == at], evaluated[back_at == at]
-        for k, (_, what, which) in enumerate(passes):
+        for k, (_, what, which) in enumerate(each):
             # As a range that has a name, the first one begins with the call that it then waits for.
             called = int(marks[at - 1]) if at and not k else None
             if what == "backward":
                 found.append((-1, what, which, int(back[0, 0]) if called is None else called, int(back[-1, 1])))
                 continue
-            if len(passes) > 1:  # beside a backward, before or after it
+            if len(each) > 1:  # beside a backward, before or after it
                 start = mine["start_ns"].to_numpy()
                 mine = mine[start >= back[-1, 1]] if k else mine[start < back[0, 0]]
             elif not which and not place:
@@ -239,8 +305,8 @@ def _last_like(ops: pd.DataFrame, model: pd.DataFrame) -> pd.DataFrame:
     return ops.iloc[at:]
 
 
-def _sends(rank: RankData) -> bool:
-    return bool(host.is_one_of(rank.table("spans")["collective"], *_POINT_TO_POINT).any())
+def _sends(spans: pd.DataFrame) -> bool:
+    return bool(host.is_one_of(spans["collective"], *_POINT_TO_POINT).any())
 
 
 _NO_ORDER = (
@@ -249,76 +315,43 @@ _NO_ORDER = (
 )
 
 
-def _told(rank: RankData) -> Mapping[str, Any]:
-    schedule, ranges, members = rank.once(_ranges)
-    place = members.index(rank.index)
-    stages = sorted({int(s) for s in ranges["stage"]})
-    if stages == [-1]:
-        stages = [place]  # the one stage a rank lies where the rank does
-    microbatches = int(ranges["microbatch"].max()) + 1
-    first = rank.once(_numbered)
-    first = first[first["step"] == first["step"].iloc[0]]
-    order = tuple(zip(first["stage"], first["action"], first["microbatch"], strict=True))
-    for name in (*LOOPED, *V_SHAPED) if not schedule else ():
-        shape = (len(members), microbatches, len(stages))
-        if runs(name, *shape) and grid(name, *shape).rows[place] == order:
-            schedule = name
-            break
-    return {"schedule": schedule, "microbatches": microbatches, "stages": stages, "ranks": members}
-
-
-def _numbered(rank: RankData) -> pd.DataFrame:
+@within_rank
+def numbered(ranges: _Named, timing: Timing) -> pd.DataFrame:
     """Return the ranges that lie in whole traced steps, with their step."""
-    ranges = rank.once(_ranges).ranges
-    windows, numbers = _whole_steps(rank)
-    at = np.searchsorted(windows[:, 0], ranges["start_ns"].to_numpy(), side="right") - 1
-    inside = (at >= 0) & (ranges["end_ns"].to_numpy() <= windows[np.maximum(at, 0), 1])
+    found = ranges.ranges
+    windows, numbers = _whole_steps(timing)
+    at = np.searchsorted(windows[:, 0], found["start_ns"].to_numpy(), side="right") - 1
+    inside = (at >= 0) & (found["end_ns"].to_numpy() <= windows[np.maximum(at, 0), 1])
     if not inside.any():
         raise NotMeasured("no traced step holds a pipeline's ranges")
-    numbered: pd.DataFrame = ranges[inside].assign(step=numbers[at[inside]]).reset_index(drop=True)
+    numbered: pd.DataFrame = found[inside].assign(step=numbers[at[inside]]).reset_index(drop=True)
     return numbered
 
 
-def _whole_steps(rank: RankData) -> tuple[iv.Intervals, NDArray[np.int64]]:
+def _whole_steps(timing: Timing) -> tuple[iv.Intervals, NDArray[np.int64]]:
     """Return the traced steps and their numbers; raises NotMeasured where nothing marks them."""
-    t = timing(rank)
-    if t.unit != "step":
+    if timing.unit != "step":
         raise NotMeasured("the trace has a pipeline, but nothing in it marks the steps")
-    return t.windows, t.numbers
+    return timing.windows, timing.numbers
 
 
-def _steady(rank: RankData) -> pd.DataFrame:
-    ranges = rank.once(_numbered)
-    begin, end = _computed(rank, ranges)
-    chunks = ranges.assign(start_ns=begin, dur_ns=np.maximum(end - begin, 0), busy_ns=-1)
-    chunks["stage"] = chunks["stage"].where(chunks["stage"] >= 0, rank.once(_ranges).members.index(rank.index))
-    by = ranges.groupby("step")
-    calls = pd.DataFrame({"start_ns": by["start_ns"].min(), "end_ns": by["end_ns"].max()}).reset_index()
-    calls["end_ns"] = np.maximum(calls["end_ns"], (begin + chunks["dur_ns"]).groupby(ranges["step"]).max().to_numpy())
-    calls = calls.assign(
-        dur_ns=calls["end_ns"] - calls["start_ns"],
-        busy_ns=chunks.groupby("step")["dur_ns"].sum().to_numpy(),
-        action="schedule",
-        stage=-1,
-        microbatch=-1,
-    )
-    columns = ["step", "action", "stage", "microbatch", "start_ns", "dur_ns", "busy_ns"]
-    frame = pd.concat([calls[columns], chunks[columns]], ignore_index=True)
-    return frame.sort_values("start_ns", kind="stable", ignore_index=True).assign(call=0)
-
-
-def _computed(rank: RankData, ranges: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _computed(
+    spans: pd.DataFrame,
+    has_device: bool,
+    device_work: pd.DataFrame,
+    is_on_device: NDArray[np.bool_],
+    ranges: pd.DataFrame,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return from when to when the work of each range ran: on a device what it launched, else its operators."""
-    spans = rank.table("spans")
-    if device.has_device(rank):
-        work = device.device_work(rank)
+    if has_device:
+        work = device_work
         work = work[host.is_kind(work, "kernel", "copy", "set") & (work["launch"] >= 0)]
         ids = spans["launch"].to_numpy()
         calls = host.is_kind(spans, "runtime") & (ids >= 0)
         launched = pd.Series(spans["start_ns"].to_numpy()[calls], index=ids[calls]).groupby(level=0).first()
         at = launched.reindex(work["launch"].to_numpy()).fillna(-1).to_numpy(dtype=np.int64)
     else:
-        work = spans[host.is_kind(spans, "op") & ~host.is_on_device(rank)]
+        work = spans[host.is_kind(spans, "op") & ~is_on_device]
         at = work["start_ns"].to_numpy()
     order = np.argsort(at, kind="stable")
     at, start = at[order], work["start_ns"].to_numpy()[order]

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
-from dlprof.engine import RankData
-from dlprof.timeline import device, host
+from dlprof.engine import RankFacts, within_rank
+from dlprof.timeline import host
 
 POINT_TO_POINT = ("send", "recv")
 
@@ -27,25 +28,22 @@ _CALLS = ("record_param_comms", "c10d::", "nccl:")
 _COLUMNS = ("collective", "group", "peer", "bytes", "dtype", "start_ns", "dur_ns")
 
 
-def point_to_point(rank: RankData) -> pd.DataFrame:
+@within_rank
+def point_to_point(
+    spans: pd.DataFrame, is_on_device: NDArray[np.bool_], has_device: bool, rank: RankFacts
+) -> pd.DataFrame:
     """Return the sends and receives in order: row (of spans), collective, group, peer, bytes, dtype, start_ns, dur_ns.
 
     What carries several at once has a row for each. peer: the other rank, −1: not told.
     """
-    return rank.once(_point_to_point)
-
-
-def _point_to_point(rank: RankData) -> pd.DataFrame:
-    spans = rank.table("spans")
     named = host.is_kind(spans, "communication") & host.is_one_of(spans["collective"], *POINT_TO_POINT, _EITHER)
     if not named.any():
         return pd.DataFrame({name: spans[name].iloc[:0] for name in _COLUMNS}).assign(row=0)[["row", *_COLUMNS]]
-    on_device = host.is_on_device(rank)
-    calls = _told(spans[named & ~on_device & (spans["peer"].to_numpy() >= 0)])
-    if device.has_device(rank):
-        found = _of_kernels(rank, _told(spans[named & on_device]), calls)
+    calls = _told(spans[named & ~is_on_device & (spans["peer"].to_numpy() >= 0)])
+    if has_device:
+        found = _of_kernels(spans, _told(spans[named & is_on_device]), calls)
     else:
-        done = _told(spans[named & ~on_device & ~host.is_named(spans, *_CALLS, "_c10d")])
+        done = _told(spans[named & ~is_on_device & ~host.is_named(spans, *_CALLS, "_c10d")])
         found = _of_ranges(done[done["collective"] != _EITHER], calls)
     found = found.assign(peer=np.where(found["peer"] < 0, _only_other(rank, found["group"]), found["peer"]))
     return found.sort_values(["start_ns", "order"], kind="stable", ignore_index=True)[["row", *_COLUMNS]]
@@ -57,9 +55,8 @@ def _told(spans: pd.DataFrame) -> pd.DataFrame:
     return chosen.assign(row=chosen.index, order=0, **text)
 
 
-def _of_kernels(rank: RankData, kernels: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
+def _of_kernels(spans: pd.DataFrame, kernels: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
     """Return what kernels carry: what they tell themselves, else the calls between the launch before and their own."""
-    spans = rank.table("spans")
     runtime = np.flatnonzero(host.is_kind(spans, "runtime") & np.isin(spans["launch"].to_numpy(), kernels["launch"]))
     launches = spans.iloc[runtime][["launch", "lane", "start_ns"]].drop_duplicates("launch")
     launches = launches.rename(columns={"start_ns": "launched_ns"}).assign(lane=launches["lane"].astype("str"))
@@ -93,7 +90,7 @@ def _of_ranges(ranges: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
     return found.assign(peer=found["peer"].fillna(-1).astype(np.int64))
 
 
-def _only_other(rank: RankData, groups: pd.Series[str]) -> pd.Series[int]:
+def _only_other(rank: RankFacts, groups: pd.Series[str]) -> pd.Series[int]:
     """Return the other member of groups of two, −1 of any other; who does not say a group has the job's only one."""
     known: Mapping[str, Any] = rank.trace_facts.get("groups") or {}
     world = rank.trace_facts.get("world_size") or rank.facts.get("world_size")

@@ -13,18 +13,16 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.engine import Measured, across_ranks
+from dlprof.engine import Job, Maybe, across_ranks
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.collectives import collectives, exposed, traced_steps
-from dlprof.measures.stalls import stall_means, stalled_steps
-from dlprof.measures.waits import waits
-from dlprof.timeline.steps import step_means, step_series
+from dlprof.measures.breakdown import part
 
 
-@across_ranks(step_means, breakdown, collectives, exposed, traced_steps)
-def own_time(run: Measured) -> pd.DataFrame:
+@across_ranks
+def own_time(
+    step_means: pd.DataFrame, waits: Maybe[pd.DataFrame], breakdown: Maybe[pd.DataFrame], job: Job
+) -> pd.DataFrame:
     """Split the mean steady step into each rank's own time and its waiting for others.
 
     Columns: rank, step_ns, wait_ns, own_ns, known. Ranks that wait for each other have one step, the mean of theirs (a
@@ -33,11 +31,11 @@ def own_time(run: Measured) -> pd.DataFrame:
     of the two. On a CPU the waiting of the traced steps is brought to the mean steady step in the proportion of the
     two's exposed communication; on devices, what is not the traced steps' transfer is waiting.
     """
-    means = run.frame(step_means)[["rank", "step_ns"]].set_index("rank")["step_ns"]
+    means = step_means[["rank", "step_ns"]].set_index("rank")["step_ns"]
     try:
-        waited = run.frame(waits).groupby("rank")[["wait_ns", "exposed_ns"]].mean().reindex(means.index).fillna(0.0)
-        communication = pd.Series(part(run, "communication"), dtype=float).reindex(means.index).fillna(0.0)
-        if settings.on_cpu(run):
+        waited = waits.get().groupby("rank")[["wait_ns", "exposed_ns"]].mean().reindex(means.index).fillna(0.0)
+        communication = pd.Series(part(breakdown.get(), "communication"), dtype=float).reindex(means.index).fillna(0.0)
+        if settings.on_cpu(job):
             fraction = (waited["wait_ns"] / waited["exposed_ns"].replace(0, np.nan)).fillna(0.0)
             wait = (fraction * communication).to_numpy()
         else:
@@ -53,42 +51,41 @@ def own_time(run: Measured) -> pd.DataFrame:
             "rank": means.index,
             "step_ns": means.to_numpy(),
             "wait_ns": wait,
-            "own_ns": np.maximum(means.to_numpy() - wait - _bubble(run, means.index), 0.0),
+            "own_ns": np.maximum(means.to_numpy() - wait - _bubble(breakdown, means.index), 0.0),
             "known": known,
         }
     )
 
 
-def _bubble(run: Measured, ranks: pd.Index[int]) -> NDArray[np.float64]:
+def _bubble(breakdown: Maybe[pd.DataFrame], ranks: pd.Index[int]) -> NDArray[np.float64]:
     try:
-        bubble = pd.Series(part(run, "pipeline_bubble"), dtype=float)
+        bubble = pd.Series(part(breakdown.get(), "pipeline_bubble"), dtype=float)
     except NotMeasured:
         return np.zeros(len(ranks))
     return np.array([bubble.get(rank, 0.0) for rank in ranks])
 
 
-def saving(run: Measured, removed: Mapping[int, float] | pd.Series[float]) -> float:
+def saving(own_time: pd.DataFrame, removed: Mapping[int, float] | pd.Series[float]) -> float:
     """Return how much shorter mean steady step were, in ns, were each rank's own time shorter by what is removed."""
-    times = run.frame(own_time)
-    own = times["own_ns"].to_numpy()
-    less = np.array([removed.get(rank, 0.0) for rank in times["rank"].tolist()])
+    own = own_time["own_ns"].to_numpy()
+    less = np.array([removed.get(rank, 0.0) for rank in own_time["rank"].tolist()])
     return max(0.0, float(own.max() - np.maximum(own - np.maximum(np.nan_to_num(less), 0.0), 0.0).max()))
 
 
-def saving_input(run: Measured, removed: Mapping[int, float]) -> float:
+def saving_input(step_series: pd.DataFrame, own_time: pd.DataFrame, removed: Mapping[int, float]) -> float:
     """Return the same for the wait for data, step by step: ranks that starve in turn cost more than their means tell.
 
     In every recorded steady step the rank that has the longest own time, its wait of that step included, sets the pace.
     `removed` is each rank's mean wait, ns; the series tells only how it spreads over the steps. Where waiting for other
     ranks is not known, the ranks are taken to have the same work but for the wait for data.
     """
-    series = run.frame(step_series)
+    series = step_series
     series = series[series["steady"].astype(bool)]
     fetch = series.pivot_table(index="step", columns="rank", values="fetch_ns", aggfunc="first").dropna()
-    times = run.frame(own_time).set_index("rank")
+    times = own_time.set_index("rank")
     own = times["own_ns"]
     if len(fetch) < 2 or set(fetch.columns) != set(own.index):
-        return saving(run, removed)
+        return saving(own_time, removed)
     mean = fetch.mean()
     wait = fetch * (
         pd.Series(removed, dtype=float).reindex(fetch.columns).fillna(0.0) / mean.replace(0, np.nan)
@@ -99,16 +96,22 @@ def saving_input(run: Measured, removed: Mapping[int, float]) -> float:
     return max(0.0, float((wait + rest).max(axis=1).mean() - rest.max()))
 
 
-def saving_stalls(run: Measured, kind: str, removed: Mapping[int, float]) -> float:
+def saving_stalls(
+    stalled_steps: pd.DataFrame,
+    stall_means: pd.DataFrame,
+    own_time: pd.DataFrame,
+    kind: str,
+    removed: Mapping[int, float],
+) -> float:
     """Return the same for a kind of stall, step by step: ranks that stall in turn cost more than their means tell.
 
     `removed` is each rank's mean stall, ns. In a step that stalls, the rank that has the longest own time, its stall of
     that step included, sets the pace; a rank that stalls not, or less, waits for it.
     """
-    stalls = run.frame(stalled_steps)
+    stalls = stalled_steps
     stalls = stalls[stalls["kind"] == kind]
-    steps = run.frame(stall_means)["steps"].mean()
-    times = run.frame(own_time).set_index("rank")
+    steps = stall_means["steps"].mean()
+    times = own_time.set_index("rank")
     own = times["own_ns"]
     gone = pd.Series(removed, dtype=float).reindex(own.index).fillna(0.0)
     rest = own - gone

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.engine import RankData, per_rank
+from dlprof.engine import Maybe, RankFacts, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.timeline.steps import light_steps, standard_error, suspended
+from dlprof.timeline.steps import standard_error, suspended
 
 # What only grows → its rate: CPU seconds a second are cores, joules a second are watts, and the time that clocks were
 # held down, or a thread waited for a core, is a share.
@@ -60,13 +60,13 @@ LITTLE = 0.1
 
 
 @per_rank
-def sample_series(rank: RankData) -> pd.DataFrame:
+def sample_series(samples: pd.DataFrame) -> pd.DataFrame:
     """Return the readings in order, thinned to means, what only grows as rates: source, metric, at_ns, value.
 
     Raises NotMeasured where nothing was sampled.
     """
     parts = []
-    for (source, metric), frame in _metrics(rank):
+    for (source, metric), frame in _metrics(samples):
         at, value, _ = _rated(metric, frame)
         if len(at):
             first = np.arange(0, len(at), -(-len(at) // MOST_POINTS))
@@ -88,16 +88,18 @@ def sample_series(rank: RankData) -> pd.DataFrame:
 
 
 @per_rank
-def sample_means(rank: RankData) -> pd.DataFrame:
+def sample_means(
+    steps: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame], samples: pd.DataFrame, rank: RankFacts
+) -> pd.DataFrame:
     """Return each metric while training was steady, what only grows as rates.
 
     Columns: source, metric, mean, its standard error noise, largest, readings.
 
     Raises NotMeasured where nothing was sampled, or too little of the steady steps.
     """
-    begin, end = _steady(rank)
+    begin, end = _steady(steps, light_steps)
     rows = []
-    for (source, metric), frame in _metrics(rank):
+    for (source, metric), frame in _metrics(samples):
         at = frame["at_ns"].to_numpy()
         at, value, span = _rated(metric, frame[(at >= begin) & (at <= end)])
         # What tells of the time since the reading before it tells of the time in which the job stood.
@@ -119,14 +121,14 @@ def sample_means(rank: RankData) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def held(rank: RankData, begin: int, end: int) -> pd.DataFrame:
+def held(samples: pd.DataFrame, begin: int, end: int) -> pd.DataFrame:
     """Return what was sampled of a stretch of time, what only grows as rates: source, metric, at_ns, value.
 
     Each value holds from `at_ns` to the next; the one that holds when the stretch begins stands at its beginning, but
     for one that was read long before.
     """
     parts = []
-    for (source, metric), frame in _metrics(rank):
+    for (source, metric), frame in _metrics(samples):
         at, value, span = _rated(metric, frame)
         # What grows is known when it is read, and speaks of the time before.
         since = at - (span * 1e9).astype(np.int64) if metric in _RATES else at
@@ -149,8 +151,8 @@ def held(rank: RankData, begin: int, end: int) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def _metrics(rank: RankData) -> list[tuple[tuple[str, str], pd.DataFrame]]:
-    groups = rank.table("samples").groupby(["source", "metric"], observed=True, sort=True)
+def _metrics(samples: pd.DataFrame) -> list[tuple[tuple[str, str], pd.DataFrame]]:
+    groups = samples.groupby(["source", "metric"], observed=True, sort=True)
     metrics = [((str(source), str(metric)), frame) for (source, metric), frame in groups]
     told = {name for name, _ in metrics}
     # A GPU may tell a rate and what has gone over its links since it began: the rate is its own.
@@ -181,15 +183,15 @@ def _rated(metric: str, frame: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray
     return at[1:][sound], (grown[sound] / span[sound]), span[sound]
 
 
-def _steady(rank: RankData) -> tuple[int, int]:
+def _steady(steps: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame]) -> tuple[int, int]:
     """Return when the first steady step began and the last one ended."""
-    if not rank.has("steps"):
+    if not steps:
         raise NotMeasured("no record of every step")
-    steps = rank.once(light_steps)
-    steps = steps[steps["steady"]]
-    if not len(steps):
+    marked = light_steps.get()
+    marked = marked[marked["steady"]]
+    if not len(marked):
         raise NotMeasured("no steady training step was recorded")
-    return int(steps["start_ns"].min()), int((steps["start_ns"] + steps["dur_ns"]).max())
+    return int(marked["start_ns"].min()), int((marked["start_ns"] + marked["dur_ns"]).max())
 
 
 def outside(means: pd.DataFrame) -> float:

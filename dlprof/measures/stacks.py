@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 
 import pandas as pd
 
-from dlprof.engine import Measured, MeasureFailed, RankData, per_rank
+from dlprof.engine import Maybe, MeasureFailed, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.units import percent
 
@@ -45,7 +45,7 @@ Function = tuple[str, str]  # name, file
 
 
 @per_rank
-def hottest(rank: RankData) -> pd.DataFrame:
+def hottest(stacks: pd.DataFrame) -> pd.DataFrame:
     """Return the functions that were seen most: doing, function, file, line, own, alone, total, samples.
 
     `doing`: what the training thread was doing (fetch, forward, backward, optimizer; rest: none of these), or worker.
@@ -53,7 +53,7 @@ def hottest(rank: RankData) -> pd.DataFrame:
     one of the user's also those in library code that it had called. `total`: with all that it had called. `line`: the
     one seen most in `alone`. `samples`: all of the doing. Ordered by doing, own first, then by `alone` and `total`.
     """
-    table = rank.table("stacks")
+    table = stacks
     table = table[table["role"].isin(["main", "worker"])]
     if not table["samples"].sum():
         raise NotMeasured("no Python stack of the training thread was seen")
@@ -95,12 +95,12 @@ def hottest(rank: RankData) -> pd.DataFrame:
 
 
 @per_rank
-def flame(rank: RankData) -> pd.DataFrame:
+def flame(stacks: pd.DataFrame) -> pd.DataFrame:
     """Return the tree of calls: doing, parent (its row, -1: none), name, own, samples; each parent before its children.
 
     Small frames, and those deeper than a screen shows, are left out: what is missing of a parent was there, or its own.
     """
-    table = rank.table("stacks")
+    table = stacks
     table = table[table["role"].isin(["main", "worker"])]
     least = LEAST_FRAME * float(table["samples"].sum())
     if not least:
@@ -140,13 +140,13 @@ def shown(function: str, file: str, line: int) -> str:
     return f"{function} ({name}:{line})" if line else f"{function} ({name})"
 
 
-def hottest_own(run: Measured, rank: int, *doing: str) -> str:
+def hottest_own(hottest: Maybe[pd.DataFrame], rank: int, *doing: str) -> str:
     """Say where a rank was seen most while doing one of these: "71 % are in decode (data.py:41)"; "" for nowhere.
 
     Of the user's own functions.
     """
     try:
-        frame = run.frame(hottest)
+        frame = hottest.get()
     except (NotMeasured, MeasureFailed):
         return ""
     seen = frame[(frame["rank"] == rank) & frame["doing"].isin(doing)]

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 
 from dlprof import intervals as iv
-from dlprof.engine import RankData, per_rank
+from dlprof.engine import Maybe, per_rank, within_rank
 from dlprof.errors import NotMeasured
-from dlprof.timeline.steps import ENOUGH, light_steps, on_device_clock, standard_error
+from dlprof.timeline.steps import ENOUGH, on_device_clock, standard_error
 
 KINDS = ("checkpoint", "compilation", "garbage_collection")
 
@@ -22,35 +22,30 @@ MOST_COMPILATIONS = 200
 MOST_STEPS = 10_000
 
 
-def steady_stalls(rank: RankData) -> pd.DataFrame:
+@within_rank
+def steady_stalls(stalls: pd.DataFrame, light_steps: pd.DataFrame) -> pd.DataFrame:
     """Return the stalls of the steady steps, with the light layer's `step` and no longer than to its end.
 
     Raises NotMeasured where stalls were not recorded, or no steady step was.
     """
-    return rank.once(_steady_stalls)
-
-
-def _steady_stalls(rank: RankData) -> pd.DataFrame:
-    stalls = rank.table("stalls")
-    steps = rank.once(light_steps)
-    if not steps["steady"].any():
+    if not light_steps["steady"].any():
         raise NotMeasured("no steady training step was recorded")
-    begin = steps["start_ns"].to_numpy()
-    end = begin + steps["dur_ns"].to_numpy()
+    begin = light_steps["start_ns"].to_numpy()
+    end = begin + light_steps["dur_ns"].to_numpy()
     start = stalls["start_ns"].to_numpy()
     at = np.searchsorted(begin, start, side="right") - 1
-    inside = (at >= 0) & (start < end[at]) & steps["steady"].to_numpy()[at]
+    inside = (at >= 0) & (start < end[at]) & light_steps["steady"].to_numpy()[at]
     found = stalls[inside]
     at = at[inside]
     dur = found["dur_ns"].to_numpy()
     # What stands for many begins where the first of them did, and is spread over the steps that follow.
     clipped = np.where(found["count"] > 1, dur, np.minimum(dur, end[at] - found["start_ns"].to_numpy()))
-    within: pd.DataFrame = found.assign(step=steps["step"].to_numpy()[at], dur_ns=clipped)
+    within: pd.DataFrame = found.assign(step=light_steps["step"].to_numpy()[at], dur_ns=clipped)
     return within
 
 
 @per_rank
-def stall_means(rank: RankData) -> pd.DataFrame:
+def stall_means(steady_stalls: pd.DataFrame, light_steps: pd.DataFrame) -> pd.DataFrame:
     """Return one row a kind of KINDS, zeros where there was none of it.
 
     Columns: kind, mean_ns and its standard error noise_ns (of a steady step), stalls (how many), longest_ns, every (a
@@ -58,13 +53,12 @@ def stall_means(rank: RankData) -> pd.DataFrame:
     the stalls the mean step is for the steps that have one, or come after one that has) and its standard error
     beside_noise_ns (NaN: too few steps are neither).
     """
-    stalls = steady_stalls(rank)
-    steps = rank.once(light_steps)
+    steps = light_steps
     steps = steps[steps["steady"]]
     n = len(steps)
     rows = []
     for kind in KINDS:
-        mine = stalls[stalls["kind"] == kind]
+        mine = steady_stalls[steady_stalls["kind"] == kind]
         stalled = mine.groupby("step")["dur_ns"].sum().to_numpy(dtype=float)
         # A script saves on a schedule: not how often, only how long is left to chance, once there are two to compare.
         scheduled = kind == "checkpoint" and len(stalled) > 1
@@ -105,9 +99,9 @@ def _beside(steps: pd.DataFrame, stalls: pd.DataFrame) -> tuple[float, float]:
 
 
 @per_rank
-def stalled_steps(rank: RankData) -> pd.DataFrame:
+def stalled_steps(steady_stalls: pd.DataFrame) -> pd.DataFrame:
     """Return the steady steps that stalled: kind, step, ns (together), and generation and path of the longest stall."""
-    stalls = steady_stalls(rank).sort_values("dur_ns", ascending=False, kind="stable")
+    stalls = steady_stalls.sort_values("dur_ns", ascending=False, kind="stable")
     parts = []
     for kind in KINDS:
         groups = stalls[stalls["kind"] == kind].groupby("step")
@@ -119,15 +113,15 @@ def stalled_steps(rank: RankData) -> pd.DataFrame:
 
 
 @per_rank
-def compilations(rank: RankData) -> pd.DataFrame:
+def compilations(stalls: pd.DataFrame, steady_stalls: pd.DataFrame) -> pd.DataFrame:
     """Return what torch.compile compiled: path (the function), reason, again (1: not for the first time), count, ns.
 
     Over the whole job; `steady` and `steady_ns` are those of the steady steps. The most expensive first. Reasons that
     differ in their numbers only are one, told as the first was.
     """
-    found = rank.table("stalls")
+    found = stalls
     found = found[(found["kind"] == "compilation").to_numpy()]
-    steady = found.index.isin(steady_stalls(rank).index)
+    steady = found.index.isin(steady_stalls.index)
     frame = pd.DataFrame(
         {
             "path": found["path"].astype("str"),
@@ -146,41 +140,43 @@ def compilations(rank: RankData) -> pd.DataFrame:
     return together.head(MOST_COMPILATIONS)
 
 
-def by_phase(rank: RankData) -> dict[tuple[str, str], float]:
+@within_rank
+def by_phase(
+    steady_stalls: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame], stall_means: Maybe[pd.DataFrame]
+) -> dict[tuple[str, str], float]:
     """Return what stalls cost the mean steady step: (kind, phase of the training thread) → ns; empty if not recorded.
 
     Behind a stall the device goes on with what is queued: on its clock the stalled steps, and those after them, tell
     how much longer the stalls make the mean step. Where that was not recorded, a stall costs as long as it is.
     """
     try:
-        stalls = steady_stalls(rank)
+        stalls = steady_stalls.get()
     except NotMeasured:
         return {}
     stalls = stalls[stalls["kind"].isin(KINDS)]
-    n = int(rank.once(light_steps)["steady"].sum())
-    felt = _felt_shares(rank)
+    n = int(light_steps.get()["steady"].sum())
+    felt = _felt_shares(light_steps.get(), stall_means)
     sums: dict[tuple[str, str], float] = {}
     for kind, phase, ns in zip(stalls["kind"], stalls["phase"], stalls["dur_ns"], strict=True):
         sums[kind, phase] = sums.get((kind, phase), 0.0) + felt.get(kind, 1.0) * float(ns) / n
     return sums
 
 
-def _felt_shares(rank: RankData) -> dict[str, float]:
+def _felt_shares(light_steps: pd.DataFrame, stall_means: Maybe[pd.DataFrame]) -> dict[str, float]:
     """Return for each kind of stall which share of its time the device's steps are longer by; 1 where not listed."""
-    steps = rank.once(light_steps)
-    if not on_device_clock(steps[steps["steady"]]):
+    if not on_device_clock(light_steps[light_steps["steady"]]):
         return {}
-    means = rank.once(stall_means.function)
+    means = stall_means.get()
     known = means[means["beside_ns"].notna() & (means["mean_ns"] > 0)]
     share = ((known["mean_ns"] + known["beside_ns"]) / known["mean_ns"]).clip(0.0, 1.0)
     return dict(zip(known["kind"], share, strict=True))
 
 
-def stalled(rank: RankData, kind: str) -> iv.Intervals:
+def stalled(stalls: Maybe[pd.DataFrame], kind: str) -> iv.Intervals:
     """Return the time in which something of a kind held up the training thread; empty if not recorded."""
-    if not rank.has("stalls"):
+    if not stalls:
         return iv.EMPTY
-    mine = rank.table("stalls")
+    mine = stalls.get()
     # What stands for many has no place in time.
     mine = mine[(mine["kind"] == kind) & (mine["count"] == 1)]
     start = mine["start_ns"].to_numpy()

@@ -11,14 +11,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import Measured, RankData, per_rank
+from dlprof.engine import Job, Maybe, across_ranks, per_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures import breakdown, grad_scaler
-from dlprof.timeline import device, host
-from dlprof.timeline.idle import idle
+from dlprof.measures import grad_scaler
+from dlprof.timeline import host
+from dlprof.timeline.idle import Idle
 from dlprof.timeline.replay import SYNCHRONISING
-from dlprof.timeline.steps import timing
-from dlprof.timeline.what_if import what_if
+from dlprof.timeline.steps import Timing
+from dlprof.timeline.what_if import WhatIf
 
 _COPIES = ("cudaMemcpy", "hipMemcpy")
 
@@ -30,7 +30,15 @@ MOST_REPLAYED = 6
 
 
 @per_rank
-def syncs(rank: RankData) -> pd.DataFrame:
+def syncs(
+    on_training_thread: pd.DataFrame,
+    timing: Maybe[Timing],
+    has_device: bool,
+    device_work: pd.DataFrame,
+    idle: Maybe[Idle],
+    partition: Maybe[dict[str, iv.Intervals]],
+    what_if: Maybe[WhatIf],
+) -> pd.DataFrame:
     """Return what made the training thread wait in the steady traced steps, the longest first.
 
     Columns: asked (the outermost operator, or grad_scaler.READS where GradScaler asked), call (the runtime's), copied
@@ -40,25 +48,24 @@ def syncs(rank: RankData) -> pd.DataFrame:
     together_ns, the same for all waits of the same `copied` (NaN: the trace does not link launches to kernels). On the
     CPU, where values are only read, all times are NaN. Raises NotMeasured without a trace.
     """
-    thread = host.on_training_thread(rank)
-    windows = iv.merge(timing(rank).host_windows)
-    n = max(len(timing(rank).windows), 1)
-    if not len(thread):
+    windows = iv.merge(timing.get().host_windows)
+    n = max(len(timing.get().windows), 1)
+    if not len(on_training_thread):
         raise NotMeasured("no thread of the host was traced")
     # Three columns, not the frame: choosing rows of all would cost more than all that follows.
-    ops = host.outermost(thread[["name", "start_ns", "dur_ns"]][host.is_kind(thread, "op")])
-    if not device.has_device(rank):
+    ops = host.outermost(on_training_thread[["name", "start_ns", "dur_ns"]][host.is_kind(on_training_thread, "op")])
+    if not has_device:
         read = ops[host.is_named(ops, *_READS)]
         read = read[_inside(windows, read["start_ns"].to_numpy())]
         counts = read["name"].astype("str").value_counts().head(MOST_ROWS)
         times = dict.fromkeys(("ns", "idle_ns", "gain_ns", "together_ns"), np.nan)
         return pd.DataFrame({"asked": counts.index, "call": "", "copied": "", "calls": counts.to_numpy() / n, **times})
-    waits = _waits(rank, thread, ops)
+    waits = _waits(device_work, on_training_thread, ops)
     waits = waits[_inside(windows, waits["start_ns"].to_numpy())]
-    own = _inside(grad_scaler.reads(thread, ops), waits["start_ns"].to_numpy())
+    own = _inside(grad_scaler.reads(on_training_thread, ops), waits["start_ns"].to_numpy())
     waits = waits.assign(asked=waits["asked"].mask(own, grad_scaler.READS))
     begin, end = waits["start_ns"].to_numpy(), waits["end_ns"].to_numpy()
-    idle_ns = _then_idle(rank, begin, end)
+    idle_ns = _then_idle(idle.get(), partition, begin, end)
     # By hand: of a few rows pandas' groupby takes longer than all else here.
     kinds = list(zip(waits["asked"], waits["call"], waits["copied"], strict=True))
     place = {kind: number for number, kind in enumerate(sorted(set(kinds)))}
@@ -68,7 +75,7 @@ def syncs(rank: RankData) -> pd.DataFrame:
         "ns": np.bincount(of, end - begin, len(place)) / n,
         "idle_ns": np.bincount(of, idle_ns, len(place)) / n,
     }
-    gain, together = _gains(rank, list(place), of, begin, end, sums["idle_ns"])
+    gain, together = _gains(what_if, idle, timing, list(place), of, begin, end, sums["idle_ns"])
     most = np.argsort(-sums["ns"], kind="stable")[:MOST_ROWS]
     named = [list(place)[i] for i in most]
     return pd.DataFrame(
@@ -83,38 +90,39 @@ def syncs(rank: RankData) -> pd.DataFrame:
     )
 
 
-def linked(run: Measured) -> pd.DataFrame:
+@across_ranks
+def linked(syncs: pd.DataFrame) -> pd.DataFrame:
     """Return `syncs`; raise NotMeasured where what the waits cost is not known."""
-    frame = run.frame(syncs)
-    if len(frame) and frame["together_ns"].isna().all():
+    if len(syncs) and syncs["together_ns"].isna().all():
         raise NotMeasured("the trace does not link launches to kernels, or holds no work of a device")
-    return frame
+    return syncs
 
 
-def together(run: Measured, waits: pd.DataFrame) -> dict[int, float]:
+def together(job: Job, waits: pd.DataFrame) -> dict[int, float]:
     """Return what each rank gains without any of some rows of `syncs` that copy from the same memory, ns a step."""
     gains = waits.groupby("rank")["together_ns"].max().fillna(0.0)
-    return {rank: float(gains.get(rank, 0.0)) for rank in run.ranks}
+    return {rank: float(gains.get(rank, 0.0)) for rank in job.ranks}
 
 
-def copying_waits(rank: RankData, memory: str) -> iv.Intervals:
+def copying_waits(on_training_thread: pd.DataFrame, device_work: pd.DataFrame, memory: str) -> iv.Intervals:
     """Return when the training thread waits in an operator that copies from such host memory to the device."""
-    thread = host.on_training_thread(rank)
-    ops = host.outermost(thread[["name", "start_ns", "dur_ns"]][host.is_kind(thread, "op")])
-    waits = _waits(rank, thread, ops)
+    ops = host.outermost(on_training_thread[["name", "start_ns", "dur_ns"]][host.is_kind(on_training_thread, "op")])
+    waits = _waits(device_work, on_training_thread, ops)
     mine = waits[(waits["copied"] == memory).to_numpy()]
     return iv.union(mine["start_ns"].to_numpy(), mine["end_ns"].to_numpy())
 
 
-def _then_idle(rank: RankData, begin: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
+def _then_idle(
+    idle: Idle, partition: Maybe[dict[str, iv.Intervals]], begin: NDArray[np.int64], end: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """Return for each wait how long the device then had nothing, because the host had not launched what came next.
 
     That is the rest of the gap that is open when the call returns, if the device ran dry while the host waited.
     """
-    gaps = idle(rank).late
+    gaps = idle.late
     if not len(gaps) or not len(begin):
         return np.zeros(len(begin), dtype=np.int64)
-    parts = breakdown.partition(rank)
+    parts = partition.get()
     hosts = iv.merge(parts.get("host", iv.EMPTY), parts.get("optimizer_host", iv.EMPTY))
     at = np.searchsorted(gaps[:, 0], end, side="right") - 1
     gap = gaps[np.maximum(at, 0)]
@@ -126,7 +134,9 @@ def _then_idle(rank: RankData, begin: NDArray[np.int64], end: NDArray[np.int64])
 
 
 def _gains(
-    rank: RankData,
+    what_if: Maybe[WhatIf],
+    idle: Maybe[Idle],
+    timing: Maybe[Timing],
     kinds: list[tuple[str, str, str]],
     of: NDArray[np.int64],
     begin: NDArray[np.int64],
@@ -138,11 +148,11 @@ def _gains(
     A wait behind which the device never ran dry gains nothing, and is not replayed.
     """
     try:
-        asked = what_if(rank)
+        asked = what_if.get()
     except NotMeasured:
         return np.full(len(kinds), np.nan), np.full(len(kinds), np.nan)
-    late = iv.intersect(idle(rank).late, iv.merge(timing(rank).windows))
-    most = iv.total(late) / max(len(timing(rank).windows), 1)
+    late = iv.intersect(idle.get().late, iv.merge(timing.get().windows))
+    most = iv.total(late) / max(len(timing.get().windows), 1)
     # Several of the replay's waits may lie in one operator.
     starts = np.array([wait.begin for wait in asked.replay.waits], dtype=np.int64)
     within = np.searchsorted(begin, starts, side="right") - 1
@@ -168,14 +178,13 @@ def _inside(windows: iv.Intervals, start: np.ndarray) -> np.ndarray:
     return inside
 
 
-def _waits(rank: RankData, thread: pd.DataFrame, ops: pd.DataFrame) -> pd.DataFrame:
+def _waits(device_work: pd.DataFrame, thread: pd.DataFrame, ops: pd.DataFrame) -> pd.DataFrame:
     """Return each wait once: asked, call, start_ns, end_ns; an operator that copies and synchronises waits once."""
     called = thread[["name", "start_ns", "dur_ns", "launch"]][host.is_kind(thread, "runtime")]
-    copies = device.device_work(rank)
     # A copy to ordinary memory is done when the call returns.
-    home = host.is_one_of(copies["copy"], "DtoH") & host.is_one_of(copies["memory"], "pageable")
+    home = host.is_one_of(device_work["copy"], "DtoH") & host.is_one_of(device_work["memory"], "pageable")
     launch = called["launch"].to_numpy()
-    blocking = host.is_named(called, *_COPIES) & np.isin(launch, copies["launch"].to_numpy()[home]) & (launch >= 0)
+    blocking = host.is_named(called, *_COPIES) & np.isin(launch, device_work["launch"].to_numpy()[home]) & (launch >= 0)
     calls = called[host.is_named(called, *SYNCHRONISING) | blocking]
     start = calls["start_ns"].to_numpy()
     end = start + calls["dur_ns"].to_numpy()
@@ -190,8 +199,10 @@ def _waits(rank: RankData, thread: pd.DataFrame, ops: pd.DataFrame) -> pd.DataFr
     # The operators that copy to the device: by the calls that launched those copies.
     copied = np.full(len(calls), "", dtype=object)
     for memory in ("pinned", "pageable"):
-        theirs = host.is_one_of(copies["copy"], "HtoD") & host.is_one_of(copies["memory"], memory)
-        asked_at = called["start_ns"].to_numpy()[np.isin(launch, copies["launch"].to_numpy()[theirs]) & (launch >= 0)]
+        theirs = host.is_one_of(device_work["copy"], "HtoD") & host.is_one_of(device_work["memory"], memory)
+        asked_at = called["start_ns"].to_numpy()[
+            np.isin(launch, device_work["launch"].to_numpy()[theirs]) & (launch >= 0)
+        ]
         copied[np.isin(at, np.searchsorted(begin, asked_at, side="right") - 1) & within] = memory
     # The longest call names the wait.
     longest = np.argsort(start - end, kind="stable")

@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dlprof.engine import RankData, per_rank
-from dlprof.timeline.steps import light_steps, standard_error
+from dlprof.engine import per_rank
+from dlprof.timeline.steps import standard_error
 
 
 @per_rank
-def validation(rank: RankData) -> pd.DataFrame:
+def validation(light_steps: pd.DataFrame) -> pd.DataFrame:
     """Return one row of the phases of validation: validation steps with no training step between them.
 
     Columns: phases, steps (of validation), every (training steps between the starts of two phases, the median; NaN: of
     one phase nobody knows), phase_ns (the mean phase) and its standard error noise_ns, fetch_share (of it, waiting in
     the loader), fetches (batches a phase). Raises NotMeasured where the light layer was not recorded.
     """
-    steps = rank.once(light_steps)
+    steps = light_steps
     kind = steps["kind"].astype("str").to_numpy()
     steps, kind = steps[kind != "suspended"], kind[kind != "suspended"]
     validates = kind == "validation"

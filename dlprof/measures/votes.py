@@ -9,10 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dlprof.engine import Measured, across_ranks
+from dlprof.engine import Maybe, across_ranks
 from dlprof.errors import NotMeasured
-from dlprof.measures.collectives import collectives, traced_steps
-from dlprof.measures.matching import instances
 
 # Dixon's Q, the gap below the shortest over the whole range, exceeds these by chance in one case of twenty: the 95th
 # percentiles of 400,000 simulated samples of so many normal values.
@@ -26,14 +24,14 @@ SIGMAS = 3.0
 ENOUGH = 3
 
 
-@across_ranks(collectives, traced_steps)
-def voted(run: Measured) -> pd.DataFrame:
+@across_ranks
+def voted(instances: pd.DataFrame, window_steps: Maybe[pd.DataFrame]) -> pd.DataFrame:
     """Count for each rank in how many collectives its own was abnormally short: rank, votes, counted, waited_ns.
 
     `counted` are the collectives of which three ranks or more are here; waited_ns is by how much a rank's collectives
     last longer than the shortest of the same, ns of a mean traced step. Raises NotMeasured where there are too few.
     """
-    frame = run.frame(instances)
+    frame = instances
     frame = frame[frame["wanted"] > 0]
     frame = frame.assign(dur_ns=frame["end_ns"] - frame["start_ns"])
     here = frame.groupby("instance")["dur_ns"].transform("size")
@@ -50,7 +48,7 @@ def voted(run: Measured) -> pd.DataFrame:
     short = (second - shortest) / spread > np.interp(n, _RANKS, _Q)
     far = shortest < groups.mean().to_numpy() - SIGMAS * groups.std(ddof=0).to_numpy()
     elected = frame["rank"].to_numpy()[first][np.where(n > _RANKS[-1], far, short)]
-    steps = run.frame(traced_steps).groupby("rank").size()
+    steps = window_steps.get().groupby("rank").size()
     waited = frame.assign(waited_ns=duration - np.repeat(shortest, n)).groupby("rank")["waited_ns"].sum() / steps
     votes = pd.Series(elected).value_counts().reindex(waited.index).fillna(0).astype(np.int64)
     return pd.DataFrame(

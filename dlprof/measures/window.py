@@ -7,14 +7,19 @@ import math
 import numpy as np
 import pandas as pd
 
-from dlprof.engine import RankData, per_rank
-from dlprof.timeline import device
-from dlprof.timeline.steps import ENOUGH, light_steps, standard_error, timing
-from dlprof.timeline.traced import traced_steps
+from dlprof.engine import Maybe, per_rank
+from dlprof.timeline.steps import ENOUGH, Timing, standard_error
+from dlprof.timeline.traced import TracedSteps
 
 
 @per_rank
-def window_likeness(rank: RankData) -> pd.DataFrame:
+def window_likeness(
+    has_device: bool,
+    timing: Maybe[Timing],
+    trace_window: Maybe[TracedSteps],
+    steps: Maybe[pd.DataFrame],
+    light_steps: Maybe[pd.DataFrame],
+) -> pd.DataFrame:
     """Return one row of a rank with a device: ratio, after, after_noise, linked, left_out, without_work.
 
     ratio: mean traced ÷ mean untraced step. after: mean untraced step after the traced ones ÷ before them, with its
@@ -22,12 +27,12 @@ def window_likeness(rank: RankData) -> pd.DataFrame:
     steps at the beginning in which the host only got its lead; without_work: those that launch nothing. NaN: not
     known. No row without a device.
     """
-    if not device.has_device(rank):
+    if not has_device:
         return pd.DataFrame(
             columns=["ratio", "after", "after_noise", "linked", "left_out", "without_work"], dtype=float
         )
-    t, found = timing(rank), traced_steps(rank)
-    after, noise = _after(rank)
+    t, found = timing.get(), trace_window.get()
+    after, noise = _after(steps, light_steps)
     return pd.DataFrame(
         {
             "ratio": [np.nan if t.overhead is None else t.overhead],
@@ -40,16 +45,16 @@ def window_likeness(rank: RankData) -> pd.DataFrame:
     )
 
 
-def _after(rank: RankData) -> tuple[float, float]:
+def _after(steps: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame]) -> tuple[float, float]:
     """Return how long steps are after the profiled ones, as a multiple of those before, and its standard error."""
-    if not rank.has("steps"):
+    if not steps:
         return np.nan, np.nan
-    steps = rank.once(light_steps)
-    profiled = np.flatnonzero(steps["profiled"].to_numpy() != 0)
+    marked = light_steps.get()
+    profiled = np.flatnonzero(marked["profiled"].to_numpy() != 0)
     if not len(profiled):
         return np.nan, np.nan
-    place, steady = np.arange(len(steps)), steps["steady"].to_numpy()
-    length = steps["length_ns"].to_numpy()
+    place, steady = np.arange(len(marked)), marked["steady"].to_numpy()
+    length = marked["length_ns"].to_numpy()
     lengths = [length[steady & chosen] for chosen in (place < profiled[0], place > profiled[-1])]
     if min(map(len, lengths)) < ENOUGH:
         return np.nan, np.nan

@@ -35,13 +35,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.engine import Measured
+from dlprof.engine import Job, Maybe
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.loader import fetch_series, gained, loader_means
-from dlprof.measures.replay import own_time, saving_input
-from dlprof.timeline.steps import step_means, step_series
+from dlprof.measures.breakdown import part
+from dlprof.measures.loader import gained
+from dlprof.measures.replay import saving_input
 
 Times = NDArray[np.float64]
 
@@ -218,15 +217,23 @@ def _chance(n: int, share: float) -> Times:
     return np.exp(logs)
 
 
-def pace(run: Measured, rank: int) -> Pace:
+def pace(
+    loader_means: pd.DataFrame,
+    step_means: pd.DataFrame,
+    fetch_series: pd.DataFrame,
+    step_series: pd.DataFrame,
+    breakdown: Maybe[pd.DataFrame],
+    job: Job,
+    rank: int,
+) -> Pace:
     """Return rank's pace; raises NotMeasured where its fetches were not recorded, or its steps take several batches."""
-    loader = settings.training_loader(run, rank)
-    workers, cpu = loader.get("num_workers"), run.facts[rank].get("cpu") or {}
-    cores = settings.cores(run, rank)
-    means = _of(run.frame(loader_means), rank)
-    steps = _of(run.frame(step_means), rank)
-    fetches = in_turn(_of(run.frame(fetch_series), rank))
-    series = _of(run.frame(step_series), rank)
+    loader = settings.training_loader(job, rank)
+    workers, cpu = loader.get("num_workers"), job.facts[rank].get("cpu") or {}
+    cores = settings.cores(job, rank)
+    means = _of(loader_means, rank)
+    steps = _of(step_means, rank)
+    fetches = in_turn(_of(fetch_series, rank))
+    series = _of(step_series, rank)
     series = series[series["steady"].astype(bool) & (series["fetch_ns"] >= 0)]
     if not isinstance(workers, int) or cores is None or not (len(means) and len(fetches) and len(series)):
         raise NotMeasured("what fetching a batch takes was not recorded")
@@ -247,13 +254,13 @@ def pace(run: Measured, rank: int) -> Pace:
     # Taking a batch that is there is the loop's own work.
     taken = 0.0 if np.isnan(row["taken_ns"]) else float(row["taken_ns"])
     own = (series["dur_ns"] - (series["fetch_ns"] - taken).clip(lower=0)).to_numpy(dtype=float)
-    if not settings.on_cpu(run) and rank not in run.lacking(breakdown):
+    if not settings.on_cpu(job) and rank not in breakdown.lacking:
         # A host that waits for no data only launches: the loop is as fast as its device.
-        own = np.maximum(own, float(step["step_ns"]) - part(run, "input_wait")[rank])
+        own = np.maximum(own, float(step["step_ns"]) - part(breakdown.get(), "input_wait")[rank])
     inside = 0.0 if workers else 1.0  # the share of fetching that the loop's own figures hold
     own_delay = (0.0 if np.isnan(row["delayed"]) else row["delayed"]) * step["step_ns"] - inside * delay.mean()
     own_used = row["cores"] * step["step_ns"] - inside * used.mean()
-    threads = int(cpu.get("torch_threads") or 1) if settings.on_cpu(run) else 1
+    threads = int(cpu.get("torch_threads") or 1) if settings.on_cpu(job) else 1
     # The kernel tells what the training thread waited for a core; what the others did, it spun.
     alone = min(max(1.0 - own_delay / own.mean(), 0.1), 1.0) ** (threads if threads <= cores else 1)
     needs = fetch - delay + float(fetches["gap_ns"].iloc[0])
@@ -266,8 +273,8 @@ def pace(run: Measured, rank: int) -> Pace:
         fetch=needs,
         fetch_cpu=used,
         cores=cores,
-        ranks=settings.neighbours(run, rank),
-        others_cpu=_others_cpu(run, rank),
+        ranks=settings.neighbours(job, rank),
+        others_cpu=_others_cpu(fetch_series, job, rank),
         collate=collate - together * (1 - had),
         collate_cpu=together * had,
     )
@@ -281,11 +288,11 @@ def pace(run: Measured, rank: int) -> Pace:
     return replace(recorded, beside=beside, stretch=stretch)
 
 
-def _others_cpu(run: Measured, rank: int) -> float:
+def _others_cpu(fetch_series: pd.DataFrame, job: Job, rank: int) -> float:
     """Return what a batch of other ranks of a host computes in the mean, ns; NaN: there are none, or nobody knows."""
-    host = settings.host(run, rank)
-    others = [r for r in run.ranks if r != rank and settings.host(run, r) == host]
-    frame = run.frame(fetch_series)
+    host = settings.host(job, rank)
+    others = [r for r in job.ranks if r != rank and settings.host(job, r) == host]
+    frame = fetch_series
     frame = frame[frame["rank"].isin(others) & (frame["cpu_ns"] >= 0)]
     return float(frame.groupby("rank")["cpu_ns"].mean().mean())
 
@@ -302,7 +309,16 @@ def in_turn(fetches: pd.DataFrame) -> pd.DataFrame:
     return fetches.assign(turn=turn)[turn < whole].sort_values(["turn", "worker"], kind="stable")
 
 
-def forecasts(run: Measured, rank: int, upto: int | None = None) -> tuple[Forecast, ...]:
+def forecasts(
+    loader_means: pd.DataFrame,
+    step_means: pd.DataFrame,
+    fetch_series: pd.DataFrame,
+    step_series: pd.DataFrame,
+    breakdown: Maybe[pd.DataFrame],
+    job: Job,
+    rank: int,
+    upto: int | None = None,
+) -> tuple[Forecast, ...]:
     """Return the mean step of a rank as it is, then with 1, 2, … workers, as far as more of them may still help.
 
     Where `upto` is told, only with that number.
@@ -310,8 +326,8 @@ def forecasts(run: Measured, rank: int, upto: int | None = None) -> tuple[Foreca
     What the model says differs from what was measured is taken off all of them. Raises NotMeasured where that is more
     than TRUSTED of the step, and as `pace` does.
     """
-    recorded = pace(run, rank)
-    measured = float(_of(run.frame(step_means), rank)["step_ns"].iloc[0])
+    recorded = pace(loader_means, step_means, fetch_series, step_series, breakdown, job, rank)
+    measured = float(_of(step_means, rank)["step_ns"].iloc[0])
     now = replayed(recorded, recorded.workers)
     off = now.step_ns - measured
     if abs(off) > TRUSTED * measured:
@@ -336,27 +352,60 @@ def proposed(given: tuple[Forecast, ...]) -> Forecast:
     return min((f for f in given if f.step_ns <= best * (1 + WORTH)), key=lambda f: f.workers)
 
 
-def planned(run: Measured, wait: Mapping[int, float], worst: int) -> Plan | None:
+def planned(
+    loader_means: Maybe[pd.DataFrame],
+    step_means: Maybe[pd.DataFrame],
+    fetch_series: Maybe[pd.DataFrame],
+    step_series: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    fetch_gains: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    job: Job,
+    wait: Mapping[int, float],
+    worst: int,
+) -> Plan | None:
     """Choose the workers that the rank which waits most needs, and predict what all ranks gain by them.
 
     `wait`: each rank's exposed wait for data in the mean steady step, ns. None where the batches were not recorded.
     """
     try:
-        given = forecasts(run, worst)
+        given = forecasts(
+            loader_means.get(), step_means.get(), fetch_series.get(), step_series.get(), breakdown, job, worst
+        )
         chosen = proposed(given)
         freed = {worst: _freed(given, chosen.workers)}
         for rank in sorted((r for r in wait if r != worst and wait[r]), key=lambda r: -wait[r])[: MOST_RANKS - 1]:
-            freed[rank] = _freed(forecasts(run, rank, upto=chosen.workers), chosen.workers)
+            freed[rank] = _freed(
+                forecasts(
+                    loader_means.get(),
+                    step_means.get(),
+                    fetch_series.get(),
+                    step_series.get(),
+                    breakdown,
+                    job,
+                    rank,
+                    upto=chosen.workers,
+                ),
+                chosen.workers,
+            )
     except NotMeasured:
         return None
     # Ranks beyond those that were looked at wait less than they, and are taken to be like the worst.
-    gone = {r: gained(run, r, w, freed.get(r, freed[worst])) for r, w in wait.items()}
-    return Plan(given, chosen, saving_input(run, gone))
+    gone = {r: gained(fetch_gains, r, w, freed.get(r, freed[worst])) for r, w in wait.items()}
+    return Plan(given, chosen, saving_input(step_series.get(), own_time.get(), gone))
 
 
-def costly(run: Measured, rank: int) -> str:
+def costly(
+    loader_means: pd.DataFrame,
+    step_means: pd.DataFrame,
+    fetch_series: pd.DataFrame,
+    step_series: pd.DataFrame,
+    breakdown: Maybe[pd.DataFrame],
+    job: Job,
+    rank: int,
+) -> str:
     """Name what takes longer of making a rank's batches: SAMPLES or COLLATING; raises as `pace` does."""
-    recorded = pace(run, rank)
+    recorded = pace(loader_means, step_means, fetch_series, step_series, breakdown, job, rank)
     return COLLATING if 2 * recorded.collate.mean() > recorded.fetch.mean() else SAMPLES
 
 
@@ -376,14 +425,26 @@ def cheaper(recorded: Pace, part: str) -> Pace:
     )
 
 
-def step_with_cheaper(run: Measured, part: str) -> float:
+def step_with_cheaper(
+    own_time: pd.DataFrame,
+    loader_means: Maybe[pd.DataFrame],
+    step_means: pd.DataFrame,
+    fetch_series: Maybe[pd.DataFrame],
+    step_series: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    job: Job,
+    part: str,
+) -> float:
     """Return the mean step on a CPU if a part of making batches cost nothing, ns; raises as `pace` does.
 
     Ranks compute what they did, on the cores that fetching leaves them. Where a rank computes not, it is transfer, the
     same for all of them, or waiting for others that had less of the cores: the least that any rank has of it stays.
     """
-    waits = run.frame(own_time).set_index("rank")["wait_ns"]
-    paces = {rank: pace(run, rank) for rank in run.ranks}
+    waits = own_time.set_index("rank")["wait_ns"]
+    paces = {
+        rank: pace(loader_means.get(), step_means, fetch_series.get(), step_series.get(), breakdown, job, rank)
+        for rank in job.ranks
+    }
     stands = {r: max(float(p.own.mean()) * (1 - p.own_cpu) - float(waits[r]), 0.0) for r, p in paces.items()}
     stays = min(stands.values())
 
@@ -400,16 +461,34 @@ def step_with_cheaper(run: Measured, part: str) -> float:
     return max(replayed(changed, changed.workers).step_ns for changed in slowest)
 
 
-def freed_by_cheaper(run: Measured, rank: int, part: str) -> float:
+def freed_by_cheaper(
+    loader_means: pd.DataFrame,
+    step_means: pd.DataFrame,
+    fetch_series: pd.DataFrame,
+    step_series: pd.DataFrame,
+    breakdown: Maybe[pd.DataFrame],
+    job: Job,
+    rank: int,
+    part: str,
+) -> float:
     """Return the share of a rank's wait that is gone where a part of making batches costs nothing; raises as `pace`."""
-    recorded = pace(run, rank)
+    recorded = pace(loader_means, step_means, fetch_series, step_series, breakdown, job, rank)
     return _freed_by(recorded, cheaper(recorded, part))
 
 
-def freed_by_equal_workers(run: Measured, rank: int, slow: int) -> float:
+def freed_by_equal_workers(
+    loader_means: pd.DataFrame,
+    step_means: pd.DataFrame,
+    fetch_series: pd.DataFrame,
+    step_series: pd.DataFrame,
+    breakdown: Maybe[pd.DataFrame],
+    job: Job,
+    rank: int,
+    slow: int,
+) -> float:
     """Return share of a rank's wait that is gone when one worker fetches as the others do; raises as `pace` does."""
-    recorded = pace(run, rank)
-    by = in_turn(_of(run.frame(fetch_series), rank))["worker"].to_numpy()
+    recorded = pace(loader_means, step_means, fetch_series, step_series, breakdown, job, rank)
+    by = in_turn(_of(fetch_series, rank))["worker"].to_numpy()
     others = np.flatnonzero(by != slow)
     # In the place of each fetch of the slow worker stands one of the others', in their order.
     place = np.arange(len(by))

@@ -5,45 +5,48 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import Measured, RankData, by_rank, per_rank
+from dlprof.engine import Job, Maybe, by_rank, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.measures import settings
-from dlprof.measures.clocks import held_down
-from dlprof.measures.samples import sample_means
-from dlprof.timeline import device, host
-from dlprof.timeline.steps import launched_within, timing
+from dlprof.timeline import host
+from dlprof.timeline.steps import Timing
 
 
 @per_rank
-def workload(rank: RankData) -> pd.DataFrame:
+def workload(
+    timing: Timing,
+    has_device: bool,
+    device_work: Maybe[pd.DataFrame],
+    launched_within: Maybe[NDArray[np.int64]],
+    on_training_thread: Maybe[pd.DataFrame],
+) -> pd.DataFrame:
     """Return one row, of the mean steady traced step: pieces of computation, piece_ns (of a mean one), copied_bytes.
 
     Pieces are kernels on a device, else the outermost operators of the training thread; copied_bytes go from the host
     to the device, NaN without a device.
     """
-    t = timing(rank)
-    if not len(t.windows):
+    if not len(timing.windows):
         raise NotMeasured("no steps were traced")
-    on_device = device.has_device(rank)
-    within = iv.merge(t.windows)
-    if on_device:
-        work = device.device_work(rank)
-        inside = launched_within(rank) >= 0
+    within = iv.merge(timing.windows)
+    if has_device:
+        work = device_work.get()
+        inside = launched_within.get() >= 0
         pieces = work["dur_ns"].to_numpy()[inside & host.is_kind(work, "kernel")]
         copies = work["bytes"].to_numpy()[inside & host.is_one_of(work["copy"], "HtoD")]
         copied = float(np.maximum(copies, 0).sum())
     else:
-        thread = host.on_training_thread(rank)
+        thread = on_training_thread.get()
         outermost = host.outermost(thread[host.is_kind(thread, "op")])
         pieces = outermost["dur_ns"].to_numpy()[_inside(outermost, within)]
         copied = float("nan")
-    n = len(t.windows)
+    n = len(timing.windows)
     mean = float(pieces.mean()) if len(pieces) else 0.0
     return pd.DataFrame({"pieces": [len(pieces) / n], "piece_ns": [mean], "copied_bytes": [copied / n]})
 
@@ -64,18 +67,24 @@ class Reason:
     owner: str = ""  # the rule that answers for it
 
 
-def longer_because(run: Measured, late: int) -> Reason:
+def longer_because(
+    workload: pd.DataFrame,
+    sample_means: Maybe[pd.DataFrame],
+    held_down: Maybe[list[tuple[dict[Any, Any], str, float]]],
+    job: Job,
+    late: int,
+) -> Reason:
     """Return why a rank computes longer than the others, as far as it was recorded.
 
     In this order: a larger part of the model, more kernels or operators, more bytes copied in, a slower clock, no free
     core for its main thread. Each must make up at least half of what its computation is longer by.
     """
-    frame = run.frame(workload).set_index("rank")
+    frame = workload.set_index("rank")
     mine, others = frame.loc[late], frame.drop(index=late).median()
     least = 1 + (mine["pieces"] * mine["piece_ns"] / (others["pieces"] * others["piece_ns"]) - 1) / 2
     if not least > 1:
         return Reason()
-    held = settings.held(run)
+    held = settings.held(job)
     if held:
         holds, their = held[late], median(n for rank, n in held.items() if rank != late)
         if holds >= least * their:
@@ -92,12 +101,12 @@ def longer_because(run: Measured, late: int) -> Reason:
         ratio = mine["copied_bytes"] / others["copied_bytes"]
         do = "give it batches like the others': sort or bucket by length"
         return Reason(f"{ratio:.2f} × the others' data a step", do)
-    slower = _sampled(run, "gpu", "sm_clock_mhz", late)
+    slower = _sampled(sample_means, "gpu", "sm_clock_mhz", late)
     if slower is not None and slower[1] >= least * slower[0]:
         said = f"its clock runs at {slower[0]:,.0f} MHz, the others' at {slower[1]:,.0f}"
         do = "look at its power limit, its cooling and who else uses it (`nvidia-smi -q -d CLOCK,PERFORMANCE`)"
-        return Reason(said, do, owner="throttled_clock" if _held_down(run, late) else "")
-    waited = _sampled(run, "processes", "main_thread_waited_share", late)
+        return Reason(said, do, owner="throttled_clock" if _held_down(held_down, late) else "")
+    waited = _sampled(sample_means, "processes", "main_thread_waited_share", late)
     if waited is not None and waited[0] - waited[1] >= 1 - 1 / least:
         said = (
             f"for {100 * waited[0]:.0f} % of the time its main thread has no core, the others' {100 * waited[1]:.0f} %"
@@ -110,16 +119,16 @@ def longer_because(run: Measured, late: int) -> Reason:
     )
 
 
-def _held_down(run: Measured, late: int) -> bool:
+def _held_down(held_down: Maybe[list[tuple[dict[Any, Any], str, float]]], late: int) -> bool:
     with suppress(NotMeasured):
-        return any(why for row, why, _ in held_down(run) if row["rank"] == late and row["source"] == "gpu")
+        return any(why for row, why, _ in held_down.get() if row["rank"] == late and row["source"] == "gpu")
     return False
 
 
-def _sampled(run: Measured, source: str, metric: str, late: int) -> tuple[float, float] | None:
+def _sampled(sample_means: Maybe[pd.DataFrame], source: str, metric: str, late: int) -> tuple[float, float] | None:
     """Return a sampled metric's mean on the late rank, and the median of the others'; None where it was not sampled."""
     try:
-        means = run.frame(sample_means)
+        means = sample_means.get()
     except NotMeasured:
         return None
     chosen = by_rank(means[(means["source"] == source) & (means["metric"] == metric)], "mean")

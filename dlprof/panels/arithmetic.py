@@ -6,41 +6,45 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from dlprof.engine import Measured
+import pandas as pd
+
+from dlprof.engine import Job, Maybe
 from dlprof.errors import NotMeasured
-from dlprof.measures.arithmetic import operator_flops
-from dlprof.measures.heaviest import heaviest_operators
-from dlprof.measures.operators import operators
 from dlprof.measures.peaks import device_peaks
 from dlprof.overview import Picture, cells
 from dlprof.result import Panel
 from dlprof.units import quantity, short, size
 
 
-def draw(run: Measured) -> list[Panel]:
+def draw(
+    operator_flops: Maybe[pd.DataFrame],
+    heaviest_operators: Maybe[pd.DataFrame],
+    operators: Maybe[pd.DataFrame],
+    job: Job,
+) -> list[Panel]:
     """Draw the floating-point operations of one step, a bar an operator, and a table of the heaviest operators."""
     panels = []
-    for panel in (_flops, _heaviest):
-        with suppress(NotMeasured):
-            panels.append(panel(run))
+    with suppress(NotMeasured):
+        panels.append(_flops(operator_flops.get()))
+    with suppress(NotMeasured):
+        panels.append(_heaviest(heaviest_operators.get(), operators.get(), job))
     return panels
 
 
-def _flops(run: Measured) -> Panel:
-    frame = run.frame(operator_flops)
-    ranks = frame["rank"].nunique()
-    named = frame["operator"].str.removeprefix("aten::") + " · " + frame["dtype"]
-    sums = frame.groupby(named, sort=False)["flops"].sum().sort_values(ascending=False, kind="stable")
+def _flops(operator_flops: pd.DataFrame) -> Panel:
+    ranks = operator_flops["rank"].nunique()
+    named = operator_flops["operator"].str.removeprefix("aten::") + " · " + operator_flops["dtype"]
+    sums = operator_flops.groupby(named, sort=False)["flops"].sum().sort_values(ascending=False, kind="stable")
     rows = tuple((str(name), float(n) / ranks) for name, n in sums.items())
     note = "Counted in one step that no time is taken from; two floating-point operations a multiplication."
     return Panel("bars", "What one step computes, by operator", rows, unit="FLOP", note=note)
 
 
-def _heaviest(run: Measured) -> Panel:
+def _heaviest(heaviest_operators: pd.DataFrame, operators: pd.DataFrame, job: Job) -> Panel:
     """Return the roofline as a table: what each of the heaviest operators computes, moves and is bound by."""
-    frame = run.frame(heaviest_operators)
+    frame = heaviest_operators
     frame = frame.assign(gflop=frame["flops"] / 1e9, tflop_s=frame["rate"] / 1e12)
-    here = run.frame(operators)["rank"].unique()
+    here = operators["rank"].unique()
     rows = tuple(
         (
             " ".join(filter(None, (short(row["operator"].removeprefix("aten::"), 80), _shape(row)))),
@@ -56,7 +60,7 @@ def _heaviest(run: Measured) -> Panel:
         for row in cells(frame).to_dict("records")
     )
     rank = int(here[0])
-    device, peaks, bandwidth = device_peaks(run.facts[rank], run.trace_facts[rank])
+    device, peaks, bandwidth = device_peaks(job.facts[rank], job.trace_facts[rank])
     tops = ", ".join(f"{quantity(peak, 'FLOP')}/s in {precision}" for precision, peak in peaks.items())
     known = f"{device} computes {tops} and moves {size(bandwidth)}/s at most (its data sheet)." if peaks else ""
     note = (
@@ -74,4 +78,4 @@ def _shape(row: Mapping[Any, Any]) -> str:
     return str(row["shape"]) or (f"of {row['shapes']} shapes" if row["shapes"] > 1 else "")
 
 
-PICTURE = Picture((heaviest_operators, operator_flops, operators), draw)
+PICTURE = Picture(draw)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dlprof.engine import Measured, MeasureFailed
+import pandas as pd
+
+from dlprof.engine import Maybe, MeasureFailed
 from dlprof.errors import NotMeasured
-from dlprof.measures.pipeline import bubbles, stage_lengths
 from dlprof.overview import MOST_RANKS, Picture, rows
 from dlprof.result import Panel
 from dlprof.units import count, digits, duration
@@ -27,9 +28,9 @@ _SHARES = {
 }
 
 
-def draw(run: Measured) -> list[Panel]:
+def draw(bubbles: pd.DataFrame, stage_lengths: Maybe[pd.DataFrame]) -> list[Panel]:
     """Tabulate how large each rank's bubble is and what it comes from, and how long each stage takes."""
-    frame = run.frame(bubbles).sort_values(["ranks", "rank"])
+    frame = bubbles.sort_values(["ranks", "rank"])
     shown = frame.head(_MOST_ROWS)
     table = shown.assign(idle_ns=shown["step_ns"] * shown["bubble"])[["rank", "idle_ns", *_PARTS, *_SHARES]]
     columns = ("rank", "idle_ns", *_PARTS.values(), *_SHARES.values())
@@ -43,12 +44,12 @@ def draw(run: Measured) -> list[Panel]:
     )
     if len(frame) > len(shown):
         note += f" The first {len(shown)} of {len(frame)} ranks."
-    return [Panel("table", "Pipeline bubbles", rows(table), columns, note=note), *_stages(run)]
+    return [Panel("table", "Pipeline bubbles", rows(table), columns, note=note), *_stages(stage_lengths)]
 
 
-def _stages(run: Measured) -> list[Panel]:
+def _stages(stage_lengths: Maybe[pd.DataFrame]) -> list[Panel]:
     try:
-        frame = run.frame(stage_lengths)
+        frame = stage_lengths.get()
     except (NotMeasured, MeasureFailed):
         return []
     frame = frame[frame["ranks"] == frame["ranks"].iloc[0]]
@@ -68,4 +69,4 @@ def _stages(run: Measured) -> list[Panel]:
     return [Panel("table", "Pipeline stages", stages, columns, note=note)]
 
 
-PICTURE = Picture((bubbles, stage_lengths), draw)
+PICTURE = Picture(draw)

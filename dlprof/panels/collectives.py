@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dlprof.engine import Measured
-from dlprof.measures.bandwidth import bandwidth, exchanged, size_class
-from dlprof.measures.collectives import collectives
-from dlprof.measures.matching import SENT, matched, unmatched
+import pandas as pd
+
+from dlprof.measures.bandwidth import size_class
+from dlprof.measures.matching import SENT
 from dlprof.overview import Picture, cells
 from dlprof.result import Panel
 
 MOST_ROWS = 40
 
 
-def draw(run: Measured) -> list[Panel]:
+def draw(exchanged: pd.DataFrame, unmatched: str, bandwidth: pd.DataFrame) -> list[Panel]:
     """List the collectives by kind, ranks and size, the longest first; groups of as many ranks are one row."""
-    frame = run.frame(exchanged)
+    frame = exchanged
     rows = tuple(
         (
             _named(row["collective"], row["groups"]),
@@ -49,9 +49,9 @@ def draw(run: Measured) -> list[Panel]:
         note += (
             " Not every rank's trace is here or matches: waiting is not told apart, and transfer takes at most so long."
         )
-    if why := unmatched(run):
+    if why := unmatched:
         note += f" Not in it: {why}."
-    if frame["of_peak"].isna().all() and run.frame(bandwidth)["peak"].isna().all():
+    if frame["of_peak"].isna().all() and bandwidth["peak"].isna().all():
         note += " What the link could carry is not known."
     if len(frame) > MOST_ROWS:
         note += f" The longest {MOST_ROWS} of {len(frame)}."
@@ -64,4 +64,4 @@ def _named(kind: str, groups: int) -> str:
     return (kind or "not told") + (f" in {groups} groups" if groups > 1 else "")
 
 
-PICTURE = Picture((bandwidth, collectives, exchanged, matched), draw)
+PICTURE = Picture(draw)

@@ -6,28 +6,27 @@ from contextlib import suppress
 
 import pandas as pd
 
-from dlprof.engine import Measured, MeasureFailed
+from dlprof.engine import Maybe, MeasureFailed
 from dlprof.errors import NotMeasured
-from dlprof.measures.copies import copies
-from dlprof.measures.heaviest import heaviest_kernels
 from dlprof.measures.kernel_names import UNITS
-from dlprof.measures.operators import kernel_times
 from dlprof.overview import Picture
 from dlprof.result import Panel
 
 
-def draw(run: Measured) -> list[Panel]:
+def draw(
+    heaviest_kernels: Maybe[pd.DataFrame], kernel_times: Maybe[pd.DataFrame], copies: Maybe[pd.DataFrame]
+) -> list[Panel]:
     """List the kernels, as the mean of the ranks, and the copies of the rank whose are least hidden."""
     panels = []
-    for panel in (_kernels, _copies):
-        with suppress(NotMeasured, MeasureFailed):
-            panels.append(panel(run))
+    with suppress(NotMeasured, MeasureFailed):
+        panels.append(_kernels(heaviest_kernels.get(), kernel_times.get()))
+    with suppress(NotMeasured, MeasureFailed):
+        panels.append(_copies(copies.get()))
     return panels
 
 
-def _kernels(run: Measured) -> Panel:
-    frame = run.frame(heaviest_kernels)
-    here = run.frame(kernel_times)["rank"].unique()
+def _kernels(heaviest_kernels: pd.DataFrame, kernel_times: pd.DataFrame) -> Panel:
+    here = kernel_times["rank"].unique()
     rows = tuple(
         (
             row["name"],
@@ -35,13 +34,13 @@ def _kernels(run: Measured) -> Panel:
             *(row[c] for c in ("calls", "ns", "call_ns", "share")),
             *((row["most_on"], row["most_ns"]) if len(here) > 1 else ()),
         )
-        for row in frame.to_dict("records")
+        for row in heaviest_kernels.to_dict("records")
     )
     note = (
         "Of a traced step; shares are of the time in all kernels. Only its name tells what a kernel multiplies on;"
         " – multiplies nothing."
     )
-    known = int(frame["known"].iloc[0])
+    known = int(heaviest_kernels["known"].iloc[0])
     if known > len(rows):
         note += f" The longest {len(rows)} of {known:,} kernels."
     headings = ("kernel", "runs on", "calls", "time a step_ns", "a call_ns", "share")
@@ -71,12 +70,11 @@ def copy_table(frame: pd.DataFrame, rank: int) -> Panel:
     return Panel("table", f"Copies of a mean step on rank {rank}", rows, columns)
 
 
-def _copies(run: Measured) -> Panel:
-    frame = run.frame(copies)
-    if not len(frame):
+def _copies(copies: pd.DataFrame) -> Panel:
+    if not len(copies):
         raise NotMeasured("nothing was copied")
-    exposed = frame.groupby("rank")["exposed_ns"].sum()
-    return copy_table(frame, int(str(exposed.idxmax())))
+    exposed = copies.groupby("rank")["exposed_ns"].sum()
+    return copy_table(copies, int(str(exposed.idxmax())))
 
 
-PICTURE = Picture((copies, heaviest_kernels, kernel_times), draw)
+PICTURE = Picture(draw)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.engine import Measured
-from dlprof.measures.lines import line_times
 from dlprof.overview import Picture
 from dlprof.result import Panel
 from dlprof.units import duration
@@ -15,9 +13,9 @@ MOST_FUNCTIONS = 8
 MOST_LINES = 50
 
 
-def draw(run: Measured) -> list[Panel]:
+def draw(line_times: pd.DataFrame) -> list[Panel]:
     """Return the source of each function that --lines named, with the time of each line over all ranks."""
-    lines = run.frame(line_times)
+    lines = line_times
     ranks = lines["rank"].nunique()
     lines = lines.groupby(["role", "function", "file", "line", "source"], as_index=False)[["hits", "dur_ns"]].sum()
     functions = [(names, part) for names, part in lines.groupby(["role", "function", "file"])]
@@ -50,4 +48,4 @@ def _lines_panel(role: str, function: str, file: str, part: pd.DataFrame, ranks:
     return Panel("table", f"Line by line: {function}, {where}", rows, columns, note=note)
 
 
-PICTURE = Picture((line_times,), draw)
+PICTURE = Picture(draw)

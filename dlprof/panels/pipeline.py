@@ -6,8 +6,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof import intervals as iv
-from dlprof.engine import Measured
-from dlprof.measures.pipeline import SCHEDULE, bubbles, pipeline_chunks
+from dlprof.measures.pipeline import SCHEDULE
 from dlprof.overview import Picture
 from dlprof.result import Panel
 
@@ -15,16 +14,15 @@ from dlprof.result import Panel
 LEAST_GAP = 1 / 500
 
 
-def draw(run: Measured) -> list[Panel]:
+def draw(bubbles: pd.DataFrame, pipeline_chunks: pd.DataFrame) -> list[Panel]:
     """Draw one step of the first pipeline, a lane a stage."""
-    return [gantt(run, str(run.frame(bubbles)["ranks"].iloc[0]))]
+    return [gantt(bubbles, pipeline_chunks, str(bubbles["ranks"].iloc[0]))]
 
 
-def gantt(run: Measured, ranks: str) -> Panel:
+def gantt(bubbles: pd.DataFrame, pipeline_chunks: pd.DataFrame, ranks: str) -> Panel:
     """Draw one step of the pipeline of some ranks, as `pipeline` has them: a lane a stage, and what it worked on."""
-    told = run.frame(bubbles)
-    mine = told[told["ranks"] == ranks]
-    frame = run.frame(pipeline_chunks)
+    mine = bubbles[bubbles["ranks"] == ranks]
+    frame = pipeline_chunks
     frame = frame[frame["rank"].isin(mine["rank"]) & (frame["action"] != SCHEDULE) & (frame["call"] == 0)]
     # The first step that most ranks have; where there are many ranks, each writes fewer.
     step = int(str(frame.groupby("step")["rank"].nunique().idxmax()))
@@ -43,7 +41,7 @@ def gantt(run: Measured, ranks: str) -> Panel:
         )
     )
     rows += _idle(frame, zero)
-    count = told["ranks"].nunique()
+    count = bubbles["ranks"].nunique()
     note = f"One of {count} pipelines that run side by side." if count > 1 else ""
     schedule = str(mine["schedule"].iloc[0]).removeprefix("Schedule")
     return Panel("timeline", f"Pipeline, {schedule}: the micro-batches of step {step}", rows, unit="ns", note=note)
@@ -65,4 +63,4 @@ def _idle(frame: pd.DataFrame, zero: int) -> tuple[tuple[str, int, int, str, str
     return tuple(rows)
 
 
-PICTURE = Picture((bubbles, pipeline_chunks), draw)
+PICTURE = Picture(draw)

@@ -6,24 +6,29 @@ from contextlib import suppress
 
 import pandas as pd
 
-from dlprof.engine import Measured, MeasureFailed
+from dlprof.engine import Maybe, MeasureFailed
 from dlprof.errors import NotMeasured
-from dlprof.measures.queue import FULL, device_lag, queue_series, queued_waits
+from dlprof.measures.queue import FULL
 from dlprof.overview import MOST_RANKS, Picture, points
 from dlprof.result import Panel
-from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import duration
 
 # Waits of less than this share of a step are not worth a table.
 LEAST_SHARE = 0.01
 
 
-def draw(run: Measured) -> list[Panel]:
+def draw(
+    queued_waits: Maybe[pd.DataFrame],
+    mean_step_ns: Maybe[float],
+    queue_series: Maybe[pd.DataFrame],
+    device_lag: Maybe[pd.DataFrame],
+) -> list[Panel]:
     """Draw the length of the queue, and list what waits in it on the rank where most does."""
     panels = []
-    for panel in (_waits, _length):
-        with suppress(NotMeasured, MeasureFailed):
-            panels.append(panel(run))
+    with suppress(NotMeasured, MeasureFailed):
+        panels.append(_waits(queued_waits.get(), mean_step_ns.get()))
+    with suppress(NotMeasured, MeasureFailed):
+        panels.append(_length(queue_series.get(), device_lag.get()))
     return panels
 
 
@@ -55,16 +60,15 @@ def waits_table(frame: pd.DataFrame, rank: int) -> Panel:
     return Panel("table", f"Queued work that waits, a traced step of rank {rank}", rows, columns, note=note)
 
 
-def _waits(run: Measured) -> Panel:
-    frame = run.frame(queued_waits)
-    by = frame.groupby("rank")["ns"].sum() if len(frame) else pd.Series(dtype=float)
-    if not len(by) or by.max() < LEAST_SHARE * mean_step_ns(run):
+def _waits(queued_waits: pd.DataFrame, mean_step_ns: float) -> Panel:
+    by = queued_waits.groupby("rank")["ns"].sum() if len(queued_waits) else pd.Series(dtype=float)
+    if not len(by) or by.max() < LEAST_SHARE * mean_step_ns:
         raise NotMeasured("no queued work waits")
-    return waits_table(frame, int(str(by.idxmax())))
+    return waits_table(queued_waits, int(str(by.idxmax())))
 
 
-def _length(run: Measured) -> Panel:
-    series, lag = run.frame(queue_series), run.frame(device_lag).set_index("rank")
+def _length(queue_series: pd.DataFrame, device_lag: pd.DataFrame) -> Panel:
+    series, lag = queue_series, device_lag.set_index("rank")
     shown = sorted(int(r) for r in series["rank"].unique())[:MOST_RANKS]
     series = series[series["rank"].isin(shown)]
     # Each rank from its own beginning: their clocks may differ.
@@ -84,4 +88,4 @@ def _length(run: Measured) -> Panel:
     return Panel("lines", "Launches queued for the device", points(table), columns, unit="", note=note)
 
 
-PICTURE = Picture((device_lag, queue_series, queued_waits, step_means), draw)
+PICTURE = Picture(draw)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.engine import Measured
-from dlprof.measures.samples import ENOUGH, sample_series
-from dlprof.overview import CLOCK, MOST_RANKS, Picture, began_ns, points
+from dlprof.engine import Job
+from dlprof.measures.run_clock import began_ns
+from dlprof.measures.samples import ENOUGH
+from dlprof.overview import MOST_RANKS, Picture, points
 from dlprof.result import Panel
 
 # As many points of what was sampled as a chart of this size can show.
@@ -15,10 +16,10 @@ MOST_POINTS = 200
 _CHILDREN = "loader workers and other children"
 
 
-def draw(run: Measured) -> list[Panel]:
+def draw(sample_series: pd.DataFrame, first_times: tuple[int, ...], job: Job) -> list[Panel]:
     """Draw what was sampled over the run: cores, memory, and of the GPUs what they told."""
-    series = run.frame(sample_series)
-    zero = began_ns(run, series["at_ns"].min())
+    series = sample_series
+    zero = began_ns(first_times, series["at_ns"].min())
     # Wide enough that none is left empty between two readings of a rank.
     apart = series.groupby(["rank", "source", "metric"])["at_ns"].diff().median()
     width = int(max((series["at_ns"].max() - zero) / MOST_POINTS, 1.5 * apart, 1))
@@ -29,7 +30,7 @@ def draw(run: Measured) -> list[Panel]:
         ("Memory in use", "bytes", "Memory that processes share counts for each.", "rss_bytes", "memory_used_bytes"),
     ):
         children = _of_ranks(series, "processes", f"children_{own}").sum(axis=1, min_count=1).to_frame(_CHILDREN)
-        lines = [_of_ranks(series, "processes", own), children, _of_hosts(run, series, of_host)]
+        lines = [_of_ranks(series, "processes", own), children, _of_hosts(job, series, of_host)]
         parts.append((title, unit, note, lines))
     parts += [
         (title, unit, note, [_of_ranks(series, "gpu", metric), _of_log(series, metric)])
@@ -70,12 +71,12 @@ def _of_log(series: pd.DataFrame, metric: str) -> pd.DataFrame:
     return chosen.pivot_table(index="time_ns", columns="source", values="value").iloc[:, :MOST_RANKS]
 
 
-def _of_hosts(run: Measured, series: pd.DataFrame, metric: str) -> pd.DataFrame:
+def _of_hosts(job: Job, series: pd.DataFrame, metric: str) -> pd.DataFrame:
     chosen = series[(series["source"] == "host") & (series["metric"] == metric)]
     table = chosen.pivot_table(index="time_ns", columns="rank", values="value")
     if table.shape[1] > 2:
         return pd.DataFrame({"mean of hosts": table.mean(axis=1)})
-    return table.rename(columns=lambda rank: f"all of {run.facts[rank].get('host') or 'the host'}")
+    return table.rename(columns=lambda rank: f"all of {job.facts[rank].get('host') or 'the host'}")
 
 
-PICTURE = Picture(CLOCK, draw)
+PICTURE = Picture(draw)

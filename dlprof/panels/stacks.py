@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from dlprof.engine import Measured
 from dlprof.errors import NotMeasured
-from dlprof.measures.stacks import DOING, MOST_FRAMES, flame, hottest, shown
+from dlprof.measures.stacks import DOING, MOST_FRAMES, shown
 from dlprof.overview import PHASES, Picture
 from dlprof.result import Panel
 
@@ -24,9 +23,9 @@ LEAST_SHARE = 0.01
 _CATEGORY = {"rest": "host", **PHASES, "worker": "worker"}
 
 
-def draw(run: Measured) -> list[Panel]:
+def draw(flame: pd.DataFrame, hottest: pd.DataFrame) -> list[Panel]:
     """Show the Python functions seen most, the user's own first, and how they call each other, over all ranks."""
-    return [_flame(run), *_hottest(run)]
+    return [_flame(flame), *_hottest(hottest)]
 
 
 @dataclass
@@ -39,10 +38,10 @@ class _Call:
     calls: dict[str, _Call] = field(default_factory=dict)
 
 
-def _flame(run: Measured) -> Panel:
+def _flame(flame: pd.DataFrame) -> Panel:
     """Draw who calls whom: what the training thread was doing, and upon it its functions, the widest first."""
     roots = {doing: _Call(DOING[doing], _CATEGORY[doing]) for doing in DOING}
-    for _, frame in run.frame(flame).groupby("rank"):
+    for _, frame in flame.groupby("rank"):
         made: list[_Call] = []
         for doing, parent, name, samples, own in zip(
             *(frame[c] for c in ("doing", "parent", "name", "samples", "own")), strict=True
@@ -74,10 +73,9 @@ def _named(name: str) -> str:
     return shown(function, file.rstrip(")"), 0)
 
 
-def _hottest(run: Measured) -> list[Panel]:
-    frame = run.frame(hottest)
-    samples = frame.groupby(["rank", "doing"])["samples"].first().groupby("doing").sum()
-    functions = frame.groupby(["doing", "function", "file", "own"], as_index=False).agg(
+def _hottest(hottest: pd.DataFrame) -> list[Panel]:
+    samples = hottest.groupby(["rank", "doing"])["samples"].first().groupby("doing").sum()
+    functions = hottest.groupby(["doing", "function", "file", "own"], as_index=False).agg(
         line=("line", "first"), alone=("alone", "sum"), total=("total", "sum")
     )
     rows = []
@@ -104,4 +102,4 @@ def _hottest(run: Measured) -> list[Panel]:
     return [Panel("table", "Hottest Python functions", tuple(rows), columns, note=note)]
 
 
-PICTURE = Picture((flame, hottest), draw)
+PICTURE = Picture(draw)

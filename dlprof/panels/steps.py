@@ -7,12 +7,11 @@ from contextlib import suppress
 import numpy as np
 import pandas as pd
 
-from dlprof.engine import Measured, MeasureFailed
+from dlprof.engine import Job, Maybe, MeasureFailed
 from dlprof.errors import NotMeasured
-from dlprof.measures.stalls import stalled_steps
-from dlprof.overview import CLOCK, MOST_RANKS, PHASES, Picture, began_ns, points, step_times
+from dlprof.measures.run_clock import began_ns
+from dlprof.overview import MOST_RANKS, PHASES, Picture, points
 from dlprof.result import Panel
-from dlprof.timeline.steps import step_series
 from dlprof.units import count, duration
 
 # Points of the parts of the steps: each the mean of as many steps as it takes.
@@ -28,17 +27,22 @@ MOST_BARS = 60
 Mark = tuple[float, str, str]
 
 
-def draw(run: Measured) -> list[Panel]:
+def draw(
+    step_series: pd.DataFrame,
+    step_times: Maybe[pd.Series[float]],
+    first_times: Maybe[tuple[int, ...]],
+    stalled_steps: Maybe[pd.DataFrame],
+    job: Job,
+) -> list[Panel]:
     """Draw the duration of each step, a line a rank, and what the steps were made of."""
-    series = run.frame(step_series)
-    train = series[series["kind"] == "train"]
+    train = step_series[step_series["kind"] == "train"]
     if train["step"].nunique() < 2:
         raise NotMeasured("fewer than two steps")
     # A trace alone holds a few steps somewhere in the run.
     if train["profiled"].all():
         return [_durations(train, None, ())]
-    at = step_times(run)
-    return [_durations(train, at, _marks(run, series, at)), *_parts(train, at)]
+    at = step_times.get()
+    return [_durations(train, at, _marks(first_times.get(), stalled_steps, job, step_series, at)), *_parts(train, at)]
 
 
 def _durations(train: pd.DataFrame, at: pd.Series[float] | None, marks: tuple[Mark, ...]) -> Panel:
@@ -82,7 +86,13 @@ def _parts(train: pd.DataFrame, at: pd.Series[float]) -> list[Panel]:
     return [Panel("areas", title, points(table), named, unit="ns", note=note, steps=steps)]
 
 
-def _marks(run: Measured, series: pd.DataFrame, at: pd.Series[float]) -> tuple[Mark, ...]:
+def _marks(
+    first_times: tuple[int, ...],
+    stalled_steps: Maybe[pd.DataFrame],
+    job: Job,
+    series: pd.DataFrame,
+    at: pd.Series[float],
+) -> tuple[Mark, ...]:
     """Point at what makes steps differ: epochs, validation, and what held them up, or kept the whole job still."""
     steps = series.drop_duplicates("step").set_index("step").sort_index()
     marks: list[Mark] = []
@@ -96,11 +106,11 @@ def _marks(run: Measured, series: pd.DataFrame, at: pd.Series[float]) -> tuple[M
         n = int(stretch.index[0])
         length = duration(float(stretch["dur_ns"].sum()))
         marks.append((float(at[n]), f"step {n}: validation, {count(len(stretch), 'step')}, {length}", "validation"))
-    began = began_ns(run, series["start_ns"].min())
-    resumed = sorted({at - began for rank in run.run.ranks for at in rank.resumed_ns})[:MOST_RESUMED]
+    began = began_ns(first_times, series["start_ns"].min())
+    resumed = sorted({at - began for rank in job.run.ranks for at in rank.resumed_ns})[:MOST_RESUMED]
     marks += [(float(n), "the job went on after it was stopped", "suspended") for n in resumed if 0 < n < at.max()]
     with suppress(NotMeasured, MeasureFailed):
-        stalls = run.frame(stalled_steps).groupby(["kind", "step"], as_index=False)["ns"].max()
+        stalls = stalled_steps.get().groupby(["kind", "step"], as_index=False)["ns"].max()
         stalls = stalls[(stalls["ns"] >= LEAST_STALL * steps["dur_ns"].mean()) & stalls["step"].isin(at.index)]
         for row in stalls.nlargest(MOST_STALLS, "ns").to_dict("records"):
             told = f"step {row['step']}: {str(row['kind']).replace('_', ' ')}, {duration(float(row['ns']))}"
@@ -119,4 +129,4 @@ def stall_bars(steps: pd.DataFrame, rank: int, what: str) -> Panel:
     return Panel("bars", title, rows, unit="ns")
 
 
-PICTURE = Picture((*CLOCK, stalled_steps), draw)
+PICTURE = Picture(draw)

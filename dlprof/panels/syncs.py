@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlprof.engine import Measured, by_rank
+import pandas as pd
+
+from dlprof.engine import by_rank
 from dlprof.errors import NotMeasured
-from dlprof.measures.syncs import syncs
 from dlprof.overview import Picture
 from dlprof.result import Panel
 
 
-def draw(run: Measured) -> list[Panel]:
+def draw(syncs: pd.DataFrame) -> list[Panel]:
     """List what makes the host wait for its device, on the rank that waits longest."""
-    frame = run.frame(syncs)
-    if not len(frame):
+    if not len(syncs):
         raise NotMeasured("the training thread waits for no device")
-    ns, calls = by_rank(frame, "ns"), by_rank(frame, "calls")
+    ns, calls = by_rank(syncs, "ns"), by_rank(syncs, "calls")
     rank = max(ns, key=lambda r: (ns[r], calls[r], r))
-    mine = frame[frame["rank"] == rank]
+    mine = syncs[syncs["rank"] == rank]
     if mine["ns"].isna().any():
         rows: tuple[tuple[Any, ...], ...] = tuple(
             (str(asked), float(n)) for asked, n in zip(mine["asked"], mine["calls"], strict=True)
@@ -36,4 +36,4 @@ def draw(run: Measured) -> list[Panel]:
     return [Panel("table", f"Waiting until the device has caught up, rank {rank}", rows, columns, note=note)]
 
 
-PICTURE = Picture((syncs,), draw)
+PICTURE = Picture(draw)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.engine import Measured, MeasureFailed
+from dlprof.engine import Maybe, MeasureFailed
 from dlprof.errors import NotMeasured
-from dlprof.measures.excerpt import excerpt
-from dlprof.measures.waits import bare_waits
 from dlprof.overview import MOST_RANKS, Picture
 from dlprof.result import Panel
 from dlprof.units import count, duration
@@ -24,18 +22,17 @@ Arrow = tuple[float, str, str, str]
 _TITLES = {"middle": "One traced step (step {})", "slowest": "The slowest traced step (step {})"}
 
 
-def draw(run: Measured) -> list[Panel]:
+def draw(excerpt: pd.DataFrame, bare_waits: Maybe[pd.DataFrame]) -> list[Panel]:
     """Draw what ran in one traced step of a few ranks, and in the slowest one."""
-    frame = run.frame(excerpt)
-    if not len(frame):
+    if not len(excerpt):
         raise NotMeasured("nothing ran in the traced step")
     panels = []
     for shown, title in _TITLES.items():
-        mine = _same_step(frame, shown)
+        mine = _same_step(excerpt, shown)
         if len(mine):
-            few, of = mine["rank"].nunique(), frame["rank"].nunique()
+            few, of = mine["rank"].nunique(), excerpt["rank"].nunique()
             note = f"The slowest of {count(few, 'rank')} of {of}; the others' is another." if few < of else ""
-            panels.append(_panel(run, mine, title, note))
+            panels.append(_panel(bare_waits, mine, title, note))
     return panels
 
 
@@ -52,11 +49,11 @@ def _same_step(frame: pd.DataFrame, shown: str) -> pd.DataFrame:
     return mine
 
 
-def _panel(run: Measured, frame: pd.DataFrame, title: str, note: str) -> Panel:
+def _panel(bare_waits: Maybe[pd.DataFrame], frame: pd.DataFrame, title: str, note: str) -> Panel:
     shown, left = _few(frame)
     note = f"{note} {left}".strip()
     frame = frame[frame["rank"].isin(shown)]
-    waits, ahead = _waits(run, frame)
+    waits, ahead = _waits(bare_waits, frame)
     early = frame["rank"].map(ahead).fillna(0).astype("int64")
     frame = frame.assign(begin_ns=frame["begin_ns"] - early, start_ns=frame["start_ns"] - early)
     begins = frame.groupby("rank")["begin_ns"].first()
@@ -80,7 +77,7 @@ def _panel(run: Measured, frame: pd.DataFrame, title: str, note: str) -> Panel:
     return Panel("timeline", named, rows, unit="ns", note=note.strip(), arrows=arrows)
 
 
-def _waits(run: Measured, frame: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, int]]:
+def _waits(bare_waits: Maybe[pd.DataFrame], frame: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, int]]:
     """Return whom the ranks waited for in the step, on clocks brought together, and what each clock is ahead by, ns.
 
     Columns: rank, by, begin_ns, end_ns, waited_ns (of it with no computation); the longest of those that can be seen.
@@ -88,7 +85,7 @@ def _waits(run: Measured, frame: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, 
     """
     columns = ["rank", "by", "begin_ns", "end_ns", "waited_ns"]
     try:
-        pairs = run.frame(bare_waits)
+        pairs = bare_waits.get()
     except (NotMeasured, MeasureFailed):
         return pd.DataFrame(columns=columns, dtype="int64"), {}
     pairs = pairs[pairs["step"] == frame["step"].iloc[0]]
@@ -143,4 +140,4 @@ def _few(frame: pd.DataFrame) -> tuple[list[int], str]:
     )
 
 
-PICTURE = Picture((bare_waits, excerpt), draw)
+PICTURE = Picture(draw)

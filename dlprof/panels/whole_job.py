@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dlprof.engine import Measured
+import pandas as pd
+
 from dlprof.errors import NotMeasured
-from dlprof.measures.whole_job import PARTS, whole_job
+from dlprof.measures.whole_job import PARTS
 from dlprof.overview import Picture
 from dlprof.result import Panel
 
@@ -23,11 +24,10 @@ _PARTS = {
 }
 
 
-def draw(run: Measured) -> list[Panel]:
+def draw(whole_job: pd.DataFrame) -> list[Panel]:
     """Return what the job's time went into beside its steady steps, as the mean over the ranks."""
-    frame = run.frame(whole_job)
-    ranks = frame["rank"].nunique()
-    sums = frame.groupby("part")[["steps", "ns"]].sum() / ranks
+    ranks = whole_job["rank"].nunique()
+    sums = whole_job.groupby("part")[["steps", "ns"]].sum() / ranks
     total = float(sums["ns"][sums.index.isin(PARTS)].sum())
     rows = tuple(
         (label, float(sums["steps"][part]) if part != "setup" else "", ns, ns / total)
@@ -42,4 +42,4 @@ def draw(run: Measured) -> list[Panel]:
     return [Panel("table", "The whole job", rows, ("", "how many", "time_ns", "share"), note=note)]
 
 
-PICTURE = Picture((whole_job,), draw)
+PICTURE = Picture(draw)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dlprof.engine import Measured
+import pandas as pd
+
 from dlprof.errors import NotMeasured
-from dlprof.measures.loader import worker_means
 from dlprof.overview import Picture, rows
 from dlprof.result import Panel
 
@@ -24,9 +24,9 @@ _COLUMNS = {
 MOST_WORKERS = 64
 
 
-def draw(run: Measured) -> list[Panel]:
+def draw(worker_means: pd.DataFrame) -> list[Panel]:
     """List what a mean batch takes each loader worker."""
-    frame = run.frame(worker_means)
+    frame = worker_means
     if not (frame["worker"] >= 0).any():
         raise NotMeasured("no loader has workers")
 
@@ -43,4 +43,4 @@ def draw(run: Measured) -> list[Panel]:
     ]
 
 
-PICTURE = Picture((worker_means,), draw)
+PICTURE = Picture(draw)

@@ -21,23 +21,21 @@ from typing import Any
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured, by_rank
+from dlprof.engine import Job, Maybe, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
-from dlprof.measures.memory import memory_use, retry_cost
 from dlprof.result import Change, Panel
-from dlprof.timeline.steps import step_means
 from dlprof.units import count, size
 
 _MOST_RANKS = 16
 
 
-def check(run: Measured) -> Estimate:
+def check(retry_cost: Maybe[pd.DataFrame], memory_use: Maybe[pd.DataFrame], job: Job) -> Estimate:
     """Estimate what the steady steps with retries take longer."""
-    if settings.on_cpu(run):
+    if settings.on_cpu(job):
         raise NotMeasured("the job trains on the CPU")
-    frame = run.frame(retry_cost)
+    frame = retry_cost.get()
     retries = int(frame["retries"].sum())
     if not retries:
         return nothing("no allocation had to be tried again")
@@ -54,13 +52,13 @@ def check(run: Measured) -> Estimate:
         by_rank_ns=cost,
         noise_ns=float(told["noise_ns"]),
         loses=f"is getting memory from the GPU again, for {count(retries, 'allocation')}",
-        explain=lambda: _explain(run, frame, told),
+        explain=lambda: _explain(memory_use.get(), job, frame, told),
     )
 
 
-def _explain(run: Measured, frame: pd.DataFrame, told: dict[Any, Any]) -> Explanation:
+def _explain(memory_use: pd.DataFrame, job: Job, frame: pd.DataFrame, told: dict[Any, Any]) -> Explanation:
     rank = int(told["rank"])
-    use = run.frame(memory_use).set_index("rank").to_dict("index")[rank]
+    use = memory_use.set_index("rank").to_dict("index")[rank]
     of = f" of {size(use['total_bytes'])}" if use["total_bytes"] > 0 else ""
     failed = f" {count(told['ooms'], 'allocation')} failed." if told["ooms"] else ""
     return Explanation(
@@ -68,16 +66,16 @@ def _explain(run: Measured, frame: pd.DataFrame, told: dict[Any, Any]) -> Explan
         summary=f"On rank {rank} {count(told['retries'], 'allocation')} succeeded only after the cache was emptied,"
         f" with {size(use['peak_reserved_bytes'])}{of} reserved; the {told['retried']} steps around them last longer"
         f" than the {told['plain']} others.{failed}",
-        changes=_changes(run, rank),
+        changes=_changes(job, rank),
         evidence=_evidence(frame),
         sure="Measured as the difference between steps around a retry and steps without; what else sets them apart,"
         " longer inputs for one, counts as well.",
     )
 
 
-def _changes(run: Measured, rank: int) -> tuple[Change, ...]:
-    variable, conf = settings.allocator(run, rank)
-    batch = settings.training_loader(run, rank).get("batch_size")
+def _changes(job: Job, rank: int) -> tuple[Change, ...]:
+    variable, conf = settings.allocator(job, rank)
+    batch = settings.training_loader(job, rank).get("batch_size")
     changes = (
         change(f"a smaller batch{f' (is {batch})' if batch else ''}", numerics=True),
         change("`torch.utils.checkpoint` on the largest blocks"),
@@ -100,4 +98,4 @@ def _evidence(frame: pd.DataFrame) -> Panel:
     return Panel("table", "Retries of the allocator in the steady steps", rows, columns)
 
 
-RULE = Rule("allocator_retries", "Retries of the allocator", (memory_use, retry_cost, step_means), check)
+RULE = Rule("allocator_retries", "Retries of the allocator", check)

@@ -19,43 +19,47 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured
+from dlprof.engine import Job, Maybe
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part_least, part_noise
-from dlprof.measures.copies import copies
-from dlprof.measures.replay import own_time, saving
-from dlprof.measures.syncs import linked, syncs, together
+from dlprof.measures.breakdown import part_least, part_noise
+from dlprof.measures.replay import saving
+from dlprof.measures.syncs import together
 from dlprof.panels.kernels import copy_table
-from dlprof.timeline.steps import step_means
 from dlprof.units import digits, duration
 
 _HOST = ("host", "optimizer_host")
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    linked: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    copies: Maybe[pd.DataFrame],
+    job: Job,
+) -> Estimate:
     """Estimate what the job would gain without waits for pinned copies, from the device's idle time behind them."""
-    if settings.on_cpu(run):
+    if settings.on_cpu(job):
         raise NotMeasured("the job trains on the CPU, where nothing is copied to a device")
-    frame = linked(run)
+    frame = linked.get()
     waited = frame[frame["copied"] == "pinned"]
     if not len(waited):
         return nothing("no copy from pinned memory is waited for")
-    gains = together(run, waited)
+    gains = together(job, waited)
     return Estimate(
-        saving_ns=saving(run, gains),
+        saving_ns=saving(own_time.get(), gains),
         by_rank_ns=gains,
-        noise_ns=part_noise(run, *_HOST),
-        least_ns=part_least(run, *_HOST),
+        noise_ns=part_noise(breakdown.get(), *_HOST),
+        least_ns=part_least(breakdown.get(), *_HOST),
         loses="the device idles because the script waited for a copy",
-        explain=lambda: _explain(run, waited, worst(gains)),
+        explain=lambda: _explain(copies.get(), job, waited, worst(gains)),
     )
 
 
-def _explain(run: Measured, waited: pd.DataFrame, rank: int) -> Explanation:
+def _explain(copies: pd.DataFrame, job: Job, waited: pd.DataFrame, rank: int) -> Explanation:
     mine = waited[waited["rank"] == rank]
-    pin = settings.training_loader(run, rank).get("pin_memory")
+    pin = settings.training_loader(job, rank).get("pin_memory")
     said = f" (`pin_memory` is {pin})" if pin is not None else ""
     return Explanation(
         title="The script waits for copies from pinned memory",
@@ -68,7 +72,7 @@ def _explain(run: Measured, waited: pd.DataFrame, rank: int) -> Explanation:
                 non_blocking=(None, True),
             ),
         ),
-        evidence=copy_table(run.frame(copies), rank),
+        evidence=copy_table(copies, rank),
         sure="Estimated by replaying the traced steps without these waits.",
     )
 
@@ -76,7 +80,6 @@ def _explain(run: Measured, waited: pd.DataFrame, rank: int) -> Explanation:
 RULE = Rule(
     "blocking_copy",
     "Waiting for copies from pinned memory",
-    (breakdown, copies, own_time, step_means, syncs),
     check,
     saves_from=("input_wait", "host", "optimizer_host", "launch_latency"),
 )

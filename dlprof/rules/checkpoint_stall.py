@@ -25,16 +25,14 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from dlprof.diagnosis import LEAST_NOISE, LEAST_SHARE, Rule
-from dlprof.engine import Measured
-from dlprof.estimate import Estimate, Explanation, change, worst
-from dlprof.measures.breakdown import breakdown, part, part_noise
-from dlprof.measures.replay import own_time, saving_stalls
+from dlprof.diagnosis import LEAST_SHARE, Rule
+from dlprof.engine import Job
+from dlprof.estimate import LEAST_NOISE, Estimate, Explanation, change, worst
+from dlprof.measures.breakdown import part, part_noise
+from dlprof.measures.replay import saving_stalls
 from dlprof.measures.room import room
-from dlprof.measures.stalls import stall_means, stalled_steps
 from dlprof.panels.steps import stall_bars
 from dlprof.result import Change
-from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import digits, duration, percent
 
 # What saving less often is to bring checkpoints down to: where nothing would be said of them.
@@ -43,13 +41,19 @@ GOAL_SHARE = LEAST_SHARE
 _KIND = "checkpoint"
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    stall_means: pd.DataFrame,
+    breakdown: pd.DataFrame,
+    mean_step_ns: float,
+    stalled_steps: pd.DataFrame,
+    own_time: pd.DataFrame,
+    job: Job,
+) -> Estimate:
     """Estimate what saving takes of each rank's steps, and what the job would gain without it."""
-    means = run.frame(stall_means)
+    means = stall_means
     means = means[means["kind"] == _KIND]
-    saved = part(run, _KIND)
-    step = mean_step_ns(run)
-    stalls = min(saving_stalls(run, _KIND, saved), room(run, (_KIND,)))
+    saved = part(breakdown, _KIND)
+    stalls = min(saving_stalls(stalled_steps, stall_means, own_time, _KIND, saved), room(breakdown, (_KIND,)))
     mine = means.set_index("rank").to_dict("index")[worst(saved)]
     beside, noise = float(mine["beside_ns"]), float(mine["beside_noise_ns"])
     if not beside > LEAST_NOISE * noise:
@@ -57,29 +61,38 @@ def check(run: Measured) -> Estimate:
     return Estimate(
         saving_ns=stalls + beside,
         by_rank_ns=saved,
-        noise_ns=math.hypot(part_noise(run, _KIND), noise),
+        noise_ns=math.hypot(part_noise(breakdown, _KIND), noise),
         within={_KIND: stalls},
         # What is seen beside the stalls is less sure: they must be worth a word without it.
-        notable=LEAST_SHARE + beside / step,
+        notable=LEAST_SHARE + beside / mean_step_ns,
         loses="waits for checkpoints",
         summary="" if means["stalls"].sum() else "no steady step saved a checkpoint",
-        explain=lambda: _explain(run, saved, float(mine["mean_ns"]), float(mine["every"]), stalls, beside),
+        explain=lambda: _explain(
+            stalled_steps, mean_step_ns, job, saved, float(mine["mean_ns"]), float(mine["every"]), stalls, beside
+        ),
     )
 
 
 def _explain(
-    run: Measured, saved: Mapping[int, float], mean: float, every: float, stalls: float, beside: float
+    stalled_steps: pd.DataFrame,
+    mean_step_ns: float,
+    job: Job,
+    saved: Mapping[int, float],
+    mean: float,
+    every: float,
+    stalls: float,
+    beside: float,
 ) -> Explanation:
     rank = worst(saved)
-    steps = run.frame(stalled_steps)
+    steps = stalled_steps
     steps = steps[(steps["rank"] == rank) & (steps["kind"] == _KIND)]
     besides = f"; such a step takes {duration(beside * every)} longer beside that" if beside else ""
-    waiting = any(saved.get(r, 0.0) < saved[rank] / 2 for r in run.ranks)
+    waiting = any(saved.get(r, 0.0) < saved[rank] / 2 for r in job.ranks)
     return Explanation(
         title="Saving checkpoints holds up training",
         summary=f"Rank {rank} saves in one steady step of {digits(every)} and stands still for"
         f" {duration(mean * every)} then{_where(steps)}{besides}.",
-        changes=_changes(every, (stalls + beside) / mean_step_ns(run)),
+        changes=_changes(every, (stalls + beside) / mean_step_ns),
         evidence=stall_bars(steps, rank, "Saving"),
         sure="Measured in every steady step, estimated as all of it gone; saving in the background still copies the"
         " state." + (" That the other ranks wait for those that save is assumed." if waiting else ""),
@@ -108,7 +121,6 @@ def _changes(every: float, share: float) -> tuple[Change, ...]:
 RULE = Rule(
     "checkpoint_stall",
     "Saving checkpoints",
-    (breakdown, own_time, stall_means, stalled_steps, step_means),
     check,
     # Gathering the state, or replacing a file, is the host's.
     saves_from=("checkpoint", "host", "other"),

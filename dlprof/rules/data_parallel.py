@@ -19,30 +19,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pandas as pd
+
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured, by_rank
+from dlprof.engine import Job, Maybe, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
-from dlprof.measures.data_parallel import replication
-from dlprof.measures.replay import own_time, saving
+from dlprof.measures.replay import saving
 from dlprof.result import Panel
-from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import duration
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    replication: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], mean_step_ns: Maybe[float], job: Job
+) -> Estimate:
     """Estimate what DataParallel copies in a step and DistributedDataParallel would not."""
-    model = settings.model(run)
+    model = settings.model(job)
     if model and not model.get("data_parallel"):
         return nothing("the model is not in nn.DataParallel")
-    if not model and any(f.get("world_size", 1) > 1 for f in run.trace_facts.values()):
+    if not model and any(f.get("world_size", 1) > 1 for f in job.trace_facts.values()):
         return nothing("each rank is a process of its own")
-    frame = run.frame(replication)
+    frame = replication.get()
     copying, forward = by_rank(frame, "copying_ns"), by_rank(frame, "forward_ns")
     last, hidden = _last_bucket(model), by_rank(frame, "backward_ns")
     left = {r: max(last * ns, ns - hidden[r]) for r, ns in by_rank(frame, "reduced_ns").items()}
-    gain = saving(run, {r: ns - left[r] for r, ns in by_rank(frame, "gain_ns").items()})
+    gain = saving(own_time.get(), {r: ns - left[r] for r, ns in by_rank(frame, "gain_ns").items()})
     if not gain:
         raise NotMeasured("nn.DataParallel has one device to work on, or its copying was not traced")
     return Estimate(
@@ -50,7 +52,7 @@ def check(run: Measured) -> Estimate:
         by_rank_ns=copying,
         noise_ns=float(frame["noise_ns"].max()),
         loses="nn.DataParallel copies the model to and fro",
-        explain=lambda: _explain(mean_step_ns(run), worst(copying), copying, forward),
+        explain=lambda: _explain(mean_step_ns.get(), worst(copying), copying, forward),
     )
 
 
@@ -81,7 +83,6 @@ def _last_bucket(model: settings.Settings) -> float:
 RULE = Rule(
     "data_parallel",
     "Several GPUs in one process",
-    (own_time, replication, step_means),
     check,
     saves_from=("computation", "communication", "copy", "host", "other"),
     # The change is larger than a keyword: worth it from where exposed communication is notable.

@@ -33,26 +33,17 @@ from typing import Any
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured, by_rank
+from dlprof.engine import Job, Maybe, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.collectives import collectives
-from dlprof.measures.data_parallel import replication
+from dlprof.measures.breakdown import part
 from dlprof.measures.exchange_plans import (
     DDP_BUCKET,
     FEWEST,
-    activations,
-    exchange_plans,
-    exposed_transfer,
     gain_noise,
-    transfer_noise,
 )
-from dlprof.measures.replay import own_time
-from dlprof.measures.waits import waits
 from dlprof.result import Change, Forecast, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import count, duration, percent, size
 
 # Notable, high and severe are 5, 10 and 30 % with the analysis tools that grade it; it speaks from the first on.
@@ -62,66 +53,105 @@ NOTABLE_SHARE = 0.05
 SMALL_BYTES = 2_500_000
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    collectives: pd.DataFrame,
+    replication: Maybe[pd.DataFrame],
+    exposed_transfer: Maybe[pd.Series[float]],
+    mean_step_ns: float,
+    exchange_plans: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    transfer_noise: Maybe[pd.DataFrame],
+    of_step: str,
+    step_means: pd.DataFrame,
+    waits: Maybe[pd.DataFrame],
+    activations: Maybe[str],
+    breakdown: Maybe[pd.DataFrame],
+    job: Job,
+) -> Estimate:
     """Estimate what the best plan saves of the exposed transfer."""
-    if not len(run.frame(collectives)):
+    if not len(collectives):
         raise NotMeasured(
-            "one rank: nothing to exchange" if run.world_size < 2 else "no collectives in the traced steps"
+            "one rank: nothing to exchange" if job.world_size < 2 else "no collectives in the traced steps"
         )
-    if run.world_size < 2 and not run.lacking(replication):
+    if job.world_size < 2 and not replication.lacking:
         return nothing("what one process exchanges between its GPUs is nn.DataParallel's")
-    transfer, step = exposed_transfer(run), mean_step_ns(run)
-    best = _best(run.frame(exchange_plans), step)
+    transfer, step = exposed_transfer.get(), mean_step_ns
+    best = _best(exchange_plans.get(), step)
     gain, exposed = float(best["gain_ns"]), float(transfer.mean())
     lost = gain if best["key"] == "once" else max(gain, exposed)
-    own = run.frame(own_time)
+    own = own_time.get()
     waiting = own["wait_ns"].max() / step if own["known"].all() else 0.0
     return Estimate(
         saving_ns=gain,
         by_rank_ns={int(str(r)): ns for r, ns in transfer.items()},
-        noise_ns=gain_noise(run, gain),
+        noise_ns=gain_noise(transfer_noise.get(), gain),
         lost_ns=lost,
-        loses=_loses(run, str(best["key"]), gain / step, exposed / step),
-        summary=f"{percent(lost / step)} {of_step(run)} is exposed transfer, {percent(waiting)} waits for other ranks"
+        loses=_loses(own_time, job, str(best["key"]), gain / step, exposed / step),
+        summary=f"{percent(lost / step)} {of_step} is exposed transfer, {percent(waiting)} waits for other ranks"
         if waiting
         else "",
-        explain=lambda: _explain(run, best, transfer),
-    )
-
-
-def _explain(run: Measured, best: pd.Series[Any], transfer: pd.Series[float]) -> Explanation:
-    own, frame, step = run.frame(own_time).set_index("rank"), run.frame(collectives), mean_step_ns(run)
-    split, worst = bool(own["known"].all()), int(str(transfer.idxmax()))
-    mine = frame[frame["rank"] == worst]
-    per_step = len(mine) / max(by_rank(run.frame(step_means), "traced_steps")[worst], 1)
-    waited = float(own["wait_ns"][worst]) if split else 0.0
-    more = f", {duration(waited)} more waits for other ranks" if waited > 0 else ""
-    unsplit = "" if split else f" Part of it may be waiting for a late rank: {_untold(run)}."
-    return Explanation(
-        title="Communication is not hidden behind computation",
-        summary=f"{count(per_step, 'collective')} a step on rank {worst}; for {duration(transfer[worst])} of"
-        f" {duration(step)} data is in transfer and nothing is computed{more}.{unsplit}",
-        changes=tuple(_changes(run, mine, per_step, best)) or (_UNKNOWN_JOB.get(best["key"], _UNKNOWN_JOB["hidden"]),),
-        evidence=_evidence(run, step),
-        sure=f"Estimated as {_ESTIMATES[best['key']]}: {best['why']}.{unsplit}",
-        forecasts=tuple(
-            Forecast("bucket_cap_mb", str(cap), step - float(best["gain_ns"])) for cap in _buckets(run, best)
+        explain=lambda: _explain(
+            own_time.get(),
+            collectives,
+            mean_step_ns,
+            step_means,
+            waits,
+            exchange_plans.get(),
+            activations.get(),
+            breakdown.get(),
+            job,
+            best,
+            transfer,
         ),
     )
 
 
-def _buckets(run: Measured, best: pd.Series[Any]) -> tuple[float, ...]:
+def _explain(
+    own_time: pd.DataFrame,
+    collectives: pd.DataFrame,
+    mean_step_ns: float,
+    step_means: pd.DataFrame,
+    waits: Maybe[pd.DataFrame],
+    exchange_plans: pd.DataFrame,
+    activations: str,
+    breakdown: pd.DataFrame,
+    job: Job,
+    best: pd.Series[Any],
+    transfer: pd.Series[float],
+) -> Explanation:
+    own, step = own_time.set_index("rank"), mean_step_ns
+    split, worst = bool(own["known"].all()), int(str(transfer.idxmax()))
+    mine = collectives[collectives["rank"] == worst]
+    per_step = len(mine) / max(by_rank(step_means, "traced_steps")[worst], 1)
+    waited = float(own["wait_ns"][worst]) if split else 0.0
+    more = f", {duration(waited)} more waits for other ranks" if waited > 0 else ""
+    unsplit = "" if split else f" Part of it may be waiting for a late rank: {_untold(waits, job)}."
+    return Explanation(
+        title="Communication is not hidden behind computation",
+        summary=f"{count(per_step, 'collective')} a step on rank {worst}; for {duration(transfer[worst])} of"
+        f" {duration(step)} data is in transfer and nothing is computed{more}.{unsplit}",
+        changes=tuple(_changes(exchange_plans, activations, job, mine, per_step, best))
+        or (_UNKNOWN_JOB.get(best["key"], _UNKNOWN_JOB["hidden"]),),
+        evidence=_evidence(breakdown, exchange_plans, step),
+        sure=f"Estimated as {_ESTIMATES[best['key']]}: {best['why']}.{unsplit}",
+        forecasts=tuple(
+            Forecast("bucket_cap_mb", str(cap), step - float(best["gain_ns"])) for cap in _buckets(job, best)
+        ),
+    )
+
+
+def _buckets(job: Job, best: pd.Series[Any]) -> tuple[float, ...]:
     """Return the bucket_cap_mb that the best plan sets, if it sets another than there is."""
-    ddp, cap = settings.model(run).get("ddp"), float(best["bucket_cap_mb"])
+    ddp, cap = settings.model(job).get("ddp"), float(best["bucket_cap_mb"])
     return (cap,) if ddp and best["key"] == "bucket" and cap != ddp.get("bucket_cap_mb") else ()
 
 
-def _untold(run: Measured) -> str:
+def _untold(waits: Maybe[pd.DataFrame], job: Job) -> str:
     """Say why nobody knows what of the communication is waiting."""
-    if run.missing_ranks:
+    if job.missing_ranks:
         return "not every rank's trace is here"
     try:
-        run.frame(waits)
+        waits.get()
     except NotMeasured as e:
         return str(e)
     return "not every rank's waiting is known"
@@ -171,12 +201,12 @@ _UNKNOWN_JOB = {
 _ALL = 0.9
 
 
-def _loses(run: Measured, key: str, share: float, exposed: float) -> str:
+def _loses(own_time: Maybe[pd.DataFrame], job: Job, key: str, share: float, exposed: float) -> str:
     """Say what the step loses, and what the best change gives where that is less."""
     if key == "once":
         return "is communication that the optimizer does not need"
-    late = "ranks that are not here" if run.missing_ranks else "late ranks"
-    waiting = "" if run.frame(own_time)["known"].all() else f", or waiting for {late}"
+    late = "ranks that are not here" if job.missing_ranks else "late ranks"
+    waiting = "" if own_time.get()["known"].all() else f", or waiting for {late}"
     worth = "computation could hide" if key == "hidden" else f"{_ESTIMATES[key]} would save"
     less = "" if share >= _ALL * exposed else f"; {worth} {percent(share)}"
     return f"is communication that nothing hides{waiting}{less}"
@@ -189,16 +219,18 @@ def _best(plans: pd.DataFrame, step: float) -> pd.Series[Any]:
     return (once if len(once) else best).iloc[-1]
 
 
-def _changes(run: Measured, mine: pd.DataFrame, per_step: float, best: pd.Series[Any]) -> Iterator[Change]:
-    ddp, fsdp = settings.model(run).get("ddp") or {}, settings.model(run).get("fsdp")
-    seldom = "once" in set(run.frame(exchange_plans)["key"])
+def _changes(
+    exchange_plans: pd.DataFrame, activations: str, job: Job, mine: pd.DataFrame, per_step: float, best: pd.Series[Any]
+) -> Iterator[Change]:
+    ddp, fsdp = settings.model(job).get("ddp") or {}, settings.model(job).get("fsdp")
+    seldom = "once" in set(exchange_plans["key"])
     sized = mine["bytes"][mine["bytes"] > 0]
     if seldom:
         yield change("`with model.no_sync():` around all batches but the last one before the optimizer steps")
-    buckets = _buckets(run, best)
+    buckets = _buckets(job, best)
     for cap in buckets:
         yield change(best["change"], bucket_cap_mb=(ddp.get("bucket_cap_mb"), cap))
-    if needed := activations(run):
+    if needed := activations:
         yield from _AT_ONCE.get(needed, _AT_ONCE[""])
     elif not buckets and per_step > 8 and len(sized) and sized.median() < SMALL_BYTES:
         what = f"{per_step:.0f} collectives of {size(float(sized.median()))} (median) a step"
@@ -211,12 +243,12 @@ def _changes(run: Measured, mine: pd.DataFrame, per_step: float, best: pd.Series
             yield change(
                 f"{what}: exchange gradients in large buckets during the backward pass (`DistributedDataParallel`)"
             )
-    elif not ddp and not fsdp and settings.model(run):
+    elif not ddp and not fsdp and settings.model(job):
         yield _wrapped(mine)
     if ddp and ddp.get("find_unused_parameters"):
         text = "`find_unused_parameters=False` (is True) unless some are unused: it delays the exchange"
         yield change(text, find_unused_parameters=(True, False))
-    if any(f.get("backend") == "gloo" and (f.get("device") or {}).get("type") == "cuda" for f in run.facts.values()):
+    if any(f.get("backend") == "gloo" and (f.get("device") or {}).get("type") == "cuda" for f in job.facts.values()):
         text = "`init_process_group('nccl')` (is gloo): gloo sends GPU tensors through the host"
         yield change(text, backend=("gloo", "nccl"))
     if fsdp:
@@ -241,10 +273,10 @@ def _wrapped(mine: pd.DataFrame) -> Change:
     return change(text.format(f"(..., bucket_cap_mb={cap})"), bucket_cap_mb=(None, float(cap)))
 
 
-def _evidence(run: Measured, step: float) -> Panel:
-    exposed = percent(max(part(run, "communication").values(), default=0.0) / step)
+def _evidence(breakdown: pd.DataFrame, exchange_plans: pd.DataFrame, step: float) -> Panel:
+    exposed = percent(max(part(breakdown, "communication").values(), default=0.0) / step)
     rows = [("as it is", step, 1.0, f"{exposed} of it is communication that nothing hides")]
-    for plan in run.frame(exchange_plans).to_dict("records"):
+    for plan in exchange_plans.to_dict("records"):
         then = step - plan["gain_ns"]
         told = (then, step / then) if math.isfinite(then) else (None, None)
         rows.append((plan["change"], *told, plan["why"]))
@@ -256,7 +288,6 @@ def _evidence(run: Measured, step: float) -> Panel:
 RULE = Rule(
     "exposed_communication",
     "Communication that nothing hides",
-    (breakdown, collectives, exchange_plans, own_time, replication, step_means, transfer_noise, waits),
     check,
     saves_from=("communication",),
     notable=NOTABLE_SHARE,

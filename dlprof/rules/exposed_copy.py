@@ -20,13 +20,12 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured, by_rank
+from dlprof.engine import Maybe, by_rank
 from dlprof.estimate import Estimate, Explanation, change, nothing, worst
-from dlprof.measures.breakdown import breakdown, part_least, part_noise
-from dlprof.measures.copies import PINNED, copies, copy_gains, hideable
-from dlprof.measures.replay import own_time, saving
+from dlprof.measures.breakdown import part_least, part_noise
+from dlprof.measures.copies import PINNED, hideable
+from dlprof.measures.replay import saving
 from dlprof.panels.kernels import copy_table
-from dlprof.timeline.steps import step_means
 from dlprof.units import count, duration
 
 _WAY = {"HtoD": "to the device", "DtoH": "from the device", "DtoD": "within the device", "PtoP": "between devices"}
@@ -43,24 +42,25 @@ _CHANGES = {
 }
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    copies: pd.DataFrame, copy_gains: Maybe[pd.DataFrame], breakdown: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame]
+) -> Estimate:
     """Estimate what hiding or leaving out the exposed copies would gain, but for those from pageable memory."""
-    frame = run.frame(copies)
-    able = frame[(frame["copy"] != "HtoD") | (frame["memory"] != "pageable")]
+    able = copies[(copies["copy"] != "HtoD") | (copies["memory"] != "pageable")]
     if not len(able):
         return nothing("no copies of more than a few bytes but those from pageable memory")
     way = str(able.groupby("copy")["exposed_ns"].sum().idxmax())
-    gains = run.frame(copy_gains)
+    gains = copy_gains.get()
     gone = by_rank(gains[(gains["copy"] == way) & (gains["change"] != PINNED)], "gain_ns")
     if way == "HtoD":
-        gone = hideable(run, gone)
+        gone = hideable(breakdown.get(), copies, gone)
     return Estimate(
-        saving_ns=saving(run, gone),
+        saving_ns=saving(own_time.get(), gone),
         by_rank_ns=gone,
-        noise_ns=part_noise(run, "copy"),
-        least_ns=part_least(run, "copy"),
+        noise_ns=part_noise(breakdown.get(), "copy"),
+        least_ns=part_least(breakdown.get(), "copy"),
         loses=f"copies data {_WAY.get(way, way)}, with nothing beside it",
-        explain=lambda: _explain(frame, able[able["copy"] == way], way, worst(gone)),
+        explain=lambda: _explain(copies, able[able["copy"] == way], way, worst(gone)),
     )
 
 
@@ -80,7 +80,6 @@ def _explain(frame: pd.DataFrame, copied: pd.DataFrame, way: str, rank: int) -> 
 RULE = Rule(
     "exposed_copy",
     "Copies that nothing hides",
-    (breakdown, copies, copy_gains, own_time, step_means),
     check,
     saves_from=("copy", "input_wait", "host", "launch_latency"),
     notable=0.03,  # as for copies from pageable memory

@@ -22,19 +22,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pandas as pd
+
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured, by_rank
+from dlprof.engine import Job, Maybe, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures import settings
 from dlprof.measures.arithmetic import allows_tf32
-from dlprof.measures.breakdown import breakdown, part_noise
-from dlprof.measures.operators import operators, tensor_cores
+from dlprof.measures.breakdown import part_noise
 from dlprof.measures.peaks import device_peaks
 from dlprof.measures.products import TENSOR_SHARE
-from dlprof.measures.replay import own_time, saving
+from dlprof.measures.replay import saving
 from dlprof.result import Change, Panel, Scalar
-from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import digits, duration, percent
 
 # A line of code, but one that changes numbers: worth it from 5 % of the step on.
@@ -45,54 +45,69 @@ MOST_ROWS = 12
 _Settings = dict[str, tuple[Scalar, Scalar]]
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    tensor_cores: Maybe[pd.DataFrame],
+    mean_step_ns: Maybe[float],
+    own_time: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    operators: Maybe[pd.DataFrame],
+    job: Job,
+) -> Estimate:
     """Estimate what the products that use no tensor cores would save there."""
-    if settings.on_cpu(run):
+    if settings.on_cpu(job):
         raise NotMeasured("the job trains on the CPU, and whether that has units for 16-bit products is not recorded")
-    frame = run.frame(tensor_cores)
+    frame = tensor_cores.get()
     took, saved = by_rank(frame, "float32_ns"), by_rank(frame, "fp32_saved_ns")
-    rank, step = worst(took), mean_step_ns(run)
+    rank, step = worst(took), mean_step_ns.get()
     known = bool(frame["fp32_saved_ns"].notna().all())
     told = f"products in float32 without tensor cores take {percent(took[rank] / step)} of the step"
     if took[rank] / step < NOTABLE_SHARE:
         unknown = frame["unknown_ns"].sum() / max(frame["kernel_ns"].sum(), 1.0)
         most = saved if known else took
         return Estimate(
-            saving_ns=saving(run, most),
+            saving_ns=saving(own_time.get(), most),
             by_rank_ns=most,
             summary=f"{told}; on what {percent(unknown)} of the kernels' time is multiplied, their names do not tell",
         )
-    name, peaks, _ = device_peaks(run.facts[rank], run.trace_facts[rank])
+    name, peaks, _ = device_peaks(job.facts[rank], job.trace_facts[rank])
     if not known:
         raise NotMeasured(f"the peaks of {name or 'this device'} are not known")
-    gain = saving(run, saved)
+    gain = saving(own_time.get(), saved)
     return Estimate(
         saving_ns=gain,
         by_rank_ns=saved,
-        noise_ns=part_noise(run, "computation"),
+        noise_ns=part_noise(breakdown.get(), "computation"),
         loses="would be saved by multiplying in 16 bits",
         summary=f"{told}, but in 16 bits it would be only {percent(gain / step)} shorter: the host launches no faster,"
         " or memory gives no more",
-        explain=lambda: _explain(run, rank, took[rank], name, peaks),
+        explain=lambda: _explain(mean_step_ns.get(), operators.get(), job, rank, took[rank], name, peaks),
     )
 
 
-def _explain(run: Measured, rank: int, took: float, name: str, peaks: Mapping[str, float]) -> Explanation:
+def _explain(
+    mean_step_ns: float,
+    operators: pd.DataFrame,
+    job: Job,
+    rank: int,
+    took: float,
+    name: str,
+    peaks: Mapping[str, float],
+) -> Explanation:
     half = "bfloat16" if "bfloat16" in peaks else "float16"
     # AMD's matrix cores take float32 as it is.
     without = "" if "Instinct" in name else " without tensor cores"
     return Explanation(
         title=f"Matrix products run in float32{without}",
-        summary=f"Products and convolutions in float32 take {duration(took)} of a step of {duration(mean_step_ns(run))}"
+        summary=f"Products and convolutions in float32 take {duration(took)} of a step of {duration(mean_step_ns)}"
         f" on rank {rank}; {name} multiplies {digits(peaks[half] / peaks['float32'])} times as fast in {half}.",
-        changes=(_autocast(run, rank, half), *(_tf32(run, rank, name) if "tf32" in peaks else ())),
-        evidence=_evidence(run, rank),
+        changes=(_autocast(job, rank, half), *(_tf32(job, rank, name) if "tf32" in peaks else ())),
+        evidence=_evidence(operators, rank),
         sure=f"Estimated at {percent(TENSOR_SHARE)} of the tensor cores' peak, no sooner than the host launches.",
     )
 
 
-def _autocast(run: Measured, rank: int, half: str) -> Change:
-    facts = run.facts[rank].get("autocast") or {}
+def _autocast(job: Job, rank: int, half: str) -> Change:
+    facts = job.facts[rank].get("autocast") or {}
     enabled = facts.get("enabled")
     said = f" (autocast is {'on' if enabled else 'off'})" if enabled is not None else ""
     scaler = ", and a `GradScaler`" if half == "float16" else ""
@@ -104,10 +119,10 @@ def _autocast(run: Measured, rank: int, half: str) -> Change:
     )
 
 
-def _tf32(run: Measured, rank: int, name: str) -> tuple[Change, ...]:
+def _tf32(job: Job, rank: int, name: str) -> tuple[Change, ...]:
     """Name the settings that multiply float32 in TF32, by the names that the job's torch has for them."""
-    matmul, environment = run.facts[rank].get("matmul") or {}, run.facts[rank].get("env") or {}
-    version = settings.torch_version(run, rank)
+    matmul, environment = job.facts[rank].get("matmul") or {}, job.facts[rank].get("env") or {}
+    version = settings.torch_version(job, rank)
     old = version is None or version < (2, 9)
     now = matmul.get("float32_precision" if old else "matmul_fp32_precision")
     code = '`torch.backends.cuda.matmul.fp32_precision = "tf32"`'
@@ -129,9 +144,8 @@ def _tf32(run: Measured, rank: int, name: str) -> tuple[Change, ...]:
     return product, change(f"`{convolutions}` for convolutions, which are now without", numerics=True, **convolve)
 
 
-def _evidence(run: Measured, rank: int) -> Panel:
-    frame = run.frame(operators)
-    mine = frame[(frame["rank"] == rank) & (frame["float32_ns"] > 0)].head(MOST_ROWS)
+def _evidence(operators: pd.DataFrame, rank: int) -> Panel:
+    mine = operators[(operators["rank"] == rank) & (operators["float32_ns"] > 0)].head(MOST_ROWS)
     rows = tuple(
         (str(o), str(s) or None, float(n), float(ns))
         for o, s, n, ns in zip(mine["operator"], mine["shape"], mine["calls"], mine["float32_ns"], strict=True)
@@ -143,7 +157,6 @@ def _evidence(run: Measured, rank: int) -> Panel:
 RULE = Rule(
     "fp32_matmul",
     "Products in float32",
-    (breakdown, operators, own_time, step_means, tensor_cores),
     check,
     saves_from=("computation",),
     notable=NOTABLE_SHARE,

@@ -22,15 +22,13 @@ import math
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured
+from dlprof.engine import Job
 from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part, part_noise
-from dlprof.measures.replay import own_time, saving_stalls
-from dlprof.measures.stalls import stall_means, stalled_steps
+from dlprof.measures.breakdown import part, part_noise
+from dlprof.measures.replay import saving_stalls
 from dlprof.panels.steps import stall_bars
 from dlprof.result import Change
-from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import count, digits, duration, percent
 
 # What pauses may cost once they come at a fixed interval: an interval is proposed that brings them to this.
@@ -39,32 +37,43 @@ GOAL_SHARE = 0.005
 _KIND = "garbage_collection"
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    breakdown: pd.DataFrame,
+    stall_means: pd.DataFrame,
+    stalled_steps: pd.DataFrame,
+    own_time: pd.DataFrame,
+    mean_step_ns: float,
+    job: Job,
+) -> Estimate:
     """Estimate the pauses of each rank, and what the job would gain without them."""
-    paused = part(run, _KIND)
-    means = run.frame(stall_means)
+    paused = part(breakdown, _KIND)
     return Estimate(
-        saving_ns=saving_stalls(run, _KIND, paused),
+        saving_ns=saving_stalls(stalled_steps, stall_means, own_time, _KIND, paused),
         by_rank_ns=paused,
-        noise_ns=part_noise(run, _KIND),
+        noise_ns=part_noise(breakdown, _KIND),
         loses="is Python's search for garbage",
-        explain=lambda: _explain(run, means[(means["kind"] == _KIND) & (means["rank"] == worst(paused))]),
+        explain=lambda: _explain(
+            stalled_steps,
+            mean_step_ns,
+            job,
+            stall_means[(stall_means["kind"] == _KIND) & (stall_means["rank"] == worst(paused))],
+        ),
     )
 
 
-def _explain(run: Measured, means: pd.DataFrame) -> Explanation:
+def _explain(stalled_steps: pd.DataFrame, mean_step_ns: float, job: Job, means: pd.DataFrame) -> Explanation:
     mine = means.to_dict("records")[0]
-    steps = run.frame(stalled_steps)
+    steps = stalled_steps
     steps = steps[(steps["rank"] == mine["rank"]) & (steps["kind"] == _KIND)]
     longest = float(mine["longest_ns"])
     return Explanation(
         title="Python's garbage collector stops training",
         summary=f"{count(int(mine['stalls']), 'pause')} in {int(mine['steps']):,} steady steps of rank {mine['rank']},"
         f" in one step of {digits(float(mine['every']))}; the longest took {duration(longest)}.",
-        changes=_changes(longest, mean_step_ns(run), steps),
+        changes=_changes(longest, mean_step_ns, steps),
         evidence=stall_bars(steps, int(mine["rank"]), "Garbage collection"),
         sure="Measured in every steady step, pauses under a millisecond left out; estimated as all of it gone."
-        + ("" if settings.on_cpu(run) else " Of pauses behind which the GPU still works it may count too much."),
+        + ("" if settings.on_cpu(job) else " Of pauses behind which the GPU still works it may count too much."),
     )
 
 
@@ -84,7 +93,6 @@ def _changes(longest: float, step: float, steps: pd.DataFrame) -> tuple[Change, 
 RULE = Rule(
     "gc_pauses",
     "Pauses for garbage collection",
-    (breakdown, own_time, stall_means, stalled_steps, step_means),
     check,
     saves_from=("garbage_collection",),
 )

@@ -27,19 +27,16 @@ from contextlib import suppress
 import pandas as pd
 
 from dlprof.diagnosis import LEAST_SHARE, Rule
-from dlprof.engine import Measured, MeasureFailed, by_rank
+from dlprof.engine import Job, Maybe, MeasureFailed, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part, part_least, part_noise
-from dlprof.measures.gaps import gaps, own_python
-from dlprof.measures.host_work import PYTHON, check_launches, host_work, launches
-from dlprof.measures.loader import before_forward, loader_calls
-from dlprof.measures.replay import own_time, saving
-from dlprof.measures.stacks import COMPUTING, hottest, hottest_own
-from dlprof.measures.waits import waits
+from dlprof.measures.breakdown import part, part_least, part_noise
+from dlprof.measures.host_work import PYTHON, check_launches
+from dlprof.measures.replay import saving
+from dlprof.measures.stacks import COMPUTING, hottest_own
 from dlprof.result import Change, Panel
-from dlprof.timeline.steps import check_marked, mean_step_ns, step_means
+from dlprof.timeline.steps import check_marked
 from dlprof.units import duration, percent, short
 
 # Idle time is worth a look from 10 to 15 % of a step on (Ascend's msprof and TraceLens); from 10 % here.
@@ -67,59 +64,100 @@ _SAID = {
 }
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    step_means: pd.DataFrame,
+    launch_means: Maybe[pd.DataFrame],
+    host_work: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    gaps: Maybe[pd.DataFrame],
+    waits: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    before_forward: Maybe[tuple[int, float] | None],
+    mean_step_ns: Maybe[float],
+    own_python: Maybe[pd.DataFrame],
+    hottest: Maybe[pd.DataFrame],
+    job: Job,
+) -> Estimate:
     """Estimate the time in which nothing is computed, sent, copied or waited for."""
-    check_marked(run)
-    on_cpu = settings.on_cpu(run)
+    check_marked(step_means)
+    on_cpu = settings.on_cpu(job)
     if not on_cpu:
-        check_launches(run)
-    work = run.frame(host_work)
-    late = part(run, *_HOST)
-    gone, launching = ({}, late) if on_cpu else _gains(run)
-    of_python, of_launches = saving(run, gone), saving(run, launching)
+        check_launches(launch_means.get())
+    work = host_work.get()
+    late = part(breakdown.get(), *_HOST)
+    gone, launching = ({}, late) if on_cpu else _gains(gaps.get(), waits)
+    of_python, of_launches = saving(own_time.get(), gone), saving(own_time.get(), launching)
     what = "cpu" if on_cpu else "python" if of_python >= of_launches else "launches"
     return Estimate(
         saving_ns=max(of_python, of_launches),
         by_rank_ns=late,
-        noise_ns=part_noise(run, *_HOST),
-        least_ns=part_least(run, *_HOST),
+        noise_ns=part_noise(breakdown.get(), *_HOST),
+        least_ns=part_least(breakdown.get(), *_HOST),
         loses=_SAID[what][1],
-        explain=lambda: _explain(run, what, late, work[work["rank"] == worst(late)], of_python, of_launches),
+        explain=lambda: _explain(
+            before_forward,
+            mean_step_ns,
+            step_means,
+            launch_means,
+            own_python,
+            hottest,
+            job,
+            what,
+            late,
+            work[work["rank"] == worst(late)],
+            of_python,
+            of_launches,
+        ),
     )
 
 
 def _explain(
-    run: Measured, what: str, late: Mapping[int, float], mine: pd.DataFrame, of_python: float, of_launches: float
+    before_forward: Maybe[tuple[int, float] | None],
+    mean_step_ns: Maybe[float],
+    step_means: pd.DataFrame,
+    launch_means: Maybe[pd.DataFrame],
+    own_python: Maybe[pd.DataFrame],
+    hottest: Maybe[pd.DataFrame],
+    job: Job,
+    what: str,
+    late: Mapping[int, float],
+    mine: pd.DataFrame,
+    of_python: float,
+    of_launches: float,
 ) -> Explanation:
     rank = worst(late)
     by_phase = mine.groupby("phase")["ns"].sum().sort_values(ascending=False)
     phase = str(by_phase.index[0]) if len(by_phase) else ""
     between = float(mine[mine["name"] == PYTHON]["ns"].sum()) / max(float(mine["ns"].sum()), 1.0)
     if what == "cpu":
-        changes = _changes_cpu(run, phase, between > 0.5 and not _only_traced(run))
+        changes = _changes_cpu(
+            before_forward.get(), mean_step_ns, job, phase, between > 0.5 and not _only_traced(step_means)
+        )
     else:
-        changes = _changes(run, rank, phase, of_python, of_launches)
+        changes = _changes(
+            mean_step_ns, launch_means.get(), before_forward, own_python, job, rank, phase, of_python, of_launches
+        )
     title, _, sure = _SAID[what]
     return Explanation(
         title=title,
-        summary=f"For {duration(late[rank])} of {duration(mean_step_ns(run))} rank {rank} computes nothing because its"
+        summary=f"For {duration(late[rank])} of {duration(mean_step_ns.get())} rank {rank} computes nothing because its"
         f" host has launched nothing: {percent(between)} of that is Python between operators{_largest(mine)}."
-        f"{_seen(run, rank, phase)}",
+        f"{_seen(hottest, own_python, rank, phase)}",
         changes=changes,
         evidence=_evidence(mine, rank),
-        sure=f"{sure} {_slowed(run)}",
+        sure=f"{sure} {_slowed(step_means)}",
     )
 
 
-def _gains(run: Measured) -> tuple[dict[int, float], dict[int, float]]:
+def _gains(gaps: pd.DataFrame, waits: Maybe[pd.DataFrame]) -> tuple[dict[int, float], dict[int, float]]:
     """Return what each rank gains without the script's own Python, and with the launches of a graph, ns a step."""
-    rows = run.frame(gaps).set_index("rank")
+    rows = gaps.set_index("rank")
     if rows["graph_gain_ns"].isna().any():
         raise NotMeasured("the trace does not link launches to kernels: why the device idles is not known")
     python, graph = (by_rank(rows.reset_index(), f"{name}_gain_ns") for name in ("python", "graph"))
     with suppress(NotMeasured):
         # What one rank has more than the others makes them wait, which is the business of `straggler`.
-        run.frame(waits)
+        waits.get()
         python, graph = (dict.fromkeys(gains, min(gains.values())) for gains in (python, graph))
     return python, graph
 
@@ -132,12 +170,12 @@ def _largest(mine: pd.DataFrame) -> str:
     return f"; the largest part: {short(str(mine['name'].iloc[0]), 80)}{inside}"
 
 
-def _seen(run: Measured, rank: int, phase: str) -> str:
+def _seen(hottest: Maybe[pd.DataFrame], own_python: Maybe[pd.DataFrame], rank: int, phase: str) -> str:
     """Name the script's functions that were seen there: in the stacks that were sampled, else in those of the trace."""
-    sampled = _hottest(run, rank, phase)
+    sampled = _hottest(hottest, rank, phase)
     if sampled:
         return sampled
-    frame = _functions(run, rank)
+    frame = _functions(own_python, rank)
     if not len(frame):
         return ""
     named = ", ".join(
@@ -146,53 +184,62 @@ def _seen(run: Measured, rank: int, phase: str) -> str:
     return f" The device waited longest for {named}."
 
 
-def _functions(run: Measured, rank: int) -> pd.DataFrame:
+def _functions(own_python: Maybe[pd.DataFrame], rank: int) -> pd.DataFrame:
     try:
-        frame = run.frame(own_python)
+        frame = own_python.get()
     except (NotMeasured, MeasureFailed):
         return pd.DataFrame({"function": [], "ns": []})
     return frame[frame["rank"] == rank].head(_MOST_FUNCTIONS)
 
 
-def _hottest(run: Measured, rank: int, phase: str) -> str:
+def _hottest(hottest: Maybe[pd.DataFrame], rank: int, phase: str) -> str:
     """Say which of the user's functions the training thread was seen in most, where stacks were recorded."""
     # A range of the user's may lie in any of them.
     doing = (phase,) if phase in COMPUTING else COMPUTING if phase else ("rest",)
-    most = hottest_own(run, rank, *doing)
+    most = hottest_own(hottest, rank, *doing)
     where = "in " + " and ".join(doing) if phase else "outside forward, backward and optimizer"
     return f" Of the stacks seen {where}, {most}." if most else ""
 
 
-def _only_traced(run: Measured) -> bool:
+def _only_traced(step_means: pd.DataFrame) -> bool:
     """Return whether no step was recorded but those of the trace, which of dlprof's own ranges has none."""
-    return bool((run.frame(step_means)["source"] == "trace").all())
+    return bool((step_means["source"] == "trace").all())
 
 
-def _slowed(run: Measured) -> str:
-    if _only_traced(run):
+def _slowed(step_means: pd.DataFrame) -> str:
+    if _only_traced(step_means):
         return "The profiler slows the host, and no step without it was recorded: the true share is smaller."
     return "What fills it was seen in the traced steps, which the profiler slows, and scaled to those that it did not."
 
 
-def _changes(run: Measured, rank: int, phase: str, of_python: float, of_launches: float) -> tuple[Change, ...]:
+def _changes(
+    mean_step_ns: Maybe[float],
+    launch_means: pd.DataFrame,
+    before_forward: Maybe[tuple[int, float] | None],
+    own_python: Maybe[pd.DataFrame],
+    job: Job,
+    rank: int,
+    phase: str,
+    of_python: float,
+    of_launches: float,
+) -> tuple[Change, ...]:
     """Return what to change on a device: what gives most first, and the other where it is worth a line."""
-    least = LEAST_SHARE * mean_step_ns(run)
-    frame = run.frame(launches)
-    number, length = by_rank(frame, "kernels")[rank], by_rank(frame, "kernel_ns")[rank]
+    least = LEAST_SHARE * mean_step_ns.get()
+    number, length = by_rank(launch_means, "kernels")[rank], by_rank(launch_means, "kernel_ns")[rank]
     launching, python = [], []
     if of_launches >= least:
-        if not settings.model(run).get("compiled"):
+        if not settings.model(job).get("compiled"):
             replays = change(
                 '`torch.compile(model, mode="reduce-overhead")` replays launches as a CUDA graph'
                 f" ({number:,.0f} kernels a step of {duration(length)} each): {duration(of_launches)} a step",
                 mode=(None, "reduce-overhead"),
             )
             launching.append(replays)
-        if phase == "optimizer" and settings.optimizer(run):
-            launching += _fused(run)
+        if phase == "optimizer" and settings.optimizer(job):
+            launching += _fused(job)
     if of_python >= least:
-        python = _unknown_loader(run, phase)
-        functions = _functions(run, rank)
+        python = _unknown_loader(before_forward.get(), mean_step_ns, phase)
+        functions = _functions(own_python, rank)
         where = f", {short(str(functions['function'].iloc[0]), 80)} first" if len(functions) else ""
         python.append(
             change(
@@ -204,23 +251,25 @@ def _changes(run: Measured, rank: int, phase: str, of_python: float, of_launches
     return tuple(ordered) or (change("a larger batch: each kernel does more, at the same launch", numerics=True),)
 
 
-def _changes_cpu(run: Measured, phase: str, loose: bool) -> tuple[Change, ...]:
-    changes = _unknown_loader(run, phase)
+def _changes_cpu(
+    before_forward: tuple[int, float] | None, mean_step_ns: Maybe[float], job: Job, phase: str, loose: bool
+) -> tuple[Change, ...]:
+    changes = _unknown_loader(before_forward, mean_step_ns, phase)
     if not phase and loose:
         changes.append(
             change("take the Python between the steps out of the loop: metrics in tensors, logging every k steps")
         )
     if phase == "optimizer":
-        changes += _fused(run)
-    if phase in ("forward", "backward") and not settings.model(run).get("compiled"):
+        changes += _fused(job)
+    if phase in ("forward", "backward") and not settings.model(job).get("compiled"):
         changes.append(change("`torch.compile(model)`: fewer operators, less Python between them"))
     return tuple(changes) or (change("find the Python that the report lists, and do it less often or in tensors"),)
 
 
-def _unknown_loader(run: Measured, phase: str) -> list[Change]:
+def _unknown_loader(before_forward: tuple[int, float] | None, mean_step_ns: Maybe[float], phase: str) -> list[Change]:
     """Return the change for batches that no known loader makes: much time passes before the first forward."""
-    lead = before_forward(run)
-    if phase or lead is None or lead[1] < NOTABLE_SHARE * mean_step_ns(run):
+    lead = before_forward
+    if phase or lead is None or lead[1] < NOTABLE_SHARE * mean_step_ns.get():
         return []
     return [
         change(
@@ -230,8 +279,8 @@ def _unknown_loader(run: Measured, phase: str) -> list[Change]:
     ]
 
 
-def _fused(run: Measured) -> list[Change]:
-    optimizer = settings.optimizer(run)
+def _fused(job: Job) -> list[Change]:
+    optimizer = settings.optimizer(job)
     now = optimizer.get("fused")
     name = optimizer.get("class") or "the optimizer"
     return [] if now else [change(f"`{name}(..., fused=True)` (is {now})", fused=(now, True))]
@@ -249,7 +298,6 @@ def _evidence(mine: pd.DataFrame, rank: int) -> Panel:
 RULE = Rule(
     "host_bound",
     "Waiting for the host",
-    (breakdown, gaps, host_work, hottest, launches, loader_calls, own_python, own_time, step_means, waits),
     check,
     # A host that is faster waits for its data beside the device's work.
     saves_from=("input_wait", "host", "optimizer_host", "launch_latency", "other"),

@@ -24,15 +24,15 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured
+from dlprof.engine import Job, Maybe
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures import grad_scaler, settings
-from dlprof.measures.breakdown import breakdown, part_least, part_noise
-from dlprof.measures.replay import own_time, saving
-from dlprof.measures.syncs import linked, syncs, together
+from dlprof.measures.breakdown import part_least, part_noise
+from dlprof.measures.replay import saving
+from dlprof.measures.syncs import together
 from dlprof.result import Change, Panel
-from dlprof.timeline.steps import check_marked, step_means
+from dlprof.timeline.steps import check_marked
 from dlprof.units import digits, duration
 
 _HOST = ("host", "optimizer_host")
@@ -64,19 +64,25 @@ _CURES: dict[str, Change] = {
 }
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    step_means: Maybe[pd.DataFrame],
+    linked: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    job: Job,
+) -> Estimate:
     """Estimate what the job would gain without such waits, from the device's idle time behind them."""
-    if settings.on_cpu(run):
+    if settings.on_cpu(job):
         raise NotMeasured("the job trains on the CPU, where reading a value waits for nothing")
-    check_marked(run)
-    frame = linked(run)
+    check_marked(step_means.get())
+    frame = linked.get()
     frame = frame[frame["copied"] == ""]
-    gains = together(run, frame)
+    gains = together(job, frame)
     return Estimate(
-        saving_ns=saving(run, gains),
+        saving_ns=saving(own_time.get(), gains),
         by_rank_ns=gains,
-        noise_ns=part_noise(run, *_HOST),
-        least_ns=part_least(run, *_HOST),
+        noise_ns=part_noise(breakdown.get(), *_HOST),
+        least_ns=part_least(breakdown.get(), *_HOST),
         loses="the device idles because its host waited for it",
         explain=lambda: _explain(frame[frame["rank"] == worst(gains)].sort_values("idle_ns", ascending=False)),
     )
@@ -111,7 +117,6 @@ def _evidence(mine: pd.DataFrame, rank: int) -> Panel:
 RULE = Rule(
     "host_sync",
     "Waiting for the device",
-    (breakdown, own_time, step_means, syncs),
     check,
     saves_from=("input_wait", "host", "optimizer_host", "launch_latency"),
 )

@@ -31,28 +31,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+import pandas as pd
+
 from dlprof.diagnosis import LEAST_SHARE, Rule
-from dlprof.engine import Measured, by_rank
+from dlprof.engine import Job, Maybe, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures import settings
-from dlprof.measures.blame import blame
-from dlprof.measures.breakdown import breakdown, part, part_least, part_noise
+from dlprof.measures.breakdown import part, part_least, part_noise
 from dlprof.measures.loader import (
-    before_forward,
-    fetch_gains,
-    fetch_series,
     gained,
-    loader_calls,
-    loader_means,
-    worker_means,
 )
-from dlprof.measures.replay import own_time, saving_input
+from dlprof.measures.replay import saving_input
 from dlprof.measures.room import room
-from dlprof.measures.stacks import hottest, hottest_own
+from dlprof.measures.stacks import hottest_own
 from dlprof.measures.workers import COLLATING, SAMPLES, Plan, costly, freed_by_cheaper, planned, step_with_cheaper
 from dlprof.result import Change, Forecast, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means, step_series
 from dlprof.units import count, duration, percent
 
 # From here on a wait is worth a change: XProf's input pipeline analyzer and the TensorBoard plugin say 5 %.
@@ -87,108 +81,234 @@ class _Cure:
     part: str = SAMPLES
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    loader_calls: Maybe[pd.DataFrame],
+    before_forward: Maybe[tuple[int, float] | None],
+    mean_step_ns: Maybe[float],
+    breakdown: Maybe[pd.DataFrame],
+    fetch_gains: Maybe[pd.DataFrame],
+    loader_means: Maybe[pd.DataFrame],
+    step_series: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    step_means: Maybe[pd.DataFrame],
+    fetch_series: Maybe[pd.DataFrame],
+    blame: Maybe[pd.DataFrame],
+    worker_means: Maybe[pd.DataFrame],
+    hottest: Maybe[pd.DataFrame],
+    of_step: Maybe[str],
+    job: Job,
+) -> Estimate:
     """Estimate the exposed wait of each rank, and what the job would gain by a faster loader."""
-    calls = run.frame(loader_calls).set_index("rank")
+    calls = loader_calls.get().set_index("rank")
     if not calls["calls"].sum():
-        raise NotMeasured(_no_loader(run))
-    wait, taken = _waits(run)
-    step = mean_step_ns(run)
-    cost = min(saving_input(run, wait), room(run, ("input_wait",) if settings.on_cpu(run) else _SAVES_FROM))
+        raise NotMeasured(_no_loader(before_forward.get(), mean_step_ns))
+    wait, taken = _waits(breakdown.get(), fetch_gains, loader_means)
+    step = mean_step_ns.get()
+    cost = min(
+        saving_input(step_series.get(), own_time.get(), wait),
+        room(breakdown.get(), ("input_wait",) if settings.on_cpu(job) else _SAVES_FROM),
+    )
     # It is the wait that must be worth a change. What takes it away is predicted then only: that is dear.
     long = cost >= NOTABLE_SHARE * step
-    cure = _cure(run, wait, cost) if long else _Cure(cost)
+    cure = (
+        _cure(
+            loader_means,
+            step_means,
+            fetch_series,
+            step_series,
+            breakdown,
+            fetch_gains,
+            own_time,
+            mean_step_ns,
+            job,
+            wait,
+            cost,
+        )
+        if long
+        else _Cure(cost)
+    )
     ready = max(taken.values()) / step
     return Estimate(
         saving_ns=cure.saving_ns,
         by_rank_ns=wait,
-        noise_ns=part_noise(run, "input_wait"),
-        least_ns=part_least(run, "input_wait"),
+        noise_ns=part_noise(breakdown.get(), "input_wait"),
+        least_ns=part_least(breakdown.get(), "input_wait"),
         lost_ns=cost,
         within={"input_wait": min(cure.saving_ns, cost)},
         notable=LEAST_SHARE if long else None,
         loses="waits for data"
         + (f", and {percent(ready)} takes over batches that are ready" if ready >= LEAST_SHARE else "")
         + (f"; a faster loader would save {percent(cure.saving_ns / step)}" if cure.saving_ns < cost else ""),
-        explain=lambda: _explain(run, wait, cost, cure),
+        explain=lambda: _explain(
+            mean_step_ns,
+            blame,
+            loader_calls,
+            loader_means,
+            worker_means,
+            hottest,
+            of_step.get(),
+            step_series,
+            own_time,
+            job,
+            wait,
+            cost,
+            cure,
+        ),
     )
 
 
-def _cure(run: Measured, wait: Mapping[int, float], cost: float) -> _Cure:
+def _cure(
+    loader_means: Maybe[pd.DataFrame],
+    step_means: Maybe[pd.DataFrame],
+    fetch_series: Maybe[pd.DataFrame],
+    step_series: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    fetch_gains: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    mean_step_ns: Maybe[float],
+    job: Job,
+    wait: Mapping[int, float],
+    cost: float,
+) -> _Cure:
     rank = worst(wait)
-    plan = planned(run, wait, rank)
+    plan = planned(
+        loader_means, step_means, fetch_series, step_series, breakdown, fetch_gains, own_time, job, wait, rank
+    )
     if plan is None:
         return _Cure(cost)
-    part = costly(run, rank)
-    gain = max(_gain_of_cheaper(run, wait, rank, part), plan.gain_ns)
-    helps = plan.gain_ns >= max(NOTABLE_SHARE * mean_step_ns(run), LARGER_PART * gain)
+    part = costly(loader_means.get(), step_means.get(), fetch_series.get(), step_series.get(), breakdown, job, rank)
+    gain = max(
+        _gain_of_cheaper(
+            mean_step_ns,
+            own_time,
+            loader_means,
+            step_means,
+            fetch_series,
+            step_series,
+            breakdown,
+            fetch_gains,
+            job,
+            wait,
+            rank,
+            part,
+        ),
+        plan.gain_ns,
+    )
+    helps = plan.gain_ns >= max(NOTABLE_SHARE * mean_step_ns.get(), LARGER_PART * gain)
     return _Cure(plan.gain_ns if helps else gain, plan, helps, part)
 
 
-def _explain(run: Measured, wait: Mapping[int, float], cost: float, cure: _Cure) -> Explanation:
-    rank, step, plan = worst(wait), mean_step_ns(run), cure.plan
+def _explain(
+    mean_step_ns: Maybe[float],
+    blame: Maybe[pd.DataFrame],
+    loader_calls: Maybe[pd.DataFrame],
+    loader_means: Maybe[pd.DataFrame],
+    worker_means: Maybe[pd.DataFrame],
+    hottest: Maybe[pd.DataFrame],
+    of_step: str,
+    step_series: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    job: Job,
+    wait: Mapping[int, float],
+    cost: float,
+    cure: _Cure,
+) -> Explanation:
+    rank, step, plan = worst(wait), mean_step_ns.get(), cure.plan
     late = tuple(sorted(r for r, ns in wait.items() if ns >= wait[rank] / 2))
-    culprit, victims = _victims(run, late)
-    some = "" if len(late) == len(run.ranks) else _listed(late)
+    culprit, victims = _victims(blame, mean_step_ns, late)
+    some = "" if len(late) == len(job.ranks) else _listed(late)
     crowds = ", and making it takes the cores from training" if cure.saving_ns > (1 + NOTABLE_SHARE) * cost else ""
     return Explanation(
         title=f"{f'Rank {some}' if some else 'The training loop'} waits for data",
         summary=f"Of a step of {duration(step)}, rank {rank} waits {duration(wait[rank])} in next() of its loader"
-        f" with nothing else to do; {_settings(run, rank)}{_seen(run, rank)}.{_blamed(culprit, victims)}"
-        f"{_hottest(run, rank)}",
-        verdict=f"{percent(cost / step)} {of_step(run)} waits for data{f' on rank {some}' if some else ''}"
-        f"{_also(run, late, victims)}{crowds}.",
+        f" with nothing else to do; {_settings(loader_calls, job, rank)}"
+        f"{_seen(loader_means, worker_means, rank)}.{_blamed(culprit, victims)}"
+        f"{_hottest(loader_calls, hottest, job, rank)}",
+        verdict=f"{percent(cost / step)} {of_step} waits for data{f' on rank {some}' if some else ''}"
+        f"{_also(job, late, victims)}{crowds}.",
         changes=(
-            *(_changes(run, rank, wait[rank]) if plan is None else _planned(run, rank, plan, cure)),
-            *_queue_changes(run, rank),
+            *(
+                _changes(loader_calls, mean_step_ns.get(), job, rank, wait[rank])
+                if plan is None
+                else _planned(mean_step_ns.get(), job, rank, plan, cure)
+            ),
+            *_queue_changes(loader_calls, job, rank),
         ),
-        evidence=_evidence(run, rank) if plan is None else _predictions(run, plan, rank, cure),
-        forecasts=_forecasts(run, plan) if plan is not None and cure.helps else (),
-        sure=_sure(run, cure) + _assumed(run),
+        evidence=_evidence(step_series.get(), rank)
+        if plan is None
+        else _predictions(mean_step_ns.get(), plan, rank, cure),
+        forecasts=_forecasts(mean_step_ns.get(), plan) if plan is not None and cure.helps else (),
+        sure=_sure(job, cure) + _assumed(own_time, job),
     )
 
 
-def _waits(run: Measured) -> tuple[dict[int, float], dict[int, float]]:
+def _waits(
+    breakdown: pd.DataFrame, fetch_gains: Maybe[pd.DataFrame], loader_means: Maybe[pd.DataFrame]
+) -> tuple[dict[int, float], dict[int, float]]:
     """Return what each rank's wait for data costs the mean steady step, ns, and what of it takes over ready batches.
 
     That is its exposed wait; with a device, what its own step would be shorter by without it.
     """
-    wait = part(run, "input_wait")
-    if not run.lacking(fetch_gains):
-        frame = run.frame(fetch_gains)
+    wait = part(breakdown, "input_wait")
+    if not fetch_gains.lacking:
+        frame = fetch_gains.get()
         wait = wait | by_rank(frame[frame["left"] == 0], "gain_ns")
     try:
-        takes = by_rank(run.frame(loader_means).dropna(subset="taken_ns"), "taken_ns")
+        takes = by_rank(loader_means.get().dropna(subset="taken_ns"), "taken_ns")
     except NotMeasured:
         takes = {}
     taken = {r: min(takes.get(r, 0.0), ns) for r, ns in wait.items()}
     return {r: ns - taken[r] for r, ns in wait.items()}, taken
 
 
-def _gain_of_cheaper(run: Measured, wait: Mapping[int, float], rank: int, part: str) -> float:
+def _gain_of_cheaper(
+    mean_step_ns: Maybe[float],
+    own_time: Maybe[pd.DataFrame],
+    loader_means: Maybe[pd.DataFrame],
+    step_means: Maybe[pd.DataFrame],
+    fetch_series: Maybe[pd.DataFrame],
+    step_series: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    fetch_gains: Maybe[pd.DataFrame],
+    job: Job,
+    wait: Mapping[int, float],
+    rank: int,
+    part: str,
+) -> float:
     """Return what the run gains where a part of making batches costs nothing, ns.
 
     On a GPU's host it is waiting alone: what the host computes beside a busy GPU costs no time. So it is where not all
     ranks' batches were recorded: they are taken to be like this rank's.
     """
-    if settings.on_cpu(run):
+    if settings.on_cpu(job):
         with suppress(NotMeasured):
-            return float(mean_step_ns(run) - step_with_cheaper(run, part))
-    freed = freed_by_cheaper(run, rank, part)
-    return saving_input(run, {r: gained(run, r, ns, freed) for r, ns in wait.items()})
+            return float(
+                mean_step_ns.get()
+                - step_with_cheaper(
+                    own_time.get(), loader_means, step_means.get(), fetch_series, step_series, breakdown, job, part
+                )
+            )
+    freed = freed_by_cheaper(
+        loader_means.get(), step_means.get(), fetch_series.get(), step_series.get(), breakdown, job, rank, part
+    )
+    return saving_input(
+        step_series.get(), own_time.get(), {r: gained(fetch_gains, r, ns, freed) for r, ns in wait.items()}
+    )
 
 
-def _victims(run: Measured, late: tuple[int, ...]) -> tuple[int, dict[int, float]]:
+def _victims(
+    blame: Maybe[pd.DataFrame], mean_step_ns: Maybe[float], late: tuple[int, ...]
+) -> tuple[int, dict[int, float]]:
     """Return the late rank whose loader costs others most, and how long each of them waits for it, ns a step.
 
     −1 and nobody where that is not known, or none waits long enough to be worth a word.
     """
     try:
-        frame = run.frame(blame)
+        frame = blame.get()
     except NotMeasured:
         return -1, {}
     frame = frame[(frame["category"] == "input_wait") & frame["culprit"].isin(late)]
-    frame = frame[frame["ns"] >= LEAST_SHARE * mean_step_ns(run)]
+    frame = frame[frame["ns"] >= LEAST_SHARE * mean_step_ns.get()]
     if not len(frame):
         return -1, {}
     culprit = int(str(frame.groupby("culprit")["ns"].sum().idxmax()))
@@ -203,25 +323,24 @@ def _blamed(culprit: int, victims: Mapping[int, float]) -> str:
     return f" {who} {mean} a step for rank {culprit}, which waits for its loader."
 
 
-def _also(run: Measured, late: tuple[int, ...], victims: Mapping[int, float]) -> str:
-    others = set(run.ranks) - set(late)
+def _also(job: Job, late: tuple[int, ...], victims: Mapping[int, float]) -> str:
+    others = set(job.ranks) - set(late)
     if not others or not others <= set(victims):
         return ""
     return f", and {'the other waits' if len(others) == 1 else 'all others wait'} for it"
 
 
-def _no_loader(run: Measured) -> str:
-    lead = before_forward(run)
-    if lead is None:
+def _no_loader(before_forward: tuple[int, float] | None, mean_step_ns: Maybe[float]) -> str:
+    if before_forward is None:
         return "no DataLoader was seen; data that comes in another way shows as the host's time"
-    rank, ns = lead
+    rank, ns = before_forward
     return (
-        f"no DataLoader was seen; {duration(ns)} of each step ({percent(ns / mean_step_ns(run))}) pass on rank {rank}"
+        f"no DataLoader was seen; {duration(ns)} of each step ({percent(ns / mean_step_ns.get())}) pass on rank {rank}"
         " before the first forward, in no loader that dlprof knows: if data comes in there, it shows as the host's time"
     )
 
 
-def _sure(run: Measured, cure: _Cure) -> str:
+def _sure(job: Job, cure: _Cure) -> str:
     plan = cure.plan
     if plan is None:
         return (
@@ -230,7 +349,7 @@ def _sure(run: Measured, cure: _Cure) -> str:
         )
     if not cure.helps:
         other = "collating" if cure.part == SAMPLES else "reading the samples"
-        cores = ", and training with the cores that this leaves" if settings.on_cpu(run) else ""
+        cores = ", and training with the cores that this leaves" if settings.on_cpu(job) else ""
         return (
             f"Estimated as {_CHEAPER[cure.part][1]}, {other} as it is{cores}: the most that it can give. More workers"
             f" alone would give {duration(plan.gain_ns)} of it."
@@ -252,11 +371,11 @@ def _workers_to(n: int, now: int, text: str) -> Change:
     )
 
 
-def _planned(run: Measured, rank: int, plan: Plan, cure: _Cure) -> Iterator[Change]:
+def _planned(mean_step_ns: float, job: Job, rank: int, plan: Plan, cure: _Cure) -> Iterator[Change]:
     now, then = plan.now, plan.chosen
-    predicted = f": a step of {duration(mean_step_ns(run) - plan.gain_ns)} is predicted"
+    predicted = f": a step of {duration(mean_step_ns - plan.gain_ns)} is predicted"
     if not cure.helps:
-        cores = settings.cores_per_rank(run, rank)
+        cores = settings.cores_per_rank(job, rank)
         there = f": a rank has {count(cores, 'core')}" if cores else ""
         less = then.workers > now.workers and then.step_ns < now.step_ns * (1 - NOTABLE_SHARE / 2)
         yield change(f"{_CHEAPER[cure.part][0]}; more workers would {'give less' if less else 'not help'}{there}")
@@ -275,9 +394,9 @@ def _planned(run: Measured, rank: int, plan: Plan, cure: _Cure) -> Iterator[Chan
         yield change(f"{duration(left)} of waiting is then left: only cheaper samples take that away")
 
 
-def _forecasts(run: Measured, plan: Plan) -> tuple[Forecast, ...]:
-    step, gains = mean_step_ns(run), _gains(plan)
-    return tuple(Forecast("num_workers", str(n), step - gain) for n, gain in sorted(gains.items()))
+def _forecasts(mean_step_ns: float, plan: Plan) -> tuple[Forecast, ...]:
+    gains = _gains(plan)
+    return tuple(Forecast("num_workers", str(n), mean_step_ns - gain) for n, gain in sorted(gains.items()))
 
 
 def _gains(plan: Plan) -> dict[int, float]:
@@ -287,28 +406,28 @@ def _gains(plan: Plan) -> dict[int, float]:
     return {f.workers: of_it * (plan.now.step_ns - f.step_ns) for f in plan.forecasts[1:]}
 
 
-def _predictions(run: Measured, plan: Plan, rank: int, cure: _Cure) -> Panel:
+def _predictions(mean_step_ns: float, plan: Plan, rank: int, cure: _Cure) -> Panel:
     """Show the predicted steps; where workers do not help, also the one with cheaper batches."""
-    shown, gains, step = {f.workers: f for f in plan.forecasts}, _gains(plan), mean_step_ns(run)
+    shown, gains = {f.workers: f for f in plan.forecasts}, _gains(plan)
     near = [n for n in sorted(shown) if n <= plan.chosen.workers + 2 or n == plan.now.workers]
     marks = {plan.now.workers: " (is)"}
     if cure.helps:
         marks[plan.chosen.workers] = marks.get(plan.chosen.workers, "") + " (proposed)"
     rows: list[tuple[str, float, float | None]] = [
-        (f"{n}{marks.get(n, '')}", step - gains.get(n, 0.0), max(shown[n].wait_ns, 0.0))
+        (f"{n}{marks.get(n, '')}", mean_step_ns - gains.get(n, 0.0), max(shown[n].wait_ns, 0.0))
         for n in (near if len(near) <= MOST_ROWS else [near[0], *near[1 - MOST_ROWS :]])
     ]
     if not cure.helps:
-        rows.append((_CHEAPER[cure.part][1], step - cure.saving_ns, None))
+        rows.append((_CHEAPER[cure.part][1], mean_step_ns - cure.saving_ns, None))
     columns = ("num_workers", "mean step_ns", f"rank {rank} waits for data_ns", "speed_times")
-    told = tuple((*row, step / row[1]) for row in rows)
+    told = tuple((*row, mean_step_ns / row[1]) for row in rows)
     return Panel("table", "Predicted step by number of loader workers", told, columns)
 
 
-def _seen(run: Measured, rank: int) -> str:
+def _seen(loader_means: Maybe[pd.DataFrame], worker_means: Maybe[pd.DataFrame], rank: int) -> str:
     """Say what the queue and the workers were seen to do; "" where that was not recorded."""
     try:
-        means, workers = run.frame(loader_means), run.frame(worker_means)
+        means, workers = loader_means.get(), worker_means.get()
     except NotMeasured:
         return ""
     means, workers = means[means["rank"] == rank], workers[workers["rank"] == rank]
@@ -330,8 +449,8 @@ def _seen(run: Measured, rank: int) -> str:
     return f"{told}; {who} takes {duration(fetch)} for a batch{of_it}"
 
 
-def _assumed(run: Measured) -> str:
-    if len(run.ranks) < 2 or run.frame(own_time)["known"].all():
+def _assumed(own_time: Maybe[pd.DataFrame], job: Job) -> str:
+    if len(job.ranks) < 2 or own_time.get()["known"].all():
         return ""
     return " That the other ranks wait for a rank that waits for data was not recorded; it is assumed."
 
@@ -341,36 +460,40 @@ def _listed(ranks: tuple[int, ...]) -> str:
     return few if len(ranks) <= 8 else f"{few} and {len(ranks) - 8} more"
 
 
-def _hottest(run: Measured, rank: int) -> str:
+def _hottest(loader_calls: Maybe[pd.DataFrame], hottest: Maybe[pd.DataFrame], job: Job, rank: int) -> str:
     """Say where the loader was seen most, where stacks were recorded."""
-    who, doing = ("the training thread", "fetch") if _workers(run, rank) == 0 else ("its workers", "worker")
-    most = hottest_own(run, rank, doing)
+    who, doing = (
+        ("the training thread", "fetch") if _workers(loader_calls, job, rank) == 0 else ("its workers", "worker")
+    )
+    most = hottest_own(hottest, rank, doing)
     return f" Of the stacks of {who}{' in there' if doing == 'fetch' else ''}, {most}." if most else ""
 
 
-def _workers(run: Measured, rank: int) -> int | None:
-    said = settings.training_loader(run, rank).get("num_workers")
+def _workers(loader_calls: Maybe[pd.DataFrame], job: Job, rank: int) -> int | None:
+    said = settings.training_loader(job, rank).get("num_workers")
     if isinstance(said, int):
         return said
     # A trace without settings still names the iterator, and one of the two has no workers.
-    single = run.frame(loader_calls).set_index("rank")["in_process"].get(rank)
+    single = loader_calls.get().set_index("rank")["in_process"].get(rank)
     return 0 if single else None
 
 
-def _settings(run: Measured, rank: int) -> str:
-    workers = _workers(run, rank)
+def _settings(loader_calls: Maybe[pd.DataFrame], job: Job, rank: int) -> str:
+    workers = _workers(loader_calls, job, rank)
     if workers == 0:
         return "batches are made in the training thread (num_workers=0)"
     if workers is None:
         return "worker processes load"
-    batch = settings.training_loader(run, rank).get("batch_size")
+    batch = settings.training_loader(job, rank).get("batch_size")
     what = f"batches of {batch}" if batch else "its batches"
     return f"{count(workers, 'worker')} load{'s' if workers == 1 else ''} {what}"
 
 
-def _changes(run: Measured, rank: int, wait: float) -> Iterator[Change]:
-    workers, cores, step = _workers(run, rank), settings.cores_per_rank(run, rank), mean_step_ns(run)
-    busy = max(step - wait, 1.0)
+def _changes(
+    loader_calls: Maybe[pd.DataFrame], mean_step_ns: float, job: Job, rank: int, wait: float
+) -> Iterator[Change]:
+    workers, cores = _workers(loader_calls, job, rank), settings.cores_per_rank(job, rank)
+    busy = max(mean_step_ns - wait, 1.0)
     if workers is None:
         yield change("more `num_workers`, `persistent_workers=True`", persistent_workers=(None, True))
     elif workers == 0:
@@ -383,7 +506,7 @@ def _changes(run: Measured, rank: int, wait: float) -> Iterator[Change]:
             there = f"a rank has {count(cores, 'core')}"
             yield change(f"make a sample cheaper: {need} workers would hide it all, and {there}")
     else:
-        need = math.ceil(workers * step / busy)
+        need = math.ceil(workers * mean_step_ns / busy)
         if cores is None or need <= cores:
             yield _workers_to(need, workers, ": the rate grows with the workers while cores are free")
         else:
@@ -393,19 +516,20 @@ def _changes(run: Measured, rank: int, wait: float) -> Iterator[Change]:
             )
 
 
-def _queue_changes(run: Measured, rank: int) -> Iterator[Change]:
-    loader = settings.training_loader(run, rank)
-    if _workers(run, rank) and loader.get("persistent_workers") is False:
+def _queue_changes(loader_calls: Maybe[pd.DataFrame], job: Job, rank: int) -> Iterator[Change]:
+    loader = settings.training_loader(job, rank)
+    if _workers(loader_calls, job, rank) and loader.get("persistent_workers") is False:
         yield change(
             "`persistent_workers=True` (is False): workers start anew each epoch", persistent_workers=(False, True)
         )
-    if _workers(run, rank) and loader.get("prefetch_factor") == 1:
+    if _workers(loader_calls, job, rank) and loader.get("prefetch_factor") == 1:
         yield change("`prefetch_factor=2` or more (is 1): one slow sample stalls the queue", prefetch_factor=(1, 2))
 
 
-def _evidence(run: Measured, rank: int) -> Panel:
-    series = run.frame(step_series)
-    mine = series[(series["rank"] == rank) & series["steady"].astype(bool) & (series["fetch_ns"] >= 0)].tail(MOST_BARS)
+def _evidence(step_series: pd.DataFrame, rank: int) -> Panel:
+    mine = step_series[
+        (step_series["rank"] == rank) & step_series["steady"].astype(bool) & (step_series["fetch_ns"] >= 0)
+    ].tail(MOST_BARS)
     rows = tuple((f"step {s}", float(w), "input_wait") for s, w in zip(mine["step"], mine["fetch_ns"], strict=True))
     steps = "one steady step" if len(rows) == 1 else f"the last {len(rows)} steady steps"
     return Panel("bars", f"Wait in next() on rank {rank}, {steps}", rows, unit="ns")
@@ -414,19 +538,6 @@ def _evidence(run: Measured, rank: int) -> Panel:
 RULE = Rule(
     "input_wait",
     "Waiting for data",
-    (
-        blame,
-        breakdown,
-        fetch_gains,
-        fetch_series,
-        hottest,
-        loader_calls,
-        loader_means,
-        own_time,
-        step_means,
-        step_series,
-        worker_means,
-    ),
     check,
     saves_from=_SAVES_FROM,
     feeds=True,

@@ -25,14 +25,11 @@ from typing import Any
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured
+from dlprof.engine import Job, Maybe
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change
 from dlprof.measures import settings
-from dlprof.measures.memory import memory_growth, memory_series
-from dlprof.measures.samples import sample_series
 from dlprof.result import Panel
-from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import count, digits, duration, size
 
 # A choice: about as long as clusters let one job run. What lasts longer will not end this job.
@@ -61,20 +58,26 @@ _CURES = {
 }
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    memory_growth: pd.DataFrame,
+    mean_step_ns: Maybe[float],
+    memory_series: Maybe[pd.DataFrame],
+    sample_series: Maybe[pd.DataFrame],
+    job: Job,
+) -> Estimate:
     """Estimate when the memory is used up in which something grows."""
-    frame = run.frame(memory_growth)
+    frame = memory_growth
     grows = frame[frame["grows"] == 1]
     if not len(grows):
         return Estimate(scope="risk", summary=f"what is held does not grow: {_held(frame)}")
     rows = {(int(row["rank"]), str(row["what"])): row for row in grows.to_dict("records")}
-    left = {key: _left(run, frame, row) for key, row in rows.items()}
-    ends = {key: max(n, 0.0) / _together(run, grows, rows[key]) for key, n in left.items() if math.isfinite(n)}
+    left = {key: _left(job, frame, row) for key, row in rows.items()}
+    ends = {key: max(n, 0.0) / _together(job, grows, rows[key]) for key, n in left.items() if math.isfinite(n)}
     if not ends:
         raise NotMeasured("memory grows, but how much of it is left was not read")
     key = min(ends, key=lambda k: ends[k])
     row, what, steps = rows[key], _WHAT[key[1]], ends[key]
-    seconds = steps * mean_step_ns(run) / 1e9
+    seconds = steps * mean_step_ns.get() / 1e9
     if seconds > HORIZON_S:
         return Estimate(scope="risk", summary=f"{what} grows, and would last for {digits(seconds / 3600)} h")
     grown = float(row["last_bytes"] - row["first_bytes"])
@@ -88,12 +91,19 @@ def check(run: Measured) -> Estimate:
         scope="risk",
         # It costs no time: what counts is which ranks it names.
         by_rank_ns=dict.fromkeys((rank for rank, _ in rows), 1.0),
-        explain=lambda: _explain(run, row, left[key], steps),
+        explain=lambda: _explain(mean_step_ns.get(), memory_series, sample_series, row, left[key], steps),
     )
 
 
-def _explain(run: Measured, row: dict[Any, Any], left: float, steps: float) -> Explanation:
-    step, what = mean_step_ns(run), str(row["what"])
+def _explain(
+    mean_step_ns: float,
+    memory_series: Maybe[pd.DataFrame],
+    sample_series: Maybe[pd.DataFrame],
+    row: dict[Any, Any],
+    left: float,
+    steps: float,
+) -> Explanation:
+    step, what = mean_step_ns, str(row["what"])
     when = _when(steps * step / 1e9)
     return Explanation(
         title=f"Memory grows, and is used up in {when}",
@@ -102,7 +112,7 @@ def _explain(run: Measured, row: dict[Any, Any], left: float, steps: float) -> E
         f" {'on the GPU' if what == 'device' else 'on the host'}, enough for {steps:,.0f} steps.",
         verdict=f"Memory grows from step to step, and is used up in {when}.",
         changes=tuple(map(change, _CURES[what])),
-        evidence=_evidence(run, int(row["rank"]), row),
+        evidence=_evidence(memory_series, sample_series, int(row["rank"]), row),
         sure="The rate of the steady steps, taken to go on."
         + ("" if what == "device" else " A container, or a queue's limit, may leave less than the host has."),
     )
@@ -113,24 +123,24 @@ def _held(frame: pd.DataFrame) -> str:
     return ", ".join(f"{_WHAT[str(w)]} is {size(float(n))}" for w, n in most.items() if n)
 
 
-def _left(run: Measured, frame: pd.DataFrame, row: dict[Any, Any]) -> float:
+def _left(job: Job, frame: pd.DataFrame, row: dict[Any, Any]) -> float:
     """Return the bytes left to what grows; a host's are read with its first rank."""
     if row["what"] == "device":
         return float(row["left_bytes"])
-    return float(frame.loc[_on_host(run, frame, row["rank"]), "left_bytes"].min())
+    return float(frame.loc[_on_host(job, frame, row["rank"]), "left_bytes"].min())
 
 
-def _together(run: Measured, grows: pd.DataFrame, row: dict[Any, Any]) -> float:
+def _together(job: Job, grows: pd.DataFrame, row: dict[Any, Any]) -> float:
     """Return the bytes a step by which all grows that shares the same memory."""
     if row["what"] == "device":
         return float(row["per_step"])
-    return float(grows.loc[_on_host(run, grows, row["rank"]), "per_step"].sum())
+    return float(grows.loc[_on_host(job, grows, row["rank"]), "per_step"].sum())
 
 
-def _on_host(run: Measured, frame: pd.DataFrame, rank: int) -> pd.Series[bool]:
+def _on_host(job: Job, frame: pd.DataFrame, rank: int) -> pd.Series[bool]:
     """Return which rows are of the memory of a rank's host."""
-    host = settings.host(run, rank)
-    return (frame["what"] != "device") & (frame["rank"].map(lambda r: settings.host(run, r)) == host)
+    host = settings.host(job, rank)
+    return (frame["what"] != "device") & (frame["rank"].map(lambda r: settings.host(job, r)) == host)
 
 
 def _when(seconds: float) -> str:
@@ -140,14 +150,16 @@ def _when(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _evidence(run: Measured, rank: int, row: dict[Any, Any]) -> Panel:
+def _evidence(
+    memory_series: Maybe[pd.DataFrame], sample_series: Maybe[pd.DataFrame], rank: int, row: dict[Any, Any]
+) -> Panel:
     title = f"{_WHAT[row['what']].capitalize()}, rank {rank}".replace("Pytorch", "PyTorch").replace("gpu", "GPU")
     if row["what"] == "device":
-        series = run.frame(memory_series)
+        series = memory_series.get()
         mine = series[series["rank"] == rank][["step", "allocated_bytes"]]
         x = "step"
     else:
-        series = run.frame(sample_series)
+        series = sample_series.get()
         mine = series[(series["rank"] == rank) & (series["metric"] == row["metric"])][["at_ns", "value"]]
         mine = mine.assign(at_ns=mine["at_ns"] - mine["at_ns"].min())
         x = "time_ns"
@@ -156,4 +168,4 @@ def _evidence(run: Measured, rank: int, row: dict[Any, Any]) -> Panel:
     return Panel("lines", title, rows, (x, "held"), unit="bytes")
 
 
-RULE = Rule("memory_growth", "Memory that grows", (memory_growth, memory_series, sample_series, step_means), check)
+RULE = Rule("memory_growth", "Memory that grows", check)

@@ -25,16 +25,14 @@ from contextlib import suppress
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured, by_rank
+from dlprof.engine import Job, Maybe, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing
 from dlprof.measures import settings
-from dlprof.measures.batches import TIMES, larger_batches
-from dlprof.measures.breakdown import breakdown, part, part_noise
-from dlprof.measures.memory import memory_use
-from dlprof.measures.replay import own_time, saving
+from dlprof.measures.batches import TIMES
+from dlprof.measures.breakdown import part, part_noise
+from dlprof.measures.replay import saving
 from dlprof.result import Panel
-from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import duration, percent, size
 
 # Where tools that watch memory warn: above 92 %, and again above 97 %. What is reserved may be cache, so the first is
@@ -50,11 +48,18 @@ MOST_ROWS = 16
 _HOST = ("host", "optimizer_host", "launch_latency")
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    memory_use: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    larger_batches: Maybe[pd.DataFrame],
+    mean_step_ns: Maybe[float],
+    job: Job,
+) -> Estimate:
     """Estimate what a batch twice as large would give, where it fits; a GPU that is nearly full is a risk."""
-    if settings.on_cpu(run):
+    if settings.on_cpu(job):
         raise NotMeasured("the job trains on the CPU")
-    frame = run.frame(memory_use).set_index("rank")
+    frame = memory_use.get().set_index("rank")
     frame = frame[frame["total_bytes"] > 0]
     if not len(frame):
         raise NotMeasured("how much memory the GPU has is not known")
@@ -66,32 +71,42 @@ def check(run: Measured) -> Estimate:
             scope="risk",
             # It costs no time: what counts is which ranks it names.
             by_rank_ns=dict.fromkeys((int(str(r)) for r in frame.index[reserved > HIGH]), 1.0),
-            explain=lambda: _full(run, frame, fullest),
+            explain=lambda: _full(job, frame, fullest),
         )
     if _need(frame, 2) > FULL:
         return nothing(
             f"{percent(float(allocated.max()))} of the GPU's memory is used; a batch twice as large would not fit"
         )
-    fixed = _fixed(run)
-    gain = saving(run, _gone(run, fixed, 2))
+    fixed = _fixed(breakdown.get(), own_time.get())
+    gain = saving(own_time.get(), _gone(larger_batches, fixed, 2))
     return Estimate(
         saving_ns=gain,
         by_rank_ns=dict.fromkeys(fixed, gain),
-        noise_ns=part_noise(run, *_HOST, "communication") / 2,
+        noise_ns=part_noise(breakdown.get(), *_HOST, "communication") / 2,
         loses="would be gone with a batch twice as large",
-        explain=lambda: _explain(run, frame, int(str(allocated.idxmax())), fixed),
+        explain=lambda: _explain(
+            mean_step_ns.get(), own_time, larger_batches, job, frame, int(str(allocated.idxmax())), fixed
+        ),
     )
 
 
-def _explain(run: Measured, frame: pd.DataFrame, fullest: int, fixed: Mapping[int, float]) -> Explanation:
-    step, mine = mean_step_ns(run), frame.to_dict("index")[fullest]
+def _explain(
+    mean_step_ns: float,
+    own_time: Maybe[pd.DataFrame],
+    larger_batches: Maybe[pd.DataFrame],
+    job: Job,
+    frame: pd.DataFrame,
+    fullest: int,
+    fixed: Mapping[int, float],
+) -> Explanation:
+    step, mine = mean_step_ns, frame.to_dict("index")[fullest]
     shares = {k: need for k in TIMES if (need := _need(frame, k)) <= FULL}
-    steps = {k: step - saving(run, _gone(run, fixed, k)) for k in shares}
+    steps = {k: step - saving(own_time.get(), _gone(larger_batches, fixed, k)) for k in shares}
     held, total = float(mine["peak_allocated_bytes"]), float(mine["total_bytes"])
     rows = [(1, step, held / total, 1.0), *((k, ns, shares[k], step / max(ns, 1.0)) for k, ns in steps.items())]
     columns = ("times the batch", "time for as many samples as now_ns", "peak memory_share", "speed_times")
     same = f", with the learning rate to match: a step for as many samples is then {duration(steps[2])}"
-    batch = settings.training_loader(run, fullest).get("batch_size")
+    batch = settings.training_loader(job, fullest).get("batch_size")
     return Explanation(
         title="A larger batch would fit, and hide what the device waits for",
         summary=f"Rank {fullest} needs {size(held)} of {size(total)}; for {duration(max(fixed.values()))} of a step of"
@@ -107,11 +122,11 @@ def _explain(run: Measured, frame: pd.DataFrame, fullest: int, fixed: Mapping[in
     )
 
 
-def _full(run: Measured, frame: pd.DataFrame, rank: int) -> Explanation:
+def _full(job: Job, frame: pd.DataFrame, rank: int) -> Explanation:
     mine = frame.to_dict("index")[rank]
     most, held, total = (float(mine[c]) for c in ("peak_reserved_bytes", "peak_allocated_bytes", "total_bytes"))
-    batch = settings.training_loader(run, rank).get("batch_size")
-    variable, conf = settings.allocator(run, rank)
+    batch = settings.training_loader(job, rank).get("batch_size")
+    variable, conf = settings.allocator(job, rank)
     failed = f"; {int(mine['ooms'])} allocations failed" if mine["ooms"] > 0 else ""
     return Explanation(
         title="The GPU's memory is nearly used up",
@@ -154,26 +169,25 @@ def _need(frame: pd.DataFrame, times: int) -> float:
     return float(((frame["kept_bytes"] + more) / frame["total_bytes"]).max())
 
 
-def _gone(run: Measured, fixed: Mapping[int, float], times: int) -> dict[int, float]:
+def _gone(larger_batches: Maybe[pd.DataFrame], fixed: Mapping[int, float], times: int) -> dict[int, float]:
     """Return what each rank's step is shorter by for as many samples, ns, with a batch so many times as large."""
     gone = {r: ns * (1 - 1 / times) for r, ns in fixed.items()}
     with suppress(NotMeasured):
-        frame = run.frame(larger_batches)
+        frame = larger_batches.get()
         gone |= by_rank(frame[frame["times"] == times], "gain_ns")
     return gone
 
 
-def _fixed(run: Measured) -> dict[int, float]:
+def _fixed(breakdown: pd.DataFrame, own_time: pd.DataFrame) -> dict[int, float]:
     """Return each rank's time of a step that is the same for any batch, waiting for other ranks left out, ns."""
-    host, exchanged = part(run, *_HOST), part(run, "communication")
-    waits = run.frame(own_time).set_index("rank")["wait_ns"]
+    host, exchanged = part(breakdown, *_HOST), part(breakdown, "communication")
+    waits = own_time.set_index("rank")["wait_ns"]
     return {r: ns + max(0.0, exchanged.get(r, 0.0) - float(waits.get(r, 0.0))) for r, ns in host.items()}
 
 
 RULE = Rule(
     "memory_headroom",
     "Memory of the GPU",
-    (breakdown, larger_batches, memory_use, own_time, step_means),
     check,
     # Of computation: the optimizer's, and what a kernel takes that computes next to nothing.
     saves_from=(*_HOST, "communication", "computation"),

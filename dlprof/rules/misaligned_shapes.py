@@ -19,29 +19,36 @@ from __future__ import annotations
 
 from typing import Any
 
+import pandas as pd
+
 from dlprof.diagnosis import LEAST_SHARE, Rule
-from dlprof.engine import Measured, by_rank
+from dlprof.engine import Job, Maybe, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part_noise
-from dlprof.measures.operators import operators, tensor_cores
+from dlprof.measures.breakdown import part_noise
 from dlprof.measures.peaks import device_peaks
 from dlprof.measures.products import misaligned_sizes, multiple_of
-from dlprof.measures.replay import own_time, saving
+from dlprof.measures.replay import saving
 from dlprof.result import Change, Panel
-from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import duration, percent
 
 MOST_ROWS = 12
 _MOST_NAMED = 3
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    tensor_cores: Maybe[pd.DataFrame],
+    mean_step_ns: Maybe[float],
+    own_time: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    operators: Maybe[pd.DataFrame],
+    job: Job,
+) -> Estimate:
     """Estimate what the 16-bit products of such sizes take too long."""
-    if settings.on_cpu(run):
+    if settings.on_cpu(job):
         raise NotMeasured("the job trains on the CPU, which has no tensor cores")
-    frame = run.frame(tensor_cores)
+    frame = tensor_cores.get()
     if not frame["aligned"].any():
         if not frame["tensor_ns"].sum() - frame["tf32_ns"].sum():
             return nothing("nothing is known to be multiplied in 16 or 8 bits")
@@ -49,31 +56,31 @@ def check(run: Measured) -> Estimate:
     took, saved = by_rank(frame, "misaligned_ns"), by_rank(frame, "misaligned_saved_ns")
     rank = worst(took)
     if frame["misaligned_saved_ns"].isna().any():
-        share = took[rank] / mean_step_ns(run)
+        share = took[rank] / mean_step_ns.get()
         told = f"products of misaligned sizes take {percent(share)} of the step"
         if share >= LEAST_SHARE:
-            name = device_peaks(run.facts[rank], run.trace_facts[rank])[0]
+            name = device_peaks(job.facts[rank], job.trace_facts[rank])[0]
             raise NotMeasured(
                 f"{told}; what they would take otherwise is not known: nor are the peaks of {name or 'this device'}, or"
                 " their FLOPs"
             )
-        return Estimate(saving_ns=saving(run, took), by_rank_ns=took, summary=told)
+        return Estimate(saving_ns=saving(own_time.get(), took), by_rank_ns=took, summary=told)
     return Estimate(
-        saving_ns=saving(run, saved),
+        saving_ns=saving(own_time.get(), saved),
         by_rank_ns=saved,
-        noise_ns=part_noise(run, "computation"),
+        noise_ns=part_noise(breakdown.get(), "computation"),
         loses="is lost to sizes that tensor cores do not like",
-        explain=lambda: _explain(run, rank, took[rank], saved[rank]),
+        explain=lambda: _explain(operators.get(), mean_step_ns.get(), rank, took[rank], saved[rank]),
     )
 
 
-def _explain(run: Measured, rank: int, took: float, saved: float) -> Explanation:
-    odd = _odd(run, rank)
+def _explain(operators: pd.DataFrame, mean_step_ns: float, rank: int, took: float, saved: float) -> Explanation:
+    odd = _odd(operators, rank)
     rows = tuple(tuple(r[c] for c in ("operator", "shape", "dtype", "calls", "ns")) for r in odd[:MOST_ROWS])
     columns = ("operator", "shapes", "type", "times a step", "takes_ns")
     return Explanation(
         title="Products have sizes that tensor cores do not like",
-        summary=f"Products of misaligned sizes take {duration(took)} of a step of {duration(mean_step_ns(run))} on"
+        summary=f"Products of misaligned sizes take {duration(took)} of a step of {duration(mean_step_ns)} on"
         f" rank {rank}, {duration(saved)} more than they need.",
         changes=(_padded(odd),),
         evidence=Panel("table", f"Products of misaligned sizes, rank {rank}", rows, columns),
@@ -97,11 +104,10 @@ def _padded(odd: list[dict[str, Any]]) -> Change:
     )
 
 
-def _odd(run: Measured, rank: int) -> list[dict[str, Any]]:
+def _odd(operators: pd.DataFrame, rank: int) -> list[dict[str, Any]]:
     """Return the rank's products with misaligned features, the longest first, and their sizes (`sizes`)."""
-    frame = run.frame(operators)
     columns = ("operator", "shape", "dtype", "calls", "ns")
-    mine = frame[(frame["rank"] == rank) & (frame["shape"] != "")][list(columns)]
+    mine = operators[(operators["rank"] == rank) & (operators["shape"] != "")][list(columns)]
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*(mine[c].tolist() for c in columns), strict=True)]
     found = [{**r, "sizes": misaligned_sizes(r["operator"], r["shape"], r["dtype"])} for r in rows]
     return [r for r in found if r["sizes"]]
@@ -110,7 +116,6 @@ def _odd(run: Measured, rank: int) -> list[dict[str, Any]]:
 RULE = Rule(
     "misaligned_shapes",
     "Misaligned sizes",
-    (breakdown, operators, own_time, step_means, tensor_cores),
     check,
     saves_from=("computation",),
 )

@@ -20,43 +20,47 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured, by_rank
+from dlprof.engine import Job, Maybe, by_rank
 from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part_least, part_noise
-from dlprof.measures.copies import PINNED, copies, copy_gains
-from dlprof.measures.replay import own_time, saving
+from dlprof.measures.breakdown import part_least, part_noise
+from dlprof.measures.copies import PINNED
+from dlprof.measures.replay import saving
 from dlprof.panels.kernels import copy_table
-from dlprof.timeline.steps import step_means
 from dlprof.units import count, duration, size
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    copies: pd.DataFrame,
+    copy_gains: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    job: Job,
+) -> Estimate:
     """Estimate what the job would gain if its copies from pageable memory came from pinned memory."""
-    frame = run.frame(copies)
-    to_device = frame[frame["copy"] == "HtoD"]
+    to_device = copies[copies["copy"] == "HtoD"]
     if not (to_device["memory"] == "pageable").any():
         return nothing(
             f"{count(float(to_device['count'].sum()), 'copy')} a step to the device, none from pageable memory"
         )
-    gains = run.frame(copy_gains)
+    gains = copy_gains.get()
     gone = by_rank(gains[gains["change"] == PINNED], "gain_ns")
     return Estimate(
-        saving_ns=saving(run, gone),
+        saving_ns=saving(own_time.get(), gone),
         by_rank_ns=gone,
-        noise_ns=part_noise(run, "copy"),
-        least_ns=part_least(run, "copy"),
+        noise_ns=part_noise(breakdown.get(), "copy"),
+        least_ns=part_least(breakdown.get(), "copy"),
         loses="copies batches from pageable memory",
-        explain=lambda: _explain(run, frame, worst(gone)),
+        explain=lambda: _explain(job, copies, worst(gone)),
     )
 
 
-def _explain(run: Measured, frame: pd.DataFrame, rank: int) -> Explanation:
+def _explain(job: Job, frame: pd.DataFrame, rank: int) -> Explanation:
     mine = frame[(frame["rank"] == rank) & (frame["copy"] == "HtoD") & (frame["memory"] == "pageable")]
     copied, took, moved, exposed = (float(mine[c].sum()) for c in ("count", "copy_ns", "bytes", "exposed_ns"))
     of = f"{size(moved)} in " if moved >= 0 else ""
     rate = f", {size(moved / took * 1e9)}/s" if moved > 0 and took > 0 else ""
-    pin = settings.training_loader(run, rank).get("pin_memory")
+    pin = settings.training_loader(job, rank).get("pin_memory")
     said = f" (is {pin})" if pin is not None else ""
     return Explanation(
         title="Batches are copied to the device from pageable memory",
@@ -76,7 +80,6 @@ def _explain(run: Measured, frame: pd.DataFrame, rank: int) -> Explanation:
 RULE = Rule(
     "pageable_copy",
     "Copies from pageable memory",
-    (breakdown, copies, copy_gains, own_time, step_means),
     check,
     saves_from=("copy", "input_wait", "host", "optimizer_host", "launch_latency"),
     notable=0.03,  # from where the analysis tools of NVIDIA and AMD advise a change of exposed pageable copies

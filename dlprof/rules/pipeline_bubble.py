@@ -28,13 +28,11 @@ from typing import Any
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured
+from dlprof.engine import Maybe
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing
-from dlprof.measures.pipeline import bubbles
-from dlprof.measures.pipeline_plans import ASSUMED, pipeline_plans
+from dlprof.measures.pipeline_plans import ASSUMED
 from dlprof.result import Change, Forecast, Panel
-from dlprof.timeline.steps import mean_step_ns, of_step, step_means
 from dlprof.units import duration, percent
 
 # The bubble is called negligible from four micro-batches a rank on (Huang et al., GPipe, 2019): four times as many
@@ -45,14 +43,16 @@ NOTABLE_SHARE = 0.15
 NOTABLE_OF_FEW = 0.10
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    bubbles: pd.DataFrame, pipeline_plans: Maybe[pd.DataFrame], mean_step_ns: Maybe[float], of_step: Maybe[str]
+) -> Estimate:
     """Estimate what one changed line saves of the pipeline that gains most from it."""
-    frame = run.frame(bubbles)
+    frame = bubbles
     if (frame["size"] < 2).all():
         return nothing("the pipeline has one rank")
     idle = f"{percent(float(frame['bubble'].mean()))} of a pipeline's step is idle"
     try:
-        plans = run.frame(pipeline_plans)
+        plans = pipeline_plans.get()
     except NotMeasured as e:
         raise NotMeasured(f"{idle}, but what would fill it is not known: {e}") from None
     easy = plans[plans["easy"]]
@@ -70,8 +70,8 @@ def check(run: Measured) -> Estimate:
         noise_ns=float(mine["noise_ns"].max()) * told["calls_a_step"],
         notable=NOTABLE_OF_FEW if told["microbatches"] < ENOUGH * told["size"] else None,
         loses=f"is a bubble that {best['change']} would fill",
-        summary=f"{idle}; {best['change']} would save {percent(gain / mean_step_ns(run))} {of_step(run)}",
-        explain=lambda: _explain(mean_step_ns(run), mine, plans, best),
+        summary=f"{idle}; {best['change']} would save {percent(gain / mean_step_ns.get())} {of_step.get()}",
+        explain=lambda: _explain(mean_step_ns.get(), mine, plans, best),
     )
 
 
@@ -149,7 +149,6 @@ def _evidence(plans: pd.DataFrame) -> Panel:
 RULE = Rule(
     "pipeline_bubble",
     "Idle pipeline stages",
-    (bubbles, pipeline_plans, step_means),
     check,
     saves_from=("pipeline_bubble", "communication"),
     notable=NOTABLE_SHARE,

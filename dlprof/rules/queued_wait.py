@@ -24,15 +24,14 @@ from collections.abc import Mapping
 import pandas as pd
 
 from dlprof.diagnosis import LEAST_SHARE, Rule
-from dlprof.engine import Measured, by_rank
+from dlprof.engine import Job, Maybe, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part, part_least, part_noise
-from dlprof.measures.queue import EVENT, FUNCTION, GRAPH_NODE, MEMORY, OTHER_STREAM, queued_waits
-from dlprof.measures.replay import own_time, saving
+from dlprof.measures.breakdown import part, part_least, part_noise
+from dlprof.measures.queue import EVENT, FUNCTION, GRAPH_NODE, MEMORY, OTHER_STREAM
+from dlprof.measures.replay import saving
 from dlprof.panels.queue import waits_table
-from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import duration
 
 # Waiting counts from here on, as idle time whose cause is known (small_kernels); the saving may be half of it.
@@ -55,16 +54,26 @@ _CHANGES = {
 }
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    queued_waits: Maybe[pd.DataFrame],
+    mean_step_ns: Maybe[float],
+    breakdown: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    job: Job,
+) -> Estimate:
     """Estimate what the job would gain without the queued work's waits for what most of it waits for."""
-    if settings.on_cpu(run):
+    if settings.on_cpu(job):
         raise NotMeasured("the job trains on the CPU, which has no queue")
-    frame, step = run.frame(queued_waits), mean_step_ns(run)
-    waits = part(run, "queued_wait")
+    frame, step = queued_waits.get(), mean_step_ns.get()
+    waits = part(breakdown.get(), "queued_wait")
     most = max(waits.values(), default=0.0)
     mine = frame[frame["rank"] == worst(waits)] if waits else frame
     by_reason = mine.groupby("waits_for")["ns"].sum().sort_values(ascending=False)
-    gains = {str(reason): _gain(run, str(reason)) for reason in by_reason.index if reason in _CHANGES}
+    gains = {
+        str(reason): _gain(queued_waits.get(), own_time.get(), str(reason))
+        for reason in by_reason.index
+        if reason in _CHANGES
+    }
     best = max(gains, key=lambda reason: gains[reason], default="")
     gain = gains.get(best, 0.0)
     long = len(mine) > 0 and most >= NOTABLE_SHARE * step
@@ -78,20 +87,20 @@ def check(run: Measured) -> Estimate:
     return Estimate(
         saving_ns=gain,
         by_rank_ns=waits,
-        noise_ns=part_noise(run, "queued_wait"),
-        least_ns=part_least(run, "queued_wait"),
+        noise_ns=part_noise(breakdown.get(), "queued_wait"),
+        least_ns=part_least(breakdown.get(), "queued_wait"),
         lost_ns=most,
         loses="the device idles although work is queued",
-        explain=(lambda: _explain(run, waits, mine, best)) if long else None,
+        explain=(lambda: _explain(mean_step_ns.get(), waits, mine, best)) if long else None,
     )
 
 
-def _explain(run: Measured, waits: Mapping[int, float], mine: pd.DataFrame, reason: str) -> Explanation:
+def _explain(mean_step_ns: float, waits: Mapping[int, float], mine: pd.DataFrame, reason: str) -> Explanation:
     rank = worst(waits)
     first = mine[mine["waits_for"] == reason].iloc[0]
     return Explanation(
         title="Queued work waits",
-        summary=f"For {duration(waits[rank])} of {duration(mean_step_ns(run))} the device of rank {rank} idles with"
+        summary=f"For {duration(waits[rank])} of {duration(mean_step_ns)} the device of rank {rank} idles with"
         f" work queued; most of it before {first['ended_by']} on {first['stream']}, launched"
         f" {duration(float(first['queued_ns']))} before it starts: it waits for {reason}.",
         changes=(_CHANGES[reason],),
@@ -100,16 +109,14 @@ def _explain(run: Measured, waits: Mapping[int, float], mine: pd.DataFrame, reas
     )
 
 
-def _gain(run: Measured, reason: str) -> float:
-    frame = run.frame(queued_waits)
-    mine = frame[frame["waits_for"] == reason].drop_duplicates("rank").dropna(subset=["gain_ns"])
-    return saving(run, by_rank(mine, "gain_ns"))
+def _gain(queued_waits: pd.DataFrame, own_time: pd.DataFrame, reason: str) -> float:
+    mine = queued_waits[queued_waits["waits_for"] == reason].drop_duplicates("rank").dropna(subset=["gain_ns"])
+    return saving(own_time, by_rank(mine, "gain_ns"))
 
 
 RULE = Rule(
     "queued_wait",
     "Queued work that waits",
-    (breakdown, own_time, queued_waits, step_means),
     check,
     saves_from=("queued_wait", "launch_latency"),
 )

@@ -20,15 +20,13 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured
+from dlprof.engine import Job, Maybe
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part, part_noise
-from dlprof.measures.replay import own_time, saving_stalls
-from dlprof.measures.stalls import compilations, stall_means, stalled_steps
+from dlprof.measures.breakdown import part, part_noise
+from dlprof.measures.replay import saving_stalls
 from dlprof.result import Change, Panel
-from dlprof.timeline.steps import step_means
 from dlprof.units import count, duration, short
 
 MOST_ROWS = 12
@@ -36,32 +34,38 @@ MOST_ROWS = 12
 _KIND = "compilation"
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    stall_means: pd.DataFrame,
+    compilations: pd.DataFrame,
+    breakdown: Maybe[pd.DataFrame],
+    stalled_steps: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    job: Job,
+) -> Estimate:
     """Estimate what the job would gain if its steady steps compiled nothing."""
-    means = run.frame(stall_means)
+    means = stall_means
     means = means[means["kind"] == _KIND]
-    all_of = run.frame(compilations)
-    if not len(all_of) and settings.model(run).get("compiled"):
+    if not len(compilations) and settings.model(job).get("compiled"):
         raise NotMeasured("the model is compiled, but this version of torch does not tell when")
-    compiled = part(run, _KIND)
+    compiled = part(breakdown.get(), _KIND)
     return Estimate(
-        saving_ns=saving_stalls(run, _KIND, compiled),
+        saving_ns=saving_stalls(stalled_steps.get(), stall_means, own_time.get(), _KIND, compiled),
         by_rank_ns=compiled,
-        noise_ns=part_noise(run, _KIND),
+        noise_ns=part_noise(breakdown.get(), _KIND),
         loses="is compiling anew",
         summary="" if means["stalls"].sum() else "no steady step compiled anything",
-        explain=lambda: _explain(run, worst(compiled), means, all_of[all_of["steady"] > 0]),
+        explain=lambda: _explain(job, worst(compiled), means, compilations[compilations["steady"] > 0]),
     )
 
 
-def _explain(run: Measured, rank: int, means: pd.DataFrame, steady: pd.DataFrame) -> Explanation:
+def _explain(job: Job, rank: int, means: pd.DataFrame, steady: pd.DataFrame) -> Explanation:
     mine = means[means["rank"] == rank].iloc[0]
     found = steady[steady["rank"] == rank].sort_values("steady_ns", ascending=False)
     return Explanation(
         title="torch.compile compiles again and again",
         summary=f"{count(int(mine['stalls']), 'compilation')} in {int(mine['steps']):,} steady steps of rank {rank};"
         f" the longest took {duration(float(mine['longest_ns']))}{_why(found)}.",
-        changes=_changes(found, settings.training_loader(run, rank).get("drop_last")),
+        changes=_changes(found, settings.training_loader(job, rank).get("drop_last")),
         evidence=_evidence(found, rank),
         sure="Measured in every steady step, as Dynamo tells it; estimated as all of it gone.",
     )
@@ -104,7 +108,6 @@ def _evidence(found: pd.DataFrame, rank: int) -> Panel:
 RULE = Rule(
     "recompilation",
     "Compiling again and again",
-    (breakdown, compilations, own_time, stall_means, stalled_steps, step_means),
     check,
     saves_from=("compilation",),
 )

@@ -24,19 +24,15 @@ import numpy as np
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured
+from dlprof.engine import Job, Maybe
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing
 from dlprof.measures import settings
-from dlprof.measures.bandwidth import CLASSES, bandwidth, bus_factor, size_classes
-from dlprof.measures.breakdown import breakdown
-from dlprof.measures.collectives import collectives, exposed, traced_steps
-from dlprof.measures.exchange_plans import gain_noise, transfer_noise
-from dlprof.measures.matching import matched
-from dlprof.measures.replay import own_time, saving
+from dlprof.measures.bandwidth import CLASSES, bus_factor, size_classes
+from dlprof.measures.exchange_plans import gain_noise
+from dlprof.measures.replay import saving
 from dlprof.overview import rows
 from dlprof.result import Change, Panel, Setting
-from dlprof.timeline.steps import step_means
 from dlprof.units import UNKNOWN, digits, duration, percent, size
 
 # Every rank gives and takes as much as the others: what is asked of each link follows from the bytes.
@@ -81,9 +77,15 @@ _SETTINGS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
 )
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    matched: Maybe[pd.DataFrame],
+    bandwidth: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    transfer_noise: Maybe[pd.DataFrame],
+    job: Job,
+) -> Estimate:
     """Hold the pace of large collectives against the link's peak and against the groups placed alike."""
-    frame = _large(run)
+    frame = _large(matched, bandwidth, job)
     of_peak = frame["busbw"] / frame["peak"].where(frame["each"] >= LARGE_FOR_PEAK)
     frame = frame.assign(of_peak=of_peak, alike_ns=_alike(frame))
     judged = frame[frame["of_peak"].notna() | frame["alike_ns"].notna()]
@@ -96,18 +98,18 @@ def check(run: Measured) -> Estimate:
     slow = judged[judged["better_ns"].notna()]
     if not len(slow):
         return nothing(_fine(judged))
-    removed, who = _removed(run, slow), _who(run, judged, slow)
-    gain = saving(run, removed)
+    removed, who = _removed(job, slow), _who(job, judged, slow)
+    gain = saving(own_time.get(), removed)
     return Estimate(
         saving_ns=gain,
         by_rank_ns=removed,
-        noise_ns=gain_noise(run, gain),
+        noise_ns=gain_noise(transfer_noise.get(), gain),
         loses=f"is lost on the slow link of {who}",
-        explain=lambda: _explain(run, judged, slow, who),
+        explain=lambda: _explain(job, judged, slow, who),
     )
 
 
-def _explain(run: Measured, judged: pd.DataFrame, slow: pd.DataFrame, who: str) -> Explanation:
+def _explain(job: Job, judged: pd.DataFrame, slow: pd.DataFrame, who: str) -> Explanation:
     worst = slow.iloc[0]
     against = (
         f"{percent(worst['of_peak'])} of what their NVLinks carry"
@@ -121,27 +123,27 @@ def _explain(run: Measured, judged: pd.DataFrame, slow: pd.DataFrame, who: str) 
         title=f"The link of {who} is slow",
         summary=f"{worst['collective']} of {size(worst['each'])} between {_named(worst['on'])} takes"
         f" {duration(worst['took_ns'])}, {size(worst['busbw'])}/s on the bus: {against}.",
-        changes=_changes(run, slow),
+        changes=_changes(job, slow),
         evidence=_evidence(judged),
         sure=f"Estimated as the exposed transfer at {pace}; what is hidden, and waiting, is not counted.{fewer}",
     )
 
 
-def _large(run: Measured) -> pd.DataFrame:
+def _large(matched: Maybe[pd.DataFrame], bandwidth: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame:
     """Return the rows of `bandwidth` by which a link can be judged.
 
     With each and took_ns (the medians of bytes and transfer of one; busbw is theirs), on (the ranks, in order) and
     placed. Raises NotMeasured where there is none, or transfer is not told from waiting.
     """
     try:
-        pairs = run.frame(matched)
+        pairs = matched.get()
     except NotMeasured:
-        if _through_host(run):
+        if _through_host(job):
             raise NotMeasured(
                 "gloo sends what is on a GPU through the host, and the trace times no such link; NCCL would not"
             ) from None
         raise
-    frame = run.frame(bandwidth)
+    frame = bandwidth.get()
     if (frame["size"] < 0).all():
         raise NotMeasured("the trace does not tell how large its collectives are")
     each = pairs.assign(dur_ns=pairs["end_ns"] - pairs["start_ns"]).groupby("instance")
@@ -157,19 +159,19 @@ def _large(run: Measured) -> pd.DataFrame:
     if not len(frame):
         raise NotMeasured(f"no collective of {size(LARGE_BYTES)} or more, {LEAST_COUNT} times or more, to judge it by")
     factor = [bus_factor(str(kind), int(n)) for kind, n in zip(frame["collective"], frame["ranks"], strict=True)]
-    on = [tuple(map(int, m.split(","))) if m else tuple(range(run.world_size)) for m in frame["members"]]
-    placed = [_placed(run, ranks) for ranks in on]
+    on = [tuple(map(int, m.split(","))) if m else tuple(range(job.world_size)) for m in frame["members"]]
+    placed = [_placed(job, ranks) for ranks in on]
     busbw = frame["each"] * factor / frame["took_ns"] * 1e9
     return frame.assign(busbw=busbw, on=pd.Series(on, index=frame.index), placed=placed).reset_index(drop=True)
 
 
-def _through_host(run: Measured) -> bool:
-    return any(f.get("backend") == "gloo" and (f.get("device") or {}).get("type") == "cuda" for f in run.facts.values())
+def _through_host(job: Job) -> bool:
+    return any(f.get("backend") == "gloo" and (f.get("device") or {}).get("type") == "cuda" for f in job.facts.values())
 
 
-def _placed(run: Measured, ranks: Sequence[int]) -> str:
+def _placed(job: Job, ranks: Sequence[int]) -> str:
     """Describe how a group's ranks lie among all ranks and hosts; "" where a host is not told."""
-    hosts = [settings.host(run, r) for r in ranks]
+    hosts = [settings.host(job, r) for r in ranks]
     order = {h: n for n, h in enumerate(dict.fromkeys(hosts))}
     return f"{[r - ranks[0] for r in ranks]} on {[order[h] for h in hosts]}" if all(hosts) else ""
 
@@ -192,9 +194,9 @@ def _alike(frame: pd.DataFrame) -> pd.Series[float]:
     return pd.Series(alike, index=frame.index)
 
 
-def _removed(run: Measured, slow: pd.DataFrame) -> dict[int, float]:
+def _removed(job: Job, slow: pd.DataFrame) -> dict[int, float]:
     """Return what each rank's own time is shorter by at the better pace, ns."""
-    removed = dict.fromkeys(run.ranks, 0.0)
+    removed = dict.fromkeys(job.ranks, 0.0)
     for row in slow.to_dict("records"):
         for rank in row["on"]:
             removed[rank] += row["exposed_ns"] * max(0.0, 1 - row["better_ns"] / row["took_ns"])
@@ -207,12 +209,12 @@ def _named(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:MOST_NAMED]))}{', …' if len(ranks) > MOST_NAMED else ''}"
 
 
-def _who(run: Measured, judged: pd.DataFrame, slow: pd.DataFrame) -> str:
+def _who(job: Job, judged: pd.DataFrame, slow: pd.DataFrame) -> str:
     """Name the host that all slow groups have in common and no other has; else the ranks, those of the dearest."""
-    if slow["members"].nunique() > 1 and {r for ranks in slow["on"] for r in ranks} == set(run.ranks):
+    if slow["members"].nunique() > 1 and {r for ranks in slow["on"] for r in ranks} == set(job.ranks):
         return "all ranks"
-    common = set.intersection(*({settings.host(run, r) for r in ranks} for ranks in slow["on"]))
-    fine = {settings.host(run, r) for ranks in judged["on"][~judged["members"].isin(slow["members"])] for r in ranks}
+    common = set.intersection(*({settings.host(job, r) for r in ranks} for ranks in slow["on"]))
+    fine = {settings.host(job, r) for ranks in judged["on"][~judged["members"].isin(slow["members"])] for r in ranks}
     left = common - fine
     if fine and len(left) == 1 and "" not in left:
         return f"host {left.pop()}"
@@ -226,18 +228,18 @@ def _fine(judged: pd.DataFrame) -> str:
     return f"the slowest group takes {digits(slowest)} × as long as those like it"
 
 
-def _changes(run: Measured, slow: pd.DataFrame) -> tuple[Change, ...]:
+def _changes(job: Job, slow: pd.DataFrame) -> tuple[Change, ...]:
     ranks = sorted({r for members in slow["on"] for r in members})
-    across = any(len({settings.host(run, r) for r in members}) > 1 for members in slow["on"])
+    across = any(len({settings.host(job, r) for r in members}) > 1 for members in slow["on"])
     changes = []
     for name, where, values, does in _SETTINGS:
-        is_set = {r: str((run.facts[r].get("env") or {}).get(name) or "") for r in run.ranks}
+        is_set = {r: str((job.facts[r].get("env") or {}).get(name) or "") for r in job.ranks}
         value = next((is_set[r] for r in ranks if is_set[r] and (not values or is_set[r] in values)), "")
         if value and where in ("both", "between" if across else "within"):
-            others = [r for r in run.ranks if r not in ranks]
+            others = [r for r in job.ranks if r not in ranks]
             alone = ", only on these ranks" if others and all(is_set[r] != value for r in others) else ""
             changes.append(Change(f"unset `{name}` (is {value}{alone}): {does}", (Setting(name, value),)))
-    if settings.on_cpu(run):
+    if settings.on_cpu(job):
         return (*changes, change("look at the network and the cores of these ranks' hosts: what else uses them"))
     if across:
         path = "`NCCL_DEBUG=INFO`: does NCCL take `NET/IB` or `NET/Socket`? Then each card's rate (`ibstat`)"
@@ -271,7 +273,6 @@ def _evidence(judged: pd.DataFrame) -> Panel:
 RULE = Rule(
     "slow_link",
     "A slow link",
-    (bandwidth, breakdown, collectives, exposed, matched, own_time, step_means, traced_steps, transfer_noise),
     check,
     saves_from=("communication",),
 )

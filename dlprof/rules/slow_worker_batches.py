@@ -22,16 +22,14 @@ from statistics import median
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured
+from dlprof.engine import Job, Maybe
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part, part_noise
-from dlprof.measures.loader import fetch_series, loader_means, worker_means
-from dlprof.measures.replay import own_time, saving_input
+from dlprof.measures.breakdown import part, part_noise
+from dlprof.measures.replay import saving_input
 from dlprof.measures.workers import freed_by_equal_workers
 from dlprof.result import Panel
-from dlprof.timeline.steps import step_means, step_series
 from dlprof.units import duration
 
 # A worker is slow where the others take less than this share of its time: the score under which NVIDIA's resiliency
@@ -41,29 +39,43 @@ SCORE = 0.75
 MOST_BARS = 60
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    worker_means: pd.DataFrame,
+    breakdown: Maybe[pd.DataFrame],
+    loader_means: Maybe[pd.DataFrame],
+    step_means: Maybe[pd.DataFrame],
+    fetch_series: Maybe[pd.DataFrame],
+    step_series: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    job: Job,
+) -> Estimate:
     """Estimate what the job would gain if each rank's slow worker were as fast as the others."""
-    workers = run.frame(worker_means)
-    by_rank = {rank: takes for rank in run.ranks if len(takes := _takes(workers, rank)) > 1}
+    by_rank = {rank: takes for rank in job.ranks if len(takes := _takes(worker_means, rank)) > 1}
     if not by_rank:
         raise NotMeasured("no loader has two workers or more")
     slowest = {rank: worst(takes) for rank, takes in by_rank.items()}
     slow = {r: w for r, w in slowest.items() if _others(by_rank[r], w) < SCORE * by_rank[r][w]}
     if not slow:
         return nothing("the workers of each loader take about as long as each other for a batch")
-    wait = part(run, "input_wait")
-    gone = {r: wait.get(r, 0.0) * freed_by_equal_workers(run, r, w) for r, w in slow.items()}
+    wait = part(breakdown.get(), "input_wait")
+    gone = {
+        r: wait.get(r, 0.0)
+        * freed_by_equal_workers(
+            loader_means.get(), step_means.get(), fetch_series.get(), step_series.get(), breakdown, job, r, w
+        )
+        for r, w in slow.items()
+    }
     rank = worst(gone)
     return Estimate(
-        saving_ns=saving_input(run, gone),
+        saving_ns=saving_input(step_series.get(), own_time.get(), gone),
         by_rank_ns=gone,
-        noise_ns=part_noise(run, "input_wait"),
+        noise_ns=part_noise(breakdown.get(), "input_wait"),
         loses="waits for one slow loader worker",
-        explain=lambda: _explain(run, rank, slow[rank], by_rank[rank]),
+        explain=lambda: _explain(job, rank, slow[rank], by_rank[rank]),
     )
 
 
-def _explain(run: Measured, rank: int, slow: int, takes: Mapping[int, float]) -> Explanation:
+def _explain(job: Job, rank: int, slow: int, takes: Mapping[int, float]) -> Explanation:
     rows = tuple((f"worker {w}", ns, "input_wait") for w, ns in list(takes.items())[:MOST_BARS])
     return Explanation(
         title=f"Loader worker {slow} is slower than the others",
@@ -76,7 +88,7 @@ def _explain(run: Measured, rank: int, slow: int, takes: Mapping[int, float]) ->
             ),
             change(
                 "`in_order=False` takes whichever batch is ready (torch 2.6 or later; the order then varies)",
-                in_order=(settings.training_loader(run, rank).get("in_order"), False),
+                in_order=(settings.training_loader(job, rank).get("in_order"), False),
             ),
         ),
         evidence=Panel("bars", f"Fetching a batch, by worker of rank {rank}", rows, unit="ns"),
@@ -96,7 +108,6 @@ def _others(takes: Mapping[int, float], worker: int) -> float:
 RULE = Rule(
     "slow_worker_batches",
     "One slow loader worker",
-    (breakdown, fetch_series, loader_means, own_time, step_means, step_series, worker_means),
     check,
     saves_from=("input_wait",),
     feeds=True,

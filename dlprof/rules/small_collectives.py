@@ -29,19 +29,15 @@ from contextlib import suppress
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured
+from dlprof.engine import Job, Maybe
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing
 from dlprof.measures import settings
-from dlprof.measures.bandwidth import CLASSES, bandwidth, transfers
-from dlprof.measures.blocked import contention
-from dlprof.measures.breakdown import breakdown
-from dlprof.measures.exchange_plans import Fit, exposed_transfer, fitted, gain_noise, starting, transfer_noise
+from dlprof.measures.bandwidth import CLASSES
+from dlprof.measures.exchange_plans import Fit, gain_noise
 from dlprof.measures.matching import SENT
-from dlprof.measures.replay import own_time, saving
-from dlprof.measures.sharding import sharding
+from dlprof.measures.replay import saving
 from dlprof.result import Change, Panel
-from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import count, digits, duration, size
 
 # A class of size that ends at 64 KiB: even 10 Gbit/s carries that in 52 µs, about what starting a collective takes.
@@ -56,61 +52,79 @@ FIRST_BUCKET_BYTES = 1 << 20
 FEW = 8
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    bandwidth: pd.DataFrame,
+    fitted: Maybe[Fit | None],
+    sharding: Maybe[pd.DataFrame],
+    exposed_transfer: Maybe[pd.Series[float]],
+    own_time: Maybe[pd.DataFrame],
+    contention: Maybe[pd.DataFrame],
+    transfer_noise: Maybe[pd.DataFrame],
+    mean_step_ns: float,
+    job: Job,
+) -> Estimate:
     """Estimate what fewer collectives save of those below SMALL_BYTES."""
-    frame = run.frame(bandwidth)
+    frame = bandwidth
     frame = frame[frame["collective"] != SENT].assign(calls=frame["count"] * frame["ranks"])
     if not len(frame):
         raise NotMeasured("no collectives in the traced steps, but sends and receives")
-    each = (frame["bytes"] / frame["count"]).fillna(_by_parameters(run, frame))
+    each = (frame["bytes"] / frame["count"]).fillna(_by_parameters(job, frame))
     if each.isna().all():
         raise NotMeasured("the trace does not tell how large its collectives are")
-    fit = None if settings.on_cpu(run) else fitted(run)
+    fit = None if settings.on_cpu(job) else fitted.get()
     limit = SMALL_BYTES if fit is None else max(SMALL_BYTES, fit.start_ns / fit.byte_ns)
     small = frame.assign(each=each)[each < limit]
     # Groups beside each other exchange at the same time: of a rank's own, there are as many as of one of them.
-    n = float(small["calls"].sum() / run.world_size)
+    n = float(small["calls"].sum() / job.world_size)
     if n <= FEW:
         return nothing(f"{count(n, 'collective')} below {size(limit)} a step")
-    total = float((small["each"] * small["calls"]).sum() / run.world_size)
-    kept, around = _units(run)
-    fewer = max(small["collective"].nunique(), _buckets(run, total), math.ceil(n * kept))
+    total = float((small["each"] * small["calls"]).sum() / job.world_size)
+    kept, around = _units(sharding, job)
+    fewer = max(small["collective"].nunique(), _buckets(job, total), math.ceil(n * kept))
     mean = float(small["transfer_ns"].sum() / small["count"].sum())
     # Of several at once each is exposed in the same time.
-    theirs = exposed_transfer(run) * float(small["exposed_ns"].sum() / max(frame["exposed_ns"].sum(), 1.0))
+    theirs = exposed_transfer.get() * float(small["exposed_ns"].sum() / max(frame["exposed_ns"].sum(), 1.0))
     if fit is None:
         starts = (theirs - (theirs * fewer / n).clip(lower=min(fewer, n) * mean)).clip(lower=0.0)
     else:
         # All of what is gone was exposed, as far as so much was; the last exchange stays so.
         now, then = n * mean, min(fewer, n) * fit.start_ns + total * fit.byte_ns
         starts = (theirs - then / fewer).clip(lower=0.0, upper=max(now - then, 0.0))
-    meets = _late_in_turn(run) * float(small["wait_ns"].sum() / max(frame["wait_ns"].sum(), 1.0))
+    meets = _late_in_turn(own_time.get()) * float(small["wait_ns"].sum() / max(frame["wait_ns"].sum(), 1.0))
     meets *= max(0.0, 1 - math.sqrt(fewer / n))
-    crowd = _crowded_out(run, max(0.0, n - fewer) * run.world_size / frame["calls"].sum())
-    exchanges, gone = saving(run, starts), starts + around * (1 - kept) + crowd
+    crowd = _crowded_out(contention, job, max(0.0, n - fewer) * job.world_size / frame["calls"].sum())
+    exchanges, gone = saving(own_time.get(), starts), starts + around * (1 - kept) + crowd
     return Estimate(
-        saving_ns=saving(run, gone) + meets,
+        saving_ns=saving(own_time.get(), gone) + meets,
         by_rank_ns={int(str(r)): ns + meets for r, ns in gone.items()},
-        noise_ns=gain_noise(run, exchanges),
+        noise_ns=gain_noise(transfer_noise.get(), exchanges),
         within={"communication": exchanges + meets},
         loses="starts small collectives",
-        explain=lambda: _explain(run, small, fewer, fit, float(theirs.mean()), meets, crowd),
+        explain=lambda: _explain(sharding, mean_step_ns, job, small, fewer, fit, float(theirs.mean()), meets, crowd),
     )
 
 
 def _explain(
-    run: Measured, small: pd.DataFrame, fewer: int, fit: Fit | None, exposed: float, meets: float, crowd: float
+    sharding: Maybe[pd.DataFrame],
+    mean_step_ns: float,
+    job: Job,
+    small: pd.DataFrame,
+    fewer: int,
+    fit: Fit | None,
+    exposed: float,
+    meets: float,
+    crowd: float,
 ) -> Explanation:
-    n, total = (float(of.sum() / run.world_size) for of in (small["calls"], small["each"] * small["calls"]))
-    mean, (_, around) = float(small["transfer_ns"].sum() / small["count"].sum()), _units(run)
+    n, total = (float(of.sum() / job.world_size) for of in (small["calls"], small["each"] * small["calls"]))
+    mean, (_, around) = float(small["transfer_ns"].sum() / small["count"].sum()), _units(sharding, job)
     return Explanation(
         title="Many small collectives",
         summary=f"{count(n, 'collective')} of {size(total / n)} a step, each of {duration(mean)}: {size(total)} in all;"
-        f" for {duration(exposed)} of a step of {duration(mean_step_ns(run))} nothing is computed beside them"
+        f" for {duration(exposed)} of a step of {duration(mean_step_ns)} nothing is computed beside them"
         f"{f', for {duration(crowd)} they leave no core to compute with' if crowd else ''}"
         f"{f', and FSDP2 works for {duration(around)} on its units' if around else ''}.",
-        changes=_changes(run, n, fewer),
-        evidence=_evidence(small, exposed * run.world_size),
+        changes=_changes(job, n, fewer),
+        evidence=_evidence(small, exposed * job.world_size),
         sure=f"Estimated as {count(fewer, 'start')} a step in place of {digits(round(n, 1))};"
         f" {_bytes_cost(fit, total)}{'; FSDP2 works as much less as it has fewer units' if around else ''}"
         f"{f'; ranks late in turn wait {duration(meets)} less, for they meet less' if meets else ''}"
@@ -125,49 +139,48 @@ def _bytes_cost(fit: Fit | None, total: float) -> str:
     return f"starting one takes {duration(fit.start_ns)}, moving all of it {duration(total * fit.byte_ns)}"
 
 
-def _buckets(run: Measured, total: float) -> int:
+def _buckets(job: Job, total: float) -> int:
     """Return how many exchanges so many bytes are, in DistributedDataParallel's buckets where it makes them."""
-    first = FIRST_BUCKET_BYTES if settings.model(run).get("ddp") else BUCKET_BYTES
+    first = FIRST_BUCKET_BYTES if settings.model(job).get("ddp") else BUCKET_BYTES
     return 1 + math.ceil(max(0.0, total - first) / BUCKET_BYTES)
 
 
-def _crowded_out(run: Measured, gone: float) -> float:
+def _crowded_out(contention: Maybe[pd.DataFrame], job: Job, gone: float) -> float:
     """Return for how long of a step every rank's training thread would find a core sooner, ns; 0 where nobody tells.
 
     `gone` is the part of the collectives that would not be.
     """
-    if not settings.on_cpu(run) or run.lacking(contention):
+    if not settings.on_cpu(job) or contention.lacking:
         return 0.0
-    told = run.frame(contention)
+    told = contention.get()
     less = told["others_ns"] * gone
     left = told["loader_ns"] + told["others_ns"] - less
     return float((told["delay_ns"] - left).clip(lower=0.0).clip(upper=less).min())
 
 
-def _units(run: Measured) -> tuple[float, float]:
+def _units(sharding: Maybe[pd.DataFrame], job: Job) -> tuple[float, float]:
     """Return the share of FSDP2's units that would be left one level up, and what it works on all of them on a CPU, ns.
 
     0 and 0 where it does not, or beside a GPU, which goes on meanwhile.
     """
     with suppress(NotMeasured):
-        frame = run.frame(sharding)
-        if settings.on_cpu(run):
+        frame = sharding.get()
+        if settings.on_cpu(job):
             return float((frame["parents"] / frame["units"]).iloc[0]), float(frame["around_ns"].min())
     return 0.0, 0.0
 
 
-def _late_in_turn(run: Measured) -> float:
+def _late_in_turn(own_time: pd.DataFrame) -> float:
     """Return what every rank waits for others in the mean step, ns: so long each is late itself. 0: it is not known."""
-    own = run.frame(own_time)
-    return float(own["wait_ns"].min()) if own["known"].all() else 0.0
+    return float(own_time["wait_ns"].min()) if own_time["known"].all() else 0.0
 
 
-def _by_parameters(run: Measured, frame: pd.DataFrame) -> pd.Series[float]:
+def _by_parameters(job: Job, frame: pd.DataFrame) -> pd.Series[float]:
     """Return the mean size of what a DistributedDataParallel or FSDP2 model reduces, and FSDP2 gathers; else NaN.
 
     Each bucket or unit is reduced once a step. (gloo's reduce-scatter is an all-reduce.)
     """
-    model = settings.model(run)
+    model = settings.model(job)
     held = model.get("parameter_bytes") if model.get("ddp") or model.get("fsdp") else None
     untold = frame["bytes"].isna()
     reduces = frame["collective"].isin(("all_reduce", "reduce_scatter")) & untold
@@ -179,8 +192,8 @@ def _by_parameters(run: Measured, frame: pd.DataFrame) -> pd.Series[float]:
     return known.mask(reduces | gathers, float(held) / times)
 
 
-def _changes(run: Measured, n: float, fewer: int) -> tuple[Change, ...]:
-    ddp, fsdp = settings.model(run).get("ddp"), settings.model(run).get("fsdp")
+def _changes(job: Job, n: float, fewer: int) -> tuple[Change, ...]:
+    ddp, fsdp = settings.model(job).get("ddp"), settings.model(job).get("fsdp")
     if ddp:
         cap = ddp.get("bucket_cap_mb")
         now = digits(cap) if isinstance(cap, (int, float)) else cap
@@ -219,7 +232,6 @@ def _evidence(small: pd.DataFrame, exposed_ns: float) -> Panel:
 RULE = Rule(
     "small_collectives",
     "Many small collectives",
-    (bandwidth, breakdown, contention, own_time, sharding, starting, step_means, transfer_noise, transfers),
     check,
     # FSDP2's own work on a CPU is copying, and the host's.
     saves_from=("communication", "computation", "host", "other"),

@@ -16,52 +16,61 @@ optimizers, `foreach` functions); cheaper launches (CUDA graphs: `torch.compile(
 
 from __future__ import annotations
 
+import pandas as pd
+
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured
+from dlprof.engine import Job, Maybe
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, worst
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part_least, part_noise
-from dlprof.measures.gaps import SMALL_NS, gaps, small_kernels
-from dlprof.measures.host_work import check_launches, launches
-from dlprof.measures.replay import own_time, saving
+from dlprof.measures.breakdown import part_least, part_noise
+from dlprof.measures.gaps import SMALL_NS
+from dlprof.measures.host_work import check_launches
+from dlprof.measures.replay import saving
 from dlprof.result import Change, Panel
-from dlprof.timeline.steps import check_marked, step_means
+from dlprof.timeline.steps import check_marked
 from dlprof.units import digits, duration, short
 
 _HOST = ("host", "optimizer_host")
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    step_means: Maybe[pd.DataFrame],
+    launch_means: Maybe[pd.DataFrame],
+    gaps: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    small_kernels: Maybe[pd.DataFrame],
+    job: Job,
+) -> Estimate:
     """Estimate the launch-bound gaps behind small kernels."""
-    if settings.on_cpu(run):
+    if settings.on_cpu(job):
         raise NotMeasured("the job trains on the CPU, which launches no kernels")
-    check_marked(run)
-    check_launches(run)
-    rows = run.frame(gaps).set_index("rank")
+    check_marked(step_means.get())
+    check_launches(launch_means.get())
+    rows = gaps.get().set_index("rank")
     if rows["graph_gain_ns"].isna().any():
         raise NotMeasured("the trace does not link launches to kernels")
     of_gaps = rows["small_ns"] / (rows["launching_ns"] + rows["latency_ns"]).clip(lower=1.0)
     gone = {int(str(r)): float(ns) for r, ns in (rows["graph_gain_ns"] * of_gaps).items()}
     return Estimate(
-        saving_ns=saving(run, gone),
+        saving_ns=saving(own_time.get(), gone),
         by_rank_ns=gone,
-        noise_ns=part_noise(run, *_HOST),
-        least_ns=part_least(run, *_HOST),
+        noise_ns=part_noise(breakdown.get(), *_HOST),
+        least_ns=part_least(breakdown.get(), *_HOST),
         loses="the device waits for the launch behind a small kernel",
-        explain=lambda: _explain(run, worst(gone), float(rows["small_ns"][worst(gone)])),
+        explain=lambda: _explain(small_kernels.get(), job, worst(gone), float(rows["small_ns"][worst(gone)])),
     )
 
 
-def _explain(run: Measured, rank: int, waits_ns: float) -> Explanation:
-    kernels = run.frame(small_kernels)
-    mine = kernels[kernels["rank"] == rank]
+def _explain(small_kernels: pd.DataFrame, job: Job, rank: int, waits_ns: float) -> Explanation:
+    mine = small_kernels[small_kernels["rank"] == rank]
     small, number = float(mine["small"].iloc[0]), float(mine["kernels"].iloc[0])
     return Explanation(
         title="Kernels are too small to hide their launches",
         summary=f"{digits(small)} of {digits(number)} kernels a step of rank {rank} take less than"
         f" {duration(SMALL_NS)}; behind them the device waits {duration(waits_ns)} for launches.",
-        changes=_changes(run, rank),
+        changes=_changes(job, rank),
         evidence=Panel(
             "table",
             f"Small kernels of a step on rank {rank}, the most frequent",
@@ -75,11 +84,11 @@ def _explain(run: Measured, rank: int, waits_ns: float) -> Explanation:
     )
 
 
-def _changes(run: Measured, rank: int) -> tuple[Change, ...]:
-    batch = settings.training_loader(run, rank).get("batch_size")
+def _changes(job: Job, rank: int) -> tuple[Change, ...]:
+    batch = settings.training_loader(job, rank).get("batch_size")
     now = f" (is {batch})" if batch else ""
     larger = change(f"a larger batch{now}: each kernel does more, at the same launch", numerics=True)
-    if settings.model(run).get("compiled"):
+    if settings.model(job).get("compiled"):
         return (larger,)
     captured = change(
         '`torch.compile(model, mode="reduce-overhead")`: fewer kernels, launched as one graph',
@@ -91,7 +100,6 @@ def _changes(run: Measured, rank: int) -> tuple[Change, ...]:
 RULE = Rule(
     "small_kernels",
     "Kernels too small for their launches",
-    (breakdown, gaps, launches, own_time, small_kernels, step_means),
     check,
     saves_from=("input_wait", "host", "optimizer_host", "launch_latency", "other"),
     notable=0.05,  # half of where idle time is worth a look (rule host_bound): here its cause is known

@@ -23,23 +23,20 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured
+from dlprof.engine import Maybe
 from dlprof.estimate import Estimate, Explanation, change, nothing
-from dlprof.measures.pipeline import bubbles, pipeline_chunks, stage_lengths
 from dlprof.panels.pipeline import gantt
-from dlprof.timeline.steps import step_means
 from dlprof.units import digits, duration, percent
 
 
-def check(run: Measured) -> Estimate:
+def check(stage_lengths: pd.DataFrame, bubbles: Maybe[pd.DataFrame], pipeline_chunks: pd.DataFrame) -> Estimate:
     """Estimate what even stages would save of the pipeline that gains most from them."""
-    stages = run.frame(stage_lengths)
-    if (stages.groupby("ranks")["stage"].count() < 2).all():
+    if (stage_lengths.groupby("ranks")["stage"].count() < 2).all():
         return nothing("the pipeline has one stage")
-    gains = stages.groupby("ranks")[["saved_ns", "calls_a_step"]].first().prod(axis=1)
-    mine = stages[stages["ranks"] == gains.idxmax()].sort_values("stage_ns", kind="stable")
+    gains = stage_lengths.groupby("ranks")[["saved_ns", "calls_a_step"]].first().prod(axis=1)
+    mine = stage_lengths[stage_lengths["ranks"] == gains.idxmax()].sort_values("stage_ns", kind="stable")
     longest = mine.to_dict("records")[-1]
-    noise = run.frame(bubbles).set_index("rank")["noise_ns"]
+    noise = bubbles.get().set_index("rank")["noise_ns"]
     # Stages that differ by chance can be faster than even ones.
     gain = max(float(gains.max()), 0.0)
     return Estimate(
@@ -47,11 +44,11 @@ def check(run: Measured) -> Estimate:
         by_rank_ns={int(longest["rank"]): gain},
         noise_ns=float(noise.reindex(mine["rank"]).max()) * longest["calls_a_step"],
         loses=f"the pipeline waits for stage {longest['stage']}",
-        explain=lambda: _explain(run, mine),
+        explain=lambda: _explain(bubbles.get(), pipeline_chunks, mine),
     )
 
 
-def _explain(run: Measured, stages: pd.DataFrame) -> Explanation:
+def _explain(bubbles: pd.DataFrame, pipeline_chunks: pd.DataFrame, stages: pd.DataFrame) -> Explanation:
     shortest, *_, longest = stages.to_dict("records")
     name, ns, mean = longest["stage"], float(longest["stage_ns"]), float(stages["stage_ns"].mean())
     changes = [
@@ -69,7 +66,7 @@ def _explain(run: Measured, stages: pd.DataFrame) -> Explanation:
         summary=f"Stage {name} on rank {longest['rank']} takes {duration(ns)} a micro-batch, the mean stage"
         f" {duration(mean)}: the pipeline's step is {digits(longest['slowdown'])} × what even stages would make it.",
         changes=tuple(changes),
-        evidence=gantt(run, str(longest["ranks"])),
+        evidence=gantt(bubbles, pipeline_chunks, str(longest["ranks"])),
         sure="Replayed with the chunk times of this run, every stage at the mean of all of them.",
     )
 
@@ -77,7 +74,6 @@ def _explain(run: Measured, stages: pd.DataFrame) -> Explanation:
 RULE = Rule(
     "stage_imbalance",
     "Uneven pipeline stages",
-    (bubbles, pipeline_chunks, stage_lengths, step_means),
     check,
     saves_from=("computation", "pipeline_bubble", "communication", "host", "other"),
     # As of a straggler, which a long stage is by design: notable from 5 % of a step on; other tools grade 5, 10, 20 %.

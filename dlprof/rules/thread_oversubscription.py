@@ -26,15 +26,14 @@ from collections.abc import Mapping
 import pandas as pd
 
 from dlprof.diagnosis import LEAST_SHARE, Rule
-from dlprof.engine import Measured
+from dlprof.engine import Job, Maybe
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part
-from dlprof.measures.replay import own_time, saving
-from dlprof.measures.samples import WAITED, outside, sample_means
+from dlprof.measures.breakdown import part
+from dlprof.measures.replay import saving
+from dlprof.measures.samples import WAITED, outside
 from dlprof.result import Change, Panel
-from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import count, duration, percent
 
 _MOST_RANKS = 16
@@ -46,17 +45,22 @@ _METRICS = {
 }
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    sample_means: pd.DataFrame,
+    mean_step_ns: Maybe[float],
+    breakdown: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    job: Job,
+) -> Estimate:
     """Estimate the waiting for a core of the ranks that have more threads than cores."""
-    sampled = run.frame(sample_means)
-    waits = sampled[sampled["metric"] == WAITED].set_index("rank")
+    waits = sample_means[sample_means["metric"] == WAITED].set_index("rank")
     if not len(waits):
         raise NotMeasured("this kernel does not count how long threads wait for a core")
-    threads = {r: n for r in run.ranks if (n := (run.facts[r].get("cpu") or {}).get("torch_threads"))}
-    cores = {r: n for r in threads if (n := _cores(run, r))}
+    threads = {r: n for r in job.ranks if (n := (job.facts[r].get("cpu") or {}).get("torch_threads"))}
+    cores = {r: n for r in threads if (n := _cores(job, r))}
     if not cores:
         raise NotMeasured("the numbers of cores and of threads are not known")
-    step = mean_step_ns(run)
+    step = mean_step_ns.get()
     waited = {r: float(waits["mean"][r]) * step for r in waits.index.intersection(list(cores))}
     if not waited:
         raise NotMeasured("no rank with samples tells its threads")
@@ -66,40 +70,42 @@ def check(run: Measured) -> Estimate:
             f"{count(threads[rank], 'thread')} and {count(cores[rank], 'core')} a rank;"
             f" {percent(waited[rank] / step)} of the time its main thread waits for one"
         )
-    if not settings.on_cpu(run):
-        idle = part(run, "host", "optimizer_host")
+    if not settings.on_cpu(job):
+        idle = part(breakdown.get(), "host", "optimizer_host")
         waited = {r: min(ns, idle.get(r, 0.0)) for r, ns in waited.items()}
     crowded = {r: ns for r, ns in waited.items() if threads[r] > cores[r]}
-    own = 1 - outside(sampled)
-    gain = own * saving(run, crowded)
+    own = 1 - outside(sample_means)
+    gain = own * saving(own_time.get(), crowded)
     return Estimate(
         saving_ns=gain,
         by_rank_ns=crowded,
         noise_ns=own * float(waits["noise"][rank]) * step,
         loses="waits for a free core",
-        explain=lambda: _explain(run, rank, threads, cores, waited, gain),
+        explain=lambda: _explain(sample_means, mean_step_ns.get(), job, rank, threads, cores, waited, gain),
     )
 
 
 def _explain(
-    run: Measured,
+    sample_means: pd.DataFrame,
+    mean_step_ns: float,
+    job: Job,
     rank: int,
     threads: Mapping[int, int],
     cores: Mapping[int, int],
     waited: Mapping[int, float],
     gain: float,
 ) -> Explanation:
-    sampled, step = run.frame(sample_means), mean_step_ns(run)
-    others = outside(sampled)
+    step = mean_step_ns
+    others = outside(sample_means)
     besides = f", but for the {percent(others)} of the used cores that programs outside the job have" if others else ""
     return Explanation(
         title="More threads than cores",
         summary=f"Rank {rank} computes with {threads[rank]:,} threads and has {count(cores[rank], 'core')} to itself:"
         f" for {percent(waited[rank] / step)} of the time its main thread is ready and has none.",
-        changes=_changes(run, rank, threads[rank], cores[rank]),
-        evidence=_evidence(sampled, threads, cores, waited),
+        changes=_changes(job, rank, threads[rank], cores[rank]),
+        evidence=_evidence(sample_means, threads, cores, waited),
         sure=f"Counted by the kernel; estimated as the main thread's waiting gone{besides}."
-        + _least(sampled, rank, cores[rank], step, gain),
+        + _least(sample_means, rank, cores[rank], step, gain),
     )
 
 
@@ -113,18 +119,18 @@ def _least(sampled: pd.DataFrame, rank: int, cores: int, step: float, most: floa
     return f" If its threads never spun while they waited for each other, {left} is saved."
 
 
-def _cores(run: Measured, rank: int) -> int | None:
+def _cores(job: Job, rank: int) -> int | None:
     """Return how many cores a rank has to itself: those it is bound to, or its share of the host's."""
-    cpu = run.facts[rank].get("cpu") or {}
+    cpu = job.facts[rank].get("cpu") or {}
     bound, all_cores = cpu.get("affinity"), cpu.get("count")
-    here = settings.neighbours(run, rank)
+    here = settings.neighbours(job, rank)
     if bound and all_cores and bound < all_cores and bound * here <= all_cores:
         return int(bound)
-    return settings.cores_per_rank(run, rank)
+    return settings.cores_per_rank(job, rank)
 
 
-def _changes(run: Measured, rank: int, threads: int, cores: int) -> tuple[Change, ...]:
-    workers = settings.training_loader(run, rank).get("num_workers") or 0
+def _changes(job: Job, rank: int, threads: int, cores: int) -> tuple[Change, ...]:
+    workers = settings.training_loader(job, rank).get("num_workers") or 0
     left = max(1, cores - workers)
     fewer = change(
         f"`OMP_NUM_THREADS={left}`, or `torch.set_num_threads({left})` (is {threads})", OMP_NUM_THREADS=(threads, left)
@@ -152,7 +158,6 @@ def _evidence(
 RULE = Rule(
     "thread_oversubscription",
     "Threads that wait for a core",
-    (breakdown, own_time, sample_means, step_means),
     check,
     saves_from=("computation", "communication", "input_wait", "optimizer_host", "host", "other"),
     feeds=True,

@@ -24,17 +24,16 @@ import math
 from contextlib import suppress
 from typing import Any
 
+import pandas as pd
+
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured
+from dlprof.engine import Job, Maybe
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing
 from dlprof.measures import settings
-from dlprof.measures.breakdown import breakdown, part, part_noise
-from dlprof.measures.clocks import clocks, held_down
-from dlprof.measures.operators import tensor_cores
-from dlprof.measures.replay import own_time, saving
+from dlprof.measures.breakdown import part, part_noise
+from dlprof.measures.replay import saving
 from dlprof.result import Change, Panel
-from dlprof.timeline.steps import step_means
 from dlprof.units import digits, duration, percent
 
 _MOST_ROWS = 16
@@ -49,11 +48,17 @@ _WHY = {
 }
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    held_down: Maybe[list[tuple[dict[Any, Any], str, float]]],
+    breakdown: Maybe[pd.DataFrame],
+    tensor_cores: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    job: Job,
+) -> Estimate:
     """Estimate what computing would take if nothing held down a GPU's clock."""
-    if settings.on_cpu(run):
+    if settings.on_cpu(job):
         raise NotMeasured("the job trains on the CPU")
-    lost = held_down(run)
+    lost = held_down.get()
     rows = [row for row, _, _ in lost]
     row, why, share = max(lost, key=lambda told: told[2])
     if not why:
@@ -61,14 +66,14 @@ def check(run: Measured) -> Estimate:
             raise NotMeasured("what holds the clocks down was not read")
         fastest = digits(max(r["clock_mhz"] for r in rows))
         return nothing(f"nothing but its normal power limit holds a GPU's clock down; {fastest} MHz at most")
-    computed = _multiplied(run)
+    computed = _multiplied(breakdown.get(), tensor_cores)
     # A log of nvidia-smi names no rank: then the slowest GPU is taken for all of them.
     own = {r["rank"]: s for r, _, s in lost if r["source"] == "gpu"}
     removed = {rank: ns * own.get(rank, share if not own else 0.0) for rank, ns in computed.items()}
     return Estimate(
-        saving_ns=saving(run, removed),
+        saving_ns=saving(own_time.get(), removed),
         by_rank_ns=removed if own else {},
-        noise_ns=part_noise(run, "computation") * share,
+        noise_ns=part_noise(breakdown.get(), "computation") * share,
         loses="is lost to a GPU's lowered clock",
         explain=lambda: _explain(row, why, share, max(computed.values()), rows),
     )
@@ -90,11 +95,11 @@ def _explain(
     )
 
 
-def _multiplied(run: Measured) -> dict[int, float]:
+def _multiplied(breakdown: pd.DataFrame, tensor_cores: Maybe[pd.DataFrame]) -> dict[int, float]:
     """Return what each rank computes in kernels that multiply, ns of the mean step; all, where none is known."""
-    computed = part(run, "computation")
+    computed = part(breakdown, "computation")
     with suppress(NotMeasured):
-        frame = run.frame(tensor_cores).set_index("rank")
+        frame = tensor_cores.get().set_index("rank")
         products = frame[["tensor_ns", "float32_ns", "unknown_ns"]].sum(axis=1)
         share = (products / frame["kernel_ns"].clip(lower=1.0)).replace(0.0, 1.0)
         return {r: ns * float(share.get(r, 1.0)) for r, ns in computed.items()}
@@ -139,7 +144,6 @@ def _evidence(rows: list[dict[Any, Any]]) -> Panel:
 RULE = Rule(
     "throttled_clock",
     "Lowered clocks",
-    (breakdown, clocks, own_time, step_means, tensor_cores),
     check,
     saves_from=("computation",),
     notable=0.05,  # where tools for stragglers begin to speak

@@ -26,15 +26,13 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.diagnosis import LEAST_SHARE, Rule
-from dlprof.engine import Measured, by_rank
+from dlprof.engine import Job, Maybe, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
-from dlprof.measures.attention import attention
-from dlprof.measures.breakdown import breakdown, part_noise
-from dlprof.measures.replay import own_time, saving
+from dlprof.measures.breakdown import part_noise
+from dlprof.measures.replay import saving
 from dlprof.result import Change, Panel
-from dlprof.timeline.steps import mean_step_ns, step_means
 from dlprof.units import digits, duration, percent
 
 MOST_ROWS = 12
@@ -60,30 +58,36 @@ _IN_LIBRARIES = change(
 )
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    attention: Maybe[pd.DataFrame],
+    mean_step_ns: Maybe[float],
+    own_time: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    job: Job,
+) -> Estimate:
     """Estimate what fused kernels would save of the attention whose scores lie in memory."""
-    if settings.on_cpu(run):
+    if settings.on_cpu(job):
         raise NotMeasured("the job trains on the CPU, where what fused attention takes was not measured")
-    frame = run.frame(attention)
+    frame = attention.get()
     if not len(frame):
         return nothing("no attention of long sequences keeps its scores in memory")
     took = by_rank(frame, "ns")
     unknown = _unknown(frame)
     if unknown:
-        share = took[worst(took)] / mean_step_ns(run)
+        share = took[worst(took)] / mean_step_ns.get()
         told = f"attention that keeps its scores in memory takes {percent(share)} of the step"
         if share >= LEAST_SHARE:
             raise NotMeasured(f"{told}; {unknown}")
-        return Estimate(saving_ns=saving(run, took), by_rank_ns=took, summary=told)
+        return Estimate(saving_ns=saving(own_time.get(), took), by_rank_ns=took, summary=told)
     saved = by_rank(frame.assign(saved_ns=(frame["ns"] - frame["fused_ns"]).clip(lower=0.0)), "saved_ns")
     most = frame.groupby("rank")["most_ns"].first()
     saved = {rank: min(ns, float(most[rank])) for rank, ns in saved.items()}
     return Estimate(
-        saving_ns=saving(run, saved),
+        saving_ns=saving(own_time.get(), saved),
         by_rank_ns=saved,
-        noise_ns=part_noise(run, "computation"),
+        noise_ns=part_noise(breakdown.get(), "computation"),
         loses="would be saved by fused attention",
-        explain=lambda: _explain(run, frame[frame["rank"] == worst(took)], took[worst(took)]),
+        explain=lambda: _explain(mean_step_ns.get(), frame[frame["rank"] == worst(took)], took[worst(took)]),
     )
 
 
@@ -96,7 +100,7 @@ def _unknown(frame: pd.DataFrame) -> str:
     return ""
 
 
-def _explain(run: Measured, mine: pd.DataFrame, took: float) -> Explanation:
+def _explain(mean_step_ns: float, mine: pd.DataFrame, took: float) -> Explanation:
     mine = mine.sort_values("ns", ascending=False, kind="stable")
     first, rank = mine.iloc[0], int(mine["rank"].iloc[0])
     told = ("passes", "shape", "dtype", "calls", "ns", "fused_ns")
@@ -104,7 +108,7 @@ def _explain(run: Measured, mine: pd.DataFrame, took: float) -> Explanation:
     return Explanation(
         title="Attention keeps its scores in memory",
         summary=f"Rank {rank} computes attention by products and a softmax {digits(float(mine['calls'].sum()))} times"
-        f" a step, for {duration(took)} of {duration(mean_step_ns(run))}; most of it has the shapes {first['shape']}.",
+        f" a step, for {duration(took)} of {duration(mean_step_ns)}; most of it has the shapes {first['shape']}.",
         changes=_changes(" ".join(mine["between"]).split(), bool(mine["math"].any())),
         evidence=Panel(
             "table",
@@ -136,7 +140,6 @@ def _changes(between: list[str], is_math: bool) -> tuple[Change, ...]:
 RULE = Rule(
     "unfused_attention",
     "Attention in memory",
-    (attention, breakdown, own_time, step_means),
     check,
     saves_from=("computation",),
 )

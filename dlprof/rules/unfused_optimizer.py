@@ -22,20 +22,19 @@ import math
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured, by_rank
+from dlprof.engine import Job, Maybe, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
-from dlprof.measures.optimizer import FUSED_LEFT, optimizer_work
-from dlprof.measures.replay import own_time, saving
+from dlprof.measures.optimizer import FUSED_LEFT
+from dlprof.measures.replay import saving
 from dlprof.result import Panel
-from dlprof.timeline.steps import step_means
 from dlprof.units import duration, percent
 
 
-def check(run: Measured) -> Estimate:
+def check(optimizer_work: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job: Job) -> Estimate:
     """Estimate what a fused one would save of the optimizer with most parameters."""
-    told = settings.optimizer(run)
+    told = settings.optimizer(job)
     if not told:
         raise NotMeasured("the optimizer's settings were not recorded")
     name = str(told.get("class"))
@@ -43,22 +42,22 @@ def check(run: Measured) -> Estimate:
         return nothing(f"{name} is fused")
     if name not in FUSED_LEFT:
         raise NotMeasured(f"no fused {name} is known")
-    frame = run.frame(optimizer_work)
-    left = FUSED_LEFT[name][0 if settings.on_cpu(run) else 1]
+    frame = optimizer_work.get()
+    left = FUSED_LEFT[name][0 if settings.on_cpu(job) else 1]
     took, idle = by_rank(frame, "ns"), by_rank(frame, "idle_ns")
     less = {r: (ns - idle[r]) * (1 - left) + idle[r] for r, ns in took.items()}
     gone = less | by_rank(frame.dropna(subset=["fused_gain_ns"]), "fused_gain_ns")
     return Estimate(
-        saving_ns=saving(run, gone),
+        saving_ns=saving(own_time.get(), gone),
         by_rank_ns=gone,
         noise_ns=float(frame["noise_ns"].max()),
         loses=f"would be saved by a fused {name}",
-        explain=lambda: _explain(run, told, frame[frame["rank"] == worst(gone)].iloc[0], gone[worst(gone)], left),
+        explain=lambda: _explain(job, told, frame[frame["rank"] == worst(gone)].iloc[0], gone[worst(gone)], left),
     )
 
 
-def _explain(run: Measured, told: settings.Settings, mine: pd.Series[float], gone: float, left: float) -> Explanation:
-    on_cpu, name = settings.on_cpu(run), told["class"]
+def _explain(job: Job, told: settings.Settings, mine: pd.Series[float], gone: float, left: float) -> Explanation:
+    on_cpu, name = settings.on_cpu(job), told["class"]
     fused, foreach, parameters = (told.get(key) for key in ("fused", "foreach", "parameters"))
     took, calls = float(mine["ns"]), float(mine["calls"])
     many = "" if math.isnan(calls) else f", in {calls:,.0f} {'operators' if on_cpu else 'kernels'}"
@@ -78,7 +77,6 @@ def _explain(run: Measured, told: settings.Settings, mine: pd.Series[float], gon
 RULE = Rule(
     "unfused_optimizer",
     "Unfused optimizer",
-    (optimizer_work, own_time, step_means),
     check,
     saves_from=("computation", "optimizer_host", "host", "other"),
 )

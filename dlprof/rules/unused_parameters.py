@@ -17,21 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pandas as pd
+
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured, by_rank
+from dlprof.engine import Job, Maybe, by_rank
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing, worst
 from dlprof.measures import settings
-from dlprof.measures.data_parallel import unused_search
-from dlprof.measures.replay import own_time, saving
+from dlprof.measures.replay import saving
 from dlprof.result import Panel
-from dlprof.timeline.steps import step_means
 from dlprof.units import duration, size
 
 
-def check(run: Measured) -> Estimate:
+def check(unused_search: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job: Job) -> Estimate:
     """Estimate what the search takes, where DDP searches and has found nothing."""
-    model = settings.model(run)
+    model = settings.model(job)
     ddp = model.get("ddp") or {}
     if model and not ddp:
         return nothing("the model is not in DistributedDataParallel")
@@ -44,11 +44,11 @@ def check(run: Measured) -> Estimate:
         raise NotMeasured("DDP did not tell whether parameters were unused")
     if unused:
         return nothing(f"DDP looks for unused parameters, and there are some ({size(float(unused))})")
-    frame = run.frame(unused_search)
+    frame = unused_search.get()
     search, flags = by_rank(frame, "search_ns"), by_rank(frame, "flags_ns")
     gone = {r: search[r] + flags[r] for r in search}
     return Estimate(
-        saving_ns=saving(run, gone),
+        saving_ns=saving(own_time.get(), gone),
         by_rank_ns=gone,
         noise_ns=float(frame["noise_ns"].max()),
         loses="looks for unused parameters that do not exist",
@@ -77,7 +77,6 @@ def _explain(rank: int, search: Mapping[int, float], flags: Mapping[int, float])
 RULE = Rule(
     "unused_parameters",
     "Search for unused parameters",
-    (own_time, step_means, unused_search),
     check,
     saves_from=("computation", "communication", "host"),
 )

@@ -23,32 +23,31 @@ from typing import Any
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured
+from dlprof.engine import Job, Maybe
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing, worst
-from dlprof.measures.validation import validation
-from dlprof.measures.whole_job import loop_step_ns, training_steps, whole_job
 from dlprof.result import Change, Panel
-from dlprof.timeline.steps import step_means
 from dlprof.units import count, digits, duration, percent
 
 # More than this of validation in the loader is called high by the same tools.
 WAITS = 0.2
 
 
-def check(run: Measured) -> Estimate:
+def check(
+    validation: pd.DataFrame, loop_step_ns: Maybe[float], training_steps: Maybe[pd.Series[float]], job: Job
+) -> Estimate:
     """Estimate what validation takes of the training loop, and what less of it would give."""
-    frame = run.frame(validation).set_index("rank")
+    frame = validation.set_index("rank")
     if not frame["phases"].sum():
         return nothing("nothing was validated")
     if frame["phases"].max() < 2:
         raise NotMeasured("one phase of validation was recorded: how often it comes is not known")
-    loop, steps = loop_step_ns(run), training_steps(run).reindex(frame.index)
+    loop, steps = loop_step_ns.get(), training_steps.get().reindex(frame.index)
     takes = {int(str(r)): float(ns) for r, ns in (frame["phases"] * frame["phase_ns"] / steps).items()}
     # Where one rank validates the others wait for it, so the one that takes longest counts for all.
     rank = worst(takes)
     told = frame.to_dict("index")[rank]
-    shared, why = _alone(run, frame, told)
+    shared, why = _alone(job, frame, told)
     part = 1 - 1 / shared if shared > 1 else 0.5
     return Estimate(
         saving_ns=takes[rank] * part,
@@ -57,16 +56,16 @@ def check(run: Measured) -> Estimate:
         lost_ns=takes[rank],
         scope="job",
         loses="is validation",
-        explain=lambda: _explain(run, rank, takes[rank] / loop, told, shared, why),
+        explain=lambda: _explain(job, rank, takes[rank] / loop, told, shared, why),
     )
 
 
-def _explain(run: Measured, rank: int, share: float, told: dict[Any, Any], shared: int, why: str) -> Explanation:
+def _explain(job: Job, rank: int, share: float, told: dict[Any, Any], shared: int, why: str) -> Explanation:
     return Explanation(
         title=f"Validation takes {percent(share)} of the training loop's time",
         summary=f"Every {digits(told['every'])} training steps rank {rank} validates for {duration(told['phase_ns'])},"
         f" in {count(told['fetches'], 'batch')}; {percent(told['fetch_share'])} of it waits for data.{why}",
-        changes=tuple(_changes(run, rank, told, shared)),
+        changes=tuple(_changes(job, rank, told, shared)),
         evidence=_evidence(share, told, shared),
         sure="Measured over the whole job; "
         + (f"estimated as shared out evenly over {shared} ranks." if shared > 1 else "estimated as half of it gone.")
@@ -74,26 +73,26 @@ def _explain(run: Measured, rank: int, share: float, told: dict[Any, Any], share
     )
 
 
-def _setting(run: Measured, rank: int) -> dict[str, Any]:
-    loaders = run.facts[rank].get("loaders") or []
+def _setting(job: Job, rank: int) -> dict[str, Any]:
+    loaders = job.facts[rank].get("loaders") or []
     return next((dict(x) for x in loaders if x.get("role") == "validation"), {})
 
 
-def _alone(run: Measured, frame: pd.DataFrame, told: dict[Any, Any]) -> tuple[int, str]:
+def _alone(job: Job, frame: pd.DataFrame, told: dict[Any, Any]) -> tuple[int, str]:
     """Return over how many ranks validation could be shared out that is not, and say so; 1: it is, or nobody knows."""
-    here, world = len(run.ranks), run.world_size
+    here, world = len(job.ranks), job.world_size
     silent = int((frame["phases"] == 0).sum())
     if world > 1 and here == world and silent == here - 1:
         return world, " The other ranks wait for it."
-    loader = _setting(run, int(str(frame["phases"].idxmax())))
+    loader = _setting(job, int(str(frame["phases"].idxmax())))
     size, samples = loader.get("batch_size"), loader.get("dataset_length")
     if world > 1 and size and samples and told["fetches"] >= samples // size:
         return world, f" Each rank goes through all of its {samples:,} samples."
     return 1, ""
 
 
-def _changes(run: Measured, rank: int, told: dict[Any, Any], shared: int) -> Iterator[Change]:
-    loader = _setting(run, rank)
+def _changes(job: Job, rank: int, told: dict[Any, Any], shared: int) -> Iterator[Change]:
+    loader = _setting(job, rank)
     if shared > 1:
         yield change(
             f"share it out over the {shared} ranks: `DistributedSampler(validation_set, shuffle=False)`, and"
@@ -108,7 +107,7 @@ def _changes(run: Measured, rank: int, told: dict[Any, Any], shared: int) -> Ite
             f" {percent(told['fetch_share'])} of validation waits for it",
             persistent_workers=(loader.get("persistent_workers"), True),
         )
-    autocast = run.facts[rank].get("autocast") or {}
+    autocast = job.facts[rank].get("autocast") or {}
     mixed = f" and autocast ({autocast['dtype']}, as training)" if autocast.get("enabled") else ""
     size = f" (is {loader['batch_size']})" if loader.get("batch_size") else ""
     yield change(
@@ -130,7 +129,6 @@ def _evidence(share: float, told: dict[Any, Any], shared: int) -> Panel:
 RULE = Rule(
     "validation_share",
     "Time for validation",
-    (step_means, validation, whole_job),
     check,
     # Validation must be, so it is worth a word only where doing something about it gives what tools for input call
     # notable: 5 % (XProf). Validating half as often gives that from 10 % of the loop on.

@@ -28,23 +28,20 @@ import numpy as np
 import pandas as pd
 
 from dlprof.diagnosis import Rule
-from dlprof.engine import Measured
+from dlprof.engine import Job, Maybe
 from dlprof.errors import NotMeasured
 from dlprof.estimate import Estimate, Explanation, change, nothing, worst
-from dlprof.measures.loader import restarts
-from dlprof.measures.whole_job import training_steps, whole_job
 from dlprof.result import Change, Panel
-from dlprof.timeline.steps import step_means
 from dlprof.units import count, duration
 
 
-def check(run: Measured) -> Estimate:
+def check(restarts: pd.DataFrame, training_steps: Maybe[pd.Series[float]], job: Job) -> Estimate:
     """Estimate what the epochs with new workers cost, spread over the training steps."""
-    frame = run.frame(restarts)
+    frame = restarts
     if not len(frame):
         return nothing("no loader has workers")
     frame = frame.assign(ns=_freed(frame))
-    steps = training_steps(run)
+    steps = training_steps.get()
     anew = frame[frame["anew"] > 0]
     if not len(anew):
         if (frame["epochs"] < 2).all():
@@ -59,20 +56,20 @@ def check(run: Measured) -> Estimate:
         noise_ns=float(spread["noise_ns"].max()),
         scope="job",
         loses="goes to loader workers that start anew",
-        explain=lambda: _explain(run, worst(each), anew[anew["rank"] == worst(each)]),
+        explain=lambda: _explain(job, worst(each), anew[anew["rank"] == worst(each)]),
     )
 
 
-def _explain(run: Measured, rank: int, mine: pd.DataFrame) -> Explanation:
+def _explain(job: Job, rank: int, mine: pd.DataFrame) -> Explanation:
     mine = mine.sort_values("ns", ascending=False)
     first = mine.iloc[0]
     return Explanation(
         title="Loader workers start anew in every epoch",
         summary=f"On rank {rank} {count(int(mine['anew'].sum()), 'epoch')} began with new workers: starting them, the"
         f" first batch and step, and their leaving took {duration(_sum(first))} an epoch of"
-        f" {_name(run, rank, first)}, of which {duration(first['ns'])} would be gone.",
-        changes=tuple(_changes(run, rank, mine)),
-        evidence=_evidence(run, rank, mine),
+        f" {_name(job, rank, first)}, of which {duration(first['ns'])} would be gone.",
+        changes=tuple(_changes(job, rank, mine)),
+        evidence=_evidence(job, rank, mine),
         sure="Measured in every epoch but the first; that the first batch then takes a worker as long as any other is"
         " assumed. Longer epochs than the recorded ones have less to gain.",
     )
@@ -95,27 +92,27 @@ def _sum(row: pd.Series[float]) -> float:
     return sum(float(row[c]) for c in ("start_ns", "first_ns", "end_ns", "after_ns") if math.isfinite(row[c]))
 
 
-def _loader(run: Measured, rank: int, number: int) -> dict[str, Any]:
-    loaders = run.facts[rank].get("loaders") or []
+def _loader(job: Job, rank: int, number: int) -> dict[str, Any]:
+    loaders = job.facts[rank].get("loaders") or []
     return dict(loaders[number]) if number < len(loaders) else {}
 
 
-def _name(run: Measured, rank: int, row: pd.Series[float]) -> str:
-    role = _loader(run, rank, int(row["loader"])).get("role")
+def _name(job: Job, rank: int, row: pd.Series[float]) -> str:
+    role = _loader(job, rank, int(row["loader"])).get("role")
     return {"train": "training", "validation": "validation"}.get(str(role), f"loader {int(row['loader'])}")
 
 
-def _changes(run: Measured, rank: int, mine: pd.DataFrame) -> Iterator[Change]:
+def _changes(job: Job, rank: int, mine: pd.DataFrame) -> Iterator[Change]:
     for _, row in mine.iterrows():
-        said = _loader(run, rank, int(row["loader"]))
+        said = _loader(job, rank, int(row["loader"]))
         of = f"{count(said['num_workers'], 'worker')}, " if said.get("num_workers") else ""
         now = said.get("persistent_workers", False)
         yield change(
-            f"`persistent_workers=True` (is {now}) on the loader of {_name(run, rank, row)}:"
+            f"`persistent_workers=True` (is {now}) on the loader of {_name(job, rank, row)}:"
             f" {of}{duration(row['ns'])} less an epoch",
             persistent_workers=(now, True),
         )
-    if any(_loader(run, rank, int(n)).get("start_method") == "spawn" for n in mine["loader"]):
+    if any(_loader(job, rank, int(n)).get("start_method") == "spawn" for n in mine["loader"]):
         yield change(
             "the workers are spawned: each imports the script anew; keep what it imports light, or"
             " `multiprocessing_context='forkserver'`",
@@ -133,10 +130,10 @@ _COLUMNS = {
 }
 
 
-def _evidence(run: Measured, rank: int, mine: pd.DataFrame) -> Panel:
+def _evidence(job: Job, rank: int, mine: pd.DataFrame) -> Panel:
     rows = tuple(
         (
-            _name(run, rank, row),
+            _name(job, rank, row),
             int(row["epochs"]),
             *(float(row[c]) if math.isfinite(row[c]) else None for c in _COLUMNS),
         )
@@ -146,4 +143,4 @@ def _evidence(run: Measured, rank: int, mine: pd.DataFrame) -> Panel:
     return Panel("table", f"Epochs of rank {rank} that begin with new workers, means", rows, columns)
 
 
-RULE = Rule("worker_restart", "Loader workers that start anew", (restarts, step_means, whole_job), check)
+RULE = Rule("worker_restart", "Loader workers that start anew", check)

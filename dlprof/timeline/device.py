@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import RankData, per_rank
+from dlprof.engine import Maybe, per_rank, within_rank
 from dlprof.errors import NotMeasured
 from dlprof.timeline import host
 
@@ -38,31 +40,27 @@ class DeviceSets:
         return iv.subtract(iv.subtract(self.copy, self.computation), self.communication)
 
 
-def has_device(rank: RankData) -> bool:
+@within_rank
+def has_device(spans: Maybe[pd.DataFrame], device_work: Maybe[pd.DataFrame]) -> bool:
     """Return whether the trace holds work of a device."""
-    return rank.has("spans") and len(device_work(rank)) > 0
+    return bool(spans) and len(device_work.get()) > 0
 
 
-def device_work(rank: RankData) -> pd.DataFrame:
+@within_rank
+def device_work(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> pd.DataFrame:
     """Return the spans of device work, in order of their start."""
-    return rank.once(_device_work)
+    return spans[is_on_device & host.is_kind(spans, *WORK)]
 
 
-def _device_work(rank: RankData) -> pd.DataFrame:
-    spans = rank.table("spans")
-    return spans[host.is_on_device(rank) & host.is_kind(spans, *WORK)]
-
-
-def device_sets(rank: RankData) -> DeviceSets:
+@within_rank
+def device_sets(device_work: pd.DataFrame) -> DeviceSets:
     """Return the device's time; raises NotMeasured where the trace holds none."""
-    return rank.once(_device_sets)
-
-
-def _device_sets(rank: RankData) -> DeviceSets:
-    work = device_work(rank)
-    if not len(work):
+    if not len(device_work):
         raise NotMeasured("the trace holds no work of a device")
-    kinds = {k: host.cover(work, host.is_kind(work, *k)) for k in (("kernel",), ("communication",), ("copy", "set"))}
+    kinds = {
+        k: host.cover(device_work, host.is_kind(device_work, *k))
+        for k in (("kernel",), ("communication",), ("copy", "set"))
+    }
     computation, communication, copy = kinds.values()
     busy = iv.merge(computation, communication, copy)
     if not len(busy):
@@ -71,22 +69,21 @@ def _device_sets(rank: RankData) -> DeviceSets:
 
 
 @per_rank
-def device_time(rank: RankData) -> pd.DataFrame:
+def device_time(device_sets: DeviceSets) -> pd.DataFrame:
     """Partition the device's span over the whole trace, from first event's start to last one's end (ns, one row).
 
     computation = |U(comp)|, exposed communication = |U(comm) − U(comp)|, exposed copy = |U(copy ∪ set) − U(comp) −
     U(comm)|, idle = span − |U(all)|: the four add up to the span. Holistic Trace Analysis and TraceLens define them so.
     """
-    sets = device_sets(rank)
-    span = int(sets.busy[-1, 1] - sets.busy[0, 0])
+    span = int(device_sets.busy[-1, 1] - device_sets.busy[0, 0])
     return pd.DataFrame(
         {
             "span_ns": [span],
-            "computation_ns": [iv.total(sets.computation)],
-            "communication_ns": [iv.total(sets.communication)],
-            "exposed_communication_ns": [iv.total(sets.exposed_communication)],
-            "copy_ns": [iv.total(sets.copy)],
-            "exposed_copy_ns": [iv.total(sets.exposed_copy)],
-            "idle_ns": [span - iv.total(sets.busy)],
+            "computation_ns": [iv.total(device_sets.computation)],
+            "communication_ns": [iv.total(device_sets.communication)],
+            "exposed_communication_ns": [iv.total(device_sets.exposed_communication)],
+            "copy_ns": [iv.total(device_sets.copy)],
+            "exposed_copy_ns": [iv.total(device_sets.exposed_copy)],
+            "idle_ns": [span - iv.total(device_sets.busy)],
         }
     )

@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import RankData
+from dlprof.engine import within_rank
 
 # The script's own loop marks itself in these ways, most telling first.
 _MARKS = ("ProfilerStep#", "dlprof::", "enumerate(DataLoader)", "Optimizer.step#")
@@ -25,13 +25,10 @@ _ENGINE = "autograd::engine::evaluate_function"
 _PYTHON_FUNCTION = re.compile(r"(?!CompiledFunction)[A-Za-z_]\w*(?<!\d)")
 
 
-def is_on_device(rank: RankData) -> NDArray[np.bool_]:
+@within_rank
+def is_on_device(spans: pd.DataFrame) -> NDArray[np.bool_]:
     """Return for each span whether it lies on a device lane."""
-    return rank.once(_is_on_device)
-
-
-def _is_on_device(rank: RankData) -> NDArray[np.bool_]:
-    lane = rank.table("spans")["lane"]
+    lane = spans["lane"]
     return _are(lane, [c.startswith("device") for c in _texts(lane)])
 
 
@@ -80,14 +77,10 @@ def _are(column: pd.Series[str], wanted: list[bool]) -> NDArray[np.bool_]:
     return found
 
 
-def training_lane(rank: RankData) -> str:
+@within_rank
+def training_lane(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> str:
     """Name the lane of the thread that runs the training loop; "" where no host lane is there."""
-    return rank.once(_training_lane)
-
-
-def _training_lane(rank: RankData) -> str:
-    spans = rank.table("spans")
-    host = ~is_on_device(rank)
+    host = ~is_on_device
     for mark in _MARKS:
         marked = spans["lane"][host & is_named(spans, mark)]
         if len(marked):
@@ -98,16 +91,12 @@ def _training_lane(rank: RankData) -> str:
     return str(ops.groupby("lane", observed=True)["dur_ns"].sum().idxmax())
 
 
-def on_training_thread(rank: RankData) -> pd.DataFrame:
+@within_rank
+def on_training_thread(spans: pd.DataFrame, training_lane: str) -> pd.DataFrame:
     """Return the spans of the training thread: kind, name, start_ns, dur_ns, launch and collective."""
-    return rank.once(_on_training_thread)
-
-
-def _on_training_thread(rank: RankData) -> pd.DataFrame:
-    spans = rank.table("spans")
     # Not all columns: choosing their rows takes three times as long.
     return spans[["kind", "name", "start_ns", "dur_ns", "launch", "collective"]][
-        is_one_of(spans["lane"], training_lane(rank))
+        is_one_of(spans["lane"], training_lane)
     ]
 
 
@@ -120,14 +109,10 @@ def cover(spans: pd.DataFrame, chosen: NDArray[np.bool_] | None = None) -> iv.In
     return iv.union(start, start + dur)
 
 
-def in_calls(rank: RankData) -> iv.Intervals:
+@within_rank
+def in_calls(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> iv.Intervals:
     """Return when any thread was in an operator, a runtime call or a collective."""
-    return rank.once(_in_calls)
-
-
-def _in_calls(rank: RankData) -> iv.Intervals:
-    spans = rank.table("spans")
-    return cover(spans, ~is_on_device(rank) & is_kind(spans, "op", "runtime", "communication"))
+    return cover(spans, ~is_on_device & is_kind(spans, "op", "runtime", "communication"))
 
 
 def outermost(spans: pd.DataFrame) -> pd.DataFrame:

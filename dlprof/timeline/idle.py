@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import RankData
-from dlprof.timeline import device
-from dlprof.timeline.launches import UNKNOWN, launches
+from dlprof.engine import within_rank
+from dlprof.timeline.device import DeviceSets
+from dlprof.timeline.launches import UNKNOWN, Launches
 
 # From one queued kernel to the next a device takes a few µs, tens where a trace's clock is coarse. What lasts longer is
 # a wait. From a launch on an idle device to the start of its kernel it takes somewhat more.
@@ -38,22 +39,17 @@ class Idle:
     assumed: iv.Intervals
 
 
-def idle(rank: RankData) -> Idle:
+@within_rank
+def idle(device_sets: DeviceSets, spans: pd.DataFrame, device_work: pd.DataFrame, launches: Launches) -> Idle:
     """Return why the device idles; raise NotMeasured where the trace holds no work of a device."""
-    return rank.once(_idle)
-
-
-def _idle(rank: RankData) -> Idle:
-    busy = device.device_sets(rank).busy
-    spans = rank.table("spans")
+    busy = device_sets.busy
     start = spans["start_ns"].to_numpy()
     begin, end = int(start[0]), int((start + spans["dur_ns"].to_numpy()).max())
     gaps = iv.subtract(np.array([[begin, end]], dtype=np.int64), busy)
-    row = first_after(rank, gaps)
-    found = launches(rank)
-    returned = np.where(row >= 0, found.returned[np.maximum(row, 0)], UNKNOWN)
+    row = first_after(device_work, gaps)
+    returned = np.where(row >= 0, launches.returned[np.maximum(row, 0)], UNKNOWN)
     # The later nodes of a graph were launched with the first one, whenever that call returns.
-    later = (row >= 0) & ~_first_of_launch(rank)[np.maximum(row, 0)] & (returned < UNKNOWN)
+    later = (row >= 0) & ~_first_of_launch(device_work)[np.maximum(row, 0)] & (returned < UNKNOWN)
     until = np.where(later, gaps[:, 0], np.clip(returned, gaps[:, 0], gaps[:, 1]))
     late = _pieces(gaps[:, 0], until)
     waiting = iv.subtract(gaps, late)
@@ -67,16 +63,16 @@ def _pieces(start: NDArray[np.int64], end: NDArray[np.int64]) -> iv.Intervals:
     return np.column_stack((start[keep], end[keep]))
 
 
-def _first_of_launch(rank: RankData) -> NDArray[np.bool_]:
+def _first_of_launch(device_work: pd.DataFrame) -> NDArray[np.bool_]:
     """Return which rows of the device's work are the first of what their launch launched."""
-    launch = device.device_work(rank)["launch"].to_numpy()
+    launch = device_work["launch"].to_numpy()
     first = np.zeros(len(launch), dtype=bool)
     first[np.unique(launch, return_index=True)[1]] = True  # rows are in order of their start
     return first
 
 
-def first_after(rank: RankData, gaps: iv.Intervals) -> NDArray[np.int64]:
+def first_after(device_work: pd.DataFrame, gaps: iv.Intervals) -> NDArray[np.int64]:
     """Return the row of `device.device_work` that ended each gap; −1: none did."""
-    starts = device.device_work(rank)["start_ns"].to_numpy()
+    starts = device_work["start_ns"].to_numpy()
     row = np.searchsorted(starts, gaps[:, 1], side="left")
     return np.where(row < len(starts), row, -1)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.engine import RankData
-from dlprof.timeline import device, host
+from dlprof.engine import within_rank
+from dlprof.timeline import host
 
 # The time of a launch that the trace does not hold.
 UNKNOWN = np.iinfo(np.int64).max
@@ -32,14 +33,13 @@ class Launches:
         return known
 
 
-def launches(rank: RankData) -> Launches:
+@within_rank
+def launches(
+    calls: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], device_work: pd.DataFrame
+) -> Launches:
     """Return the launches of a rank's device work."""
-    return rank.once(_launches)
-
-
-def _launches(rank: RankData) -> Launches:
-    ids, called, returned = rank.once(_calls)
-    launch = device.device_work(rank)["launch"].to_numpy()
+    ids, called, returned = calls
+    launch = device_work["launch"].to_numpy()
     never = np.full(len(launch), UNKNOWN)
     if not len(ids):
         return Launches(never, never)
@@ -48,9 +48,9 @@ def _launches(rank: RankData) -> Launches:
     return Launches(np.where(known, called[at], UNKNOWN), np.where(known, returned[at], UNKNOWN))
 
 
-def _calls(rank: RankData) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+@within_rank
+def calls(spans: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return the calls that launched something: launch, start, end, in order of their ids; of one id the first."""
-    spans = rank.table("spans")
     ids = spans["launch"].to_numpy()
     calls = np.flatnonzero(host.is_kind(spans, "runtime") & (ids >= 0))
     order = calls[np.argsort(ids[calls], kind="stable")]
@@ -73,19 +73,15 @@ class Queue:
         return float((np.diff(edges) * self.length).sum() / (end - start))
 
 
-def queue(rank: RankData) -> Queue:
+@within_rank
+def launch_queue(launches: Launches, device_work: pd.DataFrame) -> Queue:
     """Return the length of a rank's launch queue: +1 at each launch, −1 when the work begins.
 
     Work whose launch is unknown is not counted. A graph is one launch, which begins with its first node.
     """
-    return rank.once(_queue)
-
-
-def _queue(rank: RankData) -> Queue:
-    found = launches(rank)
-    known = found.known
-    called = found.called[known]
-    started = device.device_work(rank)["start_ns"].to_numpy()[known]
+    known = launches.known
+    called = launches.called[known]
+    started = device_work["start_ns"].to_numpy()[known]
     order = np.argsort(called, kind="stable")
     called, started = called[order], started[order]
     first = np.concatenate(([True], called[1:] != called[:-1])) if len(called) else np.empty(0, dtype=bool)

@@ -22,13 +22,13 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import RankData
+from dlprof.engine import Maybe, within_rank
 from dlprof.errors import NotMeasured
-from dlprof.timeline import device, host
+from dlprof.timeline import host
 from dlprof.timeline.idle import LATENCY_NS
-from dlprof.timeline.launches import UNKNOWN, launches
-from dlprof.timeline.steps import ENOUGH, timing
-from dlprof.timeline.traced import main_stream, traced_steps
+from dlprof.timeline.launches import UNKNOWN, Launches
+from dlprof.timeline.steps import ENOUGH, Timing
+from dlprof.timeline.traced import TracedSteps
 
 # So much device work is replayed at most: whole steps, at least one.
 MOST_WORK = 12_000
@@ -254,27 +254,35 @@ def _without(kept: Sequence[Kept]) -> Callable[[NDArray[np.int64]], NDArray[np.i
     return host_at
 
 
-def replay_of(rank: RankData) -> Replay:
+@within_rank
+def replay_of(
+    trace_window: TracedSteps,
+    timing: Timing,
+    has_device: bool,
+    device_work: Maybe[pd.DataFrame],
+    launches: Maybe[Launches],
+    spans: Maybe[pd.DataFrame],
+    main_stream: Maybe[NDArray[np.bool_]],
+) -> Replay:
     """Return a rank's settled traced steps, ready to be replayed; raise NotMeasured where the trace does not tell them.
 
     What it needs is a device, marked steps, and launches that are linked to what they launched.
     """
-    return rank.once(_replay_of)
-
-
-def _replay_of(rank: RankData) -> Replay:
-    found, t = traced_steps(rank), timing(rank)
-    if not device.has_device(rank):
+    if not has_device:
         raise NotMeasured("the trace holds no work of a device")
-    if t.unit != "step" or not found.linked:
-        raise NotMeasured("nothing marks the steps" if t.unit != "step" else "the trace links no launch to its kernel")
-    first, last = _block(t.chosen, found.launched_in)
-    inside = (found.launched_in >= first) & (found.launched_in <= last)
+    if timing.unit != "step" or not trace_window.linked:
+        raise NotMeasured(
+            "nothing marks the steps" if timing.unit != "step" else "the trace links no launch to its kernel"
+        )
+    first, last = _block(timing.chosen, trace_window.launched_in)
+    inside = (trace_window.launched_in >= first) & (trace_window.launched_in <= last)
     rows = np.flatnonzero(inside)
-    work, calls = device.device_work(rank), launches(rank)
+    work, calls = device_work.get(), launches.get()
     start, dur = work["start_ns"].to_numpy()[rows], work["dur_ns"].to_numpy()[rows]
     lane = work["lane"].cat.codes.to_numpy()
-    waits = tuple(_waits(rank, rows, int(found.host[first, 0]), int(found.host[last, 1])))
+    waits = tuple(
+        _waits(spans.get(), device_work.get(), rows, int(trace_window.host[first, 0]), int(trace_window.host[last, 1]))
+    )
     called = _called(calls.called[rows], calls.returned[rows], start, waits)
     before, previous = _previous(work, lane, rows)
     # Work with no launch in the trace follows what is before it on its stream; the first of a stream, its host.
@@ -297,15 +305,15 @@ def _replay_of(rank: RankData) -> Replay:
         durations=dur,
         waits=waits,
         steps=last - first + 1,
-        begin=int(found.windows[first, 0]),
-        host=(int(found.host[first, 0]), int(found.host[last, 1])),
+        begin=int(trace_window.windows[first, 0]),
+        host=(int(trace_window.host[first, 0]), int(trace_window.host[last, 1])),
         _waited=waited,
         _until=until,
         _wait_order=wait_order,
         _called=called,
         _start=start,
         _stream=lane[rows].astype(np.int64),
-        _main=int(lane[main_stream(rank)][0]),
+        _main=int(lane[main_stream.get()][0]),
         _latency=np.where(called > _NEVER, latency, 0),
         _gap=gap,
         _needs=needs,
@@ -376,20 +384,18 @@ def _needed(
     return np.where(found, last, -1), np.where(found, after, 0)
 
 
-def _waits(rank: RankData, rows: NDArray[np.int64], begin: int, end: int) -> list[Wait]:
+def _waits(spans: pd.DataFrame, device_work: pd.DataFrame, rows: NDArray[np.int64], begin: int, end: int) -> list[Wait]:
     """Find the calls between two instants in which the host waited for its device."""
-    spans = rank.table("spans")
     called, took = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy()
     first, last = np.searchsorted(called, (begin, end))
     calls = first + np.flatnonzero(host.is_kind(spans.iloc[first:last], "runtime") & (took[first:last] >= _WAIT_NS))
-    work = device.device_work(rank)
-    start = work["start_ns"].to_numpy()
-    ends = start + work["dur_ns"].to_numpy()
+    start = device_work["start_ns"].to_numpy()
+    ends = start + device_work["dur_ns"].to_numpy()
     order = np.argsort(ends, kind="stable")
-    launch, ids = work["launch"].to_numpy(), spans["launch"].to_numpy()
-    pageable = host.is_kind(work, "copy") & ~host.is_one_of(work["memory"], "pinned")
+    launch, ids = device_work["launch"].to_numpy(), spans["launch"].to_numpy()
+    pageable = host.is_kind(device_work, "copy") & ~host.is_one_of(device_work["memory"], "pinned")
     row_of = dict(zip(launch[pageable].tolist(), np.flatnonzero(pageable).tolist(), strict=True))
-    place = np.full(len(work), -1, dtype=np.int64)
+    place = np.full(len(device_work), -1, dtype=np.int64)
     place[rows] = np.arange(len(rows))
     names = spans["name"].array
     found = []

@@ -16,10 +16,11 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import Measured, RankData, per_rank
+from dlprof.engine import Maybe, RankFacts, across_ranks, per_rank, within_rank
 from dlprof.errors import NotMeasured
-from dlprof.timeline import device, host
-from dlprof.timeline.traced import TracedSteps, traced_steps
+from dlprof.timeline import host
+from dlprof.timeline.device import DeviceSets
+from dlprof.timeline.traced import TracedSteps
 
 # Allocator, autotuner and lazy initialisation are busy in the first steps: at least these are left out, and then all
 # up to the first one that is no longer than 1.25 × the median. Never more than a third of the run.
@@ -71,24 +72,28 @@ class Timing:
     phases: Mapping[str, float]
 
 
-def timing(rank: RankData) -> Timing:
+@within_rank
+def timing(
+    trace_window: TracedSteps,
+    traced_steps: Maybe[pd.DataFrame],
+    steps: Maybe[pd.DataFrame],
+    has_device: bool,
+    device_sets: Maybe[DeviceSets],
+    light_steps: Maybe[pd.DataFrame],
+    rank: RankFacts,
+) -> Timing:
     """Return the timing of a rank; raise NotMeasured where neither the light layer nor a trace was recorded."""
-    return rank.once(_timing)
-
-
-def _timing(rank: RankData) -> Timing:
-    found = traced_steps(rank)
-    chosen = _chosen(rank, found)
-    windows = found.windows[chosen]
+    chosen = _chosen(traced_steps, steps, rank, trace_window)
+    windows = trace_window.windows[chosen]
     where = {
         "windows": windows,
-        "host_windows": found.host[chosen],
-        "numbers": found.numbers[chosen] if len(found.numbers) else found.numbers,
+        "host_windows": trace_window.host[chosen],
+        "numbers": trace_window.numbers[chosen] if len(trace_window.numbers) else trace_window.numbers,
         "chosen": chosen,
     }
     traced = (windows[:, 1] - windows[:, 0]).astype(float)
-    busy_ns = _busy_ns(rank, windows)
-    frame = rank.once(light_steps) if rank.has("steps") else None
+    busy_ns = _busy_ns(has_device, device_sets, windows)
+    frame = light_steps.get() if steps else None
     steady = frame.loc[frame["steady"]] if frame is not None else None
     durations = steady["length_ns"].to_numpy() if steady is not None else np.empty(0)
     # No step is shorter than what the device does in it: such a mean is of a host that has not waited for its device
@@ -96,7 +101,7 @@ def _timing(rank: RankData) -> Timing:
     fits = not len(traced) or (len(durations) >= ENOUGH and durations.mean() >= LEAST_OF_BUSY * busy_ns)
     if steady is not None and len(durations) and fits:
         means = {p: float(np.maximum(steady[f"{p}_ns"].to_numpy(), 0).mean()) for p in PHASES}
-        slower = float(traced.mean() / durations.mean()) if len(traced) and found.unit == "step" else None
+        slower = float(traced.mean() / durations.mean()) if len(traced) and trace_window.unit == "step" else None
         return Timing(
             steps=len(durations),
             source="steps",
@@ -111,7 +116,7 @@ def _timing(rank: RankData) -> Timing:
         return Timing(
             steps=len(traced),
             source="trace",
-            unit=found.unit,
+            unit=trace_window.unit,
             step_ns=float(traced.mean()),
             noise_ns=standard_error(traced),
             overhead=None,
@@ -121,11 +126,11 @@ def _timing(rank: RankData) -> Timing:
     raise NotMeasured("no complete training step was recorded")
 
 
-def _busy_ns(rank: RankData, windows: iv.Intervals) -> float:
+def _busy_ns(has_device: bool, device_sets: Maybe[DeviceSets], windows: iv.Intervals) -> float:
     """Return what a device computes and copies in the mean of some traced steps, ns; 0 without a device."""
-    if not len(windows) or not device.has_device(rank):
+    if not len(windows) or not has_device:
         return 0.0
-    sets = device.device_sets(rank)
+    sets = device_sets.get()
     return iv.total(iv.intersect(iv.merge(sets.computation, sets.copy), iv.merge(windows))) / len(windows)
 
 
@@ -134,24 +139,24 @@ def on_device_clock(steps: pd.DataFrame) -> bool:
     return len(steps) > 0 and bool((steps["device_step_ns"] > 0).all())
 
 
-def launched_within(rank: RankData) -> NDArray[np.int64]:
+@within_rank
+def launched_within(trace_window: TracedSteps, timing: Timing) -> NDArray[np.int64]:
     """Return for each row of `device.device_work` the place of its step among `timing(rank).windows`; −1: none of them.
 
     Counts of a step (kernels, collectives, bytes) go by this: the step that launched the work.
     """
-    return rank.once(_launched_within)
-
-
-def _launched_within(rank: RankData) -> NDArray[np.int64]:
-    found, chosen = traced_steps(rank), timing(rank).chosen
-    place = np.full(len(found.windows) + 1, -1, dtype=np.int64)
+    chosen = timing.chosen
+    place = np.full(len(trace_window.windows) + 1, -1, dtype=np.int64)
     place[chosen] = np.arange(len(chosen))
-    step = found.launched_in
-    inside: NDArray[np.int64] = np.where((step >= 0) & (step < len(found.windows)), place[np.maximum(step, 0)], -1)
+    step = trace_window.launched_in
+    inside: NDArray[np.int64] = np.where(
+        (step >= 0) & (step < len(trace_window.windows)), place[np.maximum(step, 0)], -1
+    )
     return inside
 
 
-def light_steps(rank: RankData) -> pd.DataFrame:
+@within_rank
+def light_steps(steps: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
     """Return the light layer's steps with columns `steady` and `length_ns`; suspended ones are of that kind.
 
     `length_ns` is how long a step is on the device's own clock where that measured nearly all of them: a host that runs
@@ -159,7 +164,7 @@ def light_steps(rank: RankData) -> pd.DataFrame:
     very many. There, steps without that length are not steady. Without the device's clock, the steps are not steady in
     which the host only gets its lead again after a stop; how much they are too short is taken from what stopped it.
     """
-    frame = rank.table("steps")
+    frame = steps
     start, dur = frame["start_ns"].to_numpy(), frame["dur_ns"].to_numpy()
     kind = np.where(suspended(rank, start, start + dur), "suspended", frame["kind"].astype("str"))
     frame = frame.assign(kind=pd.Categorical(kind))
@@ -240,7 +245,7 @@ def _stretches(chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np
     return edges[::2], edges[1::2]
 
 
-def suspended(rank: RankData, start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:
+def suspended(rank: RankFacts, start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return which of these stretches of time hold one in which the job was stopped, before it went on again."""
     first = np.searchsorted(rank.resumed_ns, start - RESUMED_NS)
     found: NDArray[np.bool_] = first < np.searchsorted(rank.resumed_ns, end + RESUMED_NS, side="right")
@@ -259,14 +264,16 @@ def _settled(dur: NDArray[np.float64], candidate: NDArray[np.bool_]) -> int:
     return int(rows[min(over, most, len(rows) - 1)])
 
 
-def _chosen(rank: RankData, found: TracedSteps) -> NDArray[np.int64]:
+def _chosen(
+    traced_steps: Maybe[pd.DataFrame], steps: Maybe[pd.DataFrame], rank: RankFacts, found: TracedSteps
+) -> NDArray[np.int64]:
     """Return the places of the traced steps that are steady and settled, launch work, and hold no stop of the job."""
     if found.unit == "trace":
         return np.arange(len(found.windows))
     start, end = found.host[:, 0], found.host[:, 1]
     keep = ~_longest(suspended(rank, start, end), end - start)
-    if rank.has("traced_steps"):
-        keep &= ~_unsteady(rank, found.numbers)
+    if traced_steps:
+        keep &= ~_unsteady(steps, found.numbers)
     for wanted in (found.launches, found.settled):
         if (keep & wanted).any():
             keep &= wanted
@@ -278,11 +285,11 @@ def _longest(found: NDArray[np.bool_], dur: NDArray[np.int64]) -> NDArray[np.boo
     return found if not found.all() or len(dur) < 2 else dur == dur.max()
 
 
-def _unsteady(rank: RankData, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _unsteady(steps: Maybe[pd.DataFrame], numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return which traced steps the light layer knows to be an epoch's first or last, or no training at all."""
-    if not rank.has("steps"):
+    if not steps:
         return np.zeros(len(numbers), dtype=bool)
-    frame = rank.table("steps")
+    frame = steps.get()
     odd = frame.loc[(frame["first"] != 0) | (frame["kind"] != "train"), "step"].to_numpy()
     found = np.isin(numbers, odd)
     return found if not found.all() else np.zeros(len(numbers), dtype=bool)
@@ -312,51 +319,55 @@ def standard_errors(values: np.ndarray) -> NDArray[np.float64]:
 
 
 @per_rank
-def step_means(rank: RankData) -> pd.DataFrame:
+def step_means(timing: Timing, steps: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame]) -> pd.DataFrame:
     """Return one row: how many steady steps, their mean and its standard error in ns, source, unit, overhead, phases.
 
     lead_ns is from the start of a step to its first forward, fetching not counted. NaN: not known.
     """
-    t = timing(rank)
     return pd.DataFrame(
         {
-            "steps": [t.steps],
-            "source": [t.source],
-            "unit": [t.unit],
-            "step_ns": [t.step_ns],
-            "noise_ns": [t.noise_ns],
-            "overhead": [np.nan if t.overhead is None else t.overhead],
-            "traced_steps": [len(t.numbers)],
-            "lead_ns": [_lead(rank)],
-            **{f"{p}_ns": [t.phases.get(p, np.nan)] for p in PHASES},
+            "steps": [timing.steps],
+            "source": [timing.source],
+            "unit": [timing.unit],
+            "step_ns": [timing.step_ns],
+            "noise_ns": [timing.noise_ns],
+            "overhead": [np.nan if timing.overhead is None else timing.overhead],
+            "traced_steps": [len(timing.numbers)],
+            "lead_ns": [_lead(steps, light_steps)],
+            **{f"{p}_ns": [timing.phases.get(p, np.nan)] for p in PHASES},
         }
     )
 
 
-def _lead(rank: RankData) -> float:
-    if not rank.has("steps"):
+def _lead(steps: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame]) -> float:
+    if not steps:
         return float("nan")
-    steps = rank.once(light_steps)
-    lead = steps.loc[steps["steady"] & (steps["lead_ns"] >= 0), "lead_ns"]
+    marked = light_steps.get()
+    lead = marked.loc[marked["steady"] & (marked["lead_ns"] >= 0), "lead_ns"]
     return float(lead.mean()) if len(lead) else float("nan")
 
 
 @per_rank
-def step_series(rank: RankData) -> pd.DataFrame:
+def step_series(
+    steps: Maybe[pd.DataFrame],
+    light_steps: Maybe[pd.DataFrame],
+    timing: Maybe[Timing],
+    on_training_thread: Maybe[pd.DataFrame],
+) -> pd.DataFrame:
     """Return the run's steps in order, thinned alike on all ranks: step, kind, times and phases in ns, and three flags.
 
     From the light layer; where there is none, from the trace, with the wait in the loader as fetch_ns.
     """
-    if rank.has("steps"):
-        frame = rank.once(light_steps)
+    if steps:
+        frame = light_steps.get()
         columns = ["step", "kind", "start_ns", "dur_ns", *(f"{p}_ns" for p in PHASES), "steady", "profiled", "first"]
         stride = -(-len(frame) // MOST_ROWS)
         thinned: pd.DataFrame = frame.loc[frame["step"].to_numpy() % stride == 0, columns].astype({"kind": "str"})
         return thinned
-    t = timing(rank)
+    t = timing.get()
     if t.unit != "step":
         raise NotMeasured("nothing marks the steps")
-    thread = host.on_training_thread(rank)
+    thread = on_training_thread.get()
     fetch = host.cover(thread, host.is_kind(thread, "fetch"))
     return pd.DataFrame(
         {
@@ -373,17 +384,19 @@ def step_series(rank: RankData) -> pd.DataFrame:
     )
 
 
-def check_marked(run: Measured) -> None:
+def check_marked(step_means: pd.DataFrame) -> None:
     """Raise NotMeasured where no step is known, but only the whole trace."""
-    if (run.frame(step_means)["unit"] != "step").any():
+    if (step_means["unit"] != "step").any():
         raise NotMeasured("nothing marks the steps: starting up cannot be told from training (prof.step() marks them)")
 
 
-def mean_step_ns(run: Measured) -> float:
+@across_ranks
+def mean_step_ns(step_means: pd.DataFrame) -> float:
     """Return the mean steady step of the run: the mean over its ranks, in ns."""
-    return float(run.frame(step_means)["step_ns"].mean())
+    return float(step_means["step_ns"].mean())
 
 
-def of_step(run: Measured) -> str:
+@across_ranks
+def of_step(step_means: pd.DataFrame) -> str:
     """Say what shares are of: "of each step", or of the whole trace where nothing marks a step."""
-    return "of each step" if (run.frame(step_means)["unit"] == "step").all() else "of the traced time"
+    return "of each step" if (step_means["unit"] == "step").all() else "of the traced time"

@@ -17,12 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import RankData
-from dlprof.timeline import device, host
-from dlprof.timeline.launches import launches
+from dlprof.engine import Maybe, within_rank
+from dlprof.timeline import host
+from dlprof.timeline.launches import Launches
 
 # Marks of steps that follow each other leave some µs between them; a gap longer than this share of a step is none of
 # theirs.
@@ -78,82 +79,97 @@ class TracedSteps:
         return settled
 
 
-def traced_steps(rank: RankData) -> TracedSteps:
+@within_rank
+def trace_window(
+    spans: Maybe[pd.DataFrame],
+    traced_steps: Maybe[pd.DataFrame],
+    on_training_thread: Maybe[pd.DataFrame],
+    has_device: bool,
+    launches: Maybe[Launches],
+    device_work: Maybe[pd.DataFrame],
+    main_stream: Maybe[NDArray[np.bool_]],
+) -> TracedSteps:
     """Return the traced steps of a rank; none of them where it has no trace."""
-    return rank.once(_traced_steps)
-
-
-def _traced_steps(rank: RankData) -> TracedSteps:
     none = np.empty(0, dtype=np.int64)
-    if not rank.has("spans"):
+    if not spans:
         return TracedSteps(iv.EMPTY, iv.EMPTY, none, "step", np.empty(0), none, 0.0)
-    marks, numbers, unit = _marks(rank)
-    if not device.has_device(rank):
+    marks, numbers, unit = _marks(traced_steps, on_training_thread, spans)
+    if not has_device:
         return TracedSteps(marks, marks, numbers, unit, np.full(len(marks), np.nan), none, 0.0)
-    known = float(launches(rank).known.mean())
-    launched_in = _launched_in(rank, marks)
+    known = float(launches.get().known.mean())
+    launched_in = _launched_in(launches.get(), device_work.get(), traced_steps, marks)
     if unit == "trace" or not known:
         return TracedSteps(
-            marks, _until_done(rank, marks), numbers, unit, np.full(len(marks), np.nan), launched_in, known
+            marks,
+            _until_done(traced_steps, device_work, marks),
+            numbers,
+            unit,
+            np.full(len(marks), np.nan),
+            launched_in,
+            known,
         )
-    windows, lag = _on_device(rank, marks, launched_in)
+    windows, lag = _on_device(device_work.get(), main_stream.get(), marks, launched_in)
     return TracedSteps(marks, windows, numbers, unit, lag, launched_in, known)
 
 
-def _until_done(rank: RankData, marks: iv.Intervals) -> iv.Intervals:
+def _until_done(
+    traced_steps: Maybe[pd.DataFrame], device_work: Maybe[pd.DataFrame], marks: iv.Intervals
+) -> iv.Intervals:
     """Return the profiler's marks, the last one until all device work is done: right in the mean, whatever the lag is.
 
     The profiler empties the device's queue where it starts, so all work in the trace is of the steps that it marks. The
     loader's calls leave the work of a last step unmarked.
     """
-    if not rank.has("traced_steps"):
+    if not traced_steps:
         return marks
-    work = device.device_work(rank)
+    work = device_work.get()
     windows = marks.copy()
     windows[-1, 1] = max(windows[-1, 1], int((work["start_ns"] + work["dur_ns"]).max()))
     return windows
 
 
-def _marks(rank: RankData) -> tuple[iv.Intervals, NDArray[np.int64], str]:
+def _marks(
+    traced_steps: Maybe[pd.DataFrame], on_training_thread: Maybe[pd.DataFrame], spans: Maybe[pd.DataFrame]
+) -> tuple[iv.Intervals, NDArray[np.int64], str]:
     """Find the steps on the host: by the trace's marks, else from one loader call to the next, else the whole trace."""
-    if rank.has("traced_steps"):
-        marks = rank.table("traced_steps")
+    if traced_steps:
+        marks = traced_steps.get()
         start = marks["start_ns"].to_numpy()
         # Steps follow each other; where two overlap (marked in a hook), the later one's start ends the earlier.
         end = np.minimum(start + marks["dur_ns"].to_numpy(), np.append(start[1:], np.iinfo(np.int64).max))
         lasting = end > start
         if lasting.any():
             return np.column_stack((start, end))[lasting], marks["step"].to_numpy()[lasting], "step"
-    thread = host.on_training_thread(rank)
+    thread = on_training_thread.get()
     calls = host.outermost(thread[host.is_named(thread, "enumerate(DataLoader)")])["start_ns"].to_numpy()
     if len(calls) >= 3:
         return np.column_stack((calls[:-1], calls[1:])), np.arange(len(calls) - 1), "step"
-    spans = rank.table("spans")
-    begin, stop = spans["start_ns"].min(), (spans["start_ns"] + spans["dur_ns"]).max()
+    events = spans.get()
+    begin, stop = events["start_ns"].min(), (events["start_ns"] + events["dur_ns"]).max()
     return np.array([[begin, stop]], dtype=np.int64), np.empty(0, dtype=np.int64), "trace"
 
 
-def _launched_in(rank: RankData, marks: iv.Intervals) -> NDArray[np.int64]:
+def _launched_in(
+    launches: Launches, device_work: pd.DataFrame, traced_steps: Maybe[pd.DataFrame], marks: iv.Intervals
+) -> NDArray[np.int64]:
     """Return the step that launched each piece of device work.
 
     Work whose launch is not in the trace goes with its neighbour on the same stream, which runs in order. Where no
     launch is, work belongs to the step in whose time it began, and to the last one after that.
     """
-    found = launches(rank)
-    work = device.device_work(rank)
-    if len(marks) == 1 and not len(rank.table("traced_steps")):
-        return np.zeros(len(work), dtype=np.int64)
-    if not found.known.any():
-        return np.minimum(_step_at(marks, work["start_ns"].to_numpy()), len(marks) - 1)
-    step = np.where(found.known, _step_at(marks, found.called), 0)
-    if found.known.all():
+    if len(marks) == 1 and not len(traced_steps.get()):
+        return np.zeros(len(device_work), dtype=np.int64)
+    if not launches.known.any():
+        return np.minimum(_step_at(marks, device_work["start_ns"].to_numpy()), len(marks) - 1)
+    step = np.where(launches.known, _step_at(marks, launches.called), 0)
+    if launches.known.all():
         return step
-    lane = work["lane"].cat.codes.to_numpy()
-    for one in np.unique(lane[~found.known]):
+    lane = device_work["lane"].cat.codes.to_numpy()
+    for one in np.unique(lane[~launches.known]):
         rows = np.flatnonzero(lane == one)  # in order of their start
-        known = np.flatnonzero(found.known[rows])
+        known = np.flatnonzero(launches.known[rows])
         if not len(known):
-            step[rows] = _step_at(marks, work["start_ns"].to_numpy()[rows])
+            step[rows] = _step_at(marks, device_work["start_ns"].to_numpy()[rows])
             continue
         # What nothing known comes before was launched before the trace began, as far as a known one follows.
         before = np.searchsorted(known, np.arange(len(rows)), side="right") - 1
@@ -171,33 +187,27 @@ def _step_at(marks: iv.Intervals, at: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where(beyond, np.where(step == len(marks) - 1, len(marks), NO_STEP), step)
 
 
-def main_stream(rank: RankData) -> NDArray[np.bool_]:
+@within_rank
+def main_stream(device_work: pd.DataFrame) -> NDArray[np.bool_]:
     """Return which rows of the device's work lie on the stream that computes most."""
-    return rank.once(_main_stream)
-
-
-def _main_stream(rank: RankData) -> NDArray[np.bool_]:
-    work = device.device_work(rank)
-    lane = work["lane"].cat.codes.to_numpy()
-    computes = host.is_kind(work, "kernel")
-    dur = work["dur_ns"].to_numpy(dtype=float)
+    lane = device_work["lane"].cat.codes.to_numpy()
+    computes = host.is_kind(device_work, "kernel")
+    dur = device_work["dur_ns"].to_numpy(dtype=float)
     took = np.bincount(lane, weights=np.where(computes, dur, dur * 1e-6))
     main: NDArray[np.bool_] = lane == (int(np.argmax(took)) if len(took) else -1)
     return main
 
 
 def _on_device(
-    rank: RankData, marks: iv.Intervals, launched_in: NDArray[np.int64]
+    device_work: pd.DataFrame, main_stream: NDArray[np.bool_], marks: iv.Intervals, launched_in: NDArray[np.int64]
 ) -> tuple[iv.Intervals, NDArray[np.float64]]:
     """Return the steps' windows on the device and their lags, as the file's head defines them."""
     n = len(marks)
-    work = device.device_work(rank)
-    start = work["start_ns"].to_numpy()
-    end = start + work["dur_ns"].to_numpy()
-    main = main_stream(rank)
+    start = device_work["start_ns"].to_numpy()
+    end = start + device_work["dur_ns"].to_numpy()
     never = np.iinfo(np.int64).max
     first = np.full(n, never)
-    of_main = main & (launched_in >= 0) & (launched_in < n)
+    of_main = main_stream & (launched_in >= 0) & (launched_in < n)
     np.minimum.at(first, launched_in[of_main], start[of_main])
     elsewhere = np.full(n, never)
     of_any = (launched_in >= 0) & (launched_in < n)

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import intervals as iv
-from dlprof.engine import RankData
+from dlprof.engine import within_rank
 from dlprof.timeline import host
-from dlprof.timeline.replay import Kept, Replay, replay_of
-from dlprof.timeline.steps import timing
+from dlprof.timeline.replay import Kept, Replay
+from dlprof.timeline.steps import Timing
 
 # From one operator to the next Python takes 5 to 50 µs in a model's code. Where no thread is in an operator or in a
 # call of the runtime for longer than this, the script does something else.
@@ -109,28 +110,25 @@ class WhatIf:
         return kept
 
 
-def what_if(rank: RankData) -> WhatIf:
+@within_rank
+def what_if(replay_of: Replay, timing: Timing, on_training_thread: pd.DataFrame, in_calls: iv.Intervals) -> WhatIf:
     """Return a rank's steps, ready for changes; raise NotMeasured as `replay_of` does."""
-    return rank.once(_what_if)
+    did = _host_time(on_training_thread, in_calls, replay_of)
+    if timing.source != "steps":
+        return WhatIf(replay_of, did, 1.0, 1.0, timing.step_ns)
+    traced = iv.total(did.fetch) / replay_of.steps
+    fetch_left = timing.phases.get("fetch", 0.0) / traced if traced else 1.0
+    return WhatIf(replay_of, did, fetch_left, _calls_left(replay_of, did, fetch_left, timing.step_ns), timing.step_ns)
 
 
-def _what_if(rank: RankData) -> WhatIf:
-    replay, t = replay_of(rank), timing(rank)
-    did = _host_time(rank, replay)
-    if t.source != "steps":
-        return WhatIf(replay, did, 1.0, 1.0, t.step_ns)
-    traced = iv.total(did.fetch) / replay.steps
-    fetch_left = t.phases.get("fetch", 0.0) / traced if traced else 1.0
-    return WhatIf(replay, did, fetch_left, _calls_left(replay, did, fetch_left, t.step_ns), t.step_ns)
-
-
-def _host_time(rank: RankData, replay: Replay) -> HostTime:
+def _host_time(on_training_thread: pd.DataFrame, in_calls: iv.Intervals, replay: Replay) -> HostTime:
     whole = np.array([replay.host], dtype=np.int64)
-    thread = host.on_training_thread(rank)
     waits = iv.merge(np.array([[w.begin, w.end] for w in replay.waits], dtype=np.int64).reshape(-1, 2))
-    fetch = iv.subtract(iv.intersect(host.cover(thread, host.is_kind(thread, "fetch")), whole), waits)
+    fetch = iv.subtract(
+        iv.intersect(host.cover(on_training_thread, host.is_kind(on_training_thread, "fetch")), whole), waits
+    )
     free = iv.subtract(iv.subtract(whole, fetch), waits)
-    between = iv.subtract(free, host.in_calls(rank))
+    between = iv.subtract(free, in_calls)
     python = between[between[:, 1] - between[:, 0] > PAUSE_NS]
     return HostTime(fetch, iv.subtract(free, python), python)
 

@@ -89,7 +89,7 @@ def self_attention(how: str) -> Callable[[Any], tuple[Any, Any]]:
 
 
 def found(rank: RankData) -> pd.DataFrame:
-    return rank.once(attention.function)
+    return rank.once(attention)
 
 
 def test_scores_by_hand_are_found_forward_and_backward(tmp_path: Path) -> None:

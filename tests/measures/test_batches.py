@@ -38,7 +38,7 @@ def recorded(folder: Path, made: dict[str, Any]) -> RankData:
 
 
 def gains(folder: Path, made: dict[str, Any]) -> list[float]:
-    frame = recorded(folder, made).once(larger_batches.function)
+    frame = recorded(folder, made).once(larger_batches)
     assert frame["times"].tolist() == [2, 4, 8]
     return [float(ns) for ns in frame["gain_ns"]]
 
@@ -63,4 +63,4 @@ def test_the_optimizer_is_the_same_for_any_batch(tmp_path: Path) -> None:
 def test_without_a_replay_it_abstains(tmp_path: Path) -> None:
     rank = runs.rank_of(tmp_path, traces.trace(traces.step(0, 0, MS), traces.op("aten::mm", 0, MS), device=""))
     with pytest.raises(NotMeasured):
-        rank.once(larger_batches.function)
+        rank.once(larger_batches)

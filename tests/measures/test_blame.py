@@ -16,7 +16,7 @@ from dlprof.measures.collectives import collectives
 from dlprof.measures.replay import own_time
 from tests import runs, traces
 from tests.measures.test_collectives import late_by
-from tests.runs import MS
+from tests.runs import MS, asked
 
 NEEDS = (accounts, blame, charged, collectives, own_time)
 
@@ -136,7 +136,7 @@ def test_nobody_is_charged_more_than_the_late_rank_spent(tmp_path: Path) -> None
     facts = {"device": {"type": "cuda"}, "host": "node-1"}
     folder = runs.recorded(tmp_path / "run", *((m, s, facts) for m, s in zip(made, steps, strict=True)))
     run = runs.measured(folder, breakdown, *NEEDS)
-    spent = part(run, "input_wait")[1]
+    spent = asked(run, part, "input_wait")[1]
     found, wait = rows(run.frame(blame)), run.frame(own_time).set_index("rank")["wait_ns"]
     assert spent < wait[0]
     assert found == pytest.approx({(0, 1, "input_wait"): spent, (0, 1, "other"): wait[0] - spent})

@@ -26,7 +26,7 @@ def rank_with(
 
 
 def test_what_is_neither_run_nor_waited_for_a_core_is_stood_still(tmp_path: Path) -> None:
-    assert blocked(rank_with(tmp_path, FACTS)) == pytest.approx((2 * MS, 0.0), abs=1)
+    assert rank_with(tmp_path, FACTS).once(blocked) == pytest.approx((2 * MS, 0.0), abs=1)
 
 
 @pytest.mark.parametrize(
@@ -39,26 +39,26 @@ def test_what_is_neither_run_nor_waited_for_a_core_is_stood_still(tmp_path: Path
     ],
 )
 def test_where_standing_still_says_little_it_is_not_told(tmp_path: Path, other: dict[str, Any]) -> None:
-    assert blocked(rank_with(tmp_path, FACTS | other)) is None
+    assert rank_with(tmp_path, FACTS | other).once(blocked) is None
 
 
 def test_a_few_readings_are_not_enough(tmp_path: Path) -> None:
-    assert blocked(rank_with(tmp_path, FACTS, n=6)) is None
+    assert rank_with(tmp_path, FACTS, n=6).once(blocked) is None
 
 
 def test_what_computes_beside_the_training_thread(tmp_path: Path) -> None:
     """Of 8 ms that the process computes in a step, 5 are the training thread's; a worker 1.5 for each batch."""
     used = {"delay": MS, "thread": 5 * MS, "cpu": 3 * MS // 2, "fetch": 2 * MS}
-    frame = contention.function(rank_with(tmp_path / "a", FACTS, files="steps loading fetches", **used))
+    frame = rank_with(tmp_path / "a", FACTS, files="steps loading fetches", **used).once(contention)
     assert frame.to_dict("records") == [{"delay_ns": MS, "others_ns": 3 * MS, "loader_ns": 1.5 * MS}]
     # Without workers the loader computes in the training thread.
-    frame = contention.function(rank_with(tmp_path / "b", FACTS, workers=0, delay=MS, thread=5 * MS))
+    frame = rank_with(tmp_path / "b", FACTS, workers=0, delay=MS, thread=5 * MS).once(contention)
     assert frame.to_dict("records") == [{"delay_ns": MS, "others_ns": 3 * MS, "loader_ns": 0.0}]
 
 
 def test_what_computes_beside_it_is_not_told_where_that_is_not_known(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match="threads"):
-        contention.function(rank_with(tmp_path / "a", FACTS | {"cpu": {"torch_threads": 4}}))
+        rank_with(tmp_path / "a", FACTS | {"cpu": {"torch_threads": 4}}).once(contention)
     # There are workers, and nobody saw what they fetch.
     with pytest.raises(NotMeasured, match="fetching a batch"):
-        contention.function(rank_with(tmp_path / "b", FACTS))
+        rank_with(tmp_path / "b", FACTS).once(contention)

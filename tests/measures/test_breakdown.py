@@ -12,12 +12,12 @@ from dlprof.measures.breakdown import breakdown, part, part_noise
 from dlprof.run import Rank, open_run
 from dlprof.timeline.steps import step_means
 from tests import runs, traces
-from tests.runs import MS
+from tests.runs import MS, asked
 from tests.timeline.test_traced import ahead
 
 
 def parts_of(rank: RankData) -> dict[str, float]:
-    frame = rank.once(breakdown.function)
+    frame = rank.once(breakdown)
     return dict(zip(frame["category"], frame["ns"], strict=True))
 
 
@@ -156,11 +156,11 @@ def test_the_parts_are_brought_to_the_steps_that_were_not_traced(tmp_path: Path)
     )
     steps = [runs.light(n, 5 * MS, fetch_ns=MS, forward_ns=3 * MS) for n in range(30)]
     folder = runs.recorded(tmp_path / "run", (made, steps, runs.CPU))
-    found = part(runs.measured(folder, breakdown, step_means), "computation")
+    found = asked(runs.measured(folder, breakdown, step_means), part, "computation")
     assert found == {0: pytest.approx(2 * MS)}  # four of six ms of forward, so two thirds of three
     run = runs.measured(folder, breakdown, step_means)
-    assert part(run, "input_wait") == {0: pytest.approx(MS)}
-    assert part(run, "host") == {0: pytest.approx(2 * MS)}
+    assert asked(run, part, "input_wait") == {0: pytest.approx(MS)}
+    assert asked(run, part, "host") == {0: pytest.approx(2 * MS)}
     assert run.frame(breakdown)["ns"].sum() == pytest.approx(run.frame(step_means)["step_ns"][0])
     assert run.frame(step_means)["overhead"][0] == pytest.approx(2.0)
 
@@ -176,9 +176,9 @@ def test_a_phase_that_was_shorter_when_traced_waits_for_longer_else(tmp_path: Pa
     )
     steps = [runs.light(n, 15 * MS, optimizer_ns=9 * MS) for n in range(30)]
     run = runs.measured(runs.recorded(tmp_path / "run", (made, steps, runs.CPU)), breakdown)
-    assert part(run, "communication") == {0: pytest.approx(7 * MS)}
-    assert part(run, "computation") == {0: pytest.approx(MS)}
-    assert part(run, "optimizer_host") == {0: pytest.approx(MS)}
+    assert asked(run, part, "communication") == {0: pytest.approx(7 * MS)}
+    assert asked(run, part, "computation") == {0: pytest.approx(MS)}
+    assert asked(run, part, "optimizer_host") == {0: pytest.approx(MS)}
 
 
 def test_device_work_keeps_its_time_whatever_the_profiler_did_to_the_host(tmp_path: Path) -> None:
@@ -189,15 +189,15 @@ def test_device_work_keeps_its_time_whatever_the_profiler_did_to_the_host(tmp_pa
     )
     steps = [runs.light(n, 5 * MS, forward_ns=5 * MS) for n in range(30)]
     run = runs.measured(runs.recorded(tmp_path / "run", (made, steps, {"device": {"type": "cuda"}})), breakdown)
-    assert part(run, "computation") == {0: pytest.approx(4 * MS)}
-    assert part(run, "host") == {0: pytest.approx(MS)}
+    assert asked(run, part, "computation") == {0: pytest.approx(4 * MS)}
+    assert asked(run, part, "host") == {0: pytest.approx(MS)}
 
 
 def test_without_a_trace_only_the_wait_of_a_cpu_run_is_known(tmp_path: Path) -> None:
     steps = [runs.light(n, 5 * MS, fetch_ns=MS, forward_ns=3 * MS) for n in range(30)]
     run = runs.measured(runs.recorded(tmp_path / "cpu", (None, steps, runs.CPU)), breakdown)
-    assert part(run, "input_wait") == {0: pytest.approx(MS)}
-    assert part(run, "other") == {0: pytest.approx(4 * MS)}
+    assert asked(run, part, "input_wait") == {0: pytest.approx(MS)}
+    assert asked(run, part, "other") == {0: pytest.approx(4 * MS)}
     run = runs.measured(runs.recorded(tmp_path / "gpu", (None, steps, {"device": {"type": "cuda"}})), breakdown)
     with pytest.raises(NotMeasured, match="trace"):
         run.frame(breakdown)
@@ -212,21 +212,21 @@ def test_a_gpu_job_traced_without_its_gpu_abstains(tmp_path: Path, sign: str) ->
         events.append(traces.annotation("nccl:all_reduce", 2000, 100))
     made = traces.trace(*events, backend="nccl" if sign == "backend" else "", device="")
     with pytest.raises(NotMeasured, match="nothing of the GPU"):
-        runs.rank_of(tmp_path, made).once(breakdown.function)
+        runs.rank_of(tmp_path, made).once(breakdown)
 
 
 def test_parts_that_vary_between_the_steps_say_how_much(tmp_path: Path) -> None:
     steady = [e for n in range(4) for e in (traces.step(n, n * MS, MS), traces.kernel("gemm", n * MS, MS // 2))]
     run = runs.measured(runs.foreign(tmp_path / "a", traces.trace(*steady, world_size=1)), breakdown)
-    assert part_noise(run, "host") == 0.0
+    assert asked(run, part_noise, "host") == 0.0
     uneven = [e for n in range(4) for e in (traces.step(n, n * MS, MS), traces.kernel("gemm", n * MS, n * MS // 4))]
     run = runs.measured(runs.foreign(tmp_path / "b", traces.trace(*uneven, world_size=1)), breakdown)
-    assert part_noise(run, "host") > 0.1 * MS
+    assert asked(run, part_noise, "host") > 0.1 * MS
 
 
 def test_a_rank_without_records_abstains() -> None:
     with pytest.raises(NotMeasured):
-        RankData(Rank(0)).once(breakdown.function)
+        RankData(Rank(0)).once(breakdown)
 
 
 @pytest.mark.parametrize(("stood_still", "communication"), [(500_000, 450_000), (100_000, 100_000), (220_000, 200_000)])
@@ -275,19 +275,19 @@ def longer(folder: Path, waits: int) -> Path:
 
 def test_untraced_steps_that_wait_longer_for_data_are_longer_for_it(tmp_path: Path) -> None:
     run = runs.measured(longer(tmp_path, waits=900_000), breakdown, step_means)
-    assert part(run, "computation")[0] == pytest.approx(2 * MS, rel=0.02)
-    assert part(run, "input_wait")[0] == pytest.approx(900_000, rel=0.05)
+    assert asked(run, part, "computation")[0] == pytest.approx(2 * MS, rel=0.02)
+    assert asked(run, part, "input_wait")[0] == pytest.approx(900_000, rel=0.05)
     assert run.frame(breakdown)["ns"].sum() == pytest.approx(3 * MS)
 
 
 def test_a_wait_that_makes_no_step_longer_is_no_part_of_it(tmp_path: Path) -> None:
     run = runs.measured(longer(tmp_path, waits=2_900_000), breakdown, step_means)
-    assert part(run, "input_wait")[0] == pytest.approx(MS, rel=0.05)
+    assert asked(run, part, "input_wait")[0] == pytest.approx(MS, rel=0.05)
 
 
 def test_what_makes_untraced_steps_longer_and_was_not_recorded_is_said_to_be_so(tmp_path: Path) -> None:
     path = longer(tmp_path, waits=0)
-    assert part(runs.measured(path, breakdown, step_means), "other")[0] == pytest.approx(MS, rel=0.05)
+    assert asked(runs.measured(path, breakdown, step_means), part, "other")[0] == pytest.approx(MS, rel=0.05)
     (said,) = (w for w in diagnose(open_run(path), [], jobs=1).run.warnings if "in no part" in w)
     assert said.startswith("33 % of a step is in no part of the traced steps: the others are longer by as much")
 
@@ -302,7 +302,7 @@ def test_all_steps_tell_how_sure_the_hosts_part_is(tmp_path: Path) -> None:
     steps = [runs.light(n, 4 * MS + (n % 2) * 20_000) for n in range(60)]
     made = traces.trace(*events, world_size=1)
     run = runs.measured(runs.recorded(tmp_path / "run", (made, steps, GPU)), breakdown, step_means)
-    assert part(run, "host")[0] == pytest.approx(2 * MS, rel=0.05)
-    assert part_noise(run, "host") < 0.01 * MS
+    assert asked(run, part, "host")[0] == pytest.approx(2 * MS, rel=0.05)
+    assert asked(run, part_noise, "host") < 0.01 * MS
     alone = runs.measured(runs.foreign(tmp_path / "trace", made), breakdown, step_means)
-    assert part_noise(alone, "host") > 0.5 * MS
+    assert asked(alone, part_noise, "host") > 0.5 * MS

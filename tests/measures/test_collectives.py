@@ -15,7 +15,7 @@ from dlprof.measures.replay import own_time, saving, saving_input
 from dlprof.measures.waits import bare_waits, waits
 from dlprof.timeline.steps import step_means, step_series
 from tests import runs, traces
-from tests.runs import MS
+from tests.runs import MS, asked
 
 NEEDS = (bare_waits, breakdown, collectives, exposed, matched, own_time, step_means, step_series, waits)
 
@@ -56,10 +56,10 @@ def test_each_waits_until_the_last_has_come(tmp_path: Path) -> None:
 
 def test_taking_work_from_the_slowest_helps_until_another_is(tmp_path: Path) -> None:
     run = run_of(tmp_path, late_by(0, 600_000, 200_000))
-    assert saving(run, {1: 100_000}) == pytest.approx(100_000)
-    assert saving(run, {1: 5 * MS}) == pytest.approx(400_000)
-    assert saving(run, {0: 5 * MS, 2: 5 * MS}) == 0.0
-    assert saving(run, dict.fromkeys(range(3), 300_000)) == pytest.approx(300_000)
+    assert asked(run, saving, {1: 100_000}) == pytest.approx(100_000)
+    assert asked(run, saving, {1: 5 * MS}) == pytest.approx(400_000)
+    assert asked(run, saving, {0: 5 * MS, 2: 5 * MS}) == 0.0
+    assert asked(run, saving, dict.fromkeys(range(3), 300_000)) == pytest.approx(300_000)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -135,8 +135,8 @@ def test_ranks_that_starve_in_turn_lose_more_than_their_means_tell(tmp_path: Pat
     facts = {"device": {"type": "cuda"}, "host": "node-1"}
     folder = runs.recorded(tmp_path / "run", *((m, s, facts) for m, s in zip(made, steps, strict=True)))
     run = runs.measured(folder, *NEEDS)
-    assert saving_input(run, {0: 1.0 * MS, 1: 1.0 * MS}) == pytest.approx(2 * MS, rel=0.06)
-    assert saving(run, {0: 1.0 * MS, 1: 1.0 * MS}) == pytest.approx(MS)
+    assert asked(run, saving_input, {0: 1.0 * MS, 1: 1.0 * MS}) == pytest.approx(2 * MS, rel=0.06)
+    assert asked(run, saving, {0: 1.0 * MS, 1: 1.0 * MS}) == pytest.approx(MS)
 
 
 def test_a_broadcast_is_waited_for_and_its_giver_waits_for_nobody(tmp_path: Path) -> None:
@@ -265,14 +265,14 @@ def test_sends_that_cannot_match_are_left_out(tmp_path: Path, stages: Any) -> No
     run = run_of(tmp_path, pipeline(*stages))
     with pytest.raises(NotMeasured, match="sends and receives do not match"):
         run.frame(matched)
-    assert "do not match" in unmatched(run)
+    assert "do not match" in run.frame(unmatched)
 
 
 def test_sends_to_who_knows_whom_are_said_to_be_so(tmp_path: Path) -> None:
     run = run_of(tmp_path, pipeline(*HANDED_ON, told=False))
     with pytest.raises(NotMeasured, match="between which ranks"):
         run.frame(matched)
-    assert unmatched(run) == UNTOLD
+    assert run.frame(unmatched) == UNTOLD
 
 
 def test_sends_between_hosts_need_clocks_that_collectives_bring_together(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_expert_parallel_kernels_meet_in_the_group_named_for_experts(tmp_path: P
 def test_without_smaller_groups_they_are_of_all_ranks(tmp_path: Path) -> None:
     run = run_of(tmp_path, experts(DISPATCH))
     assert by_rank(run.frame(matched), "wait_ns") == {0: 9 * MS, 1: 6 * MS, 2: 3 * MS, 3: 0}
-    assert unmatched(run) == ""
+    assert run.frame(unmatched) == ""
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_where_nobody_knows_with_whom_they_meet_nobody_waits(tmp_path: Path, nam
     run = run_of(tmp_path, experts(name, *groups))
     with pytest.raises(NotMeasured):
         run.frame(matched)
-    assert unmatched(run) == NO_GROUP
+    assert run.frame(unmatched) == NO_GROUP
 
 
 def test_kernels_of_an_unknown_group_leave_the_others_matched(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_kernels_of_an_unknown_group_leave_the_others_matched(tmp_path: Path) ->
     run = run_of(tmp_path, made)
     assert by_rank(run.frame(matched), "wait_ns") == {0: 3 * MS, 1: 0, 2: 3 * MS, 3: 0}
     assert set(run.frame(matched)["collective"]) == {"all_reduce"}
-    assert unmatched(run) == NO_GROUP
+    assert run.frame(unmatched) == NO_GROUP
 
 
 def test_the_threads_that_gloo_sends_in_match_nothing(tmp_path: Path) -> None:

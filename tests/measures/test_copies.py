@@ -5,7 +5,7 @@ from pathlib import Path
 from dlprof.measures.breakdown import breakdown
 from dlprof.measures.copies import copies, hideable
 from tests import runs, traces
-from tests.runs import MS
+from tests.runs import MS, asked
 
 
 def test_copies_are_counted_per_step_by_way_and_memory(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_copies_are_counted_per_step_by_way_and_memory(tmp_path: Path) -> None:
             traces.copy(t + 700_000, 1_000, 8),  # a scalar
             traces.copy(t + 800_000, 50_000, 700_000, "DtoH (Device -> Pageable)"),
         ]
-    frame = runs.rank_of(tmp_path, traces.trace(*events)).once(copies.function)
+    frame = runs.rank_of(tmp_path, traces.trace(*events)).once(copies)
     found = {(c, m): (n, b, t, e) for c, m, n, b, t, e in frame.itertuples(index=False)}
     assert found == {
         ("HtoD", "pageable"): (1, 1_000_000, 200_000, 100_000),
@@ -31,11 +31,11 @@ def test_copies_are_counted_per_step_by_way_and_memory(tmp_path: Path) -> None:
 
 def test_copies_outside_the_steps_do_not_count(tmp_path: Path) -> None:
     made = traces.trace(traces.copy(0, 1_000, 1_000_000), traces.step(1, MS, MS), traces.kernel("gemm", MS, 1_000))
-    assert not len(runs.rank_of(tmp_path, made).once(copies.function))
+    assert not len(runs.rank_of(tmp_path, made).once(copies))
 
 
 def test_a_copy_hides_behind_no_more_than_is_computed(tmp_path: Path) -> None:
     made = traces.trace(traces.step(1, 0, MS), traces.kernel("gemm", 0, 200_000), world_size=1)
     run = runs.measured(runs.foreign(tmp_path, made), breakdown, copies)
-    assert hideable(run, {0: 50_000.0}) == {0: 50_000}
-    assert hideable(run, {0: 700_000.0}) == {0: 200_000}
+    assert asked(run, hideable, exposed={0: 50_000.0}) == {0: 50_000}
+    assert asked(run, hideable, exposed={0: 700_000.0}) == {0: 200_000}

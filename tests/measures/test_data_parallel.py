@@ -26,7 +26,7 @@ def test_the_search_and_the_last_reduction_of_each_step_on_a_cpu(tmp_path: Path)
             traces.annotation("gloo:all_reduce", t + 590_000, 300_000),
         ]
     rank = runs.rank_of(tmp_path, traces.trace(*events, device="", backend="gloo"))
-    rows = rank.once(unused_searches.function)
+    rows = rank.once(unused_searches)
     # Of the last reduction 90 µs lie behind the gradients'.
     assert rows["search_ns"].tolist() == [40_000, 40_000]
     assert rows["flags_ns"].tolist() == [90_000, 90_000]
@@ -63,7 +63,7 @@ def test_on_a_gpu_the_flags_are_told_by_their_type(tmp_path: Path) -> None:
         traces.collective(550_000, 100_000, 1_000, correlation=2),
         flags,
     )
-    (row,) = runs.rank_of(tmp_path, made).once(unused_searches.function).to_dict("records")
+    (row,) = runs.rank_of(tmp_path, made).once(unused_searches).to_dict("records")
     assert (row["search_ns"], row["flags_ns"]) == (40_000, 20_000)
 
 
@@ -74,12 +74,12 @@ def test_one_reduction_alone_is_the_gradients(tmp_path: Path) -> None:
         traces.annotation("gloo:all_reduce", 500_000, 300_000),
     ]
     rank = runs.rank_of(tmp_path, traces.trace(*events, device="", backend="gloo"))
-    assert rank.once(unused_searches.function)["flags_ns"][0] == 0
+    assert rank.once(unused_searches)["flags_ns"][0] == 0
 
 
 def test_without_a_search_it_abstains(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match="no search"):
-        runs.rank_of(tmp_path, traces.training(2)).once(unused_searches.function)
+        runs.rank_of(tmp_path, traces.training(2)).once(unused_searches)
 
 
 def test_data_parallels_copying_counts_once_on_any_thread(tmp_path: Path) -> None:
@@ -93,13 +93,13 @@ def test_data_parallels_copying_counts_once_on_any_thread(tmp_path: Path) -> Non
         traces.op("ReduceAddCoalesced", 720_000, 150_000, tid=traces.AUTOGRAD),
         traces.kernel("gemm", 200_000, 300_000),
     )
-    (row,) = runs.rank_of(tmp_path, made).once(replication.function).to_dict("records")
+    (row,) = runs.rank_of(tmp_path, made).once(replication).to_dict("records")
     assert (row["forward_ns"], row["copying_ns"]) == (600_000, 20_000 + 160_000 + 50_000 + 200_000)
 
 
 def test_without_data_parallel_it_abstains(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match="no DataParallel"):
-        runs.rank_of(tmp_path, traces.training(2)).once(replication.function)
+        runs.rank_of(tmp_path, traces.training(2)).once(replication)
 
 
 @pytest.mark.parametrize(("devices", "factor"), [(2, 1.0), (4, 1.5)])
@@ -118,7 +118,7 @@ def test_what_takes_data_parallels_place_is_an_all_reduce_beside_the_backward_pa
             traces.call("cudaLaunchKernel", t + 330_000, 2_000, c + 50, tid=traces.AUTOGRAD),
             traces.kernel("ncclDevKernel_Reduce_Sum_f32_RING_LL(int)", t + 700_000, 200_000, c + 50),
         ]
-    (row,) = runs.rank_of(tmp_path, traces.trace(*events, world_size=1)).once(replication.function).to_dict("records")
+    (row,) = runs.rank_of(tmp_path, traces.trace(*events, world_size=1)).once(replication).to_dict("records")
     assert row["copying_ns"] == 200_000
     assert row["reduced_ns"] == pytest.approx(factor * 200_000)
     assert row["backward_ns"] == pytest.approx(400_000)

@@ -50,8 +50,8 @@ def gains(run: Measured) -> dict[str, float]:
 def test_only_what_the_backward_pass_computes_beside_nothing_can_hide_more(tmp_path: Path) -> None:
     # Of 3 ms of backward 1 ms is beside the first exchange, and 4 ms of the others lie open.
     run = run_of(tmp_path, step((4_010 * US, 2 * MS, 1_000), (6_010 * US, 3 * MS, 1_000)), ddp=DDP)
-    assert free_to_hide(run) == pytest.approx({0: 2 * MS, 1: 2 * MS})
-    assert exposed_transfer(run).tolist() == [4 * MS, 4 * MS]
+    assert run.frame(free_to_hide) == pytest.approx({0: 2 * MS, 1: 2 * MS})
+    assert run.frame(exposed_transfer).tolist() == [4 * MS, 4 * MS]
     assert gains(run)["hidden"] == pytest.approx(2 * MS)
 
 
@@ -62,7 +62,7 @@ def test_a_sharded_models_forward_pass_hides_too(tmp_path: Path) -> None:
 
 def test_where_nothing_tells_the_backward_pass_all_computation_counts(tmp_path: Path) -> None:
     events = [e for e in step((5_010 * US, 4 * MS, 1_000)) if e["cat"] != "cuda_runtime"]
-    assert free_to_hide(run_of(tmp_path, events)) == pytest.approx({0: 5 * MS, 1: 5 * MS})
+    assert run_of(tmp_path, events).frame(free_to_hide) == pytest.approx({0: 5 * MS, 1: 5 * MS})
 
 
 def sizes(*, small: int, large: int) -> list[tuple[int, int, int]]:
@@ -77,11 +77,11 @@ def sizes(*, small: int, large: int) -> list[tuple[int, int, int]]:
 
 def test_two_classes_of_size_tell_starting_from_moving(tmp_path: Path) -> None:
     run = run_of(tmp_path, step(*sizes(small=25_000, large=2_500_000)), ddp=DDP)
-    fit = fitted(run)
+    fit = run.frame(fitted)
     assert fit is not None
     assert (fit.start_ns, fit.byte_ns) == pytest.approx((100 * US, 0.1))
     # 30.3 MB move in 3.03 ms and six exchanges start in 0.6 ms. Half the bytes take 1.515 ms less.
-    assert exposed_transfer(run).tolist() == pytest.approx([3.63 * MS] * 2)
+    assert run.frame(exposed_transfer).tolist() == pytest.approx([3.63 * MS] * 2)
     assert gains(run)["bytes"] == pytest.approx(1.515 * MS)
     assert gains(run)["half"] == pytest.approx(1.815 * MS)
     # In 5 MB six remain. In 10 MB it is three: 3.33 ms, of which 1.33 do not fit beside 2 of 3 ms of backward;
@@ -122,11 +122,11 @@ def test_the_rule_names_the_buckets_of_the_best_plan_unless_they_are_there(tmp_p
 
 def test_exchanges_that_are_alike_do_not_tell_what_starting_takes(tmp_path: Path) -> None:
     run = run_of(tmp_path, step(*sizes(small=25_000, large=25_000)), ddp=DDP)
-    assert fitted(run) is None
+    assert run.frame(fitted) is None
     plans = run.frame(exchange_plans).set_index("key")
     assert plans["gain_ns"][["bucket", "bytes", "powersgd"]].isna().all()
     assert "alike" in plans["why"]["bucket"]
-    assert plans["gain_ns"]["half"] == pytest.approx(exposed_transfer(run)[0] / 2)
+    assert plans["gain_ns"]["half"] == pytest.approx(run.frame(exposed_transfer)[0] / 2)
 
 
 def test_large_exchanges_take_half_as_long_for_half_the_bytes(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def on_two_cores(folder: Path, *cpu: int, cores: int = 2) -> Measured:
 def test_on_a_cpu_no_more_is_hidden_than_its_cores_stand_idle(tmp_path: Path) -> None:
     # Two ranks use 1.7 of two cores: beside each other, computing and sending take 8.5 ms of 10.
     run = on_two_cores(tmp_path, 9 * MS, 8 * MS)
-    assert idle_cores(run) == pytest.approx(1.5 * MS)
+    assert run.frame(idle_cores) == pytest.approx(1.5 * MS)
     assert gains(run)["hidden"] == pytest.approx(1.5 * MS)
     why = run.frame(exchange_plans).set_index("key")["why"]["hidden"]
     assert "they stand idle for 1.50 ms" in why
@@ -223,7 +223,7 @@ def test_with_cores_to_spare_all_of_it_may_be_hidden(tmp_path: Path) -> None:
 
 
 def test_ranks_with_a_core_each_have_their_own(tmp_path: Path) -> None:
-    assert idle_cores(on_two_cores(tmp_path, 9 * MS, 8 * MS, cores=1)) == pytest.approx(1 * MS)
+    assert on_two_cores(tmp_path, 9 * MS, 8 * MS, cores=1).frame(idle_cores) == pytest.approx(1 * MS)
 
 
 def in_both_passes(
@@ -254,7 +254,7 @@ def in_both_passes(
 @pytest.mark.parametrize("name", ["all_reduce", "all_to_all"])
 def test_what_the_forward_pass_exchanges_is_no_gradient(tmp_path: Path, name: str, gpu: bool) -> None:
     run = runs.measured(in_both_passes(tmp_path, gpu, name=name), exchange_plans)
-    assert activations(run) == name
+    assert run.frame(activations) == name
     assert set(gains(run)) == {"hidden"}
     assert "needed at once" in run.frame(exchange_plans)["why"].iloc[0]
 
@@ -263,12 +263,12 @@ def test_gradients_are_told_by_their_size_from_what_a_forward_pass_exchanges(tmp
     run = runs.measured(in_both_passes(tmp_path, True, gradients=2 * MS), exchange_plans)
     # Of 4 ms that lie open 2 ms are gradients: half as many save 1 ms.
     assert gains(run)["half"] == pytest.approx(1 * MS)
-    assert activations(run) == ""
+    assert run.frame(activations) == ""
 
 
 def test_without_sizes_ddps_exchanges_are_gradients(tmp_path: Path) -> None:
     run = runs.measured(in_both_passes(tmp_path, False, ddp=DDP), exchange_plans)
-    assert activations(run) == ""
+    assert run.frame(activations) == ""
     assert "half" in gains(run)
 
 

@@ -25,7 +25,7 @@ def test_each_gap_has_its_cause(tmp_path: Path) -> None:
         traces.op("aten::mm", 600_000, 390_000),
         traces.launched("last", 600_000, 610_000, 390_000, 5),
     )
-    (row,) = runs.rank_of(tmp_path, made).once(gaps.function).to_dict("records")
+    (row,) = runs.rank_of(tmp_path, made).once(gaps).to_dict("records")
     graph_ns, python_ns = row.pop("graph_gain_ns"), row.pop("python_gain_ns")
     # A host without its Python has the lead, and is not late elsewhere either; without its calls it is in Python while
     # the device works. Neither gains more than the host is late, and its launches take.
@@ -50,11 +50,11 @@ def test_gaps_behind_small_kernels_are_told_apart(tmp_path: Path) -> None:
         traces.launched("large", 101_000, 106_000, 94_000, 4),
     )
     rank = runs.rank_of(tmp_path, made)
-    (row,) = rank.once(gaps.function).to_dict("records")
+    (row,) = rank.once(gaps).to_dict("records")
     # Late until the launches have returned, and 5 µs each to start.
     assert (row["launching_ns"], row["latency_ns"]) == (15_000 + 21_000 + 2_000, 10_000)
     assert row["small_ns"] == 21_000 + 5_000 + 2_000
-    (small,) = rank.once(small_kernels.function).to_dict("records")
+    (small,) = rank.once(small_kernels).to_dict("records")
     assert small == {"name": "small", "count": 2, "mean_ns": 4_000, "small": 2, "kernels": 4}
 
 
@@ -65,11 +65,11 @@ def test_what_the_host_waits_for_is_not_launching(tmp_path: Path) -> None:
         traces.fetch(100_000, 500_000),
         traces.launched("second", 600_000, 610_000, 390_000, 2),
     )
-    (row,) = runs.rank_of(tmp_path, made).once(gaps.function).to_dict("records")
+    (row,) = runs.rank_of(tmp_path, made).once(gaps).to_dict("records")
     assert row["launching_ns"] + row["python_ns"] == 10_000  # the launches of the first and the second kernel
 
 
 def test_without_a_device_it_abstains(tmp_path: Path) -> None:
     rank = runs.rank_of(tmp_path, traces.trace(traces.op("aten::mm", 0, 10), device="", backend=""))
     with pytest.raises(NotMeasured):
-        rank.once(gaps.function)
+        rank.once(gaps)

@@ -14,7 +14,7 @@ STEPS = 3
 
 def read(rank: RankData) -> tuple[int, int]:
     """Return how many readings are GradScaler's, and how many values are read at all."""
-    thread = host.on_training_thread(rank)
+    thread = rank.once(host.on_training_thread)
     ops = host.outermost(thread[["name", "start_ns", "dur_ns"]][host.is_kind(thread, "op")])
     return len(grad_scaler.reads(thread, ops)), int(host.is_named(ops, "aten::item").sum())
 

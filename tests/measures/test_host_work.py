@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from dlprof.errors import NotMeasured
-from dlprof.measures.host_work import PYTHON, check_launches, host_work, launches
+from dlprof.measures.host_work import PYTHON, check_launches, host_work, launch_means
 from tests import runs, traces
-from tests.runs import MS
+from tests.runs import MS, asked
 
 
 def test_the_hosts_time_is_split_by_what_ran(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_the_hosts_time_is_split_by_what_ran(tmp_path: Path) -> None:
         ),
     )
     # The kernel was launched until 290 µs, and waited until 500 µs for something that is not the host's.
-    frame = rank.once(host_work.function)
+    frame = rank.once(host_work)
     found = {(n, p): ns for n, p, ns in frame.itertuples(index=False)}
     assert found == {
         (PYTHON, ""): 200_000,  # [800, 1000)
@@ -37,10 +37,10 @@ def test_a_device_with_next_to_nothing_to_do_does_not_train(tmp_path: Path, kern
     events = [traces.launched("gemm", i * 9_000, i * 9_000 + 6_000, 2_000, 1 + i) for i in range(kernels)]
     run = runs.foreign(tmp_path, traces.trace(traces.step(0, 0, MS), *events, world_size=1))
     with pytest.raises(NotMeasured, match=why):
-        check_launches(runs.measured(run, launches))
+        asked(runs.measured(run, launch_means), check_launches)
 
 
 def test_kernels_are_counted_per_step(tmp_path: Path) -> None:
     made = traces.training(3)
-    frame = runs.rank_of(tmp_path, made).once(launches.function)
+    frame = runs.rank_of(tmp_path, made).once(launch_means)
     assert frame["kernels"][0] == 3

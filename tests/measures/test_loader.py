@@ -20,7 +20,7 @@ NAMES = ("fetches.jsonl", "loading.jsonl")
 )
 def test_a_trace_tells_calls_and_kind(tmp_path: Path, loader: str, single: bool) -> None:
     made = traces.trace(*(traces.fetch(n * MS, 10, loader) for n in range(3)))
-    row = runs.rank_of(tmp_path, made).once(loader_calls.function).iloc[0]
+    row = runs.rank_of(tmp_path, made).once(loader_calls).iloc[0]
     assert (row["calls"], row["in_process"]) == (3, single)
 
 

@@ -36,7 +36,7 @@ def test_each_kernel_counts_for_the_innermost_operator_that_launched_it(tmp_path
         traces.kernel("of nobody", 400_000, 100_000),
         device=A100,
     )
-    frame = runs.rank_of(tmp_path, made).once(operators.function)
+    frame = runs.rank_of(tmp_path, made).once(operators)
     found = {r["operator"]: r for r in frame.to_dict("records")}
     assert list(found) == ["aten::addmm", "of nobody", "aten::relu"]
     mine = found["aten::addmm"]
@@ -56,7 +56,7 @@ def test_a_product_that_moves_much_is_bound_by_memory(tmp_path: Path) -> None:
         product("aten::mm", 0, "ampere_bf16_s16816gemm", 10_000, 50_000, 1, *THIN, dtype="c10::BFloat16"),
         device=A100,
     )
-    (row,) = runs.rank_of(tmp_path, made).once(operators.function).to_dict("records")
+    (row,) = runs.rank_of(tmp_path, made).once(operators).to_dict("records")
     assert (row["dtype"], row["bound"], row["tensor_ns"]) == ("bfloat16", "memory", 50_000)
 
 
@@ -70,7 +70,7 @@ def test_on_a_cpu_an_operator_has_the_time_that_it_spends_in_no_other(tmp_path: 
         backend="",
         world_size=1,
     )
-    frame = runs.rank_of(tmp_path, made).once(operators.function)
+    frame = runs.rank_of(tmp_path, made).once(operators)
     assert dict(zip(frame["operator"], frame["ns"], strict=True)) == {
         "aten::addmm": 300_000,
         "aten::linear": 200_000,
@@ -94,7 +94,7 @@ def test_a_recording_without_shapes_has_those_of_the_counted_step(tmp_path: Path
     counted = {"state": "counted", "total": 3_000, "shapes": shapes}
     facts = {"device": {"type": "cuda", "name": A100}, "flops": counted}
     rank = RankData(open_run(runs.recorded(tmp_path / "run", (made, [], facts))).ranks[0])
-    frame = rank.once(operators.function)
+    frame = rank.once(operators)
     assert frame[["shape", "ns", "flops", "bytes", "calls"]].to_numpy().tolist() == [
         ["8x64x9x9 64x64x3x3", 200_000, 2_000, 500, 2],
         ["8x3x9x9 64x3x3x3", 100_000, 1_000, 500, 1],
@@ -113,7 +113,7 @@ def test_time_on_tensor_cores_and_what_16_bits_would_save(tmp_path: Path) -> Non
         traces.call("cudaStreamSynchronize", 60_000, 10 * MS, 4),
         device=A100,
     )
-    (row,) = runs.rank_of(tmp_path, made).once(tensor_cores.function).to_dict("records")
+    (row,) = runs.rank_of(tmp_path, made).once(tensor_cores).to_dict("records")
     assert (row["kernel_ns"], row["tensor_ns"], row["tf32_ns"], row["float32_ns"]) == (10 * MS, MS, MS, 8 * MS)
     assert row["unknown_ns"] == 0
     assert row["fp32_saved_ns"] == pytest.approx(8 * MS - 2 * 4096**3 / 156e12 * 1e9, rel=1e-6)
@@ -127,7 +127,7 @@ def test_no_kernel_can_run_before_it_is_launched(tmp_path: Path) -> None:
         *(traces.launched("ampere_sgemm_128x128_tn", n * MS, n * MS + 10_000, MS - 20_000, n + 1) for n in range(4)),
         device=A100,
     )
-    (row,) = runs.rank_of(tmp_path, made).once(tensor_cores.function).to_dict("records")
+    (row,) = runs.rank_of(tmp_path, made).once(tensor_cores).to_dict("records")
     assert row["float32_ns"] == 4 * (MS - 20_000)
     assert row["fp32_saved_ns"] == 0  # the host launches no sooner
 

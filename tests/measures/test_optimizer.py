@@ -16,7 +16,7 @@ from tests.runs import MS
 def test_on_a_cpu_it_is_the_mean_of_all_steady_steps(tmp_path: Path) -> None:
     steps = [runs.light(n, 10 * MS, optimizer_ns=2 * MS + n % 2 * 1_000) for n in range(30)]
     rank = RankData(open_run(runs.recorded(tmp_path / "run", (None, steps, runs.CPU))).ranks[0])
-    (row,) = rank.once(optimizer_work.function).to_dict("records")
+    (row,) = rank.once(optimizer_work).to_dict("records")
     assert row["ns"] == pytest.approx(2 * MS + 500, rel=1e-3)
     assert 0 < row["noise_ns"] < 500
     assert row["idle_ns"] == 0
@@ -36,7 +36,7 @@ def test_a_foreign_trace_of_a_cpu_tells_its_ranges_and_operators(tmp_path: Path)
         )
     ]
     rank = runs.rank_of(tmp_path, traces.trace(*events, device="", backend="", world_size=1))
-    (row,) = rank.once(optimizer_work.function).to_dict("records")
+    (row,) = rank.once(optimizer_work).to_dict("records")
     assert (row["ns"], row["calls"]) == (300_000, 2)
 
 
@@ -55,7 +55,7 @@ def waiting(folder: Path, mark: str, untraced: int) -> float:
     ]
     steps = [runs.light(n, 6 * MS + untraced, optimizer_ns=untraced, profiled=int(n > 19)) for n in range(23)]
     run = runs.recorded(folder, (traces.trace(*events, device="", backend=""), steps, runs.CPU))
-    (row,) = RankData(open_run(run).ranks[0]).once(optimizer_work.function).to_dict("records")
+    (row,) = RankData(open_run(run).ranks[0]).once(optimizer_work).to_dict("records")
     assert row["calls"] == 1
     return float(row["ns"])
 
@@ -79,7 +79,7 @@ def test_on_a_gpu_it_is_its_kernels_and_the_idle_time_before_them(tmp_path: Path
         traces.launched("multi_tensor_apply", 320_000, 350_000, 50_000, 3),
         traces.launched("elsewhere", 700_000, 710_000, 290_000, 4),
     )
-    (row,) = runs.rank_of(tmp_path, made).once(optimizer_work.function).to_dict("records")
+    (row,) = runs.rank_of(tmp_path, made).once(optimizer_work).to_dict("records")
     # From 400 to 650 µs the device idles, too, while the thread is in the optimizer.
     assert row["idle_ns"] == 55_000 + 250_000
     assert row["ns"] == 90_000 + row["idle_ns"]
@@ -89,4 +89,4 @@ def test_on_a_gpu_it_is_its_kernels_and_the_idle_time_before_them(tmp_path: Path
 def test_without_an_optimizer_it_abstains(tmp_path: Path) -> None:
     made = traces.trace(traces.step(1, 0, MS), traces.op("aten::mm", 0, MS), device="", backend="", world_size=1)
     with pytest.raises(NotMeasured, match="no optimizer"):
-        runs.rank_of(tmp_path, made).once(optimizer_work.function)
+        runs.rank_of(tmp_path, made).once(optimizer_work)

@@ -17,7 +17,7 @@ from dlprof.measures.pipeline import bubbles, closed_form, pipeline, pipeline_ch
 from dlprof.measures.schedules import Action
 from dlprof.timeline.steps import step_means
 from tests import pipelines, runs, traces
-from tests.runs import MS
+from tests.runs import MS, asked
 
 Chunk = tuple[str, int, int, int, int]  # action, stage, micro-batch, start and length in ms from the step's begin
 
@@ -211,8 +211,8 @@ def test_without_one_of_its_ranks_a_pipeline_is_not_simulated(tmp_path: Path) ->
 
 def test_on_the_cpu_the_bubble_is_taken_from_every_step(tmp_path: Path) -> None:
     run = measure(recorded(tmp_path))
-    assert part(run, "pipeline_bubble") == {0: pytest.approx(30 * MS), 1: pytest.approx(6 * MS)}
-    assert part(run, "other") == {0: pytest.approx(70 * MS), 1: pytest.approx(94 * MS)}
+    assert asked(run, part, "pipeline_bubble") == {0: pytest.approx(30 * MS), 1: pytest.approx(6 * MS)}
+    assert asked(run, part, "other") == {0: pytest.approx(70 * MS), 1: pytest.approx(94 * MS)}
 
 
 def test_waiting_for_the_neighbour_is_no_communication(tmp_path: Path) -> None:
@@ -228,10 +228,10 @@ def test_waiting_for_the_neighbour_is_no_communication(tmp_path: Path) -> None:
         world_size=1,
     )
     run = measure(recorded(tmp_path, made))
-    assert part(run, "pipeline_bubble")[0] == pytest.approx(30 * MS)
-    assert part(run, "communication")[0] == 0
-    assert part(run, "computation")[0] == pytest.approx(60 * MS)
-    assert part(run, "host")[0] == pytest.approx(10 * MS)
+    assert asked(run, part, "pipeline_bubble")[0] == pytest.approx(30 * MS)
+    assert asked(run, part, "communication")[0] == 0
+    assert asked(run, part, "computation")[0] == pytest.approx(60 * MS)
+    assert asked(run, part, "host")[0] == pytest.approx(10 * MS)
     assert run.frame(breakdown).groupby("rank")["ns"].sum()[0] == pytest.approx(100 * MS)
 
 
@@ -249,9 +249,9 @@ def test_on_a_gpu_sending_and_receiving_are_the_bubble_and_other_collectives_are
     lines = [line for n in range(30) for line in called(n, FIRST, 0, 90)]
     (path / "ranks/00000/chunks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = measure(path)
-    assert part(run, "pipeline_bubble")[0] == pytest.approx(20 * MS)
-    assert part(run, "communication")[0] == pytest.approx(9 * MS)
-    assert part(run, "computation")[0] == pytest.approx(60 * MS)
+    assert asked(run, part, "pipeline_bubble")[0] == pytest.approx(20 * MS)
+    assert asked(run, part, "communication")[0] == pytest.approx(9 * MS)
+    assert asked(run, part, "computation")[0] == pytest.approx(60 * MS)
 
 
 def test_without_a_pipeline_it_abstains(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from dlprof.engine import RankData
 from dlprof.measures.point_to_point import point_to_point
-from tests import runs, traces
+from dlprof.run import TRACE, Rank
+from tests import traces
 from tests.runs import MS
 
 US = 1_000
@@ -14,9 +16,8 @@ US = 1_000
 
 def told(folder: Path, *events: Any, rank: int = 0, world_size: int = 4, **keys: Any) -> list[tuple[str, int]]:
     made = traces.trace(traces.step(0, 0, 5 * MS), *events, rank=rank, world_size=world_size, **keys)
-    data = runs.rank_of(folder, made)
-    data.index = rank
-    frame = point_to_point(data)
+    data = RankData(Rank(rank, {TRACE: traces.write(folder / "trace.json", made)}))
+    frame = data.once(point_to_point)
     return list(zip(frame["collective"], frame["peer"], strict=True))
 
 

@@ -45,7 +45,7 @@ def call(name: str, dur: int = 2_000) -> Any:
 
 
 def rows(folder: Path, made: dict[str, Any]) -> list[dict[Any, Any]]:
-    return list(runs.rank_of(folder, made).once(queued_waits.function).to_dict("records"))
+    return list(runs.rank_of(folder, made).once(queued_waits).to_dict("records"))
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def ahead(steps: int = 6) -> dict[str, Any]:
 
 def test_the_lag_and_the_queue_grow_with_a_host_that_runs_ahead(tmp_path: Path) -> None:
     rank = runs.rank_of(tmp_path, ahead())
-    (row,) = rank.once(device_lag.function).to_dict("records")
+    (row,) = rank.once(device_lag).to_dict("records")
     # The first steps, in which the host gets its lead, do not count.
     assert row["lag_ns"] > 2 * MS
     assert row["most_queued"] == 8  # of twelve launched, four have begun
-    series = rank.once(queue_series.function)
+    series = rank.once(queue_series)
     assert series["queued"].max() <= 8
     assert series["queued"].iloc[-1] < 1 < series["queued"].max()
 
@@ -127,4 +127,4 @@ def test_without_links_nobody_knows(tmp_path: Path) -> None:
     rank = runs.rank_of(tmp_path, traces.trace(traces.step(0, 0, MS), traces.kernel("gemm", 10, MS, 0)))
     for one in (device_lag, queue_series):
         with pytest.raises(NotMeasured, match="does not tell"):
-            rank.once(one.function)
+            rank.once(one)

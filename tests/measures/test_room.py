@@ -9,17 +9,17 @@ import pytest
 from dlprof.measures.breakdown import breakdown
 from dlprof.measures.room import room
 from tests import traces
-from tests.runs import CPU, MS, foreign, light, measured, recorded, stall
+from tests.runs import CPU, MS, asked, foreign, light, measured, recorded, stall
 
 
 def test_a_ranks_own_time_is_the_room(tmp_path: Path) -> None:
     run = measured(foreign(tmp_path, traces.training(world_size=1)), breakdown)
     # Of each step of 990 µs: 550 computing, 120 in a reduction that nothing hides, 25 copying, 100 waiting for data.
-    assert room(run, ["copy"]) == 25_000
-    assert room(run, ["computation", "copy"]) == 575_000
-    assert room(run, ["communication"]) == 120_000
-    assert room(run, ["checkpoint"]) == 0
-    assert room(run, []) == 0
+    assert asked(run, room, ["copy"]) == 25_000
+    assert asked(run, room, ["computation", "copy"]) == 575_000
+    assert asked(run, room, ["communication"]) == 120_000
+    assert asked(run, room, ["checkpoint"]) == 0
+    assert asked(run, room, []) == 0
 
 
 def test_waiting_for_another_ranks_part_is_room_as_far_as_there_is_waiting(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_waiting_for_another_ranks_part_is_room_as_far_as_there_is_waiting(tmp_p
             event["dur"] = 5.0  # µs, of 100
     run = measured(foreign(tmp_path, quiet, busy), breakdown)
     # Rank 0 waits 100 µs for data itself. Rank 1's 5 µs may be waited for on rank 0, in its reduction of 120 µs.
-    assert room(run, ["input_wait"]) == 105_000
+    assert asked(run, room, ["input_wait"]) == 105_000
 
 
 def test_ranks_that_stand_still_in_turn_have_the_sum(tmp_path: Path) -> None:
@@ -39,4 +39,4 @@ def test_ranks_that_stand_still_in_turn_have_the_sum(tmp_path: Path) -> None:
     path = recorded(tmp_path, (None, rows, CPU), (None, rows, CPU), stalls=pauses)
     run = measured(path, breakdown)
     # Each has 10 ms a step of its own, and waits 10 ms for the other's; without a trace that is among the other time.
-    assert room(run, ["garbage_collection"]) == pytest.approx(20 * MS, rel=0.1)
+    assert asked(run, room, ["garbage_collection"]) == pytest.approx(20 * MS, rel=0.1)

@@ -8,7 +8,7 @@ import pytest
 
 from dlprof.errors import NotMeasured
 from dlprof.measures.stacks import MOST_DEPTH, MOST_FRAMES, MOST_LIBRARY, MOST_OWN, flame, hottest, hottest_own, is_own
-from tests.runs import CPU, light, measured, recorded
+from tests.runs import CPU, asked, light, measured, recorded
 
 MS = 1_000_000
 LIB = "/v/lib/python3.11/site-packages/torch"
@@ -45,16 +45,16 @@ def test_the_users_functions_have_what_libraries_do_for_them(tmp_path: Path) -> 
         ("worker", "decode", 4, 80, 80, 100),
         ("worker", "read", 2, 20, 100, 100),
     ]
-    assert hottest_own(made, 0, "worker") == "80 % are in decode (data.py:4)"
-    assert hottest_own(made, 0, "forward", "backward") == ""
-    assert hottest_own(made, 2, "worker") == ""
+    assert asked(made, hottest_own, 0, "worker") == "80 % are in decode (data.py:4)"
+    assert asked(made, hottest_own, 0, "forward", "backward") == ""
+    assert asked(made, hottest_own, 2, "worker") == ""
 
 
 def test_a_few_samples_and_a_thin_spread_are_not_cited(tmp_path: Path) -> None:
     few = f"{WORKER}decode (/me/data.py:4) 20\n"
     thin = "".join(f"{WORKER}decode{n} (/me/data.py:4) 10\n" for n in range(10))
     made = measured(run(tmp_path, few, thin), hottest)
-    assert hottest_own(made, 0, "worker") == hottest_own(made, 1, "worker") == ""
+    assert asked(made, hottest_own, 0, "worker") == asked(made, hottest_own, 1, "worker") == ""
 
 
 def test_what_travels_is_bounded(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_run_without_stacks_says_so(tmp_path: Path) -> None:
     made = measured(recorded(tmp_path, (None, [light(n, 10 * MS) for n in range(5)], CPU)), hottest)
     with pytest.raises(NotMeasured, match="py-spy"):
         made.frame(hottest)
-    assert hottest_own(made, 0, "worker") == ""
+    assert asked(made, hottest_own, 0, "worker") == ""
 
 
 @pytest.mark.parametrize(

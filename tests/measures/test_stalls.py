@@ -11,7 +11,7 @@ from dlprof.measures.breakdown import breakdown, part
 from dlprof.measures.stalls import compilations, stall_means, stalled_steps
 from dlprof.timeline.steps import step_means
 from tests import runs, traces
-from tests.runs import MS, stall
+from tests.runs import MS, asked, stall
 
 
 def run_of(folder: Path, stalls: list[dict[str, Any]], made: Any = None, **more: Any) -> Measured:
@@ -114,10 +114,10 @@ def test_without_a_trace_the_stalls_of_a_cpu_run_are_known(tmp_path: Path) -> No
     stalls = [stall("checkpoint", n, 2 * MS) for n in range(30)]
     stalls += [stall("garbage_collection", n, MS, 3 * MS, phase="fetch") for n in range(30)]
     run = run_of(tmp_path, stalls, fetch_ns=3 * MS)
-    assert part(run, "checkpoint") == {0: pytest.approx(2 * MS)}
-    assert part(run, "garbage_collection") == {0: pytest.approx(MS)}
-    assert part(run, "input_wait") == {0: pytest.approx(2 * MS)}
-    assert part(run, "other") == {0: pytest.approx(5 * MS)}
+    assert asked(run, part, "checkpoint") == {0: pytest.approx(2 * MS)}
+    assert asked(run, part, "garbage_collection") == {0: pytest.approx(MS)}
+    assert asked(run, part, "input_wait") == {0: pytest.approx(2 * MS)}
+    assert asked(run, part, "other") == {0: pytest.approx(5 * MS)}
     assert adds_up(run)
 
 
@@ -143,9 +143,9 @@ def test_on_the_cpu_stalls_leave_computation_as_it_is(tmp_path: Path, in_the_tra
     steps[10] |= {"dur_ns": 8 * MS + save, "profiled": 1}
     path = runs.recorded(tmp_path / "run", (made, steps, runs.CPU), stalls=[stalls])
     run = runs.measured(path, breakdown, step_means)
-    assert part(run, "checkpoint") == {0: pytest.approx(2 * MS)}
-    assert part(run, "computation") == {0: pytest.approx(7 * MS)}
-    assert part(run, "host") == {0: pytest.approx(MS)}
+    assert asked(run, part, "checkpoint") == {0: pytest.approx(2 * MS)}
+    assert asked(run, part, "computation") == {0: pytest.approx(7 * MS)}
+    assert asked(run, part, "host") == {0: pytest.approx(MS)}
     assert adds_up(run)
 
 
@@ -156,10 +156,10 @@ def test_on_a_device_stalls_come_out_of_the_hosts_time_alone(tmp_path: Path) -> 
         world_size=1,
     )
     run = run_of(tmp_path / "fits", [stall("garbage_collection", n, 2 * MS) for n in range(30)], made)
-    assert part(run, "computation") == {0: pytest.approx(7 * MS)}
-    assert part(run, "garbage_collection") == {0: pytest.approx(2 * MS)}
+    assert asked(run, part, "computation") == {0: pytest.approx(7 * MS)}
+    assert asked(run, part, "garbage_collection") == {0: pytest.approx(2 * MS)}
     assert adds_up(run)
     run = run_of(tmp_path / "hidden", [stall("garbage_collection", n, 9 * MS) for n in range(30)], made)
-    assert part(run, "computation") == {0: pytest.approx(7 * MS)}
-    assert part(run, "garbage_collection") == {0: pytest.approx(3 * MS, rel=0.01)}
+    assert asked(run, part, "computation") == {0: pytest.approx(7 * MS)}
+    assert asked(run, part, "garbage_collection") == {0: pytest.approx(3 * MS, rel=0.01)}
     assert adds_up(run)

@@ -12,7 +12,7 @@ from dlprof.measures.replay import saving
 from dlprof.measures.waits import bare_waits, waits
 from tests import traces
 from tests.measures.test_collectives import late_by, run_of
-from tests.runs import MS
+from tests.runs import MS, asked
 
 
 def test_waiting_behind_computation_is_not_counted(tmp_path: Path) -> None:
@@ -61,4 +61,4 @@ def test_a_transfer_that_lies_open_for_being_ahead_is_waiting_too(tmp_path: Path
         made.append(traces.trace(*events, rank=rank))
     run = run_of(tmp_path, made)
     assert by_rank(run.frame(waits), "wait_ns") == {0: costs, 1: 0}
-    assert saving(run, {1: 9 * MS}) == pytest.approx(costs)
+    assert asked(run, saving, {1: 9 * MS}) == pytest.approx(costs)

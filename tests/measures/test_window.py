@@ -25,7 +25,7 @@ def likeness(folder: Path, before: int, after: int, made: dict[str, Any], profil
     lengths = [before] * 20 + [2 * MS] * profiled + [after] * 20
     steps = [light(n, ns, device_step_ns=ns, profiled=int(20 <= n < 20 + profiled)) for n, ns in enumerate(lengths)]
     rank = RankData(open_run(runs.recorded(folder / "run", (made, steps, GPU))).ranks[0])
-    (row,) = rank.once(window_likeness.function).to_dict("records")
+    (row,) = rank.once(window_likeness).to_dict("records")
     return {str(name): float(value) for name, value in row.items()}
 
 
@@ -43,7 +43,7 @@ def test_a_pause_now_and_then_is_no_profiler_that_stays(tmp_path: Path) -> None:
     for n in (30, 40, 50):
         steps[n] |= {"dur_ns": 30 * MS, "device_step_ns": 30 * MS}
     rank = RankData(open_run(runs.recorded(tmp_path / "run", (made, steps, GPU))).ranks[0])
-    assert rank.once(window_likeness.function)["after"].iloc[0] == 1.0
+    assert rank.once(window_likeness)["after"].iloc[0] == 1.0
 
 
 def test_steps_that_are_left_out_and_work_without_a_launch_are_counted(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_steps_that_are_left_out_and_work_without_a_launch_are_counted(tmp_path:
         if event["cat"] == "cuda_runtime" and event["args"]["correlation"] == 31:
             event["args"].pop("correlation")
     rank = runs.rank_of(tmp_path, made)
-    (row,) = rank.once(window_likeness.function).to_dict("records")
+    (row,) = rank.once(window_likeness).to_dict("records")
     assert row["linked"] == pytest.approx(7 / 8)
     assert row["left_out"] == 1
     assert math.isnan(row["ratio"])
@@ -66,12 +66,12 @@ def test_a_step_that_launches_nothing_is_no_step_of_the_job(tmp_path: Path) -> N
         if n != 3:
             events += traces.launched("gemm", n * 5 * MS, n * 5 * MS + 10_000, 4 * MS, n + 1)
     rank = runs.rank_of(tmp_path, traces.trace(*events, world_size=1))
-    assert rank.once(window_likeness.function)["without_work"].tolist() == [1]
-    assert timing(rank).numbers.tolist() == [0, 1, 2, 4, 5]
+    assert rank.once(window_likeness)["without_work"].tolist() == [1]
+    assert rank.once(timing).numbers.tolist() == [0, 1, 2, 4, 5]
     result = diagnose(open_run(tmp_path), [], jobs=1)
     assert any("1 traced step launched nothing" in warning for warning in result.run.warnings)
 
 
 def test_a_cpu_job_has_no_row(tmp_path: Path) -> None:
     made = traces.trace(traces.step(0, 0, MS), traces.op("aten::mm", 0, MS), device="", backend="")
-    assert not len(runs.rank_of(tmp_path, made).once(window_likeness.function))
+    assert not len(runs.rank_of(tmp_path, made).once(window_likeness))

@@ -17,7 +17,7 @@ from tests.runs import MS
 
 def of(folder: Path, *events: Any, **keys: Any) -> dict[tuple[str, str], dict[str, float]]:
     rank = runs.rank_of(folder, traces.trace(*events, **keys))
-    rows = rank.once(work.function).to_dict("records")
+    rows = rank.once(work).to_dict("records")
     return {(str(r["kind"]), str(r["name"])): {c: float(r[c]) for c in ("calls", "ns", "noise_ns")} for r in rows}
 
 

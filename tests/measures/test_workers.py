@@ -24,7 +24,7 @@ from dlprof.measures.workers import (
 )
 from dlprof.timeline.steps import step_means, step_series
 from tests import runs
-from tests.runs import MS
+from tests.runs import MS, asked
 
 NEEDS = (breakdown, fetch_series, loader_means, own_time, step_means, step_series)
 
@@ -111,21 +111,21 @@ def recorded(
 
 def test_a_recorded_run_is_forecast_from_its_own_batches(tmp_path: Path) -> None:
     run = runs.measured(recorded(tmp_path, fetch=80, cpu=2, workers=1), *NEEDS)
-    given = forecasts(run, 0)
+    given = asked(run, forecasts, 0)
     assert given[0].workers == 1
     assert given[0].step_ns == pytest.approx(80 * MS)
     assert [f.workers for f in given[1:]] == list(range(1, len(given)))
     chosen = proposed(given)
     assert chosen.workers == 4
     assert chosen.step_ns == pytest.approx(20 * MS, rel=0.05)
-    plan = planned(run, {0: 60.0 * MS}, 0)
+    plan = asked(run, planned, {0: 60.0 * MS}, 0)
     assert plan is not None
     assert plan.gain_ns == pytest.approx(60 * MS, rel=0.05)
 
 
 def test_a_loop_that_fetches_itself_is_forecast_too(tmp_path: Path) -> None:
     run = runs.measured(recorded(tmp_path, fetch=30, cpu=30, workers=0, cores=2, ranks=2), *NEEDS)
-    given = forecasts(run, 1)
+    given = asked(run, forecasts, 1)
     assert given[0].step_ns == pytest.approx(50 * MS)
     # All of it computes, and there is a core a rank: nothing to gain.
     assert min(f.step_ns for f in given) > 45 * MS
@@ -150,8 +150,8 @@ def test_a_run_that_its_batches_do_not_explain_is_not_forecast(tmp_path: Path) -
     runs.loading(path, 0, step=80 * MS, wait=60 * MS, fetch=8 * MS, cpu=2 * MS, n=40, workers=1)
     run = runs.measured(path, *NEEDS)
     with pytest.raises(NotMeasured, match="explain"):
-        forecasts(run, 0)
-    assert planned(run, {0: 60.0 * MS}, 0) is None
+        asked(run, forecasts, 0)
+    assert asked(run, planned, {0: 60.0 * MS}, 0) is None
 
 
 def test_without_its_loading_a_rank_has_its_cores_to_itself(tmp_path: Path) -> None:
@@ -159,9 +159,9 @@ def test_without_its_loading_a_rank_has_its_cores_to_itself(tmp_path: Path) -> N
     path = recorded(tmp_path, fetch=100, cpu=80, workers=1, own=30, cores=1)
     held_up(path, 0, loop=10 * MS, worker=20 * MS, computing=20 * MS)
     run = runs.measured(path, *NEEDS)
-    assert step_with_cheaper(run, SAMPLES) == pytest.approx(20 * MS, rel=0.01)
+    assert asked(run, step_with_cheaper, SAMPLES) == pytest.approx(20 * MS, rel=0.01)
     # More workers give nothing: the core has no more to give.
-    assert min(f.step_ns for f in forecasts(run, 0)) > 95 * MS
+    assert min(f.step_ns for f in asked(run, forecasts, 0)) > 95 * MS
 
 
 def test_without_loading_the_rank_that_computes_most_sets_the_pace_and_what_all_wait_for_stays(tmp_path: Path) -> None:
@@ -169,10 +169,10 @@ def test_without_loading_the_rank_that_computes_most_sets_the_pace_and_what_all_
     # Of 50 ms, rank 0 computes 20 and rank 1 45: 5 ms are nobody's computing, the others are rank 0's waiting.
     held_up(path, 0, loop=0, worker=0, computing=20 * MS)
     held_up(path, 1, loop=0, worker=0, computing=45 * MS)
-    assert step_with_cheaper(runs.measured(path, *NEEDS), SAMPLES) == pytest.approx(50 * MS, rel=0.01)
+    assert asked(runs.measured(path, *NEEDS), step_with_cheaper, SAMPLES) == pytest.approx(50 * MS, rel=0.01)
     held_up(path, 1, loop=0, worker=0, computing=30 * MS)
     # Now 20 ms are left, in which rank 1 may have waited for what nobody recorded.
-    assert step_with_cheaper(runs.measured(path, *NEEDS), SAMPLES) == pytest.approx(50 * MS, rel=0.01)
+    assert asked(runs.measured(path, *NEEDS), step_with_cheaper, SAMPLES) == pytest.approx(50 * MS, rel=0.01)
 
 
 def test_threads_that_share_an_operator_spin_while_one_of_them_has_no_core(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_threads_that_share_an_operator_spin_while_one_of_them_has_no_core(tmp_p
     # them for 22.5; for the others one spins.
     path = recorded(tmp_path, fetch=130, cpu=100, workers=1, own=40, cores=2, threads=2)
     held_up(path, 0, loop=10 * MS, worker=30 * MS, computing=60 * MS)
-    assert step_with_cheaper(runs.measured(path, *NEEDS), SAMPLES) == pytest.approx(22.5 * MS, rel=0.01)
+    assert asked(runs.measured(path, *NEEDS), step_with_cheaper, SAMPLES) == pytest.approx(22.5 * MS, rel=0.01)
 
 
 def test_what_takes_less_of_a_batch_stays_as_it_is(tmp_path: Path) -> None:
@@ -188,10 +188,10 @@ def test_what_takes_less_of_a_batch_stays_as_it_is(tmp_path: Path) -> None:
     path = recorded(tmp_path, fetch=100, cpu=80, workers=1, own=30, cores=1)
     held_up(path, 0, loop=10 * MS, worker=20 * MS, computing=20 * MS, collating=75 * MS)
     run = runs.measured(path, *NEEDS)
-    assert costly(run, 0) == COLLATING
+    assert asked(run, costly, 0) == COLLATING
     # The loop's 20 ms and 20 of reading are left on the core; or those 60 of collating.
-    assert step_with_cheaper(run, COLLATING) == pytest.approx(40 * MS, rel=0.01)
-    assert step_with_cheaper(run, SAMPLES) == pytest.approx(80 * MS, rel=0.01)
+    assert asked(run, step_with_cheaper, COLLATING) == pytest.approx(40 * MS, rel=0.01)
+    assert asked(run, step_with_cheaper, SAMPLES) == pytest.approx(80 * MS, rel=0.01)
 
 
 def test_ranks_that_train_together_are_in_each_others_way_however_long_they_wait(tmp_path: Path) -> None:
@@ -219,6 +219,6 @@ def test_without_a_record_of_batches_nothing_is_forecast(tmp_path: Path) -> None
     steps = [runs.light(k, 80 * MS, fetch_ns=60 * MS) for k in range(40)]
     run = runs.measured(runs.recorded(tmp_path / "run", (None, steps, runs.CPU)), *NEEDS)
     with pytest.raises(NotMeasured):
-        forecasts(run, 0)
+        asked(run, forecasts, 0)
     with pytest.raises(NotMeasured):
-        step_with_cheaper(run, SAMPLES)
+        asked(run, step_with_cheaper, SAMPLES)

@@ -9,7 +9,7 @@ from dlprof.measures.workload import Reason, longer_because, workload
 from tests import runs, traces
 from tests.measures.test_blame import held_up
 from tests.measures.test_lateness import cpu_run
-from tests.runs import MS
+from tests.runs import MS, asked
 
 
 def test_kernels_and_copied_bytes_of_a_step(tmp_path: Path) -> None:
@@ -25,9 +25,9 @@ def test_a_cpu_has_operators(tmp_path: Path) -> None:
     frame = run.frame(workload).set_index("rank")
     assert frame["pieces"].to_dict() == {0: 2, 1: 2}
     assert np.isnan(frame["copied_bytes"]).all()
-    assert longer_because(run, 1).said.startswith("as many operators, each 1.67 ×")
+    assert asked(run, longer_because, 1).said.startswith("as many operators, each 1.67 ×")
 
 
 def test_ranks_alike_give_no_reason(tmp_path: Path) -> None:
     run = runs.measured(runs.foreign(tmp_path, traces.training(), traces.training(rank=1)), workload, sample_means)
-    assert longer_because(run, 0) == Reason()
+    assert asked(run, longer_because, 0) == Reason()

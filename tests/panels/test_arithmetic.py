@@ -8,7 +8,7 @@ import pytest
 from dlprof.measures.heaviest import MOST_OPERATORS
 from dlprof.panels.arithmetic import PICTURE, draw
 from tests import runs, traces
-from tests.runs import MS
+from tests.runs import MS, asked
 
 
 def table(folder: Path, facts: dict[str, Any], *names: str) -> Any:
@@ -18,7 +18,7 @@ def table(folder: Path, facts: dict[str, Any], *names: str) -> Any:
         events += [traces.op(name, n * 20_000, 15_000)]
         events += traces.launched("kernel", n * 20_000 + 1_000, MS + n * 300_000, 300_000 - n * 10_000, n + 1)
     path = runs.recorded(folder / "run", (traces.trace(*events, world_size=1), [], facts))
-    (panel,) = draw(runs.measured(path, *PICTURE.needs))
+    (panel,) = asked(runs.measured(path, PICTURE.draw), draw)
     return panel
 
 
@@ -56,7 +56,7 @@ def test_of_several_ranks_the_mean_is_shown_and_the_one_with_most(tmp_path: Path
     each = {"operator": "aten::mm", "dtype": "bfloat16", "calls": 1}
     shapes = [{**each, "shape": s, "flops": 3_000_000, "bytes": 300} for s in ("8x8 8x8", "8x8 8x16")]
     path = runs.recorded(tmp_path / "run", job(0, 200_000, shapes), job(1, 400_000, shapes))
-    (panel,) = draw(runs.measured(path, *PICTURE.needs))
+    (panel,) = asked(runs.measured(path, PICTURE.draw), draw)
     assert panel.title == "The heaviest operators of a step, mean of 2 ranks"
     assert panel.columns[4:6] + panel.columns[-2:] == ("GFLOP", "TFLOP/s", "most on rank", "there_ns")
     assert [(*row[:6], *row[-2:]) for row in panel.rows] == [

@@ -18,7 +18,7 @@ def test_ranks_add_up_to_a_panel_a_function_the_longest_first(tmp_path: Path) ->
     source = {"source": "def f():\n    a()\n"}
     first = [piece("data:f", [(2, 4, 3 * MS)], **source), piece("data:g", [(2, 1, 90 * MS)], role="worker")]
     second = [piece("data:f", [(2, 6, 7 * MS)], **source)]
-    (g, f) = drawn(measured(run(tmp_path, first, second), *PICTURE.needs), [PICTURE])
+    (g, f) = drawn(measured(run(tmp_path, first, second), PICTURE.draw), [PICTURE])
     assert (g.title, f.title) == ("Line by line: data:g, in the loader's workers", "Line by line: data:f, in the rank")
     nbsp = "\u00a0"
     assert f.rows == (
@@ -30,7 +30,7 @@ def test_ranks_add_up_to_a_panel_a_function_the_longest_first(tmp_path: Path) ->
 
 def test_a_run_without_lines_has_no_panel(tmp_path: Path) -> None:
     steps = [light(n, 10 * MS) for n in range(5)]
-    made = measured(recorded(tmp_path, (None, steps, CPU)), *PICTURE.needs)
+    made = measured(recorded(tmp_path, (None, steps, CPU)), PICTURE.draw)
     assert drawn(made, [PICTURE]) == ()
     with pytest.raises(NotMeasured, match="--lines"):
         made.frame(line_times)

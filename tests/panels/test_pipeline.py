@@ -15,7 +15,7 @@ from tests.runs import MS
 
 def test_each_rank_has_a_row_and_each_stage(tmp_path: Path) -> None:
     path = pipelines.recorded(tmp_path, "Schedule1F1B", 2, 4, alike(10, 20), hand_over=5)
-    ranks, stages = bubbles.PICTURE.draw(runs.measured(path, *bubbles.PICTURE.needs))
+    ranks, stages = runs.called(path, bubbles.PICTURE.draw)
     # Five slots of 30 ms and two hand-overs a round of two micro-batches.
     assert ranks.rows[0][:6] == pytest.approx((0, 50 * MS, 30 * MS, 0, 20 * MS, 0))
     assert ranks.rows[0][6:] == pytest.approx((5 / 17, 0.2, 0.2, 0.2))
@@ -28,13 +28,13 @@ def test_each_rank_has_a_row_and_each_stage(tmp_path: Path) -> None:
 
 def test_what_was_not_replayed_is_not_told(tmp_path: Path) -> None:
     path = pipelines.recorded(tmp_path, "Schedule1F1B", 2, 4, alike(10, 20), here=[0])
-    (ranks,) = bubbles.PICTURE.draw(runs.measured(path, *bubbles.PICTURE.needs))
+    (ranks,) = runs.called(path, bubbles.PICTURE.draw)
     assert ranks.rows[0] == (0, pytest.approx(30 * MS), *(None,) * 4, pytest.approx(0.2), None, None, 0.2)
 
 
 def test_a_step_is_drawn_with_a_lane_a_stage(tmp_path: Path) -> None:
-    run = runs.measured(recorded(tmp_path), *pipeline.PICTURE.needs)
-    (panel,) = pipeline.PICTURE.draw(run)
+    run = runs.measured(recorded(tmp_path), pipeline.PICTURE.draw)
+    (panel,) = run.call(pipeline.PICTURE.draw)
     assert panel.shape == "timeline"
     assert panel.rows[0] == ("stage 0 · rank 0", 0, 10_000_000, "0", "forward")
     assert len([row for row in panel.rows if row[4] != "pipeline_bubble"]) == 8
@@ -42,7 +42,7 @@ def test_a_step_is_drawn_with_a_lane_a_stage(tmp_path: Path) -> None:
 
 def test_what_a_rank_does_not_work_in_is_its_bubble(tmp_path: Path) -> None:
     path = pipelines.recorded(tmp_path, "Schedule1F1B", 2, 4, alike(10, 20), hand_over=5)
-    (panel,) = pipeline.PICTURE.draw(runs.measured(path, *pipeline.PICTURE.needs))
+    (panel,) = runs.called(path, pipeline.PICTURE.draw)
     end = max(row[1] + row[2] for row in panel.rows)
     for lane in ("stage 0 · rank 0", "stage 1 · rank 1"):
         mine = sorted(row[1:3] for row in panel.rows if row[0] == lane)

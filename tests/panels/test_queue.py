@@ -12,7 +12,7 @@ from tests.measures.test_queue import ahead, call, waiting
 
 
 def drawn(folder: Path, *made: dict[str, Any]) -> list[Panel]:
-    return PICTURE.draw(runs.measured(runs.foreign(folder, *made), *PICTURE.needs))
+    return runs.called(runs.foreign(folder, *made), PICTURE.draw)
 
 
 def test_what_waits_longest_stands_with_its_cause_and_the_queue_is_drawn(tmp_path: Path) -> None:

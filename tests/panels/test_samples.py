@@ -23,7 +23,7 @@ def test_the_report_draws_a_line_a_rank_and_host_and_lists_what_was_measured(tmp
         for n in range(40)
     ]
     (folder / "hosts/node-1/host.jsonl").write_text("\n".join(lines) + "\n")
-    run = runs.measured(folder, *PICTURE.needs, *overview.NEEDS)
+    run = runs.measured(folder, PICTURE.draw, *overview.SECTIONS)
     cores, memory = (p for p in overview.drawn(run, [PICTURE]) if p.title in ("Cores in use", "Memory in use"))
     assert cores.columns == ("time_ns", "rank 0", "rank 1", "loader workers and other children", "all of node-1")
     # The children of both ranks together; every line has a point in every row.
@@ -39,7 +39,7 @@ def test_the_report_draws_a_line_a_rank_and_host_and_lists_what_was_measured(tmp
 def test_energy_is_told_where_a_gpu_told_it(tmp_path: Path) -> None:
     rows = [{"energy_j": 600 * n, "power_w": 590, "sm_busy_share": 0.5} for n in range(40)]
     folder = sampled(tmp_path, rows, name="gpu.jsonl")
-    run = runs.measured(folder, *PICTURE.needs, *overview.NEEDS)
+    run = runs.measured(folder, PICTURE.draw, *overview.SECTIONS)
     facts = {f.name: f.value for f in overview.facts(run) if f.section == "GPU"}
     assert facts == {"multiprocessors at work": "50 %", "power": "600 W", "energy of a step": "540 J"}
     titles = [p.title for p in overview.drawn(run, [PICTURE])]
@@ -50,7 +50,7 @@ def test_energy_is_told_where_a_gpu_told_it(tmp_path: Path) -> None:
 
 def test_many_ranks_are_a_mean_and_a_largest(tmp_path: Path) -> None:
     folder = sampled(tmp_path, *([{"cpu_s": (1 + rank) * n} for n in range(10)] for rank in range(9)))
-    run = runs.measured(folder, *PICTURE.needs, *overview.NEEDS)
+    run = runs.measured(folder, PICTURE.draw, *overview.SECTIONS)
     (cores,) = (p for p in overview.drawn(run, [PICTURE]) if p.title == "Cores in use")
     assert cores.columns == ("time_ns", "mean of ranks", "largest of ranks")
     assert cores.rows[1][1:] == pytest.approx((5, 9))

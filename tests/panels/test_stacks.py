@@ -13,7 +13,7 @@ from tests.runs import CPU, light, measured, recorded
 
 
 def test_the_users_functions_come_first_with_what_libraries_do_for_them(tmp_path: Path) -> None:
-    _, panel = drawn(measured(run(tmp_path, SEEN, SEEN), *PICTURE.needs), [PICTURE])
+    _, panel = drawn(measured(run(tmp_path, SEEN, SEEN), PICTURE.draw), [PICTURE])
     assert panel.columns[3:] == ("in it_share", "with what it calls_share")
     assert panel.rows == (
         ("between the phases", "log (log.py:9)", "yours", 1, 1),
@@ -26,12 +26,12 @@ def test_the_users_functions_come_first_with_what_libraries_do_for_them(tmp_path
 
 
 def test_a_run_without_stacks_has_no_panel(tmp_path: Path) -> None:
-    made = measured(recorded(tmp_path, (None, [light(n, 10 * MS) for n in range(5)], CPU)), *PICTURE.needs)
+    made = measured(recorded(tmp_path, (None, [light(n, 10 * MS) for n in range(5)], CPU)), PICTURE.draw)
     assert drawn(made, [PICTURE]) == ()
 
 
 def test_the_flame_graph_puts_the_calls_of_all_ranks_together(tmp_path: Path) -> None:
-    panel, _ = drawn(measured(run(tmp_path, SEEN, SEEN), *PICTURE.needs), [PICTURE])
+    panel, _ = drawn(measured(run(tmp_path, SEEN, SEEN), PICTURE.draw), [PICTURE])
     assert panel.shape == "flame"
     assert panel.rows[:3] == (
         (0, 0, 72, "between the phases", "host"),

@@ -27,8 +27,8 @@ def drawn(
 ) -> dict[str, Panel]:
     made_by = ((None, steps, {"device": A100}) for steps in ranks)
     runs.recorded(folder, *made_by, stalls=[stalls] if stalls else None, **info)
-    made = runs.measured(folder, *PICTURE.needs)
-    return {panel.title: panel for panel in PICTURE.draw(made)}
+    made = runs.measured(folder, PICTURE.draw)
+    return {panel.title: panel for panel in made.call(PICTURE.draw)}
 
 
 def test_steps_stand_where_they_were_and_what_held_them_up_is_marked(tmp_path: Path) -> None:
@@ -63,6 +63,6 @@ def test_the_parts_of_the_steps_add_up_to_them_on_the_mean_rank(tmp_path: Path) 
 
 
 def test_a_trace_alone_has_steps_by_number(tmp_path: Path) -> None:
-    made = runs.measured(runs.foreign(tmp_path, traces.training(world_size=1)), *PICTURE.needs)
-    (panel,) = PICTURE.draw(made)
+    made = runs.measured(runs.foreign(tmp_path, traces.training(world_size=1)), PICTURE.draw)
+    (panel,) = made.call(PICTURE.draw)
     assert panel.columns == ("step", "rank 0")

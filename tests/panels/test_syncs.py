@@ -29,7 +29,7 @@ def job(rank: int, until: int) -> dict[str, Any]:
 
 def test_the_rank_that_waits_longest_is_shown(tmp_path: Path) -> None:
     path = runs.foreign(tmp_path, job(0, 3 * MS), job(1, 5 * MS))
-    (panel,) = PICTURE.draw(runs.measured(path, *PICTURE.needs))
+    (panel,) = runs.called(path, PICTURE.draw)
     assert panel.title.endswith("rank 1")
     ((by, call, times, waits, idle),) = panel.rows
     assert (by, call, times) == ("aten::item", "cudaMemcpyAsync", 1)
@@ -47,7 +47,7 @@ def test_on_the_cpu_nothing_waits_and_reads_are_counted(tmp_path: Path) -> None:
         backend="",
         world_size=1,
     )
-    (panel,) = PICTURE.draw(runs.measured(runs.foreign(tmp_path, made), *PICTURE.needs))
+    (panel,) = runs.called(runs.foreign(tmp_path, made), PICTURE.draw)
     assert panel.rows == (("aten::item", 3),)
     assert panel.columns == ("by", "times a step")
 
@@ -55,4 +55,4 @@ def test_on_the_cpu_nothing_waits_and_reads_are_counted(tmp_path: Path) -> None:
 def test_a_step_that_waits_for_no_device_has_no_such_table(tmp_path: Path) -> None:
     made = traces.trace(traces.step(1, 0, 10 * MS), traces.launched("gemm", 0, 10 * US, 5 * MS, 1), world_size=1)
     with pytest.raises(NotMeasured, match="no device"):
-        PICTURE.draw(runs.measured(runs.foreign(tmp_path, made), *PICTURE.needs))
+        runs.called(runs.foreign(tmp_path, made), PICTURE.draw)

@@ -17,7 +17,7 @@ US = 1_000
 
 
 def draw(folder: Path, *made: dict[str, Any]) -> Panel:
-    (panel,) = PICTURE.draw(runs.measured(runs.foreign(folder, *made), *PICTURE.needs))
+    (panel,) = runs.called(runs.foreign(folder, *made), PICTURE.draw)
     return panel
 
 
@@ -105,7 +105,7 @@ def test_the_slowest_step_is_the_one_that_most_ranks_say(tmp_path: Path) -> None
         return traces.trace(*steps, *(traces.kernel("gemm", at + US, 500 * US) for at in starts), rank=rank)
 
     made = [job(rank, slow) for rank, slow in ((0, 3), (1, 3), (2, 1))]
-    panels = PICTURE.draw(runs.measured(runs.foreign(tmp_path, *made), *PICTURE.needs))
+    panels = runs.called(runs.foreign(tmp_path, *made), PICTURE.draw)
     assert [p.title for p in panels] == ["One traced step (step 2)", "The slowest traced step (step 3)"]
     assert {row[0].split(" · ")[0] for row in panels[1].rows} == {"rank 0", "rank 1"}
 
@@ -118,7 +118,7 @@ def test_a_slowest_step_like_the_others_is_not_drawn_and_one_that_is_not_with_al
 
     for folder, longest, drawn in (("alike", (1_050, 1_040), [2]), ("slow", (1_500, 1_040), [2, 2])):
         made = [job(rank, us) for rank, us in enumerate(longest)]
-        panels = PICTURE.draw(runs.measured(runs.foreign(tmp_path / folder, *made), *PICTURE.needs))
+        panels = runs.called(runs.foreign(tmp_path / folder, *made), PICTURE.draw)
         assert [len({row[0] for row in p.rows if "computation" in row[0]}) for p in panels] == drawn
 
 

@@ -24,7 +24,7 @@ def steps(length: int, validated: int) -> list[dict[str, object]]:
 def test_parts_are_means_of_the_ranks_and_shares_of_the_job(tmp_path: Path) -> None:
     stalls = [[runs.stall("checkpoint", 5, 800 * MS)], []]
     path = runs.recorded(tmp_path, (None, steps(S, 8), runs.CPU), (None, steps(S, 4), runs.CPU), stalls=stalls)
-    (panel,) = PICTURE.draw(runs.measured(path, *PICTURE.needs))
+    (panel,) = runs.called(path, PICTURE.draw)
     assert [row[0] for row in panel.rows] == [
         "training, warming up",
         "training, steady",
@@ -39,6 +39,6 @@ def test_parts_are_means_of_the_ranks_and_shares_of_the_job(tmp_path: Path) -> N
 
 
 def test_a_job_of_nothing_but_steady_steps_has_no_such_table(tmp_path: Path) -> None:
-    run = runs.measured(runs.recorded(tmp_path, (None, [runs.light(0, S)], runs.CPU)), *PICTURE.needs)
+    run = runs.measured(runs.recorded(tmp_path, (None, [runs.light(0, S)], runs.CPU)), PICTURE.draw)
     with pytest.raises(NotMeasured, match="steady"):
-        PICTURE.draw(run)
+        run.call(PICTURE.draw)

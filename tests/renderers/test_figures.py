@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import plotly.graph_objects as go  # type: ignore[import-untyped]
+import plotly.graph_objects as go
 import pytest
 
 from dlprof.renderers import drawing, figures, parts

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from dlprof.engine import measure
+from dlprof.measures import late_ranks
 from dlprof.measures.samples import sample_means
-from dlprof.rules import straggler
 from dlprof.rules.straggler import RULE
 from dlprof.run import open_run
 from tests import runs, traces
@@ -15,7 +15,7 @@ from tests.measures.test_blame import held_up
 from tests.measures.test_collectives import late_by
 from tests.measures.test_lateness import cpu_run
 from tests.rules.asking import ask
-from tests.runs import MS
+from tests.runs import MS, asked
 
 
 def test_the_culprit_is_named_and_why(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_what_a_rank_lacks_of_a_core_is_its_computing_on_a_cpu_only(tmp_path: Pa
     for file in folder.glob("ranks/*/facts.json"):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"device": {"type": device}}))
     run = measure(open_run(folder), [sample_means], jobs=1)
-    assert straggler._crowded(run, (1,)) == pytest.approx(share, abs=0.01)
+    assert asked(run, late_ranks.without_core, (1,)) == pytest.approx(share, abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def test_the_four_parts_add_up_to_the_span(tmp_path: Path) -> None:
             traces.kernel("gemm", 300_000, 20_000),
         ),
     )
-    found = rank.once(device.device_time.function).iloc[0].to_dict()
+    found = rank.once(device.device_time).iloc[0].to_dict()
     assert found == {
         "span_ns": 320_000,
         "computation_ns": 170_000,  # [0, 150) and [300, 320)
@@ -39,14 +39,14 @@ def test_annotations_on_the_device_are_no_work(tmp_path: Path) -> None:
         traces.kernel("gemm", 0, 10_000),
         traces.on_device("gpu_user_annotation", "forward", 0, 500_000, 7, 0),
     )
-    assert runs.rank_of(tmp_path, made).once(device.device_time.function)["span_ns"][0] == 10_000
+    assert runs.rank_of(tmp_path, made).once(device.device_time)["span_ns"][0] == 10_000
 
 
 def test_a_trace_without_a_device_abstains(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match="no work of a device"):
-        runs.rank_of(tmp_path, traces.trace(traces.op("aten::mm", 0, 10))).once(device.device_time.function)
+        runs.rank_of(tmp_path, traces.trace(traces.op("aten::mm", 0, 10))).once(device.device_time)
 
 
 def test_work_that_takes_no_time_abstains(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match="takes any time"):
-        runs.rank_of(tmp_path, traces.trace(traces.kernel("gemm", 0, 0))).once(device.device_time.function)
+        runs.rank_of(tmp_path, traces.trace(traces.kernel("gemm", 0, 0))).once(device.device_time)

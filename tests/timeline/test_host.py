@@ -20,23 +20,23 @@ from tests import runs, traces
 )
 def test_the_thread_that_marks_the_loop_trains(tmp_path: Path, mark: traces.Event) -> None:
     busier = [traces.op("aten::mm", n * 1_000, 900, tid=traces.AUTOGRAD) for n in range(50)]
-    assert host.training_lane(runs.rank_of(tmp_path, traces.trace(mark, *busier))) == f"host:{traces.MAIN}"
+    assert runs.rank_of(tmp_path, traces.trace(mark, *busier)).once(host.training_lane) == f"host:{traces.MAIN}"
 
 
 def test_without_marks_it_is_the_busiest(tmp_path: Path) -> None:
     made = traces.trace(traces.op("a", 0, 10), traces.op("b", 0, 1_000, tid=77))
-    assert host.training_lane(runs.rank_of(tmp_path, made)) == "host:77"
+    assert runs.rank_of(tmp_path, made).once(host.training_lane) == "host:77"
 
 
 def test_a_trace_of_a_device_alone_has_no_training_thread(tmp_path: Path) -> None:
     rank = runs.rank_of(tmp_path, traces.trace(traces.kernel("gemm", 0, 10)))
-    assert host.training_lane(rank) == ""
-    assert not len(host.on_training_thread(rank))
+    assert rank.once(host.training_lane) == ""
+    assert not len(rank.once(host.on_training_thread))
 
 
 def test_nested_spans_are_not_outermost(tmp_path: Path) -> None:
     made = traces.trace(traces.op("outer", 0, 100_000), traces.op("inner", 0, 50_000), traces.op("next", 100_000, 10))
-    found = host.outermost(host.on_training_thread(runs.rank_of(tmp_path, made)))
+    found = host.outermost(runs.rank_of(tmp_path, made).once(host.on_training_thread))
     assert list(found["name"].astype(str)) == ["outer", "next"]
 
 

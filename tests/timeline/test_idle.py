@@ -11,7 +11,7 @@ from tests import runs, traces
 
 def of(folder: Path, *events: Any) -> dict[str, list[list[int]]]:
     """Return the idle time of a trace from 0 to 1 ms by cause."""
-    found = idle(runs.rank_of(folder, traces.trace(traces.step(0, 0, 1_000_000), *events, world_size=1)))
+    found = runs.rank_of(folder, traces.trace(traces.step(0, 0, 1_000_000), *events, world_size=1)).once(idle)
     return {name: (getattr(found, name) - traces.BASE_NS).tolist() for name in ("late", "latency", "queued", "assumed")}
 
 

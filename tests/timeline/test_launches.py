@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dlprof.timeline.launches import UNKNOWN, launches, queue
+from dlprof.timeline.launches import UNKNOWN, launch_queue, launches
 from tests import runs, traces
 
 
@@ -17,7 +17,7 @@ def test_work_is_linked_to_the_call_with_its_correlation_on_whatever_thread(tmp_
         traces.kernel("second", 150_000, 50_000, 2),
         traces.kernel("third", 200_000, 50_000, 99),
     )
-    found = launches(runs.rank_of(tmp_path, made))
+    found = runs.rank_of(tmp_path, made).once(launches)
     assert (found.called[:2] - traces.BASE_NS).tolist() == [10_000, 30_000]
     assert (found.returned[:2] - traces.BASE_NS).tolist() == [15_000, 35_000]
     assert found.called[2] == found.returned[2] == UNKNOWN
@@ -32,8 +32,8 @@ def test_the_nodes_of_a_graph_have_one_launch_and_are_one_in_the_queue(tmp_path:
         traces.kernel("b", 160_000, 50_000, 1),
     )
     rank = runs.rank_of(tmp_path, made)
-    assert (launches(rank).called - traces.BASE_NS).tolist() == [10_000, 10_000]
-    waiting = queue(rank)
+    assert (rank.once(launches).called - traces.BASE_NS).tolist() == [10_000, 10_000]
+    waiting = rank.once(launch_queue)
     assert (waiting.at - traces.BASE_NS).tolist() == [10_000, 100_000]
     assert waiting.length.tolist() == [1, 0]
 
@@ -45,7 +45,7 @@ def test_the_queue_grows_with_each_launch_and_shrinks_when_work_begins(tmp_path:
         traces.launched("b", 50_000, 200_000, 100_000, 2),
         traces.launched("c", 150_000, 300_000, 100_000, 3),
     )
-    waiting = queue(runs.rank_of(tmp_path, made))
+    waiting = runs.rank_of(tmp_path, made).once(launch_queue)
     begin = traces.BASE_NS
     assert (waiting.at - begin).tolist() == [0, 50_000, 100_000, 150_000, 200_000, 300_000]
     assert waiting.length.tolist() == [1, 2, 1, 2, 1, 0]
@@ -57,5 +57,5 @@ def test_the_queue_grows_with_each_launch_and_shrinks_when_work_begins(tmp_path:
 
 def test_a_trace_without_calls_links_nothing(tmp_path: Path) -> None:
     rank = runs.rank_of(tmp_path, traces.trace(traces.step(0, 0, 1_000), traces.kernel("a", 100, 50, 1)))
-    assert not launches(rank).known.any()
-    assert not len(queue(rank).at)
+    assert not rank.once(launches).known.any()
+    assert not len(rank.once(launch_queue).at)

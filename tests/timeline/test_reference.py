@@ -15,7 +15,7 @@ from dlprof.engine import RankData
 from dlprof.run import open_run
 from dlprof.timeline import device, host
 from dlprof.timeline.steps import timing
-from dlprof.timeline.traced import traced_steps
+from dlprof.timeline.traced import trace_window
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces" / "gpu_async"
 
@@ -45,7 +45,7 @@ def traced(request: pytest.FixtureRequest) -> tuple[str, RankData]:
 
 def test_every_step_launched_as_much_as_any_other(traced: tuple[str, RankData]) -> None:
     name, rank = traced
-    work, found = device.device_work(rank), traced_steps(rank)
+    work, found = rank.once(device.device_work), rank.once(trace_window)
     inside = (found.launched_in >= 0) & (found.launched_in < len(found.windows))
     of = found.launched_in[inside]
     exchanges = host.is_kind(work, "communication")[inside]
@@ -56,7 +56,7 @@ def test_every_step_launched_as_much_as_any_other(traced: tuple[str, RankData]) 
 
 def test_the_mean_step_and_its_parts_are_within_a_hundredth(traced: tuple[str, RankData]) -> None:
     name, rank = traced
-    t, sets = timing(rank), device.device_sets(rank)
+    t, sets = rank.once(timing), rank.once(device.device_sets)
     within = iv.merge(t.windows)
     n = len(t.windows)
     parts = (sets.computation, sets.communication, sets.exposed_communication)
@@ -67,6 +67,6 @@ def test_the_mean_step_and_its_parts_are_within_a_hundredth(traced: tuple[str, R
 
 def test_the_step_in_which_the_host_runs_ahead_is_left_out() -> None:
     rank = RankData(open_run(TRACES / "v100_ns.json.gz").ranks[0])
-    host_ms = np.diff(traced_steps(rank).host)[:, 0] / 1e6
+    host_ms = np.diff(rank.once(trace_window).host)[:, 0] / 1e6
     assert host_ms.round().tolist() == [35, 72, 96, 96, 96]
-    assert timing(rank).chosen.tolist() == [1, 2, 3, 4]
+    assert rank.once(timing).chosen.tolist() == [1, 2, 3, 4]

@@ -36,27 +36,27 @@ def synchronised(steps: int = 4, python: int = 400_000) -> dict[str, Any]:
 
 
 def test_nothing_changed_is_the_recorded_step(tmp_path: Path) -> None:
-    replay = replay_of(runs.rank_of(tmp_path, synchronised()))
+    replay = runs.rank_of(tmp_path, synchronised()).once(replay_of)
     assert replay.step_ns() == pytest.approx(1.5 * MS)
     assert (replay.steps, len(replay.waits)) == (4, 4)
 
 
 def test_python_that_a_synchronised_device_waits_for_is_gained_in_full(tmp_path: Path) -> None:
-    replay = replay_of(runs.rank_of(tmp_path, synchronised()))
+    replay = runs.rank_of(tmp_path, synchronised()).once(replay_of)
     python = traces.BASE_NS + np.array([[n * 1_500_000 + 1_100_000, (n + 1) * 1_500_000] for n in range(4)])
     assert replay.step_ns([(python, 0.0)]) == pytest.approx(1.1 * MS)
     assert replay.step_ns([(python, 0.5)]) == pytest.approx(1.3 * MS)
 
 
 def test_without_the_wait_the_host_runs_ahead_and_the_device_sets_the_pace(tmp_path: Path) -> None:
-    replay = replay_of(runs.rank_of(tmp_path, synchronised()))
+    replay = runs.rank_of(tmp_path, synchronised()).once(replay_of)
     # 1 ms of work and the gap between the two kernels; the next step's first kernel follows as closely.
     free = range(len(replay.waits))
     assert replay.step_ns(free=free) == pytest.approx(1_000_000 + 2 * GAP, rel=0.001)
 
 
 def test_the_host_still_sets_the_pace_where_its_python_is_longer_than_the_work(tmp_path: Path) -> None:
-    replay = replay_of(runs.rank_of(tmp_path, synchronised(python=2 * MS)))
+    replay = runs.rank_of(tmp_path, synchronised(python=2 * MS)).once(replay_of)
     assert replay.step_ns() == pytest.approx(3.1 * MS)
     # What is left of a synchronising call that does not wait is short.
     without = replay.step_ns(free=range(len(replay.waits)))
@@ -64,7 +64,7 @@ def test_the_host_still_sets_the_pace_where_its_python_is_longer_than_the_work(t
 
 
 def test_shorter_kernels_gain_what_the_device_waited_for_nobody_in(tmp_path: Path) -> None:
-    replay = replay_of(runs.rank_of(tmp_path, synchronised()))
+    replay = runs.rank_of(tmp_path, synchronised()).once(replay_of)
     durations = replay.durations // 2
     assert replay.step_ns(durations=durations) == pytest.approx(1.0 * MS, rel=0.001)
     # Work that is gone leaves no gap either.
@@ -82,7 +82,7 @@ def test_a_queue_that_is_full_holds_the_host_until_work_starts(tmp_path: Path) -
             traces.call("cudaLaunchKernel", t + 10_000, 900_000, n + 1),
             traces.kernel("gemm", t + 1_900_000, 999_000, n + 1),
         ]
-    replay = replay_of(runs.rank_of(tmp_path, traces.trace(*events, world_size=1)))
+    replay = runs.rank_of(tmp_path, traces.trace(*events, world_size=1)).once(replay_of)
     assert any(wait.from_start for wait in replay.waits)
     assert replay.step_ns() == pytest.approx(1.0 * MS, rel=0.002)
     assert replay.step_ns(durations=replay.durations // 2) == pytest.approx(0.5 * MS, rel=0.05)
@@ -99,7 +99,7 @@ def test_work_that_waits_for_another_stream_still_does(tmp_path: Path) -> None:
             traces.launched("consumes", t + 30_000, t + 622_000, 300_000, 10 * n + 3),
             traces.call("cudaDeviceSynchronize", t + 50_000, 880_000, 10 * n + 4),
         ]
-    replay = replay_of(runs.rank_of(tmp_path, traces.trace(*events, world_size=1)))
+    replay = runs.rank_of(tmp_path, traces.trace(*events, world_size=1)).once(replay_of)
     half = np.where(replay.durations == 600_000, 300_000, replay.durations)
     assert replay.step_ns() - replay.step_ns(durations=half) == pytest.approx(300_000, rel=0.01)
     waiting = np.flatnonzero(replay.durations == 300_000).tolist()
@@ -111,7 +111,7 @@ def test_work_without_a_launch_keeps_its_place(tmp_path: Path) -> None:
     made = synchronised()
     beside = [traces.kernel("unlinked", n * 1_500_000 + 600_000, 100_000, 0, stream=21) for n in range(4)]
     made["traceEvents"] += beside
-    replay = replay_of(runs.rank_of(tmp_path, made))
+    replay = runs.rank_of(tmp_path, made).once(replay_of)
     assert replay.step_ns() == pytest.approx(1.5 * MS)
     assert replay.step_ns(durations=replay.durations // 2) == pytest.approx(1.0 * MS, rel=0.001)
 
@@ -188,7 +188,7 @@ def piece_by_piece(
 @given(seed=st.integers(0, 2**32))
 def test_runs_of_work_say_exactly_what_its_pieces_say(tmp_path: Path, seed: int) -> None:
     at = random.Random(seed)
-    replay = replay_of(runs.rank_of(tmp_path, crowded(at)))
+    replay = runs.rank_of(tmp_path, crowded(at)).once(replay_of)
     n = len(replay.rows)
     durations = np.array([at.choice((-1, d, d, d // 3, 2 * d)) for d in replay.durations.tolist()], dtype=np.int64)
     free = frozenset(i for i in range(len(replay.waits)) if at.random() < 0.3)
@@ -200,15 +200,15 @@ def test_runs_of_work_say_exactly_what_its_pieces_say(tmp_path: Path, seed: int)
 
 def test_what_cannot_be_replayed_says_so(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match="no work of a device"):
-        replay_of(runs.rank_of(tmp_path, traces.trace(traces.step(0, 0, MS), traces.op("aten::mm", 0, MS))))
+        runs.rank_of(tmp_path, traces.trace(traces.step(0, 0, MS), traces.op("aten::mm", 0, MS))).once(replay_of)
     unlinked = traces.trace(traces.step(0, 0, MS), traces.kernel("gemm", 10, MS, 0))
     with pytest.raises(NotMeasured, match="links no launch"):
-        replay_of(runs.rank_of(tmp_path / "unlinked", unlinked))
+        runs.rank_of(tmp_path / "unlinked", unlinked).once(replay_of)
     unmarked = traces.trace(*traces.launched("gemm", 0, 10_000, MS, 1))
     with pytest.raises(NotMeasured, match="nothing marks the steps"):
-        replay_of(runs.rank_of(tmp_path / "unmarked", unmarked))
+        runs.rank_of(tmp_path / "unmarked", unmarked).once(replay_of)
 
 
 def test_the_intervals_of_the_host_may_be_empty(tmp_path: Path) -> None:
-    replay = replay_of(runs.rank_of(tmp_path, synchronised()))
+    replay = runs.rank_of(tmp_path, synchronised()).once(replay_of)
     assert replay.step_ns([(iv.EMPTY, 0.0)]) == replay.step_ns()

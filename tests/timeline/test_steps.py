@@ -93,19 +93,19 @@ def test_unmarked_steps_begin_at_the_loader(tmp_path: Path) -> None:
     rank = runs.rank_of(
         tmp_path, traces.trace(*(traces.fetch(n * MS, 100) for n in range(4)), traces.op("x", 3 * MS, 10))
     )
-    found = timing(rank)
+    found = rank.once(timing)
     assert (found.steps, found.step_ns, found.unit) == (3, MS, "step")
 
 
 def test_where_nothing_marks_a_step_the_trace_stands_for_one(tmp_path: Path) -> None:
     folder = runs.foreign(tmp_path, traces.trace(traces.op("aten::mm", 0, 10), traces.kernel("gemm", 5, 3 * MS - 5)))
     run = runs.measured(folder, step_means)
-    assert (of_step(run), mean_step_ns(run)) == ("of the traced time", 3 * MS)
+    assert (run.frame(of_step), run.frame(mean_step_ns)) == ("of the traced time", 3 * MS)
 
 
 def test_steps_that_overlap_are_cut_at_the_next_ones_start(tmp_path: Path) -> None:
     rank = runs.rank_of(tmp_path, traces.trace(traces.step(1, 0, 2 * MS), traces.step(2, MS, MS)))
-    assert (timing(rank).windows - traces.BASE_NS).tolist() == [[0, MS], [MS, 2 * MS]]
+    assert (rank.once(timing).windows - traces.BASE_NS).tolist() == [[0, MS], [MS, 2 * MS]]
 
 
 def test_nothing_recorded_abstains(tmp_path: Path) -> None:

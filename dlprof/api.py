@@ -1,0 +1,174 @@
+"""What `dlprof.open` returns: a run, and what was measured of it, as pandas frames and plotly figures.
+
+Times are nanoseconds (`_ns`) and sizes bytes (`_bytes`), as the names of the columns say; instants are Unix time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlprof.errors import DlprofError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects
+
+    from dlprof.engine import Measured
+    from dlprof.renderers.drawing import Figure
+    from dlprof.result import Result
+    from dlprof.run import Run as Files
+
+
+class Run:
+    """A recorded run, or somebody's traces. Files are read when something of them is first asked for, and once."""
+
+    def __init__(self, files: Files, jobs: int | None = None) -> None:
+        self._files, self._jobs = files, jobs
+
+    @property
+    def path(self) -> Path:
+        """The run's folder, or the trace file."""
+        return self._files.path
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that left something."""
+        return tuple(rank.index for rank in self._files.ranks)
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The command that was recorded; empty for traces from elsewhere."""
+        return self._files.command
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts that it ran on, as far as they were recorded."""
+        return self._files.hosts
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is odd about the files, before any measure is computed; `result.run.warnings` has all."""
+        return self._files.warnings
+
+    @cached_property
+    def _measured(self) -> Measured:
+        from dlprof.diagnosis import wanted
+        from dlprof.engine import every_measure, measure
+        from dlprof.rules import RULES
+
+        return measure(self._files, (*wanted(RULES), *(m for m in every_measure() if m.travels)), self._jobs)
+
+    @cached_property
+    def result(self) -> Result:
+        """The diagnosis, as `result.json` holds it."""
+        from dlprof.diagnosis import diagnosed
+        from dlprof.rules import RULES
+
+        return diagnosed(self._measured, RULES)
+
+    @property
+    def findings(self) -> pd.DataFrame:
+        """What was found, the largest saving first, a row each: id, title, saving_ns, noise_ns, share, speedup, ranks,
+        summary, changes.
+
+        Savings are of the mean steady step and overlap: they are not to be summed.
+        """
+        import pandas as pd
+
+        columns = ("id", "title", "saving_ns", "noise_ns", "share", "speedup", "ranks", "summary")
+        rows = [{c: getattr(o, c) for c in columns} | {"changes": o.advice} for o in self.result.found]
+        return pd.DataFrame(rows, columns=[*columns, "changes"])
+
+    def steps(self) -> pd.DataFrame:
+        """Return the steps of all ranks, thinned where there are many: rank, step, kind, start_ns, dur_ns, phases."""
+        return self.frame("step_series")
+
+    def spans(self, rank: int) -> pd.DataFrame:
+        """Return the events of a rank's trace: lane, kind, name, start_ns, dur_ns and what else dlprof/tables.py says.
+
+        Raises DlprofError where there is no such rank, or it has no trace.
+        """
+        from dlprof.engine import RankData
+
+        for one in self._files.ranks:
+            if one.index == rank:
+                return RankData(one).table("spans")
+        raise DlprofError(f"no rank {rank}; there are: {', '.join(map(str, self.ranks))}")
+
+    def frames(self) -> pd.DataFrame:
+        """Return the names of all frames and what each is, a row each: name, what, help (with its columns)."""
+        import pandas as pd
+
+        from dlprof.engine import every_measure
+
+        rows = []
+        for measure in every_measure():
+            if measure.is_frame and measure.travels:
+                text = inspect.getdoc(measure.function) or ""
+                sentence = " ".join(text.split("\n\n", maxsplit=1)[0].split()).split(". ", maxsplit=1)[0]
+                rows.append((measure.name, sentence.rstrip(".") + ".", text))
+        return pd.DataFrame(rows, columns=["name", "what", "help"])
+
+    def frame(self, name: str) -> pd.DataFrame:
+        """Return a measure of all ranks by its name, `breakdown` say; `frames` lists them.
+
+        Raises DlprofError for a name that there is not, and NotMeasured with the reason where it is not known.
+        """
+        from dlprof.engine import every_measure
+
+        known = {m.name: m for m in every_measure() if m.is_frame and m.travels}
+        if name not in known:
+            raise DlprofError(_no(f"frame {name!r}", name, known))
+        frame: pd.DataFrame = self._measured.frame(known[name])
+        return frame.copy()
+
+    @cached_property
+    def _figures(self) -> dict[str, Figure]:
+        from dlprof.renderers import figures, parts
+
+        found = {"breakdown": parts.stack(self.result), "blame": parts.blame(self.result)}
+        found |= {o.id: figures.panel(o.evidence) for o in self.result.found if o.evidence}
+        for panel in self.result.panels:
+            name = panel.shape if panel.shape == "timeline" else re.sub(r"\W+", "_", panel.title.lower()).strip("_")
+            found.setdefault(name, figures.panel(panel))
+        return {name: figure for name, figure in found.items() if figure is not None and figure.spec is not None}
+
+    def figures(self) -> pd.DataFrame:
+        """Return the figures that this run has, a row each: name, title."""
+        import pandas as pd
+
+        rows = [(name, figure.title or figure.label) for name, figure in self._figures.items()]
+        return pd.DataFrame(rows, columns=["name", "title"])
+
+    def figure(self, name: str) -> plotly.graph_objects.Figure:
+        """Return a figure of the report by its name, `breakdown` or `timeline` say; `figures` lists them.
+
+        Raises DlprofError for one that this run does not have.
+        """
+        import plotly.graph_objects as go
+
+        if name not in self._figures:
+            raise DlprofError(_no(f"figure {name!r}", name, self._figures))
+        spec = self._figures[name].spec or {}
+        return go.Figure(data=spec.get("data"), layout=spec.get("layout"), skip_invalid=True)
+
+    def __repr__(self) -> str:
+        kind = "run" if self._files.recorded else "traces"
+        return f"<dlprof.Run: {kind} {str(self.path)!r}, {len(self.ranks)} rank{'s' * (len(self.ranks) != 1)}>"
+
+    def _repr_html_(self) -> str:
+        """Return the verdict for a notebook."""
+        from dlprof.renderers.notebook import render
+
+        return render(self.result)
+
+
+def _no(what: str, name: str, known: Sequence[str] | Any) -> str:
+    near = difflib.get_close_matches(name, list(known), 3)
+    return f"no {what}; " + (f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(sorted(known))}")
