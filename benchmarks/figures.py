@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dlprof.diagnosis import diagnose
+from dlprof.analysis.diagnosis import diagnose
+from dlprof.analysis.rules import RULES
 from dlprof.errors import DlprofError
+from dlprof.read.run import open_run
 from dlprof.result import from_json, to_json
-from dlprof.rules import RULES
-from dlprof.run import open_run
 
 TOLERANCE = 1e-9
 

@@ -258,9 +258,9 @@ def paired_us(
     from torch.optim import optimizer as optimizers
     from torch.utils.data import DataLoader, TensorDataset
 
-    from dlprof import hooks
-    from dlprof.collectors import COLLECTORS
-    from dlprof.recorder import Recorder
+    from dlprof.record import hooks
+    from dlprof.record.collectors import COLLECTORS
+    from dlprof.record.recorder import Recorder
 
     torch.set_num_threads(1)
     data = TensorDataset(torch.randn(4096, 8), torch.randn(4096, 1))

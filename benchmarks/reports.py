@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from benchmarks import summary
 from benchmarks.accuracy import ROW, WORKLOADS, Planted, machine, planted, reason, run
 from benchmarks.summary import REPORTS, Reported
-from dlprof.renderers import html, words
+from dlprof.report import formatting, html
 from dlprof.result import Result, from_json, to_json
 
 ROOT = WORKLOADS.parent
@@ -81,7 +81,7 @@ def diagnosed(out: Path) -> Result:
 
 def sharing(page: str, plotly: str) -> str:
     """Return report's page with plotly.js taken out of it: it is loaded from `plotly`, a path relative to the page."""
-    whole = (files("dlprof.renderers") / "page" / PLOTLY).read_text(encoding="utf-8")
+    whole = (files("dlprof.report") / "page" / PLOTLY).read_text(encoding="utf-8")
     before, script, after = page.partition(f"<script>{whole}</script>")
     head, policy, rest = before.partition("script-src ")
     if not script or not policy:
@@ -97,11 +97,11 @@ def keep(one: Planted, result: Result, here: str, out: Path) -> Reported:
     named = replace(result, run=replace(result.run, path=folder.name))
     (out / folder / "result.json").write_text(json.dumps(to_json(named), allow_nan=False, separators=(",", ":")) + "\n")
     (out / folder / "report.html").write_text(sharing(html.render(named), f"../../{PLOTLY}"))
-    diagnosis, gain, _ = words.headline(named)
+    diagnosis, gain, _ = formatting.headline(named)
     return Reported(
         *(one.workload, one.name, one.rule, here, _today(), folder.as_posix()),
         headline=f"{diagnosis} {gain}",
-        steps=words.steps(named),
+        steps=formatting.steps(named),
     )
 
 
@@ -136,7 +136,7 @@ def main() -> None:
     make = partial(again, kept=args.kept) if args.kept else partial(record, steps=args.steps)
     args.out.mkdir(exist_ok=True)
     for name in (PLOTLY, "plotly-basic.LICENSE"):
-        (args.out / name).write_bytes((files("dlprof.renderers") / "page" / name).read_bytes())
+        (args.out / name).write_bytes((files("dlprof.report") / "page" / name).read_bytes())
     for script in sorted(WORKLOADS.glob("*.py")):
         if args.workloads and script.stem not in args.workloads:
             continue

@@ -27,10 +27,10 @@ from benchmarks.simulator.faults import FAULTS, NOT_SIMULATED
 from benchmarks.simulator.faults.fault import Fault, recording
 from benchmarks.simulator.job import Job, Recording
 from benchmarks.simulator.truth import Share, Truth
-from dlprof.diagnosis import diagnose
+from dlprof.analysis.diagnosis import diagnose
+from dlprof.analysis.rules import RULES
+from dlprof.read.run import open_run
 from dlprof.result import Result
-from dlprof.rules import RULES
-from dlprof.run import open_run
 
 FAILED = "it failed:"  # in a warning of a measure that broke
 NOTABLE = 0.05  # a finding of so much of the step is one that a reader acts on

@@ -30,7 +30,7 @@ def open(path: str | os.PathLike[str]) -> Run:  # noqa: A001 - dlprof.open, as g
     Raises dlprof.errors.DlprofError where there is nothing to report on.
     """
     from dlprof.api import Run
-    from dlprof.run import open_run
+    from dlprof.read.run import open_run
 
     return Run(open_run(path))
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects
 
-    from dlprof.engine import Measured
-    from dlprof.renderers.drawing import Figure
+    from dlprof.analysis.engine import Measured
+    from dlprof.read.run import Run as Files
+    from dlprof.report.figures.drawing import Figure
     from dlprof.result import Result
-    from dlprof.run import Run as Files
 
 
 class Run:
@@ -58,17 +58,18 @@ class Run:
 
     @cached_property
     def _measured(self) -> Measured:
-        from dlprof.diagnosis import wanted
-        from dlprof.engine import every_measure, measure
-        from dlprof.rules import RULES
+        from dlprof.analysis.diagnosis import wanted
+        from dlprof.analysis.engine import measure
+        from dlprof.analysis.rules import RULES
+        from dlprof.analysis.subjects import every_measure
 
         return measure(self._files, (*wanted(RULES), *(m for m in every_measure() if m.travels)), self._jobs)
 
     @cached_property
     def result(self) -> Result:
         """The diagnosis, as `result.json` holds it."""
-        from dlprof.diagnosis import diagnosed
-        from dlprof.rules import RULES
+        from dlprof.analysis.diagnosis import diagnosed
+        from dlprof.analysis.rules import RULES
 
         return diagnosed(self._measured, RULES)
 
@@ -90,11 +91,11 @@ class Run:
         return self.frame("step_series")
 
     def spans(self, rank: int) -> pd.DataFrame:
-        """Return the events of a rank's trace: lane, kind, name, start_ns, dur_ns and what else dlprof/tables.py says.
+        """Return the events of a rank's trace: lane, kind, name, start_ns, dur_ns and what else dlprof/schema.py says.
 
         Raises DlprofError where there is no such rank, or it has no trace.
         """
-        from dlprof.engine import RankData
+        from dlprof.analysis.engine import RankData
 
         for one in self._files.ranks:
             if one.index == rank:
@@ -105,7 +106,7 @@ class Run:
         """Return the names of all frames and what each is, a row each: name, what, help (with its columns)."""
         import pandas as pd
 
-        from dlprof.engine import every_measure
+        from dlprof.analysis.subjects import every_measure
 
         rows = []
         for measure in every_measure():
@@ -120,7 +121,7 @@ class Run:
 
         Raises DlprofError for a name that there is not, and NotMeasured with the reason where it is not known.
         """
-        from dlprof.engine import every_measure
+        from dlprof.analysis.subjects import every_measure
 
         known = {m.name: m for m in every_measure() if m.is_frame and m.travels}
         if name not in known:
@@ -130,13 +131,13 @@ class Run:
 
     @cached_property
     def _figures(self) -> dict[str, Figure]:
-        from dlprof.renderers import figures, parts
+        from dlprof.report.figures import parts, shapes
 
         found = {"breakdown": parts.stack(self.result), "blame": parts.blame(self.result)}
-        found |= {o.id: figures.panel(o.evidence) for o in self.result.found if o.evidence}
+        found |= {o.id: shapes.panel(o.evidence) for o in self.result.found if o.evidence}
         for panel in self.result.panels:
             name = panel.shape if panel.shape == "timeline" else re.sub(r"\W+", "_", panel.title.lower()).strip("_")
-            found.setdefault(name, figures.panel(panel))
+            found.setdefault(name, shapes.panel(panel))
         return {name: figure for name, figure in found.items() if figure is not None and figure.spec is not None}
 
     def figures(self) -> pd.DataFrame:
@@ -164,7 +165,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return the verdict for a notebook."""
-        from dlprof.renderers.notebook import render
+        from dlprof.report.notebook import render
 
         return render(self.result)
 

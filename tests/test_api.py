@@ -12,14 +12,14 @@ from nbclient import NotebookClient
 from plotly.graph_objects import Figure
 
 import dlprof
+from dlprof.analysis.diagnosis import diagnose
+from dlprof.analysis.rules import RULES
 from dlprof.api import Run
-from dlprof.diagnosis import diagnose
 from dlprof.errors import DlprofError, NotMeasured
+from dlprof.read.run import open_run
 from dlprof.result import to_json
-from dlprof.rules import RULES
-from dlprof.run import open_run
-from tests import runs, traces
-from tests.runs import CPU, MS
+from tests.fixtures import runs, traces
+from tests.fixtures.runs import CPU, MS
 
 STEPS = 12
 

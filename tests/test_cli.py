@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from dlprof import __version__, commands
 from dlprof.cli import cli
 from dlprof.commands import COMMANDS
-from tests import jobs, traces
+from tests.fixtures import jobs, traces
 
 README = Path(__file__).parent.parent / "README.md"
 HEAVY = ("torch", "pandas", "plotly", "numpy", "jinja2", "msgspec", "isal")

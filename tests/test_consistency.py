@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlprof.diagnosis import diagnose
+from dlprof.analysis.diagnosis import diagnose
+from dlprof.analysis.rules import RULES
+from dlprof.read.run import open_run
 from dlprof.result import to_json
-from dlprof.rules import RULES
-from dlprof.run import open_run
-from tests import runs, traces
-from tests.consistency import assert_consistent
-from tests.runs import MS
+from tests.fixtures import runs, traces
+from tests.fixtures.consistency import assert_consistent
+from tests.fixtures.runs import MS
 
 US = 1_000
 STEPS = 4

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dlprof.plain import plain
-from tests import traces
-from tests.jobs import DLPROF, launch
+from tests.fixtures import traces
+from tests.fixtures.jobs import DLPROF, launch
 
 # A name that clears the screen, and one that pretends to be a line of ours.
 EVIL = "a\x1b[2Jb\nreport: theirs\u202e"

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests import jobs
-from tests.consistency import assert_consistent
+from tests.fixtures import jobs
+from tests.fixtures.consistency import assert_consistent
 
 TRACES = Path(__file__).parent.parent.parent / "shared" / "traces"
 

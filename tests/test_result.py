@@ -12,7 +12,7 @@ import pytest
 
 from dlprof.errors import DlprofError
 from dlprof.result import FORMAT, Change, Outcome, Panel, Result, RunInfo, Setting, from_json, schema, to_json
-from tests.renderers import results
+from tests.fixtures import results
 
 REPORTS = Path(__file__).parent.parent / "reports"
 EMPTY = Result(run=RunInfo(path="run"), window=None)

@@ -1,4 +1,4 @@
-"""Writes facts.json and run.json: what a rank and a run say of themselves (dlprof/collectors/facts.py)."""
+"""Writes facts.json and run.json: what a rank and a run say of themselves (dlprof/record/collectors/facts.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What dlprof's recorder does in a rank: it marks steps and phases, notes stalls, and opens the profiler's window.
 
-The window is opened and closed as dlprof/collectors/trace.py does it: at the begin of a step, the profiler waits for
-the device when it starts and when it stops, and the steps that feel it are marked as profiled.
+The window is opened and closed as the collector `trace` does it: at the begin of a step, the profiler waits for the
+device when it starts and when it stops, and the steps that feel it are marked as profiled.
 """
 
 from __future__ import annotations

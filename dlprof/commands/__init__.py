@@ -7,8 +7,8 @@ import os
 
 import click
 
-from dlprof.opening import NO_LIMITS
 from dlprof.plain import plain
+from dlprof.read.opening import NO_LIMITS
 
 # In the order of the help. Each is a function of its name in a module of its name.
 COMMANDS = ("check", "compare", "doctor", "explain", "export", "report", "rules", "run", "wrap")

@@ -29,9 +29,9 @@ _NS = {"s": 1e9, "ms": 1e6, "us": 1e3, "µs": 1e3}
 @no_limits
 def check(path: Path, limits: tuple[str, ...]) -> None:
     """Fail (exit code 3) where a bottleneck of PATH exceeds a limit, or could not be measured."""
+    from dlprof.analysis.diagnosis import rule_named
+    from dlprof.analysis.rules import RULES
     from dlprof.commands.report import analyse
-    from dlprof.diagnosis import rule_named
-    from dlprof.rules import RULES
     from dlprof.units import duration, percent
 
     asked = []

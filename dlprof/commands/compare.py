@@ -11,7 +11,7 @@ import click
 
 from dlprof.commands import form, jobs, no_limits, quiet, say, show
 from dlprof.errors import DlprofError
-from dlprof.opening import open_file, read_file
+from dlprof.read.opening import open_file, read_file
 
 if TYPE_CHECKING:
     from dlprof.result import Result
@@ -32,9 +32,9 @@ def compare(a: Path, b: Path, out: Path | None, form: str, jobs: int | None, sho
     A and B: runs, folders of torch-profiler traces, single traces, or files result.json. Prints the differences with
     their noise, and writes compare.html and compare.json into a new folder dlprof-compare.
     """
-    from dlprof import comparison
+    from dlprof.analysis.compare import comparison
     from dlprof.commands.report import browse, colour, shown, width, write_into
-    from dlprof.renderers import compare_page, compare_text
+    from dlprof.report import compare_page, compare_text
 
     told = comparison.compare(_result(a, jobs, quiet), _result(b, jobs, quiet))
     data = json.dumps(comparison.to_json(told), allow_nan=False, separators=(",", ":"))
@@ -54,8 +54,8 @@ def _result(path: Path, jobs: int | None, quiet: bool) -> Result:
     """Return the result of a run or of traces, or the one that a file result.json holds."""
     import msgspec
 
+    from dlprof.commands.progress import Progress
     from dlprof.commands.report import analyse
-    from dlprof.progress import Progress
     from dlprof.result import from_json
 
     if path.is_file() and path.suffix == ".json" and _is_result(path):

@@ -16,9 +16,10 @@ from typing import Any
 
 import click
 
-from dlprof import cupti, relay
+from dlprof import cupti
 from dlprof.commands import form
-from dlprof.supervisor import recorded
+from dlprof.record.device import relay
+from dlprof.record.launch.supervisor import recorded
 
 # An import of torch from a busy network disk takes its time.
 _PATIENCE_S = 120.0

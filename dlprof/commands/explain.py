@@ -9,8 +9,8 @@ import click
 @click.argument("rule")
 def explain(rule: str) -> None:
     """Print the manual of a RULE: what it looks at, when it speaks, what to change."""
-    from dlprof.diagnosis import rule_named
-    from dlprof.rules import RULES
+    from dlprof.analysis.diagnosis import rule_named
+    from dlprof.analysis.rules import RULES
 
     found = rule_named(RULES, rule)
     click.echo(f"{found.id}: {found.title}\n\n{found.manual}")

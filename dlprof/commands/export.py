@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from dlprof.commands import jobs, no_limits, quiet, say
+from dlprof.commands.progress import Progress
 from dlprof.errors import DlprofError
-from dlprof.progress import Progress
 from dlprof.units import count, duration
 
 
@@ -45,7 +45,7 @@ def export(
     from dlprof.exports import frames
     from dlprof.exports import perfetto as trace
     from dlprof.exports import speedscope as stacks
-    from dlprof.run import open_run
+    from dlprof.read.run import open_run
 
     run = open_run(path)
     failed: list[DlprofError] = []

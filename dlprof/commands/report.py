@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dlprof.analysis.engine import Done
 from dlprof.commands import form, jobs, no_limits, quiet, say, show
+from dlprof.commands.progress import Progress
 from dlprof.errors import DlprofError
 from dlprof.files import write
-from dlprof.folder import make_first
 from dlprof.plain import plain
-from dlprof.progress import Done, Progress
+from dlprof.record.launch.folder import make_first
 
 if TYPE_CHECKING:
     from dlprof.result import Result
@@ -42,7 +43,7 @@ def report(path: Path, out: Path | None, form: str, jobs: int | None, redact: bo
     with Progress(quiet=quiet) as progress:
         result = analyse(path, jobs, _getting_ready(progress), page=True)
     if redact:
-        from dlprof.sharing import shareable
+        from dlprof.report.sharing import shareable
 
         result = shareable(result)
     verdict = _json(result) if form == "json" else _verdict(result)
@@ -79,26 +80,26 @@ def analyse(
     """Open a run or traces and ask every rule; what shows the result is imported meanwhile where it is to be shown."""
     # The measures multiply no matrices: threads of a linear-algebra library would only be started, and forked.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from dlprof.process import keep_memory
-    from dlprof.readers import ahead
-    from dlprof.run import TRACE, open_run
+    from dlprof.read.kineto import prefetch
+    from dlprof.read.run import TRACE, open_run
+    from dlprof.record.launch.process import keep_memory
 
     keep_memory()
     run = open_run(path)
     if jobs != 1 and "pandas" not in sys.modules:
-        ahead.begin([rank.files[TRACE] for rank in run.largest_first if TRACE in rank.files])
+        prefetch.begin([rank.files[TRACE] for rank in run.largest_first if TRACE in rank.files])
     # All imports stand here, behind the traces' beginning: what they take, another core decodes in.
-    from dlprof.diagnosis import diagnose
-    from dlprof.rules import RULES
+    from dlprof.analysis.diagnosis import diagnose
+    from dlprof.analysis.rules import RULES
 
     if page:
-        from dlprof.renderers import html, terminal  # noqa: F401
+        from dlprof.report import html, terminal  # noqa: F401
 
     return diagnose(run, RULES, jobs, progress)
 
 
 def _verdict(result: Result) -> str:
-    from dlprof.renderers import terminal
+    from dlprof.report import terminal
 
     return terminal.render(result, width(), colour())
 
@@ -116,7 +117,7 @@ def _json(result: Result) -> str:
 
 def _write_files(result: Result, path: Path, out: Path | None) -> Path:
     """Write result.json and report.html, and give the path of the latter; raise DlprofError where that cannot be."""
-    from dlprof.renderers import html
+    from dlprof.report import html
 
     files = {"result.json": _json(result), "report.html": html.render(result)}
     if out is None and path.is_dir() and ((path / "run.json").is_file() or (path / "ranks").is_dir()):
@@ -161,7 +162,7 @@ def _getting_ready(progress: Callable[[Done], None]) -> Callable[[Done], None]:
     def said(done: Done) -> None:
         progress(done)
         if 0 < done.ranks < done.of_ranks:
-            from dlprof.renderers import html
+            from dlprof.report import html
 
             html.prepare()
 

@@ -8,7 +8,7 @@ import click
 @click.command()
 def rules() -> None:
     """List the bottlenecks that dlprof knows."""
-    from dlprof.rules import RULES
+    from dlprof.analysis.rules import RULES
 
     width = max(len(r.id) for r in RULES)
     for rule in RULES:

@@ -17,10 +17,10 @@ from typing import Any
 import click
 
 from dlprof.errors import DlprofError
-from dlprof.folder import new_folder
 from dlprof.plain import plain
-from dlprof.supervisor import Ended, end_like, supervise
-from dlprof.tasks import TASK_NUMBERS
+from dlprof.record.launch.folder import new_folder
+from dlprof.record.launch.supervisor import Ended, end_like, supervise
+from dlprof.record.launch.tasks import TASK_NUMBERS
 
 # Enough for shares of a few per cent after one burst; a round number would beat with steps of 5, 10 or 20 ms.
 STACKS_A_SECOND = "47"

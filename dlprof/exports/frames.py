@@ -1,6 +1,6 @@
 """Every table and every measure of a run as CSV, for any other program: tables by rank, measures of all ranks in one.
 
-FOLDER/tables/RANK/NAME.csv holds the rows as dlprof/tables.py declares them, times in ns. FOLDER/measures/NAME.csv
+FOLDER/tables/RANK/NAME.csv holds the rows as dlprof/schema.py declares them, times in ns. FOLDER/measures/NAME.csv
 holds what the measures made of them; FOLDER/not_measured.csv tells which could not say anything, and why.
 """
 
@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from dlprof.engine import ALSO, MeasureFailed, Progress, RankData, every_measure, measure
+from dlprof.analysis.engine import ALSO, MeasureFailed, Progress, RankData, measure
+from dlprof.analysis.subjects import every_measure
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.files import whole
-from dlprof.run import Run
+from dlprof.read.run import Run
 
 # What a spreadsheet takes for the beginning of a formula.
 _FORMULA = ("=", "+", "-", "@", "\t")

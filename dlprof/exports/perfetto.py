@@ -23,17 +23,17 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import __version__
-from dlprof import intervals as iv
-from dlprof.engine import Maybe, Measured, MeasureFailed, Progress, RankFacts, measure, per_rank
+from dlprof.analysis import intervals as iv
+from dlprof.analysis import settings
+from dlprof.analysis.communication.blame import blame
+from dlprof.analysis.communication.collectives import collectives, exposed, window_steps
+from dlprof.analysis.communication.matching import host_clocks, matched
+from dlprof.analysis.engine import Maybe, Measured, MeasureFailed, Progress, RankFacts, measure, per_rank
+from dlprof.analysis.machine.samples import held
+from dlprof.analysis.timeline.host import parents
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.exports import whole_file
-from dlprof.measures import settings
-from dlprof.measures.blame import blame
-from dlprof.measures.collectives import collectives, exposed, window_steps
-from dlprof.measures.matching import host_clocks, matched
-from dlprof.measures.samples import held
-from dlprof.run import Run
-from dlprof.timeline.host import parents
+from dlprof.read.run import Run
 from dlprof.units import short
 
 # So many spans of all ranks together: about 60 MB of text, which the Perfetto page opens in some seconds.

@@ -11,8 +11,8 @@ import pytest
 from benchmarks import accuracy, summary
 from benchmarks.accuracy import Planted
 from benchmarks.summary import Recorded
-from tests import runs
-from tests.runs import MS
+from tests.fixtures import runs
+from tests.fixtures.runs import MS
 
 SCRIPT = """
 import argparse, time

@@ -45,8 +45,8 @@ def test_counters_that_answer_and_that_do_not() -> None:
 
 
 JUNIT = """<testsuites><testsuite name="pytest">
-<testcase classname="tests.collectors.test_memory" name="test_a"/>
-<testcase classname="tests.samplers.test_gpu" name="test_b">{}</testcase>
+<testcase classname="tests.record.collectors.test_memory" name="test_a"/>
+<testcase classname="tests.record.samplers.test_gpu" name="test_b">{}</testcase>
 </testsuite></testsuites>"""
 
 
@@ -71,7 +71,7 @@ def test_a_report_without_tests_passes_nothing() -> None:
 
 def test_the_files_with_marked_tests_are_found() -> None:
     found = {path.relative_to(jobs.ROOT).as_posix() for path in probes.files_with_mark(jobs.ROOT / "tests")}
-    assert {"tests/collectors/test_memory.py", "tests/samplers/test_gpu.py"} <= found
+    assert {"tests/record/collectors/test_memory.py", "tests/record/samplers/test_gpu.py"} <= found
     assert Path(__file__).relative_to(jobs.ROOT).as_posix() not in found
 
 

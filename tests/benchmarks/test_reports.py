@@ -11,11 +11,10 @@ import pytest
 
 from benchmarks import reports, summary
 from benchmarks.accuracy import ROW, Planted
-from dlprof.renderers import html
+from dlprof.report import html
 from dlprof.result import Result, to_json
-from tests import runs
-from tests.renderers import results
-from tests.runs import MS
+from tests.fixtures import results, runs
+from tests.fixtures.runs import MS
 
 
 def test_a_shared_page_names_plotly_and_does_not_hold_it() -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from benchmarks.simulated import Case, main, of_fault, of_healthy
 from benchmarks.simulated_table import NOTABLE, failures, table
 from benchmarks.simulator import folder, healthy
-from dlprof.diagnosis import diagnose
-from dlprof.rules import RULES
-from dlprof.run import open_run
+from dlprof.analysis.diagnosis import diagnose
+from dlprof.analysis.rules import RULES
+from dlprof.read.run import open_run
 
 MS = 1e6
 

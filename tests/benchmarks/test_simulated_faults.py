@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.simulated import of_fault
 from benchmarks.simulator.faults import FAULTS, NOT_SIMULATED
-from dlprof.rules import RULES
+from dlprof.analysis.rules import RULES
 
 SEED = 1
 NEAR = 0.15

@@ -13,7 +13,7 @@ from benchmarks.simulator.healthy import compute_ns, healthy, is_healthy
 from benchmarks.simulator.job import Job, Pauses, Script
 from benchmarks.simulator.play import WARM, cycle, play, true
 from benchmarks.simulator.truth import Truth
-from dlprof.rules import RULES
+from dlprof.analysis.rules import RULES
 
 STEPS = 25
 SMALL = base(3)

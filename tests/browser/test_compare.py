@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 
-from dlprof.renderers import compare_page
+from dlprof.report import compare_page
 from tests.browser import test_report
 from tests.browser.test_report import AXE, complaints, grave_faults, log, requests
-from tests.renderers import comparisons
+from tests.fixtures import comparisons
 
 pytestmark = test_report.pytestmark
 browser = test_report.browser

@@ -16,10 +16,10 @@ from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
 from dlprof.exports import speedscope
-from dlprof.run import open_run
-from tests import runs, traces
+from dlprof.read.run import open_run
 from tests.browser import test_report
 from tests.exports import test_perfetto, test_speedscope
+from tests.fixtures import runs, traces
 
 pytestmark = test_report.pytestmark
 browser = test_report.browser

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from benchmarks.reports import PLOTLY, sharing
-from dlprof.diagnosis import diagnose
-from dlprof.renderers import drawing, html
+from dlprof.analysis.diagnosis import diagnose
+from dlprof.analysis.rules import RULES
+from dlprof.read.run import open_run
+from dlprof.report import html
+from dlprof.report.figures import drawing
 from dlprof.result import Result
-from dlprof.rules import RULES
-from dlprof.run import open_run
-from tests import runs, traces
-from tests.measures import test_stacks
-from tests.renderers import results
-from tests.runs import MS
+from tests.analysis.host import test_stacks
+from tests.fixtures import results, runs, traces
+from tests.fixtures.runs import MS
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
 
@@ -119,7 +119,7 @@ def test_the_page_draws_every_figure_without_complaint_or_request(opened: Open, 
 def test_a_page_that_shares_plotly_with_others_draws_every_figure(browser: webdriver.Chrome, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     page.write_text(sharing(html.render(results.ddp()), PLOTLY), encoding="utf-8", newline="\n")
-    (tmp_path / PLOTLY).write_bytes((files("dlprof.renderers") / "page" / PLOTLY).read_bytes())
+    (tmp_path / PLOTLY).write_bytes((files("dlprof.report") / "page" / PLOTLY).read_bytes())
     log(browser, "browser")
     browser.get(page.as_uri())
     drawn = "return document.documentElement.dataset.drawn === 'all'"

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
-from tests import traces
+from tests.fixtures import traces
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
-from tests import jobs, runs, traces
-from tests.runs import CPU, MS, light
+from tests.fixtures import jobs, runs, traces
+from tests.fixtures.runs import CPU, MS, light
 
 
 def run(*words: str | Path) -> Result:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from dlprof.commands import doctor
-from tests import jobs
+from tests.fixtures import jobs
 
 
 def checks(cwd: Path, **env: str) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 import pytest
 from click.testing import CliRunner
 
+from dlprof.analysis.estimate import Rule
+from dlprof.analysis.rules import RULES
 from dlprof.cli import cli
-from dlprof.diagnosis import Rule
-from dlprof.rules import RULES
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.id)

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
-from tests import runs, traces
+from tests.fixtures import runs, traces
 
 
 def run(*words: str | Path) -> Result:

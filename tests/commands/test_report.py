@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from dlprof.cli import cli
 from dlprof.commands import report
 from dlprof.result import Outcome, from_json
-from tests import traces
+from tests.fixtures import traces
 
 
 def run(*words: str | Path) -> Result:
@@ -134,7 +134,7 @@ def test_a_trace_is_decoded_by_another_process_while_this_one_imports(tmp_path: 
         from pathlib import Path
         from dlprof import process
         from dlprof.commands.report import analyse
-        from dlprof.readers import ahead
+        from dlprof.read.sources import ahead
         decode = ahead.decode
         def noting(path):
             Path(sys.argv[2]).write_text(str(os.getpid()))

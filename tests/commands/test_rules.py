@@ -2,8 +2,8 @@
 
 from click.testing import CliRunner
 
+from dlprof.analysis.rules import RULES
 from dlprof.cli import cli
-from dlprof.rules import RULES
 
 
 def test_every_rule_has_one_line() -> None:

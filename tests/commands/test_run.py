@@ -10,7 +10,7 @@ import pytest
 
 from dlprof.commands.run import constant, count_gpus, find_workload, workloads
 from dlprof.errors import DlprofError
-from tests.jobs import DLPROF, environment, launch
+from tests.fixtures.jobs import DLPROF, environment, launch
 
 WORKLOAD = """
 import json, os, sys

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from dlprof.commands import wrap as command
-from tests.jobs import DLPROF, environment, facts, launch
+from tests.fixtures.jobs import DLPROF, environment, facts, launch
 
 TELLS = "import json, sys; print(json.dumps([sys.argv[1:], sys.orig_argv[0] == sys.executable]))"
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dlprof.engine import RankData, every_measure
+from dlprof.analysis.engine import RankData
+from dlprof.analysis.step.breakdown import breakdown
+from dlprof.analysis.subjects import every_measure
 from dlprof.errors import DlprofError
 from dlprof.exports import frames
-from dlprof.measures.breakdown import breakdown
-from dlprof.run import open_run
-from tests import runs, traces
+from dlprof.read.run import open_run
+from tests.fixtures import runs, traces
 
 
 def test_tables_and_measures_come_back_as_they_were(tmp_path: Path) -> None:

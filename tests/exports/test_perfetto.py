@@ -16,11 +16,11 @@ import pytest
 
 from dlprof.errors import DlprofError
 from dlprof.exports import perfetto
-from dlprof.readers import torch_trace
-from dlprof.run import open_run
-from tests import runs, traces
-from tests.measures.test_memory import reading
-from tests.runs import MS
+from dlprof.read.kineto import torch_trace
+from dlprof.read.run import open_run
+from tests.analysis.memory.test_memory import reading
+from tests.fixtures import runs, traces
+from tests.fixtures.runs import MS
 
 Event = dict[str, Any]
 

@@ -11,8 +11,8 @@ import pytest
 
 from dlprof.errors import DlprofError
 from dlprof.exports import speedscope
-from dlprof.run import open_run
-from tests.runs import CPU, MS, light, recorded
+from dlprof.read.run import open_run
+from tests.fixtures.runs import CPU, MS, light, recorded
 
 MAIN = 'process 10:"python train.py";thread (0x1): MainThread'
 LOADER = "__next__ (/lib/python3.11/site-packages/torch/utils/data/dataloader.py:700)"

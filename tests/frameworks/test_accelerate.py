@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import environment, facts, free_port, launch, record, rows, wrapped
+from tests.fixtures.jobs import environment, facts, free_port, launch, record, rows, wrapped
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 

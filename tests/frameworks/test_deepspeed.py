@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import environment, facts, free_port, launch, rows, running, until, words, wrapped
+from tests.fixtures.jobs import environment, facts, free_port, launch, rows, running, until, words, wrapped
 
 if importlib.util.find_spec("deepspeed") is None:  # its import decides on a device: not in this process
     pytest.skip("deepspeed is not installed", allow_module_level=True)

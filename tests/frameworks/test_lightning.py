@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import facts, launch, record, rows
+from tests.fixtures.jobs import facts, launch, record, rows
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import environment, facts, record, rows
+from tests.fixtures.jobs import environment, facts, record, rows
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from dlprof.commands.report import write_report
-from tests.jobs import children, environment, facts, launch, rows, until, words, wrapped
+from tests.fixtures.jobs import children, environment, facts, launch, rows, until, words, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 

@@ -19,15 +19,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlprof import opening
-from dlprof.diagnosis import diagnose
+from dlprof.analysis.diagnosis import diagnose
+from dlprof.analysis.rules import RULES
 from dlprof.errors import DlprofError
+from dlprof.read import opening
+from dlprof.read.run import open_run
 from dlprof.result import Result, from_json, to_json
-from dlprof.rules import RULES
-from dlprof.run import open_run
-from tests import runs, traces
-from tests.renderers import results
-from tests.runs import MS
+from tests.fixtures import results, runs, traces
+from tests.fixtures.runs import MS
 
 HOST = "node-1"
 BROKE = re.compile(r"\b(?:[A-Z]\w+Error|dlprof failed)\b")
@@ -202,8 +201,8 @@ def test_no_damage_to_a_file_breaks_a_diagnosis(
 @settings(SLOWLY, max_examples=500)
 @given(seed=st.integers(0, 2**32), name=st.sampled_from(sorted(set(results.ALL) - {"hostile"})))
 def test_no_result_of_a_stranger_breaks_a_comparison(seed: int, name: str) -> None:
-    from dlprof import comparison
-    from dlprof.renderers import compare_page, compare_text
+    from dlprof.analysis.compare import comparison
+    from dlprof.report import compare_page, compare_text
 
     sane = results.ALL[name]()
     data = changed(json.loads(json.dumps(to_json(sane))), random.Random(seed))

@@ -20,9 +20,10 @@ import pandas as pd
 import pytest
 
 from dlprof.commands.report import write_report
-from dlprof.readers import steps, torch_trace
-from dlprof.run import open_run
-from tests.jobs import DLPROF, environment, facts, free_port
+from dlprof.read import steps
+from dlprof.read.kineto import torch_trace
+from dlprof.read.run import open_run
+from tests.fixtures.jobs import DLPROF, environment, facts, free_port
 
 pytest.importorskip("torch", reason="recording needs torch")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import environment, launch, wrapped
+from tests.fixtures.jobs import environment, launch, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 

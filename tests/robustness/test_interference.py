@@ -11,8 +11,8 @@ from textwrap import dedent
 
 import pytest
 
-from dlprof.run import open_run
-from tests.jobs import environment, facts, launch, record, rows, wrapped
+from dlprof.read.run import open_run
+from tests.fixtures.jobs import environment, facts, launch, record, rows, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -76,7 +76,7 @@ def test_a_file_that_takes_the_place_of_stdout_or_stderr_gets_no_word_of_ours(tm
 
 
 FAILING = """
-import dlprof.collectors as collectors
+import dlprof.record.collectors as collectors
 
 class Failing:
     fails_at = "making"

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from dlprof.run import open_run
-from dlprof.timeline.steps import step_series
-from tests.jobs import DLPROF, environment, facts, free_port, launch, rows, running, until, wrapped
-from tests.runs import measured
+from dlprof.analysis.timeline.steps import step_series
+from dlprof.read.run import open_run
+from tests.fixtures.jobs import DLPROF, environment, facts, free_port, launch, rows, running, until, wrapped
+from tests.fixtures.runs import measured
 
 TRAINS = """
 import os, sys, time

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.readers import steps as reader
-from tests.jobs import facts, record, rows
+from dlprof.read import steps as reader
+from tests.fixtures.jobs import facts, record, rows
 
 pytest.importorskip("torch", reason="recording needs torch")
 

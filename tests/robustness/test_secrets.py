@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import DLPROF, environment, launch, wrapped
+from tests.fixtures.jobs import DLPROF, environment, launch, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 

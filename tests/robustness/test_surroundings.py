@@ -13,7 +13,7 @@ from textwrap import dedent
 
 import pytest
 
-from tests.jobs import DLPROF, environment, facts, launch, rows, wrapped
+from tests.fixtures.jobs import DLPROF, environment, facts, launch, rows, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 

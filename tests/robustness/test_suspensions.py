@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from dlprof.measures.whole_job import whole_job
-from dlprof.timeline.steps import step_series
-from tests import runs
-from tests.jobs import in_its_own_group, wrapped
+from dlprof.analysis.step.whole_job import whole_job
+from dlprof.analysis.timeline.steps import step_series
+from tests.fixtures import runs
+from tests.fixtures.jobs import in_its_own_group, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 

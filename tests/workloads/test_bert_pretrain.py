@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from dlprof.rules import RULES
+from dlprof.analysis.rules import RULES
 
 SCRIPT = Path(__file__).parents[2] / "workloads" / "bert_pretrain.py"
 TINY = ["--device=cpu", "--width=32", "--length=20", "--batch-size=16", "--layers=1", "--vocabulary=301"]

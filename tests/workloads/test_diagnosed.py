@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dlprof.commands.run import constant, count_gpus
-from tests.jobs import environment
+from tests.fixtures.jobs import environment
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.accuracy import planted
+from dlprof.analysis.rules import RULES
 from dlprof.commands.run import constant
-from dlprof.rules import RULES
 from tests.workloads.scripts import load
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "workloads").glob("*.py"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 
-from tests.jobs import DLPROF, launch
+from tests.fixtures.jobs import DLPROF, launch
 from tests.workloads.scripts import FOLDER, listed, load, losses, planted, train
 
 workload = load("horovod_resnet")

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from dlprof.rules import RULES
+from dlprof.analysis.rules import RULES
 
 SCRIPT = Path(__file__).parents[2] / "workloads" / "loader_variants.py"
 TINY = ["--device=cpu", "--records=256", "--batch-size=16", "--steps=20", "--read-ms=0", "--layers=1"]

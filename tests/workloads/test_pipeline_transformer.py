@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from dlprof.rules import RULES
+from dlprof.analysis.rules import RULES
 
 SCRIPT = Path(__file__).parents[2] / "workloads" / "pipeline_transformer.py"
 TINY = ["--device=cpu", "--width=32", "--length=16", "--batch-size=16", "--layers=4", "--log-every=10", "--lr=0.01"]

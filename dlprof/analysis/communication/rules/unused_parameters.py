@@ -1,0 +1,81 @@
+"""DDP looks in every step for parameters that get no gradient, and there are none.
+
+With `find_unused_parameters=True` DDP goes through the whole autograd graph after each forward pass, and reduces over
+all ranks which parameters were used. It needs that only where a part of the model is left out of some steps. It also
+keeps the buckets in the order of the model's definition, where it would else put them in the order in which gradients
+come, so that less of the communication is hidden.
+
+Needs the settings that dlprof records of DDP, with what DDP itself found, and a trace.
+
+Saving: the search, and the part of that reduction that nothing hides. What better buckets hide is not in it.
+
+What to change: `find_unused_parameters=False`. Where parameters are unused in the same way in every step: freeze them
+(`requires_grad_(False)`), or `static_graph=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pandas as pd
+
+from dlprof.analysis import settings
+from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
+from dlprof.analysis.step.savings import saving
+from dlprof.errors import NotMeasured
+from dlprof.result import Panel
+from dlprof.units import duration, size
+
+
+def check(unused_search: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job: Job) -> Estimate:
+    """Estimate what the search takes, where DDP searches and has found nothing."""
+    model = settings.model(job)
+    ddp = model.get("ddp") or {}
+    if model and not ddp:
+        return nothing("the model is not in DistributedDataParallel")
+    if "find_unused_parameters" not in ddp:
+        raise NotMeasured("the settings of DistributedDataParallel were not recorded")
+    if not ddp["find_unused_parameters"]:
+        return nothing("DDP does not look for unused parameters")
+    unused = ddp.get("unused_parameter_bytes")
+    if unused is None:
+        raise NotMeasured("DDP did not tell whether parameters were unused")
+    if unused:
+        return nothing(f"DDP looks for unused parameters, and there are some ({size(float(unused))})")
+    frame = unused_search.get()
+    search, flags = by_rank(frame, "search_ns"), by_rank(frame, "flags_ns")
+    gone = {r: search[r] + flags[r] for r in search}
+    return Estimate(
+        saving_ns=saving(own_time.get(), gone),
+        by_rank_ns=gone,
+        noise_ns=float(frame["noise_ns"].max()),
+        loses="looks for unused parameters that do not exist",
+        explain=lambda: _explain(worst(gone), search, flags),
+    )
+
+
+def _explain(rank: int, search: Mapping[int, float], flags: Mapping[int, float]) -> Explanation:
+    parts = (("search of the graph", search[rank]), ("telling the other ranks", flags[rank]))
+    return Explanation(
+        title="DDP looks for unused parameters, and there are none",
+        summary=f"In every step rank {rank} searches the autograd graph for {duration(search[rank])}, and waits"
+        f" {duration(flags[rank])} until all ranks have told what they used.",
+        changes=(
+            change(
+                "`DistributedDataParallel(..., find_unused_parameters=False)` (is True), if no step leaves a part of"
+                " the model out",
+                find_unused_parameters=(True, False),
+            ),
+        ),
+        evidence=Panel("bars", f"What it takes in a step of rank {rank}", parts, unit="ns"),
+        sure="As traced. DDP tells of every hundredth step: what is left out now and then may have been missed.",
+    )
+
+
+RULE = Rule(
+    "unused_parameters",
+    "Search for unused parameters",
+    check,
+    saves_from=("computation", "communication", "host"),
+)

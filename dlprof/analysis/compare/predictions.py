@@ -1,0 +1,113 @@
+"""What run A predicted for what was changed in run B, held against what B measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from dlprof.analysis.compare.settings_diff import Setting
+from dlprof.analysis.compare.significance import LEAST_NOISE, Difference
+from dlprof.result import Outcome, Result
+
+# beaten: B is faster than predicted; in_part: it gained, but less; broken: it gained nothing.
+Kept = Literal["beaten", "reached", "in_part", "broken"]
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What A promised for what is changed in B, and what B measured; ns of the mean step.
+
+    The prediction lies between `least_ns` and `most_ns`: savings of several findings overlap. `reached` is the share of
+    the least gain predicted that was measured; `noise_ns` is the measured gain's standard error.
+    """
+
+    findings: tuple[str, ...]
+    changed: tuple[str, ...]  # "num_workers 0 → 2"
+    least_ns: float
+    most_ns: float
+    measured_ns: float
+    noise_ns: float | None
+    reached: float | None  # None: no gain was predicted
+    kept: Kept
+    basis: str  # which findings predicted it, and for what
+    beside: tuple[str, ...]  # settings that were changed as well, of which A had promised nothing
+
+
+def proposals(outcome: Outcome) -> dict[str, str]:
+    """Return the settings that a finding's changes set, with the values proposed; "" where none is."""
+    named: dict[str, str] = {}
+    for change in outcome.changes:
+        for setting in change.settings:
+            named.setdefault(setting.name, "" if setting.to is None else str(setting.to))
+    return named
+
+
+def promise(a: Result, b: Result, step: Difference, settings: Iterable[Setting]) -> Promise | None:
+    """Hold A's predictions against B: of the findings whose settings were changed, or which are gone.
+
+    None where nothing was changed that A had promised anything for.
+    """
+    assert a.window is not None
+    assert step.a_ns is not None
+    assert step.b_ns is not None
+    differ = {
+        s.name.rpartition(".")[2].replace(" ", "_"): s
+        for s in settings
+        if s.section not in ("Job", "Software", "Environment")
+    }
+    differ |= {s.name: s for s in settings if s.section == "Environment"}
+    gone = {o.id for o in b.outcomes if o.state == "clear"}
+    taken: list[tuple[Outcome, float, str]] = []
+    changed: dict[str, None] = {}
+    names: set[str] = set()
+    for o in sorted((o for o in a.found if o.scope == "step" and o.saving_ns > 0), key=lambda o: o.id not in gone):
+        named = _followed(o, differ)
+        # What took one bottleneck away was meant for that one: of others that it is advised for too, nothing is due.
+        if o.id not in gone and named.keys() <= names:
+            continue
+        names |= named.keys()
+        changed.update(dict.fromkeys(f"{n} {differ[n].a or 'not set'} → {differ[n].b or 'not set'}" for n in named))
+        forecast = next((f for f in o.forecasts if f.setting in named and f.value == differ[f.setting].b), None)
+        if forecast is not None:
+            taken.append((o, step.a_ns - forecast.step_ns, f"for {forecast.setting}={forecast.value}"))
+        else:
+            other = [f"{n}={v}" for n, v in named.items() if v and differ[n].b != v]
+            taken.append((o, o.saving_ns, f"for {', '.join(other)}, not what B has" if other else ""))
+    if not taken:
+        return None
+    gains = [gain for _, gain, _ in taken]
+    total = sum(max(g, 0.0) for g in gains)
+    if a.together is not None and len(taken) > 1:
+        total = min(total, a.together.saving_ns)
+    most, least = max(gains), max(total, *gains) if len(gains) > 1 else gains[0]
+    gain = step.a_ns - step.b_ns
+    within = max(step.least_ns, LEAST_NOISE * (step.noise_ns or 0.0))
+    kept: Kept
+    if gain >= most - within:
+        kept = "beaten" if gain > least + within else "reached"
+    else:
+        kept = "in_part" if gain > within else "broken"
+    who = "; ".join(f"{o.id}{f', {said}' if said else ''}" for o, _, said in taken)
+    return Promise(
+        findings=tuple(o.id for o, _, _ in taken),
+        changed=tuple(changed),
+        least_ns=step.a_ns - least,
+        most_ns=step.a_ns - most,
+        measured_ns=step.b_ns,
+        noise_ns=step.noise_ns,
+        reached=gain / most if most > 0 else None,
+        kept=kept,
+        basis=who,
+        beside=tuple(f"{s.name} {s.a or 'not set'} → {s.b or 'not set'}" for n, s in differ.items() if n not in names),
+    )
+
+
+def _followed(o: Outcome, differ: Mapping[str, Setting]) -> dict[str, str]:
+    """Return settings of a finding's advice and forecasts that were changed, but for those that had been as advised.
+
+    With the value that the advice proposes, "" where it does not name the setting. A forecast knows its setting by the
+    fact's name, as the advice's code need not: n_microbatches.
+    """
+    named = {f.setting: "" for f in o.forecasts} | proposals(o)
+    return {n: v for n, v in named.items() if n in differ and not differ[n].a == v != differ[n].b}

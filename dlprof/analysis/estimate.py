@@ -1,0 +1,98 @@
+"""What a rule figures: how much its change would save and what it stands on. The diagnosis decides what comes of it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from dlprof.analysis import subjects
+from dlprof.result import Change, Forecast, Panel, Scalar, Scope, Setting
+
+# A finding saves at least this share of the step, and LEAST_NOISE times the standard error of what it was estimated
+# from. Two per cent is where existing tools agree to be silent.
+LEAST_SHARE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What a reader is told of a finding. `title` and `summary`: one sentence each; `sure`: how it was estimated.
+
+    `verdict`: the report's first sentence where the finding stands first; "": the estimate's `loses` with its share.
+    """
+
+    title: str
+    summary: str
+    changes: tuple[Change, ...]
+    evidence: Panel | None = None
+    sure: str = ""
+    verdict: str = ""
+    forecasts: tuple[Forecast, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What one bottleneck costs a run; also where that is nothing. All times in ns of the mean steady step.
+
+    `loses` continues "12 % of each step": "waits for data". `summary`: one sentence instead, where nothing is found.
+    `explain` is called only where something is found; without it nothing ever is.
+    """
+
+    saving_ns: float = 0.0  # how much shorter the step would be with the change, see result.SAVING
+    by_rank_ns: Mapping[int, float] = field(
+        default_factory=dict
+    )  # what it costs each rank; those with half the most of
+    # it or more are named
+    noise_ns: float = 0.0  # standard error of what the saving was estimated from
+    least_ns: float = 0.0  # what the saving is at least, as every measured step shows it; 0: not known
+    lost_ns: float | None = None  # what the bottleneck takes, where the change saves another part; None: the saving
+    scope: Scope = "step"
+    within: Mapping[str, float] = field(default_factory=dict)  # of the saving, what lies in one category of `time`, ns
+    notable: float | None = None  # from which share on it is found; None: the rule's
+    loses: str = ""
+    summary: str = ""
+    explain: Callable[[], Explanation] | None = None
+
+
+def nothing(summary: str) -> Estimate:
+    """Return the estimate of a bottleneck that the run cannot have, with the reason: no loader has workers."""
+    return Estimate(summary=summary)
+
+
+def worst(by_rank_ns: Mapping[int, float]) -> int:
+    """Return the rank with most; the first of them where several have as much."""
+    return max(by_rank_ns, key=lambda rank: by_rank_ns[rank])
+
+
+def change(text: str, *, numerics: bool = False, **settings: tuple[Scalar, Scalar]) -> Change:
+    """Return a change that sets settings, each from one value to another: `num_workers=(0, 6)`; None: not known.
+
+    `numerics`: whether the job then computes other numbers.
+    """
+    return Change(text, tuple(Setting(name, *values) for name, values in settings.items()), numerics)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One known bottleneck. `check` returns an Estimate or raises NotMeasured; its parameters name what it needs.
+
+    `saves_from`: the categories of `time` that its saving comes out of; none where it lies between the steady steps.
+    `feeds`: its change makes the loader faster, whose pace bounds what other changes save. `notable`: the share of the
+    step from which on its saving is worth a finding.
+    """
+
+    id: str
+    title: str
+    check: Callable[..., Estimate]
+    saves_from: tuple[str, ...] = ()
+    feeds: bool = False
+    notable: float = LEAST_SHARE
+
+    def __post_init__(self) -> None:
+        subjects.check(self.check)
+
+    @property
+    def manual(self) -> str:
+        """The docstring of the rule's file."""
+        return inspect.cleandoc(sys.modules[self.check.__module__].__doc__ or "")

@@ -1,0 +1,1 @@
+"""What the host does while its device waits, and where it waits for its device."""

@@ -1,0 +1,51 @@
+"""The time of each line of the functions that --lines named."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from dlprof.analysis.panel import Picture
+from dlprof.result import Panel
+from dlprof.units import duration
+
+# Functions whose lines are shown, and lines of each.
+MOST_FUNCTIONS = 8
+MOST_LINES = 50
+
+
+def draw(line_times: pd.DataFrame) -> list[Panel]:
+    """Return the source of each function that --lines named, with the time of each line over all ranks."""
+    lines = line_times
+    ranks = lines["rank"].nunique()
+    lines = lines.groupby(["role", "function", "file", "line", "source"], as_index=False)[["hits", "dur_ns"]].sum()
+    functions = [(names, part) for names, part in lines.groupby(["role", "function", "file"])]
+    functions.sort(key=lambda f: -int(f[1]["dur_ns"].sum()))
+    return [
+        _lines_panel(str(role), str(function), str(file), part, ranks)
+        for (role, function, file), part in functions[:MOST_FUNCTIONS]
+    ]
+
+
+def _lines_panel(role: str, function: str, file: str, part: pd.DataFrame, ranks: int) -> Panel:
+    total = int(part["dur_ns"].sum())
+    left = len(part) - MOST_LINES
+    part = part.nlargest(MOST_LINES, "dur_ns").sort_values("line")
+    rows = tuple(
+        (
+            int(line),
+            # Blank is a line that never ran: most are no statements.
+            *((int(hits), int(ns), float(ns / hits), float(ns / total) if total else "") if hits else ("",) * 4),
+            # A browser would drop the indentation.
+            text[: len(text) - len(text.lstrip())].expandtabs(4).replace(" ", "\u00a0") + text.strip(),
+        )
+        for line, hits, ns, text in zip(part["line"], part["hits"], part["dur_ns"], part["source"], strict=True)
+    )
+    where = "in the loader's workers" if role == "worker" else "in the rank"
+    note = f"{file}: {duration(float(total))} together" + (f", over {ranks} ranks." if ranks > 1 else ".")
+    if left > 0:
+        note += f" {left} lines that took less are left out."
+    columns = ("line", "hits", "time_ns", "a hit_ns", "share", "source")
+    return Panel("table", f"Line by line: {function}, {where}", rows, columns, note=note)
+
+
+PICTURE = Picture(draw)

@@ -1,0 +1,1 @@
+"""How batches come to the training loop."""

@@ -1,0 +1,46 @@
+"""What a batch takes each loader worker."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from dlprof.analysis.panel import Picture, rows
+from dlprof.errors import NotMeasured
+from dlprof.result import Panel
+
+_COLUMNS = {
+    "rank": "rank",
+    "worker": "worker",
+    "batches": "batches",
+    "dur_ns": "fetch_ns",
+    "collate_ns": "of it collating_ns",
+    "cpu_ns": "CPU time_ns",
+    "delay_ns": "waiting for a core_ns",
+    "stored_bytes": "read from storage_bytes",
+    "read_bytes": "read in all_bytes",
+}
+
+# Loader workers that are shown, of all ranks.
+MOST_WORKERS = 64
+
+
+def draw(worker_means: pd.DataFrame) -> list[Panel]:
+    """List what a mean batch takes each loader worker."""
+    frame = worker_means
+    if not (frame["worker"] >= 0).any():
+        raise NotMeasured("no loader has workers")
+
+    shown = frame.head(MOST_WORKERS)[[*_COLUMNS]]
+    return [
+        Panel(
+            "table",
+            "Loader workers: what a batch takes each",
+            rows(shown),
+            tuple(_COLUMNS.values()),
+            note="Means a batch in the steady steps; CPU time is the worker's whole process's."
+            + (f" The first {len(shown)} of {len(frame)} workers." if len(frame) > len(shown) else ""),
+        )
+    ]
+
+
+PICTURE = Picture(draw)

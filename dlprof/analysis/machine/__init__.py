@@ -1,0 +1,1 @@
+"""What was sampled beside the ranks: cores, clocks, power."""

@@ -1,0 +1,1 @@
+"""Copies, and what the device's memory holds."""

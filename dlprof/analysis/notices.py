@@ -1,0 +1,106 @@
+"""What a reader of the report must know first: missing ranks, steps unlike the job's, what was not recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pandas as pd
+
+from dlprof.analysis.engine import Job, Maybe, Measured
+from dlprof.analysis.step.breakdown import part
+from dlprof.read.run import together
+from dlprof.units import count, digits, few, percent
+
+# A trace that links less of the device's work to its launches says so.
+_LINKED = 0.5
+
+# A part of the step that is in no category, and so large, is told apart as far as it is known.
+_NOTABLE_REST = 0.05
+
+# The same warning of many ranks is one warning.
+MOST_WARNINGS = 40
+
+# Traced steps within these bounds of the others' length are like them (a profiler slows a host, and no device).
+_ALIKE = (0.9, 1.3)
+# Steps after the window that are longer by this share are not the job's own, if they are so beyond their noise.
+_SLOWER = 1.05
+
+
+def all_warnings(run: Measured) -> list[str]:
+    """Return the warnings of a run, a sentence each: the recorder's own first, what failed last."""
+    return [*run.call(warnings), *_of_ranks(run)]
+
+
+def warnings(
+    job: Job,
+    step_means: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    window_likeness: Maybe[pd.DataFrame],
+) -> list[str]:
+    """Return the warnings about what was recorded and measured."""
+    found, missing = list(job.run.warnings), job.missing_ranks
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        found.append(f"{len(missing)} of {job.world_size} ranks {are} not here: {few(missing, 12)}")
+    means, likeness = step_means.or_none(), window_likeness.or_none()
+    if likeness is not None:
+        found += _of_window(job, likeness)
+    if means is not None and breakdown.or_none() is not None:
+        found += _of_rest(job, means.set_index("rank"), part(breakdown.get(), "other"))
+    elif means is not None and not breakdown.broke:
+        found.append(f"where the time goes was not measured: {breakdown.why()}")
+    return found
+
+
+def _of_window(job: Job, frame: pd.DataFrame) -> list[str]:
+    """Say where the traced steps of a device job are not like the others, and what the trace lacks."""
+    said = []
+    ratio, after = frame["ratio"].mean(), frame["after"].mean()
+    if not pd.isna(ratio) and not _ALIKE[0] <= ratio <= _ALIKE[1]:
+        why = (
+            "the host had less to wait for in them (data, other ranks, its own lead)"
+            if ratio < 1
+            else "the profiler slows the host, and the device waits for it"
+        )
+        said.append(f"the traced steps take {digits(ratio)} × as long as the others: {why}; shares are of such steps")
+    if not pd.isna(after) and after > _SLOWER and after - 1 > 2 * frame["after_noise"].mean():
+        torn = {(job.facts[r].get("window") or {}).get("cupti_torn_down") for r in job.ranks}
+        why = ": the profiler still listens to the GPU" if torn != {True} else ", for a reason that was not recorded"
+        said.append(f"steps after the traced ones take {digits(after)} × as long as those before{why}")
+    if len(frame) and (n := int(frame["without_work"].max())):
+        said.append(f"{count(n, 'traced step')} launched nothing on the device: no training steps, they are left out")
+    if len(frame) and frame["linked"].min() < _LINKED:
+        linked = float(frame["linked"].min())
+        said.append(
+            "the trace links no launch to the device's work: steps are cut at the host's marks, the last one ends with"
+            " the device's work, and idle time is taken to be the host's; single steps are wrong where the device lags"
+            if not linked
+            else f"the trace links {percent(linked)} of the device's work to its launch; the rest goes with its"
+            " neighbours on the same stream"
+        )
+    return said
+
+
+def _of_rest(job: Job, means: pd.DataFrame, rest: Mapping[int, float]) -> list[str]:
+    """Say what is known of the part of a step that is in no category, where it is large."""
+    shares = {r: ns / float(means["step_ns"].loc[r]) for r, ns in rest.items()}
+    worst = max(shares, key=lambda r: shares[r], default=None)
+    if worst is None or shares[worst] < _NOTABLE_REST:
+        return []
+    of = f"{percent(shares[worst])} of a step" + (f" of rank {worst}" if len(job.ranks) > 1 else "")
+    if not means["traced_steps"].loc[worst]:
+        return [f"of {of} only so much is known that it is no waiting for data: no step was traced"]
+    return [
+        f"{of} is in no part of the traced steps: the others are longer by as much, and what makes them longer was"
+        " neither traced nor recorded (`--window 10,2,20` traces more steps)"
+    ]
+
+
+def _of_ranks(run: Measured) -> list[str]:
+    found = [(f"rank {rank}", text) for rank, texts in run.warnings.items() for text in texts]
+    lines = together(found, "ranks") if len(run.ranks) > 1 else list(dict.fromkeys(text for _, text in found))
+    for text, ranks in run.failures().items():
+        where = f" (ranks {few(ranks, 8)})" if ranks else ""
+        lines.append(f"what needs this measure is missing, it failed: {text}{where}")
+    extra = len(lines) - MOST_WARNINGS
+    return lines[:MOST_WARNINGS] + ([f"… and {extra} more warnings"] if extra > 0 else [])

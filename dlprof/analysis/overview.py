@@ -1,0 +1,332 @@
+"""The run as a whole: what it is, and its facts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dlprof.analysis import settings
+from dlprof.analysis.engine import Job, Maybe, Measured
+from dlprof.analysis.panel import MOST_RANKS
+from dlprof.result import Fact, RunInfo
+from dlprof.units import digits, duration, percent, quantity, size
+
+
+@dataclass(frozen=True)
+class _Section:
+    """Collects the facts of one section; what is not known is no fact."""
+
+    name: str
+    facts: list[Fact] = field(default_factory=list)
+
+    def add(self, name: str, value: object) -> None:
+        text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        if value not in (None, "", [], ()):
+            self.facts.append(Fact(self.name, name, text[:2000]))
+
+
+def run_info(job: Job, warnings: Sequence[str]) -> RunInfo:
+    """Return which run this is, on what, and how it ended."""
+    hosts = job.run.hosts or _several(job, "host")
+    return RunInfo(
+        path=job.run.path.name or str(job.run.path),
+        command=job.run.command,
+        world_size=job.world_size,
+        ranks=job.ranks,
+        missing_ranks=job.missing_ranks[:1024],
+        hosts=tuple(hosts),
+        device=_device(job),
+        torch=next(iter(_several(job, "versions", "torch")), ""),
+        exit=dict(job.run.exit),
+        warnings=tuple(warnings),
+    )
+
+
+def _several(job: Job, *path: str) -> list[str]:
+    """Return the distinct values of one fact over the ranks, the recorder's first, then the trace's."""
+    values: dict[str, None] = {}
+    for r in job.ranks:
+        for facts in (job.facts[r], job.trace_facts[r]):
+            at: Any = facts
+            for key in path:
+                at = at.get(key) if isinstance(at, Mapping) else None
+            if at not in (None, "", [], {}):
+                values[str(at)] = None
+                break
+    return list(values)
+
+
+def _device(job: Job) -> str:
+    names: dict[str, None] = {}
+    for r in job.ranks:
+        recorded = job.facts[r].get("device") or {}
+        listed = job.trace_facts[r].get("devices") or []
+        name = recorded.get("name") or (listed[0].get("name") if listed else "")
+        if recorded.get("type") == "cpu":
+            name = "CPU"
+        if name:
+            names[str(name)] = None
+    return ", ".join(names)
+
+
+def facts(run: Measured) -> tuple[Fact, ...]:
+    """List what is known of the job, by section; a fact in which ranks differ shows all its values."""
+    return tuple(fact for section in SECTIONS for fact in run.call(section))
+
+
+def _of_job(job: Job) -> list[Fact]:
+    section = _Section("Job")
+    section.add("command", shlex.join(job.run.command) if job.run.command else "")
+    section.add("folder", Path(job.run.path).name)
+    section.add("ranks", f"{len(job.ranks)} of {job.world_size}")
+    section.add("hosts", list(job.run.hosts) or _several(job, "host"))
+    section.add("backend", _several(job, "backend"))
+    code, signal = job.run.exit.get("code"), job.run.exit.get("signal")
+    section.add("ended", f"by signal {signal}" if signal else f"with exit code {code}" if code is not None else "")
+    return section.facts
+
+
+def _of_device(job: Job) -> list[Fact]:
+    section = _Section("Device")
+    section.add("name", _device(job))
+    section.add("type", _several(job, "device", "type"))
+    section.add("memory", [size(float(n)) for n in _several(job, "device", "memory_bytes") if n.isdigit()])
+    section.add("capability", _several(job, "device", "capability"))
+    for key in ("count", "affinity", "quota", "torch_threads"):
+        section.add(f"cpu {key.replace('_', ' ')}", _several(job, "cpu", key))
+    return section.facts
+
+
+def _of_software(job: Job) -> list[Fact]:
+    section = _Section("Software")
+    for key in ("torch", "cuda", "cudnn", "nccl", "python", "dlprof"):
+        section.add(key, _several(job, "versions", key))
+    return section.facts
+
+
+def _of_settings(job: Job) -> list[Fact]:
+    found = []
+    for name, settings_of in (
+        ("Loader", settings.training_loader(job)),
+        ("Model", settings.model(job)),
+        ("Optimizer", settings.optimizer(job)),
+    ):
+        section = _Section(name)
+        for key, value in settings_of.items():
+            if isinstance(value, Mapping):
+                for inner, of in value.items():
+                    section.add(f"{key}.{inner}", of)
+            else:
+                section.add(str(key).replace("_", " "), value)
+        found += section.facts
+    pipeline = _Section("Pipeline")
+    for key in ("schedule", "microbatches", "num_stages"):
+        pipeline.add(key.replace("_", " "), _several(job, "pipeline", key))
+    return found + pipeline.facts
+
+
+def _of_loading(
+    job: Job,
+    before_forward: Maybe[tuple[int, float] | None],
+    loader_means: Maybe[pd.DataFrame],
+    mean_step_ns: Maybe[float],
+) -> list[Fact]:
+    """List what the queue and the epochs of the training loader were seen to do, or that there is none."""
+    section = _Section("Loading")
+    lead = before_forward.or_none()
+    if lead is not None:
+        lead_ns = lead[1]
+        where = "between the optimizer's step and" if _several(job, "step", "mark") == ["optimizer"] else "before"
+        share = percent(lead_ns / mean_step_ns.get())
+        section.add("none that dlprof knows", f"{duration(lead_ns)} of a step ({share}) {where} the first forward")
+    means = loader_means.or_none()
+    if means is None:
+        return section.facts
+    queued = means[(means["empty"] >= 0) & (means["batches"] > 0)]
+    if len(queued):
+        asked, empty = int(queued["batches"].sum()), int(queued["empty"].sum())
+        section.add("queue empty when asked", f"{empty:,} of {asked:,} batches")
+        section.add("batches ready when asked", digits(float(queued["ready"].mean())))
+    for column, name in (("start_ns", "starting an epoch"), ("first_ns", "first batch"), ("end_ns", "ending an epoch")):
+        if means[column].notna().any():
+            section.add(name, duration(float(means[column].mean())))
+    return section.facts
+
+
+def _of_precision(job: Job) -> list[Fact]:
+    section = _Section("Precision")
+    for key in ("enabled", "dtype"):
+        section.add(f"autocast {key}", _several(job, "autocast", key))
+    section.add("gradient scaler", _several(job, "grad_scaler"))
+    for key in ("float32_precision", "allow_tf32", "cudnn_benchmark", "deterministic"):
+        section.add(key.replace("_", " "), _several(job, "matmul", key))
+    return section.facts
+
+
+def _of_environment(job: Job) -> list[Fact]:
+    section = _Section("Environment")
+    for name in sorted({name for r in job.ranks for name in job.facts[r].get("env") or ()}):
+        section.add(name, _several(job, "env", name))
+    return section.facts
+
+
+def _of_arithmetic(job: Job, arithmetic: Maybe[pd.DataFrame], tensor_cores: Maybe[pd.DataFrame]) -> list[Fact]:
+    """List what is computed a step, how fast, and which kernels' products use no tensor cores, or may not.
+
+    How busy tensor cores are no kernel's name tells: the samples of the GPU do.
+    """
+    section = _Section("Arithmetic")
+    frame = arithmetic.or_none()
+    if frame is not None:
+        means = frame[["flops", "flops_per_s", "mfu", "backward"]].mean()
+        section.add("a step and rank", f"{quantity(means['flops'], 'FLOP')}, {percent(means['backward'])} in backward")
+        section.add("achieved a rank", f"{quantity(means['flops_per_s'], 'FLOP')}/s")
+        known = frame["mfu"].notna().any()
+        section.add("MFU", percent(means["mfu"]) if known else f"not known: {frame['why'].iloc[0]}")
+        uncounted = (name for r in job.ranks for name in (job.facts[r].get("flops") or {}).get("uncounted") or ())
+        section.add("not in it", [*dict.fromkeys(uncounted)])
+    elif not arithmetic.broke:
+        section.add("not counted", arithmetic.why())
+    units = tensor_cores.or_none()
+    for name, column in (
+        ("kernels' time in float32 products without tensor cores", "float32_ns"),
+        ("kernels' time in products in TF32", "tf32_ns"),
+        ("kernels' time in products whose unit no name tells", "unknown_ns"),
+    ):
+        if units is not None:
+            units = units.sort_values("rank")
+            shares = [float(v) for v in units[column] / units["kernel_ns"].clip(lower=1)]
+            section.add(name, _between(shares, "share"))
+    return section.facts
+
+
+def _between(values: list[float], unit: str) -> str:
+    """Return the values of a few ranks as text; of many, the least and the largest."""
+    if len(values) > MOST_RANKS:
+        return f"{quantity(min(values), unit)} to {quantity(max(values), unit)}"
+    return ", ".join(quantity(v, unit) for v in values)
+
+
+def _of_memory(job: Job, memory_use: Maybe[pd.DataFrame]) -> list[Fact]:
+    """List the most that PyTorch's allocator took on any rank, and what it had to do for it."""
+    section = _Section("Memory")
+    section.add("for pytorch.org/memory_viz", _files(job, "ranks/*/memory_snapshot.pickle"))
+    frame = memory_use.or_none()
+    if frame is None:
+        return section.facts
+    total = frame["total_bytes"].min()
+    for name, column in (("most allocated", "peak_allocated_bytes"), ("most reserved", "peak_reserved_bytes")):
+        most = float(frame[column].max())
+        of = "" if pd.isna(total) else f" of {size(total)} ({percent(most / total)})"
+        section.add(name, size(most) + of)
+    for name, column in (
+        ("allocations retried after emptying the cache", "retries"),
+        ("allocations that failed", "ooms"),
+        ("allocations from the device in the second half", "late"),
+    ):
+        number = int(frame[column].max())
+        section.add(name, f"{number:,}" if number >= 0 else "")
+    return section.facts
+
+
+def _files(job: Job, *patterns: str) -> list[str]:
+    """Return the files of a recorded run that match, relative to its folder."""
+    found = sorted(path for pattern in patterns for path in job.run.path.glob(pattern)) if job.run.recorded else []
+    return [str(path.relative_to(job.run.path)) for path in found]
+
+
+def _of_samples(sample_means: Maybe[pd.DataFrame], mean_step_ns: Maybe[float]) -> list[Fact]:
+    """List what was sampled while training was steady."""
+    means = sample_means.or_none()
+    if means is None:
+        return []
+
+    def of(source: str, metric: str, column: str = "mean") -> list[float]:
+        chosen = means[(means["source"] == source) & (means["metric"] == metric)].sort_values("rank")
+        return [float(v) for v in chosen[column]]
+
+    host, gpu = _Section("Host"), _Section("GPU")
+    used = zip(of("host", "cpu_cores"), of("host", "cores"), strict=False)
+    host.add("cores in use", [f"{digits(u)} of {n:.0f}" for u, n in used])
+    host.add("cores in use by a rank's process", _between(of("processes", "cpu_cores"), ""))
+    if any(of("processes", "children")):
+        host.add("cores in use by its children", _between(of("processes", "children_cpu_cores"), ""))
+    waited = of("processes", "main_thread_waited_share")
+    host.add("main thread ready, but no core free", _between(waited, "share"))
+    host.add("largest memory of a rank's process", _between(of("processes", "rss_bytes", "largest"), "bytes"))
+    host.add("largest memory in use", _between(of("host", "memory_used_bytes", "largest"), "bytes"))
+    gpu.add("a kernel ran", _between(of("gpu", "busy_share"), "share"))
+    gpu.add("multiprocessors at work", _between(of("gpu", "sm_busy_share"), "share"))
+    gpu.add("tensor cores at work, by its counters", _between(of("gpu", "tensor_busy_share"), "share"))
+    gpu.add("largest memory in use", _between(of("gpu", "memory_used_bytes", "largest"), "bytes"))
+    gpu.add("clock", _between(of("gpu", "sm_clock_mhz"), "MHz"))
+    gpu.add("highest temperature", _between(of("gpu", "temperature_c", "largest"), "°C"))
+    power = of("gpu", "mean_power_w") or of("gpu", "power_w")
+    gpu.add("power", _between(power, "W"))
+    if power:
+        step_s = mean_step_ns.get() / 1e9
+        gpu.add("energy of a step", _between([watts * step_s for watts in power], "J"))
+    return host.facts + gpu.facts
+
+
+_MARKS = {
+    "user": "dlprof.step()",
+    "loader": "the loader's next()",
+    "optimizer": "the optimizer's step",
+    "replay": "a CUDA graph's replay",
+}
+
+
+def _of_recording(job: Job, step_means: Maybe[pd.DataFrame]) -> list[Fact]:
+    section = _Section("Recording")
+    section.add("a step begins at", [_MARKS.get(m, m) for m in _several(job, "step", "mark")])
+    section.add("trace window", _several(job, "window", "state"))
+    # Where nsys came without its importer, nsys-ui does that as it opens the file.
+    section.add("for nsys-ui", _files(job, "hosts/*/nsys*.nsys-rep", "hosts/*/nsys*.qdstrm"))
+    means = step_means.or_none()
+    if means is not None:
+        section.add("steady steps a rank", sorted({int(n) for n in means["steps"]}))
+        section.add("traced steps a rank", sorted({int(n) for n in means["traced_steps"]}))
+        section.add("standard error of the mean step", duration(float(means["noise_ns"].max())))
+    return section.facts
+
+
+def _of_clocks(job: Job, host_clocks: Maybe[pd.DataFrame]) -> list[Fact]:
+    """List how far the hosts' clocks are apart, as the ends of collectives show it, or why waiting is not known."""
+    section = _Section("Across ranks")
+    if job.world_size < 2:
+        return section.facts
+    frame = host_clocks.or_none()
+    if frame is None:
+        if not host_clocks.broke:
+            section.add("who waits for whom", f"not known: {host_clocks.why()}")
+        return section.facts
+    hosts = frame.drop_duplicates("host").reset_index(drop=True)
+    if len(hosts) > 1:
+        ahead = [f"{row['host']} {duration(row['ahead_ns'])}" for row in hosts.head(MOST_RANKS).to_dict("records")]
+        more = [f"and {len(hosts) - MOST_RANKS} more"] if len(hosts) > MOST_RANKS else []
+        section.add("clocks brought together, ahead by", [*ahead, *more])
+    if hosts["residual_ns"].notna().any():
+        section.add("ends of a collective then differ by", duration(float(hosts["residual_ns"].max())))
+    return section.facts
+
+
+SECTIONS: tuple[Callable[..., list[Fact]], ...] = (
+    _of_job,
+    _of_device,
+    _of_software,
+    _of_settings,
+    _of_loading,
+    _of_precision,
+    _of_environment,
+    _of_arithmetic,
+    _of_memory,
+    _of_samples,
+    _of_recording,
+    _of_clocks,
+)

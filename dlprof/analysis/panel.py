@@ -1,0 +1,58 @@
+"""What panels are made with: pictures of the run as data, which the page draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from dlprof.analysis import subjects
+from dlprof.analysis.engine import Measured, MeasureFailed
+from dlprof.errors import NotMeasured
+from dlprof.result import Panel
+
+# The phases of the training thread, and the category in whose colour each is drawn.
+PHASES = {"fetch": "input_wait", "forward": "forward", "backward": "backward", "optimizer": "optimizer_host"}
+
+# As many ranks as can be told apart in one chart.
+MOST_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One or more panels of the report. The parameters of `draw` name what it needs; it may raise NotMeasured."""
+
+    draw: Callable[..., list[Panel]]
+
+    def __post_init__(self) -> None:
+        subjects.check(self.draw)
+
+
+def drawn(run: Measured, pictures: Iterable[Picture]) -> tuple[Panel, ...]:
+    """Return the panels of the run, in the order of the pictures, as far as they were recorded."""
+    panels: list[Panel] = []
+    for picture in pictures:
+        with suppress(NotMeasured, MeasureFailed):
+            panels += run.call(picture.draw)
+    return tuple(panels)
+
+
+def points(table: pd.DataFrame) -> tuple[tuple[Any, ...], ...]:
+    """Return the rows of a panel of lines: the index, then each line's value there, None where there is none."""
+    return tuple(
+        (int(at), *(None if pd.isna(v) else float(v) for v in values))
+        for at, values in zip(table.index, table.to_numpy(), strict=True)
+    )
+
+
+def cells(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table with None where a value is missing, and each cell a plain Python value."""
+    return table.astype(object).where(table.notna(), None)
+
+
+def rows(table: pd.DataFrame) -> tuple[tuple[Any, ...], ...]:
+    """Return the rows of a panel's table: each cell, None where there is none."""
+    return tuple(cells(table).itertuples(index=False, name=None))

@@ -1,0 +1,29 @@
+"""Every picture of the report that belongs to no rule, in the order of the page: one file each."""
+
+from dlprof.analysis.communication.panels import collectives
+from dlprof.analysis.compute.panels import arithmetic, kernels
+from dlprof.analysis.host.panels import lines, queue, stacks, syncs
+from dlprof.analysis.input.panels import workers
+from dlprof.analysis.machine.panels import samples
+from dlprof.analysis.memory.panels import memory
+from dlprof.analysis.panel import Picture
+from dlprof.analysis.pipeline.panels import bubbles, pipeline
+from dlprof.analysis.step.panels import steps, timeline, whole_job
+
+PICTURES: tuple[Picture, ...] = (
+    steps.PICTURE,
+    whole_job.PICTURE,
+    timeline.PICTURE,
+    syncs.PICTURE,
+    queue.PICTURE,
+    collectives.PICTURE,
+    pipeline.PICTURE,
+    bubbles.PICTURE,
+    arithmetic.PICTURE,
+    kernels.PICTURE,
+    memory.PICTURE,
+    stacks.PICTURE,
+    workers.PICTURE,
+    samples.PICTURE,
+    lines.PICTURE,
+)

@@ -1,0 +1,1 @@
+"""Pipelines: their stages, schedules and bubbles."""

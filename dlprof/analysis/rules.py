@@ -1,0 +1,65 @@
+"""Every rule there is: one file each, whose docstring is its manual."""
+
+from dlprof.analysis.communication.rules import (
+    data_parallel,
+    exposed_communication,
+    slow_link,
+    small_collectives,
+    unused_parameters,
+)
+from dlprof.analysis.compute.rules import (
+    fp32_matmul,
+    misaligned_shapes,
+    small_kernels,
+    unfused_attention,
+    unfused_optimizer,
+)
+from dlprof.analysis.estimate import Rule
+from dlprof.analysis.host.rules import host_bound, host_sync, queued_wait
+from dlprof.analysis.input.rules import input_wait, slow_worker_batches, worker_restart
+from dlprof.analysis.machine.rules import thread_oversubscription, throttled_clock
+from dlprof.analysis.memory.rules import (
+    allocator_retries,
+    blocking_copy,
+    exposed_copy,
+    memory_growth,
+    memory_headroom,
+    pageable_copy,
+)
+from dlprof.analysis.pipeline.rules import pipeline_bubble, stage_imbalance
+from dlprof.analysis.step.rules import checkpoint_stall, gc_pauses, recompilation, validation_share
+from dlprof.analysis.stragglers.rules import straggler
+
+RULES: tuple[Rule, ...] = (
+    allocator_retries.RULE,
+    blocking_copy.RULE,
+    checkpoint_stall.RULE,
+    data_parallel.RULE,
+    exposed_communication.RULE,
+    exposed_copy.RULE,
+    fp32_matmul.RULE,
+    gc_pauses.RULE,
+    host_bound.RULE,
+    host_sync.RULE,
+    input_wait.RULE,
+    memory_growth.RULE,
+    memory_headroom.RULE,
+    misaligned_shapes.RULE,
+    pageable_copy.RULE,
+    pipeline_bubble.RULE,
+    queued_wait.RULE,
+    recompilation.RULE,
+    slow_link.RULE,
+    slow_worker_batches.RULE,
+    small_collectives.RULE,
+    small_kernels.RULE,
+    stage_imbalance.RULE,
+    straggler.RULE,
+    thread_oversubscription.RULE,
+    throttled_clock.RULE,
+    unfused_attention.RULE,
+    unfused_optimizer.RULE,
+    unused_parameters.RULE,
+    validation_share.RULE,
+    worker_restart.RULE,
+)

@@ -1,0 +1,36 @@
+"""When a run began, which pictures over its time count from."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from dlprof.analysis.engine import Maybe, across_ranks
+
+# Clocks that lie so far apart know nothing of each other: a log beside somebody else's traces.
+_ANOTHER_CLOCK_NS = 7 * 86_400 * 10**9
+
+
+@across_ranks
+def first_times(step_series: Maybe[pd.DataFrame], sample_series: Maybe[pd.DataFrame]) -> tuple[int, ...]:
+    """Return when the first step and the first sample were, as far as there are any, in ns of Unix time."""
+    found = []
+    for series, column in ((step_series, "start_ns"), (sample_series, "at_ns")):
+        frame = series.or_none()
+        if frame is not None:
+            found.append(int(frame[column].min()))
+    return tuple(found)
+
+
+def began_ns(first_times: tuple[int, ...], own: float) -> int:
+    """Return what a picture over the run counts from: when the first thing that is drawn over time was.
+
+    `own` is when what the picture shows began; where all the rest lies a week away, it counts from there.
+    """
+    return min(at for at in (int(own), *first_times) if abs(at - own) < _ANOTHER_CLOCK_NS)
+
+
+@across_ranks
+def step_times(step_series: pd.DataFrame, first_times: tuple[int, ...]) -> pd.Series[float]:
+    """Return when each step began on the first rank that did, in ns from the run's beginning, by its number."""
+    starts = step_series.groupby("step")["start_ns"].min()
+    return starts - began_ns(first_times, step_series["start_ns"].min())

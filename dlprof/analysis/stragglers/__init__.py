@@ -1,0 +1,1 @@
+"""Which ranks the others wait for, and why."""

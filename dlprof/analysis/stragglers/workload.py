@@ -1,0 +1,136 @@
+"""How much each rank has to do in a step, to tell more work from slower work."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof.analysis import intervals as iv
+from dlprof.analysis import settings
+from dlprof.analysis.engine import Job, Maybe, by_rank, per_rank
+from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.steps import Timing
+from dlprof.errors import NotMeasured
+
+
+@per_rank
+def workload(
+    timing: Timing,
+    has_device: bool,
+    device_work: Maybe[pd.DataFrame],
+    launched_within: Maybe[NDArray[np.int64]],
+    on_training_thread: Maybe[pd.DataFrame],
+) -> pd.DataFrame:
+    """Return one row, of the mean steady traced step: pieces of computation, piece_ns (of a mean one), copied_bytes.
+
+    Pieces are kernels on a device, else the outermost operators of the training thread; copied_bytes go from the host
+    to the device, NaN without a device.
+    """
+    if not len(timing.windows):
+        raise NotMeasured("no steps were traced")
+    within = iv.merge(timing.windows)
+    if has_device:
+        work = device_work.get()
+        inside = launched_within.get() >= 0
+        pieces = work["dur_ns"].to_numpy()[inside & host.is_kind(work, "kernel")]
+        copies = work["bytes"].to_numpy()[inside & host.is_one_of(work["copy"], "HtoD")]
+        copied = float(np.maximum(copies, 0).sum())
+    else:
+        thread = on_training_thread.get()
+        outermost = host.outermost(thread[host.is_kind(thread, "op")])
+        pieces = outermost["dur_ns"].to_numpy()[_inside(outermost, within)]
+        copied = float("nan")
+    n = len(timing.windows)
+    mean = float(pieces.mean()) if len(pieces) else 0.0
+    return pd.DataFrame({"pieces": [len(pieces) / n], "piece_ns": [mean], "copied_bytes": [copied / n]})
+
+
+def _inside(spans: pd.DataFrame, within: iv.Intervals) -> NDArray[np.bool_]:
+    start = spans["start_ns"].to_numpy()
+    inside: NDArray[np.bool_] = iv.within(within, start, start + 1) > 0
+    return inside
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a rank computes longer than the others, what to do, and whether they have less to do for it."""
+
+    said: str = ""
+    do: str = ""
+    shared: bool = False
+    owner: str = ""  # the rule that answers for it
+
+
+def longer_because(
+    workload: pd.DataFrame,
+    sample_means: Maybe[pd.DataFrame],
+    held_down: Maybe[list[tuple[dict[Any, Any], str, float]]],
+    job: Job,
+    late: int,
+) -> Reason:
+    """Return why a rank computes longer than the others, as far as it was recorded.
+
+    In this order: a larger part of the model, more kernels or operators, more bytes copied in, a slower clock, no free
+    core for its main thread. Each must make up at least half of what its computation is longer by.
+    """
+    frame = workload.set_index("rank")
+    mine, others = frame.loc[late], frame.drop(index=late).median()
+    least = 1 + (mine["pieces"] * mine["piece_ns"] / (others["pieces"] * others["piece_ns"]) - 1) / 2
+    if not least > 1:
+        return Reason()
+    held = settings.held(job)
+    if held:
+        holds, their = held[late], median(n for rank, n in held.items() if rank != late)
+        if holds >= least * their:
+            said = f"it holds {holds:,} parameters, the others {their:,.0f}"
+            return Reason(said, "share out evenly what it holds: tables, layers, experts", shared=True)
+    on_device = mine["copied_bytes"] == mine["copied_bytes"]
+    what = "kernels" if on_device else "operators"
+    if mine["pieces"] >= least * others["pieces"]:
+        more = f"{mine['pieces']:,.0f} {what} a step, the others {others['pieces']:,.0f}"
+        return Reason(
+            more, "give it the same work: the same layers, the same number of batches, nothing that only it computes"
+        )
+    if mine["copied_bytes"] >= least * others["copied_bytes"] > 0:
+        ratio = mine["copied_bytes"] / others["copied_bytes"]
+        do = "give it batches like the others': sort or bucket by length"
+        return Reason(f"{ratio:.2f} × the others' data a step", do)
+    slower = _sampled(sample_means, "gpu", "sm_clock_mhz", late)
+    if slower is not None and slower[1] >= least * slower[0]:
+        said = f"its clock runs at {slower[0]:,.0f} MHz, the others' at {slower[1]:,.0f}"
+        do = "look at its power limit, its cooling and who else uses it (`nvidia-smi -q -d CLOCK,PERFORMANCE`)"
+        return Reason(said, do, owner="throttled_clock" if _held_down(held_down, late) else "")
+    waited = _sampled(sample_means, "processes", "main_thread_waited_share", late)
+    if waited is not None and waited[0] - waited[1] >= 1 - 1 / least:
+        said = (
+            f"for {100 * waited[0]:.0f} % of the time its main thread has no core, the others' {100 * waited[1]:.0f} %"
+        )
+        return Reason(said, "find out what else runs on its host, or give its process cores of its own")
+    ratio = mine["piece_ns"] / others["piece_ns"]
+    return Reason(
+        f"as many {what}, each {ratio:.2f} × as long",
+        "give it the same work (shards, sequence lengths); then look at its device: clock, users, cooling",
+    )
+
+
+def _held_down(held_down: Maybe[list[tuple[dict[Any, Any], str, float]]], late: int) -> bool:
+    with suppress(NotMeasured):
+        return any(why for row, why, _ in held_down.get() if row["rank"] == late and row["source"] == "gpu")
+    return False
+
+
+def _sampled(sample_means: Maybe[pd.DataFrame], source: str, metric: str, late: int) -> tuple[float, float] | None:
+    """Return a sampled metric's mean on the late rank, and the median of the others'; None where it was not sampled."""
+    try:
+        means = sample_means.get()
+    except NotMeasured:
+        return None
+    chosen = by_rank(means[(means["source"] == source) & (means["metric"] == metric)], "mean")
+    others = [value for rank, value in chosen.items() if rank != late]
+    return (chosen[late], median(others)) if late in chosen and others else None

@@ -1,0 +1,44 @@
+"""The subjects of the analysis: a folder each, with its measures, rules and panels.
+
+Importing this makes all measures known to the engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from dlprof.analysis import engine
+
+SUBJECTS = (
+    "timeline",
+    "step",
+    "input",
+    "communication",
+    "stragglers",
+    "pipeline",
+    "compute",
+    "memory",
+    "host",
+    "machine",
+)
+
+for _subject in SUBJECTS:
+    _package = importlib.import_module(f"dlprof.analysis.{_subject}")
+    for _module in pkgutil.iter_modules(_package.__path__):
+        if not _module.ispkg:
+            importlib.import_module(f"{_package.__name__}.{_module.name}")
+
+_MEASURES = engine.check_measures()
+
+
+def every_measure() -> tuple[engine.Measure[Any], ...]:
+    """Return all measures of the package, by name."""
+    return _MEASURES
+
+
+def check(function: Callable[..., Any]) -> None:
+    """Raise TypeError where a rule or a panel names what there is not."""
+    engine.check_needs(function)

@@ -1,0 +1,1 @@
+"""What every measure of a device stands on: which step launched what, steps on the device's clock, its idle time."""

@@ -1,0 +1,93 @@
+"""Links the work of a device to the calls of the host that launched it.
+
+A launch is the runtime's or driver's call with the same correlation id, on whatever thread of the process. The nodes of
+a graph share the call that launched the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof.analysis.engine import within_rank
+from dlprof.analysis.timeline import host
+
+# The time of a launch that the trace does not hold.
+UNKNOWN = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Launches:
+    """The launch of each row of `device.device_work`, in its order, ns; UNKNOWN where the trace does not link it."""
+
+    called: NDArray[np.int64]  # start of the call
+    returned: NDArray[np.int64]  # end of the call
+
+    @property
+    def known(self) -> NDArray[np.bool_]:
+        """Which rows have their launch in the trace."""
+        known: NDArray[np.bool_] = self.called < UNKNOWN
+        return known
+
+
+@within_rank
+def launches(
+    calls: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], device_work: pd.DataFrame
+) -> Launches:
+    """Return the launches of a rank's device work."""
+    ids, called, returned = calls
+    launch = device_work["launch"].to_numpy()
+    never = np.full(len(launch), UNKNOWN)
+    if not len(ids):
+        return Launches(never, never)
+    at = np.minimum(np.searchsorted(ids, launch, side="left"), len(ids) - 1)
+    known = ids[at] == launch
+    return Launches(np.where(known, called[at], UNKNOWN), np.where(known, returned[at], UNKNOWN))
+
+
+@within_rank
+def calls(spans: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the calls that launched something: launch, start, end, in order of their ids; of one id the first."""
+    ids = spans["launch"].to_numpy()
+    calls = np.flatnonzero(host.is_kind(spans, "runtime") & (ids >= 0))
+    order = calls[np.argsort(ids[calls], kind="stable")]
+    start = spans["start_ns"].to_numpy()[order]
+    return ids[order], start, start + spans["dur_ns"].to_numpy()[order]
+
+
+@dataclass(frozen=True)
+class Queue:
+    """How much work was launched and had not begun, over time: the length from each instant on."""
+
+    at: NDArray[np.int64]  # ns, ascending
+    length: NDArray[np.int64]
+
+    def mean(self, start: int, end: int) -> float:
+        """Return the mean length between two instants; 0 where the queue is not known there."""
+        if end <= start or not len(self.at):
+            return 0.0
+        edges = np.clip(np.append(self.at, max(end, int(self.at[-1]))), start, end)
+        return float((np.diff(edges) * self.length).sum() / (end - start))
+
+
+@within_rank
+def launch_queue(launches: Launches, device_work: pd.DataFrame) -> Queue:
+    """Return the length of a rank's launch queue: +1 at each launch, −1 when the work begins.
+
+    Work whose launch is unknown is not counted. A graph is one launch, which begins with its first node.
+    """
+    known = launches.known
+    called = launches.called[known]
+    started = device_work["start_ns"].to_numpy()[known]
+    order = np.argsort(called, kind="stable")
+    called, started = called[order], started[order]
+    first = np.concatenate(([True], called[1:] != called[:-1])) if len(called) else np.empty(0, dtype=bool)
+    begun = np.minimum.reduceat(started, np.flatnonzero(first)) if len(called) else started
+    called = called[first]
+    at = np.concatenate((called, np.maximum(begun, called)))
+    change = np.concatenate((np.ones(len(called), dtype=np.int64), -np.ones(len(begun), dtype=np.int64)))
+    order = np.argsort(at, kind="stable")
+    return Queue(at[order], np.cumsum(change[order]))

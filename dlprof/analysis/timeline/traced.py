@@ -1,0 +1,230 @@
+"""The traced steps of a rank, on the host's clock and on the device's.
+
+A GPU job is asynchronous: the device works on a step long after the host has left it. So the work of a step is what was
+launched within its host window, and on the device the step lasts from where the device turns to that work to where it
+turns to the next step's:
+
+    B[i] = min(b[i], max(h[i], e[i − 1]))
+
+with h[i] the start of the host window, b[i] the start of the first work of step i on the stream that computes most, and
+e[i − 1] the end of all work of earlier steps. Where the host runs ahead, B[i] is the end of the earlier
+work. Where the job synchronises in every step, it is the host's own mark, so that a device that idles at the start of a
+step (the loader is late, say) idles in that step. The last window ends at max(h[n], e[n − 1]).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof.analysis import intervals as iv
+from dlprof.analysis.engine import Maybe, within_rank
+from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.launches import Launches
+
+# Marks of steps that follow each other leave some µs between them; a gap longer than this share of a step is none of
+# theirs.
+_GAP_SHARE = 0.05
+
+# The profiler's start empties the queue, and the host then runs ahead. A step belongs to that transition where the
+# device turned to it at once (within this share of its length), and the host gained so much in it.
+_TRANSITION = 0.05
+
+# What was launched between two steps that do not follow each other (in validation, say).
+NO_STEP = -2
+
+
+@dataclass(frozen=True)
+class TracedSteps:
+    """The traced steps in order, n of them; times in ns.
+
+    `host` and `windows`, both (n, 2): where the training thread was in each step, and where the device was; the same
+    where the trace holds no device. `numbers` are the steps' own, counted from 0 where only loader calls mark them, and
+    empty where nothing marks a step and the whole trace stands for one. `lag_ns` is how far the device is behind the
+    host where each step begins: b[i] − h[i]; NaN for a step that launched nothing. `launched_in` has for each row of
+    `device.device_work` the step that launched it: −1 before the first, n after the last, NO_STEP between two that do
+    not follow each other. `linked` is the share of that work whose launch the trace holds.
+    """
+
+    host: iv.Intervals
+    windows: iv.Intervals
+    numbers: NDArray[np.int64]
+    unit: str
+    lag_ns: NDArray[np.float64]
+    launched_in: NDArray[np.int64]
+    linked: float
+
+    @property
+    def launches(self) -> NDArray[np.bool_]:
+        """Which steps launched device work; all, where the trace holds no device or does not link its work."""
+        return np.ones(len(self.windows), dtype=bool) if np.isnan(self.lag_ns).all() else ~np.isnan(self.lag_ns)
+
+    @property
+    def settled(self) -> NDArray[np.bool_]:
+        """Which steps are like those of the job: all but the first ones, in which the host only gets its lead.
+
+        The device then waits for launches that are queued in time later on. At least one step is settled.
+        """
+        n = len(self.windows)
+        settled = np.ones(n, dtype=bool)
+        behind = np.append(self.windows[:, 0] - self.host[:, 0], self.windows[-1:, 1] - self.host[-1:, 1])
+        length = self.windows[:, 1] - self.windows[:, 0]
+        for i in range(n - 1):
+            if behind[i] > _TRANSITION * length[i] or behind[i + 1] - behind[i] <= _TRANSITION * length[i]:
+                break
+            settled[i] = False
+        return settled
+
+
+@within_rank
+def trace_window(
+    spans: Maybe[pd.DataFrame],
+    traced_steps: Maybe[pd.DataFrame],
+    on_training_thread: Maybe[pd.DataFrame],
+    has_device: bool,
+    launches: Maybe[Launches],
+    device_work: Maybe[pd.DataFrame],
+    main_stream: Maybe[NDArray[np.bool_]],
+) -> TracedSteps:
+    """Return the traced steps of a rank; none of them where it has no trace."""
+    none = np.empty(0, dtype=np.int64)
+    if not spans:
+        return TracedSteps(iv.EMPTY, iv.EMPTY, none, "step", np.empty(0), none, 0.0)
+    marks, numbers, unit = _marks(traced_steps, on_training_thread, spans)
+    if not has_device:
+        return TracedSteps(marks, marks, numbers, unit, np.full(len(marks), np.nan), none, 0.0)
+    known = float(launches.get().known.mean())
+    launched_in = _launched_in(launches.get(), device_work.get(), traced_steps, marks)
+    if unit == "trace" or not known:
+        return TracedSteps(
+            marks,
+            _until_done(traced_steps, device_work, marks),
+            numbers,
+            unit,
+            np.full(len(marks), np.nan),
+            launched_in,
+            known,
+        )
+    windows, lag = _on_device(device_work.get(), main_stream.get(), marks, launched_in)
+    return TracedSteps(marks, windows, numbers, unit, lag, launched_in, known)
+
+
+def _until_done(
+    traced_steps: Maybe[pd.DataFrame], device_work: Maybe[pd.DataFrame], marks: iv.Intervals
+) -> iv.Intervals:
+    """Return the profiler's marks, the last one until all device work is done: right in the mean, whatever the lag is.
+
+    The profiler empties the device's queue where it starts, so all work in the trace is of the steps that it marks. The
+    loader's calls leave the work of a last step unmarked.
+    """
+    if not traced_steps:
+        return marks
+    work = device_work.get()
+    windows = marks.copy()
+    windows[-1, 1] = max(windows[-1, 1], int((work["start_ns"] + work["dur_ns"]).max()))
+    return windows
+
+
+def _marks(
+    traced_steps: Maybe[pd.DataFrame], on_training_thread: Maybe[pd.DataFrame], spans: Maybe[pd.DataFrame]
+) -> tuple[iv.Intervals, NDArray[np.int64], str]:
+    """Find the steps on the host: by the trace's marks, else from one loader call to the next, else the whole trace."""
+    if traced_steps:
+        marks = traced_steps.get()
+        start = marks["start_ns"].to_numpy()
+        # Steps follow each other; where two overlap (marked in a hook), the later one's start ends the earlier.
+        end = np.minimum(start + marks["dur_ns"].to_numpy(), np.append(start[1:], np.iinfo(np.int64).max))
+        lasting = end > start
+        if lasting.any():
+            return np.column_stack((start, end))[lasting], marks["step"].to_numpy()[lasting], "step"
+    thread = on_training_thread.get()
+    calls = host.outermost(thread[host.is_named(thread, "enumerate(DataLoader)")])["start_ns"].to_numpy()
+    if len(calls) >= 3:
+        return np.column_stack((calls[:-1], calls[1:])), np.arange(len(calls) - 1), "step"
+    events = spans.get()
+    begin, stop = events["start_ns"].min(), (events["start_ns"] + events["dur_ns"]).max()
+    return np.array([[begin, stop]], dtype=np.int64), np.empty(0, dtype=np.int64), "trace"
+
+
+def _launched_in(
+    launches: Launches, device_work: pd.DataFrame, traced_steps: Maybe[pd.DataFrame], marks: iv.Intervals
+) -> NDArray[np.int64]:
+    """Return the step that launched each piece of device work.
+
+    Work whose launch is not in the trace goes with its neighbour on the same stream, which runs in order. Where no
+    launch is, work belongs to the step in whose time it began, and to the last one after that.
+    """
+    if len(marks) == 1 and not len(traced_steps.get()):
+        return np.zeros(len(device_work), dtype=np.int64)
+    if not launches.known.any():
+        return np.minimum(_step_at(marks, device_work["start_ns"].to_numpy()), len(marks) - 1)
+    step = np.where(launches.known, _step_at(marks, launches.called), 0)
+    if launches.known.all():
+        return step
+    lane = device_work["lane"].cat.codes.to_numpy()
+    for one in np.unique(lane[~launches.known]):
+        rows = np.flatnonzero(lane == one)  # in order of their start
+        known = np.flatnonzero(launches.known[rows])
+        if not len(known):
+            step[rows] = _step_at(marks, device_work["start_ns"].to_numpy()[rows])
+            continue
+        # What nothing known comes before was launched before the trace began, as far as a known one follows.
+        before = np.searchsorted(known, np.arange(len(rows)), side="right") - 1
+        step[rows] = np.where(before >= 0, step[rows[known[np.maximum(before, 0)]]], -1)
+    return step
+
+
+def _step_at(marks: iv.Intervals, at: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the step whose host window holds each instant: −1 before the first, n after the last, or NO_STEP."""
+    length = float(np.median(marks[:, 1] - marks[:, 0]))
+    step = np.searchsorted(marks[:, 0], at, side="right") - 1
+    next_mark = np.append(marks[1:, 0], marks[-1:, 1])
+    near = np.where(next_mark - marks[:, 1] <= _GAP_SHARE * length, next_mark, marks[:, 1])
+    beyond = (step >= 0) & (at >= near[np.maximum(step, 0)])
+    return np.where(beyond, np.where(step == len(marks) - 1, len(marks), NO_STEP), step)
+
+
+@within_rank
+def main_stream(device_work: pd.DataFrame) -> NDArray[np.bool_]:
+    """Return which rows of the device's work lie on the stream that computes most."""
+    lane = device_work["lane"].cat.codes.to_numpy()
+    computes = host.is_kind(device_work, "kernel")
+    dur = device_work["dur_ns"].to_numpy(dtype=float)
+    took = np.bincount(lane, weights=np.where(computes, dur, dur * 1e-6))
+    main: NDArray[np.bool_] = lane == (int(np.argmax(took)) if len(took) else -1)
+    return main
+
+
+def _on_device(
+    device_work: pd.DataFrame, main_stream: NDArray[np.bool_], marks: iv.Intervals, launched_in: NDArray[np.int64]
+) -> tuple[iv.Intervals, NDArray[np.float64]]:
+    """Return the steps' windows on the device and their lags, as the file's head defines them."""
+    n = len(marks)
+    start = device_work["start_ns"].to_numpy()
+    end = start + device_work["dur_ns"].to_numpy()
+    never = np.iinfo(np.int64).max
+    first = np.full(n, never)
+    of_main = main_stream & (launched_in >= 0) & (launched_in < n)
+    np.minimum.at(first, launched_in[of_main], start[of_main])
+    elsewhere = np.full(n, never)
+    of_any = (launched_in >= 0) & (launched_in < n)
+    np.minimum.at(elsewhere, launched_in[of_any], start[of_any])
+    first = np.where(first < never, first, elsewhere)
+    # The end of all earlier work, also of an exchange beside the main stream, by the step that follows it.
+    done = np.full(n + 1, np.iinfo(np.int64).min)
+    earlier = (launched_in >= -1) & (launched_in < n)
+    np.maximum.at(done, launched_in[earlier] + 1, end[earlier])
+    done = np.maximum.accumulate(done)
+    edges = np.append(np.minimum(first, np.maximum(marks[:, 0], done[:-1])), max(marks[-1, 1], done[-1]))
+    edges = np.maximum.accumulate(edges)
+    windows = np.column_stack((edges[:-1], edges[1:]))
+    # Between steps that do not follow each other, a window ends where its own step does.
+    apart = np.flatnonzero(marks[1:, 0] - marks[:-1, 1] > _GAP_SHARE * np.median(marks[:, 1] - marks[:, 0]))
+    windows[apart, 1] = np.maximum(
+        np.minimum(windows[apart, 1], np.maximum(marks[apart, 1], done[apart + 1])), windows[apart, 0]
+    )
+    lag = np.where(first < never, first - marks[:, 0], np.nan).astype(float)
+    return windows, lag

@@ -1,0 +1,1 @@
+"""From files to tables: a module for each raw format, and the run that they belong to."""

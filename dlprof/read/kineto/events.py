@@ -1,0 +1,276 @@
+"""One event of a trace as it stands in the file, how lists of them are decoded, and what its numbers mean.
+
+The ordinary case is decoded straight into typed structs. Two others cost more and are chosen by the file: times that
+float64 would blur keep their digits, and events whose fields have unexpected types are taken apart one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any, TypeVar, Union
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dlprof.read.kineto.json_stream import NOT_JSON, repaired
+
+Ints = NDArray[np.int64]
+Scalar = int | float | str | bool | None
+
+NO_TIME = int(np.iinfo(np.int64).min)
+# Times stay below 2**62 ns (the year 2116), so that sums of two fit 64 bits.
+LATEST_US = 2**62 // 1000
+# Below 2**43 µs (101 days) neighbouring float64 are less than a nanosecond apart; Kineto's base lies three months back
+# at most.
+EXACT_US = 2.0**43
+
+
+class Link(msgspec.Struct, frozen=True, gc=False):
+    """What the args of a call and of a device's work say: which belong together, and where the work ran."""
+
+    correlation: Scalar = -1
+    correlation_id: Scalar = msgspec.field(name="correlation id", default=-1)
+    device: Scalar = None
+    stream: Scalar = None
+    size: Scalar = None
+
+
+class Args(msgspec.Struct, frozen=True, gc=False):
+    """What the args of a copy, a collective or a product say of it."""
+
+    bytes: Scalar = None
+    kind: Scalar = None
+    collective: Scalar = msgspec.field(name="Collective name", default=None)
+    elements_in: Scalar = msgspec.field(name="In msg nelems", default=None)
+    elements_out: Scalar = msgspec.field(name="Out msg nelems", default=None)
+    group_size: Scalar = msgspec.field(name="Group size", default=None)
+    dtype: Scalar = None
+    group: Scalar = msgspec.field(name="Process Group Name", default=None)
+    group_text: Scalar = msgspec.field(name="Process Group Description", default=None)
+    source: Scalar = msgspec.field(name="Src Rank", default=None)
+    destination: Scalar = msgspec.field(name="Dst Rank", default=None)
+    sequence: Scalar = msgspec.field(name="Seq", default=None)
+    communicator: Scalar = msgspec.field(name="Comms Id", default=None)
+    group_ranks: msgspec.Raw = msgspec.field(name="Process Group Ranks", default=msgspec.Raw(b"null"))
+    dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw(b"null"))
+    types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw(b"null"))
+    inputs: msgspec.Raw = msgspec.field(name="Concrete Inputs", default=msgspec.Raw(b"null"))
+
+
+class Event(msgspec.Struct, tag_field="ph", tag="X", gc=False):
+    """One event as it stands in the file, whole; a time may be a number or a text that is one.
+
+    Its args are decoded where they are wanted (`links`, `args_of`): most events are operators, whose args tell dlprof
+    nothing, and passing over them costs less.
+    """
+
+    cat: str = ""
+    name: str = ""
+    pid: Scalar = None
+    tid: Scalar = None
+    ts: Scalar = None
+    dur: Scalar = None
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class Begin(Event, tag="B"):
+    """The beginning of an event that was written as two marks."""
+
+
+class End(Event, tag="E"):
+    """The end of one."""
+
+
+class ExactEvent(Event, tag="X"):
+    """An event with its time as the file's own digits."""
+
+    ts: Decimal | None = None  # type: ignore[assignment]
+
+
+class ExactBegin(Begin, tag="B"):
+    """A beginning with its time as the file's own digits."""
+
+    ts: Decimal | None = None  # type: ignore[assignment]
+
+
+class ExactEnd(End, tag="E"):
+    """An end with its time as the file's own digits."""
+
+    ts: Decimal | None = None  # type: ignore[assignment]
+
+
+BEGINS, ENDS = (Begin, ExactBegin), (End, ExactEnd)
+
+# What else there is becomes no row: arrows (a third of a trace's events), threads' names, counters, moments. Nothing is
+# made of their fields, which saves a fifth of the time that decoding takes.
+_NO_ROW = tuple(
+    msgspec.defstruct(f"Phase{ord(phase)}", [], tag_field="ph", tag=phase, gc=False)
+    for phase in "sftMiICPNODbneSTpFRcVv(),aL"
+)
+
+
+class BlurredTimes(Exception):  # noqa: N818 - not an error: the file is read again
+    """Times were decoded as float64 that are too large for it: the file must be read with `exact`."""
+
+
+def decoder(exact: bool) -> Callable[[bytes | memoryview], list[Event]]:
+    """Return a function that decodes an array of events; an exact one keeps the digits of every time, and is slower."""
+    phases = (ExactEvent, ExactBegin, ExactEnd) if exact else (Event, Begin, End)
+    decode_all: Any = msgspec.json.Decoder(list[Union[(*phases, *_NO_ROW)]]).decode  # type: ignore[valid-type]
+
+    def decode(array: bytes | memoryview) -> list[Event]:
+        try:
+            return decode_all(array)  # type: ignore[no-any-return]
+        except msgspec.ValidationError:
+            return _lenient(array)
+
+    return decode
+
+
+_elements = msgspec.json.Decoder(list[msgspec.Raw])
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_number = msgspec.json.Decoder(Decimal)
+_EXACT = {b'"X"': ExactEvent, b'"B"': ExactBegin, b'"E"': ExactEnd}
+
+
+def _lenient(array: bytes | memoryview) -> list[Event]:
+    """Decode events whose fields have unexpected types: take what can be taken, leave out what is no event."""
+    events: list[Event] = []
+    for element in _elements.decode(array):
+        try:
+            raw = _fields.decode(element)
+        except msgspec.ValidationError:
+            continue
+        taken: dict[str, Any] = {}
+        kind = _EXACT.get(bytes(raw.get("ph", b"")))
+        if kind is None:
+            continue
+        for name in kind.__struct_fields__:
+            value = raw.get(name)
+            if value is None:
+                continue
+            if name == "args":
+                taken[name] = value
+            elif name == "ts":
+                with contextlib.suppress(msgspec.ValidationError):
+                    taken[name] = _number.decode(value)
+            else:
+                scalar = msgspec.json.decode(value)
+                if name in ("cat", "name"):
+                    taken[name] = scalar if isinstance(scalar, str) else "" if scalar is None else str(scalar)
+                elif isinstance(scalar, (int, float, str)):
+                    taken[name] = scalar
+        events.append(kind(**taken))
+    return events
+
+
+D = TypeVar("D", Link, Args)
+
+_decode_links = msgspec.json.Decoder(list[Link]).decode
+_decode_args = msgspec.json.Decoder(list[Args]).decode
+
+
+def links(args: Sequence[msgspec.Raw]) -> list[Link]:
+    """Decode what the args of calls and of a device's work say."""
+    return _decoded(args, _decode_links, Link)
+
+
+def args_of(args: Sequence[msgspec.Raw]) -> list[Args]:
+    """Decode what the args of copies, collectives and products say."""
+    return _decoded(args, _decode_args, Args)
+
+
+def _decoded(args: Sequence[msgspec.Raw], decode: Callable[[bytes], list[D]], kind: type[D]) -> list[D]:
+    try:
+        return decode(b"[" + b",".join(args) + b"]")
+    except NOT_JSON:
+        return [_lenient_args(one, kind) for one in args]
+
+
+def _lenient_args(value: msgspec.Raw, kind: type[D]) -> D:
+    """Take of one event's args what can be taken."""
+    args = plain(repaired(bytes(value)))
+    taken: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind) if isinstance(args, dict) else ():
+        said = args.get(field.encode_name)
+        if field.type is msgspec.Raw and said is not None:
+            taken[field.name] = msgspec.Raw(msgspec.json.encode(said))
+        elif isinstance(said, (int, float, str)):
+            taken[field.name] = said
+    return kind(**taken)
+
+
+def label(value: Scalar) -> str:
+    """Return the number in what may be 7, 7.0, "7" or "stream 7", else the text."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    text = str(value)
+    found = re.fullmatch(r"\s*(?:stream|thread|device|gpu)?\s*(-?\d+)\s*", text, re.I)
+    return str(int(found[1])) if found else text
+
+
+def nanoseconds(values: list[Any]) -> Ints:
+    """Return microseconds as nanoseconds, as exact as the values are; NO_TIME for what is no time."""
+    with contextlib.suppress(TypeError, OverflowError):
+        us = np.frombuffer(array("d", values))  # faster than NumPy's own way, which looks at each value's type first
+        if (np.abs(us) < EXACT_US).all():  # False for NaN
+            whole = np.floor(us)
+            ns: Ints = whole.astype(np.int64) * 1000 + np.rint((us - whole) * 1000).astype(np.int64)
+            return ns
+    given = np.array(values)
+    if given.dtype.kind == "i":
+        usable = (given > -LATEST_US) & (given < LATEST_US)
+        return np.where(usable, np.where(usable, given, 0) * 1000, NO_TIME)
+    return np.array([_exact(v) for v in values], dtype=np.int64)
+
+
+def exact_nanoseconds(values: list[Any]) -> Ints:
+    """Return the same; raises BlurredTimes where a value lost digits by being a float64."""
+    ns = nanoseconds(values)
+    large = (ns >= EXACT_US * 1000) | ((ns <= -EXACT_US * 1000) & (ns != NO_TIME))
+    if large.any() and any(type(values[i]) is float for i in np.flatnonzero(large)):
+        raise BlurredTimes
+    return ns
+
+
+def _exact(value: Any) -> int:
+    try:
+        us = value if isinstance(value, Decimal) else Decimal(str(value))
+        return int((us * 1000).to_integral_value()) if abs(us) < LATEST_US else NO_TIME
+    except (InvalidOperation, ValueError):
+        return NO_TIME
+
+
+def integers(values: list[Any]) -> Ints:
+    """Return whole numbers that may be written as text, -1 for what is none."""
+    array = np.array(values) if values else np.empty(0, dtype=np.int64)
+    return array if array.dtype == np.int64 else np.array([integer(v) for v in values], dtype=np.int64)
+
+
+def integer(value: Any) -> int:
+    """Return a whole number that may be written as text, -1 where it is none or negative or too large."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return -1
+    return number if 0 <= number < 2**63 else -1
+
+
+def plain(raw: Any) -> Any:
+    """Return what a piece of JSON says, None where it is none."""
+    try:
+        return msgspec.json.decode(raw)
+    except NOT_JSON:
+        return None
+
+
+def ranks_of(value: Any) -> list[int]:
+    """Return a list of ranks, or of such a list's text; an abridged one ("[0, 1, ..., 7]") tells nothing."""
+    if isinstance(value, str):
+        value = plain(value)
+    return [int(n) for n in value] if isinstance(value, list) and all(isinstance(n, int) for n in value) else []

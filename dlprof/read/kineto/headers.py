@@ -1,0 +1,95 @@
+"""What stands at a trace's head, beside its events: whose it is, its devices, its process groups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dlprof.cupti import short
+from dlprof.errors import DlprofError
+from dlprof.read.kineto.events import decoder, integer, ranks_of
+from dlprof.read.kineto.json_stream import TraceFile
+from dlprof.read.kineto.patterns import rank_in
+from dlprof.read.opening import open_file
+
+PEEK_BYTES = 256 << 10
+
+
+def peek(path: Path) -> dict[str, Any]:
+    """Return from head of a file and its name whether it looks like a trace (`is_trace`), its rank, world_size, host.
+
+    What neither the first 256 KB nor the name tells is absent. Raises DlprofError where the file cannot be opened.
+    """
+    with open_file(path):
+        pass
+    file = TraceFile(path, decoder(exact=False), PEEK_BYTES)
+    found: dict[str, Any] = {"is_trace": False}
+    try:
+        begun = file.header()
+    except DlprofError:
+        return found
+    if file.is_list:
+        begun = bool(re.match(rb'\s*\{.{0,4000}?"ph"\s*:\s*"\w"', file.buffered, re.DOTALL))
+    known = {"schemaVersion", "deviceProperties", "distributedInfo", "traceName"} & file.keys.keys()
+    head = re.match(rb'\{[^{}\[\]]*"world_size"[^{}\[\]]*', file.buffered)
+    # Where the head ends before the events, as it does in a very large job, the keys must do.
+    if not begun and not (known and file.cut):
+        return found
+    facts = header_facts(file.keys, path)
+    if not begun and head:
+        # A very large job's list of process groups is longer than what is looked at; rank and size stand before it.
+        for name in ("rank", "world_size"):
+            number = re.search(rb'"%s"\s*:\s*(\d{1,18})\s*[,}]' % name.encode(), head[0])
+            if number:
+                facts[name] = int(number[1])
+    return {"is_trace": True, **{k: facts[k] for k in ("rank", "world_size", "host") if k in facts}}
+
+
+def header_facts(keys: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return what the keys beside the events say; the rank from the file's name where they say none."""
+    facts: dict[str, Any] = {}
+    distributed = keys.get("distributedInfo")
+    distributed = distributed if isinstance(distributed, dict) else {}
+    for name in ("rank", "world_size"):
+        if (number := integer(distributed.get(name))) >= 0:
+            facts[name] = number
+    if "rank" not in facts and (rank := rank_in(path.name)) is not None:
+        facts["rank"] = rank
+    texts = {"host": keys.get("host_name") or keys.get("hostname"), "backend": distributed.get("backend")}
+    facts |= {name: text for name, text in texts.items() if isinstance(text, str) and text}
+    devices = keys.get("deviceProperties")
+    if isinstance(devices, list):  # an empty one says that the process saw no device
+        facts["devices"] = [_device(d) for d in devices if isinstance(d, dict)]
+    if groups := groups_in(keys):
+        facts["groups"] = groups
+    if (base := integer(keys.get("baseTimeNanoseconds"))) > 0 and base < 2**62:
+        facts["base_time_ns"] = base
+    if "schemaVersion" in keys:
+        facts["schema"] = keys["schemaVersion"]
+    # What Kineto complained of while it recorded; older releases write it behind the events.
+    complaints = [line for name in ("ERROR", "WARNING") if isinstance(keys.get(name), list) for line in keys[name]]
+    if errors := short([line for line in complaints if isinstance(line, str)]):
+        facts["errors"] = errors
+    return facts
+
+
+def _device(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a device's id, name, memory_bytes, and what else the file says of it under the file's own names."""
+    renamed = {"totalGlobalMem": "memory_bytes"}
+    return {renamed.get(k, k): v for k, v in properties.items()}
+
+
+def groups_in(keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the process groups that the keys beside the events tell: name → desc, size, ranks."""
+    distributed = keys.get("distributedInfo")
+    listed = distributed.get("pg_config") if isinstance(distributed, dict) else None
+    groups = {}
+    for group in listed if isinstance(listed, list) else []:
+        if isinstance(group, dict) and group.get("pg_name") is not None:
+            ranks = ranks_of(group.get("ranks"))
+            size = integer(group.get("pg_size"))
+            told = {"desc": group.get("pg_desc"), "size": size if size > 0 else len(ranks), "ranks": ranks}
+            groups[str(group["pg_name"])] = {k: v for k, v in told.items() if v}
+    return groups

@@ -1,0 +1,375 @@
+"""A trace file as a stream of lists of events: unpacked, cut at event boundaries, decoded, and never held whole.
+
+A file may be gigabytes of JSON, may have been cut off anywhere, and may hold bytes that JSON forbids. Events are
+decoded in chunks of a few megabytes. A chunk ends where `}`, a comma and `{` follow each other; that this is the end of
+an event and no text or nested object is proved by decoding: what comes before it is a JSON array if and only if it is.
+Where that fails, brackets are counted. Whatever stands before a cut is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, TypeVar
+
+import msgspec
+
+from dlprof.errors import DlprofError
+from dlprof.read.opening import MOST_UNPACKED, limited, most_unpacked, open_file
+
+try:
+    _inflate: Any = importlib.import_module("isal.isal_zlib")
+except ImportError:  # no wheel for this machine: the standard library's is slower and gives the same
+    _inflate = zlib
+
+# What a gzip of a trace holds, in its own bytes (seen on real traces).
+BYTES_PER_GZIP_BYTE = 15
+
+CHUNK = 1 << 20  # stays in a processor's cache with the events that it becomes: a fifth faster than 4 MB
+LONGEST = 16 << 20  # one value larger than this is taken for damage, as is one nested deeper than JSON decoders go
+DEEPEST = 1000
+_PACKED = 64 << 10  # read of a packed file at once
+_BLOCK = 1 << 20
+# At how many boundaries a chunk may end, and how far before its end they are looked for.
+_TRIED = 3
+_WINDOWS = (4 << 10, 64 << 10)
+
+_OPEN, _CLOSE = b"[]"
+
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*("?)|[][{}]', re.DOTALL)
+_KEY = re.compile(rb'[\s,]*"([^"\\]*(?:\\.[^"\\]*)*)"\s*:\s*', re.DOTALL)
+_SCALAR = re.compile(rb"[^\s,\]}]+(?=\s*[,}\]])")
+_BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
+_SPACE = re.compile(rb"[\s,]*")
+
+E = TypeVar("E")
+
+
+def unpacked_bytes(path: Path) -> int:
+    """Estimate the bytes of a file's JSON; 0 where there is no file."""
+    try:
+        return path.stat().st_size * (BYTES_PER_GZIP_BYTE if path.suffix == ".gz" else 1)
+    except OSError:
+        return 0
+
+
+class TraceFile(Generic[E]):
+    """One file being read. `decode` makes a list of events of a JSON array's bytes and raises one of NOT_JSON.
+
+    `keys` holds what stands beside the events; it is complete when `events` is through. `cut` says where the file stops
+    short of its end, "" where it does not. `unreadable` counts events that could not be decoded.
+    """
+
+    def __init__(self, path: Path, decode: Callable[[bytes | memoryview], list[E]], limit: int | None = None) -> None:
+        self.path = path
+        self.keys: dict[str, Any] = {}
+        self.cut = ""
+        self.unreadable = 0
+        self.is_list = False
+        self._decode = decode
+        self._repair = False
+        self._buffer = bytearray()
+        self._ended = False
+        self._packing = ""
+        self._limit = limit
+        self._blocks = self._unpacked()
+
+    def header(self) -> bool:
+        """Read up to the first event. Give False where the file ends before; raise DlprofError where it is no trace."""
+        self._fill(_BLOCK)
+        self._drop(3 if self._buffer.startswith(b"\xef\xbb\xbf") else 0)
+        self._drop(_SPACE.match(self._buffer).end())  # type: ignore[union-attr]
+        if not self._buffer:
+            raise self._error(self._packing or "the file is empty")
+        if self._buffer[:1] == b"[":
+            self.is_list = True
+            self._drop(1)
+            return True
+        if self._buffer[:1] != b"{":
+            raise self._error("not JSON")
+        self._drop(1)
+        return self._to_array()
+
+    def events(self) -> Iterator[list[E]]:
+        """Return the events in their order, some thousands at a time; call `header` before."""
+        yield from self._array()
+        # Keys stand behind the events too, and in a file glued from several, further events.
+        while not self.cut and not self.is_list and self._to_array():
+            yield from self._array()
+        if self.cut and self._packing:
+            self.cut = self._packing
+
+    @property
+    def buffered(self) -> bytes:
+        """What was read and not yet understood."""
+        return bytes(self._buffer)
+
+    def _error(self, what: str) -> DlprofError:
+        return DlprofError(f"{self.path}: {what}")
+
+    def _unpacked(self) -> Iterator[bytes]:
+        """Return the file's bytes, unpacked, a block at a time."""
+        with open_file(self.path) as file:
+            magic = file.read(2)
+            file.seek(0)
+            if magic == b"\x1f\x8b":
+                yield from self._gunzipped(file)
+            elif self.path.suffix == ".gz" and magic:
+                raise self._error(
+                    "named .gz but not gzip; a file that was unpacked on its way here is to be named .json"
+                )
+            else:
+                while block := file.read(min(_BLOCK, self._limit or _BLOCK)):
+                    yield block
+
+    def _gunzipped(self, file: BinaryIO) -> Iterator[bytes]:
+        unpacker = _inflate.decompressobj(wbits=31)
+        left = most_unpacked(os.fstat(file.fileno()).st_size)
+        packed = file.read(_PACKED)
+        try:
+            while packed:
+                if block := unpacker.decompress(packed, _BLOCK):
+                    yield block
+                    left -= len(block)
+                if left < 0:
+                    self._packing = f"it unpacks to more than {MOST_UNPACKED} times its size (--no-limits reads all)"
+                    return
+                if not unpacker.eof:
+                    packed = unpacker.unconsumed_tail or file.read(_PACKED)
+                    continue
+                # gzip files may be glued together; some writers pad the last one with zeros.
+                packed = (unpacker.unused_data + file.read(_PACKED)).lstrip(b"\0")
+                if packed and not packed.startswith(b"\x1f\x8b"):
+                    self._packing = "something that is not gzip follows the packed data"
+                    return
+                if packed:
+                    unpacker = _inflate.decompressobj(wbits=31)
+            if not unpacker.eof:
+                if block := unpacker.flush():
+                    yield block
+                if not unpacker.eof:
+                    self._packing = "the gzip file is cut off"
+        except (zlib.error, _inflate.error):
+            self._packing = "the gzip data are damaged"
+
+    def _fill(self, size: int, before: bytes = b"") -> None:
+        """Hold at least so many bytes, or all that are left; `before` stands before them, where they are events."""
+        if self._limit is not None:
+            size = min(size, self._limit)
+        held = len(self._buffer)
+        if (held >= size or self._ended) and not before:
+            return
+        parts: list[bytes | bytearray] = [before, self._buffer]
+        while held < size and not self._ended:
+            block = next(self._blocks, b"")
+            self._ended = not block
+            parts.append(block)
+            held += len(block)
+        self._buffer = bytearray().join(parts)
+        if self._limit is not None:
+            self._buffer = self._buffer[: self._limit]
+            self._ended = True
+
+    def _drop(self, count: int) -> None:
+        try:
+            del self._buffer[:count]
+        except BufferError:  # events that were decoded from it point into it
+            self._buffer = self._buffer[count:]
+
+    def _more(self) -> bool:
+        """Read on, twice as far; give False where there is nothing more or too much is held already."""
+        before = len(self._buffer)
+        if self._ended or (before >= LONGEST and limited()):
+            return False
+        self._fill(2 * max(before, _BLOCK))
+        return len(self._buffer) > before
+
+    def _to_array(self) -> bool:
+        """Read keys and values up to and into the array of events; give False where the object or the file ends."""
+        while True:
+            self._fill(_BLOCK)
+            key = _KEY.match(self._buffer)
+            if not key:
+                rest = self._buffer[_SPACE.match(self._buffer).end() :]  # type: ignore[union-attr]
+                if rest[:1] == b"}":
+                    return False
+                if rest and rest[:1] != b'"' and not self.keys:
+                    raise self._error("not JSON")
+                if not self._more():
+                    self.cut = "the file is cut off or damaged outside its events"
+                    return False
+                continue
+            name = key[1].decode(errors="replace")
+            self._drop(key.end())
+            if name == "traceEvents":
+                self._fill(_BLOCK)
+                if self._buffer[:1] == b"[":
+                    self._drop(1)
+                    return True
+                if self._buffer:
+                    raise self._error("not a trace: its traceEvents are not a list")
+            value = self._value()
+            if value is None:
+                self.cut = "the file is cut off or damaged outside its events"
+                return False
+            try:
+                self.keys[name] = msgspec.json.decode(repaired(value))
+            except NOT_JSON:
+                self.keys[name] = None
+
+    def _value(self) -> bytes | None:
+        """Pass over one value and give its bytes, None where it has no end."""
+        while True:
+            if self._buffer.startswith((b"{", b"[", b'"')):
+                end = _closed(self._buffer)
+            else:
+                scalar = _SCALAR.match(self._buffer)
+                end = scalar.end() if scalar else 0
+            if end:
+                value = bytes(self._buffer[:end])
+                self._drop(end)
+                return value
+            if not self._more():
+                return None
+
+    def _array(self) -> Iterator[list[E]]:
+        """Return the events of the array that begins here, and pass over its end."""
+        while True:
+            self._fill(CHUNK, b" ")
+            split = self._split()
+            if split is not None:
+                yield split
+                continue
+            elements, end, closed = _elements(self._buffer)
+            if elements:
+                yield self._decoded(elements)
+            self._drop(end)
+            if closed:
+                return
+            if not elements and not self._more():
+                self.cut = "the file is cut off or damaged within its events"
+                return
+
+    def _split(self) -> list[E] | None:
+        """Decode up to the last boundary between two events, and drop that; None where no boundary can be proved."""
+        buffer = self._buffer
+        candidates: list[tuple[int, int]] = []
+        for window in _WINDOWS:
+            matches = _BOUNDARY.finditer(buffer, max(len(buffer) - window, 0))
+            candidates = [(m.start() + 1, m.end()) for m in matches][: -_TRIED - 1 : -1]
+            if len(candidates) == _TRIED:
+                break
+        for repair in (True,) if self._repair else (False, True):
+            for end, following in candidates:
+                # The brackets of an array take the place of what stands around the events: copying takes longer.
+                around, buffer[0], buffer[end] = (buffer[0], buffer[end]), _OPEN, _CLOSE
+                array = memoryview(buffer)[: end + 1]
+                events = self._try(repaired(bytes(array)) if repair else array)
+                buffer[0], buffer[end] = around
+                if events is not None:
+                    self._repair = repair
+                    self._drop(following)
+                    return events
+        return None
+
+    def _decoded(self, elements: list[tuple[int, int]]) -> list[E]:
+        """Decode elements known by their brackets, together if that works, else one by one without the bad ones."""
+        together = b"[" + b",".join(self._buffer[a:b] for a, b in elements) + b"]"
+        events = self._try(together)
+        if events is None:
+            events = self._try(repaired(together))
+        if events is not None:
+            return events
+        alone = [self._try(repaired(b"[" + self._buffer[a:b] + b"]")) for a, b in elements]
+        self.unreadable += alone.count(None)
+        return [event for one in alone if one is not None for event in one]
+
+    def _try(self, array: bytes | memoryview) -> list[E] | None:
+        try:
+            return self._decode(array)
+        except NOT_JSON:
+            return None
+
+
+def _closed(buffer: bytearray) -> int:
+    """Return where the bracketed value or the text that begins the buffer ends, 0 where it does not."""
+    depth = 0
+    for token in _TOKEN.finditer(buffer):
+        sign = token[0]
+        if sign in b"{[":
+            depth += 1
+        elif sign in b"}]":
+            depth -= 1
+        elif not token[1]:
+            return 0
+        if depth <= 0:
+            return token.end()
+        if depth > DEEPEST:
+            return 0
+    return 0
+
+
+def _elements(buffer: bytearray) -> tuple[list[tuple[int, int]], int, bool]:
+    """Return the bracketed elements from an array's inside, where they end, and whether the array is closed there."""
+    found: list[tuple[int, int]] = []
+    depth = begin = end = 0
+    for token in _TOKEN.finditer(buffer):
+        sign = token[0]
+        if sign in b"{[":
+            if not depth:
+                begin = token.start()
+            depth += 1
+            if depth > DEEPEST:
+                break
+        elif sign in b"}]":
+            if not depth:
+                return found, token.end(), True
+            depth -= 1
+            if not depth:
+                end = token.end()
+                found.append((begin, end))
+        elif not token[1]:
+            break
+    return found, end, False
+
+
+_CONTROL = bytes(range(32))
+_SPACES = bytes.maketrans(_CONTROL, b" " * 32)
+_NO_NUMBER = re.compile(rb"[:\[,]\s*[-+]?(?:nan(?:\([^)]*\))?|inf(?:inity)?)\s*[,}\]]", re.I)
+_TEXT_OR_NO_NUMBER = re.compile(
+    rb'("[^"\\]*(?:\\.[^"\\]*)*")|[-+]?\b(?:nan(?:\([^)]*\))?|inf(?:inity)?)(?![\w.])', re.I | re.DOTALL
+)
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|u[0-9a-fA-F]{4}"
+    rb'|["\\/bfnrt]|())'
+)
+
+
+def _escape(found: re.Match[bytes]) -> bytes:
+    if found[1]:  # half of a surrogate pair
+        return b"\\ufffd"
+    return found[0] if found[2] is None else b"\\\\"
+
+
+def repaired(array: bytes) -> bytes:
+    """Return the same JSON with what writers put into it and JSON forbids made harmless; its structure stays as it was.
+
+    Control characters become spaces, invalid UTF-8 the replacement character, NaN and Infinity null, stray backslashes
+    themselves.
+    """
+    array = array.translate(_SPACES)
+    try:
+        array.decode()
+    except UnicodeDecodeError:
+        array = array.decode(errors="replace").encode()
+    if b"\\" in array:
+        array = _ESCAPE.sub(_escape, array)
+    if _NO_NUMBER.search(array):
+        array = _TEXT_OR_NO_NUMBER.sub(lambda found: found[1] or b"null", array)
+    return array

@@ -1,0 +1,120 @@
+"""Decodes traces in a process of its own while this one still imports what analysing them needs.
+
+Importing takes a third of a second on one core, and the others are idle. What is decoded lies in a file without a name,
+in memory; whoever reads the trace afterwards, this process or one forked from it, finds it there. Whatever goes wrong,
+it decodes the trace itself.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from dlprof.read.kineto.event_columns import Rows, decode
+from dlprof.read.kineto.json_stream import unpacked_bytes
+
+# More than two are not decoded while pandas and the rules are imported. Of a larger file that is a small part, and
+# handing its rows over takes memory once more.
+MOST_FILES = 2
+MOST_BYTES = 256 << 20
+
+_STOP, _BEGUN = 0, 1  # in the memory that both processes share: whether to stop, and one place a file
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the rows of one file come to lie: `ready` is read from until they are there."""
+
+    number: int
+    rows: int
+    ready: int
+    shared: mmap.mmap
+
+
+_places: dict[Path, _Place] = {}
+
+
+def begin(paths: Sequence[Path]) -> None:
+    """Start decoding the first of these files, in their order; nothing where there is no core for it."""
+    chosen = list(islice((path for path in paths if unpacked_bytes(path) <= MOST_BYTES), MOST_FILES))
+    # Forking is safe while this process has no thread of its own.
+    if not chosen or _places or not hasattr(os, "memfd_create") or threading.active_count() > 1:
+        return
+    if len(os.sched_getaffinity(0)) < 2:
+        return
+    ends = []
+    try:
+        shared = mmap.mmap(-1, _BEGUN + len(chosen))
+        for number, path in enumerate(chosen):
+            ready, done = os.pipe()
+            ends.append(done)
+            _places[path] = _Place(number, os.memfd_create("dlprof"), ready, shared)
+        multiprocessing.get_context("fork").Process(target=_decode, args=(chosen, ends), daemon=True).start()
+    except OSError:  # no process, file or memory to be had
+        pass
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+def stop() -> None:
+    """Let no further file be begun: from here on those who read them have the cores."""
+    for place in _places.values():
+        place.shared[_STOP] = True
+
+
+def is_begun(path: Path | None) -> bool:
+    """Return whether a file is being decoded or was, and nobody has read it yet."""
+    place = _places.get(path) if path is not None else None
+    return place is not None and bool(place.shared[_BEGUN + place.number])
+
+
+def forget() -> None:
+    """Drop what was decoded and nobody read."""
+    for place in _places.values():
+        os.close(place.rows)
+        os.close(place.ready)
+    _places.clear()
+
+
+def rows_of(path: Path) -> Rows | None:
+    """Return the rows of a file that was begun, as soon as they are there; None where it is to be decoded now."""
+    place = _places.pop(path, None)
+    if place is None:
+        return None
+    try:
+        if place.shared[_BEGUN + place.number] and os.read(place.ready, 1):
+            with mmap.mmap(place.rows, 0, access=mmap.ACCESS_READ) as pickled:
+                rows: Rows = pickle.loads(pickled)
+                return rows
+    except (OSError, ValueError, MemoryError, EOFError, pickle.UnpicklingError):
+        pass
+    finally:
+        os.close(place.rows)
+        os.close(place.ready)
+    return None
+
+
+def _decode(paths: Sequence[Path], ends: Sequence[int]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is answered by the process that began this one
+    for path, end in zip(paths, ends, strict=True):
+        place = _places[path]
+        if place.shared[_STOP]:
+            return
+        place.shared[_BEGUN + place.number] = True
+        try:
+            with os.fdopen(place.rows, "wb") as file:
+                pickle.dump(decode(path), file, protocol=pickle.HIGHEST_PROTOCOL)
+            os.write(end, b"1")
+        except Exception:  # noqa: BLE001 - whoever reads the file meets the same, and says so
+            pass
+        finally:
+            os.close(end)

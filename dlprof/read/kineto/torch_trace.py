@@ -1,0 +1,190 @@
+"""Reads a torch-profiler (Kineto, Chrome) trace of one rank, from any version and machine, into spans and traced steps.
+
+What differs between the files that people have, and is one thing behind this reader: category names, packed or plain,
+time as whole or decimal microseconds, absolute or from a base, streams and threads as numbers or text, steps that
+stand twice, and files that were cut off. Times are exact to the nanosecond wherever the file's are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof import schema
+from dlprof.read.kineto import prefetch
+from dlprof.read.kineto.event_columns import KIND, Rows, decode
+from dlprof.read.kineto.events import label
+from dlprof.read.kineto.headers import groups_in, header_facts
+from dlprof.read.sources import Reading
+
+_WORK = ("kernel", "communication", "copy", "set")
+_STEP = re.compile(r"ProfilerStep#(\d{1,18})")
+# Times since 1970 in µs are larger than this (May 2001), times since a start or a base are smaller (31 years).
+_UNIX_US = 10**15
+
+
+def read(path: Path) -> Reading:
+    """Return tables "spans" (in order of start, the longer first) and "traced_steps", and the facts of a trace file.
+
+    Facts: rank, world_size, host, devices [{id, name, memory_bytes, ...}], backend, groups {name: {desc, size,
+    ranks}}, base_time_ns, schema. A file cut off anywhere gives what stands before the cut, and a warning. Raises
+    DlprofError where the file cannot be read or is no trace.
+    """
+    rows = prefetch.rows_of(path)
+    return _reading(path, decode(path) if rows is None else rows)
+
+
+def _reading(path: Path, rows: Rows) -> Reading:
+    """Return everything as tables, facts and warnings."""
+    warnings = list(rows.warnings)
+    facts = header_facts(rows.keys, path)
+    groups = {**rows.groups, **groups_in(rows.keys)}
+    if groups:
+        facts["groups"] = groups
+    spans = _spans(rows, groups)
+    if len(rows):
+        base = facts.get("base_time_ns", 0)
+        unix = int(spans["start_ns"].iloc[len(rows) // 2]) >= _UNIX_US * 1000
+        if base and unix:
+            warnings.append(f"{path.name}: its times are absolute already; baseTimeNanoseconds is not added")
+        elif base:
+            spans["start_ns"] += base
+        elif not unix:
+            warnings.append(f"{path.name}: its times have no base: they count from an unknown zero, not from 1970")
+    return Reading(
+        {"spans": schema.check("spans", spans), "traced_steps": schema.check("traced_steps", _steps(spans))},
+        facts,
+        tuple(warnings),
+    )
+
+
+def _peers(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> dict[int, int]:
+    """Return peer of each row that has one as a rank of the job; −1: only its number in an unknown group is told."""
+    found = {}
+    for row, (peer, group) in rows.peers.items():
+        if group is not None:
+            told = groups.get(group) or (next(iter(groups.values())) if len(groups) == 1 and not group else {})
+            ranks = told.get("ranks") or []
+            peer = ranks[peer] if peer < len(ranks) else -1
+        found[row] = peer
+    return found
+
+
+def _spans(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    if not len(rows):
+        return schema.empty("spans")
+    order = _in_time(rows.start, rows.dur)
+    place = np.empty_like(order)  # of each of the file's rows among the spans
+    place[order] = np.arange(len(order))
+    what, lane, launch = rows.what[order], rows.lane[order], rows.launch[order]
+
+    def scattered(of_row: Mapping[int, int]) -> NDArray[np.int64]:
+        column = np.full(len(order), -1, dtype=np.int64)
+        column[place[list(of_row)]] = list(of_row.values())
+        return column
+
+    def sparse(of_row: Mapping[int, str], of_name: Sequence[str] = ()) -> Any:
+        categories = {text: code for code, text in enumerate(dict.fromkeys(["", *of_name, *of_row.values()]))}
+        narrow = np.min_scalar_type(-len(categories))
+        codes = np.zeros(len(order), dtype=narrow)
+        if any(of_name):
+            codes = np.array([categories[text] for text in of_name], dtype=narrow)[what]
+        codes[place[list(of_row)]] = [categories[text] for text in of_row.values()]
+        return _categorical(codes, categories)
+
+    size = scattered(rows.bytes)
+    kinds = np.array(rows.kinds)
+    if rows.sizes:
+        for i in np.flatnonzero(np.isin(kinds, ("copy", "set"))[what] & (size < 0)):
+            size[i] = rows.sizes.get(int(launch[i]), -1)
+    columns = {
+        "lane": _coded(_lane_names(rows, lane, np.isin(kinds, _WORK)[what]), lane),
+        "kind": _categorical(np.array([KIND[k] for k in rows.kinds], dtype=np.int8)[what], schema.KINDS),
+        "name": _coded(rows.names, what),
+        "start_ns": rows.start[order],
+        "dur_ns": rows.dur[order],
+        "launch": launch,
+        "bytes": size,
+        "copy": sparse({i: c[0] for i, c in rows.copies.items()}, [c[0] for c in rows.directions]),
+        "memory": sparse({i: c[1] for i, c in rows.copies.items()}, [c[1] for c in rows.directions]),
+        "collective": sparse({i: c[0] for i, c in rows.collectives.items()}, rows.verbs),
+        "group": sparse({i: c[1] for i, c in rows.collectives.items()}),
+        "sequence": scattered({i: s[0] for i, s in rows.sequences.items()}),
+        "communicator": sparse({i: s[1] for i, s in rows.sequences.items()}),
+        "peer": scattered(_peers(rows, groups)),
+        "dtype": sparse({i: c[2] for i, c in rows.collectives.items()} | {i: m[1] for i, m in rows.multiplied.items()}),
+        "shape": sparse({i: m[0] for i, m in rows.multiplied.items()}),
+    }
+    return pd.DataFrame({name: columns[name] for name in schema.SPANS}, copy=False)
+
+
+def _lane_names(rows: Rows, lane: NDArray[np.int32], works: NDArray[np.bool_]) -> list[str]:
+    """Name every lane; the device without a number is the one with most work."""
+    count = np.bincount(lane, minlength=len(rows.lanes))
+    work = np.bincount(lane[works], minlength=len(rows.lanes))
+    places: list[tuple[str, str] | None] = []
+    weight: Counter[str] = Counter()
+    for code, key in enumerate(rows.lanes):
+        if not key[0]:
+            places.append(None)
+            continue
+        _, pid, tid, device, stream = key
+        place = (label(pid if device is None else device), label(tid if stream is None else stream))
+        places.append(place)
+        weight[place[0]] += int(work[code]) * 2**32 + int(count[code])
+    main = min(weight, key=lambda d: (-weight[d], len(d), d), default="")
+    return [
+        f"host:{label(key[2])}" if place is None else f"device{'' if place[0] == main else place[0]}:{place[1]}"
+        for key, place in zip(rows.lanes, places, strict=True)
+    ]
+
+
+def _categorical(codes: NDArray[Any], categories: Iterable[str]) -> Any:
+    return pd.Categorical.from_codes(codes, categories=pd.Index(list(categories)))
+
+
+def _coded(names: list[str], codes: NDArray[np.int32]) -> Any:
+    """Return a categorical of codes whose names may repeat; only names that rows bear become categories, in order."""
+    used = np.flatnonzero(np.bincount(codes, minlength=len(names)))
+    order = sorted({names[i] for i in used})
+    place = {name: i for i, name in enumerate(order)}
+    mapped = np.zeros(len(names), dtype=np.min_scalar_type(-len(order) - 1))
+    mapped[used] = [place[names[i]] for i in used]
+    return _categorical(mapped[codes], order)
+
+
+def _in_time(start: NDArray[np.int64], dur: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the order by start, the longer first where two start together.
+
+    A trace is a few long runs that are in order already, which a stable sort by one key merges fast.
+    """
+    order = np.argsort(start, kind="stable")
+    same = np.diff(start[order]) == 0
+    tied = np.flatnonzero(np.concatenate((same, [False])) | np.concatenate(([False], same)))
+    order[tied] = order[tied][np.lexsort((-dur[order[tied]], start[order[tied]]))]
+    return order
+
+
+def _steps(spans: pd.DataFrame) -> pd.DataFrame:
+    """Return the steps that the host marks, each number once: the longest of its marks."""
+    marks = [_STEP.fullmatch(str(n)) for n in spans["name"].cat.categories]
+    if not any(marks):
+        return schema.empty("traced_steps")
+    number = np.array([int(m[1]) if m else -1 for m in marks], dtype=np.int64)
+    # By the categories' codes: looking for a name in every row, as text, takes longer than all that follows.
+    codes = spans["name"].cat.codes.to_numpy()
+    rows = np.flatnonzero((number >= 0)[codes])
+    kind, lane = spans["kind"].array[rows], spans["lane"].array[rows]
+    rows = rows[[k == "annotation" and str(of).startswith("host:") for k, of in zip(kind, lane, strict=True)]]
+    step, start, dur = number[codes[rows]], spans["start_ns"].to_numpy()[rows], spans["dur_ns"].to_numpy()[rows]
+    longest = np.lexsort((start, -dur, step))
+    first = longest[np.diff(step[longest], prepend=-1) != 0]
+    first = first[np.lexsort((step[first], start[first]))]
+    return pd.DataFrame({"step": step[first], "start_ns": start[first], "dur_ns": dur[first]})

@@ -1,0 +1,169 @@
+"""Reads what py-spy saw of a rank and its workers: stacks, folded, with whose they are and what the step was doing."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import pandas as pd
+
+from dlprof import schema
+from dlprof.errors import DlprofError
+from dlprof.read.kineto.json_stream import NOT_JSON
+from dlprof.read.opening import MOST_UNPACKED, most_unpacked, read_file
+from dlprof.read.sources import Reading
+
+_COLUMNS = ("role", "thread", "phase", "stack")
+
+_Ns = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class _Burst(msgspec.Struct):
+    start_ns: _Ns
+    end_ns: _Ns
+
+
+_burst = msgspec.json.Decoder(_Burst).decode
+
+_TIMES = re.compile("[0-9]{1,15}")
+_PROCESS = re.compile(r'process (\d+):"')
+_COMMAND_END = re.compile(r'";(?=process \d+:"|thread \()')
+_THREAD = re.compile(r"thread \((\w+)\)(?:: )?(.*)")
+# name (file:line); the file of a frame that has none is in angle brackets.
+_FRAME = re.compile(r"(.*) \((.*?)(?::(\d+))?\)")
+
+_LOADER = "torch/utils/data/dataloader.py"
+_WORKER = "torch/utils/data/_utils/worker.py"
+_OURS = re.compile(r"/dlprof/(record/)?(hooks|recorder|collectors/\w+|inject/\w+|step_clock|observed)\.py$")
+
+
+def read(path: Path) -> Reading:
+    """Return the table "stacks"; facts: `stacks` with bursts and seconds looked at, where the file tells.
+
+    A cut end loses its stacks alone. Raises DlprofError where the file cannot be read or holds no stack.
+    """
+    lines: Counter[str] = Counter()
+    bursts, ns, bad = 0, 0, 0
+    cut = False
+    warnings: list[str] = []
+    for text, cut in _parts_of(path, warnings):  # noqa: B007 - of the last one
+        for line in text.split("\n"):
+            folded, _, times = line.rpartition(" ")
+            if _TIMES.fullmatch(times) and folded.startswith("process "):
+                lines[folded] += int(times)
+            elif line.startswith("#"):
+                try:
+                    burst = _burst(line[1:])
+                    ns += burst.end_ns - burst.start_ns
+                    bursts += 1
+                except NOT_JSON:
+                    bad += 1
+            elif line:
+                bad += 1
+    seen: Counter[tuple[str, str, str, str]] = Counter()
+    for folded, count in lines.items():
+        row = _row(folded)
+        if row is not None:
+            seen[row] += count
+    if bad > cut and not seen:
+        raise DlprofError(f"{path}: no stacks of py-spy in it")
+    if not seen:
+        return Reading({"stacks": schema.empty("stacks")}, {})
+    keys = sorted(seen)
+    columns = dict(zip(_COLUMNS, zip(*keys, strict=True), strict=True))
+    frame = pd.DataFrame({name: pd.Categorical(values) for name, values in columns.items()})
+    frame["samples"] = np.array([seen[key] for key in keys], dtype="int64")
+    lost = bad - cut
+    warnings += [f"{path.name}: {lost:,} lines are no stacks and are left out"] if lost > 0 else []
+    facts = {"stacks": {"bursts": bursts, "seconds": ns / 1e9}} if bursts else {}
+    return Reading({"stacks": schema.check("stacks", frame)}, facts, tuple(warnings))
+
+
+def _parts_of(path: Path, warnings: list[str]) -> Iterator[tuple[str, bool]]:
+    """Return the text of each burst, unpacked as far as it goes, and whether its last line may be half."""
+    data = read_file(path)
+    left = most_unpacked(len(data))
+    if path.suffix != ".gz":
+        yield data.decode(errors="replace"), not data.endswith(b"\n")
+        return
+    while data:
+        member = zlib.decompressobj(wbits=31)
+        try:
+            text = member.decompress(data, left)
+        except zlib.error:
+            yield "", True
+            return
+        yield text.decode(errors="replace"), not member.eof
+        left -= len(text)
+        if left <= 0:
+            warnings.append(f"{path.name}: unpacks to more than {MOST_UNPACKED} times its size (--no-limits reads all)")
+            return
+        data = member.unused_data
+
+
+def _row(folded: str) -> tuple[str, str, str, str] | None:
+    """Return role, thread, phase and stack of one folded line; None: a thread in no Python of the job's."""
+    depth = 0
+    while (process := _PROCESS.match(folded)) is not None:
+        # The command line may hold anything; what follows it is the next process or the thread.
+        end = _COMMAND_END.search(folded, process.end())
+        if end is None:
+            return None
+        folded = folded[end.end() :]
+        depth += 1
+    head, _, stack = folded.partition(";")
+    told = _THREAD.match(head)
+    if told is None or not stack:
+        return None
+    frames = [f for f in map(_frame, stack.split(";")) if f is not None]
+    if not frames:
+        return None
+    thread = told[2] or "unnamed"
+    role = "main" if depth == 1 and thread == "MainThread" else "thread" if depth == 1 else "other"
+    if depth > 1 and thread == "MainThread":
+        at = next((n for n, f in enumerate(frames) if f[0] == "_worker_loop" and f[1].endswith(_WORKER)), None)
+        if at is not None:
+            # A forked worker still has its parent's frames below its own.
+            role, frames = "worker", frames[at:]
+    phase = _phase(frames) if role == "main" else ""
+    return role, thread, phase, ";".join(f"{name} ({file}:{line})" for name, file, line in frames)
+
+
+@cache
+def _frame(text: str) -> tuple[str, str, str] | None:
+    """Return name, file and line of a frame; None: it is one of the recorder's."""
+    frame = _FRAME.fullmatch(text)
+    return (frame[1], frame[2], frame[3] or "0") if frame is not None and not _OURS.search(frame[2]) else None
+
+
+def _phase(frames: list[tuple[str, str, str]]) -> str:
+    """Return what step was doing, as the recorder counts it: the outermost phase, or one inside an optimizer step."""
+    phase = "rest"
+    for name, file, _ in frames:
+        found = _begins(name.rpartition(".")[2], name, file)
+        if found:
+            phase = found
+            if found != "optimizer":
+                break
+    return phase
+
+
+def _begins(name: str, qualified: str, file: str) -> str:
+    if "/torch/" not in file:
+        return ""
+    if file.endswith(_LOADER) and name in ("__next__", "__iter__"):
+        return "fetch"
+    if file.endswith(("torch/autograd/__init__.py", "torch/_tensor.py")) and name in ("backward", "grad"):
+        return "backward"
+    if file.endswith("torch/nn/modules/module.py") and name in ("_wrapped_call_impl", "_call_impl"):
+        return "forward"
+    if "/torch/optim/" in file and (name == "step" or "profile_hook_step" in qualified):
+        return "optimizer"
+    return ""

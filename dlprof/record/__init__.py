@@ -1,0 +1,1 @@
+"""What runs inside the ranks of a job, and beside them."""

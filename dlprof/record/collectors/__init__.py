@@ -1,0 +1,27 @@
+"""The sources of measurements inside a rank. Each starts once, hears of every step's end, and stops once."""
+
+from __future__ import annotations
+
+from dlprof.record.collectors.facts import Facts
+from dlprof.record.collectors.flops import Flops
+from dlprof.record.collectors.lines import Lines
+from dlprof.record.collectors.loader import Loader
+from dlprof.record.collectors.memory import Memory
+from dlprof.record.collectors.nvtx import Nvtx
+from dlprof.record.collectors.pipeline import Pipeline
+from dlprof.record.collectors.stalls import Stalls
+from dlprof.record.collectors.steps import Steps
+from dlprof.record.collectors.trace import Trace
+
+COLLECTORS = (
+    Facts,
+    Flops,
+    Lines,
+    Loader,
+    Memory,
+    Nvtx,
+    Pipeline,
+    Stalls,
+    Steps,
+    Trace,
+)

@@ -1,0 +1,377 @@
+"""What a rank is: its place in the job, its machine and versions, and the settings of what it trains with."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import dlprof
+from dlprof.files import write
+from dlprof.hosts import boot
+from dlprof.record import redaction
+from dlprof.record.recorder import Recorder
+from dlprof.record.stepping import Step
+
+# The facts are written as soon as there is news, since what was seen may soon be gone. But after so many times there is
+# this many times as long between two as one takes: 0.1 % of the job at most.
+_FREE = 50
+_REST = 1000
+
+_LOCAL_RANKS = ("LOCAL_RANK", "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+
+class Facts:
+    """Writes facts.json: at the first step, whenever something new was seen, and at the end."""
+
+    name = "facts"
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None
+        self._fixed: dict[str, Any] = {}
+        self._mark: str | None = None
+        self._free = _FREE
+        self._next_ns = 0  # not written again before, but for so many times
+        self._known: dict[int, dict[str, Any]] = {}
+        # Not SLURM_NTASKS: a single process in a batch script has that of its whole allocation.
+        size = _number("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+        self._group: dict[str, Any] = {"world_size": size or 1, "backend": None}
+
+    def start(self, recorder: Recorder) -> None:
+        """Gather what does not change, and write for the first time."""
+        self._recorder = recorder
+        self._fixed = {
+            "format": 1,
+            "rank": recorder.rank,
+            "local_rank": _number(*_LOCAL_RANKS),
+            "host": os.uname().nodename,
+            "boot": boot(),
+            "pid": os.getpid(),
+            "restart": recorder.restart,
+            "env": redaction.environment(os.environ),
+            "script": sys.argv[0] if sys.argv else None,
+            "argv": redaction.words(sys.argv),
+            "clock": {"unix_ns": recorder.unix_ns, "perf_ns": recorder.perf_ns},
+        }
+        recorder.news = True
+
+    def step(self, done: Sequence[Step]) -> None:
+        """Write again if there is news; a script that makes an optimizer a step always has some."""
+        recorder = self._recorder
+        if recorder is not None and (recorder.news or recorder.mark != self._mark):
+            ended_ns = done[-1].start_ns + done[-1].dur_ns
+            if ended_ns > self._next_ns or self._free:
+                self._free = max(self._free - 1, 0)
+                began_ns = time.perf_counter_ns()
+                self._write(recorder)
+                self._next_ns = ended_ns + _REST * (time.perf_counter_ns() - began_ns)
+
+    def stop(self) -> None:
+        """Write for the last time."""
+        if self._recorder is not None:
+            self._write(self._recorder)
+
+    def _write(self, recorder: Recorder) -> None:
+        recorder.news = False
+        _unanswered.clear()
+        self._mark = recorder.mark
+        facts = self._fixed | {
+            **self._distributed(),
+            "device": _ask(_device, recorder),
+            "versions": _ask(_versions),
+            "cpu": _ask(_cpu),
+            "loaders": [{"role": seen.role, **seen.settings} for seen in recorder.loaders],
+            "models": self._describe(_model, [(ref, ref()) for ref in recorder.models]),
+            "optimizers": self._describe(_optimizer, [(ref, ref()) for ref in recorder.optimizers]),
+            "autocast": recorder.autocast,
+            "grad_scaler": recorder.grad_scaler,
+            "graphs": recorder.graphs,
+            "matmul": _ask(_matmul),
+            "step": {"mark": recorder.mark},
+            "pipeline": recorder.pipeline,
+            "window": recorder.window,
+            "flops": recorder.flops,
+            "warnings": [*recorder.warnings, *(f"facts: {why}" for why in _unanswered.values())],
+            "ended": recorder.ended,
+        }
+        write(recorder.folder / "facts.json", json.dumps(facts, default=str))
+
+    def _distributed(self) -> dict[str, Any]:
+        """Return the size and backend of the job; a script destroys its process group before it ends."""
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            self._group = {"world_size": distributed.get_world_size(), "backend": distributed.get_backend()}
+        return self._group
+
+    def _describe(self, question: Callable[[Any], Any], seen: list[tuple[Any, Any]]) -> list[Any]:
+        """Describe what was seen; what is gone by now, as most is when a job ends, as it was when last described."""
+        for key, thing in seen:
+            facts = None if thing is None else _ask(question, thing)
+            if facts is not None:
+                self._known[id(key)] = facts
+        return [self._known[id(key)] for key, _ in seen if id(key) in self._known]
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+# Why a question had no answer when facts were last written: by its name, so that many objects of a kind say it once.
+_unanswered: dict[str, str] = {}
+
+
+def _ask(question: Callable[..., Any], *args: Any, name: str = "") -> Any:
+    """Return the answer, or None and a warning where the script's objects or this version of torch cannot answer."""
+    try:
+        return question(*args)
+    except Exception as e:  # noqa: BLE001 - it runs the script's code (len, attributes); what is unknown is null
+        what = name or question.__name__.strip("_")
+        _unanswered[what] = f"no answer for {what} ({type(e).__name__}: {e})"
+        return None
+
+
+def _answers(**questions: Callable[[], Any]) -> dict[str, Any]:
+    """Ask each question by itself, so that one without an answer costs no other; return the answers by name."""
+    return {name: _ask(question, name=name) for name, question in questions.items()}
+
+
+def _number(*names: str) -> int | None:
+    return next((int(v) for v in (os.environ.get(n, "") for n in names) if v.isdigit()), None)
+
+
+def _device(recorder: Recorder) -> dict[str, Any]:
+    """Describe the GPU that the rank trains on, or the host where it uses none. No other GPU is asked anything."""
+    torch = _torch()
+    index = recorder.device.in_use()
+    if index is not None:
+        properties = torch.cuda.get_device_properties(index)
+        return {
+            "type": "cuda",
+            "index": index,
+            **_answers(
+                vendor=lambda: "nvidia" if torch.version.hip is None else "amd",
+                name=lambda: properties.name,
+                uuid=lambda: str(uuid) if (uuid := getattr(properties, "uuid", None)) is not None else None,
+                pci=lambda: _pci(properties),
+                slice=lambda: _slice(index),
+                memory_bytes=lambda: properties.total_memory,
+                capability=lambda: [properties.major, properties.minor],
+                count=torch.cuda.device_count,
+            ),
+        }
+    return {
+        "type": "cpu",
+        "index": None,
+        **_answers(name=_cpu_name, memory_bytes=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        "uuid": None,
+        "capability": None,
+        "count": 0,
+    }
+
+
+def _slice(index: int) -> str | None:
+    """Return the slice of a GPU (MIG) that the rank was given by name; CUDA may tell the whole GPU's UUID for it."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    name = given[index].strip() if index < len(given) else ""
+    return name if name.startswith("MIG-") else None
+
+
+def _pci(properties: Any) -> str | None:
+    """Return a GPU's place on the PCI bus, as 0000:c1:00.0; None where this torch does not say it."""
+    numbers: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return None if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+
+
+def _cpu_name() -> str | None:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine() or None
+
+
+def _versions() -> dict[str, Any]:
+    torch = _torch()
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return _answers(
+        dlprof=lambda: dlprof.__version__,
+        python=platform.python_version,
+        torch=lambda: str(torch.__version__),
+        cuda=lambda: torch.version.cuda,
+        hip=lambda: torch.version.hip,
+        cudnn=lambda: torch.backends.cudnn.version() if cuda else None,
+        nccl=lambda: _nccl() if cuda else None,
+    )
+
+
+def _nccl() -> str:
+    return ".".join(str(part) for part in _torch().cuda.nccl.version())
+
+
+def _cpu() -> dict[str, Any]:
+    torch = _torch()
+    return _answers(
+        count=os.cpu_count,
+        affinity=lambda: len(os.sched_getaffinity(0)),
+        quota=_quota,
+        torch_threads=torch.get_num_threads,
+        torch_interop_threads=torch.get_num_interop_threads,
+    )
+
+
+def _quota() -> float | None:
+    """Return how many cores' time a container grants; None: it grants all. cgroup v2, then v1."""
+    unified = Path("/sys/fs/cgroup/cpu.max")
+    if unified.is_file():
+        most, _, period = unified.read_text().partition(" ")
+        return None if most == "max" else int(most) / int(period)
+    v1 = Path("/sys/fs/cgroup/cpu")
+    if not (v1 / "cpu.cfs_quota_us").is_file():  # the group of a whole machine has neither
+        return None
+    most_us = int((v1 / "cpu.cfs_quota_us").read_text())
+    return None if most_us <= 0 else most_us / int((v1 / "cpu.cfs_period_us").read_text())
+
+
+def _model(model: Any) -> dict[str, Any]:
+    torch = _torch()
+    parameters: list[Any] = _ask(lambda: list(model.parameters()), name="parameters") or []
+    modules: list[Any] = _ask(lambda: list(model.modules()), name="modules") or []
+    images = [m.weight for m in modules if isinstance(m, torch.nn.Conv2d)]
+    names = [type(m).__name__ for m in modules]
+    ddp = next((m for m in modules if type(m).__name__ == "DistributedDataParallel"), None)
+    return {
+        "class": _ask(_inner_class, model, name="the model's class") or type(model).__name__,
+        **_answers(
+            parameters=lambda: sum(p.numel() for p in parameters),
+            parameter_bytes=lambda: sum(map(_bytes, parameters)),
+            trainable_parameters=lambda: sum(p.numel() for p in parameters if p.requires_grad),
+            last_bucket_bytes=lambda: _last_bucket([_bytes(p) for p in parameters if p.requires_grad]),
+            dtypes=lambda: dict(Counter(str(p.dtype).replace("torch.", "") for p in parameters)),
+            modules=lambda: len(modules) or None,
+            compiled=lambda: (
+                "OptimizedModule" in names or any(getattr(m, "_compiled_call_impl", None) is not None for m in modules)
+            ),
+            channels_last=lambda: _channels_last(images[0]) if images else None,
+            ddp=lambda: _ddp(ddp) if ddp is not None else None,
+        ),
+        "data_parallel": "DataParallel" in names,
+        "fsdp": any("FSDP" in name or name == "FullyShardedDataParallel" for name in names),
+    }
+
+
+def _bytes(parameter: Any) -> int:
+    return int(parameter.numel() * parameter.element_size())
+
+
+# DistributedDataParallel's buckets, of gradients from the model's end to its beginning: the first one, and the others.
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
+
+
+def _last_bucket(sizes: Sequence[int]) -> int:
+    """Return the bytes of the last bucket of parameters of these sizes: when it is full, nothing is left to compute."""
+    held = last = 0
+    most = _FIRST_BUCKET
+    for size in reversed(sizes):
+        held += size
+        last = held
+        if held >= most:
+            held, most = 0, _BUCKET
+    return last
+
+
+# What wraps the script's own model, and where it keeps it.
+_WRAPPERS = {
+    "DataParallel": "module",
+    "DeepSpeedEngine": "module",
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
+
+
+def _inner_class(model: Any) -> str:
+    """Return the class of the script's own model, inside what wraps it."""
+    while (kept := _WRAPPERS.get(type(model).__name__)) is not None:
+        model = getattr(model, kept)
+    return type(model).__name__
+
+
+def _channels_last(weight: Any) -> bool:
+    torch = _torch()
+    return bool(weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous())
+
+
+def _ddp(ddp: Any) -> dict[str, Any]:
+    return _answers(
+        bucket_cap_mb=lambda: ddp.bucket_bytes_cap / 2**20,
+        find_unused_parameters=lambda: ddp.find_unused_parameters,
+        # Of the last step that DDP looked at, which is every hundredth; None: of none yet.
+        unused_parameter_bytes=lambda: _unused_bytes(ddp) if ddp.find_unused_parameters else None,
+        gradient_as_bucket_view=lambda: ddp.gradient_as_bucket_view,
+        static_graph=lambda: ddp.static_graph,
+        broadcast_buffers=lambda: ddp.broadcast_buffers,
+    )
+
+
+def _unused_bytes(ddp: Any) -> int | None:
+    size = ddp._get_ddp_logging_data().get("unused_parameter_size")
+    return None if size is None else int(size)
+
+
+def _optimizer(optimizer: Any) -> dict[str, Any]:
+    groups = optimizer.param_groups
+
+    def lr() -> Any:
+        # A tensor on a device is not read: that would wait for the device.
+        return rate if isinstance(rate := groups[0].get("lr"), (int, float)) else None
+
+    return {
+        "class": type(optimizer).__name__,
+        **_answers(
+            fused=lambda: groups[0].get("fused"),
+            foreach=lambda: groups[0].get("foreach"),
+            parameter_groups=lambda: len(groups),
+            parameters=lambda: sum(len(g["params"]) for g in groups),
+            lr=lr,
+        ),
+    }
+
+
+def _matmul() -> dict[str, Any]:
+    """Describe how float32 products and convolutions are computed.
+
+    torch 2.9 brought `fp32_precision` ("ieee", "tf32", "bf16"; "none": as the backend above says). Once a script has
+    set one, the settings of before raise, and in some versions asking for them warns on the script's stderr. So where
+    the new ones are, they are asked, and those of before follow from them.
+    """
+    torch = _torch()
+    backends = torch.backends
+    told = _answers(
+        cudnn_benchmark=lambda: backends.cudnn.benchmark, deterministic=torch.are_deterministic_algorithms_enabled
+    )
+    if not hasattr(backends, "fp32_precision"):
+        return told | _answers(
+            float32_precision=torch.get_float32_matmul_precision,
+            allow_tf32=lambda: backends.cuda.matmul.allow_tf32,
+            cudnn_allow_tf32=lambda: bool(backends.cudnn.allow_tf32),
+        )
+    told |= _answers(
+        fp32_precision=lambda: backends.fp32_precision,
+        matmul_fp32_precision=lambda: backends.cuda.matmul.fp32_precision,
+        conv_fp32_precision=lambda: backends.cudnn.conv.fp32_precision,
+        cpu_matmul_fp32_precision=lambda: backends.mkldnn.matmul.fp32_precision,
+    )
+    product, convolution = told["matmul_fp32_precision"], told["conv_fp32_precision"]
+    # set_float32_matmul_precision("medium") is TF32 on a GPU, as "high" is, and bfloat16 on a CPU.
+    rounded = "medium" if told["cpu_matmul_fp32_precision"] == "bf16" else "high"
+    return told | {
+        "float32_precision": None if product is None else rounded if product == "tf32" else "highest",
+        "allow_tf32": None if product is None else product == "tf32",
+        "cudnn_allow_tf32": None if convolution is None else convolution == "tf32",
+    }

@@ -1,0 +1,248 @@
+"""What holds up a step and shows in no trace: Python's garbage collector, saving checkpoints, compiling."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from threading import get_ident
+from typing import Any
+
+from dlprof.record.log import WRITE_EVERY_NS, Log
+from dlprof.record.recorder import Recorder
+from dlprof.record.stepping import PHASES, Step
+
+# Stalls shorter than this are dropped, not counted: the young generations are collected many times a second, and each
+# of those costs microseconds. What is left is rare, and the file small.
+_LEAST_NS = 1_000_000
+
+# So many have a line each. In a job that collects garbage in every step, those of one write share a line from then on:
+# some 8 lines a second, or 5 MB an hour.
+_MOST_FULL = 10_000
+
+_DISTRIBUTED = "torch.distributed.checkpoint"
+
+# Where Dynamo keeps what it knows of its last compilations; a process that compiles nothing never imports it.
+_DYNAMO = "torch._dynamo.utils"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """One stall, as its line tells it."""
+
+    kind: str
+    start_ns: int
+    dur_ns: int
+    step: int
+    generation: int | None
+    path: str | None
+    phase: str
+    reason: str | None = None
+    count: int = 1  # that the line stands for; dur_ns is their sum
+
+
+class Stalls:
+    """Writes stalls.jsonl: keys and units as in the table `stalls`.
+
+    A pause of the collector stops every thread of the interpreter, so it counts whichever thread set it off. Saving
+    counts on the training thread only; what is saved, or collected, inside a save belongs to the outermost one.
+    Compilations are Dynamo's own record, read after each step: nothing of ours runs while it compiles.
+    """
+
+    name = "stalls"
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None  # None: not started, or no longer recording
+        self._thread = 0
+        self._log: Log | None = None
+        self._found: list[_Found] = []
+        self._written_ns = 0
+        self._lines = 0
+        self._gc_began_ns = 0
+        self._saving = False
+        self._distributed_seen = False
+        self._compilations: Any = None  # Dynamo's newest that we have seen
+        self._compiled_to_us = 0
+        self._dynamo_is_strange = False
+        # Now, when torch was just imported: later the script may hold the original by a name of its own.
+        self._watch_torch()
+
+    def start(self, recorder: Recorder) -> None:
+        """Open the file, which stays empty where nothing stalls, and listen to the collector."""
+        self._log = Log(recorder.folder / "stalls.jsonl")
+        self._thread = get_ident()
+        self._watch_distributed()
+        os.register_at_fork(after_in_child=self._disarm)
+        self._recorder = recorder
+        self._see_compilations(())
+        gc.callbacks.append(self._collecting)
+
+    def step(self, done: Sequence[Step]) -> None:
+        """Write what has gathered."""
+        if not self._distributed_seen:
+            self._watch_distributed()
+        self._see_compilations(done)
+        now = done[-1].start_ns + done[-1].dur_ns
+        if self._found and now - self._written_ns >= WRITE_EVERY_NS:
+            self._written_ns = now
+            try:
+                self._write()
+            except Exception:
+                self._disarm()
+                raise
+
+    def stop(self) -> None:
+        """Stop listening and write the rest."""
+        try:
+            if self._recorder is not None:
+                self._see_compilations(())
+            self._write()
+        finally:
+            self._disarm()
+            if self._log is not None:
+                self._log.close()
+
+    def _disarm(self) -> None:
+        """Leave the process as if we were not there; the wrappers only pass on. Also what a fork's child does."""
+        self._recorder = None
+        self._found.clear()
+        if self._collecting in gc.callbacks:
+            gc.callbacks.remove(self._collecting)
+
+    def _collecting(self, moment: str, info: dict[str, Any]) -> None:
+        # Called inside the collector: nothing may be raised here, and little done.
+        if moment == "start":
+            self._gc_began_ns = time.perf_counter_ns()
+            return
+        began, self._gc_began_ns = self._gc_began_ns, 0
+        if began and not self._saving:
+            self._add("garbage_collection", began, time.perf_counter_ns(), info.get("generation"), None)
+
+    def _add(self, kind: str, began: int, ended: int, generation: int | None, path: str | None) -> None:
+        recorder = self._recorder
+        if recorder is None or ended - began < _LEAST_NS:
+            return
+        # A pause may end in a step that it did not begin in, where another thread set it off: then it is the later's.
+        phase = recorder.phase
+        named = PHASES[phase] if phase is not None else "rest"
+        found = _Found(kind, recorder.unix(began), ended - began, recorder.row.number, generation, path, named)
+        self._found.append(found)
+
+    def _see_compilations(self, done: Sequence[Step]) -> None:
+        """Look whether Dynamo has compiled since we last looked: in these steps, or in the one that has begun."""
+        dynamo: Any = sys.modules.get(_DYNAMO)
+        known = getattr(dynamo, "_compilation_metrics", None)
+        recorder = self._recorder
+        if not known or recorder is None or known[-1] is self._compilations or self._dynamo_is_strange:
+            return
+        self._compilations = known[-1]
+        try:
+            self._add_compilations(recorder, known, done)
+        except Exception as e:  # noqa: BLE001 - a Dynamo that tells it otherwise; the other stalls are worth having
+            self._dynamo_is_strange = True
+            recorder.warn(f"compilations are not recorded from here on: {type(e).__name__}: {e}")
+
+    def _add_compilations(self, recorder: Recorder, known: Any, done: Sequence[Step]) -> None:
+        timed = (c for c in tuple(known) if getattr(c, "start_time_us", None) and getattr(c, "end_time_us", None))
+        new = [c for c in timed if c.end_time_us > self._compiled_to_us]
+        if not new:
+            return
+        if self._compiled_to_us and len(new) == known.maxlen:
+            recorder.warn(f"{known.maxlen} or more compilations in one step: Dynamo remembers no more of them")
+        self._compiled_to_us = max(c.end_time_us for c in new)
+        # Dynamo tells the time of day, which may have been set meanwhile.
+        ahead = time.time_ns() - recorder.unix(time.perf_counter_ns())
+        frames = {str(c.compile_id): c for c in known if c.co_name}
+        ended = 0
+        for c in sorted(new, key=lambda c: (c.start_time_us, -c.end_time_us)):
+            start, end = c.start_time_us * 1000 - ahead, c.end_time_us * 1000 - ahead
+            if end <= ended or end - start < _LEAST_NS:
+                continue  # a backward pass is compiled within its forward pass, or when it first runs
+            ended = end
+            frame = frames.get(str(c.compile_id))
+            again = not str(c.compile_id).rpartition("/")[2].startswith("0")
+            path = f"{frame.co_filename}:{frame.co_firstlineno} {frame.co_name}" if frame is not None else None
+            reason = (frame.recompile_reason if frame is not None else None) or "unknown" if again else None
+            phase = "backward" if c.is_forward is False else "forward"
+            within = (s.number for s in done if recorder.unix(s.start_ns + s.dur_ns) >= end)
+            step = next(within, recorder.row.number)
+            # What was collected meanwhile is part of it.
+            self._found[:] = [f for f in self._found if not start <= f.start_ns < end]
+            self._found.append(_Found("compilation", start, end - start, step, None, path, phase, reason))
+
+    def _watch_torch(self) -> None:
+        import torch
+
+        # Two names of one function; pickle finds it by the second.
+        torch.save = torch.serialization.save = self._timed(torch.save, _file_of)
+
+    def _watch_distributed(self) -> None:
+        # Never imported for our sake: it is large. A name that the script took from it earlier is not watched.
+        module: Any = sys.modules.get(_DISTRIBUTED)
+        # While it is being imported its functions are not yet there.
+        if module is None or not hasattr(module, "async_save"):
+            return
+        self._distributed_seen = True
+        for name in ("save", "async_save"):
+            setattr(module, name, self._timed(getattr(module, name), _checkpoint_of))
+
+    def _timed(self, original: Callable[..., Any], path_of: Callable[..., str | None]) -> Any:
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            if self._recorder is None or self._saving or get_ident() != self._thread:
+                return original(*args, **kwargs)
+            self._saving = True
+            began = time.perf_counter_ns()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                ended = time.perf_counter_ns()
+                self._saving = False
+                try:
+                    self._add("checkpoint", began, ended, None, path_of(*args, **kwargs))
+                except Exception as e:  # noqa: BLE001 - the script's checkpoint is saved; it goes on
+                    recorder = self._recorder
+                    self._disarm()
+                    if recorder is not None:
+                        recorder.warn(f"stalls are off: {type(e).__name__}: {e}; the job goes on without them")
+
+        return save
+
+    def _write(self) -> None:
+        if not self._found or self._log is None:
+            return
+        # The collector may add to the list while we work: take what is there, and no more.
+        count = len(self._found)
+        found = self._found[:count]
+        del self._found[:count]
+        if self._lines >= _MOST_FULL:
+            found = _summed(found)
+        self._lines += len(found)
+        self._log.write("".join(json.dumps(vars(f), separators=(",", ":")) + "\n" for f in found))
+
+
+def _summed(found: Sequence[_Found]) -> list[_Found]:
+    """Make one of the collections of garbage that are alike; the other stalls stay as they are."""
+    alike: dict[Any, list[_Found]] = {}
+    for n, stall in enumerate(found):
+        key = (stall.generation, stall.phase) if stall.kind == "garbage_collection" else n
+        alike.setdefault(key, []).append(stall)
+    return [replace(same[0], dur_ns=sum(s.dur_ns for s in same), count=len(same)) for same in alike.values()]
+
+
+def _file_of(_obj: Any = None, f: Any = None, *_args: Any, **_kwargs: Any) -> str | None:
+    """Return the file that torch.save was told to write; None: not a file with a name."""
+    return _text(f)
+
+
+def _checkpoint_of(*_args: Any, **kwargs: Any) -> str | None:
+    return _text(kwargs.get("checkpoint_id"))
+
+
+def _text(path: Any) -> str | None:
+    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else None

@@ -1,0 +1,1 @@
+"""The rank's GPU and its tracing libraries."""

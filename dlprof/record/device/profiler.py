@@ -1,0 +1,229 @@
+"""How our profiler is with Kineto, PyTorch's profiler library: quiet on the script's stderr, heard, and soon gone.
+
+Kineto writes its messages to stderr alone; torch 2.3 to 2.12 also write them into the trace, but not those of its
+beginning, which say why CUPTI cannot be used. A job on the CPU has nothing to hear: Kineto is silenced there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dlprof.record.device import relay
+from dlprof.record.log import file_of
+
+# Levels of libkineto's ILoggerObserver.h: 2 WARNING, which failing calls of CUPTI are, 4 ERROR; 6 is above them all.
+_WARNINGS, _SILENCE = "2", "6"
+_LEVEL = "KINETO_LOG_LEVEL"  # is read once, when Kineto begins
+_TEAR_DOWN = "TEARDOWN_CUPTI"  # is read whenever a trace has ended
+
+# CUDA graphs crash when CUPTI comes back after it was torn down, with CUDA before this: see torch/profiler/profiler.py.
+_TEARS_DOWN_WELL = (12, 6)
+_TEAR_DOWN_S = 0.05
+
+_PIPE_BYTES = 1 << 20  # as much as an unprivileged process may have (pipe(7))
+
+# What is kept comes as soon as the relay has read the pipe to its end, and that is closed by then.
+_KEPT_S = 1.0
+
+
+class Kineto:
+    """Kineto's stderr and environment around the calls of our profiler. `errors` is what it said; None: not heard."""
+
+    def __init__(self, on_device: bool) -> None:
+        self.errors: list[str] | None = None
+        self._relay: _Relay | None = None
+        self._said_level = _LEVEL in os.environ
+        self._tearing_down = False
+        # Without the relay Kineto's warnings would be on the script's stderr, and without that function for good.
+        if on_device and (self._said_level or _default_level() is not None):
+            self._relay = _started(everything=self._said_level)
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Have Kineto begin, in which it reads how much it is to say; afterwards it says as much as without us."""
+        if self._said_level:
+            with self.heard():
+                yield
+            return
+        os.environ[_LEVEL] = _WARNINGS if self._relay is not None else _SILENCE
+        try:
+            with self.heard():
+                yield
+        finally:
+            del os.environ[_LEVEL]
+            default = _default_level()
+            if self._relay is not None and default is not None:
+                default()
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Keep what Kineto says meanwhile from the script's stderr, and nothing else."""
+        if self._relay is None:
+            yield
+            return
+        self._relay.put_in()
+        try:
+            yield
+        finally:
+            self._relay.take_out()
+
+    def tear_down(self) -> bool | None:
+        """Ask Kineto to take CUPTI down at the end of this trace, and return whether it will.
+
+        CUPTI, left alone, stays attached and makes every launch of the rest of the job slower (pytorch#144455 measured
+        10 to 20 %). What the user has set is left as it is. None: CUPTI has no part in this.
+        """
+        import torch
+
+        release = re.match(r"(\d+)\.(\d+)", torch.version.cuda or "")
+        if release is None:
+            return None
+        said = os.environ.get(_TEAR_DOWN)
+        if said is not None:
+            return said == "1"
+        if (int(release[1]), int(release[2])) < _TEARS_DOWN_WELL:
+            return False
+        os.environ[_TEAR_DOWN] = "1"
+        self._tearing_down = True
+        return True
+
+    def torn_down(self, index: int | None) -> None:
+        """Make the calls into CUDA in one of which Kineto takes CUPTI down, so that it does so now.
+
+        It waits for the next one of any thread. A profiler that the script starts before that comes finds itself
+        without device events, or crashes (kineto#1554, kineto#1169). A stream is asked whether it is idle: that waits
+        for nothing.
+        """
+        if not self._tearing_down or index is None:
+            return
+        import torch
+
+        cuda: Any = torch.cuda
+        stream = cuda.current_stream(index)
+        until = time.monotonic() + _TEAR_DOWN_S
+        while time.monotonic() < until:
+            stream.query()
+            time.sleep(0.001)
+
+    def leave(self) -> None:
+        """Leave the environment as it was. Kineto's thread that takes CUPTI down reads it until it has done so."""
+        if self._tearing_down and os.environ.get(_TEAR_DOWN) == "1":
+            del os.environ[_TEAR_DOWN]
+        self._tearing_down = False
+
+    def close(self) -> None:
+        """End the relay, and keep in `errors` what it has heard."""
+        if self._relay is not None:
+            self.errors = self._relay.close()
+            self._relay = None
+
+
+def _default_level() -> Any:
+    """Return what has Kineto say as much as PyTorch lets it by default, errors alone; None: this PyTorch lacks it."""
+    import torch
+
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        return ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_NOLOAD).suppressLibkinetoLogMessages
+    except (OSError, AttributeError):
+        return None
+
+
+def _started(everything: bool) -> _Relay | None:
+    """Start a relay; None: there is no stderr, or this system cannot have one."""
+    try:
+        return _Relay(everything) if file_of(2) is not None and sys.executable else None
+    except OSError:
+        return None
+
+
+class _Relay:
+    """The process relay.py, and the pipe that leads there."""
+
+    def __init__(self, everything: bool) -> None:
+        """Start it; raises OSError where that cannot be."""
+        opened: list[int] = []
+        try:
+            # Packets keep apart what different threads write; see relay.py.
+            read, self._write = os.pipe2(os.O_CLOEXEC | os.O_DIRECT)
+            opened += [read, self._write]
+            with contextlib.suppress(OSError):  # each packet takes a page, and by default there are 16
+                fcntl.fcntl(self._write, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            self._kept, kept = os.pipe2(os.O_CLOEXEC)
+            opened += [self._kept, kept]
+            self._stderr = _copy(2)
+            opened.append(self._stderr)
+            command = [sys.executable, "-I", "-S", relay.__file__, *(["all"] if everything else [])]
+            # Nothing of ours is to be loaded into it, nor is it one of the job's processes.
+            env = {name: value for name, value in os.environ.items() if not name.startswith("DLPROF_")}
+            first = subprocess.Popen(command, stdin=read, stdout=kept, stderr=self._stderr, env=env)
+            if first.wait():
+                raise OSError(f"{relay.__file__} ended with status {first.returncode}")
+        except BaseException:
+            for fd in opened:
+                os.close(fd)
+            raise
+        os.close(read)
+        os.close(kept)
+        self._is_in = False
+        os.register_at_fork(after_in_child=self._forked)
+
+    def put_in(self) -> None:
+        """Put the pipe where stderr is, if the relay is still there."""
+        if self._write >= 0 and not _is_broken(self._write):
+            os.dup2(self._write, 2)
+            self._is_in = True
+
+    def take_out(self) -> None:
+        """Put stderr back, unless the script has put something else there meanwhile."""
+        if self._is_in:
+            self._is_in = False
+            if file_of(2) == file_of(self._write):
+                os.dup2(self._stderr, 2)
+
+    def close(self) -> list[str]:
+        """Return what was kept. What still holds the pipe's other end, a child of the script's, goes on through it."""
+        if self._write < 0:
+            return []
+        os.close(self._write)
+        os.close(self._stderr)
+        self._write = -1
+        until = time.monotonic() + _KEPT_S
+        kept = b""
+        while (left := until - time.monotonic()) > 0 and select.select([self._kept], [], [], left)[0]:
+            read = os.read(self._kept, 65536)
+            if not read:
+                break
+            kept += read
+        os.close(self._kept)
+        return kept.decode(errors="replace").splitlines()
+
+    def _forked(self) -> None:
+        """Run in a fork's child, which has the stderr that it would have had, and holds nothing open for us."""
+        if self._write >= 0:
+            self.take_out()
+            os.close(self._write)
+            self._write = -1
+
+
+def _is_broken(pipe: int) -> bool:
+    """Return whether nobody reads a pipe any more."""
+    asked = select.poll()
+    asked.register(pipe, 0)
+    return bool(asked.poll(0))
+
+
+def _copy(fd: int) -> int:
+    """Copy a descriptor to a number above those of stdin, stdout and stderr."""
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)

@@ -1,0 +1,201 @@
+"""Writes the recording when a process gets SIGTERM, and ends the process about as fast as without dlprof.
+
+Python runs a signal handler in the main thread, after it returns from C. A rank that is blocked in a collective may
+never return. So a thread also hears of the signal, through the descriptor that Python's C handler writes to
+(`signal.set_wakeup_fd`). If the handler does not start in time, the thread writes the files and ends the process.
+
+The same thread writes the steps that a hung rank still has in memory.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]
+import _thread
+import contextlib
+import ctypes
+import fcntl
+import functools
+import os
+import resource
+import select
+import signal
+import threading
+from collections.abc import Callable
+from threading import get_ident
+from time import perf_counter_ns
+from types import FrameType
+from typing import Protocol
+
+from dlprof.record.log import file_of
+
+# How long the main thread may take to start the handler. It gets longer while a trace is open: only the main thread can
+# close it, and a step may spend that long in C.
+_BEGINS_S, _BEGINS_TRACED_S = 0.25, 1.0
+
+# How long the thread may take to write the files: a hung device could block it as well.
+_LEAVES_S = 2.0
+
+_PATIENCE_NS = 5_000_000_000  # that a second signal waits for what the first has begun to write
+
+_SAVES_EVERY_S = 0.5
+
+# Our descriptors lie this far below the limit. The kernel hands out the lowest free number, so a script that closes
+# descriptors it did not open, as daemons do, does not get these numbers for its own files.
+_BELOW_LIMIT, _HIGHEST = 16, 1 << 10
+
+
+class Recording(Protocol):
+    """The part of a Recorder that this module uses."""
+
+    @property
+    def traced(self) -> bool:
+        """Whether a trace is being recorded."""
+
+    @property
+    def stopping(self) -> tuple[int, int]:
+        """The thread that is writing the files, and since when (perf_counter, ns); zeros if none is."""
+
+    def stop(self, ended: str, *, at_once: bool = False) -> None:
+        """Write all files; `at_once`: from any thread, without waiting for the training thread."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the files to be written, and return whether they are."""
+
+    def save(self) -> None:
+        """Write the steps that have ended."""
+
+
+class _Default(int):
+    """A handler that `signal.getsignal` and `signal.signal` show as SIG_DFL, which a script sees without dlprof.
+
+    They look handlers up by value, and this is an int with SIG_DFL's value. The C module below accepts any callable.
+    """
+
+    handle: Callable[[int, FrameType | None], None]
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.handle(number, frame)
+
+
+class Ending:
+    """Ends a recording with its process."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._handler = _Default(signal.SIG_DFL)
+        self._handler.handle = self._terminated
+        self._begun = threading.Event()
+        self._due = 0  # the signal that came while the files were being written
+        self._pipe: tuple[int, int] | None = None
+        self._files: tuple[object, object] = (None, None)
+
+    def start(self) -> None:
+        """Install the handler, unless the script has one, and start the thread. Call it on the training thread."""
+        with contextlib.suppress(OSError, ValueError):  # not the main thread: a SIGTERM ends the process at once
+            if _signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and _takes(self._handler):
+                self._listen()
+        # Not a threading.Thread: a script that joins all threads in threading.enumerate() would wait forever.
+        with contextlib.suppress(RuntimeError):  # no thread more is allowed here
+            _thread.start_new_thread(self._look_after, ())
+
+    def finished(self) -> None:
+        """End the process if a signal came while the files were being written."""
+        if self._due:
+            _die(self._due)
+
+    def forked(self) -> None:
+        """Undo everything in a forked child."""
+        if _signal.getsignal(signal.SIGTERM) is self._handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._pipe is not None:
+            # Otherwise the parent would hear of the child's signals.
+            with contextlib.suppress(ValueError):
+                theirs = signal.set_wakeup_fd(-1)
+                if theirs not in (-1, self._pipe[1]):
+                    signal.set_wakeup_fd(theirs)
+            for fd, file in zip(self._pipe, self._files, strict=True):
+                if file_of(fd) == file:
+                    os.close(fd)
+            self._pipe = None
+
+    def _listen(self) -> None:
+        """Have Python's C handler write to our pipe, unless the script already set a descriptor."""
+        pipe = tuple(map(_high, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)))
+        theirs = signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)
+        if theirs != -1:
+            signal.set_wakeup_fd(theirs)
+            for fd in pipe:
+                os.close(fd)
+            return
+        self._pipe, self._files = (pipe[0], pipe[1]), (file_of(pipe[0]), file_of(pipe[1]))
+
+    def _terminated(self, number: int, _: FrameType | None) -> None:
+        self._begun.set()
+        # A scheduler signals the whole job, and so does the launcher that it signalled: files first.
+        thread, since = self._recording.stopping
+        if thread == get_ident() and perf_counter_ns() - since < _PATIENCE_NS:
+            self._due = number
+            return
+        if not self._waited():
+            self._recording.stop(f"signal {number}")
+        _die(number)
+
+    def _look_after(self) -> None:
+        poll, listening = select.poll(), self._pipe
+        if listening is not None:
+            poll.register(listening[0], select.POLLIN)
+        while not self._recording.wait(0):
+            if not poll.poll(_SAVES_EVERY_S * 1000) or listening is None:
+                with contextlib.suppress(Exception):  # tried again; the training thread reports what is wrong
+                    self._recording.save()
+            elif file_of(listening[0]) != self._files[0]:
+                poll.unregister(listening[0])  # the script closed it: the number now belongs to another file
+                listening = None
+            else:
+                with contextlib.suppress(BlockingIOError):
+                    if signal.SIGTERM in os.read(listening[0], 4096):
+                        self._see_to_the_end()
+
+    def _see_to_the_end(self) -> None:
+        """If the handler is still ours and does not start, write the files and end the process."""
+        if _signal.getsignal(signal.SIGTERM) is not self._handler:
+            return
+        if self._begun.wait(_BEGINS_TRACED_S if self._recording.traced else _BEGINS_S):
+            return
+        if not self._waited():
+            ended = f"signal {int(signal.SIGTERM)}"
+            leave = functools.partial(self._recording.stop, ended, at_once=True)
+            leaving = threading.Thread(target=leave, daemon=True)
+            with contextlib.suppress(RuntimeError):
+                leaving.start()
+                leaving.join(_LEAVES_S)
+        _die(signal.SIGTERM)
+
+    def _waited(self) -> bool:
+        """If another thread is writing the files, as at the end of the script, wait for it; return whether one was."""
+        thread, since = self._recording.stopping
+        left = _PATIENCE_NS - (perf_counter_ns() - since)
+        if thread and left > 0:
+            self._recording.wait(left / 1e9)
+        return bool(thread)
+
+
+def _takes(handler: _Default) -> bool:
+    """Install the handler for SIGTERM, and return whether it is installed."""
+    _signal.signal(signal.SIGTERM, handler)
+    return _signal.getsignal(signal.SIGTERM) is handler
+
+
+def _high(fd: int) -> int:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limit = min(limit, _HIGHEST) if limit != resource.RLIM_INFINITY else _HIGHEST
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(limit - _BELOW_LIMIT, 3))
+    finally:
+        os.close(fd)
+
+
+def _die(number: int) -> None:
+    # Through libc: Python allows only the main thread to change a handler.
+    ctypes.CDLL(None).signal(int(number), None)
+    os.kill(os.getpid(), number)

@@ -1,0 +1,99 @@
+"""Runs the user's command as a child in the same process group, on the same terminal, with what it would inherit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dlprof.plain import plain
+from dlprof.record.launch.process import tied
+from dlprof.record.launch.signals import PASSED_ON, Witness, pass_on
+from dlprof.record.launch.suspension import Freezes
+
+# Of what both a signal and a clock tell, the signal's word is taken: they come together.
+_TOGETHER_NS = 1_000_000_000
+
+
+def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[[Any], None]) -> tuple[int, list[int]]:
+    """Run the command to its end; give its wait status, and when it went on again after it was stopped, Unix ns.
+
+    Once it runs, `beside` is called, to start what is to run beside it with the signal mask that it is given.
+    """
+    watched = {signal.SIGCHLD, *PASSED_ON}
+    # A parent may have left SIGCHLD ignored, and the kernel would then reap the child before we ask.
+    chld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    witness = Witness()
+    freezes = Freezes()
+    resumed: list[int] = []
+    told: list[int] = []  # when this process was, by a signal
+    try:
+        try:
+            child = _start(command, env, mask, chld)
+            witness.start()
+            beside(mask)
+        except FileNotFoundError:
+            sys.stderr.write(f"dlprof: {plain(command[0])}: command not found\n")
+            return 127 << 8, resumed
+        except OSError as e:
+            sys.stderr.write(f"dlprof: {plain(command[0])}: {e.strerror}\n")
+            return 126 << 8, resumed
+        waiter = threading.Thread(target=_tell_end, args=(child.pid, threading.get_ident()), daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread more is allowed here
+            waiter.start()
+        freezes.start()
+        while True:
+            # Never with a timeout: in a process that was suspended for longer than that, Python gives a signal which
+            # nobody has sent (sigtimedwait is then interrupted, and what it has not filled in is what is given).
+            info = signal.sigwaitinfo(watched)
+            if info.si_signo == signal.SIGCHLD:
+                pid, status = os.waitpid(child.pid, os.WNOHANG | os.WCONTINUED)
+                if pid and os.WIFCONTINUED(status):
+                    resumed.append(time.time_ns())
+                elif pid:
+                    child.returncode = os.waitstatus_to_exitcode(status)
+                    if waiter.is_alive():
+                        waiter.join()
+                    told += resumed
+                    frozen = (at for at in freezes.end() if all(abs(at - n) > _TOGETHER_NS for n in told))
+                    return status, sorted((*resumed, *frozen))
+            else:
+                if info.si_signo == signal.SIGCONT:
+                    told.append(time.time_ns())
+                pass_on(child.pid, info, witness)
+    finally:
+        witness.end()
+        freezes.end()
+        # What arrived for the command while it ended is not meant for the report.
+        while signal.sigtimedwait(watched, 0) is not None:
+            pass
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGCHLD, chld if chld is not None else signal.SIG_DFL)
+
+
+def _tell_end(child: int, waiting: int) -> None:
+    """Send the waiting thread a SIGCHLD once the child has ended: the kernel's may be another thread's, or lost."""
+    with contextlib.suppress(OSError):  # reaped already
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    signal.pthread_kill(waiting, signal.SIGCHLD)
+
+
+def _start(command: Sequence[str], env: Mapping[str, str], mask: Any, chld: Any) -> subprocess.Popen[bytes]:
+    # Should this process be killed, the command must not run on unseen.
+    tie = tied(signal.SIGTERM)
+
+    def before_exec() -> None:
+        tie()
+        if chld == signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    # Inherited descriptors (a shell's <(...) or 3<file) are the command's own: keep them.
+    return subprocess.Popen(command, env=dict(env), close_fds=False, preexec_fn=before_exec)

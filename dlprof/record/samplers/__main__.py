@@ -1,0 +1,39 @@
+"""The process that samples a host while a job runs: `python .../samplers/__main__.py RUN`, ended by its stdin.
+
+The supervisor names it by its place, so that it works wherever dlprof was found.
+"""
+
+# ruff: noqa: E402 - the path comes first
+
+import sys
+
+# Neither the current folder nor this one may stand before the standard library: both hold modules of any name.
+del sys.path[0]
+_PLACE = __file__.rpartition("/dlprof/record/samplers/")[0]
+if _PLACE not in sys.path:
+    sys.path.insert(0, _PLACE)
+
+import os
+import signal
+from pathlib import Path
+
+from dlprof.record.samplers import SAMPLERS
+from dlprof.record.samplers.sampling import sample
+
+
+def main() -> None:
+    """Sample until stdin ends. Signals are for the job: what ends it ends this process too, a moment later."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        # A handler, since an ignored signal would stay ignored in the children of samplers.
+        signal.signal(number, lambda _number, _frame: None)
+    code = 1
+    try:
+        sample(Path(sys.argv[1]), SAMPLERS, sys.stdin.fileno())
+        code = 0
+    except Exception as e:  # noqa: BLE001 - one line, and no traceback among the job's words
+        os.write(2, f"dlprof: nothing is sampled: {type(e).__name__}: {e}; the job goes on\n".encode())
+    # Nothing is left to do, and an interpreter takes a while to take itself apart.
+    os._exit(code)
+
+
+main()

@@ -1,0 +1,214 @@
+"""What the host does, and what each rank and its loader workers take of it, from the kernel's counters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dlprof.record.log import Log
+from dlprof.record.samplers.sampling import Host, RankHere, line
+
+# The processes of a rank are looked for among all of the host's, which takes milliseconds on a large one.
+_LOOK_FOR_CHILDREN_S = 5.0
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class HostSampler:
+    """Writes hosts/HOST/host.jsonl, and processes.jsonl of each rank here: keys as metrics of the table `samples`.
+
+    What only grows (bytes, faults, switches, CPU seconds) is written as it stands: a lost line then costs nothing.
+    """
+
+    name = "host"
+
+    def __init__(self) -> None:
+        self._log: Log | None = None
+        self._ranks: dict[RankHere, _Processes] = {}
+        self._looked = 0.0
+
+    @property
+    def period_s(self) -> float:
+        """As long as the host says."""
+        return self._host.period_s
+
+    def start(self, host: Host) -> None:
+        """Open the file, and take the first look at the cores: load is told between two."""
+        import psutil
+
+        self._host = host
+        self._log = host.log("host.jsonl")
+        psutil.cpu_times_percent(percpu=True)
+
+    def tick(self) -> None:
+        """Write a line of the host and one of each rank."""
+        if self._log is not None:
+            self._log.write(line(_host()))
+        here = self._host.ranks
+        self._looked -= self.period_s
+        if set(here) != set(self._ranks) or self._looked <= 0:
+            self._looked = _LOOK_FOR_CHILDREN_S
+            parents = _parents()
+            for gone in set(self._ranks) - set(here):
+                self._ranks.pop(gone).log.close()
+            for rank in here:
+                if rank not in self._ranks:
+                    self._ranks[rank] = _Processes(rank.pid, self._host.log("processes.jsonl", rank))
+                self._ranks[rank].find_children(parents)
+        for processes in self._ranks.values():
+            processes.read()
+
+    def stop(self) -> None:
+        """Nothing is held in memory."""
+
+
+class _Processes:
+    """A rank's process, and those it started: its loader workers and their children, added up."""
+
+    def __init__(self, pid: int, log: Log) -> None:
+        self.log = log
+        self._pid = pid
+        self._children: set[int] = set()
+        self._last: dict[tuple[int, int], tuple[float, int, int]] = {}  # by pid and start
+        self._sums = [0.0, 0, 0]  # of all children ever seen: CPU seconds, voluntary and involuntary switches
+
+    def find_children(self, parents: Mapping[int, int]) -> None:
+        """Look among all processes of the host for those that this one started."""
+        self._children = set(_below(self._pid, parents))
+
+    def read(self) -> None:
+        """Write a line, unless the process has just ended."""
+        own = _read(self._pid)
+        if own is None:
+            return
+        children = {pid: now for pid in self._children if (now := _read(pid)) is not None}
+        counted = {(pid, now.since): (now.cpu_s, now.voluntary, now.involuntary) for pid, now in children.items()}
+        for child, counts in counted.items():
+            before = self._last.get(child, (0.0, 0, 0))
+            self._sums = [total + n - b for total, n, b in zip(self._sums, counts, before, strict=True)]
+        self._last = counted
+        cpu_s, voluntary, involuntary = self._sums
+        row = {
+            "cpu_s": round(own.cpu_s, 2),
+            "rss_bytes": own.rss_bytes,
+            **_anonymous("anonymous_bytes", [own]),
+            "threads": own.threads,
+            "voluntary_switches": own.voluntary,
+            "involuntary_switches": own.involuntary,
+            **_waited(self._pid),
+            "children": len(children),
+            "children_cpu_s": round(cpu_s, 2),
+            "children_rss_bytes": sum(child.rss_bytes for child in children.values()),
+            **_anonymous("children_anonymous_bytes", children.values()),
+            "children_threads": sum(child.threads for child in children.values()),
+            "children_voluntary_switches": voluntary,
+            "children_involuntary_switches": involuntary,
+        }
+        self.log.write(line(row))
+
+
+class _Process(NamedTuple):
+    cpu_s: float
+    rss_bytes: int
+    anonymous_bytes: int | None  # of these, not mapped from files; None: this kernel does not tell
+    threads: int
+    voluntary: int
+    involuntary: int
+    since: int  # the kernel's start time, which tells a process from a later one of the same pid
+
+
+def _read(pid: int) -> _Process | None:
+    """Read a process's counters; None: it has ended. The two files that it takes, and not psutil's five."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        told = Path(f"/proc/{pid}/status").read_bytes()
+    except OSError:
+        return None
+    if stat[0] in (b"Z", b"X"):
+        return None
+    anonymous = told.partition(b"\nRssAnon:")[2].split(None, 1)
+    status = told.partition(b"\nvoluntary_ctxt_switches:")[2].split()
+    return _Process(
+        cpu_s=(int(stat[11]) + int(stat[12])) / _TICKS,
+        rss_bytes=int(stat[21]) * _PAGE_BYTES,
+        anonymous_bytes=int(anonymous[0]) * 1024 if anonymous else None,
+        threads=int(stat[17]),
+        voluntary=int(status[0]),
+        involuntary=int(status[2]),  # behind its name
+        since=int(stat[19]),
+    )
+
+
+def _anonymous(name: str, processes: Iterable[_Process]) -> dict[str, int]:
+    """Return what processes hold that is no file's: what one that leaks has more and more of."""
+    told = [p.anonymous_bytes for p in processes]
+    known = [n for n in told if n is not None]
+    return {name: sum(known)} if len(known) == len(told) else {}
+
+
+def _waited(pid: int) -> dict[str, int]:
+    """Return how long the main thread was ready and had no core; nothing where this kernel does not count it."""
+    try:
+        return {"main_thread_waited_ns": int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])}
+    except (OSError, IndexError, ValueError):
+        return {}
+
+
+def _host() -> dict[str, Any]:
+    import psutil
+
+    cores = [100 - t.idle - t.iowait for t in psutil.cpu_times_percent(percpu=True)]
+    row: dict[str, Any] = {"cpu_share": round(sum(cores) / len(cores) / 100, 3)}
+    row["core_percent"] = [round(c) for c in cores]
+    memory = psutil.virtual_memory()
+    row |= {"memory_used_bytes": memory.total - memory.available, "memory_available_bytes": memory.available}
+    swap = psutil.swap_memory()
+    row |= {"swap_used_bytes": swap.used, "swap_in_bytes": swap.sin, "swap_out_bytes": swap.sout}
+    disk = psutil.disk_io_counters()
+    if disk is not None:
+        row |= {"disk_read_bytes": disk.read_bytes, "disk_written_bytes": disk.write_bytes}
+    # Not the loopback: what ranks of one host tell each other leaves on no wire.
+    networks = [n for name, n in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+    if networks:
+        row["network_received_bytes"] = sum(n.bytes_recv for n in networks)
+        row["network_sent_bytes"] = sum(n.bytes_sent for n in networks)
+    return row | _kernel()
+
+
+def _kernel() -> dict[str, int]:
+    """Return what psutil does not: the threads that run or wait for a core, and the page faults of all processes."""
+    told = {"pgfault": "page_faults", "pgmajfault": "major_page_faults"}
+    counts = {"runnable_threads": int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])}
+    for said in Path("/proc/vmstat").read_text().splitlines():
+        name, _, value = said.partition(" ")
+        if name in told:
+            counts[told[name]] = int(value)
+    return counts
+
+
+def _parents() -> dict[int, int]:
+    """Return the parent of every process that can be seen."""
+    parents = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                stat = Path(entry.path, "stat").read_bytes()
+                parents[int(entry.name)] = int(stat.rpartition(b")")[2].split()[1])
+            except (OSError, ValueError, IndexError):
+                continue  # it has just ended
+    return parents
+
+
+def _below(pid: int, parents: Mapping[int, int]) -> Iterable[int]:
+    children: dict[int, list[int]] = {}
+    for child, parent in parents.items():
+        children.setdefault(parent, []).append(child)
+    found, ahead = [], [pid]
+    while ahead:
+        mine = children.get(ahead.pop(), [])
+        found += mine
+        ahead += mine
+    return found

@@ -1,0 +1,243 @@
+"""Watches a host from beside its ranks: one process a host drives the samplers, as recorder.py drives the collectors.
+
+The supervisor starts the process (`__main__.py` beside this file) once the command runs, and holds the other end of
+its stdin: when that closes, the job is over, however it ended. Whatever fails here costs one sampler and one line on
+stderr, never the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from dlprof.hosts import BOOT, boot, longer
+from dlprof.plain import plain
+from dlprof.record.launch.process import started
+from dlprof.record.log import Log
+
+# How often a process that found its host claimed asks again: the one that samples ends with its own supervisor.
+_CLAIM_AGAIN_S = 2.0
+
+# How often samplers read where the user has not said it, in seconds: a job of hours does the same for hours. The time
+# between two readings is this part of its age, within these limits.
+_AGE_SHARE = 600
+_LEAST_S, _MOST_S = 1.0, 5.0
+
+# How often the ranks' folder is listed after it has changed: some disks tell only the second of a change.
+_LISTINGS = 5
+
+
+@dataclass(frozen=True)
+class RankHere:
+    """A rank that runs on this host, as its facts.json says."""
+
+    rank: int
+    name: str  # of its folder below ranks/
+    pid: int
+    since: int  # the kernel's start time of the process, which tells it from a later one of the same pid
+    device: Mapping[str, Any] = field(compare=False)  # type, uuid, name ...; empty where it could not be told
+
+
+class Sampler(Protocol):
+    """One source of measurements beside the ranks of a host; made in the samplers' process, on its only thread.
+
+    start and tick may raise: the sampler is then off, and said to be. A child process that a sampler starts must ask
+    for a signal at its parent's death (process.tied): this process may be killed at any time.
+    """
+
+    name: str
+
+    @property
+    def period_s(self) -> float:
+        """The seconds to the next tick, asked for after each."""
+
+    def start(self, host: Host) -> None:
+        """Begin: host.folder exists. Ranks come later, host.ranks is empty as yet."""
+
+    def tick(self) -> None:
+        """Take one reading; host.ranks has just been brought up to date."""
+
+    def stop(self) -> None:
+        """End, and leave what is in memory on disk. The end of the user's command waits for it: be quick."""
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Return reading as a line of a log, headed by both clocks: Unix time, and the one that no clock service moves."""
+    clocks = {"at_ns": time.time_ns(), "perf_ns": time.perf_counter_ns()}
+    return json.dumps(clocks | dict(row), separators=(",", ":")) + "\n"
+
+
+class Host:
+    """What a sampler knows of its host: its folder, and the ranks that run here now."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.name = os.uname().nodename
+        self.boot = boot()
+        self.began_s = time.monotonic()
+        self.folder = run / "hosts" / self.name
+        self.ranks: tuple[RankHere, ...] = ()
+        self._listed_ns = -1
+        self._listings = 0  # that are still to come
+        self._unread: set[str] = set()  # folders of ranks that have no facts yet
+        self._elsewhere: set[str] = set()  # folders of ranks of other hosts, or that ended
+        self._warned: set[str] = set()
+
+    @property
+    def period_s(self) -> float:
+        """The seconds between two readings: what the user asked for, else more the longer the job has run."""
+        asked = os.environ.get("DLPROF_SAMPLE") or "auto"
+        if asked != "auto":
+            return float(asked)
+        return min(max((time.monotonic() - self.began_s) / _AGE_SHARE, _LEAST_S), _MOST_S)
+
+    def settle(self) -> None:
+        """Make the folder; where another machine has this one's name and was first, one with a longer name."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        whose = self.folder / BOOT
+        try:
+            with whose.open("x") as file:
+                file.write(self.boot)
+        except FileExistsError:
+            if whose.read_text(errors="replace") != self.boot:
+                self.folder = self.folder.with_name(longer(self.name, self.boot))
+                self.folder.mkdir(exist_ok=True)
+
+    def log(self, name: str, rank: RankHere | None = None) -> Log:
+        """Open a file of this host's folder, or of a rank's, for lines."""
+        return Log((self.folder if rank is None else self.run / "ranks" / rank.name) / name)
+
+    def warn(self, text: str) -> None:
+        """Say something once on stderr and keep it for the report."""
+        if text in self._warned:
+            return
+        self._warned.add(text)
+        with contextlib.suppress(OSError):
+            os.write(2, f"dlprof: {plain(text)}\n".encode(errors="replace"))
+        with contextlib.suppress(OSError), (self.folder / "warnings.txt").open("a") as file:
+            file.write(text.replace("\n", " ") + "\n")
+
+    def look(self) -> None:
+        """Bring `ranks` up to date. Costs one stat while no rank comes: the folder may be on a busy network disk.
+
+        A change that falls into the same tick of the disk's clock as a listing does not show: so a few more follow.
+        """
+        self.ranks = tuple(rank for rank in self.ranks if started(rank.pid) == rank.since)
+        folder = self.run / "ranks"
+        try:
+            changed = folder.stat().st_mtime_ns
+            if changed != self._listed_ns:
+                self._listings = _LISTINGS
+            if self._listings:
+                self._listings -= 1
+                known = self._elsewhere | {rank.name for rank in self.ranks}
+                self._unread = {entry.name for entry in os.scandir(folder) if entry.name not in known}
+                self._listed_ns = changed
+        except OSError:
+            return
+        for name in sorted(self._unread):
+            try:
+                rank = self._here(name, json.loads((folder / name / "facts.json").read_bytes()))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                continue  # not yet written, or by somebody else
+            self._unread.discard(name)
+            if rank is None:
+                self._elsewhere.add(name)
+            else:
+                self.ranks = (*self.ranks, rank)
+
+    def _here(self, name: str, facts: Any) -> RankHere | None:
+        here = facts["host"] == self.name and facts.get("boot", self.boot) == self.boot
+        since = started(int(facts["pid"])) if here else None
+        if since is None:
+            return None
+        return RankHere(int(facts["rank"]), name, facts["pid"], since, facts.get("device") or {})
+
+
+def claim(run: Path) -> socket.socket | None:
+    """Make this the process that samples this host for a run, as long as the socket is open; None: another one does.
+
+    A name of the kernel's, not a lock file: it ends with the process, and network disks often know no locks. Containers
+    of other names may share it, with the host's network.
+    """
+    what = os.fsencode(run.resolve()) + f"\0{os.uname().nodename}\0{boot()}".encode()
+    digest = hashlib.sha256(what).hexdigest()[:32]
+    claimed = socket.socket(socket.AF_UNIX)
+    try:
+        claimed.bind(f"\0dlprof-{digest}")
+    except OSError:
+        claimed.close()
+        return None
+    return claimed
+
+
+def over(end: int, seconds: float) -> bool:
+    """Wait, and tell whether the job is over: the other end of the descriptor `end` was closed."""
+    return bool(select.select([end], [], [], min(max(seconds, 0.0), 3600.0))[0])
+
+
+def sample(run: Path, samplers: Iterable[Callable[[], Sampler]], end: int) -> None:
+    """Drive the samplers of this host until the job is over; or wait to, while another process does."""
+    while (claimed := claim(run)) is None:
+        if over(end, _CLAIM_AGAIN_S):
+            return
+    with claimed:
+        host = Host(run)
+        host.settle()
+        due: dict[Sampler, float] = {}
+        # All at one moment: those of one period then wake this process once for all.
+        now = time.monotonic()
+        try:
+            for make in samplers:
+                if over(end, 0):
+                    return
+                try:
+                    sampler = make()
+                    sampler.start(host)
+                    due[sampler] = now
+                except Exception as e:  # noqa: BLE001 - one sampler must not cost the others
+                    _off(host, getattr(make, "name", str(make)), e)
+            _drive(host, due, end)
+        finally:
+            for sampler in due:
+                try:
+                    sampler.stop()
+                except Exception as e:  # noqa: BLE001, PERF203 - the others stop too
+                    _off(host, sampler.name, e)
+
+
+def _drive(host: Host, due: dict[Sampler, float], end: int) -> None:
+    # Where all are off the host stays claimed: the next process would only fail as this one did.
+    while not over(end, min(due.values(), default=math.inf) - time.monotonic()):
+        host.look()
+        for sampler, at in tuple(due.items()):
+            now = time.monotonic()
+            if at > now:
+                continue
+            began = time.thread_time()
+            try:
+                sampler.tick()
+            except Exception as e:  # noqa: BLE001 - one sampler must not cost the others
+                del due[sampler]
+                _off(host, sampler.name, e)
+                with contextlib.suppress(Exception):
+                    sampler.stop()
+                continue
+            used = time.thread_time() - began
+            # Never to catch up, and where readings are dear, fewer of them: no more than a tenth of a core.
+            due[sampler] = max(at + sampler.period_s, now + 10 * used)
+
+
+def _off(host: Host, name: str, error: Exception) -> None:
+    what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    host.warn(f"the {name} sampler is off: {what}; the job goes on without it")

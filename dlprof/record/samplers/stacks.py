@@ -1,0 +1,223 @@
+"""What Python is doing: py-spy beside each rank and its loader workers, in bursts.
+
+py-spy reads the memory of processes that run on. It never stops them (`--nonblocking`): a stop costs the step half a
+millisecond and more, and on a busy machine as long as it takes until py-spy gets a core again. A stack that changes
+while it is read is lost or, rarely, wrong. It is the least urgent process of the machine, and most of the time there is
+none. It writes its file only at its end: with bursts, a kill costs the last one at most.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dlprof.record import redaction
+from dlprof.record.launch.process import tied
+from dlprof.record.samplers.sampling import Host, RankHere
+
+# How py-spy writes the command of a process, before its threads or what it was started by.
+_COMMAND = re.compile(rb'(process \d+:")(.*?)(";(?=process \d+:"|thread \())')
+
+# The first burst is short, so that a job that dies young leaves something; later ones are long enough that py-spy's
+# start, which is most of its work, counts for little. The pauses grow: a job does the same for hours.
+_FIRST_S = 3
+_BURST_S = 10
+_FIRST_PAUSE_S = 5.0
+_LAST_PAUSE_S = 120.0
+
+# How often this looks at what it has begun or at who has come, and at most how late it is for a rank that comes later.
+_LOOK_S = 0.5
+_LATE_S = 5.0
+
+# How long the end of the job waits for py-spy to write what it has.
+_STOP_S = 0.7
+
+
+class StacksSampler:
+    """Writes stacks.txt.gz of each rank here: for each burst a line of JSON after `#`, and py-spy's raw lines."""
+
+    name = "stacks"
+
+    def __init__(self) -> None:
+        asked = os.environ.get("DLPROF_STACKS") or "off"
+        self._rate = 0 if asked == "off" else int(asked)
+        self._spies: dict[RankHere, _Spy] = {}
+
+    @property
+    def period_s(self) -> float:
+        """Short while py-spy runs, and until there is a rank; else as long as it pauses."""
+        if not self._rate:
+            return math.inf
+        wait = min((spy.wait_s for spy in self._spies.values()), default=0.0)
+        return min(max(wait, _LOOK_S), _LATE_S)
+
+    def start(self, host: Host) -> None:
+        """Find py-spy."""
+        self._host = host
+        self._command = find()
+        if self._rate and self._command is None:
+            self._rate = 0
+            host.warn("stacks are not sampled: py-spy is not installed (pip install py-spy)")
+
+    def tick(self) -> None:
+        """Begin and end bursts; a rank that has ended has ended its own."""
+        if not self._rate or self._command is None:
+            return
+        for rank in self._host.ranks:
+            if rank not in self._spies:
+                folder = self._host.run / "ranks" / rank.name
+                self._spies[rank] = _Spy(self._command, self._rate, rank.pid, folder)
+        for rank, spy in tuple(self._spies.items()):
+            here = rank in self._host.ranks
+            if problem := spy.tick(go_on=here):
+                self._host.look()
+            # A rank that was just ending cannot be looked at, and that is no problem.
+            if problem and rank in self._host.ranks:
+                # What py-spy cannot do for one rank it cannot do for the others.
+                self._rate = 0
+                self._host.warn(
+                    f"stacks are not sampled: {problem} (see `dlprof doctor`); the job goes on without them"
+                )
+                self.stop()
+                return
+            if not here and not spy.running:
+                del self._spies[rank]
+
+    def stop(self) -> None:
+        """End the bursts that are under way, and keep what they saw."""
+        for spy in self._spies.values():
+            spy.interrupt()
+        until = time.monotonic() + _STOP_S
+        for spy in self._spies.values():
+            spy.finish(max(until - time.monotonic(), 0.1))
+        self._spies.clear()
+
+
+def find() -> str | None:
+    """Return the path of py-spy: beside this Python, else on the PATH."""
+    beside = Path(sys.executable).parent / "py-spy"
+    return str(beside) if beside.is_file() else shutil.which("py-spy")
+
+
+class _Spy:
+    """The bursts of one rank."""
+
+    def __init__(self, command: str, rate: int, pid: int, folder: Path) -> None:
+        self._command = [command, "record", "--pid", str(pid), "--subprocesses", "--nonblocking", "--idle", "--threads"]
+        self._command += ["--full-filenames", "--format", "raw", "--rate", str(rate)]
+        self._rate = rate
+        self._file = folder / "stacks.txt.gz"
+        self._part = folder / "stacks.part"  # also what is read where nobody was left to append it
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begun_ns = 0
+        self._seconds = _FIRST_S
+        self._pause_s = _FIRST_PAUSE_S
+        self._next = 0.0
+        self._failures = 0  # one after the other
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
+
+    @property
+    def wait_s(self) -> float:
+        return 0.0 if self.running else self._next - time.monotonic()
+
+    def tick(self, *, go_on: bool) -> str:
+        """End a burst that is over, and begin one that is due; say what went wrong, "" for nothing."""
+        problem = ""
+        if self._process is not None and self._process.poll() is not None:
+            problem = self._take()
+        if go_on and not problem and self._process is None and time.monotonic() >= self._next:
+            self._begin()
+        return problem
+
+    def interrupt(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            # The only signal at which it writes what it has.
+            self._process.send_signal(signal.SIGINT)
+
+    def finish(self, seconds: float) -> None:
+        if self._process is None:
+            return
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        with suppress(OSError):
+            self._take()
+
+    def _begin(self) -> None:
+        tie = tied(signal.SIGINT)
+
+        def before_exec() -> None:
+            tie()
+            os.nice(19)
+
+        self._begun_ns = time.time_ns()
+        self._process = subprocess.Popen(
+            [*self._command, "--duration", str(self._seconds), "--output", str(self._part)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            preexec_fn=before_exec,
+        )
+
+    def _take(self) -> str:
+        """Append what a burst left; say why it left nothing, "" where it did or the rank has just ended."""
+        process, self._process = self._process, None
+        if process is None:
+            return ""
+        with process:
+            said = process.stderr.read().decode(errors="replace") if process.stderr is not None else ""
+        self._next = time.monotonic() + self._pause_s
+        self._pause_s = min(self._pause_s * 2, _LAST_PAUSE_S)
+        self._seconds = _BURST_S
+        try:
+            seen = self._part.read_bytes()
+        except FileNotFoundError:
+            self._failures += 1
+            # Once may be chance: the rank was ending, or had not quite begun.
+            return _reason(said) if process.returncode and (self._failures > 1 or _denied(said)) else ""
+        self._failures = 0
+        if seen:
+            burst: dict[str, Any] = {"start_ns": self._begun_ns, "end_ns": time.time_ns(), "rate": self._rate}
+            seen = _COMMAND.sub(_without_secrets, seen)
+            member = gzip.compress(b"#" + json.dumps(burst).encode() + b"\n" + seen, 6)
+            with self._file.open("ab") as file:
+                file.write(member)
+        self._part.unlink(missing_ok=True)
+        return ""
+
+
+@cache
+def _safe(command: bytes) -> bytes:
+    return redaction.text(command.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+
+
+def _without_secrets(found: re.Match[bytes]) -> bytes:
+    return found[1] + _safe(found[2]) + found[3]
+
+
+def _denied(said: str) -> str:
+    """Return the line in which py-spy says that it may not, "" where it does not say so."""
+    return next((line.strip() for line in said.splitlines() if "ermission" in line or "not permitted" in line), "")
+
+
+def _reason(said: str) -> str:
+    """Return the line in which py-spy says what went wrong."""
+    first = next((line.strip() for line in said.splitlines() if line.strip()), "it left nothing")
+    return f"py-spy: {_denied(said) or first}"

@@ -1,0 +1,1 @@
+"""From the result to what people read: `terminal.render` and `html.render`."""

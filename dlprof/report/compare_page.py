@@ -1,0 +1,234 @@
+"""A comparison of two runs as one page in the look of the report; compare.html. It needs no script and no network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from dlprof.analysis.compare.comparison import Comparison, FindingChange, WorkDifference
+from dlprof.analysis.compare.significance import NOISE, Difference
+from dlprof.plain import plain
+from dlprof.report import compare_text, formatting, html
+from dlprof.report.figures.drawing import ON_LIGHT, inside
+from dlprof.result import Result
+from dlprof.units import MINUS, UNKNOWN, digits
+
+MOST_RANKS = 16  # have bars of their own; the table has MOST_ROWS
+MOST_ROWS = 100
+MOST_WORK = 25
+
+# The page draws with boxes, so nothing but its own styles may run.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+# As a reader knows them; the others by their number.
+QUANTILES = {
+    "5 %": "5 % of the steps are shorter than",
+    "50 %": "median",
+    "95 %": "95 % are shorter than",
+    "100 %": "longest",
+}
+
+GROUPS = (("gone", "less"), ("new", "more"), ("same",), ("untold",))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One part of a stacked bar: its colour's name, its width and what it says."""
+
+    category: str
+    width: float  # percent of the longest bar
+    label: str  # inside, where there is room
+    title: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One stacked bar."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+    total: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One difference: its figures, and a bar from the middle to the left (faster) or right, all in percent."""
+
+    name: str
+    category: str
+    a: str
+    b: str
+    change: str
+    verdict: str
+    left: float
+    width: float
+    from_: float  # where the margin begins and how wide it is
+    margin: float
+    calls: str = ""
+
+
+def render(c: Comparison) -> str:
+    """Return the page as text."""
+    first, second = compare_text.headline(c)
+    d = c.step
+    return html.template("compare.html").render(
+        title=f"{formatting.name(c.a)} · {plain(first, 120)}",
+        css=Markup(html.asset("page.css") + html.asset("compare.css")),
+        colours=html.colours() + _inks(),
+        policy=POLICY,
+        headline=html.emphasised(first, ""),
+        good=d is not None and d.verdict in ("faster", "noise"),
+        second=second,
+        runs=[("A", c.a.run.path, _lede(c.a)), ("B", c.b.run.path, _lede(c.b))],
+        notices=[*c.doubts, *(f"Not compared: {why}." for why in c.not_compared)],
+        tiles=_tiles(c),
+        bars=_bars(c),
+        categories=formatting.ordered(d.name for d in c.time),
+        look=formatting.look,
+        looks=formatting.DRAWN,
+        time=_rows(c.time, name=lambda n: formatting.look(n).name),
+        quantiles=_rows(c.quantiles, name=lambda n: QUANTILES.get(n, n)),
+        ranks=_rows(c.ranks[:MOST_ROWS]),
+        more_ranks=max(len(c.ranks) - MOST_ROWS, 0),
+        promise=c.promise,
+        kept=compare_text.KEPT,
+        findings=_findings(c.findings),
+        states=compare_text.STATES,
+        work=[
+            (what, note, _work(rows))
+            for what, note, rows in (
+                (
+                    "Operators",
+                    "Time of a traced step in each alone; on a GPU, in the kernels that it launched.",
+                    c.operators,
+                ),
+                ("Kernels", "Time of a traced step in the device's kernels, by name.", c.kernels),
+                ("Collectives", "Transfer of a traced step and rank, by kind, ranks and size.", c.exchanges),
+            )
+            if rows
+        ],
+        settings=c.settings[:MOST_ROWS],
+        measured=c.measured[:MOST_ROWS],
+        noise=NOISE,
+        dlprof=c.b.dlprof or c.a.dlprof,
+    )
+
+
+def _inks() -> Markup:
+    """The colours of text upon the categories', in both themes: of black and white, one always stands out (WCAG AA)."""
+
+    def block(dark: bool) -> str:
+        colours = {name: look.dark if dark else look.light for name, look in formatting.LOOKS.items()}
+        return "".join(f"--i-{n}:{'#000' if inside(c) == ON_LIGHT else '#fff'};" for n, c in colours.items())
+
+    return Markup(f":root{{{block(False)}}}@media screen and (prefers-color-scheme:dark){{:root{{{block(True)}}}}}")
+
+
+def _lede(result: Result) -> str:
+    return f"{formatting.name(result)} · {formatting.devices(result)} · {formatting.steps(result)}"
+
+
+def _tiles(c: Comparison) -> list[html.Tile]:
+    """The figures that matter."""
+    d = c.step
+    if d is None or d.a_ns is None or d.b_ns is None or d.ns is None:
+        return []
+    tiles = [
+        html.Tile(formatting.duration(d.a_ns), "mean steady step of A"),
+        html.Tile(formatting.duration(d.b_ns), "mean steady step of B"),
+    ]
+    sign = MINUS if d.ns < 0 else "+"
+    tiles.append(
+        html.Tile(f"{sign}{formatting.duration(abs(d.ns))}", f"a step{compare_text.margin(d) or ', noise not known'}")
+    )
+    p = c.promise
+    if p is not None:
+        least, most = formatting.duration(p.least_ns), formatting.duration(p.most_ns)
+        tiles.append(html.Tile(most, "predicted from A" if least == most else f"predicted from A, or down to {least}"))
+        if p.reached is not None:
+            tiles.append(html.Tile(formatting.percent(p.reached), "of the predicted gain was measured"))
+    elif d.a_ns and d.b_ns:
+        tiles.append(html.Tile(formatting.times(d.a_ns / d.b_ns), "as many steps a second"))
+    return tiles
+
+
+def _bars(c: Comparison) -> list[Bar]:
+    """The mean steps of both runs and, of few ranks, theirs below; all on one scale."""
+    if not c.time:
+        return []
+    of = [("A", compare_text.mean_parts(c.a)), ("B", compare_text.mean_parts(c.b))]
+    several = len(c.time_by_rank) > 1 and len(c.time_by_rank) <= MOST_RANKS
+    if several:
+        of = [(f"{name}, mean", parts) for name, parts in of]
+        by_rank = [("A", formatting.by_rank(c.a.time)), ("B", formatting.by_rank(c.b.time))]
+        for rank, _ in c.time_by_rank:
+            of += [(f"{name}, rank {rank}", parts[rank]) for name, parts in by_rank]
+    longest = max(sum(p.ns for p in parts.values()) for _, parts in of) or 1.0
+    found = []
+    for name, parts in of:
+        total = sum(p.ns for p in parts.values()) or 1.0
+        pieces = []
+        for category in formatting.ordered(parts):
+            ns = max(parts[category].ns, 0.0)
+            share = ns / total
+            said = f"{formatting.look(category).name}: {formatting.duration(ns)}, {formatting.percent(share)}"
+            label = formatting.about(share) if ns / longest >= 0.06 else ""
+            pieces.append(Piece(_colour(category), round(100 * ns / longest, 2), label, said))
+        found.append(Bar(name, tuple(pieces), formatting.duration(total)))
+    return found
+
+
+def _colour(category: str) -> str:
+    return category if category in formatting.LOOKS else "other"
+
+
+def _rows(differences: Sequence[Difference], calls: Sequence[str] = (), name: Callable[[str], str] = str) -> list[Row]:
+    """Return rows whose bars share one scale, wide enough for the largest difference and its margin."""
+    reach = max((abs(d.ns or 0.0) + 2 * (d.noise_ns or 0.0) for d in differences), default=0.0) or 1.0
+    rows = []
+    for i, d in enumerate(differences):
+        ns, margin = d.ns or 0.0, 2 * (d.noise_ns or 0.0)
+        at, half = 50 * ns / reach, 50 * margin / reach
+        rows.append(
+            Row(
+                name=plain(name(d.name), 100),
+                category=_colour(d.name) if d.name in formatting.LOOKS else "",
+                a=UNKNOWN if d.a_ns is None else formatting.duration(d.a_ns),
+                b=UNKNOWN if d.b_ns is None else formatting.duration(d.b_ns),
+                change=compare_text.change(d),
+                verdict=d.verdict,
+                left=round(50 + min(at, 0.0), 2),
+                width=round(abs(at), 2),
+                from_=round(max(50 + at - half, 0.0), 2),
+                margin=round(2 * half, 2),
+                calls=calls[i] if calls else "",
+            )
+        )
+    return rows
+
+
+def _work(work: Sequence[WorkDifference]) -> list[Row]:
+    """The rows that changed most; of collectives waiting stands beside the transfer."""
+    differences, calls = [], []
+    for w in [*compare_text.changed(work), *(w for w in work if w not in compare_text.changed(work))][:MOST_WORK]:
+        both = [UNKNOWN if n is None else digits(round(n, 1)) for n in (w.a_calls, w.b_calls)]
+        differences.append(w.time)
+        calls.append(both[0] if both[0] == both[1] else " → ".join(both))
+        if w.wait is not None:
+            differences.append(w.wait)
+            calls.append("")
+    return _rows(differences, calls)
+
+
+def _findings(findings: Iterable[FindingChange]) -> list[tuple[FindingChange, str, str]]:
+    """Each finding with what it would save in A and in B."""
+
+    def cell(ns: float | None, f: FindingChange, letter: str) -> str:
+        if ns is not None:
+            return MINUS + formatting.duration(ns) if ns else "risk"
+        return "not known" if f.state == "untold" and f.why.startswith(letter) else "clear"
+
+    ordered = sorted(findings, key=lambda f: next(i for i, group in enumerate(GROUPS) if f.state in group))
+    return [(f, cell(f.a_ns, f, "A"), cell(f.b_ns, f, "B")) for f in ordered]

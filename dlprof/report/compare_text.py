@@ -1,0 +1,209 @@
+"""A comparison of two runs as text for a terminal: faster or slower, as promised or not, and by what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from dlprof.analysis.compare.comparison import Comparison, FindingChange, WorkDifference
+from dlprof.analysis.compare.predictions import Promise
+from dlprof.analysis.compare.settings_diff import Setting
+from dlprof.analysis.compare.significance import Difference
+from dlprof.plain import NBSP, plain
+from dlprof.report import formatting
+from dlprof.report.terminal import NARROWEST, columns, stripe, wrap
+from dlprof.result import Result, TimePart
+from dlprof.units import MINUS, UNKNOWN
+
+MOST_ROWS = 6  # of operators, kernels, collectives and settings; the page has them all
+
+# What became of a finding, in the order in which a reader asks.
+STATES = {
+    "gone": "gone",
+    "new": "new",
+    "more": "costs more",
+    "less": "costs less",
+    "same": "still there",
+    "untold": "not known",
+}
+KEPT = {
+    "beaten": "more than was predicted",
+    "reached": "as predicted, within noise",
+    "in_part": "less than was predicted",
+    "broken": "not what was predicted",
+}
+
+
+def render(c: Comparison, width: int = 80, colour: bool = False) -> str:
+    """Return the comparison as lines of at most `width` columns (40 at least), in 256 colours if asked."""
+    width = max(width, NARROWEST)
+
+    def paint(text: str, code: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if colour else text
+
+    lines = []
+    for letter, result in (("A", c.a), ("B", c.b)):
+        lines += wrap(f"{letter}  {which(result)}", width, "", "   ")
+    first, second = headline(c)
+    lines += ["", *(paint(line, "1") for line in wrap(first, width, "  "))]
+    lines += wrap(second, width, "  ") if second else []
+    for warning in (*c.doubts, *(f"not compared: {why}" for why in c.not_compared)):
+        lines += [paint(line, "33") for line in wrap(warning, width, "  ! ", "    ")]
+    if c.time:
+        lines += ["", *_bars(c, width, colour), ""]
+        lines += _table([(formatting.look(d.name).name, d) for d in told(c.time)], width)
+        quiet = [formatting.look(d.name).name.lower() for d in c.time if d not in told(c.time)]
+        lines += wrap(f"no difference, or within noise: {', '.join(quiet)}", width, "  ", "    ") if quiet else []
+    spread = {d.name: d for d in c.quantiles}
+    if "50 %" in spread and "95 %" in spread:
+        told_of = [
+            f"{n} {_cell(spread[q].a_ns)} → {_cell(spread[q].b_ns)}" for n, q in (("median", "50 %"), ("95 %", "95 %"))
+        ]
+        lines += wrap(f"of the single steps: {', '.join(told_of)}", width, "  ", "    ")
+    if c.findings:
+        lines += ["", *_findings(c.findings, width)]
+    for what, rows in (("operators", c.operators), ("kernels", c.kernels), ("collectives", c.exchanges)):
+        chosen = changed(rows)[:MOST_ROWS]
+        if chosen:
+            short = formatting.unqualified if what == "kernels" else str
+            differences = [d for w in chosen for d in (w.time, w.wait) if d is not None and d.verdict != "noise"]
+            lines += ["", f"  {what} that changed most, a step"]
+            lines += _table([(plain(short(d.name), 80), d) for d in differences], width)
+    if c.settings:
+        lines += ["", "  settings that differ"]
+        for s in c.settings[:MOST_ROWS]:
+            lines += wrap(setting(s), width, "    ", "      ")
+        left = len(c.settings) - MOST_ROWS
+        lines += [f"    … and {left} more"] if left > 0 else []
+    return "\n".join(line.replace(NBSP, " ").rstrip() for line in lines) + "\n"
+
+
+def which(result: Result) -> str:
+    """Name a run with its devices and steps."""
+    path, name = plain(result.run.path, 60), formatting.name(result)
+    return " · ".join((path, *(() if name == path else (name,)), formatting.devices(result), formatting.steps(result)))
+
+
+def headline(c: Comparison) -> tuple[str, str]:
+    """Return the verdict as one sentence, and one on what had been promised; "" where nothing had."""
+    return _verdict(c), kept(c.promise, c.step) if c.promise and c.step else ""
+
+
+def _verdict(c: Comparison) -> str:
+    d = c.step
+    if d is None or d.a_ns is None or d.b_ns is None:
+        return "The steps of these runs cannot be compared."
+    a, b = formatting.duration(d.a_ns), formatting.duration(d.b_ns)
+    if d.verdict == "noise":
+        return f"No difference beyond noise: a step takes {a} in A and {b} in B."
+    if d.verdict == "unknown":
+        return f"A step takes {a} in A and {b} in B; how much of that is noise is not known."
+    factor = formatting.times(d.a_ns / d.b_ns if d.verdict == "faster" else d.b_ns / d.a_ns)
+    if d.verdict == "faster":
+        return f"B is {factor} faster: a step takes {b} instead of {a}."
+    return f"B takes {factor} as long: a step takes {b} instead of {a}."
+
+
+def kept(promise: Promise, step: Difference) -> str:
+    """Say what was predicted and what was measured: "Predicted 215 ms, measured 244 ms: ..."."""
+    least, most = formatting.duration(promise.least_ns), formatting.duration(promise.most_ns)
+    predicted = least if least == most else f"{least} to {most}"
+    share = ""
+    if promise.reached is not None:
+        share = f", {formatting.percent(promise.reached)} of the gain"
+    why = f" for {', '.join(promise.changed)}" if promise.changed else ""
+    measured = f"{formatting.duration(promise.measured_ns)}{margin(step)}"
+    return (
+        f"Predicted {predicted}{why}, measured {measured}: {KEPT[promise.kept]}{share} (predicted by {promise.basis})."
+    )
+
+
+def margin(d: Difference) -> str:
+    """Write twice the standard error of a difference as " ± 1.2 ms"; "" where it is not known."""
+    return f" ±{NBSP}{formatting.duration(2 * d.noise_ns)}" if d.noise_ns else ""
+
+
+def change(d: Difference) -> str:
+    """Write a difference as "−64.8 ms ± 0.5 ms", with its sign, and say so where it is within noise."""
+    if d.ns is None:
+        return UNKNOWN
+    if abs(d.ns) < d.least_ns or not d.ns:
+        return "within noise"
+    said = {"noise": ", within noise", "unknown": ", noise not known"}.get(d.verdict, "")
+    return f"{MINUS if d.ns < 0 else '+'}{formatting.duration(abs(d.ns))}{margin(d)}{said}"
+
+
+def told(time: Iterable[Difference]) -> list[Difference]:
+    """Choose the parts of the step that differ by more than what is never told, the largest difference first."""
+    return sorted((d for d in time if d.ns and abs(d.ns) >= d.least_ns), key=lambda d: -abs(d.ns or 0.0))
+
+
+def changed(rows: Iterable[WorkDifference]) -> list[WorkDifference]:
+    """Choose what differs beyond noise, in time or waiting, in its order."""
+    return [w for w in rows if w.time.verdict != "noise" or (w.wait is not None and w.wait.verdict != "noise")]
+
+
+def setting(s: Setting) -> str:
+    """Write a setting that differs: "Loader · num workers: 0 → 6"."""
+    a, b = (plain(value, 60) or "not there" for value in (s.a, s.b))
+    return f"{plain(s.section, 40)} · {plain(s.name, 60)}: {a} → {b}"
+
+
+def mean_parts(result: Result) -> dict[str, TimePart]:
+    """Return the parts of the mean step as the mean over the ranks: category → part."""
+    n = len({p.rank for p in result.time})
+    sums: dict[str, float] = {}
+    for p in result.time:
+        sums[p.category] = sums.get(p.category, 0.0) + p.ns / n
+    total = sum(sums.values()) or 1.0
+    return {c: TimePart(-1, c, ns, ns / total) for c, ns in sums.items()}
+
+
+def _bars(c: Comparison, width: int, colour: bool) -> list[str]:
+    """Both mean steps on one scale, the longer as long as there is room."""
+    parts = {letter: mean_parts(result) for letter, result in (("A", c.a), ("B", c.b))}
+    totals = {letter: sum(p.ns for p in of.values()) for letter, of in parts.items()}
+    most, room = max(totals.values()), min(60, width - 16)
+    lines = []
+    for letter, of in parts.items():
+        length = round(room * totals[letter] / most) if most > 0 else 0
+        lines.append(f"  {letter}  {stripe(of, length, colour)} {formatting.duration(totals[letter])}")
+    names = formatting.ordered(category for of in parts.values() for category in of)
+    legend = [f"{formatting.look(n).glyph}{NBSP}{formatting.look(n).name.replace(' ', NBSP)}" for n in names]
+    return [*lines, *wrap("   ".join(legend), width, "  ")]
+
+
+def _table(rows: Sequence[tuple[str, Difference]], width: int) -> list[str]:
+    """Name, A, B and the difference of each, in columns as far as they fit."""
+    cells = [(n, _cell(d.a_ns), _cell(d.b_ns), change(d)) for n, d in rows]
+    if not cells:
+        return []
+    a, b, diff = (max(columns(row[i]) for row in cells) for i in (1, 2, 3))
+    room = width - a - b - diff - 11
+    if room < 12:
+        return [
+            line for row in cells for line in wrap(f"{row[0]}: {row[1]} → {row[2]}, {row[3]}", width, "    ", "      ")
+        ]
+    name = min(room, max(columns(row[0]) for row in cells))
+    return [
+        f"    {_fitted(row[0], name)}  {' ' * (a - columns(row[1]))}{row[1]} → "
+        f"{' ' * (b - columns(row[2]))}{row[2]}  {row[3]}"
+        for row in cells
+    ]
+
+
+def _fitted(text: str, room: int) -> str:
+    cut = text if columns(text) <= room else text[: max(room - 1, 1)] + "…"
+    return cut + " " * (room - columns(cut))
+
+
+def _cell(ns: float | None) -> str:
+    return UNKNOWN if ns is None else formatting.duration(ns)
+
+
+def _findings(findings: Iterable[FindingChange], width: int) -> list[str]:
+    lines = []
+    for f in findings:
+        figures = " → ".join(formatting.duration(ns) if ns is not None else "none" for ns in (f.a_ns, f.b_ns))
+        why = f" ({plain(f.why, 120)})" if f.state == "untold" else ""
+        lines += wrap(f"{STATES[f.state]:<11} {plain(f.id, 30)}  {figures}{why}", width, "  ", "              ")
+    return lines

@@ -1,0 +1,1 @@
+"""Figures of the page: a way to draw for each shape of panel."""

@@ -1,0 +1,87 @@
+"""Flame graphs: who called whom, each frame as wide as it was seen often, the outermost on top."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dlprof.plain import plain
+from dlprof.report import formatting
+from dlprof.report.figures.drawing import (
+    CARD,
+    FONT,
+    Figure,
+    axis,
+    drawn,
+    inside,
+    layout,
+    number,
+    plain_table,
+    rounded,
+)
+from dlprof.result import Panel
+
+FRAMES = 1_500  # that are drawn; a frame narrower than a pixel is none
+DEPTH = 48
+NAMED = 60  # functions in the table beside it
+
+
+def flame(evidence: Panel) -> Figure:
+    """Draw a bar a frame; a click on one makes it as wide as the figure."""
+    frames = [
+        (int(depth), start, width, str(row[3]), str(row[4] or "other"))
+        for row in evidence.rows
+        if (depth := number(row[0])) is not None
+        and (start := number(row[1])) is not None
+        and (width := number(row[2])) is not None
+        and 0 <= depth < DEPTH
+        and width > 0
+    ]
+    frames = sorted(frames, key=lambda f: -f[2])[:FRAMES]
+    end = max((start + width for _, start, width, _, _ in frames), default=1.0)
+    whole = sum(width for depth, _, width, _, _ in frames if depth == 0) or end
+    deepest = max((f[0] for f in frames), default=0)
+    unit = plain(evidence.unit, 24)
+    colours = [formatting.look(f[4]).light for f in frames]
+    trace: dict[str, Any] = {
+        "type": "bar",
+        "orientation": "h",
+        "y": [f[0] for f in frames],
+        "base": [rounded(f[1]) for f in frames],
+        "x": [rounded(f[2]) for f in frames],
+        "width": 0.94,
+        "marker": {"color": colours, "line": {"color": CARD, "width": 0.5}},
+        "hoverinfo": "text",
+        "hovertext": [
+            drawn(f"{plain(name, 90)} · {formatting.quantity(width, unit)} · {formatting.percent(width / whole)}", 180)
+            for _, _, width, name, _ in frames
+        ],
+        "text": [drawn(name, 60) for _, _, _, name, _ in frames],
+        "textposition": "inside",
+        "insidetextanchor": "start",
+        "textangle": 0,
+        "constraintext": "none",
+        "insidetextfont": {"size": 11, "color": [inside(c) for c in colours], "family": FONT},
+    }
+    arranged = layout(
+        21 * (deepest + 1) + 40,
+        20,
+        barmode="overlay",
+        xaxis=axis(range=[0, rounded(end)], fixedrange=False, showticklabels=False, showgrid=False),
+        yaxis=axis(range=[deepest + 0.5, -0.5], showticklabels=False, showgrid=False),
+        dragmode="zoom",
+        hovermode="closest",
+        meta={"click": "zoom"},
+    )
+    # A function in several places is one row; one that calls itself counts in each.
+    seen: dict[tuple[str, str], float] = {}
+    for _, _, width, name, category in frames:
+        seen[name, category] = seen.get((name, category), 0.0) + width
+    rows = [
+        (name, formatting.look(category).name, formatting.quantity(width, unit), width / whole)
+        for (name, category), width in sorted(seen.items(), key=lambda item: -item[1])[:NAMED]
+    ]
+    table = replace(plain_table(("function", "whose", unit, "share"), rows), numeric=(False, False, True, True))
+    label = f"Flame graph: {plain(evidence.title, 160)}; {formatting.counted(len(frames), 'frame')}."
+    categories = tuple(formatting.ordered(f[4] for f in sorted(frames) if f[0]))
+    return Figure("", label, {"data": [trace], "layout": arranged}, table, categories)

@@ -1,0 +1,389 @@
+"""The result as one page that needs nothing else: no network, no other file, no server; report.html.
+
+Texts in a result may come from anybody's trace. The template escapes them all, figures travel as JSON that cannot close
+its element, and the page's own policy lets no script run but the two that are written into it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import inspect
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemBytecodeCache, FunctionLoader, Template
+from jinja2.bccache import Bucket
+from markupsafe import Markup, escape
+
+from dlprof.plain import NBSP, plain
+from dlprof.report import formatting
+from dlprof.report.figures import drawing, parts, shapes
+from dlprof.result import SAVING, Outcome, Result
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure in large type, and what it is."""
+
+    value: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Card:
+    """A finding, written out."""
+
+    number: int
+    outcome: Outcome
+    saving: str
+    noise: str  # "± 3.10 ms", "" where it is not known
+    speedup: str
+    width: float  # the saving as a part of the step, in percent
+    where: str
+    evidence: drawing.Figure | None
+
+
+def render(result: Result) -> str:
+    """Return the page as text. Write it as UTF-8 with Unix line ends: its policy holds the hashes of its scripts."""
+    figure_of: dict[str, drawing.Figure] = {}
+    stack = parts.stack(result)
+    if stack:
+        figure_of["where"] = stack
+    waited = parts.blame(result)
+    if waited:
+        figure_of["waits"] = waited
+    cards = []
+    for number, outcome in enumerate(result.found, 1):
+        evidence = shapes.panel(outcome.evidence) if outcome.evidence else None
+        if evidence:
+            figure_of[f"evidence-{number}"] = evidence
+        cards.append(_card(number, outcome, evidence))
+    panels = [(f"panel-{i}", shapes.panel(panel)) for i, panel in enumerate(result.panels, 1)]
+    figure_of.update(panels)
+    _together([figure.spec for _, figure in panels if figure.spec])
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for fact in result.facts:
+        sections.setdefault(fact.section, []).append((fact.name, _fact(fact.name, fact.value)))
+    diagnosis, gain, share = formatting.headline(result)
+    return template("report.html").render(
+        title=f"{formatting.name(result)} · {plain(diagnosis, 120)}",
+        css=Markup(asset("page.css")),
+        scripts=tuple(Markup(s) for s in _scripts()),
+        policy=_policy(),
+        colours=colours(),
+        data=_data({name: f.spec for name, f in figure_of.items() if f.spec}),
+        name=formatting.name(result),
+        headline=emphasised(diagnosis, share),
+        calm=not result.found,
+        gain=gain,
+        lede=_lede(result),
+        notices=formatting.notices(result),
+        tiles=_tiles(result),
+        unit=formatting.unit(result),
+        result=result,
+        stack=stack,
+        waited=waited,
+        device=parts.device(result),
+        cards=cards,
+        first=cards[:DEAREST],
+        together=formatting.together(result),
+        panels=panels,
+        clear=[o for o in result.outcomes if o.state == "clear"],
+        not_measured=[o for o in result.outcomes if o.state == "not_measured"],
+        failed=[o for o in result.outcomes if o.state == "error"],
+        sections=sections,
+        command=" ".join(result.run.command),
+        missing=formatting.ranks(result.run.missing_ranks),
+        saving=SAVING,
+        blamed=formatting.blamed(result),
+        looks=formatting.DRAWN,
+        look=formatting.look,
+        categories=[
+            *formatting.ordered(part.category for part in result.time),
+            *(("waiting",) if stack and "waiting" in stack.legend else ()),
+        ],
+    )
+
+
+def _together(specs: list[dict[str, Any]]) -> None:
+    """Return the figures over the run's time one range, so that what happened at once stands above each other."""
+    timed = [s for s in specs if s["layout"].get("meta") == {"axis": "time"}]
+    xs = [x for s in timed for trace in s["data"] for x in trace["x"] if x is not None]
+    for s in timed if xs else []:
+        s["layout"]["xaxis"]["range"] = [min(0.0, *xs), max(xs)]
+
+
+def _card(number: int, outcome: Outcome, evidence: drawing.Figure | None) -> Card:
+    share = outcome.share if 0 <= outcome.share <= 1 else 0.0  # False for NaN as well
+    return Card(
+        number,
+        outcome,
+        formatting.saving(outcome),
+        formatting.noise(outcome),
+        formatting.speedup(outcome),
+        round(100 * share, 2) if formatting.saves(outcome) else 0.0,
+        formatting.ranks(outcome.ranks),
+        evidence,
+    )
+
+
+def _fact(name: str, value: str) -> str:
+    """Write large numbers as a reader wants them; what else uses facts wants them as they are."""
+    if not value.isdecimal() or len(value) < LONG_NUMBER:
+        return value
+    return formatting.quantity(float(value), "bytes") if name.endswith("bytes") else f"{int(value):,}"
+
+
+def _lede(result: Result) -> str:
+    """Who ran, where, and what was measured."""
+    hosts = {0: "", 1: " on one host"}.get(len(result.run.hosts), f" on {len(result.run.hosts)} hosts")
+    window = result.window
+    said = [f"{formatting.devices(result)}{hosts}"]
+    if window is None:
+        said.append("no steady step was recorded")
+    elif window.unit == "trace":
+        said.append("nothing marks a step, so the whole trace stands for one")
+    else:
+        source = "over the whole job" if window.source == "steps" else "in the trace"
+        said.append(f"{formatting.counted(window.steps, 'steady step')} measured {source}")
+        if window.source == "steps" and window.traced_steps:
+            said.append(f"{formatting.counted(window.traced_steps, 'step')} traced")
+    return "; ".join(said) + "."
+
+
+_MOST_TILES = 5
+DEAREST = 5  # findings that the first screen names
+LONG_NUMBER = 5  # digits that are hard to read without commas
+
+
+def _tiles(result: Result) -> list[Tile]:
+    """The figures that are known, as many as stand in a row."""
+    tiles = []
+    window = result.window
+    if window is not None:
+        tiles.append(
+            Tile(
+                formatting.duration(window.step_ns),
+                "mean steady step" if window.unit == "step" else "length of the trace",
+            )
+        )
+        first = result.found[0] if result.found else None
+        if first is not None and first.scope == "step" and 0 < first.saving_ns < window.step_ns:
+            tiles.append(Tile(formatting.duration(window.step_ns - first.saving_ns), "predicted if finding 1 is fixed"))
+        if window.mfu is not None:
+            tiles.append(Tile(formatting.percent(window.mfu), "of the device's peak arithmetic is used (MFU)"))
+    shares = formatting.mean_shares(result.time)
+    if "computation" in shares:
+        tiles.append(
+            Tile(formatting.percent(shares["computation"]), f"of the {formatting.unit(result)} is computation")
+        )
+    spans = [d for d in result.device if d.span_ns > 0]
+    if spans:
+        idle = sum(d.idle_ns / d.span_ns for d in spans) / len(spans)
+        tiles.append(Tile(formatting.percent(idle), "of the traced time the device idles"))
+    if window is not None and window.overhead is not None:
+        tiles.append(Tile(formatting.times(window.overhead), "as long while traced"))
+    return tiles[:_MOST_TILES]
+
+
+# Units that stand behind a number.
+_UNITS = frozenset(("%", "×", "s", "ms", "µs", "ns", "B", "kB", "MB", "GB", "TB"))
+
+
+def _joined(text: str) -> str:
+    """Keep figures and their units on one line."""
+    first, *rest = text.split(" ")
+    joined = [first]
+    for word in rest:
+        joined += [NBSP if joined[-1][-1:].isdigit() and word.rstrip(".,:;)") in _UNITS else " ", word]
+    return "".join(joined)
+
+
+def emphasised(sentence: str, share: str) -> Markup:
+    """Set the share that a sentence is about apart."""
+    text = _joined(sentence)
+    of = next((of for of in (" of each step", " of the trace", "") if share + of in text), "")
+    before, figure, after = text.partition(share + of) if share else (text, "", "")
+    return escape(before) + (Markup("<em>{}</em>").format(figure) if figure else Markup("")) + escape(after)
+
+
+def inline(text: object, limit: int = 2000) -> Markup:
+    """Text in which `code` stands in backticks."""
+    parts = plain(text, limit, keep="\n").replace("``", "`").split("`")
+    if len(parts) % 2 == 0:  # one backtick is not closed
+        parts[-2:] = ["`".join(parts[-2:])]
+    written = (Markup("<code>{}</code>").format(p) if i % 2 else escape(_joined(p)) for i, p in enumerate(parts))
+    return Markup("").join(written)
+
+
+def _manual(text: str) -> Markup:
+    """A rule's manual: paragraphs, lists of lines that begin with a dash, and indented code."""
+    out = []
+    every = inspect.cleandoc(plain(text, 20_000, keep="\n")).split("\n")
+    for blank, block in groupby(every, key=lambda line: not line.strip()):
+        lines = list(block)
+        if blank:
+            continue
+        if all(line.startswith("    ") for line in lines):
+            out.append(Markup("<pre>{}</pre>").format("\n".join(line[4:] for line in lines)))
+            continue
+        first = next((i for i, line in enumerate(lines) if line.lstrip().startswith(("- ", "* "))), len(lines))
+        if first:
+            out.append(Markup("<p>{}</p>").format(inline(" ".join(lines[:first]))))
+        items: list[str] = []
+        for line in lines[first:]:
+            if line.lstrip().startswith(("- ", "* ")) or not items:
+                items.append(line.lstrip()[2:])
+            else:
+                items[-1] += " " + line.strip()
+        if items:
+            out.append(
+                Markup("<ul>{}</ul>").format(Markup("").join(Markup("<li>{}</li>").format(inline(i)) for i in items))
+            )
+    return Markup("\n").join(out)
+
+
+def _whole_code(text: str) -> str:
+    """The code of an advice that is nothing but code, else nothing."""
+    before, _, rest = text.strip().partition("`")
+    code, end, after = rest.partition("`")
+    return plain(code, 2000) if end and not before + after else ""
+
+
+def colours() -> Markup:
+    """The colours of the style sheet, from the one table that the figures use."""
+
+    def block(dark: bool) -> str:
+        named = {
+            "ink": drawing.INK,
+            "mute": drawing.MUTE,
+            "line": drawing.LINE,
+            "card": drawing.CARD,
+            "hot": drawing.HOT,
+        }
+        known = {k: drawing.DARK[v] if dark else v for k, v in named.items()}
+        known |= {f"c-{k}": v.dark if dark else v.light for k, v in formatting.DRAWN.items()}
+        return "".join(f"--{k}:{v};" for k, v in known.items())
+
+    css = f":root{{{block(False)}}}@media screen and (prefers-color-scheme:dark){{:root{{{block(True)}}}}}"
+    return Markup(css)
+
+
+def _data(specs: dict[str, Any]) -> Markup:
+    """The figures as JSON that stays inside its script element and is valid in any HTML parser."""
+    often = [numbers for numbers, n in Counter(_lists(specs)).items() if n > 1]
+    packed = _packed(specs, {numbers: place for place, numbers in enumerate(often)})
+    data = {"lists": often, "figures": packed, "dark": drawing.DARK}
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    # With all but ASCII escaped already (U+2028 and U+2029 too), these three are what HTML could read.
+    for char in "<>&":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return Markup(text)
+
+
+PACKED = 60  # values in a list from which on it is worth writing once what repeats in it, or it itself
+_PART = " · "
+
+Numbers = tuple[float | None, ...]
+
+
+def _lists(value: Any) -> Iterator[Numbers]:
+    """Return every long list of numbers that lies in a specification."""
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from _lists(inner)
+    elif _is_long(value):
+        yield tuple(value)
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for inner in value:
+            yield from _lists(inner)
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, list) and len(value) >= PACKED and isinstance(value[0], (int, float))
+
+
+def _packed(value: Any, often: Mapping[Numbers, int]) -> Any:
+    """Write what repeats once.
+
+    Of long lists of texts the parts: {"texts": parts, "of": for each text the places of its parts}; of a list of
+    numbers that is there several times only its place: {"list": place}.
+    """
+    if isinstance(value, dict):
+        return {key: _packed(inner, often) for key, inner in value.items()}
+    if not isinstance(value, list):
+        return value
+    if _is_long(value):
+        place = often.get(tuple(value))
+        return value if place is None else {"list": place}
+    if len(value) < PACKED or not all(isinstance(text, str) for text in value):
+        return [_packed(inner, often) for inner in value] if value and isinstance(value[0], dict) else value
+    parts: dict[str, int] = {}
+    of = [[parts.setdefault(part, len(parts)) for part in text.split(_PART)] for text in value]
+    return {"texts": list(parts), "of": [places[0] if len(places) == 1 else places for places in of]}
+
+
+@cache
+def asset(name: str) -> str:
+    """Return the text of a file of the page."""
+    return (files("dlprof.report") / "page" / name).read_text(encoding="utf-8")
+
+
+def _scripts() -> tuple[str, ...]:
+    return asset("plotly-basic.min.js"), asset("page.js")
+
+
+@cache
+def _policy() -> str:
+    """What the browser lets this page do: run its own two scripts, and show; nothing is fetched, sent or framed."""
+    hashes = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in _scripts())
+    own = " ".join(f"'sha256-{h}'" for h in hashes)
+    # plotly sets styles on what it draws, and offers a figure as an image through data: and blob:.
+    return (
+        f"default-src 'none'; script-src {own}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def prepare() -> None:
+    """Do what every page needs whatever its result says: who waits for the result can do it meanwhile."""
+    template("report.html")
+    _policy()
+
+
+@cache
+def template(name: str) -> Template:
+    """Return a page's template, in which every text is escaped and made safe to show."""
+
+    def written(value: object) -> object:
+        return value if isinstance(value, Markup) or not isinstance(value, str) else plain(value, 2000)
+
+    environment = Environment(
+        autoescape=True,
+        finalize=written,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(asset),
+        bytecode_cache=None if sys.dont_write_bytecode else Compiled(str(Path(__file__).parent / "__pycache__")),
+    )
+    environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code)
+    return environment.get_template(name)
+
+
+class Compiled(FileSystemBytecodeCache):
+    """Keeps templates compiled beside the compiled modules, as Python keeps those; where it cannot, it does not."""
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        """Write a compiled template, or nothing where the folder cannot be written."""
+        with suppress(OSError):
+            super().dump_bytecode(bucket)

@@ -1,0 +1,108 @@
+"""Sends and receives: whom each goes to, as far as kernels, calls and groups tell."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.analysis.communication.point_to_point import point_to_point
+from dlprof.analysis.engine import RankData
+from dlprof.read.run import TRACE, Rank
+from tests.fixtures import traces
+from tests.fixtures.runs import MS
+
+US = 1_000
+
+
+def told(folder: Path, *events: Any, rank: int = 0, world_size: int = 4, **keys: Any) -> list[tuple[str, int]]:
+    made = traces.trace(traces.step(0, 0, 5 * MS), *events, rank=rank, world_size=world_size, **keys)
+    data = RankData(Rank(rank, {TRACE: traces.write(folder / "trace.json", made)}))
+    frame = data.once(point_to_point)
+    return list(zip(frame["collective"], frame["peer"], strict=True))
+
+
+def test_kernels_tell_it_themselves(tmp_path: Path) -> None:
+    sends = traces.sent("send", 1, MS, MS), traces.sent("recv", 3, 3 * MS, MS)
+    assert told(tmp_path, *sends) == [("send", 1), ("recv", 3)]
+
+
+def issued(name: str, peer: int, at: int) -> Any:
+    key = "Dst Rank" if name == "send" else "Src Rank"
+    return traces.op("record_param_comms", at, 2 * US, **{"Collective name": name, key: peer})
+
+
+def batch(at: int, start: int, number: int) -> list[Any]:
+    """Return the launch and the kernel of several sends and receives at once."""
+    return traces.launched("ncclDevKernel_SendRecv(ncclDevKernelArgs)", at, start, MS, number, stream=21)
+
+
+def test_of_a_batch_the_calls_before_its_launch_tell(tmp_path: Path) -> None:
+    events = [
+        issued("send", 1, 100 * US),
+        issued("recv", 1, 110 * US),
+        *batch(200 * US, MS, 5),
+        issued("send", 3, 300 * US),
+        *batch(400 * US, 3 * MS, 6),
+    ]
+    assert told(tmp_path, *events) == [("send", 1), ("recv", 1), ("send", 3)]
+
+
+def test_a_kernel_that_no_call_came_before_may_be_a_collective(tmp_path: Path) -> None:
+    events = [*batch(50 * US, MS, 5), issued("recv", 2, 300 * US), *batch(400 * US, 3 * MS, 6)]
+    assert told(tmp_path, *events) == [("recv", 2)]
+
+
+def test_calls_of_another_thread_are_another_kernels(tmp_path: Path) -> None:
+    events = [issued("send", 1, 100 * US), {**issued("send", 2, 110 * US), "tid": 77}, *batch(200 * US, MS, 5)]
+    assert told(tmp_path, *events) == [("send", 1)]
+
+
+@pytest.mark.parametrize(("ranks", "peer"), [((0, 2), 2), ((0, 1, 2), -1)])
+def test_in_a_group_of_two_there_is_only_one_other(tmp_path: Path, ranks: tuple[int, ...], peer: int) -> None:
+    assert told(tmp_path, traces.sent("send", 2, MS, MS, group="7", ranks=ranks, told=False)) == [("send", peer)]
+
+
+def gloo(name: str, call: str, at: int, *inputs: str) -> list[Any]:
+    args = {"Concrete Inputs": ["", "", *inputs]} if inputs else {}
+    return [traces.op(call, at, 20 * US, **args), traces.annotation(f"gloo:{name}", at + 10 * US, MS)]
+
+
+def test_gloos_ranges_are_the_calls_that_they_began_in(tmp_path: Path) -> None:
+    events = [
+        *gloo("send", "c10d::send", 0, "1", "0"),
+        *gloo("recv", "c10d::recv_", 30 * US, "3", "0"),
+        *gloo("send", "c10d::send", 3 * MS, "2", "0"),
+    ]
+    assert told(tmp_path, *events, device="", backend="gloo") == [("send", 1), ("recv", 3), ("send", 2)]
+
+
+@pytest.mark.parametrize(("world_size", "peer"), [(2, 0), (3, -1)])
+def test_gloo_without_inputs_tells_only_in_a_job_of_two(tmp_path: Path, world_size: int, peer: int) -> None:
+    events = gloo("recv", "c10d::recv_", 0)
+    found = told(tmp_path, *events, rank=1, world_size=world_size, device="", backend="gloo")
+    assert found == [("recv", peer)]
+
+
+@pytest.mark.parametrize(("name", "key"), [("send", "Dst Rank"), ("recv", "Src Rank")])
+def test_torch_tells_the_others_number_in_the_group_and_its_rank(tmp_path: Path, name: str, key: str) -> None:
+    # As torch 2.6 and later write it: "Rank" is the other's place among ranks 4 to 7, beside its rank in the job.
+    event = traces.sent(name, 6, MS, MS, group="3", ranks=(4, 5, 6, 7), told=False)
+    event["args"] |= {"Rank": 2, key: 6, "Seq": -1, "In split size": "[]", "Global rank start": 4}
+    assert told(tmp_path, event, rank=5, world_size=8) == [(name, 6)]
+
+
+def test_of_a_batch_torch_calls_coalesced_the_calls_tell(tmp_path: Path) -> None:
+    events = [issued("send", 1, 100 * US), issued("recv", 3, 110 * US), *batch(200 * US, MS, 5)]
+    events[-1]["args"] |= {"Collective name": "coalesced", "Process Group Name": "0", "dtype": "BFloat16"}
+    assert told(tmp_path, *events) == [("send", 1), ("recv", 3)]
+
+
+def test_an_older_trace_tells_by_torchs_marks(tmp_path: Path) -> None:
+    # Before "Dst Rank": the mark around the launch names both places in the group.
+    events = [
+        traces.annotation("nccl:send 1->2", 100 * US, 120 * US),
+        *batch(200 * US, MS, 5),
+        traces.annotation("nccl:recv 1<-0", 300 * US, 120 * US),
+        *batch(400 * US, 3 * MS, 6),
+    ]
+    assert told(tmp_path, *events, rank=1) == [("send", 2), ("recv", 0)]

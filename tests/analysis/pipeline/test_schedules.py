@@ -1,0 +1,159 @@
+"""The order of every schedule against torch's own, and how long orders take against figures worked out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dlprof.analysis.pipeline.schedules import (
+    GPIPE,
+    INTERLEAVED,
+    LOOPED,
+    ONE_F_ONE_B,
+    SCHEDULES,
+    SINGLE,
+    V_SHAPED,
+    Action,
+    Grid,
+    grid,
+    replay,
+    runs,
+)
+
+WORDS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+SHAPES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 6, 8, 10, 16), (1, 2, 3)))
+
+
+def took(made: Grid, forward: float, inputs: float, weights: float) -> dict[Action, float]:
+    one = {"forward": forward, "input": inputs, "weight": weights, "backward": inputs + weights}
+    return {action: one[action[1]] for row in made.rows for action in row}
+
+
+def bubble(schedule: str, ranks: int, microbatches: int, chunks: int, *passes: float) -> float:
+    """Return the idle share of a step whose stages are alike, each pass of so many ns a rank and micro-batch."""
+    made = grid(schedule, ranks, microbatches, chunks)
+    step = replay(made.rows, took(made, *(t / chunks for t in passes)), made.held)
+    return 1 - microbatches * sum(passes) / step
+
+
+def torchs(schedule: str, ranks: int, microbatches: int, chunks: int) -> list[list[Action]]:
+    """Return torch's own grid, pairs of actions that it does as one taken apart."""
+    visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer", reason="torch >= 2.9 has it")
+
+    def flat(row: list[Any]) -> Iterator[Action]:
+        for action in row:
+            for a in (action.sub_actions or (action,)) if action is not None else ():
+                if a.computation_type.value in WORDS:
+                    yield a.stage_index, WORDS[a.computation_type.value], a.microbatch_index
+
+    name = schedule.removeprefix("Schedule")
+    return [list(flat(row)) for row in visualizer.get_schedule_ops(name, ranks, microbatches, chunks)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_rank_does_what_torch_has_it_do(schedule: str) -> None:
+    for shape in SHAPES:
+        if not runs(schedule, *shape):
+            continue
+        ours, theirs = grid(schedule, *shape).rows, torchs(schedule, *shape)
+        if schedule == ONE_F_ONE_B:
+            # Its picture of the last rank begins with micro-batch 1 and ends with one that is not there; what it runs
+            # is another method (tests/record/collectors/test_pipeline.py sees that). The other ranks are right.
+            assert theirs.pop()[0] == (shape[0] - 1, "forward", 1)
+        assert [list(row) for row in ours[: len(theirs)]] == theirs, shape
+
+
+def test_dual_pipe_v_does_in_one_what_torch_overlaps() -> None:
+    visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer", reason="torch >= 2.9 has it")
+    for ranks, microbatches in ((2, 4), (4, 8), (4, 13)):
+        theirs = visualizer.get_schedule_ops("DualPipeV", ranks, microbatches, 2)
+        pairs = {a.sub_actions[0] for row in theirs for a in row if a is not None and a.sub_actions}
+        held = grid("ScheduleDualPipeV", ranks, microbatches, 2).held
+        assert held == {(a.stage_index, "forward", a.microbatch_index) for a in pairs}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_stage_does_every_microbatch_once_and_none_waits_for_good(schedule: str) -> None:
+    for ranks, microbatches, chunks in SHAPES:
+        if not runs(schedule, ranks, microbatches, chunks):
+            continue
+        made = grid(schedule, ranks, microbatches, chunks)
+        done = [action for row in made.rows for action in row]
+        assert len(set(done)) == len(done)
+        assert {(s, m) for s, what, m in done if what == "forward"} == set(
+            itertools.product(range(ranks * chunks), range(microbatches))
+        )
+        back = {(s, m) for s, what, m in done if what == "backward"}
+        halves = [{(s, m) for s, what, m in done if what == half} for half in ("input", "weight")]
+        assert halves[0] == halves[1]
+        assert back | halves[0] == set(itertools.product(range(ranks * chunks), range(microbatches)))
+        assert not back & halves[0]
+        step = replay(made.rows, took(made, 1, 1, 1), made.held)
+        assert step >= 3 * chunks * microbatches
+
+
+@pytest.mark.parametrize("passes", [(1.0, 1.0, 1.0), (1.0, 2.0, 1.0), (3.0, 0.5, 0.5)])
+def test_filling_and_draining_costs_what_the_papers_say_whatever_the_passes(passes: tuple[float, ...]) -> None:
+    for schedule, ranks, rounds, chunks in itertools.product((*SINGLE, *LOOPED[:2]), (2, 4, 8), (1, 2, 4), (1, 2, 4)):
+        microbatches = ranks * rounds
+        if runs(schedule, ranks, microbatches, chunks):
+            expected = (ranks - 1) / (chunks * microbatches + ranks - 1)
+            assert bubble(schedule, ranks, microbatches, chunks, *passes) == pytest.approx(expected), schedule
+
+
+def test_zero_bubbles_are_what_the_papers_say_where_the_halves_are_alike() -> None:
+    # Interleaved ZB1P leaves (p − 1) forwards of a chunk, ZBV none: its ranks end in the order in which they began.
+    assert bubble("ScheduleInterleavedZeroBubble", 4, 8, 2, 1, 1, 1) == pytest.approx(1.5 / 25.5)
+    assert bubble("ScheduleZBVZeroBubble", 4, 8, 2, 1, 1, 1) == pytest.approx(0)
+    # Weights for nothing leave nothing to fill the gaps with.
+    assert bubble("ScheduleInterleavedZeroBubble", 4, 8, 2, 1, 2, 0) == pytest.approx(3 / 19)
+    assert bubble("ScheduleZBVZeroBubble", 4, 8, 2, 1, 2, 0) > 0.1
+
+
+def test_a_pair_hands_on_only_at_its_end() -> None:
+    row: list[tuple[Action, ...]] = [
+        ((0, "forward", 0), (0, "weight", 7)),
+        ((1, "forward", 0),),
+    ]
+    lengths = {(0, "forward", 0): 1.0, (0, "weight", 7): 5.0, (1, "forward", 0): 10.0}
+    # A step begins on each rank with its own first action, so what the second waits for shows only in an action before.
+    row[1] = ((1, "weight", 7), (1, "forward", 0))
+    lengths[1, "weight", 7] = 0.5
+    assert replay(row, lengths) == 11.0
+    assert replay(row, lengths, held=frozenset({(0, "forward", 0)})) == 16.0
+
+
+def test_launching_and_handing_over_take_their_time() -> None:
+    made = grid(ONE_F_ONE_B, 2, 2)
+    lengths = took(made, 10, 10, 10)
+    assert replay(made.rows, lengths) == 90
+    # The second stage's four actions, the first's first and last: six in a row, with two hand-overs.
+    assert replay(made.rows, lengths, launch=1) == 96
+    assert replay(made.rows, lengths, hand_over=1) == 92
+
+
+def test_an_order_that_cannot_be_gives_no_number() -> None:
+    rows = [[(0, "backward", 0), (0, "forward", 0)], [(1, "forward", 0), (1, "backward", 0)]]
+    assert math.isnan(replay(rows, {action: 1.0 for row in rows for action in row}))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape"),
+    [
+        (ONE_F_ONE_B, (4, 3, 1)),
+        (GPIPE, (4, 4, 2)),
+        (INTERLEAVED, (4, 9, 2)),
+        (INTERLEAVED, (4, 8, 1)),
+        (V_SHAPED[0], (2, 4, 3)),
+        (V_SHAPED[1], (2, 3, 2)),
+        ("ScheduleOfMyOwn", (2, 4, 1)),
+    ],
+)
+def test_what_torch_refuses_is_refused(schedule: str, shape: tuple[int, int, int]) -> None:
+    assert not runs(schedule, *shape)
+    with pytest.raises(ValueError, match="micro-batches on"):
+        grid(schedule, *shape)

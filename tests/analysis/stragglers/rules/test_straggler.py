@@ -1,0 +1,309 @@
+"""A late rank: named with what its lateness costs; silent on ranks that take turns; abstaining where one is missing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dlprof.analysis.engine import measure
+from dlprof.analysis.machine.samples import sample_means
+from dlprof.analysis.stragglers import late_ranks
+from dlprof.analysis.stragglers.rules.straggler import RULE
+from dlprof.read.run import open_run
+from tests.analysis.communication.test_blame import held_up
+from tests.analysis.communication.test_collectives import late_by
+from tests.analysis.stragglers.test_own_time import cpu_run
+from tests.fixtures import runs, traces
+from tests.fixtures.asking import ask
+from tests.fixtures.runs import MS, asked
+
+
+def test_the_culprit_is_named_and_why(tmp_path: Path) -> None:
+    found = ask(RULE, runs.foreign(tmp_path, *late_by(0, 200_000, 2 * MS, 100_000)))
+    assert (found.state, found.ranks) == ("found", (2,))
+    # A step of 6 ms; without rank 2, rank 1 sets the pace, 1.8 ms earlier.
+    assert found.saving_ns == pytest.approx(1.8 * MS)
+    assert found.share == pytest.approx(0.3)
+    assert "computes longer" in found.summary
+    assert [cost.rank for cost in found.by_rank] == [2]
+    assert found.by_rank[0].ns == pytest.approx(1.8 * MS)
+    assert found.evidence is not None
+    assert found.evidence.columns[1] == "own time_ns"
+    # Rank 2 waits for nobody.
+    assert found.evidence.rows[0][:3] == (2, pytest.approx(6 * MS), pytest.approx(0, abs=1))
+
+
+def test_the_next_slowest_bounds_the_gain(tmp_path: Path) -> None:
+    clear = ask(RULE, runs.foreign(tmp_path, *late_by(0, 2 * MS, 2 * MS)))
+    assert (clear.state, clear.share, clear.summary) == ("clear", 0.0, "no rank makes the others wait")
+
+
+def test_ranks_alike_are_left_alone(tmp_path: Path) -> None:
+    clear = ask(RULE, runs.foreign(tmp_path, *late_by(10_000, 0, 20_000)))
+    assert (clear.state, clear.ranks) == ("clear", (2,))
+    assert clear.saving_ns == pytest.approx(10_000)
+
+
+def test_ranks_late_in_turn_are_no_straggler(tmp_path: Path) -> None:
+    one, other = late_by(0, 2 * MS), late_by(2 * MS, 0)
+    period = 6 * MS / 1000
+    made = []
+    for rank in range(2):
+        events = []
+        for block in range(3):
+            source = (one, other)[block % 2][rank]["traceEvents"]
+            for e in source:
+                step = e["name"].startswith("ProfilerStep")
+                number = int(e["name"][-1]) + 3 * block if step else 0
+                events.append(
+                    {**e, "ts": e["ts"] + block * 3 * period, **({"name": f"ProfilerStep#{number}"} if step else {})}
+                )
+        made.append({**one[rank], "traceEvents": events})
+    assert ask(RULE, runs.foreign(tmp_path, *made)).state != "found"
+
+
+def test_a_late_loader_is_the_loaders_rule_to_find(tmp_path: Path) -> None:
+    clear = ask(RULE, runs.foreign(tmp_path, *held_up({}, {"input_wait": 2 * MS}, {})))
+    assert (clear.state, clear.ranks) == ("clear", (1,))
+    assert clear.share == pytest.approx(0.0)
+    assert clear.by_rank[0].ns == pytest.approx(2 * MS)
+    assert "rank 1 is 40 % of a step behind, as it waits longer for its data: see input_wait" in clear.summary
+
+
+def test_what_another_rule_owns_is_not_claimed_twice(tmp_path: Path) -> None:
+    found = ask(RULE, runs.foreign(tmp_path, *held_up({}, {"input_wait": MS, "computation": MS}, {})))
+    assert (found.state, found.ranks) == ("found", (1,))
+    assert found.saving_ns == pytest.approx(MS)
+    assert found.by_rank[0].ns == pytest.approx(2 * MS)  # what its lateness costs in all
+    assert "counted by input_wait" in found.summary
+
+
+def test_all_ranks_of_a_host_may_be_late_together(tmp_path: Path) -> None:
+    hosts = ["node-1"] * 4 + ["node-2"] * 4
+    more = [{"host": int(MS * slow)} for slow in (0, 0.1, 0.05, 0, 1, 1.02, 1.05, 1)]
+    found = ask(RULE, runs.foreign(tmp_path, *held_up(*more, hosts=hosts)))
+    assert (found.state, found.ranks) == ("found", (4, 5, 6, 7))
+    assert found.saving_ns == pytest.approx(0.9 * MS)
+    assert "host node-2" in found.verdict
+
+
+def test_more_kernels_are_more_work_and_longer_ones_are_not(tmp_path: Path) -> None:
+    made = held_up({}, {"computation": MS}, {})
+    assert "as many kernels, each 1.57 × as long" in ask(RULE, runs.foreign(tmp_path / "longer", *made)).summary
+    kernels = [e for e in made[1]["traceEvents"] if e["name"] == "gemm"]
+    for e in kernels:
+        made[1]["traceEvents"].append({**e, "ts": e["ts"] + e["dur"] / 2, "dur": e["dur"] / 2})
+        e["dur"] /= 2
+    found = ask(RULE, runs.foreign(tmp_path / "more", *made))
+    assert "3 kernels a step, the others 2" in found.summary
+    assert "same number of batches" in found.advice[0]
+
+
+def test_more_data_is_told_from_slower_kernels(tmp_path: Path) -> None:
+    made = held_up({}, {"computation": MS}, {})
+    for e in made[1]["traceEvents"]:
+        if "Memcpy" in e["name"]:
+            e["args"]["bytes"] *= 2
+    found = ask(RULE, runs.foreign(tmp_path, *made))
+    assert "2.00 × the others' data" in found.summary
+
+
+def test_where_ranks_are_missing_the_shortest_collectives_vote(tmp_path: Path) -> None:
+    made = held_up({}, {"computation": 2 * MS}, {"copy": 10_000}, {}, {"copy": 20_000}, {})
+    found = ask(RULE, runs.foreign(tmp_path / "here", *made[:5]))
+    assert (found.state, found.ranks) == ("found", (1,))
+    assert found.saving_ns == pytest.approx(2 * MS - 20_000)
+    assert "1 of 6 ranks are not here" in found.sure
+    assert found.by_rank[0].ns == found.saving_ns
+    assert found.evidence is not None
+    assert found.evidence.rows[0][0] == 1
+    # Without the late rank, the others' collectives are all alike.
+    for n, rank in enumerate(r for r in range(6) if r != 1):
+        traces.write(tmp_path / "gone" / f"rank{n}.json.gz", made[rank])
+    answer = ask(RULE, tmp_path / "gone")
+    assert answer.state == "not_measured"
+    assert "its trace is not here" in answer.why
+
+
+def test_a_missing_rank_abstains(tmp_path: Path) -> None:
+    answer = ask(RULE, runs.foreign(tmp_path, *late_by(0, 0, 2 * MS)[:2]))
+    assert (answer.state, "1 of 3 are not here" in answer.why) == ("not_measured", True)
+
+
+def test_one_rank_abstains(tmp_path: Path) -> None:
+    assert ask(RULE, runs.foreign(tmp_path, *late_by(0))).state == "not_measured"
+
+
+def test_what_was_unusual_about_the_traced_steps_is_taken_off(tmp_path: Path) -> None:
+    # Rank 1 needs 1 ms more forward in every step; in two of the three traced steps rank 0 was held up by 1 ms itself.
+    held = (1 * MS, 0, 1 * MS)
+    made, light = [], []
+    for rank in range(2):
+        events, rows = [], []
+        for n in range(3):
+            forward = 3 * MS if rank else 2 * MS + held[n]
+            t = n * 8 * MS
+            events += [
+                traces.step(20 + n, t, 8 * MS),
+                traces.annotation("dlprof::forward", t, forward),
+                traces.op("aten::conv2d", t, forward),
+                traces.annotation("dlprof::backward", t + forward, 8 * MS - forward),
+                traces.op("aten::conv_backward", t + forward, 2 * MS),
+                traces.annotation("gloo:all_reduce", t + forward + 2 * MS, 6 * MS - forward),
+            ]
+            rows.append(runs.light(20 + n, 8 * MS, forward_ns=forward, backward_ns=8 * MS - forward, profiled=1))
+        made.append(traces.trace(*events, rank=rank, backend="gloo", device=""))
+        usual = 3 * MS if rank else 2 * MS
+        light.append([runs.light(n, 8 * MS, forward_ns=usual, backward_ns=8 * MS - usual) for n in range(20)] + rows)
+    folder = runs.recorded(tmp_path / "run", *((m, s, runs.CPU) for m, s in zip(made, light, strict=True)))
+    found = ask(RULE, folder)
+    assert (found.state, found.ranks) == ("found", (1,))
+    assert found.saving_ns == pytest.approx(1 * MS, rel=0.01)
+
+
+@pytest.mark.parametrize(("cores", "state"), [((0.8, 0.81), "clear"), ((0.8, 0.97), "found"), ((), "found")])
+def test_who_is_late_in_the_traced_steps_alone_is_not_busy_for_longer(
+    tmp_path: Path, cores: tuple[float, ...], state: str
+) -> None:
+    """In the backward pass, where all wait, rank 1 takes 1 of 6 ms more; the light layer cannot tell it."""
+    folder = cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=(MS, MS, MS))
+    for rank, mine in enumerate(cores):
+        runs.loading(folder, rank, step=6 * MS, wait=0, fetch=MS, cpu=0, n=20, workers=1, cores=mine)
+    said = ask(RULE, folder)
+    assert said.state == state
+    if state == "found":
+        assert said.ranks == (1,)
+        assert said.saving_ns == pytest.approx(1 * MS, rel=0.05)
+    else:
+        assert said.share == pytest.approx(0.01)
+        assert said.by_rank[0].ns == pytest.approx(1 * MS, rel=0.05)
+        assert "busy for 1.0 % more of the time at most" in said.summary
+
+
+def test_one_thread_is_busy_for_as_long_as_its_rank_takes(tmp_path: Path) -> None:
+    """In three steps rank 1 takes 0.8 to 1.2 of 6.2 ms more; in all of them it is busy for a tenth more."""
+    for name, mine, state in (("late", 0.9, "found"), ("alike", 0.84, "clear")):
+        folder = cpu_run(
+            tmp_path / name, MS, MS, extra_backward=(MS * 4 // 5, MS, MS * 6 // 5), torch_threads=1, count=8, affinity=8
+        )
+        for rank, cores in enumerate((0.8, mine)):
+            runs.loading(folder, rank, step=31 * MS // 5, wait=0, fetch=MS, cpu=0, n=20, workers=1, cores=cores)
+        said = ask(RULE, folder)
+        assert said.state == state
+        if state == "found":
+            assert said.saving_ns == pytest.approx(0.62 * MS, rel=0.01)
+            assert "as what each rank is busy tells" in said.sure
+        else:
+            assert said.share == pytest.approx(0.04)
+            assert "4.0 % in all steady ones, as what each rank is busy tells" in said.summary
+
+
+def without_a_core(tmp_path: Path, waited: tuple[float, float], others: float = 0.0, affinity: int = 2) -> Path:
+    """Write a run whose rank 1 takes 5 ms more of 10; each rank stands ready without a core for a share of the time."""
+    folder = cpu_run(tmp_path, MS, 6 * MS, torch_threads=1, count=2, affinity=affinity)
+    at = [traces.BASE_NS + n * 1_000 * MS for n in range(20)]
+    for rank, share in enumerate(waited):
+        rows = [{"at_ns": t, "cpu_s": 0.6 * n, "main_thread_waited_ns": int(share * n * 1e9)} for n, t in enumerate(at)]
+        (folder / f"ranks/{rank:05d}/processes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "hosts/node-1").mkdir(parents=True)
+    lines = [json.dumps({"at_ns": t, "core_percent": [round(60 + 50 * others)] * 2}) + "\n" for t in at]
+    (folder / "hosts/node-1/host.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.mark.parametrize(("device", "share"), [("cpu", 0.5), ("cuda", 0.0)])
+def test_what_a_rank_lacks_of_a_core_is_its_computing_on_a_cpu_only(tmp_path: Path, device: str, share: float) -> None:
+    folder = without_a_core(tmp_path, (0.0, 0.5))
+    for file in folder.glob("ranks/*/facts.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"device": {"type": device}}))
+    run = measure(open_run(folder), [sample_means], jobs=1)
+    assert asked(run, late_ranks.without_core, (1,)) == pytest.approx(share, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("waited", "others", "affinity", "saved"),
+    [
+        ((0.0, 0.5), 0.0, 2, None),  # what the late rank lacks, the other has
+        ((0.1, 0.2), 0.0, 2, 0.4),
+        ((0.3, 0.2), 0.0, 2, 0.5),
+        ((0.1, 0.5), 0.5, 2, 0.5),  # a program of somebody else's takes cores
+        ((0.1, 0.5), 0.0, 1, 0.5),  # each rank has cores of its own
+    ],
+)
+def test_a_core_that_the_jobs_other_ranks_have_is_not_saved(
+    tmp_path: Path, waited: tuple[float, float], others: float, affinity: int, saved: float | None
+) -> None:
+    said = ask(RULE, without_a_core(tmp_path, waited, others, affinity))
+    if saved is None:
+        assert said.state == "clear"
+        assert said.share == pytest.approx(0.0, abs=1e-3)
+        assert said.by_rank[0].ns == pytest.approx(5 * MS, rel=0.01)
+        assert "without a core for 50 % more of the time than the job's other ranks on its host" in said.summary
+    else:
+        assert said.saving_ns == pytest.approx(saved * 10 * MS, rel=0.01)
+
+
+@pytest.mark.parametrize(("apart", "state"), [(0.15, "found"), (0.3, "clear")])
+def test_a_few_steps_against_all_others_must_be_sure(tmp_path: Path, apart: float, state: str) -> None:
+    # Three steps whose mean is 1 ms: 5.2 or 2.6 times as much as its standard error (Student's, of three).
+    more = [round((1 + by) * MS) for by in (-apart, 0.0, apart)]
+    said = ask(RULE, cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=more))
+    assert said.state == state
+    if state == "clear":
+        assert said.share < 0.02
+
+
+@pytest.mark.parametrize(("apart", "state"), [(0.5, "found"), (1.8, "clear")])
+def test_where_two_looks_name_two_ranks_one_must_be_sure(tmp_path: Path, apart: float, state: str) -> None:
+    # Rank 0 is 1 ms behind in the mean of 100 steps, 8 or 2.3 times its standard error; in the traced ones, rank 1 is.
+    # Disturbances last for ten steps.
+    made, light = [], []
+    for rank in range(2):
+        late = [round((2 + (1 + apart * (-1) ** (n // 10)) * (rank == 0)) * MS) for n in range(100)]
+        forward = [*late, *(2 * MS + rank * MS // 2 for _ in range(3))]
+        events = []
+        for n in range(100, 103):
+            t = (n - 100) * 8 * MS
+            events += [
+                traces.step(n, t, 8 * MS),
+                traces.annotation("dlprof::forward", t, forward[n]),
+                traces.op("aten::conv2d", t, forward[n]),
+                traces.annotation("dlprof::backward", t + forward[n], 8 * MS - forward[n]),
+                traces.op("aten::conv_backward", t + forward[n], 2 * MS),
+                traces.annotation("gloo:all_reduce", t + forward[n] + 2 * MS, 6 * MS - forward[n]),
+            ]
+        made.append(traces.trace(*events, rank=rank, backend="gloo", device=""))
+        rows = [(n, f, int(n >= 100)) for n, f in enumerate(forward)]
+        light.append(
+            [runs.light(n, 8 * MS, forward_ns=f, backward_ns=8 * MS - f, profiled=traced) for n, f, traced in rows]
+        )
+    said = ask(RULE, runs.recorded(tmp_path / "run", *((m, s, runs.CPU) for m, s in zip(made, light, strict=True))))
+    assert (said.state, said.ranks) == (state, (0,))
+    assert said.by_rank[0].ns > 0.05 * 8 * MS
+    if state == "clear":
+        assert said.saving_ns == 0
+        assert "none is late for sure" in said.summary
+
+
+@pytest.mark.parametrize(
+    ("parameters", "gained"),
+    # Held and trained; the same held twice, as where a model is called without what wraps it; or not told.
+    [((2_000, 8_000), 2), ((5_000, 5_000), 4), ((400, 900), 4), ((0, 8_000), 4)],
+)
+def test_work_on_what_others_do_not_hold_is_shared_out(
+    tmp_path: Path, parameters: tuple[int, int], gained: int
+) -> None:
+    """Of 9 ms rank 1 computes 7 and rank 0 3: 5 each, where it is of parameters that only rank 1 holds."""
+    folder = cpu_run(tmp_path, 1 * MS, 5 * MS)
+    for rank, n in enumerate(parameters):
+        file = folder / f"ranks/{rank:05d}/facts.json"
+        models = [{"class": "Net", "parameters": 100}, {"class": "Table", "parameters": n}] if n else []
+        optimizers = [{"class": "SGD", "parameters": 1 if n < 1_000 else n // 1_000}]
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"models": models, "optimizers": optimizers}))
+    found = ask(RULE, folder)
+    assert (found.state, found.ranks) == ("found", (1,))
+    assert found.saving_ns == pytest.approx(gained * MS)
+    shared = gained == 2
+    assert ("it holds 8,100 parameters, the others 2,100" in found.summary) == shared
+    assert ("shared out evenly" in found.sure) == shared
+    assert ("none of its work is moved" in found.sure) != shared

@@ -1,0 +1,33 @@
+"""How much a rank has to do: kernels on a device, operators on a CPU, and what tells more work from slower work."""
+
+from pathlib import Path
+
+import numpy as np
+
+from dlprof.analysis.machine.samples import sample_means
+from dlprof.analysis.stragglers.workload import Reason, longer_because, workload
+from tests.analysis.communication.test_blame import held_up
+from tests.analysis.stragglers.test_own_time import cpu_run
+from tests.fixtures import runs, traces
+from tests.fixtures.runs import MS, asked
+
+
+def test_kernels_and_copied_bytes_of_a_step(tmp_path: Path) -> None:
+    made = held_up({}, {"computation": MS})
+    frame = runs.measured(runs.foreign(tmp_path, *made), workload).frame(workload).set_index("rank")
+    assert frame["pieces"].to_dict() == {0: 2, 1: 2}
+    assert frame["piece_ns"].to_dict() == {0: 875_000, 1: 1_375_000}
+    assert frame["copied_bytes"].to_dict() == {0: 1_000_000, 1: 1_000_000}
+
+
+def test_a_cpu_has_operators(tmp_path: Path) -> None:
+    run = runs.measured(cpu_run(tmp_path, 1 * MS, 3 * MS), workload, sample_means)
+    frame = run.frame(workload).set_index("rank")
+    assert frame["pieces"].to_dict() == {0: 2, 1: 2}
+    assert np.isnan(frame["copied_bytes"]).all()
+    assert asked(run, longer_because, 1).said.startswith("as many operators, each 1.67 ×")
+
+
+def test_ranks_alike_give_no_reason(tmp_path: Path) -> None:
+    run = runs.measured(runs.foreign(tmp_path, traces.training(), traces.training(rank=1)), workload, sample_means)
+    assert asked(run, longer_because, 0) == Reason()

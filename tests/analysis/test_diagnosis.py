@@ -1,0 +1,451 @@
+"""Every rule answers once, in one of four ways, and one that breaks costs only its own row."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace as replace_rule
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dlprof.analysis import engine
+from dlprof.analysis.diagnosis import diagnose, rule_named
+from dlprof.analysis.engine import per_rank
+from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.rules import RULES
+from dlprof.analysis.step.spread import LEAST_NOISE
+from dlprof.errors import DlprofError, NotMeasured
+from dlprof.read.run import Run, open_run
+from dlprof.result import CATEGORIES, MOST_RANKS, Panel, to_json
+from tests.fixtures import runs, traces
+from tests.fixtures.runs import CPU, MS, light, recorded
+
+Check = Callable[..., Estimate]
+
+# Three marks of 0.99 ms that begin every ms: on the device two steps last until the next begins.
+STEP_NS = 2_990_000 / 3
+
+
+@per_rank
+def breaks() -> pd.DataFrame:
+    """Break."""
+    raise ZeroDivisionError("on purpose")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a run of two ranks with three traced steps of 0.99 ms each."""
+    folder = tmp_path_factory.mktemp("job")
+    for r in range(2):
+        traces.write(folder / f"rank{r}.json", traces.training(rank=r))
+    return open_run(folder)
+
+
+def rule(check: Check, name: str = "some_rule", saves_from: tuple[str, ...] = ()) -> Rule:
+    return Rule(name, "Some state", check, saves_from)
+
+
+def finding(saving: float = 0.5, ranks: tuple[int, ...] = (0,), **said: Any) -> Check:
+    """Return a check that estimates a saving of a share of the step, the same for some ranks."""
+    told = {name: said.pop(name) for name in ("evidence", "sure", "verdict") if name in said}
+
+    def check(mean_step_ns: float) -> Estimate:
+        saves = said.get("saving_ns", saving * mean_step_ns)
+        explanation = Explanation(title="Found", summary="It is so.", changes=(change("Change it."),), **told)
+        figures = {
+            "saving_ns": saves,
+            "by_rank_ns": dict.fromkeys(ranks, abs(saves) or 1.0),
+            "loses": "is lost",
+            **said,
+        }
+        return Estimate(explain=lambda: explanation, **figures)
+
+    return check
+
+
+def raising(error: Exception) -> Check:
+    def check() -> Estimate:
+        raise error
+
+    return check
+
+
+def answer(job: Run, check: Check) -> Any:
+    (outcome,) = diagnose(job, [rule(check)], jobs=1).outcomes
+    return outcome
+
+
+def test_found(job: Run) -> None:
+    panel = Panel("bars", "Steps", (("step 0", 1.5),), unit="ns")
+    said = answer(job, finding(0.25, evidence=panel, verdict="A quarter.", sure="By hand."))
+    assert (said.state, said.id, said.title, said.summary) == ("found", "some_rule", "Found", "It is so.")
+    assert (said.share, said.speedup) == (pytest.approx(0.25), pytest.approx(4 / 3))
+    assert said.saving_ns == pytest.approx(0.25 * STEP_NS)
+    assert (said.advice, said.ranks, said.evidence) == (("Change it.",), (0,), panel)
+    assert (said.verdict, said.sure, said.why) == ("A quarter.", "By hand.", "")
+
+
+def test_clear(job: Run) -> None:
+    said = answer(job, lambda: nothing("Looked, and saw nothing."))
+    assert (said.state, said.title, said.summary) == ("clear", "Some state", "Looked, and saw nothing.")
+    assert (said.saving_ns, said.share, said.speedup, said.why) == (0, 0, 1, "")
+
+
+def test_what_is_below_the_threshold_keeps_its_figures(job: Run) -> None:
+    checked = replace_rule(rule(finding(0.04, noise_ns=5.0, ranks=(0, 1))), notable=0.05)
+    said = diagnose(job, [checked], jobs=1).outcomes[0]
+    assert (said.state, said.summary) == ("clear", "4.0 % of each step is lost")
+    assert said.share == pytest.approx(0.04)
+    assert said.saving_ns == pytest.approx(0.04 * STEP_NS)
+    assert (said.noise_ns, said.ranks, [cost.rank for cost in said.by_rank]) == (5.0, (0, 1), [0, 1])
+    # An estimate may know better from where on it is worth a word.
+    easy = replace_rule(rule(finding(0.04, notable=0.03)), notable=0.05)
+    assert diagnose(job, [easy], jobs=1).outcomes[0].state == "found"
+
+
+def test_the_verdict_tells_what_is_lost_and_the_saving_what_comes_back(job: Run) -> None:
+    said = answer(job, finding(0.1, lost_ns=0.3 * STEP_NS))
+    assert (said.verdict, said.share, said.lost_share) == (
+        "30 % of each step is lost.",
+        pytest.approx(0.1),
+        pytest.approx(0.3),
+    )
+
+
+def test_ranks_that_it_costs_half_the_most_are_named(job: Run) -> None:
+    costs = {0: 10.0, 1: 4.9, 2: 5.0, 3: 0.0}
+    said = answer(job, finding(0.1, by_rank_ns=costs))
+    assert said.ranks == (0, 2)
+    assert {cost.rank: cost.ns for cost in said.by_rank} == {0: 10.0, 1: 4.9, 2: 5.0}
+    many = answer(job, finding(0.1, by_rank_ns={rank: float(rank) for rank in range(2 * MOST_RANKS)}))
+    assert [cost.rank for cost in many.by_rank] == list(range(MOST_RANKS, 2 * MOST_RANKS))
+
+
+def test_nothing_is_explained_that_is_not_found(job: Run) -> None:
+    def check(mean_step_ns: float) -> Estimate:
+        return Estimate(saving_ns=0.01 * mean_step_ns, loses="is lost", explain=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+
+    assert answer(job, check).state == "clear"
+    quiet = Estimate(saving_ns=0.5 * STEP_NS, by_rank_ns={0: 1.0}, summary="another rule's")
+    said = answer(job, lambda: quiet)
+    assert (said.state, said.share, said.summary) == ("clear", pytest.approx(0.5), "another rule's")
+
+
+def test_not_measured(job: Run) -> None:
+    said = answer(job, raising(NotMeasured("no trace")))
+    assert (said.state, said.why, said.saving_ns) == ("not_measured", "no trace", 0)
+
+
+def test_error(job: Run) -> None:
+    said = answer(job, raising(KeyError("name")))
+    assert (said.state, said.why, said.saving_ns) == ("error", "KeyError: 'name'", 0)
+
+
+def test_one_that_raises_costs_only_its_row(job: Run) -> None:
+    rules = [rule(raising(RuntimeError("no")), "b"), rule(finding(), "c"), rule(lambda: nothing("fine"), "a")]
+    result = diagnose(job, rules, jobs=1)
+    assert [(o.id, o.state) for o in result.outcomes] == [("c", "found"), ("a", "clear"), ("b", "error")]
+
+
+def test_a_measure_that_breaks_costs_only_its_row(job: Run) -> None:
+    def check(breaks: pd.DataFrame) -> Estimate:
+        return nothing(f"{len(breaks)} rows")
+
+    result = diagnose(job, [rule(check, "a"), rule(finding(), "b")], jobs=1)
+    assert [(o.id, o.state, o.why) for o in result.outcomes] == [
+        ("b", "found", ""),
+        ("a", "error", "ZeroDivisionError: on purpose"),
+    ]
+    assert any("breaks: ZeroDivisionError: on purpose" in w for w in result.run.warnings)
+    assert result.time
+
+
+def test_a_broken_part_of_the_result_is_left_out_with_a_word(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engine._MEASURES, "device_time", breaks)
+    result = diagnose(job, [], jobs=1)
+    assert result.device == ()
+    assert result.time
+    assert any("ZeroDivisionError" in w for w in result.run.warnings)
+
+
+def test_why_steps_are_not_divided_is_said(tmp_path: Path, job: Run) -> None:
+    blind = traces.trace(*(traces.step(n, n * MS, MS) for n in range(3)), traces.op("aten::mm", 0, 500))
+    (said,) = diagnose(open_run(runs.foreign(tmp_path, blind)), [], jobs=1).run.warnings[1:]
+    assert said.startswith("where the time goes was not measured: the job runs on a GPU, but the trace holds nothing")
+    assert diagnose(job, [], jobs=1).run.warnings == ()
+
+
+def test_too_small_a_saving_is_none(job: Run) -> None:
+    assert answer(job, finding(LEAST_SHARE * 0.99)).state == "clear"
+    assert answer(job, finding(-0.5)).state == "clear"
+    assert answer(job, finding(LEAST_SHARE * 1.01)).state == "found"
+
+
+def test_a_saving_within_the_noise_is_none(job: Run) -> None:
+    saving = 0.1 * STEP_NS
+    said = answer(job, finding(0.1, noise_ns=saving / LEAST_NOISE * 1.01))
+    assert said.state == "not_measured"
+    assert "varies too much" in said.why
+    assert answer(job, finding(0.1, noise_ns=saving / LEAST_NOISE * 0.99)).state == "found"
+
+
+def test_a_part_that_varies_is_told_by_what_it_is_at_least(job: Run) -> None:
+    varies: dict[str, Any] = {"noise_ns": 0.2 * STEP_NS, "sure": "By hand.", "verdict": "30 % waits"}
+    said = answer(job, finding(0.3, least_ns=0.12 * STEP_NS, **varies))
+    assert (said.state, said.share) == ("found", pytest.approx(0.12))
+    assert said.verdict == "At least 12 % of each step would be saved: 30 % waits"
+    assert said.sure.startswith("By hand. In the mean it would save 30 % of each step ± 20 %")
+    # Its mean less twice its error may be more than the least of the steps.
+    said = answer(job, finding(0.5, least_ns=0.02 * STEP_NS, noise_ns=0.2 * STEP_NS, sure="By hand."))
+    assert said.share == pytest.approx(0.5)
+    said = answer(job, finding(0.5, least_ns=0.02 * STEP_NS, noise_ns=0.26 * STEP_NS, sure="By hand."))
+    assert said.state == "not_measured"
+
+
+def test_no_other_change_saves_more_than_the_loader_can_feed(tmp_path: Path) -> None:
+    # A worker takes 8 ms for a batch, and each step of 10 takes one.
+    gpu = {"device": {"type": "cuda", "name": "NVIDIA H100"}, "loaders": [{"role": "train", "num_workers": 1}]}
+    path = runs.recorded(tmp_path / "run", (None, [light(n, 10 * MS) for n in range(40)], gpu))
+    runs.loading(path, 0, step=10 * MS, wait=0, fetch=8 * MS, cpu=0, n=40, workers=1)
+    said = answer(open_run(path), finding(0.5, sure="By hand."))
+    assert said.share == pytest.approx(0.2)
+    assert said.sure == "By hand. Cut, as the loaders feed a step every 8.00 ms at the best."
+    feeds = replace_rule(rule(finding(0.5)), feeds=True)
+    assert diagnose(open_run(path), [feeds], jobs=1).outcomes[0].share == pytest.approx(0.5)
+
+
+def test_a_saving_is_at_most_the_step(job: Run) -> None:
+    said = answer(job, finding(3.0))
+    assert (said.state, said.share, said.saving_ns) == ("found", 1, pytest.approx(STEP_NS))
+    assert math.isfinite(said.speedup)
+
+
+def test_rules_save_from_categories_that_there_are() -> None:
+    assert {c for r in RULES for c in r.saves_from} <= set(CATEGORIES)
+
+
+def test_a_saving_is_at_most_what_the_step_has_of_it(job: Run) -> None:
+    # A rank copies 25 µs of each step of 997, and its reduction of 120 may be waiting for the other rank's 25.
+    said = diagnose(job, [rule(finding(0.5, sure="By hand."), saves_from=("copy",))], jobs=1).outcomes[0]
+    assert said.state == "found"
+    assert said.saving_ns == pytest.approx(50_000)
+    assert said.sure == "By hand. Cut to what the step has of it, waiting for it included."
+    said = diagnose(job, [rule(finding(0.05, sure="By hand."), saves_from=("copy",))], jobs=1).outcomes[0]
+    assert said.saving_ns == pytest.approx(0.05 * STEP_NS)
+    assert said.sure == "By hand."
+    assert diagnose(job, [rule(finding(), saves_from=("checkpoint",))], jobs=1).outcomes[0].state == "clear"
+
+
+def test_what_findings_claim_twice_is_saved_once(job: Run) -> None:
+    def together(*rules: Rule) -> float:
+        most = diagnose(job, rules, jobs=1).together
+        assert most is not None
+        assert most.saving_ns == pytest.approx(most.share * STEP_NS)
+        assert most.speedup == pytest.approx(1 / (1 - most.share))
+        return most.share
+
+    def claims(share: float, name: str, *saves_from: str, ranks: tuple[int, ...] = (0, 1)) -> Rule:
+        return rule(finding(share, ranks=ranks), name, saves_from)
+
+    assert diagnose(job, [rule(lambda: nothing("fine"))], jobs=1).together is None
+    alone = claims(0.3, "a", "computation")
+    assert together(alone) == pytest.approx(0.3)
+    risk = rule(finding(0.0, scope="risk"), "risk")
+    assert together(alone, risk) == pytest.approx(0.3)
+    # Computation takes 550 of 997 µs: no more than that, however many claim it.
+    assert together(alone, claims(0.2, "b", "computation")) == pytest.approx(0.5)
+    assert together(alone, claims(0.4, "b", "computation"), claims(0.45, "c", "computation")) == pytest.approx(
+        550_000 / STEP_NS
+    )
+    # One that claims computation and more makes the two others one.
+    more = claims(0.1, "b", "copy", "computation"), claims(0.5, "c", "computation"), claims(0.02, "d", "copy")
+    assert together(*more) == pytest.approx(575_000 / STEP_NS)
+    # Of different parts both may go.
+    assert together(claims(0.1, "a", "computation"), claims(0.05, "b", "input_wait")) == pytest.approx(0.15)
+    # Rank 0 hides what would be saved on rank 1, and the other way round: their sum bounds nothing.
+    hidden = together(claims(0.05, "a", "computation", ranks=(0,)), claims(0.05, "b", "input_wait", ranks=(1,)))
+    assert hidden == pytest.approx(650_000 / STEP_NS)
+    # Nothing bounds what may come out of all parts of the step: it is not told.
+    broad = [claims(0.55, name, *CATEGORIES) for name in "ab"]
+    assert diagnose(job, broad, jobs=1).together is None
+
+
+def test_what_of_a_saving_lies_in_one_category_is_bounded_by_it(job: Run) -> None:
+    def claims(share: float, name: str, within: float, *saves_from: str) -> Rule:
+        said = finding(share, ranks=(0, 1), within={"input_wait": within * STEP_NS})
+        return rule(said, name, saves_from)
+
+    def together(*rules: Rule) -> float | None:
+        most = diagnose(job, rules, jobs=1).together
+        return most.share if most else None
+
+    broad = ("computation", "copy", "input_wait", "host", "other")
+    waits, both = claims(0.1, "a", 0.1, "input_wait"), claims(0.6, "b", 0.1, *broad)
+    # Waiting takes 100 of 997 µs. What both claim of it is there once; half of the step comes out of its other parts.
+    assert together(waits, both) == pytest.approx(0.5 + 100_000 / STEP_NS)
+    # Were it not told, all might come out of the broad one's categories.
+    assert together(waits, claims(0.6, "b", 0.0, *broad)) == pytest.approx(0.7)
+    assert together(claims(0.1, "a", 0.1, *broad), claims(0.1, "b", 0.1, *broad)) == pytest.approx(100_000 / STEP_NS)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_together_is_no_less_than_the_dearest_and_no_more_than_the_sum(job: Run, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rules = []
+    for n in range(int(rng.integers(1, 5))):
+        share = float(rng.uniform(0.03, 0.4))
+        saves_from = tuple(str(c) for c in rng.choice(CATEGORIES, int(rng.integers(1, 6)), replace=False))
+        within = {saves_from[0]: float(rng.uniform(0, 1.2)) * share * STEP_NS} if rng.random() < 0.5 else {}
+        said = finding(share, ranks=(0, 1), within=within)
+        rules.append(rule(said, f"r{n}", saves_from))
+    result = diagnose(job, rules, jobs=1)
+    savings = [o.saving_ns for o in result.outcomes if o.state == "found"]
+    if result.together is not None:
+        assert max(savings) - 1e-6 <= result.together.saving_ns <= sum(savings) + 1e-6
+        assert result.together.share <= max(0.98, max(savings) / STEP_NS)
+    else:
+        assert sum(savings) > 0.98 * STEP_NS or not savings
+
+
+def test_what_lies_between_the_steps_is_bounded_with_the_whole_loop(tmp_path: Path) -> None:
+    rows = [runs.light(n, 100 * runs.MS, kind="validation" if n % 5 == 4 else "train") for n in range(40)]
+    job = open_run(runs.recorded(tmp_path, (None, rows, runs.CPU)))
+    rules = [rule(finding(0.1), "a"), rule(finding(0.2, scope="job"), "b")]
+    most = diagnose(job, rules, jobs=1).together
+    assert most is not None
+    # A step of 100 ms, and 25 more of validation to each.
+    assert most.saving_ns == pytest.approx(30 * runs.MS)
+    assert most.share == pytest.approx(30 / 125, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"saving_ns": math.nan},
+        {"saving_ns": math.inf},
+        {"noise_ns": math.nan},
+        {"evidence": Panel("table", "T", ((np.int64(3), "x"),))},
+        {"evidence": Panel("table", "T", ((1.0, math.nan),))},
+        {"ranks": (np.int64(1),)},
+    ],
+)
+def test_a_finding_that_result_json_cannot_hold_is_an_error(job: Run, said: dict[str, Any]) -> None:
+    result = diagnose(job, [rule(finding(**said))], jobs=1)
+    assert result.outcomes[0].state == "error"
+    json.dumps(to_json(result), allow_nan=False)
+
+
+def test_a_rule_that_answers_nothing_is_an_error(job: Run) -> None:
+    silent: Any = lambda: None  # noqa: E731 - what a careless author may write
+    assert answer(job, silent).state == "error"
+
+
+def test_outcomes_are_one_a_rule_dearest_first(job: Run) -> None:
+    checks = {
+        "cheap": finding(0.1),
+        "dear": finding(0.6),
+        "also_dear": finding(0.6),
+        "fine": lambda: nothing("fine"),
+        "blind": raising(NotMeasured("no")),
+        "broken": raising(ValueError("no")),
+    }
+    outcomes = diagnose(job, [rule(c, name) for name, c in checks.items()], jobs=1).outcomes
+    assert [o.id for o in outcomes] == ["also_dear", "dear", "cheap", "fine", "blind", "broken"]
+
+
+def test_every_rule_there_is_answers_once(job: Run) -> None:
+    result = diagnose(job, RULES, jobs=1)
+    outcomes = result.outcomes
+    assert [w for w in result.run.warnings if "failed" in w] == []
+    assert sorted(o.id for o in outcomes) == [r.id for r in RULES]
+    assert all(o.manual for o in outcomes)
+    assert [o for o in outcomes if o.state == "error"] == []
+
+
+def test_no_measure_breaks_on_a_cpu_job(tmp_path: Path) -> None:
+    ranks = []
+    for rank in range(2):
+        events = [
+            e
+            for n in range(4)
+            for e in (
+                traces.step(n, n * 10 * MS, 10 * MS),
+                traces.fetch(n * 10 * MS, MS),
+                traces.op("aten::mm", n * 10 * MS + MS, 5 * MS),
+                traces.annotation("gloo:all_reduce", n * 10 * MS + 7 * MS, MS),
+            )
+        ]
+        made = traces.trace(*events, rank=rank, backend="gloo", device="")
+        ranks.append((made, [light(n, 9 * MS, fetch_ns=MS) for n in range(40)], CPU))
+    path = recorded(tmp_path / "run", *ranks)
+    for rank in range(2):
+        runs.loading(path, rank, step=9 * MS, wait=MS, fetch=5 * MS, cpu=MS, n=40, workers=1)
+    result = diagnose(open_run(path), RULES, jobs=1)
+    assert [o for o in result.outcomes if o.state == "error"] == []
+    assert [w for w in result.run.warnings if "failed" in w] == []
+    assert result.panels
+
+
+def test_the_result_holds_the_whole_run(job: Run) -> None:
+    result = diagnose(job, [], jobs=1)
+    assert result.run.ranks == (0, 1)
+    assert (result.run.device, result.run.hosts) == ("NVIDIA H100 80GB HBM3", ("node-1",))
+    assert result.window is not None
+    assert (result.window.steps, result.window.source) == (3, "trace")
+    assert result.window.step_ns == pytest.approx(STEP_NS)
+    assert [d.rank for d in result.device] == [0, 1]
+    for r in (0, 1):
+        mine = [p for p in result.time if p.rank == r]
+        assert sum(p.ns for p in mine) == pytest.approx(STEP_NS)
+        assert [p.category for p in mine] == sorted((p.category for p in mine), key=CATEGORIES.index)
+    assert {p.shape for p in result.panels} == {"lines", "table", "timeline"}
+
+
+def test_a_run_without_steps_has_no_window_and_every_rule_says_why(tmp_path: Path) -> None:
+    traces.write(tmp_path / "rank0.json", traces.trace(world_size=1))
+    result = diagnose(open_run(tmp_path), RULES, jobs=1)
+    assert (result.window, result.time, result.device, result.panels) == (None, (), (), ())
+    assert [o for o in result.outcomes if o.state != "not_measured" or not o.why] == []
+
+
+def test_a_finding_without_a_step_is_no_finding(tmp_path: Path) -> None:
+    traces.write(tmp_path / "rank0.json", traces.trace(world_size=1))
+    (said,) = diagnose(open_run(tmp_path), [rule(finding())], jobs=1).outcomes
+    assert said.state == "not_measured"
+
+
+def test_a_manual_is_the_docstring_of_the_rules_file() -> None:
+    assert rule(finding()).manual == __doc__
+
+
+def test_a_rule_is_found_by_its_id() -> None:
+    rules = [rule(finding(), "a"), rule(finding(), "b")]
+    assert rule_named(rules, "b") is rules[1]
+    with pytest.raises(DlprofError, match="no rule 'c'; there are: a, b"):
+        rule_named(rules, "c")
+
+
+def test_device_time_is_asked_for_without_any_rule(job: Run) -> None:
+    assert {d.rank: d.span_ns for d in diagnose(job, [], jobs=1).device} == {
+        d.rank: d.span_ns for d in diagnose(job, [rule(finding())], jobs=1).device
+    }
+
+
+def test_what_is_said_of_the_job_is_a_share_of_its_training_loop(tmp_path: Path) -> None:
+    """Thirty steps of 10 ms, of which validation adds 20 to each ten: 12 ms a training step."""
+    steps = [light(n, 10 * MS) if n % 11 < 10 else light(n, 20 * MS, kind="validation") for n in range(33)]
+    path = recorded(tmp_path, (None, steps, CPU))
+    said = answer(open_run(path), finding(0.3, scope="job"))
+    assert (said.state, said.scope, said.saving_ns) == ("found", "job", pytest.approx(3 * MS))
+    assert said.share == pytest.approx(3 / 12)
+    assert answer(open_run(path), finding(0.021, scope="job")).summary == "1.8 % of the training loop's time is lost"
+
+
+def test_a_risk_saves_nothing_and_is_found_all_the_same(job: Run) -> None:
+    said = answer(job, finding(0.0, scope="risk"))
+    assert (said.state, said.scope, said.saving_ns, said.share, said.speedup) == ("found", "risk", 0, 0, 1)

@@ -1,1 +1,0 @@
-"""Tests of the pictures of the report."""

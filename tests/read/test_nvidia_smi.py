@@ -1,0 +1,79 @@
+"""Logs of nvidia-smi that people have, in the layouts that its options give; no GPU was at hand to log one here."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from dlprof.analysis.machine.panels.samples import PICTURE
+from dlprof.analysis.panel import drawn
+from dlprof.errors import DlprofError
+from dlprof.read.nvidia_smi import is_log, read
+from dlprof.read.run import open_run
+from tests.fixtures import runs, traces
+
+LOG = """timestamp, pci.bus_id, utilization.gpu [%], utilization.memory [%]
+2026/03/04 05:06:07.250, 00000000:3B:00.0, 87 %, 41 %
+2026/03/04 05:06:07.251, 00000000:86:00.0, [N/A], 3 %
+2026/03/04 05:06:08.250, 00000000:3B:00.0, 0 %, 0 %
+2026/03/04 05:06:08.251, 00000000:86:00.0, 55 %, 4
+2026/03/04 05:06:09.2"""
+
+
+def test_each_gpu_is_a_source_and_what_it_does_not_tell_has_no_row(tmp_path: Path) -> None:
+    (tmp_path / "gpus.csv").write_text(LOG)
+    reading = read(tmp_path / "gpus.csv")
+    frame = reading.tables["samples"]
+    at = int(datetime(2026, 3, 4, 5, 6, 7, 250_000).timestamp() * 1e3) * 1_000_000
+    busy = frame[frame["metric"] == "busy_share"]
+    assert [tuple(row) for row in busy[["source", "at_ns", "value"]].itertuples(index=False)] == [
+        ("nvidia-smi 00000000:3B:00.0", at, 0.87),
+        ("nvidia-smi 00000000:3B:00.0", at + 1_000_000_000, 0.0),
+        ("nvidia-smi 00000000:86:00.0", at + 1_001_000_000, 0.55),
+    ]
+    # The cut last line is not worth a word; that the times have no zone is.
+    assert [w for w in reading.warnings if "zone" not in w] == []
+    assert len(reading.warnings) == 1
+
+
+def test_other_properties_and_bare_numbers(tmp_path: Path) -> None:
+    (tmp_path / "gpus.csv").write_text(
+        "index, timestamp, memory.used [MiB], power.draw [W], clocks.current.sm [MHz], name, fan.speed [%]\n"
+        "0, 2026/03/04 05:06:07.250, 1024, 612.5, 1755, NVIDIA H100, [N/A]\nnonsense\nmore, nonsense\n"
+    )
+    reading = read(tmp_path / "gpus.csv")
+    frame = reading.tables["samples"]
+    assert set(frame["source"]) == {"nvidia-smi 0"}
+    told = dict(zip(frame["metric"], frame["value"], strict=True))
+    assert told == {"memory_used_bytes": 1 << 30, "power_w": 612.5, "sm_clock_mhz": 1755}
+    assert any("2 lines are no readings" in w for w in reading.warnings)
+
+
+@pytest.mark.parametrize("text", ["", "timestamp\n", "a,b\n1,2\n", "utilization.gpu [%]\n87 %\n", "\x00\xff\n"])
+def test_other_files_are_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "other.csv").write_text(text)
+    assert not is_log(tmp_path / "other.csv")
+    if "timestamp" not in text:
+        with pytest.raises(DlprofError):
+            read(tmp_path / "other.csv")
+
+
+def test_a_log_beside_traces_or_in_a_run_is_drawn_a_line_a_gpu(tmp_path: Path) -> None:
+    later = "".join(
+        f"2026/03/04 05:06:{s:02d}.000, 00000000:3B:00.0, {s} %, 0 %\n"
+        f"2026/03/04 05:06:{s:02d}.000, 00000000:86:00.0, 9 %, 0 %\n"
+        for s in range(10, 40)
+    )
+    log = LOG.partition("\n")[0] + "\n" + later
+    foreign = runs.foreign(tmp_path / "foreign", traces.training(), traces.training())
+    recorded = runs.recorded(tmp_path / "run", (traces.training(), [], runs.CPU))
+    for folder in (foreign, recorded):
+        (folder / "loss.csv").write_text("step,loss\n1,2\n")
+        (folder / "smi.csv").write_text(log)
+        assert ["nvidia_smi" in rank.files for rank in open_run(folder).ranks][:2] in ([True], [True, False])
+        run = runs.measured(folder, PICTURE.draw)
+        (panel,) = (p for p in drawn(run, [PICTURE]) if p.title == "GPU: some kernel ran")
+        assert panel.columns == ("time_ns", "nvidia-smi 00000000:3B:00.0", "nvidia-smi 00000000:86:00.0")
+        assert all(row[2] == pytest.approx(0.09) for row in panel.rows)

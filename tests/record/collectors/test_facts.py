@@ -1,0 +1,202 @@
+"""What facts.json tells, and what it must never tell."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from dlprof.record.collectors.facts import Facts, _last_bucket
+from dlprof.record.recorder import Recorder
+from tests.fixtures.devices import Devices, Model, Parameter
+from tests.fixtures.jobs import environment as job_environment
+from tests.fixtures.jobs import facts, launch, wrapped
+
+torch: Any = pytest.importorskip("torch", reason="recording needs torch")
+
+
+@pytest.mark.long
+def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        dedent(
+            """
+            import torch
+            from torch import nn
+            from torch.utils.data import DataLoader, IterableDataset
+            torch.set_float32_matmul_precision("high")
+            class Stream(IterableDataset):
+                def __iter__(self):
+                    return iter(torch.randn(8, 3, 4, 4))
+            model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 1))
+            model.to(memory_format=torch.channels_last)
+            model[0].bias.requires_grad_(False)
+            groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.5}]
+            optimizer = torch.optim.AdamW(groups, lr=0.25, foreach=False)
+            scaler = torch.amp.GradScaler("cpu")
+            for x in DataLoader(Stream(), batch_size=4):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = nn.functional.relu(model(x)).sum()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            """
+        )
+    )
+    env = job_environment(SLURM_PROCID="3", SLURM_LOCALID="1", TORCHELASTIC_RESTART_COUNT="2")
+    done = launch(wrapped(tmp_path / "run", [sys.executable, script], "--no-trace"), tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    told = facts(tmp_path / "run/ranks/00003.r2")
+    assert (told["rank"], told["local_rank"], told["restart"]) == (3, 1, 2)
+    assert told["models"] == [
+        {
+            "class": "Sequential",
+            "parameters": 4 * 27 + 4 + 16 + 1,
+            "parameter_bytes": 4 * (4 * 27 + 4 + 16 + 1),
+            "trainable_parameters": 4 * 27 + 16 + 1,
+            "last_bucket_bytes": 4 * (4 * 27 + 16 + 1),
+            "dtypes": {"float32": 4},
+            "modules": 4,
+            "compiled": False,
+            "channels_last": True,
+            "ddp": None,
+            "data_parallel": False,
+            "fsdp": False,
+        }
+    ]
+    assert told["optimizers"] == [
+        {"class": "AdamW", "fused": None, "foreach": False, "parameter_groups": 2, "parameters": 4, "lr": 0.25}
+    ]
+    (loader,) = told["loaders"]
+    assert (loader["dataset"], loader["iterable"], loader["dataset_length"]) == ("Stream", True, None)
+    assert told["autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    assert told["grad_scaler"] is True
+    assert told["matmul"]["float32_precision"] == "high"
+    assert told["device"]["type"] in ("cpu", "cuda")
+    assert told["warnings"] == []
+
+
+def test_what_a_model_does_not_tell_costs_no_other_fact_and_is_said(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        dedent(
+            """
+            import torch
+            class Shy(torch.nn.Linear):
+                def modules(self):
+                    raise ValueError("not today")
+            model = Shy(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+            for _ in range(8):
+                model(torch.randn(2, 4)).sum().backward()
+                optimizer.step()
+            """
+        )
+    )
+    done = launch(wrapped(tmp_path / "run", [sys.executable, script], "--no-trace"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = facts(tmp_path / "run/ranks/00000")
+    (model,) = told["models"]
+    assert (model["class"], model["parameters"], model["modules"]) == ("Shy", 5, None)
+    assert [o["class"] for o in told["optimizers"]] == ["SGD"]
+    assert told["warnings"] == ["facts: no answer for modules (ValueError: not today)"]
+
+
+PRECISION = """
+import torch
+{setting}
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+for _ in range(3):
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "precision", "products", "convolutions"),
+    [
+        ("", "highest", False, True),
+        ("torch.set_float32_matmul_precision('medium')", "medium", True, True),
+        ("torch.backends.cuda.matmul.allow_tf32 = True; torch.backends.cudnn.allow_tf32 = False", "high", True, False),
+        pytest.param("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "high", True, True, marks=pytest.mark.long),
+        ("torch.backends.fp32_precision = 'ieee'", "highest", False, False),
+        pytest.param(
+            "torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.fp32_precision = 'ieee'",
+            "highest",
+            False,
+            True,
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_the_precision_of_float32_is_known_whichever_way_it_was_set(
+    setting: str, precision: str, products: bool, convolutions: bool, tmp_path: Path
+) -> None:
+    if "fp32_precision" in setting and not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("this torch has the settings of before 2.9 only")
+    script = tmp_path / "script.py"
+    script.write_text(PRECISION.format(setting=setting))
+    done = launch(wrapped(tmp_path / "run", [sys.executable, "-W", "error", script], "--no-trace"), tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
+    told = facts(tmp_path / "run/ranks/00000")
+    said = told["matmul"]
+    asked = ("float32_precision", "allow_tf32", "cudnn_allow_tf32")
+    assert [said[key] for key in asked] == [precision, products, convolutions]
+    assert told["warnings"] == []
+
+
+def test_a_rank_is_on_its_models_gpu_and_no_other_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = Devices(monkeypatch)
+    asked = []
+
+    class Properties:
+        name, total_memory, major, minor = "NVIDIA H100 80GB HBM3", 80 << 30, 9, 0
+        uuid = "11111111-2222-3333-4444-555555555555"
+        pci_domain_id, pci_bus_id, pci_device_id = 0, 0xC1, 0
+
+        @property
+        def multi_processor_count(self) -> int:
+            raise AssertionError("nobody needs that")
+
+    def properties(index: int) -> Properties:
+        asked.append(index)
+        return Properties()
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, MIG-77777777-2222-3333-4444-555555555555")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    recorder = Recorder(tmp_path, [Facts])
+    model = Model(Parameter(4, "cuda", 1))
+    assert recorder.begin_forward(model)
+    recorder.end()
+    recorder._start()
+    recorder.stop("exit")
+    assert facts(recorder.folder)["device"] == {
+        "type": "cuda",
+        "index": 1,
+        "vendor": "nvidia",
+        "name": "NVIDIA H100 80GB HBM3",
+        "uuid": "11111111-2222-3333-4444-555555555555",
+        "pci": "0000:c1:00.0",
+        "slice": "MIG-77777777-2222-3333-4444-555555555555",
+        "memory_bytes": 80 << 30,
+        "capability": [9, 0],
+        "count": 2,
+    }
+    assert (set(asked), devices.awake) == ({1}, set())
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "last"),
+    [
+        ((4, 4), 4),  # the first bucket, of 1 MiB, is full with the last tensor
+        ((100, 1, 30, 1), 101),
+        ((10, 10, 30, 1), 20),
+    ],
+)
+def test_the_last_bucket_holds_the_first_tensors(megabytes: tuple[int, ...], last: int) -> None:
+    assert _last_bucket([m << 20 for m in megabytes]) == last << 20

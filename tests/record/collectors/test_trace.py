@@ -1,0 +1,227 @@
+"""How long the window of a trace stays open, and what is written of it; with a profiler that only notes its calls."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from dlprof.read.kineto.torch_trace import read as read_trace
+from dlprof.record.collectors.trace import Trace
+from dlprof.record.recorder import Recorder
+from dlprof.record.stepping import Step
+from tests.fixtures.devices import Devices, Model, Parameter
+from tests.fixtures.jobs import facts, record, rows
+
+torch: Any = pytest.importorskip("torch", reason="recording needs torch")
+
+MS = 1_000_000
+
+
+class Profiler:
+    """Stands for torch.profiler._KinetoProfile: notes what is called, on which device."""
+
+    calls: list[tuple[str, int]]
+
+    def __init__(self, devices: Devices | None) -> None:
+        self._devices = devices
+        self.activities: Any = None
+
+    def __call__(self, activities: Any, **_: Any) -> Profiler:
+        self.activities = activities
+        self.calls = []
+        return self
+
+    def _note(self, name: str) -> None:
+        self.calls.append((name, self._devices.current if self._devices is not None else -1))
+
+    def prepare_trace(self) -> None:
+        self._note("prepare")
+
+    def start_trace(self) -> None:
+        self._note("start")
+
+    def stop_trace(self) -> None:
+        self._note("stop")
+
+    def export_chrome_trace(self, path: str) -> None:
+        Path(path).write_text("{}")
+
+
+class Job:
+    """A loop whose steps take as long as the test says."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, devices: Devices | None) -> None:
+        monkeypatch.setenv("DLPROF_WINDOW", "10,2,5")
+        monkeypatch.setattr("dlprof.record.device.profiler._default_level", lambda: None)
+        monkeypatch.setattr("dlprof.record.device.profiler._TEAR_DOWN_S", 0.0)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: devices is not None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+        self.profiler = Profiler(devices)
+        monkeypatch.setattr(torch.profiler, "_KinetoProfile", self.profiler)
+        self.recorder = Recorder(folder, [Trace])
+        if devices is not None:
+            self.model = Model(Parameter(4, "cuda", 1))
+            assert self.recorder.begin_forward(self.model)
+            self.recorder.end()
+        self.recorder._start()
+        (self.trace,) = self.recorder._collectors
+
+    def steps(self, durations: Sequence[int]) -> None:
+        """Run steps of so many ms."""
+        for dur in durations:
+            row = self.recorder.row
+            done = Step(row.number, 0, dur * MS, -1, 0, 0, 0, 0, 0, 1, 1, 1, 0, row.profiled, None)
+            row.number += 1
+            row.profiled = 0
+            self.trace.step([done])
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
+    made = Devices(monkeypatch)
+    made.awake = {1}
+    return made
+
+
+def window(job: Job, durations: Sequence[int]) -> dict[str, Any]:
+    job.steps(durations)
+    assert job.recorder.warnings == []
+    assert isinstance(job.trace, Trace)
+    return job.trace.window
+
+
+UNTRACED = [95, 96, 95, 300, 96, 95, 96, 95, 96, 95, 95, 95]  # two of them warm the profiler up
+
+
+@pytest.mark.parametrize(
+    ("traced", "extended"),
+    [
+        ([97, 96, 95, 95, 96], 0),
+        ([35, 72, 96, 96, 95], 0),  # settled by then, as on a V100
+        ([35, 40, 45, 60, 72, 95, 96], 2),
+        ([35, 40, 45, 50, 60, 70, 80, 90], 3),  # and no more than that
+        ([95, 95, 95, 95, 120, 121], 1),
+        ([60, 66, 70, 72, 73, 80, 86], 2),  # hardly changing, and short all the same
+        ([150, 150, 150, 150, 150], 0),  # slower all along: tracing is
+    ],
+)
+def test_the_window_goes_on_until_the_host_runs_ahead_as_before(
+    traced: list[int], extended: int, tmp_path: Path, devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, monkeypatch, devices)
+    told = window(job, [*UNTRACED, *traced, *[95] * 5])
+    assert (told["state"], told["extended"]) == ("exported", extended)
+    assert (told["first_step"], told["last_step"]) == (12, 16 + extended)
+
+
+def test_a_window_on_the_cpu_is_as_long_as_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path, monkeypatch, None)
+    told = window(job, [*UNTRACED, 35, 40, 45, 60, 72, 95, 96, 95])
+    assert (told["extended"], told["first_step"], told["last_step"]) == (0, 12, 16)
+    assert (told["cupti_torn_down"], told["errors"]) == (None, None)
+    assert job.profiler.activities == [torch.profiler.ProfilerActivity.CPU]
+
+
+def test_the_profiler_synchronises_the_ranks_device_and_wakes_no_other(
+    tmp_path: Path, devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, monkeypatch, devices)
+    told = window(job, [*UNTRACED, *[95] * 9])
+    assert job.profiler.calls == [("prepare", 1), ("start", 1), ("stop", 1)]
+    assert torch.profiler.ProfilerActivity.CUDA in job.profiler.activities
+    assert told["cupti_torn_down"] is True
+    assert devices.current == 0
+
+
+def test_the_environment_is_as_it_was_a_step_after_the_window(
+    tmp_path: Path, devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
+    job = Job(tmp_path, monkeypatch, devices)
+    seen = []
+    for _ in range(25):
+        job.steps([95])
+        seen.append(os.environ.get("TEARDOWN_CUPTI"))
+    assert [(value, len(list(same))) for value, same in itertools.groupby(seen)] == [(None, 16), ("1", 1), (None, 8)]
+
+
+def test_what_kineto_said_is_told_once_with_what_to_do(
+    tmp_path: Path, devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, monkeypatch, devices)
+    error = "function cuptiActivityEnable(kind) failed with error CUPTI_ERROR_INSUFFICIENT_PRIVILEGES (35)"
+
+    def close(self: Any) -> None:
+        self.errors = [f"WARNING:2026-01-02 03:04:05 17:18 CuptiActivityApi.cpp:360] {error}"]
+
+    monkeypatch.setattr("dlprof.record.device.profiler.Kineto.close", close)
+    job.steps([*UNTRACED, *[95] * 9])
+    assert isinstance(job.trace, Trace)
+    assert job.trace.window["errors"] == [error]
+    (warning,) = job.recorder.warnings
+    assert error in warning
+    assert "NVreg_RestrictProfilingToAdminUsers" in warning
+
+
+def test_nothing_is_stopped_while_a_graph_is_captured(
+    tmp_path: Path, devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, monkeypatch, devices)
+    job.steps([*UNTRACED, 95])
+    devices.capturing = True
+    job.recorder.stop("exit")
+    assert ("stop", 1) not in job.profiler.calls
+    assert isinstance(job.trace, Trace)
+    assert job.trace.window["state"] == "failed"
+
+
+# Its own profiler comes long after our window, and must find all that it would have found without us.
+REAL = """
+    import torch
+    from torch import nn
+    from torch.profiler import ProfilerActivity, profile
+
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(64, 512, device="cuda")
+
+    def train():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for n in range(60):
+        train()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        train()
+        torch.cuda.synchronize()
+    events = profiler.profiler.kineto_results.events()
+    print(sum(e.device_type() == torch.autograd.DeviceType.CUDA for e in events) > 30)
+    for n in range(20):
+        train()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_window_has_the_devices_work_and_leaves_the_scripts_profiler_alone(tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    path.write_text(dedent(REAL))
+    done = record(path, folder=tmp_path / "run", options=["--flops", "off"])
+    assert done.stdout == "True\n"
+    assert "Completed Stage" not in done.stderr
+    rank = tmp_path / "run/ranks/00000"
+    told = facts(rank)
+    window = told["window"]
+    assert (window["state"], window["errors"], told["warnings"]) == ("exported", [], [])
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    assert window["cupti_torn_down"] == (cuda >= (12, 6))
+    assert len(rows(rank)) == 81
+    spans = read_trace(rank / "trace.json.gz").tables["spans"]
+    assert (spans["kind"] == "kernel").sum() > 100

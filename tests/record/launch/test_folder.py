@@ -1,0 +1,178 @@
+"""One folder holds one run: that of a command, or of all tasks of a job, however many end in the same moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.errors import DlprofError
+from dlprof.hosts import boot
+from dlprof.read.run import open_run
+from dlprof.record.launch import folder as run_folder
+from dlprof.record.launch.folder import new_folder
+from dlprof.record.launch.supervisor import supervise
+from dlprof.record.launch.tasks import task_of
+from tests.fixtures.jobs import DLPROF, environment, launch, wrapped
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_the_command_starts(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "open('started', 'a').write('x')"]
+    launch(wrapped(tmp_path / "run", command), tmp_path)
+    before = (tmp_path / "run/run.json").read_text()
+    again = launch(wrapped(tmp_path / "run", command), tmp_path)
+    assert again.returncode == 1
+    assert "already holds a run" in again.stderr
+    assert (tmp_path / "started").read_text() == "x"
+    assert (tmp_path / "run/run.json").read_text() == before
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_command_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DlprofError, match="-o"):
+        supervise(["touch", str(tmp_path / "started")], tmp_path / "file" / "run", {}, {})
+    assert not (tmp_path / "started").exists()
+
+
+def test_tasks_of_one_job_share_a_folder_and_others_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "PATH": os.environ["PATH"]}
+    tasks = [step | {"SLURM_PROCID": number} for number in ("0", "1")]
+    folder = new_folder("train", tasks[0])
+    first = supervise(["true"], folder, tasks[0], {})
+    second = supervise(["false"], new_folder("train", tasks[1]), tasks[1], {})
+    assert (second.code, second.folder) == (1, first.folder)
+    # What a task records after that is another run: of its own folder, or refused as any second run into one.
+    again = [new_folder("train", task) for task in tasks]
+    assert again[0] == again[1] != folder
+    for other in (tasks[0], tasks[1], tasks[0] | {"SLURM_JOB_ID": "8"}, {}):
+        with pytest.raises(DlprofError, match="already holds a run"):
+            supervise(["touch", "started"], folder, other, {})
+    assert not Path("started").exists()
+    assert task_of({}) is None
+    assert new_folder("train", {}) != new_folder("train", {})
+
+
+def test_what_is_started_host_by_host_shares_a_folder_by_the_name_of_its_job(tmp_path: Path) -> None:
+    for options, status in ((["--job", "seven"], 0), (["--job", "seven"], 0), (["--job", "seven", "-o", "run"], 0)):
+        command = [*DLPROF, "wrap", "--no-report", "--quiet", "--no-sample", *options, "--", "true"]
+        assert launch(command, tmp_path).returncode == status
+    # This host has recorded its part of the first one: the second is another.
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["true-seven", "true-seven-1"]
+    (word,) = (tmp_path / "run/tasks").glob("*.json")
+    assert word.stem == f"{os.uname().nodename}~{boot()[:8]}"  # another host may have this one's name
+    word.rename(word.with_name("another-host.json"))
+    assert launch([*command[:-2], "--", "false"], tmp_path).returncode == 1
+    told = json.loads((tmp_path / "run/run.json").read_text())
+    assert [task["exit"]["code"] for task in told["tasks"]] == [0, 1]
+    assert launch([*DLPROF, "wrap", "--job", "a/b", "--", "true"], tmp_path).returncode == 2
+
+
+# Fails once the other two tasks are there.
+FALLS = """
+import os, sys, time
+while len(os.listdir("run/tasks")) < 3:
+    time.sleep(0.02)
+sys.exit(7)
+"""
+
+
+def test_the_folder_of_a_job_tells_how_each_task_ended(tmp_path: Path) -> None:
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3"}
+    waits = "import os, sys, time\nwhile not os.path.exists('go'): time.sleep(0.02)"
+    tasks = [
+        subprocess.Popen(
+            wrapped(tmp_path / "run", [sys.executable, "-c", code], "--quiet", "--no-sample"),
+            cwd=tmp_path,
+            env=environment(**step, SLURM_PROCID=str(number)),
+            stderr=subprocess.DEVNULL,
+        )
+        for number, code in enumerate((waits, FALLS, waits + "\nos.abort()"))
+    ]
+    host = os.uname().nodename
+    assert tasks[1].wait(60) == 7
+    told = json.loads((tmp_path / "run/run.json").read_text())
+    assert told["end_ns"] is None
+    assert told["exit"] == {"code": 7, "signal": None}
+    assert [one["end_ns"] is None for one in told["tasks"]] == [True, False, True]
+    assert f"2 tasks did not end, as far as is known: 0 on {host}, 2 on {host}" in open_run(tmp_path / "run").warnings
+    (tmp_path / "go").touch()
+    assert [task.wait(60) for task in tasks] == [0, 7, -signal.SIGABRT]
+    told = json.loads((tmp_path / "run/run.json").read_text())
+    ends = [(one["host"], one["number"], one["exit"]["code"], one["exit"]["signal"]) for one in told["tasks"]]
+    assert ends == [(host, "0", 0, None), (host, "1", 7, None), (host, "2", None, int(signal.SIGABRT))]
+    assert told["end_ns"] >= told["tasks"][1]["end_ns"]
+    run = open_run(tmp_path / "run")
+    assert run.exit == {"code": 7, "signal": None}
+    assert [text for text in run.warnings if text.startswith("task ")] == [
+        f"task 1 on {host} ended with exit code 7",
+        f"task 2 on {host} ended by signal {int(signal.SIGABRT)}",
+    ]
+
+
+def test_of_many_tasks_only_the_last_to_end_reads_what_all_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "_MOST_READ", 1)
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "PATH": os.environ["PATH"]}
+    run, there = tmp_path / "run", tmp_path / "run/tasks/there-2"
+    there.parent.mkdir(parents=True)
+    other: dict[str, Any] = {
+        "host": "there",
+        "number": "2",
+        "end_ns": None,
+        "exit": {"code": None, "signal": None},
+        "resumed_ns": [7, 5],
+        "warnings": [],
+    }
+    there.with_suffix(".json").write_text(json.dumps(other))
+    assert not supervise(["false"], run, step | {"SLURM_PROCID": "0"}, {}).last
+    assert json.loads((run / "run.json").read_text())["tasks"] == []
+    warnings = open_run(run).warnings
+    assert {
+        "task 2 on there did not end, as far as is known",
+        f"task 0 on {os.uname().nodename} ended with exit code 1",
+    } <= {*warnings}
+    (run / "ranks/00000").mkdir()
+    assert open_run(run).ranks[0].resumed_ns == (5, 7)
+    there.with_suffix(".json").write_text(json.dumps(other | {"end_ns": 1, "exit": {"code": 0, "signal": None}}))
+    there.with_suffix(".ended").touch()
+    assert supervise(["true"], run, step | {"SLURM_PROCID": "1"}, {}).last
+    told = json.loads((run / "run.json").read_text())
+    assert told["resumed_ns"] == [5, 7]
+    assert (told["exit"], sorted(one["number"] for one in told["tasks"])) == (
+        {"code": 1, "signal": None},
+        ["0", "1", "2"],
+    )
+
+
+# Eight tasks of one job, each in a process of its own, that end in the same moment.
+TOGETHER = """
+import os, sys
+from pathlib import Path
+from dlprof.record.launch.supervisor import supervise
+wait = 'touch "$0"; while [ $(ls started-* | wc -l) -lt 8 ]; do sleep 0.01; done'
+for number in range(8):
+    if os.fork() == 0:
+        step = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": str(number), "PMIX_NAMESPACE": "1"}
+        ended = supervise(["sh", "-c", wait, f"started-{number}"], Path("run"), os.environ | step, {})
+        os.write(1, b"last " if ended.last else b"more ")
+        os._exit(0)
+for number in range(8):
+    os.wait()
+"""
+
+
+def test_of_tasks_that_end_together_one_reports_and_none_is_forgotten(tmp_path: Path) -> None:
+    done = launch([sys.executable, "-c", TOGETHER], tmp_path)
+    assert sorted(done.stdout.split()) == ["last", *["more"] * 7], done.stderr
+    told = json.loads((tmp_path / "run/run.json").read_text())
+    assert [one["number"] for one in told["tasks"]] == [str(number) for number in range(8)]
+    assert all(one["exit"]["code"] == 0 for one in told["tasks"])
+    assert told["end_ns"] == max(one["end_ns"] for one in told["tasks"])

@@ -1,0 +1,176 @@
+"""A signal reaches the watched command as it does without dlprof, and once, whomever else its sender named."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.jobs import children, environment, in_its_own_group, only_child, state, until, words, wrapped
+
+# Says when it is ready, then waits to be signalled, and tells how often it was.
+WAITS = """
+import signal, sys, time
+seen = []
+for name in sys.argv[1:]:
+    signal.signal(getattr(signal, name), lambda number, frame: seen.append(signal.Signals(number).name))
+print("ready", flush=True)
+deadline = time.monotonic() + 30
+while not seen and time.monotonic() < deadline:
+    time.sleep(0.02)
+time.sleep(0.3)
+print(",".join(seen), flush=True)
+sys.exit(9)
+"""
+
+
+def signalled(command: Sequence[str], number: int, cwd: Path) -> tuple[int, str]:
+    """Start a command, send its process a signal when it says ready, and give its status and the rest of its output."""
+    # Whoever runs the tests may ignore it, as nohup does, and what is ignored is inherited.
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(signal.signal, number, signal.SIG_DFL),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    rest = process.stdout.read()
+    return process.wait(30), rest
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+def test_a_signal_sent_to_dlprof_reaches_the_command_once(name: str, tmp_path: Path) -> None:
+    number = getattr(signal, name)
+    command = [sys.executable, "-c", WAITS, name]
+    assert signalled(wrapped(tmp_path / "a", command), number, tmp_path) == (9, f"{name}\n")
+    unhandled = [sys.executable, "-c", WAITS]
+    assert signalled(wrapped(tmp_path / "b", unhandled), number, tmp_path)[0] == -number
+    assert signalled(unhandled, number, tmp_path)[0] == -number
+
+
+@pytest.mark.parametrize(("key", "name"), [(b"\x03", "SIGINT"), (b"\x1c", "SIGQUIT")])
+def test_a_key_on_the_terminal_reaches_the_command_once(key: bytes, name: str, tmp_path: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        command = wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, name], "--quiet")
+        os.execve(command[0], command, environment())
+    seen = b""
+    pressed = False
+    while select.select([terminal], [], [], 30)[0]:
+        try:
+            seen += os.read(terminal, 1000)
+        except OSError:  # the terminal's last process has gone
+            break
+        if b"ready" in seen and not pressed:
+            os.write(terminal, key)
+            pressed = True
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    assert seen.count(name.encode()) == 1
+
+
+def test_stopping_and_continuing_dlprof_stops_and_continues_the_command(tmp_path: Path) -> None:
+    command = wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGUSR1"])
+    # A process group of its own, with its parent outside, as a shell gives its jobs: only such a group can be stopped.
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.setpgid(0, 0)
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    child = only_child(process.pid)
+    process.send_signal(signal.SIGTSTP)
+    assert until(lambda: state(process.pid) == "T" and state(child) == "T")
+    process.send_signal(signal.SIGCONT)
+    assert until(lambda: state(process.pid) != "T" and state(child) != "T")
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.read() == "SIGUSR1\n"
+    assert process.wait(30) == 9
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_job_that_a_scheduler_suspends_goes_on_when_it_is_resumed(alone: bool, tmp_path: Path) -> None:
+    process = in_its_own_group(wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGUSR1"]))
+    job = [process.pid] if alone else [*children(process.pid), process.pid]
+    # Longer than it ever waits at a time for a signal to pass on, and long enough to show by the clock too.
+    for stopped_s in (1.2, 4.0):
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in job:
+                os.kill(pid, number)
+            time.sleep(stopped_s if number == signal.SIGSTOP else 1.2)
+    process.send_signal(signal.SIGUSR1)
+    said = process.communicate(timeout=30)
+    assert (said[0], process.returncode) == ("SIGUSR1\n", 9), said[1]
+    # Of a command that ran on there is nothing to tell.
+    assert said[1].count("stopped and went on again 2 times") == (0 if alone else 1), said[1]
+
+
+def test_a_signal_to_the_whole_group_reaches_the_command_once(tmp_path: Path) -> None:
+    told: list[tuple[str, int]] = []
+    for command in ([sys.executable, "-c", WAITS, "SIGTERM"], [sys.executable, "-c", WAITS, "SIGUSR1", "SIGTERM"]):
+        process = in_its_own_group(wrapped(tmp_path / str(len(told)), command))
+        os.killpg(process.pid, signal.SIGTERM)
+        told.append((process.communicate(timeout=30)[0], process.returncode))
+    assert told == [("SIGTERM\n", 9)] * 2
+
+
+# Says when it has a core for itself, and gives it to nobody for half a second at a time.
+KEEPS = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+print(flush=True)
+while True:
+    pass
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the rest of the job needs a core as well")
+def test_a_signal_to_the_whole_group_reaches_the_command_once_where_the_witness_has_no_core(tmp_path: Path) -> None:
+    process = in_its_own_group(wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGTERM"]))
+    (witness,) = (child for child in children(process.pid) if "sigwaitinfo" in words(child))
+    core, *others = sorted(os.sched_getaffinity(0))
+    for pid in (process.pid, *children(process.pid)):
+        os.sched_setaffinity(pid, {core} if pid == witness else others)
+    keeps = subprocess.Popen(
+        [sys.executable, "-c", KEEPS, str(core)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    with keeps:
+        assert keeps.stdout is not None
+        may = keeps.stdout.readline() == "\n"
+        os.killpg(process.pid, signal.SIGTERM)
+        told = process.communicate(timeout=30)[0], process.returncode
+        keeps.kill()
+    if not may:
+        pytest.skip("no process of this user may keep a core to itself")
+    assert told == ("SIGTERM\n", 9)
+
+
+def test_a_signal_is_passed_on_where_the_witness_has_died(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGTERM"]),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert until(lambda: any("sigwaitinfo" in words(c) for c in children(process.pid)))
+    for pid in children(process.pid):
+        if "sigwaitinfo" in words(pid):
+            os.kill(pid, signal.SIGKILL)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.read() == "SIGTERM\n"
+    assert process.wait(30) == 9

@@ -1,0 +1,224 @@
+"""A process that is told to end, in Python, in C or in a collective, ends as without us and leaves its recording."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.fixtures.jobs import environment, facts, free_port, launch, only_child, record, rows, until, words, wrapped
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+SETUP = """
+import ctypes, os, pathlib, signal, sys, threading, time
+import torch
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(steps):
+    for _ in range(steps):
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        time.sleep(0.002)
+def hang():
+    # In C and without the interpreter's lock, as a collective is that another rank never comes to.
+    mutex = ctypes.create_string_buffer(64)
+    lock = ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    print("hangs", flush=True)
+    lock(mutex)
+"""
+
+
+def script(folder: Path, body: str) -> Path:
+    path = folder / "train.py"
+    path.write_text(SETUP + dedent(body))
+    return path
+
+
+def begun(folder: Path, body: str, word: str = "hangs\n") -> subprocess.Popen[str]:
+    """Start a script under dlprof, and wait until it says a word."""
+    command = wrapped(folder / "run", [sys.executable, script(folder, body)], "--window", "1000,1,1")
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == word
+    return process
+
+
+def test_a_rank_that_hangs_in_c_ends_by_sigterm_and_leaves_all_its_steps(tmp_path: Path) -> None:
+    process = begun(tmp_path, "train(25)\nhang()")
+    process.terminate()
+    assert process.wait(20) == -signal.SIGTERM
+    rank = tmp_path / "run/ranks/00000"
+    assert facts(rank)["ended"] == f"signal {int(signal.SIGTERM)}"
+    assert [row["step"] for row in rows(rank)][:25] == list(range(25))
+
+
+def test_the_last_steps_of_a_rank_that_hangs_are_on_the_disk_while_it_hangs(tmp_path: Path) -> None:
+    process = begun(tmp_path, "train(25)\nhang()")
+    try:
+        rank = tmp_path / "run/ranks/00000"
+        assert until(lambda: len(rows(rank)) == 25)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_ranks_that_wait_for_each_other_end_with_their_launcher(tmp_path: Path) -> None:
+    # Without our thread, torchrun waited 30 s for the rank that was in the barrier, and killed it.
+    deadlock = script(
+        tmp_path,
+        """
+        import torch.distributed as distributed
+        distributed.init_process_group("gloo")
+        train(25)
+        print("hangs", flush=True)
+        distributed.barrier() if distributed.get_rank() == 0 else time.sleep(1000)
+        """,
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    command = wrapped(tmp_path / "run", [*torchrun, deadlock])
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["hangs\n"] * 2
+    process.terminate()
+    process.wait(20)
+    for rank in ("00000", "00001"):
+        assert facts(tmp_path / "run/ranks" / rank)["ended"] == f"signal {int(signal.SIGTERM)}"
+        assert len(rows(tmp_path / "run/ranks" / rank)) >= 25
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_does_not_hold_up_an_elastic_restart(tmp_path: Path) -> None:
+    # torchrun sends SIGTERM to what is left of a failed life, and waits up to 30 s before it kills.
+    restarts = script(
+        tmp_path,
+        """
+        train(25)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["RANK"] == "0":
+                pathlib.Path("hangs").touch()
+                hang()
+            while not pathlib.Path("hangs").exists():
+                time.sleep(0.01)
+            sys.exit(3)
+        """,
+    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    done = launch(wrapped(tmp_path / "run", [sys.executable, *torchrun, restarts], "--no-trace"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    ranks = tmp_path / "run/ranks"
+    assert sorted(path.name for path in ranks.iterdir()) == ["00000", "00000.r1", "00001", "00001.r1"]
+    assert facts(ranks / "00000")["ended"] == f"signal {int(signal.SIGTERM)}"
+    assert [len(rows(path)) for path in sorted(ranks.iterdir())] == [25] * 4
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_script_finds_the_handlers_that_it_finds_without_us(tmp_path: Path, wraps: bool) -> None:
+    chains = script(
+        tmp_path,
+        """
+        train(5)
+        print(signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+        def theirs(number, frame):
+            print("theirs")
+            if callable(before):
+                before(number, frame)
+        before = signal.signal(signal.SIGTERM, theirs)
+        print(before, callable(before))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+        print(signal.signal(signal.SIGTERM, before) is theirs)
+        """,
+    )
+    command = [sys.executable, str(chains)]
+    done = launch(wrapped(tmp_path / "run", command) if wraps else command, tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.replace("Handlers.SIG_DFL", "0") == "0 True\n0 False\ntheirs\nTrue\n"
+
+
+def test_a_script_that_takes_the_default_back_ends_by_it(tmp_path: Path) -> None:
+    process = begun(tmp_path, "train(5)\nsignal.signal(signal.SIGTERM, signal.SIG_DFL)\nhang()")
+    process.terminate()
+    assert process.wait(20) == -signal.SIGTERM
+
+
+def test_a_forks_child_has_neither_our_handler_nor_our_descriptor(tmp_path: Path) -> None:
+    forks = script(
+        tmp_path,
+        """
+        import _signal
+        train(5)
+        child = os.fork()
+        if not child:
+            told = signal.set_wakeup_fd(-1), type(_signal.getsignal(signal.SIGTERM)) in (int, signal.Handlers)
+            print(*told, flush=True)
+            time.sleep(1000)
+        time.sleep(0.5)
+        os.kill(child, signal.SIGTERM)
+        print(os.WTERMSIG(os.waitpid(child, 0)[1]))
+        train(5)
+        """,
+    )
+    done = record(forks, folder=tmp_path / "run")
+    assert done.stdout == f"-1 True\n{int(signal.SIGTERM)}\n"
+    assert facts(tmp_path / "run/ranks/00000")["ended"] == "exit"
+
+
+def test_whoever_listens_to_signals_already_goes_on_to(tmp_path: Path) -> None:
+    listens = script(
+        tmp_path,
+        """
+        mine, theirs = os.pipe()
+        os.set_blocking(theirs, False)
+        signal.set_wakeup_fd(theirs)
+        signal.signal(signal.SIGUSR1, lambda number, frame: None)
+        train(5)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        print(os.read(mine, 1)[0] == signal.SIGUSR1, signal.set_wakeup_fd(-1) == theirs)
+        """,
+    )
+    assert record(listens, folder=tmp_path / "run").stdout == "True True\n"
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGINT, signal.SIGINT)])
+def test_a_ctrl_c_ends_what_runs_python_as_ever(tmp_path: Path, signals: tuple[signal.Signals, ...]) -> None:
+    process = begun(tmp_path, "train(5)\nprint('hangs', flush=True)\ntrain(10**9)")
+    for number in signals:
+        process.send_signal(number)
+    assert process.wait(20) in (-signal.SIGINT, 1)
+    assert len(rows(tmp_path / "run/ranks/00000")) >= 5
+
+
+def test_whoever_kills_what_he_started_kills_the_job(tmp_path: Path) -> None:
+    # As without us: a job that ran on would hold its GPUs, and nobody would see it.
+    process = begun(tmp_path, "train(25)\nprint('hangs', flush=True)\ntrain(10**9)")
+    rank = only_child(process.pid)
+    process.kill()
+    process.wait()
+    assert until(lambda: not words(rank))
+    assert facts(tmp_path / "run/ranks/00000")["ended"] == f"signal {int(signal.SIGTERM)}"
+    assert len(rows(tmp_path / "run/ranks/00000")) >= 25
+
+
+def test_a_sigterm_waits_for_the_files_that_the_end_of_the_script_leaves(tmp_path: Path) -> None:
+    # The export of a large trace is in C: the thread must not take it for a collective that hangs.
+    ends = script(
+        tmp_path,
+        """
+        def late():
+            while not pathlib.Path("run/ranks/00000/trace.json.tmp").exists():
+                time.sleep(0.0005)
+            os.kill(os.getpid(), signal.SIGTERM)
+        threading.Thread(target=late, daemon=True).start()
+        train(600)
+        """,
+    )
+    done = launch(wrapped(tmp_path / "run", [sys.executable, ends], "--window", "2,1,1000000"), tmp_path)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert facts(tmp_path / "run/ranks/00000")["window"]["state"] == "partial"
+    assert (tmp_path / "run/ranks/00000/trace.json.gz").exists()

@@ -1,1 +1,0 @@
-"""Tests of what the renderers make of a result."""

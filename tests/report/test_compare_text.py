@@ -1,0 +1,56 @@
+"""The comparison's lines fit, begin with the verdict and the promise, and repeat nothing that a terminal would obey."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+import pytest
+
+from dlprof.report import compare_text
+from dlprof.report.terminal import columns
+from tests.fixtures import comparisons
+
+
+@pytest.mark.parametrize("width", [40, 80, 110])
+@pytest.mark.parametrize("name", comparisons.ALL)
+def test_every_line_fits(name: str, width: int) -> None:
+    for line in compare_text.render(comparisons.ALL[name](), width).split("\n"):
+        assert columns(line) <= width, line
+
+
+@pytest.mark.parametrize("name", comparisons.ALL)
+def test_colour_changes_nothing_but_colour_and_nothing_else_acts(name: str) -> None:
+    c = comparisons.ALL[name]()
+    text = compare_text.render(c, 100)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", compare_text.render(c, 100, colour=True)) == text
+    assert {c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n"} == set()
+
+
+def test_the_verdict_and_the_promise_come_first() -> None:
+    lines = [line.strip() for line in compare_text.render(comparisons.fixed(), 200).split("\n")]
+    assert lines[0].startswith("A  ")
+    assert lines[1].startswith("B  ")
+    assert lines[3] == "B is 1.25 × faster: a step takes 171.7 ms instead of 214.6 ms."
+    assert lines[4] == (
+        "Predicted 148.6 ms for num_workers 2 → 6, measured 171.7 ms ± 1.13 ms: less than was predicted,"
+        " 65 % of the gain (predicted by input_wait)."
+    )
+
+
+def test_what_became_of_the_findings_and_which_settings_differ_is_there() -> None:
+    text = compare_text.render(comparisons.fixed(), 100)
+    assert re.search(r"gone +input_wait +66.0 ms → 500.0 µs", text)
+    assert "Loader · num_workers: 2 → 6" in text
+
+
+def test_the_same_run_twice_is_no_difference() -> None:
+    text = compare_text.render(comparisons.ALL["same"](), 100)
+    assert "No difference beyond noise: a step takes 214.6 ms in A and 214.6 ms in B." in text
+    assert "settings that differ" not in text
+
+
+def test_without_noise_nothing_is_claimed() -> None:
+    c = comparisons.ALL["other"]()
+    assert "the devices differ" in compare_text.render(c, 400)
+    assert "cannot be compared" in compare_text.render(comparisons.ALL["empty"](), 400)

@@ -1,1 +1,0 @@
-"""Tests of the rules: each found, left alone, and abstaining."""
