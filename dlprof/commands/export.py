@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from dlprof.commands import jobs, no_limits, quiet, say
-from dlprof.commands.progress import Progress
 from dlprof.errors import DlprofError
+from dlprof.progress import Progress
 from dlprof.units import count, duration
 
 

@@ -13,9 +13,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dlprof.analysis import engine
 from dlprof.analysis.diagnosis import diagnose, rule_named
-from dlprof.analysis.engine import per_rank
+from dlprof.analysis.engine import needs, per_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.step.spread import LEAST_NOISE
@@ -166,7 +165,7 @@ def test_a_measure_that_breaks_costs_only_its_row(job: Run) -> None:
 
 
 def test_a_broken_part_of_the_result_is_left_out_with_a_word(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(engine._MEASURES, "device_time", breaks)
+    monkeypatch.setitem(needs._MEASURES, "device_time", breaks)
     result = diagnose(job, [], jobs=1)
     assert result.device == ()
     assert result.time

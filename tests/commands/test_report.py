@@ -132,14 +132,14 @@ def test_a_trace_is_decoded_by_another_process_while_this_one_imports(tmp_path: 
     code = """if True:
         import os, sys
         from pathlib import Path
-        from dlprof import process
+        from dlprof.record.launch import process
         from dlprof.commands.report import analyse
-        from dlprof.read.sources import ahead
-        decode = ahead.decode
+        from dlprof.read.kineto import prefetch
+        decode = prefetch.decode
         def noting(path):
             Path(sys.argv[2]).write_text(str(os.getpid()))
             return decode(path)
-        ahead.decode = noting
+        prefetch.decode = noting
         process.keep_memory = lambda: print("keeps its memory")
         analyse(Path(sys.argv[1]))
         print(os.getpid())

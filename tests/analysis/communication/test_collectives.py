@@ -190,7 +190,7 @@ def test_only_the_receiver_of_a_reduction_waits(tmp_path: Path) -> None:
 
 
 def test_the_real_gloo_pair_matches(tmp_path: Path) -> None:
-    golden = Path(__file__).parent.parent / "golden"
+    golden = Path(__file__).parents[2] / "golden"
     for n in range(2):
         (tmp_path / f"rank{n}.json.gz").write_bytes((golden / f"gloo_rank{n}.json.gz").read_bytes())
     frame = runs.measured(tmp_path, *NEEDS).frame(matched)

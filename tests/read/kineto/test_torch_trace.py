@@ -13,7 +13,7 @@ from dlprof.read.sources import Reading
 from tests.fixtures import traces
 from tests.fixtures.traces import BASE_NS
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 def read(tmp_path: Path, made: dict[str, Any] | bytes, name: str = "trace.json", **how: Any) -> Reading:

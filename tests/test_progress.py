@@ -6,8 +6,7 @@ import io
 
 import pytest
 
-from dlprof.analysis.engine import Done
-from dlprof.commands.progress import Progress
+from dlprof.progress import Done, Progress
 
 
 class Terminal(io.StringIO):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TextIO
+from dataclasses import dataclass
+from typing import TextIO
 
 from dlprof.units import count, size
-
-if TYPE_CHECKING:
-    from dlprof.analysis.engine import Done
 
 # A terminal's line is written anew so often, seconds; elsewhere a line stands for a tenth of the work.
 OFTEN_S = 0.1
@@ -18,6 +16,18 @@ LINES = 10
 
 # What is left is told once this much of the work is done: earlier, it is a guess.
 ENOUGH = 0.05
+
+
+@dataclass(frozen=True)
+class Done:
+    """How much is done, and of how much: ranks, their files, and the bytes of these."""
+
+    ranks: int
+    of_ranks: int
+    files: int = 0
+    of_files: int = 0
+    bytes: int = 0
+    of_bytes: int = 0
 
 
 class Progress:

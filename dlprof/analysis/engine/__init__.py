@@ -1,0 +1,45 @@
+"""Maps measures over ranks: each rank is read once, every measure that is wanted of it computed, its tables dropped.
+
+A per-rank measure is a function of one rank's tables to a small frame. An across-ranks measure is a function of those
+frames. Only the small frames leave the process that read the rank. What a measure could not say (NotMeasured) and what
+went wrong in it travel in the place of its frame.
+"""
+
+from dlprof.analysis.engine.needs import (
+    JOB,
+    RANK,
+    Maybe,
+    Measure,
+    MeasureFailed,
+    across_ranks,
+    check_measures,
+    check_needs,
+    needs_of,
+    per_rank,
+    within_rank,
+)
+from dlprof.analysis.engine.ranks import Job, Measured, RankData, RankFacts, by_rank
+from dlprof.analysis.engine.run import ALSO, Progress, measure, so_far
+
+__all__ = [
+    "ALSO",
+    "JOB",
+    "RANK",
+    "Job",
+    "Maybe",
+    "Measure",
+    "MeasureFailed",
+    "Measured",
+    "Progress",
+    "RankData",
+    "RankFacts",
+    "across_ranks",
+    "by_rank",
+    "check_measures",
+    "check_needs",
+    "measure",
+    "needs_of",
+    "per_rank",
+    "so_far",
+    "within_rank",
+]

@@ -1,0 +1,202 @@
+"""Measures: functions whose parameters name what they are made from, and the list of all there are."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+import pandas as pd
+
+from dlprof import schema
+from dlprof.errors import NotMeasured
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+# The parameters that get facts and no measure.
+RANK = "rank"
+JOB = "job"
+
+
+class Maybe(Generic[T_co]):
+    """A need that may be lacking. It is computed when it is first asked for.
+
+    A parameter that is annotated with it gets it in the place of the value; all other parameters are required.
+    """
+
+    def __init__(self, ask: Callable[[], T_co], lacking: Mapping[int, str] | None = None) -> None:
+        self._ask = ask
+        self.lacking = lacking or {}  # of a per-rank measure named across ranks: the ranks without it, and why
+
+    def get(self) -> T_co:
+        """Return the value; raise NotMeasured where it is not known, MeasureFailed where its measure broke."""
+        return self._ask()
+
+    def or_none(self) -> T_co | None:
+        """Return the value; None where it is not known."""
+        try:
+            return self._ask()
+        except (NotMeasured, MeasureFailed):
+            return None
+
+    def why(self) -> str:
+        """Return why the value is not known; "" where it is."""
+        try:
+            self._ask()
+        except (NotMeasured, MeasureFailed) as e:
+            return str(e)
+        return ""
+
+    @property
+    def broke(self) -> bool:
+        """Whether its measure broke, which the report's warnings tell."""
+        try:
+            self._ask()
+        except MeasureFailed:
+            return True
+        except NotMeasured:
+            pass
+        return False
+
+    def __bool__(self) -> bool:
+        """Return whether there is a value, and where that has a length, anything in it."""
+        value = self.or_none()
+        return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a parameter asks for: the name of a measure or a table, and whether it may be lacking."""
+
+    name: str
+    optional: bool
+
+
+def needs_of(function: Callable[..., Any]) -> tuple[Need, ...]:
+    """Return what the parameters of a function ask for."""
+    parameters = inspect.signature(function).parameters.values()
+    # With postponed evaluation an annotation is its text, which is all that is needed of it.
+    return tuple(Need(p.name, str(p.annotation).startswith("Maybe")) for p in parameters)
+
+
+class Scope(Enum):
+    """Where a measure is computed, and what may name it."""
+
+    WITHIN_RANK = "within a rank"  # of the tables of one rank; it never leaves the process that read them
+    PER_RANK = "per rank"  # likewise, but a small frame, which travels
+    ACROSS_RANKS = "across ranks"  # of what travelled
+
+
+@dataclass(frozen=True, eq=False)
+class Measure(Generic[T_co]):
+    """A function that the engine calls: its parameters name what it is made from.
+
+    Of one rank these are tables (`schema.TABLES`), other measures of a rank, and `rank`, its facts. Across ranks they
+    are measures per rank, each the frames of all ranks with a column `rank`; measures across ranks; and `job`, the
+    facts of all ranks.
+    """
+
+    name: str
+    function: Callable[..., T_co] = field(repr=False)
+    scope: Scope
+    needs: tuple[Need, ...]
+
+    @property
+    def across(self) -> bool:
+        """Whether it is computed of what travelled."""
+        return self.scope is Scope.ACROSS_RANKS
+
+    @property
+    def travels(self) -> bool:
+        """Whether it leaves the process that read the rank, and so is known once a run was measured."""
+        return self.scope is not Scope.WITHIN_RANK
+
+    @property
+    def is_frame(self) -> bool:
+        """Whether it makes a frame, as its annotation says."""
+        return self.function.__annotations__.get("return") == "pd.DataFrame"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _measure_of, (self.function.__module__, self.name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> T_co:
+        """Call the function with what its parameters name."""
+        return self.function(*args, **kwargs)
+
+
+_MEASURES: dict[str, Measure[Any]] = {}
+_complete: list[bool] = []  # filled once all measures of the package are known
+
+
+def _measure_of(module: str, name: str) -> Measure[Any]:
+    importlib.import_module(module)  # which makes it known in a fresh process
+    return _MEASURES[name]
+
+
+def _register(function: Callable[..., T], scope: Scope) -> Measure[T]:
+    name = function.__name__
+    if name in _MEASURES or name in schema.TABLES or name in (RANK, JOB):
+        raise TypeError(f"{function.__module__}: there is a measure or a table {name!r} already")
+    if _complete:
+        check_needs(function, scope, (name,))
+    _MEASURES[name] = Measure(name, function, scope, needs_of(function))
+    return _MEASURES[name]
+
+
+def within_rank(function: Callable[..., T]) -> Measure[T]:
+    """Make a measure of one rank's tables that other measures of a rank stand on."""
+    return _register(function, Scope.WITHIN_RANK)
+
+
+def per_rank(function: Callable[..., pd.DataFrame]) -> Measure[pd.DataFrame]:
+    """Make a measure of one rank's tables: a small frame, which rules, panels and measures across ranks may name."""
+    return _register(function, Scope.PER_RANK)
+
+
+def across_ranks(function: Callable[..., T]) -> Measure[T]:
+    """Make a measure of what the measures of all ranks found."""
+    return _register(function, Scope.ACROSS_RANKS)
+
+
+def check_needs(function: Callable[..., Any], scope: Scope = Scope.ACROSS_RANKS, path: tuple[str, ...] = ()) -> None:
+    """Raise TypeError where a parameter names nothing that it may, or where what it needs goes in a circle."""
+    across = scope is Scope.ACROSS_RANKS
+    for need in needs_of(function):
+        known = _MEASURES.get(need.name)
+        if need.name in path:
+            raise TypeError(f"{function.__module__}: {' needs '.join((*path, need.name))}")
+        if known is not None and (known.scope is not Scope.WITHIN_RANK if across else not known.across):
+            check_needs(known.function, known.scope, (*path, need.name))
+        elif need.name not in ((JOB,) if across else (RANK, *schema.TABLES)):
+            raise TypeError(f"{function.__module__}.{function.__qualname__}: nothing {scope.value} is {need.name!r}")
+
+
+def check_measures() -> tuple[Measure[Any], ...]:
+    """Return all measures by name, once they are all known; raise TypeError where one needs what there is not."""
+    for made in _MEASURES.values():
+        check_needs(made.function, made.scope)
+    _complete.append(True)
+    return tuple(_MEASURES[name] for name in sorted(_MEASURES))
+
+
+class MeasureFailed(Exception):  # noqa: N818 - what became of a measure, as NotMeasured is
+    """A measure broke, which is a fault of dlprof's: what it said."""
+
+
+def named(name: str) -> Measure[Any]:
+    """Return the measure of a name."""
+    return _MEASURES[name]
+
+
+def measures_among(needs: Sequence[Need]) -> list[Measure[Any]]:
+    """Return what of these needs is a measure: the others are tables and facts."""
+    return [_MEASURES[need.name] for need in needs if need.name in _MEASURES]
+
+
+def call_with(function: Callable[..., T], needs: Sequence[Need], value: Callable[[Need], Any]) -> T:
+    """Return what a function makes of its needs; `value` returns that of each."""
+    return function(**{need.name: value(need) for need in needs})

@@ -1,0 +1,138 @@
+"""What was measured of all ranks: in order, each once, and what breaks costs only what needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.analysis import engine
+from dlprof.analysis.engine import MeasureFailed, RankData
+from dlprof.analysis.engine import ranks as engine_ranks
+from dlprof.analysis.timeline.device import device_time
+from dlprof.errors import NotMeasured
+from dlprof.read.kineto import torch_trace
+from dlprof.read.run import Rank, Run, open_run
+from tests.fixtures import traces
+from tests.fixtures.measures import (
+    CALLS,
+    RANKS,
+    broken,
+    broken_on_two,
+    job_of_four,
+    mute,
+    of_broken,
+    rows,
+    silent,
+    total,
+)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return the job of four ranks."""
+    return job_of_four(tmp_path_factory.mktemp("job"))
+
+
+def test_a_frame_holds_all_ranks_in_order(job: Run) -> None:
+    frame = engine.measure(job, [rows], jobs=2).frame(rows)
+    assert frame["rank"].to_list() == list(range(RANKS))
+    assert frame["spans"].is_monotonic_increasing
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_measure_that_breaks_costs_only_those_that_need_it(job: Run, jobs: int) -> None:
+    run = engine.measure(job, [rows, broken, broken_on_two, of_broken, total], jobs)
+    assert len(run.frame(rows)) == RANKS
+    assert len(run.frame(total)) == 1
+    for measure in (broken, of_broken):
+        with pytest.raises(MeasureFailed, match=r"^KeyError: 'nothing'$"):
+            run.frame(measure)
+    assert run.frame(broken_on_two)["rank"].to_list() == [0, 1, 3]
+    assert run.lacking(broken_on_two) == {2: "ZeroDivisionError: on purpose"}
+    assert run.failures() == {
+        "broken: KeyError: 'nothing'": [0, 1, 2, 3],
+        "broken_on_two: ZeroDivisionError: on purpose": [2],
+        "of_broken: KeyError: 'nothing'": [],
+    }
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_could_not_be_said_travels(job: Run, jobs: int) -> None:
+    run = engine.measure(job, [mute, silent], jobs)
+    with pytest.raises(NotMeasured, match=r"^rank 0 cannot say$"):
+        run.frame(mute)
+    assert run.frame(silent)["rank"].to_list() == [3]
+    assert run.lacking(silent) == {r: f"rank {r} cannot say" for r in range(3)}
+    assert run.failures() == {}
+
+
+def test_a_measure_across_ranks_is_computed_once(job: Run) -> None:
+    run = engine.measure(job, [total, total], jobs=1)
+    CALLS.clear()
+    assert run.frame(total)["spans"].item() == run.frame(rows)["spans"].sum()
+    run.frame(total)
+    assert len(CALLS) == 1
+
+
+def test_what_nobody_asked_for_was_not_measured(job: Run) -> None:
+    with pytest.raises(NotMeasured):
+        engine.measure(job, [rows], jobs=1).frame(device_time)
+
+
+def test_a_reader_that_breaks_costs_only_its_file(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch_trace.read
+
+    def breaking(path: Path) -> Any:
+        if path.name.startswith("rank2"):
+            raise ZeroDivisionError("on purpose")
+        return original(path)
+
+    monkeypatch.setattr(torch_trace, "read", breaking)
+    run = engine.measure(job, [rows], jobs=1)
+    assert run.frame(rows)["rank"].to_list() == [0, 1, 3]
+    assert "dlprof failed to read it: ZeroDivisionError: on purpose" in run.warnings[2][0]
+
+
+def test_the_same_question_is_answered_once_even_if_it_fails(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, asked = RankData(job.ranks[0]), []
+
+    def fails(*_: object) -> None:
+        asked.append(1)
+        raise NotMeasured("no")
+
+    monkeypatch.setattr(engine_ranks, "call_with", fails)
+    for _ in range(2):
+        with pytest.raises(NotMeasured, match="no"):
+            rank.once(silent)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("window", "why"),
+    [
+        ({"state": "off"}, "recorded without a trace"),
+        ({"state": "yielded"}, "the script runs torch.profiler itself"),
+        ({"state": "waiting", "skip": 10, "warmup": 2, "active": 5}, "before the traced window of step 17"),
+        ({}, "no torch-profiler trace of this rank"),
+    ],
+)
+def test_a_missing_trace_says_why(window: Mapping[str, Any], why: str) -> None:
+    with pytest.raises(NotMeasured, match=why):
+        RankData(Rank(0, facts={"window": window})).table("spans")
+
+
+def test_what_claims_to_be_a_huge_job_is_not_believed(tmp_path: Path) -> None:
+    traces.write(tmp_path / "rank0.json", traces.training(world_size=engine_ranks.LARGEST_WORLD + 1))
+    run = engine.measure(open_run(tmp_path), [rows], jobs=1)
+    assert (run.world_size, run.missing_ranks) == (1, ())
+
+
+def test_where_there_is_a_rank_there_are_those_before_it(tmp_path: Path) -> None:
+    made = traces.training(rank=2)
+    del made["distributedInfo"]["world_size"]
+    traces.write(tmp_path / "trace.json", made)
+    run = engine.measure(open_run(tmp_path), [rows], jobs=1)
+    assert (run.ranks, run.world_size, run.missing_ranks) == ((2,), 3, (0, 1))
