@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -134,7 +135,9 @@ def test_no_regular_expression_reads_our_own_sentences(path: Path) -> None:
     assert "re" not in imports
 
 
-MEASURES = sorted(p for p in PACKAGE.glob("analysis/*/[!_]*.py") if p.parent.name != "compare")
+MEASURES = sorted(
+    p for p in PACKAGE.glob("analysis/*/*.py") if re.search(r"^@(\w+_rank|across_ranks)$", p.read_text(), re.M)
+)
 JUDGES = ("diagnosis", "estimate", "overview", "panel", "panels", "rules")
 
 

@@ -24,7 +24,8 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
-from dlprof.analysis.input.workers import freed_by_equal_workers
+from dlprof.analysis.input.paces import Paces
+from dlprof.analysis.input.worker_plans import freed_by_equal_workers
 from dlprof.analysis.step.breakdown import part, part_noise
 from dlprof.analysis.step.savings import saving_input
 from dlprof.errors import NotMeasured
@@ -41,9 +42,7 @@ MOST_BARS = 60
 def check(
     worker_means: pd.DataFrame,
     breakdown: Maybe[pd.DataFrame],
-    loader_means: Maybe[pd.DataFrame],
-    step_means: Maybe[pd.DataFrame],
-    fetch_series: Maybe[pd.DataFrame],
+    paces: Maybe[Paces],
     step_series: Maybe[pd.DataFrame],
     own_time: Maybe[pd.DataFrame],
     job: Job,
@@ -57,13 +56,7 @@ def check(
     if not slow:
         return nothing("the workers of each loader take about as long as each other for a batch")
     wait = part(breakdown.get(), "input_wait")
-    gone = {
-        r: wait.get(r, 0.0)
-        * freed_by_equal_workers(
-            loader_means.get(), step_means.get(), fetch_series.get(), step_series.get(), breakdown, job, r, w
-        )
-        for r, w in slow.items()
-    }
+    gone = {r: wait.get(r, 0.0) * freed_by_equal_workers(paces.get(), r, w) for r, w in slow.items()}
     rank = worst(gone)
     return Estimate(
         saving_ns=saving_input(step_series.get(), own_time.get(), gone),

@@ -1,0 +1,194 @@
+"""What the step would be with another number of loader workers: the run's own batches, replayed.
+
+A worker fetches its batches one after the other, batch k is worker k mod n's, and the training loop takes them in order
+(torch.utils.data; the depth of the queue is n × prefetch_factor). So batch k is there at
+
+    there(k) = max(there(k − n), taken(k − n · prefetch)) + fetch(k)        its worker is free, and was told to
+    taken(k) = max(there(k), taken(k − 1) + own(k − 1))                     in order, when the loop asks
+
+with the recorded times of fetching and of the loop's own work between batches. The rate is then n ÷ fetch, as
+DS-Analyzer has it (Mohan et al., Analyzing and Mitigating Data Stalls in DNN Training, VLDB 2021), up to the loop's.
+
+Cores set the other limit. What a fetch waits for storage is the same however many wait; what it computes takes longer
+once more threads are ready to run than there are cores, and so does the loop's own work. A thread that finds N ready on
+C cores runs at min(1, C ÷ N), as a fair scheduler lets it. Ranks train at the same time, for they wait for each other;
+who of them, and of the workers, is ready then is taken from how long each is busy, independently of the others. That
+gives the mean stretch of a thread's computing; times and stretches are solved for together. Where an
+operator is split over several threads, it ends with the last of them: one that has no core holds up all, which spin
+meanwhile and count as computing, so that k threads get on with the k-th power of what one does. (With more threads than
+cores they do not spin: OpenMP's then give up their core to each other.) The kernel
+tells how long computing really waited for a core: by how much that differs from the model's stretch of the run as it
+was, for other jobs on the host or for a scheduler that does better, is taken to stay. But nobody is held up for longer
+than others compute: while a loop that needs k cores stands still, C − k + 1 of them at least are somebody else's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Times = NDArray[np.float64]
+
+_BATCHES = 600
+_ROUNDS = 12
+
+# Making a batch: reading, decoding and changing its samples, and putting them together.
+SAMPLES, COLLATING = "samples", "collating"
+
+
+def _nothing() -> Times:
+    return np.zeros(1)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """One rank's input as it was recorded. Times in ns, without what was waited for a core."""
+
+    workers: int
+    prefetch: int
+    own: Times  # of the loop between two batches, one a step
+    own_cpu: float  # share of it that computes, in each of `threads`
+    threads: int
+    fetch: Times  # of a batch
+    fetch_cpu: Times  # of it, computing
+    cores: float  # of the host, and
+    ranks: int  # how many ranks like this one share them
+    beside: tuple[float, float] = (1.0, 1.0)  # measured stretch ÷ the model's, of the loop and of a fetch
+    stretch: float = 1.0  # of the loop's computing, as measured
+    others_cpu: float = float("nan")  # of a batch of those other ranks; NaN: as this one's
+    collate: Times = field(default_factory=_nothing)  # what of `fetch` is collating, and
+    collate_cpu: Times = field(default_factory=_nothing)  # of `fetch_cpu`
+
+    @property
+    def batch_cpu(self) -> float:
+        """What a batch computes in the mean over the ranks that share the cores."""
+        mine = float(self.fetch_cpu.mean())
+        return mine if np.isnan(self.others_cpu) else (mine + (self.ranks - 1) * self.others_cpu) / self.ranks
+
+    @property
+    def costly(self) -> str:
+        """What takes longer of making a batch: SAMPLES or COLLATING."""
+        return COLLATING if 2 * self.collate.mean() > self.fetch.mean() else SAMPLES
+
+    def without(self, part: str) -> Pace:
+        """Return the pace where a part of making batches, SAMPLES or COLLATING, costs nothing."""
+        fetch, cpu = self.collate, self.collate_cpu
+        if part == COLLATING:
+            fetch, cpu = self.fetch - fetch, self.fetch_cpu - cpu
+        less = float(cpu.mean()) / max(float(self.fetch_cpu.mean()), 1.0)
+        return replace(
+            self,
+            fetch=fetch,
+            fetch_cpu=cpu,
+            others_cpu=self.others_cpu * less,
+            collate=_nothing(),
+            collate_cpu=_nothing(),
+        )
+
+    @property
+    def together(self) -> int:
+        """How many threads of the loop must all have a core for it to get on."""
+        return self.threads if self.threads <= self.cores else 1
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The mean step of one rank with so many workers, ns, and what of it the loop waits for data."""
+
+    workers: int
+    step_ns: float
+    wait_ns: float
+
+
+def replayed(pace: Pace, workers: int) -> Forecast:
+    """Return the mean step with so many workers as the model has it; 0: the loop fetches itself."""
+    trains, fetches = 1.0, 1.0
+    trained = float(pace.own.mean()) * pace.own_cpu
+    fetched = pace.batch_cpu
+    others = (pace.ranks - (workers == 0)) * fetched + (pace.ranks - 1) * pace.threads * trained
+    longest = max(1.0 + others / max(pace.cores - pace.threads + 1, 1.0) / max(trained, 1.0), pace.stretch)
+    told = Forecast(workers, 0.0, 0.0)
+    for _ in range(_ROUNDS):
+        own = pace.own * (1 - pace.own_cpu + pace.own_cpu * trains)
+        told, beside = replay(own, pace.fetch + pace.fetch_cpu * (fetches - 1), pace.fetch_cpu, workers, pace.prefetch)
+        step = told.step_ns
+        busy, loop = (trained * trains / step, fetched * fetches / step), 1 - told.wait_ns / step
+        now = stretches(pace, workers, busy, loop, beside)
+        # Half-way, or the two would swing around each other.
+        trains = (trains + min(max(1.0, now[0] * pace.beside[0]), longest)) / 2
+        fetches = (fetches + max(1.0, now[1] * pace.beside[1])) / 2
+    # The mean stretch may promise a little more than all cores at work can do.
+    least = pace.ranks * (pace.threads * trained + fetched) / pace.cores
+    return replace(told, step_ns=max(told.step_ns, least))
+
+
+def replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int) -> tuple[Forecast, float]:
+    """Return the mean step, and the share of what fetches compute (`cpu`) that falls into the loop's own work."""
+    if not workers:
+        wait = float(fetch.mean())
+        return Forecast(0, float(own.mean()) + wait, wait), 0.0
+    depth = workers * max(prefetch, 1)
+    # The first two fillings of the queue are no steady state.
+    skip = 2 * depth
+    n = max(_BATCHES, 2 * skip)
+    owns, takes = np.resize(own, n).tolist(), np.resize(fetch, n).tolist()
+    there, taken = [0.0] * n, [0.0] * n
+    asked = begun = waited = 0.0
+    for k in range(n):
+        free = there[k - workers] if k >= workers else 0.0
+        told = taken[k - depth] if k >= depth else 0.0
+        there[k] = max(free, told) + takes[k]
+        taken[k] = max(there[k], asked)
+        if k == skip:
+            begun, waited = asked, 0.0
+        waited += taken[k] - asked
+        asked = taken[k] + owns[k]
+    mean = Forecast(workers, (asked - begun) / (n - skip), waited / (n - skip))
+    return mean, _beside(np.array(taken), np.resize(own, n), np.array(there), np.resize(fetch, n), np.resize(cpu, n))
+
+
+def _beside(begin: Times, own: Times, there: Times, fetch: Times, cpu: Times) -> float:
+    """Return the share of what fetches compute that falls into the loop's own work; each computes evenly throughout."""
+    # What the loop has worked until any time, from where its batches begin and end.
+    times, worked = np.column_stack((begin, begin + own)).ravel(), np.cumsum(own)
+    until = np.column_stack((worked - own, worked)).ravel()
+    inside = np.interp(there, times, until) - np.interp(there - fetch, times, until)
+    total = float(cpu.sum())
+    return float((cpu * inside / np.maximum(fetch, 1e-9)).sum()) / total if total else 0.0
+
+
+def stretches(pace: Pace, workers: int, busy: tuple[float, float], loop: float, beside: float) -> tuple[float, float]:
+    """Return how much longer computing takes the loop, and a worker, than with a core for every thread.
+
+    `busy`: the share of the time that a rank's loop, and its workers together, are ready to compute; `loop`: that the
+    loop does not wait for data, on all ranks at once; `beside`: the share of what workers compute that is then.
+    """
+    trains, fetches = busy
+    computes, others = trains / max(loop, 1e-9), pace.ranks - 1
+
+    def pace_of(itself: int, loops: int, fetchers: int, each: float, together: int = 1) -> float:
+        ready = itself + pace.threads * np.arange(loops + 1)[:, None] + np.arange(fetchers + 1)[None, :]
+        chance = _chance(loops, computes)[:, None] * _chance(fetchers, each)[None, :]
+        return float((chance * np.minimum(1.0, pace.cores / ready) ** together).sum())
+
+    if not workers:
+        alone = pace_of(pace.threads, others, 0, 0.0, pace.together)
+        return 1.0 / alone, 1.0 / pace_of(1, 0, others, fetches / max(1.0 - loop, 1e-9))
+    fetchers, each = pace.ranks * workers, fetches / workers
+    then, otherwise = each * beside / max(loop, 1e-9), each * (1 - beside) / max(1 - loop, 1e-9)
+    training, waiting = pace_of(1, pace.ranks, fetchers - 1, then), pace_of(1, 0, fetchers - 1, otherwise)
+    return (
+        1.0 / pace_of(pace.threads, others, fetchers, then, pace.together),
+        1.0 / (beside * training + (1.0 - beside) * waiting),
+    )
+
+
+def _chance(n: int, share: float) -> Times:
+    """Return the binomial distribution: how likely each number of n is ready, each for such a share of the time."""
+    share = min(max(share, 1e-9), 1 - 1e-9)
+    k = np.arange(n + 1, dtype=float)
+    factorial = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, n + 1, dtype=float)))))
+    logs: Times = factorial[n] - factorial - factorial[::-1] + k * np.log(share) + (n - k) * np.log1p(-share)
+    return np.exp(logs)

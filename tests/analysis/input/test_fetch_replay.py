@@ -1,0 +1,78 @@
+"""The step with other numbers of workers: known answers of the replay, and what it must not claim."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlprof.analysis.input.fetch_replay import Pace, replayed
+from tests.fixtures.loaders import pace
+
+
+@pytest.mark.parametrize(("workers", "step"), [(0, 100), (1, 80), (2, 40), (3, 80 / 3), (4, 20), (9, 20)])
+def test_fetches_that_wait_for_storage_are_divided_by_the_workers_down_to_the_loops_own(
+    workers: int, step: float
+) -> None:
+    told = replayed(pace(20.0, 80.0), workers)
+    assert told.step_ns == pytest.approx(step, rel=0.02)
+    assert told.wait_ns == pytest.approx(step - 20.0, abs=0.5)
+
+
+def test_fetches_that_compute_are_bounded_by_the_cores() -> None:
+    # 20 ms of training and 80 ms of fetching are 100 ms of computing: on two cores never below 50 ms.
+    steps = [replayed(pace(20.0, 80.0, own_cpu=1.0, fetch_cpu=80.0, cores=2), n).step_ns for n in range(9)]
+    assert steps[0] == pytest.approx(100, rel=0.01)
+    assert min(steps) >= 49
+    assert steps[4] == pytest.approx(min(steps), rel=0.1)
+    # Where there are cores enough, it is as if they waited.
+    assert replayed(pace(20.0, 80.0, own_cpu=1.0, fetch_cpu=80.0), 4).step_ns == pytest.approx(20, rel=0.02)
+
+
+def test_ranks_of_one_host_share_its_cores() -> None:
+    alone = replayed(pace(100.0, 50.0, own_cpu=1.0, fetch_cpu=50.0, cores=2), 1)
+    four = replayed(pace(100.0, 50.0, own_cpu=1.0, fetch_cpu=50.0, cores=2, ranks=2), 1)
+    assert alone.step_ns == pytest.approx(100, rel=0.03)
+    # Two ranks compute 300 ms on two cores.
+    assert four.step_ns == pytest.approx(150, rel=0.1)
+
+
+def test_nobody_is_held_up_for_longer_than_others_compute() -> None:
+    # Whatever a loop was seen to wait: of 20 ms on both of two cores, workers that compute 6 ms a batch can make 26.
+    more: dict[str, Any] = {"own_cpu": 1.0, "fetch_cpu": 6.0, "cores": 2, "beside": (3.0, 1.0)}
+    assert replayed(pace(20.0, 60.0, threads=2, **more), 8).step_ns == pytest.approx(26, rel=0.01)
+    # A loop that needs one of the two stands still while both are taken, and for half as long.
+    assert replayed(pace(20.0, 60.0, **more), 8).step_ns == pytest.approx(23, rel=0.01)
+    # What was measured is more than a model.
+    assert replayed(pace(20.0, 60.0, stretch=2.0, **more), 8).step_ns == pytest.approx(40, rel=0.01)
+
+
+def test_one_slow_worker_holds_up_all_and_a_deep_queue_does_not_help() -> None:
+    fetch = np.full(48, 10.0)
+    fetch[::4] = 100.0
+    slow = Pace(workers=4, prefetch=2, own=np.full(48, 10.0), own_cpu=0, threads=1, fetch=fetch,
+                fetch_cpu=np.zeros(48), cores=64, ranks=1)  # fmt: skip
+    # Every fourth fetch falls to worker 0, which gives a batch in 100 ms: four batches take 100 ms.
+    assert replayed(slow, 4).step_ns == pytest.approx(25, rel=0.03)
+    assert replayed(slow, 5).step_ns < 15
+
+
+def test_what_workers_compute_while_the_loop_waits_is_not_in_its_way() -> None:
+    # One core, and a fetch of 100 ms, of which 30 compute, evenly: the loop finds it taken for 30 % of the time:
+    # its 20 ms take 1 / (0.7 + 0.3 / 2) times as long.
+    told = replayed(pace(20.0, 100.0, own_cpu=1.0, fetch_cpu=30.0, cores=1), 1)
+    assert told.step_ns - told.wait_ns == pytest.approx(20 / 0.85, rel=0.05)
+    # With all of it in that time, as where the first worker is late and the second never: more.
+    fetch, cpu = np.array([200.0, 20.0] * 25), np.array([0.0, 20.0] * 25)
+    late = Pace(workers=2, prefetch=1, own=np.full(50, 20.0), own_cpu=1.0, threads=1, fetch=fetch, fetch_cpu=cpu,
+                cores=1, ranks=1)  # fmt: skip
+    told = replayed(late, 2)
+    assert told.step_ns - told.wait_ns > 25
+
+
+def test_ranks_that_train_together_are_in_each_others_way_however_long_they_wait() -> None:
+    # Two ranks on one core, each computing 20 ms while the other does: a wait of 100 ms in between is no relief.
+    busy = replayed(pace(20.0, 1.0, own_cpu=1.0, cores=1, ranks=2), 1)
+    starved = replayed(pace(20.0, 140.0, own_cpu=1.0, cores=1, ranks=2), 1)
+    assert busy.step_ns == pytest.approx(40, rel=0.01)
+    assert starved.step_ns == pytest.approx(140, rel=0.01)
+    assert starved.wait_ns == pytest.approx(100, rel=0.01)
