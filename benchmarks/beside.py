@@ -32,7 +32,7 @@ SETTLE_S = 3.0
 
 def shares(ranks: int, workers: int, seconds: float) -> tuple[float, float]:
     """Return the share of a core that the samplers' process takes, and that which py-spy does."""
-    main = Path(dlprof.__file__).parent / "samplers" / "__main__.py"
+    main = Path(dlprof.__file__).parent / "record" / "samplers" / "__main__.py"
     started = [subprocess.Popen([sys.executable, "-c", RANK, str(workers)]) for _ in range(ranks)]
     try:
         with tempfile.TemporaryDirectory() as folder:

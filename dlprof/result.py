@@ -113,6 +113,14 @@ class Change(msgspec.Struct, frozen=True):
     numerics: bool = False
 
 
+def change(text: str, *, numerics: bool = False, **settings: tuple[Scalar, Scalar]) -> Change:
+    """Return a change that sets settings, each from one value to another: `num_workers=(0, 6)`; None: not known.
+
+    `numerics`: whether the job then computes other numbers.
+    """
+    return Change(text, tuple(Setting(name, *values) for name, values in settings.items()), numerics)
+
+
 class RankCost(msgspec.Struct, frozen=True):
     """What a bottleneck costs one rank, ns of the mean steady step."""
 

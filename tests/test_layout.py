@@ -37,8 +37,6 @@ WITHOUT_TEST = {
     "analysis/subjects.py",
     "errors.py",
     "hosts.py",
-    "read/kineto/event_columns.py",
-    "read/kineto/events.py",
     "read/sources.py",
     "record/collectors/steps.py",
     "record/device/pcie.py",

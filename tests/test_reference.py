@@ -16,8 +16,7 @@ import pytest
 
 from tests.fixtures import jobs
 from tests.fixtures.consistency import assert_consistent
-
-TRACES = Path(__file__).parent.parent.parent / "shared" / "traces"
+from tests.fixtures.places import TRACES
 
 pytestmark = pytest.mark.skipif(not TRACES.is_dir(), reason="the reference traces are not here (../shared/traces)")
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dlprof.analysis import subjects
-from dlprof.result import Change, Forecast, Panel, Scalar, Scope, Setting
+from dlprof.result import Change, Forecast, Panel, Scope
+from dlprof.result import change as change
 
 # A finding saves at least this share of the step, and LEAST_NOISE times the standard error of what it was estimated
 # from. Two per cent is where existing tools agree to be silent.
@@ -63,14 +64,6 @@ def nothing(summary: str) -> Estimate:
 def worst(by_rank_ns: Mapping[int, float]) -> int:
     """Return the rank with most; the first of them where several have as much."""
     return max(by_rank_ns, key=lambda rank: by_rank_ns[rank])
-
-
-def change(text: str, *, numerics: bool = False, **settings: tuple[Scalar, Scalar]) -> Change:
-    """Return a change that sets settings, each from one value to another: `num_workers=(0, 6)`; None: not known.
-
-    `numerics`: whether the job then computes other numbers.
-    """
-    return Change(text, tuple(Setting(name, *values) for name, values in settings.items()), numerics)
 
 
 @dataclass(frozen=True)

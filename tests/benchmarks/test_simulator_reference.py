@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,9 @@ import pytest
 from benchmarks.simulator.hardware import V100, Host
 from benchmarks.simulator.program import Instruction, Kernel, Operator, Record, Spend, Step
 from benchmarks.simulator.simulation import Setup, simulate
+from tests.fixtures.places import TRACES
 
-TRACE = Path(__file__).parents[3] / "shared" / "traces" / "gpu_async" / "v100_ns.json.gz"
+TRACE = TRACES / "gpu_async" / "v100_ns.json.gz"
 
 pytestmark = pytest.mark.skipif(not TRACE.is_file(), reason="the reference traces are not here (../shared/traces)")
 

@@ -4,7 +4,6 @@ Computation is kernels, communication is communication kernels, copies are copie
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -12,10 +11,9 @@ from dlprof.analysis import intervals
 from dlprof.analysis.intervals import Intervals
 from dlprof.read.kineto import headers, torch_trace
 from dlprof.read.sources import Reading
+from tests.fixtures.places import TRACES
 
-SHARED = Path(__file__).parents[3] / "shared" / "traces"
-
-pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/traces")
+pytestmark = pytest.mark.skipif(not TRACES.is_dir(), reason="needs ../shared/traces")
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ ROWS = {
 
 
 def read(pattern: str) -> Reading:
-    (path,) = SHARED.glob(pattern)
+    (path,) = TRACES.glob(pattern)
     return torch_trace.read(path)
 
 
@@ -179,7 +177,7 @@ def test_metadata_of_collectives() -> None:
     ],
 )
 def test_odd_small_traces(name: str, rank: int | None, world_size: int | None, lanes: set[str] | None) -> None:
-    (path,) = (SHARED / "tiny").glob(name)
+    (path,) = (TRACES / "tiny").glob(name)
     reading = torch_trace.read(path)
     looked = headers.peek(path)
     assert looked["is_trace"]
@@ -196,7 +194,7 @@ def test_odd_small_traces(name: str, rank: int | None, world_size: int | None, l
 
 
 def test_amd_copies_have_their_bytes_from_the_call() -> None:
-    (path,) = (SHARED / "tiny").glob("amd_trace__mi250*")
+    (path,) = (TRACES / "tiny").glob("amd_trace__mi250*")
     spans = torch_trace.read(path).tables["spans"]
     copies = spans[spans["kind"] == "copy"]
     assert copies["copy"].to_list() == ["HtoD", "HtoD"]

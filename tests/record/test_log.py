@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.record.log import Log
-
-ROOT = Path(__file__).parent.parent
+from tests.fixtures.places import ROOT
 
 
 def descriptor(path: Path) -> int:

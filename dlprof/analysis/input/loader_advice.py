@@ -9,12 +9,11 @@ import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe
-from dlprof.analysis.estimate import change
 from dlprof.analysis.input.fetch_replay import COLLATING, SAMPLES
 from dlprof.analysis.input.input_waits import NOTABLE_SHARE, FasterLoader
 from dlprof.analysis.input.worker_plans import Plan
 from dlprof.errors import NotMeasured
-from dlprof.result import Change, Forecast, Panel
+from dlprof.result import Change, Forecast, Panel, change
 from dlprof.units import count, duration
 
 MOST_BARS = 60

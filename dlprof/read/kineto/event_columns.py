@@ -6,8 +6,6 @@ It needs NumPy and no pandas, so that a trace can be decoded while a process sti
 from __future__ import annotations
 
 import gc
-import math
-import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from decimal import Decimal
@@ -21,11 +19,11 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.errors import DlprofError
+from dlprof.read.kineto.collectives import Collectives
 from dlprof.read.kineto.events import (
     BEGINS,
     ENDS,
     NO_TIME,
-    Args,
     BlurredTimes,
     Event,
     ExactEvent,
@@ -37,16 +35,12 @@ from dlprof.read.kineto.events import (
     integers,
     links,
     nanoseconds,
-    plain,
-    ranks_of,
 )
-from dlprof.read.kineto.headers import groups_in
 from dlprof.read.kineto.json_stream import TraceFile
-from dlprof.read.kineto.patterns import MULTIPLIES, NO_ROWS, collective_of, copy_of, element_type, kind_of
+from dlprof.read.kineto.numbering import Codes, DeviceLanes, Names, Places, Shapes
+from dlprof.read.kineto.patterns import NO_ROWS, copy_of
 from dlprof.read.opening import most_names, most_rows, too_many
 
-# How torch names what NCCL sends from one rank of a group to another: nccl:send 0->1, nccl:recv 1<-0.
-_PAIR = re.compile(r"^nccl:(?:send|recv) \d{1,6}(?:->|<-)(\d{1,6})$")
 _HALVES = frozenset(BEGINS + ENDS)
 _NO_KIND = -1
 KIND = {"": _NO_KIND} | {kind: code for code, kind in enumerate(schema.KINDS)}
@@ -120,93 +114,6 @@ def _decoded(path: Path, exact: bool) -> Rows:
     return making.rows(path, file.cut, file.unreadable)
 
 
-class _Names(dict[tuple[str, str], int]):
-    """Numbers every (category, name) and decides once for each what it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.name: list[str] = []
-        self.kind: list[str] = []
-        self.device: list[bool] = []
-        self.direction: list[tuple[str, str]] = []
-        self.collective: list[str] = []
-        self.multiplies: list[bool] = []
-
-    def __missing__(self, key: tuple[str, str]) -> int:
-        category, name = key
-        side, kind = kind_of(category, name) or ("host", "")
-        self.name.append(name)
-        self.kind.append(kind)
-        self.device.append(side == "device")
-        self.direction.append(copy_of(name) if kind == "copy" else ("", ""))
-        self.collective.append(collective_of(name) if kind == "communication" else "")
-        self.multiplies.append(kind == "op" and MULTIPLIES.search(name) is not None)
-        self[key] = code = len(self)
-        return code
-
-
-class _Codes(dict[Any, int]):
-    """Numbers every distinct key in order of appearance."""
-
-    def __missing__(self, key: Any) -> int:
-        self[key] = code = len(self)
-        return code
-
-
-class _Places(dict[tuple[str, str, Scalar, Scalar], int]):
-    """Numbers every (category, name, pid, tid): one look-up an event tells what it is and on which thread."""
-
-    def __init__(self, names: _Names, lanes: _Codes) -> None:
-        super().__init__()
-        self.names = names
-        self.lanes = lanes
-        self.what: list[int] = []
-        self.lane: list[int] = []  # of a host event; a device's depends on its args too
-
-    def __missing__(self, key: tuple[str, str, Scalar, Scalar]) -> int:
-        category, name, pid, tid = key
-        what = self.names[category, name]
-        self.what.append(what)
-        self.lane.append(self.lanes[False, pid, tid] if self.names.kind[what] and not self.names.device[what] else -1)
-        self[key] = code = len(self)
-        return code
-
-
-class _DeviceLanes(dict[tuple[Scalar, Scalar, Scalar, Scalar], int]):
-    """Gives the lane of a (pid, tid, device, stream)."""
-
-    def __init__(self, lanes: _Codes) -> None:
-        super().__init__()
-        self.lanes = lanes
-
-    def __missing__(self, key: tuple[Scalar, Scalar, Scalar, Scalar]) -> int:
-        self[key] = lane = self.lanes[(True, *key)]
-        return lane
-
-
-class _Ranks(dict[bytes, list[int]]):
-    """Gives the ranks that a piece of JSON lists; a job has few groups and many collectives."""
-
-    def __missing__(self, key: bytes) -> list[int]:
-        self[key] = ranks = ranks_of(plain(key))
-        return ranks
-
-
-class _Shapes(dict[tuple[bytes, bytes], tuple[str, str]]):
-    """Gives the shapes of the tensors that pieces of JSON list, as text, and their element type; "" where not said."""
-
-    def __missing__(self, key: tuple[bytes, bytes]) -> tuple[str, str]:
-        dims, types = plain(key[0]), plain(key[1])
-        shapes, dtype = [], ""
-        for shape, text in zip(dims or [], types or [], strict=False):
-            name, width = element_type(text) if isinstance(text, str) else ("", 0)
-            if width and isinstance(shape, list) and shape and all(isinstance(n, int) for n in shape):
-                shapes.append("x".join(map(str, shape)))
-                dtype = dtype or name
-        self[key] = told = (" ".join(shapes), dtype)
-        return told
-
-
 class _Making:
     """The rows read so far, as columns; what is rare (bytes, groups) as row numbers and values."""
 
@@ -214,21 +121,17 @@ class _Making:
         self.keys = keys
         self.seen = 0
         self.warnings: list[str] = []
-        self.names = _Names()
-        self.lanes = _Codes()
-        self.places = _Places(self.names, self.lanes)
-        self.device_lanes = _DeviceLanes(self.lanes)
-        self.groups: dict[str, dict[str, Any]] = {}
-        self.ranks_of = _Ranks()
-        self.shapes_of = _Shapes()
+        self.names = Names()
+        self.lanes = Codes()
+        self.places = Places(self.names, self.lanes)
+        self.device_lanes = DeviceLanes(self.lanes)
+        self.shapes_of = Shapes()
         # what, lane, start, dur, launch: of each chunk one
         self.columns: list[list[NDArray[Any]]] = [[np.empty(0, dtype)] for dtype in ("i4", "i4", "i8", "i8", "i8")]
         self.count = 0
         self.bytes: dict[int, int] = {}
         self.copies: dict[int, tuple[str, str]] = {}
-        self.collectives: dict[int, tuple[str, str, str]] = {}
-        self.sequences: dict[int, tuple[int, str]] = {}
-        self.peers: dict[int, tuple[int, str | None]] = {}  # the rank, and in which group it has that number
+        self.exchanges = Collectives(keys, self.bytes)
         self.multiplied: dict[int, tuple[str, str]] = {}
         self.sizes: dict[int, int] = {}
         self.halves: dict[tuple[Scalar, Scalar], list[tuple[int, int, Event]]] = defaultdict(list)
@@ -329,7 +232,7 @@ class _Making:
         self._copies(first, np.flatnonzero((kind == KIND["copy"]) | (kind == KIND["set"])), events, what)
         exchanges = np.flatnonzero(kind == KIND["communication"]).tolist()
         for row, told in zip(exchanges, args_of([events[row].args for row in exchanges]), strict=True):
-            self._collective(first + row, events[row], told, bool(device[row]))
+            self.exchanges.add(first + row, events[row], told, names.collective[what[row]], bool(device[row]))
         products = np.flatnonzero(np.array(names.multiplies)[what]).tolist()
         for row, told in zip(products, args_of([events[row].args for row in products]), strict=True):
             shape = self.shapes_of[bytes(told.dims), bytes(told.types)]
@@ -352,78 +255,6 @@ class _Making:
             kind = told.kind
             if isinstance(kind, str) and not self.names.direction[what[i]][0]:
                 self.copies[first + i] = copy_of(kind)
-
-    def _collective(self, row: int, e: Event, args: Args, device: bool) -> None:
-        collective = collective_of(args.collective) if isinstance(args.collective, str) else ""
-        collective = collective or self.names.collective[self.names[e.cat, e.name]]
-        group = self._group(args)
-        dtype, width = element_type(args.dtype) if isinstance(args.dtype, str) else ("", 0)
-        elements = [integer(args.elements_in), integer(args.elements_out)]
-        if collective in ("all_gather", "recv"):
-            elements.reverse()
-        count = next((n for n in elements if n > 0), max(elements))
-        size = count * width if width and count >= 0 else -1
-        # torch's marks (gloo:all_reduce) carry the tensor they send; the arguments of c10d's calls have no fixed order.
-        if size < 0 and not device and not e.name.startswith(("c10d", "_c10d", "record_param_comms")):
-            size, dtype = self._input(args, collective, group)
-        if 0 <= size < 2**62:
-            self.bytes[row] = size
-        if collective or group or dtype:
-            self.collectives[row] = (collective, group, dtype)
-        sequence = integer(args.sequence)
-        if sequence >= 0 or args.communicator is not None:
-            self.sequences[row] = (sequence, "" if args.communicator is None else str(args.communicator))
-        if collective in ("send", "recv"):
-            self._peer(row, e, args, collective, group)
-
-    def _peer(self, row: int, e: Event, args: Args, collective: str, group: str) -> None:
-        """Note whom an event sends to or receives from, where it tells."""
-        peer = integer(args.destination if collective == "send" else args.source)
-        if peer >= 0:
-            self.peers[row] = (peer, None)
-            return
-        if e.name in ("c10d::send", "c10d::recv_"):  # tensors, group, rank, tag
-            inputs = plain(args.inputs)
-            peer = integer(inputs[2]) if isinstance(inputs, list) and len(inputs) > 2 else -1
-        elif named := _PAIR.search(e.name):
-            peer = int(named[1])
-        if peer >= 0:
-            self.peers[row] = (peer, group)
-
-    def _group(self, args: Args) -> str:
-        """Return a group's name (if it has none, its description or a name made of its ranks) and note what is told."""
-        ranks = self.ranks_of[bytes(args.group_ranks)]
-        text = "" if args.group_text is None else str(args.group_text)
-        name = "" if args.group is None else str(args.group)
-        if not name:
-            name = text
-        if not name and ranks:
-            import hashlib  # loads OpenSSL, while another core waits for the first trace
-
-            name = "ranks-" + hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:8]
-        if name and name not in self.groups:
-            size = integer(args.group_size)
-            told = {"desc": text, "size": size if size > 0 else len(ranks), "ranks": ranks}
-            self.groups[name] = {k: v for k, v in told.items() if v}
-        return name
-
-    def _input(self, args: Args, collective: str, group: str) -> tuple[int, str]:
-        """Return the bytes and the element type of a collective by its input tensors; -1 where they do not tell."""
-        dims, types = plain(args.dims), plain(args.types)
-        if not isinstance(dims, list) or not isinstance(types, list):
-            return -1, ""
-        total, dtype = 0, ""
-        for shape, text in zip(dims, types, strict=False):
-            name, width = element_type(text) if isinstance(text, str) else ("", 0)
-            if width and isinstance(shape, list) and shape and all(isinstance(n, int) for n in shape):
-                total, dtype = total + math.prod(shape) * width, dtype or name
-        if not dtype:
-            return -1, ""
-        if collective == "all_gather":  # counted by its output: what every rank of the group gives
-            known = {**groups_in(self.keys), **self.groups}
-            size = known.get(group, next(iter(known.values())) if len(known) == 1 else {}).get("size", 0)
-            return (total * size if size else -1), dtype
-        return total, dtype
 
     def rows(self, path: Path, cut: str, unreadable: int) -> Rows:
         """Return everything that was read."""
@@ -459,7 +290,7 @@ class _Making:
         return Rows(
             keys=self.keys,
             warnings=warnings,
-            groups=self.groups,
+            groups=self.exchanges.groups,
             names=names.name,
             kinds=names.kind,
             directions=names.direction,
@@ -472,9 +303,9 @@ class _Making:
             launch=launch,
             bytes=self.bytes,
             copies=self.copies,
-            collectives=self.collectives,
-            sequences=self.sequences,
-            peers=self.peers,
+            collectives=self.exchanges.collectives,
+            sequences=self.exchanges.sequences,
+            peers=self.exchanges.peers,
             multiplied=self.multiplied,
             sizes=self.sizes,
         )

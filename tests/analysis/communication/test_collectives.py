@@ -15,6 +15,7 @@ from dlprof.analysis.step.savings import own_time, saving, saving_input
 from dlprof.analysis.timeline.steps import step_means, step_series
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
+from tests.fixtures.places import GOLDEN
 from tests.fixtures.runs import MS, asked
 
 NEEDS = (bare_waits, breakdown, collectives, exposed, matched, own_time, step_means, step_series, waits)
@@ -190,9 +191,8 @@ def test_only_the_receiver_of_a_reduction_waits(tmp_path: Path) -> None:
 
 
 def test_the_real_gloo_pair_matches(tmp_path: Path) -> None:
-    golden = Path(__file__).parents[2] / "golden"
     for n in range(2):
-        (tmp_path / f"rank{n}.json.gz").write_bytes((golden / f"gloo_rank{n}.json.gz").read_bytes())
+        (tmp_path / f"rank{n}.json.gz").write_bytes((GOLDEN / f"gloo_rank{n}.json.gz").read_bytes())
     frame = runs.measured(tmp_path, *NEEDS).frame(matched)
     assert set(frame["collective"]) >= {"all_reduce"}
     assert (frame.groupby("instance")["rank"].nunique() == 2).all()

@@ -10,8 +10,7 @@ import pytest
 from dlprof.analysis.compute.kernel_names import UNITS, unit_of
 from dlprof.analysis.compute.operators import kernel_kinds
 from tests.fixtures import runs, traces
-
-TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
+from tests.fixtures.places import TRACES
 
 # Traces of V100, RTX 2080 Ti, A100, H100, B200, MI210, MI250 and MI300X; what no trace at hand holds is from the
 # libraries' sources: FlashAttention 3 and 4, cuDNN's attention, DeepGEMM, CUTLASS 3, hipBLASLt's XF32, xFormers.

@@ -5,8 +5,6 @@ The traces were recorded by others and are not part of this project: without the
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -16,10 +14,11 @@ from dlprof.analysis.timeline import device, host
 from dlprof.analysis.timeline.steps import timing
 from dlprof.analysis.timeline.traced import trace_window
 from dlprof.read.run import open_run
+from tests.fixtures.places import TRACES
 
-TRACES = Path(__file__).parents[3] / "shared" / "traces" / "gpu_async"
+ASYNC = TRACES / "gpu_async"
 
-pytestmark = pytest.mark.skipif(not TRACES.is_dir(), reason="the reference traces are not here (../shared/traces)")
+pytestmark = pytest.mark.skipif(not ASYNC.is_dir(), reason="the reference traces are not here (../shared/traces)")
 
 # Kernels and copies a step, and of them NCCL's or RCCL's.
 COUNTS = {
@@ -40,7 +39,7 @@ TIMES = {
 
 @pytest.fixture(scope="module", params=COUNTS)
 def traced(request: pytest.FixtureRequest) -> tuple[str, RankData]:
-    return request.param, RankData(open_run(TRACES / f"{request.param}.json.gz").ranks[0])
+    return request.param, RankData(open_run(ASYNC / f"{request.param}.json.gz").ranks[0])
 
 
 def test_every_step_launched_as_much_as_any_other(traced: tuple[str, RankData]) -> None:
@@ -66,7 +65,7 @@ def test_the_mean_step_and_its_parts_are_within_a_hundredth(traced: tuple[str, R
 
 
 def test_the_step_in_which_the_host_runs_ahead_is_left_out() -> None:
-    rank = RankData(open_run(TRACES / "v100_ns.json.gz").ranks[0])
+    rank = RankData(open_run(ASYNC / "v100_ns.json.gz").ranks[0])
     host_ms = np.diff(rank.once(trace_window).host)[:, 0] / 1e6
     assert host_ms.round().tolist() == [35, 72, 96, 96, 96]
     assert rank.once(timing).chosen.tolist() == [1, 2, 3, 4]

@@ -18,9 +18,9 @@ from dlprof.errors import DlprofError
 from dlprof.read.kineto import json_stream, torch_trace
 from dlprof.read.sources import Reading
 from tests.fixtures import traces
+from tests.fixtures.places import TRACES
 
-SHARED = Path(__file__).parents[3] / "shared" / "traces"
-REAL = SHARED / "dlrm_v100_8ranks" / "worker0_step_12.1694128201545.pt.trace.json.gz"
+REAL = TRACES / "dlrm_v100_8ranks" / "worker0_step_12.1694128201545.pt.trace.json.gz"
 
 
 def small(**keys: Any) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from dlprof.read.run import open_run
 from tests.fixtures import pipelines, runs, traces
 from tests.fixtures.asking import ask
 from tests.fixtures.pipelines import alike
+from tests.fixtures.places import TRACES
 from tests.fixtures.runs import MS
 
-PARQUET = Path(__file__).parents[3] / "shared/traces/pipeline_llm_pp4dp2/trace-ST.parquet"
+PARQUET = TRACES / "pipeline_llm_pp4dp2/trace-ST.parquet"
 
 
 def last_is_long(action: Action) -> int:

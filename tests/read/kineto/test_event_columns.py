@@ -1,0 +1,108 @@
+"""The rows of a trace: what is left out is counted, marks become spans, copies tell their bytes."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from tests.fixtures import traces
+from tests.fixtures.reading import only, read, spans_of
+from tests.fixtures.traces import BASE_NS
+
+
+def test_times_stay_exact_where_blurred_ones_begin_late_in_the_file(tmp_path: Path) -> None:
+    whole = [traces.op(f"w{i}", 0, 1000) | {"ts": 1_694_128_201_000_000 + i} for i in range(50)]
+    data = traces.dump(traces.trace(*whole, traces.op("late", 0, 1000), base_ns=None))
+    data = data.replace(b'"ts": 0.0', b'"ts": 1694128201000050.321')
+    spans = read(tmp_path, data).tables["spans"]
+    assert spans["start_ns"].to_list() == [1_694_128_201_000_000_000 + i * 1000 for i in range(50)] + [
+        1_694_128_201_000_050_321
+    ]
+
+
+def test_unusable_times_are_left_out_and_counted(tmp_path: Path) -> None:
+    events = [traces.op("good", 1000, 10)]
+    no_times: list[Any] = [None, "soon", 10**30, 1e300, []]
+    no_durations: list[Any] = [-1, -0.001, "long", None, 4e14, 1e300]
+    events += [traces.op("bad", 0, 10) | {"ts": ts} for ts in no_times]
+    events += [traces.op("bad", 0, 10) | {"dur": dur} for dur in no_durations]
+    reading = read(tmp_path, traces.trace(*events))
+    assert reading.tables["spans"]["name"].to_list() == ["good"]
+    assert any(w.endswith("5 events without a usable time are left out") for w in reading.warnings)
+    assert any(w.endswith("6 events with a negative or absurd duration are left out") for w in reading.warnings)
+
+
+def test_an_event_of_no_duration_stays(tmp_path: Path) -> None:
+    assert only(spans_of(tmp_path, traces.op("a", 7, 0)))["dur_ns"] == 0
+
+
+def test_a_correlation_of_zero_links_nothing_and_the_old_key_counts(tmp_path: Path) -> None:
+    old = traces.kernel("k2", 10, 5)
+    old["args"] = {"stream": 7, "correlation id": 33}
+    spans = spans_of(tmp_path, traces.kernel("k1", 0, 5, correlation=0), old)
+    assert spans["launch"].to_list() == [-1, 33]
+
+
+def test_unknown_categories_are_left_out_with_a_word_and_known_ones_without(tmp_path: Path) -> None:
+    silent = [traces.event(cat, "x", 0, 5) for cat in ("Trace", "overhead")]
+    silent += [{"ph": ph, "name": "x", "cat": "ac2g", "ts": 0, "pid": 1, "tid": 1, "id": 4} for ph in "sfi"]
+    silent += [{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "python"}}]
+    loud = [traces.event("quantum", "x", 0, 5)] * 3
+    reading = read(tmp_path, traces.trace(traces.op("a", 0, 1), *silent, *loud))
+    assert only(reading.tables["spans"])["name"] == "a"
+    assert [re.sub(r"^.*json: ", "", w) for w in reading.warnings] == [
+        "3 events of the unknown category 'quantum' are left out"
+    ]
+
+
+def test_begin_and_end_marks_become_spans(tmp_path: Path) -> None:
+    def mark(ph: str, name: str, at: int, tid: int) -> dict[str, Any]:
+        return {"ph": ph, "cat": "cpu_op", "name": name, "pid": 1, "tid": tid, "ts": at / 1000, "args": {"x": 1}}
+
+    marks = [
+        mark("B", "outer", 1_001, 1),
+        mark("B", "inner", 2_000, 1),
+        mark("B", "other", 1_500, 2),
+        mark("E", "", 3_003, 1),
+        mark("E", "", 2_500, 2),
+        mark("E", "", 9_001, 1),
+        mark("E", "", 9_500, 1),
+        mark("B", "open", 9_600, 2),
+    ]
+    reading = read(tmp_path, traces.trace(*marks))
+    rows = reading.tables["spans"][["name", "start_ns", "dur_ns", "lane"]]
+    assert rows.to_numpy().tolist() == [
+        ["outer", BASE_NS + 1_001, 8_000, "host:1"],
+        ["other", BASE_NS + 1_500, 1_000, "host:2"],
+        ["inner", BASE_NS + 2_000, 1_003, "host:1"],
+    ]
+    assert any("2 begin or end marks have no partner" in w for w in reading.warnings)
+
+
+def test_several_processes_in_one_file_are_said_to_be_so(tmp_path: Path) -> None:
+    reading = read(tmp_path, traces.trace(traces.op("a", 0, 1), traces.op("b", 0, 1) | {"pid": 77}))
+    assert any("2 processes" in w for w in reading.warnings)
+    # The mark of another process is no work: some launchers mark steps for their children.
+    alone = read(tmp_path, traces.trace(traces.op("a", 0, 1), traces.step(1, 0, 9) | {"pid": 77}))
+    assert alone.warnings == ()
+
+
+def test_copies_tell_direction_memory_and_bytes(tmp_path: Path) -> None:
+    spans = spans_of(
+        tmp_path,
+        traces.copy(0, 5, 4096),
+        traces.copy(10, 5, 8, "DtoH (Device -> Pinned)"),
+        traces.copy(20, 5, 16, "HtoD (Host -> Device)"),
+        traces.clear(30, 5, 32),
+        traces.kernel("k", 40, 5),
+    )
+    assert spans["copy"].to_list() == ["HtoD", "DtoH", "HtoD", "", ""]
+    assert spans["memory"].to_list() == ["pageable", "pinned", "", "", ""]
+    assert spans["bytes"].to_list() == [4096, 8, 16, 32, -1]
+
+
+def test_on_amd_the_call_tells_the_bytes_and_args_the_direction(tmp_path: Path) -> None:
+    call = traces.call("hipMemcpyWithStream", 0, 5, 117)
+    call["args"] |= {"size": "2560", "kind": "1"}
+    moved = traces.on_device("gpu_memcpy", "CopyBuffer", 6, 5, 0, 2, correlation=117, kind="DtoH")
+    row = spans_of(tmp_path, call, moved).iloc[1]
+    assert (row["copy"], row["bytes"], row["launch"], row["lane"]) == ("DtoH", 2560, 117, "device:0")
