@@ -5,7 +5,7 @@
     python workloads/loader_variants.py --fault workers_restart                with a mistake
 
 The records are written once, under --data, in each form: a file a record, tar files of many (read from front to end, a
-share of them a worker), and one array that is mapped into memory. Plain PyTorch: any profiler can be pointed at it.
+share of them a worker), and one array that is mapped into memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
+from parts.job import announce, batches, options, read
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-# What can be planted, and the dlprof rule that must notice it. Each is one `if args.fault == ...` below.
+# ---- the faults ----------------------------------------------------------------------------------------------------
+
+# What can be planted, and the dlprof rule that must notice it. plant() has a line for each.
 FAULTS = {
     "blocking_copies": "blocking_copy",  # from pinned memory, but each is waited for
     "no_workers": "input_wait",  # the training thread reads
@@ -42,17 +45,42 @@ HEALTHY = {
     "spawned": "--start-method spawn",
     "tar": "--storage tar",
 }
-NEEDS_GPU = ("blocking_copies", "pageable")
+NEEDS_GPU = ("blocking_copies", "pageable")  # on the CPU no batch is copied
 RANKS = 1  # no distributed job
+
+
+def plant(args: argparse.Namespace) -> None:
+    """Change the settings of a healthy run into those of a run with args.fault. No other code asks for the fault."""
+    healthy = {"collate": None, "first_worker_ms": 0.0}
+    faulty: dict[str, dict[str, Any]] = {
+        "blocking_copies": {"pin_memory": True, "non_blocking": False},
+        "no_workers": {"workers": 0, "read_ms": max(args.read_ms, 0.5)},
+        "pageable": {"pin_memory": False, "non_blocking": False},
+        "slow_collate": {"workers": 1, "collate": slow_collate},
+        "slow_storage": {"read_ms": 4.0},
+        "slow_worker": {"workers": max(2, args.workers), "first_worker_ms": 4.0},
+        "workers_restart": {"persistent_workers": False, "records": args.records // 8, "epochs": args.epochs * 8},
+    }
+    vars(args).update(healthy | faulty.get(args.fault, {}))
+
+
+def slow_collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    """Put a batch together number by number, each record centred and scaled, in Python."""
+    rows = []
+    for record, _ in samples:
+        mean = sum(float(number) for number in record) / len(record)
+        spread = max(abs(float(number) - mean) for number in record)
+        rows.append([3 * (float(number) - mean) / spread for number in record])
+    return torch.tensor(rows), torch.tensor([label for _, label in samples])
+
+
+# ---- the records ---------------------------------------------------------------------------------------------------
 
 WIDTH = 512  # numbers of a record
 CLASSES = 10
 SHARDS = 8
 
 Record = tuple[Tensor, int]
-
-
-# ---- the records ---------------------------------------------------------------------------------------------------
 
 
 def make_records(data: Path, records: int) -> Path:
@@ -153,72 +181,40 @@ class Storage:
         time.sleep((self.read_ms + self.first_worker_ms * first) / 1e3)
 
 
-def slow_collate(samples: list[Record]) -> tuple[Tensor, Tensor]:
-    """Put a batch together number by number, each record centred and scaled, in Python."""
-    rows = []
-    for record, _ in samples:
-        mean = sum(float(number) for number in record) / len(record)
-        spread = max(abs(float(number) - mean) for number in record)
-        rows.append([3 * (float(number) - mean) / spread for number in record])
-    return torch.tensor(rows), torch.tensor([label for _, label in samples])
+# ---- the options ---------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the options, with those of the fault planted; a usage error exits with 2."""
+    parser, switch = options(__doc__, FAULTS), argparse.BooleanOptionalAction
+    add = parser.add_argument
+    add("--data", type=Path, default=Path("data"), help="where the records are kept (default: data)")
+    add("--storage", choices=list(STORAGE), default="files")
+    add("--records", type=int, default=2048, help="of an epoch (default: 2048)")
+    add("--batch-size", type=int, default=64, help="(default: 64)")
+    add("--epochs", type=int, default=6, help="(default: 6)")
+    add("--steps", type=int, help="stop after so many (default: all epochs')")
+    add("--workers", type=int, default=2, help="loader processes (default: 2)")
+    add("--prefetch-factor", type=int, default=2, help="batches ahead, a worker (default: 2)")
+    add("--persistent-workers", action=switch, default=True, help="keep them between epochs")
+    add("--pin-memory", action=switch, help="default: on a GPU")
+    add("--non-blocking", action=switch, default=True, help="queue copies to the GPU, wait for none")
+    add("--start-method", choices=["fork", "forkserver", "spawn"], default="fork")
+    add("--read-ms", type=float, default=0.2, help="what a read waits for storage (default: 0.2)")
+    add("--layers", type=int, default=32, help="of the network (default: 32)")
+    args = read(parser, argv, {"cpu": {"pin_memory": False}, "cuda": {"pin_memory": True}}, NEEDS_GPU)
+    if args.records < args.batch_size:
+        parser.error(f"--records {args.records} is not one batch of {args.batch_size}")
+    plant(args)
+    return args
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; a usage error exits with 2."""
-    faults = "\n".join(f"  {name:22s} must be noticed by {rule}" for name, rule in FAULTS.items())
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0],
-        epilog=f"faults:\n{faults}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    switch = argparse.BooleanOptionalAction
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="where the records are kept (default: data)")
-    parser.add_argument("--storage", choices=list(STORAGE), default="files")
-    parser.add_argument("--records", type=int, default=2048, help="of an epoch (default: 2048)")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--steps", type=int, help="stop after so many (default: all epochs')")
-    parser.add_argument("--workers", type=int, default=2, help="loader processes (default: 2)")
-    parser.add_argument("--prefetch-factor", type=int, default=2, help="batches ahead, a worker (default: 2)")
-    parser.add_argument("--persistent-workers", action=switch, default=True, help="keep them between epochs")
-    parser.add_argument("--pin-memory", action=switch, help="default: on a GPU")
-    parser.add_argument("--non-blocking", action=switch, default=True, help="queue copies to the GPU, wait for none")
-    parser.add_argument("--start-method", choices=["fork", "forkserver", "spawn"], default="fork")
-    parser.add_argument("--read-ms", type=float, default=0.2, help="what a read waits for storage (default: 0.2)")
-    parser.add_argument("--layers", type=int, default=32, help="of the network (default: 32)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fault", choices=list(FAULTS), help="plant this mistake")
-    args = parser.parse_args(argv)
-    if args.fault in NEEDS_GPU and args.device != "cuda":
-        parser.error(f"--fault {args.fault} needs a GPU: on the CPU no batch is copied")
-    if args.records < args.batch_size:
-        parser.error(f"--records {args.records} is not one batch of {args.batch_size}")
-    if args.pin_memory is None:
-        args.pin_memory = args.device == "cuda"
-    if args.fault == "blocking_copies":
-        args.pin_memory, args.non_blocking = True, False
-    if args.fault == "no_workers":
-        args.workers, args.read_ms = 0, max(args.read_ms, 0.5)
-    if args.fault == "pageable":
-        args.pin_memory, args.non_blocking = False, False
-    if args.fault == "slow_collate":
-        args.workers = 1
-    if args.fault == "slow_storage":
-        args.read_ms = 4.0
-    if args.fault == "slow_worker":
-        args.workers = max(2, args.workers)
-    if args.fault == "workers_restart":
-        args.persistent_workers, args.records, args.epochs = False, args.records // 8, args.epochs * 8
-    return args
-
-
 def build_loader(args: argparse.Namespace, folder: Path) -> DataLoader[Record]:
     """Return the records in batches of float32 (batch × WIDTH) and their classes."""
-    storage = Storage(args.read_ms, 4.0 if args.fault == "slow_worker" else 0.0)
+    storage = Storage(args.read_ms, args.first_worker_ms)
     records = STORAGE[args.storage](folder, storage)
     return DataLoader(
         records,
@@ -230,14 +226,8 @@ def build_loader(args: argparse.Namespace, folder: Path) -> DataLoader[Record]:
         prefetch_factor=args.prefetch_factor if args.workers else None,
         persistent_workers=args.persistent_workers and args.workers > 0,
         multiprocessing_context=args.start_method if args.workers else None,
-        collate_fn=slow_collate if args.fault == "slow_collate" else None,
+        collate_fn=args.collate,
     )
-
-
-def batches(loader: DataLoader[Record], epochs: int) -> Iterator[Any]:
-    """Return every batch of every epoch."""
-    for _ in range(epochs):
-        yield from loader
 
 
 def main() -> None:
@@ -248,11 +238,7 @@ def main() -> None:
     model = nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)).to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, fused=True)
     loader = build_loader(args, folder)
-    print(
-        f"{args.records} records an epoch, {args.storage}, {args.workers} workers, {args.start_method},"
-        f" fault: {args.fault or 'none'}",
-        flush=True,
-    )
+    announce(args, f"{args.records} records an epoch, {args.storage}, {args.workers} workers, {args.start_method}")
     began = time.perf_counter()
     step = 0
     for step, (records, labels) in enumerate(batches(loader, args.epochs), start=1):

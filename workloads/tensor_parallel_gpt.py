@@ -8,20 +8,18 @@
 Linear layers come in pairs: the first is cut by columns and gives each rank some heads or features, the second by rows
 and adds up what the ranks have. Between such pairs each rank keeps some of the sequence (sequence parallel), or all of
 it. Each sequence counts through the vocabulary by a step of its own, so the loss falls once the model has seen which.
-Plain PyTorch: any profiler can be pointed at it, and none is imported.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
+from parts.job import Log, announce, autocast, options, process_group, read
+from parts.language import Counting
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,9 +32,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-# What can be planted, and the dlprof rule that must notice it. Each is one `if args.fault == ...` below.
+# ---- the faults ----------------------------------------------------------------------------------------------------
+
+# What can be planted, and the dlprof rule that must notice it. plant() has a line for each.
 FAULTS = {
     "column_only": "exposed_communication",  # all layers are cut by columns, and every output is gathered
     "loop_optimizer": "unfused_optimizer",  # AdamW takes one parameter after the other
@@ -49,7 +49,31 @@ HEALTHY = {"replicated": "--no-sequence-parallel"}
 SHOWN_WITH = {"column_only": "--width 1024 --length 64 --batch-size 4"}
 # A step with it does less than any healthy one: none says how long it would take without.
 OTHER_STEP = ("tiny_batch",)
-NEEDS_GPU = ("read_every_step", "tiny_batch")
+NEEDS_GPU = ("read_every_step", "tiny_batch")  # nothing waits for a CPU, and gloo's trace tells no sizes
+
+
+def plant(args: argparse.Namespace) -> None:
+    """Change the settings of a healthy run into those of a run with args.fault. No other code asks for the fault."""
+    healthy: dict[str, Any] = {"adamw": {"fused": True}, "cut_up": cut_up, "after_step": lambda _loss: None}
+    faulty: dict[str, dict[str, Any]] = {
+        "column_only": {"cut_up": cut_by_columns},
+        "loop_optimizer": {"adamw": {"foreach": False}},
+        "read_every_step": {"after_step": check_loss},
+        "tiny_batch": {"batch_size": 1, "length": 16},
+    }
+    vars(args).update(healthy | faulty.get(args.fault, {}))
+
+
+def cut_by_columns(model: Transformer, mesh: DeviceMesh, _args: argparse.Namespace) -> None:
+    """Leave this rank some columns of every linear layer, in place; the output of each is gathered."""
+    layers = ("attention.q", "attention.k", "attention.v", "attention.out", "feed.up", "feed.down")
+    for block in model.blocks:
+        parallelize_module(block, mesh, {name: ColwiseParallel(output_layouts=Replicate()) for name in layers})
+
+
+def check_loss(loss: Tensor) -> None:
+    if not loss.isfinite():
+        raise ValueError("the loss is not finite")
 
 
 # ---- the model: Radford et al., Language Models are Unsupervised Multitask Learners, 2019 --------------------------
@@ -122,18 +146,10 @@ class Transformer(nn.Module):
 def cut_up(model: Transformer, mesh: DeviceMesh, args: argparse.Namespace) -> None:
     """Leave this rank its part of every layer, in place."""
     along = Shard(1)  # the dimension of the sequence
-    if args.fault == "column_only":
-        plan: dict[str, Any] = {
-            name: ColwiseParallel(output_layouts=Replicate())
-            for name in ("attention.q", "attention.k", "attention.v", "attention.out", "feed.up", "feed.down")
-        }
-        for block in model.blocks:
-            parallelize_module(block, mesh, plan)
-        return
     kept = along if args.sequence_parallel else Replicate()  # how features lie between pairs of layers
     # Whole once for all layers of a pair: else the gradients of q, k and v are added up one after the other.
     whole = PrepareModuleInput(input_layouts=(kept,), desired_input_layouts=(Replicate(),))
-    plan = {
+    plan: dict[str, Any] = {
         "attention": whole,
         "feed": whole,
         "attention.q": ColwiseParallel(),
@@ -175,89 +191,42 @@ def add_up(model: nn.Module, mesh: DeviceMesh) -> None:
         p.grad = DTensor.from_local(gradient.view(p.shape), mesh, (Replicate(),), run_check=False)
 
 
-# ---- the text ------------------------------------------------------------------------------------------------------
-
-
-class Counting(IterableDataset[Tensor]):
-    """Endless sequences of tokens, length + 1 each, that count from anywhere by 1 to 8, round and round."""
-
-    def __init__(self, vocabulary: int, length: int, seed: int) -> None:
-        self.vocabulary, self.length, self.seed = vocabulary, length, seed
-
-    def __iter__(self) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(self.seed)
-        while True:
-            start, step = torch.randint(self.vocabulary, (2,), generator=generator).tolist()
-            yield (start + (1 + step % 8) * torch.arange(self.length + 1)) % self.vocabulary
-
-
-# ---- one rank ------------------------------------------------------------------------------------------------------
+# ---- the options ---------------------------------------------------------------------------------------------------
 
 # On two CPU cores a step then takes some 650 ms. What is computed grows with the square of the width, what is exchanged
 # with the width: only a wide model is worth its exchanges there. A GPU's width keeps it busy.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"precision": "fp32", "layers": 1, "width": 3072, "heads": 16, "length": 48, "batch_size": 2, "steps": 40},
-    "cuda": {
-        "precision": "bf16",
-        "layers": 24,
-        "width": 4096,
-        "heads": 32,
-        "length": 2048,
-        "batch_size": 8,
-        "steps": 100,
-    },
+    "cuda": {"precision": "bf16", "layers": 24, "width": 4096, "heads": 32}
+    | {"length": 2048, "batch_size": 8, "steps": 100},
 }
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line and fill what it leaves open with the device's DEFAULTS; a usage error exits with 2."""
-    faults = "\n".join(f"  {name:22s} must be noticed by {rule}" for name, rule in FAULTS.items())
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0],
-        epilog=f"faults:\n{faults}\n\nOptions without a stated default have one for the CPU and one for GPUs.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--tensor-parallel", type=int, metavar="N", help="ranks that share a model; the rest is data parallel (all)"
-    )
-    parser.add_argument(
-        "--sequence-parallel",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="share out the sequence between pairs of layers, too (default)",
-    )
-    parser.add_argument("--precision", choices=["fp32", "bf16"], help="of the products; parameters stay in fp32")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--width", type=int, help="of the model's features")
-    parser.add_argument(
-        "--heads", type=int, help="of the attention; they share out the width, and the ranks share them"
-    )
-    parser.add_argument("--vocabulary", type=int, default=256, help="tokens (default: 256)")
-    parser.add_argument("--length", type=int, help="of a sequence, tokens")
-    parser.add_argument("--batch-size", type=int, help="sequences a model and step")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--lr", type=float, default=0.001, help="learning rate (default: 0.001)")
-    parser.add_argument("--log-every", type=int, default=20, metavar="N", help="steps (default: 20)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fault", choices=list(FAULTS), help="plant this mistake")
-    args = parser.parse_args(argv)
-
-    args.rank, args.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    for name, value in DEFAULTS[args.device].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    """Return the options, with those of the fault planted; a usage error exits with 2."""
+    parser, switch = options(__doc__, FAULTS), argparse.BooleanOptionalAction
+    add = parser.add_argument
+    add("--tensor-parallel", type=int, metavar="N", help="ranks that share a model; the rest is data parallel (all)")
+    sequence_help = "share out the sequence between pairs of layers, too (default)"
+    add("--sequence-parallel", action=switch, default=True, help=sequence_help)
+    add("--precision", choices=["fp32", "bf16"], help="of the products; parameters stay in fp32")
+    add("--layers", type=int)
+    add("--width", type=int, help="of the model's features")
+    add("--heads", type=int, help="of the attention; they share out the width, and the ranks share them")
+    add("--vocabulary", type=int, default=256, help="tokens (default: 256)")
+    add("--length", type=int, help="of a sequence, tokens")
+    add("--batch-size", type=int, help="sequences a model and step")
+    add("--steps", type=int)
+    add("--lr", type=float, default=0.001, help="learning rate (default: 0.001)")
+    add("--log-every", type=int, default=20, metavar="N", help="steps (default: 20)")
+    args = read(parser, argv, DEFAULTS, NEEDS_GPU)
     if args.world < 2:
         parser.error(f"tensor parallelism needs two ranks: torchrun --nproc-per-node 2 {parser.prog} ...")
-    if args.fault in NEEDS_GPU and args.device != "cuda":
-        parser.error(f"--fault {args.fault} needs a GPU: a CPU is not waited for, and gloo's trace tells no sizes")
     if args.tensor_parallel is None:
         args.tensor_parallel = args.world
     if args.tensor_parallel < 1 or args.world % args.tensor_parallel:
         parser.error(f"--tensor-parallel {args.tensor_parallel} does not divide {args.world} ranks")
-    if args.fault == "tiny_batch":
-        args.batch_size, args.length = 1, 16
+    plant(args)
     for name in ("heads", "length", "vocabulary"):
         if getattr(args, name) % args.tensor_parallel:
             parser.error(f"--{name} {getattr(args, name)} cannot be shared out among {args.tensor_parallel} ranks")
@@ -266,35 +235,31 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parse()
-    if args.device == "cuda":
-        torch.cuda.set_device(args.local_rank)
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+# ---- training: one rank --------------------------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> None:
     # Ranks next to each other share a model: they exchange most, and sit on one host.
     copies = args.world // args.tensor_parallel
     mesh = init_device_mesh(args.device, (copies, args.tensor_parallel), mesh_dim_names=("data", "tensor"))
     torch.manual_seed(args.seed)  # the same on every rank
     model = Transformer(args).to(args.device)
-    if args.rank == 0:
-        count = sum(p.numel() for p in model.parameters())
-        print(
-            f"{args.layers} layers of {args.width}, {count:,} parameters, cut up over {args.tensor_parallel} ranks,"
-            f" {copies} times, on {args.device}, batch {args.batch_size} × {args.length}, {args.precision},"
-            f" fault: {args.fault or 'none'}",
-            flush=True,
-        )
-    cut_up(model, mesh["tensor"], args)
+    announce(
+        args,
+        f"{args.layers} layers of {args.width}, {sum(p.numel() for p in model.parameters()):,} parameters, cut up over"
+        f" {args.tensor_parallel} ranks, {copies} times, on {args.device}, batch {args.batch_size} × {args.length},"
+        f" {args.precision}",
+    )
+    args.cut_up(model, mesh["tensor"], args)
     if copies > 1:
         for block in model.blocks:
             fully_shard(block, mesh=mesh["data"])
         fully_shard(model, mesh=mesh["data"])
-    how: dict[str, Any] = {"fused": True} if args.fault != "loop_optimizer" else {"foreach": False}
     # Layers that are cut up, and others, which a fused step cannot take together.
     cut = [p for p in model.parameters() if isinstance(p, DTensor)]
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
     groups = [{"params": some} for some in (cut, whole) if some]
-    optimizer = torch.optim.AdamW(groups, args.lr, weight_decay=0.1, **how)
+    optimizer = torch.optim.AdamW(groups, args.lr, weight_decay=0.1, **args.adamw)
 
     # The ranks that share a model read the same sequences.
     loader = DataLoader(
@@ -303,29 +268,27 @@ def main() -> None:
         pin_memory=args.device == "cuda",
     )
     places = torch.arange(args.length, device=args.device).unsqueeze(0)
-    logged_at = time.perf_counter()
+    in_precision = autocast(args)
+    log = Log(args, "tokens", args.batch_size * copies * args.length)
     for step, sequences in enumerate(loader, start=1):
         tokens = sequences.to(args.device, non_blocking=True)
-        with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
+        with in_precision:
             logits = model(tokens[:, :-1], places)
             loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         add_up(model, mesh["tensor"])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if args.fault == "read_every_step" and not loss.isfinite():
-            raise ValueError(f"step {step}: the loss is not finite")
-
-        if step % args.log_every == 0 and args.rank == 0:
-            value = loss.item()  # waits for the device, so not at every step
-            now = time.perf_counter()
-            rate = args.log_every * args.batch_size * copies * args.length / (now - logged_at)
-            print(f"step {step}  loss {value:.4f}  {rate:,.0f} tokens/s", flush=True)
-            logged_at = now
+        args.after_step(loss)
+        log.step(step, loss)
         if step == args.steps:
             break
 
-    dist.destroy_process_group()
+
+def main() -> None:
+    args = parse()
+    with process_group(args):
+        train(args)
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def test_every_fault_of_every_workload_is_planted_or_said_why_not() -> None:
 @pytest.mark.parametrize("group", faults.GROUPS, ids=lambda group: f"{group.workload}{group.options}")
 def test_a_workload_takes_the_options_of_its_group(group: faults.Group) -> None:
     script = jobs.ROOT / "workloads" / f"{group.workload}.py"
-    text = script.read_text()
+    text = script.read_text() + (script.parent / "parts" / "job.py").read_text()
     options = [word for word in group.options.split() if word.startswith("--")]
     options += ["--log-every"] * group.lines + ["--steps", "--device", "--fault"]
     assert [option for option in options if f'"{option}"' not in text] == []

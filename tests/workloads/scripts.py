@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import re
 import subprocess
@@ -10,24 +10,23 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-FOLDER = Path(__file__).parents[2] / "workloads"
+import pytest
+
+from tests.workloads import FOLDER
 
 
 def load(name: str) -> ModuleType:
-    """Import a workload's file without running it."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """Import a workload without running it."""
+    return importlib.import_module(name)
 
 
-def train(name: str, *options: str, ranks: int = 2, limit_s: int = 180) -> subprocess.CompletedProcess[str]:
-    """Run a workload, under torchrun where there are to be several ranks."""
+def train(
+    name: str, *options: str, ranks: int = 2, limit_s: int = 180, script: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a workload, or another script in its place, under torchrun where there are to be several ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     return subprocess.run(
-        [sys.executable, *launcher, str(FOLDER / f"{name}.py"), *options],
+        [sys.executable, *launcher, str(script or FOLDER / f"{name}.py"), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -42,11 +41,9 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
     return [float(x) for x in re.findall(r"loss (\S+)", done.stdout)]
 
 
-def planted(name: str) -> set[str]:
-    """Return the faults that a workload's code looks for."""
-    return set(re.findall(r'args\.fault [!=]= "(\w+)"', (FOLDER / f"{name}.py").read_text()))
-
-
-def listed() -> str:
-    """Return the text that lists all workloads and their faults."""
-    return (FOLDER / "README.md").read_text()
+def refusal(workload: ModuleType, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the words with which a workload refuses a command line; fail where it takes it."""
+    with pytest.raises(SystemExit) as stopped:
+        workload.parse(list(options))
+    assert stopped.value.code == 2
+    return capsys.readouterr().err

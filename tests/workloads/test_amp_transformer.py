@@ -2,64 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 import torch
+from parts.language import Block
 
-from dlprof.analysis.rules import RULES
+from tests.workloads.scripts import load, losses, refusal, train
 
-SCRIPT = Path(__file__).parents[2] / "workloads" / "amp_transformer.py"
-TINY = ["--device=cpu", "--width=32", "--length=16", "--batch-size=8", "--layers=2", "--log-every=10", "--lr=0.003"]
+TINY = ("--device=cpu", "--width=32", "--length=16", "--batch-size=8", "--layers=2", "--log-every=10", "--lr=0.003")
 
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("amp_transformer", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-workload = load()
-
-
-def train(*options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run the script as a user would, on CPU ranks."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    return subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), *TINY, *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [float(x) for x in re.findall(r"loss (\S+)", done.stdout)]
+workload = load("amp_transformer")
 
 
 def test_it_learns_and_a_loop_over_the_parameters_changes_nothing_but_the_time() -> None:
-    healthy = losses(train("--steps=60"))
+    healthy = losses(train("amp_transformer", *TINY, "--steps=60", ranks=1))
     assert len(healthy) == 6
     assert healthy[-1] < 0.75 * healthy[0]
     # Every piece of text is another one, so the length of the run decides which come first.
-    assert losses(train("--steps=60", "--fault=loop_optimizer")) == pytest.approx(healthy, rel=1e-2)
+    looped = losses(train("amp_transformer", *TINY, "--steps=60", "--fault=loop_optimizer", ranks=1))
+    assert looped == pytest.approx(healthy, rel=1e-2)
 
 
 @pytest.mark.slow
 def test_it_trains_in_bfloat16_compiled_and_on_two_ranks() -> None:
-    found = losses(train("--steps=20", "--precision=bf16", "--compile=eager", ranks=2))
+    found = losses(train("amp_transformer", *TINY, "--steps=20", "--precision=bf16", "--compile=eager"))
     assert len(found) == 2
     assert found[1] < found[0]
 
@@ -82,15 +47,12 @@ def test_what_cannot_be_is_a_usage_error(
 ) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SystemExit) as stopped:
-        workload.parse([*TINY, *options])
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
+    assert said in refusal(workload, (*TINY, *options), capsys)
 
 
 def test_scores_in_memory_are_the_same_attention() -> None:
     torch.manual_seed(0)
-    fused, by_hand = workload.Block(32, 4), workload.Block(32, 4, fused=False)
+    fused, by_hand = Block(32, 4), Block(32, 4, workload.scores_in_memory)
     by_hand.load_state_dict(fused.state_dict())
     x = torch.randn(2, 24, 32)
     torch.testing.assert_close(by_hand(x), fused(x))
@@ -112,9 +74,3 @@ def test_the_text_is_made_anew_for_each_seed_and_words_come_again() -> None:
     pieces = workload.Windows(text, 99)
     assert len(pieces) == 50
     torch.testing.assert_close(pieces[1][0], pieces[0][-1])
-
-
-def test_every_fault_names_a_rule_and_is_listed() -> None:
-    assert set(workload.FAULTS.values()) <= {rule.id for rule in RULES}
-    readme = (SCRIPT.parent / "README.md").read_text()
-    assert all(f"`{fault}`" in readme for fault in workload.FAULTS)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.workloads.scripts import listed, load, losses, planted, train
+from tests.workloads.scripts import load, losses, refusal, train
 
-TINY = ["--device=cpu", "--width=4", "--size=16", "--batch-size=16", "--workers=0", "--log-every=10"]
+TINY = ("--device=cpu", "--width=4", "--size=16", "--batch-size=16", "--workers=0", "--log-every=10")
 
 workload = load("data_parallel")
 
@@ -19,25 +20,23 @@ def test_it_learns(ranks: int) -> None:
     assert found[-1] < 0.8 * found[0]
 
 
+@pytest.mark.parametrize(("device", "ranks", "gpus"), [("cpu", 1, 0), ("cuda", 1, 1), ("cuda", 2, 2)])
 def test_one_process_for_all_gpus_needs_two_of_them(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    device: str, ranks: int, gpus: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SystemExit) as stopped:
-        workload.parse([*TINY, "--fault=data_parallel"])
-    assert stopped.value.code == 2
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    assert "needs two GPUs (there are 0) and one process that drives them" in said
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    said = refusal(workload, (*TINY, "--fault=data_parallel", "--device", device), capsys)
+    assert f"needs two GPUs (there are {gpus}) and one process that drives them" in said
 
 
-def test_a_class_looks_alike_and_its_pictures_differ() -> None:
-    pictures = workload.Patterns(40, 16, seed=0)
-    (a, label), (b, same), (_, other) = (pictures[i] for i in (3, 13, 4))
-    assert label == same != other
-    assert 0 < float((a - b).abs().mean()) < 2
+def test_one_process_for_all_gpus_drives_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    healthy, faulty = (workload.parse([*TINY, "--device=cuda", *more]) for more in ([], ["--fault=data_parallel"]))
+    assert [(args.data_parallel, args.driven) for args in (healthy, faulty)] == [(False, 1), (True, 4)]
 
 
-def test_every_fault_is_planted_and_listed() -> None:
-    assert planted("data_parallel") == set(workload.FAULTS)
-    assert all(f"`{fault}`" in listed() for fault in workload.FAULTS)
+def test_batches_are_pageable_only_where_that_is_planted() -> None:
+    healthy, faulty = (workload.parse([*TINY, "--device=cuda", *more]) for more in ([], ["--fault=pageable"]))
+    assert [args.pin_memory for args in (healthy, faulty)] == [True, False]

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from tests.workloads.scripts import listed, load, losses, planted, train
+from tests.workloads.scripts import load, losses, refusal, train
 
 TINY = ["--device=cpu", "--width=32", "--length=16", "--batch-size=8", "--layers=2", "--log-every=10", "--lr=0.01"]
 
@@ -45,12 +45,4 @@ def test_what_cannot_be_is_a_usage_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    with pytest.raises(SystemExit) as stopped:
-        workload.parse(["--device=cpu", *options])
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-def test_every_fault_is_planted_and_listed() -> None:
-    assert planted("deepspeed_gpt") == set(workload.FAULTS)
-    assert all(f"`{fault}`" in listed() for fault in workload.FAULTS)
+    assert said in refusal(workload, ("--device=cpu", *options), capsys)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from parts.job import process_group
 
-from tests.workloads.scripts import listed, load, losses, planted, train
+from tests.workloads.scripts import load, losses, refusal, train
 
 TINY = ["--device=cpu", "--rows=500", "--width=8", "--hidden=32", "--batch-size=64", "--log-every=10", "--bag=4"]
 
@@ -25,11 +26,25 @@ def test_ids_hashed_in_python_are_the_same_ids() -> None:
     assert len(losses(train("dlrm_like", *TINY, "--steps=20", "--fault=uneven_tables"))) == 2
 
 
-@pytest.mark.parametrize("uneven", [False, True])
-def test_every_table_is_on_one_rank(uneven: bool) -> None:
-    owners = workload.share_out(8, 3, uneven)
-    assert sorted(table for tables in owners for table in tables) == list(range(8))
-    assert [len(tables) for tables in owners] == ([6, 1, 1] if uneven else [3, 3, 2])
+def test_every_table_is_on_one_rank() -> None:
+    for share_out, counts in ((workload.share_out, [3, 3, 2]), (workload.share_out_unevenly, [6, 1, 1])):
+        owners = share_out(8, 3)
+        assert sorted(table for tables in owners for table in tables) == list(range(8))
+        assert [len(tables) for tables in owners] == counts
+
+
+def test_ids_hashed_one_by_one_are_in_the_rows_of_those_hashed_at_once() -> None:
+    ids = torch.randint(500, (4, 64, 4))
+    torch.testing.assert_close(workload.hash_one_by_one(ids, 300), workload.hash_ids(ids, 300))
+
+
+def test_features_exchanged_table_by_table_are_those_exchanged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    args = workload.parse([*TINY])
+    with process_group(args):
+        found = [torch.randn(64, 8) for _ in range(4)]
+        torch.testing.assert_close(workload.table_by_table(found, [4], args), workload.all_at_once(found, [4], args))
 
 
 def test_clicks_are_the_same_for_every_epoch_and_others_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,12 +78,4 @@ def test_what_cannot_be_is_a_usage_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    with pytest.raises(SystemExit) as stopped:
-        workload.parse(["--device=cpu", *options])
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-def test_every_fault_is_planted_and_listed() -> None:
-    assert planted("dlrm_like") == set(workload.FAULTS)
-    assert all(f"`{fault}`" in listed() for fault in workload.FAULTS)
+    assert said in refusal(workload, ("--device=cpu", *options), capsys)

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import ast
+import re
 import shlex
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.accuracy import planted
 from dlprof.analysis.rules import RULES
 from dlprof.commands.run import constant
+from tests.workloads import FOLDER
 from tests.workloads.scripts import load
 
-SCRIPTS = sorted((Path(__file__).parents[2] / "workloads").glob("*.py"))
+SCRIPTS = sorted(FOLDER.glob("*.py"))
+FAULTS = [(script, fault) for script in SCRIPTS for fault in constant(script, "FAULTS")]
 
 # A script cannot lower a clock: workloads/README.md says how an administrator does. Nor has PyTorch a call that makes
 # queued work wait while its device idles: that is simulated (benchmarks/simulator).
 NO_SCRIPT_CAN = {"queued_wait", "throttled_clock"}
+
+
+def loaded(script: Path) -> ModuleType:
+    try:
+        return load(script.stem)
+    except SystemExit as without:
+        pytest.skip(str(without))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
@@ -38,12 +51,15 @@ def test_every_rule_has_a_fault_in_some_workload() -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
+def test_the_readme_lists_its_faults(script: Path) -> None:
+    (row,) = re.findall(rf"^\| `{script.name}` \|.*\|(.*)\|$", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    assert re.findall(r"`(\w+)`", row) == sorted(constant(script, "FAULTS"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
 def test_a_workload_takes_the_options_that_it_names(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    try:
-        workload = load(script.stem)
-    except SystemExit as without:
-        pytest.skip(str(without))
+    workload = loaded(script)
     for options in (constant(script, "HEALTHY") or {}).values():
         workload.parse(["--device=cpu", *shlex.split(options)])
     for fault, options in (constant(script, "SHOWN_WITH") or {}).items():
@@ -51,8 +67,35 @@ def test_a_workload_takes_the_options_that_it_names(script: Path, monkeypatch: p
         assert asked.fault == fault
 
 
+@pytest.mark.parametrize(("script", "fault"), FAULTS, ids=lambda p: getattr(p, "stem", p))
+def test_a_fault_is_planted_by_other_settings(script: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = loaded(script)
+    alone = fault == "data_parallel"  # one process for two GPUs
+    device = "cuda" if alone or fault in (constant(script, "NEEDS_GPU") or ()) else "cpu"
+    world, rank = ("1", "0") if alone else ("2", "1")
+    for name, value in (("WORLD_SIZE", world), ("RANK", rank), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", world)):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def settings(*options: str) -> dict[str, Any]:
+        args = vars(workload.parse(["--device", device, *options]))
+        return {name: getattr(value, "__code__", value) for name, value in args.items() if name != "fault"}
+
+    assert settings() == settings()
+    assert settings("--fault", fault) != settings()
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
-def test_a_workload_is_one_file_of_plain_pytorch(script: Path) -> None:
+def test_faults_are_planted_in_one_place(script: Path) -> None:
+    functions = [node for node in ast.parse(script.read_text()).body if isinstance(node, ast.FunctionDef)]
+    asking = {f.name for f in functions for n in ast.walk(f) if isinstance(n, ast.Attribute) and n.attr == "fault"}
+    assert asking - {"parse"} == {"plant"}  # what a fault needs is checked with the options
+
+
+@pytest.mark.parametrize(
+    "script", [*SCRIPTS, *sorted(FOLDER.glob("parts/*.py"))], ids=lambda p: p.relative_to(FOLDER).as_posix()
+)
+def test_a_workload_is_plain_pytorch(script: Path) -> None:
     imported = set()
     for node in ast.walk(ast.parse(script.read_text())):
         if isinstance(node, ast.Import):
@@ -61,4 +104,4 @@ def test_a_workload_is_one_file_of_plain_pytorch(script: Path) -> None:
             assert node.level == 0
             imported.add((node.module or "").partition(".")[0])
     own = script.stem.partition("_")[0]  # deepspeed, lightning, horovod
-    assert imported - sys.stdlib_module_names <= {"torch", "numpy", "PIL", own}
+    assert imported - sys.stdlib_module_names <= {"torch", "numpy", "PIL", "parts", own}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.workloads.scripts import listed, load, losses, planted, train
+from tests.workloads.scripts import load, losses, refusal, train
 
 TINY = ["--device=cpu", "--width=32", "--length=16", "--batch-size=8", "--layers=2", "--log-every=10", "--lr=0.01"]
 
@@ -51,10 +51,7 @@ def test_what_cannot_be_is_a_usage_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    with pytest.raises(SystemExit) as stopped:
-        workload.parse(["--device=cpu", *options])
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
+    assert said in refusal(workload, ("--device=cpu", *options), capsys)
 
 
 def test_only_the_last_rank_has_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,8 +61,3 @@ def test_only_the_last_rank_has_long_sequences(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("RANK", str(rank))
         lengths.append(workload.parse([*TINY, "--fault=long_sequences"]).length)
     assert lengths == [16, 32]
-
-
-def test_every_fault_is_planted_and_listed() -> None:
-    assert planted("fsdp_gpt") == set(workload.FAULTS)
-    assert all(f"`{fault}`" in listed() for fault in workload.FAULTS)

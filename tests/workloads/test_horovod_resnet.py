@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own custom
+from torch.utils.data import DistributedSampler
 
 from tests.fixtures.jobs import DLPROF, launch
-from tests.workloads.scripts import FOLDER, listed, load, losses, planted, train
+from tests.workloads import FOLDER
+from tests.workloads.scripts import load, losses, train
 
 workload = load("horovod_resnet")
 there = importlib.util.find_spec("horovod") is not None
@@ -39,23 +43,36 @@ def test_its_ranks_exchange_gradients_within_their_optimizer(tmp_path: Path) -> 
     assert [e["collective"] for e in result["exchanges"]] == ["all_reduce"]
 
 
-def test_its_model_learns_its_pictures() -> None:
-    torch.manual_seed(0)
-    model = workload.build_resnet(width=8, blocks=1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    pictures = workload.Patterns(320, 16, 0.0, seed=0)
-    losses = []
-    for step in range(20):
-        some = [pictures[i] for i in range(step * 16, step * 16 + 16)]
-        x, y = torch.stack([picture for picture, _ in some]), torch.tensor([label for _, label in some])
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(loss.item())
-    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+def test_its_ranks_share_out_the_pictures_and_its_model_learns_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run it as the second of two ranks whose Horovod exchanges nothing."""
+    monkeypatch.setitem(sys.modules, "horovod", ModuleType("horovod"))
+    monkeypatch.setitem(sys.modules, "horovod.torch", hvd := ModuleType("horovod.torch"))
+    calls: list[str] = []
+    for name, value in (("init", None), ("rank", 1), ("local_rank", 1), ("size", 2)):
+        setattr(hvd, name, lambda value=value: value)
+    for name in ("broadcast_parameters", "broadcast_optimizer_state"):
+        setattr(hvd, name, lambda *_, name=name, **__: calls.append(name))
+    hvd.DistributedOptimizer = lambda optimizer, **_: optimizer  # type: ignore[attr-defined]
+    shares: list[list[int]] = []
 
+    class Sampler(DistributedSampler[Any]):
+        def __iter__(self) -> Iterator[int]:
+            shares.append([*super().__iter__()])
+            return iter(shares[-1])
 
-def test_every_fault_is_planted_and_listed() -> None:
-    assert planted("horovod_resnet") == set(workload.FAULTS)
-    assert all(f"`{fault}`" in listed() for fault in workload.FAULTS)
+    monkeypatch.setattr(workload, "DistributedSampler", Sampler)
+    found: list[float] = []
+    monkeypatch.setattr(workload.Log, "step", lambda _log, _step, loss: found.append(loss.item()))
+    options = ["--device=cpu", "--steps=20", "--width=8", "--blocks=1", "--size=16", "--read-ms=0", "--workers=0"]
+    monkeypatch.setattr(sys, "argv", ["horovod_resnet.py", *options, "--lr=0.025", "--fault=python_metrics"])
+    workload.main()
+    assert capsys.readouterr().out == ""  # the first rank prints
+    assert calls == ["broadcast_parameters", "broadcast_optimizer_state"]
+    assert len(found) == 20
+    assert sum(found[-3:]) < 0.8 * sum(found[:3])
+    (mine,) = shares
+    pictures = workload.Patterns(640, 16, seed=0)
+    other: list[int] = list(DistributedSampler(pictures, 2, 0, seed=0))
+    assert sorted([*mine, *other]) == list(range(640))

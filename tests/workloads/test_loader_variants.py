@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import torch
 
-from dlprof.analysis.rules import RULES
+from tests.workloads.scripts import load, losses, refusal, train
 
-SCRIPT = Path(__file__).parents[2] / "workloads" / "loader_variants.py"
-TINY = ["--device=cpu", "--records=256", "--batch-size=16", "--steps=20", "--read-ms=0", "--layers=1"]
+TINY = ("--device=cpu", "--records=256", "--batch-size=16", "--steps=20", "--read-ms=0", "--layers=1")
 
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("loader_variants", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-workload = load()
+workload = load("loader_variants")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
-
-
-def train(data: Path, *options: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *TINY, "--data", str(data), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("storage", ["files", "mapped", "tar"])
@@ -70,14 +42,22 @@ def test_every_storage_holds_the_same_records(data: Path, storage: str) -> None:
     ids=["tar", "spawned", "restart"],
 )
 def test_it_trains(data: Path, options: list[str]) -> None:
-    assert re.search(r"^20 steps  loss \d", train(data, *options), re.MULTILINE)
+    done = train("loader_variants", *TINY, "--data", str(data), *options, ranks=1)
+    assert len(losses(done)) == 1
+    assert re.search(r"^20 steps  loss \d", done.stdout, re.MULTILINE)
 
 
-def test_every_fault_is_planted_and_its_rule_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    planted = re.findall(r'args\.fault == "(\w+)"', SCRIPT.read_text())
-    assert set(planted) == set(workload.FAULTS)
-    assert set(workload.FAULTS.values()) <= {rule.id for rule in RULES}
-    for fault in workload.NEEDS_GPU:
-        with pytest.raises(SystemExit):
-            workload.parse(["--device", "cpu", "--fault", fault])
-        assert "needs a GPU" in capsys.readouterr().err
+@pytest.mark.parametrize("fault", workload.NEEDS_GPU)
+def test_a_fault_of_copies_needs_a_gpu(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "needs a GPU" in refusal(workload, ("--device=cpu", "--fault", fault), capsys)
+
+
+def test_a_batch_put_together_slowly_holds_the_same_records_scaled(data: Path) -> None:
+    args = workload.parse([*TINY, "--workers=0", "--data", str(data)])
+    files = workload.Files(workload.make_records(data, args.records), lambda: None)
+    samples = [files[n] for n in range(4)]
+    rows, labels = workload.slow_collate(samples)
+    assert labels.tolist() == [0, 1, 2, 3]
+    for row, (record, _) in zip(rows, samples, strict=True):
+        assert float(row.abs().max()) == pytest.approx(3)
+        assert float(torch.corrcoef(torch.stack((row, record)))[0, 1]) == pytest.approx(1)

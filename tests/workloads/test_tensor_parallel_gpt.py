@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.workloads.scripts import listed, load, losses, planted, train
+from tests.workloads.scripts import load, losses, refusal, train
 
 TINY = [
     "--device=cpu",
@@ -59,12 +59,4 @@ def test_what_cannot_be_is_a_usage_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    with pytest.raises(SystemExit) as stopped:
-        workload.parse(["--device=cpu", *options])
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-def test_every_fault_is_planted_and_listed() -> None:
-    assert planted("tensor_parallel_gpt") == set(workload.FAULTS)
-    assert all(f"`{fault}`" in listed() for fault in workload.FAULTS)
+    assert said in refusal(workload, ("--device=cpu", *options), capsys)
