@@ -38,7 +38,7 @@ def open(path: str | os.PathLike[str]) -> Run:  # noqa: A001 - dlprof.open, as g
 def step() -> None:
     """Say that a step of the training loop has ended; from the first call on, steps end here and nowhere else."""
     if _recorder is not None:
-        _recorder.user_step()
+        _recorder.clock.user_step()
 
 
 def annotate(name: str) -> _Annotation:
@@ -57,7 +57,7 @@ class _Annotation:
 
     def __enter__(self) -> None:
         if _recorder is not None:
-            self._range = _recorder.open_range(self._name)
+            self._range = _recorder.clock.open_range(self._name)
 
     def __exit__(self, *_: object) -> None:
         if self._range is not None:

@@ -103,20 +103,23 @@ class Ending:
         if self._due:
             _die(self._due)
 
-    def forked(self) -> None:
-        """Undo everything in a forked child."""
-        if _signal.getsignal(signal.SIGTERM) is self._handler:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self._pipe is not None:
+    def undo(self) -> None:
+        """Give the process its handler and descriptor back: in a forked child, or after the recording has ended."""
+        try:
+            if _signal.getsignal(signal.SIGTERM) is self._handler:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._pipe is None:
+                return
             # Otherwise the parent would hear of the child's signals.
-            with contextlib.suppress(ValueError):
-                theirs = signal.set_wakeup_fd(-1)
-                if theirs not in (-1, self._pipe[1]):
-                    signal.set_wakeup_fd(theirs)
-            for fd, file in zip(self._pipe, self._files, strict=True):
-                if file_of(fd) == file:
-                    os.close(fd)
-            self._pipe = None
+            theirs = signal.set_wakeup_fd(-1)
+            if theirs not in (-1, self._pipe[1]):
+                signal.set_wakeup_fd(theirs)
+        except ValueError:
+            return  # not on the main thread, which alone may: both stay
+        for fd, file in zip(self._pipe, self._files, strict=True):
+            if file_of(fd) == file:
+                os.close(fd)
+        self._pipe = None
 
     def _listen(self) -> None:
         """Have Python's C handler write to our pipe, unless the script already set a descriptor."""

@@ -1,12 +1,14 @@
-"""Where the recorder hangs on PyTorch.
+"""What is changed in PyTorch while a process is recorded, and how it is undone.
 
 The hooks stand on PyTorch itself, and on torchdata's loader, never on the script's objects: on the loaders' iterators,
 `nn.Module.__call__`, `torch.autograd.backward` and `grad`, the optimizers' global hooks, and `torch.cuda.CUDAGraph`. So
-nothing of ours is in a model that the script pickles, scripts, compiles or copies.
+nothing of ours is in a model that the script pickles, scripts, compiles or copies. Collectors put their own wrappers in
+place with `put`, too. The rules for a wrapper stand in dlprof/record/__init__.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -17,29 +19,117 @@ from typing import Any
 
 import dlprof
 from dlprof.record.graphs import Graphs
-from dlprof.record.loaders import watch_method
-from dlprof.record.recorder import Collector, Recorder, _hidden
-from dlprof.record.stepping import BACKWARD
+from dlprof.record.observed import Observed
+from dlprof.record.recorder import Collector, Recorder
+from dlprof.record.step_clock import StepClock
+from dlprof.record.stepping import Phases
+
+_ABSENT = object()  # the attribute was inherited: undone by deleting ours
+
+
+class Patch:
+    """A wrapper of ours in the place of an attribute of torch's."""
+
+    def __init__(self, owner: Any, name: str, wrapper: Any) -> None:
+        self._owner = owner
+        self._name = name
+        self._wrapper = wrapper
+        self._original = vars(owner).get(name, _ABSENT)
+        setattr(owner, name, wrapper)
+
+    def undo(self) -> bool:
+        """Put the original back; False: ours is no longer there, or somebody has wrapped it since."""
+        if vars(self._owner).get(self._name, _ABSENT) is not self._wrapper:
+            return False
+        if self._original is _ABSENT:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._original)
+        return True
+
+
+_patches: list[Patch] = []  # of this process, in the order in which they were put
+_handles: list[Any] = []  # of hooks that torch keeps in lists of its own
+
+
+def put(owner: Any, name: str, wrapper: Any) -> Patch:
+    """Put a wrapper in the place of an attribute of a module or a class, until `uninstall`."""
+    patch = Patch(owner, name, wrapper)
+    _patches.append(patch)
+    return patch
 
 
 def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
     """Hook into torch, which must be imported, and record into the run folder once this process trains."""
     recorder = Recorder(Path(run), collectors)
     try:
-        for method in (*vars(Recorder).values(), *vars(Graphs).values()):
-            if hasattr(method, "__code__"):
-                _hidden(method, with_callees=True)
-        _watch_modules(recorder)
-        _watch_autograd(recorder)
+        for part in (Recorder, StepClock, Phases, Observed, Graphs):
+            for method in vars(part).values():
+                if hasattr(method, "__code__"):
+                    hidden(method, with_callees=True)
+        _watch_modules(recorder.clock)
+        _watch_autograd(recorder.clock)
         _watch_optimizers(recorder)
-        _watch_loaders(recorder)
+        _watch_loaders(recorder.clock)
         _watch_graphs(Graphs(recorder))
     except Exception:
         # A torch that is not as we know it: what hangs on it already must do nothing.
-        recorder._switch_off()
+        recorder.switch_off()
         raise
     os.register_at_fork(after_in_child=recorder.forked)
     dlprof._recorder = recorder
+
+
+def uninstall() -> None:
+    """End the recording and undo `install`, wherever the wrapper in place is ours.
+
+    A wrapper that somebody has wrapped since stays, and passes its calls on. So do the entries in os.register_at_fork.
+    """
+    if dlprof._recorder is not None:
+        dlprof._recorder.leave()
+        dlprof._recorder = None
+    while _handles:
+        _handles.pop().remove()
+    while _patches:
+        _patches.pop().undo()
+
+
+def hidden(wrapper: Any, *, with_callees: bool = False) -> Any:
+    """Keep Dynamo from compiling a wrapper's frame, and return the wrapper. What it calls is compiled as ever.
+
+    `with_callees`: nor is what it calls. The same as torch.compiler.disable, without importing Dynamo where nobody
+    compiles.
+    """
+    import torch._C
+
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "skip_code"):  # before FrameExecStrategy came: never with the callees
+        frames.skip_code(wrapper.__code__)
+    else:
+        callees = frames._FrameAction.SKIP if with_callees else frames._FrameAction.DEFAULT
+        frames.set_code_exec_strategy(wrapper.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, callees))
+    return wrapper
+
+
+def watch_method(kind: type, name: str, watched: Callable[[Any], Any]) -> None:
+    """Put watched(method) in the place of a class's method, and of that which a class of torchdata's has of its own.
+
+    Those come later, as subclasses, where a script imports them. A subclass of the script's own is left as it is.
+    """
+    own = vars(kind).get("__init_subclass__")
+
+    def __init_subclass__(cls: type[Any], /, **kwargs: Any) -> None:  # noqa: N807 - what it stands for
+        if own is None:
+            super(kind, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+        else:
+            own.__func__(cls, **kwargs)
+        with contextlib.suppress(Exception):  # the script's import goes on; its loaders are then known by less
+            if cls.__module__.startswith("torchdata.") and name in vars(cls):
+                put(cls, name, watched(vars(cls)[name]))
+
+    put(kind, "__init_subclass__", classmethod(__init_subclass__))
+    if name in vars(kind):
+        put(kind, name, watched(vars(kind)[name]))
 
 
 def _is_traced() -> Callable[[], bool]:
@@ -49,7 +139,7 @@ def _is_traced() -> Callable[[], bool]:
     return getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)
 
 
-def _watch_modules(recorder: Recorder) -> None:
+def _watch_modules(clock: StepClock) -> None:
     import torch
 
     original: Any = torch.nn.Module.__call__
@@ -63,9 +153,9 @@ def _watch_modules(recorder: Recorder) -> None:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
         if (
             is_traced()
-            or recorder.inside
+            or clock.inside
             or (compiler._is_compiling_flag if flagged else is_compiling())
-            or not recorder.begin_forward(self)
+            or not clock.begin_forward(self)
         ):
             # What the original does, without its frame: a model has hundreds of modules within the outermost.
             if known and self._compiled_call_impl is None:
@@ -76,12 +166,12 @@ def _watch_modules(recorder: Recorder) -> None:
                 return self._call_impl(*args, **kwargs)
             return original(self, *args, **kwargs)
         finally:
-            recorder.end()
+            clock.end()
 
-    torch.nn.Module.__call__ = _hidden(__call__)  # type: ignore[method-assign]
+    put(torch.nn.Module, "__call__", hidden(__call__))
 
 
-def _watch_autograd(recorder: Recorder) -> None:
+def _watch_autograd(clock: StepClock) -> None:
     import torch
 
     is_traced = _is_traced()
@@ -89,44 +179,44 @@ def _watch_autograd(recorder: Recorder) -> None:
     def timed(original: Callable[..., Any]) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if is_traced() or not recorder.begin(BACKWARD):
+            if is_traced() or not clock.begin_backward():
                 return original(*args, **kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
-                recorder.end()
+                clock.end()
 
-        return _hidden(call)
+        return hidden(call)
 
-    torch.autograd.backward = timed(torch.autograd.backward)
-    torch.autograd.grad = timed(torch.autograd.grad)
+    for name in ("backward", "grad"):
+        put(torch.autograd, name, timed(getattr(torch.autograd, name)))
 
 
 def _watch_optimizers(recorder: Recorder) -> None:
     from torch.amp.grad_scaler import GradScaler
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    is_traced = _is_traced()
+    is_traced, clock, observed = _is_traced(), recorder.clock, recorder.observed
 
     def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if not is_traced() and recorder.begin_optimizer(optimizer):
+        if not is_traced() and clock.begin_optimizer(optimizer):
             _watch_exchange(recorder, optimizer)
 
     def after(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not is_traced():
-            recorder.end_optimizer()
+            clock.end_optimizer()
 
     scale = GradScaler.scale
 
     @functools.wraps(scale)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_traced() and not recorder.grad_scaler and self.is_enabled():
-            recorder.grad_scaler = recorder.news = True
+        if not is_traced() and not observed.grad_scaler and self.is_enabled():
+            observed.grad_scaler = observed.news = True
         return scale(self, *args, **kwargs)
 
-    register_optimizer_step_pre_hook(_hidden(before))
-    register_optimizer_step_post_hook(_hidden(after))
-    GradScaler.scale = _hidden(watched)  # type: ignore[method-assign]
+    _handles.append(register_optimizer_step_pre_hook(hidden(before)))
+    _handles.append(register_optimizer_step_post_hook(hidden(after)))
+    put(GradScaler, "scale", hidden(watched))
 
 
 def _watch_exchange(recorder: Recorder, optimizer: Any) -> None:
@@ -137,7 +227,7 @@ def _watch_exchange(recorder: Recorder, optimizer: Any) -> None:
         return
 
     def synchronize(self: Any, *args: Any, **kwargs: Any) -> Any:
-        opened = recorder.open_range("horovod:all_reduce")
+        opened = recorder.clock.open_range("horovod:all_reduce")
         try:
             return waiting(self, *args, **kwargs)
         finally:
@@ -145,7 +235,7 @@ def _watch_exchange(recorder: Recorder, optimizer: Any) -> None:
                 opened.__exit__(None, None, None)
 
     try:
-        kind.synchronize = _hidden(functools.wraps(waiting)(synchronize))
+        put(kind, "synchronize", hidden(functools.wraps(waiting)(synchronize)))
     except Exception as e:  # noqa: BLE001 - the script's step goes on
         recorder.warn(f"what Horovod exchanges is not named: {type(e).__name__}: {e}")
 
@@ -180,10 +270,12 @@ def _watch_graphs(graphs: Graphs) -> None:
         graphs.end_replay(self)
         return result
 
-    kind.capture_begin, kind.capture_end, kind.replay = _hidden(capture_begin), _hidden(capture_end), _hidden(replay)
+    put(kind, "capture_begin", hidden(capture_begin))
+    put(kind, "capture_end", hidden(capture_end))
+    put(kind, "replay", hidden(replay))
 
 
-def _watch_loaders(recorder: Recorder) -> None:
+def _watch_loaders(clock: StepClock) -> None:
     from torch.utils.data import dataloader
 
     following: Any = dataloader._BaseDataLoaderIter.__next__
@@ -193,29 +285,29 @@ def _watch_loaders(recorder: Recorder) -> None:
 
     @functools.wraps(following)
     def __next__(self: Any) -> Any:  # noqa: N807 - what it stands for
-        if not recorder.begin_fetch(self, first=not self._num_yielded):
-            return dispatched(self) if dispatching and recorder.fetching else following(self)
+        if not clock.begin_fetch(self, first=not self._num_yielded):
+            return dispatched(self) if dispatching and clock.fetching else following(self)
         try:
             batch = following(self)
         except BaseException as e:
-            recorder.end()
+            clock.end()
             if isinstance(e, StopIteration):
-                recorder.end_of_epoch()
+                clock.end_of_epoch()
             raise
-        recorder.end_fetch(self)
+        clock.end_fetch(self)
         return batch
 
     def watched(iterating: Any) -> Any:
         @functools.wraps(iterating)
         def __iter__(self: Any) -> Any:  # noqa: N807 - what it stands for
             watch_dispatcher()
-            if not recorder.begin_epoch():
+            if not clock.begin_epoch():
                 return iterating(self)
             try:
                 iterator = iterating(self)
             finally:
-                recorder.end()
-            recorder.see_iterator(self, iterator)
+                clock.end()
+            clock.see_iterator(self, iterator)
             return iterator
 
         return __iter__
@@ -223,18 +315,18 @@ def _watch_loaders(recorder: Recorder) -> None:
     @functools.wraps(making)
     def __init__(self: Any, loader: Any) -> None:  # noqa: N807 - what it stands for
         making(self, loader)
-        recorder.see_made(loader, self)
+        clock.see_made(loader, self)
 
     def dispatched(iterator: Any) -> Any:
         """Fetch one of the batches that accelerate's rank 0 fetches for all, which make one fetch of its own."""
         nonlocal dispatching
-        recorder.ask(iterator)
+        clock.ask(iterator)
         dispatching = False  # whatever that asks other loaders for is no batch of the script's
         try:
             batch = following(iterator)
         finally:
             dispatching = True
-        recorder.got(iterator)
+        clock.got(iterator)
         return batch
 
     def watch_dispatcher() -> None:
@@ -249,21 +341,21 @@ def _watch_loaders(recorder: Recorder) -> None:
         def _fetch_batches(self: Any, iterator: Any) -> Any:
             nonlocal dispatching
             known = isinstance(iterator, dataloader._BaseDataLoaderIter)
-            if not recorder.begin_fetch(iterator if known else nameless, first=False):
+            if not clock.begin_fetch(iterator if known else nameless, first=False):
                 return fetching(self, iterator)
             dispatching = True
             try:
                 fetched = fetching(self, iterator)
             finally:
                 dispatching = False
-                recorder.end()
+                clock.end()
             if self._stop_iteration:
-                recorder.end_of_epoch()
+                clock.end_of_epoch()
             return fetched
 
-        dispatcher._fetch_batches = _hidden(_fetch_batches)  # type: ignore[union-attr]
+        put(dispatcher, "_fetch_batches", hidden(_fetch_batches))
 
-    dataloader._BaseDataLoaderIter._dlprof_pass = None  # type: ignore[attr-defined]
-    dataloader._BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign]
+    put(dataloader._BaseDataLoaderIter, "_dlprof_pass", None)
+    put(dataloader._BaseDataLoaderIter, "__next__", __next__)
+    put(dataloader._BaseDataLoaderIter, "__init__", __init__)
     watch_method(dataloader.DataLoader, "__iter__", watched)
-    setattr(dataloader._BaseDataLoaderIter, "__init__", __init__)  # noqa: B010 - mypy knows it as no variable

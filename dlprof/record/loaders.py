@@ -1,12 +1,11 @@
-"""How the script's loaders are set up, as far as a rank can tell while it iterates them."""
+"""The script's loaders, as a rank sees them while it iterates them: how they are set up, and each pass over one."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
-from collections.abc import Callable
-from typing import Any
+from time import perf_counter_ns
+from typing import Any, Protocol, runtime_checkable
 
 
 class LoaderSeen:
@@ -21,7 +20,7 @@ class LoaderSeen:
 
 
 class Pass:
-    """One pass over a loader: what is known of its iterator. It hangs on that, and goes with it."""
+    """One pass over a loader: what is known of its iterator, which holds it as `_dlprof_pass`."""
 
     __slots__ = (
         "asks",
@@ -30,7 +29,7 @@ class Pass:
         "loader",
         "looked_at",
         "place",
-        "told",
+        "reported",
         "took_ns",
         "unsettled",
         "workers",
@@ -40,14 +39,35 @@ class Pass:
         self.loader = loader  # None: it was not seen making the iterator
         self.began_ns = began_ns
         self.took_ns = took_ns  # that iter() took
-        self.unsettled = True  # its loader may yet learn what its batches are used for
-        # What whoever records the batches keeps here:
+        self.unsettled = True  # the role of its loader is not known for good
+        # For the FetchWatcher:
         self.looked_at = False
-        self.asks = True  # wants to hear before the next batch is asked for
+        self.asks = True  # call FetchWatcher.ask before the next batch
         self.fetches = False  # the training thread does so itself
         self.workers = ""
-        self.told = False  # some of its batches have rows
-        self.place = -1  # of the loader among the recorder's, once it is told
+        self.reported = False  # some of its batches have rows
+        self.place = -1  # of the loader in Observed.loaders, once it is reported
+
+
+@runtime_checkable
+class FetchWatcher(Protocol):
+    """A collector that sees every batch of the training thread's loaders. Its methods must not raise."""
+
+    def begun(self, iterator: Any) -> None:
+        """See a loader's new iterator. Not called for a loader with an iter() of its own."""
+
+    def ask(self, iterator: Any) -> None:
+        """Prepare for the next batch, which is about to be asked for; called where Pass.asks."""
+
+    def got(self, iterator: Any, step: int, began_ns: int, took_ns: int) -> None:
+        """See a batch arrive, and which step it begins."""
+
+
+def adopt(iterator: Any) -> Pass:
+    """Return the pass of an iterator, and make one for an iterator whose making was not seen."""
+    over: Pass = iterator._dlprof_pass or Pass(None, perf_counter_ns(), 0)
+    iterator._dlprof_pass = over
+    return over
 
 
 def settings_of(loader: Any) -> dict[str, Any]:
@@ -100,24 +120,3 @@ def _length(dataset: Any) -> int | None:
         return len(dataset)
     except Exception:  # noqa: BLE001 - the script's code; many datasets have no length
         return None
-
-
-def watch_method(kind: type, name: str, watched: Callable[[Any], Any]) -> None:
-    """Put watched(method) in the place of a class's method, and of that which a class of torchdata's has of its own.
-
-    Those come later, as subclasses, where a script imports them. A subclass of the script's own is left as it is.
-    """
-    own = vars(kind).get("__init_subclass__")
-
-    def __init_subclass__(cls: type[Any], /, **kwargs: Any) -> None:  # noqa: N807 - what it stands for
-        if own is None:
-            super(kind, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
-        else:
-            own.__func__(cls, **kwargs)
-        with contextlib.suppress(Exception):  # the script's import goes on; its loaders are then known by less
-            if cls.__module__.startswith("torchdata.") and name in vars(cls):
-                setattr(cls, name, watched(vars(cls)[name]))
-
-    setattr(kind, "__init_subclass__", classmethod(__init_subclass__))  # noqa: B010 - mypy knows another signature
-    if name in vars(kind):
-        setattr(kind, name, watched(vars(kind)[name]))

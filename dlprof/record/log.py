@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
 
 # Lines that gather in a rank are written this often: a crash costs at most so much, and a step of a millisecond pays
 # for no system call.
 WRITE_EVERY_NS = 250_000_000
+
+# A file with a budget may hold so much, and so much more for each second that its rank trains: 14,000 batches in
+# detail, then 8 a second. Above that, what one writing has gathered becomes one line of sums.
+_BURST_BYTES = 2_000_000
+_BYTES_A_SECOND = 1_000
+
+Row = tuple[Any, ...]
 
 
 class Log:
@@ -46,6 +56,73 @@ class Log:
         if file_of(self._fd) == self._file:
             os.close(self._fd)
         self._fd = -1
+
+
+class BudgetLog:
+    """Rows on their way into a file that several processes append to, each whole lines at a time.
+
+    The file grows no faster than its budget: rows that would exceed it are summed. Rows are summed that are alike in
+    their first `keys` cells; the sums are those of the cells from `sums` on, and the cells between are the first row's.
+    """
+
+    def __init__(self, name: str, line: Callable[[Row], str], keys: int, sums: int) -> None:
+        self._name = name
+        self._line = line
+        self._keys = keys
+        self._sums = sums
+        self.rows: list[Row] = []
+        self._file: Log | None = None
+        self._begun_ns = 0
+        self.written_ns = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether there is a file."""
+        return self._file is not None
+
+    def open(self, folder: Path, age_ns: int = 0) -> None:
+        """Open the file, or make it; its rank has trained for so long, in which others may have filled it."""
+        self._file = Log(folder / self._name)
+        self._begun_ns = perf_counter_ns() - age_ns
+
+    def fit(self) -> None:
+        """Sum what has gathered, if there is no file yet; rows are added without asking, as each takes its time."""
+        if not self.is_open:
+            self._sum()
+
+    def write(self, now: int, *, last: bool) -> None:
+        """Write what has gathered, as far as the budget allows; the last time in any case."""
+        self.written_ns = now
+        if not self.rows or self._file is None:
+            return
+        if self._file.size >= _BURST_BYTES + _BYTES_A_SECOND * (now - self._begun_ns) // 1_000_000_000:
+            self._sum()
+            if not last:
+                return
+        lines = "".join(map(self._line, self.rows))
+        self.rows.clear()
+        self._file.write(lines)
+
+    def close(self) -> None:
+        """Close the file, and drop what is not written."""
+        if self._file is not None:
+            self._file.close()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop rows and file, as a fork's child does: they are its parent's."""
+        self.rows.clear()
+        self._file = None
+
+    def _sum(self) -> None:
+        keys, sums = self._keys, self._sums
+        alike: dict[Row, list[Row]] = {}
+        for row in self.rows:
+            alike.setdefault(row[:keys], []).append(row)
+        self.rows = []
+        for rows in alike.values():
+            columns = list(zip(*rows, strict=True))[sums:]
+            self.rows.append((*rows[0][:sums], *(-1 if min(c) < 0 else sum(c) for c in columns)))
 
 
 def _open(path: Path, create: int) -> int:

@@ -1,13 +1,19 @@
-"""A step of the training loop as it is measured, and as it is told of once it has ended."""
+"""A step of the training loop and its phases: while they are measured, and once the step has ended."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import contextlib
+import sys
+from collections.abc import Callable
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any, NamedTuple, Protocol
 
-from dlprof.record.loaders import LoaderSeen
+from dlprof.record.loaders import LoaderSeen, Pass
 
 FETCH, FORWARD, BACKWARD, OPTIMIZER = range(4)
 PHASES = ("fetch", "forward", "backward", "optimizer")  # their names
+_RANGES = tuple(f"dlprof::{phase}" for phase in PHASES)
 
 
 class Step(NamedTuple):
@@ -27,7 +33,7 @@ class Step(NamedTuple):
     optimizer_steps: int
     first: int
     profiled: int
-    device: Any  # what Recorder.end_of_step gave
+    device: Any  # what StepClock.end_of_step returned
 
 
 class Row:
@@ -61,8 +67,46 @@ class Row:
         """Return whether anything but fetching was seen."""
         return bool(self.forwards or self.backwards or self.optimizer_steps)
 
+    def end(self, now: int, device: Any) -> tuple[Any, ...]:
+        """Return the cells of a Step that ends now, and become the next step."""
+        parts = self.parts
+        cells = (
+            self.number,
+            self.start_ns,
+            now - self.start_ns,
+            self.lead_ns,
+            *parts,
+            self.fetches,
+            self.forwards,
+            self.backwards,
+            self.optimizer_steps,
+            self.first,
+            self.profiled,
+            device,
+        )
+        self.number += 1
+        self.start_ns = now
+        self.lead_ns = -1
+        parts[FETCH] = parts[FORWARD] = parts[BACKWARD] = parts[OPTIMIZER] = 0
+        self.fetches = self.forwards = self.backwards = self.optimizer_steps = self.first = self.profiled = 0
+        return cells
+
+    def unsettle(self, over: Pass) -> bool:
+        """Note a pass that the step takes batches from, unless its loader is known to train.
+
+        Return whether this step had not taken any from that loader.
+        """
+        seen = over.loader
+        if seen is None or seen.role == "train":
+            over.unsettled = False
+            return False
+        if seen in self.unsettled:
+            return False
+        self.unsettled.append(seen)
+        return True
+
     def settle(self) -> bool:
-        """Tell the loaders what their batches were used for, and whether one has learnt of it."""
+        """Set the role of the loaders by what their batches were used for; return whether one has changed."""
         kind = kind_of(self)
         changed = [s for s in self.unsettled if s.role != kind != "other"]
         for seen in changed:
@@ -72,7 +116,103 @@ class Row:
 
 
 def kind_of(step: Step | Row) -> str:
-    """Tell train, validation (forward only) or other."""
+    """Return train, validation (forward only) or other."""
     if step.backwards or step.optimizer_steps:
         return "train"
     return "validation" if step.forwards else "other"
+
+
+class Driver(Protocol):
+    """What the clock calls: the Recorder."""
+
+    def begin(self) -> None:
+        """Start recording: the process has just begun to train."""
+
+    def steps_due(self) -> None:
+        """Pass StepClock.done on to the collectors; called at the end of a step."""
+
+    def fail(self, error: Exception) -> None:
+        """Switch the recording off."""
+
+
+class Phases:
+    """The phases of the step that is being measured. They nest, and their times exclude each other."""
+
+    __slots__ = ("_driver", "_open_ranges", "_since_ns", "inside", "off", "owner", "phases", "ranges", "row")
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.row = Row(0, 0)
+        self.owner = 0  # the thread that trains
+        self.off = False
+        # True while a module's call needs no look: inside a fetch, a forward or a backward, or when switched off.
+        self.inside = False
+        self.phases: list[int] = []  # that are open, the innermost last
+        # What opens a named range around each phase: the trace while its window is open, NVTX all along.
+        self.ranges: list[Callable[[str], Any]] = []
+        self._open_ranges: dict[int, Any] = {}  # by how many phases are open
+        self._since_ns = 0  # when the innermost phase was entered or resumed
+
+    @property
+    def phase(self) -> int | None:
+        """The innermost phase that the training thread is in; None: in none of them."""
+        return self.phases[-1] if self.phases else None
+
+    @property
+    def fetching(self) -> bool:
+        """Return whether the caller is on the training thread, inside next() or iter() of a loader."""
+        phases = self.phases
+        return bool(phases) and phases[-1] == FETCH and not self.off and get_ident() == self.owner
+
+    def open_range(self, name: str) -> Any:
+        """Open a named range if a trace is recorded, and return it: its __exit__ closes it. Else return None."""
+        if is_compiling() or not self.ranges:
+            return None
+        try:
+            return self._open(name)
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._driver.fail(e)
+            return None
+
+    def end(self) -> int:
+        """Leave the innermost phase, and return which it was; −1: there was none."""
+        phases = self.phases
+        if not phases:
+            return -1
+        try:
+            if self._open_ranges:
+                opened = self._open_ranges.pop(len(phases), None)
+                if opened is not None:
+                    opened.__exit__(None, None, None)
+            phase = phases.pop()
+            now = perf_counter_ns()
+            self.row.parts[phase] += now - self._since_ns
+            self._since_ns = now
+            self.inside = phases[-1] != OPTIMIZER or self.off if phases else self.off
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._driver.fail(e)
+            return -1
+        return phase
+
+    def _push(self, phase: int) -> None:
+        phases = self.phases
+        now = perf_counter_ns()
+        if phases:
+            self.row.parts[phases[-1]] += now - self._since_ns
+        phases.append(phase)
+        self.inside = phase != OPTIMIZER
+        if self.ranges:
+            self._open_ranges[len(phases)] = self._open(_RANGES[phase])
+        self._since_ns = now
+
+    def _open(self, name: str) -> contextlib.ExitStack:
+        opened = contextlib.ExitStack()
+        for make in self.ranges:
+            opened.enter_context(make(name))
+        return opened
+
+
+def is_compiling() -> bool:
+    """Return whether torch.compile is tracing the caller."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_compiling())

@@ -15,7 +15,6 @@ import pytest
 from dlprof.record.collectors.steps import Steps
 from dlprof.record.graphs import Graphs
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import BACKWARD
 from tests.fixtures.devices import Devices, Model, Parameter
 from tests.fixtures.jobs import facts, launch, record, rows
 
@@ -39,21 +38,21 @@ class Job:
         self.iterator = SimpleNamespace(_dlprof_pass=None)
 
     def fetch(self) -> None:
-        assert self.recorder.begin_fetch(self.iterator, first=False)
-        self.recorder.end_fetch(self.iterator)
+        assert self.recorder.clock.begin_fetch(self.iterator, first=False)
+        self.recorder.clock.end_fetch(self.iterator)
 
     def forward(self, inside: Callable[[], object] = lambda: None) -> None:
-        assert self.recorder.begin_forward(self.model)
+        assert self.recorder.clock.begin_forward(self.model)
         inside()
-        self.recorder.end()
+        self.recorder.clock.end()
 
     def backward(self) -> None:
-        assert self.recorder.begin(BACKWARD)
-        self.recorder.end()
+        assert self.recorder.clock.begin_backward()
+        self.recorder.clock.end()
 
     def update(self) -> None:
-        self.recorder.begin_optimizer(self.optimizer)
-        self.recorder.end_optimizer()
+        self.recorder.clock.begin_optimizer(self.optimizer)
+        self.recorder.clock.end_optimizer()
 
     def train(self) -> None:
         self.forward()
@@ -89,13 +88,13 @@ def test_a_replayed_training_step_is_a_step_and_its_capture_is_none(tmp_path: Pa
     for _ in range(5):
         job.replay(graph)
     assert told(job.steps()) == [("train", 1, 1)] * 8
-    assert (job.recorder.mark, job.recorder.graphs) == ("optimizer", 1)
+    assert (job.recorder.clock.mark, job.recorder.observed.graphs) == ("optimizer", 1)
 
 
 def test_a_job_that_captures_before_it_has_trained_begins_with_the_first_replay(tmp_path: Path) -> None:
     job = Job(tmp_path)
     graph = job.capture(job.train)
-    assert not job.recorder.started
+    assert not job.recorder.clock.started
     for _ in range(4):
         job.replay(graph)
     assert told(job.steps()) == [("train", 1, 1)] * 4
@@ -113,7 +112,7 @@ def test_a_loader_marks_the_steps_that_replay_and_their_kind_is_the_graphs(tmp_p
         job.fetch()
         job.replay(forward)
     assert told(job.steps()) == [("train", 1, 1)] * 4 + [("validation", 0, 0)] * 2
-    assert job.recorder.mark == "loader"
+    assert job.recorder.clock.mark == "loader"
 
 
 def test_forward_and_backward_in_one_graph_and_an_optimizer_beside_it_are_one_step(tmp_path: Path) -> None:
@@ -153,7 +152,7 @@ def test_where_nothing_else_marks_the_replays_do(tmp_path: Path) -> None:
     for _ in range(40):
         job.replay(graph)
     assert told(job.steps()) == [("train", 33, 0)] + [("train", 1, 0)] * 8
-    assert job.recorder.mark == "replay"
+    assert job.recorder.clock.mark == "replay"
 
 
 def test_a_replay_within_a_modules_call_changes_nothing(tmp_path: Path) -> None:
@@ -166,7 +165,7 @@ def test_a_replay_within_a_modules_call_changes_nothing(tmp_path: Path) -> None:
         graphed.backward()
         graphed.update()
     assert told(plain.steps()) == told(graphed.steps())
-    assert not graphed.recorder.capturing
+    assert not graphed.recorder.clock.capturing
 
 
 def test_what_is_captured_within_a_modules_call_is_that_call_and_no_step(tmp_path: Path) -> None:

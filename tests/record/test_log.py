@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from dlprof.record.log import Log
+from dlprof.record import log as ours
+from dlprof.record.log import BudgetLog, Log, Row
 from tests.fixtures.places import ROOT
 
 
@@ -73,3 +76,65 @@ def test_where_stdout_is_closed_what_is_printed_is_not_in_the_log(tmp_path: Path
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "log")], cwd=ROOT, check=True)
     assert (tmp_path / "log").read_text() == "ours\n"
+
+
+def line(row: Row) -> str:
+    """Write a row of a worker, a process, a time, and what is summed: how many, and ns that may be unknown."""
+    return json.dumps(dict(zip(("worker", "pid", "at", "count", "ns"), row, strict=True))) + "\n"
+
+
+def budget() -> BudgetLog:
+    return BudgetLog("log", line, keys=2, sums=3)
+
+
+def written(folder: Path) -> list[dict[str, int]]:
+    return [json.loads(text) for text in (folder / "log").read_text().splitlines()]
+
+
+def test_rows_beyond_the_budget_are_summed_by_their_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "_BURST_BYTES", 10)
+    monkeypatch.setattr(ours, "_BYTES_A_SECOND", 0)
+    log = budget()
+    log.open(tmp_path)
+    log.rows.append((0, 7, 100, 1, 5))
+    log.write(0, last=False)
+    log.rows += [(0, 7, 101, 1, 5), (1, 8, 102, 1, 6), (0, 7, 103, 1, 7), (1, 8, 104, 1, -1)]
+    log.write(0, last=False)
+    assert len(written(tmp_path)) == 1  # the file is full
+    log.rows.append((0, 7, 105, 1, 1))
+    log.write(0, last=True)
+    first, *sums = [tuple(row.values()) for row in written(tmp_path)]
+    assert first == (0, 7, 100, 1, 5)
+    assert sums == [(0, 7, 101, 3, 13), (1, 8, 102, 2, -1)]
+
+
+def test_rows_wait_for_their_file_in_bounded_memory_and_a_forks_child_forgets_them(tmp_path: Path) -> None:
+    log = budget()
+    log.rows += [(0, 7, n, 1, 2) for n in range(1000)]
+    log.fit()
+    assert log.rows == [(0, 7, 0, 1000, 2000)]
+    log.forget()
+    log.write(0, last=True)
+    log.open(tmp_path)
+    log.rows.append((0, 7, 1, 1, 2))
+    log.fit()  # there is a file: rows stay as they are
+    log.rows.append((0, 7, 2, 1, 2))
+    log.write(0, last=True)
+    assert [row["at"] for row in written(tmp_path)] == [1, 2]
+    log.close()
+    assert not log.is_open
+
+
+def test_workers_of_short_epochs_share_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "_BURST_BYTES", 1_500)
+    monkeypatch.setattr(ours, "_BYTES_A_SECOND", 50)
+    for second in range(20):  # each has a worker of its own, which makes 50 batches
+        log = budget()
+        log.open(tmp_path, second * 1_000_000_000)
+        log.rows = [(0, 1000 + second, n, 1, 5) for n in range(50)]
+        later = time.perf_counter_ns() + 500_000_000
+        log.write(later, last=False)
+        log.write(later, last=True)
+    assert sum(row["count"] for row in written(tmp_path)) == 20 * 50
+    # 50 lines fill the file; a later one may fill what 20 seconds have added, and each of the others has one line.
+    assert len(written(tmp_path)) < 50 + 50 + 20

@@ -59,12 +59,12 @@ class Facts:
             "argv": redaction.words(sys.argv),
             "clock": {"unix_ns": recorder.unix_ns, "perf_ns": recorder.perf_ns},
         }
-        recorder.news = True
+        recorder.observed.news = True
 
     def step(self, done: Sequence[Step]) -> None:
         """Write again if there is news; a script that makes an optimizer a step always has some."""
         recorder = self._recorder
-        if recorder is not None and (recorder.news or recorder.mark != self._mark):
+        if recorder is not None and (recorder.observed.news or recorder.clock.mark != self._mark):
             ended_ns = done[-1].start_ns + done[-1].dur_ns
             if ended_ns > self._next_ns or self._free:
                 self._free = max(self._free - 1, 0)
@@ -78,23 +78,24 @@ class Facts:
             self._write(self._recorder)
 
     def _write(self, recorder: Recorder) -> None:
-        recorder.news = False
+        observed = recorder.observed
+        observed.news = False
         _unanswered.clear()
-        self._mark = recorder.mark
+        self._mark = recorder.clock.mark
         facts = self._fixed | {
             **self._distributed(),
             "device": _ask(_device, recorder),
             "versions": _ask(_versions),
             "cpu": _ask(_cpu),
-            "loaders": [{"role": seen.role, **seen.settings} for seen in recorder.loaders],
-            "models": self._describe(_model, [(ref, ref()) for ref in recorder.models]),
-            "optimizers": self._describe(_optimizer, [(ref, ref()) for ref in recorder.optimizers]),
-            "autocast": recorder.autocast,
-            "grad_scaler": recorder.grad_scaler,
-            "graphs": recorder.graphs,
+            "loaders": [{"role": seen.role, **seen.settings} for seen in observed.loaders],
+            "models": self._describe(_model, [(ref, ref()) for ref in observed.models]),
+            "optimizers": self._describe(_optimizer, [(ref, ref()) for ref in observed.optimizers]),
+            "autocast": observed.autocast,
+            "grad_scaler": observed.grad_scaler,
+            "graphs": observed.graphs,
             "matmul": _ask(_matmul),
-            "step": {"mark": recorder.mark},
-            "pipeline": recorder.pipeline,
+            "step": {"mark": recorder.clock.mark},
+            "pipeline": observed.pipeline,
             "window": recorder.window,
             "flops": recorder.flops,
             "warnings": [*recorder.warnings, *(f"facts: {why}" for why in _unanswered.values())],

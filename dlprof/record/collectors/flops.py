@@ -84,10 +84,10 @@ class Flops:
             self._take(recorder, done[-1], mode)
         if not left:
             # Our mode lies below one that the script has entered meanwhile, and does nothing until that is left.
-            recorder.row.profiled = 1
+            recorder.clock.row.profiled = 1
         elif self.said["state"] == "waiting" and recorder.ended is None and self._is_time(recorder):
             self._begin(recorder)
-        return recorder.row.number + 1
+        return recorder.clock.row.number + 1
 
     def stop(self) -> None:
         """Stop counting; half a step is none. Also when recording is switched off, and in a fork's child."""
@@ -98,7 +98,7 @@ class Flops:
             self._mode.over = True
 
     def _is_time(self, recorder: Recorder) -> bool:
-        number = recorder.row.number - recorder.trained_from
+        number = recorder.clock.position
         window = recorder.window
         skipped = window.get("skip")
         if skipped is None or window.get("state") != "waiting":
@@ -111,7 +111,7 @@ class Flops:
 
         autograd: Any = torch.autograd
         # A step that begins within a phase does so inside of a call that may put the old stack of modes back.
-        if recorder.phase not in (None, FETCH) or autograd._profiler_enabled():
+        if recorder.clock.phase not in (None, FETCH) or autograd._profiler_enabled():
             return
         why = _obstacle(recorder, untested=self._asked == "on")
         if why:
@@ -123,11 +123,11 @@ class Flops:
         recorder.switched_off = self.stop
         self._mode.__enter__()
         self._counting = True
-        recorder.row.profiled = 1
+        recorder.clock.row.profiled = 1
 
     def _take(self, recorder: Recorder, step: Step, mode: Any) -> None:
         """Keep what the step that has ended was counted to do, if that was training; else the next one is tried."""
-        recorder.news = True
+        recorder.observed.news = True
         total = sum(mode.flops.values())
         if mode.error:
             self._abstain(recorder, f"an operator could not be counted: {mode.error}")
@@ -156,7 +156,7 @@ class Flops:
 
     def _abstain(self, recorder: Recorder, why: str) -> None:
         self.said.update(state="abstained", why=why)
-        recorder.news = True
+        recorder.observed.news = True
         if self._asked == "on":
             recorder.warn(f"floating-point operations are not counted: {why}")
 
@@ -170,7 +170,7 @@ def _obstacle(recorder: Recorder, untested: bool) -> str:
         return "the script has a dispatch mode of its own"
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     frames: Mapping[str, int] = getattr(dynamo, "counters", {}).get("frames", {})
-    modules = [m for ref in recorder.models if (model := ref()) is not None for m in model.modules()]
+    modules = [m for ref in recorder.observed.models if (model := ref()) is not None for m in model.modules()]
     names = {type(m).__name__ for m in modules}
     if any(frames.values()) or "OptimizedModule" in names or any(_compiled(m) for m in modules):
         return "the script uses torch.compile, and counting would change what is compiled"
@@ -220,12 +220,12 @@ def _mode(recorder: Recorder) -> Any:
                     self.uncounted[name] = 0
             name, formula = self.known[func]
             # What the script's own data set computes is not the model's.
-            if recorder.phase == FETCH:
+            if recorder.clock.phase == FETCH:
                 return
             if formula is not None:
                 dtype = str(next(a for a in args if hasattr(a, "dtype")).dtype).replace("torch.", "")
                 flops = formula(args, out)
-                self.flops[name, dtype, recorder.phase == BACKWARD] += flops
+                self.flops[name, dtype, recorder.clock.phase == BACKWARD] += flops
                 self.calls[name, dtype] += 1
                 tensors = [t for t in args if hasattr(t, "element_size")]
                 shape = " ".join("x".join(map(str, t.shape)) for t in tensors)

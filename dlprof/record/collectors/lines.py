@@ -24,9 +24,10 @@ from threading import get_ident
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from dlprof.record.hooks import hidden, put
 from dlprof.record.log import Log
 from dlprof.record.ranks import folder_of_rank
-from dlprof.record.recorder import Recorder, _hidden, say
+from dlprof.record.recorder import Recorder, say
 from dlprof.record.stepping import Step
 
 # The first lines are on disk soon, the later ones rarely: a kill costs little, and the file of a long job stays small.
@@ -164,8 +165,8 @@ class Lines:
             except Exception as e:  # noqa: BLE001 - the worker goes on
                 say(f"the lines of a loader's worker are off: {_tell(e)}")
 
-        setattr(Optimizer, "__init__", __init__)  # noqa: B010 - mypy knows another signature
-        handling._set_worker_signal_handlers = _set_worker_signal_handlers
+        put(Optimizer, "__init__", __init__)
+        put(handling, "_set_worker_signal_handlers", _set_worker_signal_handlers)
 
     def _begin_worker(self) -> None:
         """Count in a loader's worker too, and see to it that what is counted is written."""
@@ -267,7 +268,7 @@ class _Counts:
         if not hasattr(function, "__signature__"):
             function.__signature__ = inspect.signature(inner)  # type: ignore[attr-defined]
         function.__code__ = _passing_on(call, code)
-        _hidden(function)
+        hidden(function)
 
     def _counted(self, inner: FunctionType, is_compiling: Callable[[], bool]) -> Any:
         profiler = self._profiler
@@ -285,7 +286,7 @@ class _Counts:
             finally:
                 profiler.disable_by_count()
 
-        return _hidden(call)
+        return hidden(call)
 
     def forget(self) -> None:
         """Forget what another process, this one's parent, has counted."""

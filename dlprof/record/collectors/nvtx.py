@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlprof.record.recorder import Recorder, _hidden
+from dlprof.record.hooks import hidden, put
+from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
 _COLLECTIVES = (
@@ -73,8 +74,8 @@ class Nvtx:
             recorder.warn("no NVTX ranges: this PyTorch was built without CUDA, and the package nvtx is not installed")
             return
         self._library = library
-        recorder.ranges.append(functools.partial(_Range, library))
-        self._step = library.start(f"dlprof::step {recorder.row.number}")
+        recorder.clock.ranges.append(functools.partial(_Range, library))
+        self._step = library.start(f"dlprof::step {recorder.clock.row.number}")
 
     def step(self, done: Sequence[Step]) -> int | None:
         """End a step's range and start the next one's: phases and the script's own ranges may cross its ends."""
@@ -112,14 +113,14 @@ class Nvtx:
                 finally:
                     library.pop()
 
-            return _hidden(call)
+            return hidden(call)
 
         for name in _COLLECTIVES:
             original = getattr(distributed, name, None)
             if original is not None:
                 watched = named(f"dlprof::{name}", original)
-                setattr(distributed, name, watched)
-                setattr(distributed.distributed_c10d, name, watched)
+                put(distributed, name, watched)
+                put(distributed.distributed_c10d, name, watched)
 
 
 class _Range:

@@ -16,6 +16,7 @@ from threading import get_ident
 from typing import Any
 
 from dlprof.record.device.device import Events
+from dlprof.record.hooks import put
 from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
@@ -127,15 +128,16 @@ class Pipeline:
             return
         self._watched = True
         for schedule in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-            schedule.step = self._around_step(schedule.step)
+            put(schedule, "step", self._around_step(schedule.step))
         base: Any = schedules._PipelineSchedule
-        base._maybe_compute_loss = self._around_loss(base._maybe_compute_loss)
+        put(base, "_maybe_compute_loss", self._around_loss(base._maybe_compute_loss))
         stage: Any = stages._PipelineStageBase
-        stage.forward_one_chunk = self._around_chunk(stage.forward_one_chunk, lambda *_, **__: "forward")
-        stage.backward_one_chunk = self._around_chunk(stage.backward_one_chunk, _backward)
-        stage.backward_weight_one_chunk = self._around_chunk(stage.backward_weight_one_chunk, lambda *_, **__: "weight")
+        around = self._around_chunk
+        put(stage, "forward_one_chunk", around(stage.forward_one_chunk, lambda *_, **__: "forward"))
+        put(stage, "backward_one_chunk", around(stage.backward_one_chunk, _backward))
+        put(stage, "backward_weight_one_chunk", around(stage.backward_weight_one_chunk, lambda *_, **__: "weight"))
         if hasattr(stage, "perform_reduce_grad"):
-            stage.perform_reduce_grad = self._around_chunk(stage.perform_reduce_grad, lambda *_, **__: "reduce")
+            put(stage, "perform_reduce_grad", around(stage.perform_reduce_grad, lambda *_, **__: "reduce"))
 
     def _around_step(self, original: Callable[..., Any]) -> Any:
         @functools.wraps(original)
@@ -198,7 +200,7 @@ class Pipeline:
         if recorder is None or self._call is not None or get_ident() != self._thread:
             return False  # one within another is its own eval()
         try:
-            if not schedule._has_backward or recorder.capturing or recorder.device.capturing():
+            if not schedule._has_backward or recorder.clock.capturing or recorder.device.capturing():
                 return False  # it evaluates, or what it does is captured into a CUDA graph and runs later
             if schedule is not self._schedule:
                 self._see(schedule, recorder)
@@ -228,9 +230,9 @@ class Pipeline:
                 call.ended = self._events.record()
                 # A call in which the stream was captured at some chunk's begin or end has no times.
                 if all(event is not None for event in call.events()):
-                    self._waiting.append((recorder.row.number, call))
+                    self._waiting.append((recorder.clock.row.number, call))
             else:
-                self._add(recorder, recorder.row.number, call, time.perf_counter_ns() - call.began, call.chunks)
+                self._add(recorder, recorder.clock.row.number, call, time.perf_counter_ns() - call.began, call.chunks)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
@@ -239,14 +241,14 @@ class Pipeline:
         stages = getattr(schedule, "_stages", None) or [schedule._stage]
         distributed: Any = sys.modules["torch.distributed"]
         group = stages[0].group if stages[0].group is not None else distributed.group.WORLD
-        recorder.pipeline = {
+        recorder.observed.pipeline = {
             "schedule": type(schedule).__name__,
             "microbatches": schedule._n_microbatches,
             "stages": sorted(stage.stage_index for stage in stages),
             "num_stages": stages[0].num_stages,
             "ranks": list(distributed.get_process_group_ranks(group)),
         }
-        recorder.news = True
+        recorder.observed.news = True
         self._schedule = schedule
         device = stages[0].device
         if device.type == "cuda":

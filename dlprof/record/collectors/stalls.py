@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any
 
+from dlprof.record.hooks import put
 from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import PHASES, Step
@@ -128,9 +129,9 @@ class Stalls:
         if recorder is None or ended - began < _LEAST_NS:
             return
         # A pause may end in a step that it did not begin in, where another thread set it off: then it is the later's.
-        phase = recorder.phase
+        phase = recorder.clock.phase
         named = PHASES[phase] if phase is not None else "rest"
-        found = _Found(kind, recorder.unix(began), ended - began, recorder.row.number, generation, path, named)
+        found = _Found(kind, recorder.unix(began), ended - began, recorder.clock.row.number, generation, path, named)
         self._found.append(found)
 
     def _see_compilations(self, done: Sequence[Step]) -> None:
@@ -170,7 +171,7 @@ class Stalls:
             reason = (frame.recompile_reason if frame is not None else None) or "unknown" if again else None
             phase = "backward" if c.is_forward is False else "forward"
             within = (s.number for s in done if recorder.unix(s.start_ns + s.dur_ns) >= end)
-            step = next(within, recorder.row.number)
+            step = next(within, recorder.clock.row.number)
             # What was collected meanwhile is part of it.
             self._found[:] = [f for f in self._found if not start <= f.start_ns < end]
             self._found.append(_Found("compilation", start, end - start, step, None, path, phase, reason))
@@ -179,7 +180,9 @@ class Stalls:
         import torch
 
         # Two names of one function; pickle finds it by the second.
-        torch.save = torch.serialization.save = self._timed(torch.save, _file_of)
+        save = self._timed(torch.save, _file_of)
+        put(torch, "save", save)
+        put(torch.serialization, "save", save)
 
     def _watch_distributed(self) -> None:
         # Never imported for our sake: it is large. A name that the script took from it earlier is not watched.
@@ -189,7 +192,7 @@ class Stalls:
             return
         self._distributed_seen = True
         for name in ("save", "async_save"):
-            setattr(module, name, self._timed(getattr(module, name), _checkpoint_of))
+            put(module, name, self._timed(getattr(module, name), _checkpoint_of))
 
     def _timed(self, original: Callable[..., Any], path_of: Callable[..., str | None]) -> Any:
         @functools.wraps(original)

@@ -15,6 +15,7 @@ from typing import Any
 
 from dlprof import cupti
 from dlprof.record.device.profiler import Kineto
+from dlprof.record.hooks import put
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step, kind_of
 
@@ -66,7 +67,7 @@ class Trace:
         self._recorder = recorder
         recorder.window = self.window
         if not self._done and self.window["skip"] == 0:
-            self._advance(recorder, recorder.row.number)
+            self._advance(recorder, recorder.clock.row.number)
 
     def step(self, done: Sequence[Step]) -> int | None:
         """Move the window on to the step that has just begun."""
@@ -75,7 +76,7 @@ class Trace:
             return None
         if self._settle:
             self._settle -= 1
-            recorder.row.profiled = 1
+            recorder.clock.row.profiled = 1
             if not self._settle and self._kineto is not None:
                 self._kineto.leave()
         if self._recording:
@@ -83,11 +84,11 @@ class Trace:
         elif not self._done:
             self._untraced.extend(s.dur_ns for s in done if not s.profiled and not s.first and kind_of(s) == "train")
         if not self._done:
-            self._advance(recorder, recorder.row.number)
+            self._advance(recorder, recorder.clock.row.number)
         if self._done and not self._settle:
             return None
-        opens: int = recorder.trained_from + self.window["skip"]
-        return max(recorder.row.number + 1, opens)
+        opens: int = recorder.clock.trained_from + self.window["skip"]
+        return max(recorder.clock.row.number + 1, opens)
 
     def stop(self) -> None:
         """Leave what the open window has."""
@@ -99,7 +100,7 @@ class Trace:
             self.window["state"] = "failed"
             recorder.warn("the script ended inside the window, with its training thread still running: no trace")
             return
-        if recorder.capturing or recorder.device.capturing():
+        if recorder.clock.capturing or recorder.device.capturing():
             self.window["state"] = "failed"
             recorder.warn("the script ended inside the window, while it captured a CUDA graph: no trace")
             return
@@ -108,7 +109,7 @@ class Trace:
     def _advance(self, recorder: Recorder, number: int) -> None:
         window = self.window
         if self._profiler is None:
-            if number - recorder.trained_from < window["skip"]:
+            if recorder.clock.position < window["skip"]:
                 return
             if self._theirs:
                 if window["state"] != "yielded":
@@ -126,7 +127,7 @@ class Trace:
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
-        recorder.row.profiled = 1
+        recorder.clock.row.profiled = 1
         if number > window["last_step"] and not self._goes_on():
             self._close(recorder, "exported")
             return
@@ -156,7 +157,7 @@ class Trace:
         kinds: Any = torch.profiler.ProfilerActivity
         make: Any = torch.profiler._KinetoProfile  # type: ignore[attr-defined]
 
-        recorder.row.profiled = 1
+        recorder.clock.row.profiled = 1
         activities = [kinds.CPU]
         # Asking for a device that the script does not use would wake it.
         if cuda.is_available() and cuda.is_initialized():
@@ -183,23 +184,23 @@ class Trace:
             with self._heard():
                 self._ours(self._profiler.start_trace)
             self._recording = True
-            recorder.ranges.append(self._named)
+            recorder.clock.ranges.append(self._named)
 
     def _close(self, recorder: Recorder, state: str) -> None:
         """Stop the profiler and, if it recorded a step, write the file; the window ends in that state."""
         profiler, self._profiler = self._profiler, None
         recorded, self._recording = self._recording, False
-        if recorded and self._named in recorder.ranges:
-            recorder.ranges.remove(self._named)
+        if recorded and self._named in recorder.clock.ranges:
+            recorder.clock.ranges.remove(self._named)
         self._done = True
         self._settle = 1
-        recorder.row.profiled = 1
+        recorder.clock.row.profiled = 1
         window = self.window
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
         if state != "exported":
-            window["last_step"] = recorder.row.number - 1 if recorded else None
+            window["last_step"] = recorder.clock.row.number - 1 if recorded else None
             window["first_step"] = window["first_step"] if recorded else None
         began = time.perf_counter_ns()
         try:
@@ -218,13 +219,13 @@ class Trace:
                     window["export_ns"] = time.perf_counter_ns() - began
         except Exception:
             window["state"] = "failed"
-            recorder.news = True
+            recorder.observed.news = True
             raise
         finally:
             self._hear(recorder)
         if recorded or state == "yielded":
             window["state"] = state
-        recorder.news = True
+        recorder.observed.news = True
 
     def _ours(self, call: Callable[[], Any]) -> None:
         """Call the profiler, which synchronises the current device: that must be the rank's, or another one wakes."""
@@ -287,8 +288,8 @@ class Trace:
             finally:
                 self._theirs.discard(id(profiler))
 
-        profile._prepare_trace = _prepare_trace  # type: ignore[method-assign, assignment]
-        profile.__exit__ = __exit__  # type: ignore[method-assign]
+        put(profile, "_prepare_trace", _prepare_trace)
+        put(profile, "__exit__", __exit__)
 
 
 def _export(profiler: Any, path: Path) -> None:

@@ -27,7 +27,7 @@ class DeviceClock:
         self._events: Events | None = None
         self._ended: Any = None  # at the end of the step before the one that is under way
         if torch.version.cuda is not None or torch.version.hip is not None:
-            recorder.end_of_step = self._end_step
+            recorder.clock.end_of_step = self._end_step
 
     def _end_step(self) -> Span | None:
         """Return the events of the step that ends here; None: one of them is missing."""
@@ -71,5 +71,5 @@ class DeviceClock:
         return max(ns, UNKNOWN)
 
     def _give_up(self, error: Exception) -> None:
-        self._recorder.end_of_step = self._ended = None
+        self._recorder.clock.end_of_step = self._ended = None
         self._recorder.warn(f"no device times from here on: {type(error).__name__}: {error}")

@@ -171,9 +171,9 @@ def test_a_rank_is_on_its_models_gpu_and_no_other_is_asked(tmp_path: Path, monke
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     recorder = Recorder(tmp_path, [Facts])
     model = Model(Parameter(4, "cuda", 1))
-    assert recorder.begin_forward(model)
-    recorder.end()
-    recorder._start()
+    assert recorder.clock.begin_forward(model)
+    recorder.clock.end()
+    recorder.begin()
     recorder.stop("exit")
     assert facts(recorder.folder)["device"] == {
         "type": "cuda",

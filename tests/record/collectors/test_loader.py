@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
 
 import pytest
 
-import dlprof.record.collectors.loader as ours
 from tests.fixtures.jobs import facts, launch, record, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
@@ -311,33 +309,18 @@ def test_who_never_trains_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "run/hosts").glob("*/rank-*")) == []
 
 
-def test_workers_of_short_epochs_share_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "_BURST_BYTES", 3_000)
-    monkeypatch.setattr(ours, "_BYTES_A_SECOND", 100)
-    for second in range(20):  # each has a worker of its own, which makes 50 batches
-        log = ours._Log("fetches.jsonl", ours._fetch_line, keys=2, sums=3)
-        log.open(tmp_path, second * 1_000_000_000)
-        log.rows = [(0, 1000 + second, n, 1, 5, 1, 4, 0, 0, 9) for n in range(50)]
-        later = time.perf_counter_ns() + 500_000_000
-        log.write(later, last=False)
-        log.write(later, last=True)
-    lines = (tmp_path / "fetches.jsonl").read_text().splitlines()
-    assert sum(json.loads(line)["count"] for line in lines) == 20 * 50
-    # 50 lines fill the file; a later one may fill what 20 seconds have added, and each of the others has one line.
-    assert len(lines) < 50 + 50 + 20
-
-
 @pytest.mark.long
 def test_files_grow_no_faster_than_their_budget(tmp_path: Path) -> None:
     loading, fetches = recorded(
         tmp_path,
         """
         import dlprof.record.collectors.loader as ours
+        import dlprof.record.log
         import dlprof.record.recorder
-        dlprof.record.recorder._TELL_EVERY_NS = 20_000_000
-        ours._BURST_BYTES = 3_000
-        ours._BYTES_A_SECOND = 0
-        ours._WRITE_EVERY_NS = 20_000_000
+        dlprof.record.recorder._PASS_ON_EVERY_NS = 20_000_000
+        dlprof.record.log._BURST_BYTES = 3_000
+        dlprof.record.log._BYTES_A_SECOND = 0
+        ours.WRITE_EVERY_NS = 20_000_000
         train(DataLoader(Slow(), 1, num_workers=2), epochs=3)
         """,
     )

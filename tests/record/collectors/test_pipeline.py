@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.pipeline.pipeline import bubbles, stage_lengths
+from dlprof.analysis.pipeline.bubbles import bubbles, stage_lengths
 from dlprof.analysis.pipeline.schedules import grid
 from dlprof.record.collectors.pipeline import Pipeline
 from dlprof.record.recorder import Recorder
@@ -387,7 +387,7 @@ def test_chunks_on_a_gpu_are_timed_there_and_none_while_a_graph_is_captured(
     devices = Devices(monkeypatch)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: [0, 1])
     recorder = Recorder(tmp_path, [Pipeline])
-    recorder._start()
+    recorder.begin()
     (pipeline,) = recorder._collectors
     assert isinstance(pipeline, Pipeline)
     monkeypatch.setattr(

@@ -67,15 +67,15 @@ class Job:
         self.recorder = Recorder(folder, [Trace])
         if devices is not None:
             self.model = Model(Parameter(4, "cuda", 1))
-            assert self.recorder.begin_forward(self.model)
-            self.recorder.end()
-        self.recorder._start()
+            assert self.recorder.clock.begin_forward(self.model)
+            self.recorder.clock.end()
+        self.recorder.begin()
         (self.trace,) = self.recorder._collectors
 
     def steps(self, durations: Sequence[int]) -> None:
         """Run steps of so many ms."""
         for dur in durations:
-            row = self.recorder.row
+            row = self.recorder.clock.row
             done = Step(row.number, 0, dur * MS, -1, 0, 0, 0, 0, 0, 1, 1, 1, 0, row.profiled, None)
             row.number += 1
             row.profiled = 0

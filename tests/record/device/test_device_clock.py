@@ -12,7 +12,6 @@ import pytest
 
 from dlprof.record.collectors.steps import Steps
 from dlprof.record.recorder import Recorder
-from dlprof.record.stepping import BACKWARD
 from tests.fixtures.devices import Devices, Model, Parameter
 from tests.fixtures.jobs import record, rows
 
@@ -35,16 +34,16 @@ class Job:
         """Launch some work before the first forward, and the rest in it."""
         if before_ns:
             self.devices.launch(before_ns, self.device)
-        assert self.recorder.begin_forward(self.model)
+        assert self.recorder.clock.begin_forward(self.model)
         self.devices.launch(device_ns, self.device)
-        self.recorder.end()
-        assert self.recorder.begin(BACKWARD)
-        self.recorder.end()
-        self.recorder.begin_optimizer(self.optimizer)
+        self.recorder.clock.end()
+        assert self.recorder.clock.begin_backward()
+        self.recorder.clock.end()
+        self.recorder.clock.begin_optimizer(self.optimizer)
         during()
-        self.recorder.end_optimizer()
+        self.recorder.clock.end_optimizer()
         if not self.devices.capturing:
-            self.recorder._tell_collectors()
+            self.recorder.pass_on()
 
     def lines(self) -> list[dict[str, Any]]:
         """Stop, and return what was written."""

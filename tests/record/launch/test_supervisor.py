@@ -1,34 +1,23 @@
-"""The hook comes first on PYTHONPATH, and costs nobody the sitecustomize that was there."""
+"""The environment and the arguments that a command is started with."""
 
 from __future__ import annotations
 
-import sys
+import os
 from pathlib import Path
 
+import pytest
+
+import dlprof
 from dlprof.record.launch.supervisor import recorded
-from tests.fixtures.jobs import environment, launch, wrapped
+
+INJECT = str(Path(dlprof.__file__).parent / "record" / "inject")
 
 
-def test_the_shadowed_sitecustomize_still_runs_and_its_errors_show(tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    (theirs / "sitecustomize.py").write_text("import sys\nsys.theirs = __file__\n")
-    code = "import sys, sitecustomize; print(sys.theirs, sitecustomize.__file__)"
-    env = environment(PYTHONPATH=str(theirs))
-    plain = launch([sys.executable, "-c", code], tmp_path, env=env)
-    ours = launch(wrapped(tmp_path / "a", [sys.executable, "-c", code]), tmp_path, env=env)
-    assert plain.stdout == ours.stdout
-    (theirs / "sitecustomize.py").write_text("raise RuntimeError('theirs')\n")
-    broken = launch(wrapped(tmp_path / "b", [sys.executable, "-c", "pass"]), tmp_path, env=env)
-    assert "theirs" in broken.stderr
-    assert broken.returncode == 0
-
-
-def test_the_hook_is_silent_without_a_run(tmp_path: Path) -> None:
-    env = recorded(environment(), tmp_path / "run")
-    del env["DLPROF_RUN"]
-    done = launch(
-        [sys.executable, "-c", "import sys; print([type(f).__name__ for f in sys.meta_path])"], tmp_path, env=env
-    )
-    assert "_TorchFinder" not in done.stdout
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize(("before", "after"), [(None, []), ("/a:/b", ["/a", "/b"]), ("", [])])
+def test_the_hook_stands_before_what_was_on_the_path(before: str | None, after: list[str], tmp_path: Path) -> None:
+    env = {"HOME": "/home/me"} | ({} if before is None else {"PYTHONPATH": before})
+    changed = recorded(env, tmp_path / "run")
+    assert [part for part in changed["PYTHONPATH"].split(os.pathsep) if part] == [INJECT, *after]
+    assert changed["DLPROF_RUN"] == str(tmp_path / "run")
+    assert changed["HOME"] == "/home/me"
+    assert "DLPROF_RUN" not in env

@@ -1,0 +1,78 @@
+"""What the kernel has counted of this process: time on the cores, waiting for one, and bytes from storage."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from dlprof.record.log import file_of
+
+
+class KernelCounters:
+    """What this process has used of the cores and of storage.
+
+    CPU time is the whole process's in a loader's worker: data sets decode in threads of their own, and a worker ships
+    its batches in one. Else it is the asking thread's: OpenMP's others spin on for a while after each operator.
+    What it waited for a core is known of the thread that made this, which is the one that fetches or trains.
+    """
+
+    def __init__(self, *, whole_process: bool) -> None:
+        self._time_ns = time.process_time_ns if whole_process else time.thread_time_ns
+        self._schedstat = _File("/proc/thread-self/schedstat")
+        self._io = _File("/proc/self/io")
+
+    def cores(self) -> tuple[int, int, int]:
+        """Return three times in ns: the process on the cores, the thread waiting for one, the thread on one.
+
+        −1: unknown.
+        """
+        words = self._schedstat.words()
+        ran, delayed = (int(words[0]), int(words[1])) if words else (-1, -1)
+        return time.process_time_ns(), delayed, ran
+
+    def all(self) -> tuple[int, int, int, int]:
+        """Return the ns of CPU time and of waiting for a core, and the bytes that came from storage and that were read.
+
+        −1: unknown.
+        """
+        words = self._io.words()
+        stored, read = (int(words[9]), int(words[1])) if words else (-1, -1)
+        _, delayed, _ = self.cores()
+        return self._time_ns(), delayed, stored, read
+
+    def close(self) -> None:
+        """Close the kernel's files; what they hold is unknown from then on."""
+        self._schedstat.close()
+        self._io.close()
+
+
+def used_between(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
+    """Return what was used between two answers of KernelCounters (−1: unknown)."""
+    return tuple(-1 if b < 0 else a - b for a, b in zip(after, before, strict=True))
+
+
+class _File:
+    """A file of the kernel's that is read again and again; empty where it cannot be, or the script has closed it."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._fd = -1
+        self._file = file_of(self._fd)
+
+    def words(self) -> list[bytes]:
+        """Return what it says now."""
+        if self._file is None or file_of(self._fd) != self._file:
+            return []
+        try:
+            return os.pread(self._fd, 512, 0).split()
+        except OSError:  # of a thread that is no more
+            return []
+
+    def close(self) -> None:
+        """Close it, if it is still ours."""
+        if self._file is not None and file_of(self._fd) == self._file:
+            os.close(self._fd)
+        self._file = None

@@ -1,0 +1,98 @@
+"""What was seen of the script's loaders, models and optimizers: the facts of a rank are written from it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from dlprof.record.loaders import LoaderSeen, Pass, settings_of
+
+# A script that makes modules or optimizers as it goes, as meta-learning does: this many of each are kept.
+_MOST = 100
+
+# Calls of outermost modules that are looked at for autocast.
+_AUTOCAST_LOOKS = 16
+
+
+class Observed:
+    """What the hooks have seen. References are weak: nothing of the script's lives longer for being watched."""
+
+    __slots__ = (
+        "_model_ids",
+        "_optimizer_ids",
+        "autocast",
+        "autocast_looks",
+        "grad_scaler",
+        "graphs",
+        "loaders",
+        "model_id",
+        "models",
+        "news",
+        "optimizer_id",
+        "optimizers",
+        "pipeline",
+    )
+
+    def __init__(self) -> None:
+        self.news = False  # something is not in facts.json yet
+        self.loaders: list[LoaderSeen] = []
+        self.models: list[weakref.ref[Any]] = []
+        self.optimizers: list[weakref.ref[Any]] = []
+        self.autocast: dict[str, Any] | None = None
+        self.grad_scaler = False
+        self.graphs = 0  # CUDA graphs that were captured
+        self.pipeline: dict[str, Any] | None = None  # the pipeline schedule that this rank runs
+        self.autocast_looks = _AUTOCAST_LOOKS  # left
+        self.model_id = 0  # of the last model and the last optimizer, which need no look
+        self.optimizer_id = 0
+        self._model_ids: set[int] = set()
+        self._optimizer_ids: set[int] = set()
+
+    def see_model(self, module: Any) -> None:
+        """Keep an outermost module that has parameters."""
+        self.model_id = id(module)
+        if self.model_id in self._model_ids or len(self._model_ids) >= _MOST:
+            return
+        self._model_ids.add(self.model_id)
+        if next(module.parameters(), None) is not None:
+            self.models.append(weakref.ref(module))
+            self.news = True
+
+    def see_optimizer(self, optimizer: Any) -> bool:
+        """Keep an optimizer, and return whether it was new."""
+        self.optimizer_id = id(optimizer)
+        if self.optimizer_id in self._optimizer_ids or len(self._optimizer_ids) >= _MOST:
+            return False
+        self._optimizer_ids.add(self.optimizer_id)
+        self.optimizers.append(weakref.ref(optimizer))
+        self.news = True
+        return True
+
+    def see_loader(self, loader: Any, iterator: Any, began_ns: int, took_ns: int) -> None:
+        """Keep a loader, and give its new iterator a pass; iter() began then and took so long (perf_counter, ns)."""
+        seen = next((s for s in self.loaders if s.loader() is loader), None)
+        if seen is None:
+            settings = settings_of(loader)
+            # A script that makes its loader anew each epoch has one loader.
+            seen = next((s for s in self.loaders if s.loader() is None and s.settings == settings), None)
+            if seen is not None:
+                seen.loader = weakref.ref(loader)
+            else:
+                seen = LoaderSeen(loader, settings)
+                self.loaders.append(seen)
+                self.news = True
+        iterator._dlprof_pass = Pass(seen, began_ns, took_ns)
+
+    def see_autocast(self) -> None:
+        """Look whether autocast is on, until it was seen once."""
+        import torch
+
+        self.autocast_looks -= 1
+        for device in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(device):
+                dtype = str(torch.get_autocast_dtype(device)).replace("torch.", "")
+                self.autocast = {"enabled": True, "dtype": dtype}
+                self.autocast_looks = 0
+                self.news = True
+                return
+        self.autocast = {"enabled": False, "dtype": None}

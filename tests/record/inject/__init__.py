@@ -1,0 +1,1 @@
+"""Tests of what every Python of a watched job runs as it starts."""

@@ -1,0 +1,100 @@
+"""The hook comes first on PYTHONPATH, and costs nobody the sitecustomize that was there."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlprof.record.launch.supervisor import recorded
+from tests.fixtures.jobs import environment, launch, wrapped
+
+FINDERS = "import sys; print([type(f).__name__ for f in sys.meta_path if type(f).__name__ == '_TorchFinder'])"
+
+
+def hello(run: Path) -> list[dict[str, object]]:
+    path = run / "hosts" / os.uname().nodename / "hello.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def watched(run: Path, code: str, **changes: str) -> str:
+    """Return what Python code prints in an interpreter that the hook gets into."""
+    done = launch([sys.executable, "-c", code], run.parent, env=recorded(environment(**changes), run))
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_the_shadowed_sitecustomize_still_runs_and_its_errors_show(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "sitecustomize.py").write_text("import sys\nsys.theirs = __file__\n")
+    code = "import sys, sitecustomize; print(sys.theirs, sitecustomize.__file__)"
+    env = environment(PYTHONPATH=str(theirs))
+    plain = launch([sys.executable, "-c", code], tmp_path, env=env)
+    ours = launch(wrapped(tmp_path / "a", [sys.executable, "-c", code]), tmp_path, env=env)
+    assert plain.stdout == ours.stdout
+    (theirs / "sitecustomize.py").write_text("raise RuntimeError('theirs')\n")
+    broken = launch(wrapped(tmp_path / "b", [sys.executable, "-c", "pass"]), tmp_path, env=env)
+    assert "theirs" in broken.stderr
+    assert broken.returncode == 0
+
+
+def test_the_hook_is_silent_without_a_run(tmp_path: Path) -> None:
+    env = recorded(environment(), tmp_path / "run")
+    del env["DLPROF_RUN"]
+    done = launch([sys.executable, "-c", FINDERS], tmp_path, env=env)
+    assert done.stdout == "[]\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_interpreter_leaves_word_and_waits_for_torch(tmp_path: Path) -> None:
+    assert watched(tmp_path / "run", FINDERS) == "['_TorchFinder']\n"
+    (line,) = hello(tmp_path / "run")
+    assert line["python"] == sys.version.split()[0]
+
+
+@pytest.mark.parametrize("module", ["multiprocessing.resource_tracker", "torch._inductor.compile_worker"])
+def test_an_interpreter_that_never_trains_is_left_alone(module: str, tmp_path: Path) -> None:
+    assert watched(tmp_path / "run", f"{FINDERS}  # {module}") == "[]\n"
+    assert hello(tmp_path / "run") == []
+
+
+FAKE_TORCH = """
+import importlib, sys
+import torch
+loader = torch.__spec__.loader
+print(torch.ready, "exec_module" in vars(loader), [f for f in sys.meta_path if type(f).__name__ == "_TorchFinder"])
+"""
+
+
+def test_the_recorder_is_loaded_once_torch_is_and_what_fails_in_it_is_one_line(tmp_path: Path) -> None:
+    """The torch here is not PyTorch: the recorder finds nothing that it knows, and the script goes on."""
+    (tmp_path / "site/torch").mkdir(parents=True)
+    (tmp_path / "site/torch/__init__.py").write_text("import sys\nready = 'dlprof' not in sys.modules\n")
+    run = tmp_path / "run"
+    env = recorded(environment(PYTHONPATH=str(tmp_path / "site")), run)
+    done = launch([sys.executable, "-c", FAKE_TORCH], tmp_path, env=env)
+    assert done.stdout == "True False []\n"
+    (said,) = [line for line in done.stderr.splitlines() if line.endswith("the job goes on without it")][-1:]
+    assert said.startswith("dlprof: ")
+    assert [line.get("torch") for line in hello(run)] == [None, True]
+
+
+def test_a_process_that_replaces_itself_leaves_word_of_that(tmp_path: Path) -> None:
+    code = "import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])"
+    assert watched(tmp_path / "run", code) == "1\n"
+    kinds = [next(key for key in ("python", "exec") if key in line) for line in hello(tmp_path / "run")]
+    assert kinds == ["python", "exec", "python"]
+    assert len({line["pid"] for line in hello(tmp_path / "run")}) == 1
+
+
+def test_a_run_that_cannot_be_written_costs_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    done = launch([sys.executable, "-c", "print(1)"], tmp_path, env=recorded(environment(), tmp_path / "run"))
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("dlprof: ")
+    assert line.endswith("; the job goes on without it")

@@ -1,0 +1,215 @@
+"""The hooks change nothing for the script, and can be taken out of PyTorch again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.record.hooks import Patch
+from tests.fixtures.jobs import environment, facts, launch, record, rows, tiny
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+
+class Base:
+    """Somebody's class."""
+
+    def inherited(self) -> str:
+        return "inherited"
+
+
+class Theirs(Base):
+    """One that inherits."""
+
+    def own(self) -> str:
+        return "own"
+
+    @classmethod
+    def of_class(cls) -> str:
+        return "of_class"
+
+
+@pytest.mark.parametrize("name", ["own", "inherited", "of_class"])
+def test_a_patch_is_undone_and_leaves_the_class_as_it_was(name: str) -> None:
+    before = dict(vars(Theirs))
+    patch = Patch(Theirs, name, lambda *_: "ours")
+    assert getattr(Theirs(), name)() == "ours"
+    assert patch.undo()
+    assert dict(vars(Theirs)) == before
+    assert not patch.undo()
+    assert getattr(Theirs(), name)() == name
+
+
+def test_a_wrapper_that_somebody_has_wrapped_stays() -> None:
+    class Wrapped(Base):
+        def own(self) -> str:
+            return "own"
+
+    original: Any = Wrapped.own
+    patch = Patch(Wrapped, "own", lambda self: original(self) + " ours")
+    ours: Any = Wrapped.own
+    setattr(Wrapped, "own", lambda self: ours(self) + " theirs")  # noqa: B010 - mypy knows it as a method
+    assert not patch.undo()
+    assert Wrapped().own() == "own ours theirs"
+
+
+# Compares every attribute of PyTorch's modules and their classes, and whatever else of the process can be seen.
+UNINSTALLED = """
+    import _signal, gc, signal, threading, types, warnings
+    import torch.distributed.checkpoint, torch.distributed.pipelining.schedules
+    from dlprof.record import collectors, hooks
+
+    def attributes():
+        found = {}
+        for name, module in list(sys.modules.items()):
+            if name.split(".")[0] == "torch":
+                for key, value in list(vars(module).items()):
+                    found[name, key] = value
+                    if isinstance(value, type) and value.__module__ == name:
+                        found |= {(value, k): v for k, v in list(vars(value).items()) if not isinstance(v, int)}
+        return {at: value for at, value in found.items() if isinstance(value, (types.FunctionType, classmethod))}
+
+    def process():
+        from torch.optim import optimizer as lists
+        hooks = (len(lists._global_optimizer_pre_hooks), len(lists._global_optimizer_post_hooks))
+        wakes = signal.set_wakeup_fd(-1)
+        if wakes != -1:
+            signal.set_wakeup_fd(wakes)
+        term = type(_signal.getsignal(signal.SIGTERM)).__name__
+        return hooks, len(gc.callbacks), wakes, term, len(os.listdir("/proc/self/fd"))
+
+    def epoch():
+        for batch in DataLoader(data, batch_size=8, num_workers=1):
+            train(batch)
+
+    warnings.simplefilter("ignore")
+    wrap, many = "wrap" in sys.argv, 1 + ("twice" in sys.argv)
+    epoch()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        pass  # its first use leaves a thread
+    before, before_process, tasks = attributes(), process(), len(os.listdir("/proc/self/task"))
+    for n in range(many):
+        hooks.install(f"run-{n}", collectors.COLLECTORS)
+        assert attributes() != before
+        if "train" in sys.argv:
+            epoch()
+        if wrap:
+            ours = torch.autograd.backward
+            torch.autograd.backward = lambda *args, **kwargs: ours(*args, **kwargs)
+        hooks.uninstall()
+    after = attributes()
+    epoch()  # its worker is forked now
+    time.sleep(1.2)  # our thread wakes twice a second
+    changed = [f"{at[0]}.{at[1]}" for at in {*before, *after} if before.get(at) is not after.get(at)]
+    print(changed, process() == before_process, threading.active_count(), len(os.listdir("/proc/self/task")) - tasks)
+"""
+
+
+@pytest.mark.parametrize("words", [["idle"], ["train"], ["train", "twice"], ["train", "wrap"]])
+def test_uninstalling_leaves_pytorch_and_the_process_as_they_were(words: list[str], tmp_path: Path) -> None:
+    env = environment(PYTHONPATH=str(Path(__file__).parent.parent.parent), DLPROF_WINDOW="2,1,2")
+    done = launch([sys.executable, tiny(tmp_path, UNINSTALLED), *words], tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    stays = ["torch.autograd.backward"] if "wrap" in words else []
+    assert done.stdout == f"{stays} True 1 0\n"
+    assert "dlprof" not in done.stderr
+    for n in range(1 + ("twice" in words)):
+        rank = tmp_path / f"run-{n}/ranks/00000"
+        if "train" not in words:
+            assert not rank.exists()
+            continue
+        assert [row["optimizer_steps"] for row in rows(rank)] == [1] * 8 + [0]
+        assert (facts(rank)["ended"], facts(rank)["window"]["state"]) == ("exit", "exported")
+        loading = [json.loads(line)["kind"] for line in (rank / "loading.jsonl").read_text().splitlines()]
+        assert (loading.count("first"), loading.count("batch")) == (1, 7)
+        # The worker of the epoch after the end wrote nothing.
+        fetches = [json.loads(line) for line in (rank / "fetches.jsonl").read_text().splitlines()]
+        assert len({fetch["pid"] for fetch in fetches}) == 1
+
+
+WORKERS = """
+    import copy, io, pickle
+    from multiprocessing import get_context
+
+    class Squares(torch.utils.data.Dataset):
+        def __len__(self):
+            return 16
+        def __getitem__(self, n):
+            return torch.full((8,), float(n)), torch.tensor([float(n) ** 2]), torch.utils.data.get_worker_info().id
+
+    if __name__ == "__main__":
+        seen = []
+        for method in ("fork", "spawn", "forkserver"):
+            loader = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context=method)
+            for x, y, worker in loader:
+                train((x / 16, y / 256))
+                seen.append(y.sum().item())
+        # What a script may do with its model: pickle, copy, script, trace it, and look at its hooks.
+        buffer = io.BytesIO()
+        torch.save(copy.deepcopy(model), buffer)
+        scripted = torch.jit.script(model)
+        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+        if os.fork() == 0:
+            train((torch.zeros(2, 8), torch.zeros(2, 1)))
+            sys.exit(0)
+        os.wait()
+        print(seen, hooks, len(buffer.getvalue()), b"dlprof" in buffer.getvalue(), __name__, sys.argv[1:])
+        print([p.sum().item() for p in model.parameters()], torch.load(buffer := io.BytesIO(buffer.getvalue()),
+            weights_only=False)(torch.ones(1, 8)).item(), scripted(torch.ones(1, 8)).item())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_loader_workers_pickling_and_forks_go_on_as_without_dlprof(tmp_path: Path) -> None:
+    loop = tiny(tmp_path, WORKERS)
+    plain = launch([sys.executable, loop, "--flag"], tmp_path)
+    done = record(loop, "--flag", folder=tmp_path / "run")
+    assert done.stdout == plain.stdout
+    assert plain.stdout.startswith("[")
+    assert [path.name for path in (tmp_path / "run/ranks").iterdir()] == ["00000"]
+    rank = tmp_path / "run/ranks/00000"
+    steps = rows(rank)
+    # The forked child's step is not among them.
+    assert [row["optimizer_steps"] for row in steps] == [1] * 12 + [0]
+    assert [loader["start_method"] for loader in facts(rank)["loaders"]] == ["fork", "spawn", "forkserver"]
+    assert facts(rank)["warnings"] == []
+
+
+@pytest.mark.long
+def test_a_compiled_script_has_the_same_graphs(tmp_path: Path) -> None:
+    loop = tiny(
+        tmp_path,
+        """
+        from torch._dynamo.utils import counters
+        graphs = []
+        def backend(graph, inputs):
+            graphs.append(len(graph.graph.nodes))
+            return graph.forward
+        def loop(step):
+            for epoch in range(2):
+                for batch in DataLoader(data, batch_size=8):
+                    step(batch)
+            print(graphs, counters["frames"]["ok"] > 0, sum(counters["graph_break"].values()))
+        loop(torch.compile(train, backend=backend))
+        original = model
+        model = torch.compile(original, backend=backend)
+        loop(train)
+        torch._dynamo.reset()
+        model = original
+        model.compile(backend=backend)
+        loop(train)
+        """,
+    )
+    plain = launch([sys.executable, loop], tmp_path)
+    done = record(loop, folder=tmp_path / "run", options=["--window", "2,1,3"])
+    assert done.stdout == plain.stdout
+    assert len(plain.stdout.splitlines()) == 3
+    steps = rows(tmp_path / "run/ranks/00000")
+    assert [row["kind"] for row in steps] == ["train"] * 48 + ["other"]
+    assert all(row["forward_ns"] > 0 for row in steps[16:-1])
+    assert [model["compiled"] for model in facts(tmp_path / "run/ranks/00000")["models"]] == [True, True]
