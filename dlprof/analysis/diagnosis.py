@@ -7,8 +7,8 @@ row. The saving is the severity: there is no other.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import pandas as pd
@@ -16,14 +16,12 @@ import pandas as pd
 from dlprof import __version__
 from dlprof.analysis import notices, overview
 from dlprof.analysis.communication.bandwidth import size_class
-from dlprof.analysis.engine import Job, Maybe, Measured, MeasureFailed, Progress, measure
+from dlprof.analysis.engine import Maybe, Measured, MeasureFailed, Progress, measure
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Rule
 from dlprof.analysis.panel import drawn
 from dlprof.analysis.panels import PICTURES
-from dlprof.analysis.step.breakdown import part
-from dlprof.analysis.step.headroom import room
-from dlprof.analysis.step.savings import saving as replay
 from dlprof.analysis.step.spread import LEAST_NOISE
+from dlprof.analysis.together import Basis, Piece, pieces, speedup, together
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read.run import Run
 from dlprof.result import (
@@ -38,7 +36,6 @@ from dlprof.result import (
     RankStep,
     Result,
     TimePart,
-    Together,
     Window,
     Work,
 )
@@ -47,10 +44,6 @@ from dlprof.units import duration, percent
 # Of what varies more than that, the least that the measured steps show is told: from where tools grade a loss as
 # notable.
 LEAST_SHARE_OF_VARYING = 0.05
-
-
-# A part of a saving, ns, and the categories of `time` that it comes out of.
-_Piece = tuple[frozenset[str], float]
 
 
 def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress: Progress | None = None) -> Result:
@@ -62,13 +55,13 @@ def wanted(rules: Iterable[Rule]) -> list[Any]:
     """Return what must be measured for a diagnosis."""
     asked: list[Any] = [r.check for r in rules]
     asked += [p.draw for p in PICTURES]
-    asked += [_judged_by, _window, _device, _time, _blame, _steps, _work, _exchanges]
+    asked += [Basis, _window, _device, _time, _blame, _steps, _work, _exchanges]
     return [*asked, *overview.SECTIONS, notices.warnings]
 
 
 def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     """Ask every rule about a run that was measured, and return the result."""
-    basis = measured.call(_judged_by)
+    basis = measured.call(Basis)
     asked = [_ask(rule, measured, basis) for rule in rules]
     outcomes = [outcome for outcome, _ in asked]
     order = {"found": 0, "clear": 1, "not_measured": 2, "error": 3}
@@ -81,7 +74,7 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
         device=measured.call(_device),
         time=measured.call(_time),
         outcomes=tuple(outcomes),
-        together=_together(basis, [(o, pieces) for o, pieces in asked if o.state == "found"]),
+        together=together(basis, [(o, mine) for o, mine in asked if o.state == "found"]),
         panels=tuple(p for p in drawn(measured, PICTURES) if p not in shown),
         facts=overview.facts(measured),
         dlprof=__version__,
@@ -92,32 +85,7 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     )
 
 
-@dataclass(frozen=True)
-class _Basis:
-    """What outcomes are judged by, each as far as it is known."""
-
-    ranks: tuple[int, ...]
-    mean_step_ns: Maybe[float]
-    loop_step_ns: Maybe[float]
-    of_step: Maybe[str]
-    fed_ns: Maybe[float]
-    breakdown: Maybe[pd.DataFrame]
-    own_time: Maybe[pd.DataFrame]
-
-
-def _judged_by(
-    job: Job,
-    mean_step_ns: Maybe[float],
-    loop_step_ns: Maybe[float],
-    of_step: Maybe[str],
-    fed_ns: Maybe[float],
-    breakdown: Maybe[pd.DataFrame],
-    own_time: Maybe[pd.DataFrame],
-) -> _Basis:
-    return _Basis(job.ranks, mean_step_ns, loop_step_ns, of_step, fed_ns, breakdown, own_time)
-
-
-def _ask(rule: Rule, run: Measured, basis: _Basis) -> tuple[Outcome, list[_Piece]]:
+def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]:
     """Return what becomes of a rule, and the pieces of what it saves."""
 
     def outcome(state: str, **said: object) -> Outcome:
@@ -138,10 +106,10 @@ def _ask(rule: Rule, run: Measured, basis: _Basis) -> tuple[Outcome, list[_Piece
     except Exception as e:  # noqa: BLE001 - one rule's fault costs only its own row
         return outcome("error", why=f"{type(e).__name__}: {e}"), []
     saves = state == "found" and estimate.scope != "risk"
-    return found, _pieces(rule, found.saving_ns, estimate.within) if saves else []
+    return found, pieces(rule, found.saving_ns, estimate.within) if saves else []
 
 
-def _judged(rule: Rule, basis: _Basis, estimate: Estimate) -> tuple[str, dict[str, object]]:
+def _judged(rule: Rule, basis: Basis, estimate: Estimate) -> tuple[str, dict[str, object]]:
     """Return whether a bottleneck is found or clear, and the fields of its outcome.
 
     Raises NotMeasured where what it costs varies too much to tell.
@@ -150,13 +118,13 @@ def _judged(rule: Rule, basis: _Basis, estimate: Estimate) -> tuple[str, dict[st
     of = "of the training loop's time" if estimate.scope == "job" else basis.of_step.get()
     fed = basis.fed_ns.get() if estimate.scope == "step" and not rule.feeds else 0.0
     unfed = max(step - fed, 0.0)
-    most = min(step, _room(basis, rule.saves_from), unfed)
+    most = min(step, basis.most_ns(rule.saves_from), unfed)
     saving = max(min(estimate.saving_ns, most), 0.0)
     share = saving / step if step else 0.0
     lost = (estimate.saving_ns if estimate.lost_ns is None else estimate.lost_ns) / step if step else 0.0
     loses = f"{percent(lost)} {of} {estimate.loses}"
     slow_loader = f"the loaders feed a step every {duration(fed)} at the best" if fed and most == unfed else ""
-    said = {**_figures(estimate), "saving_ns": saving, "share": share, "speedup": _speedup(share), "lost_share": lost}
+    said = {**_figures(estimate), "saving_ns": saving, "share": share, "speedup": speedup(share), "lost_share": lost}
     notable = rule.notable if estimate.notable is None else estimate.notable
     if estimate.explain is None or estimate.saving_ns < notable * step or share < LEAST_SHARE:
         summary = estimate.summary or loses
@@ -169,7 +137,7 @@ def _judged(rule: Rule, basis: _Basis, estimate: Estimate) -> tuple[str, dict[st
         if share < LEAST_SHARE_OF_VARYING:
             raise NotMeasured(f"{varies}: it varies too much between the measured steps; record more of them")
         varied = f"In the mean it would save {varies}: told is the least that the measured steps show."
-        said |= {"saving_ns": saving, "share": share, "speedup": _speedup(share)}
+        said |= {"saving_ns": saving, "share": share, "speedup": speedup(share)}
     explained = _explained(estimate)
     explained["verdict"] = verdict = explained["verdict"] or f"{loses}."
     # What is cut by less than a part in a hundred was rounding, or the trace's own spread.
@@ -215,83 +183,6 @@ def _explained(estimate: Estimate) -> dict[str, object]:
 def lowered(sentence: str) -> str:
     """Return a sentence so that it can follow a colon; what begins with a number stays as it is."""
     return sentence[:1].lower() + sentence[1:]
-
-
-def _room(basis: _Basis, categories: Collection[str]) -> float:
-    """Return what the mean steady step has of some categories, ns; infinity where it is not divided.
-
-    A rule and `time` may measure in different steps: the step log's all, the trace's few. What a report shows must
-    agree with itself, so the smaller of the two counts, and the reader is told.
-    """
-    frame = basis.breakdown.or_none() if categories else None
-    return math.inf if frame is None else room(frame, categories)
-
-
-def _pieces(rule: Rule, saving_ns: float, within: Mapping[str, float]) -> list[_Piece]:
-    """Split a saving by what it comes out of: single categories, and the rest out of any other of the rule's."""
-    pieces, left = [], saving_ns
-    for category, ns in within.items():
-        pieces.append((frozenset((category,)), min(max(ns, 0.0), left)))
-        left -= pieces[-1][1]
-    others = frozenset(rule.saves_from) - within.keys()
-    return pieces if pieces and left <= 0 else [*pieces, (others or frozenset(rule.saves_from), left)]
-
-
-def _together(basis: _Basis, found: Sequence[tuple[Outcome, list[_Piece]]]) -> Together | None:
-    """Bound what all findings save together: what two of them claim is there once, and the step has no more of it.
-
-    What they save from the same categories is at most what all of these would give; from different ones at most their
-    sum, but where no rank has a part in all of them: then each hides what another would save, and only the step's own
-    parts bound them. With findings of the whole job it is the training loop's. None where nothing was found, and
-    where the bound is the whole step: that tells nothing.
-    """
-    found = [(o, pieces) for o, pieces in found if o.scope != "risk"]
-    if not found:
-        return None
-    dearest = max(o.saving_ns for o, _ in found)
-    inside, job = ([(o, pieces) for o, pieces in found if o.scope == scope] for scope in ("step", "job"))
-    pieces = [piece for _, mine in inside for piece in mine]
-    total = sum(_at_most(basis, categories, claims) for categories, claims in _overlapping(pieces))
-    if inside and not set(basis.ranks).intersection(*(o.ranks for o, _ in inside if o.ranks)):
-        total = _removable(basis, frozenset().union(*(categories for categories, _ in pieces)))
-    step = basis.loop_step_ns.get() if job else basis.mean_step_ns.get()
-    total = min(max(total + sum(o.saving_ns for o, _ in job), dearest), step)
-    if total > max(dearest, (1 - LEAST_SHARE) * step):
-        return None
-    return Together(total, total / step, _speedup(total / step))
-
-
-def _overlapping(pieces: Iterable[_Piece]) -> list[tuple[frozenset[str], list[float]]]:
-    """Gather pieces that have a category in common, directly or through others: categories, savings."""
-    groups: list[tuple[frozenset[str], list[float]]] = []
-    for categories, saving in pieces:
-        claims = [saving]
-        for group in [g for g in groups if g[0] & categories]:
-            groups.remove(group)
-            categories, claims = categories | group[0], group[1] + claims
-        groups.append((categories, claims))
-    return groups
-
-
-def _at_most(basis: _Basis, categories: frozenset[str], claims: Sequence[float]) -> float:
-    """Return what findings save together that have these categories in common."""
-    return sum(claims) if len(claims) < 2 else min(sum(claims), max(_removable(basis, categories), *claims))
-
-
-def _removable(basis: _Basis, categories: frozenset[str]) -> float:
-    """Return what the job saves without all of some categories, on every rank, ns; infinity where that is not known."""
-    frame, own = basis.breakdown.or_none(), basis.own_time.or_none()
-    # What is waiting among communication and bubbles goes with its cause: a replay of the ranks' own time tells nothing
-    # of it.
-    if frame is not None and {"communication", "pipeline_bubble"} & categories:
-        return room(frame, categories)
-    if frame is None or own is None:
-        return math.inf
-    return replay(own, part(frame, *categories))
-
-
-def _speedup(share: float) -> float:
-    return 1 / (1 - share) if share < 1 else 1e6
 
 
 def _check_figures(estimate: Estimate) -> None:

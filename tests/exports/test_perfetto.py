@@ -16,6 +16,7 @@ import pytest
 
 from dlprof.errors import DlprofError
 from dlprof.exports import perfetto
+from dlprof.exports import tracks as ours
 from dlprof.read.kineto import torch_trace
 from dlprof.read.run import open_run
 from tests.analysis.memory.test_memory import reading
@@ -135,13 +136,13 @@ def test_our_own_reader_gives_back_what_went_in(tmp_path: Path) -> None:
 
 
 def test_the_shortest_spans_are_left_out_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(perfetto, "MOST_SPANS", 10)
-    monkeypatch.setattr(perfetto, "FEWEST_SPANS", 10)
+    monkeypatch.setattr(ours, "MOST_SPANS", 10)
+    monkeypatch.setattr(ours, "FEWEST_SPANS", 10)
     ops = [traces.op(f"op {n}", n * 10_000, 1_000 + n) for n in range(50)]
     path = runs.foreign(tmp_path / "job", traces.trace(traces.step(0, 0, MS), *ops, world_size=1))
     events, made = written(path, tmp_path / "out.json")
     check(events)
-    names = {e["name"] for e in events if e["ph"] == "X" and e["cat"] != perfetto.OWN}
+    names = {e["name"] for e in events if e["ph"] == "X" and e["cat"] != ours.OWN}
     assert names == {"ProfilerStep#0", *(f"op {n}" for n in range(41, 50))}
     assert (made.spans, made.left_out, made.shortest_ns) == (10, 41, 1_041)
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.steps import Timing, standard_error
+from dlprof.analysis.timeline.steady import standard_error
+from dlprof.analysis.timeline.steps import Timing
 from dlprof.analysis.timeline.what_if import WhatIf
 from dlprof.errors import NotMeasured
 

@@ -23,7 +23,8 @@ from dlprof.analysis.step.breakdown import part, part_noise
 from dlprof.analysis.step.savings import saving
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import DeviceSets
-from dlprof.analysis.timeline.steps import Timing, standard_error
+from dlprof.analysis.timeline.steady import standard_error
+from dlprof.analysis.timeline.steps import Timing
 from dlprof.units import UNKNOWN, count, digits, duration, size
 
 # Exchanges of gradients, which are made once a step; the others go with each pass.

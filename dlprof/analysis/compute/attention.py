@@ -18,7 +18,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import settings
-from dlprof.analysis.compute.operators import nested, shorter_kernels
+from dlprof.analysis.compute.kernels import shorter_kernels
+from dlprof.analysis.compute.operators import nested
 from dlprof.analysis.compute.peaks import device_peaks
 from dlprof.analysis.compute.products import SIXTEEN_BITS, sizes, width_of
 from dlprof.analysis.engine import Maybe, RankFacts, per_rank

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from dlprof.analysis.compute.operators import MOST_KERNELS
+from dlprof.analysis.compute.kernels import MOST_KERNELS
 from dlprof.analysis.engine import across_ranks
 
 MOST_OPERATORS = 30

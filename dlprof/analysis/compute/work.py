@@ -7,7 +7,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis.engine import Maybe, across_ranks, per_rank
-from dlprof.analysis.timeline.steps import Timing, standard_errors
+from dlprof.analysis.timeline.steady import standard_errors
+from dlprof.analysis.timeline.steps import Timing
 from dlprof.errors import NotMeasured
 from dlprof.result import MOST_WORK
 from dlprof.units import short

@@ -132,8 +132,14 @@ _MEASURES: dict[str, Measure[Any]] = {}
 _complete: list[bool] = []  # filled once all measures of the package are known
 
 
+# Importing it makes all measures known.
+_ALL_MEASURES = "dlprof.analysis.subjects"
+
+
 def _measure_of(module: str, name: str) -> Measure[Any]:
-    importlib.import_module(module)  # which makes it known in a fresh process
+    # In a fresh process: those of the module, and all that they name, wherever they stand.
+    importlib.import_module(_ALL_MEASURES)
+    importlib.import_module(module)
     return _MEASURES[name]
 
 

@@ -15,7 +15,7 @@ from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank
 from dlprof.analysis.host import grad_scaler
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.idle import Idle
-from dlprof.analysis.timeline.replay import SYNCHRONISING
+from dlprof.analysis.timeline.launched_work import SYNCHRONISING
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.analysis.timeline.what_if import WhatIf
 from dlprof.errors import NotMeasured

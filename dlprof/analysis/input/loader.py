@@ -11,7 +11,8 @@ from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank, within_rank
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.idle import Idle
-from dlprof.analysis.timeline.steps import Timing, standard_error, suspended
+from dlprof.analysis.timeline.steady import standard_error, suspended
+from dlprof.analysis.timeline.steps import Timing
 from dlprof.analysis.timeline.what_if import WhatIf
 from dlprof.errors import NotMeasured
 

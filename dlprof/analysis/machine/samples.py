@@ -9,7 +9,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis.engine import Maybe, RankFacts, per_rank
-from dlprof.analysis.timeline.steps import standard_error, suspended
+from dlprof.analysis.timeline.steady import standard_error, suspended
 from dlprof.errors import NotMeasured
 
 # What only grows → its rate: CPU seconds a second are cores, joules a second are watts, and the time that clocks were

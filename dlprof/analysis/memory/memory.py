@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis.engine import Maybe, RankFacts, per_rank
-from dlprof.analysis.timeline.steps import ENOUGH, standard_error
+from dlprof.analysis.timeline.steady import ENOUGH, standard_error
 from dlprof.errors import NotMeasured
 
 # What travels of the series: enough for any screen.

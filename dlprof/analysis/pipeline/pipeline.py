@@ -11,19 +11,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import nan
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank, within_rank
+from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank
 from dlprof.analysis.pipeline import pipeline_ranges
 from dlprof.analysis.pipeline.schedules import GPIPE, INTERLEAVED, LOOPED_BFS, ONE_F_ONE_B, Action, grid, replay, runs
-from dlprof.analysis.timeline.steps import standard_error
+from dlprof.analysis.timeline.steady import standard_error
 from dlprof.errors import NotMeasured
-from dlprof.units import few
 
 # Schedules that fill and drain once a step: (p − 1) of v·m + p − 1 slots are idle on each of p ranks, with v chunks a
 # rank and m micro-batches (Huang et al., GPipe, 2019; Narayanan et al., Megatron-LM, 2021). What is published of those
@@ -32,6 +30,7 @@ _FILL_AND_DRAIN = (GPIPE, ONE_F_ONE_B, INTERLEAVED, LOOPED_BFS)
 
 # As many steps as travel with their chunks, spread over the run, and never more rows a rank than this.
 _STEPS = 40
+
 _MOST_ROWS = 4_000
 
 SCHEDULE = "schedule"
@@ -61,7 +60,7 @@ def _told(
     raise NotMeasured("no step of a pipeline schedule was recorded")
 
 
-def _steady(
+def steady(
     chunks: Maybe[pd.DataFrame], steady_chunks: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame]
 ) -> pd.DataFrame:
     """Return the chunks of the steady steps; `call` counts the calls of schedule.step() within a step."""
@@ -92,7 +91,7 @@ def pipeline(
     (standard error of what is left).
     """
     told = _told(chunks, spans, schedule_facts, rank)
-    frame = _steady(chunks, steady_chunks, light_steps)
+    frame = steady(chunks, steady_chunks, light_steps)
     calls = frame[(frame["action"] == SCHEDULE).to_numpy()]
     if not len(calls):
         raise NotMeasured("no steady step ran the pipeline")
@@ -130,7 +129,7 @@ def pipeline_chunks(
     them: those whose numbers a power of two divides.
     """
     _told(chunks, spans, schedule_facts, rank)
-    frame = _steady(chunks, steady_chunks, light_steps)
+    frame = steady(chunks, steady_chunks, light_steps)
     step = frame["step"].to_numpy()
     detailed = np.unique(step[(frame["action"] != SCHEDULE).to_numpy()])
     if not len(detailed):
@@ -328,180 +327,3 @@ def _call(rows: pd.DataFrame) -> _Call:
         ends.append(int(start + dur))
     edge = float(int(whole["dur_ns"]) - (ends[-1] - begins[0])) if begins else 0.0
     return _Call(float(whole["dur_ns"]), max(0.0, edge), tuple(took), took, tuple(begins), tuple(ends))
-
-
-@across_ranks
-def bubbles(pipelines: pd.DataFrame, pipes: Maybe[list[Pipe]]) -> pd.DataFrame:
-    """Return the bubble of each rank: the columns of `pipeline`, what it is of which step, and what it comes from.
-
-    `step_ns` is the synchronous step of the rank's pipeline, and `bubble` the idle share of it; where the rank with the
-    first stage is not here, of its own. `simulated` is the bubble of the same chunks in the same order if launching and
-    handing over took no time, `scheduled` that with stages and micro-batches alike besides, `closed` the closed form.
-
-    The idle time is the sum of four, in ns of the mean step: schedule_ns, what even stages would leave idle;
-    imbalance_ns, what uneven stages and micro-batches add to it; launch_ns, the host between chunks that wait for
-    nobody; communication_ns, the rest, which is handing over. A stage that is longer than the others stands less idle
-    than it would among even ones: its imbalance_ns is negative. NaN where a pipeline cannot be replayed.
-    """
-    frame = pipelines
-    try:
-        parts = [_parts(pipe) for pipe in pipes.get()]
-    except NotMeasured:
-        parts = []
-    first = frame[frame["first_stage"]].set_index("ranks")["dur_ns"]
-    frame = frame.assign(
-        step_ns=frame["ranks"].map(first.groupby(level=0).first()).fillna(frame["dur_ns"]),
-        closed=[
-            closed_form(*of)
-            for of in zip(frame["schedule"], frame["size"], frame["microbatches"], frame["chunks"], strict=True)
-        ],
-    )
-    known = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame({c: [] for c in ("rank", *_PARTS)})
-    known = frame[["rank"]].merge(known, on="rank", how="left").set_index(frame.index)
-    # One set of figures: where chunks are known, all of it is of the calls that they are of.
-    for column in ("step_ns", "busy_ns"):
-        frame[column] = known[column].fillna(frame[column])
-    return frame.assign(
-        bubble=(1 - frame["busy_ns"] / frame["step_ns"]).clip(lower=0.0),
-        **{c: known[c].astype(float) for c in _PARTS[2:]},
-    )
-
-
-_PARTS = (
-    "step_ns",
-    "busy_ns",
-    "simulated",
-    "scheduled",
-    "schedule_ns",
-    "imbalance_ns",
-    "launch_ns",
-    "communication_ns",
-)
-
-
-def _parts(pipe: Pipe) -> pd.DataFrame:
-    """Return what a pipeline's idle time comes from, rank by rank; what each part is, `bubbles` says."""
-    alike = pipe.lengths(pipe.even())
-    even = pipe.again(alike)
-    own = float(np.mean([pipe.again(took) for took in pipe.took]))
-    launched = float(np.mean([pipe.again(took, pipe.launch_ns) for took in pipe.took])) + pipe.edge_ns
-    rows = []
-    for rank, row in zip(pipe.ranks, pipe.rows, strict=True):
-        busy, idle = pipe.busy_ns[rank], even - sum(alike[a] for a in row)
-        rows.append(
-            {
-                "rank": rank,
-                "step_ns": pipe.step_ns,
-                "busy_ns": busy,
-                "simulated": 1 - busy / own,
-                "scheduled": idle / even,
-                "schedule_ns": idle,
-                "imbalance_ns": own - busy - idle,
-                "launch_ns": min(launched, pipe.step_ns) - own,
-                "communication_ns": pipe.step_ns - min(launched, pipe.step_ns),
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-@across_ranks
-def stage_lengths(pipes: list[Pipe], pipelines: pd.DataFrame, why_not_replayed: Maybe[str]) -> pd.DataFrame:
-    """Return how long each stage works on a micro-batch, and what uneven stages cost their pipeline.
-
-    Columns: ranks (as `pipeline` has them), rank, stage, forward_ns, backward_ns (both halves of it), stage_ns (their
-    sum); and of the pipeline, replayed with launching and handing over for nothing: slowdown (its step with the stages
-    as they are ÷ with even ones), gain_ns (their difference), explained (the share of it that the longest stage gives
-    when it alone takes the mean), saved_ns (what even stages save of the measured step, in which they wait for
-    handing over and each other's bad luck more often), calls_a_step. Raises NotMeasured where no pipeline can be
-    replayed.
-    """
-    parts = []
-    for pipe in pipes:
-        even, mean = pipe.even(), pipe.mean
-        frame = pd.DataFrame({"stage": range(pipe.stages)})
-        home = {stage: rank for rank, row in zip(pipe.ranks, pipe.rows, strict=True) for stage, _, _ in row}
-        frame["rank"] = [home[s] for s in frame["stage"]]
-        frame["forward_ns"] = [mean.get((s, "forward"), 0.0) for s in frame["stage"]]
-        frame["backward_ns"] = [backward_ns(mean, s) for s in frame["stage"]]
-        frame["stage_ns"] = frame["forward_ns"] + frame["backward_ns"]
-        longest = int(frame["stage_ns"].to_numpy().argmax())
-        now, ideal = pipe.again(pipe.lengths(mean)), pipe.again(pipe.lengths(even))
-        fixed = pipe.again(pipe.lengths({k: even[k] if k[0] == longest else ns for k, ns in mean.items()}))
-        frame["slowdown"] = now / ideal
-        frame["gain_ns"] = now - ideal
-        frame["saved_ns"] = pipe.saved_by_even(pipe.hand_over())
-        frame["explained"] = (now - fixed) / (now - ideal) if now > ideal else nan
-        parts.append(frame.assign(ranks=", ".join(map(str, pipe.ranks)), calls_a_step=_calls(pipelines, pipe)))
-    if not parts:
-        raise NotMeasured(why_not_replayed.get())
-    return pd.concat(parts, ignore_index=True)
-
-
-def _calls(pipelines: pd.DataFrame, pipe: Pipe) -> float:
-    return float(pipelines.loc[pipelines["rank"] == pipe.ranks[0], "calls_a_step"].iloc[0])
-
-
-def backward_ns(mean: Mapping[tuple[int, str], float], stage: int) -> float:
-    """Return how long a whole backward pass of a stage takes, ns, be it recorded whole or in halves."""
-    halves = mean.get((stage, "input"), nan) + mean.get((stage, "weight"), nan)
-    return mean.get((stage, "backward"), halves if isfinite(halves) else 0.0)
-
-
-@across_ranks
-def why_not_replayed(pipelines: pd.DataFrame) -> str:
-    """Say why no pipeline of a run can be replayed."""
-    here = {int(str(r)) for r in pipelines["rank"]}
-    wanted = {int(r) for ranks in pipelines["ranks"] for r in str(ranks).split(", ")}
-    missing = sorted(wanted - here)
-    if missing:
-        lacking = few(missing, 8)
-        return f"a pipeline is replayed from the chunks of all its ranks, and those of rank {lacking} are not here"
-    return "the ranks of no pipeline have the chunks of the same step"
-
-
-@within_rank
-def idle_ns(
-    chunks: Maybe[pd.DataFrame], steady_chunks: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame], rank: RankFacts
-) -> float:
-    """Return ns of the mean steady step that this rank's schedule.step() spends outside its chunks; 0: none known."""
-    if not chunks or not isinstance(rank.facts.get("pipeline"), Mapping):
-        return 0.0
-    frame = _steady(chunks, steady_chunks, light_steps)
-    calls = frame[(frame["action"] == SCHEDULE).to_numpy()]
-    n = int(light_steps.get()["steady"].sum())
-    return float((calls["dur_ns"] - calls["busy_ns"]).clip(lower=0).sum()) / n if n else 0.0
-
-
-@within_rank
-def chunk_times(chunks: pd.DataFrame) -> iv.Intervals:
-    """Return the time inside chunks, of the steps whose chunks were recorded."""
-    rows = chunks[(chunks["action"] != SCHEDULE).to_numpy()]
-    start = rows["start_ns"].to_numpy()
-    return iv.union(start, start + rows["dur_ns"].to_numpy())
-
-
-@within_rank
-def has_pipeline(
-    chunks: Maybe[pd.DataFrame], spans: Maybe[pd.DataFrame], steady_chunks: Maybe[pd.DataFrame], rank: RankFacts
-) -> bool:
-    """Return whether the rank's chunks are known: recorded, or told by a trace from elsewhere."""
-    if chunks:
-        return True
-    try:
-        return not rank.facts and bool(spans) and len(steady_chunks.get()) > 0
-    except NotMeasured:
-        return False
-
-
-@within_rank
-def outside_chunks(has_pipeline: bool, chunks: Maybe[pd.DataFrame], steady_chunks: Maybe[pd.DataFrame]) -> iv.Intervals:
-    """Return the time inside a schedule.step() and outside its chunks, of the calls whose chunks are known."""
-    if not has_pipeline:
-        return iv.EMPTY
-    frame = chunks.get() if chunks else steady_chunks.get()
-    whole = (frame["action"] == SCHEDULE).to_numpy()
-    detailed = np.isin(frame["step"].to_numpy(), frame["step"].to_numpy()[~whole])
-    start = frame["start_ns"].to_numpy()
-    end = start + frame["dur_ns"].to_numpy()
-    calls = iv.union(start[whole & detailed], end[whole & detailed])
-    return iv.subtract(calls, iv.union(start[~whole], end[~whole]))

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, across_ranks, by_rank, per_rank
-from dlprof.analysis.pipeline.pipeline import Pipe, backward_ns
+from dlprof.analysis.pipeline.bubbles import backward_ns
+from dlprof.analysis.pipeline.pipeline import Pipe
 from dlprof.analysis.pipeline.schedules import (
     INTERLEAVED,
     LOOPED,

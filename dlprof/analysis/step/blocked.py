@@ -9,7 +9,8 @@ import pandas as pd
 
 from dlprof.analysis.engine import Maybe, RankFacts, per_rank, within_rank
 from dlprof.analysis.input.loader import in_steady
-from dlprof.analysis.timeline.steps import ENOUGH, Timing, standard_error
+from dlprof.analysis.timeline.steady import ENOUGH, standard_error
+from dlprof.analysis.timeline.steps import Timing
 from dlprof.errors import NotMeasured
 
 

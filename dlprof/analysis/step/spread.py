@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis.engine import Maybe, per_rank
-from dlprof.analysis.timeline.steps import Timing, standard_error
+from dlprof.analysis.timeline.steady import standard_error
+from dlprof.analysis.timeline.steps import Timing
 from dlprof.result import QUANTILES
 
 # Steps that follow each other are alike: a clock that sinks or a neighbour on the machine holds for many of them. The

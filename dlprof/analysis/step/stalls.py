@@ -10,7 +10,8 @@ import pandas as pd
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Maybe, per_rank, within_rank
-from dlprof.analysis.timeline.steps import ENOUGH, on_device_clock, standard_error
+from dlprof.analysis.timeline.steady import ENOUGH, standard_error
+from dlprof.analysis.timeline.steps import on_device_clock
 from dlprof.errors import NotMeasured
 
 KINDS = ("checkpoint", "compilation", "garbage_collection")

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis.engine import per_rank
-from dlprof.analysis.timeline.steps import standard_error
+from dlprof.analysis.timeline.steady import standard_error
 
 
 @per_rank

@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis.engine import Maybe, per_rank
-from dlprof.analysis.timeline.steps import ENOUGH, Timing, standard_error
+from dlprof.analysis.timeline.steady import ENOUGH, standard_error
+from dlprof.analysis.timeline.steps import Timing
 from dlprof.analysis.timeline.traced import TracedSteps
 
 

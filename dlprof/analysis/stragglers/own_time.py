@@ -18,7 +18,8 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank
 from dlprof.analysis.input.loader import in_steady
-from dlprof.analysis.timeline.steps import PHASES, standard_error
+from dlprof.analysis.timeline.steady import standard_error
+from dlprof.analysis.timeline.steps import PHASES
 from dlprof.errors import NotMeasured
 
 # Ranks wait in a phase where at least this share of all their waiting falls into it.

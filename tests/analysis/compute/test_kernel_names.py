@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.compute.kernel_names import UNITS, unit_of
-from dlprof.analysis.compute.operators import kernel_kinds
+from dlprof.analysis.compute.kernels import kernel_kinds
 from tests.fixtures import runs, traces
 from tests.fixtures.places import TRACES
 

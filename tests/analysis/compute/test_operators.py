@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlprof.analysis.compute.operators import operators, tensor_cores
+from dlprof.analysis.compute.kernels import tensor_cores
+from dlprof.analysis.compute.operators import operators
 from dlprof.analysis.engine import RankData
 from dlprof.analysis.timeline.host import parents
 from dlprof.read.run import open_run

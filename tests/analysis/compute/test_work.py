@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dlprof.analysis.compute.work import LONGEST_NAME, work, work_means
-from dlprof.analysis.timeline.steps import standard_error
+from dlprof.analysis.timeline.steady import standard_error
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS

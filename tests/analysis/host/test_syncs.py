@@ -8,8 +8,8 @@ import pytest
 from dlprof.analysis.host.syncs import syncs
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
+from tests.fixtures.places import TRACES
 from tests.fixtures.runs import MS
-from tests.test_reference import TRACES
 
 US = 1_000
 

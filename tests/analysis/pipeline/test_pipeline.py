@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.engine import Measured
-from dlprof.analysis.pipeline.pipeline import bubbles, closed_form, pipeline, pipeline_chunks, stage_lengths
+from dlprof.analysis.pipeline.bubbles import bubbles, stage_lengths
+from dlprof.analysis.pipeline.pipeline import closed_form, pipeline, pipeline_chunks
 from dlprof.analysis.pipeline.schedules import Action
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.timeline.steps import step_means

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dlprof.analysis.step.spread import STRETCHES, spread
-from dlprof.analysis.timeline.steps import standard_error
+from dlprof.analysis.timeline.steady import standard_error
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import CPU, MS, light, measured, recorded
 

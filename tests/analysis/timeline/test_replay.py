@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.timeline.replay import Replay, replay_of
+from dlprof.analysis.timeline.launched_work import replay_of
+from dlprof.analysis.timeline.replay import Replay
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS

@@ -6,15 +6,8 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis.engine import RankData
-from dlprof.analysis.timeline.steps import (
-    light_steps,
-    mean_step_ns,
-    of_step,
-    standard_error,
-    step_means,
-    step_series,
-    timing,
-)
+from dlprof.analysis.timeline.steady import light_steps, standard_error
+from dlprof.analysis.timeline.steps import mean_step_ns, of_step, step_means, step_series, timing
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
 from tests.fixtures import runs, traces

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.compute.operators import MOST_KERNELS
+from dlprof.analysis.compute.kernels import MOST_KERNELS
 from dlprof.analysis.compute.panels.kernels import PICTURE
 from dlprof.analysis.panel import drawn
 from tests.fixtures import runs, traces

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.analysis.diagnosis import diagnose
-from dlprof.analysis.pipeline.pipeline import bubbles, stage_lengths
+from dlprof.analysis.pipeline.bubbles import bubbles, stage_lengths
 from dlprof.analysis.pipeline.rules.stage_imbalance import RULE
 from dlprof.analysis.pipeline.schedules import Action
 from dlprof.read.run import open_run

@@ -1,0 +1,207 @@
+"""What a rank did at each moment of its traced steps: exclusive parts, by what claims time first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof.analysis import intervals as iv
+from dlprof.analysis.engine import Maybe, RankFacts, within_rank
+from dlprof.analysis.step.stalls import KINDS, stalled
+from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.device import DeviceSets
+from dlprof.analysis.timeline.idle import Idle
+from dlprof.analysis.timeline.steps import PHASES, Timing
+from dlprof.errors import NotMeasured
+
+BUBBLE = "pipeline_bubble"
+
+# What the engine itself takes between two operators is tens of µs at most; waiting for a collective takes longer.
+_LEAST_WAIT_NS = 100_000
+
+# Collectives between two stages of a pipeline.
+_POINT_TO_POINT = ("send", "recv", "send_recv")
+
+
+@within_rank
+def partition(
+    timing: Timing,
+    on_training_thread: pd.DataFrame,
+    has_device: bool,
+    spans: Maybe[pd.DataFrame],
+    stalls: Maybe[pd.DataFrame],
+    device_sets: Maybe[DeviceSets],
+    idle: Maybe[Idle],
+    pipeline_bubble: Maybe[iv.Intervals],
+    cpu_computation: Maybe[iv.Intervals],
+    communication: Maybe[iv.Intervals],
+    rank: RankFacts,
+) -> dict[str, iv.Intervals]:
+    """Return the parts of the steady traced steps: category → time; disjoint, and together exactly those steps."""
+    left = iv.merge(timing.windows)
+    parts: dict[str, iv.Intervals] = {}
+    for category, claim in _claims(
+        on_training_thread,
+        has_device,
+        spans,
+        stalls,
+        device_sets,
+        idle,
+        pipeline_bubble,
+        cpu_computation,
+        communication,
+        rank,
+    ):
+        got = iv.intersect(left, claim)
+        parts[category] = iv.merge(parts[category], got) if category in parts else got
+        left = iv.subtract(left, got)
+    parts["other"] = iv.merge(parts.get("other", iv.EMPTY), left)
+    return parts
+
+
+def _claims(
+    on_training_thread: pd.DataFrame,
+    has_device: bool,
+    spans: Maybe[pd.DataFrame],
+    stalls: Maybe[pd.DataFrame],
+    device_sets: Maybe[DeviceSets],
+    idle: Maybe[Idle],
+    pipeline_bubble: Maybe[iv.Intervals],
+    cpu_computation: Maybe[iv.Intervals],
+    communication: Maybe[iv.Intervals],
+    rank: RankFacts,
+) -> list[tuple[str, iv.Intervals]]:
+    """List who claims time, first come first served; what nobody claims is "other"."""
+    everything = np.array([[np.iinfo(np.int64).min, np.iinfo(np.int64).max]], dtype=np.int64)
+    fetch = host.cover(on_training_thread, host.is_kind(on_training_thread, "fetch"))
+    optimizer = host.cover(
+        on_training_thread, host.is_named(on_training_thread, "Optimizer.step#", "dlprof::optimizer")
+    )
+    if not has_device and _belongs_to_a_device(spans, rank):
+        raise NotMeasured(f"the job runs on a GPU, but the trace holds nothing of the GPU's work ({_why_none(rank)})")
+    stops = [(kind, stalled(stalls, kind)) for kind in KINDS]
+    if has_device:
+        sets, why = device_sets.get(), idle.get()
+        return [
+            ("computation", sets.computation),
+            ("communication", iv.subtract(sets.communication, pipeline_bubble.get())),
+            ("copy", sets.copy),
+            (BUBBLE, pipeline_bubble.get()),
+            ("queued_wait", why.queued),
+            ("launch_latency", why.latency),
+            # The host was late from here on.
+            *stops,
+            ("input_wait", fetch),
+            ("optimizer_host", optimizer),
+            ("host", why.late),
+        ]
+    return [
+        *stops,
+        # The loader's own operators (decoding, collating) are no computation of the model's.
+        ("input_wait", fetch),
+        ("computation", cpu_computation.get()),
+        (BUBBLE, pipeline_bubble.get()),
+        ("communication", communication.get()),
+        ("optimizer_host", optimizer),
+        ("host", everything),
+    ]
+
+
+@within_rank
+def pipeline_bubble(
+    has_pipeline: bool,
+    spans: Maybe[pd.DataFrame],
+    is_on_device: Maybe[NDArray[np.bool_]],
+    has_device: bool,
+    outside_chunks: Maybe[iv.Intervals],
+) -> iv.Intervals:
+    """Return the time in which a stage may have nothing to work on; what is computed meanwhile claims it first.
+
+    On a device that is where it only sends to and receives from the neighbours; else what schedule.step() spends
+    outside its chunks and outside collectives of other kinds. Empty where no pipeline is known.
+    """
+    if not has_pipeline:
+        return iv.EMPTY
+    events = spans.get()
+    sent = host.is_kind(events, "communication") & (is_on_device.get() == has_device)
+    between = host.is_one_of(events["collective"], *_POINT_TO_POINT)
+    others = host.cover(events, sent & ~between)
+    waits = host.cover(events, sent & between) if has_device else outside_chunks.get()
+    return iv.subtract(waits, others)
+
+
+def _belongs_to_a_device(spans: Maybe[pd.DataFrame], rank: RankFacts) -> bool:
+    """Return whether the job trains on a device, as far as its record, its backend or its runtime calls show."""
+    recorded = (rank.facts.get("device") or {}).get("type")
+    if recorded:
+        return bool(recorded != "cpu")
+    events = spans.get()
+    shows = host.is_kind(events, "runtime") | host.is_named(events, "nccl:")
+    return rank.trace_facts.get("backend") == "nccl" or bool(shows.any())
+
+
+def _why_none(rank: RankFacts) -> str:
+    """Say why a trace holds nothing of a GPU: what the profiler complained of, or that it was not asked."""
+    errors = (rank.facts.get("window") or {}).get("errors") or rank.trace_facts.get("errors")
+    if errors:
+        return f"the profiler said: {errors[0]}"
+    return "`dlprof doctor` tells what is in the way" if rank.facts else "record ProfilerActivity.CUDA"
+
+
+@within_rank
+def cpu_computation(on_training_thread: pd.DataFrame, communication: iv.Intervals) -> iv.Intervals:
+    """Return the time in which the training thread runs an operator, or code that torch.compile made.
+
+    Hooks and autograd functions in Python wait for collectives inside what the profiler shows as an operator (FSDP's
+    do): where nothing else runs in it while a collective is in flight, that is no computation.
+    """
+    works = host.is_kind(on_training_thread, "op") | (
+        host.is_kind(on_training_thread, "annotation") & host.is_named(on_training_thread, *host.COMPILED)
+    )
+    fetch = host.cover(on_training_thread, host.is_kind(on_training_thread, "fetch"))
+    # A call that blocks in a collective is an operator to the profiler, and may lie inside one.
+    blocked = host.cover(
+        on_training_thread,
+        host.is_kind(on_training_thread, "communication") & host.is_named(on_training_thread, "c10d", "_c10d"),
+    )
+    frames = works & host.is_frame(on_training_thread)
+    between = iv.subtract(host.cover(on_training_thread, frames), host.cover(on_training_thread, works & ~frames))
+    waits = iv.intersect(between[between[:, 1] - between[:, 0] >= _LEAST_WAIT_NS], communication)
+    return iv.subtract(iv.subtract(iv.subtract(host.cover(on_training_thread, works), fetch), blocked), waits)
+
+
+@within_rank
+def communication(has_device: bool, device_sets: Maybe[DeviceSets], spans: Maybe[pd.DataFrame]) -> iv.Intervals:
+    """Return the time in which a collective is in flight: on the device where there is one, else on the host."""
+    if has_device:
+        return device_sets.get().communication
+    events = spans.get()
+    return host.cover(events, host.is_kind(events, "communication"))
+
+
+@within_rank
+def exposed_communication(partition: dict[str, iv.Intervals]) -> iv.Intervals:
+    """Return the time of the steady traced steps in which a collective is in flight and nothing is computed."""
+    return partition.get("communication", iv.EMPTY)
+
+
+@within_rank
+def host_phases(on_training_thread: pd.DataFrame, timing: Timing) -> dict[str, iv.Intervals]:
+    """Return the training thread's phases within the steady traced steps, on the host's clock.
+
+    Disjoint; "rest" is what remains.
+    """
+    left = iv.merge(timing.host_windows)
+    found = {}
+    for phase in PHASES:
+        of = (
+            host.is_kind(on_training_thread, "fetch")
+            if phase == "fetch"
+            else host.is_named(on_training_thread, f"dlprof::{phase}")
+        )
+        during = host.cover(on_training_thread, of)
+        found[phase] = iv.intersect(left, during)
+        left = iv.subtract(left, during)
+    found["rest"] = left
+    return found
