@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -54,6 +55,7 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
 def wanted(rules: Iterable[Rule]) -> list[Any]:
     """Return what must be measured for a diagnosis."""
     asked: list[Any] = [r.check for r in rules]
+    asked += [partial(r.explain, None) for r in rules]  # but for the estimate, which it is given
     asked += [p.draw for p in PICTURES]
     asked += [Basis, _window, _device, _time, _blame, _steps, _work, _exchanges]
     return [*asked, *overview.SECTIONS, notices.warnings]
@@ -93,11 +95,13 @@ def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]
 
     try:
         estimate = run.call(rule.check)
+        if rule.explain.__name__ == "_own_explanation" and estimate.explain is None:  # BRIDGE
+            estimate = replace(estimate, clear=True)
         _check_figures(estimate)
         if estimate.scope == "risk":
-            state, said = _risk(estimate)
+            state, said = _risk(rule, run, estimate)
         else:
-            state, said = _judged(rule, basis, estimate)
+            state, said = _judged(rule, run, basis, estimate)
         found = outcome(state, **said)
     except NotMeasured as e:
         return outcome("not_measured", why=str(e)), []
@@ -109,7 +113,7 @@ def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]
     return found, pieces(rule, found.saving_ns, estimate.within) if saves else []
 
 
-def _judged(rule: Rule, basis: Basis, estimate: Estimate) -> tuple[str, dict[str, object]]:
+def _judged(rule: Rule, run: Measured, basis: Basis, estimate: Estimate) -> tuple[str, dict[str, object]]:
     """Return whether a bottleneck is found or clear, and the fields of its outcome.
 
     Raises NotMeasured where what it costs varies too much to tell.
@@ -126,7 +130,7 @@ def _judged(rule: Rule, basis: Basis, estimate: Estimate) -> tuple[str, dict[str
     slow_loader = f"the loaders feed a step every {duration(fed)} at the best" if fed and most == unfed else ""
     said = {**_figures(estimate), "saving_ns": saving, "share": share, "speedup": speedup(share), "lost_share": lost}
     notable = rule.notable if estimate.notable is None else estimate.notable
-    if estimate.explain is None or estimate.saving_ns < notable * step or share < LEAST_SHARE:
+    if estimate.clear or estimate.saving_ns < notable * step or share < LEAST_SHARE:
         summary = estimate.summary or loses
         return "clear", {**said, "summary": f"{summary}: {slow_loader}" if slow_loader and share else summary}
     varied = ""
@@ -138,7 +142,7 @@ def _judged(rule: Rule, basis: Basis, estimate: Estimate) -> tuple[str, dict[str
             raise NotMeasured(f"{varies}: it varies too much between the measured steps; record more of them")
         varied = f"In the mean it would save {varies}: told is the least that the measured steps show."
         said |= {"saving_ns": saving, "share": share, "speedup": speedup(share)}
-    explained = _explained(estimate)
+    explained = _explained(rule, run, estimate)
     explained["verdict"] = verdict = explained["verdict"] or f"{loses}."
     # What is cut by less than a part in a hundred was rounding, or the trace's own spread.
     if estimate.saving_ns > 1.01 * most:
@@ -150,12 +154,12 @@ def _judged(rule: Rule, basis: Basis, estimate: Estimate) -> tuple[str, dict[str
     return "found", said | explained
 
 
-def _risk(estimate: Estimate) -> tuple[str, dict[str, object]]:
+def _risk(rule: Rule, run: Measured, estimate: Estimate) -> tuple[str, dict[str, object]]:
     """Return the same of what may end the job: there is no share of the step to judge it by."""
     figures = _figures(estimate) | {"by_rank": ()}  # which ranks it may happen to; it costs them no time
-    if estimate.explain is None:
+    if estimate.clear:
         return "clear", {**figures, "summary": estimate.summary}
-    return "found", figures | _explained(estimate)
+    return "found", figures | _explained(rule, run, estimate)
 
 
 def _figures(estimate: Estimate) -> dict[str, object]:
@@ -171,9 +175,8 @@ def _figures(estimate: Estimate) -> dict[str, object]:
     }
 
 
-def _explained(estimate: Estimate) -> dict[str, object]:
-    assert estimate.explain is not None
-    explanation = estimate.explain()
+def _explained(rule: Rule, run: Measured, estimate: Estimate) -> dict[str, object]:
+    explanation = run.call(rule.explain, estimate)
     for row in explanation.evidence.rows if explanation.evidence else ():
         for cell in row:
             _check_value(cell)

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from dlprof.analysis import subjects
 from dlprof.result import Change, Forecast, Panel, Scope
@@ -37,14 +38,12 @@ class Estimate:
     """What one bottleneck costs a run; also where that is nothing. All times in ns of the mean steady step.
 
     `loses` continues "12 % of each step": "waits for data". `summary`: one sentence instead, where nothing is found.
-    `explain` is called only where something is found; without it nothing ever is.
+    `seen`: what the rule's `explain` tells more of, which is called only where something is found.
     """
 
     saving_ns: float = 0.0  # how much shorter the step would be with the change, see result.SAVING
-    by_rank_ns: Mapping[int, float] = field(
-        default_factory=dict
-    )  # what it costs each rank; those with half the most of
-    # it or more are named
+    by_rank_ns: Mapping[int, float] = field(default_factory=dict)  # what it costs each rank; those with half the most
+    # of it or more are named
     noise_ns: float = 0.0  # standard error of what the saving was estimated from
     least_ns: float = 0.0  # what the saving is at least, as every measured step shows it; 0: not known
     lost_ns: float | None = None  # what the bottleneck takes, where the change saves another part; None: the saving
@@ -53,12 +52,19 @@ class Estimate:
     notable: float | None = None  # from which share on it is found; None: the rule's
     loses: str = ""
     summary: str = ""
-    explain: Callable[[], Explanation] | None = None
+    seen: Any = None
+    explain: Callable[[], Explanation] | None = None  # BRIDGE
+    clear: bool = False  # nothing is found, whatever the saving
+
+    @property
+    def worst(self) -> int:
+        """The rank that it costs most."""
+        return worst(self.by_rank_ns)
 
 
 def nothing(summary: str) -> Estimate:
     """Return the estimate of a bottleneck that the run cannot have, with the reason: no loader has workers."""
-    return Estimate(summary=summary)
+    return Estimate(summary=summary, clear=True)
 
 
 def worst(by_rank_ns: Mapping[int, float]) -> int:
@@ -66,9 +72,15 @@ def worst(by_rank_ns: Mapping[int, float]) -> int:
     return max(by_rank_ns, key=lambda rank: by_rank_ns[rank])
 
 
+def _own_explanation(estimate: Estimate) -> Explanation:  # BRIDGE
+    assert estimate.explain is not None
+    return estimate.explain()
+
+
 @dataclass(frozen=True)
 class Rule:
     """One known bottleneck. `check` returns an Estimate or raises NotMeasured; its parameters name what it needs.
+    `explain` gets that estimate, and what its other parameters name, and returns what a reader is told of a finding.
 
     `saves_from`: the categories of `time` that its saving comes out of; none where it lies between the steady steps.
     `feeds`: its change makes the loader faster, whose pace bounds what other changes save. `notable`: the share of the
@@ -78,12 +90,14 @@ class Rule:
     id: str
     title: str
     check: Callable[..., Estimate]
+    explain: Callable[..., Explanation] = _own_explanation  # BRIDGE
     saves_from: tuple[str, ...] = ()
     feeds: bool = False
     notable: float = LEAST_SHARE
 
     def __post_init__(self) -> None:
         subjects.check(self.check)
+        subjects.check(self.explain, given=1)
 
     @property
     def manual(self) -> str:

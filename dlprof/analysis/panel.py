@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +51,15 @@ def points(table: pd.DataFrame) -> tuple[tuple[Any, ...], ...]:
 def cells(table: pd.DataFrame) -> pd.DataFrame:
     """Return a table with None where a value is missing, and each cell a plain Python value."""
     return table.astype(object).where(table.notna(), None)
+
+
+def table(
+    title: str, frame: pd.DataFrame, columns: Mapping[str, str], most: int | None = None, note: str = ""
+) -> Panel:
+    """Return the panel of a frame's first rows: those columns of it, each with its heading, in which a unit may end."""
+    return Panel(
+        "table", title, rows(frame[list(columns)].head(most or len(frame))), tuple(columns.values()), note=note
+    )
 
 
 def rows(table: pd.DataFrame) -> tuple[tuple[Any, ...], ...]:

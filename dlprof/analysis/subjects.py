@@ -39,6 +39,6 @@ def every_measure() -> tuple[engine.Measure[Any], ...]:
     return _MEASURES
 
 
-def check(function: Callable[..., Any]) -> None:
-    """Raise TypeError where a rule or a panel names what there is not."""
-    engine.check_needs(function)
+def check(function: Callable[..., Any], given: int = 0) -> None:
+    """Raise TypeError where a rule or a panel names what there is not; its first parameters may be given to it."""
+    engine.check_needs(function, given=given)

@@ -46,7 +46,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def rule(check: Check, name: str = "some_rule", saves_from: tuple[str, ...] = ()) -> Rule:
-    return Rule(name, "Some state", check, saves_from)
+    return Rule(name, "Some state", check, explain, saves_from)
+
+
+def explain(estimate: Estimate) -> Explanation:
+    """Return what the check left to tell."""
+    explanation: Explanation = estimate.seen
+    return explanation
 
 
 def finding(saving: float = 0.5, ranks: tuple[int, ...] = (0,), **said: Any) -> Check:
@@ -62,7 +68,7 @@ def finding(saving: float = 0.5, ranks: tuple[int, ...] = (0,), **said: Any) -> 
             "loses": "is lost",
             **said,
         }
-        return Estimate(explain=lambda: explanation, **figures)
+        return Estimate(seen=explanation, **figures)
 
     return check
 
@@ -127,10 +133,14 @@ def test_ranks_that_it_costs_half_the_most_are_named(job: Run) -> None:
 
 def test_nothing_is_explained_that_is_not_found(job: Run) -> None:
     def check(mean_step_ns: float) -> Estimate:
-        return Estimate(saving_ns=0.01 * mean_step_ns, loses="is lost", explain=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+        return Estimate(saving_ns=0.01 * mean_step_ns, loses="is lost")
 
-    assert answer(job, check).state == "clear"
-    quiet = Estimate(saving_ns=0.5 * STEP_NS, by_rank_ns={0: 1.0}, summary="another rule's")
+    def never(estimate: Estimate) -> Explanation:
+        raise AssertionError(estimate)
+
+    small = replace_rule(rule(check), explain=never)
+    assert diagnose(job, [small], jobs=1).outcomes[0].state == "clear"
+    quiet = Estimate(saving_ns=0.5 * STEP_NS, by_rank_ns={0: 1.0}, summary="another rule's", clear=True)
     said = answer(job, lambda: quiet)
     assert (said.state, said.share, said.summary) == ("clear", pytest.approx(0.5), "another rule's")
 

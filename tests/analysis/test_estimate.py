@@ -10,7 +10,7 @@ from dlprof.result import Change, Setting
 
 def test_nothing_costs_nothing_and_is_never_found() -> None:
     none = nothing("no loader has workers")
-    assert (none.saving_ns, none.by_rank_ns, none.explain, none.summary) == (0.0, {}, None, "no loader has workers")
+    assert (none.saving_ns, none.by_rank_ns, none.clear, none.summary) == (0.0, {}, True, "no loader has workers")
 
 
 def test_the_worst_rank_is_the_first_with_most() -> None:

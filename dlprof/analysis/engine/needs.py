@@ -76,9 +76,9 @@ class Need:
     optional: bool
 
 
-def needs_of(function: Callable[..., Any]) -> tuple[Need, ...]:
-    """Return what the parameters of a function ask for."""
-    parameters = inspect.signature(function).parameters.values()
+def needs_of(function: Callable[..., Any], given: int = 0) -> tuple[Need, ...]:
+    """Return what the parameters of a function ask for, but for the first, which its caller gives."""
+    parameters = list(inspect.signature(function).parameters.values())[given:]
     # With postponed evaluation an annotation is its text, which is all that is needed of it.
     return tuple(Need(p.name, str(p.annotation).startswith("Maybe")) for p in parameters)
 
@@ -168,10 +168,12 @@ def across_ranks(function: Callable[..., T]) -> Measure[T]:
     return _register(function, Scope.ACROSS_RANKS)
 
 
-def check_needs(function: Callable[..., Any], scope: Scope = Scope.ACROSS_RANKS, path: tuple[str, ...] = ()) -> None:
+def check_needs(
+    function: Callable[..., Any], scope: Scope = Scope.ACROSS_RANKS, path: tuple[str, ...] = (), given: int = 0
+) -> None:
     """Raise TypeError where a parameter names nothing that it may, or where what it needs goes in a circle."""
     across = scope is Scope.ACROSS_RANKS
-    for need in needs_of(function):
+    for need in needs_of(function, given):
         known = _MEASURES.get(need.name)
         if need.name in path:
             raise TypeError(f"{function.__module__}: {' needs '.join((*path, need.name))}")
@@ -203,6 +205,6 @@ def measures_among(needs: Sequence[Need]) -> list[Measure[Any]]:
     return [_MEASURES[need.name] for need in needs if need.name in _MEASURES]
 
 
-def call_with(function: Callable[..., T], needs: Sequence[Need], value: Callable[[Need], Any]) -> T:
-    """Return what a function makes of its needs; `value` returns that of each."""
-    return function(**{need.name: value(need) for need in needs})
+def call_with(function: Callable[..., T], needs: Sequence[Need], value: Callable[[Need], Any], *given: Any) -> T:
+    """Return what a function makes of what it is given and of its needs; `value` returns that of each."""
+    return function(*given, **{need.name: value(need) for need in needs})

@@ -199,12 +199,12 @@ class Measured(Job):
         self._across: dict[str, Answer] = {}
         self._together: dict[str, Answer] = {}
 
-    def call(self, function: Callable[..., T]) -> T:
-        """Return what a function makes of what its parameters name.
+    def call(self, function: Callable[..., T], *given: Any) -> T:
+        """Return what a function makes of what it is given, and of what its other parameters name.
 
         Raises NotMeasured where one that it requires is not known, and MeasureFailed where its measure broke.
         """
-        return call_with(function, needs_of(function), self._value)
+        return call_with(function, needs_of(function, len(given)), self._value, *given)
 
     def _value(self, need: Need) -> Any:
         if need.name == JOB:

@@ -23,7 +23,7 @@ import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job
-from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, worst
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.step.breakdown import part, part_noise
 from dlprof.analysis.step.panels.steps import stall_bars
 from dlprof.analysis.step.savings import saving_stalls
@@ -37,12 +37,7 @@ _KIND = "garbage_collection"
 
 
 def check(
-    breakdown: pd.DataFrame,
-    stall_means: pd.DataFrame,
-    stalled_steps: pd.DataFrame,
-    own_time: pd.DataFrame,
-    mean_step_ns: float,
-    job: Job,
+    breakdown: pd.DataFrame, stall_means: pd.DataFrame, stalled_steps: pd.DataFrame, own_time: pd.DataFrame
 ) -> Estimate:
     """Estimate the pauses of each rank, and what the job would gain without them."""
     paused = part(breakdown, _KIND)
@@ -51,19 +46,16 @@ def check(
         by_rank_ns=paused,
         noise_ns=part_noise(breakdown, _KIND),
         loses="is Python's search for garbage",
-        explain=lambda: _explain(
-            stalled_steps,
-            mean_step_ns,
-            job,
-            stall_means[(stall_means["kind"] == _KIND) & (stall_means["rank"] == worst(paused))],
-        ),
     )
 
 
-def _explain(stalled_steps: pd.DataFrame, mean_step_ns: float, job: Job, means: pd.DataFrame) -> Explanation:
-    mine = means.to_dict("records")[0]
-    steps = stalled_steps
-    steps = steps[(steps["rank"] == mine["rank"]) & (steps["kind"] == _KIND)]
+def explain(
+    estimate: Estimate, stall_means: pd.DataFrame, stalled_steps: pd.DataFrame, mean_step_ns: float, job: Job
+) -> Explanation:
+    """Tell how often and how long they are, and how often they would come at a fixed interval."""
+    (means, steps) = (frame[frame["kind"] == _KIND] for frame in (stall_means, stalled_steps))
+    mine = means[means["rank"] == estimate.worst].to_dict("records")[0]
+    steps = steps[steps["rank"] == estimate.worst]
     longest = float(mine["longest_ns"])
     return Explanation(
         title="Python's garbage collector stops training",
@@ -89,9 +81,4 @@ def _changes(longest: float, step: float, steps: pd.DataFrame) -> tuple[Change, 
     )
 
 
-RULE = Rule(
-    "gc_pauses",
-    "Pauses for garbage collection",
-    check,
-    saves_from=("garbage_collection",),
-)
+RULE = Rule("gc_pauses", "Pauses for garbage collection", check, explain, saves_from=("garbage_collection",))
