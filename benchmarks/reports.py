@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from benchmarks import summary
 from benchmarks.accuracy import ROW, WORKLOADS, Planted, machine, planted, reason, run
 from benchmarks.summary import REPORTS, Reported
-from dlprof.report import formatting, html
+from dlprof.report import formatting, html, verdict
 from dlprof.result import Result, from_json, to_json
 
 ROOT = WORKLOADS.parent
@@ -97,7 +97,7 @@ def keep(one: Planted, result: Result, here: str, out: Path) -> Reported:
     named = replace(result, run=replace(result.run, path=folder.name))
     (out / folder / "result.json").write_text(json.dumps(to_json(named), allow_nan=False, separators=(",", ":")) + "\n")
     (out / folder / "report.html").write_text(sharing(html.render(named), f"../../{PLOTLY}"))
-    diagnosis, gain, _ = formatting.headline(named)
+    diagnosis, gain, _ = verdict.headline(named)
     return Reported(
         *(one.workload, one.name, one.rule, here, _today(), folder.as_posix()),
         headline=f"{diagnosis} {gain}",

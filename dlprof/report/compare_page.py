@@ -10,7 +10,7 @@ from markupsafe import Markup
 from dlprof.analysis.compare.comparison import Comparison, FindingChange, WorkDifference
 from dlprof.analysis.compare.significance import NOISE, Difference
 from dlprof.plain import plain
-from dlprof.report import compare_text, formatting, html
+from dlprof.report import compare_text, formatting, html, looks
 from dlprof.report.figures.drawing import ON_LIGHT, inside
 from dlprof.result import Result
 from dlprof.units import MINUS, UNKNOWN, digits
@@ -30,7 +30,7 @@ QUANTILES = {
     "100 %": "longest",
 }
 
-GROUPS = (("gone", "less"), ("new", "more"), ("same",), ("untold",))
+GROUPS = (("gone", "less"), ("new", "more"), ("same",), ("unknown",))
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ def render(c: Comparison) -> str:
         tiles=_tiles(c),
         bars=_bars(c),
         categories=formatting.ordered(d.name for d in c.time),
-        look=formatting.look,
-        looks=formatting.DRAWN,
-        time=_rows(c.time, name=lambda n: formatting.look(n).name),
+        look=looks.look,
+        looks=looks.DRAWN,
+        time=_rows(c.time, name=lambda n: looks.look(n).name),
         quantiles=_rows(c.quantiles, name=lambda n: QUANTILES.get(n, n)),
         ranks=_rows(c.ranks[:MOST_ROWS]),
         more_ranks=max(len(c.ranks) - MOST_ROWS, 0),
-        promise=c.promise,
-        kept=compare_text.KEPT,
+        prediction=c.prediction,
+        came_true=compare_text.CAME_TRUE,
         findings=_findings(c.findings),
         states=compare_text.STATES,
         work=[
@@ -120,7 +120,7 @@ def _inks() -> Markup:
     """The colours of text upon the categories', in both themes: of black and white, one always stands out (WCAG AA)."""
 
     def block(dark: bool) -> str:
-        colours = {name: look.dark if dark else look.light for name, look in formatting.LOOKS.items()}
+        colours = {name: look.dark if dark else look.light for name, look in looks.LOOKS.items()}
         return "".join(f"--i-{n}:{'#000' if inside(c) == ON_LIGHT else '#fff'};" for n, c in colours.items())
 
     return Markup(f":root{{{block(False)}}}@media screen and (prefers-color-scheme:dark){{:root{{{block(True)}}}}}")
@@ -143,7 +143,7 @@ def _tiles(c: Comparison) -> list[html.Tile]:
     tiles.append(
         html.Tile(f"{sign}{formatting.duration(abs(d.ns))}", f"a step{compare_text.margin(d) or ', noise not known'}")
     )
-    p = c.promise
+    p = c.prediction
     if p is not None:
         least, most = formatting.duration(p.least_ns), formatting.duration(p.most_ns)
         tiles.append(html.Tile(most, "predicted from A" if least == most else f"predicted from A, or down to {least}"))
@@ -173,7 +173,7 @@ def _bars(c: Comparison) -> list[Bar]:
         for category in formatting.ordered(parts):
             ns = max(parts[category].ns, 0.0)
             share = ns / total
-            said = f"{formatting.look(category).name}: {formatting.duration(ns)}, {formatting.percent(share)}"
+            said = f"{looks.look(category).name}: {formatting.duration(ns)}, {formatting.percent(share)}"
             label = formatting.about(share) if ns / longest >= 0.06 else ""
             pieces.append(Piece(_colour(category), round(100 * ns / longest, 2), label, said))
         found.append(Bar(name, tuple(pieces), formatting.duration(total)))
@@ -181,7 +181,7 @@ def _bars(c: Comparison) -> list[Bar]:
 
 
 def _colour(category: str) -> str:
-    return category if category in formatting.LOOKS else "other"
+    return category if category in looks.LOOKS else "other"
 
 
 def _rows(differences: Sequence[Difference], calls: Sequence[str] = (), name: Callable[[str], str] = str) -> list[Row]:
@@ -194,7 +194,7 @@ def _rows(differences: Sequence[Difference], calls: Sequence[str] = (), name: Ca
         rows.append(
             Row(
                 name=plain(name(d.name), 100),
-                category=_colour(d.name) if d.name in formatting.LOOKS else "",
+                category=_colour(d.name) if d.name in looks.LOOKS else "",
                 a=UNKNOWN if d.a_ns is None else formatting.duration(d.a_ns),
                 b=UNKNOWN if d.b_ns is None else formatting.duration(d.b_ns),
                 change=compare_text.change(d),
@@ -210,7 +210,7 @@ def _rows(differences: Sequence[Difference], calls: Sequence[str] = (), name: Ca
 
 
 def _work(work: Sequence[WorkDifference]) -> list[Row]:
-    """The rows that changed most; of collectives waiting stands beside the transfer."""
+    """The rows that changed most; collectives have their waiting below their transfer."""
     differences, calls = [], []
     for w in [*compare_text.changed(work), *(w for w in work if w not in compare_text.changed(work))][:MOST_WORK]:
         both = [UNKNOWN if n is None else digits(round(n, 1)) for n in (w.a_calls, w.b_calls)]
@@ -228,7 +228,7 @@ def _findings(findings: Iterable[FindingChange]) -> list[tuple[FindingChange, st
     def cell(ns: float | None, f: FindingChange, letter: str) -> str:
         if ns is not None:
             return MINUS + formatting.duration(ns) if ns else "risk"
-        return "not known" if f.state == "untold" and f.why.startswith(letter) else "clear"
+        return "not known" if f.state == "unknown" and f.why.startswith(letter) else "clear"
 
     ordered = sorted(findings, key=lambda f: next(i for i, group in enumerate(GROUPS) if f.state in group))
     return [(f, cell(f.a_ns, f, "A"), cell(f.b_ns, f, "B")) for f in ordered]

@@ -1,15 +1,15 @@
-"""A comparison of two runs as text for a terminal: faster or slower, as promised or not, and by what."""
+"""A comparison of two runs as text for a terminal: faster or slower, as predicted or not, and by what."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from dlprof.analysis.compare.comparison import Comparison, FindingChange, WorkDifference
-from dlprof.analysis.compare.predictions import Promise
+from dlprof.analysis.compare.predictions import Prediction
 from dlprof.analysis.compare.settings_diff import Setting
 from dlprof.analysis.compare.significance import Difference
 from dlprof.plain import NBSP, plain
-from dlprof.report import formatting
+from dlprof.report import formatting, looks
 from dlprof.report.terminal import NARROWEST, columns, stripe, wrap
 from dlprof.result import Result, TimePart
 from dlprof.units import MINUS, UNKNOWN
@@ -23,13 +23,13 @@ STATES = {
     "more": "costs more",
     "less": "costs less",
     "same": "still there",
-    "untold": "not known",
+    "unknown": "not known",
 }
-KEPT = {
-    "beaten": "more than was predicted",
-    "reached": "as predicted, within noise",
-    "in_part": "less than was predicted",
-    "broken": "not what was predicted",
+CAME_TRUE = {
+    "better": "more than was predicted",
+    "as_predicted": "as predicted, within noise",
+    "partly": "less than was predicted",
+    "missed": "not what was predicted",
 }
 
 
@@ -50,8 +50,8 @@ def render(c: Comparison, width: int = 80, colour: bool = False) -> str:
         lines += [paint(line, "33") for line in wrap(warning, width, "  ! ", "    ")]
     if c.time:
         lines += ["", *_bars(c, width, colour), ""]
-        lines += _table([(formatting.look(d.name).name, d) for d in told(c.time)], width)
-        quiet = [formatting.look(d.name).name.lower() for d in c.time if d not in told(c.time)]
+        lines += _table([(looks.look(d.name).name, d) for d in notable(c.time)], width)
+        quiet = [looks.look(d.name).name.lower() for d in c.time if d not in notable(c.time)]
         lines += wrap(f"no difference, or within noise: {', '.join(quiet)}", width, "  ", "    ") if quiet else []
     spread = {d.name: d for d in c.quantiles}
     if "50 %" in spread and "95 %" in spread:
@@ -84,8 +84,8 @@ def which(result: Result) -> str:
 
 
 def headline(c: Comparison) -> tuple[str, str]:
-    """Return the verdict as one sentence, and one on what had been promised; "" where nothing had."""
-    return _verdict(c), kept(c.promise, c.step) if c.promise and c.step else ""
+    """Return the verdict as one sentence, and one on the prediction; "" where there was none."""
+    return _verdict(c), came_true(c.prediction, c.step) if c.prediction and c.step else ""
 
 
 def _verdict(c: Comparison) -> str:
@@ -103,18 +103,16 @@ def _verdict(c: Comparison) -> str:
     return f"B takes {factor} as long: a step takes {b} instead of {a}."
 
 
-def kept(promise: Promise, step: Difference) -> str:
+def came_true(prediction: Prediction, step: Difference) -> str:
     """Say what was predicted and what was measured: "Predicted 215 ms, measured 244 ms: ..."."""
-    least, most = formatting.duration(promise.least_ns), formatting.duration(promise.most_ns)
+    least, most = formatting.duration(prediction.least_ns), formatting.duration(prediction.most_ns)
     predicted = least if least == most else f"{least} to {most}"
-    share = ""
-    if promise.reached is not None:
-        share = f", {formatting.percent(promise.reached)} of the gain"
-    why = f" for {', '.join(promise.changed)}" if promise.changed else ""
-    measured = f"{formatting.duration(promise.measured_ns)}{margin(step)}"
-    return (
-        f"Predicted {predicted}{why}, measured {measured}: {KEPT[promise.kept]}{share} (predicted by {promise.basis})."
-    )
+    why = f" for {', '.join(prediction.changed)}" if prediction.changed else ""
+    measured = f"{formatting.duration(prediction.measured_ns)}{margin(step)}"
+    reached = prediction.reached
+    share = "" if reached is None else f", {formatting.percent(reached)} of the gain"
+    how = f"{CAME_TRUE[prediction.verdict]}{share} (predicted by {prediction.basis})"
+    return f"Predicted {predicted}{why}, measured {measured}: {how}."
 
 
 def margin(d: Difference) -> str:
@@ -132,7 +130,7 @@ def change(d: Difference) -> str:
     return f"{MINUS if d.ns < 0 else '+'}{formatting.duration(abs(d.ns))}{margin(d)}{said}"
 
 
-def told(time: Iterable[Difference]) -> list[Difference]:
+def notable(time: Iterable[Difference]) -> list[Difference]:
     """Choose the parts of the step that differ by more than what is never told, the largest difference first."""
     return sorted((d for d in time if d.ns and abs(d.ns) >= d.least_ns), key=lambda d: -abs(d.ns or 0.0))
 
@@ -168,7 +166,7 @@ def _bars(c: Comparison, width: int, colour: bool) -> list[str]:
         length = round(room * totals[letter] / most) if most > 0 else 0
         lines.append(f"  {letter}  {stripe(of, length, colour)} {formatting.duration(totals[letter])}")
     names = formatting.ordered(category for of in parts.values() for category in of)
-    legend = [f"{formatting.look(n).glyph}{NBSP}{formatting.look(n).name.replace(' ', NBSP)}" for n in names]
+    legend = [f"{looks.look(n).glyph}{NBSP}{looks.look(n).name.replace(' ', NBSP)}" for n in names]
     return [*lines, *wrap("   ".join(legend), width, "  ")]
 
 
@@ -204,6 +202,6 @@ def _findings(findings: Iterable[FindingChange], width: int) -> list[str]:
     lines = []
     for f in findings:
         figures = " → ".join(formatting.duration(ns) if ns is not None else "none" for ns in (f.a_ns, f.b_ns))
-        why = f" ({plain(f.why, 120)})" if f.state == "untold" else ""
+        why = f" ({plain(f.why, 120)})" if f.state == "unknown" else ""
         lines += wrap(f"{STATES[f.state]:<11} {plain(f.id, 30)}  {figures}{why}", width, "  ", "              ")
     return lines

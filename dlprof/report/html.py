@@ -26,7 +26,7 @@ from jinja2.bccache import Bucket
 from markupsafe import Markup, escape
 
 from dlprof.plain import NBSP, plain
-from dlprof.report import formatting
+from dlprof.report import formatting, looks, verdict
 from dlprof.report.figures import drawing, parts, shapes
 from dlprof.result import SAVING, Outcome, Result
 
@@ -74,7 +74,7 @@ def render(result: Result) -> str:
     sections: dict[str, list[tuple[str, str]]] = {}
     for fact in result.facts:
         sections.setdefault(fact.section, []).append((fact.name, _fact(fact.name, fact.value)))
-    diagnosis, gain, share = formatting.headline(result)
+    diagnosis, gain, share = verdict.headline(result)
     return template("report.html").render(
         title=f"{formatting.name(result)} · {plain(diagnosis, 120)}",
         css=Markup(asset("page.css")),
@@ -87,7 +87,7 @@ def render(result: Result) -> str:
         calm=not result.found,
         gain=gain,
         lede=_lede(result),
-        notices=formatting.notices(result),
+        notices=verdict.notices(result),
         tiles=_tiles(result),
         unit=formatting.unit(result),
         result=result,
@@ -105,9 +105,9 @@ def render(result: Result) -> str:
         command=" ".join(result.run.command),
         missing=formatting.ranks(result.run.missing_ranks),
         saving=SAVING,
-        blamed=formatting.blamed(result),
-        looks=formatting.DRAWN,
-        look=formatting.look,
+        blamed=verdict.blamed(result),
+        looks=looks.DRAWN,
+        look=looks.look,
         categories=[
             *formatting.ordered(part.category for part in result.time),
             *(("waiting",) if stack and "waiting" in stack.legend else ()),
@@ -272,7 +272,7 @@ def colours() -> Markup:
             "hot": drawing.HOT,
         }
         known = {k: drawing.DARK[v] if dark else v for k, v in named.items()}
-        known |= {f"c-{k}": v.dark if dark else v.light for k, v in formatting.DRAWN.items()}
+        known |= {f"c-{k}": v.dark if dark else v.light for k, v in looks.DRAWN.items()}
         return "".join(f"--{k}:{v};" for k, v in known.items())
 
     css = f":root{{{block(False)}}}@media screen and (prefers-color-scheme:dark){{:root{{{block(True)}}}}}"

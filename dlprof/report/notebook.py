@@ -5,7 +5,7 @@ from __future__ import annotations
 from markupsafe import Markup
 
 from dlprof.plain import plain
-from dlprof.report import formatting
+from dlprof.report import formatting, verdict
 from dlprof.result import Outcome, Result
 
 _ROW = Markup("<tr><td style='text-align:left'>{}</td><td>{}</td><td>{}</td><td style='text-align:left'>{}</td></tr>")
@@ -13,14 +13,14 @@ _ROW = Markup("<tr><td style='text-align:left'>{}</td><td>{}</td><td>{}</td><td 
 
 def render(result: Result) -> str:
     """Return the headline, the findings with their savings and changes, and what the reader must know first."""
-    diagnosis, gain, _ = formatting.headline(result)
+    diagnosis, gain, _ = verdict.headline(result)
     parts = [
         Markup("<p style='opacity:.7'>{} · {} · {}</p>").format(
             formatting.name(result), formatting.devices(result), formatting.steps(result)
         ),
         Markup("<p><strong>{}</strong> {}</p>").format(diagnosis, gain),
     ]
-    notices = formatting.notices(result)
+    notices = verdict.notices(result)
     if notices:
         parts.append(Markup("<ul>{}</ul>").format(Markup("").join(map(Markup("<li>{}</li>").format, notices))))
     if result.found:

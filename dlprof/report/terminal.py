@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 
 from dlprof.plain import NBSP, plain
-from dlprof.report import formatting
+from dlprof.report import formatting, looks, verdict
 from dlprof.result import Outcome, Result, TimePart
 
 FIRST_RANKS = 8  # so many are drawn in any case, so that a whole host is
@@ -19,11 +19,11 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
     """Return the report as lines of at most `width` columns (40 at least), in 256 colours if asked."""
     width = max(width, NARROWEST)
     paint = _paint if colour else _leave
-    diagnosis, gain, _ = formatting.headline(result)
+    diagnosis, gain, _ = verdict.headline(result)
     lines = [*wrap(f"{formatting.name(result)} · {formatting.devices(result)} · {formatting.steps(result)}", width), ""]
     lines += [paint(line, "1") for line in wrap(diagnosis, width, "  ")]
     lines += wrap(gain, width, "  ")
-    notices = formatting.notices(result)
+    notices = verdict.notices(result)
     if len(notices) > NOTICES:
         notices = [*notices[:NOTICES], f"… and {len(notices) - NOTICES} more warnings, in the report"]
     if notices:
@@ -32,7 +32,7 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
         lines += [paint(line, "33") for line in wrap(notice, width, "  ! ", "    ")]
     if result.time:
         lines += ["", *_bars(result, width, colour)]
-    for sentence in formatting.blamed(result):
+    for sentence in verdict.blamed(result):
         lines += wrap(sentence, width, "  ")
     if result.found:
         lines += ["", *_findings(result.found, width, colour)]
@@ -44,7 +44,7 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
 def _bars(result: Result, width: int, colour: bool) -> list[str]:
     """One bar a rank for the first ranks and the most unlike, then a legend; all bars are as long as the step."""
     parts = formatting.by_rank(result.time)
-    waits = formatting.waits_for(result)
+    waits = verdict.waits_for(result)
     order = list(parts)
     odd = sorted(r for r in formatting.outliers(result.time, OUTLIERS + FIRST_RANKS) if r not in order[:FIRST_RANKS])[
         :OUTLIERS
@@ -66,7 +66,7 @@ def _bars(result: Result, width: int, colour: bool) -> list[str]:
             "  ",
         )
     names = formatting.ordered(p for part in parts.values() for p in part)
-    legend = [f"{glyph(c, 1, colour)}{NBSP}{formatting.look(c).name.replace(' ', NBSP)}" for c in names]
+    legend = [f"{glyph(c, 1, colour)}{NBSP}{looks.look(c).name.replace(' ', NBSP)}" for c in names]
     each = "the trace" if formatting.unit(result) == "trace" else "the mean steady step"
     return [
         *lines,
@@ -93,21 +93,21 @@ def stripe(parts: Mapping[str, TimePart], length: int, colour: bool) -> str:
 
 def glyph(category: str, count: int, colour: bool) -> str:
     """Return so many columns of a category's glyph."""
-    shape = formatting.look(category)
+    shape = looks.look(category)
     text = shape.glyph * count
     return _paint(text, f"38;5;{shape.ansi}") if colour and count else text
 
 
 def _told(parts: Mapping[str, TimePart], waits: Mapping[int, float], room: int) -> str:
     """The largest parts in words, as many as the room takes; what is waiting for whom is none of communication."""
-    shares = {formatting.look(part.category).name.lower(): part.share for part in parts.values()}
+    shares = {looks.look(part.category).name.lower(): part.share for part in parts.values()}
     whole = sum(part.ns for part in parts.values())
     if waits and "communication" in parts and whole > 0:
         culprit, ns = next(iter(waits.items()))
         waited = {f"waiting for rank {culprit}" if culprit >= 0 else "waiting for others": ns / whole}
         if len(waits) > 1:
             waited["waiting for others"] = sum(waits.values()) / whole - ns / whole
-        name = formatting.look("communication").name.lower()
+        name = looks.look("communication").name.lower()
         shares = {**shares, **waited, name: max(shares[name] - sum(waits.values()) / whole, 0.0)}
     text = ""
     for name, share in sorted(shares.items(), key=lambda item: -item[1]):

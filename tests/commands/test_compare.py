@@ -56,8 +56,8 @@ def test_json_is_the_comparison_and_nothing_else(pair: tuple[Path, Path]) -> Non
     assert told["step"]["ns"] == pytest.approx(-38 * MS, abs=0.1 * MS)
     assert told["step"]["verdict"] == "faster"
     assert {d["name"]: d["verdict"] for d in told["time"]} == {"input_wait": "faster", "other": "noise"}
-    assert told["promise"]["findings"] == ["input_wait"]
-    assert told["promise"]["most_ns"] == pytest.approx(60 * MS, abs=0.1 * MS)
+    assert told["prediction"]["findings"] == ["input_wait"]
+    assert told["prediction"]["most_ns"] == pytest.approx(60 * MS, abs=0.1 * MS)
     assert [f["state"] for f in told["findings"] if f["id"] == "input_wait"] == ["less"]  # 2 ms are left
     assert ("num workers", "0", "2") in {(s["name"], s["a"], s["b"]) for s in told["settings"]}
     assert json.loads(Path("out/compare.json").read_text()) == told
@@ -148,5 +148,5 @@ def test_two_real_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     # Loading sleeps 32 ms of a step of 52 ms or more: two workers hide it whatever else the machine does.
     assert told["step"]["verdict"] == "faster"
     assert {d["name"]: d["verdict"] for d in told["time"]}["input_wait"] == "faster"
-    assert "input_wait" in told["promise"]["findings"]
-    assert "num_workers 0 → 2" in told["promise"]["changed"]
+    assert "input_wait" in told["prediction"]["findings"]
+    assert "num_workers 0 → 2" in told["prediction"]["changed"]

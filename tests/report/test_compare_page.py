@@ -50,7 +50,7 @@ def test_the_bars_of_both_runs_are_on_one_scale(pages: dict[str, str]) -> None:
     assert widths[1] == pytest.approx(80, abs=0.5)
 
 
-def test_verdict_promise_and_settings_are_there(pages: dict[str, str]) -> None:
+def test_verdict_prediction_and_settings_are_there(pages: dict[str, str]) -> None:
     text = Page(pages["fixed"]).text.replace("\u00a0", " ")
     assert "B is 1.25 × faster" in text
     assert "Predicted 148.6 ms for num_workers 2 → 6, measured 171.7 ms" in text
@@ -62,4 +62,4 @@ def test_what_is_not_there_is_not_drawn(pages: dict[str, str]) -> None:
     page = Page(pages["empty"])
     assert "no steady step was recorded in A" in page.text.replace("\u00a0", " ")
     assert "where" not in {a.get("id") for _, a in page.elements}
-    assert "promise" not in {a.get("id") for _, a in page.elements}
+    assert "prediction" not in {a.get("id") for _, a in page.elements}

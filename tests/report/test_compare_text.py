@@ -1,4 +1,4 @@
-"""The comparison's lines fit, begin with the verdict and the promise, and repeat nothing that a terminal would obey."""
+"""The comparison's lines fit, begin with verdict and prediction, and repeat nothing that a terminal would obey."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_colour_changes_nothing_but_colour_and_nothing_else_acts(name: str) -> N
     assert {c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n"} == set()
 
 
-def test_the_verdict_and_the_promise_come_first() -> None:
+def test_the_verdict_and_the_prediction_come_first() -> None:
     lines = [line.strip() for line in compare_text.render(comparisons.fixed(), 200).split("\n")]
     assert lines[0].startswith("A  ")
     assert lines[1].startswith("B  ")

@@ -7,10 +7,8 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from dlprof.analysis.estimate import change
 from dlprof.plain import NBSP, plain
-from dlprof.report import formatting
-from dlprof.result import CATEGORIES, Forecast
+from dlprof.report import formatting, verdict
 from tests.fixtures import results
 from tests.fixtures.results import MS
 
@@ -62,23 +60,11 @@ def test_ranks_join_runs() -> None:
     assert formatting.ranks([]) == ""
 
 
-def test_every_category_is_drawn_and_none_like_another() -> None:
-    assert tuple(formatting.LOOKS) == CATEGORIES
-    for kind in ("name", "light", "dark", "ansi", "glyph"):
-        assert len({getattr(look, kind) for look in formatting.LOOKS.values()}) == len(CATEGORIES), kind
-
-
 def test_plain_escapes_what_acts_and_keeps_what_is_written() -> None:
     assert plain("a\x1b[31m\x00\u202eb\ud800\n") == "a\\x1b[31m\\x00\\u202eb\\ud800\\x0a"
     assert plain("naïve – שלום 漢字 \u00a0") == "naïve – שלום 漢字 \u00a0"
     assert plain("a\nb", keep="\n") == "a\nb"
     assert plain("abcdef", 4) == "abc…"
-
-
-def test_headline_is_the_verdict_of_the_dearest_finding_and_its_gain() -> None:
-    diagnosis, gain, _ = formatting.headline(results.ddp())
-    assert diagnosis == "31 % of each step waits for data on rank 1."
-    assert "1.44" in gain
 
 
 def test_findings_together_are_bounded_where_there_are_several() -> None:
@@ -89,66 +75,6 @@ def test_findings_together_are_bounded_where_there_are_several() -> None:
     assert formatting.together(results.hostile()) == ""
 
 
-def test_headline_of_a_healthy_run_says_what_fills_the_step_and_what_was_not_checked() -> None:
-    diagnosis, gain, _ = formatting.headline(results.healthy())
-    assert diagnosis.startswith("Computation takes 89")
-    assert "5" in gain
-    assert "2 could not be measured" in gain
-
-
-def test_no_finding_is_told_before_a_larger_part_that_nobody_could_judge() -> None:
-    result = results.ddp()
-    found = result.found[0]
-    parts = {"computation": 0.05, "queued_wait": found.share + 0.2}
-    parts["input_wait"] = 1 - sum(parts.values())
-    mute = results.outcome("queued_wait", "not_measured", "Queued work that waits", why="it is a graph")
-    result = replace(result, time=results.time_of(0, 42.0, **parts), outcomes=(*result.outcomes, mute))
-    first, second, _ = (text.replace(NBSP, " ") for text in formatting.headline(result))
-    assert first.endswith("of each step the device idles with work queued: it is a graph.")
-    assert second.startswith("Beside that: 31 % of each step waits for data on rank 1.")
-    # A smaller one does not come first.
-    parts |= {"queued_wait": found.share - 0.1}
-    parts["input_wait"] = 1 - parts["computation"] - parts["queued_wait"]
-    result = replace(result, time=results.time_of(0, 42.0, **parts))
-    assert formatting.headline(result)[0].startswith("31")
-
-
-def test_a_step_that_computes_nearly_all_of_the_time_says_so_before_a_finding() -> None:
-    result = results.ddp()
-    small = replace(result.found[0], share=0.04)
-    others = tuple(o for o in result.outcomes if o.state != "found")
-    time = results.time_of(0, 42.0, computation=0.95, input_wait=0.05)
-    said = formatting.headline(replace(result, time=time, outcomes=(small, *others)))[0].replace(NBSP, " ")
-    assert said.startswith("Computation takes 95 % of each step. 31 % of each step waits")
-
-
-def test_headline_of_a_run_without_steps_claims_nothing() -> None:
-    diagnosis, gain, _ = formatting.headline(results.empty())
-    assert diagnosis == "No steady step was recorded."
-    assert gain.startswith("No rule could be checked")
-
-
-def test_why_nothing_is_said_of_what_takes_most_of_the_step() -> None:
-    result = results.healthy()
-    parts = {"host": 0.9, "computation": 0.1}
-    late = replace(result, time=results.time_of(0, 42.0, **parts))
-    mute = results.outcome("host_bound", "not_measured", "Waiting for the host", why="1 kernel a step")
-    said = formatting.headline(replace(late, outcomes=(*result.outcomes, mute)))
-    assert said[0].replace(NBSP, " ") == "90 % of each step waits for the host: 1 kernel a step."
-    assert said[1] == formatting.headline(replace(result, outcomes=(*result.outcomes, mute)))[1]
-    fine = formatting.headline(replace(result, outcomes=(*result.outcomes, mute)))
-    assert "1 kernel a step" not in " ".join(fine)
-
-
-def test_what_was_not_told_apart_is_not_named_as_what_takes_most() -> None:
-    time = results.time_of(0, 42.0, other=0.7, copy=0.2, host=0.1)
-    said = formatting.headline(replace(results.healthy(), time=time))[0].replace(NBSP, " ")
-    assert said == "70 % of each step is nothing that was told apart, and no more is known of it."
-    alone = replace(results.healthy(), time=results.time_of(0, 42.0, other=1.0))
-    untold = "100 % of each step is nothing that was told apart, and no more is known of it."
-    assert formatting.headline(alone)[0].replace(NBSP, " ") == untold
-
-
 def test_how_far_traced_steps_stand_for_the_job() -> None:
     result = results.ddp()
     window = result.window
@@ -157,18 +83,11 @@ def test_how_far_traced_steps_stand_for_the_job() -> None:
     assert formatting.limits(replace(result, window=replace(window, overhead=None))) == ""
     traced = replace(result, window=replace(window, overhead=None, source="trace"))
     assert formatting.limits(traced).startswith("every step was traced")
-    assert formatting.headline(traced)[1].replace(NBSP, " ") == "Fixing it would make the traced steps 1.44 × faster."
+    assert verdict.headline(traced)[1].replace(NBSP, " ") == "Fixing it would make the traced steps 1.44 × faster."
     one = replace(result, window=replace(window, overhead=None, source="trace", steps=1))
     assert formatting.limits(one).startswith("the one step was traced")
     whole = replace(result, window=replace(window, overhead=None, source="trace", unit="trace"))
     assert formatting.limits(whole) == formatting.limits(replace(result, window=None)) == ""
-
-
-def test_notices_say_how_the_run_ended_and_what_it_warned_of() -> None:
-    killed, missing = formatting.notices(results.empty())
-    assert "signal 9" in killed
-    assert missing == "3 of 4 ranks are not here: 1, 2, 3"
-    assert formatting.notices(results.healthy()) == []
 
 
 def test_outliers_are_the_ranks_unlike_the_mean_and_alike_ranks_have_none() -> None:
@@ -213,25 +132,6 @@ def test_a_factor_from_ten_on_tells_no_more() -> None:
 )
 def test_a_kernel_without_its_namespaces(kernel: str, short: str) -> None:
     assert formatting.unqualified(kernel) == short
-
-
-def test_the_setting_that_a_saving_was_predicted_for_is_its_remedy() -> None:
-    result = results.ddp()
-    first = result.found[0]
-    step = 214.6 * MS
-
-    def gain(*forecasts: Forecast, workers: int = 6) -> str:
-        told = replace(first, forecasts=forecasts, changes=(change("more workers", num_workers=(2, workers)),))
-        return formatting.headline(replace(result, outcomes=(told, *result.outcomes[1:])))[1].replace(NBSP, " ")
-
-    near = Forecast("num_workers", "6", step - 1.05 * first.saving_ns)
-    assert gain(near) == "num_workers=6 would make this job 1.44 × faster."
-    assert (
-        gain(Forecast("num_workers", "6", step - 0.5 * first.saving_ns))
-        == "Fixing it would make this job 1.44 × faster."
-    )
-    assert gain(near, workers=60) == "Fixing it would make this job 1.44 × faster."
-    assert gain() == "Fixing it would make this job 1.44 × faster."
 
 
 def test_the_noise_of_a_saving_is_twice_its_standard_error_where_it_is_known() -> None:

@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 
-from dlprof.report import formatting, terminal
+from dlprof.report import looks, terminal
 from tests.fixtures import results
 
 
@@ -71,7 +71,7 @@ def test_a_healthy_run_has_bars_and_no_findings() -> None:
 
 def test_bars_are_as_long_as_each_other_and_divided_in_proportion() -> None:
     lines = [line for line in terminal.render(results.ddp(), 120).split("\n") if line.startswith("  rank ")]
-    glyphs = "".join(look.glyph for look in formatting.LOOKS.values())
+    glyphs = "".join(look.glyph for look in looks.LOOKS.values())
     bars = [re.match(rf"  rank \d  ([{re.escape(glyphs)}]+)   ", line) for line in lines]
     lengths = {len(bar[1]) for bar in bars if bar}
     assert len(lines) == 4

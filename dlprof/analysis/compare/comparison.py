@@ -1,4 +1,4 @@
-"""Two results side by side: what got faster or slower from run A to run B, and was the promised gain reached."""
+"""Two results side by side: what got faster or slower from run A to run B, and was the predicted gain reached."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dlprof.analysis.compare.predictions import Promise, promise
+from dlprof.analysis.compare.predictions import Prediction, prediction
 from dlprof.analysis.compare.settings_diff import Setting, differing
 from dlprof.analysis.compare.significance import LEAST_NOISE, LEAST_SHARE, NOISE, Difference
 from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, Exchange, Outcome, Result, Work, plain
 
-FORMAT = 1
+FORMAT = 2
 
 # What a step does: where it differs, so does what a step should take.
 _WORK = (("Loader", "batch size"), ("Model", "parameters"))
 
-State = Literal["gone", "new", "less", "more", "same", "untold"]
+State = Literal["gone", "new", "less", "more", "same", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class WorkDifference:
     time: Difference
     a_calls: float | None
     b_calls: float | None
-    wait: Difference | None = None  # of collectives: waiting for other ranks, beside the transfer
+    wait: Difference | None = None  # of collectives: waiting for other ranks, next to the transfer
 
 
 @dataclass(frozen=True)
 class FindingChange:
-    """What became of one bottleneck. gone: B was looked at and does not have it; untold: one run cannot say (why)."""
+    """What became of one bottleneck. gone: B was looked at and does not have it; unknown: one run cannot say (why)."""
 
     id: str
     state: State
@@ -59,7 +59,7 @@ class Comparison:
     exchanges: tuple[WorkDifference, ...]
     settings: tuple[Setting, ...]
     measured: tuple[Setting, ...]  # facts that are no choice, where they differ
-    promise: Promise | None
+    prediction: Prediction | None
     not_compared: tuple[str, ...]
     doubts: tuple[str, ...]  # what a reader must know before trusting the differences
 
@@ -96,7 +96,9 @@ def compare(a: Result, b: Result) -> Comparison:
         exchanges=exchanges,
         settings=settings,
         measured=measured,
-        promise=promise(a, b, step, settings) if step and same_ranks and _alike(a, b) and not other_work else None,
+        prediction=prediction(a, b, step, settings)
+        if step and same_ranks and _alike(a, b) and not other_work
+        else None,
         not_compared=tuple(refused),
         doubts=tuple(_doubts(a, b, other_work)) if step else (),
     )
@@ -120,7 +122,7 @@ def to_json(c: Comparison) -> dict[str, Any]:
         ]
     said["settings"] = [plain(s) for s in c.settings]
     said["measured"] = [plain(s) for s in c.measured]
-    said["promise"] = plain(c.promise) if c.promise else None
+    said["prediction"] = plain(c.prediction) if c.prediction else None
     return said | {"not_compared": list(c.not_compared), "doubts": list(c.doubts)}
 
 
@@ -336,7 +338,7 @@ def _findings(a: Result, b: Result, least: float) -> tuple[FindingChange, ...]:
         in_a = one is not None and one.state == "found"
         told, missing = (one, other) if in_a else (other, one)
         assert told is not None
-        state: State = "untold"
+        state: State = "unknown"
         why = ""
         if one is not None and other is not None and {one.state, other.state} <= {"found", "clear"}:
             state = _became(one, other, least)

@@ -10,13 +10,13 @@ from dlprof.analysis.compare.settings_diff import Setting
 from dlprof.analysis.compare.significance import LEAST_NOISE, Difference
 from dlprof.result import Outcome, Result
 
-# beaten: B is faster than predicted; in_part: it gained, but less; broken: it gained nothing.
-Kept = Literal["beaten", "reached", "in_part", "broken"]
+# better: B is faster than predicted; partly: it gained, but less; missed: it gained nothing.
+CameTrue = Literal["better", "as_predicted", "partly", "missed"]
 
 
 @dataclass(frozen=True)
-class Promise:
-    """What A promised for what is changed in B, and what B measured; ns of the mean step.
+class Prediction:
+    """What A predicted for what is changed in B, and what B measured; ns of the mean step.
 
     The prediction lies between `least_ns` and `most_ns`: savings of several findings overlap. `reached` is the share of
     the least gain predicted that was measured; `noise_ns` is the measured gain's standard error.
@@ -29,9 +29,9 @@ class Promise:
     measured_ns: float
     noise_ns: float | None
     reached: float | None  # None: no gain was predicted
-    kept: Kept
+    verdict: CameTrue
     basis: str  # which findings predicted it, and for what
-    beside: tuple[str, ...]  # settings that were changed as well, of which A had promised nothing
+    also_changed: tuple[str, ...]  # without a prediction
 
 
 def proposals(outcome: Outcome) -> dict[str, str]:
@@ -43,10 +43,10 @@ def proposals(outcome: Outcome) -> dict[str, str]:
     return named
 
 
-def promise(a: Result, b: Result, step: Difference, settings: Iterable[Setting]) -> Promise | None:
+def prediction(a: Result, b: Result, step: Difference, settings: Iterable[Setting]) -> Prediction | None:
     """Hold A's predictions against B: of the findings whose settings were changed, or which are gone.
 
-    None where nothing was changed that A had promised anything for.
+    None where nothing was changed that A predicted anything for.
     """
     assert a.window is not None
     assert step.a_ns is not None
@@ -83,13 +83,13 @@ def promise(a: Result, b: Result, step: Difference, settings: Iterable[Setting])
     most, least = max(gains), max(total, *gains) if len(gains) > 1 else gains[0]
     gain = step.a_ns - step.b_ns
     within = max(step.least_ns, LEAST_NOISE * (step.noise_ns or 0.0))
-    kept: Kept
+    verdict: CameTrue
     if gain >= most - within:
-        kept = "beaten" if gain > least + within else "reached"
+        verdict = "better" if gain > least + within else "as_predicted"
     else:
-        kept = "in_part" if gain > within else "broken"
+        verdict = "partly" if gain > within else "missed"
     who = "; ".join(f"{o.id}{f', {said}' if said else ''}" for o, _, said in taken)
-    return Promise(
+    return Prediction(
         findings=tuple(o.id for o, _, _ in taken),
         changed=tuple(changed),
         least_ns=step.a_ns - least,
@@ -97,9 +97,11 @@ def promise(a: Result, b: Result, step: Difference, settings: Iterable[Setting])
         measured_ns=step.b_ns,
         noise_ns=step.noise_ns,
         reached=gain / most if most > 0 else None,
-        kept=kept,
+        verdict=verdict,
         basis=who,
-        beside=tuple(f"{s.name} {s.a or 'not set'} → {s.b or 'not set'}" for n, s in differ.items() if n not in names),
+        also_changed=tuple(
+            f"{s.name} {s.a or 'not set'} → {s.b or 'not set'}" for n, s in differ.items() if n not in names
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dlprof import units
 from dlprof.plain import plain
-from dlprof.report import formatting
+from dlprof.report import formatting, looks
 from dlprof.report.figures.drawing import (
     INK,
     SERIES,
@@ -36,7 +36,7 @@ def bars(evidence: Panel) -> Figure:
             (
                 label,
                 units.UNKNOWN if v is None else formatting.quantity(v, plain(evidence.unit, 24)),
-                *([formatting.look(c).name] if categories else []),
+                *([looks.look(c).name] if categories else []),
             )
             for label, v, c in rows
         ],
@@ -58,7 +58,7 @@ def bars(evidence: Panel) -> Figure:
         "orientation": "h" if lying else "v",
         "x": values if lying else places,
         "y": places if lying else values,
-        "marker": {"color": [formatting.look(c).light if c else SERIES[0] for _, _, c in rows], "line": {"width": 0}},
+        "marker": {"color": [looks.look(c).light if c else SERIES[0] for _, _, c in rows], "line": {"width": 0}},
         "hoverinfo": "text",
         "hovertext": [drawn(f"{plain(label, 90)}: {w}", 160) for (label, _, _), w in zip(rows, written, strict=True)],
     }

@@ -14,7 +14,7 @@ from html import escape
 from typing import Any
 
 from dlprof.plain import NBSP, plain
-from dlprof.report import formatting
+from dlprof.report import formatting, looks
 
 ROWS = 200  # of a table
 BARRED = 3  # rows of a table from which on its shares have bars
@@ -38,7 +38,7 @@ DARK: Mapping[str, str] = {
     "#8d7aa8": "#b8a5d6",
     "#7d8597": "#8f98aa",
     "#6b705c": "#a5ab90",
-    **{c.light: c.dark for c in formatting.DRAWN.values() if c.light != c.dark},
+    **{c.light: c.dark for c in looks.DRAWN.values() if c.light != c.dark},
 }
 
 FONT = 'Inter, system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from dlprof.plain import plain
-from dlprof.report import formatting
+from dlprof.report import formatting, looks
 from dlprof.report.figures.drawing import (
     CARD,
     FONT,
@@ -42,7 +42,7 @@ def flame(evidence: Panel) -> Figure:
     whole = sum(width for depth, _, width, _, _ in frames if depth == 0) or end
     deepest = max((f[0] for f in frames), default=0)
     unit = plain(evidence.unit, 24)
-    colours = [formatting.look(f[4]).light for f in frames]
+    colours = [looks.look(f[4]).light for f in frames]
     trace: dict[str, Any] = {
         "type": "bar",
         "orientation": "h",
@@ -78,7 +78,7 @@ def flame(evidence: Panel) -> Figure:
     for _, _, width, name, category in frames:
         seen[name, category] = seen.get((name, category), 0.0) + width
     rows = [
-        (name, formatting.look(category).name, formatting.quantity(width, unit), width / whole)
+        (name, looks.look(category).name, formatting.quantity(width, unit), width / whole)
         for (name, category), width in sorted(seen.items(), key=lambda item: -item[1])[:NAMED]
     ]
     table = replace(plain_table(("function", "whose", unit, "share"), rows), numeric=(False, False, True, True))

@@ -9,7 +9,7 @@ from typing import Any
 
 from dlprof import units
 from dlprof.plain import plain
-from dlprof.report import formatting
+from dlprof.report import formatting, looks
 from dlprof.report.figures.drawing import (
     LANES,
     MUTE,
@@ -70,16 +70,16 @@ def _drawn(evidence: Panel, *, stacked: bool) -> Figure:
     for i, (name, column) in enumerate(zip(names, columns, strict=True)):
         keep = downsample(column, room)
         thinned = thinned or len(keep) < len(column)
-        known = evidence.columns[i + 1] in formatting.DRAWN if i + 1 < len(evidence.columns) else False
+        known = evidence.columns[i + 1] in looks.DRAWN if i + 1 < len(evidence.columns) else False
         data.append(
             {
                 "type": "scatter",
                 "mode": "lines" if len(keep) > 40 else "lines+markers",
-                "name": drawn(formatting.look(name).name if known else name, 40),
+                "name": drawn(looks.look(name).name if known else name, 40),
                 "x": [rounded(xs[k] / x_divisor) for k in keep],
                 "y": [rounded(v / divisor, 4) if (v := column[k]) is not None else None for k in keep],
                 "line": {
-                    "color": formatting.look(name).light if known else SERIES[i % len(SERIES)],
+                    "color": looks.look(name).light if known else SERIES[i % len(SERIES)],
                     "width": 1.6 if width <= 6 else 1,
                     "dash": "solid" if known else ("solid", "dot", "dash")[i // len(SERIES) % 3],
                 },
@@ -171,11 +171,11 @@ def _marks(marks: Sequence[tuple[float, str, str]], divisor: float, height: floa
         {
             "type": "scatter",
             "mode": "markers",
-            "name": drawn(formatting.look(category).name, 40),
+            "name": drawn(looks.look(category).name, 40),
             "showlegend": False,
             "x": [rounded(at / divisor) for at, _, of in marks if of == category],
             "y": [rounded(height) for _, _, of in marks if of == category],
-            "marker": {"symbol": "triangle-down", "size": 10, "color": formatting.look(category).light},
+            "marker": {"symbol": "triangle-down", "size": 10, "color": looks.look(category).light},
             "hoverinfo": "text",
             "hovertext": [drawn(label) for _, label, of in marks if of == category],
         }
@@ -203,7 +203,7 @@ def _top(heights: Sequence[float]) -> tuple[float, str]:
 
 def _upright(mark: tuple[float, str, str], divisor: float) -> dict[str, Any]:
     x = rounded(mark[0] / divisor)
-    line = {"color": formatting.look(mark[2]).light, "width": 1, "dash": "dot"}
+    line = {"color": looks.look(mark[2]).light, "width": 1, "dash": "dot"}
     return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "layer": "below", "line": line}
 
 

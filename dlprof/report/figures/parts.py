@@ -9,7 +9,7 @@ from typing import Any
 
 from dlprof import units
 from dlprof.plain import plain
-from dlprof.report import formatting
+from dlprof.report import formatting, looks, verdict
 from dlprof.report.figures.drawing import (
     CARD,
     FONT,
@@ -49,7 +49,7 @@ def stack(result: Result) -> Figure | None:
     bars, note = _stack_bars(result, single)
     if any("waiting" in bar for _, bar in bars):
         categories.insert(categories.index("communication") + 1, "waiting")
-    waits = {f"rank {rank}": of_rank for rank, of_rank in formatting.waits_for(result).items()}
+    waits = {f"rank {rank}": of_rank for rank, of_rank in verdict.waits_for(result).items()}
     largest = max(sum(max(ns, 0.0) for ns in bar.values()) for _, bar in bars)
     divisor, unit = units.scale("ns", largest)
     roomy = len(bars) <= LABELLED_RANKS
@@ -57,7 +57,7 @@ def stack(result: Result) -> Figure | None:
     each = formatting.unit(result)
     data = []
     for category in categories:
-        look = formatting.look(category)
+        look = looks.look(category)
         values = [max(bar.get(category, 0.0), 0.0) for _, bar in bars]
         totals = [sum(max(v, 0.0) for v in bar.values()) or 1.0 for _, bar in bars]
         trace: dict[str, Any] = {
@@ -101,8 +101,7 @@ def stack(result: Result) -> Figure | None:
     if arranged["annotations"]:
         arranged["margin"]["r"] = 92 if roomy else 142
     shown = ", ".join(
-        f"{formatting.look(c).name} {formatting.about(s)}"
-        for c, s in list(formatting.mean_shares(result.time).items())[:4]
+        f"{looks.look(c).name} {formatting.about(s)}" for c, s in list(formatting.mean_shares(result.time).items())[:4]
     )
     many = formatting.counted(len(bars), "bar")
     label = f"Stacked bars of the parts of the mean {each}, {many}. Mean over ranks: {shown}."
@@ -124,7 +123,7 @@ def _most(waits: Mapping[int, float]) -> str:
 
 def _parted(result: Result, parts: Mapping[int, Mapping[str, TimePart]]) -> dict[int, dict[str, float]]:
     """Return the parts of each rank's step in ns, with what it waits for others taken out of its communication."""
-    waits = formatting.waits_for(result)
+    waits = verdict.waits_for(result)
     parted = {}
     for rank, of_rank in parts.items():
         mine = {c: p.ns for c, p in of_rank.items()}
@@ -206,7 +205,7 @@ def _stack_table(parts: Mapping[int, Mapping[str, TimePart]], single: Mapping[in
             if category == "communication" and waiting:
                 cells.append(formatting.duration(single[rank].get("waiting", 0.0)))
         rows.append((str(rank), *cells))
-    names = [formatting.look(c).name for c in categories]
+    names = [looks.look(c).name for c in categories]
     if waiting:
         names.insert(categories.index("communication") + 1, "of it waiting")
     left = len(parts) - len(rows)
@@ -223,7 +222,7 @@ def blame(result: Result) -> Figure | None:
     if result.window is None:
         return None
     least = WORTH_DRAWING * result.window.step_ns
-    waits = formatting.waits_for(result)
+    waits = verdict.waits_for(result)
     by: dict[int, dict[int, float]] = {}
     for rank, mine in waits.items():
         for culprit, ns in mine.items():
@@ -246,14 +245,14 @@ def blame(result: Result) -> Figure | None:
         {
             "type": "bar",
             "orientation": "h",
-            "name": drawn(formatting.look(category).name),
+            "name": drawn(looks.look(category).name),
             "y": list(range(len(culprits))),
             "x": [rounded(why[c].get(category, 0.0) / divisor) for c in culprits],
-            "marker": {"color": formatting.look(category).light, "line": {"color": CARD, "width": 1}},
+            "marker": {"color": looks.look(category).light, "line": {"color": CARD, "width": 1}},
             "hoverinfo": "text",
             "hovertext": [
                 drawn(
-                    f"rank {c} {formatting.LATE.get(category, plain(category, 40))}:"
+                    f"rank {c} {verdict.LATE.get(category, plain(category, 40))}:"
                     f" {formatting.duration(why[c].get(category, 0.0))} of a {formatting.unit(result)}"
                 )
                 for c in culprits

@@ -8,7 +8,7 @@ from typing import Any
 
 from dlprof import units
 from dlprof.plain import plain
-from dlprof.report import formatting
+from dlprof.report import formatting, looks
 from dlprof.report.figures.drawing import (
     CARD,
     FONT,
@@ -63,7 +63,7 @@ def timeline(evidence: Panel) -> Figure:
     note += f" {len(every) - LANES:,} more lanes are in result.json." if len(every) > LANES else ""
     shown.sort(key=lambda s: -s.dur)
     place = {lane: i for i, lane in enumerate(lanes)}
-    colours = [formatting.look(s.category).light for s in shown]
+    colours = [looks.look(s.category).light for s in shown]
     trace = {
         "type": "bar",
         "orientation": "h",
@@ -74,7 +74,7 @@ def timeline(evidence: Panel) -> Figure:
         "marker": {"color": colours, "line": {"color": CARD, "width": 0.5 if len(shown) <= 300 else 0}},
         "hoverinfo": "text",
         "hovertext": [
-            drawn(f"{plain(s.name, 90)} · {formatting.duration(s.dur)} · {formatting.look(s.category).name}", 180)
+            drawn(f"{plain(s.name, 90)} · {formatting.duration(s.dur)} · {looks.look(s.category).name}", 180)
             for s in shown
         ],
         # About seven pixels a letter on a figure of 800: a name that does not fit is left to the pointer.
@@ -111,7 +111,7 @@ def timeline(evidence: Panel) -> Figure:
         total = sums.setdefault((s.lane, s.category), [0, 0.0])
         total[0] += 1
         total[1] += s.dur
-    rows = [(lane, formatting.look(c).name, f"{n:,}", formatting.duration(ns)) for (lane, c), (n, ns) in sums.items()]
+    rows = [(lane, looks.look(c).name, f"{n:,}", formatting.duration(ns)) for (lane, c), (n, ns) in sums.items()]
     rows += [(label, "", "", "") for *_, label in arrows]
     table = replace(plain_table(("lane", "category", "spans", "together"), rows), numeric=(False, False, True, True))
     count = f"{formatting.counted(len(spans), 'span')} on {formatting.counted(len(lanes), 'lane')}"

@@ -1,4 +1,4 @@
-"""Two results with known differences: what counts, what is noise, what became of a promise, what is not compared."""
+"""Two results with known differences: what counts, what is noise, what became of a prediction, what is not compared."""
 
 from __future__ import annotations
 
@@ -122,17 +122,17 @@ def test_a_part_that_only_one_run_has_is_compared_with_none() -> None:
 
 
 def test_what_became_of_each_finding() -> None:
-    a = run(100, found("gone", 20), found("less", 30), found("same", 10), found("untold", 5), clear("new"))
+    a = run(100, found("gone", 20), found("less", 30), found("same", 10), found("unknown", 5), clear("new"))
     b = run(
         90, found("new", 4), found("less", 9), found("same", 10.3), clear("gone"),
-        Outcome("untold", "not_measured", "Untold", why="no trace"),
+        Outcome("unknown", "not_measured", "Untold", why="no trace"),
     )  # fmt: skip
     states = {f.id: (f.state, f.why) for f in compare(a, b).findings}
     assert states == {
         "less": ("less", ""),
         "gone": ("gone", "B: nothing of it"),
         "same": ("same", ""),
-        "untold": ("untold", "B: no trace"),
+        "unknown": ("unknown", "B: no trace"),
         "new": ("new", "A: nothing of it"),
     }
 
@@ -204,8 +204,8 @@ def test_a_setting_of_ddp_is_known_by_its_own_name() -> None:
     )
     c = compare(a, b)
     assert [(s.name, s.a, s.b) for s in c.settings] == [("ddp.find_unused_parameters", "True", "False")]
-    assert c.promise is not None
-    assert c.promise.changed == ("find_unused_parameters True → False",)
+    assert c.prediction is not None
+    assert c.prediction.changed == ("find_unused_parameters True → False",)
 
 
 def test_a_setting_that_took_one_bottleneck_away_owes_nothing_for_others() -> None:
@@ -219,10 +219,10 @@ def test_a_setting_that_took_one_bottleneck_away_owes_nothing_for_others() -> No
         clear("unused_parameters"),
         facts=facts,
     )
-    promise = compare(a, b).promise
-    assert promise is not None
-    assert promise.findings == ("unused_parameters",)
-    assert promise.kept == "reached"
+    prediction = compare(a, b).prediction
+    assert prediction is not None
+    assert prediction.findings == ("unused_parameters",)
+    assert prediction.verdict == "as_predicted"
 
 
 WORKERS = (
@@ -242,51 +242,51 @@ def test_a_finding_names_the_settings_that_it_would_change() -> None:
 
 @pytest.mark.parametrize(
     ("measured", "kept", "reached"),
-    [(61, "reached", 39 / 39), (50, "beaten", 50 / 39), (80, "in_part", 20 / 39), (100.5, "broken", -0.5 / 39)],
+    [(61, "as_predicted", 39 / 39), (50, "better", 50 / 39), (80, "partly", 20 / 39), (100.5, "missed", -0.5 / 39)],
 )
-def test_a_promise_is_held_against_what_was_measured(measured: float, kept: str, reached: float) -> None:
+def test_a_prediction_is_held_against_what_was_measured(measured: float, kept: str, reached: float) -> None:
     a = run(100, found("input_wait", 39, ADVICE), facts=WORKERS[:1])
-    promise = compare(a, run(measured, clear("input_wait"), facts=WORKERS[1:2])).promise
-    assert promise is not None
-    assert (promise.least_ns, promise.most_ns) == (61 * MS, 61 * MS)
-    assert (promise.kept, promise.changed) == (kept, ("num_workers 0 → 2",))
-    assert promise.reached == pytest.approx(reached)
+    prediction = compare(a, run(measured, clear("input_wait"), facts=WORKERS[1:2])).prediction
+    assert prediction is not None
+    assert (prediction.least_ns, prediction.most_ns) == (61 * MS, 61 * MS)
+    assert (prediction.verdict, prediction.changed) == (kept, ("num_workers 0 → 2",))
+    assert prediction.reached == pytest.approx(reached)
 
 
-def test_the_forecast_for_the_value_that_was_chosen_is_the_promise() -> None:
+def test_the_forecast_for_the_value_that_was_chosen_is_the_prediction() -> None:
     forecasts = (Forecast("num_workers", "2", 61 * MS), Forecast("num_workers", "3", 58 * MS))
     a = run(100, found("input_wait", 39, ADVICE, forecasts=forecasts), facts=WORKERS[:1])
-    promise = compare(a, run(58, clear("input_wait"), facts=WORKERS[2:])).promise
-    assert promise is not None
-    assert promise.most_ns == pytest.approx(58 * MS)
-    assert promise.basis == "input_wait, for num_workers=3"
+    prediction = compare(a, run(58, clear("input_wait"), facts=WORKERS[2:])).prediction
+    assert prediction is not None
+    assert prediction.most_ns == pytest.approx(58 * MS)
+    assert prediction.basis == "input_wait, for num_workers=3"
 
 
 def test_another_value_than_the_proposed_one_is_told() -> None:
     a = run(100, found("input_wait", 39, ADVICE), facts=WORKERS[:1])
-    promise = compare(a, run(90, found("input_wait", 25), facts=WORKERS[2:])).promise
-    assert promise is not None
-    assert promise.basis == "input_wait, for num_workers=2, not what B has"
+    prediction = compare(a, run(90, found("input_wait", 25), facts=WORKERS[2:])).prediction
+    assert prediction is not None
+    assert prediction.basis == "input_wait, for num_workers=2, not what B has"
 
 
 def test_savings_of_several_findings_overlap() -> None:
     a = run(100, found("one", 30), found("other", 20), found("stays", 10), together=Together(45 * MS, 0.45, 1 / 0.55))
-    promise = compare(a, run(60, clear("one"), clear("other"), found("stays", 10))).promise
-    assert promise is not None
-    assert promise.findings == ("one", "other")
-    assert (promise.least_ns, promise.most_ns) == (55 * MS, 70 * MS)
-    assert promise.kept == "reached"
+    prediction = compare(a, run(60, clear("one"), clear("other"), found("stays", 10))).prediction
+    assert prediction is not None
+    assert prediction.findings == ("one", "other")
+    assert (prediction.least_ns, prediction.most_ns) == (55 * MS, 70 * MS)
+    assert prediction.verdict == "as_predicted"
 
 
-def test_where_nothing_was_changed_nothing_was_promised() -> None:
+def test_where_nothing_was_changed_nothing_was_predicted() -> None:
     a, b = run(100, found("one", 30)), run(70, found("one", 28))
-    assert compare(a, b).promise is None
-    assert compare(run(100), run(50)).promise is None
+    assert compare(a, b).prediction is None
+    assert compare(run(100), run(50)).prediction is None
 
 
 def test_steps_that_are_not_there_are_not_compared() -> None:
     c = compare(replace(run(100), window=None), run(100, wait=20))
-    assert (c.step, c.time, c.ranks, c.promise) == (None, (), (), None)
+    assert (c.step, c.time, c.ranks, c.prediction) == (None, (), (), None)
     assert c.not_compared == ("steps and their parts: no steady step was recorded in A",)
     whole = replace(run(100), window=Window(1, "trace", 100 * MS, unit="trace"))
     assert "nothing marks a step in B" in compare(run(100), whole).not_compared[0]
@@ -294,23 +294,23 @@ def test_steps_that_are_not_there_are_not_compared() -> None:
 
 def test_another_number_of_ranks_leaves_the_means() -> None:
     c = compare(run(100, found("one", 30), wait=20, ranks=2), run(60, clear("one"), wait=5, ranks=4))
-    assert (c.ranks, c.time_by_rank, c.promise) == ((), (), None)
+    assert (c.ranks, c.time_by_rank, c.prediction) == ((), (), None)
     assert "A has 2 of them and B 4" in c.not_compared[0]
     assert step_of(c).verdict == "faster"
     assert c.time
 
 
-def test_another_device_is_a_doubt_and_no_test_of_a_promise() -> None:
+def test_another_device_is_a_doubt_and_no_test_of_a_prediction() -> None:
     a, b = run(100, found("one", 30)), run(50, clear("one"))
     c = compare(a, replace(b, run=replace(b.run, device="NVIDIA H200")))
-    assert c.promise is None
+    assert c.prediction is None
     assert "the devices differ (CPU and NVIDIA H200)" in c.doubts[0]
 
 
-def test_a_step_of_other_work_is_no_test_of_a_promise() -> None:
+def test_a_step_of_other_work_is_no_test_of_a_prediction() -> None:
     a = run(100, found("one", 30, change("larger", batch_size=(32, 64))), facts=(Fact("Loader", "batch size", "32"),))
     c = compare(a, run(150, clear("one"), facts=(Fact("Loader", "batch size", "64"),)))
-    assert c.promise is None
+    assert c.prediction is None
     assert "different work" in c.doubts[0]
 
 
@@ -328,16 +328,16 @@ def test_the_same_run_twice_differs_in_nothing() -> None:
     c = compare(a, a)
     assert {d.verdict for d in (step_of(c), *c.time, *c.ranks, *(w.time for w in c.operators))} == {"noise"}
     assert [f.state for f in c.findings] == ["same"]
-    assert (c.settings, c.measured, c.promise, c.doubts, c.not_compared) == ((), (), None, (), ())
+    assert (c.settings, c.measured, c.prediction, c.doubts, c.not_compared) == ((), (), None, (), ())
 
 
 def test_json_holds_all_of_it() -> None:
     a = run(100, found("one", 30), wait=20, work=(Work("operator", "mm", 2, 50 * MS, MS),), facts=WORKERS[:1])
     data = json.loads(json.dumps(to_json(compare(a, run(70, clear("one"), facts=WORKERS[1:2]))), allow_nan=False))
-    assert data["format"] == 1
+    assert data["format"] == 2
     assert data["step"]["verdict"] == "faster"
     assert data["step"]["ns"] == -30 * MS
-    assert data["promise"]["kept"] == "reached"
+    assert data["prediction"]["verdict"] == "as_predicted"
     assert {d["name"] for d in data["time"]} == {"computation", "input_wait"}
     assert (data["a"]["window"]["step_ns"], data["b"]["window"]["step_ns"]) == (100 * MS, 70 * MS)
 
@@ -348,8 +348,10 @@ def test_a_forecast_is_found_by_the_name_of_the_fact() -> None:
     a = run(
         100, found("pipeline_bubble", 30, advice, forecasts=forecasts), facts=(Fact("Pipeline", "microbatches", "4"),)
     )
-    promise = compare(a, run(81, found("pipeline_bubble", 10), facts=(Fact("Pipeline", "microbatches", "8"),))).promise
-    assert promise is not None
-    assert promise.most_ns == pytest.approx(80 * MS)
-    assert promise.kept == "reached"
-    assert promise.changed == ("microbatches 4 → 8",)
+    prediction = compare(
+        a, run(81, found("pipeline_bubble", 10), facts=(Fact("Pipeline", "microbatches", "8"),))
+    ).prediction
+    assert prediction is not None
+    assert prediction.most_ns == pytest.approx(80 * MS)
+    assert prediction.verdict == "as_predicted"
+    assert prediction.changed == ("microbatches 4 → 8",)

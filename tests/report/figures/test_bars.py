@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlprof.report import formatting
+from dlprof.report import looks
 from dlprof.report.figures import bars, drawing, shapes
 from dlprof.result import Panel
 
@@ -14,7 +14,7 @@ def test_few_bars_lie_and_many_stand() -> None:
     assert many is not None
     assert (few["data"][0]["orientation"], few["data"][0]["x"]) == ("h", [1.5, 3.0])
     assert few["layout"]["xaxis"]["ticksuffix"].strip() == "ms"
-    assert few["data"][0]["marker"]["color"] == [drawing.SERIES[0], formatting.LOOKS["copy"].light]
+    assert few["data"][0]["marker"]["color"] == [drawing.SERIES[0], looks.LOOKS["copy"].light]
     assert many["data"][0]["orientation"] == "v"
     assert len(many["data"][0]["y"]) <= bars.BARS
     assert max(many["data"][0]["y"]) == 999

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlprof.plain import NBSP
-from dlprof.report import formatting
+from dlprof.report import looks
 from dlprof.report.figures import drawing, shapes
 from dlprof.result import Panel
 
@@ -34,7 +34,7 @@ def test_text_on_a_bar_stands_out_in_both_themes() -> None:
         linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
         return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
-    for look in formatting.DRAWN.values():
+    for look in looks.DRAWN.values():
         for background in (look.light, look.dark):
             low, high = sorted((luminance(drawing.inside(look.light)), luminance(background)))
             assert (high + 0.05) / (low + 0.05) >= 3, look.name  # WCAG 2.1, 1.4.11

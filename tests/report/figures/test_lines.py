@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from dlprof.plain import NBSP
-from dlprof.report import formatting
+from dlprof.report import looks
 from dlprof.report.figures import lines, shapes
 from dlprof.result import Panel
 
@@ -29,8 +29,8 @@ def test_lines_keep_to_the_points_of_a_screen_and_say_so() -> None:
     a, wait = figure.spec["data"]
     assert max(len(a["x"]), len(wait["x"])) <= lines.POINTS
     assert "Thinned" in figure.note
-    assert wait["line"]["color"] == formatting.LOOKS["input_wait"].light
-    assert a["line"]["color"] not in {look.light for look in formatting.LOOKS.values()}
+    assert wait["line"]["color"] == looks.LOOKS["input_wait"].light
+    assert a["line"]["color"] not in {look.light for look in looks.LOOKS.values()}
     assert [row[1] for row in figure.table.rows] == ["30,000", "30,000"]
 
 
@@ -44,9 +44,7 @@ def test_areas_are_stacked_in_the_colours_of_their_categories() -> None:
     rows = ((0, 1e6, 2e6), (1e9, 3e6, 4e6))
     figure = shapes.panel(Panel("areas", "t", rows, ("time_ns", "input_wait", "backward"), "ns"))
     assert figure.spec is not None
-    assert [t["fillcolor"] for t in figure.spec["data"]] == [
-        formatting.DRAWN[c].light for c in ("input_wait", "backward")
-    ]
+    assert [t["fillcolor"] for t in figure.spec["data"]] == [looks.DRAWN[c].light for c in ("input_wait", "backward")]
     assert [t["y"] for t in figure.spec["data"]] == [[1.0, 3.0], [2.0, 4.0]]
     assert figure.spec["data"][0]["x"] == [0, 1]  # seconds, like all that stands on the run's time
 

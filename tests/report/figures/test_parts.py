@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from dlprof.plain import NBSP
-from dlprof.report import formatting
+from dlprof.report import looks
 from dlprof.report.figures import parts
 from dlprof.result import Blame, TimePart
 from tests.fixtures import results
@@ -20,7 +20,7 @@ def test_the_stack_holds_each_rank_and_its_parts_add_up_to_the_step() -> None:
     traces = figure.spec["data"]
     drawn = ("computation", "communication", "waiting", "copy", "input_wait", "checkpoint", "host", "other")
     assert figure.legend == drawn
-    assert [t["marker"]["color"] for t in traces] == [formatting.DRAWN[c].light for c in drawn]
+    assert [t["marker"]["color"] for t in traces] == [looks.DRAWN[c].light for c in drawn]
     for i in range(4):
         assert sum(t["x"][i] for t in traces) == pytest.approx(214.6, rel=1e-4)
     assert [a["text"] for a in figure.spec["layout"]["annotations"]] == ["◀ finding 2", "◀ finding 1"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlprof.report import formatting
+from dlprof.report import looks
 from dlprof.report.figures import shapes, timeline
 from dlprof.result import Panel
 
@@ -14,7 +14,7 @@ def test_a_timeline_draws_short_spans_upon_long_ones_in_their_lanes() -> None:
     trace = figure.spec["data"][0]
     assert trace["x"] == [100.0, 10.0, 7.0]
     assert trace["y"] == [0, 0, 1]
-    assert trace["marker"]["color"] == [formatting.LOOKS[c].light for c in ("host", "copy", "other")]
+    assert trace["marker"]["color"] == [looks.LOOKS[c].light for c in ("host", "copy", "other")]
     assert figure.legend == ("copy", "host", "nonsense")
 
 
