@@ -35,9 +35,6 @@ BEYOND = {
 }
 ONLY_LISTS = {"analysis/panels.py", "analysis/rules.py"}
 WITHOUT_TEST = {
-    "analysis/compare/predictions.py",
-    "analysis/compare/settings_diff.py",
-    "analysis/compare/significance.py",
     "analysis/compute/kernels.py",
     "analysis/notices.py",
     "analysis/overview.py",

@@ -1,94 +1,30 @@
-"""Two results with known differences: what counts, what is noise, what became of a prediction, what is not compared."""
+"""Two results with known differences: what counts, what is noise, what is not compared."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from dlprof.analysis.compare.comparison import Comparison, compare, to_json
-from dlprof.analysis.compare.predictions import proposals
-from dlprof.analysis.compare.significance import Difference
+from dlprof.analysis.compare.comparison import compare, to_json
 from dlprof.analysis.estimate import change
 from dlprof.result import (
-    Change,
     Exchange,
     Fact,
-    Forecast,
     Outcome,
-    RankCost,
-    RankStep,
-    Result,
-    RunInfo,
-    TimePart,
-    Together,
     Window,
     Work,
 )
+from tests.fixtures.comparisons import clear, found, run, step_of
+from tests.fixtures.results import MS
 
-MS = 1e6
-
-
-def found(name: str, saving: float, *changes: Change, **said: Any) -> Outcome:
-    share = saving / 100  # of the steps of most runs here
-    return Outcome(name, "found", name.capitalize(), saving_ns=saving * MS, share=share, changes=changes, **said)
-
-
-def clear(name: str, saving: float = 0.0) -> Outcome:
-    share, by_rank = saving / 100, (RankCost(0, saving * MS),) if saving else ()
-    said = {"saving_ns": saving * MS, "share": share, "by_rank": by_rank}
-    return Outcome(name, "clear", name.capitalize(), summary="nothing of it", **said)  # type: ignore[arg-type]
-
-
-def run(
-    step: float,
-    *outcomes: Outcome,
-    noise: float | None = 0.5,
-    facts: tuple[Fact, ...] = (),
-    wait: float = 0.0,
-    work: tuple[Work, ...] = (),
-    ranks: int = 1,
-    **said: Any,
-) -> Result:
-    """Return a result of so many ranks whose step takes so many ms, `wait` of them waiting for data."""
-    noise_ns = None if noise is None else noise * MS
-    parts = [("computation", step - wait), ("input_wait", wait)]
-    return Result(
-        run=RunInfo("run", ("python", "train.py"), ranks, tuple(range(ranks)), device="CPU"),
-        window=Window(100, "steps", step * MS, noise_ns=noise_ns),
-        time=tuple(TimePart(r, c, ms * MS, ms / step, 0.1 * MS) for r in range(ranks) for c, ms in parts if ms),
-        steps=tuple(RankStep(r, 100, step * MS, noise_ns) for r in range(ranks)),
-        outcomes=outcomes,
-        facts=facts,
-        work=work,
-        **said,
-    )
-
-
-def step_of(c: Comparison) -> Difference:
-    assert c.step is not None
-    return c.step
-
-
-@pytest.mark.parametrize(
-    ("b", "noise", "verdict"),
-    [
-        (80.0, 0.5, "faster"),
-        (120.0, 0.5, "slower"),
-        (100.9, 0.1, "noise"),  # beyond the standard error, and below what two recordings differ by anyway
-        (103.0, 2.0, "noise"),  # √8 × 2 = 5.7
-        (110.0, 2.0, "slower"),
-        (120.0, None, "unknown"),
-    ],
+WORKERS = (
+    Fact("Loader", "num workers", "0"),
+    Fact("Loader", "num workers", "2"),
+    Fact("Loader", "num workers", "3"),
 )
-def test_a_difference_counts_beyond_its_noise(b: float, noise: float | None, verdict: str) -> None:
-    step = step_of(compare(run(100, noise=noise), run(b, noise=noise)))
-    assert step.verdict == verdict
-    assert step.ns == pytest.approx((b - 100) * MS)
-    if noise is not None:
-        assert step.noise_ns == pytest.approx(2**0.5 * noise * MS)
+ADVICE = change("`num_workers=2, persistent_workers=True`", num_workers=(0, 2), persistent_workers=(False, True))
 
 
 def test_parts_are_compared_as_means_and_by_rank() -> None:
@@ -181,109 +117,6 @@ def test_collectives_have_no_noise_that_is_known() -> None:
     assert row.wait.verdict == "noise"
 
 
-def test_settings_that_differ_are_told_apart_from_what_was_measured() -> None:
-    a = run(
-        100, facts=(Fact("Loader", "num workers", "0"), Fact("Host", "cores in use", "1"), Fact("Job", "folder", "x"))
-    )
-    b = run(
-        100, facts=(Fact("Loader", "num workers", "2"), Fact("Host", "cores in use", "2"), Fact("Job", "folder", "y"))
-    )
-    b = replace(b, run=replace(b.run, command=("python", "train.py", "--workers", "2")))
-    c = compare(a, b)
-    assert {(s.name, s.a, s.b) for s in c.settings} == {("num workers", "0", "2"), ("command", "", "--workers 2")}
-    assert [s.name for s in c.measured] == ["cores in use"]
-
-
-def test_a_setting_of_ddp_is_known_by_its_own_name() -> None:
-    a, b = (
-        run(100, o, facts=(Fact("Model", "ddp.find_unused_parameters", str(there)),))
-        for o, there in (
-            (found("unused_parameters", 3, change("no search", find_unused_parameters=(True, False))), True),
-            (clear("x"), False),
-        )
-    )
-    c = compare(a, b)
-    assert [(s.name, s.a, s.b) for s in c.settings] == [("ddp.find_unused_parameters", "True", "False")]
-    assert c.prediction is not None
-    assert c.prediction.changed == ("find_unused_parameters True → False",)
-
-
-def test_a_setting_that_took_one_bottleneck_away_owes_nothing_for_others() -> None:
-    advice = change("no search", find_unused_parameters=(True, False))
-    facts = (Fact("Model", "ddp.find_unused_parameters", "True"),)
-    a = run(100, found("exposed_communication", 40, advice), found("unused_parameters", 5, advice), facts=facts)
-    facts = (Fact("Model", "ddp.find_unused_parameters", "False"),)
-    b = run(
-        95,
-        found("exposed_communication", 36, change("larger buckets", bucket_cap_mb=(25, 50))),
-        clear("unused_parameters"),
-        facts=facts,
-    )
-    prediction = compare(a, b).prediction
-    assert prediction is not None
-    assert prediction.findings == ("unused_parameters",)
-    assert prediction.verdict == "as_predicted"
-
-
-WORKERS = (
-    Fact("Loader", "num workers", "0"),
-    Fact("Loader", "num workers", "2"),
-    Fact("Loader", "num workers", "3"),
-)
-ADVICE = change("`num_workers=2, persistent_workers=True`", num_workers=(0, 2), persistent_workers=(False, True))
-
-
-def test_a_finding_names_the_settings_that_it_would_change() -> None:
-    named = proposals(
-        found("input_wait", 40, ADVICE, Change("`x=3`, in words alone"), change("later", later=(1, None)))
-    )
-    assert named == {"num_workers": "2", "persistent_workers": "True", "later": ""}
-
-
-@pytest.mark.parametrize(
-    ("measured", "kept", "reached"),
-    [(61, "as_predicted", 39 / 39), (50, "better", 50 / 39), (80, "partly", 20 / 39), (100.5, "missed", -0.5 / 39)],
-)
-def test_a_prediction_is_held_against_what_was_measured(measured: float, kept: str, reached: float) -> None:
-    a = run(100, found("input_wait", 39, ADVICE), facts=WORKERS[:1])
-    prediction = compare(a, run(measured, clear("input_wait"), facts=WORKERS[1:2])).prediction
-    assert prediction is not None
-    assert (prediction.least_ns, prediction.most_ns) == (61 * MS, 61 * MS)
-    assert (prediction.verdict, prediction.changed) == (kept, ("num_workers 0 → 2",))
-    assert prediction.reached == pytest.approx(reached)
-
-
-def test_the_forecast_for_the_value_that_was_chosen_is_the_prediction() -> None:
-    forecasts = (Forecast("num_workers", "2", 61 * MS), Forecast("num_workers", "3", 58 * MS))
-    a = run(100, found("input_wait", 39, ADVICE, forecasts=forecasts), facts=WORKERS[:1])
-    prediction = compare(a, run(58, clear("input_wait"), facts=WORKERS[2:])).prediction
-    assert prediction is not None
-    assert prediction.most_ns == pytest.approx(58 * MS)
-    assert prediction.basis == "input_wait, for num_workers=3"
-
-
-def test_another_value_than_the_proposed_one_is_told() -> None:
-    a = run(100, found("input_wait", 39, ADVICE), facts=WORKERS[:1])
-    prediction = compare(a, run(90, found("input_wait", 25), facts=WORKERS[2:])).prediction
-    assert prediction is not None
-    assert prediction.basis == "input_wait, for num_workers=2, not what B has"
-
-
-def test_savings_of_several_findings_overlap() -> None:
-    a = run(100, found("one", 30), found("other", 20), found("stays", 10), together=Together(45 * MS, 0.45, 1 / 0.55))
-    prediction = compare(a, run(60, clear("one"), clear("other"), found("stays", 10))).prediction
-    assert prediction is not None
-    assert prediction.findings == ("one", "other")
-    assert (prediction.least_ns, prediction.most_ns) == (55 * MS, 70 * MS)
-    assert prediction.verdict == "as_predicted"
-
-
-def test_where_nothing_was_changed_nothing_was_predicted() -> None:
-    a, b = run(100, found("one", 30)), run(70, found("one", 28))
-    assert compare(a, b).prediction is None
-    assert compare(run(100), run(50)).prediction is None
-
-
 def test_steps_that_are_not_there_are_not_compared() -> None:
     c = compare(replace(run(100), window=None), run(100, wait=20))
     assert (c.step, c.time, c.ranks, c.prediction) == (None, (), (), None)
@@ -298,20 +131,6 @@ def test_another_number_of_ranks_leaves_the_means() -> None:
     assert "A has 2 of them and B 4" in c.not_compared[0]
     assert step_of(c).verdict == "faster"
     assert c.time
-
-
-def test_another_device_is_a_doubt_and_no_test_of_a_prediction() -> None:
-    a, b = run(100, found("one", 30)), run(50, clear("one"))
-    c = compare(a, replace(b, run=replace(b.run, device="NVIDIA H200")))
-    assert c.prediction is None
-    assert "the devices differ (CPU and NVIDIA H200)" in c.doubts[0]
-
-
-def test_a_step_of_other_work_is_no_test_of_a_prediction() -> None:
-    a = run(100, found("one", 30, change("larger", batch_size=(32, 64))), facts=(Fact("Loader", "batch size", "32"),))
-    c = compare(a, run(150, clear("one"), facts=(Fact("Loader", "batch size", "64"),)))
-    assert c.prediction is None
-    assert "different work" in c.doubts[0]
 
 
 def test_doubts_are_told() -> None:
@@ -340,18 +159,3 @@ def test_json_holds_all_of_it() -> None:
     assert data["prediction"]["verdict"] == "as_predicted"
     assert {d["name"] for d in data["time"]} == {"computation", "input_wait"}
     assert (data["a"]["window"]["step_ns"], data["b"]["window"]["step_ns"]) == (100 * MS, 70 * MS)
-
-
-def test_a_forecast_is_found_by_the_name_of_the_fact() -> None:
-    advice = change("`n_microbatches=16` (is 4): the pipeline's step becomes 70 ms", n_microbatches=(4, 16))
-    forecasts = (Forecast("microbatches", "8", 80 * MS), Forecast("microbatches", "16", 70 * MS))
-    a = run(
-        100, found("pipeline_bubble", 30, advice, forecasts=forecasts), facts=(Fact("Pipeline", "microbatches", "4"),)
-    )
-    prediction = compare(
-        a, run(81, found("pipeline_bubble", 10), facts=(Fact("Pipeline", "microbatches", "8"),))
-    ).prediction
-    assert prediction is not None
-    assert prediction.most_ns == pytest.approx(80 * MS)
-    assert prediction.verdict == "as_predicted"
-    assert prediction.changed == ("microbatches 4 → 8",)
