@@ -36,17 +36,12 @@ BEYOND = {
 ONLY_LISTS = {"analysis/panels.py", "analysis/rules.py"}
 WITHOUT_TEST = {
     "analysis/compute/kernels.py",
-    "analysis/notices.py",
-    "analysis/overview.py",
-    "analysis/panel.py",
     "analysis/pipeline/bubbles.py",
     "analysis/pipeline/chunk_times.py",
     "analysis/pipeline/panels/bubbles.py",
     "analysis/step/partition.py",
-    "analysis/subjects.py",
     "analysis/timeline/launched_work.py",
     "analysis/timeline/steady.py",
-    "analysis/together.py",
     "errors.py",
     "exports/tracks.py",
     "hosts.py",

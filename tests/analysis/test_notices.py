@@ -1,0 +1,73 @@
+"""The warnings that a report begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from dlprof.analysis import notices
+from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.timeline.steps import step_means
+from tests.fixtures import runs, traces
+from tests.fixtures.runs import CPU, MS, light
+
+
+def found(job: Job, **window: float) -> list[str]:
+    """Return the warnings about a window whose steps are like that."""
+    likeness = {"ratio": 1.0, "after": 1.0, "after_noise": 0.0, "without_work": 0, "linked": 1.0} | window
+    frame = pd.DataFrame([likeness])
+    nothing: Maybe[pd.DataFrame] = Maybe(lambda: None)  # type: ignore[arg-type, return-value]
+    return notices.warnings(job, nothing, nothing, Maybe(lambda: frame))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Return a job of which rank 1 of 3 left nothing."""
+    folder = tmp_path_factory.mktemp("job")
+    for rank in (0, 2):
+        traces.write(folder / f"rank{rank}.json", traces.training(rank=rank, world_size=3))
+    return runs.measured(folder).job
+
+
+def test_missing_ranks_are_named(job: Job) -> None:
+    (missing,) = found(job)
+    assert missing.startswith("1 of 3 ranks")
+    assert missing.endswith(": 1")
+
+
+@pytest.mark.parametrize(
+    ("window", "warned"),
+    [
+        ({"ratio": 0.95}, False),
+        ({"ratio": 1.4}, True),
+        ({"ratio": 0.8}, True),
+        ({"after": 1.2}, True),
+        ({"after": 1.2, "after_noise": 0.2}, False),
+        ({"without_work": 2}, True),
+        ({"linked": 0.0}, True),
+        ({"linked": 0.4}, True),
+        ({"linked": 0.6}, False),
+    ],
+)
+def test_a_window_unlike_the_job_is_said_to_be_so(job: Job, window: dict[str, float], warned: bool) -> None:
+    assert len(found(job, **window)) == 1 + warned  # and the missing rank
+
+
+def test_what_many_ranks_warn_of_is_one_warning(tmp_path: Path) -> None:
+    path = runs.recorded(tmp_path, *[(None, [light(n, 100 * MS) for n in range(9)], CPU)] * 3)
+    run = runs.measured(path, step_means)
+    run.warnings.update({0: ("the disk was full",), 1: ("a signal came",), 2: ("the disk was full",)})
+    said = notices.all_warnings(run)
+    assert len([text for text in said if "the disk was full" in text]) == 1
+    assert len([text for text in said if "a signal came" in text]) == 1
+
+
+def test_of_very_many_warnings_the_first_are_listed(tmp_path: Path) -> None:
+    path = runs.recorded(tmp_path, (None, [light(n, 100 * MS) for n in range(9)], CPU), warnings=[])
+    run = runs.measured(path)
+    run.warnings[0] = tuple(f"warning {n}" for n in range(notices.MOST_WARNINGS + 3))
+    said = notices.all_warnings(run)
+    assert said[-1] == "… and 3 more warnings"
+    assert len(said) == notices.MOST_WARNINGS + 1
