@@ -18,10 +18,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import simulated_table, summary
+from benchmarks.simulated_table import Case
 from benchmarks.simulator import folder, healthy, play
 from benchmarks.simulator.faults import FAULTS, NOT_SIMULATED
 from benchmarks.simulator.faults.fault import Fault, recording
@@ -33,30 +34,6 @@ from dlprof.read.run import open_run
 from dlprof.result import Result
 
 FAILED = "it failed:"  # in a warning of a measure that broke
-NOTABLE = 0.05  # a finding of so much of the step is one that a reader acts on
-
-
-@dataclass(frozen=True)
-class Case:
-    """One job, recorded and diagnosed. Times in ns; shares of the steady step, one a rank; None: not said."""
-
-    name: str
-    rule: str  # "": healthy
-    seed: int
-    form: str
-    ranks: int
-    true_ns: float
-    fixed_ns: float
-    whole_loop: bool = False  # the times are of the whole loop, and no shares are compared
-    reported_ns: float | None = None
-    predicted_ns: float | None = None
-    state: str = ""
-    true_computation: tuple[float, ...] = ()
-    reported_computation: tuple[float, ...] = ()
-    found: tuple[tuple[str, float], ...] = ()  # rule, share; dearest first
-    error: str = ""
-    why: tuple[str, ...] = field(default=())
-    seconds: float = 0.0
 
 
 def of_fault(fault_name: str, seed: int, keep: Path | None) -> Case:

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from benchmarks.simulated import Case
-
-NOTABLE = 0.05
+NOTABLE = 0.05  # a finding of so much of the step is one that a reader acts on
 NEAR = 0.15  # a prediction further off than this has failed
 NEAR_ENOUGH = 0.1  # 95 % of them are to be as near as this
 STEP_NEAR = 0.03  # so has a step, or
 POINTS_NEAR = 0.03  # a share of computation
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job, recorded and diagnosed. Times in ns; shares of the steady step, one a rank; None: not said."""
+
+    name: str
+    rule: str  # "": healthy
+    seed: int
+    form: str
+    ranks: int
+    true_ns: float
+    fixed_ns: float
+    whole_loop: bool = False  # the times are of the whole loop, and no shares are compared
+    reported_ns: float | None = None
+    predicted_ns: float | None = None
+    state: str = ""
+    true_computation: tuple[float, ...] = ()
+    reported_computation: tuple[float, ...] = ()
+    found: tuple[tuple[str, float], ...] = ()  # rule, share; dearest first
+    error: str = ""
+    why: tuple[str, ...] = field(default=())
+    seconds: float = 0.0
 
 
 def failures(case: Case) -> list[str]:

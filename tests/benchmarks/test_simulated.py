@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulated import Case, main, of_fault, of_healthy
-from benchmarks.simulated_table import NOTABLE, failures, table
+from benchmarks.simulated import main, of_fault, of_healthy
+from benchmarks.simulated_table import NOTABLE, Case, failures, table
 from benchmarks.simulator import folder, healthy
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
