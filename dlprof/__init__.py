@@ -1,14 +1,17 @@
 """dlprof: where does the time of a training step go, and what would you gain by changing what?
 
-`open(path)` gives a recorded run or a folder of traces; `step()` and `annotate(name)` let a script mark its own steps
-and ranges, and cost next to nothing when nobody records.
+`open(path)` opens a recorded run or a folder of traces. `record()` records what a block of a script or a notebook
+trains. `step()` and `annotate(name)` let a script mark its own steps and ranges, and cost next to nothing when nobody
+records.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -33,6 +36,23 @@ def open(path: str | os.PathLike[str]) -> Run:  # noqa: A001 - dlprof.open, as g
     from dlprof.read.run import open_run
 
     return Run(open_run(path))
+
+
+def record(path: str | os.PathLike[str] | None = None, **options: Any) -> AbstractContextManager[Any]:
+    """Record what is trained inside a block: `with dlprof.record() as run: train()`. Then `run` is the opened run.
+
+    `path` is the run folder; by default a new one under runs/, named after the script or notebook. The options are
+    those of `dlprof wrap`: `window=(10, 2, 5)`, the steps to skip, to warm up and to trace; `trace=False`, without a
+    trace; `flops="auto"`, "on" or "off"; `lines`, one or several of "module:function", or "auto"; `shapes=True`;
+    `memory=True`; `nvtx=True`; `stacks="on"`, "off" or how many a second; `sample="auto"`, "off" or the seconds between
+    two readings of the host and its GPUs.
+
+    Raises TypeError or ValueError for options that make no sense, and nothing else: where this process cannot be
+    recorded, one line on stderr says so, and the block runs unrecorded.
+    """
+    # Importing the package dlprof.record puts it in the place of this function; it can be called in the same way.
+    block: AbstractContextManager[Any] = importlib.import_module("dlprof.record.in_process").record(path, **options)
+    return block
 
 
 def step() -> None:

@@ -8,18 +8,19 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dlprof.errors import DlprofError
+from dlprof.units import count
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects
 
-    from dlprof.analysis.engine import Measured
+    from dlprof.analysis.engine import Measure, Measured
     from dlprof.read.run import Run as Files
     from dlprof.report.figures.drawing import Figure
     from dlprof.result import Result
@@ -31,39 +32,25 @@ class Run:
     def __init__(self, files: Files, jobs: int | None = None) -> None:
         self._files, self._jobs = files, jobs
 
-    @property
-    def path(self) -> Path:
-        """The run's folder, or the trace file."""
-        return self._files.path
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that left something."""
-        return tuple(rank.index for rank in self._files.ranks)
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        """The command that was recorded; empty for traces from elsewhere."""
-        return self._files.command
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """The hosts that it ran on, as far as they were recorded."""
-        return self._files.hosts
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What is odd about the files, before any measure is computed; `result.run.warnings` has all."""
-        return self._files.warnings
+        self.path: Path = files.path  # the run's folder, or the trace file
+        self.ranks: tuple[int, ...] = tuple(rank.index for rank in files.ranks)  # that left something
+        self.command: tuple[str, ...] = files.command  # empty for traces from elsewhere
+        self.hosts: tuple[str, ...] = files.hosts  # as far as they were recorded
+        self.warnings: tuple[str, ...] = files.warnings  # about the files alone; `result.run.warnings` has all
 
     @cached_property
     def _measured(self) -> Measured:
         from dlprof.analysis.diagnosis import wanted
         from dlprof.analysis.engine import measure
         from dlprof.analysis.rules import RULES
+
+        return measure(self._files, (*wanted(RULES), *self._frames.values()), self._jobs)
+
+    @cached_property
+    def _frames(self) -> dict[str, Measure[pd.DataFrame]]:
         from dlprof.analysis.subjects import every_measure
 
-        return measure(self._files, (*wanted(RULES), *(m for m in every_measure() if m.travels)), self._jobs)
+        return {m.name: m for m in every_measure() if m.is_frame and m.travels}
 
     @cached_property
     def result(self) -> Result:
@@ -97,37 +84,27 @@ class Run:
         """
         from dlprof.analysis.engine import RankData
 
-        for one in self._files.ranks:
-            if one.index == rank:
-                return RankData(one).table("spans")
-        raise DlprofError(f"no rank {rank}; there are: {', '.join(map(str, self.ranks))}")
+        if rank not in self.ranks:
+            raise DlprofError(f"no rank {rank}; there are: {', '.join(map(str, self.ranks))}")
+        return RankData(self._files.ranks[self.ranks.index(rank)]).table("spans")
 
     def frames(self) -> pd.DataFrame:
         """Return the names of all frames and what each is, a row each: name, what, help (with its columns)."""
         import pandas as pd
 
-        from dlprof.analysis.subjects import every_measure
-
-        rows = []
-        for measure in every_measure():
-            if measure.is_frame and measure.travels:
-                text = inspect.getdoc(measure.function) or ""
-                sentence = " ".join(text.split("\n\n", maxsplit=1)[0].split()).split(". ", maxsplit=1)[0]
-                rows.append((measure.name, sentence.rstrip(".") + ".", text))
+        texts = {name: inspect.getdoc(measure.function) or "" for name, measure in self._frames.items()}
+        first = {n: " ".join(text.partition("\n\n")[0].split()).partition(". ")[0] for n, text in texts.items()}
+        rows = [(name, first[name].rstrip(".") + ".", text) for name, text in texts.items()]
         return pd.DataFrame(rows, columns=["name", "what", "help"])
 
     def frame(self, name: str) -> pd.DataFrame:
         """Return a measure of all ranks by its name, `breakdown` say; `frames` lists them.
 
-        Raises DlprofError for a name that there is not, and NotMeasured with the reason where it is not known.
+        Raises DlprofError for an unknown name, and NotMeasured with the reason where it is not known.
         """
-        from dlprof.analysis.subjects import every_measure
-
-        known = {m.name: m for m in every_measure() if m.is_frame and m.travels}
-        if name not in known:
-            raise DlprofError(_no(f"frame {name!r}", name, known))
-        frame: pd.DataFrame = self._measured.frame(known[name])
-        return frame.copy()
+        if name not in self._frames:
+            raise DlprofError(_no(f"frame {name!r}", name, self._frames))
+        return self._measured.frame(self._frames[name]).copy()
 
     @cached_property
     def _figures(self) -> dict[str, Figure]:
@@ -161,7 +138,7 @@ class Run:
 
     def __repr__(self) -> str:
         kind = "run" if self._files.recorded else "traces"
-        return f"<dlprof.Run: {kind} {str(self.path)!r}, {len(self.ranks)} rank{'s' * (len(self.ranks) != 1)}>"
+        return f"<dlprof.Run: {kind} {str(self.path)!r}, {count(len(self.ranks), 'rank')}>"
 
     def _repr_html_(self) -> str:
         """Return the verdict for a notebook."""
@@ -170,6 +147,6 @@ class Run:
         return render(self.result)
 
 
-def _no(what: str, name: str, known: Sequence[str] | Any) -> str:
-    near = difflib.get_close_matches(name, list(known), 3)
+def _no(what: str, name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, 3)
     return f"no {what}; " + (f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(sorted(known))}")

@@ -1,4 +1,4 @@
-"""The two ways in which dlprof says no: the user's mistake, and what a run cannot say."""
+"""The two expected failures: the user's mistake, and what cannot be known of a run."""
 
 
 class DlprofError(Exception):
@@ -6,4 +6,4 @@ class DlprofError(Exception):
 
 
 class NotMeasured(Exception):  # noqa: N818 - an answer, not an error
-    """What a run cannot say; the text tells why, and what to do so that it can."""
+    """What cannot be known of a run: why, and what to do so that it can."""

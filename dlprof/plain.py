@@ -6,6 +6,9 @@ import unicodedata
 
 NBSP = "\u00a0"
 
+# Controls, bidirectional marks and other invisible characters, halves of characters that UTF-8 refuses, line ends.
+_UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
 
 def plain(text: object, limit: int | None = None, *, keep: str = "") -> str:
     r"""Return text that is safe to show: control characters, surrogates and marks that turn the direction of writing
@@ -17,16 +20,16 @@ def plain(text: object, limit: int | None = None, *, keep: str = "") -> str:
     rest = whole.replace(NBSP, "")
     for char in keep:
         rest = rest.replace(char, "")
-    if rest.isprintable():  # nothing that _unsafe tells, nor anything unassigned
+    if rest.isprintable():  # nothing unsafe, nor anything unassigned
         return whole
-    return "".join(c if c in keep or not _unsafe(c) else _escape(c) for c in whole)
-
-
-def _unsafe(char: str) -> bool:
-    # Cc: controls. Cf: bidirectional marks and other invisible characters. Cs: halves of characters that UTF-8 refuses.
-    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return "".join(c if c in keep or unicodedata.category(c) not in _UNSAFE else _escape(c) for c in whole)
 
 
 def _escape(char: str) -> str:
     code = ord(char)
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
+
+
+def words_of(error: BaseException) -> str:
+    """Return what a user is to read of an error: an OSError explains itself."""
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

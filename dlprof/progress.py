@@ -1,4 +1,4 @@
-"""How far long work is, on stderr: one line that is written anew on a terminal, a line now and then elsewhere."""
+"""How far long work is, on stderr: one line that is rewritten on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from typing import TextIO
 
 from dlprof.units import count, size
 
-# A terminal's line is written anew so often, seconds; elsewhere a line stands for a tenth of the work.
-OFTEN_S = 0.1
-LINES = 10
-
-# What is left is told once this much of the work is done: earlier, it is a guess.
-ENOUGH = 0.05
+OFTEN_S = 0.1  # a terminal's line is rewritten so often
+LINES = 10  # are written elsewhere
+ENOUGH = 0.05  # of the work must be done before the time left is estimated: earlier, it is a guess
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Done:
 
 
 class Progress:
-    """Tells how far work on a run is; `label` names the run where there are several. Says nothing where quiet."""
+    """Prints how far work on a run is; `label` names the run where there are several. Prints nothing where quiet."""
 
     def __init__(
         self,
@@ -42,7 +39,8 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._label = label
-        self._stream = None if quiet else stream or sys.stderr
+        self._quiet = quiet
+        self._stream = stream or sys.stderr
         self._clock = clock
         self._start = clock()
         self._written = -OFTEN_S
@@ -53,34 +51,30 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         """Leave nothing of it on a terminal: what was read is in what is printed next."""
-        if self._width and self._stream is not None:
-            self._stream.write("\r" + " " * self._width + "\r")
-            self._stream.flush()
+        if self._width:
+            self._write("\r" + " " * self._width + "\r")
             self._width = 0
 
     def __call__(self, done: Done) -> None:
-        """Say how far it is."""
-        if self._stream is None:
+        """Print how far it is, where that is due."""
+        if self._quiet:
             return
+        tenth = max(1, done.of_ranks // LINES)
         if self._stream.isatty():
             now = self._clock()
             if now - self._written >= OFTEN_S or done.ranks in (0, done.of_ranks):
                 self._written = now
-                self._rewrite(self._told(done))
-        elif done.of_ranks > 1 and done.ranks and self._is_due(done):
-            self._stream.write(f"{self._told(done)}\n")
-            self._stream.flush()
+                text = self._line(done)
+                self._write("\r" + text.ljust(self._width))
+                self._width = len(text)
+        elif done.of_ranks > 1 and done.ranks in (*range(tenth, done.of_ranks, tenth), done.of_ranks):
+            self._write(f"{self._line(done)}\n")
 
-    def _is_due(self, done: Done) -> bool:
-        return done.ranks == done.of_ranks or done.ranks % max(1, done.of_ranks // LINES) == 0
-
-    def _rewrite(self, text: str) -> None:
-        assert self._stream is not None
-        self._stream.write("\r" + text + " " * (self._width - len(text)))
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
         self._stream.flush()
-        self._width = len(text)
 
-    def _told(self, done: Done) -> str:
+    def _line(self, done: Done) -> str:
         parts = [f"{self._label}read {done.ranks} of {count(done.of_ranks, 'rank')}"]
         if done.of_files:
             parts.append(f"{done.files} of {count(done.of_files, 'file')}")
@@ -96,9 +90,7 @@ class Progress:
 
 
 def _time(seconds: float) -> str:
-    """Write seconds as a person counts them: 8 s, 2 min 5 s, 1 h 12 min."""
-    whole = max(round(seconds), 1)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    """Write seconds as 8 s, 2 min 5 s or 1 h 12 min."""
+    minutes, rest = divmod(max(round(seconds), 1), 60)
+    hours, left = divmod(minutes, 60)
+    return f"{hours} h {left} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -9,7 +9,7 @@ import numpy as np
 
 from dlprof.errors import DlprofError
 
-if TYPE_CHECKING:  # who decodes a trace needs the names below and no pandas
+if TYPE_CHECKING:  # decoding a trace needs the names below and no pandas
     import pandas as pd
 
 CATEGORY = "category"
@@ -24,14 +24,14 @@ SPANS: Mapping[str, str] = {
     "launch": "int64",  # the same number on a launching call and on its device work; -1: none
     "bytes": "int64",  # of a copy, a set or a collective; -1: unknown
     "copy": CATEGORY,  # HtoD, DtoH, DtoD, PtoP, HtoH, "": no copy
-    "memory": CATEGORY,  # host side of a copy: pageable, pinned, "": not said
+    "memory": CATEGORY,  # host side of a copy: pageable, pinned, "": unknown
     "collective": CATEGORY,  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, ... "": none
-    "group": CATEGORY,  # process group of a collective, "": not said
-    "sequence": "int64",  # of a collective among those of its communicator, the same on all its ranks; -1: not said
-    "communicator": CATEGORY,  # of a collective, the same on all its ranks, "": not said
-    "peer": "int64",  # the rank that a send goes to or a receive comes from; -1: not said, or neither
-    "dtype": CATEGORY,  # of a collective's elements, or those that an operator multiplies, "": not said
-    "shape": CATEGORY,  # of the tensors that an operator multiplies, as "64x128 128x256"; "": not said, or none
+    "group": CATEGORY,  # process group of a collective, "": unknown
+    "sequence": "int64",  # of a collective among those of its communicator, the same on all its ranks; -1: unknown
+    "communicator": CATEGORY,  # of a collective, the same on all its ranks, "": unknown
+    "peer": "int64",  # the rank that a send goes to or a receive comes from; -1: unknown, or neither
+    "dtype": CATEGORY,  # of a collective's elements, or those that an operator multiplies, "": unknown
+    "shape": CATEGORY,  # of the tensors that an operator multiplies, as "64x128 128x256"; "": unknown, or none
 }
 
 # On a host lane: op, fetch (a loader's next()), runtime (CUDA or HIP calls), annotation, python, and communication
@@ -42,7 +42,7 @@ KINDS = ("annotation", "communication", "copy", "fetch", "kernel", "op", "python
 # A step that the trace marks itself (ProfilerStep#n on the host, each number once), in order of time.
 TRACED_STEPS: Mapping[str, str] = {"step": "int64", "start_ns": "int64", "dur_ns": "int64"}
 
-# The light layer: one step of the training loop, in order of time. -1: not measured.
+# The step log: one step of the training loop, in order of time. -1: not measured.
 STEPS: Mapping[str, str] = {
     "step": "int64",  # counts every row from 0
     "kind": CATEGORY,  # train, validation (no backward, no optimizer step), other
@@ -109,11 +109,11 @@ LOADING: Mapping[str, str] = {
     "count": "int64",
     "step": "int64",  # that a batch begins, as the recorder counts them
     "loader": "int64",  # its place among the facts' loaders, -1: not known
-    "worker": "int64",  # that the batch was due from, -1: there is none, or not told
+    "worker": "int64",  # that the batch was due from, -1: there is none, or unknown
     "workers": CATEGORY,  # process ids of those that an epoch started with, "": there are none
     "empty": "int64",  # how often no batch was ready when asked for, -1: no queue
     "ready": "int64",  # batches that were ready when asked
-    "outstanding": "int64",  # batches that workers had been told to fetch
+    "outstanding": "int64",  # batches that workers were to fetch
     "cpu_ns": "int64",  # CPU time of the whole process
     "delay_ns": "int64",  # that the training thread was ready to run and had no core
     "thread_ns": "int64",  # CPU time of the training thread alone
@@ -134,7 +134,7 @@ FETCHES: Mapping[str, str] = {
     "read_bytes": "int64",  # that were read at all: from files, from memory's copies of them, and through pipes
 }
 
-# What PyTorch's CUDA allocator held on the device that the rank trains on, a few rows a second. -1: not told.
+# What PyTorch's CUDA allocator held on the device that the rank trains on, a few rows a second. -1: unknown.
 MEMORY: Mapping[str, str] = {
     "at_ns": "int64",
     "step": "int64",  # the one that had just ended
@@ -149,7 +149,7 @@ MEMORY: Mapping[str, str] = {
     "device_frees": "int64",
 }
 
-# One reading of one metric, of what was sampled beside the rank; each metric in order of time. What grows for good
+# One reading of one metric, of what was sampled next to the rank; each metric in order of time. What grows for good
 # (CPU seconds, bytes sent, page faults) stands as it was read, and may begin again at 0.
 SAMPLES: Mapping[str, str] = {
     "source": CATEGORY,  # gpu, host (on the first rank of a host), processes (the rank's own)

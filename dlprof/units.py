@@ -28,10 +28,9 @@ def percent(share: float) -> str:
     if not math.isfinite(share):
         return UNKNOWN
     value = 100 * share
-    if value != 0 and abs(value) < 0.05:
+    if 0 < abs(value) < 0.05:
         return "< 0.1 %"
-    whole = abs(value) >= 9.95 or value == 0
-    return f"{value:.{0 if whole else 1}f} %".replace("-", MINUS)
+    return f"{value:.{1 if 0 < abs(value) < 9.95 else 0}f} %".replace("-", MINUS)
 
 
 def count(n: float, noun: str) -> str:
@@ -46,16 +45,9 @@ def digits(value: float) -> str:
     if not math.isfinite(value):
         return UNKNOWN
     large = abs(value)
-    if value == int(value) and large < 1e15:
-        text = f"{int(value):,}"
-    elif large >= 999.95:
-        text = f"{value:,.0f}"
-    elif large >= 9.995:
-        text = f"{value:.1f}"
-    elif large >= 0.01:
-        text = f"{value:.2f}"
-    else:
-        text = f"{value:.2g}"
+    whole = value == int(value) and large < 1e15
+    form = ",.0f" if whole or large >= 999.95 else ".1f" if large >= 9.995 else ".2f" if large >= 0.01 else ".2g"
+    text = format(int(value) if whole else value, form)
     return text.replace("-", MINUS) if "e" not in text else text
 
 
@@ -78,10 +70,9 @@ def quantity(value: float, unit: str) -> str:
         return percent(value)
     divisor, name = scale(unit, value)
     if unit == "ns":
-        small = value / divisor
-        whole = abs(small) >= 999.95 or name == "ns"
-        text = f"{small:,.0f}" if whole else f"{small:.{1 if abs(small) >= 9.995 else 2}f}"
-        return f"{text.replace('-', MINUS)} {name}"
+        large = abs(value / divisor)
+        form = ",.0f" if large >= 999.95 or name == "ns" else ".1f" if large >= 9.995 else ".2f"
+        return f"{format(value / divisor, form).replace('-', MINUS)} {name}"
     return f"{digits(value / divisor)} {name}" if name else digits(value)
 
 

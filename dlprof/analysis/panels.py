@@ -7,7 +7,7 @@ from dlprof.analysis.input.panels import workers
 from dlprof.analysis.machine.panels import samples
 from dlprof.analysis.memory.panels import memory
 from dlprof.analysis.panel import Picture
-from dlprof.analysis.pipeline.panels import bubbles, pipeline
+from dlprof.analysis.pipeline.panels import pipeline
 from dlprof.analysis.step.panels import steps, timeline, whole_job
 
 PICTURES: tuple[Picture, ...] = (
@@ -18,7 +18,6 @@ PICTURES: tuple[Picture, ...] = (
     queue.PICTURE,
     collectives.PICTURE,
     pipeline.PICTURE,
-    bubbles.PICTURE,
     arithmetic.PICTURE,
     kernels.PICTURE,
     memory.PICTURE,

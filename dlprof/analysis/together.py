@@ -10,8 +10,7 @@ import pandas as pd
 
 from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.estimate import LEAST_SHARE, Rule
-from dlprof.analysis.step.breakdown import part
-from dlprof.analysis.step.headroom import room
+from dlprof.analysis.step.breakdown import part, room
 from dlprof.analysis.step.savings import saving as replay
 from dlprof.result import Outcome, Together
 

@@ -1,22 +1,31 @@
-"""Every command there is, one file each. Their modules import nothing heavy before they are called."""
+"""The commands, one file each. Their modules import nothing heavy before they are called."""
 
 from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Mapping
+from pathlib import Path
 
 import click
 
 from dlprof.plain import plain
 from dlprof.read.opening import NO_LIMITS
 
-# In the order of the help. Each is a function of its name in a module of its name.
-COMMANDS = ("check", "compare", "doctor", "explain", "export", "report", "rules", "run", "wrap")
+# Each is a function of its name in a module of its name. In the order of the help, with the words of an example.
+GROUPS: Mapping[str, Mapping[str, str]] = {
+    "record": {"wrap": "train.py --lr 0.1", "run": "ddp_resnet --procs 2", "doctor": ""},
+    "read": {"report": "traces/", "rules": "", "explain": "input_wait", "export": "runs/a --perfetto a.json.gz"},
+    "prove": {"compare": "runs/before runs/after", "check": "runs/a --max 'input_wait<5%'"},
+}
+EXAMPLES = {n: f"dlprof {n} {words}".strip() for group in GROUPS.values() for n, words in group.items()}
+COMMANDS = tuple(sorted(EXAMPLES))
 
 
 def command(name: str) -> click.Command:
     """Return one of COMMANDS, importing no other's module."""
     found: click.Command = getattr(importlib.import_module(f"{__name__}.{name}"), name)
+    found.epilog = f"Example: {EXAMPLES[name]}"
     return found
 
 
@@ -30,7 +39,8 @@ def _lift(_context: click.Context, _option: click.Parameter, asked: bool) -> Non
         os.environ[NO_LIMITS] = "1"
 
 
-# The options that several commands have.
+# What several commands have.
+run_path = click.argument("path", type=click.Path(path_type=Path))
 form = click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What to print.")
 jobs = click.option(
     "--jobs", type=click.IntRange(min=1), help="Processes that read at once. [default: all cores that memory allows]"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dlprof.commands import no_limits, say
+from dlprof.commands import no_limits, run_path, say
 from dlprof.errors import DlprofError
 
 FAILED = 3
@@ -16,8 +16,8 @@ _LIMIT = re.compile(r"\s*(?P<rule>[a-z_]+)\s*<\s*(?P<limit>\d+(\.\d+)?)\s*(?P<un
 _NS = {"s": 1e9, "ms": 1e6, "us": 1e3, "µs": 1e3}
 
 
-@click.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.command(short_help="Fail where a bottleneck exceeds a limit: a gate for CI.")
+@run_path
 @click.option(
     "--max",
     "limits",
@@ -41,22 +41,20 @@ def check(path: Path, limits: tuple[str, ...]) -> None:
             raise click.UsageError(f"{text!r} is no limit; write 'input_wait<5%' or 'host_bound<2ms'")
         asked.append((rule_named(RULES, m["rule"]).id, float(m["limit"]), m["unit"]))
     result = analyse(path)
-    outcomes = {o.id: o for o in result.outcomes}
     if result.window is None:
         raise DlprofError(f"{path}: no step was recorded, so nothing can be checked")
+    outcomes = {o.id: o for o in result.outcomes}
     failed = False
     for rule, limit, unit in asked:
         o = outcomes[rule]
+        risk = o.scope == "risk" and o.state == "found"  # what may end the job is no matter of time
         if o.state in ("not_measured", "error"):
             bad, what = True, f"{o.state.replace('_', ' ')}: {o.why}"
         else:
-            value = o.share * 100 if unit == "%" else o.saving_ns / _NS[unit]
-            # What may end the job is no matter of time.
-            bad = value >= limit or (o.scope == "risk" and o.state == "found")
+            bad = risk or (o.share * 100 if unit == "%" else o.saving_ns / _NS[unit]) >= limit
             of = "training loop" if o.scope == "job" else "step"
             what = f"{percent(o.share)} of the {of}, {duration(o.saving_ns)}" if o.saving_ns else o.summary
-            what = o.title if bad and o.scope == "risk" else what
         failed |= bad
-        say(f"{'FAIL' if bad else 'ok  '}  {rule} < {limit:g} {unit}: {what}")
+        say(f"{'FAIL' if bad else 'ok  '}  {rule} < {limit:g} {unit}: {o.title if risk else what}")
     if failed:
         raise SystemExit(FAILED)

@@ -1,4 +1,4 @@
-"""`dlprof compare A B`: what got faster or slower from one run to another, and was the promised gain reached."""
+"""`dlprof compare A B`: what got faster or slower from one run to another, and whether a predicted gain came true."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dlprof.result import Result
 
 
-@click.command()
+@click.command(short_help="Show what got faster or slower from A to B.")
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path))
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Folder for compare.html and compare.json.")
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @show
 @quiet
 def compare(a: Path, b: Path, out: Path | None, form: str, jobs: int | None, show: bool, quiet: bool) -> None:
-    """Say what got faster or slower from A to B, and whether what A's report had predicted came true.
+    """Show what got faster or slower from A to B, and whether what A's report had predicted came true.
 
     A and B: runs, folders of torch-profiler traces, single traces, or files result.json. Prints the differences with
     their noise, and writes compare.html and compare.json into a new folder dlprof-compare.
@@ -36,18 +36,17 @@ def compare(a: Path, b: Path, out: Path | None, form: str, jobs: int | None, sho
     from dlprof.commands.report import browse, colour, shown, width, write_into
     from dlprof.report import compare_page, compare_text
 
-    told = comparison.compare(_result(a, jobs, quiet), _result(b, jobs, quiet))
-    data = json.dumps(comparison.to_json(told), allow_nan=False, separators=(",", ":"))
-    verdict = data if form == "json" else compare_text.render(told, width(), colour())
-    files = {"compare.json": data, "compare.html": compare_page.render(told)}
+    compared = comparison.compare(_result(a, jobs, quiet), _result(b, jobs, quiet))
+    data = json.dumps(comparison.to_json(compared), allow_nan=False, separators=(",", ":"))
+    verdict = data if form == "json" else compare_text.render(compared, width(), colour())
     try:
-        folder = write_into("dlprof-compare", out, files)
+        page = write_into("dlprof-compare", out, {"compare.json": data, "compare.html": compare_page.render(compared)})
     finally:
         click.echo(verdict)
     if form != "json":
-        say(f"page: {shown(folder / 'compare.html')}")
+        say(f"page: {shown(page)}")
     if show:
-        browse(folder / "compare.html")
+        browse(page)
 
 
 def _result(path: Path, jobs: int | None, quiet: bool) -> Result:
@@ -70,6 +69,6 @@ def _result(path: Path, jobs: int | None, quiet: bool) -> Result:
 
 
 def _is_result(path: Path) -> bool:
-    """Tell by its head whether a file is a result of ours, and no trace of a hundred megabytes."""
+    """Return by a file's head whether it is a result of ours, and no trace of a hundred megabytes."""
     with open_file(path) as file:
         return re.match(rb'\s*\{\s*"format"\s*:.{0,40}"saving"', file.read(256), re.DOTALL) is not None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import click
 
 
-@click.command()
+@click.command(short_help="Print the manual of a rule.")
 @click.argument("rule")
 def explain(rule: str) -> None:
-    """Print the manual of a RULE: what it looks at, when it speaks, what to change."""
+    """Print the manual of a RULE: what it looks at, when it finds something, what to change."""
     from dlprof.analysis.diagnosis import rule_named
     from dlprof.analysis.rules import RULES
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import jobs, no_limits, quiet, say
+from dlprof.commands import jobs, no_limits, quiet, run_path, say
 from dlprof.errors import DlprofError
 from dlprof.progress import Progress
 from dlprof.units import count, duration
 
+if TYPE_CHECKING:
+    from dlprof.read.run import Run
 
-@click.command()
-@click.argument("path", type=click.Path(path_type=Path))
+
+@click.command(short_help="Write a run for Perfetto, speedscope or a spreadsheet.")
+@run_path
 @click.option(
     "--perfetto",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -28,7 +32,6 @@ from dlprof.units import count, duration
 )
 @click.option(
     "--csv",
-    "folder",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="FOLDER",
     help="Every table and every measure as CSV.",
@@ -37,45 +40,46 @@ from dlprof.units import count, duration
 @no_limits
 @quiet
 def export(
-    path: Path, perfetto: Path | None, speedscope: Path | None, folder: Path | None, jobs: int | None, quiet: bool
+    path: Path, perfetto: Path | None, speedscope: Path | None, csv: Path | None, jobs: int | None, quiet: bool
 ) -> None:
     """Write PATH, a run or traces, for other tools: Perfetto, speedscope, or anything that reads CSV."""
-    if not (perfetto or speedscope or folder):
-        raise click.UsageError("say what to write: --perfetto FILE, --speedscope FILE or --csv FOLDER")
-    from dlprof.exports import frames
-    from dlprof.exports import perfetto as trace
-    from dlprof.exports import speedscope as stacks
+    if not (perfetto or speedscope or csv):
+        raise click.UsageError("name what to write: --perfetto FILE, --speedscope FILE or --csv FOLDER")
     from dlprof.read.run import open_run
 
     run = open_run(path)
-    failed: list[DlprofError] = []
-    if perfetto:
-        try:
-            with Progress(f"{perfetto.name}: ", quiet=quiet) as progress:
-                made = trace.write(run, perfetto, jobs, progress)
-            say(f"{perfetto}: {count(made.spans, 'span')}, {count(made.arrows, 'arrow')}")
-            if made.left_out:
-                say(f"  {count(made.left_out, 'span')} of at most {duration(made.shortest_ns)} left out")
-            for warning in made.warnings:
-                say(f"  {warning}")
-        except DlprofError as e:
-            failed.append(e)
-    if speedscope:
-        try:
-            with Progress(f"{speedscope.name}: ", quiet=quiet) as progress:
-                profiles = stacks.write(run, speedscope, progress)
-            say(f"{speedscope}: {count(profiles, 'profile')}")
-        except DlprofError as e:
-            failed.append(e)
-    if folder:
-        try:
-            with Progress(f"{folder.name}: ", quiet=quiet) as progress:
-                there = frames.write(run, folder, jobs, progress)
-            say(
-                f"{folder}: {count(there.tables, 'table')}, {count(there.measures, 'measure')},"
-                f" {there.not_measured} not measured"
-            )
-        except DlprofError as e:
-            failed.append(e)
+    failed = []
+    for target, write in ((perfetto, _perfetto), (speedscope, _speedscope), (csv, _csv)):
+        if target:
+            try:
+                with Progress(f"{target.name}: ", quiet=quiet) as progress:
+                    written = write(run, target, jobs, progress)
+                say(f"{target}: {written[0]}")
+                for line in written[1:]:
+                    say(f"  {line}")
+            except DlprofError as e:
+                failed.append(str(e))
     if failed:
-        raise DlprofError("; ".join(map(str, failed)))
+        raise DlprofError("; ".join(failed))
+
+
+def _perfetto(run: Run, path: Path, jobs: int | None, progress: Progress) -> list[str]:
+    from dlprof.exports import perfetto
+
+    made = perfetto.write(run, path, jobs, progress)
+    left_out = [f"{count(made.left_out, 'span')} of at most {duration(made.shortest_ns)} left out"]
+    spans = f"{count(made.spans, 'span')}, {count(made.arrows, 'arrow')}"
+    return [spans, *(left_out if made.left_out else []), *made.warnings]
+
+
+def _speedscope(run: Run, path: Path, _jobs: int | None, progress: Progress) -> list[str]:
+    from dlprof.exports import speedscope
+
+    return [count(speedscope.write(run, path, progress), "profile")]
+
+
+def _csv(run: Run, folder: Path, jobs: int | None, progress: Progress) -> list[str]:
+    from dlprof.exports import frames
+
+    made = frames.write(run, folder, jobs, progress)
+    return [f"{count(made.tables, 'table')}, {count(made.measures, 'measure')}, {made.not_measured} not measured"]

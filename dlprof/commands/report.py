@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import form, jobs, no_limits, quiet, say, show
+from dlprof.commands import form, jobs, no_limits, quiet, run_path, say, show
 from dlprof.errors import DlprofError
 from dlprof.files import write
 from dlprof.plain import plain
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from dlprof.result import Result
 
 
-@click.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.command(short_help="Show where the time of a step goes, in a run or in traces.")
+@run_path
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Folder for report.html and result.json.")
 @form
 @jobs
@@ -35,12 +35,11 @@ if TYPE_CHECKING:
 @show
 @quiet
 def report(path: Path, out: Path | None, form: str, jobs: int | None, redact: bool, show: bool, quiet: bool) -> None:
-    """Say where the time goes in PATH: a run, a folder of torch-profiler traces, or one trace file.
+    """Show where the time goes in PATH: a run, a folder of torch-profiler traces, or one trace file.
 
-    Prints the verdict and writes report.html and result.json: beside a run, or into a new folder dlprof-report.
+    Prints the verdict and writes report.html and result.json: into a run, or else into a new folder dlprof-report.
     """
-    with Progress(quiet=quiet) as progress:
-        result = analyse(path, jobs, _getting_ready(progress), page=True)
+    result = _analysed_for_page(path, jobs, quiet)
     if redact:
         from dlprof.report.sharing import shareable
 
@@ -58,25 +57,37 @@ def report(path: Path, out: Path | None, form: str, jobs: int | None, redact: bo
 
 
 def browse(page: Path) -> None:
-    """Open a page in the user's browser, or say that there is none."""
+    """Open a page in the user's browser; print a line where there is none."""
     import webbrowser
 
     if not webbrowser.open(page.resolve().as_uri()):
         click.echo("no browser was found to open it with", err=True)
 
 
-def write_report(path: Path, out: Path | None = None) -> str:
-    """Analyse a run, write report.html and result.json, and give the verdict as text for the terminal."""
-    # Behind the job's own output, a line that goes again is all that is said meanwhile.
-    with Progress(quiet=not sys.stderr.isatty()) as progress:
-        result = analyse(path, progress=_getting_ready(progress), page=True)
-    return f"{_verdict(result)}\nreport: {plain(shown(_write_files(result, path, out)))}"
+def write_report(path: Path) -> str:
+    """Analyse a run, write report.html and result.json, and return the verdict as text for the terminal."""
+    # After the job's own output, nothing is printed meanwhile but a line that is removed again.
+    result = _analysed_for_page(path, None, quiet=not sys.stderr.isatty())
+    return f"{_verdict(result)}\nreport: {plain(shown(_write_files(result, path, None)))}"
+
+
+def _analysed_for_page(path: Path, jobs: int | None, quiet: bool) -> Result:
+    with Progress(quiet=quiet) as progress:
+
+        def shown_progress(done: Done) -> None:
+            progress(done)
+            if 0 < done.ranks < done.of_ranks:  # other processes read what is left
+                from dlprof.report import html
+
+                html.prepare()
+
+        return analyse(path, jobs, shown_progress, page=True)
 
 
 def analyse(
     path: Path, jobs: int | None = None, progress: Callable[[Done], None] | None = None, *, page: bool = False
 ) -> Result:
-    """Open a run or traces and ask every rule; what shows the result is imported meanwhile where it is to be shown."""
+    """Open a run or traces and ask every rule; `page` imports the renderers meanwhile."""
     # The measures multiply no matrices: threads of a linear-algebra library would only be started, and forked.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from dlprof.read.kineto import prefetch
@@ -87,7 +98,7 @@ def analyse(
     run = open_run(path)
     if jobs != 1 and "pandas" not in sys.modules:
         prefetch.begin([rank.files[TRACE] for rank in run.largest_first if TRACE in rank.files])
-    # All imports stand here, behind the traces' beginning: what they take, another core decodes in.
+    # All imports stand here, after the start of decoding: another core decodes meanwhile.
     from dlprof.analysis.diagnosis import diagnose
     from dlprof.analysis.rules import RULES
 
@@ -115,54 +126,39 @@ def _json(result: Result) -> str:
 
 
 def _write_files(result: Result, path: Path, out: Path | None) -> Path:
-    """Write result.json and report.html, and give the path of the latter; raise DlprofError where that cannot be."""
+    """Write result.json and report.html, and return the path of the latter; raise DlprofError where that fails."""
     from dlprof.report import html
 
     files = {"result.json": _json(result), "report.html": html.render(result)}
     if out is None and path.is_dir() and ((path / "run.json").is_file() or (path / "ranks").is_dir()):
         out = path
-    return write_into("dlprof-report", out, files) / "report.html"
+    return write_into("dlprof-report", out, files)
 
 
 def write_into(name: str, out: Path | None, files: Mapping[str, str]) -> Path:
-    """Write files into a folder, a new one of this name where none was asked for; return the folder.
+    """Write files into a folder, a new one of this name where none was asked for; return the path of the last file.
 
     Raises DlprofError where it cannot be written, or a thousand of that name are there.
     """
     try:
-        if out is None:
-            out = make_first(Path(name if n == 1 else f"{name}-{n}") for n in range(1, 1000))
-            if out is None:
-                raise DlprofError(f"a thousand folders {name} are here already; -o names another")
-        out.mkdir(parents=True, exist_ok=True)
+        folder = out or make_first(Path(name if n == 1 else f"{name}-{n}") for n in range(1, 1000))
+        if folder is None:
+            raise DlprofError(f"a thousand folders {name} are here already; -o names another")
+        folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
-            write(out / file, text)
+            write(folder / file, text)
     except OSError as e:
-        raise DlprofError(
-            f"the report could not be written: {e.strerror}: {e.filename}; -o names another folder"
-        ) from None
-    return out
+        where = f"{e.strerror}: {e.filename}"
+        raise DlprofError(f"the report could not be written: {where}; -o names another folder") from None
+    return folder / list(files)[-1]
 
 
 def shown(path: Path) -> str:
-    """Name a file as is shortest for whoever reads it here."""
+    """Return the shortest name of a file for somebody in this folder."""
     here = os.path.relpath(path)
     return str(path.resolve()) if here.startswith(os.path.join("..", "..")) else here  # noqa: PTH118
 
 
 def colour() -> bool:
-    """Say whether stdout shows colours."""
+    """Return whether stdout shows colours."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
-
-
-def _getting_ready(progress: Callable[[Done], None]) -> Callable[[Done], None]:
-    """Return a function that says how far it is, and gets the page ready while other processes read what is left."""
-
-    def said(done: Done) -> None:
-        progress(done)
-        if 0 < done.ranks < done.of_ranks:
-            from dlprof.report import html
-
-            html.prepare()
-
-    return said

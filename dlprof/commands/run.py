@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import click
 
 from dlprof.commands.wrap import Recording, record, recording_options
 from dlprof.errors import DlprofError
+from dlprof.units import count
 
 if TYPE_CHECKING:
     import ast
@@ -30,10 +32,9 @@ def print_list(ctx: click.Context, _param: click.Parameter, asked: bool) -> None
         raise DlprofError(NO_WORKLOADS)
     for script in scripts:
         faults = constant(script, "FAULTS") or {}
-        width = max(map(len, faults), default=0)
         click.echo(f"{script.stem}: {covers(script)}")
         for fault, rule in faults.items():
-            click.echo(f"    {fault:<{width}}  {rule}")
+            click.echo(f"    {fault:<{max(map(len, faults))}}  {rule}")
     ctx.exit()
 
 
@@ -74,32 +75,24 @@ def run(
     usual = constant(script, "RANKS")
     there = 0 if procs else count_gpus()
     if gpus and gpus > there:
-        raise DlprofError(
-            f"--gpus {gpus}: there {'is' if there == 1 else 'are'} {there} here; --procs N runs on the CPU"
-        )
-    on_gpus = gpus or (min(there, usual or there) if not procs else 0)
+        raise DlprofError(f"--gpus {gpus}: there is no more than {count(there, 'GPU')} here; --procs N runs on the CPU")
+    on_gpus = gpus or min(there, usual or there)
     ranks = on_gpus or procs or usual or 2
     env = dict(os.environ)
     if not on_gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     if not recording.quiet:
-        place = f"{ranks} GPU{'s' if ranks > 1 else ''}" if on_gpus else f"{ranks} CPU rank{'s' if ranks > 1 else ''}"
-        click.echo(f"dlprof: {script} on {place}", err=True)
-    planted = ["--fault", fault] if fault else []
-    record(
-        [*_launcher(script, ranks), str(script), *planted, *args],
-        recording,
-        name=script.stem + (f"-{fault}" if fault else ""),
-        env=env,
-        options={"fault": fault} if fault else None,
-    )
+        click.echo(f"dlprof: {script} on {count(ranks, 'GPU' if on_gpus else 'CPU rank')}", err=True)
+    command = [*_launcher(script, ranks), str(script), *(["--fault", fault] if fault else []), *args]
+    name = script.stem + (f"-{fault}" if fault else "")
+    record(command, recording, name=name, env=env, options={"fault": fault} if fault else None)
 
 
 def _launcher(script: Path, ranks: int) -> list[str]:
     """Return the words that start a workload's ranks: torchrun's, or those of the launcher that it names.
 
-    Where that one is not installed, what it belongs to is neither: the workload, under torchrun, says what it needs.
+    Where that is not installed, the workload is started under torchrun and itself prints what it needs.
     """
     if own := constant(script, "LAUNCHER"):
         name, *words = own
@@ -114,9 +107,8 @@ def find_workload(name: str) -> Path:
     if Path(name).is_file():
         return Path(name)
     scripts = workloads()
-    for script in scripts:
-        if name in (script.stem, script.name):
-            return script
+    if found := [script for script in scripts if name in (script.stem, script.name)]:
+        return found[0]
     there = ", ".join(script.stem for script in scripts)
     raise DlprofError(f"no workload {name}; there are: {there}" if there else f"no workload {name}: {NO_WORKLOADS}")
 
@@ -132,7 +124,7 @@ def workloads() -> list[Path]:
 
 
 def constant(script: Path, name: str) -> Any:
-    """Return what a workload sets a name to, literally, without running it; None where it sets no such name.
+    """Return the literal that a workload sets a name to, without running it; None where it sets no such name.
 
     FAULTS: of each fault, the rule that must notice it. RANKS: how many it is made for, where any other number is odd.
     LAUNCHER: what starts its ranks where torchrun does not, and its options up to their number.
@@ -164,18 +156,18 @@ def _parsed(script: Path) -> ast.Module:
 
 def count_gpus() -> int:
     """Count the GPUs that a job of this environment would see, without waking any of them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    chosen = None if visible is None else [v.strip() for v in visible.split(",")]
-    if chosen in ([""], ["-1"]) or shutil.which("nvidia-smi") is None:
+    if shutil.which("nvidia-smi") is None:
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
     gpus = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")] if listed.returncode == 0 else []
-    if chosen is None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
         return len(gpus)
+
+    def names_a_gpu(entry: str) -> bool:
+        if entry.isdigit():
+            return int(entry) < len(gpus)
+        return entry not in ("", "-1") and any(entry in line for line in gpus)
+
     # CUDA stops at the first entry that names no device.
-    seen = 0
-    for entry in chosen:
-        if not (entry.isdigit() and int(entry) < len(gpus)) and not (entry and any(entry in line for line in gpus)):
-            break
-        seen += 1
-    return seen
+    return len(list(takewhile(names_a_gpu, map(str.strip, visible.split(",")))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import shutil
 import signal
@@ -29,7 +28,7 @@ _AS_IS = "dlprof.as_is"  # in the context's meta: a `--` stood before the comman
 
 
 class _Wrap(click.Command):
-    """Takes its own options up to the first word that is none; everything from there on is the script's."""
+    """Takes its own options up to the first word that is none; everything after that is the script's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         takes_value = {o for p in self.params if isinstance(p, click.Option) and not p.is_flag for o in p.opts}
@@ -37,14 +36,14 @@ class _Wrap(click.Command):
         while at < len(args) and args[at].startswith("-") and args[at] != "--" and not args[at].startswith("-m"):
             at += 2 if args[at] in takes_value else 1
         rest = args[at:]
-        if rest and rest[0] == "--":
-            ctx.meta[_AS_IS] = True
-            rest = rest[1:]
-        return super().parse_args(ctx, [*args[:at], "--", *rest])
+        ctx.meta[_AS_IS] = rest[:1] == ["--"]
+        return super().parse_args(ctx, [*args[:at], "--", *(rest[1:] if ctx.meta[_AS_IS] else rest)])
 
 
-def parse_window(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
-    """Check 'skip,warmup,active'; a usage error where it is not three whole numbers with at least one active step."""
+# The types of options: each returns the value as it is kept, or raises BadParameter, which is a usage error.
+
+
+def _window(value: str) -> str:
     try:
         skip, warmup, active = (int(part) for part in value.split(","))
     except ValueError:
@@ -54,17 +53,14 @@ def parse_window(_ctx: click.Context, _param: click.Parameter, value: str) -> st
     return f"{skip},{warmup},{active}"
 
 
-def parse_lines(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
-    """Check that each names a function: 'module:function', 'file.py:function' or 'auto'."""
-    for value in values:
-        where, _, name = value.rpartition(":")
-        if value != "auto" and not (where and all(part.isidentifier() for part in name.split("."))):
-            raise click.BadParameter(f"{value!r} is neither MODULE:FUNCTION nor auto")
-    return values
+def _function(value: str) -> str:
+    where, _, name = value.rpartition(":")
+    if value != "auto" and not (where and all(part.isidentifier() for part in name.split("."))):
+        raise click.BadParameter(f"{value!r} is neither MODULE:FUNCTION nor auto")
+    return value
 
 
-def parse_stacks(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
-    """Return 'off' or how many stacks a second; a usage error where it is neither, nor 'on'."""
+def _stacks(value: str) -> str:
     if value in ("on", "off"):
         return STACKS_A_SECOND if value == "on" else value
     if not value.isdigit() or not 1 <= int(value) <= 1000:
@@ -72,21 +68,14 @@ def parse_stacks(_ctx: click.Context, _param: click.Parameter, value: str) -> st
     return str(int(value))
 
 
-def parse_sample(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
-    """Return 'auto' or the seconds between two readings; a usage error where it is neither."""
-    if value == "auto":
-        return value
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not 0.1 <= seconds <= 3600:
-        raise click.BadParameter("auto, or the seconds between two readings, 0.1 to 3600")
-    return f"{seconds:g}"
+def _sample(value: str) -> str:
+    with contextlib.suppress(ValueError):
+        if value == "auto" or 0.1 <= float(value) <= 3600:
+            return value if value == "auto" else f"{float(value):g}"
+    raise click.BadParameter("auto, or the seconds between two readings, 0.1 to 3600")
 
 
-def parse_job(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
-    """Check that a job's name can be part of a folder's; a usage error where it cannot."""
+def _job(value: str) -> str:
     if not all(c.isalnum() or c in "._-" for c in value):
         raise click.BadParameter("letters, digits, dots, hyphens and underscores")
     return value
@@ -94,7 +83,7 @@ def parse_job(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
 
 @dataclass(frozen=True)
 class Recording:
-    """What the options of a command that records say: a field an option."""
+    """The options of a command that records, a field each."""
 
     out: Path | None
     job: str
@@ -128,27 +117,26 @@ class Recording:
         }
 
 
+def _flag(name: str, help: str) -> Callable[..., Any]:  # noqa: A002 - click's name
+    return click.option(name, is_flag=True, help=help)
+
+
+def _value(name: str, parse: Callable[[str], str], default: str, metavar: str, help: str) -> Callable[..., Any]:  # noqa: A002
+    return click.option(name, type=parse, default=default, show_default=bool(default), metavar=metavar, help=help)
+
+
 _OPTIONS = (
-    click.option(
-        "-o", "--out", type=click.Path(path_type=Path), help="The run folder [default: a new one under runs/]."
-    ),
-    click.option(
+    click.option("-o", "--out", type=click.Path(path_type=Path), help="The run folder [default: a new one in runs/]."),
+    _value(
         "--job",
-        default="",
-        callback=parse_job,
-        metavar="NAME",
-        help="Record into one folder with all that give this name: for a job that is started host by host, on a disk"
-        " that the hosts share. Tasks of srun and mpirun need none.",
+        _job,
+        "",
+        "NAME",
+        "Record into one folder with all that give this name: for a job that is started host by host, on a disk that"
+        " the hosts share. Tasks of srun and mpirun need none.",
     ),
-    click.option(
-        "--window",
-        default="10,2,5",
-        callback=parse_window,
-        show_default=True,
-        metavar="S,W,A",
-        help="Steps to skip, to warm up and to trace.",
-    ),
-    click.option("--no-trace", is_flag=True, help="The light layer only: no profiler window."),
+    _value("--window", _window, "10,2,5", "S,W,A", "Steps to skip, to warm up and to trace."),
+    _flag("--no-trace", "The step log only: no profiler window."),
     click.option(
         "--flops",
         type=click.Choice(["auto", "on", "off"]),
@@ -159,60 +147,43 @@ _OPTIONS = (
     click.option(
         "--lines",
         multiple=True,
-        callback=parse_lines,
+        type=_function,
         metavar="MODULE:FUNCTION",
         help="Time a function line by line, in the ranks and in loader workers: package.data:Images.__getitem__,"
         " path/to/file.py:function, __main__:function; auto: the hottest functions of your own files. Repeatable."
         " Slows these functions.",
     ),
-    click.option(
+    _flag(
         "--shapes",
-        is_flag=True,
-        help="Trace the shapes that operators meet: each then has its own time in the report. Slows the traced steps.",
+        "Trace the shapes that operators meet: each then has its own time in the report. Slows the traced steps.",
     ),
-    click.option(
+    _value(
         "--stacks",
-        default="on",
-        callback=parse_stacks,
-        show_default=True,
-        metavar="on|off|RATE",
-        help=f"Look at the Python stacks of ranks and loader workers with py-spy: in bursts, {STACKS_A_SECOND} or RATE"
-        " times a second, without stopping them.",
+        _stacks,
+        "on",
+        "on|off|RATE",
+        f"Read the Python stacks of ranks and loader workers with py-spy: in bursts, {STACKS_A_SECOND} or RATE times a"
+        " second, without stopping them.",
     ),
-    click.option(
-        "--memory",
-        is_flag=True,
-        help="Record the history of the CUDA allocator, for pytorch.org/memory_viz. Slows every allocation.",
-    ),
-    click.option(
-        "--nsys",
-        is_flag=True,
-        help="Run the command under NVIDIA's nsys, with NVTX ranges and without the profiler window.",
-    ),
-    click.option(
-        "--nvtx",
-        is_flag=True,
-        help="Name steps, phases and collectives as NVTX ranges, for an nsys that you run yourself.",
-    ),
-    click.option(
+    _flag("--memory", "Record the history of the CUDA allocator, for pytorch.org/memory_viz. Slows every allocation."),
+    _flag("--nsys", "Run the command under NVIDIA's nsys, with NVTX ranges and without the profiler window."),
+    _flag("--nvtx", "Name steps, phases and collectives as NVTX ranges, for an nsys that you run yourself."),
+    _value(
         "--sample",
-        default="auto",
-        callback=parse_sample,
-        show_default=True,
-        metavar="auto|SECONDS",
-        help="How often to read what the host and its GPUs do; auto: every second, and as the job grows older ever less"
-        " often, down to every 5.",
+        _sample,
+        "auto",
+        "auto|SECONDS",
+        "How often to sample the host and its GPUs; auto: every second, and ever less often as the job grows older,"
+        " down to every 5.",
     ),
-    click.option(
-        "--no-sample", is_flag=True, help="No process of dlprof's beside the job: nothing of host, GPUs and stacks."
-    ),
-    click.option("--quiet", is_flag=True, help="Say nothing but warnings and errors."),
-    click.option("--no-report", is_flag=True, help="Record only."),
+    _flag("--no-sample", "Start no sampling process: no samples of host, GPUs and stacks."),
+    _flag("--quiet", "Print nothing but warnings and errors."),
+    _flag("--no-report", "Record only."),
 )
 
 
 def recording_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command the options of every command that records, gathered into its argument `recording`."""
+    """Give a command the options of every command that records, gathered into its argument `recording`."""
 
     @functools.wraps(command)
     def gathered(**options: Any) -> None:
@@ -239,11 +210,7 @@ def recording_options(command: Callable[..., None]) -> Callable[..., None]:
     metavar="(SCRIPT.py | -m PACKAGE | -- COMMAND) [ARGS]...",
 )
 @click.pass_context
-def wrap(
-    ctx: click.Context,
-    recording: Recording,
-    command: tuple[str, ...],
-) -> None:
+def wrap(ctx: click.Context, recording: Recording, command: tuple[str, ...]) -> None:
     """Record a training script, unedited, and print where its time goes.
 
     \b
@@ -252,17 +219,12 @@ def wrap(
     dlprof wrap -- torchrun --nproc-per-node 4 train.py --lr 0.1
 
     A script or -m package runs under the Python that runs dlprof; after --, any command runs as it is. Nothing after
-    the script's name is an option of ours. Exit status, signals, stdin and stdout are the script's own; dlprof's words
-    go to stderr.
+    the script's name is an option of ours. Exit status, signals, stdin and stdout are the script's own; dlprof prints
+    on stderr.
     """  # noqa: D301 - \b keeps these lines apart in click's help
     words = list(command)
     python = not ctx.meta.get(_AS_IS) and (words[0].startswith("-m") or words[0].endswith(".py"))
-    record(
-        [sys.executable, *words] if python else words,
-        recording,
-        name=_name(words),
-        env=os.environ,
-    )
+    record([sys.executable, *words] if python else words, recording, name=_name(words), env=os.environ)
 
 
 def record(
@@ -297,15 +259,15 @@ def record(
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
     """Let no Ctrl-C cost the command its exit status: while it runs a Ctrl-C is its own, and afterwards too late."""
-    before = signal.getsignal(signal.SIGINT)
     # An ignored one stays so: the command inherits that.
-    if before is signal.default_int_handler:
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
         signal.signal(signal.SIGINT, lambda _number, _frame: None)
     try:
         yield
     finally:
-        if before is signal.default_int_handler:
-            signal.signal(signal.SIGINT, before)
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _report(ended: Ended, quiet: bool) -> None:
@@ -319,8 +281,7 @@ def _report(ended: Ended, quiet: bool) -> None:
     except KeyboardInterrupt:
         _say(f"dlprof: report stopped; to make it later: dlprof report {ended.folder}")
     except Exception as e:  # noqa: BLE001 - the job's exit status comes first
-        words = str(e) if isinstance(e, DlprofError) else f"{type(e).__name__}: {e}"
-        _say(f"dlprof: no report: {words}")
+        _say(f"dlprof: no report: {e if isinstance(e, DlprofError) else f'{type(e).__name__}: {e}'}")
 
 
 def _nsys(env: Mapping[str, str]) -> tuple[str, ...]:
@@ -330,19 +291,13 @@ def _nsys(env: Mapping[str, str]) -> tuple[str, ...]:
     """
     command = shutil.which("nsys", path=env.get("PATH"))
     if command is None:
-        raise DlprofError(
-            "--nsys: no nsys on the PATH; install NVIDIA Nsight Systems, or record without --nsys (torch.profiler then"
-            " traces a few steps)"
-        )
+        raise DlprofError("--nsys: no nsys on the PATH; install NVIDIA Nsight Systems, or record without --nsys")
     # Tasks of one job on one host each have an nsys of their own.
     task = next((f"-{env[name]}" for name in TASK_NUMBERS if env.get(name)), "")
     return (
-        command,
-        "profile",
-        "--trace=cuda,nvtx,osrt,cudnn,cublas",
-        # Looking at Python is py-spy's; nsys' own look at the cores slows the job, and 2022.4 may not end with it.
-        "--sample=none",
-        "--cpuctxsw=none",
+        *(command, "profile", "--trace=cuda,nvtx,osrt,cudnn,cublas"),
+        # py-spy samples Python; nsys' own sampling of the cores slows the job, and 2022.4 may not end with it.
+        *("--sample=none", "--cpuctxsw=none"),
         "--wait=primary",  # with "all", nsys 2022.4 does not end even where the command left nothing
         "--kill=none",  # the end of a recording ends nobody
         "--force-overwrite=true",
@@ -351,7 +306,7 @@ def _nsys(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _say(text: str, keep: str = "") -> None:
-    """Put words of ours on stderr; a reader that has gone (2>&1 | head) must not cost the job its exit status."""
+    """Print on stderr; a reader that has gone (2>&1 | head) must not cost the job its exit status."""
     with contextlib.suppress(OSError):
         click.echo(plain(text, keep=keep), err=True)
 

@@ -1,7 +1,7 @@
-"""Every table and every measure of a run as CSV, for any other program: tables by rank, measures of all ranks in one.
+"""Every table and every measure of a run as CSV, for any other program.
 
-FOLDER/tables/RANK/NAME.csv holds the rows as dlprof/schema.py declares them, times in ns. FOLDER/measures/NAME.csv
-holds what the measures made of them; FOLDER/not_measured.csv tells which could not say anything, and why.
+FOLDER/tables/RANK/NAME.csv holds the rows of a rank as dlprof/schema.py declares them, times in ns.
+FOLDER/measures/NAME.csv holds a measure of all ranks; FOLDER/not_measured.csv lists the others, and why.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ from dlprof.errors import DlprofError, NotMeasured
 from dlprof.files import whole
 from dlprof.read.run import Run
 
-# What a spreadsheet takes for the beginning of a formula.
-_FORMULA = ("=", "+", "-", "@", "\t")
-
-# Rows that pandas turns into text at once.
-_PIECE = 50_000
+_FORMULA = ("=", "+", "-", "@", "\t")  # what a spreadsheet takes for the beginning of a formula
+_PIECE = 50_000  # rows that pandas turns into text at once
 
 
 @dataclass(frozen=True)
@@ -40,20 +37,20 @@ def _write_tables(folder: Path, rank: RankData) -> pd.DataFrame:
     at = folder / f"{rank.index:05d}"
     at.mkdir(parents=True, exist_ok=True)
     for name in rank.tables:
-        with whole(at / f"{name}.csv") as part:
-            _inert(rank.table(name)).to_csv(part, index=False, chunksize=_PIECE)
+        _write_csv(rank.table(name), at / f"{name}.csv")
     return pd.DataFrame({"table": rank.tables})
 
 
-def _inert(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the same rows with no text that a spreadsheet would take for a formula: those begin with an apostrophe."""
+def _write_csv(frame: pd.DataFrame, path: Path) -> None:
+    """Write a frame with no text that a spreadsheet would take for a formula: such texts get an apostrophe before."""
     frame = frame.copy(deep=False)
     for name in frame.columns[[not pd.api.types.is_numeric_dtype(kind) for kind in frame.dtypes]]:
         texts = frame[name].astype("object")
-        told = {text: _cell(text) for text in texts.unique() if isinstance(text, str)}
-        if any(cell != text for text, cell in told.items()):
-            frame[name] = texts.map(lambda text, told=told: told.get(text, text))
-    return frame
+        cells = {text: _cell(text) for text in texts.unique() if isinstance(text, str)}
+        if any(cell != text for text, cell in cells.items()):
+            frame[name] = texts.map(lambda text, cells=cells: cells.get(text, text))
+    with whole(path) as part:
+        frame.to_csv(part, index=False, chunksize=_PIECE)
 
 
 def _cell(text: str) -> str:
@@ -83,8 +80,7 @@ def _write(run: Run, folder: Path, jobs: int | None, progress: Progress | None) 
         except (NotMeasured, MeasureFailed) as e:
             silent.append((m.name, str(e)))
             continue
-        with whole(folder / "measures" / f"{m.name}.csv") as part:
-            _inert(frame).to_csv(part, index=False, chunksize=_PIECE)
+        _write_csv(frame, folder / "measures" / f"{m.name}.csv")
     with whole(folder / "not_measured.csv") as part, part.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("measure", "why"), *((name, _cell(why)) for name, why in silent)])
     return Written(len(measured.frame(ALSO)), len(wanted) - len(silent), len(silent))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,15 +22,15 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import __version__
-from dlprof.analysis import settings
-from dlprof.analysis.communication.blame import blame
-from dlprof.analysis.communication.collectives import collectives, exposed, window_steps
-from dlprof.analysis.communication.matching import host_clocks, matched
-from dlprof.analysis.engine import Measured, MeasureFailed, Progress, measure
+from dlprof.analysis import (
+    settings,
+    subjects,  # noqa: F401 - makes the measures known that _content names
+)
+from dlprof.analysis.engine import Job, Maybe, MeasureFailed, Progress, measure
 from dlprof.analysis.timeline.host import parents
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.exports import whole_file
-from dlprof.exports.tracks import EXCHANGES, OWN, TRACKS, WAITS, WORKER, counters, reduced
+from dlprof.exports.tracks import EXCHANGES, OWN, TRACKS, WAITS, WORKER
 from dlprof.read.run import Run
 
 # Numbers of processes and threads: a rank's processes begin at (rank + 1) × this.
@@ -37,9 +38,6 @@ _THREADS = 1_000
 
 # A job of many ranks has more waits than anybody looks at.
 MOST_ARROWS = 20_000
-
-# Rows that are written as one piece.
-_PIECE = 20_000
 
 
 @dataclass(frozen=True)
@@ -53,36 +51,48 @@ class Written:
     warnings: tuple[str, ...]
 
 
-NEEDS = (blame, collectives, counters, exposed, host_clocks, reduced, window_steps)
+@dataclass(frozen=True)
+class _Content:
+    """What is written of a job, on clocks brought together.
+
+    `rows` have rank and _COLUMNS but place. Arrows have a number each: `ends` is that of the one that ends on a row
+    (−1: none), `begins` those that begin there.
+    """
+
+    rows: pd.DataFrame
+    counters: pd.DataFrame  # rank, _COUNTER
+    spans: pd.DataFrame  # those rows that are spans of the traces
+    names: dict[int, str]  # of the processes, by rank
+    warnings: tuple[str, ...]
+
+
+_COLUMNS = ("place", "category", "name", "start_ns", "dur_ns", "bytes", "ends", "begins", "because")
+_COUNTER = ["name", "unit", "at_ns", "value"]
+Event = dict[str, Any]
 
 
 def write(run: Run, path: Path, jobs: int | None = None, progress: Progress | None = None) -> Written:
     """Write the trace of a run; packed where the name ends in .gz. Raises DlprofError where no rank has a trace."""
-    measured = measure(run, NEEDS, jobs, progress)
     try:
-        frame = measured.frame(reduced)
-    except NotMeasured as e:
+        content = measure(run, [_content], jobs, progress).call(_content)
+    except (NotMeasured, MeasureFailed) as e:
         raise DlprofError(f"{run.path}: nothing to export: {e}") from None
-    except MeasureFailed as e:
-        raise DlprofError(f"{run.path}: cannot be exported: {e}") from None
-    ahead, warnings = _ahead(measured)
-    shared = _shared(measured)
-    sampled = _sampled(measured)
-    frame = frame.assign(start_ns=frame["start_ns"] - frame["rank"].map(ahead).to_numpy(dtype=np.int64))
-    zero = int(frame["start_ns"].min())
-    spans = frame.loc[frame["of"] > 0]
-    arrows = 0
+    zero = int(content.rows["start_ns"].min())
+    head = {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": zero,
+        "otherData": {"exporter": f"dlprof {__version__}", "run": run.path.name},
+    }
     with whole_file(path) as part, _open(part, packed=path.suffix == ".gz") as file:
-        file.write(_head(run, zero) + _meta(_process(measured, measured.ranks[0])))
-        for rank, mine in frame.groupby("rank", sort=True):
-            number = int(str(rank))
-            ours = shared[shared["rank"] == number]
-            rows = pd.concat([mine, ours], ignore_index=True) if len(ours) else mine
-            arrows += _rank(file, measured, number, rows.reset_index(drop=True), zero)
-            _count(file, sampled[sampled["rank"] == number], number, zero - ahead[number])
+        file.write(f'{_json(head)[:-1]},"traceEvents":[')
+        for number, event in enumerate(_events(content, zero)):
+            file.write((",\n" if number else "\n") + _json(event))
         file.write("\n]}\n")
+    spans = content.spans
     total = int(spans.groupby("rank")["of"].first().sum())
-    return Written(len(spans), total - len(spans), int(spans["dur_ns"].min()), arrows, tuple(warnings))
+    arrows = int((content.rows["ends"] >= 0).sum())
+    return Written(len(spans), total - len(spans), int(spans["dur_ns"].min()), arrows, content.warnings)
 
 
 def _open(path: Path, *, packed: bool) -> TextIO:
@@ -91,55 +101,63 @@ def _open(path: Path, *, packed: bool) -> TextIO:
     return path.open("w", encoding="utf-8", errors="replace", newline="\n")
 
 
-def _ahead(run: Measured) -> tuple[dict[int, int], list[str]]:
-    """Return what each rank's clock is ahead by, ns, and a warning where that is not known."""
-    try:
-        frame = run.frame(host_clocks)
-    except (NotMeasured, MeasureFailed) as e:
-        hosts = {settings.host(run, r) for r in run.ranks}
-        told = [] if len(hosts) == 1 and "" not in hosts else [f"the hosts' clocks are taken as they are: {e}"]
-        return dict.fromkeys(run.ranks, 0), told
-    return {int(r): int(ns) for r, ns in zip(frame["rank"], frame["ahead_ns"], strict=True)}, []
+def _content(
+    reduced: pd.DataFrame,
+    host_clocks: Maybe[pd.DataFrame],
+    matched: Maybe[pd.DataFrame],
+    blame: Maybe[pd.DataFrame],
+    counters: Maybe[pd.DataFrame],
+    job: Job,
+) -> _Content:
+    hosts = {r: settings.host(job, r) for r in job.ranks}
+    warnings = ()
+    ahead = dict.fromkeys(job.ranks, 0)  # what each rank's clock is ahead by, ns
+    if (clocks := host_clocks.or_none()) is not None:
+        ahead = dict(zip(clocks["rank"], clocks["ahead_ns"].astype("int64"), strict=True))
+    elif len(set(hosts.values())) > 1 or "" in hosts.values():
+        warnings = (f"the hosts' clocks are taken as they are: {host_clocks.why()}",)
+    spans = reduced.assign(start_ns=reduced["start_ns"] - reduced["rank"].map(ahead), ends=-1, begins="", because="")
+    pairs = matched.or_none()
+    rows = spans if pairs is None else pd.concat([spans, *_exchanges(pairs, blame.or_none())], ignore_index=True)
+    readings = counters.or_none()
+    if readings is None:
+        readings = pd.DataFrame(columns=["rank", *_COUNTER])
+    return _Content(
+        rows=rows,
+        counters=readings.assign(at_ns=readings["at_ns"] - readings["rank"].map(ahead)),
+        spans=spans[spans["of"] > 0],
+        names={r: f"rank {r}" + (f" · {host}" if host else "") for r, host in hosts.items()},
+        warnings=warnings,
+    )
 
 
-def _shared(run: Measured) -> pd.DataFrame:
-    """Return the collectives of all ranks and who waits in them for whom, on clocks brought together.
-
-    Arrows have a number each: `ends` is that of the one that ends on a row (−1: none), `begins` those that begin there.
-    """
-    columns = ["rank", "track", "category", "name", "start_ns", "dur_ns", "bytes", "ends", "begins", "because"]
-    try:
-        pairs = run.frame(matched)
-    except (NotMeasured, MeasureFailed):
-        return pd.DataFrame({c: pd.Series(dtype="int64" if c == "rank" else "object") for c in columns})
+def _exchanges(pairs: pd.DataFrame, blame: pd.DataFrame | None) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return the rows of the collectives of all ranks, and of who waits in them for whom and why."""
     last = pairs[pairs["last"]].drop_duplicates("instance").set_index("instance")["rank"]
-    culprit = pairs["instance"].map(last).fillna(-1).to_numpy(dtype=np.int64)
+    culprit = pairs["instance"].map(last).fillna(-1).astype("int64")
     ends, begins = _arrows(pairs)
-    start = (pairs["start_ns"] - pairs["offset_ns"]).to_numpy()
-    both = pd.DataFrame({"rank": pairs["rank"].to_numpy(), "category": OWN, "bytes": pairs["bytes"].to_numpy()})
+    both = pairs[["rank", "bytes"]].assign(start_ns=pairs["start_ns"] - pairs["offset_ns"], category=OWN)
     exchanges = both.assign(
         track=EXCHANGES,
-        name=(pairs["collective"].where(pairs["collective"] != "", "collective") + " " + pairs["group"])
-        .str.strip()
-        .to_numpy(),
-        start_ns=start,
-        dur_ns=(pairs["end_ns"] - pairs["start_ns"]).to_numpy(),
+        name=(pairs["collective"].where(pairs["collective"] != "", "collective") + " " + pairs["group"]).str.strip(),
+        dur_ns=pairs["end_ns"] - pairs["start_ns"],
         ends=ends,
         begins=begins,
         because="",
     )
-    reasons = _reasons(run)
+    why: dict[tuple[int, int], str] = {}  # what made a culprit late for a rank that waits for it, most of the time
+    if blame is not None:
+        top = blame.sort_values("ns", ascending=False, kind="stable").drop_duplicates(["rank", "culprit"])
+        why = dict(zip(zip(top["rank"], top["culprit"], strict=True), top["category"], strict=True))
     waits = both.assign(
         track=WAITS,
-        name=[f"rank {c}" for c in culprit],
-        start_ns=start,
-        dur_ns=pairs["wait_ns"].to_numpy(),
+        name="rank " + culprit.astype("str"),
+        dur_ns=pairs["wait_ns"],
         ends=-1,
         begins="",
-        because=[reasons.get((int(r), int(c)), "") for r, c in zip(pairs["rank"], culprit, strict=True)],
+        because=[why.get(key, "") for key in zip(pairs["rank"], culprit, strict=True)],
     )
-    together: pd.DataFrame = pd.concat([exchanges, waits[waits["dur_ns"] > 0]], ignore_index=True)
-    return together[columns]
+    return exchanges, waits[waits["dur_ns"] > 0]
 
 
 def _arrows(pairs: pd.DataFrame) -> tuple[NDArray[np.int64], list[str]]:
@@ -157,116 +175,47 @@ def _arrows(pairs: pd.DataFrame) -> tuple[NDArray[np.int64], list[str]]:
     return ends, begins
 
 
-def _reasons(run: Measured) -> dict[tuple[int, int], str]:
-    """Return what made a culprit late for a rank that waits for it, most of the time."""
-    try:
-        frame = run.frame(blame)
-    except (NotMeasured, MeasureFailed):
-        return {}
-    top = frame.sort_values("ns", ascending=False, kind="stable").drop_duplicates(["rank", "culprit"])
-    return {(int(r), int(c)): str(why) for r, c, why in zip(top["rank"], top["culprit"], top["category"], strict=True)}
-
-
-def _head(run: Run, zero: int) -> str:
-    told = {"exporter": f"dlprof {__version__}", "run": run.path.name}
-    return (
-        f'{{"schemaVersion":1,"displayTimeUnit":"ms","baseTimeNanoseconds":{zero},'
-        f'"otherData":{_json(told)},"traceEvents":[\n'
-    )
-
-
-def _rank(file: TextIO, run: Measured, rank: int, rows: pd.DataFrame, zero: int) -> int:
-    """Write the events of one rank; give how many arrows end on it."""
-    pid = (rank + 1) * _THREADS
-    rows, tracks = placed(rows)
-    metas = [_process(run, rank), (pid, pid, "process_sort_index", {"sort_index": rank})]
-    for place, track in enumerate(tracks, 1):
-        metas.append((pid, pid + place, "thread_name", {"name": track}))
-        metas.append((pid, pid + place, "thread_sort_index", {"sort_index": place}))
-    file.writelines(",\n" + _meta(meta) for meta in metas)
-    quoted: dict[str, str] = {}
-
-    def text(value: str) -> str:
-        found = quoted.get(value)
-        if found is None:
-            found = quoted[value] = _json(value)
-        return found
-
-    if "ends" not in rows:
-        rows = rows.assign(ends=-1, begins="", because="")
-    texts = {c: rows[c].fillna("") for c in ("begins", "because")}
-    rows = rows.assign(ends=rows["ends"].fillna(-1).astype(np.int64), **texts)
-    flow = f'"cat":"{OWN}","name":"released"'
-    arrows = 0
-    for first in range(0, len(rows), _PIECE):
-        piece = rows.iloc[first : first + _PIECE]
-        lines = []
-        for place, category, called, start, dur, size, ends, begins, because in zip(
-            *(
-                piece[c].tolist()
-                for c in ("place", "category", "name", "start_ns", "dur_ns", "bytes", "ends", "begins", "because")
-            ),
-            strict=True,
+def _events(content: _Content, zero: int) -> Iterator[Event]:
+    """Return all events, times from zero on."""
+    for rank, rows in content.rows.groupby("rank", sort=True):
+        number = int(str(rank))
+        pid = (number + 1) * _THREADS
+        rows, tracks = placed(rows)
+        yield _meta(pid, pid, "process_name", name=content.names[number])
+        yield _meta(pid, pid, "process_sort_index", sort_index=number)
+        for tid, track in enumerate(tracks, pid + 1):
+            yield _meta(pid, tid, "thread_name", name=track)
+            yield _meta(pid, tid, "thread_sort_index", sort_index=tid - pid)
+        yield from _spans(rows, pid, zero)
+        for name, unit, at, value in content.counters[content.counters["rank"] == rank][_COUNTER].itertuples(
+            index=False
         ):
-            args = f'"bytes":{int(size)}' if size >= 0 else ""
-            args += f'{"," if args else ""}"because":{text(because)}' if because else ""
-            at = f'"pid":{pid},"tid":{pid + place},"ts":{_us(start - zero)}'
-            lines.append(
-                f'{{"ph":"X","cat":{text(category)},"name":{text(called)},{at},"dur":{_us(dur)}'
-                + (f',"args":{{{args}}}}}' if args else "}")
-            )
-            # Each end binds to the span that it lies in.
-            lines += [f'{{"ph":"s",{flow},"id":{number},{at}}}' for number in begins.split()]
-            if ends >= 0:
-                leaves = _us(start - zero + max(dur - 1, 0))
-                lines.append(f'{{"ph":"f","bp":"e",{flow},"id":{ends},"pid":{pid},"tid":{pid + place},"ts":{leaves}}}')
-                arrows += 1
-        file.write(",\n" + ",\n".join(lines))
-    return arrows
+            args = {unit: float(f"{value:.9g}")}
+            yield {"ph": "C", "cat": OWN, "name": name, "pid": pid, "tid": pid, "ts": (at - zero) / 1000, "args": args}
 
 
-def _sampled(run: Measured) -> pd.DataFrame:
-    """Return the counters of all ranks; no rows where nothing was sampled."""
-    try:
-        return run.frame(counters)
-    except (NotMeasured, MeasureFailed):
-        return pd.DataFrame({"rank": [], "name": [], "unit": [], "at_ns": [], "value": []})
+def _spans(rows: pd.DataFrame, pid: int, zero: int) -> Iterator[Event]:
+    """Return the events of a rank's rows and the ends of their arrows, each of which binds to the span it lies in."""
+    flow = {"cat": OWN, "name": "released"}
+    for place, category, name, start, dur, size, ends, begins, because in zip(
+        *(rows[c].tolist() for c in _COLUMNS), strict=True
+    ):
+        # Below 2**53 ns a float64 in µs is exact to the ns.
+        where = {"pid": pid, "tid": pid + place, "ts": (start - zero) / 1000}
+        args = ({"bytes": int(size)} if size >= 0 else {}) | ({"because": because} if because else {})
+        yield {"ph": "X", "cat": category, "name": name, **where, "dur": dur / 1000} | ({"args": args} if args else {})
+        for arrow in begins.split():
+            yield {"ph": "s", **flow, "id": int(arrow), **where}
+        if ends >= 0:
+            yield {"ph": "f", "bp": "e", **flow, "id": ends, **where, "ts": (start - zero + max(dur - 1, 0)) / 1000}
 
 
-def _count(file: TextIO, rows: pd.DataFrame, rank: int, zero: int) -> None:
-    """Write the counters of one rank; `zero` on its own clock."""
-    pid = (rank + 1) * _THREADS
-    for name, mine in rows.groupby("name", sort=False):
-        unit = _json(str(mine["unit"].iloc[0]))
-        head = f',\n{{"ph":"C","cat":"{OWN}","name":{_json(name)},"pid":{pid},"tid":{pid}'
-        file.writelines(
-            f'{head},"ts":{_us(at - zero)},"args":{{{unit}:{value:.9g}}}}}'
-            for at, value in zip(mine["at_ns"].tolist(), mine["value"].tolist(), strict=True)
-        )
-
-
-def _us(ns: int) -> str:
-    """Write ns as µs, exactly."""
-    sign, ns = ("-", -ns) if ns < 0 else ("", ns)
-    return f"{sign}{ns // 1000}.{ns % 1000:03d}"
-
-
-_Meta = tuple[int, int, str, dict[str, Any]]  # process, thread, what is told, and its value
-
-
-def _process(run: Measured, rank: int) -> _Meta:
-    """Name a rank's process."""
-    pid = (rank + 1) * _THREADS
-    name = settings.host(run, rank)
-    return pid, pid, "process_name", {"name": f"rank {rank}" + (f" · {name}" if name else "")}
-
-
-def _meta(told: _Meta) -> str:
-    return _json(dict(zip(("ph", "pid", "tid", "name", "args"), ("M", *told), strict=True)))
+def _meta(pid: int, tid: int, what: str, **args: object) -> Event:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args}
 
 
 def _json(value: object) -> str:
-    """Write letters as themselves: of names of processes and threads Perfetto shows escapes as they stand."""
+    """Write letters as themselves: Perfetto shows escapes in names of processes and threads as they stand."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
@@ -286,21 +235,18 @@ def placed(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     for track in order:
         mine = rows[rows["track"] == track].sort_values(["start_ns", "dur_ns"], ascending=[True, False], kind="stable")
         more = 0
-        while len(mine):
-            start = mine["start_ns"].to_numpy()
-            end = start + mine["dur_ns"].to_numpy()
-            fits = _nested(start, end)
-            tracks.append(track if not more else f"{track} ({more + 1})")
+        # Nobody looks at a thousand tracks; what is left would only spoil the last of them.
+        while len(mine) and len(tracks) < _THREADS - 2:
+            fits = _nested(mine["start_ns"].to_numpy(), (mine["start_ns"] + mine["dur_ns"]).to_numpy())
+            more += 1
+            tracks.append(track if more == 1 else f"{track} ({more})")
             found.append(mine[fits].assign(place=len(tracks)))
-            mine, more = mine[~fits], more + 1
-            if len(tracks) >= _THREADS - 2:
-                # Nobody looks at a thousand tracks; what is left would only spoil the last of them.
-                mine = mine.iloc[:0]
+            mine = mine[~fits]
     return pd.concat(found, ignore_index=True), tracks
 
 
 def _nested(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Tell of spans, in order of start and the longer first, which may stay together on one track."""
+    """Return which spans, in order of start and the longer first, may stay together on one track."""
     fits = np.ones(len(start), dtype=bool)
     while True:
         rows = np.flatnonzero(fits)

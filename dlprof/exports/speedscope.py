@@ -1,7 +1,7 @@
 """The Python stacks that py-spy saw, in the file format of speedscope.app: one profile a rank and role.
 
-The format: https://www.speedscope.app/file-format-schema.json. A profile is sampled: stacks of frames, each with the
-number of times that it was seen. The training thread's stacks stand on what the step was doing.
+A profile is sampled: stacks of frames, each with the number of times that it was seen. The outermost frame of the
+training thread's stacks is the phase of the step.
 """
 
 from __future__ import annotations
@@ -26,17 +26,12 @@ SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 # Stacks of one profile; the rarest are left out, and the profile's name says how many.
 MOST_STACKS = 20_000
 
-ROLES = {
-    "main": "training thread",
-    "worker": "loader workers",
-    "thread": "other threads",
-    "other": "other processes",
-}
+ROLES = {"main": "training thread", "worker": "loader workers", "thread": "other threads", "other": "other processes"}
 _FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
 
 
 def write(run: Run, path: Path, progress: Progress | None = None) -> int:
-    """Write the profiles of all ranks, and give their number; raise DlprofError where no stack was seen."""
+    """Write the profiles of all ranks, and return their number; raise DlprofError where no stack was seen."""
     source = next(s for s in SOURCES if s.name == "stacks")
     frames: dict[str, int] = {}
     profiles: list[dict[str, Any]] = []
@@ -49,7 +44,7 @@ def write(run: Run, path: Path, progress: Progress | None = None) -> int:
             progress(far([r.index for r in run.ranks[:n]]))
     if not profiles:
         raise DlprofError(f"{run.path}: {source.absent}")
-    told = {
+    data = {
         "$schema": SCHEMA,
         "exporter": f"dlprof {__version__}",
         "name": run.path.name,
@@ -58,42 +53,29 @@ def write(run: Run, path: Path, progress: Progress | None = None) -> int:
         "profiles": profiles,
     }
     with whole_file(path) as part:
-        part.write_text(json.dumps(told, separators=(",", ":")), encoding="utf-8")
+        part.write_text(json.dumps(data, separators=(",", ":")), encoding="utf-8")
     return len(profiles)
 
 
 def _profiles(rank: int, table: pd.DataFrame, frames: dict[str, int], *, alone: bool) -> list[dict[str, Any]]:
     found = []
-    text = table.astype({"role": "str", "phase": "str", "stack": "str"})
     for role, title in ROLES.items():
-        mine = text[text["role"] == role].nlargest(MOST_STACKS, "samples", keep="first")
-        left = int((text["role"] == role).sum()) - len(mine)
-        if not len(mine):
-            continue
-        samples, weights = [], []
-        for phase, stack, times in zip(mine["phase"], mine["stack"], mine["samples"], strict=True):
-            names = stack.split(";") if stack else []
-            names = [f"({DOING[phase]})", *names] if phase in DOING else names
+        stacks = table[table["role"] == role]
+        mine = stacks.nlargest(MOST_STACKS, "samples", keep="first")
+        samples = []
+        for phase, stack in zip(mine["phase"], mine["stack"], strict=True):
+            names = [f"({DOING[phase]})"] * (phase in DOING) + stack.split(";")
             samples.append([frames.setdefault(name, len(frames)) for name in names])
-            weights.append(int(times))
+        weights = mine["samples"].tolist()
         name = title if alone else f"rank {rank} · {title}"
-        found.append(
-            {
-                "type": "sampled",
-                "name": f"{name} ({left:,} rarer stacks left out)" if left else name,
-                "unit": "none",
-                "startValue": 0,
-                "endValue": sum(weights),
-                "samples": samples,
-                "weights": weights,
-            }
-        )
-    return found
+        left = f" ({len(stacks) - len(mine):,} rarer stacks left out)" if len(stacks) > len(mine) else ""
+        profile = {"type": "sampled", "name": name + left, "unit": "none", "startValue": 0, "endValue": sum(weights)}
+        found.append(profile | {"samples": samples, "weights": weights})
+    return [profile for profile in found if profile["samples"]]
 
 
 def _frame(text: str) -> dict[str, Any]:
     match = _FRAME.fullmatch(text)
     if match is None:
         return {"name": text}
-    named: dict[str, Any] = {"name": match[1], "file": match[2]}
-    return named | ({"line": int(match[3])} if match[3] != "0" else {})
+    return {"name": match[1], "file": match[2]} | ({"line": int(match[3])} if match[3] != "0" else {})

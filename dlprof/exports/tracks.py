@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 
 import numpy as np
 import pandas as pd
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank
+from dlprof.analysis.engine import Maybe, RankFacts, per_rank, within_rank
 from dlprof.analysis.machine.samples import held
 from dlprof.errors import NotMeasured
 from dlprof.units import short
 
-# So many spans of all ranks together: about 60 MB of text, which the Perfetto page opens in some seconds.
+# Spans of all ranks together: about 60 MB of text, which the Perfetto page opens in some seconds. A rank of a very
+# large job still has FEWEST_SPANS; the exclusive parts of its steps are at most PARTS_SHARE of that again.
 MOST_SPANS = 400_000
-
-# A rank of a very large job still has so many.
 FEWEST_SPANS = 2_000
-
-# The same of a rank's exclusive parts of its steps.
 PARTS_SHARE = 0.2
-
 LONGEST_NAME = 300
 
-STEPS, PARTS, STALLS = "steps", "where the step goes", "stalls"
-
-EXCHANGES, WAITS, CHUNKS = "collectives", "waits for", "pipeline"
-
-WORKER = "loader worker "
-
-TRACKS = (STEPS, PARTS, WAITS, EXCHANGES, STALLS, CHUNKS)
-
 OWN = "dlprof"
+STEPS, PARTS, STALLS, CHUNKS = "steps", "where the step goes", "stalls", "pipeline"
+EXCHANGES, WAITS = "collectives", "waits for"
+TRACKS = (STEPS, PARTS, WAITS, EXCHANGES, STALLS, CHUNKS)
+WORKER = "loader worker "
 
 # Kinds of spans as Kineto's categories, host and device.
 _CATEGORIES = {
@@ -89,10 +80,14 @@ _UNITS = {
 }
 
 
-@per_rank
-def reduced(
-    spans: pd.DataFrame,
-    training_lane: str,
+def _most(rank: RankFacts) -> int:
+    """Return how many spans a rank may have: the job's ranks share MOST_SPANS."""
+    ranks = rank.facts.get("world_size") or rank.trace_facts.get("world_size") or 1
+    return max(MOST_SPANS // max(int(ranks), 1), FEWEST_SPANS)
+
+
+@within_rank
+def own_tracks(
     step_series: Maybe[pd.DataFrame],
     stalls: Maybe[pd.DataFrame],
     chunks: Maybe[pd.DataFrame],
@@ -100,39 +95,54 @@ def reduced(
     partition: Maybe[dict[str, iv.Intervals]],
     rank: RankFacts,
 ) -> pd.DataFrame:
+    """Return the tracks of one rank alone: track, name, start_ns, dur_ns."""
+    found = [
+        pd.DataFrame({"start_ns": [], "dur_ns": [], "track": [], "name": []}).astype({"start_ns": int, "dur_ns": int})
+    ]
+
+    def add(track: str | pd.Series[str], names: str | pd.Series[str], rows: pd.DataFrame) -> None:
+        found.append(rows[["start_ns", "dur_ns"]].assign(track=track, name=names))
+
+    if step_series:
+        steps = step_series.get()
+        add(STEPS, steps["kind"].astype("str") + " step " + steps["step"].astype("str"), steps)
+    if stalls:
+        rows = stalls.get()
+        rows = rows[rows["count"] == 1]  # a row that stands for several has no place in time
+        add(STALLS, rows["kind"].astype("str"), rows)
+    if chunks:
+        rows = chunks.get()
+        number = rows["microbatch"].astype("str").where(rows["microbatch"] >= 0, "")
+        add(CHUNKS, (rows["action"].astype("str") + " " + number).str.strip(), rows)
+    if fetches:
+        rows = fetches.get()
+        rows = rows[(rows["worker"] >= 0) & (rows["count"] == 1)]
+        add(WORKER + rows["worker"].astype("str"), "batch", rows)
+    if partition:
+        pieces = [(part, start, end - start) for part, found in partition.get().items() for start, end in found]
+        rows = pd.DataFrame(pieces, columns=["name", "start_ns", "dur_ns"])
+        rows = rows.nlargest(int(_most(rank) * PARTS_SHARE), "dur_ns")
+        add(PARTS, rows["name"], rows)
+    return pd.concat(found[1:] or found, ignore_index=True)
+
+
+@per_rank
+def reduced(spans: pd.DataFrame, training_lane: str, own_tracks: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
     """Return a rank's longest spans, and tracks of dlprof's own: track, category, name, start_ns, dur_ns, bytes, of.
 
-    `of` is how many spans there were, 0 on the own tracks. As many are kept as the job's ranks share MOST_SPANS.
+    `of` is how many spans there were, 0 on dlprof's own tracks.
     """
-    said = rank.facts.get("world_size") or rank.trace_facts.get("world_size") or 1
-    most = max(MOST_SPANS // max(int(said), 1), FEWEST_SPANS)
-    found = [_spans(spans, training_lane, most)]
-    if len(spans):
-        begin = int(spans["start_ns"].min())
-        end = int((spans["start_ns"] + spans["dur_ns"]).max())
-        tracks = _own(step_series, stalls, chunks, fetches, partition, int(most * PARTS_SHARE))
-        found += [_track(name, names, frame, begin, end) for name, names, frame in tracks]
-    return pd.concat([f for f in found if len(f)] or found[:1], ignore_index=True)
-
-
-def _spans(spans: pd.DataFrame, training: str, most: int) -> pd.DataFrame:
-    dur = spans["dur_ns"].to_numpy()
+    dur, most = spans["dur_ns"].to_numpy(), _most(rank)
     # The longest; of equally long ones the first, which are not to be told apart anyway.
     kept = np.sort(np.argsort(-dur, kind="stable")[:most]) if len(dur) > most else np.arange(len(dur))
     chosen = spans.iloc[kept]
-    lane = chosen["lane"].astype("str")
-    of_device = lane.str.startswith("device")
-    kind = chosen["kind"].astype("str")
-    category = np.where(
-        of_device,
-        kind.map({k: c[1] for k, c in _CATEGORIES.items()}),
-        kind.map({k: c[0] for k, c in _CATEGORIES.items()}),
-    )
-    track = lane.mask(lane == training, f"training thread ({training.removeprefix('host:')})")
-    return pd.DataFrame(
+    lane, kind = chosen["lane"].astype("str"), chosen["kind"].astype("str")
+    host, device = (kind.map({k: names[side] for k, names in _CATEGORIES.items()}) for side in (0, 1))
+    track = lane.mask(lane == training_lane, f"training thread ({training_lane.removeprefix('host:')})")
+    longest = pd.DataFrame(
         {
             "track": track.str.replace("^host:", "thread ", regex=True).str.replace(":", " stream ").to_numpy(),
-            "category": category,
+            "category": host.where(~lane.str.startswith("device"), device).to_numpy(),
             "name": chosen["name"].map({n: short(n, LONGEST_NAME) for n in chosen["name"].cat.categories}).to_numpy(),
             "start_ns": chosen["start_ns"].to_numpy(),
             "dur_ns": chosen["dur_ns"].to_numpy(),
@@ -140,46 +150,11 @@ def _spans(spans: pd.DataFrame, training: str, most: int) -> pd.DataFrame:
             "of": len(spans),
         }
     )
-
-
-def _own(
-    step_series: Maybe[pd.DataFrame],
-    stalls: Maybe[pd.DataFrame],
-    chunks: Maybe[pd.DataFrame],
-    fetches: Maybe[pd.DataFrame],
-    partition: Maybe[dict[str, iv.Intervals]],
-    most: int,
-) -> Iterator[tuple[str, pd.Series[str], pd.DataFrame]]:
-    """Return the tracks of one rank alone: title, names and rows."""
-    steps = step_series.or_none()
-    if steps is not None:
-        yield STEPS, steps["kind"] + " step " + steps["step"].astype("str"), steps
-    if stalls:
-        held = stalls.get()
-        held = held[held["count"] == 1]  # a row that stands for several has no place in time
-        yield STALLS, held["kind"].astype("str"), held
-    if chunks:
-        table = chunks.get()
-        number = table["microbatch"].astype("str").where(table["microbatch"] >= 0, "")
-        yield CHUNKS, (table["action"].astype("str") + " " + number).str.strip(), table
-    if fetches:
-        table = fetches.get()
-        # A row that stands for several batches has no place in time.
-        for worker, mine in table[(table["worker"] >= 0) & (table["count"] == 1)].groupby("worker"):
-            yield f"{WORKER}{worker}", pd.Series("batch", index=mine.index), mine
-    parts = partition.or_none()
-    if parts is not None:
-        pieces = [(c, s, e - s) for c, p in parts.items() for s, e in p]
-        frame = pd.DataFrame(pieces, columns=["name", "start_ns", "dur_ns"])
-        yield PARTS, frame["name"], frame.nlargest(most, "dur_ns")
-
-
-def _track(track: str, name: pd.Series[str], frame: pd.DataFrame, begin: int, end: int) -> pd.DataFrame:
-    start, dur = frame["start_ns"].to_numpy(), frame["dur_ns"].to_numpy()
-    inside = (start < end) & (start + dur > begin)
-    names = name.reindex(frame.index).to_numpy()[inside]
-    made = pd.DataFrame({"start_ns": start[inside], "dur_ns": dur[inside], "name": names})
-    return made.assign(track=track, category=OWN, bytes=-1, of=0)
+    if not len(spans) or not len(own_tracks):
+        return longest
+    begin, end = spans["start_ns"].min(), (spans["start_ns"] + spans["dur_ns"]).max()
+    own = own_tracks[(own_tracks["start_ns"] < end) & (own_tracks["start_ns"] + own_tracks["dur_ns"] > begin)]
+    return pd.concat([longest, own.assign(category=OWN, bytes=-1, of=0)], ignore_index=True)
 
 
 @per_rank
@@ -193,30 +168,25 @@ def counters(spans: pd.DataFrame, samples: Maybe[pd.DataFrame], memory: Maybe[pd
     begin, end = int(spans["start_ns"].min()), int((spans["start_ns"] + spans["dur_ns"]).max())
     parts = []
     with suppress(NotMeasured):
-        told = held(samples.get(), begin, end)
-        for source, metric, name in _COUNTERS:
-            parts.append(_counter(name, metric, told[(told["source"] == source) & (told["metric"] == metric)]))
-        for log in sorted(set(told["source"][told["source"].str.startswith("nvidia-smi")])):
-            of_log = told[told["source"] == log]
-            for source, metric, name in _COUNTERS:
-                if source == "gpu":
-                    title = f"{log}: {name.removeprefix('GPU: ')}"
-                    parts.append(_counter(title, metric, of_log[of_log["metric"] == metric]))
+        readings = held(samples.get(), begin, end)
+        logs = sorted(set(readings["source"][readings["source"].str.startswith("nvidia-smi")]))
+        of_logs = [(log, m, f"{log}: {n.removeprefix('GPU: ')}") for log in logs for s, m, n in _COUNTERS if s == "gpu"]
+        for source, metric, name in (*_COUNTERS, *of_logs):
+            mine = readings[(readings["source"] == source) & (readings["metric"] == metric)]
+            parts.append(_counter(name, metric, mine["at_ns"], mine["value"]))
     if memory:
         table = memory.get()
         at = table["at_ns"].to_numpy()
         inside = table.iloc[max(int(np.searchsorted(at, begin, side="right")) - 1, 0) : np.searchsorted(at, end)]
         for column, name in _ALLOCATOR.items():
             known = inside[inside[column] >= 0]
-            readings = {"at_ns": known["at_ns"].clip(lower=begin), "value": known[column]}
-            parts.append(_counter(name, column, pd.DataFrame(readings)))
+            parts.append(_counter(name, column, known["at_ns"].clip(lower=begin), known[column]))
     parts = [part for part in parts if len(part)]
     if not parts:
         raise NotMeasured("nothing was sampled")
     return pd.concat(parts, ignore_index=True)
 
 
-def _counter(name: str, metric: str, readings: pd.DataFrame) -> pd.DataFrame:
+def _counter(name: str, metric: str, at: pd.Series[int], value: pd.Series[float]) -> pd.DataFrame:
     unit, factor = next((u for ending, u in _UNITS.items() if metric.endswith(ending)), ("", 1))
-    at, value = readings["at_ns"].to_numpy(), readings["value"].to_numpy() * factor
-    return pd.DataFrame({"name": name, "unit": unit, "at_ns": at, "value": value})
+    return pd.DataFrame({"name": name, "unit": unit, "at_ns": at.to_numpy(), "value": value.to_numpy() * factor})

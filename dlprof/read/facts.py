@@ -1,7 +1,7 @@
-"""Reads run.json and facts.json: what a run, and what one of its ranks, say of themselves.
+"""Reads run.json and facts.json: what is known of a run, and of one of its ranks.
 
 What the shapes below declare can be relied on behind this reader: it has that type, or it is None or absent. What they
-do not declare, as a later dlprof writes it, passes where it is plain. A fact of another kind is left out with a word.
+do not declare, as a later dlprof writes it, passes where it is plain. Any other value is left out with a warning.
 """
 
 from __future__ import annotations
@@ -15,128 +15,74 @@ from typing import Any
 from dlprof.errors import DlprofError
 from dlprof.read.opening import read_file
 from dlprof.read.sources import Reading
+from dlprof.units import few
 
 # A type; a list of what its one item is; a mapping of names to shapes. None stands for an unknown value of any shape.
 Shape = type | list["Shape"] | Mapping[str, "Shape"]
 
+
+def _all(kind: Shape, names: str) -> Mapping[str, Shape]:
+    return dict.fromkeys(names.split(), kind)
+
+
 TASK: Mapping[str, Shape] = {
-    "host": str,
-    "number": str,
+    **_all(str, "host number"),
+    **_all(int, "start_ns end_ns"),
     "command": [str],
-    "start_ns": int,
-    "end_ns": int,
-    "exit": {"code": int, "signal": int},
+    "exit": _all(int, "code signal"),
     "resumed_ns": [int],
     "warnings": [str],
 }
 
-RUN: Mapping[str, Shape] = {
-    "dlprof": str,
-    "command": [str],
-    "start_ns": int,
-    "end_ns": int,
-    "hosts": [str],
-    "exit": {"code": int, "signal": int},
-    "options": {},
-    "resumed_ns": [int],
-    "warnings": [str],
-    "tasks": [TASK],
-}
+RUN: Mapping[str, Shape] = {**TASK, "dlprof": str, "hosts": [str], "options": {}, "tasks": [TASK]}
 
 RANK: Mapping[str, Shape] = {
-    "rank": int,
-    "local_rank": int,
-    "world_size": int,
-    "backend": str,
-    "host": str,
-    "boot": str,
-    "pid": int,
-    "restart": int,
-    "env": {},
-    "script": str,
-    "argv": [str],
-    "clock": {"unix_ns": int, "perf_ns": int},
+    **_all(int, "rank local_rank world_size pid restart graphs"),
+    **_all(str, "backend host boot script"),
+    **_all({}, "env versions matmul"),
+    **_all([str], "argv warnings"),
+    "clock": _all(int, "unix_ns perf_ns"),
     "device": {
-        "type": str,
-        "index": int,
-        "name": str,
-        "uuid": str,
-        "pci": str,
-        "slice": str,
-        "vendor": str,
-        "memory_bytes": int,
+        **_all(str, "type name uuid pci slice vendor"),
+        **_all(int, "index memory_bytes count"),
         "capability": [int],
-        "count": int,
     },
-    "versions": {},
-    "cpu": {"count": int, "affinity": int, "quota": float, "torch_threads": int, "torch_interop_threads": int},
+    "cpu": {**_all(int, "count affinity torch_threads torch_interop_threads"), "quota": float},
     "loaders": [
         {
-            "role": str,
-            "num_workers": int,
-            "batch_size": int,
-            "pin_memory": bool,
-            "prefetch_factor": int,
-            "persistent_workers": bool,
-            "start_method": str,
-            "dataset": str,
-            "dataset_length": int,
+            **_all(str, "role start_method dataset"),
+            **_all(int, "num_workers batch_size prefetch_factor dataset_length"),
+            **_all(bool, "pin_memory persistent_workers"),
         }
     ],
-    "models": [{"class": str, "parameters": int, "parameter_bytes": int, "dtypes": {}, "compiled": bool, "ddp": {}}],
-    "optimizers": [{"class": str, "fused": bool, "foreach": bool, "parameters": int, "parameter_groups": int}],
+    "models": [{"class": str, **_all(int, "parameters parameter_bytes"), **_all({}, "dtypes ddp"), "compiled": bool}],
+    "optimizers": [{"class": str, **_all(bool, "fused foreach"), **_all(int, "parameters parameter_groups")}],
     "autocast": {"enabled": bool, "dtype": str},
     "grad_scaler": bool,
-    "graphs": int,
-    "matmul": {},
     "flops": {
-        "state": str,
-        "why": str,
-        "step": int,
-        "total": int,
-        "backward": int,
-        "operators": [{"operator": str, "dtype": str, "flops": int, "calls": int}],
-        "shapes": [{"operator": str, "dtype": str, "shape": str, "calls": int, "flops": int, "bytes": int}],
+        **_all(str, "state why"),
+        **_all(int, "step total backward"),
+        "operators": [{**_all(str, "operator dtype"), **_all(int, "flops calls")}],
+        "shapes": [{**_all(str, "operator dtype shape"), **_all(int, "calls flops bytes")}],
         "uncounted": {},
     },
     "step": {"mark": str},
     "window": {
         "state": str,
-        "skip": int,
-        "warmup": int,
-        "active": int,
-        "first_step": int,
-        "last_step": int,
-        "export_ns": int,
-        "extended": int,
+        **_all(int, "skip warmup active first_step last_step export_ns extended"),
         "cupti_torn_down": bool,
         "errors": [str],
     },
-    "warnings": [str],
 }
 
 _LARGEST = 2**62
-# Undeclared facts are no deeper than this.
-_DEEPEST = 3
+_DEEPEST = 3  # of what no shape declares
 _MOST_NAMED = 6
+_WRONG = object()
 
 
-def read(path: Path) -> Reading:
-    """Return the facts of a rank from its facts.json; raise DlprofError where it cannot be read or holds no object."""
-    return _read(path, RANK)
-
-
-def read_run(path: Path) -> Reading:
-    """Return the facts of a run from its run.json; raise DlprofError where it cannot be read or holds no object."""
-    return _read(path, RUN)
-
-
-def read_task(path: Path) -> Reading:
-    """Return what one task of a job said of itself; raise DlprofError where it cannot be read or holds no object."""
-    return _read(path, TASK)
-
-
-def _read(path: Path, shape: Mapping[str, Shape]) -> Reading:
+def read(path: Path, shape: Mapping[str, Shape] = RANK) -> Reading:
+    """Return the facts in a file; raise DlprofError where it cannot be read or holds no object."""
     try:
         data = json.loads(read_file(path))
     except (ValueError, RecursionError) as e:
@@ -145,48 +91,39 @@ def _read(path: Path, shape: Mapping[str, Shape]) -> Reading:
         raise DlprofError(f"{path.name} is broken (it holds no object)")
     left_out: list[str] = []
     facts = _fitting(shape, data, "", left_out)
-    if not left_out:
-        return Reading({}, facts)
-    few = ", ".join(left_out[:_MOST_NAMED]) + (" …" if len(left_out) > _MOST_NAMED else "")
-    return Reading({}, facts, (f"{path.name}: left out, since they are not of the kind expected: {few}",))
+    named = few(left_out, _MOST_NAMED)
+    warnings = (f"{path.name}: left out, since they are not of the kind expected: {named}",) if left_out else ()
+    return Reading({}, facts, warnings)
 
 
-def _fitting(shape: Mapping[str, Shape], data: Mapping[str, Any], where: str, left_out: list[str]) -> dict[str, Any]:
-    """Return the entries of data that fit; name the others in left_out."""
-    fitting = {}
-    for name, value in data.items():
-        at = f"{where}{name}"[:80]
-        if name not in shape:
-            if _is_plain(value, _DEEPEST):
-                fitting[name] = value
-            else:
-                left_out.append(at)
-            continue
-        fits, kept = _fit(shape[name], value, at, left_out)
-        if value is None or fits:
-            fitting[name] = kept
-        else:
-            left_out.append(at)
-    return fitting
-
-
-def _fit(shape: Shape, value: Any, where: str, left_out: list[str]) -> tuple[bool, Any]:
-    """Return whether a value is of a shape, and give what of it is."""
+def _fitting(shape: Shape | None, value: Any, where: str, left_out: list[str]) -> Any:
+    """Return what of a value fits a shape, _WRONG where nothing does; name in left_out which of its parts do not."""
+    if shape is None:
+        return value if _is_plain(value, _DEEPEST) else _WRONG
     if isinstance(shape, type):
         # bool is an int to Python, and a number of workers is none.
-        fits = type(value) is shape
-        if isinstance(value, int):
-            fits = fits and 0 <= value <= _LARGEST
-        return fits, value if fits else None
+        fits = type(value) is shape and (not isinstance(value, int) or 0 <= value <= _LARGEST)
+        return value if fits else _WRONG
     if isinstance(shape, list):
         if not isinstance(value, list):
-            return False, None
-        items = [_fit(shape[0], item, f"{where}[{i}]", left_out) for i, item in enumerate(value)]
-        left_out += [f"{where}[{i}]" for i, (fits, _) in enumerate(items) if not fits]
-        return True, [item for fits, item in items if fits]
+            return _WRONG
+        parts = [(f"{where}[{i}]", shape[0], part) for i, part in enumerate(value)]
+        kept = [_part(*part, left_out) for part in parts]
+        return [part for part in kept if part is not _WRONG]
     if not isinstance(value, dict):
-        return False, None
-    return True, _fitting(shape, value, f"{where}.", left_out)
+        return _WRONG
+    entries = {
+        name: None if part is None else _part(f"{where}.{name}".lstrip(".")[:80], shape.get(name), part, left_out)
+        for name, part in value.items()
+    }
+    return {name: part for name, part in entries.items() if part is not _WRONG}
+
+
+def _part(where: str, shape: Shape | None, value: Any, left_out: list[str]) -> Any:
+    kept = _fitting(shape, value, where, left_out)
+    if kept is _WRONG:
+        left_out.append(where)
+    return kept
 
 
 def _is_plain(value: Any, depth: int) -> bool:
@@ -196,7 +133,7 @@ def _is_plain(value: Any, depth: int) -> bool:
     if isinstance(value, int):
         return abs(value) <= _LARGEST
     if isinstance(value, dict):
-        return depth > 0 and all(_is_plain(v, depth - 1) for v in value.values())
+        value = list(value.values())
     if isinstance(value, list):
         return depth > 0 and all(_is_plain(v, depth - 1) for v in value)
     return True

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
-from dlprof import schema
 from dlprof.errors import DlprofError
+from dlprof.read.logs import Series, samples_frame
 from dlprof.read.opening import open_file, read_file
-from dlprof.read.samples import frame
 from dlprof.read.sources import Reading
 
 # Property → metric of the table "samples", and its scale. With --format=csv,nounits the values are in the same units.
@@ -33,7 +32,7 @@ _METRICS: Mapping[str, tuple[str, float]] = {
     "clocks.current.memory": ("memory_clock_mhz", 1),
 }
 
-# What tells the GPUs apart, the best first.
+# What identifies a GPU, the best first.
 _NAMES = ("pci.bus_id", "gpu_bus_id", "uuid", "gpu_uuid", "index")
 
 _FIRST_BYTES = 4096
@@ -61,29 +60,24 @@ def read(path: Path) -> Reading:
         raise DlprofError(f"{path}: not a log of nvidia-smi with a timestamp: begins with {lines[:1]}")
     columns = [(i, *_METRICS[name]) for i, name in enumerate(names) if name in _METRICS]
     identity = next((names.index(name) for name in _NAMES if name in names), None)
-    found: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
+    found: Series = {}
     bad = 0
     for words in csv.reader(lines[1:], skipinitialspace=True):
         at = _time(words[names.index("timestamp")]) if len(words) == len(names) else None
         if at is None:
             bad += 1
             continue
-        gpu = found.setdefault(f"nvidia-smi {words[identity]}" if identity is not None else "nvidia-smi", {})
+        gpu = f"nvidia-smi {words[identity]}" if identity is not None else "nvidia-smi"
         for i, metric, scale in columns:
-            value = _number(words[i])
-            if value is not None:
-                times, values = gpu.setdefault(metric, ([], []))
+            if (value := _number(words[i])) is not None:
+                times, values = found.setdefault((gpu, metric), ([], []))
                 times.append(at)
                 values.append(value * scale)
-    parts = [
-        frame(gpu, {m: t for m, (t, _) in told.items()}, {m: v for m, (_, v) in told.items()})
-        for gpu, told in found.items()
-    ]
     warnings = [f"{path.name}: its times have no zone: taken for this machine's"]
     # The last line of a log that still grew is cut.
     if bad > 1:
-        warnings.append(f"{path.name}: {bad:,} lines are no readings and are left out")
-    return Reading({"samples": schema.join("samples", parts or [schema.empty("samples")])}, {}, tuple(warnings))
+        warnings.append(f"{path.name}: {bad:,} malformed lines are left out")
+    return Reading({"samples": samples_frame(found)}, {}, tuple(warnings))
 
 
 def _header(line: str) -> list[str]:
@@ -99,7 +93,7 @@ def _time(word: str) -> int | None:
 
 
 def _number(word: str) -> float | None:
-    """Return the number of "87 %", "612.34 W", "87" or "0x04"; None where a GPU does not tell ([N/A])."""
+    """Return the number of "87 %", "612.34 W", "87" or "0x04"; None where a GPU has none ([N/A])."""
     try:
         first = word.split()[0]
         value = float(int(first, 16)) if first.startswith("0x") else float(first)

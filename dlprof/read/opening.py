@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dlprof.errors import DlprofError
+from dlprof.units import few
 
 NO_LIMITS = "DLPROF_NO_LIMITS"  # in the environment, so that the processes that read have it too
 
@@ -37,38 +38,30 @@ def limited() -> bool:
     return not os.environ.get(NO_LIMITS)
 
 
-def most_rows() -> int:
-    """Return how many rows of one file are read at most."""
-    return MOST_ROWS if limited() else 1 << 62
+def limit(most: int) -> int:
+    """Return this number where limits hold, else one that nothing reaches."""
+    return most if limited() else 1 << 62
 
 
-def most_names() -> int:
-    """Return how many different names and threads of one trace are read at most."""
-    return MOST_NAMES if limited() else 1 << 62
-
-
-def too_many(path: Path, what: str, most: int | None = None) -> str:
+def too_many(path: Path, what: str, most: int) -> str:
     """Return the warning that a file holds more than is read."""
-    more = f"more than {most or MOST_ROWS:,} {what}"
-    return f"{path.name}: holds {more}: what comes before is used (--no-limits reads all)"
+    return f"{path.name}: holds more than {most:,} {what}: what comes before is used (--no-limits reads all)"
 
 
 def most_unpacked(packed: int) -> int:
     """Return how many bytes a file of that many packed bytes may unpack to."""
-    return max(MOST_UNPACKED * packed, LEAST_UNPACKED) if limited() else 1 << 62
+    return limit(max(MOST_UNPACKED * packed, LEAST_UNPACKED))
 
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; whatever the operating system says about it becomes one clear line."""
+    """Open a regular file for reading; raise DlprofError, in one line, for whatever prevents that."""
     try:
         # Without O_NONBLOCK, opening a pipe that has no writer blocks forever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         with os.fdopen(fd, "rb") as file:
-            kind = os.fstat(fd).st_mode
-            if not stat.S_ISREG(kind):
-                what = "a folder, not a file" if stat.S_ISDIR(kind) else "not a regular file"
-                raise DlprofError(f"{path}: {what}")
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise DlprofError(f"{path}: not a regular file")
             yield file
     except FileNotFoundError:
         raise DlprofError(f"{path}: no such file") from None
@@ -82,7 +75,7 @@ def read_file(path: Path) -> bytes:
     """Return all of a small file; raise DlprofError where it is larger than MOST_TEXT."""
     with open_file(path) as file:
         data = file.read(MOST_TEXT + 1 if limited() else -1)
-    if limited() and len(data) > MOST_TEXT:
+    if len(data) > limit(MOST_TEXT):
         raise DlprofError(f"{path}: larger than {MOST_TEXT >> 20} MB: not read (--no-limits reads it)")
     return data
 
@@ -94,7 +87,7 @@ def lines_of(file: BinaryIO) -> Iterator[list[bytes]]:
         *lines, held = (held + block).split(b"\n")
         if lines:
             yield lines
-        if len(held) > MOST_LINE and limited():
+        if len(held) > limit(MOST_LINE):
             yield [NO_LINE]
             return
     if held:
@@ -130,8 +123,8 @@ class Inside:
     @property
     def warnings(self) -> list[str]:
         """One line that names links which were not followed; none where there were none."""
-        few = ", ".join(list(self._out)[:4]) + (" …" if len(self._out) > 4 else "")
-        return [f"links that lead out of the folder are not followed: {few}"] if self._out else []
+        out = few(list(self._out), 4)
+        return [f"links that lead out of the folder are not followed: {out}"] if out else []
 
     def _is(self, path: Path, kind: Callable[[int], bool]) -> bool:
         try:
@@ -140,10 +133,9 @@ class Inside:
                 mode = path.stat().st_mode
                 leads_here = path.resolve().is_relative_to(self._real)
             else:
-                parent = path.parent
-                if parent not in self._folders:
-                    self._folders[parent] = parent.resolve().is_relative_to(self._real)
-                leads_here = self._folders[parent]
+                if path.parent not in self._folders:
+                    self._folders[path.parent] = path.parent.resolve().is_relative_to(self._real)
+                leads_here = self._folders[path.parent]
         except PermissionError:
             raise
         except (OSError, RuntimeError):  # not there, or a link to itself

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dlprof.errors import DlprofError
 from dlprof.hosts import BOOT, longer
+from dlprof.read import facts
 from dlprof.read.opening import Inside
-from dlprof.read.sources import SOURCES, Reading
+from dlprof.read.sources import SOURCES
 from dlprof.units import few
 
 FORMAT = 1
@@ -86,22 +87,20 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     raise DlprofError(f"{where}: no such file or folder")
 
 
-def _facts(inside: Inside, path: Path, read: Callable[[Path], Reading]) -> tuple[Mapping[str, Any], list[str]]:
-    """Read what a file of ours says; what is missing or broken gives nothing and a warning."""
+def _facts(inside: Inside, path: Path, shape: Mapping[str, facts.Shape]) -> tuple[Mapping[str, Any], list[str]]:
+    """Return the facts in a file of ours, and warnings; no facts where it is missing or broken."""
     if not inside.holds(path):
         return {}, [f"{path.name} is missing"]
     try:
-        reading = read(path)
+        reading = facts.read(path, shape)
     except DlprofError as e:
         return {}, [str(e)]
     return reading.facts, list(reading.warnings)
 
 
 def _recorded(folder: Path) -> Run:
-    from dlprof.read import facts as reader
-
     inside = Inside(folder)
-    info, warnings = _facts(inside, folder / "run.json", reader.read_run)
+    info, warnings = _facts(inside, folder / "run.json", facts.RUN)
     newer = info.get("format", FORMAT)
     if type(newer) is not int or newer > FORMAT:
         raise DlprofError(
@@ -109,54 +108,19 @@ def _recorded(folder: Path) -> Run:
         )
     warnings += info.get("warnings") or ()
     warnings += _of_hosts(inside)
-    attempts: dict[int, list[tuple[int, Path]]] = {}
-    strangers = []
-    for sub in sorted((folder / "ranks").glob("*")) if inside.holds_folder(folder / "ranks") else ():
-        # 00003, its second life under torch-elastic 00003.r1, another process that claimed the same rank 00003.4711
-        life = _LIFE.fullmatch(sub.name)
-        if not inside.holds_folder(sub):
-            continue
-        if life:
-            attempts.setdefault(int(life[1]), []).append((int(life[2] or 0), sub))
-        else:
-            strangers.append(sub.name)
-    if strangers:
-        warnings.append(f"several processes claimed the same rank; not read: {', '.join(strangers)}")
-    last = max((a for lives in attempts.values() for a, _ in lives), default=0)
-    if last:
-        warnings.append(f"the job was restarted {last} × by its launcher: the figures are of the last start")
-    hosts: dict[Any, Path] = {path.name: path for path in folder.glob("hosts/*") if inside.holds_folder(path)}
-    boots = {name: boot for name, path in hosts.items() if (boot := inside.text(path / BOOT))}
-    ranks = []
-    of_ranks: list[tuple[str, str]] = []
-    for index, lives in sorted(attempts.items()):
-        attempt, sub = max(lives)
-        if attempt < last:
-            warnings.append(f"rank {index} left nothing after the last restart")
-            continue
-        facts, odd = _facts(inside, sub / "facts.json", reader.read)
-        of_ranks += [(f"rank {index}", warning) for warning in (*odd, *(facts.get("warnings") or ()))]
-        files = _files(inside, sub)
-        # Where machines share a name, the first to sample has it, else the first rank's.
-        name, boot = facts.get("host"), facts.get("boot") or ""
-        if name and boot and boots.setdefault(name, boot) != boot:
-            facts = {**facts, "host": longer(name, boot)}
-        # What was sampled of a host belongs to none of its ranks: the first one brings it.
-        host = hosts.pop(facts.get("host"), None)
-        if host is not None:
-            files |= _files(inside, host, of_host=True)
-        ranks.append(Rank(index, files, facts))
-    tasks = info.get("tasks") or _tasks(inside)
+    ranks, odd = _ranks(inside)
+    warnings += odd
+    tasks = info.get("tasks") or [
+        _facts(inside, path, facts.TASK)[0] for path in sorted(folder.glob("tasks/*.json")) if inside.holds(path)
+    ]
     resumed = {at for one in (info, *tasks) for at in one.get("resumed_ns") or ()}
     ranks = [replace(rank, resumed_ns=tuple(sorted(resumed))) for rank in _with_log(inside, ranks, warnings)]
-    warnings += together(of_ranks, "ranks")
     if not ranks:
         warnings.append("no rank left a record: the job ended before its first step, or Python was started without it")
-    ended = info.get("exit") or {}
     warnings += _of_tasks(tasks)
     if info and info.get("end_ns") is None:
-        warnings.append("the recording was cut off: nobody saw the job end")
-    warnings += inside.warnings
+        warnings.append("the recording was cut off: the end of the job was not recorded")
+    ended = info.get("exit") or {}
     seen = [*(info.get("hosts") or ()), *(rank.facts.get("host") for rank in ranks)]
     return Run(
         path=folder,
@@ -165,38 +129,65 @@ def _recorded(folder: Path) -> Run:
         command=tuple(info.get("command") or ()),
         hosts=tuple(dict.fromkeys(host for host in seen if host)),
         exit={"code": ended.get("code"), "signal": ended.get("signal")},
-        warnings=tuple(warnings),
+        warnings=(*warnings, *inside.warnings),
     )
 
 
-def _tasks(inside: Inside) -> list[Mapping[str, Any]]:
-    """Return what each task of a job said of itself, where none had seen all of them end."""
-    from dlprof.read import facts as reader
-
-    said: list[Mapping[str, Any]] = []
-    for path in sorted(p for p in inside.root.glob("tasks/*.json") if inside.holds(p)):
-        try:
-            said.append(reader.read_task(path).facts)
-        except (OSError, DlprofError):  # noqa: PERF203 - each may be half written
-            said.append({})
-    return said
+def _ranks(inside: Inside) -> tuple[list[Rank], list[str]]:
+    """Return the ranks of a recorded run, each in its last life, and warnings."""
+    warnings = []
+    lives: dict[int, list[tuple[int, Path]]] = {}
+    strangers = []
+    for folder in sorted((inside.root / "ranks").glob("*")) if inside.holds_folder(inside.root / "ranks") else ():
+        # 00003, its second life under torch-elastic 00003.r1, another process that claimed the same rank 00003.4711
+        life = _LIFE.fullmatch(folder.name)
+        if life and inside.holds_folder(folder):
+            lives.setdefault(int(life[1]), []).append((int(life[2] or 0), folder))
+        elif inside.holds_folder(folder):
+            strangers.append(folder.name)
+    if strangers:
+        warnings.append(f"several processes claimed the same rank; not read: {', '.join(strangers)}")
+    last = max((attempt for mine in lives.values() for attempt, _ in mine), default=0)
+    if last:
+        warnings.append(f"the job was restarted {last} × by its launcher: the figures are of the last start")
+    hosts: dict[Any, Path] = {path.name: path for path in inside.root.glob("hosts/*") if inside.holds_folder(path)}
+    boots = {name: boot for name, path in hosts.items() if (boot := inside.text(path / BOOT))}
+    ranks = []
+    of_ranks: list[tuple[str, str]] = []
+    for index, mine in sorted(lives.items()):
+        attempt, folder = max(mine)
+        if attempt < last:
+            warnings.append(f"rank {index} left nothing after the last restart")
+            continue
+        told, odd = _facts(inside, folder / "facts.json", facts.RANK)
+        of_ranks += [(f"rank {index}", warning) for warning in (*odd, *(told.get("warnings") or ()))]
+        # Where machines share a name, the first to sample has it, else the first rank's.
+        name, boot = told.get("host"), told.get("boot") or ""
+        if name and boot and boots.setdefault(name, boot) != boot:
+            told = {**told, "host": longer(name, boot)}
+        files = _files(inside, folder)
+        # A host's samples belong to none of its ranks: they are read with the first one.
+        if host := hosts.pop(told.get("host"), None):
+            files |= _files(inside, host, of_host=True)
+        ranks.append(Rank(index, files, told))
+    return ranks, warnings + together(of_ranks, "ranks")
 
 
 def _of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return which tasks of a job failed, the first first, and whose end nobody saw; nothing where all ended alike."""
-    said: dict[str, list[str]] = {}
+    """Return which tasks of a job failed, the first first, and whose end is unknown; nothing where all ended alike."""
+    ends: dict[str, list[str]] = {}
     for task in sorted(tasks, key=lambda task: task.get("end_ns") or 2**62):
         code, signal = ((task.get("exit") or {}).get(name) for name in ("code", "signal"))
-        end = "did not end, as far as is known" if not task.get("end_ns") else f"ended with exit code {code}"
-        words = f"ended by signal {signal}" if signal else end
+        end = f"ended with exit code {code}" if task.get("end_ns") else "did not end, as far as is known"
         number, host = task.get("number"), task.get("host") or "an unknown host"
-        said.setdefault(words, []).append(host if number is None else f"{number} on {host}")
-    if len(said) < 2:
+        named = host if number is None else f"{number} on {host}"
+        ends.setdefault(f"ended by signal {signal}" if signal else end, []).append(named)
+    if len(ends) < 2:
         return []
-    said.pop("ended with exit code 0", None)
+    ends.pop("ended with exit code 0", None)
     return [
-        f"task {who[0]} {words}" if len(who) == 1 else f"{len(who)} tasks {words}: {few(who, _MOST_NAMED)}"
-        for words, who in said.items()
+        f"task {who[0]} {end}" if len(who) == 1 else f"{len(who)} tasks {end}: {few(who, _MOST_NAMED)}"
+        for end, who in ends.items()
     ]
 
 
@@ -226,65 +217,54 @@ def _one_file(path: Path) -> Run:
 
     if path.name in ("run.json", "result.json", "facts.json"):
         raise DlprofError(f"{path}: part of a run, not a trace; give its folder, {path.parent}")
-    rank = headers.peek(path).get("rank")
-    return Run(path=path, ranks=(Rank(rank if isinstance(rank, int) else 0, {TRACE: path}),))
+    return Run(path=path, ranks=(Rank(headers.peek(path).get("rank", 0), {TRACE: path}),))
 
 
 def _foreign(folder: Path) -> Run:
-    """Find the traces below a folder and who of them is which rank."""
+    """Find the traces below a folder and which rank each is of."""
     from dlprof.read.kineto import headers
 
     inside = Inside(folder)
-    files = _candidates(inside)
-    peeks = [(f, headers.peek(f)) for f in files]
-    traces = [(f, p) for f, p in peeks if p.get("is_trace")]
+    peeks = {path: headers.peek(path) for path in _candidates(inside)}
+    traces = [path for path, peek in peeks.items() if peek["is_trace"]]
+    others = [path.name for path, peek in peeks.items() if not peek["is_trace"]]
     if not traces:
-        seen = "it is empty" if not any(folder.iterdir()) else f"looked into {len(files)} .json and .json.gz files"
+        seen = f"looked into {len(peeks)} .json and .json.gz files" if any(folder.iterdir()) else "it is empty"
         seen = "; ".join((seen, *inside.warnings))
         raise DlprofError(f"{folder}: no torch-profiler traces and no dlprof run in it ({seen})")
     warnings = inside.warnings
-    skipped = len(peeks) - len(traces)
-    if skipped:
-        other = ", ".join(f.name for f, p in peeks if not p.get("is_trace"))
-        warnings.append(f"{skipped} other files were left out: {other[:200]}")
+    if others:
+        warnings.append(f"{len(others)} other files were left out: {', '.join(others)[:200]}")
     by_rank: dict[int, list[Path]] = {}
-    nameless = []
-    for f, p in traces:
-        if isinstance(p.get("rank"), int):
-            by_rank.setdefault(p["rank"], []).append(f)
-        else:
-            nameless.append(f)
+    for path in traces:
+        by_rank.setdefault(peeks[path].get("rank", -1), []).append(path)
+    nameless = by_rank.pop(-1, [])
     if nameless and by_rank:
-        warnings.append(f"left out, since they do not tell their rank: {', '.join(f.name for f in nameless)[:200]}")
-    elif nameless:
-        by_rank = {i: [f] for i, f in enumerate(nameless)}
-        if len(nameless) > 1:
-            warnings.append("no trace tells its rank: they are numbered in the order of their names")
+        warnings.append(f"left out, since their rank is unknown: {', '.join(f.name for f in nameless)[:200]}")
+    elif len(nameless) > 1:
+        warnings.append("no trace names its rank: they are numbered in the order of their names")
+    by_rank = by_rank or {i: [path] for i, path in enumerate(nameless)}
     for rank, same in sorted(by_rank.items()):
         if len(same) > 1:
-            chosen = same[-1]
-            warnings.append(
-                f"rank {rank} is there {len(same)} times; read: {chosen.relative_to(folder)} (name another to read it)"
-            )
-            by_rank[rank] = [chosen]
-    ranks = _with_log(inside, [Rank(r, {TRACE: f[0]}) for r, f in sorted(by_rank.items())], warnings)
+            chosen = same[-1].relative_to(folder)
+            warnings.append(f"rank {rank} is there {len(same)} times; read: {chosen} (name another to read it)")
+    ranks = _with_log(inside, [Rank(rank, {TRACE: same[-1]}) for rank, same in sorted(by_rank.items())], warnings)
     return Run(path=folder, ranks=tuple(ranks), warnings=tuple(warnings))
 
 
 def _with_log(inside: Inside, ranks: list[Rank], warnings: list[str]) -> list[Rank]:
-    """Return the first rank what somebody had nvidia-smi log into the folder: it is of all GPUs of a host."""
+    """Add to the first rank a log of nvidia-smi in the folder: it is of all GPUs of a host."""
     tables = [path for path in sorted(inside.root.glob("*.csv")) if inside.holds(path)]
-    if not tables:
+    if not tables or not ranks:
         return ranks
     from dlprof.read import nvidia_smi
 
     logs = [path for path in tables if nvidia_smi.is_log(path)]
-    if not logs or not ranks:
+    if not logs:
         return ranks
     if len(logs) > 1:
         warnings.append(f"several logs of nvidia-smi; read: {logs[0].name}")
-    first = ranks[0]
-    return [replace(first, files={**first.files, "nvidia_smi": logs[0]}), *ranks[1:]]
+    return [replace(ranks[0], files={**ranks[0].files, "nvidia_smi": logs[0]}), *ranks[1:]]
 
 
 def _candidates(inside: Inside) -> list[Path]:

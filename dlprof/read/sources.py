@@ -1,6 +1,6 @@
 """The raw formats, each read into a Reading, and the list of what is read of a rank.
 
-Logs of lines that are rows are read by logs.py, samplers' by samples.py. Any other format has a file of its own with
+Logs of lines that are rows, and samplers', are read by logs.py. Any other format has a file of its own with
 `read(path)`, which imports no other reader.
 """
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one file says about one rank.
+    """What was read of one file of one rank.
 
-    `tables`: names and columns of dlprof/schema.py, checked. `facts`: what stands beside the rows (rank, world_size,
-    host, devices, backend, groups, base_time_ns, schema); one that the file does not say is absent. `warnings`: one
-    line each, what was lost or is odd.
+    `tables`: names and columns of dlprof/schema.py, checked. `facts`: what stands next to the rows (rank, world_size,
+    host, devices, backend, groups, base_time_ns, schema); an unknown one is absent. `warnings`: one line each, what was
+    lost or is odd.
     """
 
     tables: Mapping[str, pd.DataFrame]
@@ -45,116 +45,79 @@ class Source:
     of_host: bool = False
 
 
-# Reading needs pandas, and who only wants to know which files there are does not wait for its import. So what follows
-# imports a format's module with the first file that is read.
-
-
-def _module(name: str) -> Callable[[Path], Reading]:
-    """Return the `read` of a module of the package `dlprof.read`."""
+def _lazily(module: str, function: str, *args: Any) -> Callable[[Path], Reading]:
+    """Return a function of a module of `dlprof.read` that is imported, with pandas, when the first file is read."""
 
     def read(path: Path) -> Reading:
-        reading: Reading = importlib.import_module(f"dlprof.read.{name}").read(path)
+        reading: Reading = getattr(importlib.import_module(f"dlprof.read.{module}"), function)(path, *args)
         return reading
 
     return read
 
 
-def _log(table: str, *required: str, **default: str | int) -> Callable[[Path], Reading]:
-    """Return what reads a log of the table's rows; `required` and `default`: see `logs.read_log`."""
-
-    def read(path: Path) -> Reading:
-        from dlprof.read import logs
-
-        frame, warnings = logs.read_log(path, table, required, default)
-        return Reading({table: frame}, {}, warnings)
-
-    return read
+def _log(table: str, absent: str, *required: str, name: str = "", **default: str | int) -> Source:
+    """Describe a log of a table's rows; `required` and `default`: see `logs.rows`."""
+    return Source(
+        name or table, (f"{table}.jsonl",), (table,), absent, _lazily("logs", "rows", table, required, default)
+    )
 
 
-def _samples(source: str) -> Callable[[Path], Reading]:
-    """Return what reads a sampler's log into rows of the table "samples", with this as their source."""
-
-    def read(path: Path) -> Reading:
-        from dlprof.read import samples
-
-        frame, warnings = samples.read_samples(path, source)
-        return Reading({"samples": frame}, {}, warnings)
-
-    return read
+def _samples(name: str, *, of_host: bool = False) -> Source:
+    """Describe a sampler's log, read into rows of the table "samples" with its name as their source."""
+    return Source(name, (f"{name}.jsonl",), ("samples",), _NOT_SAMPLED, _lazily("logs", "samples", name), of_host)
 
 
-_NOT_SAMPLED = "nothing was sampled beside the job (only `dlprof wrap` and `dlprof run` do, without --no-sample)"
+_ONLY = "(only `dlprof wrap` and `dlprof run` leave one)"
+_NOT_SAMPLED = "nothing was sampled next to the job (only `dlprof wrap` and `dlprof run` do, without --no-sample)"
 
 # What is read of a rank. To add a source: its line here, its tables in dlprof/schema.py, and its reader where it is
 # neither a log of rows nor one of samples.
 SOURCES: tuple[Source, ...] = (
-    Source(
-        "fetches",
-        ("fetches.jsonl",),
-        ("fetches",),
-        "no record of what fetching a batch takes (only `dlprof wrap` and `dlprof run` leave one)",
-        _log("fetches", "pid", "start_ns", "dur_ns", "count"),
-    ),
-    Source("gpu", ("gpu.jsonl",), ("samples",), _NOT_SAMPLED, _samples("gpu")),
-    Source("host", ("host.jsonl",), ("samples",), _NOT_SAMPLED, _samples("host"), of_host=True),
+    _log("fetches", f"no record of the time that each batch took {_ONLY}", "pid", "start_ns", "dur_ns", "count"),
+    _samples("gpu"),
+    _samples("host", of_host=True),
     Source(
         "lines",
         ("lines.jsonl",),
         ("lines",),
         "no lines were counted (`--lines MODULE:FUNCTION` counts them)",
-        _module("lines"),
+        _lazily("lines", "read"),
     ),
-    Source(
-        "loading",
-        ("loading.jsonl",),
-        ("loading",),
-        "no record of every batch (only `dlprof wrap` and `dlprof run` leave one)",
-        _log("loading", "kind", "start_ns", "dur_ns", "count", "step"),
-    ),
-    Source(
+    _log("loading", f"no record of every batch {_ONLY}", "kind", "start_ns", "dur_ns", "count", "step"),
+    _log(
         "memory",
-        ("memory.jsonl",),
-        ("memory",),
-        "nothing was asked of the CUDA allocator (a job on a GPU under `dlprof wrap` leaves its answers)",
-        _log("memory", "at_ns", "step", "allocated_bytes", "reserved_bytes"),
+        "the CUDA allocator was not sampled (`dlprof wrap` does that where a job uses a GPU)",
+        *("at_ns", "step", "allocated_bytes", "reserved_bytes"),
     ),
     # Its file is of any name: dlprof/read/run.py looks for it.
-    Source("nvidia_smi", (), ("samples",), _NOT_SAMPLED, _module("nvidia_smi")),
-    Source(
-        "pipeline",
-        ("chunks.jsonl",),
-        ("chunks",),
+    Source("nvidia_smi", (), ("samples",), _NOT_SAMPLED, _lazily("nvidia_smi", "read")),
+    _log(
+        "chunks",
         "no pipeline stages were recorded (a job with torch.distributed.pipelining under `dlprof wrap` leaves them)",
-        _log("chunks", "step", "action", "start_ns", "dur_ns"),
+        *("step", "action", "start_ns", "dur_ns"),
+        name="pipeline",
     ),
-    Source("processes", ("processes.jsonl",), ("samples",), _NOT_SAMPLED, _samples("processes")),
+    _samples("processes"),
     Source(
         "stacks",
         ("stacks.txt.gz", "stacks.part"),
         ("stacks",),
         "no Python stacks were seen (py-spy was off, not there, not permitted, or had no time)",
-        _module("stacks"),
+        _lazily("stacks", "read"),
     ),
-    Source(
+    _log(
         "stalls",
-        ("stalls.jsonl",),
-        ("stalls",),
-        "no record of garbage collection, checkpoints and compiling (only `dlprof wrap` and `dlprof run` leave one)",
-        # An older dlprof leaves out the phase and the count.
-        _log("stalls", "kind", "start_ns", "dur_ns", "step", phase="rest", count=1),
+        f"no record of garbage collection, checkpoints and compiling {_ONLY}",
+        *("kind", "start_ns", "dur_ns", "step"),
+        phase="rest",  # an older dlprof writes neither phase nor count
+        count=1,
     ),
-    Source(
-        "steps",
-        ("steps.jsonl",),
-        ("steps",),
-        "no record of every step (only `dlprof wrap` and `dlprof run` leave one)",
-        _module("steps"),
-    ),
+    Source("steps", ("steps.jsonl",), ("steps",), f"no record of every step {_ONLY}", _lazily("steps", "read")),
     Source(
         "torch_trace",
         ("trace.json.gz", "trace.json"),
         ("spans", "traced_steps"),
         "no torch-profiler trace of this rank",
-        _module("kineto.torch_trace"),
+        _lazily("kineto.torch_trace", "read"),
     ),
 )

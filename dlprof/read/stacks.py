@@ -1,4 +1,4 @@
-"""Reads what py-spy saw of a rank and its workers: stacks, folded, with whose they are and what the step was doing."""
+"""Reads the folded stacks that py-spy saw of a rank and its workers: whose they are and in which phase of the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import numpy as np
 import pandas as pd
 
 from dlprof import schema
@@ -19,8 +18,6 @@ from dlprof.errors import DlprofError
 from dlprof.read.kineto.json_stream import NOT_JSON
 from dlprof.read.opening import MOST_UNPACKED, most_unpacked, read_file
 from dlprof.read.sources import Reading
-
-_COLUMNS = ("role", "thread", "phase", "stack")
 
 _Ns = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -45,12 +42,12 @@ _OURS = re.compile(r"/dlprof/(record/)?(hooks|recorder|collectors/\w+|inject/\w+
 
 
 def read(path: Path) -> Reading:
-    """Return the table "stacks"; facts: `stacks` with bursts and seconds looked at, where the file tells.
+    """Return the table "stacks"; facts: `stacks` with bursts and seconds looked at, where the file has them.
 
     A cut end loses its stacks alone. Raises DlprofError where the file cannot be read or holds no stack.
     """
     lines: Counter[str] = Counter()
-    bursts, ns, bad = 0, 0, 0
+    bursts = ns = bad = 0
     cut = False
     warnings: list[str] = []
     for text, cut in _parts_of(path, warnings):  # noqa: B007 - of the last one
@@ -69,21 +66,16 @@ def read(path: Path) -> Reading:
                 bad += 1
     seen: Counter[tuple[str, str, str, str]] = Counter()
     for folded, count in lines.items():
-        row = _row(folded)
-        if row is not None:
+        if row := _row(folded):
             seen[row] += count
-    if bad > cut and not seen:
-        raise DlprofError(f"{path}: no stacks of py-spy in it")
-    if not seen:
-        return Reading({"stacks": schema.empty("stacks")}, {})
-    keys = sorted(seen)
-    columns = dict(zip(_COLUMNS, zip(*keys, strict=True), strict=True))
-    frame = pd.DataFrame({name: pd.Categorical(values) for name, values in columns.items()})
-    frame["samples"] = np.array([seen[key] for key in keys], dtype="int64")
     lost = bad - cut
-    warnings += [f"{path.name}: {lost:,} lines are no stacks and are left out"] if lost > 0 else []
-    facts = {"stacks": {"bursts": bursts, "seconds": ns / 1e9}} if bursts else {}
-    return Reading({"stacks": schema.check("stacks", frame)}, facts, tuple(warnings))
+    if lost > 0 and not seen:
+        raise DlprofError(f"{path}: no stacks of py-spy in it")
+    if lost > 0:
+        warnings.append(f"{path.name}: {lost:,} malformed lines are left out")
+    frame = pd.DataFrame([(*row, n) for row, n in sorted(seen.items())], columns=list(schema.STACKS))
+    facts = {"stacks": {"bursts": bursts, "seconds": ns / 1e9}} if bursts and seen else {}
+    return Reading({"stacks": schema.check("stacks", frame.astype(dict(schema.STACKS)))}, facts, tuple(warnings))
 
 
 def _parts_of(path: Path, warnings: list[str]) -> Iterator[tuple[str, bool]]:
@@ -119,45 +111,36 @@ def _row(folded: str) -> tuple[str, str, str, str] | None:
         folded = folded[end.end() :]
         depth += 1
     head, _, stack = folded.partition(";")
-    told = _THREAD.match(head)
-    if told is None or not stack:
+    thread = _THREAD.match(head)
+    frames = [f for f in map(_frame, stack.split(";")) if f]
+    if thread is None or not frames:
         return None
-    frames = [f for f in map(_frame, stack.split(";")) if f is not None]
-    if not frames:
-        return None
-    thread = told[2] or "unnamed"
-    role = "main" if depth == 1 and thread == "MainThread" else "thread" if depth == 1 else "other"
-    if depth > 1 and thread == "MainThread":
+    name = thread[2] or "unnamed"
+    role = "other" if depth > 1 else "main" if name == "MainThread" else "thread"
+    if depth > 1 and name == "MainThread":
         at = next((n for n, f in enumerate(frames) if f[0] == "_worker_loop" and f[1].endswith(_WORKER)), None)
         if at is not None:
             # A forked worker still has its parent's frames below its own.
             role, frames = "worker", frames[at:]
     phase = _phase(frames) if role == "main" else ""
-    return role, thread, phase, ";".join(f"{name} ({file}:{line})" for name, file, line in frames)
+    return role, name, phase, ";".join(f"{function} ({file}:{line})" for function, file, line in frames)
 
 
 @cache
 def _frame(text: str) -> tuple[str, str, str] | None:
     """Return name, file and line of a frame; None: it is one of the recorder's."""
     frame = _FRAME.fullmatch(text)
-    return (frame[1], frame[2], frame[3] or "0") if frame is not None and not _OURS.search(frame[2]) else None
+    return (frame[1], frame[2], frame[3] or "0") if frame and not _OURS.search(frame[2]) else None
 
 
 def _phase(frames: list[tuple[str, str, str]]) -> str:
-    """Return what step was doing, as the recorder counts it: the outermost phase, or one inside an optimizer step."""
-    phase = "rest"
-    for name, file, _ in frames:
-        found = _begins(name.rpartition(".")[2], name, file)
-        if found:
-            phase = found
-            if found != "optimizer":
-                break
-    return phase
+    """Return what the step was doing, as the recorder counts it: the outermost phase, or one inside an optimizer."""
+    found = [phase for name, file, _ in frames if "/torch/" in file and (phase := _begins(name, file))]
+    return next((phase for phase in found if phase != "optimizer"), found[0] if found else "rest")
 
 
-def _begins(name: str, qualified: str, file: str) -> str:
-    if "/torch/" not in file:
-        return ""
+def _begins(qualified: str, file: str) -> str:
+    name = qualified.rpartition(".")[2]
     if file.endswith(_LOADER) and name in ("__next__", "__iter__"):
         return "fetch"
     if file.endswith(("torch/autograd/__init__.py", "torch/_tensor.py")) and name in ("backward", "grad"):

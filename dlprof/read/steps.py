@@ -1,4 +1,4 @@
-"""Reads steps.jsonl, the light layer: a line a step, or one for several short ones in a row."""
+"""Reads steps.jsonl, the step log: a line a step, or one for several short ones in a row."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.read.logs import read_log
-from dlprof.read.opening import most_rows, too_many
+from dlprof.read import logs, opening
 from dlprof.read.sources import Reading
 
 
 def read(path: Path) -> Reading:
     """Return the table "steps"; raises DlprofError where the file cannot be read or is no log of steps."""
-    beside = {"steps": "int64", "outstanding": "int64"}
-    frame, warnings = read_log(path, "steps", ("step", "start_ns", "dur_ns"), {"kind": "other"}, beside)
-    frame = _settled(frame)
+    extra = {"steps": "int64", "outstanding": "int64"}
+    log = logs.rows(path, "steps", ("step", "start_ns", "dur_ns"), {"kind": "other"}, extra)
+    frame, warnings = _settled(log.tables["steps"]), log.warnings
     steps = np.maximum(frame["steps"].to_numpy(), 1)
-    fit = int(np.searchsorted(np.cumsum(steps.astype(float)), most_rows(), side="right"))
+    most = opening.limit(opening.MOST_ROWS)
+    fit = int(np.searchsorted(np.cumsum(steps.astype(float)), most, side="right"))
     if fit < len(frame):
-        warnings += (too_many(path, "steps"),)
-    frame = _each(frame.drop(columns=list(beside)).head(fit), steps[:fit])
+        warnings += (opening.too_many(path, "steps", most),)
+    frame = _each(frame.drop(columns=list(extra)).head(fit), steps[:fit])
     if not len(frame):
         warnings += (f"{path.name}: holds no steps",)
     return Reading({"steps": frame}, {}, warnings)
@@ -39,18 +39,9 @@ def _settled(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.take(left).reset_index(drop=True)
 
 
-# What a line of several steps tells the sum of; in the rest they are alike.
-_SUMS = (
-    "lead_ns",
-    "fetch_ns",
-    "forward_ns",
-    "backward_ns",
-    "optimizer_ns",
-    "device_step_ns",
-    "fetches",
-    "backwards",
-    "optimizer_steps",
-)
+# A line of several steps holds the sum of these; in the rest its steps are alike.
+_PARTS = ("lead_ns", "fetch_ns", "forward_ns", "backward_ns", "optimizer_ns", "device_step_ns")
+_SUMS = ("dur_ns", *_PARTS, "fetches", "backwards", "optimizer_steps")
 
 
 def _each(frame: pd.DataFrame, steps: NDArray[np.int64]) -> pd.DataFrame:
@@ -68,6 +59,5 @@ def _each(frame: pd.DataFrame, steps: NDArray[np.int64]) -> pd.DataFrame:
     return each.assign(
         step=each["step"] + nth,
         start_ns=each["start_ns"] + each["dur_ns"] * nth // n,
-        dur_ns=share("dur_ns"),
         **{name: share(name) for name in _SUMS},
     )

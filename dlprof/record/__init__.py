@@ -32,3 +32,17 @@ The rules for code in a rank. It runs in somebody else's process, mostly on the 
   a descriptor what it is before each use (`log.file_of`). Append whole lines, or write to a temporary name and rename.
 * **Undoing.** Every attribute that we replace goes through `hooks.put`, so that `hooks.uninstall` can restore it.
 """
+
+import sys
+from types import ModuleType
+
+import dlprof
+
+
+class _Record(ModuleType):
+    """The package, which takes the place of the function `dlprof.record`, and can be called as well."""
+
+    __call__ = staticmethod(dlprof.record)
+
+
+sys.modules[__name__].__class__ = _Record

@@ -24,9 +24,12 @@ from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter_ns
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from dlprof.record.log import file_of
+
+if TYPE_CHECKING:
+    from dlprof.record.recorder import Recorder
 
 # How long the main thread may take to start the handler. It gets longer while a trace is open: only the main thread can
 # close it, and a step may spend that long in C.
@@ -44,27 +47,6 @@ _SAVES_EVERY_S = 0.5
 _BELOW_LIMIT, _HIGHEST = 16, 1 << 10
 
 
-class Recording(Protocol):
-    """The part of a Recorder that this module uses."""
-
-    @property
-    def traced(self) -> bool:
-        """Whether a trace is being recorded."""
-
-    @property
-    def stopping(self) -> tuple[int, int]:
-        """The thread that is writing the files, and since when (perf_counter, ns); zeros if none is."""
-
-    def stop(self, ended: str, *, at_once: bool = False) -> None:
-        """Write all files; `at_once`: from any thread, without waiting for the training thread."""
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the files to be written, and return whether they are."""
-
-    def save(self) -> None:
-        """Write the steps that have ended."""
-
-
 class _Default(int):
     """A handler that `signal.getsignal` and `signal.signal` show as SIG_DFL, which a script sees without dlprof.
 
@@ -80,20 +62,22 @@ class _Default(int):
 class Ending:
     """Ends a recording with its process."""
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._handler = _Default(signal.SIG_DFL)
         self._handler.handle = self._terminated
         self._begun = threading.Event()
         self._due = 0  # the signal that came while the files were being written
         self._pipe: tuple[int, int] | None = None
-        self._files: tuple[object, object] = (None, None)
+        self._files: tuple[object, ...] = ()
 
     def start(self) -> None:
         """Install the handler, unless the script has one, and start the thread. Call it on the training thread."""
         with contextlib.suppress(OSError, ValueError):  # not the main thread: a SIGTERM ends the process at once
-            if _signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and _takes(self._handler):
-                self._listen()
+            if _signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+                _signal.signal(signal.SIGTERM, self._handler)
+                if _signal.getsignal(signal.SIGTERM) is self._handler:
+                    self._listen()
         # Not a threading.Thread: a script that joins all threads in threading.enumerate() would wait forever.
         with contextlib.suppress(RuntimeError):  # no thread more is allowed here
             _thread.start_new_thread(self._look_after, ())
@@ -123,34 +107,34 @@ class Ending:
 
     def _listen(self) -> None:
         """Have Python's C handler write to our pipe, unless the script already set a descriptor."""
-        pipe = tuple(map(_high, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)))
-        theirs = signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)
-        if theirs != -1:
-            signal.set_wakeup_fd(theirs)
-            for fd in pipe:
-                os.close(fd)
+        reads, writes = map(_high, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
+        theirs = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        if theirs == -1:
+            self._pipe, self._files = (reads, writes), (file_of(reads), file_of(writes))
             return
-        self._pipe, self._files = (pipe[0], pipe[1]), (file_of(pipe[0]), file_of(pipe[1]))
+        signal.set_wakeup_fd(theirs)
+        os.close(reads)
+        os.close(writes)
 
     def _terminated(self, number: int, _: FrameType | None) -> None:
         self._begun.set()
         # A scheduler signals the whole job, and so does the launcher that it signalled: files first.
-        thread, since = self._recording.stopping
+        thread, since = self._recorder.stopping
         if thread == get_ident() and perf_counter_ns() - since < _PATIENCE_NS:
             self._due = number
             return
         if not self._waited():
-            self._recording.stop(f"signal {number}")
+            self._recorder.stop(f"signal {number}")
         _die(number)
 
     def _look_after(self) -> None:
         poll, listening = select.poll(), self._pipe
         if listening is not None:
             poll.register(listening[0], select.POLLIN)
-        while not self._recording.wait(0):
+        while not self._recorder.has_stopped.is_set():
             if not poll.poll(_SAVES_EVERY_S * 1000) or listening is None:
                 with contextlib.suppress(Exception):  # tried again; the training thread reports what is wrong
-                    self._recording.save()
+                    self._recorder.save()
             elif file_of(listening[0]) != self._files[0]:
                 poll.unregister(listening[0])  # the script closed it: the number now belongs to another file
                 listening = None
@@ -163,11 +147,11 @@ class Ending:
         """If the handler is still ours and does not start, write the files and end the process."""
         if _signal.getsignal(signal.SIGTERM) is not self._handler:
             return
-        if self._begun.wait(_BEGINS_TRACED_S if self._recording.traced else _BEGINS_S):
+        if self._begun.wait(_BEGINS_TRACED_S if self._recorder.clock.ranges else _BEGINS_S):
             return
         if not self._waited():
             ended = f"signal {int(signal.SIGTERM)}"
-            leave = functools.partial(self._recording.stop, ended, at_once=True)
+            leave = functools.partial(self._recorder.stop, ended, at_once=True)
             leaving = threading.Thread(target=leave, daemon=True)
             with contextlib.suppress(RuntimeError):
                 leaving.start()
@@ -176,17 +160,11 @@ class Ending:
 
     def _waited(self) -> bool:
         """If another thread is writing the files, as at the end of the script, wait for it; return whether one was."""
-        thread, since = self._recording.stopping
+        thread, since = self._recorder.stopping
         left = _PATIENCE_NS - (perf_counter_ns() - since)
         if thread and left > 0:
-            self._recording.wait(left / 1e9)
+            self._recorder.has_stopped.wait(left / 1e9)
         return bool(thread)
-
-
-def _takes(handler: _Default) -> bool:
-    """Install the handler for SIGTERM, and return whether it is installed."""
-    _signal.signal(signal.SIGTERM, handler)
-    return _signal.getsignal(signal.SIGTERM) is handler
 
 
 def _high(fd: int) -> int:

@@ -12,17 +12,15 @@ and make_graphed_callables are, changes nothing.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from threading import get_ident
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import FORWARD, Row
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """How often each phase ran while a graph was captured."""
 
     forwards: int
@@ -106,7 +104,6 @@ class Graphs:
         """Count what was replayed; where no loader marks the steps, a graph with an optimizer's step in it ends one."""
         try:
             if not self._clock.off:
-                held = self._held.get(graph, _UNKNOWN)
-                self._clock.replayed(held.forwards, held.backwards, held.optimizer_steps)
+                self._clock.replayed(*self._held.get(graph, _UNKNOWN))
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._recorder.fail(e)

@@ -18,7 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import dlprof
+from dlprof.plain import words_of
 from dlprof.record.graphs import Graphs
+from dlprof.record.loaders import forget_passes
 from dlprof.record.observed import Observed
 from dlprof.record.recorder import Collector, Recorder
 from dlprof.record.step_clock import StepClock
@@ -92,6 +94,7 @@ def uninstall() -> None:
         _handles.pop().remove()
     while _patches:
         _patches.pop().undo()
+    forget_passes()
 
 
 def hidden(wrapper: Any, *, with_callees: bool = False) -> Any:
@@ -237,7 +240,7 @@ def _watch_exchange(recorder: Recorder, optimizer: Any) -> None:
     try:
         put(kind, "synchronize", hidden(functools.wraps(waiting)(synchronize)))
     except Exception as e:  # noqa: BLE001 - the script's step goes on
-        recorder.warn(f"what Horovod exchanges is not named: {type(e).__name__}: {e}")
+        recorder.warn(f"what Horovod exchanges is not named: {words_of(e)}")
 
 
 def _watch_graphs(graphs: Graphs) -> None:

@@ -4,49 +4,39 @@ from __future__ import annotations
 
 import sys
 import weakref
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, Protocol, runtime_checkable
 
 
+@dataclass(slots=True, eq=False)
 class LoaderSeen:
     """A loader that the training thread has iterated, and what its batches were used for."""
 
-    __slots__ = ("loader", "role", "settings")
-
-    def __init__(self, loader: Any, settings: dict[str, Any]) -> None:
-        self.loader = weakref.ref(loader)
-        self.settings = settings
-        self.role = "unknown"
+    loader: weakref.ref[Any]
+    settings: dict[str, Any]
+    role: str = "unknown"
 
 
-class Pass:
+class _Referable:
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(slots=True, eq=False)
+class Pass(_Referable):
     """One pass over a loader: what is known of its iterator, which holds it as `_dlprof_pass`."""
 
-    __slots__ = (
-        "asks",
-        "began_ns",
-        "fetches",
-        "loader",
-        "looked_at",
-        "place",
-        "reported",
-        "took_ns",
-        "unsettled",
-        "workers",
-    )
-
-    def __init__(self, loader: LoaderSeen | None, began_ns: int, took_ns: int) -> None:
-        self.loader = loader  # None: it was not seen making the iterator
-        self.began_ns = began_ns
-        self.took_ns = took_ns  # that iter() took
-        self.unsettled = True  # the role of its loader is not known for good
-        # For the FetchWatcher:
-        self.looked_at = False
-        self.asks = True  # call FetchWatcher.ask before the next batch
-        self.fetches = False  # the training thread does so itself
-        self.workers = ""
-        self.reported = False  # some of its batches have rows
-        self.place = -1  # of the loader in Observed.loaders, once it is reported
+    loader: LoaderSeen | None  # None: it was not seen making the iterator
+    began_ns: int
+    took_ns: int  # by iter()
+    unsettled: bool = True  # the role of its loader may still change
+    # For the FetchWatcher:
+    looked_at: bool = False
+    asks: bool = True  # call FetchWatcher.ask before the next batch
+    fetches: bool = False  # the training thread fetches the batches itself
+    workers: str = ""
+    reported: bool = False  # some of its batches have rows
+    place: int = -1  # of the loader in Observed.loaders, once it is reported
 
 
 @runtime_checkable
@@ -63,11 +53,25 @@ class FetchWatcher(Protocol):
         """See a batch arrive, and which step it begins."""
 
 
+_passes: weakref.WeakSet[Pass] = weakref.WeakSet()
+
+
+def begin_pass(iterator: Any, loader: LoaderSeen | None, began_ns: int, took_ns: int) -> Pass:
+    """Give an iterator a pass; its iter() began then and took so long (perf_counter, ns)."""
+    over = iterator._dlprof_pass = Pass(loader, began_ns, took_ns)
+    _passes.add(over)
+    return over
+
+
 def adopt(iterator: Any) -> Pass:
     """Return the pass of an iterator, and make one for an iterator whose making was not seen."""
-    over: Pass = iterator._dlprof_pass or Pass(None, perf_counter_ns(), 0)
-    iterator._dlprof_pass = over
-    return over
+    return iterator._dlprof_pass or begin_pass(iterator, None, perf_counter_ns(), 0)
+
+
+def forget_passes() -> None:
+    """Make the passes of a recording that has ended like those of iterators whose making was not seen."""
+    while _passes:
+        Pass.__init__(_passes.pop(), None, perf_counter_ns(), 0)
 
 
 def settings_of(loader: Any) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
-from dlprof.record.loaders import LoaderSeen, Pass, settings_of
+from dlprof.record.loaders import LoaderSeen, begin_pass, settings_of
 
 # A script that makes modules or optimizers as it goes, as meta-learning does: this many of each are kept.
 _MOST = 100
@@ -14,39 +15,23 @@ _MOST = 100
 _AUTOCAST_LOOKS = 16
 
 
+@dataclass(slots=True, eq=False)
 class Observed:
     """What the hooks have seen. References are weak: nothing of the script's lives longer for being watched."""
 
-    __slots__ = (
-        "_model_ids",
-        "_optimizer_ids",
-        "autocast",
-        "autocast_looks",
-        "grad_scaler",
-        "graphs",
-        "loaders",
-        "model_id",
-        "models",
-        "news",
-        "optimizer_id",
-        "optimizers",
-        "pipeline",
-    )
-
-    def __init__(self) -> None:
-        self.news = False  # something is not in facts.json yet
-        self.loaders: list[LoaderSeen] = []
-        self.models: list[weakref.ref[Any]] = []
-        self.optimizers: list[weakref.ref[Any]] = []
-        self.autocast: dict[str, Any] | None = None
-        self.grad_scaler = False
-        self.graphs = 0  # CUDA graphs that were captured
-        self.pipeline: dict[str, Any] | None = None  # the pipeline schedule that this rank runs
-        self.autocast_looks = _AUTOCAST_LOOKS  # left
-        self.model_id = 0  # of the last model and the last optimizer, which need no look
-        self.optimizer_id = 0
-        self._model_ids: set[int] = set()
-        self._optimizer_ids: set[int] = set()
+    news: bool = False  # something is not in facts.json yet
+    loaders: list[LoaderSeen] = field(default_factory=list)
+    models: list[weakref.ref[Any]] = field(default_factory=list)
+    optimizers: list[weakref.ref[Any]] = field(default_factory=list)
+    autocast: dict[str, Any] | None = None
+    grad_scaler: bool = False
+    graphs: int = 0  # CUDA graphs that were captured
+    pipeline: dict[str, Any] | None = None  # the pipeline schedule that this rank runs
+    autocast_looks: int = _AUTOCAST_LOOKS  # left
+    model_id: int = 0  # of the last model and the last optimizer, which need no look
+    optimizer_id: int = 0
+    _model_ids: set[int] = field(default_factory=set)
+    _optimizer_ids: set[int] = field(default_factory=set)
 
     def see_model(self, module: Any) -> None:
         """Keep an outermost module that has parameters."""
@@ -78,10 +63,10 @@ class Observed:
             if seen is not None:
                 seen.loader = weakref.ref(loader)
             else:
-                seen = LoaderSeen(loader, settings)
+                seen = LoaderSeen(weakref.ref(loader), settings)
                 self.loaders.append(seen)
                 self.news = True
-        iterator._dlprof_pass = Pass(seen, began_ns, took_ns)
+        begin_pass(iterator, seen, began_ns, took_ns)
 
     def see_autocast(self) -> None:
         """Look whether autocast is on, until it was seen once."""

@@ -22,13 +22,12 @@ from time import perf_counter_ns
 from typing import Any, Protocol, runtime_checkable
 
 from dlprof.files import write
-from dlprof.plain import plain
+from dlprof.plain import plain, words_of
 from dlprof.record.device.device import RankDevice
 from dlprof.record.ending import Ending
 from dlprof.record.launch.process import started
 from dlprof.record.loaders import FetchWatcher
 from dlprof.record.log import file_of
-from dlprof.record.observed import Observed
 from dlprof.record.ranks import find_rank
 from dlprof.record.step_clock import NO_STEP, StepClock
 from dlprof.record.stepping import Step
@@ -101,8 +100,8 @@ class Recorder:
         self.unix_ns = time.time_ns()
         self.perf_ns = (before + perf_counter_ns()) // 2
 
-        self.observed = Observed()
-        self.clock = StepClock(self, self.observed)
+        self.clock = StepClock(self)
+        self.observed = self.clock.observed
         self.device = RankDevice()
         # What collectors leave for each other and for the facts:
         self.window: dict[str, Any] = {}  # the trace's window and what became of it
@@ -114,8 +113,8 @@ class Recorder:
         self._ending: Ending | None = None
         self._asked_to_stop: str | None = None  # by another thread than the one that trains
         self._stopped = False
-        self._stopping = (0, 0)
-        self._has_stopped = threading.Event()
+        self.stopping = (0, 0)  # the thread that writes the files right now, and since when (perf_counter, ns)
+        self.has_stopped = threading.Event()  # the files are there
         self._collectors: tuple[Collector, ...] = ()
         for make in collectors:
             try:
@@ -124,7 +123,7 @@ class Recorder:
                     self.clock.fetch_watcher = collector
                 self._collectors += (collector,)
             except Exception as e:  # noqa: BLE001, PERF203 - one collector must not cost the others
-                self.warn(f"{getattr(make, '__name__', make)} is off: {_words(e)}")
+                self.warn(f"{getattr(make, '__name__', make)} is off: {words_of(e)}")
 
     # -- what collectors use
 
@@ -156,7 +155,7 @@ class Recorder:
             self.folder = self._make_folder()
         except OSError as e:
             self.switch_off()
-            say(f"cannot record: {_words(e)}; the job goes on without it")
+            say(f"cannot record: {words_of(e)}; the job goes on without it")
             return
         clock.started = True
         clock.trained_from = clock.row.number
@@ -196,23 +195,9 @@ class Recorder:
     def fail(self, error: Exception) -> None:
         """Switch the recording off, since it failed."""
         self.switch_off()
-        self.warn(f"recording is off: {_words(error)}; the job goes on without it")
+        self.warn(f"recording is off: {words_of(error)}; the job goes on without it")
 
     # -- what ending.py calls
-
-    @property
-    def traced(self) -> bool:
-        """Return whether a trace is being recorded."""
-        return bool(self.clock.ranges)
-
-    @property
-    def stopping(self) -> tuple[int, int]:
-        """The thread that writes the files right now, and since when (perf_counter, ns); zeros where none does."""
-        return self._stopping
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the end of the recording, and return whether its files are there."""
-        return self._has_stopped.wait(seconds)
 
     def save(self) -> None:
         """Bring the last steps to the disk where the training thread has ended none for a while: it may hang."""
@@ -240,11 +225,11 @@ class Recorder:
             # The training thread is still at it, as daemon threads are. In this order: it looks after it sets due_ns.
             self._asked_to_stop = ended
             clock.due_ns = 0
-            self._has_stopped.wait(_NEXT_STEP_S)
+            self.has_stopped.wait(_NEXT_STEP_S)
             if self._stopped:
                 return
         self._stopped = True
-        self._stopping = (get_ident(), perf_counter_ns())
+        self.stopping = (get_ident(), perf_counter_ns())
         self.ended = ended
         try:
             if not clock.off and (clock.row.worked or clock.row.fetches):
@@ -259,8 +244,8 @@ class Recorder:
             # Backwards: facts close the list, since they describe how the others ended.
             for collector in reversed(self._collectors):
                 self._guard(collector, collector.stop)
-        self._stopping = (0, 0)
-        self._has_stopped.set()
+        self.stopping = (0, 0)
+        self.has_stopped.set()
         if self._ending is not None:
             self._ending.finished()
 
@@ -339,7 +324,7 @@ class Recorder:
         self._collectors = tuple(c for c in self._collectors if c is not collector)
         if isinstance(collector, FetchWatcher):
             self.clock.fetch_watcher = None
-        self.warn(f"{collector.name} is off: {_words(error)}; the job goes on without it")
+        self.warn(f"{collector.name} is off: {words_of(error)}; the job goes on without it")
 
 
 def _recorded_by(rank: Path) -> int | None:
@@ -349,10 +334,6 @@ def _recorded_by(rank: Path) -> int | None:
     except (OSError, ValueError, KeyError):
         return None
     return pid if isinstance(pid, int) else None
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
 
 
 def _leave_without_destructors() -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
 
 from dlprof.record.loaders import FetchWatcher, adopt
 from dlprof.record.observed import Observed
-from dlprof.record.stepping import BACKWARD, FETCH, FORWARD, OPTIMIZER, Driver, Phases, Row, is_compiling
+from dlprof.record.stepping import BACKWARD, FETCH, FORWARD, OPTIMIZER, Phases, Row, is_compiling
 
 NO_STEP = sys.maxsize
 
@@ -30,47 +31,27 @@ _REPLAYS_WITHOUT_STEP = 32
 _EARLY_STEPS = 4096
 
 
+@dataclass(slots=True, eq=False)
 class StepClock(Phases):
-    """The state machine of steps. Every step touches all of it, and little else of ours.
+    """The state machine of steps. Every step touches all of it, and little else of ours."""
 
-    The thread that trains is the only one that it times; see the rules in dlprof/record/__init__.py.
-    """
-
-    __slots__ = (
-        "_fetch_began_ns",
-        "_fetched",
-        "_newly_asked",
-        "_optimizer_depth",
-        "_steps_since_fetch",
-        "capturing",
-        "done",
-        "due_ns",
-        "due_step",
-        "end_of_step",
-        "fetch_watcher",
-        "mark",
-        "observed",
-        "started",
-        "trained_from",
-    )
-
-    def __init__(self, driver: Driver, observed: Observed) -> None:
-        super().__init__(driver)
-        self.observed = observed
-        self.mark: str | None = None  # what ends a step: user, loader, optimizer, replay
-        self.started = False  # the process trains, and the collectors have started
-        self.trained_from = 0  # number of the first step that trained
-        self.capturing = False  # a CUDA graph is being captured on the training thread; see graphs.py
-        self.end_of_step: Callable[[], Any] | None = None  # called at each step's end; Step.device keeps the answer
-        self.fetch_watcher: FetchWatcher | None = None
-        self.done: list[tuple[Any, ...]] = []  # the cells of the Steps that the collectors have not heard of
-        self.due_ns = 0  # they hear of them at the first step that ends then or later, or
-        self.due_step = NO_STEP  # when this one begins
-        self._fetched = False  # any loader was seen
-        self._fetch_began_ns = 0
-        self._newly_asked = False  # the loader that was asked last is the last of row.unsettled
-        self._optimizer_depth = 0
-        self._steps_since_fetch = 0
+    observed: Observed = field(default_factory=Observed)
+    mark: str | None = None  # what ends a step: user, loader, optimizer, replay
+    started: bool = False  # the process trains, and the collectors have started
+    trained_from: int = 0  # number of the first step that trained
+    capturing: bool = False  # a CUDA graph is being captured on the training thread; see graphs.py
+    end_of_step: Callable[[], Any] | None = None  # called at each step's end; Step.device keeps the answer
+    fetch_watcher: FetchWatcher | None = None
+    done: list[tuple[Any, ...]] = field(
+        default_factory=list
+    )  # the cells of Steps that nobody has heard of
+    due_ns: int = 0  # they hear of them at the first step that ends then or later, or
+    due_step: int = NO_STEP  # when this one begins
+    _fetched: bool = False  # any loader was seen
+    _fetch_began_ns: int = 0
+    _newly_asked: bool = False  # the loader that was asked last is the last of row.unsettled
+    _optimizer_depth: int = 0
+    _steps_since_fetch: int = 0
 
     @property
     def position(self) -> int:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from threading import get_ident
 from time import perf_counter_ns
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dlprof.record.loaders import LoaderSeen, Pass
+
+if TYPE_CHECKING:
+    from dlprof.record.recorder import Recorder
 
 FETCH, FORWARD, BACKWARD, OPTIMIZER = range(4)
 PHASES = ("fetch", "forward", "backward", "optimizer")  # their names
@@ -36,31 +40,22 @@ class Step(NamedTuple):
     device: Any  # what StepClock.end_of_step returned
 
 
+@dataclass(slots=True, eq=False)
 class Row:
     """The step that is being measured: one object for all of them, as making one costs as much as a phase's hook."""
 
-    __slots__ = (
-        "backwards",
-        "fetches",
-        "first",
-        "forwards",
-        "lead_ns",
-        "number",
-        "optimizer_steps",
-        "parts",
-        "profiled",
-        "start_ns",
-        "unsettled",
-    )
-
-    def __init__(self, number: int, start_ns: int) -> None:
-        self.number = number
-        self.parts = [0, 0, 0, 0]  # exclusive time in FETCH, FORWARD, BACKWARD, OPTIMIZER
-        self.unsettled: list[LoaderSeen] = []  # that it took batches from, and that are not yet known to train
-        self.first = self.profiled = 0
-        self.start_ns = start_ns
-        self.lead_ns = -1
-        self.fetches = self.forwards = self.backwards = self.optimizer_steps = 0
+    number: int
+    start_ns: int
+    lead_ns: int = -1
+    parts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])  # exclusive ns in FETCH, FORWARD, …
+    fetches: int = 0
+    forwards: int = 0
+    backwards: int = 0
+    optimizer_steps: int = 0
+    first: int = 0
+    profiled: int = 0
+    # Loaders that it took batches from, and that are not yet known to train.
+    unsettled: list[LoaderSeen] = field(default_factory=list)
 
     @property
     def worked(self) -> bool:
@@ -122,36 +117,21 @@ def kind_of(step: Step | Row) -> str:
     return "validation" if step.forwards else "other"
 
 
-class Driver(Protocol):
-    """What the clock calls: the Recorder."""
-
-    def begin(self) -> None:
-        """Start recording: the process has just begun to train."""
-
-    def steps_due(self) -> None:
-        """Pass StepClock.done on to the collectors; called at the end of a step."""
-
-    def fail(self, error: Exception) -> None:
-        """Switch the recording off."""
-
-
+@dataclass(slots=True, eq=False)
 class Phases:
     """The phases of the step that is being measured. They nest, and their times exclude each other."""
 
-    __slots__ = ("_driver", "_open_ranges", "_since_ns", "inside", "off", "owner", "phases", "ranges", "row")
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self.row = Row(0, 0)
-        self.owner = 0  # the thread that trains
-        self.off = False
-        # True while a module's call needs no look: inside a fetch, a forward or a backward, or when switched off.
-        self.inside = False
-        self.phases: list[int] = []  # that are open, the innermost last
-        # What opens a named range around each phase: the trace while its window is open, NVTX all along.
-        self.ranges: list[Callable[[str], Any]] = []
-        self._open_ranges: dict[int, Any] = {}  # by how many phases are open
-        self._since_ns = 0  # when the innermost phase was entered or resumed
+    _driver: Recorder
+    row: Row = field(default_factory=lambda: Row(0, 0))
+    owner: int = 0  # the thread that trains
+    off: bool = False
+    # True while a module's call needs no look: inside a fetch, a forward or a backward, or when switched off.
+    inside: bool = False
+    phases: list[int] = field(default_factory=list)  # that are open, the innermost last
+    # What opens a named range around each phase: the trace while its window is open, NVTX all along.
+    ranges: list[Callable[[str], Any]] = field(default_factory=list)
+    _open_ranges: dict[int, Any] = field(default_factory=dict)  # by how many phases are open
+    _since_ns: int = 0  # when the innermost phase was entered or resumed
 
     @property
     def phase(self) -> int | None:

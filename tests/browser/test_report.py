@@ -18,8 +18,7 @@ from dlprof.read.run import open_run
 from dlprof.report import html
 from dlprof.report.figures import drawing
 from dlprof.result import Result
-from tests.analysis.host import test_stacks
-from tests.fixtures import results, runs, traces
+from tests.fixtures import hosts, results, runs, traces
 from tests.fixtures.runs import MS
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
@@ -206,7 +205,7 @@ def attacked(folder: Path) -> Path:
     ranks = [(made, steps, facts)] * 2
     path = runs.recorded(folder, *ranks, stalls=[stalls, stalls], command=names, hosts=names)
     stack = ";".join(f"{name.replace(';', ' ')[:60]} (/me/{i}.py:1)".replace("\n", " ") for i, name in enumerate(names))
-    (path / "ranks/00000/stacks.part").write_text(f"{test_stacks.RANK}thread (7): MainThread;{stack} 90\n")
+    (path / "ranks/00000/stacks.part").write_text(f"{hosts.RANK}thread (7): MainThread;{stack} 90\n")
     return path
 
 

@@ -19,8 +19,8 @@ from dlprof.exports import perfetto
 from dlprof.exports import tracks as ours
 from dlprof.read.kineto import torch_trace
 from dlprof.read.run import open_run
-from tests.analysis.memory.test_memory import reading
 from tests.fixtures import runs, traces
+from tests.fixtures.allocator import reading
 from tests.fixtures.runs import MS
 
 Event = dict[str, Any]

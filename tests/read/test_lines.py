@@ -38,7 +38,7 @@ def test_a_function_without_its_text_and_broken_lines(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text(f'nonsense\n{json.dumps(PIECE)}\n{{"role": 1}}\n{json.dumps(PIECE)}\n')
     reading = read(path)
-    assert reading.warnings == ("lines.jsonl: 2 lines are no counts and are left out",)
+    assert reading.warnings == ("lines.jsonl: 2 malformed lines are left out",)
     assert list(reading.tables["lines"]["hits"]) == [4, 2]
     assert set(reading.tables["lines"]["source"]) == {""}
 
@@ -60,4 +60,4 @@ def test_a_piece_of_impossible_counts_is_left_out(figure: int, key: str, tmp_pat
     path.write_text(f"{json.dumps(PIECE)}\n{json.dumps(bad)}\n{json.dumps(PIECE)}\n")
     reading = read(path)
     assert reading.tables["lines"]["hits"].tolist() == [4, 2]
-    assert reading.warnings == ("lines.jsonl: 1 lines are no counts and are left out",)
+    assert reading.warnings == ("lines.jsonl: 1 malformed lines are left out",)

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from dlprof.errors import DlprofError
+from dlprof.read.logs import samples
 from dlprof.read.sources import SOURCES, Reading
 from dlprof.schema import MEMORY
 
 LOGS = {s.tables[0]: s for s in SOURCES if s.name in ("fetches", "loading", "memory", "pipeline", "stalls")}
+SAMPLERS = {s.name: s for s in SOURCES if s.name in ("gpu", "host", "processes")}
+LINE = '{"at_ns":%d,"perf_ns":5,"power_w":%s,"energy_j":7}\n'
 
 CALL = {"step": 3, "action": "schedule", "start_ns": 5, "dur_ns": 30, "busy_ns": 20}
 CHUNK = {"step": 3, "action": "forward", "stage": 1, "microbatch": 0, "start_ns": 7, "dur_ns": 20}
@@ -35,7 +38,7 @@ def test_fetches_of_several_workers_are_in_order_and_one_that_a_kill_cut_is_told
     reading = read(tmp_path, "fetches", of[0], '{"worker": 0, "pi' + json.dumps(of[1]), of[1])
     assert reading.tables["fetches"]["pid"].to_list() == [70, 71]
     assert reading.tables["fetches"]["cpu_ns"].to_list() == [-1, -1]
-    assert reading.warnings == ("fetches.jsonl: 1 lines are no fetches and are left out",)
+    assert reading.warnings == ("fetches.jsonl: 1 malformed lines are left out",)
 
 
 def test_what_does_not_apply_to_a_kind_of_loading_is_marked(tmp_path: Path) -> None:
@@ -73,7 +76,7 @@ def test_a_cut_last_chunk_is_dropped_without_a_word_and_a_bad_one_with(tmp_path:
     path.write_bytes(path.read_bytes()[:-9])
     reading = LOGS["chunks"].read(path)
     assert reading.tables["chunks"]["action"].to_list() == ["schedule"]
-    assert reading.warnings == ("chunks.jsonl: 1 lines are no chunks and are left out",)
+    assert reading.warnings == ("chunks.jsonl: 1 malformed lines are left out",)
 
 
 def test_stalls_are_in_order_of_time_and_what_does_not_apply_is_marked(tmp_path: Path) -> None:
@@ -104,7 +107,7 @@ def test_a_cut_last_stall_is_dropped_without_a_word_at_any_byte(tmp_path: Path) 
 def test_a_bad_stall_in_the_middle_is_dropped_with_a_word(tmp_path: Path, bad: Any) -> None:
     reading = read(tmp_path, "stalls", PAUSE, bad, SAVE)
     assert reading.tables["stalls"]["step"].to_list() == [1, 2]
-    assert reading.warnings == ("stalls.jsonl: 1 lines are no stalls and are left out",)
+    assert reading.warnings == ("stalls.jsonl: 1 malformed lines are left out",)
 
 
 @pytest.mark.parametrize("table", LOGS)
@@ -120,3 +123,64 @@ def test_what_is_no_such_log_is_refused(tmp_path: Path, table: str, lines: tuple
         read(tmp_path, table, *lines)
     with pytest.raises(DlprofError, match="no such file"):
         LOGS[table].read(tmp_path / "none.jsonl")
+
+
+def test_each_number_is_a_row_and_the_clocks_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.jsonl"
+    path.write_text(LINE % (10, "1.5") + LINE % (20, "null") + '{"at_ns":30,"power_w":"3","busy":true,"cores":[1]}\n')
+    reading = samples(path, "gpu")
+    frame = reading.tables["samples"]
+    rows = [(m, int(at), float(v)) for m, at, v in zip(frame["metric"], frame["at_ns"], frame["value"], strict=True)]
+    # Not measured is no row: neither a null, nor a word, nor a zero in its place.
+    assert rows == [("power_w", 10, 1.5), ("energy_j", 10, 7.0), ("energy_j", 20, 7.0)]
+    assert set(frame["source"]) == {"gpu"}
+    assert reading.warnings == ()
+
+
+def test_a_cut_last_line_is_dropped_and_other_bad_ones_are_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.jsonl"
+    path.write_text(LINE % (10, "1") + '{"power_w":3}\n{"at_ns":-1}\nnonsense\n' + LINE % (20, "2") + '{"at_ns":30,"po')
+    reading = samples(path, "gpu")
+    frame = reading.tables["samples"]
+    assert list(frame.loc[frame["metric"] == "power_w", "at_ns"]) == [10, 20]
+    assert reading.warnings == ("gpu.jsonl: 3 malformed lines are left out",)
+
+
+def test_a_file_that_is_no_log_of_samples_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.jsonl"
+    path.write_text("a,b\n1,2\n3,4\n")
+    with pytest.raises(DlprofError, match="none of its lines"):
+        samples(path, "gpu")
+    path.write_text("")
+    assert len(samples(path, "gpu").tables["samples"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("sampler", "line", "metrics"),
+    [
+        ("gpu", '"power_w":612.3,"clock_reasons_bits":4', {"power_w": 612.3, "clock_reasons_bits": 4.0}),
+        ("host", '"memory_used_bytes":7', {"memory_used_bytes": 7.0}),
+        ("processes", '"cpu_s":2.5,"children":2', {"cpu_s": 2.5, "children": 2.0}),
+    ],
+)
+def test_the_samples_say_whose_they_are(tmp_path: Path, sampler: str, line: str, metrics: dict[str, float]) -> None:
+    path = tmp_path / SAMPLERS[sampler].files[0]
+    path.write_text('{"at_ns":10,"perf_ns":1,' + line + "}\n")
+    frame = SAMPLERS[sampler].read(path).tables["samples"]
+    assert set(frame["source"]) == {sampler}
+    assert dict(zip(frame["metric"], frame["value"], strict=True)) == metrics
+
+
+def test_the_cores_are_counted_and_the_busiest_is_told(tmp_path: Path) -> None:
+    (tmp_path / "host.jsonl").write_text(
+        '{"at_ns":10,"perf_ns":1,"cpu_share":0.5,"core_percent":[100,3,91,90]}\n{"at_ns":20,"core_percent":[]}\n'
+    )
+    frame = SAMPLERS["host"].read(tmp_path / "host.jsonl").tables["samples"]
+    assert set(frame["source"]) == {"host"}
+    assert dict(zip(frame["metric"], frame["value"], strict=True)) == {
+        "cpu_share": 0.5,
+        "cores": 4.0,
+        "cpu_cores": 2.84,
+        "busy_cores": 2.0,
+        "busiest_core_share": 1.0,
+    }

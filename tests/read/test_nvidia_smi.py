@@ -48,7 +48,7 @@ def test_other_properties_and_bare_numbers(tmp_path: Path) -> None:
     assert set(frame["source"]) == {"nvidia-smi 0"}
     told = dict(zip(frame["metric"], frame["value"], strict=True))
     assert told == {"memory_used_bytes": 1 << 30, "power_w": 612.5, "sm_clock_mhz": 1755}
-    assert any("2 lines are no readings" in w for w in reading.warnings)
+    assert any("2 malformed lines" in w for w in reading.warnings)
 
 
 @pytest.mark.parametrize("text", ["", "timestamp\n", "a,b\n1,2\n", "utilization.gpu [%]\n87 %\n", "\x00\xff\n"])

@@ -88,7 +88,7 @@ def test_a_file_that_nobody_appended_lines_that_are_none_and_another_file(tmp_pa
     path = tmp_path / "stacks.part"
     path.write_text(f"{RANK}{MAIN}main (train.py:3) 2\nnonsense\n{RANK}{MAIN}main (train.py:4) 1\n")
     assert [row[4] for row in rows(path)] == [2, 1]
-    assert read(path).warnings == ("stacks.part: 1 lines are no stacks and are left out",)
+    assert read(path).warnings == ("stacks.part: 1 malformed lines are left out",)
     assert read(path).facts == {}
     path.write_text("")
     assert len(read(path).tables["stacks"]) == 0
@@ -105,4 +105,4 @@ def test_a_burst_of_impossible_times_is_left_out_and_its_stacks_stay(figure: str
     reading = read(path)
     assert reading.tables["stacks"]["samples"].tolist() == [3]
     assert reading.facts == {}
-    assert reading.warnings == ("stacks.txt.gz: 1 lines are no stacks and are left out",)
+    assert reading.warnings == ("stacks.txt.gz: 1 malformed lines are left out",)

@@ -95,7 +95,7 @@ def test_a_cut_last_line_is_dropped_without_a_word_at_any_byte(tmp_path: Path) -
 def test_a_bad_line_in_the_middle_is_dropped_with_a_word(tmp_path: Path, bad: Any) -> None:
     reading = steps.read(write(tmp_path / "steps.jsonl", line(0), bad, line(2)))
     assert reading.tables["steps"]["step"].to_list() == [0, 2]
-    assert reading.warnings == ("steps.jsonl: 1 lines are no steps and are left out",)
+    assert reading.warnings == ("steps.jsonl: 1 malformed lines are left out",)
 
 
 def test_rows_are_in_order_of_time(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.record.loaders import Pass, adopt, settings_of
+from dlprof.record.loaders import Pass, adopt, forget_passes, settings_of
 
 torch = pytest.importorskip("torch", reason="recording needs torch")
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler  # noqa: E402
@@ -68,3 +68,6 @@ def test_an_iterator_that_was_not_seen_being_made_gets_a_pass_once() -> None:
     assert adopt(iterator) is iterator._dlprof_pass is over
     known = Pass(None, 1, 2)
     assert adopt(SimpleNamespace(_dlprof_pass=known)) is known
+    over.reported, over.place = True, 3
+    forget_passes()
+    assert (over.loader, over.reported, over.place, over.unsettled) == (None, False, -1, True)

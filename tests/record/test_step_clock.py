@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from dlprof.record.observed import Observed
 from dlprof.record.step_clock import StepClock
 from dlprof.record.stepping import Step
 from dlprof.schema import STEPS
@@ -29,7 +29,8 @@ class Job:
         self.now = 0
         for module in ("step_clock", "stepping"):
             monkeypatch.setattr(f"dlprof.record.{module}.perf_counter_ns", lambda: self.now)
-        self.clock = StepClock(self, Observed())
+        driver: Any = self
+        self.clock = StepClock(driver)
         self.steps: list[Step] = []
         self.failed: list[Exception] = []
         self.trains = trains

@@ -1,13 +1,11 @@
-"""How fast collectives move their bytes: by kind, group and size, beside what the link can carry where that is known.
+"""How fast collectives move their bytes, by kind, group and size, next to the link's peak where that is known.
 
-Of a collective's time, what the last to arrive spends in it is transfer: the least over its ranks. Bytes over that is
-the algorithm's bandwidth; what it asks of every rank's link is the bus bandwidth, with nccl-tests' factors, which can
-be held against the link's own peak whatever the collective and however many ranks.
+The transfer is the time that the last rank to arrive spends in a collective: the least over its ranks. Bytes over that
+are the algorithm bandwidth; what it demands of every rank's link is the bus bandwidth (nccl-tests' factors), which
+compares with the link's peak whatever the collective and however many ranks.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -39,17 +37,27 @@ def bus_factor(collective: str, ranks: int) -> float:
 def bandwidth(transfers: pd.DataFrame, window_steps: pd.DataFrame, job: Job) -> pd.DataFrame:
     """Sum up the collectives by kind, members and class of size, for the mean traced step.
 
-    Columns: collective, members, ranks (how many) and size (index into CLASSES; 0 and −1: not told), count (a step),
-    bytes (of all), transfer_ns (of all; at most, where ranks are missing), wait_ns (mean over its ranks), exposed_ns
-    (of transfer and rank, in the mean steady step), algbw, busbw (bytes/s), peak (of the link, bytes/s), culprit, late
-    (how many collectives it came last to) and matched (of how many). NaN and culprit −1: not known.
+    Columns: collective, members, ranks (how many; 0: unknown), size (index into CLASSES; −1: unknown), count (a step),
+    bytes, transfer_ns (at most, where ranks are missing), wait_ns (mean over its ranks), exposed_ns (of transfer and
+    rank, in the mean steady step), algbw, busbw and the link's peak (bytes/s), culprit, late (how many collectives it
+    came last to) and matched (of how many). NaN and culprit −1: unknown.
     """
     steps = max(int(window_steps.groupby("rank").size().max()), 1)
-    rows = [
-        _row(job, {"collective": kind, "members": members, "ranks": n, "size": size}, mine, steps)
-        for (kind, members, n, size), mine in transfers.groupby(["collective", "members", "ranks", "size"])
-    ]
-    return pd.DataFrame(rows).sort_values("transfer_ns", ascending=False, ignore_index=True)
+    by = transfers.groupby(["collective", "members", "ranks", "size"])
+    columns = ["bytes", "transfer_ns", "wait_ns", "bare_ns"]
+    frame = by[columns].sum(min_count=1).rename(columns={"bare_ns": "exposed_ns"}).astype(float) / steps
+    frame = frame.assign(count=by.size() / steps, matched=by.size()).reset_index()
+    frame["bytes"] = frame["bytes"].where((frame["size"] >= 0) & (frame["transfer_ns"] > 0))
+    algbw = frame["bytes"] / frame["transfer_ns"] * 1e9
+    factor = [bus_factor(*of) if of[1] else np.nan for of in zip(frame["collective"], frame["ranks"], strict=True)]
+    last = [of[of >= 0].value_counts() for _, of in by["late"]]
+    return frame.assign(
+        algbw=algbw,
+        busbw=algbw * factor,
+        peak=[_peak(job, members) for members in frame["members"]],
+        culprit=[int(of.index[0]) if len(of) else -1 for of in last],
+        late=[int(of.iloc[0]) if len(of) else 0 for of in last],
+    ).sort_values("transfer_ns", ascending=False, ignore_index=True)
 
 
 @across_ranks
@@ -58,34 +66,20 @@ def exchanged(bandwidth: pd.DataFrame) -> pd.DataFrame:
 
     Columns: collective, ranks, size, groups (how many), count, bytes, wait_ns and transfer_ns (of a step, mean of the
     groups), algbw and busbw (bytes/s, of all their transfers), of_peak (busbw over the link's), and of the group that
-    waits for one rank most often culprit, late and matched. NaN and culprit −1: not known.
+    waits for one rank most often culprit, late and matched. NaN and culprit −1: unknown.
     """
-    frame = bandwidth
-    frame = frame.assign(carried=frame["busbw"] * frame["transfer_ns"], free=frame["algbw"] * frame["transfer_ns"])
-    rows = []
-    for (kind, ranks, of_size), mine in frame.groupby(["collective", "ranks", "size"]):
-        groups, transfer = len(mine), float(mine["transfer_ns"].sum()) or np.nan
-        busbw = float(mine["carried"].sum(skipna=False)) / transfer
-        worst = mine.nlargest(1, "late").iloc[0]
-        rows.append(
-            {
-                "collective": str(kind),
-                "ranks": int(str(ranks)),
-                "size": int(str(of_size)),
-                "groups": groups,
-                "count": float(mine["count"].sum()) / groups,
-                "bytes": float(mine["bytes"].mean()),
-                "wait_ns": float(mine["wait_ns"].mean()),
-                "transfer_ns": float(mine["transfer_ns"].sum()) / groups,
-                "algbw": float(mine["free"].sum(skipna=False)) / transfer,
-                "busbw": busbw,
-                "of_peak": busbw / float(mine["peak"].min(skipna=False)),
-                "culprit": int(worst["culprit"]),
-                "late": int(worst["late"]),
-                "matched": int(worst["matched"]),
-            }
-        )
-    whole = pd.DataFrame(rows)
+    transfer = bandwidth["transfer_ns"]
+    frame = bandwidth.assign(carried=bandwidth["busbw"] * transfer, moved=bandwidth["algbw"] * transfer)
+    by = frame.groupby(["collective", "ranks", "size"])
+    # What is not known of one group is not known of their sum.
+    known = by[["carried", "moved", "peak"]].count().eq(by.size(), axis=0)
+    sums, peak = by[["carried", "moved"]].sum().where(known), by["peak"].min().where(known["peak"])
+    whole = by[["count", "bytes", "wait_ns", "transfer_ns"]].mean().assign(groups=by.size())
+    total = by["transfer_ns"].sum().replace(0.0, np.nan)
+    whole = whole.assign(algbw=sums["moved"] / total, busbw=sums["carried"] / total)
+    whole["of_peak"] = whole["busbw"] / peak
+    worst = frame.loc[by["late"].idxmax(), ["culprit", "late", "matched"]].set_index(whole.index)
+    whole = whole.join(worst).reset_index()
     longest = (-(whole["transfer_ns"] + whole["wait_ns"].fillna(0.0))).argsort(kind="stable")
     return whole.iloc[longest].reset_index(drop=True)
 
@@ -97,25 +91,30 @@ def transfers(
     exposed: pd.DataFrame,
     window_steps: pd.DataFrame,
     breakdown: pd.DataFrame,
-    job: Job,
 ) -> pd.DataFrame:
     """Return each collective of the traced steps once, whatever rank had it.
 
-    Columns: collective, members, ranks (how many), size (index into CLASSES, −1: not told), bytes, dtype, transfer_ns
-    (where ranks are missing, at most), wait_ns (mean over its ranks, NaN: not known), bare_ns (exposed transfer, mean
-    over its ranks, brought to the steady steps), late (the last to come, −1: not known).
+    Columns: collective, members, ranks (how many), size (index into CLASSES, −1: unknown), bytes, dtype, transfer_ns
+    (where ranks are missing, at most), wait_ns (mean over its ranks, NaN: unknown), bare_ns (exposed transfer, mean
+    over its ranks, scaled to the steady steps), late (the last to come, −1: unknown).
     """
     try:
         frame, known = matched.get(), True
     except NotMeasured:
-        frame, known = instances.get(), False
-        frame = frame.assign(wait_ns=0, last=False)
+        frame, known = instances.get().assign(wait_ns=0, last=False), False
     begin = (frame["start_ns"] + frame["wait_ns"]).to_numpy()
+    bare = exposed_between(exposed, frame["rank"].to_numpy(), begin, frame["end_ns"].to_numpy())
+    # From the traced steps to the mean steady one.
+    traced = (exposed["end_ns"] - exposed["start_ns"]).groupby(exposed["rank"]).sum()
+    traced = traced / window_steps.groupby("rank").size()
+    scale = (pd.Series(part(breakdown, "communication"), dtype=float) / traced).replace([np.inf, -np.inf], np.nan)
+    dur = (frame["end_ns"] - frame["start_ns"]).astype(float)
+    # A sender may be rid of its bytes long before they arrive: the receiver knows, once it need not wait.
+    received = (dur - frame["wait_ns"]).mask(frame["is_sender"])
     frame = frame.assign(
         size=size_classes(frame["bytes"]),
-        bare_ns=exposed_between(exposed, job, frame["rank"].to_numpy(), begin, frame["end_ns"].to_numpy())
-        * _scale(exposed, window_steps, breakdown, frame),
-        dur_ns=_transfer(frame),
+        bare_ns=bare * frame["rank"].map(scale).fillna(0.0),
+        dur_ns=dur.mask(frame["collective"] == SENT, received),
         late=frame["rank"].where(frame["last"], -1),
     )
     first = frame.drop_duplicates("instance").set_index("instance").sort_index()
@@ -127,67 +126,22 @@ def transfers(
     return one if known else one.assign(wait_ns=np.nan)
 
 
-def _transfer(frame: pd.DataFrame) -> pd.Series[float]:
-    """Return what each row's rank knows of the transfer, ns; of the same collective the least is it.
-
-    A sender may be rid of its bytes long before they have arrived: the receiver knows, once it need not wait.
-    """
-    dur = (frame["end_ns"] - frame["start_ns"]).astype(float)
-    sent = frame["collective"] == SENT
-    return dur.mask(sent, (dur - frame["wait_ns"]).mask(frame["is_sender"]))
-
-
-def _row(job: Job, key: dict[str, Any], mine: pd.DataFrame, steps: int) -> dict[str, Any]:
-    total, transfer = float(mine["bytes"].sum()), float(mine["transfer_ns"].sum())
-    told = key["size"] >= 0 and transfer > 0
-    algbw = total / transfer * 1e9 if told else np.nan
-    late = mine["late"][mine["late"] >= 0].value_counts()
-    return key | {
-        "count": len(mine) / steps,
-        "bytes": total / steps if told else np.nan,
-        "transfer_ns": transfer / steps,
-        "wait_ns": float(mine["wait_ns"].sum(skipna=False)) / steps,
-        "exposed_ns": float(mine["bare_ns"].sum()) / steps,
-        "algbw": algbw,
-        "busbw": algbw * bus_factor(str(key["collective"]), int(key["ranks"])) if key["ranks"] else np.nan,
-        "peak": _peak(job, str(key["members"])),
-        "culprit": int(str(late.index[0])) if len(late) else -1,
-        "late": int(late.iloc[0]) if len(late) else 0,
-        "matched": len(mine),
-    }
-
-
-def _scale(
-    exposed: pd.DataFrame, window_steps: pd.DataFrame, breakdown: pd.DataFrame, frame: pd.DataFrame
-) -> pd.Series[float]:
-    """Return for each row what brings its rank's exposed communication from the traced steps to the mean steady one."""
-    traced = (exposed["end_ns"] - exposed["start_ns"]).groupby(exposed["rank"]).sum() / window_steps.groupby(
-        "rank"
-    ).size()
-    steady = pd.Series(part(breakdown, "communication"), dtype=float)
-    return frame["rank"].map((steady / traced).replace([np.inf, -np.inf], np.nan)).fillna(0.0)
-
-
 def _peak(job: Job, members: str) -> float:
     """Return what the link between some ranks carries in one direction, bytes/s: known of NVLink within one host."""
-    if members == NOBODY:
-        return float("nan")
-    ranks = [int(r) for r in members.split(",")] if members else range(job.world_size)
-    hosts, names = set(), set()
+    ranks = {int(r) for r in members.split(",")} if members not in ("", NOBODY) else set(range(job.world_size))
+    if members == NOBODY or not ranks <= set(job.ranks):
+        return np.nan
+    hosts, names = {settings.host(job, r) for r in ranks}, set()
     for rank in ranks:
-        if rank not in job.facts:
-            return float("nan")
-        facts, trace = job.facts[rank], job.trace_facts[rank]
-        hosts.add(settings.host(job, rank))
-        devices = trace.get("devices") or [{}]
-        names.add(str((facts.get("device") or {}).get("name") or devices[0].get("name") or ""))
+        devices = [job.facts[rank].get("device") or {}, *(job.trace_facts[rank].get("devices") or ())]
+        names.add(next((str(d["name"]) for d in devices[:2] if d.get("name")), ""))
     if len(hosts) != 1 or "" in hosts or len(names) != 1:
-        return float("nan")
-    return nvlink(names.pop()) or float("nan")
+        return np.nan
+    return nvlink(names.pop()) or np.nan
 
 
 def size_classes(size: pd.Series[int]) -> NDArray[np.int64]:
-    """Return the index into CLASSES of each size, bytes; −1: not told."""
+    """Return the index into CLASSES of each size, bytes; −1: unknown."""
     classes: NDArray[np.int64] = np.where(size < 0, -1, np.searchsorted(CLASSES, size, side="right"))
     return classes
 

@@ -1,4 +1,9 @@
-"""The collectives, sends and receives of each rank, when it communicates in the open, and its traced steps."""
+"""The collectives, sends and receives of each rank, its exposed communication, and its traced steps.
+
+Of sends and receives, NCCL's kernels name the other rank where torch wrote it there. Where they do not, as those that
+carry several sends and receives at once, the calls before the launch do. gloo's ranges never do: torch's calls around
+them do if the trace holds inputs, and in a job of two ranks there is only one other.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.communication.point_to_point import POINT_TO_POINT
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank
+from dlprof.analysis.engine import Maybe, RankFacts, per_rank, within_rank
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.launches import UNKNOWN, Launches
 from dlprof.analysis.timeline.steps import Timing
@@ -20,19 +24,29 @@ from dlprof.read.kineto.patterns import EXPERT_KERNEL
 
 Nanoseconds = NDArray[np.int64]
 
-# What stands in place of its members where nobody knows who takes part in a collective.
+# The members of a group that is not known.
 NOBODY = "?"
 NO_GROUP = (
-    "expert-parallel kernels whose group the trace does not tell, or that do not wait for the others (low latency)"
+    "expert-parallel kernels whose group the trace does not record, or that do not wait for the others (low latency)"
 )
 
-# Expert-parallel kernels tell no group. Megatron-LM and DeviceMesh name theirs (EXPERT_MODEL_PARALLEL_GROUP, mesh_ep);
-# what spans their replicas or other stages is a wider one. Those of low latency send in one kernel, and receive in
+# Expert-parallel kernels name no group. Megatron-LM and DeviceMesh name theirs (EXPERT_MODEL_PARALLEL_GROUP, mesh_ep);
+# a group that spans their replicas or other stages is a wider one. Low-latency kernels send in one and receive in
 # another.
 _EXPERTS = re.compile(EXPERT_KERNEL)
 _OF_EXPERTS = re.compile(r"(?i)(?:^|[\W_])(?:ep|expert)(?:$|[\W_])")
 _WIDER = re.compile(r"(?i)data|pipeline|(?:^|[\W_])e?[dp]p(?:$|[\W_])")
 _LOW_LATENCY = re.compile(r"internode_ll::|::(?:dispatch|combine)_ll\b")
+
+POINT_TO_POINT = ("send", "recv")
+
+# A kernel of NCCL's that may be either, both, several of them, or a collective that is made of them.
+_EITHER = "send_recv"
+
+# What names the other rank of a call, the most telling first; each of the script's calls appears once in each.
+_CALLS = ("record_param_comms", "c10d::", "nccl:")
+
+_COLUMNS = ["collective", "group", "peer", "bytes", "dtype", "start_ns", "dur_ns"]
 
 
 @per_rank
@@ -47,15 +61,14 @@ def collectives(
     launched_within: Maybe[NDArray[np.int64]],
     rank: RankFacts,
 ) -> pd.DataFrame:
-    """Return the collectives, sends and receives that the steady traced steps made, in their order.
+    """Return the collectives, sends and receives of the steady traced steps, in the order in which they were issued.
 
-    Columns: step, group, members, collective, peer, bytes, dtype, sequence (−1: not told), communicator ("": not told),
-    stream (among the rank's that communicate, in order of their first use; 0 on the host, where any thread of a pool
-    may send), made_ns (the launch, where it is known),
-    start_ns, end_ns. `members` are the ranks of the process group as text, "" where it is that of all ranks, NOBODY
-    where it is not known; `peer` is the other rank of a send or receive, −1 where it is none or not told. From the
-    device's kernels where there is a device, each with the step that launched it, else from the host's (gloo: from
-    issue to completion). Empty where the rank has none.
+    Columns: step, group, members (the ranks of the process group as text, "" where it is all ranks, NOBODY where it is
+    not known), collective, peer (the other rank of a send or receive, else −1), bytes, dtype, sequence (−1: unknown),
+    communicator ("": unknown), stream (the rank's communicating streams, numbered in order of first use; 0 on the host,
+    where any thread of a pool may send), made_ns (the launch, else the start), start_ns, end_ns. With a device these
+    are its kernels, each with the step that launched it; else the host's spans (gloo: from issue to completion). Empty
+    where the rank has none.
     """
     of = host.is_kind(spans, "communication") & ~host.is_one_of(spans["collective"], *POINT_TO_POINT)
     of[point_to_point["row"].to_numpy(dtype=np.int64)] = False
@@ -64,68 +77,48 @@ def collectives(
     else:
         of &= ~is_on_device & ~host.is_named(spans, "c10d", "_c10d") & ~host.is_one_of(spans["collective"], "")
     rows = np.concatenate((np.flatnonzero(of), point_to_point["row"].to_numpy(dtype=np.int64)))
-    told = ["group", "collective", "peer", "bytes", "dtype", "start_ns", "dur_ns"]
-    chosen = spans[[*told, "name"]][of].astype({"group": "str", "collective": "str", "dtype": "str"})
+    chosen = spans[[*_COLUMNS, "name"]][of].astype({"group": "str", "collective": "str", "dtype": "str"})
     if len(point_to_point):
-        chosen = pd.concat([chosen, point_to_point[told]])
-    start = chosen["start_ns"].to_numpy()
-    made, window = (
-        _made(device_work, launches.get(), launched_within.get(), rows, start)
-        if has_device
-        else (start, _window_of(timing.windows, start))
-    )
+        chosen = pd.concat([chosen, point_to_point[_COLUMNS]])
+    made = chosen["start_ns"].to_numpy()
+    if has_device:
+        at = np.searchsorted(device_work.index.to_numpy(), rows)
+        called, window = launches.get().called[at], launched_within.get()[at]
+        made = np.where(called < UNKNOWN, called, made)
+    else:
+        window = np.searchsorted(timing.windows[:, 0], made, side="right") - 1
+        window = np.where(iv.holds(timing.windows, made), window, -1)
     keep = np.flatnonzero(window >= 0)
     keep = keep[np.argsort(made[keep], kind="stable")]
-    rows, chosen, made, start, window = rows[keep], chosen.iloc[keep], made[keep], start[keep], window[keep]
-    numbers = timing.numbers if len(timing.numbers) else np.arange(max(len(timing.windows), 1), dtype=np.int64)
+    rows, chosen = rows[keep], chosen.iloc[keep].reset_index(drop=True)
     lane = spans["lane"].array.codes[rows]
     return pd.DataFrame(
         {
-            "step": numbers[window],
-            "group": chosen["group"].to_numpy(),
+            "step": _step_numbers(timing)[window[keep]],
+            "group": chosen["group"],
             "members": _members_of(rank, chosen),
-            "collective": chosen["collective"].to_numpy(),
-            "peer": chosen["peer"].to_numpy(),
-            "bytes": chosen["bytes"].to_numpy(),
-            "dtype": chosen["dtype"].to_numpy(),
+            **{name: chosen[name] for name in ("collective", "peer", "bytes", "dtype")},
             "sequence": spans["sequence"].to_numpy()[rows],
             "communicator": spans["communicator"].iloc[rows].astype("str").to_numpy(),
             "stream": pd.factorize(lane)[0].astype(np.int64) if has_device else 0,
-            "made_ns": made,
-            "start_ns": start,
-            "end_ns": start + chosen["dur_ns"].to_numpy(),
+            "made_ns": made[keep],
+            "start_ns": chosen["start_ns"],
+            "end_ns": chosen["start_ns"] + chosen["dur_ns"],
         }
     )
 
 
-def _window_of(windows: iv.Intervals, start: Nanoseconds) -> Nanoseconds:
-    """Return the place of the window in which each instant lies, −1: none."""
-    if not len(windows):
-        return np.full(len(start), -1, dtype=np.int64)
-    window = np.searchsorted(windows[:, 0], start, side="right") - 1
-    return np.where((window >= 0) & (start < windows[np.maximum(window, 0), 1]), window, -1)
-
-
-def _made(
-    device_work: pd.DataFrame,
-    launches: Launches,
-    launched_within: NDArray[np.int64],
-    rows: Nanoseconds,
-    start: Nanoseconds,
-) -> tuple[Nanoseconds, Nanoseconds]:
-    """Return for rows of device work in the spans the launch (their start where it is not known) and their step's
-    place.
-    """
-    at = np.searchsorted(device_work.index.to_numpy(), rows)
-    called = launches.called[at]
-    return np.where(called < UNKNOWN, called, start), launched_within[at]
+def _step_numbers(timing: Timing) -> Nanoseconds:
+    """Return the number of each steady traced step; 0 where the whole trace stands for one."""
+    return timing.numbers if len(timing.numbers) else np.zeros(len(timing.windows), dtype=np.int64)
 
 
 def _members_of(rank: RankFacts, rows: pd.DataFrame) -> NDArray[Any]:
     """Return the ranks of each row's group, as text."""
     groups = rank.trace_facts.get("groups") or {}
     world = int(rank.trace_facts.get("world_size") or rank.facts.get("world_size") or 0)
-    members = rows["group"].map({g: _members(groups.get(g)) for g in rows["group"].unique()}).to_numpy(dtype=object)
+    texts = {g: ",".join(map(str, (groups.get(g) or {}).get("ranks") or ())) for g in rows["group"].unique()}
+    members = rows["group"].map(texts).to_numpy(dtype=object)
     experts = [n for n in rows["name"].unique() if _EXPERTS.search(str(n))]
     if experts:
         several = any(1 < int(g.get("size") or 0) < world for g in groups.values())
@@ -136,7 +129,7 @@ def _members_of(rank: RankFacts, rows: pd.DataFrame) -> NDArray[Any]:
 
 
 def _experts(rank: RankFacts, groups: Mapping[str, Any]) -> str:
-    """Return the ranks among which this one's experts are spread, as text: the largest group that is named for them."""
+    """Return the ranks that share this one's experts, as text: the largest group that is named for them."""
     known = [
         g.get("ranks") or []
         for g in groups.values()
@@ -146,38 +139,101 @@ def _experts(rank: RankFacts, groups: Mapping[str, Any]) -> str:
     return ",".join(map(str, max(mine, key=len))) if mine else NOBODY
 
 
-def _members(group: Any) -> str:
-    ranks = (group or {}).get("ranks") or ()
-    return ",".join(map(str, ranks))
-
-
 @per_rank
 def exposed(timing: Timing, exposed_communication: iv.Intervals) -> pd.DataFrame:
-    """Return when, in the steady traced steps, this rank communicates and computes nothing: step, start_ns, end_ns."""
-    numbers = timing.numbers if len(timing.numbers) else np.zeros(len(timing.windows), dtype=np.int64)
-    rows = [
-        (n, iv.clip(exposed_communication, int(s), int(e))) for n, (s, e) in zip(numbers, timing.windows, strict=True)
-    ]
-    return pd.DataFrame(
-        {
-            "step": np.concatenate([np.full(len(w), n) for n, w in rows]) if rows else np.empty(0, dtype=np.int64),
-            "start_ns": np.concatenate([w[:, 0] for _, w in rows]) if rows else np.empty(0, dtype=np.int64),
-            "end_ns": np.concatenate([w[:, 1] for _, w in rows]) if rows else np.empty(0, dtype=np.int64),
-        }
-    )
+    """Return the exposed communication of the steady traced steps: step, start_ns, end_ns."""
+    found = iv.intersect(exposed_communication, timing.windows)
+    found = found[found[:, 1] > found[:, 0]]
+    step = _step_numbers(timing)[np.searchsorted(timing.windows[:, 0], found[:, 0], side="right") - 1]
+    return pd.DataFrame({"step": step, "start_ns": found[:, 0], "end_ns": found[:, 1]})
 
 
 @per_rank
 def window_steps(timing: Timing, has_device: bool, steps: Maybe[pd.DataFrame]) -> pd.DataFrame:
     """Return the steady traced steps: step, dur_ns, loose_ns.
 
-    loose_ns is the light layer's time outside the backward pass, in which gradients are exchanged, less its mean over
-    the steady steps: by how much more than usual this rank did of its own in this step. NaN where not recorded.
+    loose_ns is the step log's time outside the backward pass, in which gradients are exchanged, less its mean over the
+    steady steps: by how much more than usual this rank did of its own in this step. NaN where not recorded.
     """
-    numbers = timing.numbers if len(timing.numbers) else np.zeros(len(timing.windows), dtype=np.int64)
+    numbers = _step_numbers(timing)
     frame = pd.DataFrame({"step": numbers, "dur_ns": timing.windows[:, 1] - timing.windows[:, 0]})
     if timing.source != "steps" or not timing.phases.get("backward") or has_device:
         return frame.assign(loose_ns=np.nan)
-    light = steps.get().drop_duplicates("step").set_index("step")
-    loose = light["dur_ns"] - light["backward_ns"]
+    logged = steps.get().drop_duplicates("step").set_index("step")
+    loose = logged["dur_ns"] - logged["backward_ns"]
     return frame.assign(loose_ns=loose.reindex(numbers).to_numpy() - (timing.step_ns - timing.phases["backward"]))
+
+
+@within_rank
+def point_to_point(
+    spans: pd.DataFrame, is_on_device: NDArray[np.bool_], has_device: bool, rank: RankFacts
+) -> pd.DataFrame:
+    """Return the sends and receives in order: row (of spans), collective, group, peer, bytes, dtype, start_ns, dur_ns.
+
+    A kernel that carries several has a row for each. peer: the other rank, −1: unknown.
+    """
+    named = host.is_kind(spans, "communication") & host.is_one_of(spans["collective"], *POINT_TO_POINT, _EITHER)
+    if not named.any():
+        return spans[_COLUMNS].iloc[:0].assign(row=0)
+    calls = _texts(spans[named & ~is_on_device & (spans["peer"].to_numpy() >= 0)])
+    if has_device:
+        found = _of_kernels(spans, _texts(spans[named & is_on_device]), calls)
+    else:
+        done = _texts(spans[named & ~is_on_device & ~host.is_named(spans, *_CALLS, "_c10d")])
+        found = _of_ranges(done[done["collective"] != _EITHER], calls)
+    found = found.assign(peer=found["peer"].where(found["peer"] >= 0, _only_other(rank, found["group"])))
+    return found.sort_values(["start_ns", "order"], kind="stable", ignore_index=True)[["row", *_COLUMNS]]
+
+
+def _texts(spans: pd.DataFrame) -> pd.DataFrame:
+    """Return spans with their places as `row`, and texts in place of categories."""
+    texts = dict.fromkeys(("collective", "group", "dtype", "lane", "name"), "str")
+    return spans[[*_COLUMNS, "lane", "name", "launch"]].astype(texts).assign(row=spans.index, order=0)
+
+
+def _of_kernels(spans: pd.DataFrame, kernels: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
+    """Return what kernels carry: what they name themselves, else the calls between the launch before and their own."""
+    runtime = np.flatnonzero(host.is_kind(spans, "runtime") & np.isin(spans["launch"].to_numpy(), kernels["launch"]))
+    launches = spans.iloc[runtime][["launch", "lane", "start_ns"]].drop_duplicates("launch")
+    launches = launches.rename(columns={"start_ns": "launched_ns"}).astype({"lane": "str"})
+    kernels = kernels.drop(columns="lane").merge(launches, on="launch", how="left")
+    silent = (kernels["peer"] < 0) & kernels["launched_ns"].notna()
+    source = next((s for s in _CALLS if calls["name"].str.startswith(s).any()), None)
+    if source is None or not silent.any():
+        return kernels[kernels["collective"] != _EITHER]
+    calls = calls[calls["name"].str.startswith(source)].sort_values("start_ns", kind="stable")
+    of = np.full(len(calls), -1)
+    for lane, mine in kernels[kernels["launched_ns"].notna()].sort_values("launched_ns").groupby("lane"):
+        here = np.flatnonzero(calls["lane"] == lane)
+        place = np.searchsorted(mine["launched_ns"].to_numpy(), calls["start_ns"].to_numpy()[here])
+        of[here] = np.append(mine.index, -1)[place]
+    carried = calls.assign(kernel=of, order=np.arange(len(calls)))[np.isin(of, kernels.index[silent])]
+    several = carried.drop(columns=["row", "start_ns", "dur_ns"]).merge(
+        kernels[["row", "start_ns", "dur_ns"]], left_on="kernel", right_index=True
+    )
+    alone = kernels[~kernels.index.isin(carried["kernel"]) & (kernels["collective"] != _EITHER)]
+    return pd.concat([alone, several], ignore_index=True)
+
+
+def _of_ranges(ranges: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
+    """Return ranges with the other rank of the call in which each began: the last of its kind on its thread."""
+    calls = calls[calls["name"].str.startswith("c10d::")]
+    if not len(calls) or not len(ranges):
+        return ranges
+    by = ["lane", "collective"]
+    peers = calls[["start_ns", "peer", *by]].sort_values("start_ns")
+    found = pd.merge_asof(ranges.drop(columns="peer").sort_values("start_ns"), peers, on="start_ns", by=by)
+    return found.assign(peer=found["peer"].fillna(-1).astype(np.int64))
+
+
+def _only_other(rank: RankFacts, groups: pd.Series[str]) -> pd.Series[int]:
+    """Return the other member of groups of two, −1 of any other; an unnamed group is the job's only one."""
+    known: Mapping[str, Any] = rank.trace_facts.get("groups") or {}
+    world = rank.trace_facts.get("world_size") or rank.facts.get("world_size")
+
+    def other(group: str) -> int:
+        of = known.get(group) or (next(iter(known.values())) if len(known) == 1 and not group else {})
+        members = of.get("ranks") or (range(2) if world == 2 else ())
+        return sum(members) - rank.index if len(members) == 2 and rank.index in members else -1
+
+    return groups.map({g: other(g) for g in groups.unique()}).astype(np.int64)

@@ -18,7 +18,7 @@ from dlprof.analysis.engine import RankFacts, per_rank
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.errors import NotMeasured
 
-# FLOPs in precisions whose peak is not known may be this share of all before no MFU is told.
+# FLOPs in precisions whose peak is not known may be this share of all; with more of them the MFU is not known.
 _UNKNOWN_SHARE = 0.01
 
 
@@ -31,78 +31,55 @@ def arithmetic(timing: Timing, rank: RankFacts) -> pd.DataFrame:
     flops = _counted(rank)
     if timing.unit != "step":
         raise NotMeasured("nothing marks the steps")
-    total = float(flops["total"])
+    total, step_s = float(flops["total"]), timing.step_ns / 1e9
     busy_s, why = _at_peak(rank, flops["operators"])
-    mfu = busy_s / (timing.step_ns / 1e9)
+    mfu = busy_s / step_s
     if mfu > 1:
         mfu, why = np.nan, "the steps are shorter than the device's known peak allows: the counted step is no usual one"
-    return pd.DataFrame(
-        {
-            "flops": [total],
-            "step_ns": [timing.step_ns],
-            "flops_per_s": [total / (timing.step_ns / 1e9)],
-            "mfu": [mfu],
-            "backward": [float(flops.get("backward") or 0) / total],
-            "why": [why],
-        }
-    )
+    backward = float(flops.get("backward") or 0) / total
+    row = {"flops": total, "step_ns": timing.step_ns, "flops_per_s": total / step_s, "mfu": mfu, "backward": backward}
+    return pd.DataFrame([row | {"why": why}])
 
 
 @per_rank
 def operator_flops(rank: RankFacts) -> pd.DataFrame:
-    """Return the FLOPs of one step by operator, the largest first: operator, dtype, flops, calls (-1: not told)."""
-    rows = _counted(rank)["operators"]
-    return pd.DataFrame(
-        {
-            "operator": [str(row["operator"]) for row in rows],
-            "dtype": [str(row["dtype"]) for row in rows],
-            "flops": [float(row["flops"]) for row in rows],
-            "calls": [row.get("calls") if row.get("calls") is not None else -1 for row in rows],
-        }
-    )
+    """Return the FLOPs of one step by operator, the largest first: operator, dtype, flops, calls (-1: not known)."""
+    frame = pd.DataFrame(_counted(rank)["operators"], columns=["operator", "dtype", "flops", "calls"])
+    return frame.fillna({"calls": -1}).astype({"operator": "str", "dtype": "str", "flops": float})
 
 
-def _counted(rank: RankFacts) -> Mapping[str, Any]:
-    flops = rank.facts.get("flops") or {}
+def _counted(rank: RankFacts) -> dict[str, Any]:
+    flops: dict[str, Any] = rank.facts.get("flops") or {}
     state = flops.get("state")
     if state == "counted" and flops.get("total") and flops.get("operators"):
-        counted: Mapping[str, Any] = flops
-        return counted
-    if state == "off":
-        raise NotMeasured("recorded with --flops off")
-    if state == "waiting":
-        raise NotMeasured("the job ended before its step was counted")
-    raise NotMeasured(flops.get("why") or "the floating-point operations of a step were not counted")
+        return flops
+    known = {"off": "recorded with --flops off", "waiting": "the job ended before its step was counted"}
+    why = known.get(str(state)) or flops.get("why")
+    raise NotMeasured(why or "the floating-point operations of a step were not counted")
 
 
-def _at_peak(rank: RankFacts, operators: Any) -> tuple[float, str]:
-    """Return how many seconds step's arithmetic takes at the device's peak, NaN where none is known, and why not."""
+def _at_peak(rank: RankFacts, operators: list[dict[str, Any]]) -> tuple[float, str]:
+    """Return how many seconds a step's arithmetic takes at the device's peak; NaN and why where none is known."""
     if (rank.facts.get("device") or {}).get("type") == "cpu":
         return np.nan, "the peak of a CPU is not known"
     name, peaks, _ = device_peaks(rank.facts, rank.trace_facts)
     if not peaks:
         return np.nan, f"the peak of {name or 'this device'} is not known"
+    flops = np.array([float(row["flops"]) for row in operators])
     matmul = rank.facts.get("matmul") or {}
-    total = sum(float(row["flops"]) for row in operators)
-    seconds = unknown = 0.0
-    for row in operators:
-        precision = precision_of(row, matmul)
-        peak = peaks.get(precision) or peaks.get("float32" if precision == "tf32" else "")
-        if peak is None:
-            unknown += float(row["flops"])
-        else:
-            seconds += float(row["flops"]) / peak
-    if unknown > _UNKNOWN_SHARE * total:
+    precisions = [precision_of(str(row["operator"]), str(row["dtype"]), matmul) for row in operators]
+    or_else = {"tf32": peaks.get("float32", np.nan)}
+    seconds = flops / np.array([peaks.get(p, or_else.get(p, np.nan)) for p in precisions])
+    if flops[np.isnan(seconds)].sum() > _UNKNOWN_SHARE * flops.sum():
         return np.nan, f"the peak of {name} in one of the step's precisions is not known"
-    return seconds, ""
+    return float(np.nansum(seconds)), ""
 
 
-def precision_of(row: Mapping[str, Any], matmul: Mapping[str, Any]) -> str:
+def precision_of(operator: str, dtype: str, matmul: Mapping[str, Any]) -> str:
     """Name the precision in which an operator multiplies."""
-    dtype = str(row["dtype"])
     if dtype.startswith("float8"):
         return "float8"
-    if dtype == "float32" and allows_tf32(matmul, "conv" in str(row["operator"])):
+    if dtype == "float32" and allows_tf32(matmul, "conv" in operator):
         return "tf32"
     return dtype
 

@@ -1,166 +1,192 @@
-"""The kernels of a rank: which there are, of what kind, how long they take, and on which units."""
+"""The kernels of a rank: what launched them, the units they multiply on, their time, and what shorter ones gain."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.compute.kernel_names import unit_of
+from dlprof.analysis.compute.kernel_names import UNITS, unit_of
 from dlprof.analysis.compute.peaks import device_peaks
 from dlprof.analysis.compute.products import SIXTEEN_BITS, TENSOR_SHARE, misaligned, saved_in_16_bits
 from dlprof.analysis.engine import Maybe, RankFacts, per_rank, within_rank
-from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline import device, host
 from dlprof.analysis.timeline.device import DeviceSets
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.analysis.timeline.what_if import LITTLE, WhatIf
 from dlprof.errors import NotMeasured
 from dlprof.units import short
 
-
-@within_rank
-def kernels(device_work: pd.DataFrame) -> pd.DataFrame:
-    """Return name and times of the device's kernels that compute, with their row in the spans as index."""
-    return device_work[["name", "start_ns", "dur_ns"]][host.is_kind(device_work, "kernel")]
-
-
-@within_rank
-def kernels_within(launched_within: NDArray[np.int64], device_work: pd.DataFrame) -> NDArray[np.int64]:
-    """Return for each row of `kernels` the place of the steady traced step that launched it; −1: none did."""
-    chosen: NDArray[np.int64] = launched_within[host.is_kind(device_work, "kernel")]
-    return chosen
-
-
-@within_rank
-def kernel_kinds(kernels: pd.DataFrame) -> NDArray[Any]:
-    """Return of each of `kernels` what it multiplies on, as far as its name tells (kernel_names.unit_of)."""
-    names = kernels["name"].cat
-    kinds = np.asarray([unit_of(str(name)) for name in names.categories] or [""], dtype=str)
-    return kinds[names.codes]
-
-
-# What travels of the kernels: those that take longest.
+# How many of the kernels that take longest travel.
 MOST_KERNELS = 40
 
+# Multiples of the batch that are tried.
+TIMES = (2, 4, 8)
 
-@per_rank
-def kernel_times(
-    device_sets: DeviceSets,  # noqa: ARG001 - required: of a trace without a device nothing is known
-    timing: Timing,
-    kernels: pd.DataFrame,
-    kernels_within: NDArray[np.int64],
+
+@within_rank
+def kernels(
+    device_sets: DeviceSets,  # noqa: ARG001 - required: without a device in the trace nothing is known
+    spans: pd.DataFrame,
+    is_on_device: NDArray[np.bool_],
+    device_work: pd.DataFrame,
+    launched_within: NDArray[np.int64],
 ) -> pd.DataFrame:
-    """Return the kernels that take longest: name, kind, calls and ns of a mean steady traced step; of all of them
-    total_ns, and kernels, how many names there are.
+    """Return the device's kernels that compute, with their row in the spans as index.
 
-    Raises NotMeasured where the trace holds no kernel.
+    Columns: name, dur_ns, step (the place of the steady traced step that launched it; -1: none), unit (what it
+    multiplies on, see kernel_names.unit_of), owner (the row of the innermost operator that launched it; -1: not known).
+    Raises NotMeasured where the trace holds no work of a device.
     """
-    windows = timing.windows
-    inside = kernels_within >= 0
-    names = kernels["name"].cat
-    codes = names.codes.to_numpy()[inside]
-    dur = kernels["dur_ns"].to_numpy(dtype=float)[inside]
-    if not len(codes):
-        raise NotMeasured("no kernel ran in the traced steps")
-    calls = np.bincount(codes, minlength=len(names.categories))
-    ns = np.bincount(codes, weights=dur, minlength=len(names.categories))
-    chosen = np.argsort(-ns, kind="stable")
-    chosen = chosen[calls[chosen] > 0][:MOST_KERNELS]  # a kernel may take no time at all
-    texts = names.categories[chosen].tolist()
+    chosen = host.is_kind(device_work, "kernel")
+    work = device_work[["name", "dur_ns", "launch"]][chosen]
+    names = work["name"].cat
+    units = pd.Categorical([unit_of(str(name)) for name in names.categories], ["", *UNITS])
+    calls = np.flatnonzero(host.is_kind(spans, "runtime") & ~is_on_device & (spans["launch"].to_numpy() >= 0))
+    owner = pd.Series(around(spans, is_on_device, "op", "runtime")[calls], spans["launch"].to_numpy()[calls])
     return pd.DataFrame(
         {
-            "name": [short(text, 200) for text in texts],
-            "kind": [unit_of(text) for text in texts],
-            "calls": calls[chosen] / len(windows),
-            "ns": ns[chosen] / len(windows),
-            "total_ns": float(dur.sum()) / len(windows),
-            "kernels": int((calls > 0).sum()),
+            "name": work["name"],
+            "dur_ns": work["dur_ns"].astype(float),
+            "step": launched_within[chosen],
+            "unit": units.take(names.codes.to_numpy()),
+            "owner": owner[~owner.index.duplicated()].reindex(work["launch"], fill_value=-1).to_numpy(),
         }
     )
 
 
+def around(spans: pd.DataFrame, is_on_device: NDArray[np.bool_], *kinds: str) -> NDArray[np.int64]:
+    """Return for each span the row of the innermost one around it on its thread, both of these kinds; -1: none."""
+    chosen = np.flatnonzero(host.is_kind(spans, *kinds) & ~is_on_device)
+    lanes = spans["lane"].cat.codes.to_numpy()[chosen]
+    start = spans["start_ns"].to_numpy()
+    end = start + spans["dur_ns"].to_numpy()
+    found = np.full(len(spans), -1, dtype=np.int64)
+    for lane in np.unique(lanes):
+        rows = chosen[lanes == lane]
+        parent = host.parents(start[rows], end[rows])
+        found[rows] = np.where(parent >= 0, rows[parent], -1)
+    return found
+
+
+@per_rank
+def kernel_times(kernels: pd.DataFrame, timing: Timing) -> pd.DataFrame:
+    """Return the kernels that take longest: name, kind (unit_of), calls and ns of a mean steady traced step; and of all
+    of them total_ns, and kernels, how many names there are.
+
+    Raises NotMeasured where the trace holds no kernel.
+    """
+    inside = kernels[kernels["step"] >= 0]
+    if inside.empty:
+        raise NotMeasured("no kernel ran in the traced steps")
+    times: pd.DataFrame = inside.groupby("name", observed=True)["dur_ns"].agg(calls="size", ns="sum") / len(
+        timing.windows
+    )
+    longest = times.sort_values("ns", ascending=False, kind="stable").head(MOST_KERNELS)
+    return pd.DataFrame(
+        {
+            "name": [short(name, 200) for name in longest.index],
+            "kind": [unit_of(name) for name in longest.index],
+            "calls": longest["calls"].to_numpy(),
+            "ns": longest["ns"].to_numpy(),
+            "total_ns": times["ns"].sum(),
+            "kernels": len(times),
+        }
+    )
+
+
+@within_rank
+def shorter_kernels(
+    kernels: pd.DataFrame, what_if: Maybe[WhatIf], timing: Timing, device_work: pd.DataFrame
+) -> Callable[[NDArray[np.bool_], float], float]:
+    """Return a function of flags, one for each of `kernels`, and a share: how much shorter the mean steady step would
+    be, ns, were only that share left of the time of the kernels that are flagged.
+
+    The device works no sooner than its host launches. Where the trace cannot be replayed, all that is shorter is
+    gained.
+    """
+
+    def gain(chosen: NDArray[np.bool_], left: float) -> float:
+        try:
+            asked = what_if.get()
+        except NotMeasured:
+            inside = chosen & (kernels["step"].to_numpy() >= 0)
+            return float(kernels["dur_ns"][inside].sum()) * (1 - left) / max(len(timing.windows), 1)
+        replay = asked.replay
+        mine = np.isin(device_work.index.to_numpy()[replay.rows], kernels.index.to_numpy()[chosen])
+        durations = np.where(mine, (replay.durations * left).astype(np.int64), replay.durations)
+        most = float((replay.durations - durations).sum()) / replay.steps
+        return most if most < LITTLE * asked.measured_ns else asked.gain_ns(durations=durations)
+
+    return gain
+
+
 @per_rank
 def tensor_cores(
-    device_sets: DeviceSets,  # noqa: ARG001 - required: of a trace without a device nothing is known
-    timing: Maybe[Timing],
     kernels: pd.DataFrame,
-    kernels_within: Maybe[NDArray[np.int64]],
-    kernel_kinds: NDArray[Any],
+    timing: Timing,
     operators: pd.DataFrame,
-    what_if: Maybe[WhatIf],
-    device_work: pd.DataFrame,
+    shorter_kernels: Callable[[NDArray[np.bool_], float], float],
     rank: RankFacts,
 ) -> pd.DataFrame:
     """Return one row, ns of a mean steady traced step: kernel_ns, tensor_ns (on tensor cores), tf32_ns (of these),
     float32_ns (products without them), unknown_ns (products on units that no name tells), and what the step would
-    gain: fp32_saved_ns, were those in float32 in 16 bits, misaligned_ns and misaligned_saved_ns of products whose sizes
-    tensor cores do not like (NaN: peaks not known, or sizes), aligned (1: sizes were looked at, 0: no shape was told).
+    gain: fp32_saved_ns, were those in float32 in 16 bits; misaligned_ns and misaligned_saved_ns of products whose sizes
+    do not suit tensor cores (NaN: peaks or sizes not known); aligned (1: sizes were looked at, 0: no shape is known).
 
-    Names are all that tells these units, so tensor_ns is the least that it can be.
+    Only the names of kernels show these units, so tensor_ns is the least that it can be.
     Raises NotMeasured where the trace holds no work of a device.
     """
-    windows = timing.get().windows
-    dur = kernels["dur_ns"].to_numpy(dtype=float)
-    inside = kernels_within.get() >= 0
-    n = len(windows)
-    took = {k: float(dur[inside & (kernel_kinds == k)].sum()) / n for k in ("tensor", "tf32", "float32", "unknown")}
+    took = kernels[kernels["step"] >= 0].groupby("unit", observed=False)["dur_ns"].sum() / len(timing.windows)
     _, peaks, bandwidth = device_peaks(rank.facts, rank.trace_facts)
     half = max((peaks.get(p, 0.0) for p in SIXTEEN_BITS), default=0.0) * TENSOR_SHARE
     saved = saved_in_16_bits(operators, half, bandwidth, peaks.get("float32", 0.0)) if half else math.nan
     odd, odd_saved, looked = misaligned(operators, peaks, bandwidth)
 
-    def gained(saved_ns: float, took_ns: float, chosen: NDArray[np.bool_]) -> float:
-        if math.isnan(saved_ns) or not took_ns:
+    def gain(saved_ns: float, *units: str) -> float:
+        all_ns = float(took[list(units)].sum())
+        if math.isnan(saved_ns) or not all_ns:
             return saved_ns
-        return shorter_kernels(
-            kernels, what_if, kernels_within, timing, device_work, chosen, max(0.0, 1 - saved_ns / took_ns)
-        )
+        return shorter_kernels(host.is_one_of(kernels["unit"], *units), max(0.0, 1 - saved_ns / all_ns))
 
     return pd.DataFrame(
-        {
-            "kernel_ns": [float(dur[inside].sum()) / n],
-            "tensor_ns": [took["tensor"] + took["tf32"]],
-            "tf32_ns": [took["tf32"]],
-            "float32_ns": [took["float32"]],
-            "unknown_ns": [took["unknown"]],
-            "fp32_saved_ns": [gained(saved, took["float32"], kernel_kinds == "float32")],
-            "misaligned_ns": [odd],
-            "misaligned_saved_ns": [
-                gained(odd_saved, took["tensor"] + took["unknown"], np.isin(kernel_kinds, ("tensor", "unknown")))
-            ],
-            "aligned": [int(looked)],
-        }
+        [
+            {
+                "kernel_ns": took.sum(),
+                "tensor_ns": took["tensor"] + took["tf32"],
+                "tf32_ns": took["tf32"],
+                "float32_ns": took["float32"],
+                "unknown_ns": took["unknown"],
+                "fp32_saved_ns": gain(saved, "float32"),
+                "misaligned_ns": odd,
+                "misaligned_saved_ns": gain(odd_saved, "tensor", "unknown"),
+                "aligned": int(looked),
+            }
+        ]
     )
 
 
-def shorter_kernels(
-    kernels: pd.DataFrame,
-    what_if: Maybe[WhatIf],
-    kernels_within: Maybe[NDArray[np.int64]],
-    timing: Maybe[Timing],
+@per_rank
+def larger_batches(
+    memory: Maybe[pd.DataFrame],
+    what_if: WhatIf,
     device_work: pd.DataFrame,
-    chosen: NDArray[np.bool_],
-    left: float,
-) -> float:
-    """Return how much shorter the mean steady step would be, ns, with only a share `left` of some of `kernels`' time.
+    launched_by_optimizer: Maybe[NDArray[np.bool_]],
+) -> pd.DataFrame:
+    """Return for each of TIMES how much less the mean step would take for as many samples: times, gain_ns.
 
-    The device works no sooner than its host launches. Where the trace cannot be replayed, all that is shorter is
-    gained.
+    By replaying the traced steps with every kernel and copy so many times as long, but for the least that a kernel
+    takes, the optimizer's kernels and the exchanges, which are the same for any batch, as the host's work is. Raises
+    NotMeasured where the trace cannot be replayed, or whether a larger batch fits is not known.
     """
-    spans_of = kernels.index.to_numpy()[chosen]
-    try:
-        asked = what_if.get()
-    except NotMeasured:
-        mine = kernels["dur_ns"].to_numpy(dtype=float)[chosen & (kernels_within.get() >= 0)]
-        return float(mine.sum()) * (1 - left) / max(len(timing.get().windows), 1)
-    replay = asked.replay
-    durations = replay.durations.copy()
-    theirs = np.isin(device_work.index.to_numpy()[replay.rows], spans_of)
-    durations[theirs] = (durations[theirs] * left).astype(np.int64)
-    most = float((replay.durations - durations).sum()) / replay.steps
-    if most < LITTLE * asked.measured_ns:
-        return most
-    return asked.gain_ns(durations=durations)
+    if not memory:
+        raise NotMeasured("nothing was asked of the CUDA allocator")
+    by_optimizer = launched_by_optimizer.or_none()
+    same = host.is_kind(device_work, "communication") | (False if by_optimizer is None else by_optimizer)
+    durations = what_if.replay.durations
+    longer = np.where(same[what_if.replay.rows], 0, np.maximum(durations - device.LEAST_KERNEL_NS, 0))
+    left = np.array([what_if.left(durations=durations + (times - 1) * longer) / times for times in TIMES])
+    return pd.DataFrame({"times": TIMES, "gain_ns": np.maximum((1 - left) * what_if.measured_ns, 0.0)})

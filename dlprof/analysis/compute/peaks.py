@@ -58,11 +58,11 @@ def _geforce(name: str, sms: int, boost_mhz: int, gb_s: float, lanes: int = 16) 
     """Return a GeForce RTX 30, 40 or 50, whose peaks are a multiple of multiprocessors × clock.
 
     FLOP a clock and multiprocessor, adding up in float32: 512 in 16 bits, 256 in TF32 and in float32, from the 40s on
-    1,024 in 8 bits. The whitepapers' tables are just these: RTX 3090 71 TFLOP/s in 16 bits, RTX 4090 165.2, 5070 61.7,
+    1,024 in 8 bits. The whitepapers' tables are the same: RTX 3090 71 TFLOP/s in 16 bits, RTX 4090 165.2, 5070 61.7,
     5090 209.5, and 330.3 in FP8 on the RTX 4090 (as corrected in v2.02).
     """
     rate = sms * boost_mhz * 1e6 / 1e12
-    link = {"3": _PCIE4, "4": _PCIE4, "5": _PCIE5}[name[0]] * lanes / 16
+    link = (_PCIE5 if name[0] == "5" else _PCIE4) * lanes / 16
     eight = 0 if name[0] == "3" else 1024 * rate
     return Part(f"GeForce RTX {name}", _tera(512 * rate, 256 * rate, 256 * rate, eight), gb_s * 1e9, link, sms=sms)
 
@@ -121,15 +121,7 @@ PARTS: tuple[Part, ...] = (
     Part(r"L40", _tera(181, 90.5, 90.5, 362), 864e9, _PCIE4, sms=142),
     Part(r"L40S", _tera(362, 183, 91.6, 733), 864e9, _PCIE4, sms=142),
     Part(r"RTX 6000 Ada Generation", _tera(364, single=91.1), 960e9, _PCIE4, sms=142),
-    Part(
-        r"RTX PRO 6000 Blackwell Workstation Edition",
-        _tera(503.8, single=125),
-        1792e9,
-        _PCIE5,
-        sms=188,
-        memory_gb=96,
-        slices=4,
-    ),
+    Part(r"RTX PRO 6000 Blackwell Workstation Edition", _tera(503.8, single=125), 1792e9, _PCIE5, 0, 188, 96, 4),
     # SM counts and boost clocks of NVIDIA's product pages.
     _geforce("3060", 28, 1777, 360),
     _geforce("3060 Ti", 38, 1665, 448),
@@ -189,30 +181,25 @@ _MIG = re.compile(r"^(.*\S)\s+MIG (?:(\d)c\.)?(\d)g\.(\d+)gb(?:\+\S+)?$")
 def part(name: str, sms: int = 0) -> Part | None:
     """Return the part of a device's name, None where none is known; a slice of one (MIG) as its share.
 
-    `sms`: the multiprocessors that the device has, where the trace tells them. Of parts with one name that with as many
-    counts, else the slower one; of a slice they tell its share of the arithmetic. Without them that is its slices of 7
+    `sms`: the multiprocessors that the device has, where the trace has them. Of parts with one name that with as many
+    counts, else the slower one; of a slice they give its share of the arithmetic. Without them that is its slices of 7
     (A30: of 4), at most, for a few multiprocessors lie in no slice. Of the memory's bandwidth a slice has as many
     eighths as of its size (NVIDIA, MIG User Guide, "Supported MIG Profiles").
     """
     cut = _MIG.match(name)
-    plain = _MAKER.sub("", cut[1] if cut else name)
-    found = [p for p in PARTS if re.fullmatch(p.pattern, plain)]
+    found = [p for p in PARTS if re.fullmatch(p.pattern, _MAKER.sub("", cut[1] if cut else name))]
     if not cut:
-        # With fewer units than the part it is a partition of one (AMD's CPX mode): its share of the memory is not told.
+        # With fewer units than the part it is a partition of one (AMD's CPX mode), whose share of the memory is not
+        # known.
         same = [p for p in found if p.sms == sms] or [p for p in found if not (0 < sms < p.sms)]
         return same[-1] if same else None
     if not found or not found[-1].memory_gb:
         return None
     whole = found[-1]
-    share = sms / whole.sms if sms and whole.sms else int(cut[2] or cut[3]) / whole.slices
-    memory = max(1, round(8 * int(cut[4]) / whole.memory_gb)) / 8
-    return replace(
-        whole,
-        flops={precision: peak * min(share, 1.0) for precision, peak in whole.flops.items()},
-        bandwidth=whole.bandwidth * min(memory, 1.0),
-        nvlink=0.0,
-        sms=sms,
-    )
+    share = min(sms / whole.sms if sms and whole.sms else int(cut[2] or cut[3]) / whole.slices, 1.0)
+    memory = min(max(1, round(8 * int(cut[4]) / whole.memory_gb)) / 8, 1.0)
+    flops = {precision: peak * share for precision, peak in whole.flops.items()}
+    return replace(whole, flops=flops, bandwidth=whole.bandwidth * memory, nvlink=0.0, sms=sms)
 
 
 def device_peaks(facts: Mapping[str, Any], trace_facts: Mapping[str, Any]) -> tuple[str, Mapping[str, float], float]:
@@ -235,19 +222,18 @@ def device_of(facts: Mapping[str, Any], trace_facts: Mapping[str, Any]) -> tuple
 
 
 def host_link(name: str) -> float | None:
-    """Return what a device's link to the host carries in one direction, bytes/s, None where that is not known.
+    """Return the raw rate of a device's link to the host in one direction, bytes/s; None: not known.
 
-    It is the raw rate; pinned copies over PCIe reach PCIE_REACHED of it. The link is the part's own: the slot may have
-    fewer lanes.
+    Pinned copies over PCIe reach PCIE_REACHED of it. The link is the part's own: the slot may have fewer lanes.
     """
     found = part(name)
     return found.host_link or None if found else None
 
 
 def nvlink(name: str) -> float | None:
-    """Return what a device's NVLinks carry in one direction together, bytes/s, None where that is not known.
+    """Return what a device's NVLinks carry in one direction together, bytes/s, half of what NVIDIA gives for both.
 
-    Half of what NVIDIA gives for both. Parts that are joined by a bridge are left out: it may not be there.
+    None where that is not known, as of parts that are joined by a bridge, which may be missing.
     """
     found = part(name)
     return found.nvlink or None if found else None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from dlprof.analysis.host.gaps import SMALL_NS
@@ -16,10 +16,19 @@ SIXTEEN_BITS = ("bfloat16", "float16")
 # models report 40 to 57 % over all of a step (Chowdhery et al. 2022, PaLM, table 3; Narayanan et al. 2021).
 TENSOR_SHARE = 0.5
 
-# Sizes below this are somebody's task and nobody's mistake: 10 classes, 3 channels of a picture.
+# Sizes below this are part of the task and no mistake: 10 classes, 3 channels of a picture.
 LEAST_SIZE = 16
 
+# Other products of a run count as an example for the misaligned ones from this share of their common time on, and for
+# no less than this share of what is expected of the device.
+_LEAST_EXAMPLE = 0.2
+
 _WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+# By the multiple that a row's length must be of for tensor cores, 16 bytes' worth: 8 numbers of 16 bits, 16 of 8
+# (NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements"), the precisions in which a device
+# then computes.
+_PRECISIONS = {8: SIXTEEN_BITS, 16: ("float8",)}
 
 
 def width_of(dtype: str) -> float:
@@ -28,21 +37,12 @@ def width_of(dtype: str) -> float:
 
 
 def multiple_of(dtype: str) -> int:
-    """Return of what a row's length must be a multiple for tensor cores: 16 bytes' worth; 0: it does not matter.
-
-    NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements": 8 numbers of 16 bits, 16 of 8.
-    """
+    """Return of what a row's length must be a multiple for tensor cores; 0: it does not matter."""
     return 16 if dtype.startswith("float8") else 8 if dtype in SIXTEEN_BITS else 0
 
 
-def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a frame's rows as dicts, faster than pandas does."""
-    names = [str(c) for c in frame.columns]
-    return [dict(zip(names, row, strict=True)) for row in zip(*(frame[c].tolist() for c in frame.columns), strict=True)]
-
-
 def sizes(shape: str) -> list[list[int]]:
-    """Return the dimensions of the tensors that a shape's text tells."""
+    """Return the dimensions of the tensors in a shape's text."""
     return [[int(n) for n in tensor.split("x")] for tensor in shape.split()]
 
 
@@ -53,14 +53,13 @@ def operands(operator: str, shape: str) -> list[list[int]]:
 
 
 def products(operator: str, shape: str, dtype: str) -> tuple[float, float]:
-    """Return FLOPs and bytes of one matrix product by the shapes of its operands; NaN for what they do not tell.
+    """Return FLOPs and bytes of one matrix product by the shapes of its operands; NaN where these do not determine it.
 
     Two operations a multiplication; each operand read once and the product written once, in 16 bits where the operands
-    have 8. A convolution's output depends on its stride, which no trace tells.
+    have 8. A convolution's output depends on its stride, which no trace has.
     """
-    name = operator.removeprefix("aten::")
     both = operands(operator, shape)
-    if name not in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm") or len(both) < 2:
+    if operator.removeprefix("aten::") not in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm") or len(both) < 2:
         return math.nan, math.nan
     a, b = both
     if min(len(a), len(b)) < 2 or a[-1] != b[-2]:
@@ -79,7 +78,7 @@ def features(operator: str, shape: str) -> list[int]:
 
 
 def misaligned_sizes(operator: str, shape: str, dtype: str) -> list[int]:
-    """Return the sizes of features that tensor cores do not like in this type, small ones left out."""
+    """Return the sizes of features that do not suit tensor cores in this type, small ones left out."""
     multiple = multiple_of(dtype)
     return [s for s in features(operator, shape) if multiple and s % multiple and s >= LEAST_SIZE]
 
@@ -90,14 +89,9 @@ def saved_in_16_bits(frame: pd.DataFrame, half: float, bandwidth: float, single:
     By their FLOPs and bytes where these are known; else as if they ran at the peak of float32 now. `half`: FLOP/s that
     tensor cores reach in 16 bits, `single`: the peak of float32, `bandwidth`: bytes/s of the memory, 0: not known.
     """
-    saved = 0.0
-    for row in records(frame[frame["float32_ns"] > 0]):
-        if math.isnan(row["flops"]):
-            saved += row["float32_ns"] * max(0.0, 1 - single / half)
-        else:
-            bytes_ns = row["bytes"] / 2 / bandwidth * 1e9 if bandwidth and not math.isnan(row["bytes"]) else 0.0
-            saved += max(0.0, row["float32_ns"] - max(row["flops"] / half * 1e9, bytes_ns))
-    return saved
+    least = np.fmax(frame["flops"] / half, frame["bytes"] / 2 / (bandwidth or math.nan)) * 1e9
+    saved = (frame["float32_ns"] - least).where(frame["flops"].notna(), frame["float32_ns"] * (1 - single / half))
+    return float(saved.clip(lower=0.0).sum())
 
 
 def misaligned(frame: pd.DataFrame, peaks: Mapping[str, float], bandwidth: float) -> tuple[float, float, bool]:
@@ -107,40 +101,34 @@ def misaligned(frame: pd.DataFrame, peaks: Mapping[str, float], bandwidth: float
     convolution. The number of rows (batch × length) may be any.
     """
     took = saved = 0.0
-    looked = False
-    for eight in (False, True):
-        rows = [
-            r
-            for r in records(frame)
-            if r["shape"] and multiple_of(r["dtype"]) and r["dtype"].startswith("float8") == eight
-        ]
-        given = (peaks.get(p, 0.0) for p in (("float8",) if eight else SIXTEEN_BITS))
-        mine, more = _too_long(rows, max(given) * TENSOR_SHARE, bandwidth)
-        took, saved, looked = took + mine, saved + more, looked or bool(rows)
-    return took, saved, looked
+    shaped = frame[(frame["shape"] != "") & (frame["dtype"].map(multiple_of) > 0)]
+    for multiple, precisions in _PRECISIONS.items():
+        alike = shaped[shaped["dtype"].map(multiple_of) == multiple]
+        rate = max(peaks.get(p, 0.0) for p in precisions) * TENSOR_SHARE
+        mine, more = _too_long(alike, rate, bandwidth)
+        took, saved = took + mine, saved + more
+    return took, saved, not shaped.empty
 
 
-def _too_long(rows: list[dict[str, Any]], rate: float, bandwidth: float) -> tuple[float, float]:
+def _too_long(rows: pd.DataFrame, rate: float, bandwidth: float) -> tuple[float, float]:
     """Return of products of one width the ns of the misaligned ones, and what of it good sizes would save."""
-    odd = {size for row in rows for size in misaligned_sizes(row["operator"], row["shape"], row["dtype"])}
-    wrong = [r for r in rows if odd & _inner(r)] if odd else []
-    right = [r for r in rows if r not in wrong and r["flops"] > 0 and r["ns"] > 0]
+    each = list(zip(rows["operator"], rows["shape"], rows["dtype"], strict=True))
+    odd = {size for product in each for size in misaligned_sizes(*product)}
+    is_odd = np.array([not odd.isdisjoint(_inner(operator, shape)) for operator, shape, _ in each], dtype=bool)
+    wrong = rows[is_odd]
     # What well-shaped products of this run reach is the best guess for the others, where each has its own time.
-    right = [r for r in right if not r["shared"]]
-    if sum(r["ns"] for r in right) > 0.2 * sum(r["ns"] for r in rows):
-        rate = max(rate * 0.2, sum(r["flops"] for r in right) / sum(r["ns"] for r in right) * 1e9)
-    took = sum(r["ns"] for r in wrong)
-    if not rate or any(math.isnan(r["flops"]) for r in wrong):
-        return took, math.nan if wrong else 0.0
-    saved = 0.0
-    for r in wrong:
-        bytes_ns = r["bytes"] / bandwidth * 1e9 if bandwidth else 0.0
-        saved += max(0.0, r["ns"] - max(r["flops"] / rate * 1e9, bytes_ns, SMALL_NS / 2 * r["calls"]))
-    return took, saved
+    right = rows[~is_odd & (rows["flops"] > 0) & (rows["ns"] > 0) & ~rows["shared"].astype(bool)]
+    if right["ns"].sum() > _LEAST_EXAMPLE * rows["ns"].sum():
+        rate = max(rate * _LEAST_EXAMPLE, right["flops"].sum() / right["ns"].sum() * 1e9)
+    took = float(wrong["ns"].sum())
+    if not rate or wrong["flops"].isna().any():
+        return took, 0.0 if wrong.empty else math.nan
+    least = np.fmax(wrong["flops"] / rate, wrong["bytes"] / (bandwidth or math.nan)) * 1e9
+    return took, float((wrong["ns"] - np.fmax(least, SMALL_NS / 2 * wrong["calls"])).clip(lower=0.0).sum())
 
 
-def _inner(row: Mapping[str, Any]) -> set[int]:
+def _inner(operator: str, shape: str) -> list[int]:
     """Return the sizes among which a misaligned one matters: the last two of each operand, a convolution's channels."""
-    if not row["operator"].endswith("mm"):
-        return set(features(row["operator"], row["shape"]))
-    return {d for tensor in operands(row["operator"], row["shape"]) for d in tensor[-2:]}
+    if not operator.endswith("mm"):
+        return features(operator, shape)
+    return [d for tensor in operands(operator, shape) for d in tensor[-2:]]

@@ -1,103 +1,111 @@
-"""The kernels and operators that take longest: their mean over the ranks, and the rank on which each takes most."""
+"""What kernels and operators take, by name: the longest of all ranks, and those of a run to compare with another."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 
 from dlprof.analysis.compute.kernels import MOST_KERNELS
-from dlprof.analysis.engine import across_ranks
+from dlprof.analysis.engine import across_ranks, per_rank
+from dlprof.analysis.timeline.steady import standard_errors
+from dlprof.analysis.timeline.steps import Timing
+from dlprof.result import MOST_WORK
+from dlprof.units import short
 
 MOST_OPERATORS = 30
 
-
-@dataclass
-class _Sum:
-    """What a kernel or an operator takes, added up over the ranks; what one of them does not know is NaN."""
-
-    calls: float = 0.0
-    flops: float = 0.0
-    moved: float = 0.0
-    by_rank: dict[int, float] = field(default_factory=dict)
-    kinds: set[str] = field(default_factory=set)
-    shapes: set[str] = field(default_factory=set)
-
-    def add(self, rank: int, calls: float, ns: float, kind: str) -> None:
-        """Take what one rank has."""
-        self.calls += calls
-        self.by_rank[rank] = self.by_rank.get(rank, 0.0) + ns
-        self.kinds.add(kind)
-
-    @property
-    def ns(self) -> float:
-        """The time on all ranks."""
-        return sum(self.by_rank.values())
-
-    def shared(self, ranks: int) -> dict[str, float]:
-        """Return the mean of the ranks, and the one with most."""
-        most = max(self.by_rank, key=lambda r: self.by_rank[r])
-        return {
-            "calls": self.calls / ranks,
-            "ns": self.ns / ranks,
-            "most_on": most,
-            "most_ns": self.by_rank[most],
-        }
-
-    @property
-    def kind(self) -> str:
-        """What it is of one kind on all ranks; "" where they differ."""
-        return next(iter(self.kinds)) if len(self.kinds) == 1 else ""
+# Names of kernels that templates made can be thousands of letters long.
+LONGEST_NAME = 300
 
 
-# Dictionaries: for a few hundred rows they take a tenth of what groups of a frame do.
 @across_ranks
 def heaviest_kernels(kernel_times: pd.DataFrame) -> pd.DataFrame:
     """Return the kernels that take longest, the longest first: name, kind, calls and ns (a step, mean of the ranks),
     call_ns (of one), share (of the time in all kernels), most_on (a rank), most_ns (there), and known, how many there
     are on a rank.
     """
-    ranks = kernel_times["rank"].nunique()
-    total = float(kernel_times.drop_duplicates("rank")["total_ns"].sum())
-    found: dict[str, _Sum] = {}
-    columns = ("name", "rank", "calls", "ns", "kind")
-    for name, rank, calls, ns, kind in zip(*(kernel_times[c].tolist() for c in columns), strict=True):
-        found.setdefault(name, _Sum()).add(rank, calls, ns, kind)
-    longest = sorted(found.items(), key=lambda item: -item[1].ns)[:MOST_KERNELS]
-    rows = [
-        {"name": name, "kind": one.kind, "call_ns": one.ns / one.calls, "share": one.ns / total if total else 0.0}
-        | one.shared(ranks)
-        for name, one in longest
-    ]
-    return pd.DataFrame(rows).assign(known=int(kernel_times["kernels"].max()))
+    total = float(kernel_times.drop_duplicates("rank")["total_ns"].sum()) / kernel_times["rank"].nunique()
+    frame = _means(kernel_times, ["name"], "kind", ["calls", "ns"]).head(MOST_KERNELS)
+    call_ns, share = frame["ns"] / frame["calls"], frame["ns"] / total if total else 0.0
+    return frame.assign(call_ns=call_ns, share=share, known=int(kernel_times["kernels"].max()))
 
 
 @across_ranks
 def heaviest_operators(operators: pd.DataFrame) -> pd.DataFrame:
     """Return the operators that take longest, by dtype and shape, the longest first.
 
-    Columns: operator, dtype, shape ("": of several, among which its time was only shared out, or not told), shapes (how
-    many), calls and ns (a step, mean of the ranks), flops and bytes (likewise; NaN: not known), rate (FLOP/s), bound
-    ("": not known, or not the same everywhere), most_on (a rank), most_ns (there).
+    Columns: operator, dtype, shape ("": of several, among which its time was only shared out, or not known), shapes
+    (how many), calls and ns (a step, mean of the ranks), flops and bytes (likewise; NaN: not known), rate (FLOP/s),
+    bound ("": not known, or not the same everywhere), most_on (a rank), most_ns (there).
     """
-    ranks = operators["rank"].nunique()
-    found: dict[tuple[str, str, str], _Sum] = {}
-    columns = ("operator", "dtype", "shape", "shared", "rank", "calls", "ns", "bound", "flops", "bytes")
-    for name, dtype, shape, shared, rank, calls, ns, bound, flops, moved in zip(
-        *(operators[c].tolist() for c in columns), strict=True
-    ):
-        one = found.setdefault((name, dtype, "" if shared else shape), _Sum())
-        one.add(rank, calls, ns, bound)
-        one.flops += flops
-        one.moved += moved
-        one.shapes.add(shape)
-    longest = sorted(found.items(), key=lambda item: -item[1].ns)[:MOST_OPERATORS]
-    rows = [
-        {"operator": name, "dtype": dtype, "shape": shape, "shapes": len(one.shapes), "bound": one.kind}
-        | {"flops": one.flops / ranks, "bytes": one.moved / ranks}
-        | {"rate": one.flops / one.ns * 1e9 if one.ns else math.nan}
-        | one.shared(ranks)
-        for (name, dtype, shape), one in longest
-    ]
-    return pd.DataFrame(rows)
+    keys = ["operator", "dtype", "shape"]
+    frame = operators.assign(shape=operators["shape"].mask(operators["shared"], ""), own_shape=operators["shape"])
+    means = _means(frame, keys, "bound", ["calls", "ns", "flops", "bytes"]).head(MOST_OPERATORS)
+    shapes = frame.groupby(keys)["own_shape"].nunique().rename("shapes")
+    return means.merge(shapes, on=keys).assign(rate=means["flops"] / means["ns"].replace(0.0, np.nan) * 1e9)
+
+
+def _means(frame: pd.DataFrame, keys: list[str], kind: str, numbers: list[str]) -> pd.DataFrame:
+    """Return the rows of one key as the mean of the ranks, the longest first, with most_on and most_ns; NaN where it is
+    not known of one of them, and of `kind` "" where it is not the same in all.
+    """
+    groups = frame.groupby(keys, sort=False)
+    complete = groups[numbers].count().eq(groups.size(), axis=0)
+    means = groups[numbers].sum().where(complete) / frame["rank"].nunique()
+    means[kind] = groups[kind].first().where(groups[kind].nunique() == 1, "")
+    by_rank = frame.groupby([*keys, "rank"], sort=False)["ns"].sum().reset_index("rank")
+    most = by_rank.sort_values("ns", ascending=False, kind="stable")
+    most = most[~most.index.duplicated()].rename(columns={"rank": "most_on", "ns": "most_ns"})
+    return means.join(most).sort_values("ns", ascending=False, kind="stable").reset_index()
+
+
+def of_ranks(ranks: Sequence[int]) -> tuple[str, dict[str, str]]:
+    """Return in words which ranks a table is of, and its columns of the rank with most, where there are several."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}", {}
+    return f"mean of {len(ranks)} ranks", {"most_on": "most on rank", "most_ns": "there_ns"}
+
+
+@per_rank
+def work(operator_work: pd.DataFrame, spans: pd.DataFrame, has_device: bool, timing: Timing) -> pd.DataFrame:
+    """Return what operators and kernels take of a mean steady traced step: kind, name, calls, ns, noise_ns.
+
+    On a device an operator has the kernels that it launched, each counts as a call; on a CPU the time that it spends in
+    no other. noise_ns is the standard error over the traced steps, 0 of a single one. The heaviest first, MOST_WORK of
+    each kind. Raises NotMeasured where no operator's work was traced.
+    """
+    launched = operator_work[operator_work["owner"] >= 0]
+    found = [_by_name("operator", spans["name"].array[launched["owner"]], launched, len(timing.windows))]
+    if has_device:
+        found.append(_by_name("kernel", spans["name"].array[operator_work.index], operator_work, len(timing.windows)))
+    return pd.concat(found, ignore_index=True)
+
+
+def _by_name(kind: str, names: pd.Categorical, work: pd.DataFrame, n: int) -> pd.DataFrame:
+    """Add up the work of n steps by name."""
+    place, found = pd.factorize(names)
+    ns = np.bincount(place * n + work["step"].to_numpy(), work["dur_ns"], len(found) * n).reshape(-1, n)
+    heaviest = np.argsort(-ns.sum(axis=1), kind="stable")[:MOST_WORK]
+    return pd.DataFrame(
+        {
+            "kind": kind,
+            "name": pd.Series([short(str(name), LONGEST_NAME) for name in found[heaviest]], dtype=object),
+            "calls": np.bincount(place, minlength=len(found))[heaviest] / n,
+            "ns": ns[heaviest].mean(axis=1),
+            "noise_ns": standard_errors(ns[heaviest]),
+        }
+    )
+
+
+@across_ranks
+def work_means(work: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of `work` as the mean of the ranks, the heaviest first, MOST_WORK of each kind.
+
+    What a rank does not have is nothing there. The noise is the mean of the ranks': what holds one of them up holds up
+    all.
+    """
+    means = work.groupby(["kind", "name"])[["calls", "ns", "noise_ns"]].sum() / work["rank"].nunique()
+    means = means.reset_index().sort_values(["ns", "name"], ascending=[False, True], kind="stable")
+    return means[means.groupby("kind").cumcount() < MOST_WORK].reset_index(drop=True)

@@ -1,4 +1,4 @@
-"""Why a device has nothing to do, what filled the host's part of it, and what cheaper launching would give."""
+"""Why a device has nothing to do, what its host did meanwhile, and what cheaper launching would give."""
 
 from __future__ import annotations
 
@@ -9,35 +9,64 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.engine import Maybe, per_rank
+from dlprof.analysis import settings
+from dlprof.analysis.engine import Job, Maybe, across_ranks, by_rank, per_rank, within_rank
+from dlprof.analysis.step.breakdown import part
+from dlprof.analysis.step.savings import saving
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import DeviceSets
 from dlprof.analysis.timeline.idle import Idle
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.steps import Timing, check_marked
 from dlprof.analysis.timeline.what_if import GRAPH_GAP_NS, PAUSE_NS, WhatIf
 from dlprof.errors import NotMeasured
+from dlprof.units import digits
 
 # Launching an operator from Python takes a host some 10 µs: a shorter kernel cannot hide the next one's launch.
 SMALL_NS = 10_000
 
-MOST_ROWS = 10
+# A forward, a backward and an optimizer's step are some ten kernels in the smallest of models.
+FEWEST_KERNELS = 8
 
 # Of a step: the script's own Python that takes less gains what it takes, and is not worth a replay.
 NOTABLE_SHARE = 0.05
 
+MOST_ROWS = 10
+MOST_WORK = 12
+PYTHON = "Python, between operators"
+
 # Frames of Python in a trace with stacks that are not the script's: installed packages, Python's own library, builtins.
 _NOT_OWN = re.compile(r"site-packages|dist-packages|/lib/python\d|^<|^torch/|^nn\.Module:|^(?:threading|runpy)\.py")
+
+_PHASES = {
+    "forward": ("dlprof::forward", "DistributedDataParallel.forward"),
+    "backward": ("dlprof::backward",),
+    "optimizer": ("dlprof::optimizer", "Optimizer.step#", "Optimizer.zero_grad#"),
+}
+
+
+@within_rank
+def host_gaps(partition: dict[str, iv.Intervals]) -> iv.Intervals:
+    """Return when, in the steady traced steps, nothing is computed because the host is late."""
+    return iv.merge(partition.get("host", iv.EMPTY), partition.get("optimizer_host", iv.EMPTY))
+
+
+@within_rank
+def python_gaps(host_gaps: iv.Intervals, in_calls: iv.Intervals, spans: pd.DataFrame) -> iv.Intervals:
+    """Return when the host is late and no thread is in an operator or a runtime call for longer than PAUSE_NS."""
+    start = spans["start_ns"].to_numpy()
+    whole = np.array([[start[0], (start + spans["dur_ns"].to_numpy()).max()]], dtype=np.int64)
+    pauses = iv.subtract(whole, in_calls)
+    return iv.intersect(host_gaps, pauses[pauses[:, 1] - pauses[:, 0] > PAUSE_NS])
 
 
 @per_rank
 def gaps(
-    spans: pd.DataFrame,
-    timing: Maybe[Timing],
+    timing: Timing,
     idle: Idle,
-    partition: dict[str, iv.Intervals],
-    in_calls: iv.Intervals,
+    host_gaps: iv.Intervals,
+    python_gaps: iv.Intervals,
     what_if: Maybe[WhatIf],
-    on_training_thread: Maybe[pd.DataFrame],
+    on_training_thread: pd.DataFrame,
     device_work: pd.DataFrame,
 ) -> pd.DataFrame:
     """Divide the device's idle time of a steady traced step by its cause: one row, in ns.
@@ -46,109 +75,98 @@ def gaps(
     in neither for longer than PAUSE_NS. latency_ns, queued_ns: launched in time. What the host itself waited for (a
     loader, a stall) is in none of them. small_ns: what of launching and latency lies behind kernels too short to hide a
     launch. graph_gain_ns and python_gain_ns: how much shorter the mean steady step would be with the launches of a
-    captured graph, and without the script's own Python (NaN: the trace does not link launches to kernels).
-    Raises NotMeasured where the trace holds no work of a device.
+    captured graph, and without the script's own Python (NaN: the trace does not link launches to kernels). Neither is
+    more than the device idles for what it changes: a host with less to do would also hide more of its waits for data,
+    but those are not what the change is for. Collectives and copies that begin sooner might be hidden better, but they
+    wait for others. Raises NotMeasured where the trace holds no work of a device.
     """
-    windows = iv.merge(timing.get().windows)
-    hosts = iv.merge(partition.get("host", iv.EMPTY), partition.get("optimizer_host", iv.EMPTY))
-    python = iv.intersect(hosts, _pauses(in_calls, spans))
-    launching = iv.subtract(hosts, python)
-    latency = iv.intersect(idle.latency, windows)
-    graph_gain, python_gain = _gains(what_if, on_training_thread, timing, hosts, launching, python, latency)
-    found = {
-        "launching_ns": iv.total(launching),
-        "python_ns": iv.total(python),
-        "latency_ns": iv.total(latency),
-        "queued_ns": iv.total(iv.intersect(idle.queued, windows)),
-        "small_ns": iv.total(_behind_small(device_work, launching)) + iv.total(_behind_small(device_work, latency)),
-    }
-    n = max(len(timing.get().windows), 1)
-    row = {name: [ns / n] for name, ns in found.items()}
-    return pd.DataFrame({**row, "graph_gain_ns": [graph_gain], "python_gain_ns": [python_gain]})
+    windows, steps = iv.merge(timing.windows), max(len(timing.windows), 1)
+    launching, latency = iv.subtract(host_gaps, python_gaps), iv.intersect(idle.latency, windows)
+    graph_gain = python_gain = np.nan
+    if asked := what_if.or_none():
+        # What captures the model's forward and backward pass leaves the optimizer's launches as they are.
+        steps_of_it = host.is_named(on_training_thread, "Optimizer.step#", "dlprof::optimizer")
+        optimizer = host.cover(on_training_thread, steps_of_it)
+        graph = asked.gain_ns(calls=0.0, other=((optimizer, 1.0),), gap_ns=GRAPH_GAP_NS) if len(launching) else 0.0
+        # From the traced steps to the mean steady one.
+        scale = asked.measured_ns / max(asked.step_ns, 1.0) / steps
+        graph_gain = min(graph, (iv.total(launching) + iv.total(latency)) * scale)
+        python_gain = iv.total(python_gaps) * scale
+        if python_gain >= NOTABLE_SHARE * asked.measured_ns:
+            python_gain = min(asked.gain_ns(python=0.0), iv.total(host_gaps) * scale)
+    return pd.DataFrame(
+        {
+            "launching_ns": [iv.total(launching) / steps],
+            "python_ns": [iv.total(python_gaps) / steps],
+            "latency_ns": [iv.total(latency) / steps],
+            "queued_ns": [iv.total(iv.intersect(idle.queued, windows)) / steps],
+            "small_ns": [sum(_behind_small(device_work, part) for part in (launching, latency)) / steps],
+            "graph_gain_ns": [graph_gain],
+            "python_gain_ns": [python_gain],
+        }
+    )
 
 
-def _pauses(in_calls: iv.Intervals, spans: pd.DataFrame) -> iv.Intervals:
-    """Return when no thread was in an operator or in a call of the runtime, for longer than PAUSE_NS."""
-    start = spans["start_ns"].to_numpy()
-    whole = np.array([[start[0], (start + spans["dur_ns"].to_numpy()).max()]], dtype=np.int64)
-    pauses = iv.subtract(whole, in_calls)
-    return pauses[pauses[:, 1] - pauses[:, 0] > PAUSE_NS]
-
-
-def _gains(
-    what_if: Maybe[WhatIf],
-    on_training_thread: Maybe[pd.DataFrame],
-    timing: Maybe[Timing],
-    hosts: iv.Intervals,
-    launching: iv.Intervals,
-    python: iv.Intervals,
-    latency: iv.Intervals,
-) -> tuple[float, float]:
-    """Replay the steps with a graph's launches, and without the script's own Python.
-
-    Neither gains more than the device idles for what it changes: a host with less to do would also hide more of its
-    waits for data, but those are not what the change is for. Collectives and copies that begin sooner might be hidden
-    better, but they wait for others.
-    """
-    try:
-        asked = what_if.get()
-    except NotMeasured:
-        return np.nan, np.nan
-    # What captures the model's forward and backward pass leaves the optimizer's launches as they are.
-    thread = on_training_thread.get()
-    optimizer = host.cover(thread, host.is_named(thread, "Optimizer.step#", "dlprof::optimizer"))
-    graph = asked.gain_ns(calls=0.0, other=((optimizer, 1.0),), gap_ns=GRAPH_GAP_NS) if len(launching) else 0.0
-    step = asked.measured_ns / max(asked.step_ns, 1.0) / max(len(timing.get().windows), 1)
-    alone = iv.total(python) * step
-    if alone >= NOTABLE_SHARE * asked.measured_ns:
-        alone = min(asked.gain_ns(python=0.0), iv.total(hosts) * step)
-    return min(graph, (iv.total(launching) + iv.total(latency)) * step), alone
-
-
-def _behind_small(device_work: pd.DataFrame, idle: iv.Intervals) -> iv.Intervals:
-    """Return the idle time that follows a kernel too short to hide a launch."""
-    end = device_work["start_ns"].to_numpy() + device_work["dur_ns"].to_numpy()
+def _behind_small(device_work: pd.DataFrame, idle: iv.Intervals) -> int:
+    """Return how much of the idle time follows a kernel too short to hide a launch, ns."""
+    if not len(device_work):
+        return 0
+    dur = device_work["dur_ns"].to_numpy()
+    end = device_work["start_ns"].to_numpy() + dur
     order = np.argsort(end, kind="stable")
     at = np.searchsorted(end[order], idle[:, 0], side="right") - 1
-    small = (host.is_kind(device_work, "kernel") & (device_work["dur_ns"].to_numpy() < SMALL_NS))[order]
-    return idle[(at >= 0) & small[np.maximum(at, 0)]] if len(device_work) else iv.EMPTY
+    small = (host.is_kind(device_work, "kernel") & (dur < SMALL_NS))[order]
+    return iv.total(idle[(at >= 0) & small[np.maximum(at, 0)]])
 
 
 @per_rank
-def own_python(
-    spans: pd.DataFrame,
-    on_training_thread: pd.DataFrame,
-    partition: Maybe[dict[str, iv.Intervals]],
-    in_calls: Maybe[iv.Intervals],
-    timing: Maybe[Timing],
-) -> pd.DataFrame:
+def host_work(on_training_thread: pd.DataFrame, timing: Timing, host_gaps: iv.Intervals) -> pd.DataFrame:
+    """Split the host's part of the steady traced steps by what ran on the training thread: name, phase, ns a step.
+
+    `name` is the outermost operator or runtime call, or PYTHON where none ran; `phase` the range around it (forward,
+    backward, optimizer), "" for none. Longest first.
+    """
+    calls = on_training_thread[["name", "start_ns", "dur_ns"]]
+    calls = host.outermost(calls[host.is_kind(on_training_thread, "op", "runtime", "communication")])
+    start = calls["start_ns"].to_numpy()
+    end = start + calls["dur_ns"].to_numpy()
+    code, names = calls["name"].cat.codes.to_numpy(), [*calls["name"].cat.categories, PYTHON]
+    frames, left = [], host_gaps
+    for phase in (*_PHASES, ""):
+        thread = on_training_thread
+        when = iv.intersect(left, host.cover(thread, host.is_named(thread, *_PHASES[phase]))) if phase else left
+        left = iv.subtract(left, when)
+        # The outermost calls do not overlap, so what each has of the idle time adds up.
+        took = np.bincount(code, weights=iv.within(when, start, end), minlength=len(names))
+        took[-1] = iv.total(when) - took.sum()
+        frames.append(pd.DataFrame({"name": names, "phase": phase, "ns": took / max(len(timing.windows), 1)}))
+    work = pd.concat(frames, ignore_index=True)
+    work = work[work["ns"] > 0].sort_values("ns", ascending=False, kind="stable", ignore_index=True)
+    return work.head(MOST_WORK).astype({"name": "str", "phase": "str"})
+
+
+@per_rank
+def own_python(on_training_thread: pd.DataFrame, python_gaps: iv.Intervals, timing: Timing) -> pd.DataFrame:
     """List the script's own functions that the device waited for, where the trace has Python's stacks: function, ns.
 
     `ns` is the time a steady traced step in which the host was late, in no operator, and in this function or in a
     library that it had called. The longest first; empty where the trace has no stacks.
     """
-    none = pd.DataFrame({"function": pd.Series([], dtype="str"), "ns": []})
-    if not host.is_kind(spans, "python").any():
-        return none
     frames = on_training_thread[["name", "start_ns", "dur_ns"]][host.is_kind(on_training_thread, "python")]
-    names = [str(name) for name in frames["name"].cat.categories]
-    own = np.array([not _NOT_OWN.search(name) and ".py(" in name for name in names], dtype=bool)
-    frames = frames[own[frames["name"].cat.codes.to_numpy()]] if len(own) else frames
-    if not len(frames):
-        return none
-    parts = partition.get()
-    hosts = iv.merge(parts.get("host", iv.EMPTY), parts.get("optimizer_host", iv.EMPTY))
-    late = iv.intersect(hosts, _pauses(in_calls.get(), spans))
+    frames = frames.assign(name=frames["name"].cat.remove_unused_categories())
+    names = frames["name"].cat.categories.tolist()
+    own = np.array([".py(" in name and not _NOT_OWN.search(name) for name in names], dtype=bool)
+    frames = frames[own[frames["name"].cat.codes.to_numpy()]]
     start = frames["start_ns"].to_numpy()
     end = start + frames["dur_ns"].to_numpy()
-    inside = iv.within(late, start, end).astype(float)
+    inside = iv.within(python_gaps, start, end).astype(float)
     around = host.parents(start, end)
     within = around >= 0
-    np.subtract.at(inside, around[within], iv.within(late, start, end)[within])
-    code = frames["name"].cat.codes.to_numpy()
-    took = np.bincount(code, np.maximum(inside, 0.0), len(names)) / max(len(timing.get().windows), 1)
-    most = [i for i in np.argsort(-took, kind="stable")[:MOST_ROWS] if took[i] > 0]
-    return pd.DataFrame({"function": pd.Series([names[i] for i in most], dtype="str"), "ns": took[most]})
+    np.subtract.at(inside, around[within], inside[within])
+    took = np.bincount(frames["name"].cat.codes.to_numpy(), np.maximum(inside, 0.0), len(names))
+    functions = pd.DataFrame({"function": names, "ns": took / max(len(timing.windows), 1)})
+    functions = functions[functions["ns"] > 0].sort_values("ns", ascending=False, kind="stable", ignore_index=True)
+    return functions.head(MOST_ROWS).astype({"function": "str"})
 
 
 @per_rank
@@ -160,23 +178,74 @@ def small_kernels(
 ) -> pd.DataFrame:
     """Count the kernels below SMALL_NS in a steady traced step by name, the most frequent first: name, count, mean_ns.
 
-    With a column `kernels`: how many of any length there are. Raises NotMeasured without work of a device.
+    In all rows the same: `small` of them there are, among `kernels` of any length. Raises NotMeasured without work of a
+    device.
     """
-    n = max(len(timing.windows), 1)
+    steps = max(len(timing.windows), 1)
     inside = (launched_within >= 0) & host.is_kind(device_work, "kernel")
-    dur, name = device_work["dur_ns"].to_numpy(), device_work["name"].cat
-    small = inside & (dur < SMALL_NS)
-    code, names = name.codes.to_numpy()[small], name.categories
-    count = np.bincount(code, minlength=len(names))
-    took = np.bincount(code, weights=dur[small], minlength=len(names))
-    most = np.argsort(-count, kind="stable")[:MOST_ROWS]
-    most = most[count[most] > 0]
-    return pd.DataFrame(
-        {
-            "name": names[most].astype("str"),
-            "count": count[most] / n,
-            "mean_ns": took[most] / count[most],
-            "small": np.count_nonzero(small) / n,
-            "kernels": np.count_nonzero(inside) / n,
-        }
-    )
+    small = inside & (device_work["dur_ns"].to_numpy() < SMALL_NS)
+    by_name = device_work.loc[small, ["name", "dur_ns"]].groupby("name", observed=True)["dur_ns"]
+    counts = pd.DataFrame({"count": by_name.size() / steps, "mean_ns": by_name.mean()}).reset_index()
+    counts = counts.sort_values("count", ascending=False, kind="stable", ignore_index=True).head(MOST_ROWS)
+    counts = counts.assign(small=np.count_nonzero(small) / steps, kernels=np.count_nonzero(inside) / steps)
+    return counts.astype({"name": "str"})
+
+
+@per_rank
+def launch_means(device_work: pd.DataFrame, launched_within: Maybe[NDArray[np.int64]], timing: Timing) -> pd.DataFrame:
+    """Count the device's kernels in a steady traced step (one row): kernels, mean kernel_ns."""
+    kernels = host.is_kind(device_work, "kernel")
+    dur = device_work["dur_ns"].to_numpy()[kernels]
+    inside = np.count_nonzero(kernels & (launched_within.get() >= 0)) if len(device_work) else 0
+    count = inside / max(len(timing.windows), 1)
+    return pd.DataFrame({"kernels": [count], "kernel_ns": [float(dur.mean()) if len(dur) else 0.0]})
+
+
+def check_launches(launch_means: pd.DataFrame) -> None:
+    """Raise NotMeasured where the device has so little to do that no step of training is to be seen.
+
+    So it is while something compiles or starts up, or in a part of a trace: that the device idles is true then, and
+    what a step without that would be is not known.
+    """
+    kernels = float(launch_means["kernels"].max())
+    if not kernels:
+        raise NotMeasured("the trace holds no kernels, and nothing says that the job computes on the CPU")
+    if kernels < FEWEST_KERNELS:
+        few = f"{digits(kernels)} kernel{'' if kernels == 1 else 's'} a step"
+        raise NotMeasured(f"the device ran {few}: that is no training, but compiling, starting up or a part of a trace")
+
+
+# What a faster host is worth: on a CPU all of its time; on a device, without the script's own Python, or with the
+# launches of a captured graph.
+ON_CPU, SCRIPT, LAUNCHES = "cpu", "python", "launches"
+
+
+@across_ranks
+def host_gains(
+    step_means: pd.DataFrame,
+    launch_means: Maybe[pd.DataFrame],
+    gaps: Maybe[pd.DataFrame],
+    waits: Maybe[pd.DataFrame],
+    own_time: pd.DataFrame,
+    breakdown: pd.DataFrame,
+    job: Job,
+) -> dict[str, float]:
+    """Return how much shorter the mean steady step would be with a faster host, ns: by SCRIPT and LAUNCHES, or ON_CPU.
+
+    Where all ranks' traces are here, of what all ranks gain: one that has more makes the others wait, which is the
+    business of `straggler`. Raises NotMeasured where steps are not marked, a device does not train, or its trace does
+    not link launches to kernels.
+    """
+    check_marked(step_means)
+    if settings.on_cpu(job):
+        return {ON_CPU: saving(own_time, part(breakdown, "host", "optimizer_host"))}
+    check_launches(launch_means.get())
+    if gaps.get()["graph_gain_ns"].isna().any():
+        raise NotMeasured("the trace does not link launches to kernels: why the device idles is not known")
+    found = {}
+    for cause, column in ((SCRIPT, "python_gain_ns"), (LAUNCHES, "graph_gain_ns")):
+        gains = by_rank(gaps.get(), column)
+        if waits.or_none() is not None:
+            gains = dict.fromkeys(gains, min(gains.values()))
+        found[cause] = saving(own_time, gains)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 
 import numpy as np
 import pandas as pd
@@ -35,6 +35,14 @@ OTHER_STREAM = "work on another stream, which had just ended"
 UNTOLD = "not in the trace"
 
 _ALLOCATES = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMem", "hipMem")
+_LAUNCHES = ("LaunchKernel", "Memcpy", "Memset", "GraphLaunch")
+
+# What made queued work wait is looked for among so many calls before its launch, and allocations that began no longer
+# before the wait.
+_NEAR = 200
+_LONGEST_NS = 1_000_000
+
+_WAIT = ["ended_by", "stream", "launched_by", "waits_for"]
 
 
 @per_rank
@@ -44,17 +52,14 @@ def device_lag(trace_window: TracedSteps, timing: Timing, launch_queue: Maybe[Qu
 
     Raises NotMeasured where the trace does not link launches to device work.
     """
-    if not trace_window.linked or timing.unit != "step" or np.isnan(trace_window.lag_ns[timing.chosen]).all():
+    lag = trace_window.lag_ns[timing.chosen]
+    if not trace_window.linked or timing.unit != "step" or np.isnan(lag).all():
         raise NotMeasured("the trace does not tell how far the device is behind its host")
-    waiting = launch_queue.get()
-    inside = iv.holds(iv.merge(timing.windows), waiting.at)
-    begin, end = int(timing.windows[0, 0]), int(timing.windows[-1, 1])
+    queue = launch_queue.get()
+    length = queue.length[iv.holds(iv.merge(timing.windows), queue.at)]
+    mean = queue.mean(int(timing.windows[0, 0]), int(timing.windows[-1, 1]))
     return pd.DataFrame(
-        {
-            "lag_ns": [float(np.nanmean(trace_window.lag_ns[timing.chosen]))],
-            "queued": [waiting.mean(begin, end)],
-            "most_queued": [int(waiting.length[inside].max()) if inside.any() else 0],
-        }
+        {"lag_ns": [float(np.nanmean(lag))], "queued": [mean], "most_queued": [int(length.max(initial=0))]}
     )
 
 
@@ -64,11 +69,11 @@ def queue_series(trace_window: TracedSteps, timing: Timing, launch_queue: Maybe[
     if not trace_window.linked or timing.unit != "step":
         raise NotMeasured("the trace does not tell how much work is queued")
     edges = np.linspace(int(timing.windows[0, 0]), int(timing.windows[-1, 1]), MOST_POINTS + 1).astype(np.int64)
-    waiting = launch_queue.get()
+    queue = launch_queue.get()
     # The queue's length times ns before each instant; between two changes it grows evenly.
-    grown = np.concatenate(([0], np.cumsum(waiting.length[:-1] * np.diff(waiting.at))))
-    at = np.maximum(np.searchsorted(waiting.at, edges, side="right") - 1, 0)
-    total = grown[at] + waiting.length[at] * np.maximum(edges - waiting.at[at], 0)
+    grown = np.concatenate(([0], np.cumsum(queue.length[:-1] * np.diff(queue.at))))
+    at = np.maximum(np.searchsorted(queue.at, edges, side="right") - 1, 0)
+    total = grown[at] + queue.length[at] * np.maximum(edges - queue.at[at], 0)
     return pd.DataFrame({"at_ns": edges[:-1], "queued": np.diff(total) / np.maximum(np.diff(edges), 1)})
 
 
@@ -85,103 +90,74 @@ def queued_waits(
 
     Columns: ended_by (the work that ended the wait), stream, launched_by (the call), waits_for, times and ns (a step),
     queued_ns (from its launch to its start, the mean), gain_ns (how much shorter the mean steady step would be without
-    the waits of all rows with the same waits_for; NaN: the trace cannot be replayed). Empty where nothing waits.
+    the waits of all rows with the same waits_for; NaN: the trace cannot be replayed).
     """
-    windows = iv.merge(timing.windows)
-    gaps = idle.queued
-    inside = iv.within(windows, gaps[:, 0], gaps[:, 1])
-    gaps, inside = gaps[inside > 0], inside[inside > 0]
-    row = first_after(device_work, gaps)
-    gaps, inside, row = gaps[row >= 0], inside[row >= 0], row[row >= 0]
-    columns = ["ended_by", "stream", "launched_by", "waits_for", "times", "ns", "queued_ns", "gain_ns"]
-    if not len(row):
-        return pd.DataFrame(columns=columns).astype(dict.fromkeys(columns[4:], float))
-    calls, reasons = _reasons(spans, device_work, launches, gaps, row)
-    n = max(len(timing.windows), 1)
+    inside = iv.within(iv.merge(timing.windows), idle.queued[:, 0], idle.queued[:, 1])
+    row = first_after(device_work, idle.queued)
+    known = (inside > 0) & (row >= 0)
+    gaps, inside, row = idle.queued[known], inside[known], row[known]
+    steps = max(len(timing.windows), 1)
+    calls = _calls(spans, launches.called[row])
     waits = pd.DataFrame(
         {
             "ended_by": [short(str(name), 120) for name in device_work["name"].array[row]],
             "stream": device_work["lane"].astype("str").to_numpy()[row],
-            "launched_by": calls,
-            "waits_for": reasons,
-            "times": 1 / n,
-            "ns": inside / n,
-            "queued_ns": (device_work["start_ns"].to_numpy()[row] - launches.called[row]).astype(float),
+            "launched_by": [names[-1] for names in calls],
+            "waits_for": _reasons(spans, device_work, calls, gaps, row),
+            "times": 1 / steps,
+            "ns": inside / steps,
+            "queued_ns": device_work["start_ns"].to_numpy()[row] - launches.called[row],
         }
     )
-    by = ["ended_by", "stream", "launched_by", "waits_for"]
-    sums = waits.groupby(by, as_index=False, sort=False).agg({"times": "sum", "ns": "sum", "queued_ns": "mean"})
-    gains = _gains(what_if, row, reasons)
-    sums = sums.assign(gain_ns=sums["waits_for"].map(gains).astype(float))
-    return sums.sort_values("ns", ascending=False, ignore_index=True).head(MOST_ROWS)[columns]
+    sums = waits.groupby(_WAIT, as_index=False, sort=False).agg({"times": "sum", "ns": "sum", "queued_ns": "mean"})
+    gains = {}
+    if asked := what_if.or_none():
+        for reason, at in waits.groupby("waits_for").indices.items():
+            gains[reason] = asked.gain_ns(at_once=np.flatnonzero(np.isin(asked.replay.rows, row[at])).tolist())
+    sums = sums.assign(gain_ns=sums["waits_for"].map(gains))
+    sums = sums.astype(dict.fromkeys(_WAIT, "str") | dict.fromkeys(("times", "ns", "queued_ns", "gain_ns"), "float"))
+    return sums.sort_values("ns", ascending=False, ignore_index=True).head(MOST_ROWS)
+
+
+def _calls(spans: pd.DataFrame, launched: NDArray[np.int64]) -> list[list[str]]:
+    """Return for each launch its thread's calls since the one before that launched work; the launch itself is last."""
+    runtime = spans[["name", "lane", "start_ns"]][host.is_kind(spans, "runtime")]
+    names, lane = runtime["name"].astype("str").to_numpy(), runtime["lane"].cat.codes.to_numpy()
+    found = []
+    for at in np.searchsorted(runtime["start_ns"].to_numpy(), launched).tolist():
+        near = slice(max(at - _NEAR, 0), at)
+        calls = names[near][lane[near] == lane[at]].tolist()
+        since = itertools.takewhile(lambda name: not any(word in name for word in _LAUNCHES), reversed(calls))
+        found.append([*since, names[at]])
+    return found
 
 
 def _reasons(
-    spans: pd.DataFrame, device_work: pd.DataFrame, launches: Launches, gaps: iv.Intervals, row: NDArray[np.int64]
-) -> tuple[list[str], list[str]]:
-    """Return for each wait the call that launched the work which ended it, and what it waited for."""
-    runtime = spans[["name", "lane", "start_ns", "dur_ns", "launch"]][host.is_kind(spans, "runtime")]
-    called, names = runtime["start_ns"].to_numpy(), runtime["name"].astype("str").to_numpy()
-    lane, ended = runtime["lane"].cat.codes.to_numpy(), called + runtime["dur_ns"].to_numpy()
-    launch_at = launches.called[row]
-    at = np.searchsorted(called, launch_at)
-    first = _first_nodes(device_work)
-    end = device_work["start_ns"].to_numpy() + device_work["dur_ns"].to_numpy()
-    order = np.argsort(end, kind="stable")
-    calls, reasons = [], []
-    allocating = np.array([name.startswith(_ALLOCATES) and "cpy" not in name and "set" not in name for name in names])
-    for i, (gap, place) in enumerate(zip(gaps.tolist(), at.tolist(), strict=True)):
-        name = names[place] if place < len(names) else ""
-        calls.append(name)
-        thread = np.flatnonzero(lane[max(place - 200, 0) : place] == lane[min(place, len(lane) - 1)]) + max(
-            place - 200, 0
-        )
-        busy = slice(np.searchsorted(called, gap[0] - 1_000_000), np.searchsorted(called, gap[1]))
-        allocates = bool((allocating[busy] & (ended[busy] > gap[0])).any())
-        last = order[max(int(np.searchsorted(end[order], gap[0], side="right")) - 1, 0)]
-        other = device_work["lane"].cat.codes.to_numpy()[last] != device_work["lane"].cat.codes.to_numpy()[row[i]]
-        reasons.append(_reason(name, bool(first[row[i]]), _since_last_launch(names[thread]), allocates, bool(other)))
-    return calls, reasons
+    spans: pd.DataFrame, device_work: pd.DataFrame, calls: list[list[str]], gaps: iv.Intervals, row: NDArray[np.int64]
+) -> list[str]:
+    """Return what each wait was for; `calls`: those of the launch of the work, `row`, that ended it."""
+    runtime = spans[["name", "start_ns", "dur_ns"]][host.is_kind(spans, "runtime")]
+    names = runtime["name"].astype("str")
+    runtime = runtime[names.str.startswith(_ALLOCATES) & ~names.str.contains("cpy|set")]
+    begin = runtime["start_ns"].to_numpy()
+    end = begin + runtime["dur_ns"].to_numpy()
+    allocates = [
+        bool(((begin >= start - _LONGEST_NS) & (begin < stop) & (end > start)).any()) for start, stop in gaps.tolist()
+    ]
+    first = ~device_work["launch"].duplicated().to_numpy()[row]
+    done = device_work["start_ns"].to_numpy() + device_work["dur_ns"].to_numpy()
+    order, lane = np.argsort(done, kind="stable"), device_work["lane"].cat.codes.to_numpy()
+    last = order[np.maximum(np.searchsorted(done[order], gaps[:, 0], side="right") - 1, 0)]
+    return [_reason(*each) for each in zip(calls, first, allocates, lane[last] != lane[row], strict=True)]
 
 
-def _first_nodes(work: pd.DataFrame) -> NDArray[np.bool_]:
-    """Return which rows are the first of what their launch launched."""
-    launch = work["launch"].to_numpy()
-    first = np.zeros(len(launch), dtype=bool)
-    first[np.unique(launch, return_index=True)[1]] = True
-    return first
-
-
-def _since_last_launch(names: Sequence[str]) -> list[str]:
-    """Return the calls of a thread after the last one that launched a kernel or a copy."""
-    since: list[str] = []
-    for name in reversed(list(names)):
-        if any(word in name for word in ("LaunchKernel", "Memcpy", "Memset", "GraphLaunch")):
-            break
-        since.append(name)
-    return since
-
-
-def _reason(call: str, first: bool, before: Sequence[str], allocates: bool, other: bool) -> str:
-    if "GraphLaunch" in call:
+def _reason(calls: list[str], first: bool, allocates: bool, other: bool) -> str:
+    if "GraphLaunch" in calls[-1]:
         return GRAPH_START if first else GRAPH_NODE
-    if any("LaunchHostFunc" in name or "AddCallback" in name for name in before):
+    if any("LaunchHostFunc" in name or "AddCallback" in name for name in calls[:-1]):
         return FUNCTION
-    if any("StreamWaitEvent" in name for name in before):
+    if any("StreamWaitEvent" in name for name in calls[:-1]):
         return EVENT
     if allocates:
         return MEMORY
     return OTHER_STREAM if other else UNTOLD
-
-
-def _gains(what_if: Maybe[WhatIf], row: NDArray[np.int64], reasons: Sequence[str]) -> dict[str, float]:
-    """Replay the steps without the waits of each reason."""
-    try:
-        asked = what_if.get()
-    except NotMeasured:
-        return {}
-    gains = {}
-    for reason in set(reasons):
-        rows = {int(r) for r, why in zip(row.tolist(), reasons, strict=True) if why == reason}
-        gains[reason] = asked.gain_ns(at_once=np.flatnonzero(np.isin(asked.replay.rows, list(rows))).tolist())
-    return gains

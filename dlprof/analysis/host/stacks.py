@@ -1,17 +1,20 @@
-"""Which Python functions a rank and its loader workers were seen in, and while the step was doing what."""
+"""Which Python functions a rank and its loader workers were seen in while the step was doing what, and the time of the
+lines of those that `--lines` names.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, MeasureFailed, per_rank
+from dlprof.analysis.engine import Maybe, per_rank
 from dlprof.errors import NotMeasured
 from dlprof.units import percent
 
-# What the training thread was doing, and the workers beside it, in words.
+# What the training thread was doing, and its workers, in words.
 COMPUTING = ("forward", "backward", "optimizer")
 DOING = {
     "rest": "between the phases",
@@ -19,6 +22,8 @@ DOING = {
     "fetch": "waiting for the loader",
     "worker": "loader worker",
 }
+
+_ROLES = ("main", "worker")
 
 # What travels of each of these: the user's own functions and those of libraries, with the most samples first.
 MOST_OWN = 24
@@ -28,6 +33,10 @@ MOST_LIBRARY = 8
 LEAST_FRAME = 1 / 250
 MOST_FRAMES = 400
 MOST_DEPTH = 40
+
+# What travels of the functions whose lines were timed: those with the most time first, and so many lines of each.
+MOST_FUNCTIONS = 12
+MOST_LINES = 200
 
 # Frames that only pass a call on.
 _PASSED = re.compile(r"(?:\w+\.)*(?:_wrapped_call_impl|_call_impl|decorate_context|wrapper|inner) \(.*torch[/\\]")
@@ -41,57 +50,36 @@ _FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
 _INSTALLED = re.compile(r"^<|[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python[0-9.]+[/\\]")
 _PLACE = re.compile(r".*[/\\](?:(?:site|dist)-packages|lib[/\\]python[0-9.]+)[/\\]")
 
-Function = tuple[str, str]  # name, file
-
 
 @per_rank
 def hottest(stacks: pd.DataFrame) -> pd.DataFrame:
     """Return the functions that were seen most: doing, function, file, line, own, alone, total, samples.
 
     `doing`: what the training thread was doing (fetch, forward, backward, optimizer; rest: none of these), or worker.
-    `own`: a file of the user's, not of Python or an installed package. `alone`: samples in the function; in
-    one of the user's also those in library code that it had called. `total`: with all that it had called. `line`: the
-    one seen most in `alone`. `samples`: all of the doing. Ordered by doing, own first, then by `alone` and `total`.
+    `own`: a file of the user's, not of Python or an installed package. `alone`: samples in the function; in one of the
+    user's also those in library code that it had called. `total`: with all that it had called. `line`: the one seen
+    most in `alone`. `samples`: all of the doing. Ordered by doing, own first, then by `alone` and `total`.
     """
-    table = stacks
-    table = table[table["role"].isin(["main", "worker"])]
-    if not table["samples"].sum():
-        raise NotMeasured("no Python stack of the training thread was seen")
-    alone: dict[str, Counter[Function]] = defaultdict(Counter)
-    total: dict[str, Counter[Function]] = defaultdict(Counter)
-    lines: dict[tuple[str, Function], Counter[int]] = defaultdict(Counter)
+    lines: dict[tuple[str, str, str], Counter[int]] = defaultdict(Counter)
+    total: Counter[tuple[str, str, str]] = Counter()
     samples: Counter[str] = Counter()
-    for role, phase, stack, n in zip(table["role"], table["phase"], table["stack"], table["samples"], strict=True):
-        doing = _doing(role, phase)
-        frames = [(f[1], f[2], int(f[3])) for f in map(_FRAME.fullmatch, stack.split(";")) if f is not None]
+    for doing, stack, n in _seen(stacks):
+        frames = [(f[1], f[2], int(f[3])) for f in map(_FRAME.fullmatch, stack) if f is not None]
         samples[doing] += n
-        for function in {(name, file) for name, file, _ in frames}:
-            total[doing][function] += n
-        own = next((f for f in reversed(frames) if is_own(f[1])), None)
-        for name, file, line in {*frames[-1:], *([own] if own is not None else [])}:
-            alone[doing][name, file] += n
-            lines[doing, (name, file)][line] += n
-    rows = [
-        (
-            doing,
-            *function,
-            max(lines[doing, function].items(), key=lambda seen: seen[1], default=(0, 0))[0],
-            is_own(function[1]),
-            alone[doing][function],
-            times,
-            samples[doing],
-        )
-        for doing in DOING
-        for function, times in total[doing].items()
-    ]
+        total.update({(doing, name, file): n for name, file, _ in frames})
+        own = [frame for frame in frames if is_own(frame[1])]
+        for name, file, line in {*frames[-1:], *own[-1:]}:
+            lines[doing, name, file][line] += n
+    rows = []
+    for function, times in total.items():
+        line = lines[function].most_common(1)[0][0] if function in lines else 0
+        rows.append((*function, line, is_own(function[2]), lines[function].total(), times, samples[function[0]]))
     columns = ["doing", "function", "file", "line", "own", "alone", "total", "samples"]
     frame = pd.DataFrame(rows, columns=columns)
-    frame = frame.assign(place=frame["doing"].map([*DOING].index))
-    frame = frame.sort_values(
-        ["place", "own", "alone", "total", "function"], ascending=[True, False, False, False, True]
-    )
+    by = ["place", "own", "alone", "total", "function"]
+    frame = frame.assign(place=frame["doing"].map([*DOING].index)).sort_values(by, ascending=[True, *[False] * 3, True])
     place = frame.groupby(["doing", "own"]).cumcount()
-    return frame[place < frame["own"].map({True: MOST_OWN, False: MOST_LIBRARY})][columns].reset_index(drop=True)
+    return frame.loc[place < frame["own"].map({True: MOST_OWN, False: MOST_LIBRARY}), columns].reset_index(drop=True)
 
 
 @per_rank
@@ -100,33 +88,48 @@ def flame(stacks: pd.DataFrame) -> pd.DataFrame:
 
     Small frames, and those deeper than a screen shows, are left out: what is missing of a parent was there, or its own.
     """
-    table = stacks
-    table = table[table["role"].isin(["main", "worker"])]
-    least = LEAST_FRAME * float(table["samples"].sum())
-    if not least:
-        raise NotMeasured("no Python stack of the training thread was seen")
-    names: dict[str, str] = {}
+    shorter: dict[str, str] = {}
     seen: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for role, phase, stack, n in zip(table["role"], table["phase"], table["stack"], table["samples"], strict=True):
-        path: list[str] = []
-        for text in stack.split(";"):
-            if text not in names:
-                names[text] = "" if _PASSED.match(text) else _FRAME.sub(r"\1 (\2)", text)
-            if names[text]:
-                path.append(names[text])
-        doing = _doing(role, phase)
-        for depth in range(1, min(len(path), MOST_DEPTH) + 1):
-            seen[doing, tuple(path[:depth])] += n
+    for doing, stack, n in _seen(stacks):
+        for text in stack:
+            if text not in shorter:
+                shorter[text] = "" if _PASSED.match(text) else _FRAME.sub(r"\1 (\2)", text)
+        path = tuple(filter(None, map(shorter.get, stack)))[:MOST_DEPTH]
+        for depth in range(1, len(path) + 1):
+            seen[doing, path[:depth]] += n
+    least = LEAST_FRAME * int(stacks.loc[stacks["role"].isin(_ROLES), "samples"].sum())
     kept = sorted((key for key, n in seen.most_common(MOST_FRAMES) if n >= least), key=lambda key: len(key[1]))
-    place = {key: row for row, key in enumerate(kept)}
-    rows = [(doing, place.get((doing, path[:-1]), -1), path[-1], seen[doing, path]) for doing, path in kept]
+    row = {key: at for at, key in enumerate(kept)}
+    rows = [(doing, row.get((doing, path[:-1]), -1), path[-1], seen[doing, path]) for doing, path in kept]
     frame = pd.DataFrame(rows, columns=["doing", "parent", "name", "samples"])
-    files = [name.rpartition(" (")[2].rstrip(")") for name in frame["name"]]
-    return frame.assign(own=[is_own(file) for file in files])
+    return frame.assign(own=[is_own(name.rpartition(" (")[2]) for name in frame["name"]])
 
 
-def _doing(role: str, phase: str) -> str:
-    return "worker" if role == "worker" else phase if phase in DOING else "rest"
+def _seen(stacks: pd.DataFrame) -> Iterator[tuple[str, list[str], int]]:
+    """Return each stack of the training thread and the workers: what it was doing, its frames, how often it was seen.
+
+    Raises NotMeasured where there is none.
+    """
+    table = stacks[stacks["role"].isin(_ROLES)]
+    if not table["samples"].sum():
+        raise NotMeasured("no Python stack of the training thread was seen")
+    for role, phase, stack, n in zip(table["role"], table["phase"], table["stack"], table["samples"], strict=True):
+        yield "worker" if role == "worker" else phase if phase in DOING else "rest", stack.split(";"), n
+
+
+@per_rank
+def line_times(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return the table "lines" without what never ran: the function that took longest first, its lines in order.
+
+    Of a function too long to travel whole, the lines that took longest. Raises NotMeasured where nothing was counted.
+    """
+    rows = lines.astype({"role": str, "function": str, "file": str, "source": str})
+    functions = [part for _, part in rows.groupby(["role", "function", "file"]) if part["hits"].any()]
+    if not functions:
+        raise NotMeasured("no function that --lines names was called while its lines were counted")
+    functions.sort(key=lambda part: -int(part["dur_ns"].sum()))
+    longest = [part.nlargest(MOST_LINES, "dur_ns").sort_values("line") for part in functions[:MOST_FUNCTIONS]]
+    return pd.concat(longest, ignore_index=True)
 
 
 def is_own(file: str) -> bool:
@@ -134,29 +137,27 @@ def is_own(file: str) -> bool:
     return _INSTALLED.search(file) is None
 
 
-def shown(function: str, file: str, line: int) -> str:
+def shown(function: str, file: str, line: int = 0) -> str:
     """Name a function as a report does: decode (data.py:41)."""
     name = re.split(r"[/\\]", file)[-1] if is_own(file) else _PLACE.sub("", file)
     return f"{function} ({name}:{line})" if line else f"{function} ({name})"
 
 
 def hottest_own(hottest: Maybe[pd.DataFrame], rank: int, *doing: str) -> str:
-    """Say where a rank was seen most while doing one of these: "71 % are in decode (data.py:41)"; "" for nowhere.
+    """Name the user's function that a rank was seen in most while doing one of these, as a sentence with a space first.
 
-    Of the user's own functions.
+    "" where stacks were not recorded, are too few, or show no function in particular.
     """
-    try:
-        frame = hottest.get()
-    except (NotMeasured, MeasureFailed):
+    frame = hottest.or_none()
+    if frame is None:
         return ""
     seen = frame[(frame["rank"] == rank) & frame["doing"].isin(doing)]
     samples = int(seen.drop_duplicates("doing")["samples"].sum())
     mine = seen[seen["own"].astype(bool) & (seen["function"] != "<module>")]
-    if samples < LEAST_SAMPLES or not len(mine):
+    alone = mine.groupby(["function", "file"])["alone"].transform("sum").to_numpy()
+    if samples < LEAST_SAMPLES or alone.max(initial=0) < NOTABLE_SHARE * samples:
         return ""
-    alone = mine.groupby(["function", "file"])["alone"].transform("sum")
-    top = mine.iloc[int(alone.to_numpy().argmax())]
-    share = float(alone.max()) / samples
-    if share < NOTABLE_SHARE:
-        return ""
-    return f"{percent(share)} are in {shown(str(top['function']), str(top['file']), int(top['line']))}"
+    top = mine.iloc[int(alone.argmax())]
+    where = shown(top["function"], top["file"], int(top["line"]))
+    while_doing = " or ".join(DOING[one] for one in doing)
+    return f" Of the stacks seen there ({while_doing}), {percent(alone.max() / samples)} are in {where}."

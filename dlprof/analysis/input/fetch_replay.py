@@ -3,7 +3,7 @@
 A worker fetches its batches one after the other, batch k is worker k mod n's, and the training loop takes them in order
 (torch.utils.data; the depth of the queue is n × prefetch_factor). So batch k is there at
 
-    there(k) = max(there(k − n), taken(k − n · prefetch)) + fetch(k)        its worker is free, and was told to
+    there(k) = max(there(k − n), taken(k − n · prefetch)) + fetch(k)        its worker is free, and was asked for it
     taken(k) = max(there(k), taken(k − 1) + own(k − 1))                     in order, when the loop asks
 
 with the recorded times of fetching and of the loop's own work between batches. The rate is then n ÷ fetch, as
@@ -11,15 +11,15 @@ DS-Analyzer has it (Mohan et al., Analyzing and Mitigating Data Stalls in DNN Tr
 
 Cores set the other limit. What a fetch waits for storage is the same however many wait; what it computes takes longer
 once more threads are ready to run than there are cores, and so does the loop's own work. A thread that finds N ready on
-C cores runs at min(1, C ÷ N), as a fair scheduler lets it. Ranks train at the same time, for they wait for each other;
-who of them, and of the workers, is ready then is taken from how long each is busy, independently of the others. That
-gives the mean stretch of a thread's computing; times and stretches are solved for together. Where an
-operator is split over several threads, it ends with the last of them: one that has no core holds up all, which spin
-meanwhile and count as computing, so that k threads get on with the k-th power of what one does. (With more threads than
-cores they do not spin: OpenMP's then give up their core to each other.) The kernel
-tells how long computing really waited for a core: by how much that differs from the model's stretch of the run as it
-was, for other jobs on the host or for a scheduler that does better, is taken to stay. But nobody is held up for longer
-than others compute: while a loop that needs k cores stands still, C − k + 1 of them at least are somebody else's.
+C cores runs at min(1, C ÷ N), as under a fair scheduler. Ranks train at the same time, for they wait for each other;
+which of them, and of the workers, are ready then is taken from how long each is busy, independently of the others. That
+gives the mean stretch of a thread's computing; times and stretches are solved for together. Where an operator is split
+over several threads, it ends with the last of them: one that has no core holds up all, which spin meanwhile and count
+as computing, so that k threads progress with the k-th power of what one does. (With more threads than cores they do not
+spin: OpenMP's then give up their core to each other.) The kernel measures how long computing really waited for a core:
+by how much that differs from the model's stretch of the run as it was, for other jobs on the host or for a scheduler
+that does better, is taken to stay. But no thread is held up for longer than others compute: while a loop that needs k
+cores stands still, C − k + 1 of them at least run something else.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ _ROUNDS = 12
 SAMPLES, COLLATING = "samples", "collating"
 
 
-def _nothing() -> Times:
-    return np.zeros(1)
+_NOTHING: Times = np.zeros(1)
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,11 @@ class Pace:
     fetch_cpu: Times  # of it, computing
     cores: float  # of the host, and
     ranks: int  # how many ranks like this one share them
-    beside: tuple[float, float] = (1.0, 1.0)  # measured stretch ÷ the model's, of the loop and of a fetch
+    excess: tuple[float, float] = (1.0, 1.0)  # measured stretch ÷ the model's, of the loop and of a fetch
     stretch: float = 1.0  # of the loop's computing, as measured
-    others_cpu: float = float("nan")  # of a batch of those other ranks; NaN: as this one's
-    collate: Times = field(default_factory=_nothing)  # what of `fetch` is collating, and
-    collate_cpu: Times = field(default_factory=_nothing)  # of `fetch_cpu`
+    others_cpu: float = np.nan  # of a batch of those other ranks; NaN: as this one's
+    collate: Times = field(default_factory=lambda: _NOTHING)  # what of `fetch` is collating, and
+    collate_cpu: Times = field(default_factory=lambda: _NOTHING)  # of `fetch_cpu`
 
     @property
     def batch_cpu(self) -> float:
@@ -77,19 +76,13 @@ class Pace:
         fetch, cpu = self.collate, self.collate_cpu
         if part == COLLATING:
             fetch, cpu = self.fetch - fetch, self.fetch_cpu - cpu
-        less = float(cpu.mean()) / max(float(self.fetch_cpu.mean()), 1.0)
-        return replace(
-            self,
-            fetch=fetch,
-            fetch_cpu=cpu,
-            others_cpu=self.others_cpu * less,
-            collate=_nothing(),
-            collate_cpu=_nothing(),
-        )
+        others = self.others_cpu * float(cpu.mean()) / max(float(self.fetch_cpu.mean()), 1.0)
+        changed = replace(self, fetch=fetch, fetch_cpu=cpu, others_cpu=others)
+        return replace(changed, collate=_NOTHING, collate_cpu=_NOTHING)
 
     @property
     def together(self) -> int:
-        """How many threads of the loop must all have a core for it to get on."""
+        """How many threads of the loop must all have a core for it to progress."""
         return self.threads if self.threads <= self.cores else 1
 
 
@@ -104,24 +97,22 @@ class Forecast:
 
 def replayed(pace: Pace, workers: int) -> Forecast:
     """Return the mean step with so many workers as the model has it; 0: the loop fetches itself."""
-    trains, fetches = 1.0, 1.0
-    trained = float(pace.own.mean()) * pace.own_cpu
-    fetched = pace.batch_cpu
+    trained, fetched = float(pace.own.mean()) * pace.own_cpu, pace.batch_cpu
     others = (pace.ranks - (workers == 0)) * fetched + (pace.ranks - 1) * pace.threads * trained
     longest = max(1.0 + others / max(pace.cores - pace.threads + 1, 1.0) / max(trained, 1.0), pace.stretch)
-    told = Forecast(workers, 0.0, 0.0)
+    trains, fetches, forecast = 1.0, 1.0, Forecast(workers, 0.0, 0.0)
     for _ in range(_ROUNDS):
-        own = pace.own * (1 - pace.own_cpu + pace.own_cpu * trains)
-        told, beside = replay(own, pace.fetch + pace.fetch_cpu * (fetches - 1), pace.fetch_cpu, workers, pace.prefetch)
-        step = told.step_ns
-        busy, loop = (trained * trains / step, fetched * fetches / step), 1 - told.wait_ns / step
-        now = stretches(pace, workers, busy, loop, beside)
+        own, fetch = pace.own * (1 - pace.own_cpu + pace.own_cpu * trains), pace.fetch + pace.fetch_cpu * (fetches - 1)
+        forecast, overlap = replay(own, fetch, pace.fetch_cpu, workers, pace.prefetch)
+        step = forecast.step_ns
+        busy, loop = (trained * trains / step, fetched * fetches / step), 1 - forecast.wait_ns / step
+        now = stretches(pace, workers, busy, loop, overlap)
         # Half-way, or the two would swing around each other.
-        trains = (trains + min(max(1.0, now[0] * pace.beside[0]), longest)) / 2
-        fetches = (fetches + max(1.0, now[1] * pace.beside[1])) / 2
-    # The mean stretch may promise a little more than all cores at work can do.
+        trains = (trains + min(max(1.0, now[0] * pace.excess[0]), longest)) / 2
+        fetches = (fetches + max(1.0, now[1] * pace.excess[1])) / 2
+    # The mean stretch may predict a little more than all cores at work can do.
     least = pace.ranks * (pace.threads * trained + fetched) / pace.cores
-    return replace(told, step_ns=max(told.step_ns, least))
+    return replace(forecast, step_ns=max(forecast.step_ns, least))
 
 
 def replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int) -> tuple[Forecast, float]:
@@ -133,23 +124,24 @@ def replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int) ->
     # The first two fillings of the queue are no steady state.
     skip = 2 * depth
     n = max(_BATCHES, 2 * skip)
-    owns, takes = np.resize(own, n).tolist(), np.resize(fetch, n).tolist()
+    own, fetch, cpu = (np.resize(times, n) for times in (own, fetch, cpu))
+    owns, takes = own.tolist(), fetch.tolist()
     there, taken = [0.0] * n, [0.0] * n
     asked = begun = waited = 0.0
     for k in range(n):
         free = there[k - workers] if k >= workers else 0.0
-        told = taken[k - depth] if k >= depth else 0.0
-        there[k] = max(free, told) + takes[k]
+        ordered = taken[k - depth] if k >= depth else 0.0
+        there[k] = max(free, ordered) + takes[k]
         taken[k] = max(there[k], asked)
         if k == skip:
             begun, waited = asked, 0.0
         waited += taken[k] - asked
         asked = taken[k] + owns[k]
     mean = Forecast(workers, (asked - begun) / (n - skip), waited / (n - skip))
-    return mean, _beside(np.array(taken), np.resize(own, n), np.array(there), np.resize(fetch, n), np.resize(cpu, n))
+    return mean, _overlap(np.array(taken), own, np.array(there), fetch, cpu)
 
 
-def _beside(begin: Times, own: Times, there: Times, fetch: Times, cpu: Times) -> float:
+def _overlap(begin: Times, own: Times, there: Times, fetch: Times, cpu: Times) -> float:
     """Return the share of what fetches compute that falls into the loop's own work; each computes evenly throughout."""
     # What the loop has worked until any time, from where its batches begin and end.
     times, worked = np.column_stack((begin, begin + own)).ravel(), np.cumsum(own)
@@ -159,36 +151,34 @@ def _beside(begin: Times, own: Times, there: Times, fetch: Times, cpu: Times) ->
     return float((cpu * inside / np.maximum(fetch, 1e-9)).sum()) / total if total else 0.0
 
 
-def stretches(pace: Pace, workers: int, busy: tuple[float, float], loop: float, beside: float) -> tuple[float, float]:
+def stretches(pace: Pace, workers: int, busy: tuple[float, float], loop: float, overlap: float) -> tuple[float, float]:
     """Return how much longer computing takes the loop, and a worker, than with a core for every thread.
 
     `busy`: the share of the time that a rank's loop, and its workers together, are ready to compute; `loop`: that the
-    loop does not wait for data, on all ranks at once; `beside`: the share of what workers compute that is then.
+    loop does not wait for data, on all ranks at once; `overlap`: the share of what workers compute that is then.
     """
     trains, fetches = busy
     computes, others = trains / max(loop, 1e-9), pace.ranks - 1
 
-    def pace_of(itself: int, loops: int, fetchers: int, each: float, together: int = 1) -> float:
+    def speed(itself: int, loops: int, fetchers: int, each: float, together: int = 1) -> float:
         ready = itself + pace.threads * np.arange(loops + 1)[:, None] + np.arange(fetchers + 1)[None, :]
         chance = _chance(loops, computes)[:, None] * _chance(fetchers, each)[None, :]
         return float((chance * np.minimum(1.0, pace.cores / ready) ** together).sum())
 
     if not workers:
-        alone = pace_of(pace.threads, others, 0, 0.0, pace.together)
-        return 1.0 / alone, 1.0 / pace_of(1, 0, others, fetches / max(1.0 - loop, 1e-9))
+        waiting = speed(1, 0, others, fetches / max(1.0 - loop, 1e-9))
+        return 1.0 / speed(pace.threads, others, 0, 0.0, pace.together), 1.0 / waiting
     fetchers, each = pace.ranks * workers, fetches / workers
-    then, otherwise = each * beside / max(loop, 1e-9), each * (1 - beside) / max(1 - loop, 1e-9)
-    training, waiting = pace_of(1, pace.ranks, fetchers - 1, then), pace_of(1, 0, fetchers - 1, otherwise)
-    return (
-        1.0 / pace_of(pace.threads, others, fetchers, then, pace.together),
-        1.0 / (beside * training + (1.0 - beside) * waiting),
-    )
+    then, otherwise = each * overlap / max(loop, 1e-9), each * (1 - overlap) / max(1 - loop, 1e-9)
+    training, waiting = speed(1, pace.ranks, fetchers - 1, then), speed(1, 0, fetchers - 1, otherwise)
+    fetching = overlap * training + (1.0 - overlap) * waiting
+    return 1.0 / speed(pace.threads, others, fetchers, then, pace.together), 1.0 / fetching
 
 
 def _chance(n: int, share: float) -> Times:
     """Return the binomial distribution: how likely each number of n is ready, each for such a share of the time."""
     share = min(max(share, 1e-9), 1 - 1e-9)
     k = np.arange(n + 1, dtype=float)
-    factorial = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, n + 1, dtype=float)))))
+    factorial = np.concatenate(([0.0], np.cumsum(np.log(k[1:]))))
     logs: Times = factorial[n] - factorial - factorial[::-1] + k * np.log(share) + (n - k) * np.log1p(-share)
     return np.exp(logs)

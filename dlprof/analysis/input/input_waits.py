@@ -1,21 +1,25 @@
-"""How long each rank waits for data, who waits for whom because of it, and what a faster loader would save."""
+"""How long each rank waits for data, and what a faster loader would save: the recorded batches, replayed.
+
+The part of making a batch that takes longer, reading its samples or collating them, bounds what making it cheaper can
+give: it is replayed at no cost, and the other part as it was. Collating computes; what a fetch waits for storage is its
+samples'. What one rank waited for another that had no core is gone with what took it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, across_ranks, by_rank
-from dlprof.analysis.input.fetch_replay import SAMPLES
+from dlprof.analysis.input.fetch_replay import SAMPLES, Forecast, Pace, replayed
 from dlprof.analysis.input.loader import gained
 from dlprof.analysis.input.paces import Paces
-from dlprof.analysis.input.worker_plans import Plan, freed_by_cheaper, planned, step_with_cheaper
-from dlprof.analysis.step.breakdown import part
-from dlprof.analysis.step.headroom import room
+from dlprof.analysis.step.breakdown import part, room
 from dlprof.analysis.step.savings import saving_input
 from dlprof.errors import NotMeasured
 from dlprof.units import duration, percent
@@ -26,14 +30,29 @@ NOTABLE_SHARE = 0.05
 # More workers are what is missing where they give the larger part of what there is to gain.
 LARGER_PART = 0.5
 
-# Workers that compute slow everything that computes beside them, and who waits for data launches late.
+# A replay that does not reproduce the run as it was, within so much of the step, predicts no other.
+TRUSTED = 0.2
+
+# So many workers a rank are tried: 16, where fetching only waits, or more where a rank has cores for two of each.
+MOST_WORKERS = 16
+
+# The fewest workers are proposed that come so near to the best step. A hundredth is below any run's own noise.
+WORTH = 0.01
+
+# Ranks that are replayed one by one.
+MOST_RANKS = 8
+
+# Who waits for another rank's data for less than this share of the step is not named (estimate.LEAST_SHARE).
+LEAST_SHARE = 0.02
+
+# Workers that compute slow everything else that computes, and a rank that waits for data launches late.
 SAVES_FROM = ("computation", "communication", "input_wait", "optimizer_host", "host", "launch_latency", "other")
 
 
 @across_ranks
 def input_waits(
     loader_calls: pd.DataFrame,
-    before_forward: Maybe[tuple[int, float] | None],
+    before_forward: tuple[int, float] | None,
     mean_step_ns: Maybe[float],
     breakdown: Maybe[pd.DataFrame],
     fetch_gains: Maybe[pd.DataFrame],
@@ -44,43 +63,94 @@ def input_waits(
     wait_ns is the exposed wait; with a device, what the rank's own step would be shorter by without it. Raises
     NotMeasured where no loader was seen.
     """
-    if not loader_calls["calls"].sum():
-        raise NotMeasured(_no_loader(before_forward.get(), mean_step_ns))
+    if not loader_calls["calls"].any():
+        why = "no DataLoader was seen; data that comes in another way shows as the host's time"
+        if before_forward is not None:
+            rank, ns = before_forward
+            lead = f"{duration(ns)} of each step ({percent(ns / mean_step_ns.get())})"
+            why += f"; {lead} pass on rank {rank} before the first forward, in no loader that dlprof knows"
+        raise NotMeasured(why)
     wait = part(breakdown.get(), "input_wait")
     if not fetch_gains.lacking:
-        frame = fetch_gains.get()
-        wait = wait | by_rank(frame[frame["left"] == 0], "gain_ns")
-    try:
-        takes = by_rank(loader_means.get().dropna(subset="taken_ns"), "taken_ns")
-    except NotMeasured:
-        takes = {}
+        gains = fetch_gains.get()
+        wait |= by_rank(gains[gains["left"] == 0], "gain_ns")
+    means = loader_means.or_none()
+    takes = {} if means is None else by_rank(means, "taken_ns")
     taken = {r: min(takes.get(r, 0.0), ns) for r, ns in wait.items()}
-    rows = [(r, ns - taken[r], taken[r]) for r, ns in wait.items()]
-    return pd.DataFrame(rows, columns=["rank", "wait_ns", "taken_ns"])
-
-
-def _no_loader(before_forward: tuple[int, float] | None, mean_step_ns: Maybe[float]) -> str:
-    if before_forward is None:
-        return "no DataLoader was seen; data that comes in another way shows as the host's time"
-    rank, ns = before_forward
-    return (
-        f"no DataLoader was seen; {duration(ns)} of each step ({percent(ns / mean_step_ns.get())}) pass on rank {rank}"
-        " before the first forward, in no loader that dlprof knows: if data comes in there, it shows as the host's time"
+    return pd.DataFrame(
+        [(r, ns - taken[r], taken[r]) for r, ns in wait.items()], columns=["rank", "wait_ns", "taken_ns"]
     )
 
 
 @across_ranks
 def input_cost_ns(
-    input_waits: pd.DataFrame,
-    step_series: pd.DataFrame,
-    own_time: pd.DataFrame,
-    breakdown: pd.DataFrame,
-    job: Job,
+    input_waits: pd.DataFrame, step_series: pd.DataFrame, own_time: pd.DataFrame, breakdown: pd.DataFrame, job: Job
 ) -> float:
     """Return what the job would gain without any wait for data, ns of the mean steady step."""
     gone = by_rank(input_waits, "wait_ns")
     most = room(breakdown, ("input_wait",) if settings.on_cpu(job) else SAVES_FROM)
     return min(saving_input(step_series, own_time, gone), most)
+
+
+@dataclass(frozen=True)
+class Starving:
+    """The rank that waits most for data, its training loader, and which ranks wait as well. Times in ns a step."""
+
+    rank: int
+    wait_ns: float
+    step_ns: float
+    workers: int | None  # of its loader; None: not known, but not none
+    loader: settings.Settings
+    cores: int | None  # that the rank can count on
+    alike: tuple[int, ...]  # the ranks that wait at least half as long, itself among them
+    others: tuple[int, ...]  # all others
+    culprit: int  # which of `alike` the others wait for
+    victims: Mapping[int, float]  # how long each rank waits for it, where that is notable
+
+
+@across_ranks
+def starving(
+    input_waits: pd.DataFrame, mean_step_ns: float, loader_calls: pd.DataFrame, blame: Maybe[pd.DataFrame], job: Job
+) -> Starving:
+    """Return the rank that waits most for data, and who waits for it meanwhile where all ranks' traces are here."""
+    wait = by_rank(input_waits, "wait_ns")
+    rank = max(wait, key=lambda rank: wait[rank])
+    loader = settings.training_loader(job, rank)
+    workers = loader.get("num_workers")
+    if not isinstance(workers, int):
+        # A trace without settings still names the iterator, and one of the two has no workers.
+        workers = 0 if loader_calls.set_index("rank")["in_process"].get(rank) else None
+    alike = tuple(sorted(r for r, ns in wait.items() if ns >= wait[rank] / 2))
+    others = tuple(r for r in job.ranks if r not in alike)
+    culprit, victims, known = -1, {}, blame.or_none()
+    if known is not None:
+        known = known[(known["category"] == "input_wait") & known["culprit"].isin(alike)]
+        known = known[known["ns"] >= LEAST_SHARE * mean_step_ns]
+        culprit = int(str(known.groupby("culprit")["ns"].sum().idxmax())) if len(known) else -1
+        victims = by_rank(known[known["culprit"] == culprit], "ns")
+    cores = settings.cores_per_rank(job, rank)
+    return Starving(rank, wait[rank], mean_step_ns, workers, loader, cores, alike, others, culprit, victims)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What more workers would give: the worst rank's forecasts, the chosen one of them, and what the run gains, ns."""
+
+    forecasts: tuple[Forecast, ...]
+    chosen: Forecast
+    gain_ns: float
+
+    @property
+    def now(self) -> Forecast:
+        """The forecast with as many workers as there are."""
+        return self.forecasts[0]
+
+    @property
+    def gains(self) -> dict[int, float]:
+        """What the run gains with each number of workers, ns: as the worst rank does, of which more is known."""
+        best = self.now.step_ns - self.chosen.step_ns
+        of_it = self.gain_ns / best if best > 0 else 1.0
+        return {f.workers: of_it * (self.now.step_ns - f.step_ns) for f in self.forecasts[1:]}
 
 
 @dataclass(frozen=True)
@@ -101,6 +171,7 @@ class FasterLoader:
 def faster_loader(
     input_waits: pd.DataFrame,
     input_cost_ns: float,
+    starving: Starving,
     mean_step_ns: float,
     paces: Maybe[Paces],
     own_time: pd.DataFrame,
@@ -115,35 +186,115 @@ def faster_loader(
     wait, recorded = by_rank(input_waits, "wait_ns"), paces.or_none()
     if input_cost_ns < NOTABLE_SHARE * mean_step_ns or recorded is None:
         return FasterLoader(input_cost_ns)
-    rank = max(wait, key=lambda rank: wait[rank])
-    plan = planned(recorded, own_time, fetch_gains, wait, rank)
+    plan = planned(recorded, own_time, fetch_gains, wait)
     if plan is None:
         return FasterLoader(input_cost_ns)
-    costly = recorded.of(rank).costly
-    cheaper = _gain_of_cheaper(recorded, mean_step_ns, own_time, step_series, fetch_gains, job, wait, rank, costly)
-    gain = max(cheaper, plan.gain_ns)
-    helps = plan.gain_ns >= max(NOTABLE_SHARE * mean_step_ns, LARGER_PART * gain)
-    return FasterLoader(plan.gain_ns if helps else gain, plan, helps, costly)
-
-
-def _gain_of_cheaper(
-    paces: Paces,
-    mean_step_ns: float,
-    own_time: pd.DataFrame,
-    step_series: pd.DataFrame,
-    fetch_gains: Maybe[pd.DataFrame],
-    job: Job,
-    wait: Mapping[int, float],
-    rank: int,
-    costly: str,
-) -> float:
-    """Return what the run gains where a part of making batches costs nothing, ns.
-
-    On a GPU's host it is waiting alone: what the host computes beside a busy GPU costs no time. So it is where not all
-    ranks' batches were recorded: they are taken to be like this rank's.
-    """
+    pace = recorded.of(starving.rank)
+    # On a GPU's host it is waiting alone: what the host computes while the GPU is busy costs no time. So it is where
+    # not all ranks' batches were recorded: they are taken to be like this rank's.
+    freed = _freed_by(pace, pace.without(pace.costly))
+    cheaper = saving_input(step_series, own_time, {r: gained(fetch_gains, r, ns, freed) for r, ns in wait.items()})
     if settings.on_cpu(job):
         with suppress(NotMeasured):
-            return mean_step_ns - step_with_cheaper(paces, own_time, costly)
-    freed = freed_by_cheaper(paces, rank, costly)
-    return saving_input(step_series, own_time, {r: gained(fetch_gains, r, ns, freed) for r, ns in wait.items()})
+            cheaper = mean_step_ns - step_with_cheaper(recorded, own_time, pace.costly)
+    gain = max(cheaper, plan.gain_ns)
+    helps = plan.gain_ns >= max(NOTABLE_SHARE * mean_step_ns, LARGER_PART * gain)
+    return FasterLoader(plan.gain_ns if helps else gain, plan, helps, pace.costly)
+
+
+def trusted(paces: Paces, rank: int) -> Forecast:
+    """Return what the replay gives for a rank as it is.
+
+    Raises NotMeasured where that differs by more than TRUSTED from the measured step, and as `Paces.of` does.
+    """
+    recorded, measured = paces.of(rank), paces.step_ns(rank)
+    now = replayed(recorded, recorded.workers)
+    if abs(now.step_ns - measured) > TRUSTED * measured:
+        raise NotMeasured(f"the recorded batches explain a step of {now.step_ns / 1e6:.1f} ms only")
+    return now
+
+
+def forecasts(paces: Paces, rank: int) -> tuple[Forecast, ...]:
+    """Return the mean step of a rank as it is, then with 1, 2, … workers, as far as more of them may still help.
+
+    By what the replay differs from what was measured, all of them are corrected. Raises NotMeasured as `trusted` does.
+    """
+    recorded, now = paces.of(rank), trusted(paces, rank)
+    given = [now]
+    best, since = np.inf, 0
+    for n in range(1, max(MOST_WORKERS, int(2 * recorded.cores / recorded.ranks), recorded.workers) + 1):
+        given.append(replayed(recorded, n))
+        since = 0 if given[-1].step_ns < best * (1 - WORTH) else since + 1
+        best = min(best, given[-1].step_ns)
+        # Two that gained nothing may be the two that make one round of an uneven number; three are enough.
+        if n > recorded.workers and since >= 3:
+            break
+    off = now.step_ns - paces.step_ns(rank)
+    return tuple(replace(f, step_ns=f.step_ns - off) for f in given)
+
+
+def proposed(given: tuple[Forecast, ...]) -> Forecast:
+    """Return the fewest workers that come within WORTH of the best."""
+    best = min(f.step_ns for f in given)
+    return min((f for f in given if f.step_ns <= best * (1 + WORTH)), key=lambda f: f.workers)
+
+
+def planned(
+    paces: Paces, own_time: pd.DataFrame, fetch_gains: Maybe[pd.DataFrame], wait: Mapping[int, float]
+) -> Plan | None:
+    """Choose the workers that the rank which waits most needs, and predict what all ranks gain by them.
+
+    `wait`: each rank's exposed wait for data in the mean steady step, ns. None where the batches were not recorded.
+    """
+    most, *others = sorted((r for r in wait if wait[r]), key=lambda r: -wait[r])[:MOST_RANKS]
+    try:
+        given = forecasts(paces, most)
+        chosen = proposed(given)
+        freed = {r: _freed(trusted(paces, r), replayed(paces.of(r), chosen.workers)) for r in others}
+    except NotMeasured:
+        return None
+    # Ranks beyond those that were looked at wait less than they, and are taken to be like the worst.
+    like = _freed(given[0], chosen)
+    gone = {r: gained(fetch_gains, r, ns, freed.get(r, like)) for r, ns in wait.items()}
+    return Plan(given, chosen, saving_input(paces.step_series, own_time, gone))
+
+
+def step_with_cheaper(paces: Paces, own_time: pd.DataFrame, part: str) -> float:
+    """Return the mean step on a CPU if a part of making batches cost nothing, ns; raises as `Paces.of` does.
+
+    Ranks compute what they did, on the cores that fetching leaves them. Where a rank computes not, it is transfer, the
+    same for all of them, or waiting for others that had less of the cores: the least that any rank has of it stays.
+    """
+    waits = by_rank(own_time, "wait_ns")
+    recorded = {rank: paces.of(rank) for rank in paces.job.ranks}
+    stays = min(max(float(p.own.mean()) * (1 - p.own_cpu) - waits[r], 0.0) for r, p in recorded.items())
+
+    def bare(pace: Pace) -> Pace:
+        computes = float(pace.own.mean()) * pace.own_cpu
+        own = max(computes + stays, 1.0)
+        return replace(pace.without(part), own=np.array([own]), own_cpu=computes / own)
+
+    def least(changed: Pace) -> float:
+        fetch, workers = float(changed.fetch.mean()), changed.workers
+        return max(float(changed.own[0]), fetch / workers) if workers else float(changed.own[0]) + fetch
+
+    slowest = sorted((bare(p) for p in recorded.values()), key=least)[-MOST_RANKS:]
+    return max(replayed(changed, changed.workers).step_ns for changed in slowest)
+
+
+def freed_by_equal_workers(paces: Paces, rank: int, slow: int) -> float:
+    """Return the share of a rank's wait that is gone when one worker fetches as the others do."""
+    recorded, by = paces.of(rank), paces.workers_in_turn(rank)
+    # In the place of each fetch of the slow worker stands one of the others', in their order.
+    place = np.arange(len(by))
+    place[by == slow] = np.resize(np.flatnonzero(by != slow), np.count_nonzero(by == slow))
+    return _freed_by(recorded, replace(recorded, fetch=recorded.fetch[place], fetch_cpu=recorded.fetch_cpu[place]))
+
+
+def _freed_by(recorded: Pace, changed: Pace) -> float:
+    return _freed(replayed(recorded, recorded.workers), replayed(changed, changed.workers))
+
+
+def _freed(now: Forecast, then: Forecast) -> float:
+    """Return the share of the wait that is gone; where computing is then slower, that counts against it."""
+    return min(max((now.step_ns - then.step_ns) / now.wait_ns, 0.0), 1.0) if now.wait_ns else 0.0

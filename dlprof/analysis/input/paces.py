@@ -14,7 +14,7 @@ from dlprof.analysis.input.fetch_replay import Pace, replay, stretches
 from dlprof.analysis.step.breakdown import part
 from dlprof.errors import NotMeasured
 
-# Fetches of each worker that tell it from the others.
+# Fetches of each worker from which on their order is known.
 _ENOUGH = 3
 
 
@@ -46,50 +46,45 @@ class Paces:
         return made
 
     def _made(self, rank: int) -> Pace:
-        loader = settings.training_loader(self.job, rank)
-        workers, cpu = loader.get("num_workers"), self.job.facts[rank].get("cpu") or {}
-        cores = settings.cores(self.job, rank)
-        means = _of(self.loader_means, rank)
-        steps = _of(self.step_means, rank)
-        fetches = in_turn(_of(self.fetch_series, rank))
+        loader, on_cpu = settings.training_loader(self.job, rank), settings.on_cpu(self.job)
+        workers, cores = loader.get("num_workers"), settings.cores(self.job, rank)
+        means, fetches = _of(self.loader_means, rank), in_turn(_of(self.fetch_series, rank))
         series = _of(self.step_series, rank)
         series = series[series["steady"].astype(bool) & (series["fetch_ns"] >= 0)]
         if not isinstance(workers, int) or cores is None or not (len(means) and len(fetches) and len(series)):
             raise NotMeasured("what fetching a batch takes was not recorded")
-        row, step = means.iloc[0], steps.iloc[0]
+        row, step = means.fillna({"taken_ns": 0.0, "delayed": 0.0}).iloc[0], _of(self.step_means, rank).iloc[0]
         if not 0.9 < row["batches"] / step["steps"] < 1.1:
             raise NotMeasured("a step takes more than one batch")
-        fetch, used, delay, collate = (
-            fetches[c].to_numpy(dtype=float) for c in ("dur_ns", "cpu_ns", "delay_ns", "collate_ns")
-        )
+        fetch, used, delay, collate = fetches[["dur_ns", "cpu_ns", "delay_ns", "collate_ns"]].to_numpy(dtype=float).T
         if (used < 0).all() or np.isnan(row["cores"]):
             raise NotMeasured("what fetching and training use of the cores was not recorded")
+        step_ns, gap_ns = float(step["step_ns"]), float(fetches["gap_ns"].iloc[0])
         used = np.where(used < 0, used[used >= 0].mean(), used)
         delay = np.minimum(np.maximum(delay, 0.0), np.maximum(fetch - used, 0.0))
         collate = np.clip(collate, 0.0, fetch)
-        # It computes or waits for a core, and had its core as often as the rest of the batch.
-        together = np.minimum(collate, used + delay)
-        had = used / np.maximum(used + delay, 1.0)
+        # Collating computes or waits for a core, and had its core as often as the rest of the batch.
+        together, had = np.minimum(collate, used + delay), used / np.maximum(used + delay, 1.0)
         # Taking a batch that is there is the loop's own work.
-        taken = 0.0 if np.isnan(row["taken_ns"]) else float(row["taken_ns"])
-        own = (series["dur_ns"] - (series["fetch_ns"] - taken).clip(lower=0)).to_numpy(dtype=float)
-        if not settings.on_cpu(self.job) and rank not in self.breakdown.lacking:
+        own = (series["dur_ns"] - (series["fetch_ns"] - row["taken_ns"]).clip(lower=0)).to_numpy(dtype=float)
+        if not on_cpu and rank not in self.breakdown.lacking:
             # A host that waits for no data only launches: the loop is as fast as its device.
-            own = np.maximum(own, float(step["step_ns"]) - part(self.breakdown.get(), "input_wait")[rank])
+            own = np.maximum(own, step_ns - part(self.breakdown.get(), "input_wait")[rank])
         inside = 0.0 if workers else 1.0  # the share of fetching that the loop's own figures hold
-        own_delay = (0.0 if np.isnan(row["delayed"]) else row["delayed"]) * step["step_ns"] - inside * delay.mean()
-        own_used = row["cores"] * step["step_ns"] - inside * used.mean()
-        threads = int(cpu.get("torch_threads") or 1) if settings.on_cpu(self.job) else 1
-        # The kernel tells what the training thread waited for a core; what the others did, it spun.
+        own_delay, own_used = (
+            row["delayed"] * step_ns - inside * delay.mean(),
+            row["cores"] * step_ns - inside * used.mean(),
+        )
+        threads = int((self.job.facts[rank].get("cpu") or {}).get("torch_threads") or 1) if on_cpu else 1
+        # The kernel measures how long the training thread waited for a core; meanwhile the others spun.
         alone = min(max(1.0 - own_delay / own.mean(), 0.1), 1.0) ** (threads if threads <= cores else 1)
-        needs = fetch - delay + float(fetches["gap_ns"].iloc[0])
         recorded = Pace(
             workers=workers,
             prefetch=int(loader.get("prefetch_factor") or 2),
             own=own * alone,
             own_cpu=min(max(own_used, 0.0) / threads / (own.mean() * alone), 1.0),
             threads=threads,
-            fetch=needs,
+            fetch=fetch - delay + gap_ns,
             fetch_cpu=used,
             cores=cores,
             ranks=settings.neighbours(self.job, rank),
@@ -98,13 +93,11 @@ class Paces:
             collate_cpu=together * had,
         )
         trained, waited = recorded.own.mean() * recorded.own_cpu, own.mean() * (1 - alone)
-        fetched = recorded.batch_cpu * (1 + delay.mean() / max(used.mean(), 1.0))
-        _, while_own = replay(own, fetch + float(fetches["gap_ns"].iloc[0]), used, workers, recorded.prefetch)
-        busy = (trained + waited) / step["step_ns"], fetched / step["step_ns"]
-        model = stretches(recorded, workers, busy, own.mean() / step["step_ns"], while_own)
-        stretch = 1 + waited / max(trained, 1.0)
-        beside = stretch / model[0], (1 + delay.mean() / max(used.mean(), 1.0)) / model[1]
-        return replace(recorded, beside=beside, stretch=stretch)
+        stretch, longer = 1 + waited / max(trained, 1.0), 1 + delay.mean() / max(used.mean(), 1.0)
+        _, overlap = replay(own, fetch + gap_ns, used, workers, recorded.prefetch)
+        busy = (trained + waited) / step_ns, recorded.batch_cpu * longer / step_ns
+        model = stretches(recorded, workers, busy, own.mean() / step_ns, overlap)
+        return replace(recorded, excess=(stretch / model[0], longer / model[1]), stretch=stretch)
 
 
 @across_ranks
@@ -121,12 +114,10 @@ def paces(
 
 
 def _others_cpu(fetch_series: pd.DataFrame, job: Job, rank: int) -> float:
-    """Return what a batch of other ranks of a host computes in the mean, ns; NaN: there are none, or nobody knows."""
-    host = settings.host(job, rank)
-    others = [r for r in job.ranks if r != rank and settings.host(job, r) == host]
-    frame = fetch_series
-    frame = frame[frame["rank"].isin(others) & (frame["cpu_ns"] >= 0)]
-    return float(frame.groupby("rank")["cpu_ns"].mean().mean())
+    """Return what a batch of other ranks of a host computes in the mean, ns; NaN: there are none, or it is unknown."""
+    others = [r for r in job.ranks if r != rank and settings.host(job, r) == settings.host(job, rank)]
+    known = fetch_series[fetch_series["rank"].isin(others) & (fetch_series["cpu_ns"] >= 0)]
+    return float(known.groupby("rank")["cpu_ns"].mean().mean())
 
 
 def in_turn(fetches: pd.DataFrame) -> pd.DataFrame:
@@ -135,8 +126,8 @@ def in_turn(fetches: pd.DataFrame) -> pd.DataFrame:
     As they stand, where a worker has too few of them for that.
     """
     turn = fetches.groupby("worker").cumcount()
-    whole = int(fetches.groupby("worker").size().min()) if len(fetches) else 0
-    if whole < _ENOUGH:
+    whole = fetches.groupby("worker").size().min()
+    if not whole >= _ENOUGH:
         return fetches
     return fetches.assign(turn=turn)[turn < whole].sort_values(["turn", "worker"], kind="stable")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,8 @@ from dlprof.analysis.machine.samples import ENOUGH
 from dlprof.errors import NotMeasured
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h), and of nvidia-smi's clocks_event_reasons.active. What slows
-# hardware down is heat, or a power brake, where neither says so itself.
-REASONS: Mapping[str, int] = {
+# hardware down is heat, or a power brake, where neither has its own bit set.
+REASONS = {
     "heat": 0x20 | 0x40,  # SwThermalSlowdown, HwThermalSlowdown
     "power_brake": 0x80,
     "hardware": 0x08,
@@ -28,7 +27,7 @@ _IDLE = 0x01
 OFTEN = 0.1
 
 # Of GPUs that computed while nothing held them down, the one furthest from its maximum ran at 89 % of it (public
-# captures of nvidia-smi, of an H100, H200, L40S and RTX 4080 SUPER). One that was locked told no reason either. A clock
+# captures of nvidia-smi, of an H100, H200, L40S and RTX 4080 SUPER). One that was locked had no reason either. A clock
 # moves in steps of 15 MHz.
 LOCKED_SHARE = 0.75
 _STEP_MHZ = 15.0
@@ -37,49 +36,43 @@ _METRICS = ("sm_clock_mhz", "sm_clock_max_mhz", "clock_reasons_bits", "power_lim
 
 
 @per_rank
-def clocks(samples: pd.DataFrame, steps: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame]) -> pd.DataFrame:
+def clocks(samples: pd.DataFrame, steady_span: Maybe[tuple[int, int]]) -> pd.DataFrame:
     """Return one row a GPU that was read: its clock while it was not idle, in steady steps where those are recorded.
 
     Columns: source (gpu: the rank's own; "nvidia-smi ID": one of a log, which names no rank), readings, clock_mhz (the
     mean), max_mhz, limit_w and default_w (of power), and of each of REASONS its share of the readings and, as
     NAME_mhz, the mean clock of the readings with it; free, free_mhz, free_spread_mhz (their standard deviation): of
-    those with none. NaN: not told, or none such.
+    those with none. NaN: not known, or none such.
     Raises NotMeasured where no clock was read.
     """
     samples = samples[samples["metric"].isin(_METRICS)]
-    if steps:
-        marked = light_steps.get()
-        marked = marked[marked["steady"]]
-        if len(marked):
-            at, last = samples["at_ns"].to_numpy(), marked.iloc[-1]
-            samples = samples[(at >= marked["start_ns"].iloc[0]) & (at <= last["start_ns"] + last["dur_ns"])]
+    span = steady_span.or_none()
+    if span:
+        samples = samples[samples["at_ns"].between(*span)]
     rows = []
     for source, mine in samples.groupby("source", observed=True):
-        table = mine.pivot_table(index="at_ns", columns="metric", values="value", observed=True)
-        table = table.reindex(columns=list(_METRICS))
-        told = table["clock_reasons_bits"].notna()
-        bits = table["clock_reasons_bits"].fillna(0).to_numpy().astype(np.int64)
-        busy = table["sm_clock_mhz"].notna().to_numpy() & ((bits & _IDLE) == 0)
-        table, bits, told = table[busy], bits[busy], told[busy]
-        if len(table) < ENOUGH:
+        read = mine.pivot_table(index="at_ns", columns="metric", values="value", observed=True)
+        read = read.reindex(columns=list(_METRICS)).dropna(subset="sm_clock_mhz")
+        bits = read["clock_reasons_bits"].fillna(0).astype(np.int64)
+        read, bits = read[bits & _IDLE == 0], bits[bits & _IDLE == 0]
+        if len(read) < ENOUGH:
             continue
-        clock = table["sm_clock_mhz"]
+        clock, known = read["sm_clock_mhz"], bool(read["clock_reasons_bits"].notna().all())
         held = {name: (bits & mask) != 0 for name, mask in REASONS.items()}
-        known = bool(told.all())
-        free = ~np.logical_or.reduce(list(held.values()))
+        free = bits & sum(REASONS.values()) == 0
         rows.append(
             {
                 "source": str(source),
-                "readings": len(table),
-                "clock_mhz": float(clock.mean()),
-                "max_mhz": float(table["sm_clock_max_mhz"].max()),
-                "limit_w": float(table["power_limit_w"].mean()),
-                "default_w": float(table["power_limit_default_w"].mean()),
-                **{name: float(at.mean()) if known else np.nan for name, at in held.items()},
-                **{f"{name}_mhz": float(clock[at].mean()) for name, at in held.items()},
-                "free": float(free.mean()) if known else np.nan,
-                "free_mhz": float(clock[free].mean()) if known else np.nan,
-                "free_spread_mhz": float(clock[free].std(ddof=0)) if known else np.nan,
+                "readings": len(read),
+                "clock_mhz": clock.mean(),
+                "max_mhz": read["sm_clock_max_mhz"].max(),
+                "limit_w": read["power_limit_w"].mean(),
+                "default_w": read["power_limit_default_w"].mean(),
+                **{name: at.mean() if known else np.nan for name, at in held.items()},
+                **{f"{name}_mhz": clock[at].mean() for name, at in held.items()},
+                "free": free.mean() if known else np.nan,
+                "free_mhz": clock[free].mean() if known else np.nan,
+                "free_spread_mhz": clock[free].std(ddof=0) if known else np.nan,
             }
         )
     if not rows:
@@ -106,23 +99,19 @@ def _lowered(row: dict[Any, Any]) -> bool:
     return bool(row["limit_w"] < 0.99 * row["default_w"])
 
 
-def _locked(row: dict[Any, Any]) -> bool:
-    still = row["free"] > 1 - OFTEN and row["free_spread_mhz"] < _STEP_MHZ
-    return bool(still and row["free_mhz"] < LOCKED_SHARE * row["max_mhz"])
-
-
 def _missing(row: dict[Any, Any], best: float) -> tuple[str, float]:
     """Return what holds a GPU's clock down, and the share of it that is lost; "" where nothing does."""
-    clock = row["clock_mhz"]
+    clock, highest = row["clock_mhz"], row["max_mhz"]
     for reason in ("heat", "power_brake", "hardware"):
         if row[reason] > OFTEN:
-            could = next((mhz for mhz in (row["free_mhz"], best, row["max_mhz"]) if mhz > clock), clock)
+            could = next((mhz for mhz in (row["free_mhz"], best, highest) if mhz > clock), clock)
             return reason, 1 - clock / could
-    if row["set"] > OFTEN and row["max_mhz"] > clock:
-        return "set", 1 - clock / row["max_mhz"]
-    if _locked(row):
-        return "locked", 1 - clock / row["max_mhz"]
+    if row["set"] > OFTEN and highest > clock:
+        return "set", 1 - clock / highest
+    constant = row["free"] > 1 - OFTEN and row["free_spread_mhz"] < _STEP_MHZ
+    if constant and row["free_mhz"] < LOCKED_SHARE * highest:
+        return "locked", 1 - clock / highest
     if _lowered(row) and row["power_cap"] > OFTEN:
         could = clock * (row["default_w"] / row["limit_w"]) ** (1 / 3)
-        return "limit", 1 - clock / min(could, row["max_mhz"] if row["max_mhz"] > clock else could)
+        return "limit", 1 - clock / min(could, highest if highest > clock else could)
     return "", 0.0

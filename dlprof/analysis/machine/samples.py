@@ -1,62 +1,83 @@
-"""What was sampled beside the ranks: as it went over the run, and its means while training was steady."""
+"""What was sampled next to the ranks: the readings over the run, and their means while training was steady."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank
+from dlprof.analysis.engine import RankFacts, per_rank, within_rank
 from dlprof.analysis.timeline.steady import standard_error, suspended
 from dlprof.errors import NotMeasured
 
-# What only grows → its rate: CPU seconds a second are cores, joules a second are watts, and the time that clocks were
-# held down, or a thread waited for a core, is a share.
-_RATES: Mapping[str, tuple[str, float]] = {
-    "cpu_s": ("cpu_cores", 1),
-    "children_cpu_s": ("children_cpu_cores", 1),
-    "main_thread_waited_ns": ("main_thread_waited_share", 1e-9),
-    "energy_j": ("mean_power_w", 1),
+# Metrics that only grow → the name of their rate, and its unit: CPU seconds a second are cores, joules a second are
+# watts, and nanoseconds of holding clocks down, or of waiting for a core, a share of the time.
+_RATES = {
+    "cpu_s": ("cpu_cores", 1.0),
+    "children_cpu_s": ("children_cpu_cores", 1.0),
+    "energy_j": ("mean_power_w", 1.0),
     **{
-        f"{name}_switches": (f"{name}_switches_per_s", 1)
-        for name in ("voluntary", "involuntary", "children_voluntary", "children_involuntary")
+        f"{name}_ns": (f"{name}_share", 1e-9)
+        for name in ("main_thread_waited", "clocks_held_by_power", "clocks_held_by_heat")
     },
     **{
-        f"{name}_bytes": (f"{name}_bytes_per_s", 1)
+        name: (f"{name}_per_s", 1.0)
         for name in (
-            "swap_in",
-            "swap_out",
-            "disk_read",
-            "disk_written",
-            "network_received",
-            "network_sent",
-            "nvlink_received",
-            "nvlink_sent",
-            "pcie_received",
-            "pcie_sent",
+            *("page_faults", "major_page_faults", "voluntary_switches", "involuntary_switches"),
+            *("children_voluntary_switches", "children_involuntary_switches", "swap_in_bytes", "swap_out_bytes"),
+            *("disk_read_bytes", "disk_written_bytes", "network_received_bytes", "network_sent_bytes"),
+            *("nvlink_received_bytes", "nvlink_sent_bytes", "pcie_received_bytes", "pcie_sent_bytes"),
         )
     },
-    **{f"{name}_ns": (f"{name}_share", 1e-9) for name in ("clocks_held_by_power", "clocks_held_by_heat")},
-    "page_faults": ("page_faults_per_s", 1),
-    "major_page_faults": ("major_page_faults_per_s", 1),
 }
 
-# What travels of each metric: enough for any screen.
+# How many points of each metric travel: enough for any screen.
 MOST_POINTS = 300
 
-# A mean of fewer readings than this says nothing.
+# A mean of fewer readings than this is not reported.
 ENOUGH = 3
 
-# A reading speaks of no longer than so many times what usually lies between two.
+# A reading stands for no longer than so many times what usually lies between two.
 MOST_SPAN = 5
 
-# The share of the time in which the kernel had a rank's main thread wait for a core.
+# The share of the time in which a rank's main thread was ready to run and waited for a core.
 WAITED = "main_thread_waited_share"
 
-# Every host runs something of its own: so much of the cores in use.
+# Programs of the host's own that use less than this share of the cores in use are not counted.
 LITTLE = 0.1
+
+
+def _readings(samples: pd.DataFrame) -> Iterator[pd.DataFrame]:
+    """Return the readings of each metric of each source, what only grows as its rate: source, metric, at_ns, value,
+    span_s (the seconds before at_ns that it stands for) and since_ns (from when on it held).
+    """
+    groups = [(str(s), str(m), f) for (s, m), f in samples.groupby(["source", "metric"], observed=True, sort=True)]
+    known = {(source, metric) for source, metric, _ in groups}
+    for source, metric, frame in groups:
+        at, value = frame["at_ns"].to_numpy(), frame["value"].to_numpy()
+        rate, unit = _RATES.get(metric, ("", 0.0))
+        if not rate:
+            columns = {"metric": metric, "at_ns": at, "value": value, "span_s": _spans(at), "since_ns": at}
+        elif (source, rate) in known:
+            continue  # a GPU may have both a rate and the total since it started: its own rate counts
+        else:
+            span, grown = np.diff(at) / 1e9, np.diff(value) * unit
+            # A counter that started again at 0, or is now read by another process, has no rate for the time between.
+            sound = (span > 0) & (grown >= 0)
+            at, span, since = at[1:][sound], span[sound], at[:-1][sound]
+            columns = {"metric": rate, "at_ns": at, "value": grown[sound] / span, "span_s": span, "since_ns": since}
+        yield pd.DataFrame({"source": source} | columns)
+
+
+def _spans(at: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the seconds that each reading stands for: those since the one before it, since in a long job readings
+    become rarer; but where one was missed, not all of them.
+    """
+    since = np.diff(at, prepend=at[:1]) / 1e9
+    usual = float(np.median(since[since > 0])) if (since > 0).any() else 1.0
+    return np.clip(np.where(since > 0, since, usual), None, MOST_SPAN * usual)
 
 
 @per_rank
@@ -65,138 +86,69 @@ def sample_series(samples: pd.DataFrame) -> pd.DataFrame:
 
     Raises NotMeasured where nothing was sampled.
     """
-    parts = []
-    for (source, metric), frame in _metrics(samples):
-        at, value, _ = _rated(metric, frame)
-        if len(at):
-            first = np.arange(0, len(at), -(-len(at) // MOST_POINTS))
-            many = np.diff(np.append(first, len(at)))
-            # Less the first reading: sums of times since 1970 would not fit.
-            parts.append(
-                pd.DataFrame(
-                    {
-                        "source": source,
-                        "metric": _rate_of(metric),
-                        "at_ns": at[0] + np.add.reduceat(at - at[0], first) // many,
-                        "value": np.add.reduceat(value, first) / many,
-                    }
-                )
-            )
+    parts = [read for read in _readings(samples) if len(read)]
     if not parts:
         raise NotMeasured("the job was too short for two readings")
-    return pd.concat(parts, ignore_index=True)
-
-
-@per_rank
-def sample_means(
-    steps: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame], samples: pd.DataFrame, rank: RankFacts
-) -> pd.DataFrame:
-    """Return each metric while training was steady, what only grows as rates.
-
-    Columns: source, metric, mean, its standard error noise, largest, readings.
-
-    Raises NotMeasured where nothing was sampled, or too little of the steady steps.
-    """
-    begin, end = _steady(steps, light_steps)
-    rows = []
-    for (source, metric), frame in _metrics(samples):
-        at = frame["at_ns"].to_numpy()
-        at, value, span = _rated(metric, frame[(at >= begin) & (at <= end)])
-        # What tells of the time since the reading before it tells of the time in which the job stood.
-        keep = ~suspended(rank, np.append(at[:1], at[:-1]), at)
-        at, value, span = at[keep], value[keep], span[keep]
-        if len(at) >= ENOUGH:
-            rows.append(
-                {
-                    "source": source,
-                    "metric": _rate_of(metric),
-                    "mean": float(np.average(value, weights=span)),
-                    "noise": standard_error(value),
-                    "largest": float(value.max()),
-                    "readings": len(at),
-                }
-            )
-    if not rows:
-        raise NotMeasured(f"fewer than {ENOUGH} readings while training was steady")
-    return pd.DataFrame(rows)
+    read = pd.concat(parts, ignore_index=True)
+    metrics = read.groupby(["source", "metric"], sort=False)
+    place = metrics.cumcount() // -(-metrics["value"].transform("size") // MOST_POINTS)
+    begin = read["at_ns"].min()  # means of times since 1970 would not be exact
+    points = read.assign(at_ns=read["at_ns"] - begin).groupby(["source", "metric", place], sort=False)
+    means = points[["at_ns", "value"]].mean().droplevel(2).reset_index()
+    return means.assign(at_ns=means["at_ns"].astype(np.int64) + begin)
 
 
 def held(samples: pd.DataFrame, begin: int, end: int) -> pd.DataFrame:
-    """Return what was sampled of a stretch of time, what only grows as rates: source, metric, at_ns, value.
+    """Return what was sampled from `begin` to `end`, ns, what only grows as rates: source, metric, at_ns, value.
 
-    Each value holds from `at_ns` to the next; the one that holds when the stretch begins stands at its beginning, but
-    for one that was read long before.
+    Each value holds from `at_ns` to the next; the one that holds at `begin` has that as its time, except one that was
+    read long before. Raises NotMeasured where nothing was sampled.
     """
     parts = []
-    for (source, metric), frame in _metrics(samples):
-        at, value, span = _rated(metric, frame)
-        # What grows is known when it is read, and speaks of the time before.
-        since = at - (span * 1e9).astype(np.int64) if metric in _RATES else at
-        usual = float(np.median(np.diff(at))) if len(at) > 1 else 0.0
-        recent = int(np.searchsorted(since, begin - 2 * usual))
-        first = max(int(np.searchsorted(since, begin, side="right")) - 1, recent)
-        chosen = slice(first, int(np.searchsorted(since, end)))
-        parts.append(
-            pd.DataFrame(
-                {
-                    "source": source,
-                    "metric": _rate_of(metric),
-                    "at_ns": np.maximum(since[chosen], begin),
-                    "value": value[chosen],
-                }
-            )
-        )
+    for read in _readings(samples):
+        since = read["since_ns"].to_numpy()
+        usual = float(read["at_ns"].diff().median()) if len(read) > 1 else 0.0
+        first = max(np.searchsorted(since, begin, side="right") - 1, np.searchsorted(since, begin - 2 * usual))
+        chosen = read.iloc[first : np.searchsorted(since, end)]
+        parts.append(chosen.assign(at_ns=chosen["since_ns"].clip(lower=begin))[["source", "metric", "at_ns", "value"]])
     if not parts:
         raise NotMeasured("nothing was sampled")
     return pd.concat(parts, ignore_index=True)
 
 
-def _metrics(samples: pd.DataFrame) -> list[tuple[tuple[str, str], pd.DataFrame]]:
-    groups = samples.groupby(["source", "metric"], observed=True, sort=True)
-    metrics = [((str(source), str(metric)), frame) for (source, metric), frame in groups]
-    told = {name for name, _ in metrics}
-    # A GPU may tell a rate and what has gone over its links since it began: the rate is its own.
-    return [((s, m), frame) for (s, m), frame in metrics if m not in _RATES or (s, _RATES[m][0]) not in told]
-
-
-def _rate_of(metric: str) -> str:
-    return _RATES[metric][0] if metric in _RATES else metric
-
-
-def _rated(metric: str, frame: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return when a metric was read, what it was, and the seconds that it speaks of; of what grows, between readings.
-
-    Any other speaks of the time since the reading before it: in a long job readings become rarer. But where one was
-    missed, not of all that time.
-    """
-    at, value = frame["at_ns"].to_numpy(), frame["value"].to_numpy()
-    if metric not in _RATES:
-        gap = np.diff(at) / 1e9
-        gap = gap[gap > 0]
-        usual = float(np.median(gap)) if len(gap) else 1.0
-        since = np.diff(at, prepend=at[:1]) / 1e9
-        return at, value, np.clip(np.where(since > 0, since, usual), None, MOST_SPAN * usual)
-    span = np.diff(at) / 1e9
-    grown = np.diff(value) * _RATES[metric][1]
-    # What begins again at 0, or was read by another process since, says nothing of the time between.
-    sound = (span > 0) & (grown >= 0)
-    return at[1:][sound], (grown[sound] / span[sound]), span[sound]
-
-
-def _steady(steps: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame]) -> tuple[int, int]:
-    """Return when the first steady step began and the last one ended."""
-    if not steps:
-        raise NotMeasured("no record of every step")
-    marked = light_steps.get()
-    marked = marked[marked["steady"]]
-    if not len(marked):
+@within_rank
+def steady_span(light_steps: pd.DataFrame) -> tuple[int, int]:
+    """Return when the first steady step began and the last one ended, ns; raise NotMeasured where none was recorded."""
+    steady = light_steps[light_steps["steady"]]
+    if steady.empty:
         raise NotMeasured("no steady training step was recorded")
-    return int(marked["start_ns"].min()), int((marked["start_ns"] + marked["dur_ns"]).max())
+    return int(steady["start_ns"].min()), int((steady["start_ns"] + steady["dur_ns"]).max())
 
 
-def outside(means: pd.DataFrame) -> float:
+@per_rank
+def sample_means(samples: pd.DataFrame, steady_span: tuple[int, int], rank: RankFacts) -> pd.DataFrame:
+    """Return each metric while training was steady, what only grows as rates.
+
+    Columns: source, metric, mean, its standard error noise, largest, readings.
+    Raises NotMeasured where nothing was sampled, or too little of the steady steps.
+    """
+    rows = []
+    for read in _readings(samples[samples["at_ns"].between(*steady_span)]):
+        # A reading stands for the time since the one before it: not for the time in which the job was suspended.
+        at = read["at_ns"].to_numpy()
+        read = read[~suspended(rank, np.append(at[:1], at[:-1]), at)]
+        value = read["value"].to_numpy()
+        if len(read) >= ENOUGH:
+            mean, noise = float(np.average(value, weights=read["span_s"])), standard_error(value)
+            rows.append((*read[["source", "metric"]].iloc[0], mean, noise, float(value.max()), len(read)))
+    if not rows:
+        raise NotMeasured(f"fewer than {ENOUGH} readings while training was steady")
+    return pd.DataFrame(rows, columns=["source", "metric", "mean", "noise", "largest", "readings"])
+
+
+def outside(sample_means: pd.DataFrame) -> float:
     """Return what share of the cores in use programs outside the job have; 0 where it is little, or not known."""
-    sums = means.groupby(["source", "metric"])["mean"].sum()
+    sums = sample_means.groupby(["source", "metric"])["mean"].sum()
     ours = sum(float(sums.get(("processes", metric), 0.0)) for metric in ("cpu_cores", "children_cpu_cores"))
     used = float(sums.get(("host", "cpu_cores"), 0.0))
     return share if used > 0 and (share := 1 - ours / used) >= LITTLE else 0.0

@@ -18,8 +18,8 @@ from dlprof.analysis.timeline.device import DeviceSets
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.analysis.timeline.what_if import LITTLE, WhatIf
 
-# Scalars (a loss, a counter) are copied in a few bytes; what they cost is a wait, not a copy.
-TINY_BYTES = 4_096
+TINY_BYTES = 4_096  # scalars (a loss, a counter) are smaller; what they cost is a wait, not a copy
+_RATE_BYTES = 1 << 20  # smaller copies take as long to start as to run, and do not show the rate of their link
 
 
 @per_rank
@@ -33,38 +33,16 @@ def copies(
     the trace holds no work of a device.
     """
     n = len(timing.windows)
-    within = iv.merge(timing.windows)
-    inside = launched_within >= 0
-    size = device_work["bytes"].to_numpy()
-    counts = inside & host.is_kind(device_work, "copy") & ((size < 0) | (size > TINY_BYTES))
-    chosen = device_work[counts]
-    exposed = iv.intersect(device_sets.exposed_copy, within)
+    chosen = device_work[(launched_within >= 0) & _counts(device_work)]
+    exposed = iv.intersect(device_sets.exposed_copy, iv.merge(timing.windows))
     rows = []
     for (direction, memory), group in chosen.groupby(["copy", "memory"], observed=True):
-        covered = host.cover(group)
-        mine = iv.intersect(exposed, covered)
+        mine = iv.intersect(exposed, host.cover(group))
         exposed = iv.subtract(exposed, mine)
-        known = group["bytes"].to_numpy()
-        rows.append(
-            {
-                "copy": str(direction),
-                "memory": str(memory),
-                "count": len(group) / n,
-                "bytes": float(known.sum()) / n if (known >= 0).all() else -1.0,
-                "copy_ns": float(group["dur_ns"].sum()) / n,
-                "exposed_ns": iv.total(mine) / n,
-            }
-        )
-    columns = ["copy", "memory", "count", "bytes", "copy_ns", "exposed_ns"]
-    return pd.DataFrame(rows, columns=columns)
-
-
-# What is taken of a copy, as a change makes it: its memory pinned and nobody waiting for it; or put on a stream of its
-# own, one step ahead; or not made at all.
-PINNED, AHEAD, GONE = "pinned", "ahead", "gone"
-
-# A copy tells the rate of its link from here on: smaller ones take as long to start as to run.
-_RATE_BYTES = 1 << 20
+        known = bool((group["bytes"] >= 0).all())
+        means = (len(group) / n, float(group["bytes"].sum()) / n if known else -1.0, float(group["dur_ns"].sum()) / n)
+        rows.append((str(direction), str(memory), *means, iv.total(mine) / n))
+    return pd.DataFrame(rows, columns=["copy", "memory", "count", "bytes", "copy_ns", "exposed_ns"])
 
 
 @per_rank
@@ -75,49 +53,43 @@ def copy_gains(
     on_training_thread: pd.DataFrame,
     rank: RankFacts,
 ) -> pd.DataFrame:
-    """Return how much shorter the mean steady step would be with changed copies, ns: copy, memory, change, gain_ns.
+    """Return how much shorter the mean steady step would be with changed copies: copy, memory, gain_ns.
 
-    Of copies from pageable memory to the device `pinned`: as fast as the link is for pinned memory (where neither the
-    trace nor the GPU's name tells that, as fast as now), and not waited for. Of all others `ahead`: they run beside
-    computation on a stream of their own; or, within the device and on the way back, `gone`. The tiny ones left out.
-    Raises NotMeasured where the trace cannot be replayed.
+    Copies from pageable memory to the device become as fast as the link is for pinned memory (as fast as now where
+    neither the trace nor the GPU's name shows that), and are not waited for. All others are gone from the stream that
+    computes. The tiny ones are left out. Raises NotMeasured where the trace cannot be replayed.
     """
     replay = what_if.replay
-    rows = replay.rows
-    size = device_work["bytes"].to_numpy()[rows]
-    counts = host.is_kind(device_work, "copy")[rows] & ((size < 0) | (size > TINY_BYTES))
+    work = device_work[["kind", "copy", "memory", "bytes", "start_ns", "dur_ns"]].iloc[replay.rows]
+    work = work.reset_index(drop=True)
+    start = work["start_ns"].to_numpy()
+    exposed = iv.within(device_sets.exposed_copy, start, start + work["dur_ns"].to_numpy())
     waited = {wait.row: i for i, wait in enumerate(replay.waits) if not wait.from_start and wait.row >= 0}
-    way, memory = (device_work[column].iloc[rows].astype("str").to_numpy() for column in ("copy", "memory"))
-    exposed = iv.within(device_sets.exposed_copy, *_times(device_work, rows))
     found = []
-    for direction, kind in sorted(set(zip(way[counts], memory[counts], strict=True))):
-        mine = counts & (way == direction) & (memory == kind)
+    for (direction, memory), copied in work[_counts(work)].groupby(["copy", "memory"], observed=True):
+        mine = copied.index.to_numpy()
         durations = replay.durations.copy()
-        free = [waited[i] for i in np.flatnonzero(mine).tolist() if i in waited]
-        if direction == "HtoD" and kind == "pageable":
-            change, free = PINNED, sorted({*free, *_waits_behind(on_training_thread, device_work, what_if, "pageable")})
-            durations[mine] = _pinned_ns(device_work, rank, size[mine], replay.durations[mine])
+        free = {waited[i] for i in mine.tolist() if i in waited}
+        if (direction, memory) == ("HtoD", "pageable"):
+            around = copying_waits(on_training_thread, device_work, "pageable")
+            begins = np.array([wait.begin for wait in replay.waits], dtype=np.int64)
+            free |= set(np.flatnonzero(iv.holds(around, begins)).tolist())
+            durations[mine] = _pinned_ns(device_work, rank, copied["bytes"].to_numpy(), durations[mine])
         else:
-            change = AHEAD if direction == "HtoD" else GONE
             durations[mine] = -1
-            free = free if direction == "DtoH" else []
-        # Copies that nobody waits for, and that hardly lie open, gain no more than that.
+            free = free if direction == "DtoH" else set()
+        # Copies that nobody waits for, and that are hardly exposed, gain no more than that.
         gain = float(exposed[mine].sum()) / replay.steps
         if free or gain > LITTLE * what_if.measured_ns:
-            gain = what_if.gain_ns(durations=durations, free=free)
-        found.append({"copy": direction, "memory": kind, "change": change, "gain_ns": gain})
-    return pd.DataFrame(found, columns=["copy", "memory", "change", "gain_ns"])
+            gain = what_if.gain_ns(durations=durations, free=sorted(free))
+        found.append((str(direction), str(memory), gain))
+    return pd.DataFrame(found, columns=["copy", "memory", "gain_ns"])
 
 
-def _times(work: pd.DataFrame, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    start = work["start_ns"].to_numpy()[rows]
-    return start, start + work["dur_ns"].to_numpy()[rows]
-
-
-def _waits_behind(on_training_thread: pd.DataFrame, device_work: pd.DataFrame, asked: WhatIf, memory: str) -> list[int]:
-    """Return the places of the replay's waits that lie in an operator which copies from such memory to the device."""
-    around = copying_waits(on_training_thread, device_work, memory)
-    return [i for i, wait in enumerate(asked.replay.waits) if iv.holds(around, np.array([wait.begin]))[0]]
+def _counts(work: pd.DataFrame) -> NDArray[np.bool_]:
+    """Return which work is a copy of more than a few bytes."""
+    size = work["bytes"].to_numpy()
+    return host.is_kind(work, "copy") & ((size < 0) | (size > TINY_BYTES))
 
 
 def _pinned_ns(
@@ -125,15 +97,20 @@ def _pinned_ns(
 ) -> NDArray[np.int64]:
     """Return what copies of these sizes take from pinned memory, ns; never longer than now."""
     pinned = host.is_one_of(device_work["copy"], "HtoD") & host.is_one_of(device_work["memory"], "pinned")
-    large = pinned & (device_work["bytes"].to_numpy() >= _RATE_BYTES) & (device_work["dur_ns"].to_numpy() > 0)
-    if large.any():
-        rate = float(np.median(device_work["bytes"].to_numpy()[large] / device_work["dur_ns"].to_numpy()[large])) * 1e9
+    large = device_work[pinned & (device_work["bytes"] >= _RATE_BYTES) & (device_work["dur_ns"] > 0)]
+    if len(large):
+        rate = float((large["bytes"] / large["dur_ns"]).median()) * 1e9
     else:
         rate = (host_link(device_of(rank.facts, rank.trace_facts)[0]) or 0.0) * PCIE_REACHED
     if not rate:
         return now
     then: NDArray[np.int64] = np.where(size > 0, np.minimum(now, size / rate * 1e9), now).astype(np.int64)
     return then
+
+
+def from_pageable(copies: pd.DataFrame) -> pd.Series[bool]:
+    """Return which rows of `copies` or `copy_gains` are copies from pageable memory to the device."""
+    return (copies["copy"] == "HtoD") & (copies["memory"] == "pageable")
 
 
 def hideable(breakdown: pd.DataFrame, copies: pd.DataFrame, exposed: Mapping[int, float]) -> dict[int, float]:

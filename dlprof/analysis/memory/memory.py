@@ -1,18 +1,36 @@
-"""How much of the device's memory PyTorch's allocator took, and how often it had to ask the device again."""
+"""How much memory PyTorch's allocator took on the device, whether memory grows, and what a larger batch would need."""
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import suppress
+from math import nan
 
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, RankFacts, per_rank
+from dlprof.analysis import settings
+from dlprof.analysis.compute.kernels import TIMES
+from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, by_rank, per_rank
+from dlprof.analysis.step.breakdown import part
+from dlprof.analysis.step.savings import saving
 from dlprof.analysis.timeline.steady import ENOUGH, standard_error
 from dlprof.errors import NotMeasured
 
-# What travels of the series: enough for any screen.
-MOST_ROWS = 500
+MOST_ROWS = 500  # readings of the series that travel: enough for any screen
+
+# The categories of the step that are the same for any batch: what the host does.
+HOST = ("host", "optimizer_host", "launch_latency")
+
+# A leak lifts the floor of what is held, a cache or a buffer only its height, and only once: the readings are cut into
+# so many parts of as many steps each, and of so many readings at least, and the least of each part is looked at. Where
+# they would be too few (an old job is read less often), into parts of as many readings.
+PARTS, _A_PART = 6, 3
+_GOES_ON = 0.5  # the second half of the readings grows by at least this share of what the first half did
+_EACH_PART = 1 / 3  # what each step keeps comes evenly: each part grows by at least this share of their mean
+_VISIBLE = 0.02  # and by so much of what was held, or the interpreter's own bookkeeping would count
+
+# What is sampled of a rank's memory, the better metric first: what is mapped from files does not count.
+_SAMPLED = {"process": ("anonymous_bytes", "rss_bytes"), "workers": ("children_anonymous_bytes", "children_rss_bytes")}
 
 
 @per_rank
@@ -22,44 +40,105 @@ def memory_use(memory: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
 
     `kept_bytes` is the least that a step left allocated: parameters, the optimizer's state and what else stays.
     `late` counts the allocations from the device in the second half of the readings, when the allocator's cache should
-    serve all. Peaks are since the script last reset them, at any reading. −1: not told.
+    serve all. Peaks are since the script last reset them, at any reading. −1: not known.
     """
     frame = _readings(memory)
-    device = rank.facts.get("device") or {}
-    total = device.get("memory_bytes") if device.get("type") == "cuda" else None
     asked = frame["device_allocs"].to_numpy()
     halfway = asked[len(asked) // 2]
-    return pd.DataFrame(
-        {
-            "peak_allocated_bytes": [int(frame[["peak_allocated_bytes", "allocated_bytes"]].to_numpy().max())],
-            "peak_reserved_bytes": [int(frame[["peak_reserved_bytes", "reserved_bytes"]].to_numpy().max())],
-            "kept_bytes": [int(frame["allocated_bytes"].min())],
-            "total_bytes": [np.nan if total is None else float(total)],
-            "retries": [int(frame["retries"].max())],
-            "ooms": [int(frame["ooms"].max())],
-            "late": [int(asked[-1] - halfway) if halfway >= 0 else -1],
-        }
-    )
+    row = {
+        "peak_allocated_bytes": int(frame[["peak_allocated_bytes", "allocated_bytes"]].to_numpy().max()),
+        "peak_reserved_bytes": int(frame[["peak_reserved_bytes", "reserved_bytes"]].to_numpy().max()),
+        "kept_bytes": int(frame["allocated_bytes"].min()),
+        "total_bytes": _total_bytes(rank),
+        "retries": int(frame["retries"].max()),
+        "ooms": int(frame["ooms"].max()),
+        "late": int(asked[-1] - halfway) if halfway >= 0 else -1,
+    }
+    return pd.DataFrame([row])
 
 
-# A leak lifts the floor of what is held, a cache or a buffer only its height, and only once: the readings are cut into
-# so many parts of as many steps each, and of so many readings at least, and the least of each part is looked at. Only
-# where they would be too few into parts of as many readings: an old job is read less often.
-PARTS = 6
-_A_PART = 3
+@per_rank
+def memory_series(memory: pd.DataFrame) -> pd.DataFrame:
+    """Return the readings in order, thinned: step, allocated_bytes, reserved_bytes."""
+    frame = _readings(memory)
+    return frame[["step", "allocated_bytes", "reserved_bytes"]].iloc[:: -(-len(frame) // MOST_ROWS)]
 
-# Growing is what goes on: the second half of the readings grows by at least this share of what the first half did.
-_GOES_ON = 0.5
 
-# What each step keeps comes evenly: each part grows by at least this share of their mean.
-_EACH_PART = 1 / 3
+@per_rank
+def retry_cost(memory: pd.DataFrame, light_steps: pd.DataFrame) -> pd.DataFrame:
+    """Return one row: what steps cost in which the allocator had to empty its cache and ask again.
 
-# And by so much of what was held, or the interpreter's own bookkeeping would count.
-_VISIBLE = 0.02
+    Columns: retries and ooms (failed allocations) while training was steady; retried and plain, the steady steps around
+    a reading with a retry since the one before, and the others; ns, what the first last longer, spread over all steady
+    steps, and its standard error noise_ns (NaN: none, or too few, are plain).
+    """
+    readings = _readings(memory)
+    steps = light_steps[light_steps["steady"]]
+    if not len(steps):
+        raise NotMeasured("no steady training step was recorded")
+    if (readings["retries"] < 0).any():
+        raise NotMeasured("this PyTorch does not count what its allocator retries")
+    # A reading is of the step that had just ended, so a step belongs to the first reading that is not before it.
+    at = np.searchsorted(readings["step"], steps["step"])
+    known = at < len(readings)
+    at, dur = at[known], steps["length_ns"].to_numpy()[known]
+    more, failed = (np.diff(readings[column], prepend=0) for column in ("retries", "ooms"))
+    retried, within = more[at] > 0, np.unique(at)
+    n, plain = int(retried.sum()), dur[~retried]
+    enough = len(plain) >= ENOUGH
+    row = {
+        "retries": int(more[within].clip(min=0).sum()),
+        "ooms": int(failed[within].clip(min=0).sum()),
+        "retried": n,
+        "plain": len(plain),
+        "ns": max(float((dur[retried] - plain.mean()).sum()) / len(dur), 0.0) if enough else nan,
+        "noise_ns": np.hypot(standard_error(dur[retried]), standard_error(plain)) * n / len(dur) if enough else nan,
+    }
+    return pd.DataFrame([row])
 
-_HELD = {"process": ("processes", "anonymous_bytes", "rss_bytes")} | {
-    "workers": ("processes", "children_anonymous_bytes", "children_rss_bytes")
-}
+
+@across_ranks
+def same_for_any_batch(breakdown: pd.DataFrame, own_time: pd.DataFrame) -> dict[int, float]:
+    """Return each rank's time of the mean step that is the same for any batch, ns.
+
+    That is what the host does and what ranks exchange of gradients, but for waiting for other ranks.
+    """
+    exchanged, waits = part(breakdown, "communication"), by_rank(own_time, "wait_ns")
+    return {r: ns + max(0.0, exchanged[r] - waits.get(r, 0.0)) for r, ns in part(breakdown, *HOST).items()}
+
+
+@across_ranks
+def larger_batch_steps(
+    memory_use: pd.DataFrame,
+    same_for_any_batch: dict[int, float],
+    larger_batches: Maybe[pd.DataFrame],
+    own_time: pd.DataFrame,
+    mean_step_ns: float,
+) -> pd.DataFrame:
+    """Return what a larger batch would need and give, for as many samples as a step has now, a row a multiple.
+
+    Columns: times (1: as it is; then TIMES), need (share of the memory of the GPU that it fills most), gain_ns, step_ns
+    and speed (× now). By replaying the traced steps; where they cannot be, what is the same for any batch is divided.
+    """
+    rows = [(1, batch_need(memory_use, 1), 0.0)]
+    for times in TIMES:
+        gone = {r: ns * (1 - 1 / times) for r, ns in same_for_any_batch.items()}
+        with suppress(NotMeasured):
+            frame = larger_batches.get()
+            gone |= by_rank(frame[frame["times"] == times], "gain_ns")
+        rows.append((times, batch_need(memory_use, times), saving(own_time, gone)))
+    frame = pd.DataFrame(rows, columns=["times", "need", "gain_ns"])
+    frame = frame.assign(step_ns=mean_step_ns - frame["gain_ns"])
+    return frame.assign(speed=mean_step_ns / frame["step_ns"].clip(lower=1.0))
+
+
+def batch_need(memory_use: pd.DataFrame, times: int) -> float:
+    """Return the share of memory that a batch so many times as large needs, on the rank where that is most.
+
+    What a step leaves allocated is taken to stay, and what it needs beyond that to grow with the batch.
+    """
+    kept = memory_use["kept_bytes"]
+    return float(((kept + (memory_use["peak_allocated_bytes"] - kept) * times) / memory_use["total_bytes"]).max())
 
 
 @per_rank
@@ -74,40 +153,79 @@ def memory_growth(
     last; NaN: not read here). Raises NotMeasured where too little was read.
     """
     steps = _untouched(light_steps)
-    rows = []
+    held = []
     if memory:
-        frame = _within(_readings(memory.get()), steps)
-        device = rank.facts.get("device") or {}
-        total = device.get("memory_bytes") if device.get("type") == "cuda" else None
-        rows.append(_growth("device", "", steps, frame["at_ns"], frame["allocated_bytes"]))
-        if rows[-1] is not None:
-            rows[-1]["left_bytes"] = np.nan if total is None else total - rows[-1]["last_bytes"]
+        mine = _within(memory.get(), steps).rename(columns={"allocated_bytes": "value"})
+        held.append(("device", "", mine, _total_bytes(rank)))
     if samples:
         read = _within(samples.get(), steps)
-        left = read[(read["source"] == "host") & (read["metric"] == "memory_available_bytes")]["value"].tail(_A_PART)
-        for what, (source, *metrics) in _HELD.items():
-            there = [m for m in metrics if (read["metric"] == m).any()]
-            if there:
-                mine = read[(read["source"] == source) & (read["metric"] == there[0])]
-                if what == "process":
-                    mine = _beyond(mine, samples.get())
-                row = _growth(what, there[0], steps, mine["at_ns"], mine["value"])
-                rows.append(None if row is None else row | {"left_bytes": float(left.min()) if len(left) else np.nan})
-    found = [row for row in rows if row is not None]
-    if not found:
+        left = float(read.loc[_is(read, "host", "memory_available_bytes"), "value"].tail(_A_PART).min())
+        for what, metrics in _SAMPLED.items():
+            metric = next((m for m in metrics if (read["metric"] == m).any()), "")
+            mine = read[_is(read, "processes", metric)]
+            held.append((what, metric, _beyond(mine, samples.get()) if what == "process" else mine, left))
+    rows = [
+        {"what": what, "metric": metric, **_growth(steps, mine["at_ns"], mine["value"]), "left_bytes": left}
+        for what, metric, mine, left in held
+        if len(mine) >= PARTS * _A_PART
+    ]
+    if not rows:
         raise NotMeasured(f"fewer than {PARTS * _A_PART} readings of memory while training was steady")
-    return pd.DataFrame(found)
+    frame = pd.DataFrame(rows)
+    return frame.assign(left_bytes=frame["left_bytes"] - frame["last_bytes"].where(frame["what"] == "device", 0.0))
+
+
+@across_ranks
+def memory_ends(memory_growth: pd.DataFrame, job: Job) -> pd.DataFrame:
+    """Return the rows of `memory_growth` with what they share: a host's memory is that of all its ranks.
+
+    `left_bytes` is what its first rank read; `steps`, after how many it is used up by all that grows in it, NaN for
+    what does not grow, or where it is not known how much is left.
+    """
+    frame = memory_growth
+    on_device = frame["what"] == "device"
+    hosts = frame["rank"].map(lambda rank: settings.host(job, rank))
+    memories = [on_device, hosts.where(~on_device, frame["rank"].astype(str))]
+    left = frame["left_bytes"].groupby(memories).transform("min")
+    together = (frame["per_step"] * frame["grows"]).groupby(memories).transform("sum")
+    steps = left.clip(lower=0.0) / together.where(frame["grows"] == 1)
+    return frame.assign(left_bytes=left, steps=steps)
+
+
+def _readings(memory: pd.DataFrame) -> pd.DataFrame:
+    if not len(memory):
+        raise NotMeasured("the allocator was never asked")
+    return memory
+
+
+def _total_bytes(rank: RankFacts) -> float:
+    """Return the memory of the rank's GPU; NaN: unknown."""
+    device = rank.facts.get("device") or {}
+    total = device.get("memory_bytes") if device.get("type") == "cuda" else None
+    return nan if total is None else float(total)
+
+
+def _is(samples: pd.DataFrame, source: str, metric: str) -> pd.Series[bool]:
+    return (samples["source"] == source) & (samples["metric"] == metric)
 
 
 def _untouched(light_steps: pd.DataFrame) -> pd.DataFrame:
     """Return steps from the first steady one to the last, before or after those that the profiler's memory swells."""
-    at = np.flatnonzero(light_steps["steady"].to_numpy())
-    profiled = np.flatnonzero(light_steps["profiled"].to_numpy() != 0)
+    at = np.flatnonzero(light_steps["steady"])
+    profiled = np.flatnonzero(light_steps["profiled"])
     if not len(at):
         raise NotMeasured("no steady training step was recorded")
     if len(profiled):
         at = max(at[at > profiled[-1]], at[at < profiled[0]], key=len)
     return light_steps.iloc[at[0] : at[-1] + 1] if len(at) else light_steps.iloc[:0]
+
+
+def _within(frame: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """Return the readings during the steps."""
+    if not len(steps):
+        return frame.iloc[:0]
+    last = steps.iloc[-1]
+    return frame[frame["at_ns"].between(steps["start_ns"].iloc[0], last["start_ns"] + last["dur_ns"])]
 
 
 def _beyond(mine: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
@@ -117,98 +235,27 @@ def _beyond(mine: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
     """
     if not len(mine):
         return mine
-    same = (samples["source"] == mine["source"].iloc[0]) & (samples["metric"] == mine["metric"].iloc[0])
-    before = samples[same & (samples["at_ns"] < mine["at_ns"].iloc[0])]["value"]
-    at = np.flatnonzero(mine["value"].to_numpy() >= before.max()) if len(before) else np.empty(0, dtype=np.int64)
-    left: pd.DataFrame = mine.iloc[at[0] :] if len(at) and len(mine) - at[0] >= PARTS * _A_PART else mine
-    return left
+    first = mine.iloc[0]
+    before = samples[_is(samples, first["source"], first["metric"]) & (samples["at_ns"] < first["at_ns"])]["value"]
+    reached = np.flatnonzero(mine["value"] >= before.max())
+    left = mine.iloc[reached[0] :] if len(reached) else mine
+    return left if len(left) >= PARTS * _A_PART else mine
 
 
-def _within(frame: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    if not len(steps):
-        return frame.iloc[:0]
-    at, last = frame["at_ns"].to_numpy(), steps.iloc[-1]
-    within: pd.DataFrame = frame[(at >= steps["start_ns"].iloc[0]) & (at <= last["start_ns"] + last["dur_ns"])]
-    return within
-
-
-def _growth(
-    what: str, metric: str, steps: pd.DataFrame, at_ns: pd.Series[int], bytes_: pd.Series[float]
-) -> dict[str, Any] | None:
-    """Return a row of memory_growth; None: there are too few readings."""
-    if len(at_ns) < PARTS * _A_PART:
-        return None
-    at, held = np.searchsorted(steps["start_ns"].to_numpy(), at_ns.to_numpy()), bytes_.to_numpy(dtype=float)
+def _growth(steps: pd.DataFrame, at_ns: pd.Series[int], held_bytes: pd.Series[float]) -> dict[str, float]:
+    """Return the figures of a row of `memory_growth`."""
+    at, held = np.searchsorted(steps["start_ns"], at_ns), held_bytes.to_numpy(dtype=float)
     parts = np.split(np.arange(len(at)), np.searchsorted(at, np.linspace(at[0], at[-1], PARTS + 1)[1:-1]))
     if min(map(len, parts)) < _A_PART:
         parts = np.array_split(np.arange(len(at)), PARTS)
     lowest = np.array([part[np.argmin(held[part])] for part in parts])
-    floor = held[lowest]
-    half = PARTS // 2
+    floor, half = held[lowest], PARTS // 2
     early, late = floor[half] - floor[0], floor[-1] - floor[half - 1]
-    rises = bool((np.diff(floor) > _EACH_PART * (floor[-1] - floor[0]) / (PARTS - 1)).all())
-    rises = rises and late >= _GOES_ON * early
     grown, passed = float(floor[-1] - floor[0]), int(at[lowest[-1]] - at[lowest[0]])
+    evenly = bool((np.diff(floor) > _EACH_PART * grown / (PARTS - 1)).all())
     return {
-        "what": what,
-        "metric": metric,
-        "grows": int(rises and passed > 0 and grown > _VISIBLE * floor[0]),
+        "grows": int(evenly and late >= _GOES_ON * early and passed > 0 and grown > _VISIBLE * floor[0]),
         "first_bytes": float(floor[0]),
         "last_bytes": float(floor[-1]),
         "per_step": grown / passed if passed else 0.0,
     }
-
-
-@per_rank
-def retry_cost(memory: pd.DataFrame, light_steps: pd.DataFrame) -> pd.DataFrame:
-    """Return one row: what steps cost in which the allocator had to empty its cache and ask again.
-
-    Columns: retries and ooms (failed allocations) while training was steady; readings with a retry since the one before
-    and without (two counts of steady steps: retried, plain); ns, what the first last longer, spread over all steady
-    steps, and its standard error noise_ns (NaN: none, or too few, are plain).
-    """
-    readings = _readings(memory)
-    steps = light_steps
-    steps = steps[steps["steady"]]
-    if not len(steps):
-        raise NotMeasured("no steady training step was recorded")
-    if (readings["retries"] < 0).any():
-        raise NotMeasured("this PyTorch does not count what its allocator retries")
-    upto = readings["step"].to_numpy()
-    more = np.diff(readings["retries"].to_numpy(), prepend=0)
-    # A reading is of the step that had just ended, so a step belongs to the first reading that is not before it.
-    at = np.searchsorted(upto, steps["step"].to_numpy())
-    known = at < len(upto)
-    dur = steps["length_ns"].to_numpy()[known]
-    retried = more[at[known]] > 0
-    within = np.unique(at[known])
-    failed = np.diff(readings["ooms"].to_numpy(), prepend=0)
-    n, plain = int(retried.sum()), dur[~retried]
-    enough = len(plain) >= ENOUGH
-    cost = float((dur[retried] - plain.mean()).sum() / len(dur)) if enough else np.nan
-    noise = float(np.hypot(standard_error(dur[retried]), standard_error(plain))) * n / len(dur) if enough else np.nan
-    return pd.DataFrame(
-        {
-            "retries": [int(more[within].clip(min=0).sum())],
-            "ooms": [int(failed[within].clip(min=0).sum())],
-            "retried": [n],
-            "plain": [len(plain)],
-            "ns": [max(cost, 0.0) if enough else np.nan],
-            "noise_ns": [noise],
-        }
-    )
-
-
-@per_rank
-def memory_series(memory: pd.DataFrame) -> pd.DataFrame:
-    """Return the readings in order, thinned: step, allocated_bytes, reserved_bytes."""
-    frame = _readings(memory)
-    stride = -(-len(frame) // MOST_ROWS)
-    thinned: pd.DataFrame = frame[["step", "allocated_bytes", "reserved_bytes"]].iloc[::stride]
-    return thinned
-
-
-def _readings(memory: pd.DataFrame) -> pd.DataFrame:
-    if not len(memory):
-        raise NotMeasured("the allocator was never asked")
-    return memory

@@ -1,15 +1,15 @@
 """What a pipeline's step would be with more micro-batches, more stages a rank, another schedule, or even stages.
 
-Every plan is the grid of a schedule, replayed with this run's own chunk times. What such a replay lacks of the measured
-step is laid upon handing over, for which every plan pays as often as it does it; what is then still between the replay
-"as it is" and the measured step, all are scaled by.
+Every plan is the grid of a schedule, replayed with this run's own chunk times, and with hand-overs that explain the
+measured step. All are scaled by the measured step ÷ the replay "as it is".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import isfinite
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,31 +18,28 @@ from numpy.typing import NDArray
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, across_ranks, by_rank, per_rank
-from dlprof.analysis.pipeline.bubbles import backward_ns
-from dlprof.analysis.pipeline.pipeline import Pipe
+from dlprof.analysis.pipeline.chunks import inside_chunks
+from dlprof.analysis.pipeline.pipes import Pipe
 from dlprof.analysis.pipeline.schedules import (
+    FAMILIES,
     INTERLEAVED,
-    LOOPED,
     SCHEDULES,
     SINGLE,
     SPLIT,
-    V_SHAPED,
-    Action,
     grid,
     replay,
     runs,
+    short,
 )
-from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.timeline import device, host
 from dlprof.analysis.timeline.idle import LATENCY_NS
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.errors import NotMeasured
 
-# What a send between GPUs is taken to need before its bytes move, however few: a choice, rather too much than too
-# little.
+# What a send between GPUs is taken to need before its bytes move: a choice, rather too much than too little.
 SEND_START_NS = 50_000
 
-# What a plan takes for granted, for the findings that are made of them.
+# What a plan assumes, for the findings that are made of them.
 ASSUMED = (
     "half a stage takes half as long, and so does computing a micro-batch of half the size; the Python within it, or"
     " the least that a kernel takes, launching, and handing over on a CPU take as long as now; between devices half as"
@@ -53,26 +50,24 @@ ASSUMED = (
 
 @dataclass(frozen=True)
 class _Plan:
-    """One thing to change. `easy`: it is one line of the script."""
+    """One thing to change. `easy`: it is one line of the script. `even`: the stages, and nothing else."""
 
     change: str
     schedule: str
     microbatches: int
-    chunks: int
-    easy: bool
+    chunks: int  # stages a rank
+    easy: bool = False
     even: bool = False
 
 
 @per_rank
-def host_in_chunks(partition: dict[str, iv.Intervals], chunk_times: Maybe[iv.Intervals]) -> pd.DataFrame:
-    """Return one row, share: how much of its host's own time in the traced steps a rank spends within chunks.
-
-    Raises NotMeasured where chunks or the host's time were not recorded.
-    """
+def python_in_chunks(partition: dict[str, iv.Intervals], chunks: pd.DataFrame, breakdown: pd.DataFrame) -> pd.DataFrame:
+    """Return one row, ns: the host's own time of a mean steady step within chunks, as far as the traced ones show."""
     own = partition.get("host", iv.EMPTY)
     if not iv.total(own):
         raise NotMeasured("the trace shows no time of the host's own")
-    return pd.DataFrame({"share": [iv.total(iv.intersect(own, chunk_times.get())) / iv.total(own)]})
+    share = iv.total(iv.intersect(own, inside_chunks(chunks))) / iv.total(own)
+    return pd.DataFrame({"ns": [share * breakdown.loc[breakdown["category"] == "host", "ns"].sum()]})
 
 
 @per_rank
@@ -82,10 +77,8 @@ def least_of_kernels(
     """Return one row, ns: what a steady traced step's kernels take however little they compute.
 
     That is LEAST_KERNEL_NS, and the median time from one queued kernel to the next, as often as there are kernels.
-    Raises NotMeasured where the trace holds no device that computes.
     """
-    inside = launched_within >= 0
-    kernels = device_work[inside & host.is_kind(device_work, "kernel") & main_stream]
+    kernels = device_work[(launched_within >= 0) & host.is_kind(device_work, "kernel") & main_stream]
     if not len(kernels):
         raise NotMeasured("the trace holds no kernels")
     start, dur = kernels["start_ns"].to_numpy(), kernels["dur_ns"].to_numpy()
@@ -98,159 +91,111 @@ def least_of_kernels(
 
 @across_ranks
 def pipeline_plans(
-    pipes: list[Pipe],
-    pipelines: Maybe[pd.DataFrame],
-    host_in_chunks: Maybe[pd.DataFrame],
-    breakdown: Maybe[pd.DataFrame],
-    least_of_kernels: Maybe[pd.DataFrame],
-    why_not_replayed: Maybe[str],
-    job: Job,
+    pipes: list[Pipe], python_in_chunks: Maybe[pd.DataFrame], least_of_kernels: Maybe[pd.DataFrame], job: Job
 ) -> pd.DataFrame:
     """Return what each change would make of a pipeline's mean step, by replay; the first row of each is as it is.
 
     Columns: ranks (of the pipeline, as `pipeline` has them), change (in words), schedule, microbatches, chunks (stages
     a rank), easy (it is one line of the script), even (it evens out the stages and changes nothing else), step_ns,
-    gain_ns (of one call of schedule.step()), bubble (mean over the ranks). Raises NotMeasured where none can be
-    replayed, or the schedule is none that is known here.
+    gain_ns (of one call of schedule.step()), bubble (mean over the ranks).
     """
-    parts = []
-    for pipe in pipes:
-        model = _model(
-            pipe, _fixed(pipelines, host_in_chunks, breakdown, least_of_kernels, job, pipe), on_cpu=settings.on_cpu(job)
-        )
-        if model is None:
-            continue
-        rows = []
-        for plan in _plans(pipe, settings.training_loader(job).get("batch_size")):
+    on_cpu = settings.on_cpu(job)
+    least = (python_in_chunks if on_cpu else least_of_kernels).or_none()
+    least_ns = {} if least is None else by_rank(least, "ns")
+    batch = settings.training_loader(job).get("batch_size")
+    rows: list[dict[str, Any]] = []
+    for pipe in (pipe for pipe in pipes if pipe.is_known):
+        model = _Model(pipe, least_ns, pipe.hand_over_ns if on_cpu else min(pipe.hand_over_ns, SEND_START_NS))
+        ranks, busy = ", ".join(map(str, pipe.ranks)), float(np.mean(list(pipe.busy_ns.values())))
+        for plan in _plans(pipe, batch):
             step = model.step(plan)
-            if isfinite(step):
-                rows.append((plan.change, plan.schedule, plan.microbatches, plan.chunks, plan.easy, plan.even, step))
-        frame = pd.DataFrame(rows, columns=["change", "schedule", "microbatches", "chunks", "easy", "even", "step_ns"])
-        busy = float(np.mean(list(pipe.busy_ns.values())))
-        parts.append(
-            frame.assign(
-                ranks=", ".join(map(str, pipe.ranks)),
-                gain_ns=pipe.step_ns - frame["step_ns"],
-                bubble=(1 - busy / frame["step_ns"]).clip(lower=0.0),
-            )
-        )
-    if parts:
-        return pd.concat(parts, ignore_index=True)
-    told = pipelines.get()
-    names = sorted({str(s) for s in told["schedule"]} - set(SCHEDULES))
-    raise NotMeasured(f"what {names[0]} does is not known here" if names else why_not_replayed.get())
+            then = {"step_ns": step, "gain_ns": pipe.step_ns - step, "bubble": max(0.0, 1 - busy / step)}
+            rows.append({"ranks": ranks, **vars(plan), **then})
+    if not rows:
+        raise NotMeasured(f"what {min(pipe.schedule for pipe in pipes)} does is not known here")
+    return pd.DataFrame(rows)
 
 
 def _plans(pipe: Pipe, batch: object) -> list[_Plan]:
-    """Return what may be changed, as it is first."""
-    p, m, v, now = len(pipe.ranks), pipe.microbatches, pipe.chunks, pipe.schedule
-    name = now.removeprefix("Schedule")
+    """Return what may be changed; the first is as it is."""
+    p, m, v = len(pipe.ranks), pipe.microbatches, pipe.chunks
+    now = _Plan("as it is", pipe.schedule, m, v)
     more = [n for n in (2 * m, 4 * m) if not isinstance(batch, int) or batch % n == 0]
-    plans = [_Plan("as it is", now, m, v, easy=False)]
-    plans += [_Plan(f"{n} micro-batches", now, n, v, easy=True) for n in more]
-    family = next(f for f in (SINGLE, LOOPED, V_SHAPED) if now in f)
-    for other in SCHEDULES:
-        if other == now:
-            continue
-        chunks = v if other in family else 1 if other in SINGLE else 2
-        cut = "" if chunks == v and other in family else f", {chunks} stage{'s' if chunks > 1 else ''} a rank"
-        plans.append(_Plan(other.removeprefix("Schedule") + cut, other, m, chunks, easy=other in family))
-    if now in LOOPED:
-        plans.append(_Plan(f"{name}, {2 * v} stages a rank", now, m, 2 * v, easy=False))
-    if now in SINGLE:
-        plans.append(_Plan(f"{INTERLEAVED.removeprefix('Schedule')}, 4 stages a rank", INTERLEAVED, m, 4, easy=False))
-    plans.append(_Plan("even stages", now, m, v, easy=False, even=True))
+    plans = [now, *(replace(now, change=f"{n} micro-batches", microbatches=n, easy=True) for n in more)]
+    family = next(family for family in FAMILIES if pipe.schedule in family)
+    for other in (name for name in SCHEDULES if name != pipe.schedule):
+        if other in family:
+            plans.append(_Plan(short(other), other, m, v, easy=True))
+        else:
+            chunks, cut = (1, "1 stage") if other in SINGLE else (2, "2 stages")
+            plans.append(_Plan(f"{short(other)}, {cut} a rank", other, m, chunks))
+    other, chunks = (INTERLEAVED, 4) if family is SINGLE else (pipe.schedule, 2 * v)
+    plans.append(_Plan(f"{short(other)}, {chunks} stages a rank", other, m, chunks))
+    plans.append(replace(now, change="even stages", even=True))
     return [plan for plan in plans if runs(plan.schedule, p, plan.microbatches, plan.chunks)]
 
 
 @dataclass(frozen=True)
 class _Model:
-    """A pipeline as the sum of its parts, which can be put together anew; `scale` makes it what was measured."""
+    """A pipeline as the sum of its parts, which can be put together anew. All times in ns."""
 
     pipe: Pipe
-    fixed: Mapping[int, float]
-    hand_over_ns: float
-    start_ns: float  # what of handing over takes as long for a smaller micro-batch
-    scale: float
+    least_ns: Mapping[int, float]  # of a rank's step, what is no shorter for smaller micro-batches: Python, or kernels
+    start_ns: float  # of a hand-over, what is no shorter for smaller micro-batches
+
+    @cached_property
+    def fixed(self) -> NDArray[np.float64]:
+        """The share of each stage's chunks that is no shorter for a smaller micro-batch; 0 where that is not known."""
+        ranks = [self.pipe.rank_of[stage] for stage in range(self.pipe.stages)]
+        a_call = np.array([self.least_ns.get(rank, 0.0) for rank in ranks]) / self.pipe.calls_a_step
+        busy = np.array([self.pipe.busy_ns[rank] for rank in ranks])
+        share: NDArray[np.float64] = np.minimum(1.0, a_call / np.maximum(busy, 1.0))
+        return share
+
+    @cached_property
+    def scale(self) -> float:
+        """By what the replay of the pipeline as it is differs from what was measured."""
+        pipe = self.pipe
+        return pipe.step_ns / self._replayed(_Plan("", pipe.schedule, pipe.microbatches, pipe.chunks))
 
     def step(self, plan: _Plan) -> float:
         """Return how long the step takes by a plan, ns."""
-        if plan.even:
-            return self.pipe.step_ns - self.pipe.saved_by_even(self.hand_over_ns)
-        moving = (self.hand_over_ns - self.start_ns) * self.pipe.microbatches / plan.microbatches
-        return self.scale * _replayed(self.pipe, plan, self.fixed, self.start_ns + moving)
+        pipe = self.pipe
+        return pipe.step_ns - pipe.saved_by_even_ns if plan.even else self.scale * self._replayed(plan)
 
+    def _replayed(self, plan: _Plan) -> float:
+        """Replay a plan's grid, launching as it is."""
+        pipe = self.pipe
+        made = grid(plan.schedule, len(pipe.ranks), plan.microbatches, plan.chunks)
+        took = self._lengths(plan)
+        lengths = {action: took[action[1]][action[0]] for row in made.rows for action in row}
+        moving = (pipe.hand_over_ns - self.start_ns) * pipe.microbatches / plan.microbatches
+        rest = sum(ns for (_, what), ns in pipe.mean.items() if what == "reduce") / len(pipe.ranks)
+        return replay(made.rows, lengths, made.held, pipe.launch_ns, self.start_ns + moving) + pipe.edge_ns + rest
 
-def _fixed(
-    pipelines: Maybe[pd.DataFrame],
-    host_in_chunks: Maybe[pd.DataFrame],
-    breakdown: Maybe[pd.DataFrame],
-    least_of_kernels: Maybe[pd.DataFrame],
-    job: Job,
-    pipe: Pipe,
-) -> dict[int, float]:
-    """Return the share of each stage's chunks that is no shorter for a smaller micro-batch; 0 where that is not known.
-
-    On a CPU that is the host's own, on a device the least that its kernels take.
-    """
-    try:
-        told = pipelines.get().set_index("rank")["calls_a_step"]
-        if settings.on_cpu(job):
-            within = host_in_chunks.get().set_index("rank")["share"]
-            least = {r: ns * float(within.get(r, 0.0)) for r, ns in part(breakdown.get(), "host").items()}
+    def _lengths(self, plan: _Plan) -> dict[str, list[float]]:
+        """Return how long each stage of a plan takes for each kind of action, ns."""
+        pipe, now = self.pipe, range(self.pipe.stages)
+        forward, inputs, weights = (
+            np.array([pipe.mean.get((stage, what), 0.0) for stage in now]) for what in ("forward", "input", "weight")
+        )
+        whole = np.array([pipe.backward_ns(stage) for stage in now])
+        if plan.schedule in SPLIT and plan.schedule == pipe.schedule:
+            # Whole and in halves a pass may differ; as it is, each is what it was.
+            inputs = np.where(inputs > 0, inputs, whole)
+            weights = np.where(weights > 0, weights, whole - inputs)
         else:
-            least = by_rank(least_of_kernels.get(), "ns")
-    except NotMeasured:
-        return {}
-    of = {r: min(1.0, least.get(r, 0.0) / float(told[r]) / max(pipe.busy_ns[r], 1.0)) for r in pipe.ranks}
-    return {stage: of[r] for r, row in zip(pipe.ranks, pipe.rows, strict=True) for stage, _, _ in row}
+            both = (inputs > 0) & (weights > 0)
+            inputs = whole * np.divide(inputs, inputs + weights, out=np.full(len(now), 0.5), where=both)
+            weights = whole - inputs
+        size = pipe.microbatches / plan.microbatches
+        smaller = self.fixed * (1 - size) + size
+        kinds = {"forward": forward, "backward": whole, "input": inputs, "weight": weights}
+        return {kind: _cut(ns * smaller, len(pipe.ranks) * plan.chunks) for kind, ns in kinds.items()}
 
 
-def _model(pipe: Pipe, fixed: Mapping[int, float], *, on_cpu: bool) -> _Model | None:
-    """Find what handing over takes where the pipeline as it is takes what was measured; None: its grid is not known."""
-    now = _Plan("", pipe.schedule, pipe.microbatches, pipe.chunks, easy=False)
-    if not runs(pipe.schedule, len(pipe.ranks), pipe.microbatches, pipe.chunks):
-        return None
-    hand_over = pipe.hand_over()
-    predicted = _replayed(pipe, now, fixed, hand_over)
-    start = hand_over if on_cpu else min(hand_over, SEND_START_NS)
-    return _Model(pipe, fixed, hand_over, start, pipe.step_ns / predicted) if predicted > 0 else None
-
-
-def _replayed(pipe: Pipe, plan: _Plan, fixed: Mapping[int, float], hand_over: float) -> float:
-    """Replay a plan's grid, launching as it is."""
-    made = grid(plan.schedule, len(pipe.ranks), plan.microbatches, plan.chunks)
-    took = _lengths(pipe, plan, fixed)
-    rest = sum(ns for (_, what), ns in pipe.mean.items() if what == "reduce") / len(pipe.ranks)
-    lengths: dict[Action, float] = {a: took[a[1]][a[0]] for row in made.rows for a in row}
-    return replay(made.rows, lengths, made.held, pipe.launch_ns, hand_over) + pipe.edge_ns + rest
-
-
-def _lengths(pipe: Pipe, plan: _Plan, fixed: Mapping[int, float]) -> Mapping[str, Sequence[float]]:
-    """Return how long each stage of a plan takes for each kind of action, ns."""
-    of, before, after = pipe.mean, pipe.stages, len(pipe.ranks) * plan.chunks
-    size = pipe.microbatches / plan.microbatches
-    smaller = [fixed.get(s, 0.0) * (1 - size) + size for s in range(before)]
-    forward = _cut([of.get((s, "forward"), 0.0) * smaller[s] for s in range(before)], after)
-    whole = [backward_ns(of, s) * smaller[s] for s in range(before)]
-    halves = [(of.get((s, "input"), 0.0), of.get((s, "weight"), 0.0)) for s in range(before)]
-    inputs = [b * (i / (i + w) if i and w else 0.5) for b, (i, w) in zip(whole, halves, strict=True)]
-    if plan.schedule in SPLIT and plan.schedule == pipe.schedule:
-        # Whole and in halves a pass may differ; as it is, each is what it was.
-        inputs = [i * k if i else b for (i, _), b, k in zip(halves, inputs, smaller, strict=True)]
-        weight = [w * k if w else b - i for (_, w), b, i, k in zip(halves, whole, inputs, smaller, strict=True)]
-    else:
-        weight = [b - i for b, i in zip(whole, inputs, strict=True)]
-    return {
-        "forward": forward,
-        "backward": _cut(whole, after),
-        "input": _cut(inputs, after),
-        "weight": _cut(weight, after),
-    }
-
-
-def _cut(stages: Sequence[float], count: int) -> list[float]:
+def _cut(stages: NDArray[np.float64], count: int) -> list[float]:
     """Cut a pipeline's work into another number of stages, each the same share of it as the layers lie now."""
     edges = np.linspace(0, len(stages), count + 1)
     done = np.interp(edges, range(len(stages) + 1), np.concatenate(([0.0], np.cumsum(stages))))
-    return [float(x) for x in np.diff(done)]
+    return [float(ns) for ns in np.diff(done)]

@@ -1,18 +1,19 @@
 """What each rank of a pipeline does and in which order, by the name of its schedule; and how long such an order takes.
 
-A grid is written from the papers of the schedules, as torch.distributed.pipelining runs them. Its replay needs only how
+The grids follow the papers of the schedules, as torch.distributed.pipelining runs them. Their replay needs only how
 long each action takes: every rank does its own in their order, each as soon as what it needs is there.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 
 # A stage's work on one micro-batch: stage, what (forward; backward, or its halves input and weight), micro-batch.
 Action = tuple[int, str, int]
+ACTIONS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}  # by their initials in torch's names of ranges
 
 GPIPE = "ScheduleGPipe"
 ONE_F_ONE_B = "Schedule1F1B"
@@ -25,10 +26,16 @@ DUAL_PIPE_V = "ScheduleDualPipeV"
 SINGLE = (GPIPE, ONE_F_ONE_B)  # one stage a rank
 LOOPED = (INTERLEAVED, LOOPED_BFS, INTERLEAVED_ZERO_BUBBLE)  # of p ranks, rank r has the stages r, r + p, ...
 V_SHAPED = (ZBV, DUAL_PIPE_V)  # rank r has the stages r and 2p − 1 − r
+FAMILIES = (SINGLE, LOOPED, V_SHAPED)  # which take the same stages
 SCHEDULES = (*SINGLE, *LOOPED, *V_SHAPED)
 
 # The backward pass is in two halves, of which the one for the weights may wait.
 SPLIT = (INTERLEAVED_ZERO_BUBBLE, ZBV, DUAL_PIPE_V)
+
+# Schedules that fill and drain once a step: (p − 1) of v·m + p − 1 slots are idle on each of p ranks, with v chunks a
+# rank and m micro-batches (Huang et al., GPipe, 2019; Narayanan et al., Megatron-LM, 2021). What is published of those
+# that split the backward holds only where forward, input and weight pass take the same time: their grid is replayed.
+_FILL_AND_DRAIN = (GPIPE, ONE_F_ONE_B, INTERLEAVED, LOOPED_BFS)
 
 
 @dataclass(frozen=True)
@@ -38,10 +45,18 @@ class Grid:
     rows: tuple[tuple[Action, ...], ...]
     held: frozenset[Action] = frozenset()
 
-    @property
-    def stages(self) -> int:
-        """How many stages the pipeline has."""
-        return 1 + max(stage for row in self.rows for stage, _, _ in row)
+
+def short(schedule: str) -> str:
+    """Return a schedule's name as papers have it: 1F1B."""
+    return schedule.removeprefix("Schedule")
+
+
+def closed_form(schedule: str, ranks: int, microbatches: int, chunks: int) -> float:
+    """Return the bubble of a schedule with stages alike and free hand-over; NaN: there is no such formula.
+
+    It holds where the micro-batches are a multiple of the ranks.
+    """
+    return (ranks - 1) / (chunks * microbatches + ranks - 1) if schedule in _FILL_AND_DRAIN else nan
 
 
 def runs(schedule: str, ranks: int, microbatches: int, chunks: int) -> bool:
@@ -88,27 +103,20 @@ def _one_by_one(schedule: str, rank: int, ranks: int, microbatches: int, chunks:
     away = ranks - 1 - rank
     total = chunks * microbatches
     order = [divmod(k, size * chunks) for k in range(total)]  # which round, and which place in it
-    forward = [(rank + ranks * (at // size), turn * size + at % size) for turn, at in order]
+    forward = [(rank + ranks * (at // size), "forward", turn * size + at % size) for turn, at in order]
     back = [(rank + ranks * (chunks - 1 - at // size), turn * size + at % size) for turn, at in order]
     # The first gradients come twice as late for a rank further from the end; half as many forwards are enough where
     # the weights' half of the backward fills the gap.
-    ahead = away if schedule == ONE_F_ONE_B else (chunks - 1) * size + away * (1 if schedule in SPLIT else 2)
-    ahead = min(ahead, total)
     halves = schedule in SPLIT
-    row: list[Action] = [(s, "forward", m) for s, m in forward[:ahead]]
-    for k in range(total):
-        if ahead + k < total:
-            stage, which = forward[ahead + k]
-            row.append((stage, "forward", which))
-        stage, which = back[k]
+    ahead = away if schedule == ONE_F_ONE_B else (chunks - 1) * size + away * (1 if halves else 2)
+    weights = [(stage, "weight", which) for stage, which in back if halves]
+    row: list[Action] = forward[:ahead]
+    for k, (stage, which) in enumerate(back):
+        row += forward[ahead + k : ahead + k + 1]
         row.append((stage, "input" if halves else "backward", which))
         # Rank r puts off the weights of its first r micro-batches.
-        if halves and k >= rank:
-            stage, which = back[k - rank]
-            row.append((stage, "weight", which))
-    if halves:
-        row += [(s, "weight", m) for s, m in back[max(0, total - rank) :]]
-    return tuple(row)
+        row += weights[k - rank : k - rank + 1] if k >= rank else []
+    return (*row, *weights[max(0, total - rank) :])
 
 
 # In the grids of the V-shaped schedules, a word is an action of the rank's stage 0 or 1: F forward, B backward, I and W
@@ -135,42 +143,35 @@ def _dual_pipe_v(rank: int, ranks: int, microbatches: int) -> list[str]:
         steady[0] = "F0"
     words += steady + ["B1", "F1+", "B0"] * away
     # Half way down, the backward passes are split, and what is put off fills the end.
-    last = ["B1", "B0"] * (rank + 1)
     half = rank + 1
-    words += last[:half] + [word.replace("B", "I") for word in last[half:]]
-    return words + ["W", "I0"] * away + ["W"] * (rank + 1)
+    words += (["B1", "B0"] * half)[:half] + (["I1", "I0"] * half)[half:]
+    return words + ["W", "I0"] * away + ["W"] * half
 
 
 def _numbered(rank: int, ranks: int, microbatches: int, words: Iterable[str]) -> tuple[tuple[Action, ...], set[Action]]:
     """Return the words as actions, each of its kind's next micro-batch, and which of them are held."""
     stages = (rank, 2 * ranks - 1 - rank)
-    names = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
     count: Counter[str] = Counter()
-    waiting: deque[tuple[int, int]] = deque()  # halves that were put off: stage, micro-batch
+    put_off: deque[Action] = deque()
     row: list[Action] = []
     held = set()
     for word in words:
         if word == "W":
-            if waiting:
-                stage, which = waiting.popleft()
-                row.append((stage, "weight", which))
+            row += [put_off.popleft()] if put_off else []
             continue
         kind, stage = word[0], stages[int(word[1])]
-        counted = ("B" if kind == "I" else kind) + word[1]  # whole or half, it is the next to go back
-        action = (stage, names[kind], count[counted])
+        counted = word[:2].replace("I", "B")  # whole or half, it is the next to go back
+        which = count[counted]
         count[counted] += 1
-        if action[2] >= microbatches:
-            continue
-        if kind == "I":
-            waiting.append((stage, action[2]))
-        if word.endswith("+"):
-            held.add(action)
-        row.append(action)
+        if which < microbatches:
+            row.append((stage, ACTIONS[kind], which))
+            put_off += [(stage, "weight", which)] * (kind == "I")
+            held |= {row[-1]} if word.endswith("+") else set()
     return tuple(row), held
 
 
 # Which way what an action gives travels: to the next stage, or back to the one before.
-_WAY = {"forward": "forward", "backward": "back", "input": "back"}
+_WAY = {"forward": 1, "backward": -1, "input": -1}
 
 
 def replay(
@@ -183,40 +184,34 @@ def replay(
     """Return how long a step takes: longest that any rank does, from its first action's begin to its last one's end.
 
     Each action takes as long as `took` says, after `launch`; what comes from another rank arrives `hand_over` later.
-    What is neither a pass forward nor back (the weights' half, a reduction) waits for nothing but its turn. Steps may
-    overlap, as in a job they do: a rank that is through begins the next. NaN where ranks wait for each other for good.
+    The weights' half and a reduction wait for nothing but their turn. Steps may overlap, as in a job they do: a rank
+    that is through begins the next. NaN where ranks wait for each other for good.
     """
     home = {stage: rank for rank, row in enumerate(rows) for stage, _, _ in row}
-    last = max(home, default=0)
-    began = [nan] * len(rows)
-    free = [0.0] * len(rows)
-    place = [0] * len(rows)
-    ready: dict[Action, float] = {}  # when a stage has passed a micro-batch on, or its gradients back
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(rows):
-            at, now = place[rank], free[rank]
-            while at < len(row):
-                stage, what, which = action = row[at]
-                way = _WAY.get(what, "")
-                source = stage - 1 if way == "forward" else stage + 1
-                if way and 0 <= source <= last:
-                    there = ready.get((source, way, which))
-                    if there is None:
-                        break
-                    now = max(now, there if home[source] == rank else there + hand_over)
-                if not at:
-                    began[rank] = now
-                now += launch + took[action]
-                if at and row[at - 1] in held:
-                    held_stage, held_what, held_which = row[at - 1]
-                    ready[held_stage, _WAY[held_what], held_which] = now
-                if way and action not in held:
-                    ready[stage, way, which] = now
-                at += 1
-            moved = moved or at > place[rank]
-            place[rank], free[rank] = at, now
-    if any(at < len(row) for at, row in zip(place, rows, strict=True)):
-        return nan
-    return max((end - begin for begin, end in zip(began, free, strict=True) if end > begin), default=0.0)
+    ready: dict[tuple[int, int, int], float] = {}  # when a stage has passed a micro-batch on, or its gradients back
+    lasted: list[float] = []
+
+    def work(rank: int, row: Sequence[Action]) -> Iterator[None]:
+        """Do a rank's actions in their order; yield where what the next one needs is not there yet."""
+        began = now = 0.0
+        for k, (stage, what, which) in enumerate(row):
+            way = _WAY.get(what, 0)
+            source = home.get(stage - way)
+            if way and source is not None:
+                while (there := ready.get((stage - way, way, which))) is None:
+                    yield
+                now = max(now, there if source == rank else there + hand_over)
+            began = began if k else now
+            now += launch + took[row[k]]
+            if row[k] not in held:
+                ready[stage, way, which] = now
+            if k and row[k - 1] in held:
+                stage, what, which = row[k - 1]
+                ready[stage, _WAY[what], which] = now
+        lasted.append(now - began)
+
+    waiting, known = [work(rank, row) for rank, row in enumerate(rows)], -1
+    while waiting and len(ready) > known:
+        known = len(ready)
+        waiting = [rank for rank in waiting if next(rank, True) is None]
+    return nan if waiting else max(lasted, default=0.0)

@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Maybe, RankFacts, within_rank
-from dlprof.analysis.step.stalls import KINDS, stalled
+from dlprof.analysis.step.stalls import KINDS
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import DeviceSets
 from dlprof.analysis.timeline.idle import Idle
+from dlprof.analysis.timeline.steady import device_type
 from dlprof.analysis.timeline.steps import PHASES, Timing
 from dlprof.errors import NotMeasured
 
@@ -23,64 +24,40 @@ _LEAST_WAIT_NS = 100_000
 # Collectives between two stages of a pipeline.
 _POINT_TO_POINT = ("send", "recv", "send_recv")
 
+_EVERYTHING = np.array([[np.iinfo(np.int64).min, np.iinfo(np.int64).max]], dtype=np.int64)
+
 
 @within_rank
-def partition(
-    timing: Timing,
-    on_training_thread: pd.DataFrame,
-    has_device: bool,
-    spans: Maybe[pd.DataFrame],
-    stalls: Maybe[pd.DataFrame],
-    device_sets: Maybe[DeviceSets],
-    idle: Maybe[Idle],
-    pipeline_bubble: Maybe[iv.Intervals],
-    cpu_computation: Maybe[iv.Intervals],
-    communication: Maybe[iv.Intervals],
-    rank: RankFacts,
-) -> dict[str, iv.Intervals]:
+def partition(timing: Timing, claims: list[tuple[str, iv.Intervals]]) -> dict[str, iv.Intervals]:
     """Return the parts of the steady traced steps: category → time; disjoint, and together exactly those steps."""
     left = iv.merge(timing.windows)
     parts: dict[str, iv.Intervals] = {}
-    for category, claim in _claims(
-        on_training_thread,
-        has_device,
-        spans,
-        stalls,
-        device_sets,
-        idle,
-        pipeline_bubble,
-        cpu_computation,
-        communication,
-        rank,
-    ):
-        got = iv.intersect(left, claim)
-        parts[category] = iv.merge(parts[category], got) if category in parts else got
-        left = iv.subtract(left, got)
-    parts["other"] = iv.merge(parts.get("other", iv.EMPTY), left)
+    for category, claim in [*claims, ("other", _EVERYTHING)]:
+        parts[category] = iv.intersect(left, claim)
+        left = iv.subtract(left, claim)
     return parts
 
 
-def _claims(
+@within_rank
+def claims(
     on_training_thread: pd.DataFrame,
     has_device: bool,
-    spans: Maybe[pd.DataFrame],
-    stalls: Maybe[pd.DataFrame],
+    stalled: dict[str, iv.Intervals],
+    pipeline_bubble: Maybe[iv.Intervals],
     device_sets: Maybe[DeviceSets],
     idle: Maybe[Idle],
-    pipeline_bubble: Maybe[iv.Intervals],
+    spans: Maybe[pd.DataFrame],
     cpu_computation: Maybe[iv.Intervals],
     communication: Maybe[iv.Intervals],
     rank: RankFacts,
 ) -> list[tuple[str, iv.Intervals]]:
-    """List who claims time, first come first served; what nobody claims is "other"."""
-    everything = np.array([[np.iinfo(np.int64).min, np.iinfo(np.int64).max]], dtype=np.int64)
+    """List the time that each category claims, first come first served; what nothing claims is "other".
+
+    Raises NotMeasured where the job trains on a device that the trace does not hold.
+    """
     fetch = host.cover(on_training_thread, host.is_kind(on_training_thread, "fetch"))
-    optimizer = host.cover(
-        on_training_thread, host.is_named(on_training_thread, "Optimizer.step#", "dlprof::optimizer")
-    )
-    if not has_device and _belongs_to_a_device(spans, rank):
-        raise NotMeasured(f"the job runs on a GPU, but the trace holds nothing of the GPU's work ({_why_none(rank)})")
-    stops = [(kind, stalled(stalls, kind)) for kind in KINDS]
+    named = host.is_named(on_training_thread, "Optimizer.step#", "dlprof::optimizer")
+    optimizer = host.cover(on_training_thread, named)
     if has_device:
         sets, why = device_sets.get(), idle.get()
         return [
@@ -91,21 +68,33 @@ def _claims(
             ("queued_wait", why.queued),
             ("launch_latency", why.latency),
             # The host was late from here on.
-            *stops,
+            *stalled.items(),
             ("input_wait", fetch),
             ("optimizer_host", optimizer),
             ("host", why.late),
         ]
+    if _belongs_to_a_device(spans.get(), rank):
+        raise NotMeasured(f"the job runs on a GPU, but the trace holds nothing of the GPU's work ({_why_none(rank)})")
     return [
-        *stops,
+        *stalled.items(),
         # The loader's own operators (decoding, collating) are no computation of the model's.
         ("input_wait", fetch),
         ("computation", cpu_computation.get()),
         (BUBBLE, pipeline_bubble.get()),
         ("communication", communication.get()),
         ("optimizer_host", optimizer),
-        ("host", everything),
+        ("host", _EVERYTHING),
     ]
+
+
+@within_rank
+def stalled(stalls: Maybe[pd.DataFrame]) -> dict[str, iv.Intervals]:
+    """Return when each of KINDS held up the training thread; empty sets if not recorded."""
+    if not stalls:
+        return dict.fromkeys(KINDS, iv.EMPTY)
+    one = stalls.get()
+    one = one[one["count"] == 1]  # a row that stands for many has no place in time
+    return {kind: host.cover(one, host.is_kind(one, kind)) for kind in KINDS}
 
 
 @within_rank
@@ -124,20 +113,18 @@ def pipeline_bubble(
     if not has_pipeline:
         return iv.EMPTY
     events = spans.get()
-    sent = host.is_kind(events, "communication") & (is_on_device.get() == has_device)
+    exchanges = host.is_kind(events, "communication") & (is_on_device.get() == has_device)
     between = host.is_one_of(events["collective"], *_POINT_TO_POINT)
-    others = host.cover(events, sent & ~between)
-    waits = host.cover(events, sent & between) if has_device else outside_chunks.get()
-    return iv.subtract(waits, others)
+    waits = host.cover(events, exchanges & between) if has_device else outside_chunks.get()
+    return iv.subtract(waits, host.cover(events, exchanges & ~between))
 
 
-def _belongs_to_a_device(spans: Maybe[pd.DataFrame], rank: RankFacts) -> bool:
+def _belongs_to_a_device(spans: pd.DataFrame, rank: RankFacts) -> bool:
     """Return whether the job trains on a device, as far as its record, its backend or its runtime calls show."""
-    recorded = (rank.facts.get("device") or {}).get("type")
+    recorded = device_type(rank)
     if recorded:
-        return bool(recorded != "cpu")
-    events = spans.get()
-    shows = host.is_kind(events, "runtime") | host.is_named(events, "nccl:")
+        return recorded != "cpu"
+    shows = host.is_kind(spans, "runtime") | host.is_named(spans, "nccl:")
     return rank.trace_facts.get("backend") == "nccl" or bool(shows.any())
 
 
@@ -156,19 +143,15 @@ def cpu_computation(on_training_thread: pd.DataFrame, communication: iv.Interval
     Hooks and autograd functions in Python wait for collectives inside what the profiler shows as an operator (FSDP's
     do): where nothing else runs in it while a collective is in flight, that is no computation.
     """
-    works = host.is_kind(on_training_thread, "op") | (
-        host.is_kind(on_training_thread, "annotation") & host.is_named(on_training_thread, *host.COMPILED)
-    )
-    fetch = host.cover(on_training_thread, host.is_kind(on_training_thread, "fetch"))
+    thread = on_training_thread
+    works = host.is_kind(thread, "op") | (host.is_kind(thread, "annotation") & host.is_named(thread, *host.COMPILED))
     # A call that blocks in a collective is an operator to the profiler, and may lie inside one.
-    blocked = host.cover(
-        on_training_thread,
-        host.is_kind(on_training_thread, "communication") & host.is_named(on_training_thread, "c10d", "_c10d"),
-    )
-    frames = works & host.is_frame(on_training_thread)
-    between = iv.subtract(host.cover(on_training_thread, frames), host.cover(on_training_thread, works & ~frames))
+    blocks = host.is_kind(thread, "communication") & host.is_named(thread, "c10d", "_c10d")
+    frames = works & host.is_frame(thread)
+    between = iv.subtract(host.cover(thread, frames), host.cover(thread, works & ~frames))
     waits = iv.intersect(between[between[:, 1] - between[:, 0] >= _LEAST_WAIT_NS], communication)
-    return iv.subtract(iv.subtract(iv.subtract(host.cover(on_training_thread, works), fetch), blocked), waits)
+    others = iv.merge(host.cover(thread, host.is_kind(thread, "fetch") | blocks), waits)
+    return iv.subtract(host.cover(thread, works), others)
 
 
 @within_rank
@@ -176,8 +159,7 @@ def communication(has_device: bool, device_sets: Maybe[DeviceSets], spans: Maybe
     """Return the time in which a collective is in flight: on the device where there is one, else on the host."""
     if has_device:
         return device_sets.get().communication
-    events = spans.get()
-    return host.cover(events, host.is_kind(events, "communication"))
+    return host.cover(spans.get(), host.is_kind(spans.get(), "communication"))
 
 
 @within_rank
@@ -192,16 +174,10 @@ def host_phases(on_training_thread: pd.DataFrame, timing: Timing) -> dict[str, i
 
     Disjoint; "rest" is what remains.
     """
-    left = iv.merge(timing.host_windows)
-    found = {}
+    thread, left, found = on_training_thread, iv.merge(timing.host_windows), {}
     for phase in PHASES:
-        of = (
-            host.is_kind(on_training_thread, "fetch")
-            if phase == "fetch"
-            else host.is_named(on_training_thread, f"dlprof::{phase}")
-        )
-        during = host.cover(on_training_thread, of)
+        of = host.is_kind(thread, "fetch") if phase == "fetch" else host.is_named(thread, f"dlprof::{phase}")
+        during = host.cover(thread, of)
         found[phase] = iv.intersect(left, during)
         left = iv.subtract(left, during)
-    found["rest"] = left
-    return found
+    return {**found, "rest": left}

@@ -6,19 +6,15 @@ import pandas as pd
 
 from dlprof.analysis.engine import Maybe, across_ranks
 
-# Clocks that lie so far apart know nothing of each other: a log beside somebody else's traces.
+# Clocks that lie so far apart have nothing to do with each other: a log next to somebody else's traces.
 _ANOTHER_CLOCK_NS = 7 * 86_400 * 10**9
 
 
 @across_ranks
 def first_times(step_series: Maybe[pd.DataFrame], sample_series: Maybe[pd.DataFrame]) -> tuple[int, ...]:
     """Return when the first step and the first sample were, as far as there are any, in ns of Unix time."""
-    found = []
-    for series, column in ((step_series, "start_ns"), (sample_series, "at_ns")):
-        frame = series.or_none()
-        if frame is not None:
-            found.append(int(frame[column].min()))
-    return tuple(found)
+    known = ((step_series.or_none(), "start_ns"), (sample_series.or_none(), "at_ns"))
+    return tuple(int(frame[column].min()) for frame, column in known if frame is not None)
 
 
 def began_ns(first_times: tuple[int, ...], own: float) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Maybe, per_rank, within_rank
+from dlprof.analysis.step.partition import BUBBLE
 from dlprof.analysis.timeline import device, host
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.errors import NotMeasured
@@ -28,14 +28,14 @@ _ROLES = {"computation": ("kernel",), "communication": ("communication",), "copi
 # What stands before the name of every function of the backward pass.
 _EVALUATES = "autograd::engine::evaluate_function: "
 
-Row = tuple[str, int, int, str, str]
-
 _PHASES = (
     ("fetch", "input_wait", ("dlprof::fetch", "enumerate(DataLoader)")),
     ("optimizer", "optimizer_host", ("dlprof::optimizer", "Optimizer.step#")),
     ("backward", "host", ("dlprof::backward",)),
     ("forward", "host", ("dlprof::forward", "DistributedDataParallel.forward")),
 )
+
+Row = tuple[str, int, int, str, str]  # as the columns of `excerpt` from lane on
 
 
 @per_rank
@@ -48,44 +48,32 @@ def excerpt(
     on_training_thread: Maybe[pd.DataFrame],
     fetches: Maybe[pd.DataFrame],
 ) -> pd.DataFrame:
-    """Return two steady traced steps: shown (middle, slowest), lane, step, step_ns, begin_ns, start_ns, dur_ns, name,
+    """Return two steady traced steps: shown (middle, slowest), step, step_ns, begin_ns; lane, start_ns, dur_ns, name,
     category.
 
     The middle one, not the shortest or longest, and by its place, so that all ranks show the same step; and this
-    rank's slowest, where that is longer. Lanes: thread; of a device's streams `computation 7`,
-    `communication 20`, `copies 22`, by what each does most; without a device work and communication; worker N.
+    rank's slowest, where that is longer. Lanes: thread; of a device's streams `computation 7`, `communication 20`,
+    `copies 22`, by what each does most; without a device work and communication; worker N.
     """
     if not len(timing.windows) or timing.unit != "step":
         raise NotMeasured("no step was traced")
     lengths = timing.windows[:, 1] - timing.windows[:, 0]
-    middle, slowest = len(timing.windows) // 2, int(np.argmax(lengths))
-    shown = {"middle": middle}
-    if lengths[slowest] > lengths[middle]:
-        shown["slowest"] = slowest
+    middle, slowest = len(lengths) // 2, int(np.argmax(lengths))
     parts = []
-    for which, chosen in shown.items():
+    for which, chosen in {"middle": middle, "slowest": slowest}.items():
+        if which == "slowest" and lengths[slowest] <= lengths[middle]:
+            continue
         begin, end = (int(x) for x in timing.windows[chosen])
         rows = _on_thread(in_phases.get(), begin, end)
-        rows += (
-            _on_streams(device_work.get(), partition.get(), begin, end)
-            if has_device
-            else _working(on_training_thread.get(), partition.get(), begin, end)
-        )
-        rows += _in_workers(fetches, begin, end)
+        if has_device:
+            rows += _on_streams(device_work.get(), partition.get().get(BUBBLE, iv.EMPTY), begin, end)
+        else:
+            rows += _working(on_training_thread.get(), partition.get(), begin, end)
+        rows += _in_workers(fetches.get(), begin, end) if fetches else []
         frame = pd.DataFrame(rows, columns=["lane", "start_ns", "dur_ns", "name", "category"])
         step = int(timing.numbers[chosen]) if len(timing.numbers) else 0
         parts.append(frame.assign(shown=which, step=step, step_ns=end - begin, begin_ns=begin))
     return pd.concat(parts, ignore_index=True)
-
-
-def _on_thread(in_phases: list[iv.Intervals], begin: int, end: int) -> list[Row]:
-    rows: list[Row] = []
-    left = np.array([[begin, end]], dtype=np.int64)
-    for (name, category, _), cover in zip(_PHASES, in_phases, strict=True):
-        got = iv.intersect(left, iv.clip(cover, begin, end))
-        left = iv.subtract(left, got)
-        rows += [("thread", int(s), int(e - s), name, category) for s, e in _coarse(got, end - begin)]
-    return rows
 
 
 @within_rank
@@ -94,99 +82,86 @@ def in_phases(on_training_thread: pd.DataFrame) -> list[iv.Intervals]:
     return [host.cover(on_training_thread, host.is_named(on_training_thread, *ranges)) for _, _, ranges in _PHASES]
 
 
-def _in_workers(fetches: Maybe[pd.DataFrame], begin: int, end: int) -> list[Row]:
-    """Return the batches that the first workers made meanwhile, as far as each was told by itself."""
-    if not fetches:
-        return []
-    fetched = fetches.get()
-    start, dur = fetched["start_ns"].to_numpy(), fetched["dur_ns"].to_numpy()
-    single = (fetched["count"] == 1).to_numpy() & (dur >= 0) & fetched["worker"].between(0, MOST_WORKERS - 1).to_numpy()
-    mine = fetched[single & (start < end) & (start + dur > begin)]
-    return [
-        (f"worker {worker}", int(max(s, begin)), int(min(s + d, end) - max(s, begin)), "makes a batch", "worker")
-        for worker, s, d in zip(mine["worker"], mine["start_ns"], mine["dur_ns"], strict=True)
-    ]
+def _on_thread(in_phases: list[iv.Intervals], begin: int, end: int) -> list[Row]:
+    rows: list[Row] = []
+    left = np.array([[begin, end]], dtype=np.int64)
+    for (name, category, _), cover in zip(_PHASES, in_phases, strict=True):
+        pieces = _coarse(iv.intersect(left, cover), end - begin)
+        rows += _rows("thread", pieces, [name] * len(pieces), category)
+        left = iv.subtract(left, cover)
+    return rows
 
 
-def _on_streams(device_work: pd.DataFrame, partition: dict[str, iv.Intervals], begin: int, end: int) -> list[Row]:
+def _in_workers(fetches: pd.DataFrame, begin: int, end: int) -> list[Row]:
+    """Return the batches that the first workers made meanwhile, of those that were recorded one by one."""
+    start, stop = fetches["start_ns"], fetches["start_ns"] + fetches["dur_ns"]
+    alone = (fetches["count"] == 1) & (fetches["dur_ns"] >= 0) & fetches["worker"].between(0, MOST_WORKERS - 1)
+    mine = alone & (start < end) & (stop > begin)
+    spans = zip(fetches["worker"][mine], start[mine].clip(lower=begin), stop[mine].clip(upper=end), strict=True)
+    return [(f"worker {worker}", int(s), int(e - s), "makes a batch", "worker") for worker, s, e in spans]
+
+
+def _on_streams(device_work: pd.DataFrame, bubble: iv.Intervals, begin: int, end: int) -> list[Row]:
     """Return what each of the busiest streams ran, hidden or not: those that compute first, those that copy last."""
-    start, dur = device_work["start_ns"].to_numpy(), device_work["dur_ns"].to_numpy()
+    start, over = device_work["start_ns"], device_work["start_ns"] + device_work["dur_ns"]
+    inside = (start < end) & (over > begin)
     # What ran when the step began has a name, too.
-    shown = np.flatnonzero((start < end) & (start + dur > begin))
-    late, over = np.maximum(start[shown], begin), (start + dur)[shown]
-    has_role = {role: host.is_kind(device_work, *kinds)[shown] for role, kinds in _ROLES.items()}
-    called = device_work["name"].cat
-    names, known = called.codes.to_numpy()[shown], called.categories
-    bubble = partition.get("pipeline_bubble", iv.EMPTY)
+    late = start[inside].clip(lower=begin)
+    shown = device_work.loc[inside, ["lane", "kind", "name"]].assign(start_ns=late, dur_ns=over[inside] - late)
     streams = []
-    lanes = device_work["lane"].cat.codes.to_numpy()[shown]
-    for code in np.unique(lanes):
-        mine = {role: np.flatnonzero(has & (lanes == code)) for role, has in has_role.items()}
-        spans = {role: _Named(late[at], over[at] - late[at], names[at], known) for role, at in mine.items()}
-        ran = {role: iv.clip(iv.union(late[at], over[at]), begin, end) for role, at in mine.items()}
+    for lane, mine in shown.groupby("lane", observed=True):
+        spans = {role: mine[host.is_kind(mine, *kinds)] for role, kinds in _ROLES.items()}
+        ran = {role: iv.clip(host.cover(of), begin, end) for role, of in spans.items()}
         busy = {role: iv.total(pieces) for role, pieces in ran.items()}
         role = max(busy, key=lambda role: busy[role])
-        name = str(device_work["lane"].cat.categories[code]).removeprefix("device").removeprefix(":")
-        streams.append((list(_ROLES).index(role), -sum(busy.values()), f"{role} {name}", spans, ran))
+        name = f"{role} {str(lane).removeprefix('device').removeprefix(':')}"
+        streams.append((list(_ROLES).index(role), -sum(busy.values()), name, spans, ran))
     rows: list[Row] = []
     busiest = sorted(streams, key=lambda stream: stream[1])[:MOST_STREAMS]
     for _, _, lane, spans, ran in sorted(busiest, key=lambda stream: stream[:3]):
         for role, category, cover in (
             ("computation", "computation", ran["computation"]),
             ("communication", "communication", iv.subtract(ran["communication"], bubble)),
-            ("communication", "pipeline_bubble", iv.intersect(ran["communication"], bubble)),
+            ("communication", BUBBLE, iv.intersect(ran["communication"], bubble)),
             ("copies", "copy", ran["copies"]),
         ):
             pieces = _coarse(cover, end - begin)
-            longest = _longest(spans[role], pieces)
-            rows += [(lane, int(s), int(e - s), n, category) for (s, e), n in zip(pieces, longest, strict=True)]
+            rows += _rows(lane, pieces, _longest(spans[role], pieces), category)
     return rows
 
 
 def _working(on_training_thread: pd.DataFrame, partition: dict[str, iv.Intervals], begin: int, end: int) -> list[Row]:
-    """Return what the training thread computes, and beside it the communication that nothing hides."""
-    work = on_training_thread
-    first, last = np.searchsorted(work["start_ns"].to_numpy(), (begin, end))
-    work = work.iloc[first:last]
+    """Return what the training thread computes, and apart from it the communication that nothing hides."""
+    first, last = np.searchsorted(on_training_thread["start_ns"].to_numpy(), (begin, end))
+    work = on_training_thread.iloc[first:last]
     work = work[host.is_kind(work, "op", *device.WORK)]
-    name = work["name"].cat
-    named = _Named(work["start_ns"].to_numpy(), work["dur_ns"].to_numpy(), name.codes.to_numpy(), name.categories)
     rows: list[Row] = []
-    for category, lane, called in (
+    for category, lane, name in (
         ("computation", "work", ""),
         ("communication", "communication", "collective"),
-        ("pipeline_bubble", "communication", "waits for another stage"),
+        (BUBBLE, "communication", "waits for another stage"),
     ):
         pieces = _coarse(iv.clip(partition.get(category, iv.EMPTY), begin, end), end - begin)
-        names = [called] * len(pieces) if called else _longest(named, pieces)
-        rows += [(lane, int(s), int(e - s), n, category) for (s, e), n in zip(pieces, names, strict=True)]
+        rows += _rows(lane, pieces, [name] * len(pieces) if name else _longest(work, pieces), category)
     return rows
+
+
+def _rows(lane: str, pieces: iv.Intervals, names: Iterable[str], category: str) -> list[Row]:
+    return [(lane, s, e - s, name, category) for (s, e), name in zip(pieces.tolist(), names, strict=True)]
 
 
 def _coarse(a: iv.Intervals, length: int) -> iv.Intervals:
     """Merge pieces that lie closer than the grain, and drop those shorter than a quarter of it."""
-    if not len(a):
-        return a
     grain = max(int(length * GRAIN), 1)
-    merged = iv.union(a[:, 0], a[:, 1] + grain)
-    merged = np.column_stack((merged[:, 0], merged[:, 1] - grain))
+    merged = iv.union(a[:, 0], a[:, 1] + grain) - (0, grain)
     return merged[(merged[:, 1] - merged[:, 0]) * 4 >= grain]
 
 
-class _Named(NamedTuple):
-    """Spans in order of their start, and the name of each by its number among all names."""
-
-    start: NDArray[np.int64]
-    dur: NDArray[np.int64]
-    code: NDArray[np.integer[Any]]
-    names: pd.Index[str]
-
-
-def _longest(spans: _Named, pieces: iv.Intervals) -> list[str]:
-    """Name the longest span that begins in each piece, and say how many more do."""
-    start, dur, code, name = spans
+def _longest(spans: pd.DataFrame, pieces: iv.Intervals) -> list[str]:
+    """Name the longest of the spans, in order of their start, that begins in each piece, and count the others."""
+    start, dur, name = spans["start_ns"].to_numpy(), spans["dur_ns"].to_numpy(), spans["name"].array
     names = []
     for i, j in np.searchsorted(start, pieces).tolist():
-        longest = str(name[code[i + int(np.argmax(dur[i:j]))]]).removeprefix(_EVALUATES) if j > i else ""
+        longest = str(name[i + int(np.argmax(dur[i:j]))]).removeprefix(_EVALUATES) if j > i else ""
         names.append(short(longest, 200) + (f" and {j - i - 1:,} more" if j > i + 1 else ""))
     return names

@@ -15,50 +15,39 @@ from dlprof.analysis.timeline.traced import TracedSteps
 
 @per_rank
 def window_likeness(
-    has_device: bool,
-    timing: Maybe[Timing],
-    trace_window: Maybe[TracedSteps],
-    steps: Maybe[pd.DataFrame],
-    light_steps: Maybe[pd.DataFrame],
+    has_device: bool, timing: Maybe[Timing], trace_window: TracedSteps, light_steps: Maybe[pd.DataFrame]
 ) -> pd.DataFrame:
     """Return one row of a rank with a device: ratio, after, after_noise, linked, left_out, without_work.
 
     ratio: mean traced ÷ mean untraced step. after: mean untraced step after the traced ones ÷ before them, with its
     standard error after_noise. linked: the share of the device's work whose launch the trace holds. left_out: traced
-    steps at the beginning in which the host only got its lead; without_work: those that launch nothing. NaN: not
+    steps at the beginning in which the host only gained its lead; without_work: those that launch nothing. NaN: not
     known. No row without a device.
     """
     if not has_device:
-        return pd.DataFrame(
-            columns=["ratio", "after", "after_noise", "linked", "left_out", "without_work"], dtype=float
-        )
-    t, found = timing.get(), trace_window.get()
-    after, noise = _after(steps, light_steps)
-    return pd.DataFrame(
-        {
-            "ratio": [np.nan if t.overhead is None else t.overhead],
-            "after": [after],
-            "after_noise": [noise],
-            "linked": [found.linked],
-            "left_out": [float((~found.settled).sum()) if found.unit == "step" else 0.0],
-            "without_work": [float((~found.launches).sum())],
-        }
-    )
+        columns = ["ratio", "after", "after_noise", "linked", "left_out", "without_work"]
+        return pd.DataFrame(columns=columns, dtype=float)
+    overhead = timing.get().overhead
+    after, noise = _after(light_steps.get()) if light_steps else (np.nan, np.nan)
+    row = {
+        "ratio": np.nan if overhead is None else overhead,
+        "after": after,
+        "after_noise": noise,
+        "linked": trace_window.linked,
+        "left_out": float((~trace_window.settled).sum()) if trace_window.unit == "step" else 0.0,
+        "without_work": float((~trace_window.launches).sum()),
+    }
+    return pd.DataFrame([row])
 
 
-def _after(steps: Maybe[pd.DataFrame], light_steps: Maybe[pd.DataFrame]) -> tuple[float, float]:
+def _after(light_steps: pd.DataFrame) -> tuple[float, float]:
     """Return how long steps are after the profiled ones, as a multiple of those before, and its standard error."""
-    if not steps:
-        return np.nan, np.nan
-    marked = light_steps.get()
-    profiled = np.flatnonzero(marked["profiled"].to_numpy() != 0)
+    profiled = np.flatnonzero(light_steps["profiled"])
     if not len(profiled):
         return np.nan, np.nan
-    place, steady = np.arange(len(marked)), marked["steady"].to_numpy()
-    length = marked["length_ns"].to_numpy()
-    lengths = [length[steady & chosen] for chosen in (place < profiled[0], place > profiled[-1])]
+    halves = light_steps.iloc[: profiled[0]], light_steps.iloc[profiled[-1] + 1 :]
+    lengths = [half.loc[half["steady"], "length_ns"].to_numpy() for half in halves]
     if min(map(len, lengths)) < ENOUGH:
         return np.nan, np.nan
     before, after = (float(np.median(each)) for each in lengths)  # a pause now and then is no sign of the profiler
-    noise = math.hypot(*(standard_error(each) / before for each in lengths))
-    return after / before, noise
+    return after / before, math.hypot(*(standard_error(each) / before for each in lengths))

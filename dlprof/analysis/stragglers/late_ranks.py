@@ -6,28 +6,30 @@ short trace shows by chance, and what the others would then lack of the host's c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from statistics import median
+from functools import partial
 from typing import Any
 
 import pandas as pd
 
 from dlprof.analysis import settings
+from dlprof.analysis.communication.matching import SENT
 from dlprof.analysis.engine import Job, Maybe, across_ranks, by_rank
 from dlprof.analysis.machine.samples import WAITED, outside
 from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.spread import LEAST_NOISE
 from dlprof.analysis.stragglers.own_time import Lead, lead
 from dlprof.analysis.stragglers.workload import Reason, longer_because
+from dlprof.errors import NotMeasured
 from dlprof.result import CATEGORIES
 from dlprof.units import percent
 
 # Notable from 5 % of a step on; other tools grade 5, 10 and 20 %.
 NOTABLE_SHARE = 0.05
 
-# Where all steps of the light layer and the few traced ones in a row show different ranks, or only the latter show one,
-# from here on. The slowest rank is looked at: of two alike, one is twice the noise ahead in one window of twenty, and
+# From here on the few traced steps in a row count where they show other late ranks than all steps of the step log, or
+# alone show any. The slowest rank is looked at: of two alike, one is twice the noise ahead in one window of twenty, and
 # three times in one of seventy.
 SURE_NOISE = 3.0
 
@@ -40,50 +42,38 @@ OWNERS: Mapping[str, tuple[str, str]] = {
     "compilation": ("compiles longer", "recompilation"),
 }
 
+# What else a late rank may do longer, and what to change.
+CAUSES: Mapping[str, tuple[str, str]] = {
+    "computation": (
+        "computes longer",
+        "give it the same work (shards, sequence lengths, layers); then look at its device: clock, users, cooling",
+    ),
+    "communication": ("transfers longer", "look at its link: a slow network card or a wrong route"),
+    "copy": ("copies longer", "look at its link to the device and at its pinned memory"),
+    "validation": ("validates longer", "let all ranks validate, each its share"),
+    "optimizer_host": ("is longer in its optimizer", "give each rank the same share of the optimizer's state"),
+    "host": ("spends longer on the host", "look at what only this rank does: logging, saving, its cores"),
+    "launch_latency": ("takes longer from kernel to kernel", "compare its kernels and streams with another rank's"),
+    "queued_wait": ("has queued work that waits longer", "compare its kernels and streams with another rank's"),
+    "other": ("is late for a reason that was not recorded", "look at what only this rank does"),
+}
+
 _TRACED = "in the traced steps"
+_LOGGED = "in every steady step"
 _BUSY = "in every steady step, as what each rank is busy tells"
-
-# What else a late rank may do longer than the others.
-CAUSES = (
-    "computation",
-    "communication",
-    "copy",
-    "validation",
-    "optimizer_host",
-    "host",
-    "launch_latency",
-    "queued_wait",
-    "other",
-)
-
-
-@dataclass(frozen=True)
-class _Known:
-    """What the cost of late ranks is worked out from."""
-
-    traced_own_time: Maybe[pd.DataFrame]
-    light_own_time: Maybe[pd.DataFrame]
-    own_time: Maybe[pd.DataFrame]
-    step_means: Maybe[pd.DataFrame]
-    mean_step_ns: Maybe[float]
-    breakdown: Maybe[pd.DataFrame]
-    busy_share: Maybe[pd.DataFrame]
-    sample_means: Maybe[pd.DataFrame]
-    workload: Maybe[pd.DataFrame]
-    held_down: Maybe[list[tuple[dict[Any, Any], str, float]]]
-    job: Job
 
 
 @dataclass(frozen=True)
 class LateRanks:
     """The late ranks, and what this rule would save of what they cost: shares of the mean steady step."""
 
-    known: _Known
     lead: Lead
+    who: str  # the rank, or the host of all of them
     source: str  # which steps show it
-    agreed: bool = True  # whether no other steps show other ranks
-    share: float = 0.0
-    noise: float = 0.0
+    agreed: bool  # whether no other steps show other ranks
+    cost: float  # what they cost in all
+    share: float  # what is left of that for this rule
+    noise: float
     why: str = ""  # why it is not more
     more: Mapping[str, float] = field(default_factory=dict)  # what they spend more on than the others, ns a category
     cause: str = ""  # most of that, of what no other rule answers for
@@ -94,12 +84,6 @@ class LateRanks:
         return replace(self, share=share, noise=self.noise * share / self.share, why=why)
 
     @property
-    def who(self) -> str:
-        """The rank, or the host of all of them."""
-        ranks = self.lead.ranks
-        return f"rank {ranks[0]}" if len(ranks) == 1 else f"host {settings.host(self.known.job, ranks[0])}"
-
-    @property
     def behind(self) -> str:
         """Who is late, and by how much."""
         return f"{self.who} is {percent(self.share)} of a step behind"
@@ -107,135 +91,132 @@ class LateRanks:
 
 @across_ranks
 def late_ranks(
+    matched: pd.DataFrame,
+    breakdown: pd.DataFrame,
     traced_own_time: Maybe[pd.DataFrame],
     light_own_time: Maybe[pd.DataFrame],
-    own_time: Maybe[pd.DataFrame],
-    step_means: Maybe[pd.DataFrame],
-    mean_step_ns: Maybe[float],
-    breakdown: Maybe[pd.DataFrame],
-    busy_share: Maybe[pd.DataFrame],
-    sample_means: Maybe[pd.DataFrame],
-    workload: Maybe[pd.DataFrame],
-    held_down: Maybe[list[tuple[dict[Any, Any], str, float]]],
+    own_time: pd.DataFrame,
+    step_means: pd.DataFrame,
     job: Job,
 ) -> LateRanks:
     """Return the ranks whose own time is longest, or all ranks of one host, and what they cost in all.
 
-    Raises NotMeasured where own time is not known.
+    From every step where the step log shows it, else from the traced ones. Raises NotMeasured where own time is not
+    known, and where only the stages of a pipeline exchange.
     """
-    return _found(
-        _Known(
-            traced_own_time,
-            light_own_time,
-            own_time,
-            step_means,
-            mean_step_ns,
-            breakdown,
-            busy_share,
-            sample_means,
-            workload,
-            held_down,
-            job,
-        )
-    )
-
-
-def _found(known: _Known) -> LateRanks:
-    """Find the late ranks from every step where the step log can tell, else from the traced ones."""
-    traced = _dearest(known.job, known.traced_own_time.get())
-    late = LateRanks(known, traced, _TRACED)
-    steps = known.light_own_time.or_none()
+    if not (matched["collective"] != SENT).any() and any(part(breakdown, "pipeline_bubble").values()):
+        raise NotMeasured("the ranks exchange nothing but with their pipeline's neighbours: see stage_imbalance")
+    chosen, source, agreed = _dearest(job, traced_own_time.get()), _TRACED, True
+    steps = light_own_time.or_none()
     if steps is not None:
-        whole = _dearest(known.job, steps)
+        whole = _dearest(job, steps)
         # What one short window shows must exceed what such windows show by chance.
-        traced = replace(traced, noise_ns=max(traced.noise_ns, whole.window_noise_ns))
-        told = whole.saving_ns >= NOTABLE_SHARE * whole.step_ns and whole.behind_ns >= LEAST_NOISE * whole.noise_ns
-        missed = traced.behind_ns >= SURE_NOISE * traced.noise_ns and not told
-        agreed = set(traced.ranks) == set(whole.ranks)
-        late = LateRanks(known, traced, _TRACED) if missed else LateRanks(known, whole, "in every steady step", agreed)
-    share = _cost(late)
-    if not share:
-        return replace(late, why="no rank makes the others wait")
-    return replace(late, share=share, noise=late.lead.noise_ns / late.lead.behind_ns * share)
-
-
-def _cost(late: LateRanks) -> float:
-    """Return what the late ranks cost, as a share of the mean steady step."""
-    known, ranks = late.known, list(late.lead.ranks)
+        chosen = replace(chosen, noise_ns=max(chosen.noise_ns, whole.window_noise_ns))
+        shown = whole.saving_ns >= NOTABLE_SHARE * whole.step_ns and whole.behind_ns >= LEAST_NOISE * whole.noise_ns
+        if shown or chosen.behind_ns < SURE_NOISE * chosen.noise_ns:
+            agreed = set(chosen.ranks) == set(whole.ranks)
+            chosen, source = whole, _LOGGED
     # Traced steps are slower than others; the share of them is what carries over.
-    share = late.lead.saving_ns / late.lead.step_ns if late.lead.behind_ns > 0 else 0.0
-    if not share or late.source != _TRACED or settings.on_cpu(known.job):
-        return share
-    own = known.own_time.get()
-    if (known.step_means.get()["source"] != "steps").any() or not own["known"].all():
-        return share
-    # The few traced steps may have been luckier than the others, whose parts the step log and the device's clock tell.
-    times = own.set_index("rank")["own_ns"]
-    return max(float(times[ranks].min() - times.drop(ranks).max()), 0.0) / known.mean_step_ns.get()
+    share = chosen.saving_ns / chosen.step_ns if chosen.behind_ns > 0 else 0.0
+    if share and source == _TRACED and not settings.on_cpu(job):
+        share = _of_steady_steps(own_time, step_means, list(chosen.ranks), share)
+    ranks = chosen.ranks
+    return LateRanks(
+        lead=chosen,
+        who=f"rank {ranks[0]}" if len(ranks) == 1 else f"host {settings.host(job, ranks[0])}",
+        source=source,
+        agreed=agreed,
+        cost=share,
+        share=share,
+        noise=chosen.noise_ns / chosen.behind_ns * share if share else 0.0,
+        why="" if share else "no rank makes the others wait",
+    )
 
 
 def _dearest(job: Job, own: pd.DataFrame) -> Lead:
     """Return the lead that costs most: that of the slowest rank, or that of all ranks of one host together."""
-    hosts: dict[str, list[int]] = {}
-    for rank in own.columns:
-        hosts.setdefault(settings.host(job, int(rank)), []).append(int(rank))
-    together = [lead(own, ranks) for ranks in hosts.values() if 1 < len(ranks) < len(own.columns)]
+    hosts = own.columns.to_series().groupby([settings.host(job, int(rank)) for rank in own.columns], sort=False)
+    together = [lead(own, ranks.tolist()) for _, ranks in hosts if 1 < len(ranks) < len(own.columns)]
     return max((lead(own), *together), key=lambda found: found.saving_ns)
 
 
-def theirs_alone(late: LateRanks) -> LateRanks:
-    """Return what is left for this rule to save. Where that is too little to be found, nothing more is looked into."""
-    for cut in (_agreed, _unowned, _unthrottled, _confirmed, _uncrowded, _shared_out):
-        late = cut(late) if late.share >= NOTABLE_SHARE else late
-    return replace(late, why="") if late.share >= NOTABLE_SHARE else late
+def _of_steady_steps(own_time: pd.DataFrame, step_means: pd.DataFrame, late: list[int], share: float) -> float:
+    """Return what late ranks cost in all steady steps of a device, a share of the mean one.
+
+    The few traced steps may have been luckier than the others, whose parts the step log and the device's clock show.
+    """
+    if (step_means["source"] != "steps").any() or not own_time["known"].all():
+        return share
+    own = own_time.set_index("rank")["own_ns"]
+    return max(float(own[late].min() - own.drop(late).max()), 0.0) / float(step_means["step_ns"].mean())
+
+
+@across_ranks
+def straggling(
+    late_ranks: LateRanks,
+    breakdown: pd.DataFrame,
+    own_time: pd.DataFrame,
+    workload: Maybe[pd.DataFrame],
+    sample_means: Maybe[pd.DataFrame],
+    held_down: Maybe[list[tuple[dict[Any, Any], str, float]]],
+    busy_share: Maybe[pd.DataFrame],
+    job: Job,
+) -> LateRanks:
+    """Return what of the cost is left for this rule to save. Once that is not notable, nothing more is looked into."""
+    cuts: tuple[Callable[[LateRanks], LateRanks], ...] = (
+        _agreed,
+        partial(_unowned, breakdown, own_time),
+        partial(_unthrottled, workload, sample_means, held_down, job),
+        partial(_confirmed, busy_share, job),
+        partial(_uncrowded, sample_means, job),
+        _shared_out,
+    )
+    late = late_ranks
+    for cut in cuts:
+        if late.share < NOTABLE_SHARE:
+            return late
+        late = cut(late)
+    return late if late.share < NOTABLE_SHARE else replace(late, why="")
 
 
 def _agreed(late: LateRanks) -> LateRanks:
     """Save nothing where the traced steps show another rank, and the difference may be chance."""
     if late.agreed or late.lead.behind_ns >= SURE_NOISE * late.lead.noise_ns:
         return late
-    why = f"{late.behind} in all of them, but in the traced ones another rank is: none is late for sure"
-    return late.cut(0.0, why)
+    return late.cut(0.0, f"{late.behind} in all of them, but in the traced ones another rank is: none is late for sure")
 
 
-def _unowned(late: LateRanks) -> LateRanks:
-    """Find what the ranks spend more time on, and leave out what other rules answer for."""
-    more = _more(late.known, late.lead.ranks)
-    owned = {c: more[c] for c in OWNERS}
-    does, owner = OWNERS[max(owned, key=lambda c: owned[c])]
-    share = late.share * (1 - sum(owned.values()) / max(sum(more.values()), 1.0))
+def _unowned(breakdown: pd.DataFrame, own_time: pd.DataFrame, late: LateRanks) -> LateRanks:
+    """Find by how much the ranks exceed the median of the others in each category, and leave out what others own."""
+    parts = pd.DataFrame({category: part(breakdown, category) for category in CATEGORIES})
+    # Waiting for others is no own time.
+    waiting = pd.Series(by_rank(own_time, "wait_ns")).reindex(parts.index).fillna(0.0)
+    parts["communication"] = (parts["communication"] - waiting).clip(lower=0.0)
+    theirs = parts.index.isin(late.lead.ranks)
+    more = (parts[theirs].median() - parts[~theirs].median()).clip(lower=0.0)
+    owned = more[list(OWNERS)]
+    does, owner = OWNERS[str(owned.idxmax())]
+    share = late.share * (1 - float(owned.sum()) / max(float(more.sum()), 1.0))
     late = late.cut(share, f"{late.behind}, as it {does}: see {owner}")
-    return replace(late, more=more, cause=max(CAUSES, key=lambda c: more[c]))
+    return replace(late, more=more.to_dict(), cause=str(more[list(CAUSES)].idxmax()))
 
 
-def _more(known: _Known, late: tuple[int, ...]) -> dict[str, float]:
-    """Return by how much each category of the late ranks' own time exceeds the median of the others', ns; 0 or more.
-
-    Their waiting for others is no own time.
-    """
-    waiting = by_rank(known.own_time.get(), "wait_ns")
-    more = {}
-    for category in CATEGORIES:
-        ns = part(known.breakdown.get(), category)
-        if category == "communication":
-            ns = {r: max(0.0, t - waiting.get(r, 0.0)) for r, t in ns.items()}
-        others = [t for r, t in ns.items() if r not in late]
-        more[category] = max(0.0, median(t for r, t in ns.items() if r in late) - median(others))
-    return more
-
-
-def _unthrottled(late: LateRanks) -> LateRanks:
+def _unthrottled(
+    workload: Maybe[pd.DataFrame],
+    sample_means: Maybe[pd.DataFrame],
+    held_down: Maybe[list[tuple[dict[Any, Any], str, float]]],
+    job: Job,
+    late: LateRanks,
+) -> LateRanks:
     """Find why the ranks compute longer, and save nothing where another rule answers for that."""
     if late.cause != "computation":
         return late
-    because = longer_because(
-        late.known.workload.get(), late.known.sample_means, late.known.held_down, late.known.job, late.lead.ranks[0]
-    )
+    because = longer_because(workload.get(), sample_means, held_down, job, late.lead.ranks[0])
     left = late.cut(0.0, f"{late.behind}, as {because.said}: see {because.owner}") if because.owner else late
     return replace(left, because=because)
 
 
-def _confirmed(late: LateRanks) -> LateRanks:
+def _confirmed(busy_share: Maybe[pd.DataFrame], job: Job, late: LateRanks) -> LateRanks:
     """Keep what of the traced steps' longer computation is true of all steady ones.
 
     On a CPU who computes longer is busy for longer. The few traced steps, all in a row, may be unlike the others: a
@@ -243,40 +224,33 @@ def _confirmed(late: LateRanks) -> LateRanks:
     computing thread is busy for as long as its rank takes; several are busy for longer, so that theirs is the most that
     it can be.
     """
-    job, ranks = late.known.job, late.lead.ranks
-    if late.source != _TRACED or late.cause != "computation":
+    shares = busy_share.or_none() if late.source == _TRACED and late.cause == "computation" else None
+    if shares is None or len(shares) < 2 or not set(late.lead.ranks) < set(shares.columns):
         return late
-    shares = late.known.busy_share.or_none()
-    if shares is not None:
-        if len(shares) < 2 or not set(ranks) < set(shares.columns):
-            return late
-        more = lead(shares, ranks)
-        # What of the lateness another rule owns is not this one's here either.
-        mine = late.share / (late.lead.saving_ns / late.lead.step_ns)
-        but = f"{late.behind} in the traced ones, but"
-        alone = all((job.facts[r].get("cpu") or {}).get("torch_threads") == 1 for r in job.ranks)
-        if alone and more.noise_ns * mine < late.noise:
-            share = more.saving_ns * mine
-            why = f"{but} {percent(share)} in all steady ones, as what each rank is busy tells"
-            return replace(late, share=share, noise=more.noise_ns * mine, source=_BUSY, why=why)
-        most = min(late.share, max(more.behind_ns, 0.0) + LEAST_NOISE * more.noise_ns)
-        return late.cut(most, f"{but} in all steady steps it is busy for {percent(most)} more of the time at most")
-    return late
+    more = lead(shares, late.lead.ranks)
+    # What of the lateness another rule owns is not this one's here either.
+    mine = late.share / (late.lead.saving_ns / late.lead.step_ns)
+    but = f"{late.behind} in the traced ones, but"
+    alone = all((job.facts[r].get("cpu") or {}).get("torch_threads") == 1 for r in job.ranks)
+    if alone and more.noise_ns * mine < late.noise:
+        share = more.saving_ns * mine
+        why = f"{but} {percent(share)} in all steady ones, as what each rank is busy tells"
+        return replace(late, share=share, noise=more.noise_ns * mine, source=_BUSY, why=why)
+    most = min(late.share, max(more.behind_ns, 0.0) + LEAST_NOISE * more.noise_ns)
+    return late.cut(most, f"{but} in all steady steps it is busy for {percent(most)} more of the time at most")
 
 
-def _uncrowded(late: LateRanks) -> LateRanks:
-    """Leave out what the ranks lack of cores that the others beside them have."""
-    lacks = (
-        without_core(late.known.sample_means, late.known.job, late.lead.ranks) if late.cause == "computation" else 0.0
-    )
+def _uncrowded(sample_means: Maybe[pd.DataFrame], job: Job, late: LateRanks) -> LateRanks:
+    """Leave out what the ranks lack of cores that the others on their host have."""
+    lacks = without_core(sample_means, job, late.lead.ranks) if late.cause == "computation" else 0.0
     why = f"{late.behind}, as it stands ready without a core for {percent(lacks)} more of the time than the job's other"
     return late.cut(max(late.share - lacks, 0.0), f"{why} ranks on its host, which have it then")
 
 
 def without_core(sample_means: Maybe[pd.DataFrame], job: Job, late: tuple[int, ...]) -> float:
-    """Return for what share of the time late ranks have no core, more than the ranks beside them, which have it then.
+    """Return for what share of the time late ranks have no core, more than those on their host, which have it then.
 
-    0 where a device computes, where the kernel does not tell, where programs outside the job take cores, and where
+    0 where a device computes, where the kernel did not count it, where programs outside the job take cores, and where
     ranks have cores of their own, or may have.
     """
     sampled = sample_means.or_none()
@@ -285,10 +259,8 @@ def without_core(sample_means: Maybe[pd.DataFrame], job: Job, late: tuple[int, .
     neighbours = [r for r in job.ranks if settings.host(job, r) == settings.host(job, late[0]) and r not in late]
     cpus = [job.facts[r].get("cpu") or {} for r in (*late, *neighbours)]
     everywhere = all(cpu.get("affinity") == cpu.get("count") is not None for cpu in cpus)
-    if not neighbours or not everywhere or outside(sampled):
-        return 0.0
     waited = sampled[sampled["metric"] == WAITED].set_index("rank")["mean"]
-    if not set(late) | set(neighbours) <= set(waited.index):
+    if not neighbours or not everywhere or outside(sampled) or not {*late, *neighbours} <= set(waited.index):
         return 0.0
     return max(float(waited[list(late)].mean() - waited[neighbours].mean()), 0.0)
 

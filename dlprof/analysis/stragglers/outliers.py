@@ -1,4 +1,4 @@
-"""Who is late, told without clocks and without all ranks: the rank whose collectives are abnormally short.
+"""Which rank is late, without clocks and without all ranks: the one whose collectives are abnormally short.
 
 Who comes last to a collective finds the others there and stays only for the transfer. So a late rank's collectives are
 shorter than everybody else's, whatever its clock says and whichever other ranks were not recorded.
@@ -6,10 +6,13 @@ shorter than everybody else's, whatever its clock says and whichever other ranks
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pandas as pd
 
 from dlprof.analysis.engine import Maybe, across_ranks
+from dlprof.analysis.step.breakdown import part
 from dlprof.errors import NotMeasured
 
 # Dixon's Q, the gap below the shortest over the whole range, exceeds these by chance in one case of twenty: the 95th
@@ -31,8 +34,7 @@ def voted(instances: pd.DataFrame, window_steps: Maybe[pd.DataFrame]) -> pd.Data
     `counted` are the collectives of which three ranks or more are here; waited_ns is by how much a rank's collectives
     last longer than the shortest of the same, ns of a mean traced step. Raises NotMeasured where there are too few.
     """
-    frame = instances
-    frame = frame[frame["wanted"] > 0]
+    frame = instances[instances["wanted"] > 0]
     frame = frame.assign(dur_ns=frame["end_ns"] - frame["start_ns"])
     here = frame.groupby("instance")["dur_ns"].transform("size")
     frame = frame[here >= _RANKS[0]].sort_values(["instance", "dur_ns"], kind="stable")
@@ -40,17 +42,35 @@ def voted(instances: pd.DataFrame, window_steps: Maybe[pd.DataFrame]) -> pd.Data
     if counted < ENOUGH:
         raise NotMeasured(f"{counted} collectives of {_RANKS[0]} or more ranks are too few to tell by their lengths")
     groups = frame.groupby("instance")["dur_ns"]
-    n = groups.size().to_numpy()
-    duration = frame["dur_ns"].to_numpy(dtype=float)
-    first = np.concatenate(([0], np.cumsum(n)[:-1]))
-    shortest, second, longest = duration[first], duration[first + 1], duration[first + n - 1]
-    spread = np.maximum(longest - shortest, 1.0)
-    short = (second - shortest) / spread > np.interp(n, _RANKS, _Q)
-    far = shortest < groups.mean().to_numpy() - SIGMAS * groups.std(ddof=0).to_numpy()
-    elected = frame["rank"].to_numpy()[first][np.where(n > _RANKS[-1], far, short)]
+    n, shortest, longest = groups.size(), groups.min(), groups.max()
+    short = (groups.nth(1).to_numpy() - shortest) / (longest - shortest).clip(lower=1.0) > np.interp(n, _RANKS, _Q)
+    far = shortest < groups.mean() - SIGMAS * groups.std(ddof=0)
+    first = frame.groupby("instance")["rank"].first()
+    winners = first[far.where(n > _RANKS[-1], short)]
     steps = window_steps.get().groupby("rank").size()
-    waited = frame.assign(waited_ns=duration - np.repeat(shortest, n)).groupby("rank")["waited_ns"].sum() / steps
-    votes = pd.Series(elected).value_counts().reindex(waited.index).fillna(0).astype(np.int64)
-    return pd.DataFrame(
-        {"rank": waited.index, "votes": votes.to_numpy(), "counted": counted, "waited_ns": waited.to_numpy()}
-    )
+    waited = (frame["dur_ns"] - groups.transform("min")).groupby(frame["rank"]).sum() / steps
+    votes = winners.value_counts().reindex(waited.index, fill_value=0)
+    return pd.DataFrame({"votes": votes, "counted": counted, "waited_ns": waited}).reset_index()
+
+
+@dataclass(frozen=True)
+class Elected:
+    """The rank that most collectives were abnormally short on, and what the others wait for it, ns a step."""
+
+    rank: int
+    table: pd.DataFrame  # as `voted`
+    mean_ns: float  # that the others stay longer in their collectives
+    gain_ns: float  # of it, what is gone without this rank: they would still wait for the next
+
+
+@across_ranks
+def elected(voted: pd.DataFrame, breakdown: pd.DataFrame) -> Elected:
+    """Return the late rank; raise NotMeasured where no rank has the majority of the collectives."""
+    votes = voted.set_index("rank")
+    late = int(str(votes["votes"].idxmax()))
+    if 2 * votes["votes"].max() <= votes["counted"].iloc[0]:
+        raise NotMeasured("the collectives of those that are here last alike: if one is late, its trace is not here")
+    # What is hidden behind computation costs nothing, and is no waiting.
+    exposed_ns = pd.Series(part(breakdown, "communication"), dtype=float).reindex(votes.index).fillna(0.0)
+    waited = votes["waited_ns"].clip(upper=exposed_ns).drop(index=late)
+    return Elected(late, voted, float(waited.mean()), float(waited.min()))

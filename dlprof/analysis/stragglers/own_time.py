@@ -1,8 +1,8 @@
 """Each rank's own time, step by step: the step less the rank's waiting for others.
 
 From the trace it is exact, for a handful of steps in a row: on a busy machine those may be unlike all others. On a CPU
-run the light layer tells it for every step, with one assumption: in the phases in which the trace shows ranks waiting,
-all do the same work, so that what a rank spends there beyond the shortest is waiting.
+run the step log shows it for every step, with one assumption: in the phases in which the trace shows ranks waiting, all
+do the same work, so that what a rank spends there beyond the shortest is waiting.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank
-from dlprof.analysis.input.loader import in_steady
+from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.timeline.steady import standard_error
 from dlprof.analysis.timeline.steps import PHASES
 from dlprof.errors import NotMeasured
@@ -35,13 +35,9 @@ MOST_ROWS = 400
 @per_rank
 def phases(host_phases: dict[str, iv.Intervals]) -> pd.DataFrame:
     """Return when the training thread was in which phase of the steady traced steps: phase, start_ns, end_ns."""
-    return pd.DataFrame(
-        {
-            "phase": np.repeat(list(host_phases), [len(s) for s in host_phases.values()]),
-            "start_ns": np.concatenate([s[:, 0] for s in host_phases.values()]),
-            "end_ns": np.concatenate([s[:, 1] for s in host_phases.values()]),
-        }
-    )
+    found = np.concatenate(list(host_phases.values()))
+    names = np.repeat(list(host_phases), [len(during) for during in host_phases.values()])
+    return pd.DataFrame({"phase": names, "start_ns": found[:, 0], "end_ns": found[:, 1]})
 
 
 @across_ranks
@@ -49,20 +45,32 @@ def traced_own_time(waits: pd.DataFrame) -> pd.DataFrame:
     """Return each rank's own time in each traced step, ns: one row a step, one column a rank.
 
     Ranks that wait for each other have one step; that one's trace began earlier than another's makes no rank slower.
-    Where the light layer tells how unusual the step was for a rank, that is taken off (a control variate), if it makes
-    the difference between the ranks surer. Raises NotMeasured as `waits` does.
+    Where the step log shows how unusual the step was for a rank, that is taken off (a control variate), if it makes the
+    difference between the ranks surer. Raises NotMeasured as `waits` does.
     """
-    common = waits.groupby("step")["dur_ns"].transform("mean")
-    plain = _by_rank(waits.assign(own_ns=common - waits["wait_ns"]))
-    usual = _by_rank(waits.assign(own_ns=common - waits["wait_ns"] - waits["loose_ns"]))
+    own = waits.groupby("step")["dur_ns"].transform("mean") - waits["wait_ns"]
+    plain = _by_rank(waits.assign(own_ns=own), "own_ns")
+    usual = _by_rank(waits.assign(own_ns=own - waits["loose_ns"]), "own_ns")
     if plain.shape[1] < 2 or not len(plain):
         raise NotMeasured("no step was traced on every rank")
     surer = len(usual) == len(plain) and lead(usual).noise_ns < lead(plain).noise_ns
     return usual if surer else plain
 
 
-def _by_rank(frame: pd.DataFrame) -> pd.DataFrame:
-    return frame.pivot_table(index="step", columns="rank", values="own_ns").dropna()
+@across_ranks
+def who_waits(waits: pd.DataFrame, breakdown: pd.DataFrame) -> pd.DataFrame:
+    """Return a row a rank, the slowest first: its traced steps' mean own_ns and wait_ns, and their collectives.
+
+    Columns: rank, own_ns, wait_ns, last (how many of the matched collectives it came to last), matched, and of the mean
+    steady step computation_ns and input_wait_ns.
+    """
+    own = waits.groupby("step")["dur_ns"].transform("mean") - waits["wait_ns"]
+    by = {"own_ns": ("own_ns", "mean"), "wait_ns": ("wait_ns", "mean"), "last": ("last", "sum")}
+    ranks = waits.assign(own_ns=own).groupby("rank").agg(**by, matched=("matched", "sum"))
+    ranks = ranks.sort_values("own_ns", ascending=False).reset_index()
+    for category in ("computation", "input_wait"):
+        ranks[f"{category}_ns"] = ranks["rank"].map(part(breakdown, category)).fillna(0.0)
+    return ranks
 
 
 @across_ranks
@@ -71,7 +79,7 @@ def light_own_time(
 ) -> pd.DataFrame:
     """Return each rank's own time in each steady step of a CPU run, ns: one row a step, one column a rank.
 
-    Raises NotMeasured where the light layer is not there or shares no step, or the device runs on while the host waits.
+    Raises NotMeasured where the step log is not there or shares no step, or the device runs on while the host waits.
     """
     if not settings.on_cpu(job):
         raise NotMeasured("the host's phases do not tell what a device waits for")
@@ -79,12 +87,12 @@ def light_own_time(
     series = series[series["steady"].astype(bool)]
     parts = series[[f"{p}_ns" for p in PHASES]]
     if not len(series) or (parts < 0).any(axis=None):
-        raise NotMeasured("the light layer's phases were not recorded on every rank")
+        raise NotMeasured("the step log's phases were not recorded on every rank")
     series = series.assign(rest_ns=series["dur_ns"] - parts.sum(axis=1))
-    step = _pivot(series, "dur_ns").mean(axis=1)
-    own = (_pivot(series, "dur_ns") * 0.0).add(step, axis=0)
+    step = _by_rank(series, "dur_ns")
+    own = (step * 0.0).add(step.mean(axis=1), axis=0)
     for phase in _waiting_phases(waiting.get(), phases.get()):
-        spent = _pivot(series, f"{phase}_ns")
+        spent = _by_rank(series, f"{phase}_ns")
         own = own.sub(spent.sub(spent.min(axis=1), axis=0))
     own = own.dropna()
     if own.shape[1] < 2 or not len(own):
@@ -93,39 +101,38 @@ def light_own_time(
 
 
 @per_rank
-def busy(loading: pd.DataFrame, light_steps: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+def busy(steady_usage: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Return what a rank's process used of its cores in the steady steps: step, time_ns, cpu_ns, busy_ns; thinned.
 
     busy_ns is CPU time (cpu_ns) and the time in which the training thread was ready to run and had no core. A rank that
-    waits for another sleeps, with gloo. Raises NotMeasured where the kernel does not tell.
+    waits for another sleeps, with gloo. Raises NotMeasured where the kernel did not count it.
     """
-    usage = loading[(loading["kind"] == "usage") & (loading["delay_ns"] >= 0)]
-    begin, took = usage["start_ns"].to_numpy(), usage["dur_ns"].to_numpy()
-    usage = usage[in_steady(light_steps, begin) & in_steady(light_steps, begin + took - 1)]
-    if not len(usage):
+    if not len(steady_usage):
         raise NotMeasured("what the ranks use of their cores was not recorded")
-    stride = -(-len(steps) // MOST_ROWS)
-    usage = usage.assign(step=usage["step"] // stride, busy_ns=usage["cpu_ns"] + usage["delay_ns"])
-    sums: pd.DataFrame = usage.groupby("step", as_index=False)[["dur_ns", "cpu_ns", "busy_ns"]].sum()
-    return sums.rename(columns={"dur_ns": "time_ns"})
+    used = steady_usage.rename(columns={"dur_ns": "time_ns"}).eval("busy_ns = cpu_ns + delay_ns")
+    sums: pd.DataFrame = used.groupby(used["step"] // -(-len(steps) // MOST_ROWS))[
+        ["time_ns", "cpu_ns", "busy_ns"]
+    ].sum()
+    return sums.reset_index()
 
 
 @across_ranks
 def busy_share(busy: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame:
-    """Return each rank's busy share of the time: one row some steps, one column a rank. Raises NotMeasured as `busy`.
+    """Return each rank's busy share of the time: one row some steps, one column a rank.
 
-    With several threads a rank may be busy for longer than the time. Raises it also where ranks that wait are busy.
+    With several threads a rank may be busy for longer than the time. Raises NotMeasured as `busy`, and where ranks that
+    wait are busy.
     """
     gloo = all("gloo" in str(job.facts[r].get("backend") or job.trace_facts[r].get("backend")) for r in job.ranks)
     if not settings.on_cpu(job) or not gloo or busy.lacking:
         raise NotMeasured("what a rank is busy does not tell its own time")
     frame = busy.get()
-    shares = frame.assign(share=frame["busy_ns"] / frame["time_ns"].clip(lower=1))
-    return shares.pivot_table(index="step", columns="rank", values="share").dropna()
+    return _by_rank(frame.assign(share=frame["busy_ns"] / frame["time_ns"].clip(lower=1)), "share")
 
 
-def _pivot(series: pd.DataFrame, column: str) -> pd.DataFrame:
-    return series.pivot_table(index="step", columns="rank", values=column).dropna()
+def _by_rank(frame: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Return a column of rows by step and rank, of steps that all ranks have."""
+    return frame.pivot_table(index="step", columns="rank", values=column).dropna()
 
 
 def _waiting_phases(waiting: dict[int, iv.Intervals], phases: pd.DataFrame) -> list[str]:
@@ -165,7 +172,7 @@ def lead(own: pd.DataFrame, late: Sequence[int] = ()) -> Lead:
     behind: NDArray[np.float64] = (own[ranks[-1]] - own[others.mean().idxmax()]).to_numpy(dtype=float)
     blocks = behind[: len(behind) // BLOCK * BLOCK].reshape(-1, BLOCK).mean(axis=1)
     many = len(blocks) >= BLOCK
-    slowest = own[list(ranks)].max(axis=1)
+    slowest, last = own[list(ranks)].max(axis=1), own.max(axis=1)
     without = np.maximum(others.max(axis=1), slowest - max(float(behind.mean()), 0.0))
     shared = own - mean + float(mean.mean())
     return Lead(
@@ -174,7 +181,7 @@ def lead(own: pd.DataFrame, late: Sequence[int] = ()) -> Lead:
         least_ns=max(float(behind.min()), 0.0) if len(behind) > 1 else 0.0,
         noise_ns=standard_error(blocks if many else behind),
         window_noise_ns=float(blocks.std(ddof=1)) if many else 0.0,
-        saving_ns=float((own.max(axis=1) - without).mean()),
-        shared_ns=float((own.max(axis=1) - shared.max(axis=1)).mean()),
-        step_ns=float(own.max(axis=1).mean()),
+        saving_ns=float((last - without).mean()),
+        shared_ns=float((last - shared.max(axis=1)).mean()),
+        step_ns=float(last.mean()),
     )

@@ -1,8 +1,7 @@
-"""How much each rank has to do in a step, to tell more work from slower work."""
+"""How much each rank has to do in a step, which distinguishes more work from slower work."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -13,7 +12,8 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, by_rank, per_rank
+from dlprof.analysis.engine import Job, Maybe, per_rank
+from dlprof.analysis.machine.samples import WAITED
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.errors import NotMeasured
@@ -34,27 +34,20 @@ def workload(
     """
     if not len(timing.windows):
         raise NotMeasured("no steps were traced")
-    within = iv.merge(timing.windows)
+    copied = np.nan
     if has_device:
         work = device_work.get()
         inside = launched_within.get() >= 0
         pieces = work["dur_ns"].to_numpy()[inside & host.is_kind(work, "kernel")]
-        copies = work["bytes"].to_numpy()[inside & host.is_one_of(work["copy"], "HtoD")]
-        copied = float(np.maximum(copies, 0).sum())
+        copied = float(work["bytes"].to_numpy()[inside & host.is_one_of(work["copy"], "HtoD")].clip(min=0).sum())
     else:
         thread = on_training_thread.get()
         outermost = host.outermost(thread[host.is_kind(thread, "op")])
-        pieces = outermost["dur_ns"].to_numpy()[_inside(outermost, within)]
-        copied = float("nan")
+        inside = iv.holds(iv.merge(timing.windows), outermost["start_ns"].to_numpy())
+        pieces = outermost["dur_ns"].to_numpy()[inside]
     n = len(timing.windows)
     mean = float(pieces.mean()) if len(pieces) else 0.0
-    return pd.DataFrame({"pieces": [len(pieces) / n], "piece_ns": [mean], "copied_bytes": [copied / n]})
-
-
-def _inside(spans: pd.DataFrame, within: iv.Intervals) -> NDArray[np.bool_]:
-    start = spans["start_ns"].to_numpy()
-    inside: NDArray[np.bool_] = iv.within(within, start, start + 1) > 0
-    return inside
+    return pd.DataFrame([{"pieces": len(pieces) / n, "piece_ns": mean, "copied_bytes": copied / n}])
 
 
 @dataclass(frozen=True)
@@ -85,52 +78,38 @@ def longer_because(
     if not least > 1:
         return Reason()
     held = settings.held(job)
-    if held:
-        holds, their = held[late], median(n for rank, n in held.items() if rank != late)
-        if holds >= least * their:
-            said = f"it holds {holds:,} parameters, the others {their:,.0f}"
-            return Reason(said, "share out evenly what it holds: tables, layers, experts", shared=True)
-    on_device = mine["copied_bytes"] == mine["copied_bytes"]
-    what = "kernels" if on_device else "operators"
+    holds, their = held.get(late, 0), median([n for rank, n in held.items() if rank != late] or [0])
+    if holds and holds >= least * their:
+        said = f"it holds {holds:,} parameters, the others {their:,.0f}"
+        return Reason(said, "share out evenly what it holds: tables, layers, experts", shared=True)
+    what = "operators" if np.isnan(mine["copied_bytes"]) else "kernels"
     if mine["pieces"] >= least * others["pieces"]:
-        more = f"{mine['pieces']:,.0f} {what} a step, the others {others['pieces']:,.0f}"
-        return Reason(
-            more, "give it the same work: the same layers, the same number of batches, nothing that only it computes"
-        )
+        said = f"{mine['pieces']:,.0f} {what} a step, the others {others['pieces']:,.0f}"
+        do = "give it the same work: the same layers, the same number of batches, nothing that only it computes"
+        return Reason(said, do)
     if mine["copied_bytes"] >= least * others["copied_bytes"] > 0:
-        ratio = mine["copied_bytes"] / others["copied_bytes"]
-        do = "give it batches like the others': sort or bucket by length"
-        return Reason(f"{ratio:.2f} × the others' data a step", do)
-    slower = _sampled(sample_means, "gpu", "sm_clock_mhz", late)
-    if slower is not None and slower[1] >= least * slower[0]:
-        said = f"its clock runs at {slower[0]:,.0f} MHz, the others' at {slower[1]:,.0f}"
+        said = f"{mine['copied_bytes'] / others['copied_bytes']:.2f} × the others' data a step"
+        return Reason(said, "give it batches like the others': sort or bucket by length")
+    clock, their_clock = _sampled(sample_means, "gpu", "sm_clock_mhz", late)
+    if their_clock >= least * clock:
+        said = f"its clock runs at {clock:,.0f} MHz, the others' at {their_clock:,.0f}"
         do = "look at its power limit, its cooling and who else uses it (`nvidia-smi -q -d CLOCK,PERFORMANCE`)"
-        return Reason(said, do, owner="throttled_clock" if _held_down(held_down, late) else "")
-    waited = _sampled(sample_means, "processes", "main_thread_waited_share", late)
-    if waited is not None and waited[0] - waited[1] >= 1 - 1 / least:
-        said = (
-            f"for {100 * waited[0]:.0f} % of the time its main thread has no core, the others' {100 * waited[1]:.0f} %"
-        )
+        down = any(why and (row["rank"], row["source"]) == (late, "gpu") for row, why, _ in held_down.or_none() or [])
+        return Reason(said, do, owner="throttled_clock" if down else "")
+    waited, they = _sampled(sample_means, "processes", WAITED, late)
+    if waited - they >= 1 - 1 / least:
+        said = f"for {100 * waited:.0f} % of the time its main thread has no core, the others' {100 * they:.0f} %"
         return Reason(said, "find out what else runs on its host, or give its process cores of its own")
-    ratio = mine["piece_ns"] / others["piece_ns"]
     return Reason(
-        f"as many {what}, each {ratio:.2f} × as long",
+        f"as many {what}, each {mine['piece_ns'] / others['piece_ns']:.2f} × as long",
         "give it the same work (shards, sequence lengths); then look at its device: clock, users, cooling",
     )
 
 
-def _held_down(held_down: Maybe[list[tuple[dict[Any, Any], str, float]]], late: int) -> bool:
-    with suppress(NotMeasured):
-        return any(why for row, why, _ in held_down.get() if row["rank"] == late and row["source"] == "gpu")
-    return False
-
-
-def _sampled(sample_means: Maybe[pd.DataFrame], source: str, metric: str, late: int) -> tuple[float, float] | None:
-    """Return a sampled metric's mean on the late rank, and the median of the others'; None where it was not sampled."""
-    try:
-        means = sample_means.get()
-    except NotMeasured:
-        return None
-    chosen = by_rank(means[(means["source"] == source) & (means["metric"] == metric)], "mean")
-    others = [value for rank, value in chosen.items() if rank != late]
-    return (chosen[late], median(others)) if late in chosen and others else None
+def _sampled(sample_means: Maybe[pd.DataFrame], source: str, metric: str, late: int) -> tuple[float, float]:
+    """Return a sampled metric's mean on the late rank, and the median of the others'; NaN where it was not sampled."""
+    means = sample_means.or_none()
+    if means is None:
+        return np.nan, np.nan
+    chosen = means[(means["source"] == source) & (means["metric"] == metric)].groupby("rank")["mean"].sum()
+    return float(chosen.get(late, np.nan)), float(chosen.drop(late, errors="ignore").median())

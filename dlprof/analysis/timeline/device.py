@@ -31,12 +31,12 @@ class DeviceSets:
 
     @property
     def exposed_communication(self) -> iv.Intervals:
-        """Communication with no computation beside it."""
+        """Communication that no computation hides."""
         return iv.subtract(self.communication, self.computation)
 
     @property
     def exposed_copy(self) -> iv.Intervals:
-        """Copies with neither computation nor communication beside them."""
+        """Copies that neither computation nor communication hides."""
         return iv.subtract(iv.subtract(self.copy, self.computation), self.communication)
 
 
@@ -57,11 +57,10 @@ def device_sets(device_work: pd.DataFrame) -> DeviceSets:
     """Return the device's time; raises NotMeasured where the trace holds none."""
     if not len(device_work):
         raise NotMeasured("the trace holds no work of a device")
-    kinds = {
-        k: host.cover(device_work, host.is_kind(device_work, *k))
-        for k in (("kernel",), ("communication",), ("copy", "set"))
-    }
-    computation, communication, copy = kinds.values()
+    computation, communication, copy = (
+        host.cover(device_work, host.is_kind(device_work, *kinds))
+        for kinds in (("kernel",), ("communication",), ("copy", "set"))
+    )
     busy = iv.merge(computation, communication, copy)
     if not len(busy):
         raise NotMeasured("no work of the device in the trace takes any time")
@@ -76,14 +75,6 @@ def device_time(device_sets: DeviceSets) -> pd.DataFrame:
     U(comm)|, idle = span − |U(all)|: the four add up to the span. Holistic Trace Analysis and TraceLens define them so.
     """
     span = int(device_sets.busy[-1, 1] - device_sets.busy[0, 0])
-    return pd.DataFrame(
-        {
-            "span_ns": [span],
-            "computation_ns": [iv.total(device_sets.computation)],
-            "communication_ns": [iv.total(device_sets.communication)],
-            "exposed_communication_ns": [iv.total(device_sets.exposed_communication)],
-            "copy_ns": [iv.total(device_sets.copy)],
-            "exposed_copy_ns": [iv.total(device_sets.exposed_copy)],
-            "idle_ns": [span - iv.total(device_sets.busy)],
-        }
-    )
+    parts = ("computation", "communication", "exposed_communication", "copy", "exposed_copy")
+    totals = {f"{part}_ns": iv.total(getattr(device_sets, part)) for part in parts}
+    return pd.DataFrame([{"span_ns": span, **totals, "idle_ns": span - iv.total(device_sets.busy)}])

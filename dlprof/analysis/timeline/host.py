@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import within_rank
 
-# The script's own loop marks itself in these ways, most telling first.
+# The script's own loop marks itself in these ways, the surest first.
 _MARKS = ("ProfilerStep#", "dlprof::", "enumerate(DataLoader)", "Optimizer.step#")
 
 # Code that torch.compile generated runs under these ranges and not under operators.
@@ -61,25 +61,21 @@ def _texts(column: pd.Series[str]) -> list[str]:
     return cast("pd.Categorical", column.array).categories.tolist()
 
 
-# Comparing all rows with one code takes a tenth of looking each row up.
-_FEW = 5
-
-
 def _are(column: pd.Series[str], wanted: list[bool]) -> NDArray[np.bool_]:
     """Return for each value of a categorical column whether its category is wanted."""
     codes = cast("pd.Categorical", column.array).codes  # as they are: .cat makes a series of them
     few = [code for code, yes in enumerate(wanted) if yes]
-    if len(few) > _FEW:
+    if len(few) > 5:
         return cast("NDArray[np.bool_]", np.asarray(wanted, dtype=bool)[codes])
     found = np.zeros(len(codes), dtype=bool)
-    for code in few:
+    for code in few:  # comparing all rows with one code takes a tenth of looking each row up
         found |= codes == code
     return found
 
 
 @within_rank
 def training_lane(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> str:
-    """Name the lane of the thread that runs the training loop; "" where no host lane is there."""
+    """Return the lane of the thread that runs the training loop; "" where there is no host lane."""
     host = ~is_on_device
     for mark in _MARKS:
         marked = spans["lane"][host & is_named(spans, mark)]

@@ -1,8 +1,8 @@
 """Why a device has nothing to do: the host was late, a kernel took its time to start, or queued work waited.
 
-The work that ends a gap tells. Launched after the device had run dry: until then the host was late, and what it was
-doing meanwhile made it so. Launched before, and the gap is short: that is what starting a kernel takes. Else the work
-was queued and waited for something: an event of another stream, a function on the host, memory.
+The work that ends a gap shows why. Launched after the device had run dry: until then the host was late. Launched
+before, and the gap is short: that is what starting a kernel takes. Else the work was queued and waited for something:
+an event of another stream, a function on the host, memory.
 """
 
 from __future__ import annotations
@@ -49,21 +49,16 @@ def idle(device_sets: DeviceSets, spans: pd.DataFrame, device_work: pd.DataFrame
     row = first_after(device_work, gaps)
     returned = np.where(row >= 0, launches.returned[np.maximum(row, 0)], UNKNOWN)
     # The later nodes of a graph were launched with the first one, whenever that call returns.
-    later = (row >= 0) & ~_first_of_launch(device_work)[np.maximum(row, 0)] & (returned < UNKNOWN)
+    later = (row >= 0) & ~first_of_launch(device_work)[np.maximum(row, 0)] & (returned < UNKNOWN)
     until = np.where(later, gaps[:, 0], np.clip(returned, gaps[:, 0], gaps[:, 1]))
-    late = _pieces(gaps[:, 0], until)
+    late = np.column_stack((gaps[:, 0], until))[until > gaps[:, 0]]
     waiting = iv.subtract(gaps, late)
     launched_late = iv.holds(late, waiting[:, 0] - 1)
     short = waiting[:, 1] - waiting[:, 0] <= np.where(launched_late, START_NS, LATENCY_NS)
     return Idle(late, waiting[short], waiting[~short], gaps[returned == UNKNOWN])
 
 
-def _pieces(start: NDArray[np.int64], end: NDArray[np.int64]) -> iv.Intervals:
-    keep = end > start
-    return np.column_stack((start[keep], end[keep]))
-
-
-def _first_of_launch(device_work: pd.DataFrame) -> NDArray[np.bool_]:
+def first_of_launch(device_work: pd.DataFrame) -> NDArray[np.bool_]:
     """Return which rows of the device's work are the first of what their launch launched."""
     launch = device_work["launch"].to_numpy()
     first = np.zeros(len(launch), dtype=bool)

@@ -1,15 +1,14 @@
-"""The work of a trace that can be replayed: what each launch needed, and what the host waited for."""
+"""The work of a trace, ready to be replayed: what each launch needed, and what the host waited for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.analysis.engine import Maybe, within_rank
+from dlprof.analysis.engine import within_rank
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.idle import LATENCY_NS
 from dlprof.analysis.timeline.launches import UNKNOWN, Launches
@@ -25,10 +24,9 @@ MOST_WORK = 12_000
 # A call that launches takes some µs. One that takes this long waits for room in the queue, or for its device.
 _LONG_LAUNCH_NS = 100_000
 
-# Where nothing in the trace tells: from a launch to its start on an idle device, and from one queued kernel to the
-# next.
+# Where too little of the trace shows it: from a launch to its start on an idle device, and from one queued kernel to
+# the next.
 _START_NS = 8_000
-
 _NEXT_NS = 1_500
 
 # Traces of whole µs show work that starts a little before what it waits for has ended.
@@ -41,9 +39,7 @@ _OF_DELAY = 0.25
 SYNCHRONISING = tuple(
     f"{runtime}{call}Synchronize" for runtime in ("cuda", "hip", "cu") for call in ("Stream", "Device", "Event", "Ctx")
 )
-
 _OF_ALL_STREAMS = tuple(name for name in SYNCHRONISING if "Device" in name or "Ctx" in name)
-
 _NOT_LAUNCHES = ("cudaMalloc", "hipMalloc", "cudaFree", "hipFree", "cuModuleLoad", "cudaHostAlloc", "cuLibraryLoad")
 
 
@@ -51,97 +47,92 @@ _NOT_LAUNCHES = ("cudaMalloc", "hipMalloc", "cudaFree", "hipFree", "cuModuleLoad
 def replay_of(
     trace_window: TracedSteps,
     timing: Timing,
-    has_device: bool,
-    device_work: Maybe[pd.DataFrame],
-    launches: Maybe[Launches],
-    spans: Maybe[pd.DataFrame],
-    main_stream: Maybe[NDArray[np.bool_]],
+    device_work: pd.DataFrame,
+    launches: Launches,
+    spans: pd.DataFrame,
+    main_stream: NDArray[np.bool_],
 ) -> Replay:
-    """Return a rank's settled traced steps, ready to be replayed; raise NotMeasured where the trace does not tell them.
+    """Return a rank's settled traced steps, ready to be replayed.
 
-    What it needs is a device, marked steps, and launches that are linked to what they launched.
+    Raises NotMeasured without a device, marked steps, or launches that are linked to what they launched.
     """
-    if not has_device:
+    if not len(device_work):
         raise NotMeasured("the trace holds no work of a device")
-    if timing.unit != "step" or not trace_window.linked:
-        raise NotMeasured(
-            "nothing marks the steps" if timing.unit != "step" else "the trace links no launch to its kernel"
-        )
+    if timing.unit != "step":
+        raise NotMeasured("nothing marks the steps")
+    if not trace_window.linked:
+        raise NotMeasured("the trace links no launch to its kernel")
     first, last = _block(timing.chosen, trace_window.launched_in)
-    inside = (trace_window.launched_in >= first) & (trace_window.launched_in <= last)
-    rows = np.flatnonzero(inside)
-    work, calls = device_work.get(), launches.get()
-    start, dur = work["start_ns"].to_numpy()[rows], work["dur_ns"].to_numpy()[rows]
-    lane = work["lane"].cat.codes.to_numpy()
-    waits = tuple(
-        _waits(spans.get(), device_work.get(), rows, int(trace_window.host[first, 0]), int(trace_window.host[last, 1]))
-    )
-    called = _called(calls.called[rows], calls.returned[rows], start, waits)
-    before, previous = _previous(work, lane, rows)
+    rows = np.flatnonzero((trace_window.launched_in >= first) & (trace_window.launched_in <= last))
+    begin, end = int(trace_window.host[first, 0]), int(trace_window.host[last, 1])
+    waits = _waits(spans, device_work, rows, begin, end)
+    start, dur = device_work["start_ns"].to_numpy()[rows], device_work["dur_ns"].to_numpy()[rows]
+    lane = device_work["lane"].cat.codes.to_numpy()
+    called = _called(launches, rows, start, waits)
+    before, previous = _previous(device_work, lane, rows)
     # Work with no launch in the trace follows what is before it on its stream; the first of a stream, its host.
     called = np.where((called == NEVER) & (previous == NEVER), start - 1, called)
-    queued = called < previous - LATENCY_NS
+    launched, follows = called > NEVER, previous > NEVER
     between = start - previous
-    typical = between[queued & (between <= LATENCY_NS)]
+    typical = between[(called < previous - LATENCY_NS) & (between <= LATENCY_NS)]
     next_ns = max(int(np.median(typical)), 0) if len(typical) >= ENOUGH else _NEXT_NS
-    # On an idle device all of a launch's delay is its latency; behind other work nobody sees how long it takes.
-    fresh = (called >= previous) & (called > NEVER)
+    # On an idle device all of a launch's delay is its latency; behind other work it does not show.
+    fresh = (called >= previous) & launched
     start_ns = int(np.median((start - called)[fresh])) if fresh.sum() >= ENOUGH else _START_NS
     latency = np.minimum(start - called, np.where(fresh, LATENCY_NS, min(start_ns, LATENCY_NS)))
-    gap = np.where(previous > NEVER, np.minimum(between, next_ns), 0)
-    explained = np.maximum(called + latency, np.where(previous > NEVER, previous + gap, NEVER))
+    gap = np.where(follows, np.minimum(between, next_ns), 0)
+    explained = np.maximum(called + latency, np.where(follows, previous + gap, NEVER))
     needs, needs_gap = _needed(start, start + dur, lane[rows], explained)
-    residual = np.where(needs >= 0, 0, start - explained)
-    wait_order, waited, until = _among(called, start, waits)
+    # The waits before a launch, and before the work began: at one instant launches come first, and waits last.
+    ends = np.array([w.end for w in waits], dtype=np.int64)
+    order = np.argsort(ends, kind="stable")
     return Replay(
         rows=rows,
         durations=dur,
-        waits=waits,
+        waits=tuple(waits),
         steps=last - first + 1,
         begin=int(trace_window.windows[first, 0]),
-        host=(int(trace_window.host[first, 0]), int(trace_window.host[last, 1])),
-        _waited=waited,
-        _until=until,
-        _wait_order=wait_order,
+        host=(begin, end),
+        _waited=np.searchsorted(ends[order], called, side="left"),
+        _until=np.searchsorted(ends[order], start, side="left"),
+        _wait_order=order.tolist(),
         _called=called,
         _start=start,
         _stream=lane[rows].astype(np.int64),
-        _main=int(lane[main_stream.get()][0]),
-        _latency=np.where(called > NEVER, latency, 0),
+        _main=int(lane[main_stream][0]),
+        _latency=np.where(launched, latency, 0),
         _gap=gap,
         _needs=needs,
         _needs_gap=needs_gap,
-        _residual=np.where(explained > NEVER, residual, 0),
+        _residual=np.where((explained > NEVER) & (needs < 0), start - explained, 0),
         _before=before,
     )
 
 
 def _block(chosen: NDArray[np.int64], launched_in: NDArray[np.int64]) -> tuple[int, int]:
     """Return the first and the last of the longest run of steady steps, shortened to what is replayed at most."""
-    runs = np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1)
-    longest = max(runs, key=len)
+    longest = max(np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1), key=len)
     pieces = np.bincount(launched_in[launched_in >= 0], minlength=int(longest[-1]) + 1)[longest]
     fit = int(np.searchsorted(np.cumsum(pieces), MOST_WORK, side="right"))
     return int(longest[0]), int(longest[max(fit, 1) - 1])
 
 
 def _called(
-    called: NDArray[np.int64], returned: NDArray[np.int64], start: NDArray[np.int64], waits: Sequence[Wait]
+    launches: Launches, rows: NDArray[np.int64], start: NDArray[np.int64], waits: list[Wait]
 ) -> NDArray[np.int64]:
     """Return from when on each piece of work was in the queue; NEVER: not known, so that nothing waits for it."""
-    known = called < UNKNOWN
+    called, returned = launches.called[rows], launches.returned[rows]
     # A call that waits for room queues its work when it returns; one that copies has queued it, and waits for it.
     blocked = np.isin(called, [w.begin for w in waits if w.from_start])
     at = np.where(blocked & (returned - called > _LONG_LAUNCH_NS), returned - 1, called)
-    return np.where(known, np.minimum(at, start - 1), NEVER)
+    return np.where(called < UNKNOWN, np.minimum(at, start - 1), NEVER)
 
 
 def _previous(
     work: pd.DataFrame, lane: NDArray[np.integer[Any]], rows: NDArray[np.int64]
 ) -> tuple[dict[int, int], NDArray[np.int64]]:
-    """Return the end of all work on a row's stream before it (NEVER: none), and that before all rows, by stream."""
-    start = work["start_ns"].to_numpy()
-    end = start + work["dur_ns"].to_numpy()
+    """Return the end of all work before all rows, by stream, and of that before each row on its own (NEVER: none)."""
+    end = (work["start_ns"] + work["dur_ns"]).to_numpy()
     previous = np.full(len(work), NEVER)
     before: dict[int, int] = {}
     for one in np.unique(lane):
@@ -166,13 +157,8 @@ def _needed(
     at = np.searchsorted(end[order], start + _CLOCK_NS, side="right") - 1
     last = order[np.maximum(at, 0)]
     after, delay = start - end[last], start - explained
-    found = (
-        (at >= 0)
-        & (lane[last] != lane)
-        & ((after <= LATENCY_NS) | (after <= _OF_DELAY * delay))
-        & (delay > _NEXT_NS)
-        & (end[last] > explained)
-    )
+    found = (at >= 0) & (lane[last] != lane) & (delay > _NEXT_NS) & (end[last] > explained)
+    found &= (after <= LATENCY_NS) | (after <= _OF_DELAY * delay)
     found &= last < np.arange(len(last))  # what ends within a ns of its start may stand behind
     return np.where(found, last, -1), np.where(found, after, 0)
 
@@ -194,35 +180,19 @@ def _waits(spans: pd.DataFrame, device_work: pd.DataFrame, rows: NDArray[np.int6
     found = []
     for call in calls.tolist():
         name, at, until = str(names[call]), int(called[call]), int(called[call] + took[call])
-        own = row_of.get(int(ids[call]), -1)
+        row = row_of.get(int(ids[call]), -1)
         from_start = False
         if name.startswith(SYNCHRONISING):
             row = int(order[max(int(np.searchsorted(ends[order], until + 1, side="right")) - 1, 0)])
-            if not at <= ends[row] <= until:
-                continue
-        elif own >= 0:
-            row = own
+            waits = at <= ends[row] <= until
+        elif row >= 0:
             # The call returns when the last piece is on its way: a little before the copy ends.
-            if not at <= ends[row] <= until + _LONG_LAUNCH_NS:
-                continue
+            waits = at <= ends[row] <= until + _LONG_LAUNCH_NS
         else:
-            row = int(np.searchsorted(start, until, side="right")) - 1
             from_start = True
-            waits = took[call] >= _LONG_LAUNCH_NS and ids[call] >= 0 and not name.startswith(_NOT_LAUNCHES)
-            if not waits or row < 0 or start[row] < at or launch[row] == ids[call]:
-                continue
-        everything = name.startswith(_OF_ALL_STREAMS)
-        found.append(Wait(at, until, int(place[row]), from_start, everything, name))
+            row = int(np.searchsorted(start, until, side="right")) - 1
+            launches = took[call] >= _LONG_LAUNCH_NS and ids[call] >= 0 and not name.startswith(_NOT_LAUNCHES)
+            waits = launches and row >= 0 and start[row] >= at and launch[row] != ids[call]
+        if waits:
+            found.append(Wait(at, until, int(place[row]), from_start, name.startswith(_OF_ALL_STREAMS), name))
     return found
-
-
-def _among(
-    called: NDArray[np.int64], start: NDArray[np.int64], waits: Sequence[Wait]
-) -> tuple[list[int], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the places of the waits in order of their ends, and for each piece of work how many waits had ended before
-    its launch and before it began. At one instant launches come first, and waits last.
-    """
-    ends = np.array([w.end for w in waits], dtype=np.int64)
-    order = np.argsort(ends, kind="stable")
-    ends = ends[order]
-    return order.tolist(), np.searchsorted(ends, called, side="left"), np.searchsorted(ends, start, side="left")

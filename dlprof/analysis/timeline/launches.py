@@ -34,28 +34,17 @@ class Launches:
 
 
 @within_rank
-def launches(
-    calls: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], device_work: pd.DataFrame
-) -> Launches:
-    """Return the launches of a rank's device work."""
-    ids, called, returned = calls
-    launch = device_work["launch"].to_numpy()
-    never = np.full(len(launch), UNKNOWN)
-    if not len(ids):
-        return Launches(never, never)
-    at = np.minimum(np.searchsorted(ids, launch, side="left"), len(ids) - 1)
-    known = ids[at] == launch
-    return Launches(np.where(known, called[at], UNKNOWN), np.where(known, returned[at], UNKNOWN))
-
-
-@within_rank
-def calls(spans: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the calls that launched something: launch, start, end, in order of their ids; of one id the first."""
-    ids = spans["launch"].to_numpy()
+def launches(spans: pd.DataFrame, device_work: pd.DataFrame) -> Launches:
+    """Return the launches of a rank's device work; of several calls with one id the first counts."""
+    ids, launch = spans["launch"].to_numpy(), device_work["launch"].to_numpy()
     calls = np.flatnonzero(host.is_kind(spans, "runtime") & (ids >= 0))
-    order = calls[np.argsort(ids[calls], kind="stable")]
-    start = spans["start_ns"].to_numpy()[order]
-    return ids[order], start, start + spans["dur_ns"].to_numpy()[order]
+    if not len(calls):
+        return Launches(*[np.full(len(launch), UNKNOWN)] * 2)
+    calls = calls[np.argsort(ids[calls], kind="stable")]
+    at = calls[np.minimum(np.searchsorted(ids[calls], launch), len(calls) - 1)]
+    known, called = ids[at] == launch, spans["start_ns"].to_numpy()[at]
+    returned = called + spans["dur_ns"].to_numpy()[at]
+    return Launches(np.where(known, called, UNKNOWN), np.where(known, returned, UNKNOWN))
 
 
 @dataclass(frozen=True)
@@ -80,14 +69,9 @@ def launch_queue(launches: Launches, device_work: pd.DataFrame) -> Queue:
     Work whose launch is unknown is not counted. A graph is one launch, which begins with its first node.
     """
     known = launches.known
-    called = launches.called[known]
-    started = device_work["start_ns"].to_numpy()[known]
-    order = np.argsort(called, kind="stable")
-    called, started = called[order], started[order]
-    first = np.concatenate(([True], called[1:] != called[:-1])) if len(called) else np.empty(0, dtype=bool)
-    begun = np.minimum.reduceat(started, np.flatnonzero(first)) if len(called) else started
-    called = called[first]
+    called, of = np.unique(launches.called[known], return_inverse=True)
+    begun = np.full(len(called), UNKNOWN)
+    np.minimum.at(begun, of, device_work["start_ns"].to_numpy()[known])
     at = np.concatenate((called, np.maximum(begun, called)))
-    change = np.concatenate((np.ones(len(called), dtype=np.int64), -np.ones(len(begun), dtype=np.int64)))
     order = np.argsort(at, kind="stable")
-    return Queue(at[order], np.cumsum(change[order]))
+    return Queue(at[order], np.cumsum(np.repeat((1, -1), len(called))[order]))

@@ -1,9 +1,9 @@
 """Replays the traced steps of one rank with something changed: time of the host gone, waits gone, kernels shorter.
 
-The model is what CUDA promises and no more. The host launches in order. Work begins when it was launched, when the work
-before it on its stream has ended, and when what it waited for on another stream has; where none of these explains its
-start, it keeps the rest of its delay. A host that waits for its device goes on when the same work is done as in the
-recording. Collectives keep their length: what waiting for other ranks costs is settled across ranks (measures/replay).
+The model is what CUDA guarantees and no more. The host launches in order. Work begins when it was launched, when the
+work before it on its stream has ended, and when what it waited for on another stream has; where none of these explains
+its start, it keeps the rest of its delay. A host that waits for its device goes on when the same work is done as in the
+recording. Collectives keep their length: what waiting for other ranks costs is settled across ranks (step/savings).
 
 Nothing changed gives the recorded times exactly. The steps are replayed twice in a row, and the second time counts: by
 then the host has the lead, or has lost it, that the change leads to.
@@ -11,10 +11,11 @@ then the host has the lead, or has lost it, that the change leads to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +27,21 @@ NEVER = -(1 << 62)
 # From here on a call that synchronises waits for its device.
 WAIT_NS = 20_000
 
-# A run of work (see Replay._runs): its stream, what it adds, its end by its launches, the waits before its launch, whom
-# its first piece waits for, how long after that it ends, whether it is gone, and its last piece.
-_Run = tuple[int, int, int, int, int, int, bool, int]
-
 # A set of host time, and the share of it that is left.
 Kept = tuple[iv.Intervals, float]
+
+
+class _Run(NamedTuple):
+    """Work behind each other on one stream that one shift of the host moves alike: see Replay._runs."""
+
+    stream: int
+    adds: int  # to the end of the work before it, ns
+    launched: int  # its end where its own launches are what it waits for
+    waits: int  # how many had ended before its launch
+    needs: int  # the place of the work that its first piece waits for, −1: none
+    lag: int  # how long after that it ends
+    gone: bool
+    last: int  # the place of its last piece
 
 
 @dataclass(frozen=True)
@@ -89,17 +99,12 @@ class Replay:
         between two queued pieces of work. `at_once`: places of work that starts without the rest of its delay that
         nothing explains, and without waiting for another stream.
         """
-        host_at = _without(kept)
-        begin = host_at(np.array([w.begin for w in self.waits], dtype=np.int64)).tolist()
-        end = host_at(np.array([w.end for w in self.waits], dtype=np.int64)).tolist()
-        marks = host_at(np.array(self.host, dtype=np.int64)).tolist()
         gap = self._gap if gap_ns is None else np.minimum(self._gap, gap_ns)
         dur = self.durations if durations is None else durations.astype(np.int64)
-        ready = host_at(self._called) + self._latency
         residual, needs = self._residual.copy(), self._needs.copy()
-        at_once = list(at_once)
-        residual[at_once], needs[at_once] = 0, -1
-        return self._run(self._runs(ready, gap, dur, residual, needs), marks, begin, end, dur, frozenset(free))
+        residual[list(at_once)], needs[list(at_once)] = 0, -1
+        ready = _host_at(kept, self._called) + self._latency
+        return self._run(kept, self._runs(ready, gap, dur, residual, needs), dur, frozenset(free))
 
     @cached_property
     def _awaited(self) -> NDArray[np.bool_]:
@@ -139,8 +144,7 @@ class Replay:
         gone = dur < 0
         # Of work that is gone and waited for, its start is asked for: it stands alone.
         alone = gone & self._awaited
-        first = first | alone[by]
-        begins = np.flatnonzero(first)
+        begins = np.flatnonzero(first | alone[by])
         ends = np.append(begins[1:], len(by)) - 1
         adds = np.where(gone, 0, gap + residual + dur)[by]
         total = np.cumsum(adds)
@@ -153,20 +157,19 @@ class Replay:
         other = np.where(gone[head] & ~single, -1, needs[head])
         columns = (self._stream[head], behind, launched, self._waited[head], other, lags, single, tail)
         order = np.argsort(head)
-        runs = list(zip(*(column[order].tolist() for column in columns), strict=True))
+        runs = list(map(_Run._make, zip(*(column[order].tolist() for column in columns), strict=True)))
         cuts = np.searchsorted(self._until[head[order]], np.arange(len(self.waits) + 2)).tolist()
         return [runs[a:b] for a, b in pairwise(cuts)]
 
     def _run(
-        self,
-        runs: Sequence[Sequence[_Run]],
-        marks: list[int],
-        begin: list[int],
-        end: list[int],
-        dur: NDArray[np.int64],
-        free: frozenset[int],
+        self, kept: Sequence[Kept], runs: Sequence[Sequence[_Run]], dur: NDArray[np.int64], free: frozenset[int]
     ) -> float:
         """Replay twice in a row, and return the mean step of the second time; plain numbers, for it is the hot loop."""
+        begin, end = (
+            _host_at(kept, np.array([getattr(w, edge) for w in self.waits], dtype=np.int64)).tolist()
+            for edge in ("begin", "end")
+        )
+        host_begin, host_end = _host_at(kept, np.array(self.host, dtype=np.int64)).tolist()
         ended = [0] * len(dur)
         free_at = [NEVER] * (int(self._stream.max(initial=0)) + 1)
         for on, at in self._before.items():
@@ -199,24 +202,19 @@ class Replay:
                     else:
                         done = max(free_at) if wait.everything else ended[wait.row]
                         released = done + wait.end - int(self._start[wait.row] + self.durations[wait.row])
-                    if released > until:
-                        until = released
+                    until = max(until, released)
                 shift = until - end[i]
                 shifts.append(shift)
-            base = max(free_at[self._main], marks[1] + shift)
+            base = max(free_at[self._main], host_end + shift)
             boundaries.append(base)
-            shift += marks[1] - marks[0]
+            shift += host_end - host_begin
         return (boundaries[1] - boundaries[0]) / self.steps
 
 
-def _without(kept: Sequence[Kept]) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
-    """Return a function from recorded host times to those where only a share of some sets of time is left."""
-
-    def host_at(at: NDArray[np.int64]) -> NDArray[np.int64]:
-        gone = np.zeros(len(at))
-        for times, share in kept:
-            gone += (1 - share) * iv.before(times, at)
-        moved: NDArray[np.int64] = at - np.rint(gone).astype(np.int64)
-        return moved
-
-    return host_at
+def _host_at(kept: Sequence[Kept], at: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where recorded times of the host are with only a share of some sets of time left."""
+    gone = np.zeros(len(at))
+    for times, share in kept:
+        gone += (1 - share) * iv.before(times, at)
+    moved: NDArray[np.int64] = at - np.rint(gone).astype(np.int64)
+    return moved

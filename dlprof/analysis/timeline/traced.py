@@ -7,14 +7,15 @@ turns to the next step's:
     B[i] = min(b[i], max(h[i], e[i − 1]))
 
 with h[i] the start of the host window, b[i] the start of the first work of step i on the stream that computes most, and
-e[i − 1] the end of all work of earlier steps. Where the host runs ahead, B[i] is the end of the earlier
-work. Where the job synchronises in every step, it is the host's own mark, so that a device that idles at the start of a
-step (the loader is late, say) idles in that step. The last window ends at max(h[n], e[n − 1]).
+e[i − 1] the end of all work of earlier steps. Where the host runs ahead, B[i] is the end of the earlier work. Where the
+job synchronises in every step, it is the host's own mark, so that a device that idles at the start of a step (the
+loader is late, say) idles in that step. The last window ends at max(h[n], e[n − 1]).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -23,18 +24,27 @@ from numpy.typing import NDArray
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Maybe, within_rank
 from dlprof.analysis.timeline import host
-from dlprof.analysis.timeline.launches import Launches
+from dlprof.analysis.timeline.launches import UNKNOWN, Launches
+from dlprof.errors import NotMeasured
 
-# Marks of steps that follow each other leave some µs between them; a gap longer than this share of a step is none of
-# theirs.
+# Marks of consecutive steps leave some µs between them; a gap longer than this share of a step separates steps that do
+# not follow each other.
 _GAP_SHARE = 0.05
 
 # The profiler's start empties the queue, and the host then runs ahead. A step belongs to that transition where the
 # device turned to it at once (within this share of its length), and the host gained so much in it.
 _TRANSITION = 0.05
 
-# What was launched between two steps that do not follow each other (in validation, say).
+# The step of work that was launched between two steps that do not follow each other (in validation, say).
 NO_STEP = -2
+
+
+class Marks(NamedTuple):
+    """The traced steps on the host: windows (n, 2) in ns, their numbers, and "step", or "trace" for the whole trace."""
+
+    host: iv.Intervals
+    numbers: NDArray[np.int64]
+    unit: str
 
 
 @dataclass(frozen=True)
@@ -60,30 +70,44 @@ class TracedSteps:
     @property
     def launches(self) -> NDArray[np.bool_]:
         """Which steps launched device work; all, where the trace holds no device or does not link its work."""
-        return np.ones(len(self.windows), dtype=bool) if np.isnan(self.lag_ns).all() else ~np.isnan(self.lag_ns)
+        launched = ~np.isnan(self.lag_ns)
+        return launched if launched.any() else ~launched
 
     @property
     def settled(self) -> NDArray[np.bool_]:
-        """Which steps are like those of the job: all but the first ones, in which the host only gets its lead.
+        """Which steps are like those of the job: all but the first ones, in which the host only gains its lead.
 
         The device then waits for launches that are queued in time later on. At least one step is settled.
         """
-        n = len(self.windows)
-        settled = np.ones(n, dtype=bool)
         behind = np.append(self.windows[:, 0] - self.host[:, 0], self.windows[-1:, 1] - self.host[-1:, 1])
-        length = self.windows[:, 1] - self.windows[:, 0]
-        for i in range(n - 1):
-            if behind[i] > _TRANSITION * length[i] or behind[i + 1] - behind[i] <= _TRANSITION * length[i]:
-                break
-            settled[i] = False
-        return settled
+        least = _TRANSITION * (self.windows[:, 1] - self.windows[:, 0])
+        others = ((behind[:-1] > least) | (np.diff(behind) <= least))[:-1]
+        return np.append(np.maximum.accumulate(others), np.ones(min(len(least), 1), dtype=bool))
+
+
+@within_rank
+def step_marks(spans: pd.DataFrame, traced_steps: pd.DataFrame, on_training_thread: pd.DataFrame) -> Marks:
+    """Find the steps on the host: by the trace's marks, else from one loader call to the next, else the whole trace."""
+    start = traced_steps["start_ns"].to_numpy()
+    # Where two steps overlap (they are marked in a hook), the later one's start ends the earlier.
+    end = np.minimum(start + traced_steps["dur_ns"].to_numpy(), np.append(start[1:], UNKNOWN)[: len(start)])
+    lasting = end > start
+    if lasting.any():
+        return Marks(np.column_stack((start, end))[lasting], traced_steps["step"].to_numpy()[lasting], "step")
+    loads = host.is_named(on_training_thread, "enumerate(DataLoader)")
+    calls = host.outermost(on_training_thread[loads])["start_ns"].to_numpy()
+    if len(calls) >= 3:
+        return Marks(np.column_stack((calls[:-1], calls[1:])), np.arange(len(calls) - 1), "step")
+    if not len(spans):
+        raise NotMeasured("the trace is empty")
+    whole = [spans["start_ns"].min(), (spans["start_ns"] + spans["dur_ns"]).max()]
+    return Marks(np.array([whole], dtype=np.int64), np.empty(0, dtype=np.int64), "trace")
 
 
 @within_rank
 def trace_window(
-    spans: Maybe[pd.DataFrame],
+    step_marks: Maybe[Marks],
     traced_steps: Maybe[pd.DataFrame],
-    on_training_thread: Maybe[pd.DataFrame],
     has_device: bool,
     launches: Maybe[Launches],
     device_work: Maybe[pd.DataFrame],
@@ -91,85 +115,43 @@ def trace_window(
 ) -> TracedSteps:
     """Return the traced steps of a rank; none of them where it has no trace."""
     none = np.empty(0, dtype=np.int64)
-    if not spans:
+    if not step_marks:
         return TracedSteps(iv.EMPTY, iv.EMPTY, none, "step", np.empty(0), none, 0.0)
-    marks, numbers, unit = _marks(traced_steps, on_training_thread, spans)
+    marks, numbers, unit = step_marks.get()
+    no_lag = np.full(len(marks), np.nan)
     if not has_device:
-        return TracedSteps(marks, marks, numbers, unit, np.full(len(marks), np.nan), none, 0.0)
-    known = float(launches.get().known.mean())
-    launched_in = _launched_in(launches.get(), device_work.get(), traced_steps, marks)
-    if unit == "trace" or not known:
-        return TracedSteps(
-            marks,
-            _until_done(traced_steps, device_work, marks),
-            numbers,
-            unit,
-            np.full(len(marks), np.nan),
-            launched_in,
-            known,
-        )
-    windows, lag = _on_device(device_work.get(), main_stream.get(), marks, launched_in)
-    return TracedSteps(marks, windows, numbers, unit, lag, launched_in, known)
-
-
-def _until_done(
-    traced_steps: Maybe[pd.DataFrame], device_work: Maybe[pd.DataFrame], marks: iv.Intervals
-) -> iv.Intervals:
-    """Return the profiler's marks, the last one until all device work is done: right in the mean, whatever the lag is.
-
-    The profiler empties the device's queue where it starts, so all work in the trace is of the steps that it marks. The
-    loader's calls leave the work of a last step unmarked.
-    """
-    if not traced_steps:
-        return marks
-    work = device_work.get()
+        return TracedSteps(marks, marks, numbers, unit, no_lag, none, 0.0)
+    work, called, by_profiler = device_work.get(), launches.get(), bool(traced_steps)
+    linked = float(called.known.mean())
+    alone = len(marks) == 1 and not by_profiler
+    launched_in = np.zeros(len(work), dtype=np.int64) if alone else _launched_in(called, work, marks)
+    if unit == "step" and linked:
+        windows, lag = _on_device(work, main_stream.get(), marks, launched_in)
+        return TracedSteps(marks, windows, numbers, unit, lag, launched_in, linked)
     windows = marks.copy()
-    windows[-1, 1] = max(windows[-1, 1], int((work["start_ns"] + work["dur_ns"]).max()))
-    return windows
+    if by_profiler:
+        # The profiler empties the device's queue where it starts, so all work in the trace is of the steps that it
+        # marks: until that is done, the last one lasts. Loader calls leave the work of a last step unmarked.
+        windows[-1, 1] = max(windows[-1, 1], int((work["start_ns"] + work["dur_ns"]).max()))
+    return TracedSteps(marks, windows, numbers, unit, no_lag, launched_in, linked)
 
 
-def _marks(
-    traced_steps: Maybe[pd.DataFrame], on_training_thread: Maybe[pd.DataFrame], spans: Maybe[pd.DataFrame]
-) -> tuple[iv.Intervals, NDArray[np.int64], str]:
-    """Find the steps on the host: by the trace's marks, else from one loader call to the next, else the whole trace."""
-    if traced_steps:
-        marks = traced_steps.get()
-        start = marks["start_ns"].to_numpy()
-        # Steps follow each other; where two overlap (marked in a hook), the later one's start ends the earlier.
-        end = np.minimum(start + marks["dur_ns"].to_numpy(), np.append(start[1:], np.iinfo(np.int64).max))
-        lasting = end > start
-        if lasting.any():
-            return np.column_stack((start, end))[lasting], marks["step"].to_numpy()[lasting], "step"
-    thread = on_training_thread.get()
-    calls = host.outermost(thread[host.is_named(thread, "enumerate(DataLoader)")])["start_ns"].to_numpy()
-    if len(calls) >= 3:
-        return np.column_stack((calls[:-1], calls[1:])), np.arange(len(calls) - 1), "step"
-    events = spans.get()
-    begin, stop = events["start_ns"].min(), (events["start_ns"] + events["dur_ns"]).max()
-    return np.array([[begin, stop]], dtype=np.int64), np.empty(0, dtype=np.int64), "trace"
-
-
-def _launched_in(
-    launches: Launches, device_work: pd.DataFrame, traced_steps: Maybe[pd.DataFrame], marks: iv.Intervals
-) -> NDArray[np.int64]:
+def _launched_in(launches: Launches, device_work: pd.DataFrame, marks: iv.Intervals) -> NDArray[np.int64]:
     """Return the step that launched each piece of device work.
 
     Work whose launch is not in the trace goes with its neighbour on the same stream, which runs in order. Where no
     launch is, work belongs to the step in whose time it began, and to the last one after that.
     """
-    if len(marks) == 1 and not len(traced_steps.get()):
-        return np.zeros(len(device_work), dtype=np.int64)
+    began = device_work["start_ns"].to_numpy()
     if not launches.known.any():
-        return np.minimum(_step_at(marks, device_work["start_ns"].to_numpy()), len(marks) - 1)
+        return np.minimum(_step_at(marks, began), len(marks) - 1)
     step = np.where(launches.known, _step_at(marks, launches.called), 0)
-    if launches.known.all():
-        return step
     lane = device_work["lane"].cat.codes.to_numpy()
     for one in np.unique(lane[~launches.known]):
         rows = np.flatnonzero(lane == one)  # in order of their start
         known = np.flatnonzero(launches.known[rows])
         if not len(known):
-            step[rows] = _step_at(marks, device_work["start_ns"].to_numpy()[rows])
+            step[rows] = _step_at(marks, began[rows])
             continue
         # What nothing known comes before was launched before the trace began, as far as a known one follows.
         before = np.searchsorted(known, np.arange(len(rows)), side="right") - 1
@@ -191,9 +173,8 @@ def _step_at(marks: iv.Intervals, at: NDArray[np.int64]) -> NDArray[np.int64]:
 def main_stream(device_work: pd.DataFrame) -> NDArray[np.bool_]:
     """Return which rows of the device's work lie on the stream that computes most."""
     lane = device_work["lane"].cat.codes.to_numpy()
-    computes = host.is_kind(device_work, "kernel")
     dur = device_work["dur_ns"].to_numpy(dtype=float)
-    took = np.bincount(lane, weights=np.where(computes, dur, dur * 1e-6))
+    took = np.bincount(lane, weights=np.where(host.is_kind(device_work, "kernel"), dur, dur * 1e-6))
     main: NDArray[np.bool_] = lane == (int(np.argmax(took)) if len(took) else -1)
     return main
 
@@ -205,15 +186,12 @@ def _on_device(
     n = len(marks)
     start = device_work["start_ns"].to_numpy()
     end = start + device_work["dur_ns"].to_numpy()
-    never = np.iinfo(np.int64).max
-    first = np.full(n, never)
-    of_main = main_stream & (launched_in >= 0) & (launched_in < n)
-    np.minimum.at(first, launched_in[of_main], start[of_main])
-    elsewhere = np.full(n, never)
     of_any = (launched_in >= 0) & (launched_in < n)
-    np.minimum.at(elsewhere, launched_in[of_any], start[of_any])
-    first = np.where(first < never, first, elsewhere)
-    # The end of all earlier work, also of an exchange beside the main stream, by the step that follows it.
+    first, elsewhere = np.full(n, UNKNOWN), np.full(n, UNKNOWN)
+    for found, of in ((first, of_any & main_stream), (elsewhere, of_any)):
+        np.minimum.at(found, launched_in[of], start[of])
+    first = np.where(first < UNKNOWN, first, elsewhere)
+    # The end of all earlier work, also of an exchange on another stream, by the step that follows it.
     done = np.full(n + 1, np.iinfo(np.int64).min)
     earlier = (launched_in >= -1) & (launched_in < n)
     np.maximum.at(done, launched_in[earlier] + 1, end[earlier])
@@ -223,8 +201,6 @@ def _on_device(
     windows = np.column_stack((edges[:-1], edges[1:]))
     # Between steps that do not follow each other, a window ends where its own step does.
     apart = np.flatnonzero(marks[1:, 0] - marks[:-1, 1] > _GAP_SHARE * np.median(marks[:, 1] - marks[:, 0]))
-    windows[apart, 1] = np.maximum(
-        np.minimum(windows[apart, 1], np.maximum(marks[apart, 1], done[apart + 1])), windows[apart, 0]
-    )
-    lag = np.where(first < never, first - marks[:, 0], np.nan).astype(float)
-    return windows, lag
+    own_end = np.maximum(marks[apart, 1], done[apart + 1])
+    windows[apart, 1] = np.maximum(np.minimum(windows[apart, 1], own_end), windows[apart, 0])
+    return windows, np.where(first < UNKNOWN, first - marks[:, 0], np.nan)

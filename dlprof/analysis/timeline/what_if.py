@@ -1,7 +1,7 @@
 """What a change would make of a rank's step: the replay of its traced steps, brought to the steps that were not traced.
 
 The profiler makes every call that it sees longer, so that the host of the traced steps is slower than the job's. Where
-the light layer has the steps without it, all calls are taken to be shorter by one share, the one with which the replay
+the step log has the steps without it, all calls are taken to be shorter by one share, the one with which the replay
 takes as long as those steps. Waits for data, which differ from step to step, are brought to their mean.
 """
 
@@ -40,20 +40,16 @@ _NEAR = 0.003
 
 @dataclass(frozen=True)
 class HostTime:
-    """What the host did in the replayed steps; disjoint sets of its time.
+    """What the host did in the replayed steps; disjoint sets of its time."""
 
-    `fetch`: the training thread in next() of its loader. `calls`: any thread in an operator or a call of the runtime,
-    or on its way from one to the next. `python`: none of these for longer than PAUSE_NS, the script's own Python.
-    """
-
-    fetch: iv.Intervals
-    calls: iv.Intervals
-    python: iv.Intervals
+    fetch: iv.Intervals  # the training thread in next() of its loader
+    calls: iv.Intervals  # any thread in an operator or a call of the runtime, or on its way from one to the next
+    python: iv.Intervals  # none of these for longer than PAUSE_NS: the script's own Python
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A rank's steps, to be asked what a change would make of them."""
+    """A rank's steps, and what a change would make of them."""
 
     replay: Replay
     host: HostTime
@@ -84,14 +80,14 @@ class WhatIf:
         which then count there alone; the rest as in Replay.step_ns.
         """
         kept = self._kept(fetch, python, calls, other)
-        gone = 1 - self._left(self.replay.step_ns(kept, durations, free, gap_ns, at_once))
+        gone = 1 - self._ratio(self.replay.step_ns(kept, durations, free, gap_ns, at_once))
         return min(max(gone, 0.0), 1.0) * self.measured_ns
 
     def left(self, durations: NDArray[np.int64]) -> float:
         """Return how long the step is with other durations of its work, as a multiple of the step."""
-        return self._left(self.replay.step_ns(self._kept(), durations))
+        return self._ratio(self.replay.step_ns(self._kept(), durations))
 
-    def _left(self, then_ns: float) -> float:
+    def _ratio(self, then_ns: float) -> float:
         return then_ns / self.step_ns if self.step_ns > 0 else 1.0
 
     def _kept(
@@ -114,19 +110,19 @@ class WhatIf:
 def what_if(replay_of: Replay, timing: Timing, on_training_thread: pd.DataFrame, in_calls: iv.Intervals) -> WhatIf:
     """Return a rank's steps, ready for changes; raise NotMeasured as `replay_of` does."""
     did = _host_time(on_training_thread, in_calls, replay_of)
-    if timing.source != "steps":
-        return WhatIf(replay_of, did, 1.0, 1.0, timing.step_ns)
-    traced = iv.total(did.fetch) / replay_of.steps
-    fetch_left = timing.phases.get("fetch", 0.0) / traced if traced else 1.0
-    return WhatIf(replay_of, did, fetch_left, _calls_left(replay_of, did, fetch_left, timing.step_ns), timing.step_ns)
+    fetch_left = calls_left = 1.0
+    if timing.source == "steps":
+        traced = iv.total(did.fetch) / replay_of.steps
+        fetch_left = timing.phases.get("fetch", 0.0) / traced if traced else 1.0
+        calls_left = _calls_left(replay_of, did, fetch_left, timing.step_ns)
+    return WhatIf(replay_of, did, fetch_left, calls_left, timing.step_ns)
 
 
 def _host_time(on_training_thread: pd.DataFrame, in_calls: iv.Intervals, replay: Replay) -> HostTime:
     whole = np.array([replay.host], dtype=np.int64)
     waits = iv.merge(np.array([[w.begin, w.end] for w in replay.waits], dtype=np.int64).reshape(-1, 2))
-    fetch = iv.subtract(
-        iv.intersect(host.cover(on_training_thread, host.is_kind(on_training_thread, "fetch")), whole), waits
-    )
+    fetching = host.cover(on_training_thread, host.is_kind(on_training_thread, "fetch"))
+    fetch = iv.subtract(iv.intersect(fetching, whole), waits)
     free = iv.subtract(iv.subtract(whole, fetch), waits)
     between = iv.subtract(free, in_calls)
     python = between[between[:, 1] - between[:, 0] > PAUSE_NS]

@@ -1,4 +1,4 @@
-"""What events tell of collectives: the verb, the group, how many bytes, in which order, and between whom."""
+"""The collectives of a trace: the verb, the group, how many bytes, in which order, and between whom."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 import re
 from typing import Any
 
-from dlprof.read.kineto.events import Args, Event, integer, plain
+from dlprof.read.kineto.events import Args, Event, integer, ranks_in, tensors
 from dlprof.read.kineto.headers import groups_in
-from dlprof.read.kineto.numbering import Ranks
+from dlprof.read.kineto.json_stream import plain
 from dlprof.read.kineto.patterns import collective_of, element_type
 
 # How torch names what NCCL sends from one rank of a group to another: nccl:send 0->1, nccl:recv 1<-0.
@@ -18,22 +18,19 @@ _PAIR = re.compile(r"^nccl:(?:send|recv) \d{1,6}(?:->|<-)(\d{1,6})$")
 class Collectives:
     """The collectives of a trace by the numbers of their rows, and the groups that they name.
 
-    `keys`: what stands beside the events; `bytes`: of all rows, to which the collectives' are added.
+    `keys`: what stands next to the events; `bytes_of`: bytes by row, to which those of the collectives are added.
     """
 
     def __init__(self, keys: dict[str, Any], bytes_of: dict[int, int]) -> None:
-        self._keys = keys
-        self._ranks_of = Ranks()
-        self.bytes = bytes_of
+        self._keys, self._bytes = keys, bytes_of
         self.groups: dict[str, dict[str, Any]] = {}
-        self.collectives: dict[int, tuple[str, str, str]] = {}
-        self.sequences: dict[int, tuple[int, str]] = {}
-        self.peers: dict[int, tuple[int, str | None]] = {}
+        self.collectives: dict[int, tuple[str, str, str]] = {}  # verb, group, element type
+        self.sequences: dict[int, tuple[int, str]] = {}  # number, communicator ("": unknown)
+        self.peers: dict[int, tuple[int, str | None]] = {}  # the rank, and in which group it has that number
 
     def add(self, row: int, e: Event, args: Args, verb: str, device: bool) -> None:
         """Take the row of a collective, `verb` by its name, on a device or its host."""
-        collective = collective_of(args.collective) if isinstance(args.collective, str) else ""
-        collective = collective or verb
+        collective = (collective_of(args.collective) if isinstance(args.collective, str) else "") or verb
         group = self._group(args)
         dtype, width = element_type(args.dtype) if isinstance(args.dtype, str) else ("", 0)
         elements = [integer(args.elements_in), integer(args.elements_out)]
@@ -45,7 +42,7 @@ class Collectives:
         if size < 0 and not device and not e.name.startswith(("c10d", "_c10d", "record_param_comms")):
             size, dtype = self._input(args, collective, group)
         if 0 <= size < 2**62:
-            self.bytes[row] = size
+            self._bytes[row] = size
         if collective or group or dtype:
             self.collectives[row] = (collective, group, dtype)
         sequence = integer(args.sequence)
@@ -55,7 +52,7 @@ class Collectives:
             self._peer(row, e, args, collective, group)
 
     def _peer(self, row: int, e: Event, args: Args, collective: str, group: str) -> None:
-        """Note whom an event sends to or receives from, where it tells."""
+        """Note whom an event sends to or receives from, where it is known."""
         peer = integer(args.destination if collective == "send" else args.source)
         if peer >= 0:
             self.peers[row] = (peer, None)
@@ -69,12 +66,10 @@ class Collectives:
             self.peers[row] = (peer, group)
 
     def _group(self, args: Args) -> str:
-        """Return a group's name (if it has none, its description or a name made of its ranks) and note what is told."""
-        ranks = self._ranks_of[bytes(args.group_ranks)]
+        """Return a group's name (else its description or a name made of its ranks) and note what is known of it."""
+        ranks = ranks_in(bytes(args.group_ranks))
         text = "" if args.group_text is None else str(args.group_text)
-        name = "" if args.group is None else str(args.group)
-        if not name:
-            name = text
+        name = ("" if args.group is None else str(args.group)) or text
         if not name and ranks:
             import hashlib  # loads OpenSSL, while another core waits for the first trace
 
@@ -86,19 +81,13 @@ class Collectives:
         return name
 
     def _input(self, args: Args, collective: str, group: str) -> tuple[int, str]:
-        """Return the bytes and the element type of a collective by its input tensors; -1 where they do not tell."""
-        dims, types = plain(args.dims), plain(args.types)
-        if not isinstance(dims, list) or not isinstance(types, list):
+        """Return the bytes and the element type of a collective by its input tensors; -1 where they are unknown."""
+        inputs = tensors(bytes(args.dims), bytes(args.types))
+        if not inputs:
             return -1, ""
-        total, dtype = 0, ""
-        for shape, text in zip(dims, types, strict=False):
-            name, width = element_type(text) if isinstance(text, str) else ("", 0)
-            if width and isinstance(shape, list) and shape and all(isinstance(n, int) for n in shape):
-                total, dtype = total + math.prod(shape) * width, dtype or name
-        if not dtype:
-            return -1, ""
+        total = sum(math.prod(shape) * width for shape, _, width in inputs)
         if collective == "all_gather":  # counted by its output: what every rank of the group gives
             known = {**groups_in(self._keys), **self.groups}
             size = known.get(group, next(iter(known.values())) if len(known) == 1 else {}).get("size", 0)
-            return (total * size if size else -1), dtype
-        return total, dtype
+            total = total * size if size else -1
+        return total, inputs[0][1]

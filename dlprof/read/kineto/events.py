@@ -11,13 +11,15 @@ import re
 from array import array
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
+from functools import lru_cache
 from typing import Any, TypeVar, Union
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dlprof.read.kineto.json_stream import NOT_JSON, repaired
+from dlprof.read.kineto.json_stream import NOT_JSON, plain, repaired
+from dlprof.read.kineto.patterns import element_type
 
 Ints = NDArray[np.int64]
 Scalar = int | float | str | bool | None
@@ -86,24 +88,14 @@ class End(Event, tag="E"):
     """The end of one."""
 
 
-class ExactEvent(Event, tag="X"):
-    """An event with its time as the file's own digits."""
-
-    ts: Decimal | None = None  # type: ignore[assignment]
-
-
-class ExactBegin(Begin, tag="B"):
-    """A beginning with its time as the file's own digits."""
-
-    ts: Decimal | None = None  # type: ignore[assignment]
+def _exact_kind(kind: type[Event]) -> type[Event]:
+    """Return the same kind of event with its time as the file's own digits."""
+    ts = [("ts", Decimal | None, None)]
+    tag = kind.__struct_config__.tag
+    return msgspec.defstruct(f"Exact{kind.__name__}", ts, bases=(kind,), tag_field="ph", tag=tag, gc=False)
 
 
-class ExactEnd(End, tag="E"):
-    """An end with its time as the file's own digits."""
-
-    ts: Decimal | None = None  # type: ignore[assignment]
-
-
+ExactEvent, ExactBegin, ExactEnd = map(_exact_kind, (Event, Begin, End))
 BEGINS, ENDS = (Begin, ExactBegin), (End, ExactEnd)
 
 # What else there is becomes no row: arrows (a third of a trace's events), threads' names, counters, moments. Nothing is
@@ -146,25 +138,18 @@ def _lenient(array: bytes | memoryview) -> list[Event]:
             raw = _fields.decode(element)
         except msgspec.ValidationError:
             continue
-        taken: dict[str, Any] = {}
         kind = _EXACT.get(bytes(raw.get("ph", b"")))
         if kind is None:
             continue
-        for name in kind.__struct_fields__:
-            value = raw.get(name)
-            if value is None:
-                continue
-            if name == "args":
-                taken[name] = value
-            elif name == "ts":
-                with contextlib.suppress(msgspec.ValidationError):
-                    taken[name] = _number.decode(value)
-            else:
-                scalar = msgspec.json.decode(value)
-                if name in ("cat", "name"):
-                    taken[name] = scalar if isinstance(scalar, str) else "" if scalar is None else str(scalar)
-                elif isinstance(scalar, (int, float, str)):
-                    taken[name] = scalar
+        taken: dict[str, Any] = {"args": raw["args"]} if "args" in raw else {}
+        with contextlib.suppress(msgspec.ValidationError, KeyError):
+            taken["ts"] = _number.decode(raw["ts"])
+        for name in {"cat", "name", "pid", "tid", "dur"} & raw.keys():
+            scalar = msgspec.json.decode(raw[name])
+            if name in ("cat", "name"):
+                taken[name] = "" if scalar is None else str(scalar)
+            elif isinstance(scalar, (int, float, str)):
+                taken[name] = scalar
         events.append(kind(**taken))
     return events
 
@@ -176,12 +161,12 @@ _decode_args = msgspec.json.Decoder(list[Args]).decode
 
 
 def links(args: Sequence[msgspec.Raw]) -> list[Link]:
-    """Decode what the args of calls and of a device's work say."""
+    """Decode the args of calls and of a device's work."""
     return _decoded(args, _decode_links, Link)
 
 
 def args_of(args: Sequence[msgspec.Raw]) -> list[Args]:
-    """Decode what the args of copies, collectives and products say."""
+    """Decode the args of copies, collectives and products."""
     return _decoded(args, _decode_args, Args)
 
 
@@ -248,8 +233,8 @@ def _exact(value: Any) -> int:
 
 def integers(values: list[Any]) -> Ints:
     """Return whole numbers that may be written as text, -1 for what is none."""
-    array = np.array(values) if values else np.empty(0, dtype=np.int64)
-    return array if array.dtype == np.int64 else np.array([integer(v) for v in values], dtype=np.int64)
+    given = np.array(values)
+    return given if given.dtype == np.int64 else np.array([integer(v) for v in values], dtype=np.int64)
 
 
 def integer(value: Any) -> int:
@@ -261,16 +246,32 @@ def integer(value: Any) -> int:
     return number if 0 <= number < 2**63 else -1
 
 
-def plain(raw: Any) -> Any:
-    """Return what a piece of JSON says, None where it is none."""
-    try:
-        return msgspec.json.decode(raw)
-    except NOT_JSON:
-        return None
-
-
 def ranks_of(value: Any) -> list[int]:
-    """Return a list of ranks, or of such a list's text; an abridged one ("[0, 1, ..., 7]") tells nothing."""
+    """Return a list of ranks, or of such a list's text; an abridged one ("[0, 1, ..., 7]") gives none."""
     if isinstance(value, str):
         value = plain(value)
     return [int(n) for n in value] if isinstance(value, list) and all(isinstance(n, int) for n in value) else []
+
+
+@lru_cache(1 << 12)
+def ranks_in(raw: bytes) -> list[int]:
+    """Return the ranks that a piece of JSON lists; a job has few groups and many collectives."""
+    return ranks_of(plain(raw))
+
+
+def tensors(dims: bytes, types: bytes) -> list[tuple[list[int], str, int]]:
+    """Return shape, element type and bytes per element of each tensor that two pieces of JSON list."""
+    shapes, names = plain(dims), plain(types)
+    found = []
+    for shape, text in zip(shapes, names, strict=False) if isinstance(shapes, list) and isinstance(names, list) else ():
+        name, width = element_type(text) if isinstance(text, str) else ("", 0)
+        if width and isinstance(shape, list) and shape and all(isinstance(n, int) for n in shape):
+            found.append((shape, name, width))
+    return found
+
+
+@lru_cache(1 << 14)
+def shapes_in(dims: bytes, types: bytes) -> tuple[str, str]:
+    """Return the shapes of tensors as text ("64x128 128x256") and the first one's element type, "" where unknown."""
+    found = tensors(dims, types)
+    return " ".join("x".join(map(str, shape)) for shape, _, _ in found), found[0][1] if found else ""

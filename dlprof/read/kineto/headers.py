@@ -1,4 +1,4 @@
-"""What stands at a trace's head, beside its events: whose it is, its devices, its process groups."""
+"""What stands at a trace's head, next to its events: its rank, its devices, its process groups."""
 
 from __future__ import annotations
 
@@ -18,37 +18,35 @@ PEEK_BYTES = 256 << 10
 
 
 def peek(path: Path) -> dict[str, Any]:
-    """Return from head of a file and its name whether it looks like a trace (`is_trace`), its rank, world_size, host.
+    """Return by head and name of a file whether it looks like a trace (`is_trace`), and its rank, world_size, host.
 
-    What neither the first 256 KB nor the name tells is absent. Raises DlprofError where the file cannot be opened.
+    What neither the first 256 KB nor the name has is absent. Raises DlprofError where the file cannot be opened.
     """
     with open_file(path):
         pass
     file = TraceFile(path, decoder(exact=False), PEEK_BYTES)
-    found: dict[str, Any] = {"is_trace": False}
     try:
         begun = file.header()
     except DlprofError:
-        return found
+        return {"is_trace": False}
     if file.is_list:
         begun = bool(re.match(rb'\s*\{.{0,4000}?"ph"\s*:\s*"\w"', file.buffered, re.DOTALL))
     known = {"schemaVersion", "deviceProperties", "distributedInfo", "traceName"} & file.keys.keys()
-    head = re.match(rb'\{[^{}\[\]]*"world_size"[^{}\[\]]*', file.buffered)
     # Where the head ends before the events, as it does in a very large job, the keys must do.
     if not begun and not (known and file.cut):
-        return found
+        return {"is_trace": False}
     facts = header_facts(file.keys, path)
-    if not begun and head:
+    if not begun:
         # A very large job's list of process groups is longer than what is looked at; rank and size stand before it.
+        head = re.match(rb'\{[^{}\[\]]*"world_size"[^{}\[\]]*', file.buffered)
         for name in ("rank", "world_size"):
-            number = re.search(rb'"%s"\s*:\s*(\d{1,18})\s*[,}]' % name.encode(), head[0])
-            if number:
+            if head and (number := re.search(rb'"%s"\s*:\s*(\d{1,18})\s*[,}]' % name.encode(), head[0])):
                 facts[name] = int(number[1])
     return {"is_trace": True, **{k: facts[k] for k in ("rank", "world_size", "host") if k in facts}}
 
 
 def header_facts(keys: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return what the keys beside the events say; the rank from the file's name where they say none."""
+    """Return the facts in the keys next to the events; the rank from the file's name where they have none."""
     facts: dict[str, Any] = {}
     distributed = keys.get("distributedInfo")
     distributed = distributed if isinstance(distributed, dict) else {}
@@ -61,7 +59,8 @@ def header_facts(keys: Mapping[str, Any], path: Path) -> dict[str, Any]:
     facts |= {name: text for name, text in texts.items() if isinstance(text, str) and text}
     devices = keys.get("deviceProperties")
     if isinstance(devices, list):  # an empty one says that the process saw no device
-        facts["devices"] = [_device(d) for d in devices if isinstance(d, dict)]
+        renamed = {"totalGlobalMem": "memory_bytes"}
+        facts["devices"] = [{renamed.get(k, k): v for k, v in d.items()} for d in devices if isinstance(d, dict)]
     if groups := groups_in(keys):
         facts["groups"] = groups
     if (base := integer(keys.get("baseTimeNanoseconds"))) > 0 and base < 2**62:
@@ -75,14 +74,8 @@ def header_facts(keys: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return facts
 
 
-def _device(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a device's id, name, memory_bytes, and what else the file says of it under the file's own names."""
-    renamed = {"totalGlobalMem": "memory_bytes"}
-    return {renamed.get(k, k): v for k, v in properties.items()}
-
-
 def groups_in(keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the process groups that the keys beside the events tell: name → desc, size, ranks."""
+    """Return the process groups in the keys next to the events: name → desc, size, ranks."""
     distributed = keys.get("distributedInfo")
     listed = distributed.get("pg_config") if isinstance(distributed, dict) else None
     groups = {}

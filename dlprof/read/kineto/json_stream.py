@@ -39,12 +39,14 @@ _TRIED = 3
 _WINDOWS = (4 << 10, 64 << 10)
 
 _OPEN, _CLOSE = b"[]"
+_END = -1
+_CUT_OUTSIDE = "the file is cut off or damaged outside its events"
 
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*("?)|[][{}]', re.DOTALL)
 _KEY = re.compile(rb'[\s,]*"([^"\\]*(?:\\.[^"\\]*)*)"\s*:\s*', re.DOTALL)
-_SCALAR = re.compile(rb"[^\s,\]}]+(?=\s*[,}\]])")
+_SCALAR = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[^\s,\]}"[{]+(?=\s*[,}\]])', re.DOTALL)
 _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
 _SPACE = re.compile(rb"[\s,]*")
 
@@ -81,20 +83,18 @@ class TraceFile(Generic[E]):
         self._blocks = self._unpacked()
 
     def header(self) -> bool:
-        """Read up to the first event. Give False where the file ends before; raise DlprofError where it is no trace."""
+        """Read up to the first event. Return False where the file ends before; raise DlprofError if it is no trace."""
         self._fill(_BLOCK)
         self._drop(3 if self._buffer.startswith(b"\xef\xbb\xbf") else 0)
         self._drop(_SPACE.match(self._buffer).end())  # type: ignore[union-attr]
         if not self._buffer:
             raise self._error(self._packing or "the file is empty")
-        if self._buffer[:1] == b"[":
-            self.is_list = True
-            self._drop(1)
-            return True
-        if self._buffer[:1] != b"{":
+        first = self._buffer[:1]
+        if first not in (b"[", b"{"):
             raise self._error("not JSON")
         self._drop(1)
-        return self._to_array()
+        self.is_list = first == b"["
+        return self.is_list or self._to_array()
 
     def events(self) -> Iterator[list[E]]:
         """Return the events in their order, some thousands at a time; call `header` before."""
@@ -202,7 +202,7 @@ class TraceFile(Generic[E]):
                 if rest and rest[:1] != b'"' and not self.keys:
                     raise self._error("not JSON")
                 if not self._more():
-                    self.cut = "the file is cut off or damaged outside its events"
+                    self.cut = _CUT_OUTSIDE
                     return False
                 continue
             name = key[1].decode(errors="replace")
@@ -216,18 +216,15 @@ class TraceFile(Generic[E]):
                     raise self._error("not a trace: its traceEvents are not a list")
             value = self._value()
             if value is None:
-                self.cut = "the file is cut off or damaged outside its events"
+                self.cut = _CUT_OUTSIDE
                 return False
-            try:
-                self.keys[name] = msgspec.json.decode(repaired(value))
-            except NOT_JSON:
-                self.keys[name] = None
+            self.keys[name] = plain(repaired(value))
 
     def _value(self) -> bytes | None:
-        """Pass over one value and give its bytes, None where it has no end."""
+        """Pass over one value and return its bytes, None where it has no end."""
         while True:
-            if self._buffer.startswith((b"{", b"[", b'"')):
-                end = _closed(self._buffer)
+            if self._buffer[:1] in (b"{", b"["):
+                _, end = next(_elements(self._buffer), (0, 0))
             else:
                 scalar = _SCALAR.match(self._buffer)
                 end = scalar.end() if scalar else 0
@@ -246,7 +243,11 @@ class TraceFile(Generic[E]):
             if split is not None:
                 yield split
                 continue
-            elements, end, closed = _elements(self._buffer)
+            elements = list(_elements(self._buffer))
+            closed = bool(elements) and elements[-1][0] == _END
+            end = elements[-1][1] if elements else 0
+            if closed:
+                elements.pop()
             if elements:
                 yield self._decoded(elements)
             self._drop(end)
@@ -281,9 +282,7 @@ class TraceFile(Generic[E]):
     def _decoded(self, elements: list[tuple[int, int]]) -> list[E]:
         """Decode elements known by their brackets, together if that works, else one by one without the bad ones."""
         together = b"[" + b",".join(self._buffer[a:b] for a, b in elements) + b"]"
-        events = self._try(together)
-        if events is None:
-            events = self._try(repaired(together))
+        events = self._try(together) or self._try(repaired(together))
         if events is not None:
             return events
         alone = [self._try(repaired(b"[" + self._buffer[a:b] + b"]")) for a, b in elements]
@@ -297,46 +296,33 @@ class TraceFile(Generic[E]):
             return None
 
 
-def _closed(buffer: bytearray) -> int:
-    """Return where the bracketed value or the text that begins the buffer ends, 0 where it does not."""
-    depth = 0
+def _elements(buffer: bytearray) -> Iterator[tuple[int, int]]:
+    """Find the bracketed elements of an array's inside; where the array is closed, the last is (_END, its end)."""
+    depth = begin = 0
     for token in _TOKEN.finditer(buffer):
         sign = token[0]
         if sign in b"{[":
-            depth += 1
-        elif sign in b"}]":
-            depth -= 1
-        elif not token[1]:
-            return 0
-        if depth <= 0:
-            return token.end()
-        if depth > DEEPEST:
-            return 0
-    return 0
-
-
-def _elements(buffer: bytearray) -> tuple[list[tuple[int, int]], int, bool]:
-    """Return the bracketed elements from an array's inside, where they end, and whether the array is closed there."""
-    found: list[tuple[int, int]] = []
-    depth = begin = end = 0
-    for token in _TOKEN.finditer(buffer):
-        sign = token[0]
-        if sign in b"{[":
-            if not depth:
-                begin = token.start()
+            begin = begin if depth else token.start()
             depth += 1
             if depth > DEEPEST:
-                break
+                return
         elif sign in b"}]":
             if not depth:
-                return found, token.end(), True
+                yield _END, token.end()
+                return
             depth -= 1
             if not depth:
-                end = token.end()
-                found.append((begin, end))
-        elif not token[1]:
-            break
-    return found, end, False
+                yield begin, token.end()
+        elif not token[1]:  # a text that has no end here
+            return
+
+
+def plain(raw: Any) -> Any:
+    """Return what a piece of JSON says, None where it is none."""
+    try:
+        return msgspec.json.decode(raw)
+    except NOT_JSON:
+        return None
 
 
 _CONTROL = bytes(range(32))

@@ -38,6 +38,14 @@ class _Place:
     ready: int
     shared: mmap.mmap
 
+    @property
+    def is_begun(self) -> bool:
+        return bool(self.shared[_BEGUN + self.number])
+
+    def close(self) -> None:
+        os.close(self.rows)
+        os.close(self.ready)
+
 
 _places: dict[Path, _Place] = {}
 
@@ -57,7 +65,7 @@ def begin(paths: Sequence[Path]) -> None:
             ready, done = os.pipe()
             ends.append(done)
             _places[path] = _Place(number, os.memfd_create("dlprof"), ready, shared)
-        multiprocessing.get_context("fork").Process(target=_decode, args=(chosen, ends), daemon=True).start()
+        multiprocessing.get_context("fork").Process(target=_decode, args=(ends,), daemon=True).start()
     except OSError:  # no process, file or memory to be had
         pass
     finally:
@@ -74,15 +82,13 @@ def stop() -> None:
 def is_begun(path: Path | None) -> bool:
     """Return whether a file is being decoded or was, and nobody has read it yet."""
     place = _places.get(path) if path is not None else None
-    return place is not None and bool(place.shared[_BEGUN + place.number])
+    return place is not None and place.is_begun
 
 
 def forget() -> None:
     """Drop what was decoded and nobody read."""
-    for place in _places.values():
-        os.close(place.rows)
-        os.close(place.ready)
-    _places.clear()
+    while _places:
+        _places.popitem()[1].close()
 
 
 def rows_of(path: Path) -> Rows | None:
@@ -91,22 +97,20 @@ def rows_of(path: Path) -> Rows | None:
     if place is None:
         return None
     try:
-        if place.shared[_BEGUN + place.number] and os.read(place.ready, 1):
+        if place.is_begun and os.read(place.ready, 1):
             with mmap.mmap(place.rows, 0, access=mmap.ACCESS_READ) as pickled:
                 rows: Rows = pickle.loads(pickled)
                 return rows
     except (OSError, ValueError, MemoryError, EOFError, pickle.UnpicklingError):
         pass
     finally:
-        os.close(place.rows)
-        os.close(place.ready)
+        place.close()
     return None
 
 
-def _decode(paths: Sequence[Path], ends: Sequence[int]) -> None:
+def _decode(ends: Sequence[int]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is answered by the process that began this one
-    for path, end in zip(paths, ends, strict=True):
-        place = _places[path]
+    for (path, place), end in zip(_places.items(), ends, strict=True):
         if place.shared[_STOP]:
             return
         place.shared[_BEGUN + place.number] = True

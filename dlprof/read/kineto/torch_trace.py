@@ -24,7 +24,7 @@ from dlprof.read.kineto.events import label
 from dlprof.read.kineto.headers import groups_in, header_facts
 from dlprof.read.sources import Reading
 
-_WORK = ("kernel", "communication", "copy", "set")
+_WORK = [KIND[kind] for kind in ("kernel", "communication", "copy", "set")]
 _STEP = re.compile(r"ProfilerStep#(\d{1,18})")
 # Times since 1970 in µs are larger than this (May 2001), times since a start or a base are smaller (31 years).
 _UNIX_US = 10**15
@@ -38,14 +38,10 @@ def read(path: Path) -> Reading:
     DlprofError where the file cannot be read or is no trace.
     """
     rows = prefetch.rows_of(path)
-    return _reading(path, decode(path) if rows is None else rows)
-
-
-def _reading(path: Path, rows: Rows) -> Reading:
-    """Return everything as tables, facts and warnings."""
+    rows = decode(path) if rows is None else rows
     warnings = list(rows.warnings)
     facts = header_facts(rows.keys, path)
-    groups = {**rows.groups, **groups_in(rows.keys)}
+    groups = {**rows.exchanges.groups, **groups_in(rows.keys)}
     if groups:
         facts["groups"] = groups
     spans = _spans(rows, groups)
@@ -66,13 +62,12 @@ def _reading(path: Path, rows: Rows) -> Reading:
 
 
 def _peers(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> dict[int, int]:
-    """Return peer of each row that has one as a rank of the job; −1: only its number in an unknown group is told."""
+    """Return the peer of each row that has one as a rank of the job; −1: known only within an unknown group."""
     found = {}
-    for row, (peer, group) in rows.peers.items():
+    for row, (peer, group) in rows.exchanges.peers.items():
         if group is not None:
-            told = groups.get(group) or (next(iter(groups.values())) if len(groups) == 1 and not group else {})
-            ranks = told.get("ranks") or []
-            peer = ranks[peer] if peer < len(ranks) else -1
+            known = groups.get(group) or (next(iter(groups.values())) if len(groups) == 1 and not group else {})
+            peer = dict(enumerate(known.get("ranks") or [])).get(peer, -1)
         found[row] = peer
     return found
 
@@ -99,27 +94,28 @@ def _spans(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
         codes[place[list(of_row)]] = [categories[text] for text in of_row.values()]
         return _categorical(codes, categories)
 
+    names, exchanges = rows.names, rows.exchanges
     size = scattered(rows.bytes)
-    kinds = np.array(rows.kinds)
+    kind = np.array(names.kind, dtype=np.int8)[what]
     if rows.sizes:
-        for i in np.flatnonzero(np.isin(kinds, ("copy", "set"))[what] & (size < 0)):
+        for i in np.flatnonzero(np.isin(kind, (KIND["copy"], KIND["set"])) & (size < 0)):
             size[i] = rows.sizes.get(int(launch[i]), -1)
     columns = {
-        "lane": _coded(_lane_names(rows, lane, np.isin(kinds, _WORK)[what]), lane),
-        "kind": _categorical(np.array([KIND[k] for k in rows.kinds], dtype=np.int8)[what], schema.KINDS),
-        "name": _coded(rows.names, what),
+        "lane": _coded(_lane_names(rows, lane, np.isin(kind, _WORK)), lane),
+        "kind": _categorical(kind, schema.KINDS),
+        "name": _coded(names.name, what),
         "start_ns": rows.start[order],
         "dur_ns": rows.dur[order],
         "launch": launch,
         "bytes": size,
-        "copy": sparse({i: c[0] for i, c in rows.copies.items()}, [c[0] for c in rows.directions]),
-        "memory": sparse({i: c[1] for i, c in rows.copies.items()}, [c[1] for c in rows.directions]),
-        "collective": sparse({i: c[0] for i, c in rows.collectives.items()}, rows.verbs),
-        "group": sparse({i: c[1] for i, c in rows.collectives.items()}),
-        "sequence": scattered({i: s[0] for i, s in rows.sequences.items()}),
-        "communicator": sparse({i: s[1] for i, s in rows.sequences.items()}),
+        "copy": sparse({i: c[0] for i, c in rows.copies.items()}, [c[0] for c in names.copy]),
+        "memory": sparse({i: c[1] for i, c in rows.copies.items()}, [c[1] for c in names.copy]),
+        "collective": sparse({i: c[0] for i, c in exchanges.collectives.items()}, names.collective),
+        "group": sparse({i: c[1] for i, c in exchanges.collectives.items()}),
+        "sequence": scattered({i: s[0] for i, s in exchanges.sequences.items()}),
+        "communicator": sparse({i: s[1] for i, s in exchanges.sequences.items()}),
         "peer": scattered(_peers(rows, groups)),
-        "dtype": sparse({i: c[2] for i, c in rows.collectives.items()} | {i: m[1] for i, m in rows.multiplied.items()}),
+        "dtype": sparse({i: c[-1] for i, c in (exchanges.collectives | rows.multiplied).items()}),
         "shape": sparse({i: m[0] for i, m in rows.multiplied.items()}),
     }
     return pd.DataFrame({name: columns[name] for name in schema.SPANS}, copy=False)
@@ -127,22 +123,20 @@ def _spans(rows: Rows, groups: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
 
 def _lane_names(rows: Rows, lane: NDArray[np.int32], works: NDArray[np.bool_]) -> list[str]:
     """Name every lane; the device without a number is the one with most work."""
-    count = np.bincount(lane, minlength=len(rows.lanes))
-    work = np.bincount(lane[works], minlength=len(rows.lanes))
-    places: list[tuple[str, str] | None] = []
+    count = np.bincount(lane, minlength=len(rows.lanes)).tolist()
+    work = np.bincount(lane[works], minlength=len(rows.lanes)).tolist()
+    places: list[tuple[str, str]] = []  # device ("host" for the host), thread or stream
     weight: Counter[str] = Counter()
-    for code, key in enumerate(rows.lanes):
-        if not key[0]:
-            places.append(None)
-            continue
-        _, pid, tid, device, stream = key
+    for on_device, pid, tid, *args in rows.lanes:
+        device, stream = args if on_device else ("host", None)
         place = (label(pid if device is None else device), label(tid if stream is None else stream))
+        if on_device:
+            weight[place[0]] += work[len(places)] * 2**32 + count[len(places)]
         places.append(place)
-        weight[place[0]] += int(work[code]) * 2**32 + int(count[code])
     main = min(weight, key=lambda d: (-weight[d], len(d), d), default="")
     return [
-        f"host:{label(key[2])}" if place is None else f"device{'' if place[0] == main else place[0]}:{place[1]}"
-        for key, place in zip(rows.lanes, places, strict=True)
+        f"{'host' if not key[0] else 'device' if device == main else f'device{device}'}:{number}"
+        for key, (device, number) in zip(rows.lanes, places, strict=True)
     ]
 
 

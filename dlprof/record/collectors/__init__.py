@@ -1,4 +1,4 @@
-"""The sources of measurements inside a rank. Each starts once, hears of every step's end, and stops once."""
+"""The sources of measurements inside a rank. Each starts once, gets every step that has ended, and stops once."""
 
 from __future__ import annotations
 
@@ -13,15 +13,4 @@ from dlprof.record.collectors.stalls import Stalls
 from dlprof.record.collectors.steps import Steps
 from dlprof.record.collectors.trace import Trace
 
-COLLECTORS = (
-    Facts,
-    Flops,
-    Lines,
-    Loader,
-    Memory,
-    Nvtx,
-    Pipeline,
-    Stalls,
-    Steps,
-    Trace,
-)
+COLLECTORS = (Facts, Flops, Lines, Loader, Memory, Nvtx, Pipeline, Stalls, Steps, Trace)

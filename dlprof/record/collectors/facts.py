@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +19,37 @@ from dlprof.record import redaction
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
-# The facts are written as soon as there is news, since what was seen may soon be gone. But after so many times there is
-# this many times as long between two as one takes: 0.1 % of the job at most.
+# The facts are written as soon as something is new, since what was seen may soon be gone. After so many times, the
+# pause is this many times as long as the last writing took: 0.1 % of the job at most.
 _FREE = 50
 _REST = 1000
-
-_LOCAL_RANKS = ("LOCAL_RANK", "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 class Facts:
     """Writes facts.json: at the first step, whenever something new was seen, and at the end."""
 
     name = "facts"
+    _recorder: Recorder
 
     def __init__(self) -> None:
-        self._recorder: Recorder | None = None
         self._fixed: dict[str, Any] = {}
         self._mark: str | None = None
         self._free = _FREE
-        self._next_ns = 0  # not written again before, but for so many times
+        self._next_ns = 0  # not written again before, once _free is used up
         self._known: dict[int, dict[str, Any]] = {}
         # Not SLURM_NTASKS: a single process in a batch script has that of its whole allocation.
         size = _number("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
         self._group: dict[str, Any] = {"world_size": size or 1, "backend": None}
 
     def start(self, recorder: Recorder) -> None:
-        """Gather what does not change, and write for the first time."""
+        """Gather what does not change, and have it written."""
         self._recorder = recorder
         self._fixed = {
             "format": 1,
             "rank": recorder.rank,
-            "local_rank": _number(*_LOCAL_RANKS),
+            "local_rank": _number(
+                "LOCAL_RANK", "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"
+            ),
             "host": os.uname().nodename,
             "boot": boot(),
             "pid": os.getpid(),
@@ -63,22 +63,22 @@ class Facts:
 
     def step(self, done: Sequence[Step]) -> None:
         """Write again if there is news; a script that makes an optimizer a step always has some."""
-        recorder = self._recorder
-        if recorder is not None and (recorder.observed.news or recorder.clock.mark != self._mark):
-            ended_ns = done[-1].start_ns + done[-1].dur_ns
-            if ended_ns > self._next_ns or self._free:
-                self._free = max(self._free - 1, 0)
-                began_ns = time.perf_counter_ns()
-                self._write(recorder)
-                self._next_ns = ended_ns + _REST * (time.perf_counter_ns() - began_ns)
+        if not self._recorder.observed.news and self._recorder.clock.mark == self._mark:
+            return
+        ended_ns = done[-1].start_ns + done[-1].dur_ns
+        if ended_ns > self._next_ns or self._free:
+            self._free = max(self._free - 1, 0)
+            began_ns = time.perf_counter_ns()
+            self._write()
+            self._next_ns = ended_ns + _REST * (time.perf_counter_ns() - began_ns)
 
     def stop(self) -> None:
         """Write for the last time."""
-        if self._recorder is not None:
-            self._write(self._recorder)
+        if self._fixed:
+            self._write()
 
-    def _write(self, recorder: Recorder) -> None:
-        observed = recorder.observed
+    def _write(self) -> None:
+        recorder, observed = self._recorder, self._recorder.observed
         observed.news = False
         _unanswered.clear()
         self._mark = recorder.clock.mark
@@ -88,8 +88,8 @@ class Facts:
             "versions": _ask(_versions),
             "cpu": _ask(_cpu),
             "loaders": [{"role": seen.role, **seen.settings} for seen in observed.loaders],
-            "models": self._describe(_model, [(ref, ref()) for ref in observed.models]),
-            "optimizers": self._describe(_optimizer, [(ref, ref()) for ref in observed.optimizers]),
+            "models": self._describe(_model, observed.models),
+            "optimizers": self._describe(_optimizer, observed.optimizers),
             "autocast": observed.autocast,
             "grad_scaler": observed.grad_scaler,
             "graphs": observed.graphs,
@@ -110,13 +110,17 @@ class Facts:
             self._group = {"world_size": distributed.get_world_size(), "backend": distributed.get_backend()}
         return self._group
 
-    def _describe(self, question: Callable[[Any], Any], seen: list[tuple[Any, Any]]) -> list[Any]:
-        """Describe what was seen; what is gone by now, as most is when a job ends, as it was when last described."""
-        for key, thing in seen:
+    def _describe(self, question: Callable[[Any], Any], references: Iterable[Callable[[], Any]]) -> list[Any]:
+        """Describe the objects; those that are gone, as most are when a job ends, as they were last described."""
+        described = []
+        for reference in references:
+            thing = reference()
             facts = None if thing is None else _ask(question, thing)
             if facts is not None:
-                self._known[id(key)] = facts
-        return [self._known[id(key)] for key, _ in seen if id(key) in self._known]
+                self._known[id(reference)] = facts
+            if id(reference) in self._known:
+                described.append(self._known[id(reference)])
+        return described
 
 
 def _torch() -> Any:
@@ -125,7 +129,7 @@ def _torch() -> Any:
     return torch
 
 
-# Why a question had no answer when facts were last written: by its name, so that many objects of a kind say it once.
+# Why a question had no answer when facts were last written: by its name, so that many objects of a kind warn once.
 _unanswered: dict[str, str] = {}
 
 
@@ -152,41 +156,41 @@ def _device(recorder: Recorder) -> dict[str, Any]:
     """Describe the GPU that the rank trains on, or the host where it uses none. No other GPU is asked anything."""
     torch = _torch()
     index = recorder.device.in_use()
-    if index is not None:
-        properties = torch.cuda.get_device_properties(index)
+    if index is None:
         return {
-            "type": "cuda",
-            "index": index,
-            **_answers(
-                vendor=lambda: "nvidia" if torch.version.hip is None else "amd",
-                name=lambda: properties.name,
-                uuid=lambda: str(uuid) if (uuid := getattr(properties, "uuid", None)) is not None else None,
-                pci=lambda: _pci(properties),
-                slice=lambda: _slice(index),
-                memory_bytes=lambda: properties.total_memory,
-                capability=lambda: [properties.major, properties.minor],
-                count=torch.cuda.device_count,
-            ),
+            "type": "cpu",
+            "index": None,
+            **_answers(name=_cpu_name, memory_bytes=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+            "uuid": None,
+            "capability": None,
+            "count": 0,
         }
+    properties = torch.cuda.get_device_properties(index)
     return {
-        "type": "cpu",
-        "index": None,
-        **_answers(name=_cpu_name, memory_bytes=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-        "uuid": None,
-        "capability": None,
-        "count": 0,
+        "type": "cuda",
+        "index": index,
+        **_answers(
+            vendor=lambda: "nvidia" if torch.version.hip is None else "amd",
+            name=lambda: properties.name,
+            uuid=lambda: str(uuid) if (uuid := getattr(properties, "uuid", None)) is not None else None,
+            pci=lambda: _pci(properties),
+            slice=lambda: _slice(index),
+            memory_bytes=lambda: properties.total_memory,
+            capability=lambda: [properties.major, properties.minor],
+            count=torch.cuda.device_count,
+        ),
     }
 
 
 def _slice(index: int) -> str | None:
-    """Return the slice of a GPU (MIG) that the rank was given by name; CUDA may tell the whole GPU's UUID for it."""
+    """Return the slice of a GPU (MIG) that the rank was given by name; CUDA may report the whole GPU's UUID for it."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = given[index].strip() if index < len(given) else ""
     return name if name.startswith("MIG-") else None
 
 
 def _pci(properties: Any) -> str | None:
-    """Return a GPU's place on the PCI bus, as 0000:c1:00.0; None where this torch does not say it."""
+    """Return a GPU's place on the PCI bus, as 0000:c1:00.0; None where this torch does not know it."""
     numbers: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     return None if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
@@ -208,12 +212,8 @@ def _versions() -> dict[str, Any]:
         cuda=lambda: torch.version.cuda,
         hip=lambda: torch.version.hip,
         cudnn=lambda: torch.backends.cudnn.version() if cuda else None,
-        nccl=lambda: _nccl() if cuda else None,
+        nccl=lambda: ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
     )
-
-
-def _nccl() -> str:
-    return ".".join(str(part) for part in _torch().cuda.nccl.version())
 
 
 def _cpu() -> dict[str, Any]:
@@ -304,34 +304,28 @@ def _inner_class(model: Any) -> str:
 
 
 def _channels_last(weight: Any) -> bool:
-    torch = _torch()
-    return bool(weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous())
+    channels_last = _torch().channels_last
+    return bool(weight.is_contiguous(memory_format=channels_last) and not weight.is_contiguous())
 
 
 def _ddp(ddp: Any) -> dict[str, Any]:
+    def unused_bytes() -> int | None:
+        # Of the last step that DDP looked at, which is every hundredth; None: of none yet.
+        size = ddp._get_ddp_logging_data().get("unused_parameter_size") if ddp.find_unused_parameters else None
+        return None if size is None else int(size)
+
     return _answers(
         bucket_cap_mb=lambda: ddp.bucket_bytes_cap / 2**20,
         find_unused_parameters=lambda: ddp.find_unused_parameters,
-        # Of the last step that DDP looked at, which is every hundredth; None: of none yet.
-        unused_parameter_bytes=lambda: _unused_bytes(ddp) if ddp.find_unused_parameters else None,
+        unused_parameter_bytes=unused_bytes,
         gradient_as_bucket_view=lambda: ddp.gradient_as_bucket_view,
         static_graph=lambda: ddp.static_graph,
         broadcast_buffers=lambda: ddp.broadcast_buffers,
     )
 
 
-def _unused_bytes(ddp: Any) -> int | None:
-    size = ddp._get_ddp_logging_data().get("unused_parameter_size")
-    return None if size is None else int(size)
-
-
 def _optimizer(optimizer: Any) -> dict[str, Any]:
     groups = optimizer.param_groups
-
-    def lr() -> Any:
-        # A tensor on a device is not read: that would wait for the device.
-        return rate if isinstance(rate := groups[0].get("lr"), (int, float)) else None
-
     return {
         "class": type(optimizer).__name__,
         **_answers(
@@ -339,7 +333,8 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
             foreach=lambda: groups[0].get("foreach"),
             parameter_groups=lambda: len(groups),
             parameters=lambda: sum(len(g["params"]) for g in groups),
-            lr=lr,
+            # A tensor on a device is not read: that would wait for the device.
+            lr=lambda: rate if isinstance(rate := groups[0].get("lr"), (int, float)) else None,
         ),
     }
 
@@ -348,30 +343,30 @@ def _matmul() -> dict[str, Any]:
     """Describe how float32 products and convolutions are computed.
 
     torch 2.9 brought `fp32_precision` ("ieee", "tf32", "bf16"; "none": as the backend above says). Once a script has
-    set one, the settings of before raise, and in some versions asking for them warns on the script's stderr. So where
-    the new ones are, they are asked, and those of before follow from them.
+    set one, reading the older settings raises, and in some versions warns on the script's stderr. So where the new
+    ones exist, they are read, and the older ones follow from them.
     """
     torch = _torch()
     backends = torch.backends
-    told = _answers(
+    found = _answers(
         cudnn_benchmark=lambda: backends.cudnn.benchmark, deterministic=torch.are_deterministic_algorithms_enabled
     )
     if not hasattr(backends, "fp32_precision"):
-        return told | _answers(
+        return found | _answers(
             float32_precision=torch.get_float32_matmul_precision,
             allow_tf32=lambda: backends.cuda.matmul.allow_tf32,
             cudnn_allow_tf32=lambda: bool(backends.cudnn.allow_tf32),
         )
-    told |= _answers(
+    found |= _answers(
         fp32_precision=lambda: backends.fp32_precision,
         matmul_fp32_precision=lambda: backends.cuda.matmul.fp32_precision,
         conv_fp32_precision=lambda: backends.cudnn.conv.fp32_precision,
         cpu_matmul_fp32_precision=lambda: backends.mkldnn.matmul.fp32_precision,
     )
-    product, convolution = told["matmul_fp32_precision"], told["conv_fp32_precision"]
+    product, convolution = found["matmul_fp32_precision"], found["conv_fp32_precision"]
     # set_float32_matmul_precision("medium") is TF32 on a GPU, as "high" is, and bfloat16 on a CPU.
-    rounded = "medium" if told["cpu_matmul_fp32_precision"] == "bf16" else "high"
-    return told | {
+    rounded = "medium" if found["cpu_matmul_fp32_precision"] == "bf16" else "high"
+    return found | {
         "float32_precision": None if product is None else rounded if product == "tf32" else "highest",
         "allow_tf32": None if product is None else product == "tf32",
         "cudnn_allow_tf32": None if convolution is None else convolution == "tf32",

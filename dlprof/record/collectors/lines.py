@@ -62,6 +62,7 @@ class Lines:
         self._recorder: Recorder | None = None
         self._counts: _Counts | None = None
         self._problem = ""
+        self._over = False  # nothing is counted any more
         self._modules = 0  # how many there were when a file's module was last looked for
         if self._asked:
             self._watch_torch()
@@ -81,30 +82,32 @@ class Lines:
         recorder = self._recorder
         if recorder is None:
             return
-        if self._left:
-            self._look()
-        if self._problem and self._problem not in recorder.warnings:
-            recorder.warn(self._problem)
-        counts = self._counts
-        if counts is not None and done[-1].start_ns + done[-1].dur_ns > counts.due_ns:
-            counts.write(recorder.folder, "main")
+        self._look()
+        self._warn(recorder)
+        if self._counts is not None and done[-1].start_ns + done[-1].dur_ns > self._counts.due_ns:
+            self._counts.write(recorder.folder, "main")
 
     def stop(self) -> None:
-        """Write the rest, and tell what was never found or called."""
+        """Write the rest, and warn of functions that were never found."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return
         if self._counts is not None:
             self._counts.write(recorder.folder, "main")
-        if self._problem:
-            if self._problem not in recorder.warnings:
-                recorder.warn(self._problem)
-        elif self._left:
-            recorder.warn(f"lines: no such Python function was found: {', '.join(self._left)}")
+        if self._left and not self._problem:
+            self._problem = f"lines: no such Python function was found: {', '.join(self._left)}"
+        self._warn(recorder)
+        self._over = True
+        if self._counts is not None:
+            self._counts.restore()
+
+    def _warn(self, recorder: Recorder) -> None:
+        if self._problem and self._problem not in recorder.warnings:
+            recorder.warn(self._problem)
 
     def _look(self) -> None:
         """Change the wanted functions that are there by now."""
-        if self._problem or not self._left:
+        if self._problem or self._over or not self._left:
             return
         try:
             for target in tuple(self._left):
@@ -113,11 +116,10 @@ class Lines:
                     self._add(target, function)
                     self._left.remove(target)
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self._problem = f"lines are off: {_tell(e)}"
+            self._problem = f"lines are off: {_reason(e)}"
 
     def _add(self, target: str, function: FunctionType) -> None:
-        if self._counts is None:
-            self._counts = _Counts()
+        self._counts = self._counts or _Counts()
         self._counts.add(target, function)
 
     def _find(self, target: str) -> FunctionType | None:
@@ -163,7 +165,7 @@ class Lines:
             try:
                 self._begin_worker()
             except Exception as e:  # noqa: BLE001 - the worker goes on
-                say(f"the lines of a loader's worker are off: {_tell(e)}")
+                say(f"the lines of a loader's worker are off: {_reason(e)}")
 
         put(Optimizer, "__init__", __init__)
         put(handling, "_set_worker_signal_handlers", _set_worker_signal_handlers)
@@ -184,10 +186,10 @@ class Lines:
                     counts.write(folder, "worker")
 
         def keep_writing() -> None:
-            pause_s = _FIRST_WRITE_NS / 1e9
+            pause_ns = _FIRST_WRITE_NS
             while True:
-                time.sleep(pause_s)
-                pause_s = min(pause_s * 2, _LAST_WRITE_NS / 1e9)
+                time.sleep(pause_ns / 1e9)
+                pause_ns = min(pause_ns * 2, _LAST_WRITE_NS)
                 write()
 
         threading.Thread(target=keep_writing, name="dlprof lines", daemon=True).start()
@@ -201,34 +203,33 @@ class Lines:
             # Here, since a thread that imports must not meet a fork.
             self._counts = self._counts or _Counts()
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self._problem = f"lines are off: {_tell(e)}"
+            self._problem = f"lines are off: {_reason(e)}"
             return
-        own = _Own()
-        threading.Thread(target=self._choose, args=(get_ident(), own), name="dlprof lines auto", daemon=True).start()
+        arguments = (get_ident(), _own_files())
+        threading.Thread(target=self._choose, args=arguments, name="dlprof lines auto", daemon=True).start()
 
-    def _choose(self, ident: int, own: _Own) -> None:
+    def _choose(self, ident: int, is_own: Callable[[str], bool]) -> None:
         seen: Counter[tuple[CodeType, str]] = Counter()
         chosen: set[tuple[CodeType, str]] = set()
         try:
             for look in range(1, _CHOOSE_AFTER[-1] + 1):
                 time.sleep(_LOOK_S)
+                if self._over:
+                    return
                 frame = sys._current_frames().get(ident)
-                while frame is not None and not own.has(frame.f_code.co_filename):
+                while frame is not None and not is_own(frame.f_code.co_filename):
                     frame = frame.f_back
                 if frame is not None:
                     seen[frame.f_code, str(frame.f_globals.get("__name__"))] += 1
                 frame = None  # it would keep the script's tensors
-                if look not in _CHOOSE_AFTER:
-                    continue
-                for (code, name), times in seen.most_common(_MOST_FUNCTIONS):
+                for (code, name), times in seen.most_common(_MOST_FUNCTIONS) if look in _CHOOSE_AFTER else ():
                     function = _function_of(code, sys.modules.get(name))
-                    if times < _LEAST_SHARE * look or function is None or (code, name) in chosen:
-                        continue
-                    if len(chosen) < _MOST_FUNCTIONS:
+                    often = times >= _LEAST_SHARE * look and len(chosen) < _MOST_FUNCTIONS
+                    if often and function is not None and (code, name) not in chosen:
                         chosen.add((code, name))
                         self._add(f"{name}:{function.__qualname__}", function)
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self._problem = f"lines are off: {_tell(e)}"
+            self._problem = f"lines are off: {_reason(e)}"
 
 
 class _Counts:
@@ -242,6 +243,7 @@ class _Counts:
         if other not in (None, "line_profiler"):
             raise RuntimeError(f"the script is being profiled by {other}")
         self._profiler: Any = LineProfiler()
+        self._changed: list[tuple[FunctionType, CodeType, str]] = []  # with their own code, and the name of our call
         self._functions: dict[tuple[str, int], str] = {}  # file and first line → its name
         self._source: dict[tuple[str, int], str] = {}  # yet to be written
         self._written: dict[tuple[str, int, int], tuple[int, int]] = {}  # file, first line, line → hits, ns
@@ -267,13 +269,14 @@ class _Counts:
         function.__globals__[call] = self._counted(inner, torch.compiler.is_compiling)
         if not hasattr(function, "__signature__"):
             function.__signature__ = inspect.signature(inner)  # type: ignore[attr-defined]
+        self._changed.append((function, code, call))
         function.__code__ = _passing_on(call, code)
         hidden(function)
 
     def _counted(self, inner: FunctionType, is_compiling: Callable[[], bool]) -> Any:
         profiler = self._profiler
-        special = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-        if any(is_special(inner) for is_special in special):
+        resumed = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+        if inner.__code__.co_flags & resumed:
             return profiler.wrap_callable(inner)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -287,6 +290,12 @@ class _Counts:
                 profiler.disable_by_count()
 
         return hidden(call)
+
+    def restore(self) -> None:
+        """Give the functions their own code back."""
+        for function, code, call in self._changed:
+            function.__code__ = code
+            function.__globals__.pop(call, None)
 
     def forget(self) -> None:
         """Forget what another process, this one's parent, has counted."""
@@ -306,15 +315,12 @@ class _Counts:
                 grown.setdefault((file, first), []).append((line, hits - hits_before, ns - ns_before))
         if not grown:
             return
-        log = Log(folder / "lines.jsonl")
-        try:
+        with contextlib.closing(Log(folder / "lines.jsonl")) as log:
             wordy = log.size < _MOST_SOURCE_BYTES
             for at, lines in grown.items():
-                said = {"role": role, "function": self._functions[at], "file": at[0], "first": at[1], "lines": lines}
+                row = {"role": role, "function": self._functions[at], "file": at[0], "first": at[1], "lines": lines}
                 source = self._source.pop(at, None)
-                log.write(json.dumps(said | ({"source": source} if source and wordy else {})) + "\n")
-        finally:
-            log.close()
+                log.write(json.dumps(row | ({"source": source} if source and wordy else {})) + "\n")
 
     def _now(self) -> dict[tuple[str, int, int], tuple[int, int]]:
         stats = self._profiler.get_stats()
@@ -326,24 +332,20 @@ class _Counts:
         }
 
 
-class _Own:
-    """Tells the user's own files from those of Python, of installed packages and of dlprof."""
+def _own_files() -> Callable[[str], bool]:
+    """Return whether a file is the user's own, and not Python's, an installed package's or dlprof's, as a function."""
+    import sysconfig
 
-    def __init__(self) -> None:
-        import sysconfig
+    paths = sysconfig.get_paths()
+    places = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    places.add(__file__.rpartition("/record/")[0])  # as co_filename is written
+    installed = ("<", *(os.path.join(place, "") for place in places))  # noqa: PTH118
 
-        paths = sysconfig.get_paths()
-        places = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-        places.add(__file__.rpartition("/record/")[0])  # as co_filename is written
-        self._places = tuple(os.path.join(place, "") for place in places)  # noqa: PTH118
-        self._known: dict[str, bool] = {}
+    @functools.cache
+    def is_own(file: str) -> bool:
+        return not (file.startswith(installed) or "/site-packages/" in file or "/dist-packages/" in file)
 
-    def has(self, file: str) -> bool:
-        """Return whether a code object's file is the user's."""
-        if file not in self._known:
-            installed = file.startswith(("<", *self._places)) or "/site-packages/" in file or "/dist-packages/" in file
-            self._known[file] = not installed
-        return self._known[file]
+    return is_own
 
 
 def _is_of(module: Any, path: str) -> bool:
@@ -387,7 +389,7 @@ def _passing_on(call: str, code: CodeType) -> CodeType:
     return made.replace(co_name=code.co_name, co_firstlineno=code.co_firstlineno, co_freevars=code.co_freevars)
 
 
-def _tell(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, ImportError):
         return f"the script's Python has no line_profiler (pip install line_profiler): {error}"
     return f"{type(error).__name__}: {error}"

@@ -2,7 +2,7 @@
 
 The rank writes loading.jsonl: the wait for every batch, starting and ending an epoch, and what the process itself used
 of its cores. Whoever fetches (a worker process, or the training thread where there are none) writes fetches.jsonl. A
-worker is started before its rank knows its own folder, so it keeps its lines until the rank has left word of it.
+worker starts before its rank knows its own folder, so it keeps its lines until the rank has named the folder.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dlprof.record.stepping import Step
 # Rows kept in memory while there is no file yet: most of a validation before training.
 _MOST_ROWS = 4_096
 
-# Where the training thread fetches itself, what it used is asked of the kernel only if fetching takes this long.
+# Where the training thread fetches itself, the kernel is asked what it used only if fetching takes this long.
 _WORTH_ASKING_NS = 2_000_000
 
-# Batches ready, batches being made and the worker whose turn it is, where the training thread fetches itself.
-_NOBODY = (-1, -1, -1)
+# Batches ready, batches being made and the worker whose turn it is, or what a process used of the cores: not known.
+_UNKNOWN = (-1, -1, -1)
 
-# The same for what the kernel has counted, where it is not asked.
+# What the kernel has counted of a fetch, where it was not asked.
 _UNASKED = (-1, -1, -1, -1)
 
 
@@ -48,7 +48,7 @@ class Loader:
         self._usage: tuple[int, int, int, int] = (0, 0, 0, 0)
         # Batches that have no rows yet: while one comes, a step's work has left none of our code in the caches.
         self._batches: list[tuple[Pass, int, int, int, tuple[int, int, int], int, tuple[int, ...]]] = []
-        self._asked = _NOBODY  # what the iterator said that was asked last
+        self._asked = _UNKNOWN  # the state of the iterator's queue when it was last asked for a batch
         self._before = _UNASKED  # what the training thread had used when it began to fetch
         self._last_fetch_ns = 0
         # Now, when torch was just imported: each worker's interpreter gets here too, or is a copy of one that did.
@@ -94,7 +94,7 @@ class Loader:
         """Look how many batches are ready, how many are being made, and which worker makes the one that is due."""
         if self._fetches.busy:
             return
-        self._asked = _NOBODY
+        self._asked = _UNKNOWN
         tasks = getattr(iterator, "_task_info", None)
         try:
             if tasks is None:
@@ -171,8 +171,8 @@ class Loader:
             return
         try:
             self._add_batches()
-            begin, step = recorder.unix(began), recorder.clock.row.number
-            self._loading.rows.append(("end", over.place, begin, step, -1, "", 1, took, -1, -1, -1, -1, -1, -1))
+            at = (recorder.unix(began), recorder.clock.row.number)
+            self._loading.rows.append(("end", over.place, *at, -1, "", 1, took, *_UNKNOWN, *_UNKNOWN))
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fetches.fail(e)
 
@@ -186,11 +186,11 @@ class Loader:
             if not over.reported:
                 over.reported, kind = True, "first"
                 over.place = next((n for n, s in enumerate(recorder.observed.loaders) if s is over.loader), -1)
-                iterated = (over.began_ns + unix, step, -1, over.workers, 1, over.took_ns)
-                loading.append(("start", over.place, *iterated, -1, -1, -1, -1, -1, -1))
-            ready, outstanding, worker = _NOBODY if over.fetches else asked
+                at_iter = (over.began_ns + unix, step)
+                loading.append(("start", over.place, *at_iter, -1, over.workers, 1, over.took_ns, *_UNKNOWN, *_UNKNOWN))
+            ready, outstanding, worker = _UNKNOWN if over.fetches else asked
             empty = -1 if ready < 0 else 0 if ready else 1
-            loading.append((kind, over.place, at, step, worker, "", 1, took, empty, ready, outstanding, -1, -1, -1))
+            loading.append((kind, over.place, at, step, worker, "", 1, took, empty, ready, outstanding, *_UNKNOWN))
             if over.fetches:
                 fetched.append((-1, pid, at, 1, took, collate, *used))
         self._loading.fit()
@@ -205,8 +205,8 @@ class Loader:
             self._usage = (now, *counters.cores())
             used = used_between(before, self._usage[1:])
             self._add_batches()
-            begin, step = recorder.unix(began), recorder.clock.row.number
-            self._loading.rows.append(("usage", -1, begin, step, -1, "", 1, now - began, -1, -1, -1, *used))
+            at = (recorder.unix(began), recorder.clock.row.number)
+            self._loading.rows.append(("usage", -1, *at, -1, "", 1, now - began, *_UNKNOWN, *used))
             self._loading.write(now, last=last)
             self._fetches.log.write(now, last=last)
         except Exception:
@@ -230,7 +230,6 @@ class Fetches:
         self.off = False
         self.busy = False  # this worker fetches; loaders that its data set asks are no concern of ours
         self.collate_ns = 0  # of the batch that is being fetched
-        self._trains = False  # this process does, and is no worker
         self._worker = -1  # the number of this worker
         self._counters: KernelCounters | None = None  # of this worker, and what they were after its last fetch
         self._last: tuple[int, int, int, int] = _UNASKED
@@ -238,9 +237,8 @@ class Fetches:
         self._watch()
 
     def start(self, recorder: Recorder) -> None:
-        """Open the file: this process trains."""
+        """Open the file: this process trains, and is no worker."""
         self._unwatch()
-        self._trains = True
         self.log.open(recorder.folder)
 
     def stop(self) -> None:
@@ -252,7 +250,7 @@ class Fetches:
     def forked(self) -> None:
         """Begin anew in a fork's child, which may be a worker."""
         self.log.forget()
-        self.busy = self._trains = False
+        self.busy = False
         self._counters = None
         if not self.off:
             self._watch()
@@ -278,7 +276,7 @@ class Fetches:
         return timed
 
     def _watch(self) -> None:
-        """Watch whoever fetches, as workers do in loops that are other libraries' too."""
+        """Watch PyTorch's fetchers, which the worker loops of other libraries call too."""
         from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
         self._unwatch()
@@ -293,7 +291,7 @@ class Fetches:
     def _timed(self, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         @functools.wraps(original)
         def fetch(fetcher: Any, index: Any) -> Any:
-            began = 0 if self.busy or self._trains else self._begin(fetcher)
+            began = 0 if self.busy else self._begin(fetcher)
             if not began:
                 return original(fetcher, index)
             self.busy = True
@@ -315,7 +313,7 @@ class Fetches:
                 info = _worker_info()
                 if info is None:
                     return 0
-                self._join(info)
+                self._join(info.id)
             if not hasattr(fetcher.collate_fn, "is_timed"):
                 fetcher.collate_fn = self.timed_collate(fetcher.collate_fn)
             self.collate_ns = 0
@@ -327,14 +325,12 @@ class Fetches:
     def _end(self, began: int) -> None:
         try:
             now = perf_counter_ns()
-            recorder, counters = dlprof._recorder, self._counters
-            if counters is None:
+            if self._counters is None:
                 return
             # From the end of one fetch to the end of the next: a batch is shipped while the next is fetched.
-            before, self._last = self._last, counters.all()
-            used = used_between(before, self._last)
-            start = recorder.unix(began)
-            self.log.rows.append((self._worker, os.getpid(), start, 1, now - began, self.collate_ns, *used))
+            before, self._last = self._last, self._counters.all()
+            at, used = dlprof._recorder.unix(began), used_between(before, self._last)
+            self.log.rows.append((self._worker, os.getpid(), at, 1, now - began, self.collate_ns, *used))
             if len(self.log.rows) >= _MOST_ROWS:
                 self.log.fit()
             if now - self.log.written_ns > WRITE_EVERY_NS:
@@ -342,18 +338,18 @@ class Fetches:
         except Exception as e:  # noqa: BLE001 - the script goes on
             self.fail(e)
 
-    def _join(self, info: Any) -> None:
+    def _join(self, worker: int) -> None:
         """Become a worker: its lines are written as it goes and when it ends, which it does without atexit."""
         from multiprocessing.util import Finalize
 
         Finalize(None, self._leave, exitpriority=10)
-        self._worker = info.id
+        self._worker = worker
         self._counters = KernelCounters(whole_process=True)
         self._last = self._counters.all()
 
     def _ship(self, now: int, *, last: bool = False) -> None:
+        run = dlprof._recorder.run
         if not self.log.is_open:
-            run = dlprof._recorder.run
             folder = folder_of_rank(run)
             if folder is None:
                 self.log.written_ns = now

@@ -11,38 +11,19 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlprof.record.hooks import hidden, put
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
-_COLLECTIVES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "irecv",
-    "isend",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-)
+_GATHERING = ("all_gather", "all_gather_into_tensor", "all_gather_object", "gather")
+_REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+_SPREADING = ("all_to_all", "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "scatter")
+_POINT_TO_POINT = ("batch_isend_irecv", "irecv", "isend", "recv", "send")
 
 
-@dataclass(frozen=True)
-class Library:
+class Library(NamedTuple):
     """What speaks NVTX. Ranges that are pushed nest in their thread; those that are started need not."""
 
     push: Callable[[str], Any]
@@ -58,7 +39,7 @@ class Nvtx:
 
     def __init__(self) -> None:
         self._library: Library | None = None
-        self._step: Any = None
+        self._step: Any = None  # the range of the step that is under way
         self._asked = os.environ.get("DLPROF_NVTX") == "on"
         if self._asked:
             # Now, when torch was just imported: later the script may hold the originals by names of its own.
@@ -68,23 +49,20 @@ class Nvtx:
         """Open a range for the step that is under way, and from now on one for each phase."""
         if not self._asked:
             return
-        self._recorder = recorder
-        library = _library()
+        self._library = library = _library()
         if library is None:
             recorder.warn("no NVTX ranges: this PyTorch was built without CUDA, and the package nvtx is not installed")
             return
-        self._library = library
         recorder.clock.ranges.append(functools.partial(_Range, library))
         self._step = library.start(f"dlprof::step {recorder.clock.row.number}")
 
     def step(self, done: Sequence[Step]) -> int | None:
         """End a step's range and start the next one's: phases and the script's own ranges may cross its ends."""
-        library = self._library
-        if library is None:
+        if self._library is None:
             return None
-        library.end(self._step)
         begun = done[-1].number + 1
-        self._step = library.start(f"dlprof::step {begun}")
+        self._library.end(self._step)
+        self._step = self._library.start(f"dlprof::step {begun}")
         return begun + 1
 
     def stop(self) -> None:
@@ -115,7 +93,7 @@ class Nvtx:
 
             return hidden(call)
 
-        for name in _COLLECTIVES:
+        for name in (*_GATHERING, *_REDUCING, *_SPREADING, *_POINT_TO_POINT):
             original = getattr(distributed, name, None)
             if original is not None:
                 watched = named(f"dlprof::{name}", original)
@@ -123,20 +101,17 @@ class Nvtx:
                 put(distributed.distributed_c10d, name, watched)
 
 
-class _Range:
+class _Range(NamedTuple):
     """A pushed range, as a context."""
 
-    __slots__ = ("_library", "_name")
-
-    def __init__(self, library: Library, name: str) -> None:
-        self._library = library
-        self._name = name
+    library: Library
+    name: str
 
     def __enter__(self) -> None:
-        self._library.push(self._name)
+        self.library.push(self.name)
 
     def __exit__(self, *_: object) -> None:
-        self._library.pop()
+        self.library.pop()
 
 
 def _library() -> Library | None:

@@ -1,6 +1,6 @@
 """What a pipeline stage works on, and when: each micro-batch's forward and backward, within schedule.step().
 
-torch's own ranges contain the wait for the neighbour; the stage's methods that run one chunk do not. They are watched
+torch's own ranges contain the wait for the neighbour; the stage's methods that run one chunk do not. They are wrapped
 once the script has imported torch.distributed.pipelining, which is never imported for our sake.
 """
 
@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
@@ -21,9 +22,6 @@ from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
-_SCHEDULES = "torch.distributed.pipelining.schedules"
-_STAGES = "torch.distributed.pipelining.stage"
-
 # Chunks are written for the first steps and then for as many as keep the file below some 20 MB an hour: a line takes
 # about 110 bytes. What a whole schedule.step() took, and how much of it was work, is written for every one.
 _ROWS_AT_FIRST = 20_000
@@ -32,31 +30,31 @@ _ROWS_A_SECOND = 50
 # Calls whose device times are outstanding; a device that is further behind than this loses those of the oldest.
 _MAX_WAITING = 64
 
+Chunk = tuple[int, int, str]  # stage, micro-batch, action
 
+
+@dataclass(slots=True)
 class _Call:
-    """One schedule.step() being measured. Chunks: stage, micro-batch, action, and begin and end in ns, or as events."""
+    """One schedule.step(). Its moments are perf_counter ns or, where the stages are on a GPU, events of that."""
 
-    __slots__ = ("began", "begun", "chunks", "detailed", "ended")
-
-    def __init__(self, began: int, detailed: bool) -> None:
-        self.began = began
-        self.detailed = detailed
-        self.chunks: list[tuple[int, int, str, Any, Any]] = []
-        self.begun: Any = None  # events on the device's stream, where there is one
-        self.ended: Any = None
+    began_ns: int
+    detailed: bool
+    begun: Any  # an event; None on the CPU
+    ended: Any = None
+    step: int = -1
+    chunks: list[tuple[Chunk, Any, Any]] = field(default_factory=list)  # each with its begin and end
 
     def events(self) -> list[Any]:
         """Return all events of this call, the last one first: when that is over, most often all are."""
-        return [self.ended, self.begun, *(event for chunk in self.chunks for event in chunk[3:])]
+        return [self.ended, self.begun, *(event for _, begin, end in self.chunks for event in (begin, end))]
 
-    def at(self, event: Any) -> int:
-        """Return when the device came to an event of this call, as if it had begun when its host did."""
-        ns: int = round(self.begun.elapsed_time(event) * 1e6)
-        return self.began + ns
+    def at(self, moment: Any) -> int:
+        """Return a moment in perf_counter ns; an event, as if the device had begun the call when its host did."""
+        return int(moment if self.begun is None else self.began_ns + round(self.begun.elapsed_time(moment) * 1e6))
 
 
 class Pipeline:
-    """Writes chunks.jsonl: keys and units as in the table `chunks`. Nothing of it exists in a job without pipeline."""
+    """Writes chunks.jsonl: keys and units as in the table `chunks`. A job without a pipeline leaves no file."""
 
     name = "pipeline"
 
@@ -72,7 +70,7 @@ class Pipeline:
         self._rows = float(_ROWS_AT_FIRST)
         self._rows_ns = 0
         self._events: Events | None = None  # of the GPU that this rank's stages are on
-        self._waiting: deque[tuple[int, _Call]] = deque()
+        self._waiting: deque[_Call] = deque()
 
     def start(self, recorder: Recorder) -> None:
         """Watch from the next schedule.step() on, if the script has a pipeline: the first one also sets it up."""
@@ -89,8 +87,7 @@ class Pipeline:
         if (self._lines or self._waiting) and now - self._written_ns >= WRITE_EVERY_NS:
             self._written_ns = now
             try:
-                self._drain(len(self._waiting) - _MAX_WAITING)
-                self._write()
+                self._write(len(self._waiting) - _MAX_WAITING)
             except Exception:
                 self._disarm()
                 raise
@@ -98,17 +95,15 @@ class Pipeline:
     def stop(self) -> None:
         """Write the rest; a device time that is not known by now never will be."""
         try:
-            self._drain(0)
-            self._write()
+            self._write(0)
         finally:
             self._disarm()
             if self._log is not None:
                 self._log.close()
 
     def _disarm(self) -> None:
-        """Leave the process as if we were not there; the wrappers only pass on. Also what a fork's child does."""
-        self._recorder = None
-        self._call = None
+        """Record nothing from here on: the wrappers only pass on. Also what a fork's child does."""
+        self._recorder = self._call = None
         self._lines.clear()
         self._waiting.clear()
 
@@ -121,23 +116,25 @@ class Pipeline:
     # -- watching
 
     def _watch(self) -> None:
-        schedules: Any = sys.modules.get(_SCHEDULES)
-        stages: Any = sys.modules.get(_STAGES)
+        schedules: Any = sys.modules.get("torch.distributed.pipelining.schedules")
+        stages: Any = sys.modules.get("torch.distributed.pipelining.stage")
         # While a module is being imported its last class is not yet there.
         if not hasattr(schedules, "PipelineScheduleMulti") or not hasattr(stages, "PipelineStage"):
             return
         self._watched = True
         for schedule in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
             put(schedule, "step", self._around_step(schedule.step))
-        base: Any = schedules._PipelineSchedule
-        put(base, "_maybe_compute_loss", self._around_loss(base._maybe_compute_loss))
-        stage: Any = stages._PipelineStageBase
-        around = self._around_chunk
-        put(stage, "forward_one_chunk", around(stage.forward_one_chunk, lambda *_, **__: "forward"))
-        put(stage, "backward_one_chunk", around(stage.backward_one_chunk, _backward))
-        put(stage, "backward_weight_one_chunk", around(stage.backward_weight_one_chunk, lambda *_, **__: "weight"))
+        base, stage = schedules._PipelineSchedule, stages._PipelineStageBase
+        chunks: dict[tuple[Any, str], Callable[..., Chunk | None]] = {
+            (base, "_maybe_compute_loss"): _loss,
+            (stage, "forward_one_chunk"): functools.partial(_chunk, "forward"),
+            (stage, "backward_one_chunk"): _backward,
+            (stage, "backward_weight_one_chunk"): functools.partial(_chunk, "weight"),
+        }
         if hasattr(stage, "perform_reduce_grad"):
-            put(stage, "perform_reduce_grad", around(stage.perform_reduce_grad, lambda *_, **__: "reduce"))
+            chunks[stage, "perform_reduce_grad"] = lambda stage, *_, **__: (stage.stage_index, -1, "reduce")
+        for (owner, name), chunk_of in chunks.items():
+            put(owner, name, self._around_chunk(getattr(owner, name), chunk_of))
 
     def _around_step(self, original: Callable[..., Any]) -> Any:
         @functools.wraps(original)
@@ -147,50 +144,36 @@ class Pipeline:
             try:
                 result = original(schedule, *args, **kwargs)
             except BaseException:
-                self._call = None  # half a step tells nothing
+                self._call = None  # half a step has no meaning
                 raise
             self._end()
             return result
 
         return step
 
-    def _around_chunk(self, original: Callable[..., Any], action: Callable[..., str]) -> Any:
+    def _around_chunk(self, original: Callable[..., Any], chunk_of: Callable[..., Chunk | None]) -> Any:
         @functools.wraps(original)
-        def chunk(stage: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             call = self._call
             if call is None or get_ident() != self._thread:
-                return original(stage, *args, **kwargs)
-            began = self._now()
+                return original(*args, **kwargs)
             try:
-                return original(stage, *args, **kwargs)
+                chunk = chunk_of(*args, **kwargs)
+                began = self._now() if chunk is not None else None
+            except Exception as e:  # noqa: BLE001 - a stage of another make; the script goes on
+                self._fail(e)
+                chunk = None
+            if chunk is None:
+                return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
             finally:
-                ended = self._now()
                 try:
-                    what = action(*args, **kwargs)
-                    which = _microbatch(*args, **kwargs) if what != "reduce" else -1
-                    call.chunks.append((stage.stage_index, which, what, began, ended))
-                except Exception as e:  # noqa: BLE001 - a stage of another make; the script goes on
+                    call.chunks.append((chunk, began, self._now()))
+                except Exception as e:  # noqa: BLE001 - the script goes on
                     self._fail(e)
 
-        return chunk
-
-    def _around_loss(self, original: Callable[..., Any]) -> Any:
-        @functools.wraps(original)
-        def loss(schedule: Any, stage: Any, output: Any, targets: Any, index: int, *args: Any, **kwargs: Any) -> Any:
-            call = self._call
-            if call is None or not getattr(stage, "is_last", False) or get_ident() != self._thread:
-                return original(schedule, stage, output, targets, index, *args, **kwargs)
-            began = self._now()
-            try:
-                return original(schedule, stage, output, targets, index, *args, **kwargs)
-            finally:
-                ended = self._now()
-                try:
-                    call.chunks.append((stage.stage_index, index, "loss", began, ended))
-                except Exception as e:  # noqa: BLE001 - a stage of another make; the script goes on
-                    self._fail(e)
-
-        return loss
+        return run
 
     # -- measuring
 
@@ -207,32 +190,28 @@ class Pipeline:
             now = time.perf_counter_ns()
             self._rows = min(_ROWS_AT_FIRST, self._rows + (now - self._rows_ns) * _ROWS_A_SECOND / 1e9)
             self._rows_ns = now
-            call = _Call(now, self._rows > 0)
-            if self._events is not None:
-                if not call.detailed:
-                    return False  # only whole steps have device times
-                call.begun = self._events.record()
-            self._call = call
+            if self._events is not None and self._rows <= 0:
+                return False  # only whole steps have device times
+            self._call = _Call(now, self._rows > 0, self._events.record() if self._events is not None else None)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
             return False
         return True
 
     def _end(self) -> None:
-        recorder, call = self._recorder, self._call
-        self._call = None
+        recorder, call, self._call = self._recorder, self._call, None
         if recorder is None or call is None:
             return
         try:
+            call.step = recorder.clock.row.number
             if call.detailed:
                 self._rows -= len(call.chunks)
-            if self._events is not None:
-                call.ended = self._events.record()
-                # A call in which the stream was captured at some chunk's begin or end has no times.
-                if all(event is not None for event in call.events()):
-                    self._waiting.append((recorder.clock.row.number, call))
-            else:
-                self._add(recorder, recorder.clock.row.number, call, time.perf_counter_ns() - call.began, call.chunks)
+            call.ended = self._now()
+            if self._events is None:
+                self._add(recorder, call)
+            # A call in which the stream was captured at some chunk's begin or end has no times.
+            elif all(event is not None for event in call.events()):
+                self._waiting.append(call)
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._fail(e)
 
@@ -260,58 +239,57 @@ class Pipeline:
             self._log = Log(recorder.folder / "chunks.jsonl")
 
     def _now(self) -> Any:
-        """Return the time on the host, or an event that the device will reach."""
-        if self._events is None:
-            return time.perf_counter_ns()
-        try:
-            return self._events.record()
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self._fail(e)
-            return None
-
-    def _drain(self, overdue: int) -> None:
-        """Move on the calls that the device is through with, in their order; the first `overdue` are given up."""
-        recorder = self._recorder
-        while self._waiting and recorder is not None:
-            number, call = self._waiting[0]
-            known = all(event.query() for event in call.events())
-            if not known and overdue <= 0:
-                return
-            overdue -= 1
-            self._waiting.popleft()
-            if known:
-                chunks = [(*what, call.at(begin), call.at(end)) for *what, begin, end in call.chunks]
-                self._add(recorder, number, call, call.at(call.ended) - call.began, chunks)
-                if self._events is not None:
-                    self._events.release(*call.events())
+        """Return the time on the host, or an event that the device will reach; None while a graph is captured."""
+        return time.perf_counter_ns() if self._events is None else self._events.record()
 
     # -- writing
 
-    def _add(self, recorder: Recorder, number: int, call: _Call, dur: int, chunks: list[Any]) -> None:
-        busy = sum(end - begin for *_, begin, end in chunks)
+    def _add(self, recorder: Recorder, call: _Call) -> None:
+        busy = 0
+        lines = []
+        for (stage, microbatch, action), begin, end in call.chunks:
+            start = call.at(begin)
+            dur = call.at(end) - start
+            busy += dur
+            if call.detailed:
+                lines.append(
+                    f'{{"step":{call.step},"action":"{action}","stage":{stage},"microbatch":{microbatch},'
+                    f'"start_ns":{recorder.unix(start)},"dur_ns":{dur}}}\n'
+                )
         self._lines.append(
-            f'{{"step":{number},"action":"schedule","start_ns":{recorder.unix(call.began)},"dur_ns":{dur},'
-            f'"busy_ns":{busy}}}\n'
+            f'{{"step":{call.step},"action":"schedule","start_ns":{recorder.unix(call.began_ns)},'
+            f'"dur_ns":{call.at(call.ended) - call.began_ns},"busy_ns":{busy}}}\n'
         )
-        if call.detailed:
-            self._lines += [
-                f'{{"step":{number},"action":"{what}","stage":{stage},"microbatch":{which},'
-                f'"start_ns":{recorder.unix(begin)},"dur_ns":{end - begin}}}\n'
-                for stage, which, what, begin, end in chunks
-            ]
+        self._lines += lines
 
-    def _write(self) -> None:
-        if self._lines and self._log is not None:
-            lines = "".join(self._lines)
-            self._lines.clear()
-            self._log.write(lines)
+    def _write(self, overdue: int) -> None:
+        """Write the calls that the device is through with, in their order; the first `overdue` are given up."""
+        while self._waiting and self._recorder is not None and self._events is not None:
+            call = self._waiting[0]
+            known = all(event.query() for event in call.events())
+            if not known and overdue <= 0:
+                break
+            overdue -= 1
+            self._waiting.popleft()
+            if known:
+                self._add(self._recorder, call)
+                self._events.release(*call.events())
+        lines, self._lines = self._lines, []
+        if lines and self._log is not None:
+            self._log.write("".join(lines))
 
 
-def _backward(*args: Any, full_backward: bool = True, **_: Any) -> str:
-    """Tell a whole backward pass from one for the inputs alone, by the arguments of backward_one_chunk."""
-    return "backward" if (args[2] if len(args) > 2 else full_backward) else "input"
+def _chunk(action: str, stage: Any, *args: Any, fwd_chunk_id: int = -1, bwd_chunk_id: int = -1, **_: Any) -> Chunk:
+    """Return what a call of a stage's method works on, by its arguments."""
+    return stage.stage_index, int(args[0]) if args else max(fwd_chunk_id, bwd_chunk_id), action
 
 
-def _microbatch(*args: Any, fwd_chunk_id: int = -1, bwd_chunk_id: int = -1, **_: Any) -> int:
-    """Find the micro-batch's number among the arguments of a stage's method."""
-    return int(args[0]) if args else max(fwd_chunk_id, bwd_chunk_id)
+def _backward(stage: Any, *args: Any, full_backward: bool = True, **more: Any) -> Chunk:
+    """Tell a whole backward pass from one for the inputs alone."""
+    whole = args[2] if len(args) > 2 else full_backward
+    return _chunk("backward" if whole else "input", stage, *args, **more)
+
+
+def _loss(_schedule: Any, stage: Any, _output: Any, _targets: Any, index: int, *_: Any, **__: Any) -> Chunk | None:
+    """Return the chunk of a loss; None: this stage is not the last, and has none."""
+    return (stage.stage_index, index, "loss") if getattr(stage, "is_last", False) else None

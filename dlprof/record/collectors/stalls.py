@@ -26,15 +26,10 @@ _LEAST_NS = 1_000_000
 # some 8 lines a second, or 5 MB an hour.
 _MOST_FULL = 10_000
 
-_DISTRIBUTED = "torch.distributed.checkpoint"
-
-# Where Dynamo keeps what it knows of its last compilations; a process that compiles nothing never imports it.
-_DYNAMO = "torch._dynamo.utils"
-
 
 @dataclass(frozen=True)
-class _Found:
-    """One stall, as its line tells it."""
+class _Stall:
+    """One stall, as its line has it."""
 
     kind: str
     start_ns: int
@@ -61,16 +56,15 @@ class Stalls:
         self._recorder: Recorder | None = None  # None: not started, or no longer recording
         self._thread = 0
         self._log: Log | None = None
-        self._found: list[_Found] = []
+        self._found: list[_Stall] = []
         self._written_ns = 0
         self._lines = 0
         self._gc_began_ns = 0
         self._saving = False
         self._distributed_seen = False
-        self._compilations: Any = None  # Dynamo's newest that we have seen
+        self._compilation: Any = None  # the newest of Dynamo's that we have seen
         self._compiled_to_us = 0
-        self._dynamo_is_strange = False
-        # Now, when torch was just imported: later the script may hold the original by a name of its own.
+        self._dynamo_is_known = True
         self._watch_torch()
 
     def start(self, recorder: Recorder) -> None:
@@ -80,14 +74,16 @@ class Stalls:
         self._watch_distributed()
         os.register_at_fork(after_in_child=self._disarm)
         self._recorder = recorder
-        self._see_compilations(())
+        self._see_compilations(recorder, ())
         gc.callbacks.append(self._collecting)
 
     def step(self, done: Sequence[Step]) -> None:
         """Write what has gathered."""
+        if self._recorder is None:
+            return
         if not self._distributed_seen:
             self._watch_distributed()
-        self._see_compilations(done)
+        self._see_compilations(self._recorder, done)
         now = done[-1].start_ns + done[-1].dur_ns
         if self._found and now - self._written_ns >= WRITE_EVERY_NS:
             self._written_ns = now
@@ -101,7 +97,7 @@ class Stalls:
         """Stop listening and write the rest."""
         try:
             if self._recorder is not None:
-                self._see_compilations(())
+                self._see_compilations(self._recorder, ())
             self._write()
         finally:
             self._disarm()
@@ -109,7 +105,7 @@ class Stalls:
                 self._log.close()
 
     def _disarm(self) -> None:
-        """Leave the process as if we were not there; the wrappers only pass on. Also what a fork's child does."""
+        """Record nothing from here on: the wrappers only pass on. Also what a fork's child does."""
         self._recorder = None
         self._found.clear()
         if self._collecting in gc.callbacks:
@@ -122,41 +118,41 @@ class Stalls:
             return
         began, self._gc_began_ns = self._gc_began_ns, 0
         if began and not self._saving:
-            self._add("garbage_collection", began, time.perf_counter_ns(), info.get("generation"), None)
+            self._add("garbage_collection", began, generation=info.get("generation"))
 
-    def _add(self, kind: str, began: int, ended: int, generation: int | None, path: str | None) -> None:
-        recorder = self._recorder
-        if recorder is None or ended - began < _LEAST_NS:
+    def _add(self, kind: str, began: int, generation: int | None = None, path: str | None = None) -> None:
+        """Keep a stall that ends now."""
+        dur, recorder = time.perf_counter_ns() - began, self._recorder
+        if recorder is None or dur < _LEAST_NS:
             return
-        # A pause may end in a step that it did not begin in, where another thread set it off: then it is the later's.
-        phase = recorder.clock.phase
-        named = PHASES[phase] if phase is not None else "rest"
-        found = _Found(kind, recorder.unix(began), ended - began, recorder.clock.row.number, generation, path, named)
-        self._found.append(found)
+        # A pause may end in a later step than it began in, where another thread set it off: then it is the later's.
+        clock = recorder.clock
+        phase = PHASES[clock.phase] if clock.phase is not None else "rest"
+        self._found.append(_Stall(kind, recorder.unix(began), dur, clock.row.number, generation, path, phase))
 
-    def _see_compilations(self, done: Sequence[Step]) -> None:
+    def _see_compilations(self, recorder: Recorder, done: Sequence[Step]) -> None:
         """Look whether Dynamo has compiled since we last looked: in these steps, or in the one that has begun."""
-        dynamo: Any = sys.modules.get(_DYNAMO)
-        known = getattr(dynamo, "_compilation_metrics", None)
-        recorder = self._recorder
-        if not known or recorder is None or known[-1] is self._compilations or self._dynamo_is_strange:
+        # Where Dynamo keeps what it knows of its last compilations; a process that compiles nothing never imports it.
+        known = getattr(sys.modules.get("torch._dynamo.utils"), "_compilation_metrics", None)
+        if not known or known[-1] is self._compilation or not self._dynamo_is_known:
             return
-        self._compilations = known[-1]
+        self._compilation = known[-1]
         try:
             self._add_compilations(recorder, known, done)
-        except Exception as e:  # noqa: BLE001 - a Dynamo that tells it otherwise; the other stalls are worth having
-            self._dynamo_is_strange = True
+        except Exception as e:  # noqa: BLE001 - a Dynamo of another make; the other stalls are worth having
+            self._dynamo_is_known = False
             recorder.warn(f"compilations are not recorded from here on: {type(e).__name__}: {e}")
 
     def _add_compilations(self, recorder: Recorder, known: Any, done: Sequence[Step]) -> None:
         timed = (c for c in tuple(known) if getattr(c, "start_time_us", None) and getattr(c, "end_time_us", None))
-        new = [c for c in timed if c.end_time_us > self._compiled_to_us]
+        since_us = max(self._compiled_to_us, recorder.unix_ns // 1000)  # a notebook may have compiled before
+        new = [c for c in timed if c.end_time_us > since_us]
         if not new:
             return
         if self._compiled_to_us and len(new) == known.maxlen:
             recorder.warn(f"{known.maxlen} or more compilations in one step: Dynamo remembers no more of them")
         self._compiled_to_us = max(c.end_time_us for c in new)
-        # Dynamo tells the time of day, which may have been set meanwhile.
+        # Dynamo's times are those of the system clock, which may have been set meanwhile.
         ahead = time.time_ns() - recorder.unix(time.perf_counter_ns())
         frames = {str(c.compile_id): c for c in known if c.co_name}
         ended = 0
@@ -174,27 +170,30 @@ class Stalls:
             step = next(within, recorder.clock.row.number)
             # What was collected meanwhile is part of it.
             self._found[:] = [f for f in self._found if not start <= f.start_ns < end]
-            self._found.append(_Found("compilation", start, end - start, step, None, path, phase, reason))
+            self._found.append(_Stall("compilation", start, end - start, step, None, path, phase, reason))
 
     def _watch_torch(self) -> None:
+        """Watch torch.save from its import on: later the script may hold the original by a name of its own."""
         import torch
 
         # Two names of one function; pickle finds it by the second.
-        save = self._timed(torch.save, _file_of)
+        save = self._timed(torch.save, lambda _obj=None, f=None, *_, **__: f)
         put(torch, "save", save)
         put(torch.serialization, "save", save)
 
     def _watch_distributed(self) -> None:
         # Never imported for our sake: it is large. A name that the script took from it earlier is not watched.
-        module: Any = sys.modules.get(_DISTRIBUTED)
+        module: Any = sys.modules.get("torch.distributed.checkpoint")
         # While it is being imported its functions are not yet there.
         if module is None or not hasattr(module, "async_save"):
             return
         self._distributed_seen = True
         for name in ("save", "async_save"):
-            put(module, name, self._timed(getattr(module, name), _checkpoint_of))
+            put(module, name, self._timed(getattr(module, name), lambda *_, **kwargs: kwargs.get("checkpoint_id")))
 
-    def _timed(self, original: Callable[..., Any], path_of: Callable[..., str | None]) -> Any:
+    def _timed(self, original: Callable[..., Any], path_of: Callable[..., Any]) -> Any:
+        """Wrap a function that saves; `path_of` returns the path among its arguments, or anything else."""
+
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> Any:
             if self._recorder is None or self._saving or get_ident() != self._thread:
@@ -204,10 +203,11 @@ class Stalls:
             try:
                 return original(*args, **kwargs)
             finally:
-                ended = time.perf_counter_ns()
                 self._saving = False
                 try:
-                    self._add("checkpoint", began, ended, None, path_of(*args, **kwargs))
+                    path = path_of(*args, **kwargs)
+                    named = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else None
+                    self._add("checkpoint", began, path=named)
                 except Exception as e:  # noqa: BLE001 - the script's checkpoint is saved; it goes on
                     recorder = self._recorder
                     self._disarm()
@@ -229,23 +229,10 @@ class Stalls:
         self._log.write("".join(json.dumps(vars(f), separators=(",", ":")) + "\n" for f in found))
 
 
-def _summed(found: Sequence[_Found]) -> list[_Found]:
+def _summed(found: Sequence[_Stall]) -> list[_Stall]:
     """Make one of the collections of garbage that are alike; the other stalls stay as they are."""
-    alike: dict[Any, list[_Found]] = {}
+    alike: dict[Any, list[_Stall]] = {}
     for n, stall in enumerate(found):
         key = (stall.generation, stall.phase) if stall.kind == "garbage_collection" else n
         alike.setdefault(key, []).append(stall)
     return [replace(same[0], dur_ns=sum(s.dur_ns for s in same), count=len(same)) for same in alike.values()]
-
-
-def _file_of(_obj: Any = None, f: Any = None, *_args: Any, **_kwargs: Any) -> str | None:
-    """Return the file that torch.save was told to write; None: not a file with a name."""
-    return _text(f)
-
-
-def _checkpoint_of(*_args: Any, **kwargs: Any) -> str | None:
-    return _text(kwargs.get("checkpoint_id"))
-
-
-def _text(path: Any) -> str | None:
-    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else None

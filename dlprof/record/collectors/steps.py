@@ -1,19 +1,16 @@
-"""The light layer: one line a step for the whole job, so that a run can be judged where nobody traced it."""
+"""The step log: one line a step for the whole job, so that a run can be judged where nobody traced it."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Sequence
-from operator import add
+from typing import Any
 
-from dlprof.record.device.device_clock import UNKNOWN, DeviceClock, Span
-from dlprof.record.log import Log
+from dlprof.record.device.device import UNKNOWN, DeviceClock
+from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step, kind_of
-
-# Steps are written this often: a crash costs at most so much, and a step of a millisecond pays for no system call.
-_WRITE_EVERY_NS = 250_000_000
 
 # A job may write 50 MB an hour and rank, and steps of a millisecond would write 900. So after so many that have a line
 # each, short ones share a line until they fill it: 25 lines a second, or 23 MB an hour. A long one keeps its own.
@@ -41,22 +38,22 @@ class Steps:
     """Writes steps.jsonl: keys and units as in the table `steps`."""
 
     name = "steps"
+    _device: DeviceClock
 
     def __init__(self) -> None:
         self._log: Log | None = None
         self._lines: list[str] = []
         self._written_ns = 0
         self._offset_ns = 0
-        self._device: DeviceClock | None = None
-        self._waiting: deque[tuple[Step, Span | None]] = deque()
-        # What the steps have in common that share the next line, how many they are, and what they sum up to.
-        self._like = ("", 0, 0, True, True)
-        self._steps = self._number = self._start_ns = 0
-        self._sums: tuple[int, ...] = ()
+        self._waiting: deque[Step] = deque()
+        # The steps that share the next line, with their times on the device, and what they have in common.
+        self._shared: list[tuple[Step, int]] = []
+        self._shared_ns = 0
+        self._alike: tuple[Any, ...] = ()
         # What is above belongs to whoever holds this: the training thread, or the one that saves. Reentrant, for a
         # signal's handler may come upon the training thread in here.
         self._lock = threading.RLock()
-        self._heard = -1  # the number of the last step that was taken in
+        self._seen = -1  # the number of the last step that was taken in
         self._saved = -1  # and that of the last one that was saved without its device time
 
     def start(self, recorder: Recorder) -> None:
@@ -71,7 +68,7 @@ class Steps:
             self._take(done)
             self._drain(len(self._waiting) - _MAX_WAITING)
             now = done[-1].start_ns + done[-1].dur_ns
-            if now - self._written_ns >= _WRITE_EVERY_NS:
+            if now - self._written_ns >= WRITE_EVERY_NS:
                 self._written_ns = now
                 self._write()
 
@@ -80,9 +77,8 @@ class Steps:
         with self._lock:
             self._take(done)
             self._share()
-            unsaved = [step for step, _ in self._waiting if step.number > self._saved]
-            outstanding = [self._line(step, UNKNOWN, _OUTSTANDING) for step in unsaved]
-            self._write(outstanding)
+            unsaved = [step for step in self._waiting if step.number > self._saved]
+            self._write([self._line(step, _figures(step, UNKNOWN), _OUTSTANDING) for step in unsaved])
             if unsaved:
                 self._saved = unsaved[-1].number
 
@@ -97,87 +93,62 @@ class Steps:
                 self._log = None
 
     def _take(self, done: Sequence[Step]) -> None:
-        """Take in the steps that have not been heard of."""
+        """Take in the steps that are new."""
         for step in done:
-            if step.number <= self._heard:
+            if step.number <= self._seen:
                 continue
-            self._heard = step.number
+            self._seen = step.number
             if step.device is None and not self._waiting:
                 self._add(step, UNKNOWN)
             else:
-                self._waiting.append((step, step.device))
+                self._waiting.append(step)
 
     def _drain(self, overdue: int) -> None:
         """Move the waiting steps on whose device time is known, in their order, and the first `overdue` in any case."""
-        device = self._device
         while self._waiting:
-            step, span = self._waiting[0]
-            measured = device.measure(span) if device is not None and span is not None else UNKNOWN
-            if measured is None:
-                if overdue <= 0:
-                    return
-                measured = UNKNOWN
+            step = self._waiting[0]
+            measured = UNKNOWN if step.device is None else self._device.measure(step.device)
+            if measured is None and overdue <= 0:
+                return
             overdue -= 1
             self._waiting.popleft()
-            self._add(step, measured)
+            self._add(step, UNKNOWN if measured is None else measured)
 
     def _add(self, step: Step, device: int) -> None:
-        """Add a step to the lines, with the device's time of it.
-
-        Where there are many steps, a short one joins those before it that are like it.
-        """
-        number, start_ns, dur, lead, *_ = step
-        if number < _EACH_STEPS or dur >= _SHARED_NS:
-            if self._steps:
-                self._share()
-            self._lines.append(self._line(step, device))
-            return
-        sums = _sums(step, device)
-        like = (kind_of(step), step.profiled, step.first, lead < 0, device < 0)
-        if self._steps and like != self._like:
+        """Add a step and its time on the device; where there are many steps, short ones that are alike share a line."""
+        if step.number < _EACH_STEPS or step.dur_ns >= _SHARED_NS:
             self._share()
-        if not self._steps:
-            self._like, self._number, self._start_ns = like, number, start_ns + self._offset_ns
-            self._sums = sums
-        else:
-            self._sums = tuple(map(add, self._sums, sums))
-        self._steps += 1
-        if self._sums[0] >= _SHARED_NS:
+            self._lines.append(self._line(step, _figures(step, device)))
+            return
+        alike = (kind_of(step), step.profiled, step.first, step.lead_ns < 0, device < 0)
+        if alike != self._alike:
+            self._share()
+            self._alike = alike
+        self._shared.append((step, device))
+        self._shared_ns += step.dur_ns
+        if self._shared_ns >= _SHARED_NS:
             self._share()
 
     def _share(self) -> None:
         """End the line that short steps share."""
-        if not self._steps:
+        if not self._shared:
             return
-        kind, profiled, first, no_lead, no_device = self._like
-        dur, lead, *parts, device, fetches, backwards, steps = self._sums
-        lead, device = -1 if no_lead else lead, UNKNOWN if no_device else device
-        several = f',"steps":{self._steps}' if self._steps > 1 else ""
-        sums = (dur, lead, *parts, device, fetches, backwards, steps)
-        self._lines.append(_LINE % (self._number, kind, self._start_ns, *sums, profiled, first, several))
-        self._steps = 0
+        shared, self._shared, self._shared_ns = self._shared, [], 0
+        columns = zip(*(_figures(step, device) for step, device in shared), strict=True)
+        sums = [-1 if min(column) < 0 else sum(column) for column in columns]
+        self._lines.append(self._line(shared[0][0], sums, f',"steps":{len(shared)}' if len(shared) > 1 else ""))
 
-    def _line(self, step: Step, device: int, more: str = "") -> str:
-        sums = _sums(step, device)
-        return _LINE % (
-            step.number,
-            kind_of(step),
-            step.start_ns + self._offset_ns,
-            *sums,
-            step.profiled,
-            step.first,
-            more,
-        )
+    def _line(self, step: Step, figures: Sequence[int], more: str = "") -> str:
+        start_ns = step.start_ns + self._offset_ns
+        return _LINE % (step.number, kind_of(step), start_ns, *figures, step.profiled, step.first, more)
 
     def _write(self, outstanding: Sequence[str] = ()) -> None:
-        if not (self._lines or outstanding) or self._log is None:
-            return
-        lines = "".join((*self._lines, *outstanding))
-        self._lines.clear()
-        self._log.write(lines)
+        lines, self._lines = [*self._lines, *outstanding], []
+        if lines and self._log is not None:
+            self._log.write("".join(lines))
 
 
-def _sums(step: Step, device: int) -> tuple[int, ...]:
-    """Return what the line of several steps has the sums of, in its order, with the device's time."""
+def _figures(step: Step, device: int) -> tuple[int, ...]:
+    """Return what a line of several steps has the sums of, in its order; −1: not measured."""
     _, _, dur, lead, fetch, forward, backward, optimizer, fetches, _, backwards, steps, *_ = step
     return (dur, lead, fetch, forward, backward, optimizer, device, fetches, backwards, steps)

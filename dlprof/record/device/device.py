@@ -8,34 +8,39 @@ in every rank of a script that never calls `torch.cuda.set_device`. On ROCm torc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from dlprof.record.recorder import Recorder
 
-class Reference(Protocol):
-    """A weak reference to a model or an optimizer of the script's."""
+UNKNOWN = -1
 
-    def __call__(self) -> Any:
-        """Return the object; None where it is gone."""
+# A weak reference to a model or an optimizer of the script's.
+Reference = Callable[[], Any]
 
 
 class RankDevice:
     """The GPU that holds most of what a rank trains. A process that drives several (nn.DataParallel) has one, too."""
 
-    __slots__ = ("_models", "_optimizers", "captures", "index")
+    __slots__ = ("_seen", "captures", "index")
 
     def __init__(self) -> None:
         self.index: int | None = None  # None: no parameter was seen on a GPU
         self.captures = 0  # CUDA graphs that threads of this process are capturing, as far as PyTorch's class captures
-        self._models = self._optimizers = 0
+        self._seen = (0, 0)  # models and optimizers
 
     def look(self, models: Sequence[Reference], optimizers: Sequence[Reference]) -> None:
         """Look at the parameters again if there is a model or an optimizer more than last time."""
-        if (len(models), len(optimizers)) == (self._models, self._optimizers):
+        if (len(models), len(optimizers)) == self._seen:
             return
-        self._models, self._optimizers = len(models), len(optimizers)
+        self._seen = (len(models), len(optimizers))
+        trained = (p for ref in models if (model := ref()) is not None for p in model.parameters())
+        stepped = (
+            p for ref in optimizers if (o := ref()) is not None for group in o.param_groups for p in group["params"]
+        )
         # A job without modules has the tensors that its optimizers step.
-        for parameters in (_of_models(models), _of_optimizers(optimizers)):
+        for parameters in (trained, stepped):
             index = most_on(parameters)
             if index is not None:
                 self.index = index
@@ -74,7 +79,7 @@ class RankDevice:
                 return bool(cuda.is_current_stream_capturing())
             with cuda.device(self.index):
                 return bool(cuda.is_current_stream_capturing())
-        except Exception:  # noqa: BLE001 - whoever asks the device next says what is wrong with it
+        except Exception:  # noqa: BLE001 - the next call to the device raises it again
             return False
 
 
@@ -83,27 +88,11 @@ def most_on(parameters: Iterable[Any]) -> int | None:
     elements: Counter[int] = Counter()
     try:
         for tensor in parameters:
-            device = tensor.device
-            if device.type == "cuda":
-                elements[device.index] += tensor.numel()
-    except Exception:  # noqa: BLE001 - the script's own classes answer; what they have told until here counts
+            if tensor.device.type == "cuda":
+                elements[tensor.device.index] += tensor.numel()
+    except Exception:  # noqa: BLE001 - the script's own classes answer; what was counted until here stands
         pass
     return max(elements, key=lambda index: (elements[index], -index)) if elements else None
-
-
-def _of_models(models: Iterable[Reference]) -> Iterator[Any]:
-    for reference in models:
-        model = reference()
-        if model is not None:
-            yield from model.parameters()
-
-
-def _of_optimizers(optimizers: Iterable[Reference]) -> Iterator[Any]:
-    for reference in optimizers:
-        optimizer = reference()
-        if optimizer is not None:
-            for group in optimizer.param_groups:
-                yield from group["params"]
 
 
 class Events:
@@ -121,20 +110,84 @@ class Events:
     def record(self) -> Any:
         """Record an event and return it; None while the stream is captured into a CUDA graph."""
         cuda = self._cuda
-        if cuda.current_device() == self.index:
-            return self._record()
-        # The stream and its capture are asked of the current device. Leaving this block wakes no device that was
-        # asleep: torch only remembers its number.
-        with cuda.device(self.index):
-            return self._record()
-
-    def _record(self) -> Any:
-        if self._cuda.is_current_stream_capturing():
+        if cuda.current_device() != self.index:
+            # The stream and its capture are asked of the current device. Leaving this block wakes no device that was
+            # asleep: torch only remembers its number.
+            with cuda.device(self.index):
+                return self.record()
+        if cuda.is_current_stream_capturing():
             return None
-        event = self._pool.pop() if self._pool else self._cuda.Event(enable_timing=True)
+        event = self._pool.pop() if self._pool else cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def release(self, *events: Any) -> None:
         """Take back events that nobody will ask any more."""
         self._pool += events
+
+
+# Of one step: whose events they are, and those at the end of the step before and at its own.
+Span = tuple[Events, Any, Any]
+
+
+class DeviceClock:
+    """How long each step takes on the device's own clock, from events that are asked later and never waited for.
+
+    An event is recorded at the end of each step, which is also where the next one begins. So a job that never
+    synchronises is timed as its device works, however far the host runs ahead.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        import torch
+
+        self._cuda: Any = torch.cuda
+        self._recorder = recorder
+        self._events: Events | None = None
+        self._ended: Any = None  # at the end of the step before the one that is under way
+        if torch.version.cuda is not None or torch.version.hip is not None:
+            recorder.clock.end_of_step = self._end_step
+
+    def _end_step(self) -> Span | None:
+        """Return the events of the step that ends here; None: one of them is missing."""
+        try:
+            ended = self._record()
+        except Exception as e:  # noqa: BLE001 - host times are worth having without the device's
+            self._give_up(e)
+            return None
+        before, self._ended = self._ended, ended
+        return None if before is None or ended is None or self._events is None else (self._events, before, ended)
+
+    def _record(self) -> Any:
+        # Only where the script itself has woken CUDA.
+        if not self._cuda.is_initialized():
+            return None
+        index = self._recorder.device.index
+        if self._events is None or (index is not None and index != self._events.index):
+            used = self._recorder.device.in_use()
+            if used is None:
+                return None
+            # Events are of one device: those of another cannot be compared with them.
+            self._events = Events(used)
+            self._ended = None
+        return self._events.record()
+
+    def measure(self, span: Span) -> int | None:
+        """Return the ns from the end of the step before to the end of this one; None: the device has not come so far.
+
+        UNKNOWN also where streams have passed the events in another order. Spans are measured in order, each once: the
+        event with which this one began is then free, and its end is the next one's beginning.
+        """
+        events, before, ended = span
+        try:
+            if not (ended.query() and before.query()):
+                return None
+            ns: int = round(before.elapsed_time(ended) * 1e6)
+        except Exception as e:  # noqa: BLE001 - see _end_step
+            self._give_up(e)
+            return UNKNOWN
+        events.release(before)
+        return max(ns, UNKNOWN)
+
+    def _give_up(self, error: Exception) -> None:
+        self._recorder.clock.end_of_step = self._ended = None
+        self._recorder.warn(f"no device times from here on: {type(error).__name__}: {error}")

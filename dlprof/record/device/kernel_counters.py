@@ -63,7 +63,7 @@ class _File:
         self._file = file_of(self._fd)
 
     def words(self) -> list[bytes]:
-        """Return what it says now."""
+        """Return its words now."""
         if self._file is None or file_of(self._fd) != self._file:
             return []
         try:

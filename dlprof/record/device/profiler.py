@@ -1,7 +1,7 @@
-"""How our profiler is with Kineto, PyTorch's profiler library: quiet on the script's stderr, heard, and soon gone.
+"""Keeps Kineto, PyTorch's profiler library, off the script's stderr, reads its messages, and has it detach CUPTI.
 
-Kineto writes its messages to stderr alone; torch 2.3 to 2.12 also write them into the trace, but not those of its
-beginning, which say why CUPTI cannot be used. A job on the CPU has nothing to hear: Kineto is silenced there.
+Kineto writes its messages to stderr alone; torch 2.3 to 2.12 also write them into the trace, but not the first ones,
+which explain why CUPTI cannot be used. In a job on the CPU no message matters: Kineto is silenced there.
 """
 
 from __future__ import annotations
@@ -33,42 +33,45 @@ _TEAR_DOWN_S = 0.05
 
 _PIPE_BYTES = 1 << 20  # as much as an unprivileged process may have (pipe(7))
 
-# What is kept comes as soon as the relay has read the pipe to its end, and that is closed by then.
+# The relay sends what it kept as soon as it has read the pipe to its end, and that is closed by then.
 _KEPT_S = 1.0
 
 
 class Kineto:
-    """Kineto's stderr and environment around the calls of our profiler. `errors` is what it said; None: not heard."""
+    """Kineto's stderr and environment around the calls of our profiler.
+
+    `errors` is what it reported; None: nobody listened.
+    """
 
     def __init__(self, on_device: bool) -> None:
         self.errors: list[str] | None = None
         self._relay: _Relay | None = None
-        self._said_level = _LEVEL in os.environ
+        self._users_level = _LEVEL in os.environ
         self._tearing_down = False
         # Without the relay Kineto's warnings would be on the script's stderr, and without that function for good.
-        if on_device and (self._said_level or _default_level() is not None):
-            self._relay = _started(everything=self._said_level)
+        wanted = on_device and (self._users_level or _default_level() is not None)
+        if wanted and file_of(2) is not None and sys.executable:
+            with contextlib.suppress(OSError):  # this system cannot have one
+                self._relay = _Relay(everything=self._users_level)
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """Have Kineto begin, in which it reads how much it is to say; afterwards it says as much as without us."""
-        if self._said_level:
-            with self.heard():
-                yield
-            return
-        os.environ[_LEVEL] = _WARNINGS if self._relay is not None else _SILENCE
+        """Have Kineto begin, which sets how much it reports; afterwards it reports as much as without us."""
+        if not self._users_level:
+            os.environ[_LEVEL] = _WARNINGS if self._relay is not None else _SILENCE
         try:
-            with self.heard():
+            with self.listening():
                 yield
         finally:
-            del os.environ[_LEVEL]
-            default = _default_level()
-            if self._relay is not None and default is not None:
-                default()
+            if not self._users_level:
+                del os.environ[_LEVEL]
+                default = _default_level() if self._relay is not None else None
+                if default is not None:
+                    default()
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
-        """Keep what Kineto says meanwhile from the script's stderr, and nothing else."""
+    def listening(self) -> Iterator[None]:
+        """Keep Kineto's messages off the script's stderr meanwhile, and nothing else."""
         if self._relay is None:
             yield
             return
@@ -89,9 +92,9 @@ class Kineto:
         release = re.match(r"(\d+)\.(\d+)", torch.version.cuda or "")
         if release is None:
             return None
-        said = os.environ.get(_TEAR_DOWN)
-        if said is not None:
-            return said == "1"
+        users = os.environ.get(_TEAR_DOWN)
+        if users is not None:
+            return users == "1"
         if (int(release[1]), int(release[2])) < _TEARS_DOWN_WELL:
             return False
         os.environ[_TEAR_DOWN] = "1"
@@ -123,14 +126,14 @@ class Kineto:
         self._tearing_down = False
 
     def close(self) -> None:
-        """End the relay, and keep in `errors` what it has heard."""
+        """End the relay, and keep its messages in `errors`."""
         if self._relay is not None:
             self.errors = self._relay.close()
             self._relay = None
 
 
 def _default_level() -> Any:
-    """Return what has Kineto say as much as PyTorch lets it by default, errors alone; None: this PyTorch lacks it."""
+    """Return PyTorch's function that sets its default level for Kineto, errors only; None: this PyTorch lacks it."""
     import torch
 
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
@@ -140,48 +143,40 @@ def _default_level() -> Any:
         return None
 
 
-def _started(everything: bool) -> _Relay | None:
-    """Start a relay; None: there is no stderr, or this system cannot have one."""
-    try:
-        return _Relay(everything) if file_of(2) is not None and sys.executable else None
-    except OSError:
-        return None
-
-
 class _Relay:
     """The process relay.py, and the pipe that leads there."""
 
     def __init__(self, everything: bool) -> None:
         """Start it; raises OSError where that cannot be."""
-        opened: list[int] = []
-        try:
+        with contextlib.ExitStack() as its_ends, contextlib.ExitStack() as our_ends:
             # Packets keep apart what different threads write; see relay.py.
             read, self._write = os.pipe2(os.O_CLOEXEC | os.O_DIRECT)
-            opened += [read, self._write]
+            its_ends.callback(os.close, read)
+            our_ends.callback(os.close, self._write)
             with contextlib.suppress(OSError):  # each packet takes a page, and by default there are 16
                 fcntl.fcntl(self._write, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             self._kept, kept = os.pipe2(os.O_CLOEXEC)
-            opened += [self._kept, kept]
-            self._stderr = _copy(2)
-            opened.append(self._stderr)
+            its_ends.callback(os.close, kept)
+            our_ends.callback(os.close, self._kept)
+            self._stderr = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, 3)
+            our_ends.callback(os.close, self._stderr)
             command = [sys.executable, "-I", "-S", relay.__file__, *(["all"] if everything else [])]
             # Nothing of ours is to be loaded into it, nor is it one of the job's processes.
             env = {name: value for name, value in os.environ.items() if not name.startswith("DLPROF_")}
             first = subprocess.Popen(command, stdin=read, stdout=kept, stderr=self._stderr, env=env)
             if first.wait():
                 raise OSError(f"{relay.__file__} ended with status {first.returncode}")
-        except BaseException:
-            for fd in opened:
-                os.close(fd)
-            raise
-        os.close(read)
-        os.close(kept)
+            our_ends.pop_all()  # they stay open
         self._is_in = False
         os.register_at_fork(after_in_child=self._forked)
 
     def put_in(self) -> None:
         """Put the pipe where stderr is, if the relay is still there."""
-        if self._write >= 0 and not _is_broken(self._write):
+        if self._write < 0:
+            return
+        readers = select.poll()
+        readers.register(self._write, 0)
+        if not readers.poll(0):  # which would report that nobody reads any more
             os.dup2(self._write, 2)
             self._is_in = True
 
@@ -193,7 +188,7 @@ class _Relay:
                 os.dup2(self._stderr, 2)
 
     def close(self) -> list[str]:
-        """Return what was kept. What still holds the pipe's other end, a child of the script's, goes on through it."""
+        """Return what was kept. A child of the script's that still holds the pipe goes on writing through it."""
         if self._write < 0:
             return []
         os.close(self._write)
@@ -215,15 +210,3 @@ class _Relay:
             self.take_out()
             os.close(self._write)
             self._write = -1
-
-
-def _is_broken(pipe: int) -> bool:
-    """Return whether nobody reads a pipe any more."""
-    asked = select.poll()
-    asked.register(pipe, 0)
-    return bool(asked.poll(0))
-
-
-def _copy(fd: int) -> int:
-    """Copy a descriptor to a number above those of stdin, stdout and stderr."""
-    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)

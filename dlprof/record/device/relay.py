@@ -1,14 +1,14 @@
 """Passes on what a process writes to stderr, but for the messages of Kineto, which it keeps.
 
-Kineto, PyTorch's profiler library, and CUPTI below it say on stderr what goes wrong, among much that nobody needs, and
-nowhere else. While our profiler starts or stops, descriptor 2 of the rank is a pipe, and this file, as a process of its
-own, is at the other end of it. So nothing else is lost or waits: not what other threads print meanwhile, not what a
-child that they start prints for as long as it lives, and not the last words of a process that dies in the call. A
-thread could not do that, since the call may hold the interpreter's lock while the pipe is full; a file in the pipe's
-place would keep what a dying process has said.
+Kineto, PyTorch's profiler library, and CUPTI below it report errors on stderr only, among many messages that nobody
+needs. While our profiler starts or stops, descriptor 2 of the rank is a pipe, and this file, as a process of its own,
+reads it. So nothing else is lost or waits: not what other threads print meanwhile, not what a child that they start
+prints for as long as it lives, and not the last message of a process that dies in the call. A thread could not do that,
+since the call may hold the interpreter's lock while the pipe is full; a file in the pipe's place would swallow that
+last message.
 
-Started as `python -I -S relay.py`: stdin the pipe, stdout what is kept, stderr the real one. "all" as its argument: the
-user has asked for Kineto's messages, so they are passed on as well.
+Started as `python -I -S relay.py`: stdin is the pipe, stdout takes what is kept, stderr is the real one. With the
+argument "all" Kineto's messages are passed on as well, since the user has asked for them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_KEPT = 32 << 10
 _MOST_EACH = 1000
 
 # The pipe is in packet mode (pipe(2), O_DIRECT): what one call writes is read by one call, in packets of at most
-# PIPE_BUF bytes. So a message of several lines is told from what another thread has written in between.
+# PIPE_BUF bytes. So a message of several lines is not mixed up with what another thread writes in between.
 _PACKET = select.PIPE_BUF
 
 
@@ -65,11 +65,11 @@ def _pass_on(stderr: int, data: bytes) -> None:
 
 
 def main() -> None:
-    """Become nobody's child, and relay until the pipe is at its end: signals are for the job."""
+    """Detach from the rank, and relay until the pipe is at its end: signals are for the job."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if os.fork():
-        os._exit(0)  # a script that waits for any child of its own must not be told of this one
+        os._exit(0)  # a script that waits for any child of its own must not get this one
     relay(0, 2, 1, sys.argv[1:] == ["all"])
     os._exit(0)
 

@@ -15,62 +15,59 @@ from typing import Any
 from dlprof.plain import plain
 from dlprof.record.launch.process import tied
 from dlprof.record.launch.signals import PASSED_ON, Witness, pass_on
-from dlprof.record.launch.suspension import Freezes
+from dlprof.record.launch.suspension import Suspensions
 
-# Of what both a signal and a clock tell, the signal's word is taken: they come together.
+# A suspension that both a signal and the clock have shown counts once, by its signal.
 _TOGETHER_NS = 1_000_000_000
 
 
-def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[[Any], None]) -> tuple[int, list[int]]:
-    """Run the command to its end; give its wait status, and when it went on again after it was stopped, Unix ns.
+def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[[], None]) -> tuple[int, list[int]]:
+    """Run the command to its end; return its wait status, and when it went on again after it was stopped, Unix ns.
 
-    Once it runs, `beside` is called, to start what is to run beside it with the signal mask that it is given.
+    Once it runs, `beside` is called, to start what is to run next to it.
     """
     watched = {signal.SIGCHLD, *PASSED_ON}
     # A parent may have left SIGCHLD ignored, and the kernel would then reap the child before we ask.
     chld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    witness = Witness()
-    freezes = Freezes()
-    resumed: list[int] = []
-    told: list[int] = []  # when this process was, by a signal
+    witness, suspensions = Witness(), Suspensions()
+    resumed: list[int] = []  # when the command went on again,
+    continued: list[int] = []  # and when this process did, by a signal
     try:
         try:
             child = _start(command, env, mask, chld)
             witness.start()
-            beside(mask)
-        except FileNotFoundError:
-            sys.stderr.write(f"dlprof: {plain(command[0])}: command not found\n")
-            return 127 << 8, resumed
+            beside()
         except OSError as e:
-            sys.stderr.write(f"dlprof: {plain(command[0])}: {e.strerror}\n")
-            return 126 << 8, resumed
-        waiter = threading.Thread(target=_tell_end, args=(child.pid, threading.get_ident()), daemon=True)
+            missing = isinstance(e, FileNotFoundError)
+            sys.stderr.write(f"dlprof: {plain(command[0])}: {'command not found' if missing else e.strerror}\n")
+            return (127 if missing else 126) << 8, resumed
+        waiter = threading.Thread(target=_signal_end, args=(child.pid, threading.get_ident()), daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread more is allowed here
             waiter.start()
-        freezes.start()
+        suspensions.start()
         while True:
-            # Never with a timeout: in a process that was suspended for longer than that, Python gives a signal which
-            # nobody has sent (sigtimedwait is then interrupted, and what it has not filled in is what is given).
+            # Never with a timeout: in a process that was suspended for longer than that, Python returns a signal that
+            # nobody has sent (sigtimedwait is then interrupted, and what it has not filled in is returned).
             info = signal.sigwaitinfo(watched)
-            if info.si_signo == signal.SIGCHLD:
-                pid, status = os.waitpid(child.pid, os.WNOHANG | os.WCONTINUED)
-                if pid and os.WIFCONTINUED(status):
-                    resumed.append(time.time_ns())
-                elif pid:
-                    child.returncode = os.waitstatus_to_exitcode(status)
-                    if waiter.is_alive():
-                        waiter.join()
-                    told += resumed
-                    frozen = (at for at in freezes.end() if all(abs(at - n) > _TOGETHER_NS for n in told))
-                    return status, sorted((*resumed, *frozen))
-            else:
+            if info.si_signo != signal.SIGCHLD:
                 if info.si_signo == signal.SIGCONT:
-                    told.append(time.time_ns())
+                    continued.append(time.time_ns())
                 pass_on(child.pid, info, witness)
+                continue
+            pid, status = os.waitpid(child.pid, os.WNOHANG | os.WCONTINUED)
+            if pid and os.WIFCONTINUED(status):
+                resumed.append(time.time_ns())
+            elif pid:
+                child.returncode = os.waitstatus_to_exitcode(status)
+                if waiter.is_alive():
+                    waiter.join()
+                known = (*resumed, *continued)
+                more = (at for at in suspensions.end() if all(abs(at - n) > _TOGETHER_NS for n in known))
+                return status, sorted((*resumed, *more))
     finally:
         witness.end()
-        freezes.end()
+        suspensions.end()
         # What arrived for the command while it ended is not meant for the report.
         while signal.sigtimedwait(watched, 0) is not None:
             pass
@@ -78,7 +75,7 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
         signal.signal(signal.SIGCHLD, chld if chld is not None else signal.SIG_DFL)
 
 
-def _tell_end(child: int, waiting: int) -> None:
+def _signal_end(child: int, waiting: int) -> None:
     """Send the waiting thread a SIGCHLD once the child has ended: the kernel's may be another thread's, or lost."""
     with contextlib.suppress(OSError):  # reaped already
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)

@@ -26,7 +26,7 @@ PASSED_ON = {
     *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
 }
 
-# What the witness runs: it tells which signals reach it, and from whom.
+# What the witness runs: it writes which signals reach it, and from whom.
 _WITNESS = """
 import os, signal, sys
 while True:
@@ -35,12 +35,12 @@ while True:
 """
 # How long a signal may take to reach all whom its sender named; so long one to this process alone is held back.
 _TOGETHER_S = 0.1
-# How long the witness may take to tell what has reached it: on a busy host it waits for a core as all others do.
-_TOLD_S = 5.0
+# How long the witness may take to write what has reached it: on a busy host it waits for a core as all others do.
+_WRITTEN_S = 5.0
 
 
 class Witness:
-    """A process that does nothing but sit in the command's process group, to tell who a signal was for.
+    """A process that does nothing but sit in the command's process group, to know who a signal was for.
 
     A scheduler may signal the whole group, or every process of the job. Then the command has had the signal, and would
     have it twice if it were passed on: many a script takes the second for "at once, and without a checkpoint".
@@ -79,21 +79,23 @@ class Witness:
             now = time.monotonic()
             # What reached it alone has nothing to do with what comes later.
             self._seen = [(at, lines) for at, lines in self._seen if lines and now - at < 10 * _TOGETHER_S]
-            for _, lines in self._seen:
-                if same in lines:
-                    lines.remove(same)
+            for _, seen in self._seen:
+                if same in seen:
+                    seen.remove(same)
                     return True
-            # Sent to both, it is there by now; that the witness has come to tell is another matter.
+            # Sent to both, it is there by now; that the witness has come to write it is another matter.
             late = now >= until
-            wait = _TOGETHER_S if late and now < until + _TOLD_S and awaits(self._process.pid, info.si_signo) else 0.0
+            wait = (
+                _TOGETHER_S if late and now < until + _WRITTEN_S and awaits(self._process.pid, info.si_signo) else 0.0
+            )
             if not select.select([fd], [], [], wait if late else until - now)[0]:
                 if late and not wait:
                     return False
                 continue
-            told = os.read(fd, 4096)
-            if not told:
+            lines = os.read(fd, 4096).splitlines()
+            if not lines:
                 return False
-            self._seen.append((time.monotonic(), told.splitlines()))
+            self._seen.append((time.monotonic(), lines))
 
     def end(self) -> None:
         """End it."""
@@ -104,7 +106,7 @@ class Witness:
 
 
 def pass_on(child: int, info: signal.struct_siginfo, witness: Witness) -> None:
-    """Return the child a signal that reached only this process; stop with it where it is told to stop."""
+    """Send the child a signal that reached only this process; stop with it where it is to stop."""
     number = info.si_signo
     if info.si_code != _SI_KERNEL and not witness.saw(info):
         try:

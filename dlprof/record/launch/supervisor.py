@@ -1,13 +1,14 @@
 """Records the user's command: starts it unchanged, with the recorder's hook on PYTHONPATH, and ends as it ended.
 
-This process sits beside the command and waits. Beside both, where DLPROF_SAMPLE asks for it, a process of ours reads
-what the host and its GPUs do (sampling.py). Linux only.
+This process waits beside the command. Where DLPROF_SAMPLE asks for it, it also starts one that samples what the host
+and its GPUs do (samplers/). Linux only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,19 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlprof import __version__
 from dlprof.errors import DlprofError
-from dlprof.record import redaction
 from dlprof.record.launch.child import run_to_end
-from dlprof.record.launch.folder import claim, compress, tell_end
+from dlprof.record.launch.folder import RunFolder, compress
 from dlprof.record.launch.postmortem import left, missing
-from dlprof.record.launch.process import tied
 from dlprof.record.launch.tasks import task_of
 
-# How long the end of the command may wait for the samplers; what they measured is on disk by then.
+# How long the end of the command may wait for the samplers; what they measured is on disk by then. Sooner after their
+# start than this they have measured nothing, and are not waited for.
 _SAMPLERS_END_S = 1.0
-_SAMPLERS_NICE = 10
-# Sooner after their start than this they have nothing to tell, and are not waited for.
 _SAMPLERS_SOONEST_S = 1.0
 
 
@@ -52,36 +49,20 @@ def supervise(
     options: Mapping[str, Any],
     launcher: Sequence[str] = (),
 ) -> Ended:
-    """Run the command with that environment, record it into the folder, and tell how it ended.
+    """Run the command with that environment, record it into the folder, and return how it ended.
 
     `launcher` are words to start it with, in which "{}" stands for the folder of what is recorded on this host.
     Raises DlprofError if the folder cannot be made or already holds a run. A command that cannot be started ends with
     127 (not found) or 126 (not executable), as in a shell.
     """
-    if not hasattr(signal, "sigwaitinfo") or not sys.platform.startswith("linux"):
-        raise DlprofError("recording needs Linux; reports can be made anywhere")
+    must_be_linux()
     folder = folder.absolute()
-    task = task_of(env)
-    record: dict[str, Any] = {
-        "format": 1,
-        "dlprof": __version__,
-        "command": redaction.words(command),
-        "cwd": str(Path.cwd()),
-        "start_ns": time.time_ns(),
-        "end_ns": None,
-        "hosts": [os.uname().nodename],
-        "exit": {"code": None, "signal": None},
-        "options": dict(options) | ({"job": task.job} if task else {}),
-        "resumed_ns": [],
-        "warnings": [],
-        "tasks": [],
-    }
-    claim(folder, record, task)
+    run = RunFolder(folder, command, options, task_of(env))
     here = folder / "hosts" / os.uname().nodename
     if launcher:
         with contextlib.suppress(OSError):
             here.mkdir(parents=True, exist_ok=True)
-    samplers = _Samplers(folder, env)
+    samplers = Samplers(folder, env)
     words = [*(word.replace("{}", str(here)) for word in launcher), *command]
     status, resumed = run_to_end(words, recorded(env, folder), samplers.start)
     end_ns = time.time_ns()
@@ -94,18 +75,18 @@ def supervise(
     warnings += left(folder)
     compress(folder)
     warnings += samplers.wait()
-    end = {
-        "end_ns": end_ns,
-        "exit": {"code": code, "signal": number},
-        "resumed_ns": resumed,
-        "warnings": warnings,
-    }
     last = True
     try:
-        last = tell_end(folder, record, task, end)
+        last = run.end(end_ns=end_ns, exit={"code": code, "signal": number}, resumed_ns=resumed, warnings=warnings)
     except (OSError, ValueError) as e:
         warnings.append(f"run.json has no end: {e}")
     return Ended(folder, code, number, tuple(warnings), last)
+
+
+def must_be_linux() -> None:
+    """Raise DlprofError where nothing can be recorded."""
+    if not sys.platform.startswith("linux"):
+        raise DlprofError("recording needs Linux; reports can be made anywhere")
 
 
 def recorded(env: Mapping[str, str], folder: Path) -> dict[str, str]:
@@ -122,8 +103,6 @@ def end_like(ended: Ended) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     if ended.signal is not None:
-        import resource
-
         # The command has left its core, if any; ours would be about the wrong program.
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         if ended.signal not in (signal.SIGKILL, signal.SIGSTOP):
@@ -134,56 +113,51 @@ def end_like(ended: Ended) -> None:
     sys.exit(ended.code)
 
 
-class _Samplers:
-    """The process that samples this host beside the command; there is none where nobody asked for it."""
+class Samplers:
+    """The process that samples this host beside the job; there is none where DLPROF_SAMPLE does not ask for it."""
 
     def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
         self._folder = folder
-        # Not the recorded environment: this process is none of the job's.
+        # Not the recorded environment: this process is no part of the job.
         self._env = {name: value for name, value in env.items() if name != "DLPROF_RUN"}
         self._process: subprocess.Popen[bytes] | None = None
         self._failed: str | None = None
         self._started_s = time.monotonic()
 
-    def start(self, mask: Any) -> None:
-        """Start it; the command runs already, and has this process's signal mask from before."""
+    def start(self) -> None:
+        """Start it. It ends with this process, however that ends: what was measured is on disk."""
         if self._env.get("DLPROF_SAMPLE", "off") == "off":
             return
-        # Nothing of ours outlives this process, however it ends. What was measured is on disk.
-        tie = tied(signal.SIGKILL)
-
-        def before_exec() -> None:
-            tie()
-            os.nice(_SAMPLERS_NICE)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
         try:
             self._process = subprocess.Popen(
-                [sys.executable, Path(__file__).parents[1] / "samplers" / "__main__.py", self._folder],
+                [
+                    sys.executable,
+                    Path(__file__).parents[1] / "samplers" / "__main__.py",
+                    self._folder,
+                    str(os.getpid()),
+                ],
                 env=self._env,
                 cwd="/",
-                # Its end is how they know that the job is over.
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                # Out of the reach of the terminal: its Ctrl-C is for the job.
-                start_new_session=True,
-                preexec_fn=before_exec,
+                start_new_session=True,  # the terminal's Ctrl-C is for the job
             )
         except (OSError, subprocess.SubprocessError) as e:
             self._failed = f"nothing is sampled: {e}"
 
     def end(self) -> None:
-        """Tell it that the command has ended."""
+        """Let it know that the job is over."""
         if self._process is None or self._process.stdin is None:
             return
         if self._process.poll() is not None:
             self._failed = f"the samplers ended before the job (status {self._process.returncode})"
-        self._process.stdin.close()
+        with contextlib.suppress(OSError), self._process.stdin as stdin:
+            stdin.write(b"over")  # a forked child of this process may hold the pipe open
         if time.monotonic() - self._started_s < _SAMPLERS_SOONEST_S:
             self._process.kill()
 
     def wait(self) -> list[str]:
-        """See it gone, and tell in at most one line what went wrong."""
+        """Wait for its end; return in at most one line what went wrong."""
         if self._process is not None:
             try:
                 self._process.wait(_SAMPLERS_END_S)

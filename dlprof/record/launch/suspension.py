@@ -1,6 +1,6 @@
-"""Notices that this process was frozen, as `docker pause` and schedulers freeze a control group: no signal tells of it.
+"""Notices that this process was suspended without a signal, as `docker pause` and schedulers freeze a control group.
 
-A thread sleeps, and is woken far too late, though it has not waited for a core: for that time it could not run. So a
+A thread sleeps, and is woken far too late, though it has not waited for a core: for that time it could not run. A
 virtual machine that stood still shows as well, and a busy host does not.
 """
 
@@ -11,17 +11,17 @@ import os
 import threading
 import time
 
-# Whatever is frozen for longer than both together is seen.
+# A suspension that is longer than both together is seen.
 _EVERY_S = 2.0
 _LATE_S = 1.5
 
 
-class Freezes:
+class Suspensions:
     """Watches this process from its start() to its end()."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="dlprof freezes", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="dlprof suspensions", daemon=True)
         self._resumed: list[int] = []
 
     def start(self) -> None:
@@ -30,12 +30,12 @@ class Freezes:
             self._thread.start()
 
     def end(self) -> list[int]:
-        """Return when this process went on again after it was frozen, Unix ns."""
+        """Return when this process went on again after each suspension, Unix ns."""
         self._over.set()
         return self._resumed
 
     def _watch(self) -> None:
-        with contextlib.suppress(OSError, ValueError, IndexError):  # this kernel does not tell who waits for a core
+        with contextlib.suppress(OSError, ValueError, IndexError):  # this kernel does not say who waits for a core
             fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 due, waited = time.monotonic() + _EVERY_S, _waited_s(fd)

@@ -1,11 +1,14 @@
-"""The process that samples a host while a job runs: `python .../samplers/__main__.py RUN`, ended by its stdin.
+"""The process that samples a host while a job runs: `python .../samplers/__main__.py RUN PARENT`, ended by its stdin.
 
-The supervisor names it by its place, so that it works wherever dlprof was found.
+It is started by its place, so that it works wherever dlprof was found.
 """
 
 # ruff: noqa: E402 - the path comes first
 
+import os
 import sys
+
+os.nice(10)
 
 # Neither the current folder nor this one may stand before the standard library: both hold modules of any name.
 del sys.path[0]
@@ -13,16 +16,18 @@ _PLACE = __file__.rpartition("/dlprof/record/samplers/")[0]
 if _PLACE not in sys.path:
     sys.path.insert(0, _PLACE)
 
-import os
 import signal
 from pathlib import Path
 
+from dlprof.record.launch.process import tie
 from dlprof.record.samplers import SAMPLERS
 from dlprof.record.samplers.sampling import sample
 
 
 def main() -> None:
     """Sample until stdin ends. Signals are for the job: what ends it ends this process too, a moment later."""
+    tie(signal.SIGKILL, int(sys.argv[2]))
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         # A handler, since an ignored signal would stay ignored in the children of samplers.
         signal.signal(number, lambda _number, _frame: None)

@@ -3,20 +3,17 @@
 Only where amdsmi is installed, which comes with ROCm. No such GPU was at hand: the calls, the shape and the units of
 their answers are those of amdsmi 7.0's Python interface, its documentation, and of PyTorch's own use of them
 (torch/cuda/__init__.py). A GPU is found by its place on the PCI bus or by its serial number, never by its index, which
-amdsmi and HIP count differently. Traffic over xGMI and PCIe is left out: its units are told nowhere.
+amdsmi and HIP count differently. Traffic over xGMI and PCIe is left out: its units are written nowhere.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from dlprof.record.log import Log
-from dlprof.record.samplers.sampling import Host, RankHere, line
-
-Reading = Mapping[str, float]
+from dlprof.record.samplers.driver import DriverSampler, Fate, Gpu, Reading
 
 # Statuses of amdsmi.h: what a GPU, driver or user does not have now it will not later; without a driver nobody does.
 _REFUSED = ("NOT_SUPPORTED", "NOT_YET_IMPLEMENTED", "NO_PERM", "FAIL_LOAD_SYMBOL", "INVAL")
@@ -26,83 +23,58 @@ _OVER = ("NOT_INIT", "DRIVER_NOT_LOADED")
 _LEAST_MICROWATTS = 100_000
 
 
-class AmdSampler:
-    """Writes gpu.jsonl of each rank here that trains on a GPU of AMD's: keys as metrics of the table `samples`."""
+class AmdSampler(DriverSampler):
+    """Samples GPUs of AMD's."""
 
     name = "amd"
+    library = "amdsmi"
+    identity = "which it is"
 
-    def __init__(self) -> None:
-        self._smi: Any = None
-        self._gpus: dict[str, _Gpu | None] = {}  # by the place or the UUID; None: it cannot be read, or no longer
-        self._logs: dict[RankHere, Log] = {}
-        self._over = False  # the driver has gone
+    def _name_of(self, device: Mapping[str, Any]) -> str | None:
+        return device.get("pci") or device.get("uuid") or "" if device.get("vendor") == "amd" else None
 
-    @property
-    def period_s(self) -> float:
-        """As long as the host says."""
-        return self._host.period_s
-
-    def start(self, host: Host) -> None:
-        """Wait for a rank that has a GPU."""
-        self._host = host
-
-    def tick(self) -> None:
-        """Read each GPU that ranks train on, and write a line for each of them."""
-        ranks = [rank for rank in self._host.ranks if rank.device.get("vendor") == "amd"]
-        if not ranks or self._over:
-            return
-        if self._smi is None:
-            self._smi = _load()
-        read: dict[str, Reading | None] = {}
-        for rank in ranks:
-            name = rank.device.get("pci") or rank.device.get("uuid")
-            if not name:
-                self._host.warn(f"the GPU of rank {rank.rank} is not sampled: this torch does not tell which it is")
-                continue
-            if name not in read:
-                read[name] = self._read(name, rank.device)
-            row = read[name]
-            if row:
-                if rank not in self._logs:
-                    self._logs[rank] = self._host.log("gpu.jsonl", rank)
-                self._logs[rank].write(line(row))
-
-    def stop(self) -> None:
-        """Leave the driver."""
-        if self._smi is not None:
-            with contextlib.suppress(self._smi.AmdSmiException):
-                self._smi.amdsmi_shut_down()
-
-    def _read(self, name: str, device: Mapping[str, Any]) -> Reading | None:
-        if self._over:
-            return None
+    def _load(self) -> Any:
         try:
-            if name not in self._gpus:
-                self._gpus[name] = _Gpu(self._smi, _handle(self._smi, device))
-            gpu = self._gpus[name]
-            return gpu.read() if gpu is not None else None
-        except self._smi.AmdSmiException as e:
-            if _is(e, _OVER):
-                self._over = True
-                self._host.warn(f"no GPU is sampled any more: amdsmi: {_words(e)}")
-                return None
-            more = " any more" if name in self._gpus else ""
-            self._gpus[name] = None
-            self._host.warn(f"GPU {name} is not sampled{more}: {_words(e)}")
-        except LookupError as e:
-            self._gpus[name] = None
-            self._host.warn(f"GPU {name} is not sampled: {e.args[0]}")
-        return None
+            # Without its library it prints, and fails with a KeyError.
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                import amdsmi
+        except ImportError:
+            raise OSError("amdsmi is not installed, with which ROCm tells what a GPU does") from None
+        except Exception as e:  # noqa: BLE001 - see above
+            raise OSError(f"amdsmi does not find its library ({type(e).__name__}: {e})") from None
+        try:
+            amdsmi.amdsmi_init()
+        except amdsmi.AmdSmiException as e:
+            raise OSError(f"amdsmi: {' '.join(str(e).split())}") from None
+        # Of an older or a newer amdsmi: a function, a key or a number that is not as we know it.
+        self.errors = (amdsmi.AmdSmiException, AttributeError, LookupError, TypeError)
+        return amdsmi
+
+    def _unload(self) -> None:
+        self.driver.amdsmi_shut_down()
+
+    def _open(self, name: str, device: Mapping[str, Any]) -> Gpu:  # noqa: ARG002 - torch says more than a name
+        return _Gpu(self, _handle(self.driver, device))
+
+    def fate(self, error: Exception) -> Fate:
+        """Return what an error of amdsmi's means, by the name of its status."""
+        if not isinstance(error, self.driver.AmdSmiException):
+            return Fate.REFUSED
+        words = f"{error} "
+        if any(f"AMDSMI_STATUS_{status} " in words for status in _OVER):
+            return Fate.OVER
+        return Fate.REFUSED if any(f"AMDSMI_STATUS_{status} " in words for status in _REFUSED) else Fate.ONCE
 
 
-class _Gpu:
-    """One GPU: its handle, and what of it can be read."""
+class _Gpu(Gpu):
+    """A GPU of AMD's, by its handle."""
 
-    def __init__(self, smi: Any, handle: Any) -> None:
-        self._smi = smi
+    def __init__(self, sampler: AmdSampler, handle: Any) -> None:
+        self._smi = sampler.driver
         self._handle = handle
         self._held: tuple[int, int, int] | None = None  # the counters of what holds the clocks down, as read last
-        self._queries: list[Callable[[], Reading]] = [
+        super().__init__(
+            sampler,
             self._activity,
             self._memory,
             self._power,
@@ -111,22 +83,7 @@ class _Gpu:
             self._clocks,
             self._temperature,
             self._clocks_held,
-        ]
-
-    def read(self) -> Reading:
-        """Return what can be read now; raise AmdSmiException where there is no driver any more."""
-        row: dict[str, float] = {}
-        for query in tuple(self._queries):
-            try:
-                row.update(query())
-            except self._smi.AmdSmiException as e:  # noqa: PERF203 - each may refuse
-                if _is(e, _OVER):
-                    raise
-                if _is(e, _REFUSED):
-                    self._queries.remove(query)
-            except (AttributeError, KeyError, TypeError):  # an older or a newer amdsmi
-                self._queries.remove(query)
-        return row
+        )
 
     def _activity(self) -> Reading:
         now = self._smi.amdsmi_get_gpu_activity(self._handle)
@@ -137,10 +94,10 @@ class _Gpu:
         return _known(memory_used_bytes=(now["vram_used"], 1 << 20), memory_total_bytes=(now["vram_total"], 1 << 20))
 
     def _power(self) -> Reading:
-        # MI300 and later tell the current power, those before an average.
+        # MI300 and later say the current power, those before an average.
         now = self._smi.amdsmi_get_power_info(self._handle)
-        told = _known(power_w=(now.get("average_socket_power"), 1)) | _known(power_w=(now["current_socket_power"], 1))
-        return told if told.get("power_w") else {}
+        power = _known(power_w=(now.get("average_socket_power"), 1)) | _known(power_w=(now["current_socket_power"], 1))
+        return power if power.get("power_w") else {}
 
     def _power_limit(self) -> Reading:
         now = self._smi.amdsmi_get_power_cap_info(self._handle)
@@ -192,26 +149,11 @@ class _Gpu:
         return {"clocks_held_by_power_share": round(shares[0], 4), "clocks_held_by_heat_share": round(shares[1], 4)}
 
 
-def _known(**told: tuple[Any, float]) -> dict[str, float]:
+def _known(**values: tuple[Any, float]) -> dict[str, float]:
     """Return what has a value, times its scale; amdsmi says "N/A" where it has none."""
-    return {name: value * scale for name, (value, scale) in told.items() if type(value) in (int, float) and value >= 0}
-
-
-def _load() -> Any:
-    """Return amdsmi, ready; raise OSError, in words, where this host has none that works."""
-    try:
-        # Without its library it prints, and fails with a KeyError.
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            import amdsmi
-    except ImportError:
-        raise OSError("amdsmi is not installed, with which ROCm tells what a GPU does") from None
-    except Exception as e:  # noqa: BLE001 - see above
-        raise OSError(f"amdsmi does not find its library ({type(e).__name__}: {e})") from None
-    try:
-        amdsmi.amdsmi_init()
-    except amdsmi.AmdSmiException as e:
-        raise OSError(f"amdsmi: {_words(e)}") from None
-    return amdsmi
+    return {
+        name: value * scale for name, (value, scale) in values.items() if type(value) in (int, float) and value >= 0
+    }
 
 
 def _handle(smi: Any, device: Mapping[str, Any]) -> Any:
@@ -222,15 +164,11 @@ def _handle(smi: Any, device: Mapping[str, Any]) -> Any:
         found = [handle for handle in handles if smi.amdsmi_get_gpu_device_bdf(handle).lower() == place]
     else:
         serial = _serial(str(device.get("uuid") or ""))
-        found = [handle for handle in handles if _serial_of(smi, handle) == serial]
+        asic = smi.amdsmi_get_gpu_asic_info
+        found = [h for h in handles if str(asic(h)["asic_serial"]).lower().removeprefix("0x").zfill(16) == serial]
     if len(found) == 1:
         return found[0]
     raise LookupError("amdsmi knows several parts of it, and not which one" if found else "amdsmi does not know it")
-
-
-def _serial_of(smi: Any, handle: Any) -> str:
-    told = str(smi.amdsmi_get_gpu_asic_info(handle)["asic_serial"]).lower()
-    return told.removeprefix("0x").zfill(16)
 
 
 def _serial(uuid: str) -> str:
@@ -241,12 +179,3 @@ def _serial(uuid: str) -> str:
         if all(c in "0123456789abcdefABCDEF" for c in text):
             return text.lower().zfill(16)
     return digits.lower().zfill(16)
-
-
-def _is(error: Exception, statuses: tuple[str, ...]) -> bool:
-    said = str(error)
-    return any(f"AMDSMI_STATUS_{status} " in f"{said} " for status in statuses)
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""What the host does, and what each rank and its loader workers take of it, from the kernel's counters."""
+"""What the host does, and how much of it each rank and its loader workers use, from the kernel's counters."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dlprof.record.launch.process import stat_of
 from dlprof.record.log import Log
 from dlprof.record.samplers.sampling import Host, RankHere, line
 
@@ -36,7 +37,7 @@ class HostSampler:
         return self._host.period_s
 
     def start(self, host: Host) -> None:
-        """Open the file, and take the first look at the cores: load is told between two."""
+        """Open the file, and take the first look at the cores: load is the difference of two."""
         import psutil
 
         self._host = host
@@ -57,7 +58,7 @@ class HostSampler:
             for rank in here:
                 if rank not in self._ranks:
                     self._ranks[rank] = _Processes(rank.pid, self._host.log("processes.jsonl", rank))
-                self._ranks[rank].find_children(parents)
+                self._ranks[rank].children = set(_below(rank.pid, parents))
         for processes in self._ranks.values():
             processes.read()
 
@@ -70,21 +71,17 @@ class _Processes:
 
     def __init__(self, pid: int, log: Log) -> None:
         self.log = log
+        self.children: set[int] = set()
         self._pid = pid
-        self._children: set[int] = set()
         self._last: dict[tuple[int, int], tuple[float, int, int]] = {}  # by pid and start
         self._sums = [0.0, 0, 0]  # of all children ever seen: CPU seconds, voluntary and involuntary switches
-
-    def find_children(self, parents: Mapping[int, int]) -> None:
-        """Look among all processes of the host for those that this one started."""
-        self._children = set(_below(self._pid, parents))
 
     def read(self) -> None:
         """Write a line, unless the process has just ended."""
         own = _read(self._pid)
         if own is None:
             return
-        children = {pid: now for pid in self._children if (now := _read(pid)) is not None}
+        children = {pid: now for pid in self.children if (now := _read(pid)) is not None}
         counted = {(pid, now.since): (now.cpu_s, now.voluntary, now.involuntary) for pid, now in children.items()}
         for child, counts in counted.items():
             before = self._last.get(child, (0.0, 0, 0))
@@ -113,7 +110,7 @@ class _Processes:
 class _Process(NamedTuple):
     cpu_s: float
     rss_bytes: int
-    anonymous_bytes: int | None  # of these, not mapped from files; None: this kernel does not tell
+    anonymous_bytes: int | None  # of these, not mapped from files; None: this kernel does not say
     threads: int
     voluntary: int
     involuntary: int
@@ -123,30 +120,30 @@ class _Process(NamedTuple):
 def _read(pid: int) -> _Process | None:
     """Read a process's counters; None: it has ended. The two files that it takes, and not psutil's five."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        told = Path(f"/proc/{pid}/status").read_bytes()
+        status = Path(f"/proc/{pid}/status").read_bytes()
     except OSError:
         return None
-    if stat[0] in (b"Z", b"X"):
+    stat = stat_of(pid)
+    if not stat or stat[0] in (b"Z", b"X"):
         return None
-    anonymous = told.partition(b"\nRssAnon:")[2].split(None, 1)
-    status = told.partition(b"\nvoluntary_ctxt_switches:")[2].split()
+    anonymous = status.partition(b"\nRssAnon:")[2].split(None, 1)
+    switches = status.partition(b"\nvoluntary_ctxt_switches:")[2].split()
     return _Process(
         cpu_s=(int(stat[11]) + int(stat[12])) / _TICKS,
         rss_bytes=int(stat[21]) * _PAGE_BYTES,
         anonymous_bytes=int(anonymous[0]) * 1024 if anonymous else None,
         threads=int(stat[17]),
-        voluntary=int(status[0]),
-        involuntary=int(status[2]),  # behind its name
+        voluntary=int(switches[0]),
+        involuntary=int(switches[2]),  # behind its name
         since=int(stat[19]),
     )
 
 
 def _anonymous(name: str, processes: Iterable[_Process]) -> dict[str, int]:
     """Return what processes hold that is no file's: what one that leaks has more and more of."""
-    told = [p.anonymous_bytes for p in processes]
-    known = [n for n in told if n is not None]
-    return {name: sum(known)} if len(known) == len(told) else {}
+    found = [p.anonymous_bytes for p in processes]
+    known = [n for n in found if n is not None]
+    return {name: sum(known)} if len(known) == len(found) else {}
 
 
 def _waited(pid: int) -> dict[str, int]:
@@ -180,35 +177,23 @@ def _host() -> dict[str, Any]:
 
 def _kernel() -> dict[str, int]:
     """Return what psutil does not: the threads that run or wait for a core, and the page faults of all processes."""
-    told = {"pgfault": "page_faults", "pgmajfault": "major_page_faults"}
-    counts = {"runnable_threads": int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])}
-    for said in Path("/proc/vmstat").read_text().splitlines():
-        name, _, value = said.partition(" ")
-        if name in told:
-            counts[told[name]] = int(value)
-    return counts
+    names = {"pgfault": "page_faults", "pgmajfault": "major_page_faults"}
+    counts = (row.split() for row in Path("/proc/vmstat").read_text().splitlines())
+    runnable = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    return {"runnable_threads": runnable} | {names[name]: int(count) for name, count in counts if name in names}
 
 
 def _parents() -> dict[int, int]:
-    """Return the parent of every process that can be seen."""
-    parents = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                stat = Path(entry.path, "stat").read_bytes()
-                parents[int(entry.name)] = int(stat.rpartition(b")")[2].split()[1])
-            except (OSError, ValueError, IndexError):
-                continue  # it has just ended
-    return parents
+    """Return the parent of every process that can be seen, but for those that have just ended."""
+    stats = {pid: stat for entry in os.scandir("/proc") if (pid := entry.name).isdigit() and (stat := stat_of(pid))}
+    return {int(pid): int(stat[1]) for pid, stat in stats.items()}
 
 
 def _below(pid: int, parents: Mapping[int, int]) -> Iterable[int]:
     children: dict[int, list[int]] = {}
     for child, parent in parents.items():
         children.setdefault(parent, []).append(child)
-    found, ahead = [], [pid]
-    while ahead:
-        mine = children.get(ahead.pop(), [])
-        found += mine
-        ahead += mine
-    return found
+    found = [pid]
+    for one in found:
+        found += children.get(one, ())
+    return found[1:]

@@ -1,8 +1,7 @@
-"""Watches a host from beside its ranks: one process a host drives the samplers, as recorder.py drives the collectors.
+"""Samples a host: one process a host (`__main__.py`) drives the samplers, as recorder.py drives the collectors.
 
-The supervisor starts the process (`__main__.py` beside this file) once the command runs, and holds the other end of
-its stdin: when that closes, the job is over, however it ended. Whatever fails here costs one sampler and one line on
-stderr, never the job.
+Whoever started the process holds the other end of its stdin: when that closes, or is written to, the job is over.
+Whatever fails here costs one sampler and one line on stderr, never the job.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from dlprof.hosts import BOOT, boot, longer
-from dlprof.plain import plain
+from dlprof.plain import plain, words_of
 from dlprof.record.launch.process import started
 from dlprof.record.log import Log
 
@@ -49,10 +48,10 @@ class RankHere:
 
 
 class Sampler(Protocol):
-    """One source of measurements beside the ranks of a host; made in the samplers' process, on its only thread.
+    """One source of measurements of a host; it lives on the only thread of the samplers' process.
 
-    start and tick may raise: the sampler is then off, and said to be. A child process that a sampler starts must ask
-    for a signal at its parent's death (process.tied): this process may be killed at any time.
+    start and tick may raise: the sampler is then off. A child process that a sampler starts must be tied to this one
+    (process.tied), which may be killed at any time.
     """
 
     name: str
@@ -72,7 +71,7 @@ class Sampler(Protocol):
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Return reading as a line of a log, headed by both clocks: Unix time, and the one that no clock service moves."""
+    """Return a reading as a line of a log, headed by both clocks: Unix time, and one that no clock service moves."""
     clocks = {"at_ns": time.time_ns(), "perf_ns": time.perf_counter_ns()}
     return json.dumps(clocks | dict(row), separators=(",", ":")) + "\n"
 
@@ -182,7 +181,7 @@ def claim(run: Path) -> socket.socket | None:
 
 
 def over(end: int, seconds: float) -> bool:
-    """Wait, and tell whether the job is over: the other end of the descriptor `end` was closed."""
+    """Wait, and return whether the job is over: the other end of the descriptor `end` was closed or written to."""
     return bool(select.select([end], [], [], min(max(seconds, 0.0), 3600.0))[0])
 
 
@@ -195,25 +194,20 @@ def sample(run: Path, samplers: Iterable[Callable[[], Sampler]], end: int) -> No
         host = Host(run)
         host.settle()
         due: dict[Sampler, float] = {}
-        # All at one moment: those of one period then wake this process once for all.
-        now = time.monotonic()
+        now = time.monotonic()  # one moment for all: those of one period then wake this process once
         try:
             for make in samplers:
                 if over(end, 0):
                     return
-                try:
+                with _guarded(host, getattr(make, "name", str(make))):
                     sampler = make()
                     sampler.start(host)
                     due[sampler] = now
-                except Exception as e:  # noqa: BLE001 - one sampler must not cost the others
-                    _off(host, getattr(make, "name", str(make)), e)
             _drive(host, due, end)
         finally:
             for sampler in due:
-                try:
+                with _guarded(host, sampler.name):
                     sampler.stop()
-                except Exception as e:  # noqa: BLE001, PERF203 - the others stop too
-                    _off(host, sampler.name, e)
 
 
 def _drive(host: Host, due: dict[Sampler, float], end: int) -> None:
@@ -225,19 +219,19 @@ def _drive(host: Host, due: dict[Sampler, float], end: int) -> None:
             if at > now:
                 continue
             began = time.thread_time()
-            try:
+            del due[sampler]
+            with _guarded(host, sampler.name, or_else=sampler.stop):
                 sampler.tick()
-            except Exception as e:  # noqa: BLE001 - one sampler must not cost the others
-                del due[sampler]
-                _off(host, sampler.name, e)
-                with contextlib.suppress(Exception):
-                    sampler.stop()
-                continue
-            used = time.thread_time() - began
-            # Never to catch up, and where readings are dear, fewer of them: no more than a tenth of a core.
-            due[sampler] = max(at + sampler.period_s, now + 10 * used)
+                # Never to catch up, and where readings are dear, fewer of them: no more than a tenth of a core.
+                due[sampler] = max(at + sampler.period_s, now + 10 * (time.thread_time() - began))
 
 
-def _off(host: Host, name: str, error: Exception) -> None:
-    what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    host.warn(f"the {name} sampler is off: {what}; the job goes on without it")
+@contextlib.contextmanager
+def _guarded(host: Host, name: str, or_else: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Switch a sampler off where it raises: it must cost neither the others nor the job."""
+    try:
+        yield
+    except Exception as e:  # noqa: BLE001 - see above
+        host.warn(f"the {name} sampler is off: {words_of(e)}; the job goes on without it")
+        with contextlib.suppress(Exception):
+            or_else()

@@ -27,6 +27,10 @@ from dlprof.record import redaction
 from dlprof.record.launch.process import tied
 from dlprof.record.samplers.sampling import Host, RankHere
 
+# Stacks a second: enough for shares of a few per cent after one burst. A round number would beat with steps of 5, 10 or
+# 20 ms.
+DEFAULT_RATE = "47"
+
 # How py-spy writes the command of a process, before its threads or what it was started by.
 _COMMAND = re.compile(rb'(process \d+:")(.*?)(";(?=process \d+:"|thread \())')
 

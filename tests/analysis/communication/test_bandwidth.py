@@ -1,31 +1,14 @@
 """Bandwidth of collectives: nccl-tests' factors, sizes, the link's peak, and what missing ranks leave unknown."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from dlprof.analysis.communication.bandwidth import bandwidth, bus_factor, exchanged, size_class
-from tests.fixtures import runs, traces
+from tests.fixtures import runs
+from tests.fixtures.exchanges import exchanging
 from tests.fixtures.runs import MS
-
-
-def exchanging(
-    *groups: tuple[int, ...], elements: int = 10_000_000, device: str = "NVIDIA H200"
-) -> list[dict[str, Any]]:
-    """Make ranks that meet in an all-reduce a group; its last rank 0.5 ms late, then 1 ms of transfer for all."""
-    made = []
-    for group, members in enumerate(groups):
-        for rank in members:
-            late = MS // 2 if rank == members[-1] else 0
-            events = [traces.kernel("gemm", 0, MS + late)]
-            events.append(
-                traces.collective(MS + late, 3 * MS // 2 - late, elements, group=str(7 + group), ranks=members)
-            )
-            world = sum(map(len, groups))
-            made.append(traces.trace(traces.step(0, 0, 3 * MS), *events, rank=rank, world_size=world, device=device))
-    return made
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Blame: known culprits and causes in made runs of many ranks, on skewed clocks, and on the real eight ranks."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +13,13 @@ from dlprof.analysis.engine import Measured, by_rank
 from dlprof.analysis.step.breakdown import breakdown, part
 from dlprof.analysis.step.savings import own_time
 from dlprof.errors import NotMeasured
-from tests.analysis.communication.test_collectives import late_by
 from tests.fixtures import runs, traces
+from tests.fixtures.exchanges import held_up, late_by, meeting
 from tests.fixtures.runs import MS, asked
 
 NEEDS = (accounts, blame, charged, collectives, own_time)
 
 HELD_UP = ("input_wait", "computation", "host", "copy")
-
-
-def held_up(
-    *more: Mapping[str, int], steps: int = 3, clocks: Sequence[int] = (), hosts: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    """Make a rank for each mapping: a step of 3 ms fetches, copies, computes and launches, 0.25 ms each and 1 ms.
-
-    `more`: what a rank spends beyond that on each of HELD_UP, ns. All meet in an all-reduce of 0.5 ms at the end.
-    """
-    usual = {"input_wait": 250_000, "copy": 250_000, "computation": MS, "host": 250_000}
-    longest = max(sum(m.values()) for m in more)
-    period = sum(usual.values()) + longest + 1_250_000
-    made = []
-    for rank, mine in enumerate(more):
-        spent = {c: ns + mine.get(c, 0) for c, ns in usual.items()}
-        events: list[Any] = []
-        for n in range(steps):
-            t = n * period + (clocks[rank] if clocks else 0)
-            events += [traces.step(n, t, period), traces.fetch(t, spent["input_wait"])]
-            at = t + spent["input_wait"]
-            events += [
-                traces.copy(at, spent["copy"], 1_000_000),
-                traces.kernel("gemm", at + spent["copy"], spent["computation"]),
-            ]
-            begin = t + sum(spent.values())
-            end = t + sum(usual.values()) + longest + 500_000
-            events.append(traces.collective(begin, end - begin, 1_000_000, ranks=tuple(range(len(more)))))
-            events.append(traces.kernel("adam", end, 750_000))
-        host = hosts[rank] if hosts else "node-1"
-        made.append(traces.trace(*events, rank=rank, world_size=len(more), host=host))
-    return made
 
 
 def run_of(folder: Path, made: list[dict[str, Any]]) -> Measured:
@@ -166,29 +134,6 @@ def test_groups_blame_within_themselves(tmp_path: Path) -> None:
 
     found = rows(run_of(tmp_path, [rank(r) for r in range(4)]).frame(charged))
     assert found == pytest.approx({(0, 1, "computation"): 300_000, (2, 3, "computation"): 500_000})
-
-
-def meeting(
-    ranks: int, *meetings: tuple[tuple[int, ...], ...], late: Mapping[int, tuple[str, int]], period: int = 20 * MS
-) -> list[dict[str, Any]]:
-    """Make ranks that work for 1 ms and meet in groups of theirs, one meeting of 0.1 ms after the other.
-
-    `late`: what a rank does before the first, input_wait or computation, and for how many ns.
-    """
-    free = {r: MS + late.get(r, ("", 0))[1] for r in range(ranks)}
-    events: dict[int, list[Any]] = {}
-    for r in range(ranks):
-        cause, ns = late.get(r, ("computation", 0))
-        first = traces.fetch(0, ns) if cause == "input_wait" else traces.kernel("more", 0, ns)
-        events[r] = [traces.step(0, 0, period), first, traces.kernel("gemm", ns, MS)]
-    for n, groups in enumerate(meetings):
-        for group in groups:
-            over = max(free[r] for r in group) + 100_000
-            for r in group:
-                made = traces.collective(free[r], over - free[r], 1_000, group=f"{n}-{group[0]}", ranks=group)
-                events[r].append(made)
-                free[r] = over
-    return [traces.trace(*events[r], rank=r, world_size=ranks) for r in range(ranks)]
 
 
 def test_the_blame_is_handed_on_to_where_the_chain_begins(tmp_path: Path) -> None:

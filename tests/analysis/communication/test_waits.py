@@ -10,8 +10,8 @@ import pytest
 from dlprof.analysis.communication.waits import bare_waits, waits
 from dlprof.analysis.engine import by_rank
 from dlprof.analysis.step.savings import saving
-from tests.analysis.communication.test_collectives import late_by, run_of
 from tests.fixtures import traces
+from tests.fixtures.exchanges import late_by, run_of
 from tests.fixtures.runs import MS, asked
 
 

@@ -13,9 +13,7 @@ from dlprof.plain import NBSP
 from dlprof.read.run import open_run
 from dlprof.report import formatting
 from tests.fixtures import runs
-from tests.fixtures.runs import MS
-
-A100 = {"type": "cuda", "name": "NVIDIA A100-SXM4-80GB"}
+from tests.fixtures.runs import A100, MS
 
 
 def row(operator: str, dtype: str, flops: float) -> dict[str, Any]:

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.compute.kernel_names import UNITS, unit_of
-from dlprof.analysis.compute.kernels import kernel_kinds
-from tests.fixtures import runs, traces
 from tests.fixtures.places import TRACES
 
 # Traces of V100, RTX 2080 Ti, A100, H100, B200, MI210, MI250 and MI300X; what no trace at hand holds is from the
@@ -140,11 +138,6 @@ def test_a_name_tells_the_unit_or_that_it_does_not(unit: str, name: str) -> None
 
 def test_every_answer_but_nothing_has_words() -> None:
     assert set(UNITS) == set(NAMES) - {""}
-
-
-def test_kernels_of_a_rank_have_theirs(tmp_path: Path) -> None:
-    made = traces.trace(traces.kernel("attn_fwd", 0, 10), traces.kernel("ampere_sgemm_128x64_tn", 20, 10))
-    assert runs.rank_of(tmp_path, made).once(kernel_kinds).tolist() == ["unknown", "float32"]
 
 
 def _launched(path: Path) -> list[tuple[str, str, str]]:

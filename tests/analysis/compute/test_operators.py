@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlprof.analysis.compute.kernels import tensor_cores
 from dlprof.analysis.compute.operators import operators
 from dlprof.analysis.engine import RankData
 from dlprof.analysis.timeline.host import parents
@@ -100,37 +99,6 @@ def test_a_recording_without_shapes_has_those_of_the_counted_step(tmp_path: Path
         ["8x64x9x9 64x64x3x3", 200_000, 2_000, 500, 2],
         ["8x3x9x9 64x3x3x3", 100_000, 1_000, 500, 1],
     ]
-
-
-def test_time_on_tensor_cores_and_what_16_bits_would_save(tmp_path: Path) -> None:
-    # 2 × 4096³ FLOP: 7.05 ms at the float32 peak, 0.88 ms at half of bfloat16's. The host waits in the end.
-    size = [4096, 4096]
-    made = traces.trace(
-        traces.step(0, 0, 20 * MS),
-        product("aten::mm", 0, "ampere_sgemm_128x128_tn", 10_000, 8 * MS, 1, size, size, dtype="float"),
-        traces.op("aten::conv2d", 30_000, 20_000),
-        traces.launched("sm80_xmma_fprop_implicit_gemm_tf32f32", 40_000, 8 * MS + 10_000, MS, 2),
-        traces.launched("elementwise", 50_000, 9 * MS + 10_000, 1 * MS, 3),
-        traces.call("cudaStreamSynchronize", 60_000, 10 * MS, 4),
-        device=A100,
-    )
-    (row,) = runs.rank_of(tmp_path, made).once(tensor_cores).to_dict("records")
-    assert (row["kernel_ns"], row["tensor_ns"], row["tf32_ns"], row["float32_ns"]) == (10 * MS, MS, MS, 8 * MS)
-    assert row["unknown_ns"] == 0
-    assert row["fp32_saved_ns"] == pytest.approx(8 * MS - 2 * 4096**3 / 156e12 * 1e9, rel=1e-6)
-    assert row["aligned"] == 0
-
-
-def test_no_kernel_can_run_before_it_is_launched(tmp_path: Path) -> None:
-    # Each kernel ends before the next is launched: shorter ones only leave the device idle.
-    made = traces.trace(
-        traces.step(0, 0, 4 * MS),
-        *(traces.launched("ampere_sgemm_128x128_tn", n * MS, n * MS + 10_000, MS - 20_000, n + 1) for n in range(4)),
-        device=A100,
-    )
-    (row,) = runs.rank_of(tmp_path, made).once(tensor_cores).to_dict("records")
-    assert row["float32_ns"] == 4 * (MS - 20_000)
-    assert row["fp32_saved_ns"] == 0  # the host launches no sooner
 
 
 def test_the_interval_around_each() -> None:

@@ -1,4 +1,4 @@
-"""Kernels and operators of several ranks: the mean of all, and the one with most."""
+"""Kernels and operators by name: of several ranks the mean of all, the one with most, and what compares runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from dlprof.analysis.compute.top_kernels import heaviest_kernels, heaviest_operators
+import numpy as np
+import pytest
+
+from dlprof.analysis.compute.top_kernels import LONGEST_NAME, heaviest_kernels, heaviest_operators, work, work_means
+from dlprof.analysis.timeline.steady import standard_error
+from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS
 
@@ -46,3 +51,62 @@ def test_what_bounds_it_is_told_where_it_is_the_same_everywhere(tmp_path: Path) 
     assert run.frame(heaviest_operators)["bound"].to_list() == ["launch"]
     run = runs.measured(runs.foreign(tmp_path / "two", job(0, 5_000), job(1, 500_000)), heaviest_operators)
     assert run.frame(heaviest_operators)["bound"].to_list() == [""]
+
+
+def of(folder: Path, *events: Any, **keys: Any) -> dict[tuple[str, str], dict[str, float]]:
+    rank = runs.rank_of(folder, traces.trace(*events, **keys))
+    rows = rank.once(work).to_dict("records")
+    return {(str(r["kind"]), str(r["name"])): {c: float(r[c]) for c in ("calls", "ns", "noise_ns")} for r in rows}
+
+
+def test_kernels_and_the_operators_that_launched_them(tmp_path: Path) -> None:
+    found = of(
+        tmp_path,
+        traces.step(0, 0, MS),
+        traces.step(1, MS, MS),
+        traces.op("aten::mm", 0, 100_000),
+        traces.launched("gemm", 10_000, 20_000, 300_000, 1),
+        traces.launched("gemm", 30_000, 320_000, 100_000, 2),
+        traces.op("aten::mm", MS, 100_000),
+        traces.launched("gemm", MS + 10_000, MS + 20_000, 200_000, 3),
+    )
+    noise = standard_error(np.array([400_000.0, 200_000.0]))
+    same = {"calls": 1.5, "ns": 300_000.0, "noise_ns": pytest.approx(noise)}
+    assert found == {("operator", "aten::mm"): same, ("kernel", "gemm"): same}
+
+
+def test_on_a_cpu_an_operator_has_the_time_that_it_spends_in_no_other(tmp_path: Path) -> None:
+    found = of(
+        tmp_path,
+        traces.step(0, 0, MS),
+        traces.op("aten::linear", 0, 500_000),
+        traces.op("aten::addmm", 100_000, 300_000),
+        device="",
+        backend="gloo",
+    )
+    assert found["operator", "aten::linear"]["ns"] == 200_000
+    assert found["operator", "aten::addmm"]["ns"] == 300_000
+    assert not [k for k in found if k[0] == "kernel"]
+
+
+def test_names_are_cut(tmp_path: Path) -> None:
+    found = of(tmp_path, traces.step(0, 0, MS), traces.op("x" * 5_000, 0, 100_000), device="")
+    assert found == {("operator", "x" * (LONGEST_NAME - 1) + "…"): {"calls": 1, "ns": 100_000, "noise_ns": 0}}
+
+
+def test_without_an_operator_there_is_nothing_to_tell(tmp_path: Path) -> None:
+    with pytest.raises(NotMeasured):
+        of(tmp_path, traces.step(0, 0, MS), device="")
+
+
+def test_of_several_ranks_the_mean_counts_and_what_one_lacks_is_nothing(tmp_path: Path) -> None:
+    def one(rank: int, *more: Any) -> dict[str, Any]:
+        gemm = traces.kernel("gemm", 0, 100_000 * (1 + rank))
+        return traces.trace(traces.step(0, 0, MS), gemm, *more, rank=rank, world_size=2)
+
+    path = runs.foreign(tmp_path, one(0), one(1, traces.kernel("only", 500_000, 80_000)))
+    rows = runs.measured(path, work_means).frame(work_means).to_dict("records")
+    assert [(r["kind"], r["name"], r["calls"], r["ns"]) for r in rows] == [
+        ("kernel", "gemm", 1, 150_000),
+        ("kernel", "only", 0.5, 40_000),
+    ]

@@ -21,27 +21,8 @@ from dlprof.analysis.host.queue import (
 )
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
+from tests.fixtures.hosts import ahead, call, graph, waiting
 from tests.fixtures.runs import MS
-
-
-def waiting(*calls: Any, wait: int = 500_000, steps: int = 4, between: list[Any] | None = None) -> dict[str, Any]:
-    """Make steps of 1 ms: the device computes for 0.3 ms, idles for `wait` with work queued, and computes again.
-
-    `calls`: functions from the start of a step and a correlation id to events before the launch of what waits.
-    """
-    events: list[Any] = []
-    for n in range(steps):
-        t, c = n * MS, 100 * n + 1
-        events += [traces.step(n, t, MS), *traces.launched("first", t + 5_000, t + 12_000, 300_000, c)]
-        for k, call in enumerate(calls):
-            events += call(t + 20_000 + 5_000 * k, c + 10 + k)
-        events += traces.launched("second", t + 60_000, t + 312_000 + wait, MS - wait - 330_000, c + 1)
-        events.append(traces.call("cudaDeviceSynchronize", t + 70_000, MS - 80_000, c + 2))
-    return traces.trace(*events, world_size=1)
-
-
-def call(name: str, dur: int = 2_000) -> Any:
-    return lambda at, correlation: [traces.call(name, at, dur, correlation)]
 
 
 def rows(folder: Path, made: dict[str, Any]) -> list[dict[Any, Any]]:
@@ -74,22 +55,6 @@ def test_work_on_another_stream_that_had_just_ended_is_named(tmp_path: Path) -> 
     assert row["ns"] == pytest.approx(300_000)  # from the end of the other one on
 
 
-def graph(node: bool) -> dict[str, Any]:
-    """Make steps in which a graph's first node waits for 0.5 ms, or its second."""
-    events: list[Any] = []
-    for n in range(4):
-        t, c = n * MS, 10 * n + 1
-        begin = t + 12_000 if node else t + 512_000
-        events += [
-            traces.step(n, t, MS),
-            traces.call("cudaGraphLaunch", t + 5_000, 5_000, c),
-            traces.kernel("first", begin, 100_000, c),
-            traces.kernel("second", t + 612_000, 370_000, c),
-            traces.call("cudaDeviceSynchronize", t + 20_000, MS - 30_000, c + 1),
-        ]
-    return traces.trace(*events, world_size=1)
-
-
 @pytest.mark.parametrize(("node", "reason"), [(True, GRAPH_NODE), (False, GRAPH_START)])
 def test_a_graphs_first_node_is_told_from_a_later_one(tmp_path: Path, node: bool, reason: str) -> None:
     (row,) = rows(tmp_path, graph(node))
@@ -99,17 +64,6 @@ def test_a_graphs_first_node_is_told_from_a_later_one(tmp_path: Path, node: bool
 
 def test_where_nothing_waits_there_are_no_rows(tmp_path: Path) -> None:
     assert rows(tmp_path, waiting(wait=0)) == []
-
-
-def ahead(steps: int = 6) -> dict[str, Any]:
-    """Make a host of 1 ms a step, a device of 3: each step launches two kernels, two steps ahead in the end."""
-    events: list[Any] = []
-    for n in range(steps):
-        events.append(traces.step(n, n * MS, MS))
-        for k in range(2):
-            at, start = n * MS + k * 10_000, n * 3 * MS + k * 1_500_000 + 20_000
-            events += traces.launched("gemm", at, start, 1_500_000, 10 * n + k + 1)
-    return traces.trace(*events, world_size=1)
 
 
 def test_the_lag_and_the_queue_grow_with_a_host_that_runs_ahead(tmp_path: Path) -> None:

@@ -5,29 +5,20 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dlprof.analysis.host.syncs import syncs
+from dlprof.analysis.engine import RankData
+from dlprof.analysis.host.syncs import grad_scaler_reads, syncs
+from dlprof.analysis.timeline import host
 from dlprof.errors import NotMeasured
+from dlprof.read.run import TRACE, Rank
 from tests.fixtures import runs, traces
+from tests.fixtures.hosts import US, item
 from tests.fixtures.places import TRACES
 from tests.fixtures.runs import MS
-
-US = 1_000
 
 
 def measure(folder: Path, *events: object, **more: object) -> pd.DataFrame:
     made = traces.trace(*events, world_size=1, **more)  # type: ignore[arg-type]
     return runs.measured(runs.foreign(folder / "traces", made), syncs).frame(syncs)
-
-
-def item(at: int, until: int, correlation: int) -> list[traces.Event]:
-    """Return `.item()`: a copy home to ordinary memory, and a wait for the stream; the device is busy till `until`."""
-    return [
-        traces.op("aten::item", at, until - at + 20 * US),
-        traces.op("aten::_local_scalar_dense", at + US, until - at + 15 * US),
-        traces.call("cudaMemcpyAsync", at + 2 * US, until - at - 2 * US, correlation),
-        traces.copy(until - 2 * US, 2 * US, 4, "DtoH (Device -> Pageable)", correlation),
-        traces.call("cudaStreamSynchronize", until, 10 * US, correlation + 1),
-    ]
 
 
 def test_an_item_waits_once_and_leaves_the_device_with_nothing(tmp_path: Path) -> None:
@@ -118,3 +109,60 @@ def test_without_a_trace_it_abstains(tmp_path: Path) -> None:
 def test_reference_traces_wait_where_their_scripts_do(name: str, asked: str, calls: float) -> None:
     frame = runs.measured(TRACES / name, syncs).frame(syncs).set_index("asked")
     assert frame.loc[asked, "calls"] == pytest.approx(calls)
+
+
+STEPS = 3
+
+
+def read(rank: RankData) -> tuple[int, int]:
+    """Return how many readings are GradScaler's, and how many values are read at all."""
+    thread = rank.once(host.on_training_thread)
+    ops = host.outermost(thread[["name", "start_ns", "dur_ns"]][host.is_kind(thread, "op")])
+    return len(grad_scaler_reads(thread, ops)), int(host.is_named(ops, "aten::item").sum())
+
+
+def trained(folder: Path, fused: bool, asks: str, scales: bool = True) -> RankData:
+    """Trace three steps; the script itself reads nothing, its loss, or the norm of unscaled gradients."""
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu", enabled=scales)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, 16)).square().mean()
+            scaler.scale(loss).backward()
+            if asks == "norm":
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+            elif asks == "loss":
+                loss.item()
+            scaler.step(optimizer)
+            scaler.update()
+            profile.step()
+    path = folder / "trace.json"
+    profile.export_chrome_trace(str(path))
+    return RankData(Rank(0, {TRACE: path}))
+
+
+@pytest.mark.parametrize(
+    ("fused", "asks", "own"),
+    [
+        (False, "nothing", STEPS),
+        (False, "loss", STEPS),
+        (False, "norm", STEPS),
+        (True, "nothing", 0),
+        (True, "loss", 0),
+        (True, "norm", 0),
+    ],
+)
+def test_only_what_gradscaler_reads_is_its_own(tmp_path: Path, fused: bool, asks: str, own: int) -> None:
+    found, items = read(trained(tmp_path, fused, asks))
+    assert found == own
+    # A fused AdamW reads its own step counters on the CPU: at least the script's and GradScaler's are there.
+    assert items >= own + (STEPS if asks != "nothing" else 0)
+
+
+def test_without_a_scale_what_stands_before_the_optimizer_is_the_scripts(tmp_path: Path) -> None:
+    found, items = read(trained(tmp_path, False, "loss", scales=False))
+    assert (found, items >= STEPS) == (0, True)

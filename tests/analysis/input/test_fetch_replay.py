@@ -38,7 +38,7 @@ def test_ranks_of_one_host_share_its_cores() -> None:
 
 def test_nobody_is_held_up_for_longer_than_others_compute() -> None:
     # Whatever a loop was seen to wait: of 20 ms on both of two cores, workers that compute 6 ms a batch can make 26.
-    more: dict[str, Any] = {"own_cpu": 1.0, "fetch_cpu": 6.0, "cores": 2, "beside": (3.0, 1.0)}
+    more: dict[str, Any] = {"own_cpu": 1.0, "fetch_cpu": 6.0, "cores": 2, "excess": (3.0, 1.0)}
     assert replayed(pace(20.0, 60.0, threads=2, **more), 8).step_ns == pytest.approx(26, rel=0.01)
     # A loop that needs one of the two stands still while both are taken, and for half as long.
     assert replayed(pace(20.0, 60.0, **more), 8).step_ns == pytest.approx(23, rel=0.01)

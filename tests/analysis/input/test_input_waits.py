@@ -4,13 +4,24 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.analysis.input.fetch_replay import COLLATING
-from dlprof.analysis.input.input_waits import faster_loader, input_cost_ns, input_waits
+from dlprof.analysis.input.fetch_replay import COLLATING, SAMPLES
+from dlprof.analysis.input.input_waits import (
+    faster_loader,
+    forecasts,
+    input_cost_ns,
+    input_waits,
+    planned,
+    proposed,
+    step_with_cheaper,
+)
+from dlprof.analysis.input.paces import paces
+from dlprof.analysis.step.savings import own_time
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs
 from tests.fixtures.loaders import held_up, recorded
-from tests.fixtures.runs import MS
+from tests.fixtures.runs import MS, asked
 
+NEEDS = (paces, own_time)
 ALL = (input_waits, input_cost_ns, faster_loader)
 
 
@@ -47,3 +58,84 @@ def test_without_a_loader_nothing_is_measured(tmp_path: Path) -> None:
     steps = [runs.light(k, 80 * MS, fetches=0, fetch_ns=-1) for k in range(40)]
     with pytest.raises(NotMeasured, match="no DataLoader was seen"):
         runs.measured(runs.recorded(tmp_path / "run", (None, steps, runs.CPU)), *ALL).frame(faster_loader)
+
+
+def test_a_recorded_run_is_forecast_from_its_own_batches(tmp_path: Path) -> None:
+    run = runs.measured(recorded(tmp_path, fetch=80, cpu=2, workers=1), *NEEDS)
+    given = asked(run, forecasts, 0)
+    assert given[0].workers == 1
+    assert given[0].step_ns == pytest.approx(80 * MS)
+    assert [f.workers for f in given[1:]] == list(range(1, len(given)))
+    chosen = proposed(given)
+    assert chosen.workers == 4
+    assert chosen.step_ns == pytest.approx(20 * MS, rel=0.05)
+    plan = asked(run, planned, {0: 60.0 * MS})
+    assert plan is not None
+    assert plan.gain_ns == pytest.approx(60 * MS, rel=0.05)
+
+
+def test_a_loop_that_fetches_itself_is_forecast_too(tmp_path: Path) -> None:
+    run = runs.measured(recorded(tmp_path, fetch=30, cpu=30, workers=0, cores=2, ranks=2), *NEEDS)
+    given = asked(run, forecasts, 1)
+    assert given[0].step_ns == pytest.approx(50 * MS)
+    # All of it computes, and there is a core a rank: nothing to gain.
+    assert min(f.step_ns for f in given) > 45 * MS
+    assert max(given[0].step_ns - min(f.step_ns for f in given), 0) < 5 * MS
+
+
+def test_a_run_that_its_batches_do_not_explain_is_not_forecast(tmp_path: Path) -> None:
+    path = recorded(tmp_path, fetch=80, cpu=2, workers=1)
+    runs.loading(path, 0, step=80 * MS, wait=60 * MS, fetch=8 * MS, cpu=2 * MS, n=40, workers=1)
+    run = runs.measured(path, *NEEDS)
+    with pytest.raises(NotMeasured, match="explain"):
+        asked(run, forecasts, 0)
+    assert asked(run, planned, {0: 60.0 * MS}) is None
+
+
+def test_without_its_loading_a_rank_has_its_cores_to_itself(tmp_path: Path) -> None:
+    # One core, all the time at work: the loop computes 20 ms of a step in 30 ms, and its worker 80 ms in 100 ms.
+    path = recorded(tmp_path, fetch=100, cpu=80, workers=1, own=30, cores=1)
+    held_up(path, 0, loop=10 * MS, worker=20 * MS, computing=20 * MS)
+    run = runs.measured(path, *NEEDS)
+    assert asked(run, step_with_cheaper, SAMPLES) == pytest.approx(20 * MS, rel=0.01)
+    # More workers give nothing: the core has no more to give.
+    assert min(f.step_ns for f in asked(run, forecasts, 0)) > 95 * MS
+
+
+def test_without_loading_the_rank_that_computes_most_sets_the_pace_and_what_all_wait_for_stays(tmp_path: Path) -> None:
+    path = recorded(tmp_path, fetch=130, cpu=10, workers=1, own=50, ranks=2)
+    # Of 50 ms, rank 0 computes 20 and rank 1 45: 5 ms are nobody's computing, the others are rank 0's waiting.
+    held_up(path, 0, loop=0, worker=0, computing=20 * MS)
+    held_up(path, 1, loop=0, worker=0, computing=45 * MS)
+    assert asked(runs.measured(path, *NEEDS), step_with_cheaper, SAMPLES) == pytest.approx(50 * MS, rel=0.01)
+    held_up(path, 1, loop=0, worker=0, computing=30 * MS)
+    # Now 20 ms are left, in which rank 1 may have waited for what nobody recorded.
+    assert asked(runs.measured(path, *NEEDS), step_with_cheaper, SAMPLES) == pytest.approx(50 * MS, rel=0.01)
+
+
+def test_threads_that_share_an_operator_spin_while_one_of_them_has_no_core(tmp_path: Path) -> None:
+    # Two threads and a worker that always computes, on two cores: of 40 ms each thread has a core for 30 and both of
+    # them for 22.5; for the others one spins.
+    path = recorded(tmp_path, fetch=130, cpu=100, workers=1, own=40, cores=2, threads=2)
+    held_up(path, 0, loop=10 * MS, worker=30 * MS, computing=60 * MS)
+    assert asked(runs.measured(path, *NEEDS), step_with_cheaper, SAMPLES) == pytest.approx(22.5 * MS, rel=0.01)
+
+
+def test_what_takes_less_of_a_batch_stays_as_it_is(tmp_path: Path) -> None:
+    # One core: of a batch's 80 ms of computing 60 are collating, which takes 75 of 100 with its waiting for the core.
+    path = recorded(tmp_path, fetch=100, cpu=80, workers=1, own=30, cores=1)
+    held_up(path, 0, loop=10 * MS, worker=20 * MS, computing=20 * MS, collating=75 * MS)
+    run = runs.measured(path, *NEEDS)
+    assert run.frame(paces).of(0).costly == COLLATING
+    # The loop's 20 ms and 20 of reading are left on the core; or those 60 of collating.
+    assert asked(run, step_with_cheaper, COLLATING) == pytest.approx(40 * MS, rel=0.01)
+    assert asked(run, step_with_cheaper, SAMPLES) == pytest.approx(80 * MS, rel=0.01)
+
+
+def test_without_a_record_of_batches_nothing_is_forecast(tmp_path: Path) -> None:
+    steps = [runs.light(k, 80 * MS, fetch_ns=60 * MS) for k in range(40)]
+    run = runs.measured(runs.recorded(tmp_path / "run", (None, steps, runs.CPU)), *NEEDS)
+    with pytest.raises(NotMeasured):
+        asked(run, forecasts, 0)
+    with pytest.raises(NotMeasured):
+        asked(run, step_with_cheaper, SAMPLES)

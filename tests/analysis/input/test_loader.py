@@ -10,6 +10,7 @@ from dlprof.analysis.input.loader import fetch_series, loader_calls, loader_mean
 from dlprof.analysis.timeline.steps import step_means
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
+from tests.fixtures.loaders import ready
 from tests.fixtures.runs import MS
 
 NAMES = ("fetches.jsonl", "loading.jsonl")
@@ -84,15 +85,6 @@ def test_taking_over_a_batch_is_told_from_those_that_are_surely_ready(tmp_path: 
     # Of four that were asked for two are ready: the one whose turn it is may be missing.
     ready(path, every=2, takes=3 * MS, outstanding=4)
     assert pd.isna(runs.measured(path, loader_means).frame(loader_means)["taken_ns"][0])
-
-
-def ready(path: Path, *, every: int, takes: int, outstanding: int) -> None:
-    """Let one batch out of so many find two ready, and be taken in such a time, ns."""
-    file = path / "ranks/00000/loading.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    found = {"empty": 0, "ready": 2, "outstanding": outstanding, "dur_ns": takes}
-    changed = [line | found if line["kind"] == "batch" and line["step"] % every == 0 else line for line in lines]
-    file.write_text("".join(json.dumps(line) + "\n" for line in changed))
 
 
 def test_the_training_thread_is_no_worker(tmp_path: Path) -> None:

@@ -1,33 +1,23 @@
 """What is proposed for a loader: settings with their values, and the step that each number of workers would give."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlprof.analysis.engine import Job
 from dlprof.analysis.input.fetch_replay import Forecast
-from dlprof.analysis.input.input_waits import FasterLoader
-from dlprof.analysis.input.loader_advice import (
-    changes_by_plan,
-    changes_by_rate,
-    forecasts_of,
-    predicted_steps,
-    queue_changes,
-)
-from dlprof.analysis.input.worker_plans import Plan
+from dlprof.analysis.input.input_waits import FasterLoader, Plan, Starving
+from dlprof.analysis.input.loader_advice import changes, forecasts_of, predicted_steps
 from dlprof.result import Setting
-from tests.fixtures import runs
 from tests.fixtures.runs import MS
 
 # Two workers give 40 ms a step, one 80; four give no more than three.
 FORECASTS = tuple(Forecast(n, step * MS, (step - 20) * MS) for n, step in ((1, 80), (1, 80), (2, 40), (3, 30), (4, 30)))
 PLAN = Plan(FORECASTS, FORECASTS[3], 50 * MS)
+HELPS = FasterLoader(50 * MS, PLAN, workers_help=True)
 
 
-def job(folder: Path, cores: int = 16, **loader: Any) -> Job:
-    facts = {**runs.CPU, "loaders": [{"role": "train", **loader}], "cpu": {"count": cores, "affinity": cores}}
-    return runs.measured(runs.recorded(folder / "run", (None, [runs.light(0, MS)], facts))).job
+def starving(workers: int | None, step: int, wait: int, cores: int = 16, **loader: Any) -> Starving:
+    return Starving(0, wait * MS, step * MS, workers, loader, cores, (0,), (), -1, {})
 
 
 @pytest.mark.parametrize(
@@ -42,14 +32,14 @@ def job(folder: Path, cores: int = 16, **loader: Any) -> Job:
     ],
 )
 def test_workers_that_keep_up_are_proposed_as_far_as_there_are_cores(
-    tmp_path: Path, workers: int | None, cores: int, settings: list[tuple[object, ...]]
+    workers: int | None, cores: int, settings: list[tuple[object, ...]]
 ) -> None:
-    made = list(changes_by_rate(workers, 100.0 * MS, job(tmp_path, cores), 0, 80.0 * MS))
+    made = list(changes(starving(workers, 100, 80, cores), FasterLoader(80 * MS)))
     assert [(s.name, s.now, s.to) for c in made for s in c.settings] == settings
 
 
-def test_the_planned_workers_are_proposed_with_what_is_left_to_wait_for(tmp_path: Path) -> None:
-    made = list(changes_by_plan(80.0 * MS, job(tmp_path), 0, PLAN, FasterLoader(50 * MS, PLAN, workers_help=True)))
+def test_the_planned_workers_are_proposed_with_what_is_left_to_wait_for() -> None:
+    made = list(changes(starving(1, 80, 60), HELPS))
     assert [c.settings for c in made] == [(Setting("num_workers", 1, 3),), ()]
     assert "10.0 ms" in made[1].text
 
@@ -61,14 +51,15 @@ def test_the_steps_that_are_shown_are_those_that_are_forecast() -> None:
         ("3", 30 * MS),
         ("4", 30 * MS),
     ]
-    shown = predicted_steps(80.0 * MS, PLAN, 0, FasterLoader(50 * MS, PLAN, workers_help=True))
+    shown = predicted_steps(starving(1, 80, 60), HELPS, PLAN)
     assert [row[0] for row in shown.rows] == ["1 (is)", "2", "3 (proposed)", "4"]
     assert [row[1] for row in shown.rows] == [80 * MS, 40 * MS, 30 * MS, 30 * MS]
-    cheaper = predicted_steps(80.0 * MS, PLAN, 0, FasterLoader(60 * MS, PLAN))
+    cheaper = predicted_steps(starving(1, 80, 60), FasterLoader(60 * MS, PLAN), PLAN)
     assert cheaper.rows[-1][:2] == ("samples that cost nothing", 20 * MS)
 
 
-def test_settings_of_the_queue_are_proposed_where_there_are_workers(tmp_path: Path) -> None:
-    there = job(tmp_path, num_workers=2, persistent_workers=False, prefetch_factor=1)
-    assert [s.name for c in queue_changes(2, there, 0) for s in c.settings] == ["persistent_workers", "prefetch_factor"]
-    assert list(queue_changes(0, there, 0)) == []
+@pytest.mark.parametrize(("workers", "proposed"), [(2, ["persistent_workers", "prefetch_factor"]), (0, [])])
+def test_settings_of_the_queue_are_proposed_where_there_are_workers(workers: int, proposed: list[str]) -> None:
+    there = starving(workers, 80, 60, persistent_workers=False, prefetch_factor=1)
+    _, *made = changes(there, FasterLoader(60 * MS))
+    assert [s.name for c in made for s in c.settings] == proposed

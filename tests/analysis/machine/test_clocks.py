@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from dlprof.analysis.machine.clocks import clocks
-from tests.analysis.machine.rules.test_throttled_clock import NORMAL, sampled
 from tests.fixtures import runs
+from tests.fixtures.readings import NORMAL, clocked
 
 
 def test_each_reason_has_its_share_and_its_clock(tmp_path: Path) -> None:
@@ -16,7 +16,7 @@ def test_each_reason_has_its_share_and_its_clock(tmp_path: Path) -> None:
         NORMAL | {"sm_clock_mhz": 200, "clock_reasons_bits": 0x1},
         NORMAL | {"sm_clock_mhz": 1_400, "clock_reasons_bits": 0x4},
     ]
-    run = runs.measured(sampled(tmp_path, *read), clocks)
+    run = runs.measured(clocked(tmp_path, *read), clocks)
     (row,) = run.frame(clocks).to_dict("records")
     assert row["clock_mhz"] == pytest.approx(1_400, rel=0.03)
     assert (row["free_mhz"], row["heat_mhz"], row["power_cap_mhz"]) == (1_800, 1_000, pytest.approx(1_200, rel=0.03))

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dlprof.analysis.machine.samples import MOST_POINTS, sample_means, sample_series
 from dlprof.errors import NotMeasured
-from tests.fixtures import runs, traces
+from tests.fixtures import readings, runs, traces
+from tests.fixtures.readings import SECOND, sampled
 from tests.fixtures.runs import MS, light
-
-SECOND = 1_000 * MS
-
-
-def sampled(folder: Path, *rows: Iterable[Mapping[str, Any]], steps: int = 40, name: str = "processes.jsonl") -> Path:
-    """Write a run with a step a second and, for each rank, readings a second."""
-    light_steps = [light(step, 900 * MS) for step in range(steps)]
-    runs.recorded(folder, *((None, light_steps, runs.CPU) for _ in rows))
-    for rank, mine in enumerate(rows):
-        lines = [json.dumps({"at_ns": traces.BASE_NS + n * SECOND} | dict(row)) for n, row in enumerate(mine)]
-        (folder / "ranks" / f"{rank:05d}" / name).write_text("\n".join(lines) + "\n")
-    return folder
 
 
 def means(path: Path) -> dict[str, tuple[float, float]]:
@@ -77,8 +64,8 @@ def test_a_long_gap_between_readings_weighs_as_long_as_it_was(tmp_path: Path) ->
     """Ten seconds without a reading, in which all ten CPU seconds were used."""
     seconds = [*range(5, 15), *range(25, 35)]
     folder = sampled(tmp_path, [])
-    lines = [json.dumps({"at_ns": traces.BASE_NS + s * SECOND, "cpu_s": 0 if s < 20 else 10}) for s in seconds]
-    (folder / "ranks/00000/processes.jsonl").write_text("\n".join(lines) + "\n")
+    rows = [{"at_ns": traces.BASE_NS + s * SECOND, "cpu_s": 0 if s < 20 else 10} for s in seconds]
+    readings.write(folder / "ranks/00000/processes.jsonl", rows)
     mean, largest = means(folder)["cpu_cores"]
     assert mean == pytest.approx(10 / 29)
     assert largest == pytest.approx(10 / 11)
@@ -87,12 +74,12 @@ def test_a_long_gap_between_readings_weighs_as_long_as_it_was(tmp_path: Path) ->
 def test_what_is_read_less_often_later_weighs_as_much_as_before_but_for_one_that_was_missed(tmp_path: Path) -> None:
     often, rarely = [*range(5, 15)], [*range(18, 30, 4), 30]
     folder = sampled(tmp_path, [])
-    for readings, expected in (
+    for shares, expected in (
         ({**dict.fromkeys(often, 0), **dict.fromkeys(rarely, 1)}, 16 / 26),
         ({**dict.fromkeys(often, 0), 30: 1}, 5 / 15),
     ):
-        lines = [json.dumps({"at_ns": traces.BASE_NS + s * SECOND, "memory_share": v}) for s, v in readings.items()]
-        (folder / "ranks/00000/processes.jsonl").write_text("\n".join(lines) + "\n")
+        rows = [{"at_ns": traces.BASE_NS + s * SECOND, "memory_share": share} for s, share in shares.items()]
+        readings.write(folder / "ranks/00000/processes.jsonl", rows)
         assert means(folder)["memory_share"][0] == pytest.approx(expected)
 
 
@@ -100,8 +87,8 @@ def test_the_time_in_which_the_job_was_suspended_counts_for_nothing(tmp_path: Pa
     """Ten seconds in which nothing was read or used; the first reading after them tells of them."""
     folder = sampled(tmp_path, [])
     used = [(s, float(min(s, 15) + max(s - 25, 0))) for s in range(40) if not 15 < s < 25]
-    lines = [json.dumps({"at_ns": traces.BASE_NS + s * SECOND, "cpu_s": cpu}) for s, cpu in used]
-    (folder / "ranks/00000/processes.jsonl").write_text("\n".join(lines) + "\n")
+    rows = [{"at_ns": traces.BASE_NS + s * SECOND, "cpu_s": cpu} for s, cpu in used]
+    readings.write(folder / "ranks/00000/processes.jsonl", rows)
     assert means(folder)["cpu_cores"][0] < 0.9
     told = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(told | {"resumed_ns": [traces.BASE_NS + 25 * SECOND - 600 * MS]}))

@@ -1,8 +1,6 @@
 """What the CUDA allocator took, in figures, in the facts and in the picture of the run."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,35 +8,9 @@ from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.memory.memory import memory_series, memory_use
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
-from tests.fixtures import runs, traces
+from tests.fixtures import runs
+from tests.fixtures.allocator import GB, reading, recorded
 from tests.fixtures.runs import MS
-
-GB = 1_000_000_000
-GPU = {"device": {"type": "cuda", "name": "NVIDIA H200", "memory_bytes": 100 * GB}}
-
-
-def reading(step: int, allocated: int, **more: int) -> dict[str, Any]:
-    return {
-        "at_ns": traces.BASE_NS + step * 1_000 * MS,
-        "step": step,
-        "device": 0,
-        "allocated_bytes": allocated,
-        "reserved_bytes": allocated + GB,
-        "peak_allocated_bytes": allocated + GB // 2,
-        "peak_reserved_bytes": allocated + 2 * GB,
-        "retries": 0,
-        "ooms": 0,
-        "device_allocs": 10 + step,
-        "device_frees": 0,
-    } | more
-
-
-def recorded(folder: Path, *ranks: list[dict[str, Any]]) -> Path:
-    steps = [runs.light(n, 10 * MS) for n in range(30)]
-    path = runs.recorded(folder / "run", *((None, steps, GPU) for _ in ranks))
-    for n, readings in enumerate(ranks):
-        (path / f"ranks/{n:05d}/memory.jsonl").write_text("".join(json.dumps(r) + "\n" for r in readings))
-    return path
 
 
 def test_peaks_headroom_and_what_the_cache_could_not_serve(tmp_path: Path) -> None:

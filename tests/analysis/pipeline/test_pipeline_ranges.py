@@ -113,7 +113,7 @@ def unnamed(_schedule: str, passes: list[tuple[Action, int, int]], plan: Grid) -
     """Return the calls that send and receive around each pass."""
     events = []
     for (stage, what, _), begin, end in passes:
-        first, last = stage == 0, stage == plan.stages - 1
+        first, last = stage == 0, stage == max(s for row in plan.rows for s, _, _ in row)
         receives, sends = (not first, not last) if what == "forward" else (not last, not first)
         events += [traces.op("c10d::recv_", begin + 200, 300)] * receives
         events += [traces.op("c10d::send", end - 500, 300)] * sends

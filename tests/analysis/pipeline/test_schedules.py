@@ -19,6 +19,7 @@ from dlprof.analysis.pipeline.schedules import (
     V_SHAPED,
     Action,
     Grid,
+    closed_form,
     grid,
     replay,
     runs,
@@ -157,3 +158,17 @@ def test_what_torch_refuses_is_refused(schedule: str, shape: tuple[int, int, int
     assert not runs(schedule, *shape)
     with pytest.raises(ValueError, match="micro-batches on"):
         grid(schedule, *shape)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "bubble"),
+    [
+        ("ScheduleGPipe", 1, 3 / 11),
+        ("Schedule1F1B", 1, 3 / 11),
+        ("ScheduleInterleaved1F1B", 2, 3 / 19),
+        ("ScheduleLoopedBFS", 2, 3 / 19),
+        ("MySchedule", 1, math.nan),
+    ],
+)
+def test_closed_forms_of_four_ranks_and_eight_microbatches(schedule: str, chunks: int, bubble: float) -> None:
+    assert closed_form(schedule, 4, 8, chunks) == pytest.approx(bubble, nan_ok=True)

@@ -60,5 +60,5 @@ def test_what_computes_beside_it_is_not_told_where_that_is_not_known(tmp_path: P
     with pytest.raises(NotMeasured, match="threads"):
         rank_with(tmp_path / "a", FACTS | {"cpu": {"torch_threads": 4}}).once(contention)
     # There are workers, and nobody saw what they fetch.
-    with pytest.raises(NotMeasured, match="fetching a batch"):
+    with pytest.raises(NotMeasured, match="each batch"):
         rank_with(tmp_path / "b", FACTS).once(contention)

@@ -7,11 +7,10 @@ import pytest
 
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.engine import RankData
-from dlprof.analysis.step.breakdown import breakdown, part, part_noise
+from dlprof.analysis.step.breakdown import breakdown, part, part_noise, room
 from dlprof.analysis.timeline.steps import step_means
 from dlprof.errors import NotMeasured
 from dlprof.read.run import Rank, open_run
-from tests.analysis.timeline.test_traced import ahead
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS, asked
 
@@ -23,113 +22,6 @@ def parts_of(rank: RankData) -> dict[str, float]:
 
 def on_cpu(*events: object, **keys: object) -> dict[str, object]:
     return traces.trace(*events, backend="gloo", device="", **keys)  # type: ignore[arg-type]
-
-
-def test_a_step_on_a_device_is_divided_among_device_and_host(tmp_path: Path) -> None:
-    rank = runs.rank_of(
-        tmp_path,
-        traces.trace(
-            traces.step(1, 0, 1_000_000),
-            traces.fetch(0, 200_000),
-            # [300, 600) computes, [550, 700) communicates, [700, 750) copies.
-            traces.launched("gemm", 250_000, 300_000, 300_000, 1),
-            traces.collective(550_000, 150_000, 1_000),
-            traces.copy(700_000, 50_000, 1_000_000),
-            traces.annotation("Optimizer.step#SGD.step", 800_000, 150_000),
-            traces.launched("late", 940_000, 960_000, 20_000, 2),
-        ),
-    )
-    assert parts_of(rank) == {
-        "computation": 320_000,
-        "communication": 100_000,
-        "copy": 50_000,
-        "input_wait": 200_000,
-        "optimizer_host": 145_000,
-        "host": 125_000,  # [200, 255), [750, 800) and [980, 1000): the host launched too late, or nothing
-        "launch_latency": 60_000,  # from the end of the two launches on
-    }
-
-
-def test_a_wait_behind_which_the_device_computes_is_no_wait(tmp_path: Path) -> None:
-    rank = runs.rank_of(
-        tmp_path,
-        traces.trace(traces.step(1, 0, 1_000_000), traces.fetch(0, 400_000), traces.kernel("gemm", 0, 1_000_000)),
-    )
-    assert parts_of(rank) == {"computation": 1_000_000}
-
-
-def test_waiting_inside_the_device_is_not_the_hosts(tmp_path: Path) -> None:
-    rank = runs.rank_of(
-        tmp_path,
-        traces.trace(
-            traces.step(1, 0, 1_000_000),
-            traces.launched("a", 0, 5_000, 400_000, 1),
-            traces.launched("b", 10_000, 600_000, 400_000, 2),
-        ),
-    )
-    assert parts_of(rank)["queued_wait"] == 195_000
-
-
-def test_on_the_cpu_operators_are_the_computation_and_the_loaders_are_not(tmp_path: Path) -> None:
-    rank = runs.rank_of(
-        tmp_path,
-        on_cpu(
-            traces.step(1, 0, 1_000_000),
-            traces.fetch(0, 200_000, "_SingleProcessDataLoaderIter"),
-            traces.op("aten::stack", 50_000, 100_000),  # the loader's collating
-            traces.op("aten::conv2d", 250_000, 300_000),
-            traces.op("aten::convolution", 260_000, 200_000),  # inside the one before
-            traces.annotation("gloo:all_reduce", 500_000, 200_000, tid=traces.MAIN),
-            traces.annotation("Optimizer.step#SGD.step", 800_000, 100_000),
-            traces.op("aten::add_", 820_000, 30_000),
-        ),
-    )
-    assert parts_of(rank) == {
-        "computation": 330_000,
-        "communication": 150_000,
-        "input_wait": 200_000,
-        "optimizer_host": 70_000,
-        "host": 250_000,
-    }
-
-
-def test_a_call_that_blocks_in_a_collective_is_no_computation(tmp_path: Path) -> None:
-    rank = runs.rank_of(
-        tmp_path,
-        on_cpu(
-            traces.step(1, 0, 1_000_000),
-            traces.op("aten::linear", 0, 800_000),
-            traces.op("c10d::allreduce_", 300_000, 400_000),
-        ),
-    )
-    assert parts_of(rank) == {"computation": 400_000, "communication": 400_000, "host": 200_000}
-
-
-@pytest.mark.parametrize(
-    ("frame", "computed"),
-    [
-        ("RegisterPostBackwardFunctionBackward", 400_000),  # a hook in Python, which waits
-        ("autograd::engine::evaluate_function: AddmmBackward0", 400_000),
-        ("AddmmBackward0", 800_000),  # an operator of torch's own computes what its parts do not show
-        ("CompiledFunctionBackward", 800_000),  # and compiled code has no operators
-    ],
-)
-def test_hooks_that_wait_for_a_collective_compute_nothing(tmp_path: Path, frame: str, computed: int) -> None:
-    rank = runs.rank_of(
-        tmp_path,
-        on_cpu(
-            traces.step(1, 0, 1_000_000),
-            traces.op("aten::linear", 0, 200_000),
-            traces.op(frame, 200_000, 600_000),
-            traces.op("aten::cat", 200_000, 100_000),
-            traces.op("c10d::_reduce_scatter_base_", 300_000, 50_000),
-            traces.annotation("gloo:all_reduce", 300_000, 400_000, tid=traces.AUTOGRAD),
-            traces.op("aten::div_", 790_000, 10_000),
-        ),
-    )
-    found = parts_of(rank)
-    blocked = 50_000  # the call itself
-    assert found["computation"] == computed - (blocked if computed == 800_000 else 0)
 
 
 def test_the_mean_is_over_the_steps(tmp_path: Path) -> None:
@@ -203,18 +95,6 @@ def test_without_a_trace_only_the_wait_of_a_cpu_run_is_known(tmp_path: Path) -> 
         run.frame(breakdown)
 
 
-@pytest.mark.parametrize("sign", ["runtime", "nccl", "backend"])
-def test_a_gpu_job_traced_without_its_gpu_abstains(tmp_path: Path, sign: str) -> None:
-    events = [traces.step(1, 0, MS), traces.op("aten::mm", 0, 1000)]
-    if sign == "runtime":
-        events.append(traces.call("cudaLaunchKernel", 2000, 100, 1))
-    if sign == "nccl":
-        events.append(traces.annotation("nccl:all_reduce", 2000, 100))
-    made = traces.trace(*events, backend="nccl" if sign == "backend" else "", device="")
-    with pytest.raises(NotMeasured, match="nothing of the GPU"):
-        runs.rank_of(tmp_path, made).once(breakdown)
-
-
 def test_parts_that_vary_between_the_steps_say_how_much(tmp_path: Path) -> None:
     steady = [e for n in range(4) for e in (traces.step(n, n * MS, MS), traces.kernel("gemm", n * MS, MS // 2))]
     run = runs.measured(runs.foreign(tmp_path / "a", traces.trace(*steady, world_size=1)), breakdown)
@@ -268,7 +148,7 @@ GPU = {"device": {"type": "cuda", "name": "NVIDIA H100"}}
 
 def longer(folder: Path, waits: int) -> Path:
     """Record steps of 2 ms of which the device computes all, and untraced ones of 3 ms that wait so long for data."""
-    made = ahead(6, host=1 * MS, busy=2 * MS)
+    made = traces.ahead(6, host=1 * MS, busy=2 * MS)
     steps = [runs.light(n, 3 * MS, device_step_ns=3 * MS, fetch_ns=waits) for n in range(40)]
     return runs.recorded(folder / "run", (made, steps, GPU))
 
@@ -306,3 +186,33 @@ def test_all_steps_tell_how_sure_the_hosts_part_is(tmp_path: Path) -> None:
     assert asked(run, part_noise, "host") < 0.01 * MS
     alone = runs.measured(runs.foreign(tmp_path / "trace", made), breakdown, step_means)
     assert asked(alone, part_noise, "host") > 0.5 * MS
+
+
+def test_a_ranks_own_time_is_the_room(tmp_path: Path) -> None:
+    run = runs.measured(runs.foreign(tmp_path, traces.training(world_size=1)), breakdown)
+    # Of each step of 990 µs: 550 computing, 120 in a reduction that nothing hides, 25 copying, 100 waiting for data.
+    assert asked(run, room, ["copy"]) == 25_000
+    assert asked(run, room, ["computation", "copy"]) == 575_000
+    assert asked(run, room, ["communication"]) == 120_000
+    assert asked(run, room, ["checkpoint"]) == 0
+    assert asked(run, room, []) == 0
+
+
+def test_waiting_for_another_ranks_part_is_room_as_far_as_there_is_waiting(tmp_path: Path) -> None:
+    quiet = traces.training(rank=0)
+    busy = traces.training(rank=1)
+    for event in busy["traceEvents"]:
+        if event["name"].startswith("enumerate(DataLoader)"):
+            event["dur"] = 5.0  # µs, of 100
+    run = runs.measured(runs.foreign(tmp_path, quiet, busy), breakdown)
+    # Rank 0 waits 100 µs for data itself. Rank 1's 5 µs may be waited for on rank 0, in its reduction of 120 µs.
+    assert asked(run, room, ["input_wait"]) == 105_000
+
+
+def test_ranks_that_stand_still_in_turn_have_the_sum(tmp_path: Path) -> None:
+    rows = [runs.light(n, 100 * MS, first=int(n == 0)) for n in range(30)]
+    pauses = [[runs.stall("garbage_collection", n, 20 * MS) for n in range(r, 30, 2)] for r in (0, 1)]
+    path = runs.recorded(tmp_path, (None, rows, runs.CPU), (None, rows, runs.CPU), stalls=pauses)
+    run = runs.measured(path, breakdown)
+    # Each has 10 ms a step of its own, and waits 10 ms for the other's; without a trace that is among the other time.
+    assert asked(run, room, ["garbage_collection"]) == pytest.approx(20 * MS, rel=0.1)

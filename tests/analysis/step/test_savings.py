@@ -7,8 +7,8 @@ import pytest
 from dlprof.analysis.step.breakdown import breakdown
 from dlprof.analysis.step.savings import own_time, saving, saving_input
 from dlprof.analysis.timeline.steps import step_means, step_series
-from tests.analysis.communication.test_collectives import NEEDS, late_by, run_of
 from tests.fixtures import runs
+from tests.fixtures.exchanges import NEEDS, late_by, run_of
 from tests.fixtures.runs import MS, asked
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlprof.analysis.step.spread import STRETCHES, spread
-from dlprof.analysis.timeline.steady import standard_error
+from dlprof.analysis.step.spread import spread
+from dlprof.analysis.timeline.steady import STRETCHES, standard_error
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import CPU, MS, light, measured, recorded
 

@@ -71,10 +71,10 @@ def test_what_stalled_steps_take_longer_besides_is_their_difference_to_the_other
     path = runs.recorded(tmp_path / "run", (None, steps, runs.CPU), stalls=[stalls])
     rows = runs.measured(path, stall_means).frame(stall_means).set_index("kind")
     # Two of 27 steps are 3 ms longer than by what is known.
-    assert rows["beside_ns"]["checkpoint"] == pytest.approx(2 * 3 * MS / 27)
-    assert rows["beside_noise_ns"]["checkpoint"] > 0
+    assert rows["longer_ns"]["checkpoint"] == pytest.approx(2 * 3 * MS / 27)
+    assert rows["longer_noise_ns"]["checkpoint"] > 0
     # Hardly a step has neither a pause nor one before it, and none compiles.
-    assert rows["beside_ns"][["garbage_collection", "compilation"]].isna().all()
+    assert rows["longer_ns"][["garbage_collection", "compilation"]].isna().all()
 
 
 def test_no_stall_is_zero_and_no_record_abstains(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from dlprof.analysis.engine import RankData
 from dlprof.analysis.step.window import window_likeness
 from dlprof.analysis.timeline.steps import timing
 from dlprof.read.run import open_run
-from tests.analysis.timeline.test_traced import ahead
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS, light
 
@@ -30,7 +29,7 @@ def likeness(folder: Path, before: int, after: int, made: dict[str, Any], profil
 
 
 def test_how_long_traced_steps_are_and_those_after_them(tmp_path: Path) -> None:
-    made = ahead(4, host=2 * MS, busy=1 * MS, synchronises=True)
+    made = traces.ahead(4, host=2 * MS, busy=1 * MS, synchronises=True)
     row = likeness(tmp_path, before=1_600_000, after=1_920_000, made=made)
     assert row["ratio"] == pytest.approx(2 * MS / 1_760_000, rel=0.02)
     assert row["after"] == pytest.approx(1.2)
@@ -38,7 +37,7 @@ def test_how_long_traced_steps_are_and_those_after_them(tmp_path: Path) -> None:
 
 
 def test_a_pause_now_and_then_is_no_profiler_that_stays(tmp_path: Path) -> None:
-    made = ahead(4, host=2 * MS, busy=1 * MS, synchronises=True)
+    made = traces.ahead(4, host=2 * MS, busy=1 * MS, synchronises=True)
     steps = [light(n, MS, device_step_ns=MS, profiled=int(20 <= n < 24)) for n in range(60)]
     for n in (30, 40, 50):
         steps[n] |= {"dur_ns": 30 * MS, "device_step_ns": 30 * MS}
@@ -47,7 +46,7 @@ def test_a_pause_now_and_then_is_no_profiler_that_stays(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_left_out_and_work_without_a_launch_are_counted(tmp_path: Path) -> None:
-    made = ahead(4, host=1 * MS, busy=2 * MS)
+    made = traces.ahead(4, host=1 * MS, busy=2 * MS)
     for event in made["traceEvents"]:
         if event["cat"] == "cuda_runtime" and event["args"]["correlation"] == 31:
             event["args"].pop("correlation")

@@ -7,8 +7,8 @@ import pytest
 
 from dlprof.analysis.stragglers.outliers import voted
 from dlprof.errors import NotMeasured
-from tests.analysis.communication.test_collectives import late_by
 from tests.fixtures import runs
+from tests.fixtures.exchanges import late_by
 from tests.fixtures.runs import MS
 
 

@@ -1,8 +1,6 @@
 """Each rank's own time from the light layer and from the trace, and what the slowest one's lead costs."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -10,8 +8,8 @@ import pytest
 
 from dlprof.analysis.stragglers.own_time import lead, light_own_time, phases, traced_own_time
 from dlprof.errors import NotMeasured
-from tests.analysis.communication.test_collectives import late_by
-from tests.fixtures import runs, traces
+from tests.fixtures import runs
+from tests.fixtures.exchanges import late_by
 from tests.fixtures.runs import MS
 
 
@@ -55,37 +53,8 @@ def test_disturbances_that_last_make_a_short_window_unsure() -> None:
     assert late.noise_ns == pytest.approx(1.0 / np.sqrt(40), rel=0.4)
 
 
-def cpu_run(folder: Path, *forward: int, extra_backward: Sequence[int] = (0, 0, 0), **cpu: int) -> Path:
-    """Record CPU ranks that differ in their forward, and wait for the last one in the all-reduce of their backward.
-
-    All but the first compute for longer there, in each of the three traced steps. `cpu`: more of those facts.
-    """
-    facts = {**runs.CPU, "cpu": cpu} if cpu else runs.CPU
-    length = max(forward) + 4 * MS + max(extra_backward)
-    ranks = []
-    for rank, mine in enumerate(forward):
-        events: list[Any] = []
-        for n, more in enumerate(extra_backward):
-            t = n * length
-            compute = 2 * MS + (more if rank else 0)
-            events += [
-                traces.step(20 + n, t, length),
-                traces.annotation("dlprof::forward", t, mine),
-                traces.op("aten::conv2d", t, mine),
-                traces.annotation("dlprof::backward", t + mine, length - mine),
-                traces.op("aten::conv_backward", t + mine, compute),
-                traces.annotation("gloo:all_reduce", t + mine + compute, length - mine - compute),
-            ]
-        steps = [runs.light(n, length, forward_ns=mine, backward_ns=length - mine) for n in range(20)]
-        steps += [runs.light(20 + n, length, forward_ns=mine, backward_ns=length - mine, profiled=1) for n in range(3)]
-        ranks.append(
-            (traces.trace(*events, rank=rank, world_size=len(forward), backend="gloo", device=""), steps, facts)
-        )
-    return runs.recorded(folder / "run", *ranks)
-
-
 def test_the_light_layer_tells_the_own_time_of_every_step(tmp_path: Path) -> None:
-    run = runs.measured(cpu_run(tmp_path, 1 * MS, 3 * MS), light_own_time, traced_own_time, phases)
+    run = runs.measured(runs.cpu_run(tmp_path, 1 * MS, 3 * MS), light_own_time, traced_own_time, phases)
     light, traced = run.frame(light_own_time), run.frame(traced_own_time)
     assert len(light) > len(traced) == 3
     assert light.mean().to_dict() == pytest.approx({0: 5 * MS, 1: 7 * MS})
@@ -93,7 +62,9 @@ def test_the_light_layer_tells_the_own_time_of_every_step(tmp_path: Path) -> Non
 
 
 def test_more_work_in_a_waiting_phase_shows_only_in_the_trace(tmp_path: Path) -> None:
-    run = runs.measured(cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=(MS, MS, MS)), light_own_time, traced_own_time)
+    run = runs.measured(
+        runs.cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=(MS, MS, MS)), light_own_time, traced_own_time
+    )
     assert lead(run.frame(light_own_time)).behind_ns == 0
     late = lead(run.frame(traced_own_time))
     assert late.ranks == (1,)
@@ -106,7 +77,7 @@ def test_a_device_abstains(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_lost_its_steps_leaves_the_light_layer_nothing_to_compare(tmp_path: Path) -> None:
-    folder = cpu_run(tmp_path, 1 * MS, 3 * MS)
+    folder = runs.cpu_run(tmp_path, 1 * MS, 3 * MS)
     log = folder / "ranks/00001/steps.jsonl"
     log.write_text(log.read_text().partition("\n")[0] + "\n")
     with pytest.raises(NotMeasured, match="every rank"):

@@ -6,9 +6,8 @@ import numpy as np
 
 from dlprof.analysis.machine.samples import sample_means
 from dlprof.analysis.stragglers.workload import Reason, longer_because, workload
-from tests.analysis.communication.test_blame import held_up
-from tests.analysis.stragglers.test_own_time import cpu_run
 from tests.fixtures import runs, traces
+from tests.fixtures.exchanges import held_up
 from tests.fixtures.runs import MS, asked
 
 
@@ -21,7 +20,7 @@ def test_kernels_and_copied_bytes_of_a_step(tmp_path: Path) -> None:
 
 
 def test_a_cpu_has_operators(tmp_path: Path) -> None:
-    run = runs.measured(cpu_run(tmp_path, 1 * MS, 3 * MS), workload, sample_means)
+    run = runs.measured(runs.cpu_run(tmp_path, 1 * MS, 3 * MS), workload, sample_means)
     frame = run.frame(workload).set_index("rank")
     assert frame["pieces"].to_dict() == {0: 2, 1: 2}
     assert np.isnan(frame["copied_bytes"]).all()

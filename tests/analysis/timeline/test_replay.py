@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.timeline.launched_work import replay_of
 from dlprof.analysis.timeline.replay import Replay
-from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS
 
@@ -71,41 +70,6 @@ def test_shorter_kernels_gain_what_the_device_waited_for_nobody_in(tmp_path: Pat
     # Work that is gone leaves no gap either.
     gone = np.where(np.arange(len(replay.rows)) % 2 == 1, -1, replay.durations)
     assert replay.step_ns(durations=gone) == pytest.approx(1.5 * MS - 500_000 - GAP, rel=0.002)
-
-
-def test_a_queue_that_is_full_holds_the_host_until_work_starts(tmp_path: Path) -> None:
-    events: list[Any] = []
-    for n in range(5):
-        t = n * MS
-        events += [
-            traces.step(n, t, MS),
-            # The launch waits for room: it returns when the step before begins on the device.
-            traces.call("cudaLaunchKernel", t + 10_000, 900_000, n + 1),
-            traces.kernel("gemm", t + 1_900_000, 999_000, n + 1),
-        ]
-    replay = runs.rank_of(tmp_path, traces.trace(*events, world_size=1)).once(replay_of)
-    assert any(wait.from_start for wait in replay.waits)
-    assert replay.step_ns() == pytest.approx(1.0 * MS, rel=0.002)
-    assert replay.step_ns(durations=replay.durations // 2) == pytest.approx(0.5 * MS, rel=0.05)
-
-
-def test_work_that_waits_for_another_stream_still_does(tmp_path: Path) -> None:
-    events: list[Any] = []
-    for n in range(4):
-        t = n * MS
-        events += [
-            traces.step(n, t, MS),
-            traces.launched("produces", t + 10_000, t + 20_000, 600_000, 10 * n + 1, stream=9),
-            traces.call("cudaStreamWaitEvent", t + 20_000, 2_000, 10 * n + 2),
-            traces.launched("consumes", t + 30_000, t + 622_000, 300_000, 10 * n + 3),
-            traces.call("cudaDeviceSynchronize", t + 50_000, 880_000, 10 * n + 4),
-        ]
-    replay = runs.rank_of(tmp_path, traces.trace(*events, world_size=1)).once(replay_of)
-    half = np.where(replay.durations == 600_000, 300_000, replay.durations)
-    assert replay.step_ns() - replay.step_ns(durations=half) == pytest.approx(300_000, rel=0.01)
-    waiting = np.flatnonzero(replay.durations == 300_000).tolist()
-    # Without waiting it begins beside the other.
-    assert replay.step_ns() - replay.step_ns(at_once=waiting) == pytest.approx(300_000, rel=0.1)
 
 
 def test_work_without_a_launch_keeps_its_place(tmp_path: Path) -> None:
@@ -197,17 +161,6 @@ def test_runs_of_work_say_exactly_what_its_pieces_say(tmp_path: Path, seed: int)
     gap = at.choice((None, 0, 1_000))
     told = replay.step_ns(durations=durations, free=sorted(free), gap_ns=gap, at_once=sorted(at_once))
     assert told == piece_by_piece(replay, durations, gap, free, at_once)
-
-
-def test_what_cannot_be_replayed_says_so(tmp_path: Path) -> None:
-    with pytest.raises(NotMeasured, match="no work of a device"):
-        runs.rank_of(tmp_path, traces.trace(traces.step(0, 0, MS), traces.op("aten::mm", 0, MS))).once(replay_of)
-    unlinked = traces.trace(traces.step(0, 0, MS), traces.kernel("gemm", 10, MS, 0))
-    with pytest.raises(NotMeasured, match="links no launch"):
-        runs.rank_of(tmp_path / "unlinked", unlinked).once(replay_of)
-    unmarked = traces.trace(*traces.launched("gemm", 0, 10_000, MS, 1))
-    with pytest.raises(NotMeasured, match="nothing marks the steps"):
-        runs.rank_of(tmp_path / "unmarked", unmarked).once(replay_of)
 
 
 def test_the_intervals_of_the_host_may_be_empty(tmp_path: Path) -> None:

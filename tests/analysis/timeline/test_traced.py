@@ -13,22 +13,8 @@ from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS
 
 
-def ahead(steps: int, host: int, busy: int, synchronises: bool = False, **keys: Any) -> dict[str, Any]:
-    """Make a job whose host takes `host` ns a step and whose device `busy`: two kernels, launched at the start."""
-    events: list[Any] = []
-    at = free = 0
-    for n in range(steps):
-        events.append(traces.step(n, at, max(host, free + busy - at) if synchronises else host))
-        for k in range(2):
-            start = max(free, at + 10_000 * (k + 1))
-            events += traces.launched("gemm", at + 10_000 * k, start, busy // 2, 10 * n + k + 1)
-            free = start + busy // 2
-        at += max(host, free - at) if synchronises else host
-    return traces.trace(*events, world_size=1, **keys)
-
-
 def test_a_device_behind_its_host_has_steps_of_its_own(tmp_path: Path) -> None:
-    found = runs.rank_of(tmp_path, ahead(4, host=1 * MS, busy=3 * MS)).once(trace_window)
+    found = runs.rank_of(tmp_path, traces.ahead(4, host=1 * MS, busy=3 * MS)).once(trace_window)
     host, device = (w[:, 1] - w[:, 0] for w in (found.host, found.windows))
     assert host.tolist() == [1 * MS] * 4
     # The first begins with the trace, 10 µs before its first kernel.
@@ -40,7 +26,7 @@ def test_a_device_behind_its_host_has_steps_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_job_that_synchronises_has_its_hosts_steps(tmp_path: Path) -> None:
-    found = runs.rank_of(tmp_path, ahead(3, host=2 * MS, busy=1 * MS, synchronises=True)).once(trace_window)
+    found = runs.rank_of(tmp_path, traces.ahead(3, host=2 * MS, busy=1 * MS, synchronises=True)).once(trace_window)
     assert found.windows.tolist() == found.host.tolist()
     assert found.settled.all()
 
@@ -117,7 +103,7 @@ def test_a_step_that_launches_nothing_has_no_lag_and_no_length(tmp_path: Path) -
 
 @pytest.mark.parametrize("linked", [True, False])
 def test_without_links_a_device_is_cut_at_its_hosts_marks(tmp_path: Path, linked: bool) -> None:
-    made = ahead(3, host=1 * MS, busy=2 * MS)
+    made = traces.ahead(3, host=1 * MS, busy=2 * MS)
     for event in made["traceEvents"]:
         if event["cat"] == "cuda_runtime" and not linked:
             event["args"].pop("correlation")

@@ -285,7 +285,7 @@ def test_an_event_that_nothing_can_repair_costs_only_itself(tmp_path: Path) -> N
     data = data.replace(b'"dur":0.005', b'"dur" 0.005')
     reading = torch_trace.read(traces.write(tmp_path / "trace.json", data))
     assert reading.tables["spans"]["name"].to_list() == ["a", "c"]
-    assert any("1 events could not be decoded" in w for w in reading.warnings)
+    assert any("1 events that could not be decoded" in w for w in reading.warnings)
 
 
 def test_repairing_leaves_good_json_as_it_is() -> None:

@@ -390,9 +390,8 @@ def test_chunks_on_a_gpu_are_timed_there_and_none_while_a_graph_is_captured(
     recorder.begin()
     (pipeline,) = recorder._collectors
     assert isinstance(pipeline, Pipeline)
-    monkeypatch.setattr(
-        Stage, "forward_one_chunk", pipeline._around_chunk(Stage.forward_one_chunk, lambda *_: "forward")
-    )
+    forward = pipeline._around_chunk(Stage.forward_one_chunk, lambda stage, n: (stage.stage_index, n, "forward"))
+    monkeypatch.setattr(Stage, "forward_one_chunk", forward)
     monkeypatch.setattr(Schedule, "step", pipeline._around_step(Schedule.step))
     schedule = Schedule(Stage(devices), devices)
     schedule.step()

@@ -87,7 +87,7 @@ def test_a_job_that_collects_garbage_in_every_step_leaves_a_small_file_that_tell
         """
         import dlprof.record.collectors.stalls as theirs
         theirs._MOST_FULL = 0  # instead of thousands
-        theirs._WRITE_EVERY_NS = 1 << 62  # at the end alone
+        theirs.WRITE_EVERY_NS = 1 << 62  # at the end alone
         took = []
         def watch(moment, info):
             took.append(time.perf_counter_ns())

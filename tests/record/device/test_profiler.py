@@ -31,7 +31,7 @@ profiler = torch.profiler._KinetoProfile(activities=[torch.profiler.ProfilerActi
 def trace(path="/nowhere/at/all.json"):
     with kineto.preparing():
         profiler.prepare_trace()
-    with kineto.heard():
+    with kineto.listening():
         profiler.start_trace()
         torch.ones(3) + 1
         profiler.stop_trace()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.record.launch.suspension import Freezes
+from dlprof.record.launch.suspension import Suspensions
 from tests.fixtures.jobs import until
 
 STARVED_S = 4.0
@@ -25,8 +25,8 @@ def delay_s(thread: int) -> float:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="whoever looks on needs a core as well")
 def test_who_waits_for_a_core_is_not_frozen() -> None:
     known = set(threading.enumerate())
-    freezes = Freezes()
-    freezes.start()
+    suspensions = Suspensions()
+    suspensions.start()
     (watching,) = (t.native_id for t in set(threading.enumerate()) - known if t.native_id is not None)
     core = min(os.sched_getaffinity(0))
     os.sched_setaffinity(watching, {core})
@@ -45,4 +45,4 @@ def test_who_waits_for_a_core_is_not_frozen() -> None:
     rounds = Path(f"/proc/self/task/{watching}/schedstat")
     before = int(rounds.read_text().split()[2])
     assert until(lambda: int(rounds.read_text().split()[2]) > before)
-    assert freezes.end() == []
+    assert suspensions.end() == []

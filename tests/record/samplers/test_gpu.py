@@ -678,7 +678,7 @@ def test_a_gpu_that_vanishes_takes_its_readings_along_and_nothing_else(tmp_path:
     host = host_with(run, cuda())
     env = environment(LD_LIBRARY_PATH=str(tmp_path), NVML_GONE=str(gone), DLPROF_SAMPLE="0.1", DLPROF_STACKS="off")
     process = subprocess.Popen(
-        [sys.executable, Path(dlprof.__file__).parent / "record/samplers/__main__.py", run],
+        [sys.executable, Path(dlprof.__file__).parent / "record/samplers/__main__.py", run, str(os.getpid())],
         env=env,
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,15 +1,15 @@
 """One process drives several GPUs with nn.DataParallel.
 
-In every step it copies the whole model from the first GPU to the others, shares out the batch, gathers all outputs on
-the first GPU, and adds up all gradients there. Its threads share one Python interpreter, so they launch in turn. None
-of the copying is hidden. DistributedDataParallel has a process a GPU, keeps the models alike by their gradients alone,
+In every step it copies the whole model from the first GPU to the others, divides the batch, gathers all outputs on the
+first GPU, and adds up all gradients there. Its threads share one Python interpreter, so they launch in turn. None of
+the copying is hidden. DistributedDataParallel has a process a GPU, keeps the models alike by their gradients alone,
 and reduces those while the backward pass still runs; PyTorch's manual recommends it even on one machine.
 
 Needs a trace that holds `DataParallel.forward`.
 
 Saving: the traced steps replayed without the copying. The all-reduce that takes its place, at the speed of the traced
 reduction, is hidden behind the backward pass but for what takes longer than that, and for its last bucket, as far as
-that is known; what the threads cost each other is not in it.
+that is known; what the threads cost each other is not included.
 
 What to change: `torchrun --nproc-per-node GPUS`, `DistributedDataParallel(model, device_ids=[local_rank])` and a
 `DistributedSampler`; the batch size is then a GPU's, not the sum.
@@ -17,53 +17,51 @@ What to change: `torchrun --nproc-per-node GPUS`, `DistributedDataParallel(model
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, by_rank
-from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.step.savings import saving
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
 from dlprof.units import duration
 
 
-def check(
-    replication: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], mean_step_ns: Maybe[float], job: Job
-) -> Estimate:
+def check(replication: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job: Job) -> Estimate:
     """Estimate what DataParallel copies in a step and DistributedDataParallel would not."""
     model = settings.model(job)
     if model and not model.get("data_parallel"):
         return nothing("the model is not in nn.DataParallel")
     if not model and any(f.get("world_size", 1) > 1 for f in job.trace_facts.values()):
         return nothing("each rank is a process of its own")
-    frame = replication.get()
-    copying, forward = by_rank(frame, "copying_ns"), by_rank(frame, "forward_ns")
-    last, hidden = _last_bucket(model), by_rank(frame, "backward_ns")
-    left = {r: max(last * ns, ns - hidden[r]) for r, ns in by_rank(frame, "reduced_ns").items()}
-    gain = saving(own_time.get(), {r: ns - left[r] for r, ns in by_rank(frame, "gain_ns").items()})
+    frame = replication.get().set_index("rank")
+    last, whole = model.get("last_bucket_bytes"), model.get("parameter_bytes")
+    last_bucket = min(last / whole, 1.0) if last and whole else 0.0  # its share of the gradients; nothing hides it
+    reduced = (frame["reduced_ns"] - frame["backward_ns"]).clip(lower=last_bucket * frame["reduced_ns"])
+    gain = saving(own_time.get(), frame["gain_ns"] - reduced)
     if not gain:
         raise NotMeasured("nn.DataParallel has one device to work on, or its copying was not traced")
     return Estimate(
         saving_ns=gain,
-        by_rank_ns=copying,
+        by_rank_ns=by_rank(replication.get(), "copying_ns"),
         noise_ns=float(frame["noise_ns"].max()),
         loses="nn.DataParallel copies the model to and fro",
-        explain=lambda: _explain(mean_step_ns.get(), worst(copying), copying, forward),
     )
 
 
-def _explain(step: float, rank: int, copying: Mapping[int, float], forward: Mapping[int, float]) -> Explanation:
+def explain(estimate: Estimate, replication: pd.DataFrame, mean_step_ns: float) -> Explanation:
+    """Show what of a step is copying, and what the host spends inside DataParallel."""
+    rank = estimate.worst
+    copying = estimate.by_rank_ns[rank]
     parts = (
-        ("the host, inside DataParallel's forward", forward[rank]),
-        ("copying, in forward and backward", copying[rank]),
+        ("the host, inside DataParallel's forward", by_rank(replication, "forward_ns")[rank]),
+        ("copying, in forward and backward", copying),
     )
     return Explanation(
         title="One process drives several GPUs",
         summary=f"nn.DataParallel spreads the model and the batch, and gathers outputs and gradients, for"
-        f" {duration(copying[rank])} of {duration(step)}.",
+        f" {duration(copying)} of {duration(mean_step_ns)}.",
         changes=(
             change("`DistributedDataParallel` under `torchrun --nproc-per-node GPUS`, with a `DistributedSampler`"),
         ),
@@ -73,17 +71,11 @@ def _explain(step: float, rank: int, copying: Mapping[int, float], forward: Mapp
     )
 
 
-def _last_bucket(model: settings.Settings) -> float:
-    """Return the share of the gradients in DistributedDataParallel's last bucket, which nothing hides; 0: not known."""
-    last, whole = model.get("last_bucket_bytes"), model.get("parameter_bytes")
-    return min(last / whole, 1.0) if last and whole else 0.0
-
-
 RULE = Rule(
     "data_parallel",
     "Several GPUs in one process",
     check,
+    explain,
     saves_from=("computation", "communication", "copy", "host", "other"),
-    # The change is larger than a keyword: worth it from where exposed communication is notable.
-    notable=0.05,
+    notable=0.05,  # the change is larger than a keyword: worth it from where exposed communication is notable
 )

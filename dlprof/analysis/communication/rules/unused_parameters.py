@@ -15,13 +15,11 @@ What to change: `find_unused_parameters=False`. Where parameters are unused in t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, by_rank
-from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.step.savings import saving
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
@@ -40,36 +38,38 @@ def check(unused_search: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job
         return nothing("DDP does not look for unused parameters")
     unused = ddp.get("unused_parameter_bytes")
     if unused is None:
-        raise NotMeasured("DDP did not tell whether parameters were unused")
+        raise NotMeasured("DDP did not report whether parameters were unused")
     if unused:
         return nothing(f"DDP looks for unused parameters, and there are some ({size(float(unused))})")
     frame = unused_search.get()
-    search, flags = by_rank(frame, "search_ns"), by_rank(frame, "flags_ns")
-    gone = {r: search[r] + flags[r] for r in search}
+    gone = by_rank(frame.assign(ns=frame["search_ns"] + frame["flags_ns"]), "ns")
     return Estimate(
         saving_ns=saving(own_time.get(), gone),
         by_rank_ns=gone,
         noise_ns=float(frame["noise_ns"].max()),
         loses="looks for unused parameters that do not exist",
-        explain=lambda: _explain(worst(gone), search, flags),
     )
 
 
-def _explain(rank: int, search: Mapping[int, float], flags: Mapping[int, float]) -> Explanation:
-    parts = (("search of the graph", search[rank]), ("telling the other ranks", flags[rank]))
+def explain(estimate: Estimate, unused_search: pd.DataFrame) -> Explanation:
+    """Show what the search takes, and what it takes to share its result."""
+    rank = estimate.worst
+    search, flags = (by_rank(unused_search, name)[rank] for name in ("search_ns", "flags_ns"))
+    keyword = "`DistributedDataParallel(..., find_unused_parameters=False)` (is True)"
     return Explanation(
         title="DDP looks for unused parameters, and there are none",
-        summary=f"In every step rank {rank} searches the autograd graph for {duration(search[rank])}, and waits"
-        f" {duration(flags[rank])} until all ranks have told what they used.",
+        summary=f"In every step rank {rank} searches the autograd graph for {duration(search)}, and waits"
+        f" {duration(flags)} until all ranks have shared what they used.",
         changes=(
-            change(
-                "`DistributedDataParallel(..., find_unused_parameters=False)` (is True), if no step leaves a part of"
-                " the model out",
-                find_unused_parameters=(True, False),
-            ),
+            change(f"{keyword}, if no step leaves a part of the model out", find_unused_parameters=(True, False)),
         ),
-        evidence=Panel("bars", f"What it takes in a step of rank {rank}", parts, unit="ns"),
-        sure="As traced. DDP tells of every hundredth step: what is left out now and then may have been missed.",
+        evidence=Panel(
+            "bars",
+            f"What it takes in a step of rank {rank}",
+            (("search of the graph", search), ("sharing it with the other ranks", flags)),
+            unit="ns",
+        ),
+        sure="As traced. DDP checks every hundredth step: what is left out now and then may have been missed.",
     )
 
 
@@ -77,5 +77,6 @@ RULE = Rule(
     "unused_parameters",
     "Search for unused parameters",
     check,
+    explain,
     saves_from=("computation", "communication", "host"),
 )

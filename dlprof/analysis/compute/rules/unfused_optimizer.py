@@ -24,7 +24,7 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.compute.optimizer import FUSED_LEFT
 from dlprof.analysis.engine import Job, Maybe, by_rank
-from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.step.savings import saving
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
@@ -33,42 +33,43 @@ from dlprof.units import duration, percent
 
 def check(optimizer_work: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job: Job) -> Estimate:
     """Estimate what a fused one would save of the optimizer with most parameters."""
-    told = settings.optimizer(job)
-    if not told:
+    optimizer = settings.optimizer(job)
+    if not optimizer:
         raise NotMeasured("the optimizer's settings were not recorded")
-    name = str(told.get("class"))
-    if told.get("fused"):
+    name = str(optimizer.get("class"))
+    if optimizer.get("fused"):
         return nothing(f"{name} is fused")
     if name not in FUSED_LEFT:
         raise NotMeasured(f"no fused {name} is known")
     frame = optimizer_work.get()
     left = FUSED_LEFT[name][0 if settings.on_cpu(job) else 1]
-    took, idle = by_rank(frame, "ns"), by_rank(frame, "idle_ns")
-    less = {r: (ns - idle[r]) * (1 - left) + idle[r] for r, ns in took.items()}
-    gone = less | by_rank(frame.dropna(subset=["fused_gain_ns"]), "fused_gain_ns")
+    by_share = (frame["ns"] - frame["idle_ns"]) * (1 - left) + frame["idle_ns"]
+    gone = by_rank(frame.assign(gone_ns=frame["fused_gain_ns"].fillna(by_share)), "gone_ns")
     return Estimate(
         saving_ns=saving(own_time.get(), gone),
         by_rank_ns=gone,
         noise_ns=float(frame["noise_ns"].max()),
         loses=f"would be saved by a fused {name}",
-        explain=lambda: _explain(job, told, frame[frame["rank"] == worst(gone)].iloc[0], gone[worst(gone)], left),
+        seen=left,
     )
 
 
-def _explain(job: Job, told: settings.Settings, mine: pd.Series[float], gone: float, left: float) -> Explanation:
-    on_cpu, name = settings.on_cpu(job), told["class"]
-    fused, foreach, parameters = (told.get(key) for key in ("fused", "foreach", "parameters"))
+def explain(estimate: Estimate, optimizer_work: pd.DataFrame, job: Job) -> Explanation:
+    """Say what the optimizer takes and how it goes through its parameters."""
+    optimizer, on_cpu, rank = settings.optimizer(job), settings.on_cpu(job), estimate.worst
+    name, fused, foreach, parameters = (optimizer.get(key) for key in ("class", "fused", "foreach", "parameters"))
+    mine = optimizer_work[optimizer_work["rank"] == rank].iloc[0]
     took, calls = float(mine["ns"]), float(mine["calls"])
     many = "" if math.isnan(calls) else f", in {calls:,.0f} {'operators' if on_cpu else 'kernels'}"
     of = f" for {parameters:,} parameter tensors" if parameters else ""
     now = "one after the other" if foreach is False or (on_cpu and not foreach) else "in passes"
-    parts = (("now", took), ("fused, as predicted", max(took - gone, 0.0)))
+    parts = (("now", took), ("fused, as predicted", max(took - estimate.by_rank_ns[rank], 0.0)))
     return Explanation(
         title="The optimizer is not fused",
         summary=f"{name} takes {duration(took)} of each step{of}{many}; it goes through them {now}.",
         changes=(change(f"`{name}(..., fused=True)` (is {fused}; foreach is {foreach})", fused=(fused, True)),),
-        evidence=Panel("bars", f"The optimizer's part of a step on rank {int(mine['rank'])}", parts, unit="ns"),
-        sure=f"A fused {name} is taken to need {percent(left)} of this one's time"
+        evidence=Panel("bars", f"The optimizer's part of a step on rank {rank}", parts, unit="ns"),
+        sure=f"A fused {name} is taken to need {percent(estimate.seen)} of this one's time"
         + (", as measured on a CPU." if on_cpu else ", by the memory it touches; that was not measured on a GPU."),
     )
 
@@ -77,5 +78,6 @@ RULE = Rule(
     "unfused_optimizer",
     "Unfused optimizer",
     check,
+    explain,
     saves_from=("computation", "optimizer_host", "host", "other"),
 )

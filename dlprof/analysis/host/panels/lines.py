@@ -13,23 +13,22 @@ MOST_FUNCTIONS = 8
 MOST_LINES = 50
 
 
+_FUNCTION = ["role", "function", "file"]
+
+
 def draw(line_times: pd.DataFrame) -> list[Panel]:
     """Return the source of each function that --lines named, with the time of each line over all ranks."""
-    lines = line_times
-    ranks = lines["rank"].nunique()
-    lines = lines.groupby(["role", "function", "file", "line", "source"], as_index=False)[["hits", "dur_ns"]].sum()
-    functions = [(names, part) for names, part in lines.groupby(["role", "function", "file"])]
-    functions.sort(key=lambda f: -int(f[1]["dur_ns"].sum()))
-    return [
-        _lines_panel(str(role), str(function), str(file), part, ranks)
-        for (role, function, file), part in functions[:MOST_FUNCTIONS]
-    ]
+    ranks = line_times["rank"].nunique()
+    lines = line_times.groupby([*_FUNCTION, "line", "source"], as_index=False)[["hits", "dur_ns"]].sum()
+    functions = [part for _, part in lines.groupby(_FUNCTION)]
+    functions.sort(key=lambda part: -int(part["dur_ns"].sum()))
+    return [_lines_panel(part, ranks) for part in functions[:MOST_FUNCTIONS]]
 
 
-def _lines_panel(role: str, function: str, file: str, part: pd.DataFrame, ranks: int) -> Panel:
-    total = int(part["dur_ns"].sum())
-    left = len(part) - MOST_LINES
-    part = part.nlargest(MOST_LINES, "dur_ns").sort_values("line")
+def _lines_panel(part: pd.DataFrame, ranks: int) -> Panel:
+    total, left = int(part["dur_ns"].sum()), len(part) - MOST_LINES
+    role, function, file = part[_FUNCTION].iloc[0]
+    shown = part.nlargest(MOST_LINES, "dur_ns").sort_values("line")
     rows = tuple(
         (
             int(line),
@@ -38,10 +37,10 @@ def _lines_panel(role: str, function: str, file: str, part: pd.DataFrame, ranks:
             # A browser would drop the indentation.
             text[: len(text) - len(text.lstrip())].expandtabs(4).replace(" ", "\u00a0") + text.strip(),
         )
-        for line, hits, ns, text in zip(part["line"], part["hits"], part["dur_ns"], part["source"], strict=True)
+        for line, hits, ns, text in shown[["line", "hits", "dur_ns", "source"]].itertuples(index=False)
     )
     where = "in the loader's workers" if role == "worker" else "in the rank"
-    note = f"{file}: {duration(float(total))} together" + (f", over {ranks} ranks." if ranks > 1 else ".")
+    note = f"{file}: {duration(total)} together{f', over {ranks} ranks' if ranks > 1 else ''}."
     if left > 0:
         note += f" {left} lines that took less are left out."
     columns = ("line", "hits", "time_ns", "a hit_ns", "share", "source")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 
 from dlprof.analysis.engine import by_rank
-from dlprof.analysis.panel import Picture
+from dlprof.analysis.panel import Picture, table
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
+
+COLUMNS = {
+    "asked": "by",
+    "call": "waits in",
+    "calls": "times a step",
+    "ns": "waiting a step_ns",
+    "idle_ns": "device then idle_ns",
+}
 
 
 def draw(syncs: pd.DataFrame) -> list[Panel]:
@@ -20,20 +26,16 @@ def draw(syncs: pd.DataFrame) -> list[Panel]:
     rank = max(ns, key=lambda r: (ns[r], calls[r], r))
     mine = syncs[syncs["rank"] == rank]
     if mine["ns"].isna().any():
-        rows: tuple[tuple[Any, ...], ...] = tuple(
-            (str(asked), float(n)) for asked, n in zip(mine["asked"], mine["calls"], strict=True)
-        )
         note = "On a GPU each of these would wait until the device has caught up."
-        return [Panel("table", f"Values read out of tensors, rank {rank}", rows, ("by", "times a step"), note=note)]
-    rows = tuple(
-        (str(asked) or "Python", str(call), float(n), float(ns), float(idle))
-        for asked, call, n, ns, idle in zip(
-            mine["asked"], mine["call"], mine["calls"], mine["ns"], mine["idle_ns"], strict=True
-        )
-    )
-    columns = ("by", "waits in", "times a step", "waiting a step_ns", "device then idle_ns")
+        columns = {name: COLUMNS[name] for name in ("asked", "calls")}
+        return [table(f"Values read out of tensors, rank {rank}", mine, columns, note=note)]
     note = "Then idle: the device, which ran dry meanwhile, had nothing to do until the host had launched again."
-    return [Panel("table", f"Waiting until the device has caught up, rank {rank}", rows, columns, note=note)]
+    return [table(f"Waiting until the device has caught up, rank {rank}", by_python(mine), COLUMNS, note=note)]
+
+
+def by_python(waits: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of `syncs` in which Python asked where no operator did."""
+    return waits.assign(asked=waits["asked"].replace("", "Python"))
 
 
 PICTURE = Picture(draw)

@@ -4,15 +4,14 @@ A GPU runs what the host has queued. Where a kernel ends before the next was lau
 as long as the Python that drives it. On a CPU run it is the time in which no operator runs and nothing is waited for:
 the script's own Python. Waiting for the loader is not counted here.
 
-Needs a trace, on a GPU one that links launches to kernels. There, an idle gap counts where the launch of the next
-kernel came after the device had run dry. Time in which no thread is in an operator or in a call of the runtime for more
-than 100 µs is the script's own Python; the rest of it is launching. A device that runs fewer than 8 kernels a step does
-not train: then something compiles or starts up, or the trace is a part of one, and nothing is said.
+Needs a trace, on a GPU one that links launches to kernels. There, an idle gap counts where the next kernel was launched
+after the device had run dry. Where no thread is in an operator or a runtime call for more than 100 µs, it is the
+script's own Python; the rest is launching. Abstains where a device runs fewer than 8 kernels a step: it compiles or
+starts up, or the trace is a part of one.
 
 Saving: on a GPU the larger one of two, each by replaying the traced steps: without the script's own Python, which no
 compiler takes away; or with the launches of a captured graph, which leave a µs between kernels. Where the traces of all
-ranks are here, what all of them have: a rank that has more makes the others wait, which is the business of `straggler`.
-On a CPU all of the time.
+ranks are here, what all of them have: a rank that has more is a `straggler`. On a CPU all of the time.
 
 What to change: find what Python does there (the report names its functions where it saw them) and take it out of the
 loop, or do it rarely, or in tensors. Against launching: launch less (`fused=True` optimizers, `torch.compile`, larger
@@ -22,283 +21,130 @@ batches); replay launches (`torch.compile(mode="reduce-overhead")`, CUDA graphs)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, MeasureFailed, by_rank
+from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, worst
-from dlprof.analysis.host.host_work import PYTHON, check_launches
+from dlprof.analysis.host.gaps import LAUNCHES, ON_CPU, PYTHON, SCRIPT
 from dlprof.analysis.host.stacks import COMPUTING, hottest_own
+from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part, part_least, part_noise
-from dlprof.analysis.step.savings import saving
-from dlprof.analysis.timeline.steps import check_marked
-from dlprof.errors import NotMeasured
-from dlprof.result import Change, Panel
+from dlprof.result import Change
 from dlprof.units import duration, percent, short
 
 # Idle time is worth a look from 10 to 15 % of a step on (Ascend's msprof and TraceLens); from 10 % here.
 NOTABLE_SHARE = 0.10
 
-_HOST = ("host", "optimizer_host")
+# A host that is faster waits for its data while the device works.
+SAVES_FROM = ("input_wait", "host", "optimizer_host", "launch_latency", "other")
 
-_MOST_FUNCTIONS = 3
+MOST_FUNCTIONS = 3
+
+_HOST = ("host", "optimizer_host")
 
 # What the step waits for: title, verdict, and how the saving was estimated.
 _SAID = {
-    "cpu": ("Python holds up the step", "waits for Python and launches", "Estimated as all of it gone."),
-    "python": (
+    ON_CPU: ("Python holds up the step", "waits for Python and launches", "Estimated as all of it gone."),
+    SCRIPT: (
         "The script's own Python holds up the device",
         "the device waits for the script's own Python",
-        "Estimated by replaying the traced steps without the script's own Python: the most that moving it out of the"
-        " loop can give.",
+        "Estimated by replaying the traced steps without it: the most that moving it out of the loop can give.",
     ),
-    "launches": (
+    LAUNCHES: (
         "The host launches too slowly for its device",
         "the device waits for launches",
-        "Estimated by replaying the traced steps with the launches of a captured graph; the script's own Python and the"
-        " optimizer's launches stay.",
+        "Estimated by replaying the traced steps with a captured graph; the script's own Python and optimizer stay.",
     ),
 }
+_LISTED = change("find the Python that the report lists, and do it less often or in tensors")
+_LARGER = change("a larger batch: each kernel does more, at the same launch", numerics=True)
+_UNTRACED = ", and no step without it was recorded: the true share is smaller."
+_SCALED = ": what fills it was seen in the traced steps, and scaled to those that it did not slow."
 
 
-def check(
-    step_means: pd.DataFrame,
-    launch_means: Maybe[pd.DataFrame],
-    host_work: Maybe[pd.DataFrame],
-    breakdown: Maybe[pd.DataFrame],
-    gaps: Maybe[pd.DataFrame],
-    waits: Maybe[pd.DataFrame],
-    own_time: Maybe[pd.DataFrame],
-    before_forward: Maybe[tuple[int, float] | None],
-    mean_step_ns: Maybe[float],
-    own_python: Maybe[pd.DataFrame],
-    hottest: Maybe[pd.DataFrame],
-    job: Job,
-) -> Estimate:
+def check(host_gains: Mapping[str, float], host_work: pd.DataFrame, breakdown: pd.DataFrame) -> Estimate:
     """Estimate the time in which nothing is computed, sent, copied or waited for."""
-    check_marked(step_means)
-    on_cpu = settings.on_cpu(job)
-    if not on_cpu:
-        check_launches(launch_means.get())
-    work = host_work.get()
-    late = part(breakdown.get(), *_HOST)
-    gone, launching = ({}, late) if on_cpu else _gains(gaps.get(), waits)
-    of_python, of_launches = saving(own_time.get(), gone), saving(own_time.get(), launching)
-    what = "cpu" if on_cpu else "python" if of_python >= of_launches else "launches"
+    late = part(breakdown, *_HOST)
+    largest = max(host_gains, key=lambda cause: host_gains[cause])
     return Estimate(
-        saving_ns=max(of_python, of_launches),
+        saving_ns=host_gains[largest],
         by_rank_ns=late,
-        noise_ns=part_noise(breakdown.get(), *_HOST),
-        least_ns=part_least(breakdown.get(), *_HOST),
-        loses=_SAID[what][1],
-        explain=lambda: _explain(
-            before_forward,
-            mean_step_ns,
-            step_means,
-            launch_means,
-            own_python,
-            hottest,
-            job,
-            what,
-            late,
-            work[work["rank"] == worst(late)],
-            of_python,
-            of_launches,
-        ),
+        noise_ns=part_noise(breakdown, *_HOST),
+        least_ns=part_least(breakdown, *_HOST),
+        loses=_SAID[largest][1],
+        seen=(largest, host_work[host_work["rank"] == worst(late)]),
     )
 
 
-def _explain(
-    before_forward: Maybe[tuple[int, float] | None],
-    mean_step_ns: Maybe[float],
+def explain(
+    estimate: Estimate,
+    host_gains: Mapping[str, float],
     step_means: pd.DataFrame,
-    launch_means: Maybe[pd.DataFrame],
-    own_python: Maybe[pd.DataFrame],
+    mean_step_ns: float,
+    launch_means: pd.DataFrame,
+    before_forward: tuple[int, float] | None,
+    own_python: pd.DataFrame,
     hottest: Maybe[pd.DataFrame],
     job: Job,
-    what: str,
-    late: Mapping[int, float],
-    mine: pd.DataFrame,
-    of_python: float,
-    of_launches: float,
 ) -> Explanation:
-    rank = worst(late)
-    by_phase = mine.groupby("phase")["ns"].sum().sort_values(ascending=False)
-    phase = str(by_phase.index[0]) if len(by_phase) else ""
-    between = float(mine[mine["name"] == PYTHON]["ns"].sum()) / max(float(mine["ns"].sum()), 1.0)
-    if what == "cpu":
-        changes = _changes_cpu(
-            before_forward.get(), mean_step_ns, job, phase, between > 0.5 and not _only_traced(step_means)
-        )
-    else:
-        changes = _changes(
-            mean_step_ns, launch_means.get(), before_forward, own_python, job, rank, phase, of_python, of_launches
-        )
-    title, _, sure = _SAID[what]
-    return Explanation(
-        title=title,
-        summary=f"For {duration(late[rank])} of {duration(mean_step_ns.get())} rank {rank} computes nothing because its"
-        f" host has launched nothing: {percent(between)} of that is Python between operators{_largest(mine)}."
-        f"{_seen(hottest, own_python, rank, phase)}",
-        changes=changes,
-        evidence=_evidence(mine, rank),
-        sure=f"{sure} {_slowed(step_means)}",
-    )
-
-
-def _gains(gaps: pd.DataFrame, waits: Maybe[pd.DataFrame]) -> tuple[dict[int, float], dict[int, float]]:
-    """Return what each rank gains without the script's own Python, and with the launches of a graph, ns a step."""
-    rows = gaps.set_index("rank")
-    if rows["graph_gain_ns"].isna().any():
-        raise NotMeasured("the trace does not link launches to kernels: why the device idles is not known")
-    python, graph = (by_rank(rows.reset_index(), f"{name}_gain_ns") for name in ("python", "graph"))
-    with suppress(NotMeasured):
-        # What one rank has more than the others makes them wait, which is the business of `straggler`.
-        waits.get()
-        python, graph = (dict.fromkeys(gains, min(gains.values())) for gains in (python, graph))
-    return python, graph
-
-
-def _largest(mine: pd.DataFrame) -> str:
-    """Name the operator or call that takes most of the host's part; "" where that is Python itself."""
-    if not len(mine) or mine["name"].iloc[0] == PYTHON:
-        return ""
-    inside = f" in {mine['phase'].iloc[0]}" if mine["phase"].iloc[0] else ""
-    return f"; the largest part: {short(str(mine['name'].iloc[0]), 80)}{inside}"
-
-
-def _seen(hottest: Maybe[pd.DataFrame], own_python: Maybe[pd.DataFrame], rank: int, phase: str) -> str:
-    """Name the script's functions that were seen there: in the stacks that were sampled, else in those of the trace."""
-    sampled = _hottest(hottest, rank, phase)
-    if sampled:
-        return sampled
-    frame = _functions(own_python, rank)
-    if not len(frame):
-        return ""
-    named = ", ".join(
-        f"{short(str(f), 80)} ({duration(float(ns))})" for f, ns in zip(frame["function"], frame["ns"], strict=True)
-    )
-    return f" The device waited longest for {named}."
-
-
-def _functions(own_python: Maybe[pd.DataFrame], rank: int) -> pd.DataFrame:
-    try:
-        frame = own_python.get()
-    except (NotMeasured, MeasureFailed):
-        return pd.DataFrame({"function": [], "ns": []})
-    return frame[frame["rank"] == rank].head(_MOST_FUNCTIONS)
-
-
-def _hottest(hottest: Maybe[pd.DataFrame], rank: int, phase: str) -> str:
-    """Say which of the user's functions the training thread was seen in most, where stacks were recorded."""
+    """Name what fills the host's time on the rank that loses most, and what shortens it."""
+    rank, (cause, work) = estimate.worst, estimate.seen
+    phase = str(work.groupby("phase")["ns"].sum().idxmax()) if len(work) else ""
+    in_python = float(work.loc[work["name"] == PYTHON, "ns"].sum()) / max(float(work["ns"].sum()), 1.0)
+    traced = bool((step_means["source"] == "trace").all())
+    work = work.assign(name=[short(name, 120) for name in work["name"]], phase=work["phase"].replace("", "between"))
+    longest = f"; the largest part: {work['name'].iloc[0]} ({work['phase'].iloc[0]})" if len(work) else ""
+    functions = own_python[own_python["rank"] == rank].head(MOST_FUNCTIONS)
+    waited = ", ".join(f"{short(f['function'], 80)} ({duration(f['ns'])})" for _, f in functions.iterrows())
     # A range of the user's may lie in any of them.
     doing = (phase,) if phase in COMPUTING else COMPUTING if phase else ("rest",)
-    most = hottest_own(hottest, rank, *doing)
-    where = "in " + " and ".join(doing) if phase else "outside forward, backward and optimizer"
-    return f" Of the stacks seen {where}, {most}." if most else ""
-
-
-def _only_traced(step_means: pd.DataFrame) -> bool:
-    """Return whether no step was recorded but those of the trace, which of dlprof's own ranges has none."""
-    return bool((step_means["source"] == "trace").all())
-
-
-def _slowed(step_means: pd.DataFrame) -> str:
-    if _only_traced(step_means):
-        return "The profiler slows the host, and no step without it was recorded: the true share is smaller."
-    return "What fills it was seen in the traced steps, which the profiler slows, and scaled to those that it did not."
-
-
-def _changes(
-    mean_step_ns: Maybe[float],
-    launch_means: pd.DataFrame,
-    before_forward: Maybe[tuple[int, float] | None],
-    own_python: Maybe[pd.DataFrame],
-    job: Job,
-    rank: int,
-    phase: str,
-    of_python: float,
-    of_launches: float,
-) -> tuple[Change, ...]:
-    """Return what to change on a device: what gives most first, and the other where it is worth a line."""
-    least = LEAST_SHARE * mean_step_ns.get()
-    number, length = by_rank(launch_means, "kernels")[rank], by_rank(launch_means, "kernel_ns")[rank]
-    launching, python = [], []
-    if of_launches >= least:
-        if not settings.model(job).get("compiled"):
-            replays = change(
-                '`torch.compile(model, mode="reduce-overhead")` replays launches as a CUDA graph'
-                f" ({number:,.0f} kernels a step of {duration(length)} each): {duration(of_launches)} a step",
-                mode=(None, "reduce-overhead"),
-            )
-            launching.append(replays)
-        if phase == "optimizer" and settings.optimizer(job):
-            launching += _fused(job)
-    if of_python >= least:
-        python = _unknown_loader(before_forward.get(), mean_step_ns, phase)
-        functions = _functions(own_python, rank)
-        where = f", {short(str(functions['function'].iloc[0]), 80)} first" if len(functions) else ""
-        python.append(
-            change(
-                f"take the script's own Python out of the loop{where}: metrics in tensors, logging every k steps,"
-                " checks before training"
-            )
-        )
-    ordered = [*python, *launching] if of_python > of_launches else [*launching, *python]
-    return tuple(ordered) or (change("a larger batch: each kernel does more, at the same launch", numerics=True),)
-
-
-def _changes_cpu(
-    before_forward: tuple[int, float] | None, mean_step_ns: Maybe[float], job: Job, phase: str, loose: bool
-) -> tuple[Change, ...]:
-    changes = _unknown_loader(before_forward, mean_step_ns, phase)
-    if not phase and loose:
-        changes.append(
-            change("take the Python between the steps out of the loop: metrics in tensors, logging every k steps")
-        )
-    if phase == "optimizer":
-        changes += _fused(job)
-    if phase in ("forward", "backward") and not settings.model(job).get("compiled"):
-        changes.append(change("`torch.compile(model)`: fewer operators, less Python between them"))
-    return tuple(changes) or (change("find the Python that the report lists, and do it less often or in tensors"),)
-
-
-def _unknown_loader(before_forward: tuple[int, float] | None, mean_step_ns: Maybe[float], phase: str) -> list[Change]:
-    """Return the change for batches that no known loader makes: much time passes before the first forward."""
-    lead = before_forward
-    if phase or lead is None or lead[1] < NOTABLE_SHARE * mean_step_ns.get():
-        return []
-    return [
-        change(
-            f"if data comes in there, a DataLoader with workers: {duration(lead[1])} pass before the first forward, in"
-            " no loader that dlprof knows"
-        )
-    ]
-
-
-def _fused(job: Job) -> list[Change]:
-    optimizer = settings.optimizer(job)
-    now = optimizer.get("fused")
-    name = optimizer.get("class") or "the optimizer"
-    return [] if now else [change(f"`{name}(..., fused=True)` (is {now})", fused=(now, True))]
-
-
-def _evidence(mine: pd.DataFrame, rank: int) -> Panel:
-    phases = mine["phase"].replace("", "between")
-    rows = tuple(
-        (short(str(n), 120), str(p), float(ns)) for n, p, ns in zip(mine["name"], phases, mine["ns"], strict=True)
+    seen = hottest_own(hottest, rank, *doing) or (f" The device waited longest for {waited}." if waited else "")
+    in_loop = []
+    if before_forward and not phase and before_forward[1] >= NOTABLE_SHARE * mean_step_ns:
+        lead = f"{duration(before_forward[1])} pass before the first forward, in no loader that dlprof knows"
+        in_loop.append(change(f"if data comes in there, a DataLoader with workers: {lead}"))
+    if cause != ON_CPU or (not phase and in_python > 0.5 and not traced):
+        first = f", {short(functions['function'].iloc[0], 80)} first" if len(functions) else ""
+        instead = "metrics in tensors, logging every k steps, checks before training"
+        in_loop.append(change(f"take the script's own Python out of the loop{first}: {instead}"))
+    launches = _launches(job, phase, host_gains, launch_means[launch_means["rank"] == rank].iloc[0])
+    if cause != ON_CPU:
+        least = LEAST_SHARE * mean_step_ns
+        in_loop, launches = in_loop * (host_gains[SCRIPT] >= least), launches * (host_gains[LAUNCHES] >= least)
+    title, _, sure = _SAID[cause]
+    return Explanation(
+        title=title,
+        summary=f"For {duration(estimate.by_rank_ns[rank])} of {duration(mean_step_ns)} rank {rank} computes nothing"
+        f" because its host has launched nothing: {percent(in_python)} of that is Python between"
+        f" operators{longest}.{seen}",
+        changes=tuple(launches + in_loop if cause == LAUNCHES else in_loop + launches)
+        or (_LISTED if cause == ON_CPU else _LARGER,),
+        evidence=table(
+            f"The host's part of a step on rank {rank}",
+            work,
+            {"name": "what the training thread did", "phase": "phase", "ns": "time a traced step_ns"},
+        ),
+        sure=f"{sure} The profiler slows the host{_UNTRACED if traced else _SCALED}",
     )
-    columns = ("what the training thread did", "phase", "time a traced step_ns")
-    return Panel("table", f"The host's part of a step on rank {rank}", rows, columns)
 
 
-RULE = Rule(
-    "host_bound",
-    "Waiting for the host",
-    check,
-    # A host that is faster waits for its data beside the device's work.
-    saves_from=("input_wait", "host", "optimizer_host", "launch_latency", "other"),
-    notable=NOTABLE_SHARE,
-)
+def _launches(job: Job, phase: str, host_gains: Mapping[str, float], means: pd.Series[float]) -> list[Change]:
+    """Return what makes the host launch less, or at a lower cost."""
+    optimizer, compiled, changes = settings.optimizer(job), settings.model(job).get("compiled"), []
+    if not compiled and LAUNCHES in host_gains:
+        text = '`torch.compile(model, mode="reduce-overhead")` replays launches as a CUDA graph'
+        kernels = f"{means['kernels']:,.0f} kernels a step of {duration(means['kernel_ns'])} each"
+        gain = f"{duration(host_gains[LAUNCHES])} a step"
+        changes.append(change(f"{text} ({kernels}): {gain}", mode=(None, "reduce-overhead")))
+    elif not compiled and phase in ("forward", "backward"):
+        changes.append(change("`torch.compile(model)`: fewer operators, less Python between them"))
+    now = optimizer.get("fused")
+    if phase == "optimizer" and not now and (optimizer or ON_CPU in host_gains):
+        name = optimizer.get("class") or "the optimizer"
+        changes.append(change(f"`{name}(..., fused=True)` (is {now})", fused=(now, True)))
+    return changes
+
+
+RULE = Rule("host_bound", "Waiting for the host", check, explain, saves_from=SAVES_FROM, notable=NOTABLE_SHARE)

@@ -2,17 +2,14 @@
 
 A host that runs ahead keeps its device busy: kernels are queued long before they run. `.item()`, `.cpu()`, `print` of a
 tensor, a boolean mask as an index, copying from pageable memory and `torch.cuda.synchronize()` stop the host until all
-that is queued has run. When it goes on, the queue is empty, and the device has nothing to do until the host has
-launched again.
+that is queued has run. Then the queue is empty, and the device idles until the host has launched again. With an
+optimizer that is not fused, `torch.amp.GradScaler` reads a value itself in every step; the report names it.
 
 Needs a trace of a device that links launches to kernels. A wait counts where the device ran dry meanwhile. Waiting for
 copies to the device is the business of `blocking_copy` and `pageable_copy`.
 
-Saving: the traced steps replayed with nobody waiting there: the host launches on, and the device works no sooner than
-it launches. It is part of what `host_bound` finds, with a cause.
-
-With an optimizer that is not fused, `torch.amp.GradScaler` reads a value itself in every step, right before the
-optimizer's: that is told apart from what the script reads.
+Saving: the traced steps replayed without these waits: the host launches on, and the device works no sooner than it
+launches. It is part of what `host_bound` finds, with a cause.
 
 What to change: read values every k steps, or a step late; add up in tensors and read the sum; `torch.where` instead of
 masks; pinned memory and `non_blocking=True` for copies; no `torch.cuda.synchronize()` in the loop; `fused=True` in the
@@ -25,14 +22,15 @@ import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe
-from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, worst
-from dlprof.analysis.host import grad_scaler
-from dlprof.analysis.host.syncs import together
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
+from dlprof.analysis.host.panels.syncs import COLUMNS, by_python
+from dlprof.analysis.host.syncs import GRAD_SCALER, together
+from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.step.savings import saving
 from dlprof.analysis.timeline.steps import check_marked
 from dlprof.errors import NotMeasured
-from dlprof.result import Change, Panel
+from dlprof.result import Change
 from dlprof.units import digits, duration
 
 _HOST = ("host", "optimizer_host")
@@ -56,7 +54,7 @@ _CURES: dict[str, Change] = {
     "aten::copy_": change("copy from and to pinned memory, with `non_blocking=True`", non_blocking=(None, True)),
     "": change("no `torch.cuda.synchronize()` in the loop, nor timing that needs it"),
     # torch/amp/grad_scaler.py, `_maybe_opt_step`: what the optimizer takes itself is not read back.
-    grad_scaler.READS: change(
+    GRAD_SCALER: change(
         "`fused=True` in the optimizer (Adam, AdamW, SGD, Adagrad): it takes the scale itself, and `GradScaler.step`"
         " need not read back whether gradients overflowed; or bfloat16, which needs no GradScaler",
         fused=(None, True),
@@ -65,58 +63,46 @@ _CURES: dict[str, Change] = {
 
 
 def check(
-    step_means: Maybe[pd.DataFrame],
-    linked: Maybe[pd.DataFrame],
-    own_time: Maybe[pd.DataFrame],
-    breakdown: Maybe[pd.DataFrame],
-    job: Job,
+    step_means: pd.DataFrame, linked: Maybe[pd.DataFrame], own_time: pd.DataFrame, breakdown: pd.DataFrame, job: Job
 ) -> Estimate:
     """Estimate what the job would gain without such waits, from the device's idle time behind them."""
     if settings.on_cpu(job):
         raise NotMeasured("the job trains on the CPU, where reading a value waits for nothing")
-    check_marked(step_means.get())
+    check_marked(step_means)
     frame = linked.get()
-    frame = frame[frame["copied"] == ""]
-    gains = together(job, frame)
+    gains = together(job, frame[frame["copied"] == ""])
     return Estimate(
-        saving_ns=saving(own_time.get(), gains),
+        saving_ns=saving(own_time, gains),
         by_rank_ns=gains,
-        noise_ns=part_noise(breakdown.get(), *_HOST),
-        least_ns=part_least(breakdown.get(), *_HOST),
+        noise_ns=part_noise(breakdown, *_HOST),
+        least_ns=part_least(breakdown, *_HOST),
         loses="the device idles because its host waited for it",
-        explain=lambda: _explain(frame[frame["rank"] == worst(gains)].sort_values("idle_ns", ascending=False)),
     )
 
 
-def _explain(mine: pd.DataFrame) -> Explanation:
-    first, rank = mine.iloc[0], int(mine["rank"].iloc[0])
-    who = "GradScaler" if first["asked"] == grad_scaler.READS else "the script"
-    cures = dict.fromkeys(_CURES[a] for a in mine.loc[mine["idle_ns"] > 0, "asked"] if a in _CURES)
+def explain(estimate: Estimate, linked: pd.DataFrame) -> Explanation:
+    """List what waits on the rank that loses most, and what each of them can be replaced by."""
+    rank = estimate.worst
+    mine = linked[(linked["copied"] == "") & (linked["rank"] == rank)].sort_values("idle_ns", ascending=False)
+    first = mine["asked"].iloc[0]
+    cures = dict.fromkeys(_CURES[asked] for asked in mine.loc[mine["idle_ns"] > 0, "asked"] if asked in _CURES)
     return Explanation(
-        title=f"{who[0].upper()}{who[1:]} waits for its device",
+        title=f"{'GradScaler' if first == GRAD_SCALER else 'The script'} waits for its device",
         summary=f"{digits(float(mine['calls'].sum()))} times a step rank {rank} waits until its device has caught up,"
-        f" most of all in {first['asked'] or 'a call of Python'}; the device then idles for"
+        f" most of all in {first or 'a call of Python'}; the device then idles for"
         f" {duration(float(mine['idle_ns'].sum()))} a step.",
         changes=tuple(cures) or (change("find the calls that the report lists, and make them less often"),),
-        evidence=_evidence(mine, rank),
+        evidence=table(
+            f"Waits of a traced step on rank {rank}", by_python(mine), COLUMNS | {"gain_ns": "saved without_ns"}
+        ),
         sure="Estimated by replaying the traced steps without these waits.",
     )
-
-
-def _evidence(mine: pd.DataFrame, rank: int) -> Panel:
-    rows = tuple(
-        (str(asked) or "Python", str(call), float(n), *map(float, times))
-        for asked, call, n, *times in zip(
-            *(mine[c] for c in ("asked", "call", "calls", "ns", "idle_ns", "gain_ns")), strict=True
-        )
-    )
-    columns = ("by", "waits in", "times a step", "waiting a step_ns", "device then idle_ns", "saved without_ns")
-    return Panel("table", f"Waits of a traced step on rank {rank}", rows, columns)
 
 
 RULE = Rule(
     "host_sync",
     "Waiting for the device",
     check,
+    explain,
     saves_from=("input_wait", "host", "optimizer_host", "launch_latency"),
 )

@@ -1,14 +1,13 @@
 """The device has work queued, does nothing, and the work waits.
 
-A stream runs its work in order, and may be told to wait: for an event of another stream, for a function on the host,
-for memory. While all streams wait, the device idles although its host is far ahead; neither a faster host nor a faster
-device would change that.
+A stream runs its work in order, and may have to wait: for an event of another stream, a function on the host, memory.
+While all streams wait, the device idles although its host is far ahead; neither a faster host nor a faster device would
+change that.
 
 Needs a trace of a GPU that links launches to kernels. A gap counts where the work that ended it had been launched
-before the device ran dry, and which is longer than 20 µs (50 µs after a launch on an idle device). The calls before its
-launch tell what it waited for. Graphs hold nodes that no trace shows (functions on the host, memory, waits): one of
-them is what a later node of the same graph waits for. Before a graph's first node it may be that, or the kernels that
-some profilers do not record of a graph: there nothing can be said.
+before the device ran dry, from 20 µs on (50 µs after a launch on an idle device). The calls before that launch show
+what it waited for. A later node of a graph waits for nodes that no trace shows (functions on the host, memory, waits).
+What the first node waits for may be kernels that some profilers do not record of a graph: there the rule abstains.
 
 Saving: the traced steps replayed without these waits, where what they wait for is known and can be changed.
 
@@ -18,8 +17,6 @@ callbacks), or make it do less; no allocations that synchronise in the loop. For
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import pandas as pd
 
@@ -54,68 +51,54 @@ _CHANGES = {
 
 
 def check(
-    queued_waits: Maybe[pd.DataFrame],
-    mean_step_ns: Maybe[float],
-    breakdown: Maybe[pd.DataFrame],
-    own_time: Maybe[pd.DataFrame],
-    job: Job,
+    queued_waits: Maybe[pd.DataFrame], mean_step_ns: float, breakdown: pd.DataFrame, own_time: pd.DataFrame, job: Job
 ) -> Estimate:
     """Estimate what the job would gain without the queued work's waits for what most of it waits for."""
     if settings.on_cpu(job):
         raise NotMeasured("the job trains on the CPU, which has no queue")
-    frame, step = queued_waits.get(), mean_step_ns.get()
-    waits = part(breakdown.get(), "queued_wait")
-    most = max(waits.values(), default=0.0)
-    mine = frame[frame["rank"] == worst(waits)] if waits else frame
-    by_reason = mine.groupby("waits_for")["ns"].sum().sort_values(ascending=False)
+    frame, waits = queued_waits.get(), part(breakdown, "queued_wait")
+    most = waits[worst(waits)]
+    mine = frame[frame["rank"] == worst(waits)]
     gains = {
-        str(reason): _gain(queued_waits.get(), own_time.get(), str(reason))
-        for reason in by_reason.index
-        if reason in _CHANGES
+        reason: saving(own_time, by_rank(same.drop_duplicates("rank"), "gain_ns"))
+        for reason, same in frame.groupby("waits_for")
+        if reason in _CHANGES and (mine["waits_for"] == reason).any()
     }
     best = max(gains, key=lambda reason: gains[reason], default="")
     gain = gains.get(best, 0.0)
-    long = len(mine) > 0 and most >= NOTABLE_SHARE * step
-    if long and gain < max(LEAST_SHARE * step, most / 2):
+    notable = len(mine) > 0 and most >= NOTABLE_SHARE * mean_step_ns
+    if notable and gain < max(LEAST_SHARE * mean_step_ns, most / 2):
         longest = mine.iloc[0]
         raise NotMeasured(
             f"the longest wait ends with {longest['ended_by']} on stream {longest['stream']}, which"
-            f" {longest['launched_by'] or 'a call'} had launched {duration(float(longest['queued_ns']))} before; what"
-            f" it waits for is {by_reason.index[0]}"
+            f" {longest['launched_by'] or 'a call'} had launched {duration(longest['queued_ns'])} before; what it waits"
+            f" for is {longest['waits_for']}"
         )
     return Estimate(
         saving_ns=gain,
         by_rank_ns=waits,
-        noise_ns=part_noise(breakdown.get(), "queued_wait"),
-        least_ns=part_least(breakdown.get(), "queued_wait"),
+        noise_ns=part_noise(breakdown, "queued_wait"),
+        least_ns=part_least(breakdown, "queued_wait"),
         lost_ns=most,
         loses="the device idles although work is queued",
-        explain=(lambda: _explain(mean_step_ns.get(), waits, mine, best)) if long else None,
+        clear=not notable,
+        seen=best,
     )
 
 
-def _explain(mean_step_ns: float, waits: Mapping[int, float], mine: pd.DataFrame, reason: str) -> Explanation:
-    rank = worst(waits)
-    first = mine[mine["waits_for"] == reason].iloc[0]
+def explain(estimate: Estimate, queued_waits: pd.DataFrame, mean_step_ns: float) -> Explanation:
+    """Name the work that waits longest for what can be changed."""
+    rank, reason = estimate.worst, estimate.seen
+    first = queued_waits[(queued_waits["rank"] == rank) & (queued_waits["waits_for"] == reason)].iloc[0]
     return Explanation(
         title="Queued work waits",
-        summary=f"For {duration(waits[rank])} of {duration(mean_step_ns)} the device of rank {rank} idles with"
-        f" work queued; most of it before {first['ended_by']} on {first['stream']}, launched"
-        f" {duration(float(first['queued_ns']))} before it starts: it waits for {reason}.",
+        summary=f"For {duration(estimate.by_rank_ns[rank])} of {duration(mean_step_ns)} the device of rank {rank} idles"
+        f" with work queued; most of it before {first['ended_by']} on {first['stream']}, launched"
+        f" {duration(first['queued_ns'])} before it starts: it waits for {reason}.",
         changes=(_CHANGES[reason],),
-        evidence=waits_table(mine, rank),
+        evidence=waits_table(queued_waits, rank),
         sure="Estimated by replaying the traced steps without these waits.",
     )
 
 
-def _gain(queued_waits: pd.DataFrame, own_time: pd.DataFrame, reason: str) -> float:
-    mine = queued_waits[queued_waits["waits_for"] == reason].drop_duplicates("rank").dropna(subset=["gain_ns"])
-    return saving(own_time, by_rank(mine, "gain_ns"))
-
-
-RULE = Rule(
-    "queued_wait",
-    "Queued work that waits",
-    check,
-    saves_from=("queued_wait", "launch_latency"),
-)
+RULE = Rule("queued_wait", "Queued work that waits", check, explain, saves_from=("queued_wait", "launch_latency"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.panel import Picture, rows
+from dlprof.analysis.panel import Picture, table
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
 
@@ -26,21 +26,12 @@ MOST_WORKERS = 64
 
 def draw(worker_means: pd.DataFrame) -> list[Panel]:
     """List what a mean batch takes each loader worker."""
-    frame = worker_means
-    if not (frame["worker"] >= 0).any():
+    if not (worker_means["worker"] >= 0).any():
         raise NotMeasured("no loader has workers")
-
-    shown = frame.head(MOST_WORKERS)[[*_COLUMNS]]
-    return [
-        Panel(
-            "table",
-            "Loader workers: what a batch takes each",
-            rows(shown),
-            tuple(_COLUMNS.values()),
-            note="Means a batch in the steady steps; CPU time is the worker's whole process's."
-            + (f" The first {len(shown)} of {len(frame)} workers." if len(frame) > len(shown) else ""),
-        )
-    ]
+    note = "Means a batch in the steady steps; CPU time is the worker's whole process's."
+    if len(worker_means) > MOST_WORKERS:
+        note += f" The first {MOST_WORKERS} of {len(worker_means)} workers."
+    return [table("Loader workers: what a batch takes each", worker_means, _COLUMNS, MOST_WORKERS, note)]
 
 
 PICTURE = Picture(draw)

@@ -2,35 +2,33 @@
 
 PyTorch keeps freed memory for the next tensor. Where a tensor fits into none of it and the device has no more to give,
 the allocator waits for the device, gives everything unused back, and asks the device again: each of these calls takes
-as long as many kernels, and nothing is launched meanwhile. The job nearly dies, and lives on slowly.
+as long as many kernels, and nothing is launched meanwhile.
 
-Needs what PyTorch's CUDA allocator tells beside the light layer: how often it had to retry, a few times a second.
+Needs the readings of PyTorch's CUDA allocator: how often it had to retry.
 
 Saving: how much longer the steady steps between two readings with a retry are than the others, spread over all.
 
 What to change: a smaller batch or `torch.utils.checkpoint`; `PYTORCH_ALLOC_CONF=expandable_segments:True` (before torch
 2.9 `PYTORCH_CUDA_ALLOC_CONF`), which lets freed pieces of different sizes be used together; inputs of few different
-sizes (pad to buckets); no tensors kept beyond the step that made them.
+sizes (pad to buckets); no tensors kept beyond their step.
 """
 
 from __future__ import annotations
-
-import math
-from typing import Any
 
 import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
+from dlprof.analysis.panel import table
 from dlprof.errors import NotMeasured
-from dlprof.result import Change, Panel
 from dlprof.units import count, size
 
-_MOST_RANKS = 16
+_COLUMNS = {"rank": "rank", "retries": "retries", "ooms": "failed", "retried": "steps around them"}
+_COLUMNS |= {"plain": "other steps", "ns": "longer, a mean step_ns"}
 
 
-def check(retry_cost: Maybe[pd.DataFrame], memory_use: Maybe[pd.DataFrame], job: Job) -> Estimate:
+def check(retry_cost: Maybe[pd.DataFrame], job: Job) -> Estimate:
     """Estimate what the steady steps with retries take longer."""
     if settings.on_cpu(job):
         raise NotMeasured("the job trains on the CPU")
@@ -38,63 +36,46 @@ def check(retry_cost: Maybe[pd.DataFrame], memory_use: Maybe[pd.DataFrame], job:
     retries = int(frame["retries"].sum())
     if not retries:
         return nothing("no allocation had to be tried again")
+    retried = count(retries, "allocation")
     mine = frame[frame["retries"] > 0].dropna(subset=["ns"])
     if not len(mine):
-        raise NotMeasured(
-            f"{count(retries, 'allocation')} had to be tried again, so often that no steps without are there to compare"
-        )
+        raise NotMeasured(f"{retried} had to be tried again, so often that no steps without are there to compare")
     # A rank that retries holds up all that wait for it.
     cost = by_rank(mine, "ns")
-    told = mine[mine["rank"] == worst(cost)].to_dict("records")[0]
+    rank = worst(cost)
     return Estimate(
-        saving_ns=cost[told["rank"]],
+        saving_ns=cost[rank],
         by_rank_ns=cost,
-        noise_ns=float(told["noise_ns"]),
-        loses=f"is getting memory from the GPU again, for {count(retries, 'allocation')}",
-        explain=lambda: _explain(memory_use.get(), job, frame, told),
+        noise_ns=by_rank(mine, "noise_ns")[rank],
+        loses=f"is getting memory from the GPU again, for {retried}",
     )
 
 
-def _explain(memory_use: pd.DataFrame, job: Job, frame: pd.DataFrame, told: dict[Any, Any]) -> Explanation:
-    rank = int(told["rank"])
-    use = memory_use.set_index("rank").to_dict("index")[rank]
+def explain(estimate: Estimate, retry_cost: pd.DataFrame, memory_use: pd.DataFrame, job: Job) -> Explanation:
+    """Compare the steps around a retry with the others, on the rank that it costs most."""
+    rank = estimate.worst
+    cost, use = (frame.set_index("rank").to_dict("index")[rank] for frame in (retry_cost, memory_use))
     of = f" of {size(use['total_bytes'])}" if use["total_bytes"] > 0 else ""
-    failed = f" {count(told['ooms'], 'allocation')} failed." if told["ooms"] else ""
+    failed = f" {count(cost['ooms'], 'allocation')} failed." if cost["ooms"] else ""
+    variable, conf = settings.allocator(job, rank)
+    expandable = "expandable_segments:True"
+    text = f"`{variable}={expandable}` (is {conf or 'not set'})"
+    batch = settings.training_loader(job, rank).get("batch_size")
     return Explanation(
         title="PyTorch empties its cache of GPU memory again and again",
-        summary=f"On rank {rank} {count(told['retries'], 'allocation')} succeeded only after the cache was emptied,"
-        f" with {size(use['peak_reserved_bytes'])}{of} reserved; the {told['retried']} steps around them last longer"
-        f" than the {told['plain']} others.{failed}",
-        changes=_changes(job, rank),
-        evidence=_evidence(frame),
+        summary=f"On rank {rank} {count(cost['retries'], 'allocation')} succeeded only after the cache was emptied,"
+        f" with {size(use['peak_reserved_bytes'])}{of} reserved; the {cost['retried']} steps around them last longer"
+        f" than the {cost['plain']} others.{failed}",
+        changes=(
+            *([] if expandable in (conf or "") else [change(text, numerics=False, **{variable: (conf, expandable)})]),
+            change(f"a smaller batch{f' (is {batch})' if batch else ''}", numerics=True),
+            change("`torch.utils.checkpoint` on the largest blocks"),
+            change("inputs of few different sizes: pad to buckets"),
+        ),
+        evidence=table("Retries of the allocator in the steady steps", retry_cost, _COLUMNS, most=16),
         sure="Measured as the difference between steps around a retry and steps without; what else sets them apart,"
         " longer inputs for one, counts as well.",
     )
 
 
-def _changes(job: Job, rank: int) -> tuple[Change, ...]:
-    variable, conf = settings.allocator(job, rank)
-    batch = settings.training_loader(job, rank).get("batch_size")
-    changes = (
-        change(f"a smaller batch{f' (is {batch})' if batch else ''}", numerics=True),
-        change("`torch.utils.checkpoint` on the largest blocks"),
-        change("inputs of few different sizes: pad to buckets"),
-    )
-    expandable = "expandable_segments:True"
-    if expandable in (conf or ""):
-        return changes
-    said = f"`{variable}={expandable}` (is {conf or 'not set'})"
-    return (change(said, numerics=False, **{variable: (conf, expandable)}), *changes)
-
-
-def _evidence(frame: pd.DataFrame) -> Panel:
-    told = ("rank", "retries", "ooms", "retried", "plain")
-    rows = tuple(
-        (*(int(row[c]) for c in told), float(row["ns"]) if math.isfinite(row["ns"]) else None)
-        for row in frame.head(_MOST_RANKS).to_dict("records")
-    )
-    columns = ("rank", "retries", "failed", "steps around them", "other steps", "longer, a mean step_ns")
-    return Panel("table", "Retries of the allocator in the steady steps", rows, columns)
-
-
-RULE = Rule("allocator_retries", "Retries of the allocator", check)
+RULE = Rule("allocator_retries", "Retries of the allocator", check, explain)

@@ -7,8 +7,7 @@ launches what comes next. A device that runs dry in that wait has nothing to do 
 Needs a trace of a GPU run, whose copies name their memory: `Memcpy HtoD (Pinned -> Device)`. A copy counts that is
 followed by synchronising within the same operator.
 
-Saving: the traced steps replayed with nobody waiting for such copies. The copy itself takes as long as before; that it
-could run beside computation is the business of `exposed_copy`.
+Saving: the traced steps replayed with nobody waiting for such copies. They take as long as before (see `exposed_copy`).
 
 What to change: `.to(device, non_blocking=True)`. The host must then not write into that memory before the copy is done;
 a loader with `pin_memory=True` does not.
@@ -21,7 +20,7 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.compute.panels.kernels import copy_table
 from dlprof.analysis.engine import Job, Maybe
-from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.syncs import together
 from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.step.savings import saving
@@ -32,45 +31,38 @@ _HOST = ("host", "optimizer_host")
 
 
 def check(
-    linked: Maybe[pd.DataFrame],
-    own_time: Maybe[pd.DataFrame],
-    breakdown: Maybe[pd.DataFrame],
-    copies: Maybe[pd.DataFrame],
-    job: Job,
+    linked: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], breakdown: Maybe[pd.DataFrame], job: Job
 ) -> Estimate:
     """Estimate what the job would gain without waits for pinned copies, from the device's idle time behind them."""
     if settings.on_cpu(job):
         raise NotMeasured("the job trains on the CPU, where nothing is copied to a device")
-    frame = linked.get()
-    waited = frame[frame["copied"] == "pinned"]
-    if not len(waited):
+    waits = linked.get()
+    waits = waits[waits["copied"] == "pinned"]
+    if not len(waits):
         return nothing("no copy from pinned memory is waited for")
-    gains = together(job, waited)
+    gains = together(job, waits)
     return Estimate(
         saving_ns=saving(own_time.get(), gains),
         by_rank_ns=gains,
         noise_ns=part_noise(breakdown.get(), *_HOST),
         least_ns=part_least(breakdown.get(), *_HOST),
         loses="the device idles because the script waited for a copy",
-        explain=lambda: _explain(copies.get(), job, waited, worst(gains)),
+        seen=waits,
     )
 
 
-def _explain(copies: pd.DataFrame, job: Job, waited: pd.DataFrame, rank: int) -> Explanation:
-    mine = waited[waited["rank"] == rank]
+def explain(estimate: Estimate, copies: pd.DataFrame, job: Job) -> Explanation:
+    """Count the waits of the rank that they cost most."""
+    rank = estimate.worst
+    calls, ns, idle_ns = estimate.seen.loc[estimate.seen["rank"] == rank, ["calls", "ns", "idle_ns"]].sum()
     pin = settings.training_loader(job, rank).get("pin_memory")
-    said = f" (`pin_memory` is {pin})" if pin is not None else ""
+    now = f" (`pin_memory` is {pin})" if pin is not None else ""
+    call = f"`batch = batch.to(device, non_blocking=True)`{now}, for inputs and labels alike"
     return Explanation(
         title="The script waits for copies from pinned memory",
-        summary=f"{digits(float(mine['calls'].sum()))} times a step rank {rank} waits until a copy from pinned memory"
-        f" is done, {duration(float(mine['ns'].sum()))} a step; the device then idles for"
-        f" {duration(float(mine['idle_ns'].sum()))}.",
-        changes=(
-            change(
-                f"`batch = batch.to(device, non_blocking=True)`{said}, for inputs and labels alike",
-                non_blocking=(None, True),
-            ),
-        ),
+        summary=f"{digits(calls)} times a step rank {rank} waits until a copy from pinned memory is done,"
+        f" {duration(ns)} a step; the device then idles for {duration(idle_ns)}.",
+        changes=(change(call, non_blocking=(None, True)),),
         evidence=copy_table(copies, rank),
         sure="Estimated by replaying the traced steps without these waits.",
     )
@@ -80,5 +72,6 @@ RULE = Rule(
     "blocking_copy",
     "Waiting for copies from pinned memory",
     check,
+    explain,
     saves_from=("input_wait", "host", "optimizer_host", "launch_latency"),
 )

@@ -1,14 +1,14 @@
 """Copies between host and device run while nothing else does, though their memory would let them overlap.
 
-A copy from pinned memory can run beside computation: on a stream of its own, one batch ahead. Where it is issued on the
+Computation can hide a copy from pinned memory: on a stream of its own, one batch ahead. Where it is issued on the
 computing stream, or waited for at once, the device only copies.
 
 Needs a trace of a GPU run that links launches to kernels. Copies from pageable memory to the device are the business of
 `pageable_copy` and are left out here.
 
 Saving: that of the way on which most is exposed, for that is what the change is for. The traced steps replayed with
-these copies on a stream of their own, as far as there is computation to hide them behind; on the way back and within
-the device, without them.
+these copies on a stream of their own, as far as there is computation to hide them; on the way back and within the
+device, without them.
 
 What to change: `non_blocking=True`, and prefetch the next batch on a side stream while this one computes; on the way
 back (`.cpu()`, `.item()`, `.tolist()`), copy rarely and into pinned memory. Copies within the device are kernels' work
@@ -17,12 +17,14 @@ in disguise: `contiguous()` and dtype changes that a better layout avoids.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 
 from dlprof.analysis.compute.panels.kernels import copy_table
 from dlprof.analysis.engine import Maybe, by_rank
-from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
-from dlprof.analysis.memory.copies import PINNED, hideable
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.memory.copies import from_pageable, hideable
 from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.step.savings import saving
 from dlprof.units import count, duration
@@ -30,14 +32,8 @@ from dlprof.units import count, duration
 _WAY = {"HtoD": "to the device", "DtoH": "from the device", "DtoD": "within the device", "PtoP": "between devices"}
 
 _CHANGES = {
-    "HtoD": change(
-        "`non_blocking=True`, and copy the next batch on a side stream while this one computes",
-        non_blocking=(None, True),
-    ),
-    "DtoH": change(
-        "copy results back every k steps, not every step; into pinned memory with `non_blocking=True`",
-        non_blocking=(None, True),
-    ),
+    "HtoD": "`non_blocking=True`, and copy the next batch on a side stream while this one computes",
+    "DtoH": "copy results back every k steps, not every step; into pinned memory with `non_blocking=True`",
 }
 
 
@@ -45,12 +41,12 @@ def check(
     copies: pd.DataFrame, copy_gains: Maybe[pd.DataFrame], breakdown: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame]
 ) -> Estimate:
     """Estimate what hiding or leaving out the exposed copies would gain, but for those from pageable memory."""
-    able = copies[(copies["copy"] != "HtoD") | (copies["memory"] != "pageable")]
+    able = copies[~from_pageable(copies)]
     if not len(able):
         return nothing("no copies of more than a few bytes but those from pageable memory")
     way = str(able.groupby("copy")["exposed_ns"].sum().idxmax())
     gains = copy_gains.get()
-    gone = by_rank(gains[(gains["copy"] == way) & (gains["change"] != PINNED)], "gain_ns")
+    gone = by_rank(gains[(gains["copy"] == way) & ~from_pageable(gains)], "gain_ns")
     if way == "HtoD":
         gone = hideable(breakdown.get(), copies, gone)
     return Estimate(
@@ -58,20 +54,23 @@ def check(
         by_rank_ns=gone,
         noise_ns=part_noise(breakdown.get(), "copy"),
         least_ns=part_least(breakdown.get(), "copy"),
-        loses=f"copies data {_WAY.get(way, way)}, with nothing beside it",
-        explain=lambda: _explain(copies, able[able["copy"] == way], way, worst(gone)),
+        loses=f"copies data {_WAY.get(way, way)}, and computes nothing meanwhile",
+        seen=(way, able[able["copy"] == way]),
     )
 
 
-def _explain(frame: pd.DataFrame, copied: pd.DataFrame, way: str, rank: int) -> Explanation:
-    mine = copied[copied["rank"] == rank]
-    where = _WAY.get(way, way)
+def explain(estimate: Estimate, copies: pd.DataFrame) -> Explanation:
+    """Show how many the copies on the most exposed way are, and how long, on the rank that they cost most."""
+    way, copied = estimate.seen
+    number, ns, exposed = copied.loc[copied["rank"] == estimate.worst, ["count", "copy_ns", "exposed_ns"]].sum()
+    settings: Any = {"non_blocking": (None, True)} if way in _CHANGES else {}
+    where, text = _WAY.get(way, way), _CHANGES.get(way, "avoid the copy: a layout or dtype that both sides share")
     return Explanation(
         title=f"Copies {where} are not hidden",
-        summary=f"{count(float(mine['count'].sum()), 'copy')} a step {where} take {duration(mine['copy_ns'].sum())},"
-        f" {duration(mine['exposed_ns'].sum())} of it with the device doing nothing else.",
-        changes=(_CHANGES.get(way) or change("avoid the copy: a layout or dtype that both sides share"),),
-        evidence=copy_table(frame, rank),
+        summary=f"{count(number, 'copy')} a step {where} take {duration(ns)}, {duration(exposed)} of it with the device"
+        " doing nothing else.",
+        changes=(change(text, **settings),),
+        evidence=copy_table(copies, estimate.worst),
         sure="Estimated by replaying the traced steps without these copies on the stream that computes.",
     )
 
@@ -80,6 +79,7 @@ RULE = Rule(
     "exposed_copy",
     "Copies that nothing hides",
     check,
+    explain,
     saves_from=("copy", "input_wait", "host", "launch_latency"),
     notable=0.03,  # as for copies from pageable memory
 )

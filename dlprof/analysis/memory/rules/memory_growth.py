@@ -3,42 +3,34 @@
 Something keeps what each step makes: losses that are kept with their graphs, outputs in a list, a cache without limit,
 samples that a data set collects. No step becomes slower by it, until the memory is used up and the job dies.
 
-Needs what is sampled beside the job of a rank's process, its children and the host's memory, or what PyTorch's CUDA
-allocator tells a few times a second. Growing is told from filling: what the least of each part of the time was must
-rise throughout, and in the second half still as in the first. Memory that is mapped from files does not count. What
-forked workers copy of their parent's memory as they touch it does not show in their own figures.
+Needs samples of a rank's process, its children and the host's memory, or the readings of PyTorch's CUDA allocator.
+Memory grows where its floor rises throughout, in the second half still as in the first: what fills does not. Memory
+mapped from files does not count, nor what forked workers copy of their parent's memory as they touch it.
 
-Saving: none. The finding tells when memory will be used up if it goes on so, and speaks where that is within two days,
-and no more than 48 times as far as it was seen to grow: an allocator that finds no use for what was freed, in pieces,
-grows for minutes as well, and then no more.
+Saving: none. The finding predicts when memory will be used up at this rate. It is reported where that is within two
+days, and no more than 48 times as far as it was seen to grow: an allocator that finds no use for freed memory, in
+pieces, grows for minutes as well, and then no more.
 
-What to change: keep numbers, not tensors (`loss.item()` every k steps, `loss.detach()`); bound the caches of data sets;
-`dlprof wrap --memory` records which lines allocated what is held on a GPU, for pytorch.org/memory_viz; on the host
-`tracemalloc` or memray tell.
+What to change: keep numbers, not tensors (`loss.item()` every k steps, `loss.detach()`); bound the caches of data sets.
+Which lines allocated it, `dlprof wrap --memory` records on a GPU, `tracemalloc` or memray on the host.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pandas as pd
 
-from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
+from dlprof.analysis.panel import points
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
 from dlprof.units import count, digits, duration, size
 
-# A choice: about as long as clusters let one job run. What lasts longer will not end this job.
-HORIZON_S = 48 * 3600
-
-# And no further than this many times what was seen: as two days are told from an hour.
-FORESEEN = 48
-
-# Enough for any screen.
-MOST_POINTS = 200
+HORIZON_S = 48 * 3600  # a choice: about as long as clusters let one job run; what lasts longer will not end this one
+FORESEEN = 48  # and no further than this many times what was seen: as two days are predicted from an hour
+MOST_POINTS = 200  # enough for any screen
 
 _WHAT = {"device": "PyTorch's memory on the GPU", "process": "the process's memory", "workers": "its workers' memory"}
 
@@ -49,7 +41,7 @@ _CURES = {
     ),
     "process": (
         "find what each step appends to (losses with their graph, outputs, logs): keep numbers, not tensors",
-        "`tracemalloc`, or memray, tells which lines allocated it",
+        "`tracemalloc`, or memray, shows which lines allocated it",
     ),
     "workers": (
         "bound what the data set or its collate function keeps from sample to sample: each worker has its own copy",
@@ -57,89 +49,49 @@ _CURES = {
 }
 
 
-def check(
-    memory_growth: pd.DataFrame,
-    mean_step_ns: Maybe[float],
-    memory_series: Maybe[pd.DataFrame],
-    sample_series: Maybe[pd.DataFrame],
-    job: Job,
-) -> Estimate:
+def check(memory_ends: pd.DataFrame, mean_step_ns: Maybe[float]) -> Estimate:
     """Estimate when the memory is used up in which something grows."""
-    frame = memory_growth
-    grows = frame[frame["grows"] == 1]
+    grows = memory_ends[memory_ends["grows"] == 1]
     if not len(grows):
-        return Estimate(scope="risk", summary=f"what is held does not grow: {_held(frame)}")
-    rows = {(int(row["rank"]), str(row["what"])): row for row in grows.to_dict("records")}
-    left = {key: _left(job, frame, row) for key, row in rows.items()}
-    ends = {key: max(n, 0.0) / _together(job, grows, rows[key]) for key, n in left.items() if math.isfinite(n)}
-    if not ends:
+        most = memory_ends.groupby("what", sort=False)["last_bytes"].max()
+        held = ", ".join(f"{_WHAT[str(what)]} is {size(n)}" for what, n in most.items() if n)
+        return Estimate(scope="risk", summary=f"what is held does not grow: {held}", clear=True)
+    if grows["steps"].isna().all():
         raise NotMeasured("memory grows, but how much of it is left was not read")
-    key = min(ends, key=lambda k: ends[k])
-    row, what, steps = rows[key], _WHAT[key[1]], ends[key]
-    seconds = steps * mean_step_ns.get() / 1e9
+    first = grows.sort_values("steps", kind="stable").to_dict("records")[0]
+    what, seconds = _WHAT[first["what"]], first["steps"] * mean_step_ns.get() / 1e9
     if seconds > HORIZON_S:
-        return Estimate(scope="risk", summary=f"{what} grows, and would last for {digits(seconds / 3600)} h")
-    grown = float(row["last_bytes"] - row["first_bytes"])
-    seen = grown / float(row["per_step"])
-    if steps > FORESEEN * seen:
+        summary = f"{what} grows, and would last for {digits(seconds / 3600)} h"
+        return Estimate(scope="risk", summary=summary, clear=True)
+    grown = first["last_bytes"] - first["first_bytes"]
+    seen = grown / first["per_step"]
+    if first["steps"] > FORESEEN * seen:
         raise NotMeasured(
             f"{what} grew by {size(grown)} in {count(round(seen), 'step')}, which may be what its allocator keeps; it"
             f" would last for {_when(seconds)}: record more steps"
         )
-    return Estimate(
-        scope="risk",
-        # It costs no time: what counts is which ranks it names.
-        by_rank_ns=dict.fromkeys((rank for rank, _ in rows), 1.0),
-        explain=lambda: _explain(mean_step_ns.get(), memory_series, sample_series, row, left[key], steps),
-    )
+    # It costs no time: what counts is which ranks it names.
+    return Estimate(scope="risk", by_rank_ns=dict.fromkeys(grows["rank"].tolist(), 1.0), seen=first)
 
 
-def _explain(
-    mean_step_ns: float,
-    memory_series: Maybe[pd.DataFrame],
-    sample_series: Maybe[pd.DataFrame],
-    row: dict[Any, Any],
-    left: float,
-    steps: float,
+def explain(
+    estimate: Estimate, mean_step_ns: float, memory_series: Maybe[pd.DataFrame], sample_series: Maybe[pd.DataFrame]
 ) -> Explanation:
-    step, what = mean_step_ns, str(row["what"])
-    when = _when(steps * step / 1e9)
+    """Predict when it is used up, and draw what was read."""
+    row, on_device = estimate.seen, estimate.seen["what"] == "device"
+    when = _when(row["steps"] * mean_step_ns / 1e9)
     return Explanation(
         title=f"Memory grows, and is used up in {when}",
-        summary=f"On rank {row['rank']} {_WHAT[what]} grew from {size(row['first_bytes'])} to"
-        f" {size(row['last_bytes'])}, by {size(row['per_step'])} a step of {duration(step)}; {size(left)} are left"
-        f" {'on the GPU' if what == 'device' else 'on the host'}, enough for {steps:,.0f} steps.",
+        summary=f"On rank {row['rank']} {_WHAT[row['what']]} grew from {size(row['first_bytes'])} to"
+        f" {size(row['last_bytes'])}, by {size(row['per_step'])} a step of {duration(mean_step_ns)};"
+        f" {size(row['left_bytes'])} are left {'on the GPU' if on_device else 'on the host'}, enough for"
+        f" {row['steps']:,.0f} steps.",
         verdict=f"Memory grows from step to step, and is used up in {when}.",
-        changes=tuple(map(change, _CURES[what])),
-        evidence=_evidence(memory_series, sample_series, int(row["rank"]), row),
+        changes=tuple(map(change, _CURES[row["what"]])),
+        evidence=_read((memory_series if on_device else sample_series).get(), row),
         sure="The rate of the steady steps, taken to go on."
-        + ("" if what == "device" else " A container, or a queue's limit, may leave less than the host has."),
+        + ("" if on_device else " A container, or a queue's limit, may leave less than the host has."),
     )
-
-
-def _held(frame: pd.DataFrame) -> str:
-    most = frame.groupby("what", sort=False)["last_bytes"].max()
-    return ", ".join(f"{_WHAT[str(w)]} is {size(float(n))}" for w, n in most.items() if n)
-
-
-def _left(job: Job, frame: pd.DataFrame, row: dict[Any, Any]) -> float:
-    """Return the bytes left to what grows; a host's are read with its first rank."""
-    if row["what"] == "device":
-        return float(row["left_bytes"])
-    return float(frame.loc[_on_host(job, frame, row["rank"]), "left_bytes"].min())
-
-
-def _together(job: Job, grows: pd.DataFrame, row: dict[Any, Any]) -> float:
-    """Return the bytes a step by which all grows that shares the same memory."""
-    if row["what"] == "device":
-        return float(row["per_step"])
-    return float(grows.loc[_on_host(job, grows, row["rank"]), "per_step"].sum())
-
-
-def _on_host(job: Job, frame: pd.DataFrame, rank: int) -> pd.Series[bool]:
-    """Return which rows are of the memory of a rank's host."""
-    host = settings.host(job, rank)
-    return (frame["what"] != "device") & (frame["rank"].map(lambda r: settings.host(job, r)) == host)
 
 
 def _when(seconds: float) -> str:
@@ -149,22 +101,16 @@ def _when(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _evidence(
-    memory_series: Maybe[pd.DataFrame], sample_series: Maybe[pd.DataFrame], rank: int, row: dict[Any, Any]
-) -> Panel:
-    title = f"{_WHAT[row['what']].capitalize()}, rank {rank}".replace("Pytorch", "PyTorch").replace("gpu", "GPU")
+def _read(series: pd.DataFrame, row: dict[Any, Any]) -> Panel:
+    """Draw the readings of what grows: the allocator's by step, samples by time."""
+    mine = series[series["rank"] == row["rank"]]
     if row["what"] == "device":
-        series = memory_series.get()
-        mine = series[series["rank"] == rank][["step", "allocated_bytes"]]
-        x = "step"
+        x, held = "step", mine.set_index("step")[["allocated_bytes"]]
     else:
-        series = sample_series.get()
-        mine = series[(series["rank"] == rank) & (series["metric"] == row["metric"])][["at_ns", "value"]]
-        mine = mine.assign(at_ns=mine["at_ns"] - mine["at_ns"].min())
-        x = "time_ns"
-    mine = mine.iloc[:: -(-len(mine) // MOST_POINTS) or 1]
-    rows = tuple((int(at), float(held)) for at, held in mine.to_numpy())
-    return Panel("lines", title, rows, (x, "held"), unit="bytes")
+        mine = mine[mine["metric"] == row["metric"]]
+        x, held = "time_ns", mine.set_index(mine["at_ns"] - mine["at_ns"].min())[["value"]]
+    title = f"{_WHAT[row['what']][0].upper()}{_WHAT[row['what']][1:]}, rank {row['rank']}"
+    return Panel("lines", title, points(held.iloc[:: -(-len(held) // MOST_POINTS) or 1]), (x, "held"), unit="bytes")
 
 
-RULE = Rule("memory_growth", "Memory that grows", check)
+RULE = Rule("memory_growth", "Memory that grows", check, explain)

@@ -3,13 +3,11 @@
 The device can only read memory that the system may not move. A copy from ordinary (pageable) memory is staged through a
 small pinned buffer, piece by piece: it is slower, it holds the training thread, and it cannot overlap with computation.
 
-Needs a trace of a GPU run, whose copies name their memory: `Memcpy HtoD (Pageable -> Device)`, and which links launches
-to kernels.
+Needs a trace of a GPU run that links launches to kernels; its copies are named `Memcpy HtoD (Pageable -> Device)`.
 
-Saving: the traced steps replayed with copies that take as long as from pinned memory, and that nobody waits for. How
-fast those are, other copies of this trace tell, or the link that a GPU of this name has; where neither does, they are
-taken to be as slow as now. Such a copy still keeps its place on the stream that computes: what hiding it behind
-computation would give on top is the business of `exposed_copy`, once its memory is pinned.
+Saving: the traced steps replayed with copies that take as long as from pinned memory, and that nobody waits for. Their
+rate is that of other copies of this trace, or of the link that a GPU of this name has; else they are as slow as now.
+They keep their place on the stream that computes; hiding them as well is the business of `exposed_copy`.
 
 What to change: `pin_memory=True` on the DataLoader, and `.to(device, non_blocking=True)` for the batch. Memory that
 does not come from a loader: `tensor.pin_memory()` once, outside the loop.
@@ -22,56 +20,51 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.compute.panels.kernels import copy_table
 from dlprof.analysis.engine import Job, Maybe, by_rank
-from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
-from dlprof.analysis.memory.copies import PINNED
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.memory.copies import from_pageable
 from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.step.savings import saving
 from dlprof.units import count, duration, size
 
 
 def check(
-    copies: pd.DataFrame,
-    copy_gains: Maybe[pd.DataFrame],
-    own_time: Maybe[pd.DataFrame],
-    breakdown: Maybe[pd.DataFrame],
-    job: Job,
+    copies: pd.DataFrame, copy_gains: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], breakdown: Maybe[pd.DataFrame]
 ) -> Estimate:
     """Estimate what the job would gain if its copies from pageable memory came from pinned memory."""
-    to_device = copies[copies["copy"] == "HtoD"]
-    if not (to_device["memory"] == "pageable").any():
-        return nothing(
-            f"{count(float(to_device['count'].sum()), 'copy')} a step to the device, none from pageable memory"
-        )
+    if not from_pageable(copies).any():
+        number = copies.loc[copies["copy"] == "HtoD", "count"].sum()
+        return nothing(f"{count(number, 'copy')} a step to the device, none from pageable memory")
     gains = copy_gains.get()
-    gone = by_rank(gains[gains["change"] == PINNED], "gain_ns")
+    gone = by_rank(gains[from_pageable(gains)], "gain_ns")
     return Estimate(
         saving_ns=saving(own_time.get(), gone),
         by_rank_ns=gone,
         noise_ns=part_noise(breakdown.get(), "copy"),
         least_ns=part_least(breakdown.get(), "copy"),
         loses="copies batches from pageable memory",
-        explain=lambda: _explain(job, copies, worst(gone)),
     )
 
 
-def _explain(job: Job, frame: pd.DataFrame, rank: int) -> Explanation:
-    mine = frame[(frame["rank"] == rank) & (frame["copy"] == "HtoD") & (frame["memory"] == "pageable")]
-    copied, took, moved, exposed = (float(mine[c].sum()) for c in ("count", "copy_ns", "bytes", "exposed_ns"))
-    of = f"{size(moved)} in " if moved >= 0 else ""
-    rate = f", {size(moved / took * 1e9)}/s" if moved > 0 and took > 0 else ""
+def explain(estimate: Estimate, copies: pd.DataFrame, job: Job) -> Explanation:
+    """Show how many these copies are, and how slow, on the rank that they cost most."""
+    rank = estimate.worst
+    mine = copies[from_pageable(copies) & (copies["rank"] == rank)]
+    copied, ns, moved, exposed = mine[["count", "copy_ns", "bytes", "exposed_ns"]].sum()
+    moved_in = f"{size(moved)} in " if moved >= 0 else ""
+    rate = f", {size(moved / ns * 1e9)}/s" if moved > 0 and ns > 0 else ""
     pin = settings.training_loader(job, rank).get("pin_memory")
-    said = f" (is {pin})" if pin is not None else ""
+    now = f" (is {pin})" if pin is not None else ""
     return Explanation(
         title="Batches are copied to the device from pageable memory",
-        summary=f"{of}{count(copied, 'copy')} a step take {duration(took)}{rate},"
-        f" {duration(exposed)} of it with the device doing nothing else.",
+        summary=f"{moved_in}{count(copied, 'copy')} a step take {duration(ns)}{rate}, {duration(exposed)} of it with"
+        " the device doing nothing else.",
         changes=(
             change("`tensor.pin_memory()` for what is not the loader's")
             if pin is True
-            else change(f"`DataLoader(..., pin_memory=True)`{said}", pin_memory=(pin, True)),
+            else change(f"`DataLoader(..., pin_memory=True)`{now}", pin_memory=(pin, True)),
             change("`batch = batch.to(device, non_blocking=True)`", non_blocking=(None, True)),
         ),
-        evidence=copy_table(frame, rank),
+        evidence=copy_table(copies, rank),
         sure="Estimated by replaying the traced steps with copies as fast as from pinned memory, and not waited for.",
     )
 
@@ -80,6 +73,7 @@ RULE = Rule(
     "pageable_copy",
     "Copies from pageable memory",
     check,
+    explain,
     saves_from=("copy", "input_wait", "host", "optimizer_host", "launch_latency"),
     notable=0.03,  # from where the analysis tools of NVIDIA and AMD advise a change of exposed pageable copies
 )

@@ -1,4 +1,4 @@
-"""One step of a pipeline."""
+"""One step of a pipeline, the idle share of each of its ranks, and how long its stages take."""
 
 from __future__ import annotations
 
@@ -6,61 +6,100 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis import intervals as iv
-from dlprof.analysis.panel import Picture
-from dlprof.analysis.pipeline.pipeline import SCHEDULE
+from dlprof.analysis.engine import Maybe
+from dlprof.analysis.panel import MOST_RANKS, Picture, table
+from dlprof.analysis.pipeline.chunks import SCHEDULE
+from dlprof.analysis.pipeline.schedules import short
+from dlprof.analysis.timeline import host
 from dlprof.result import Panel
+from dlprof.units import count, duration
 
-# A gap between two chunks below this share of the step is only their handing over.
-LEAST_GAP = 1 / 500
+LEAST_GAP = 1 / 500  # of the step: a shorter gap between two chunks is only their handing over
+_MOST_ROWS = 4 * MOST_RANKS
+
+_BUBBLES = {c: c for c in ("rank", "idle_ns", "schedule_ns", "imbalance_ns")} | {
+    "communication_ns": "handing over_ns",
+    "launch_ns": "launching_ns",
+    "bubble": "bubble_share",
+    "simulated": "simulated_share",
+    "scheduled": "even stages_share",
+    "closed": "formula_share",
+}
+_STAGES = {c: c for c in ("stage", "rank", "forward_ns", "backward_ns")} | {"relative": "of the mean stage_times"}
 
 
-def draw(bubbles: pd.DataFrame, pipeline_chunks: pd.DataFrame) -> list[Panel]:
-    """Draw one step of the first pipeline, a lane a stage."""
-    return [gantt(bubbles, pipeline_chunks, str(bubbles["ranks"].iloc[0]))]
+def draw(
+    bubbles: pd.DataFrame, pipeline_chunks: Maybe[pd.DataFrame], stage_lengths: Maybe[pd.DataFrame]
+) -> list[Panel]:
+    """Draw one step of the first pipeline, and tabulate every rank's bubble and its causes, and the stages' lengths."""
+    chunks, stages = pipeline_chunks.or_none(), stage_lengths.or_none()
+    return [
+        *([] if chunks is None else [gantt(bubbles, chunks, bubbles["ranks"].iloc[0])]),
+        _bubbles(bubbles),
+        *([] if stages is None else [_stages(stages)]),
+    ]
 
 
 def gantt(bubbles: pd.DataFrame, pipeline_chunks: pd.DataFrame, ranks: str) -> Panel:
     """Draw one step of the pipeline of some ranks, as `pipeline` has them: a lane a stage, and what it worked on."""
     mine = bubbles[bubbles["ranks"] == ranks]
-    frame = pipeline_chunks
-    frame = frame[frame["rank"].isin(mine["rank"]) & (frame["action"] != SCHEDULE) & (frame["call"] == 0)]
+    frame = pipeline_chunks[pipeline_chunks["rank"].isin(mine["rank"])]
+    frame = frame[(frame["action"] != SCHEDULE) & (frame["call"] == 0)]
     # The first step that most ranks have; where there are many ranks, each writes fewer.
-    step = int(str(frame.groupby("step")["rank"].nunique().idxmax()))
+    step = frame.groupby("step")["rank"].nunique().idxmax()
     frame = frame[frame["step"] == step].sort_values(["stage", "start_ns"], kind="stable")
-    zero = int(frame["start_ns"].min())
-    rows = tuple(
-        (f"stage {stage} · rank {rank}", int(start) - zero, int(dur), str(which) if which >= 0 else action, str(action))
-        for stage, rank, start, dur, which, action in zip(
-            frame["stage"],
-            frame["rank"],
-            frame["start_ns"],
-            frame["dur_ns"],
-            frame["microbatch"],
-            frame["action"],
-            strict=True,
-        )
-    )
-    rows += _idle(frame, zero)
-    count = bubbles["ranks"].nunique()
-    note = f"One of {count} pipelines that run side by side." if count > 1 else ""
-    schedule = str(mine["schedule"].iloc[0]).removeprefix("Schedule")
-    return Panel("timeline", f"Pipeline, {schedule}: the micro-batches of step {step}", rows, unit="ns", note=note)
+    frame = frame.assign(start_ns=frame["start_ns"] - frame["start_ns"].min())
+    columns = ["stage", "rank", "start_ns", "dur_ns", "microbatch", "action"]
+    rows = [
+        (_lane(*at), start, dur, str(which) if which >= 0 else action, action)
+        for *at, start, dur, which, action in frame[columns].itertuples(index=False, name=None)
+    ]
+    pipelines = bubbles["ranks"].nunique()
+    note = f"One of {pipelines} pipelines that run side by side." if pipelines > 1 else ""
+    title = f"Pipeline, {short(mine['schedule'].iloc[0])}: the micro-batches of step {step}"
+    return Panel("timeline", title, (*rows, *_idle(frame)), unit="ns", note=note)
 
 
-def _idle(frame: pd.DataFrame, zero: int) -> tuple[tuple[str, int, int, str, str], ...]:
+def _idle(frame: pd.DataFrame) -> list[tuple[str, int, int, str, str]]:
     """Return what is between chunks: where a rank works on none of its stages, each of their lanes has its bubble."""
     frame = frame[frame["stage"] >= 0]
     end = int((frame["start_ns"] + frame["dur_ns"]).max())
-    step = np.array([[zero, end]], dtype=np.int64)
-    rows = []
+    step, rows = np.array([[0, end]], dtype=np.int64), []
     for rank, mine in frame.groupby("rank"):
-        start = mine["start_ns"].to_numpy()
-        left = iv.subtract(step, iv.union(start, start + mine["dur_ns"].to_numpy()))
-        left = left[left[:, 1] - left[:, 0] >= LEAST_GAP * (end - zero)]
-        for stage in sorted(mine["stage"].unique()):
-            lane = f"stage {stage} · rank {rank}"
-            rows += [(lane, int(a) - zero, int(b - a), "bubble", "pipeline_bubble") for a, b in left]
-    return tuple(rows)
+        gaps = [(a, b - a) for a, b in iv.subtract(step, host.cover(mine)).tolist() if b - a >= LEAST_GAP * end]
+        for stage in np.unique(mine["stage"]):
+            rows += [(_lane(stage, rank), *gap, "bubble", "pipeline_bubble") for gap in gaps]
+    return rows
+
+
+def _lane(stage: int, rank: object) -> str:
+    return f"stage {stage} · rank {rank}"
+
+
+def _bubbles(bubbles: pd.DataFrame) -> Panel:
+    frame = bubbles.sort_values(["ranks", "rank"]).assign(idle_ns=bubbles["step_ns"] * bubbles["bubble"])
+    first = frame.iloc[0]
+    note = (
+        f"{short(first['schedule'])}, {count(int(first['microbatches']), 'micro-batch')},"
+        f" {count(int(first['chunks']), 'stage')} a rank, a step of {duration(first['step_ns'])}. The idle time is the"
+        " sum of the four columns after it; a stage longer than the others is idle for less, and its imbalance is"
+        " negative. The bubble is the idle share: measured; simulated with the measured chunks, launching and handing"
+        " over for nothing; the same with stages and micro-batches alike; by the formula of the schedule."
+        f"{_first(len(frame), 'ranks')}"
+    )
+    return table("Pipeline bubbles", frame, _BUBBLES, _MOST_ROWS, note)
+
+
+def _stages(stage_lengths: pd.DataFrame) -> Panel:
+    frame = stage_lengths[stage_lengths["ranks"] == stage_lengths["ranks"].iloc[0]]
+    frame = frame.assign(relative=frame["stage_ns"] / (frame["stage_ns"].mean() or np.nan))
+    saved = max(0.0, float(frame["saved_ns"].iloc[0]))
+    note = f"The mean of a micro-batch. Replayed with even stages, the step would be {duration(saved)} shorter."
+    return table("Pipeline stages", frame, _STAGES, _MOST_ROWS, note + _first(len(frame), "stages"))
+
+
+def _first(there: int, what: str) -> str:
+    return f" The first {_MOST_ROWS} of {there} {what}." if there > _MOST_ROWS else ""
 
 
 PICTURE = Picture(draw)

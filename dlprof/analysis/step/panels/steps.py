@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import Job, Maybe, MeasureFailed
+from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.panel import MOST_RANKS, PHASES, Picture, points
 from dlprof.analysis.step.run_clock import began_ns
 from dlprof.errors import NotMeasured
@@ -17,11 +15,9 @@ from dlprof.units import count, duration
 # Points of the parts of the steps: each the mean of as many steps as it takes.
 MOST_POINTS = 300
 
-# What is pointed at: stalls from this share of the mean step on, the longest of them.
+# What is marked, of each kind so many: stalls from this share of the mean step on, the longest of them.
 LEAST_STALL = 0.1
-MOST_STALLS = 40
-MOST_EPOCHS = 40
-MOST_RESUMED = 40
+MOST_MARKS = 40
 MOST_BARS = 60
 
 Mark = tuple[float, str, str]
@@ -42,7 +38,11 @@ def draw(
     if train["profiled"].all():
         return [_durations(train, None, ())]
     at = step_times.get()
-    return [_durations(train, at, _marks(first_times.get(), stalled_steps, job, step_series, at)), *_parts(train, at)]
+    began = began_ns(first_times.get(), step_series["start_ns"].min())
+    resumed = sorted({at - began for rank in job.run.ranks for at in rank.resumed_ns})[:MOST_MARKS]
+    marks = _marks(step_series, at) + _stall_marks(stalled_steps.or_none(), at, step_series)
+    marks += [(float(n), "the job went on after it was stopped", "suspended") for n in resumed if 0 < n < at.max()]
+    return [_durations(train, at, tuple(sorted(marks))), *_parts(train, at)]
 
 
 def _durations(train: pd.DataFrame, at: pd.Series[float] | None, marks: tuple[Mark, ...]) -> Panel:
@@ -51,20 +51,22 @@ def _durations(train: pd.DataFrame, at: pd.Series[float] | None, marks: tuple[Ma
         table = pd.DataFrame({"mean of ranks": table.mean(axis=1), "slowest rank": table.max(axis=1)})
     else:
         table.columns = pd.Index([f"rank {r}" for r in table.columns])
-    slowed = train.groupby("step")["profiled"].max().astype(int) > 0
-    note = ""
+    slowed, note = train.groupby("step")["profiled"].max() > 0, ""
     if slowed.any() and not slowed.all():
-        stretches = slowed.index.to_series().groupby((slowed != slowed.shift()).cumsum()).agg(["first", "last"])
-        found = [(a, b) for a, b in stretches.itertuples(index=False, name=None) if slowed[a]]
-        told = [f"{a}" if a == b else f"{a} to {b}" for a, b in found]
-        note = f"{'Step' if told == [str(found[0][0])] else 'Steps'} {' and '.join(told)}: slowed by what was recorded."
-    over = "step"
-    steps: tuple[int, ...] = ()
+        stretches = [(run.index[0], run.index[-1]) for run in _stretches(slowed)]
+        named = " and ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in stretches)
+        note = f"Step{'s' if slowed.sum() > 1 else ''} {named}: slowed by what was recorded."
+    over, steps = "step", ()
     if at is not None:
-        steps = tuple(int(str(n)) for n in table.index)
-        over, table = "time_ns", table.set_axis(pd.Index(at[table.index]), axis=0)
+        over, steps = "time_ns", tuple(table.index.tolist())
+        table = table.set_axis(pd.Index(at[table.index]), axis=0)
     columns = (over, *map(str, table.columns))
     return Panel("lines", "Steps over the run", points(table), columns, unit="ns", note=note, marks=marks, steps=steps)
+
+
+def _stretches(chosen: pd.Series[bool]) -> list[pd.Series[bool]]:
+    """Split the chosen ones into those that follow each other."""
+    return [run for _, run in chosen[chosen].groupby((~chosen).cumsum()[chosen])]
 
 
 def _parts(train: pd.DataFrame, at: pd.Series[float]) -> list[Panel]:
@@ -74,59 +76,49 @@ def _parts(train: pd.DataFrame, at: pd.Series[float]) -> list[Panel]:
         return []
     means = known.groupby("step")[["dur_ns", *columns]].mean()
     means["other"] = (means.pop("dur_ns") - means[columns].sum(axis=1)).clip(lower=0)
-    together = np.arange(len(means)) // -(-len(means) // MOST_POINTS)
-    first = at[means.index].groupby(together).first()
-    steps = tuple(int(str(n)) for n in means.index.to_series().groupby(together).first())
-    table = means.groupby(together).mean().set_axis(pd.Index(first), axis=0)
-    size = int(np.bincount(together)[0])
+    size = -(-len(means) // MOST_POINTS)
+    table = means.groupby(np.arange(len(means)) // size).mean()
+    steps = means.index[::size]
     note = "The mean of the ranks" + (f" and of {size} steps a point." if size > 1 else ".")
     note += " Other is what lies between fetching, forward, backward and the optimizer."
     named = ("time_ns", *PHASES.values(), "other")
-    title = "What the training thread did in its steps"
-    return [Panel("areas", title, points(table), named, unit="ns", note=note, steps=steps)]
+    title, rows = "What the training thread did in its steps", points(table.set_axis(pd.Index(at[steps]), axis=0))
+    return [Panel("areas", title, rows, named, unit="ns", note=note, steps=tuple(steps.tolist()))]
 
 
-def _marks(
-    first_times: tuple[int, ...],
-    stalled_steps: Maybe[pd.DataFrame],
-    job: Job,
-    series: pd.DataFrame,
-    at: pd.Series[float],
-) -> tuple[Mark, ...]:
-    """Point at what makes steps differ: epochs, validation, and what held them up, or kept the whole job still."""
+def _marks(series: pd.DataFrame, at: pd.Series[float]) -> list[Mark]:
+    """Mark epochs and validation, which make steps differ."""
     steps = series.drop_duplicates("step").set_index("step").sort_index()
-    marks: list[Mark] = []
-    epochs = steps.index[(steps["first"] != 0).to_numpy()]
+    epochs = steps.index[steps["first"] != 0]
     # One step ends an epoch, the next one begins another.
     epochs = epochs[np.diff(epochs, prepend=-2) > 1]
-    if len(epochs) <= MOST_EPOCHS:
-        marks += [(float(at[n]), f"step {n}: an epoch begins or ends", "epoch") for n in epochs]
-    validates = (steps["kind"] == "validation").to_numpy()
-    for _, stretch in steps[validates].groupby((~validates).cumsum()[validates]):
-        n = int(stretch.index[0])
-        length = duration(float(stretch["dur_ns"].sum()))
+    marks = [(float(at[n]), f"step {n}: an epoch begins or ends", "epoch") for n in epochs]
+    marks = marks if len(marks) <= MOST_MARKS else []
+    for stretch in _stretches(steps["kind"] == "validation"):
+        n, length = stretch.index[0], duration(float(steps["dur_ns"][stretch.index].sum()))
         marks.append((float(at[n]), f"step {n}: validation, {count(len(stretch), 'step')}, {length}", "validation"))
-    began = began_ns(first_times, series["start_ns"].min())
-    resumed = sorted({at - began for rank in job.run.ranks for at in rank.resumed_ns})[:MOST_RESUMED]
-    marks += [(float(n), "the job went on after it was stopped", "suspended") for n in resumed if 0 < n < at.max()]
-    with suppress(NotMeasured, MeasureFailed):
-        stalls = stalled_steps.get().groupby(["kind", "step"], as_index=False)["ns"].max()
-        stalls = stalls[(stalls["ns"] >= LEAST_STALL * steps["dur_ns"].mean()) & stalls["step"].isin(at.index)]
-        for row in stalls.nlargest(MOST_STALLS, "ns").to_dict("records"):
-            told = f"step {row['step']}: {str(row['kind']).replace('_', ' ')}, {duration(float(row['ns']))}"
-            marks.append((float(at[row["step"]]), told, str(row["kind"])))
-    return tuple(sorted(marks))
+    return marks
+
+
+def _stall_marks(stalled_steps: pd.DataFrame | None, at: pd.Series[float], series: pd.DataFrame) -> list[Mark]:
+    """Mark the longest stalls, where they were recorded."""
+    if stalled_steps is None:
+        return []
+    stalls = stalled_steps.groupby(["kind", "step"], as_index=False)["ns"].max()
+    least = LEAST_STALL * series.drop_duplicates("step")["dur_ns"].mean()
+    longest = stalls[(stalls["ns"] >= least) & stalls["step"].isin(at.index)].nlargest(MOST_MARKS, "ns")
+    return [
+        (float(at[step]), f"step {step}: {kind.replace('_', ' ')}, {duration(float(ns))}", kind)
+        for kind, step, ns in longest.itertuples(index=False)
+    ]
 
 
 def stall_bars(steps: pd.DataFrame, rank: int, what: str) -> Panel:
     """Draw the longest of a rank's steps that stalls of one kind held up, rows of `stalled_steps`: a bar a step."""
     longest = steps.nlargest(MOST_BARS, "ns").sort_values("step")
-    rows = tuple(
-        (f"step {s}", float(ns), str(kind))
-        for s, ns, kind in zip(longest["step"], longest["ns"], longest["kind"], strict=True)
-    )
-    title = f"{what} on rank {rank}, the {len(rows)} longest of its steps"
-    return Panel("bars", title, rows, unit="ns")
+    bars = zip(longest["step"], longest["ns"], longest["kind"], strict=True)
+    rows = tuple((f"step {step}", float(ns), str(kind)) for step, ns, kind in bars)
+    return Panel("bars", f"{what} on rank {rank}, the {len(rows)} longest of its steps", rows, unit="ns")
 
 
 PICTURE = Picture(draw)

@@ -1,16 +1,16 @@
-"""One traced step, a lane a thread or stream, and the slowest one beside it; arrows tell who waits for whom."""
+"""One traced step, a lane a thread or stream, and the slowest one; arrows show which rank waits for which."""
 
 from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe, MeasureFailed
-from dlprof.analysis.panel import MOST_RANKS, Picture
+from dlprof.analysis.engine import Maybe
+from dlprof.analysis.panel import MOST_RANKS, Picture, rows
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
 from dlprof.units import count, duration
 
-# A step so much longer than the middle one is drawn beside it.
+# A step so much longer than the middle one is drawn, too.
 SLOW = 1.1
 
 # Waiting that is drawn within communication, and that arrows lead to: from these shares of the step on, the longest.
@@ -32,26 +32,23 @@ def draw(excerpt: pd.DataFrame, bare_waits: Maybe[pd.DataFrame]) -> list[Panel]:
         if len(mine):
             few, of = mine["rank"].nunique(), excerpt["rank"].nunique()
             note = f"The slowest of {count(few, 'rank')} of {of}; the others' is another." if few < of else ""
-            panels.append(_panel(bare_waits, mine, title, note))
+            panels.append(_panel(bare_waits.or_none(), mine, title, note))
     return panels
 
 
 def _same_step(frame: pd.DataFrame, shown: str) -> pd.DataFrame:
-    """Return the rows of one step: of the slowest the one that most ranks name; none where it is like the others."""
+    """Return the rows of one step: of the slowest the one that most ranks have; none where it is like the others."""
     mine = frame[frame["shown"] == shown]
     if shown == "slowest" and len(mine):
-        votes = mine.groupby("step")["rank"].nunique()
-        mine = mine[mine["step"] == int(str(votes.idxmax()))]
+        mine = mine[mine["step"] == mine.groupby("step")["rank"].nunique().idxmax()]
         middle = frame[frame["shown"] == "middle"].groupby("rank")["step_ns"].first()
-        lengths = mine.groupby("rank")["step_ns"].first()
-        if not (lengths >= SLOW * middle.reindex(lengths.index)).any():
+        if not (mine["step_ns"] >= SLOW * mine["rank"].map(middle)).any():
             return mine.iloc[:0]
     return mine
 
 
-def _panel(bare_waits: Maybe[pd.DataFrame], frame: pd.DataFrame, title: str, note: str) -> Panel:
+def _panel(bare_waits: pd.DataFrame | None, frame: pd.DataFrame, title: str, note: str) -> Panel:
     shown, left = _few(frame)
-    note = f"{note} {left}".strip()
     frame = frame[frame["rank"].isin(shown)]
     waits, ahead = _waits(bare_waits, frame)
     early = frame["rank"].map(ahead).fillna(0).astype("int64")
@@ -59,36 +56,33 @@ def _panel(bare_waits: Maybe[pd.DataFrame], frame: pd.DataFrame, title: str, not
     begins = frame.groupby("rank")["begin_ns"].first()
     # One clock where the ranks' steps begin within a step of each other; else each rank from its own beginning.
     together = begins.max() - begins.min() <= (frame["start_ns"] - frame["begin_ns"]).max()
-    zero = frame["rank"].map(begins) if not together else begins.min()
-    frame = frame.assign(at=frame["start_ns"] - zero)
-    rows = tuple(
-        (f"rank {r} · {lane}", int(at), int(dur), str(name), str(category))
-        for r, lane, at, dur, name, category in zip(
-            *(frame[c] for c in ("rank", "lane", "at", "dur_ns", "name", "category")), strict=True
-        )
-    )
-    rows += _waiting(frame, waits)
+    zero = begins.min() if together else frame["rank"].map(begins)
+    frame = frame.assign(at=frame["start_ns"] - zero, lane=_lanes(frame))
+    drawn = pd.concat([frame, _waiting(frame, waits)])[["lane", "at", "dur_ns", "name", "category"]]
     arrows = _arrows(frame, waits, int(begins.min())) if together else ()
+    notes = [note, left]
     if not together:
-        note += " Each rank from its own beginning: their clocks differ."
+        notes.append("Each rank from its own beginning: their clocks differ.")
     elif arrows:
-        note += " Arrows lead from the rank that came last to a collective to those that had waited for it."
+        notes.append("Arrows lead from the rank that came last to a collective to those that had waited for it.")
     named = title.format(int(frame["step"].iloc[0]))
-    return Panel("timeline", named, rows, unit="ns", note=note.strip(), arrows=arrows)
+    return Panel("timeline", named, rows(drawn), unit="ns", note=" ".join(filter(None, notes)), arrows=arrows)
 
 
-def _waits(bare_waits: Maybe[pd.DataFrame], frame: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, int]]:
+def _lanes(frame: pd.DataFrame) -> pd.Series[str]:
+    return "rank " + frame["rank"].astype("str") + " · " + frame["lane"]
+
+
+def _waits(bare_waits: pd.DataFrame | None, frame: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, int]]:
     """Return whom the ranks waited for in the step, on clocks brought together, and what each clock is ahead by, ns.
 
     Columns: rank, by, begin_ns, end_ns, waited_ns (of it with no computation); the longest of those that can be seen.
     Nothing where it is not known.
     """
     columns = ["rank", "by", "begin_ns", "end_ns", "waited_ns"]
-    try:
-        pairs = bare_waits.get()
-    except (NotMeasured, MeasureFailed):
+    if bare_waits is None:
         return pd.DataFrame(columns=columns, dtype="int64"), {}
-    pairs = pairs[pairs["step"] == frame["step"].iloc[0]]
+    pairs = bare_waits[bare_waits["step"] == frame["step"].iloc[0]]
     pairs = pairs.assign(begin_ns=pairs["start_ns"] - pairs["offset_ns"])
     pairs = pairs.assign(end_ns=pairs["begin_ns"] + pairs["wait_ns"])
     shown = pairs["rank"].isin(frame["rank"].unique()) & (pairs["wait_ns"] >= LEAST_WAIT * frame["step_ns"].max())
@@ -96,17 +90,15 @@ def _waits(bare_waits: Maybe[pd.DataFrame], frame: pd.DataFrame) -> tuple[pd.Dat
     return longest, dict(zip(pairs["rank"].tolist(), pairs["offset_ns"].tolist(), strict=True))
 
 
-def _waiting(frame: pd.DataFrame, waits: pd.DataFrame) -> tuple[tuple[str, int, int, str, str], ...]:
+def _waiting(frame: pd.DataFrame, waits: pd.DataFrame) -> pd.DataFrame:
     """Return the waiting within the communication that is drawn, to be drawn upon it."""
     exchanges = frame.loc[frame["category"] == "communication", ["rank", "lane", "at", "start_ns", "dur_ns"]]
     both = exchanges.merge(waits, on="rank")
     early = (both["begin_ns"] - both["start_ns"]).clip(lower=0)
     dur = (both["end_ns"] - both["start_ns"]).clip(upper=both["dur_ns"]) - early
-    both = both.assign(at=both["at"] + early, dur_ns=dur)[dur >= LEAST_WAIT * frame["step_ns"].max()]
-    return tuple(
-        (f"rank {rank} · {lane}", int(at), int(ns), f"waits for rank {by}", "waiting")
-        for rank, lane, at, ns, by in zip(*(both[c] for c in ("rank", "lane", "at", "dur_ns", "by")), strict=True)
-    )
+    names = "waits for rank " + both["by"].astype("str")
+    both = both.assign(at=both["at"] + early, dur_ns=dur, name=names, category="waiting")
+    return both[dur >= LEAST_WAIT * frame["step_ns"].max()]
 
 
 def _arrows(frame: pd.DataFrame, waits: pd.DataFrame, zero: int) -> tuple[Arrow, ...]:
@@ -124,7 +116,7 @@ def _communicating(frame: pd.DataFrame) -> dict[int, str]:
     """Return the lane of each rank in which it communicates most; its first one, where it does not."""
     exchanging = frame["dur_ns"].where(frame["category"].isin(("communication", "pipeline_bubble")), 0)
     most = exchanging.groupby([frame["rank"], frame["lane"]], sort=False).sum().groupby(level=0).idxmax()
-    return {int(rank): f"rank {rank} · {lane}" for rank, lane in most}
+    return dict(most.tolist())
 
 
 def _few(frame: pd.DataFrame) -> tuple[list[int], str]:

@@ -1,10 +1,10 @@
-"""What the job's time went into beside its steady steps."""
+"""What the job's time went into besides its steady steps."""
 
 from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.panel import Picture
+from dlprof.analysis.panel import Picture, table
 from dlprof.analysis.step.whole_job import PARTS
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
@@ -25,21 +25,18 @@ _PARTS = {
 
 
 def draw(whole_job: pd.DataFrame) -> list[Panel]:
-    """Return what the job's time went into beside its steady steps, as the mean over the ranks."""
+    """Return what the job's time went into besides its steady steps, as the mean over the ranks."""
     ranks = whole_job["rank"].nunique()
     sums = whole_job.groupby("part")[["steps", "ns"]].sum() / ranks
-    total = float(sums["ns"][sums.index.isin(PARTS)].sum())
-    rows = tuple(
-        (label, float(sums["steps"][part]) if part != "setup" else "", ns, ns / total)
-        for part, label in _PARTS.items()
-        if part in sums.index and (ns := float(sums["ns"][part])) > 0
-    )
-    if len(rows) < 2:
+    sums = sums.assign(share=sums["ns"] / sums["ns"][sums.index.isin(PARTS)].sum())
+    shown = sums.reindex(list(_PARTS)).query("ns > 0").rename(_PARTS).reset_index()
+    if len(shown) < 2:
         raise NotMeasured("all of the job were steady steps")
-    note = "Findings and their savings speak of the steady steps, but for those outside of them."
-    if ranks > 1:
-        note = f"Means over {ranks} ranks. {note}"
-    return [Panel("table", "The whole job", rows, ("", "how many", "time_ns", "share"), note=note)]
+    shown["steps"] = shown["steps"].astype(object).where(shown["part"] != _PARTS["setup"], "")
+    note = "Findings and their savings are of the steady steps, but for those outside of them."
+    note = f"Means over {ranks} ranks. {note}" if ranks > 1 else note
+    headings = {"part": "", "steps": "how many", "ns": "time_ns", "share": "share"}
+    return [table("The whole job", shown, headings, note=note)]
 
 
 PICTURE = Picture(draw)

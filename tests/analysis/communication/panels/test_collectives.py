@@ -8,9 +8,8 @@ from dlprof.analysis.communication.bandwidth import bandwidth
 from dlprof.analysis.communication.collectives import collectives
 from dlprof.analysis.communication.matching import matched
 from dlprof.analysis.communication.panels.collectives import draw
-from tests.analysis.communication.test_bandwidth import exchanging
-from tests.analysis.communication.test_collectives import HANDED_ON, pipeline
 from tests.fixtures import runs, traces
+from tests.fixtures.exchanges import HANDED_ON, exchanging, pipeline
 from tests.fixtures.runs import asked
 
 
@@ -26,7 +25,7 @@ def test_what_missing_ranks_hide_is_said(tmp_path: Path) -> None:
     (panel,) = asked(runs.measured(runs.foreign(tmp_path, *exchanging((0, 1, 2))[:2]), bandwidth), draw)
     assert (panel.columns[5], panel.rows[0][5]) == ("waiting_ns", None)
     assert panel.rows[0][10:] == (None, None, None)
-    assert "at most so long" in panel.note
+    assert "at most this long" in panel.note
 
 
 def test_a_send_and_its_receive_are_one_whose_transfer_begins_when_both_have_come(tmp_path: Path) -> None:

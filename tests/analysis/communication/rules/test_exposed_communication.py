@@ -7,10 +7,9 @@ import pytest
 
 from dlprof.analysis.communication.rules.exposed_communication import RULE
 from dlprof.result import Setting
-from tests.analysis.communication.test_collectives import late_by
-from tests.analysis.communication.test_exchange_plans import accumulating, in_both_passes
 from tests.fixtures import runs, traces
 from tests.fixtures.asking import ask
+from tests.fixtures.exchanges import accumulating, in_both_passes, late_by
 from tests.fixtures.runs import MS
 
 

@@ -1,8 +1,6 @@
 """A slow link: found against the peak and against groups like it; small, hidden and waiting left alone."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,49 +8,16 @@ from dlprof.analysis.communication.rules.slow_link import RULE
 from dlprof.result import Setting
 from tests.fixtures import runs, traces
 from tests.fixtures.asking import ask
+from tests.fixtures.exchanges import grouped
 from tests.fixtures.runs import MS
 
 PAIRS = ((0, 1), (2, 3), (4, 5))
 
 
-def reducing(
-    groups: Sequence[tuple[int, ...]],
-    took: Sequence[int],
-    *,
-    elements: int | Sequence[int] = 10_000_000,
-    hidden: bool = False,
-    late: int = 0,
-    hosts: Mapping[int, str] | None = None,
-    **keys: Any,
-) -> list[dict[str, Any]]:
-    """Make ranks of three steps of 20 ms: 4 ms of computation, then an all-reduce a group that takes `took` ns.
-
-    All then meet in one small all-reduce, for which the fast groups wait. The last rank of a group computes for `late`
-    ns longer, and the others wait for it.
-    """
-    ranks = sorted(r for members in groups for r in members)
-    made = []
-    for rank in ranks:
-        n = next(i for i, members in enumerate(groups) if rank in members)
-        members, size = groups[n], elements if isinstance(elements, int) else elements[n]
-        own = late if rank == members[-1] else 0
-        events: list[Any] = []
-        for step in range(3):
-            t = step * 20 * MS
-            begins = t + 4 * MS + own
-            meets, end = begins - own + late + took[n], t + 4 * MS + late + max(took)
-            events += [traces.step(step, t, 20 * MS), traces.kernel("gemm", t, 16 * MS if hidden else 4 * MS + own)]
-            events.append(traces.collective(begins, took[n] + late - own, size, group=f"{n + 1}", ranks=members))
-            events.append(traces.collective(meets, end - meets + 10_000, 1, ranks=tuple(ranks)))
-        host = (hosts or {}).get(rank, "node-1")
-        made.append(traces.trace(*events, rank=rank, world_size=len(ranks), host=host, **keys))
-    return made
-
-
 def test_far_below_nvlink_is_found_and_its_setting_named(tmp_path: Path) -> None:
     # 40 MB in 10 ms are 4 GB/s; at 75 % of 450 GB/s they take 0.12 ms.
     facts = {"device": {"type": "cuda"}, "env": {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}}
-    made = reducing([(0, 1)], [10 * MS])
+    made = grouped([(0, 1)], [10 * MS])
     found = ask(RULE, runs.recorded(tmp_path / "run", *((m, [], facts) for m in made)))
     assert found.state == "found"
     assert found.saving_ns == pytest.approx(10 * MS * (1 - 4 / 0.75 / 450), rel=1e-3)
@@ -68,28 +33,28 @@ def test_far_below_nvlink_is_found_and_its_setting_named(tmp_path: Path) -> None
 
 
 def test_groups_that_are_slow_alike_are_held_against_the_peak(tmp_path: Path) -> None:
-    found = ask(RULE, runs.foreign(tmp_path, *reducing(PAIRS, [10 * MS] * 3)))
+    found = ask(RULE, runs.foreign(tmp_path, *grouped(PAIRS, [10 * MS] * 3)))
     assert (found.title, found.ranks) == ("The link of all ranks is slow", (0, 1, 2, 3, 4, 5))
     assert found.saving_ns == pytest.approx(10 * MS * (1 - 4 / 0.75 / 450), rel=1e-3)
 
 
 def test_near_the_peak_hidden_or_small_is_left_alone(tmp_path: Path) -> None:
-    near = ask(RULE, runs.foreign(tmp_path / "near", *reducing([(0, 1)], [10 * MS], elements=400_000_000)))
+    near = ask(RULE, runs.foreign(tmp_path / "near", *grouped([(0, 1)], [10 * MS], elements=400_000_000)))
     assert (near.state, near.share, "36 % of the link's peak" in near.summary) == ("clear", 0.0, True)
-    hidden = ask(RULE, runs.foreign(tmp_path / "hidden", *reducing([(0, 1)], [10 * MS], hidden=True)))
+    hidden = ask(RULE, runs.foreign(tmp_path / "hidden", *grouped([(0, 1)], [10 * MS], hidden=True)))
     assert (hidden.state, hidden.share, hidden.ranks) == ("clear", 0.0, ())
-    small = ask(RULE, runs.foreign(tmp_path / "small", *reducing([(0, 1)], [10 * MS], elements=100_000)))
+    small = ask(RULE, runs.foreign(tmp_path / "small", *grouped([(0, 1)], [10 * MS], elements=100_000)))
     assert (small.state, "1.05 MB or more" in small.why) == ("not_measured", True)
 
 
 def test_waiting_for_a_late_rank_is_no_slow_link(tmp_path: Path) -> None:
-    made = reducing([(0, 1)], [MS // 4], late=10 * MS)
+    made = grouped([(0, 1)], [MS // 4], late=10 * MS)
     clear = ask(RULE, runs.foreign(tmp_path, *made))
     assert (clear.state, clear.share, "36 % of the link's peak" in clear.summary) == ("clear", 0.0, True)
 
 
 def test_one_group_slower_than_those_like_it(tmp_path: Path) -> None:
-    made = reducing(PAIRS, [4 * MS, 4 * MS, 10 * MS], device="Something else")
+    made = grouped(PAIRS, [4 * MS, 4 * MS, 10 * MS], device="Something else")
     found = ask(RULE, runs.foreign(tmp_path, *made))
     assert found.state == "found"
     assert found.saving_ns == pytest.approx(6 * MS, rel=1e-3)
@@ -103,36 +68,26 @@ def test_one_group_slower_than_those_like_it(tmp_path: Path) -> None:
 
 def test_a_slow_host_is_named(tmp_path: Path) -> None:
     hosts = {r: f"node-{r // 2}" for r in range(6)}
-    found = ask(RULE, runs.foreign(tmp_path, *reducing(PAIRS, [4 * MS, 4 * MS, 10 * MS], hosts=hosts, device="")))
+    found = ask(RULE, runs.foreign(tmp_path, *grouped(PAIRS, [4 * MS, 4 * MS, 10 * MS], hosts=hosts, device="")))
     assert found.title == "The link of host node-2 is slow"
 
 
 def test_only_a_setting_of_the_slow_ranks_is_told_as_theirs(tmp_path: Path) -> None:
-    made = reducing(PAIRS, [4 * MS, 4 * MS, 10 * MS], device="Something else")
+    made = grouped(PAIRS, [4 * MS, 4 * MS, 10 * MS], device="Something else")
     facts = [{"device": {"type": "cuda"}, "env": {"NCCL_PROTO": "LL"} if r > 3 else {}} for r in range(6)]
     found = ask(RULE, runs.recorded(tmp_path / "run", *((m, [], f) for m, f in zip(made, facts, strict=True))))
     assert "`NCCL_PROTO` (is LL, only on these ranks)" in found.advice[0]
     assert found.changes[0].settings == (Setting("NCCL_PROTO", "LL"),)
 
 
-def test_what_differs_is_not_compared(tmp_path: Path) -> None:
-    took = [4 * MS, 10 * MS]
-    far = reducing([(0, 1), (2, 3)], took, hosts={3: "node-2"}, device="")
-    apart = reducing([(0, 3), (1, 2)], took, device="")
-    sized = reducing([(0, 1), (2, 3)], took, elements=[10_000_000, 25_000_000], device="")
-    for name, made in (("placed", far), ("strides", apart), ("sized", sized)):
-        answer = ask(RULE, runs.foreign(tmp_path / name, *made))
-        assert (answer.state, "placed and sized alike" in answer.why) == ("not_measured", True), name
-
-
 def test_more_bytes_may_take_longer(tmp_path: Path) -> None:
-    made = reducing(PAIRS, [4 * MS, 4 * MS, 7 * MS], elements=[10_000_000, 10_000_000, 18_000_000], device="")
+    made = grouped(PAIRS, [4 * MS, 4 * MS, 7 * MS], elements=[10_000_000, 10_000_000, 18_000_000], device="")
     clear = ask(RULE, runs.foreign(tmp_path, *made))
     assert (clear.state, clear.share) == ("clear", 0.0)
 
 
 def test_what_a_slow_link_costs_is_told_where_it_is_little(tmp_path: Path) -> None:
-    made = reducing(PAIRS, [MS // 2, MS // 2, MS * 4 // 5], device="Something else")
+    made = grouped(PAIRS, [MS // 2, MS // 2, MS * 4 // 5], device="Something else")
     clear = ask(RULE, runs.foreign(tmp_path, *made))
     assert (clear.state, clear.ranks) == ("clear", (4, 5))
     assert clear.share == pytest.approx(0.3 / 20, rel=1e-3)
@@ -140,12 +95,12 @@ def test_what_a_slow_link_costs_is_told_where_it_is_little(tmp_path: Path) -> No
 
 
 def test_without_all_of_a_group_waiting_may_be_what_takes_long(tmp_path: Path) -> None:
-    answer = ask(RULE, runs.foreign(tmp_path, reducing([(0, 1)], [10 * MS])[0]))
+    answer = ask(RULE, runs.foreign(tmp_path, grouped([(0, 1)], [10 * MS])[0]))
     assert (answer.state, "every rank's trace" in answer.why) == ("not_measured", True)
 
 
 def test_an_unknown_peak_and_one_group_abstain(tmp_path: Path) -> None:
-    answer = ask(RULE, runs.foreign(tmp_path, *reducing([(0, 1)], [10 * MS], device="Something else")))
+    answer = ask(RULE, runs.foreign(tmp_path, *grouped([(0, 1)], [10 * MS], device="Something else")))
     assert (answer.state, "placed and sized alike" in answer.why) == ("not_measured", True)
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from dlprof.analysis.communication.rules.small_collectives import RULE
 from dlprof.result import Setting
-from tests.analysis.communication.test_sharding import sharded
 from tests.fixtures import runs, traces
 from tests.fixtures.asking import ask
+from tests.fixtures.exchanges import sharded
 from tests.fixtures.runs import MS
 
 

@@ -89,4 +89,4 @@ def test_float32_is_left_alone(tmp_path: Path) -> None:
 
 def test_without_shapes_it_abstains(tmp_path: Path) -> None:
     answer = ask(RULE, trained(tmp_path))
-    assert (answer.state, "tells no shapes" in answer.why) == ("not_measured", True)
+    assert (answer.state, "record_shapes=True" in answer.why) == ("not_measured", True)

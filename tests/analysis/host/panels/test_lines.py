@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.analysis.host.lines import line_times
 from dlprof.analysis.host.panels.lines import PICTURE
+from dlprof.analysis.host.stacks import line_times
 from dlprof.analysis.panel import drawn
 from dlprof.errors import NotMeasured
-from tests.analysis.host.test_lines import MS, piece, run
-from tests.fixtures.runs import CPU, light, measured, recorded
+from tests.fixtures.hosts import piece, with_lines
+from tests.fixtures.runs import CPU, MS, light, measured, recorded
 
 
 def test_ranks_add_up_to_a_panel_a_function_the_longest_first(tmp_path: Path) -> None:
     source = {"source": "def f():\n    a()\n"}
     first = [piece("data:f", [(2, 4, 3 * MS)], **source), piece("data:g", [(2, 1, 90 * MS)], role="worker")]
     second = [piece("data:f", [(2, 6, 7 * MS)], **source)]
-    (g, f) = drawn(measured(run(tmp_path, first, second), PICTURE.draw), [PICTURE])
+    (g, f) = drawn(measured(with_lines(tmp_path, first, second), PICTURE.draw), [PICTURE])
     assert (g.title, f.title) == ("Line by line: data:g, in the loader's workers", "Line by line: data:f, in the rank")
     nbsp = "\u00a0"
     assert f.rows == (

@@ -7,8 +7,8 @@ from typing import Any
 
 from dlprof.analysis.host.panels.queue import PICTURE
 from dlprof.result import Panel
-from tests.analysis.host.test_queue import ahead, call, waiting
 from tests.fixtures import runs
+from tests.fixtures.hosts import ahead, call, waiting
 
 
 def drawn(folder: Path, *made: dict[str, Any]) -> list[Panel]:

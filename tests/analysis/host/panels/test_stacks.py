@@ -8,12 +8,12 @@ import pytest
 
 from dlprof.analysis.host.panels.stacks import PICTURE
 from dlprof.analysis.panel import drawn
-from tests.analysis.host.test_stacks import MS, SEEN, run
-from tests.fixtures.runs import CPU, light, measured, recorded
+from tests.fixtures.hosts import SEEN, with_stacks
+from tests.fixtures.runs import CPU, MS, light, measured, recorded
 
 
 def test_the_users_functions_come_first_with_what_libraries_do_for_them(tmp_path: Path) -> None:
-    _, panel = drawn(measured(run(tmp_path, SEEN, SEEN), PICTURE.draw), [PICTURE])
+    _, panel = drawn(measured(with_stacks(tmp_path, SEEN, SEEN), PICTURE.draw), [PICTURE])
     assert panel.columns[3:] == ("in it_share", "with what it calls_share")
     assert panel.rows == (
         ("between the phases", "log (log.py:9)", "yours", 1, 1),
@@ -31,7 +31,7 @@ def test_a_run_without_stacks_has_no_panel(tmp_path: Path) -> None:
 
 
 def test_the_flame_graph_puts_the_calls_of_all_ranks_together(tmp_path: Path) -> None:
-    panel, _ = drawn(measured(run(tmp_path, SEEN, SEEN), PICTURE.draw), [PICTURE])
+    panel, _ = drawn(measured(with_stacks(tmp_path, SEEN, SEEN), PICTURE.draw), [PICTURE])
     assert panel.shape == "flame"
     assert panel.rows[:3] == (
         (0, 0, 72, "between the phases", "host"),

@@ -9,11 +9,9 @@ import pytest
 
 from dlprof.analysis.host.panels.syncs import PICTURE
 from dlprof.errors import NotMeasured
-from tests.analysis.host.test_syncs import item
 from tests.fixtures import runs, traces
+from tests.fixtures.hosts import US, item
 from tests.fixtures.runs import MS
-
-US = 1_000
 
 
 def job(rank: int, until: int) -> dict[str, Any]:

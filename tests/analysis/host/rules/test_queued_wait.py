@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dlprof.analysis.host.rules.queued_wait import RULE
-from tests.analysis.host.test_queue import call, graph, waiting
 from tests.fixtures import runs, traces
 from tests.fixtures.asking import ask
+from tests.fixtures.hosts import call, graph, waiting
 from tests.fixtures.runs import MS
 
 

@@ -8,12 +8,11 @@ import pytest
 
 from dlprof.analysis.input.rules.input_wait import RULE
 from dlprof.result import Setting
-from tests.analysis.communication.test_blame import held_up as meeting_late
-from tests.analysis.communication.test_blame import meeting
-from tests.analysis.input.test_loader import ready
 from tests.fixtures import pipelines, runs, traces
 from tests.fixtures.asking import ask
-from tests.fixtures.loaders import held_up
+from tests.fixtures.exchanges import held_up as meeting_late
+from tests.fixtures.exchanges import meeting
+from tests.fixtures.loaders import held_up, ready
 from tests.fixtures.runs import MS
 
 LOADER = {"role": "train", "num_workers": 2, "batch_size": 64, "persistent_workers": True}

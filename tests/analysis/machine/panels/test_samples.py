@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,19 +10,15 @@ from dlprof.analysis import overview
 from dlprof.analysis.machine.panels.samples import PICTURE
 from dlprof.analysis.panel import drawn
 from dlprof.read.run import open_run
-from tests.analysis.machine.test_samples import SECOND, sampled
-from tests.fixtures import runs, traces
+from tests.fixtures import readings, runs
+from tests.fixtures.readings import sampled
 
 
 def test_the_report_draws_a_line_a_rank_and_host_and_lists_what_was_measured(tmp_path: Path) -> None:
     rows = [{"cpu_s": 0.5 * n, "rss_bytes": 3e8, "children": 2, "children_cpu_s": 0.25 * n} for n in range(40)]
     folder = sampled(tmp_path, rows, rows)
-    (folder / "hosts/node-1").mkdir(parents=True)
-    lines = [
-        json.dumps({"at_ns": traces.BASE_NS + n * SECOND, "core_percent": [100, 50, 0, 0], "memory_used_bytes": 4e9})
-        for n in range(40)
-    ]
-    (folder / "hosts/node-1/host.jsonl").write_text("\n".join(lines) + "\n")
+    host = {"core_percent": [100, 50, 0, 0], "memory_used_bytes": 4e9}
+    readings.write(folder / "hosts/node-1/host.jsonl", [host] * 40)
     run = runs.measured(folder, PICTURE.draw, *overview.SECTIONS)
     cores, memory = (p for p in drawn(run, [PICTURE]) if p.title in ("Cores in use", "Memory in use"))
     assert cores.columns == ("time_ns", "rank 0", "rank 1", "loader workers and other children", "all of node-1")

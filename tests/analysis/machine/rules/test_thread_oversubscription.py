@@ -4,45 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dlprof.analysis.machine.rules.thread_oversubscription import RULE
 from dlprof.result import Setting
-from tests.fixtures import runs, traces
+from tests.fixtures import runs
 from tests.fixtures.asking import ask
+from tests.fixtures.readings import crowded
 from tests.fixtures.runs import MS
-
-SECOND = 1_000 * MS
-
-
-def recorded(
-    folder: Path, *shares: float | None, threads: int = 8, others: float = 0.0, workers: int = 0, **cpu: int
-) -> Path:
-    """Record ranks of 40 steps of 900 ms on a host of 8 cores; their main threads wait for a share of the time."""
-    facts: dict[str, Any] = dict(runs.CPU) | {"cpu": {"count": 8, "affinity": 8, "torch_threads": threads} | cpu}
-    if workers:
-        facts["loaders"] = [{"role": "train", "num_workers": workers}]
-    steps = [runs.light(n, 900 * MS) for n in range(40)]
-    runs.recorded(folder, *((None, steps, facts) for _ in shares))
-    at = [traces.BASE_NS + n * SECOND for n in range(40)]
-    for rank, share in enumerate(shares):
-        rows = [
-            {"at_ns": t, "cpu_s": 2.0 * n, "involuntary_switches": 900 * n}
-            | ({} if share is None else {"main_thread_waited_ns": int(share * n * SECOND)})
-            for n, t in enumerate(at)
-        ]
-        (folder / f"ranks/{rank:05d}/processes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "hosts/node-1").mkdir(parents=True)
-    busy = round((2.0 * len(shares) + others) / 8 * 100)
-    lines = [json.dumps({"at_ns": t, "core_percent": [busy] * 8}) + "\n" for t in at]
-    (folder / "hosts/node-1/host.jsonl").write_text("".join(lines))
-    return folder
 
 
 def test_four_ranks_with_eight_threads_on_eight_cores_are_found(tmp_path: Path) -> None:
-    found = ask(RULE, recorded(tmp_path, 0.2, 0.25, 0.2, 0.2, workers=1))
+    found = ask(RULE, crowded(tmp_path, 0.2, 0.25, 0.2, 0.2, workers=1))
     assert found.state == "found"
     assert found.share == pytest.approx(0.2, abs=0.001)  # all wait for the rank that gains least
     assert found.ranks == (0, 1, 2, 3)
@@ -67,18 +41,18 @@ def test_four_ranks_with_eight_threads_on_eight_cores_are_found(tmp_path: Path) 
 
 def test_as_many_threads_as_cores_are_left_alone_however_long_they_wait(tmp_path: Path) -> None:
     """Then somebody else has the cores."""
-    clear = ask(RULE, recorded(tmp_path / "two", 0.3, 0.3, 0.3, 0.3, threads=2, others=4.0))
+    clear = ask(RULE, crowded(tmp_path / "two", 0.3, 0.3, 0.3, 0.3, threads=2, others=4.0))
     assert (clear.state, clear.summary) == (
         "clear",
         "2 threads and 2 cores a rank; 30 % of the time its main thread waits for one",
     )
     assert (clear.share, clear.by_rank) == (0.0, ())
-    bound = ask(RULE, recorded(tmp_path / "bound", 0.3, 0.3, 0.3, 0.3, threads=2, affinity=2))
+    bound = ask(RULE, crowded(tmp_path / "bound", 0.3, 0.3, 0.3, 0.3, threads=2, affinity=2))
     assert bound.state == "clear"
 
 
 def test_more_threads_that_seldom_wait_are_left_alone(tmp_path: Path) -> None:
-    clear = ask(RULE, recorded(tmp_path, 0.01, 0.02))
+    clear = ask(RULE, crowded(tmp_path, 0.01, 0.02))
     assert clear.state == "clear"
     assert clear.share == pytest.approx(0.01)
     # Both have more threads than cores, and the one waits twice as long.
@@ -87,37 +61,37 @@ def test_more_threads_that_seldom_wait_are_left_alone(tmp_path: Path) -> None:
 
 def test_what_other_programs_on_the_host_cause_is_no_saving(tmp_path: Path) -> None:
     """The two ranks use four cores, and somebody else the other four."""
-    found = ask(RULE, recorded(tmp_path, 0.3, 0.3, others=4.0))
+    found = ask(RULE, crowded(tmp_path, 0.3, 0.3, others=4.0))
     assert found.share == pytest.approx(0.15)
     assert "50 % of the used cores that programs outside the job have" in found.sure
 
 
 def test_workers_that_take_all_cores_are_named(tmp_path: Path) -> None:
-    found = ask(RULE, recorded(tmp_path, 0.3, 0.3, workers=6))
+    found = ask(RULE, crowded(tmp_path, 0.3, 0.3, workers=6))
     assert found.changes[0].settings == (Setting("OMP_NUM_THREADS", 8, 1),)
     assert found.advice[1] == "fewer loader workers: 6 of them and the rank share 4 cores"
 
 
 def test_what_fewer_threads_save_at_least_is_told(tmp_path: Path) -> None:
     """A rank uses two of three cores: with all of them it would take two thirds of the time."""
-    found = ask(RULE, recorded(tmp_path, 0.5, 0.5, count=6, affinity=6))
+    found = ask(RULE, crowded(tmp_path, 0.5, 0.5, count=6, affinity=6))
     assert found.share == pytest.approx(0.5)
     assert found.sure.endswith("each other, 300.0 ms is saved.")
 
 
 def test_without_samples_or_a_kernel_that_counts_it_abstains(tmp_path: Path) -> None:
-    uncounted = ask(RULE, recorded(tmp_path / "uncounted", None))
+    uncounted = ask(RULE, crowded(tmp_path / "uncounted", None))
     assert (uncounted.state, "does not count" in uncounted.why) == ("not_measured", True)
     plain = runs.recorded(tmp_path / "plain", (None, [runs.light(n, MS) for n in range(9)], runs.CPU))
     assert "nothing was sampled" in ask(RULE, plain).why
-    unknown = recorded(tmp_path / "unknown", 0.3)
+    unknown = crowded(tmp_path / "unknown", 0.3)
     facts = unknown / "ranks/00000/facts.json"
     facts.write_text(json.dumps(json.loads(facts.read_text()) | {"cpu": None}))
     assert "not known" in ask(RULE, unknown).why
 
 
 def test_on_a_gpu_without_a_trace_it_abstains(tmp_path: Path) -> None:
-    path = recorded(tmp_path, 0.3)
+    path = crowded(tmp_path, 0.3)
     facts = path / "ranks/00000/facts.json"
     facts.write_text(json.dumps(json.loads(facts.read_text()) | {"device": {"type": "cuda"}}))
     # One rank of 8 cores has its 8 threads: with more of them it needs to know when the GPU was idle.

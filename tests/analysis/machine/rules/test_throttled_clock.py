@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dlprof.analysis.machine.rules.throttled_clock import RULE
-from tests.fixtures import runs, traces
+from tests.fixtures import readings, runs
 from tests.fixtures.asking import ask
-from tests.fixtures.runs import MS, light
-
-SECOND = 1_000 * MS
-GPU = {"device": {"type": "cuda", "name": "NVIDIA H100"}}
-NORMAL: dict[str, float] = {"sm_clock_mhz": 1_800, "sm_clock_max_mhz": 1_980, "clock_reasons_bits": 0x4}
-LIMITS = {"power_limit_w": 700, "power_limit_default_w": 700}
-
-
-def trace() -> dict[str, Any]:
-    """Make four steps of 10 ms, all of it computing."""
-    events = [e for n in range(4) for e in (traces.step(n, n * 10 * MS, 10 * MS),)]
-    events += [traces.kernel("gemm", n * 10 * MS, 10 * MS) for n in range(4)]
-    return traces.trace(*events, world_size=1)
-
-
-def sampled(folder: Path, *read: dict[str, float], facts: dict[str, Any] = GPU) -> Path:
-    """Record 40 steps of 10 ms, one a second, and each second the next of these readings, over and over."""
-    path = runs.recorded(folder, (trace(), [light(n, 10 * MS) for n in range(40)], facts))
-    lines = [{"at_ns": traces.BASE_NS + n * SECOND} | LIMITS | read[n % len(read)] for n in range(40)]
-    (path / "ranks/00000/gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    return path
+from tests.fixtures.readings import NORMAL, clocked
+from tests.fixtures.runs import MS
 
 
 def test_heat_is_measured_by_what_the_same_gpu_has_without(tmp_path: Path) -> None:
     hot = NORMAL | {"sm_clock_mhz": 900, "clock_reasons_bits": 0x24}
     free = NORMAL | {"clock_reasons_bits": 0}
-    found = ask(RULE, sampled(tmp_path, free, hot))
+    found = ask(RULE, clocked(tmp_path, free, hot))
     assert (found.state, "too hot" in found.title) == ("found", True)
     # 1,350 MHz in the mean, of 1,800.
     assert found.saving_ns == pytest.approx(10 * MS * 0.25, rel=0.05)
@@ -48,20 +28,20 @@ def test_heat_is_measured_by_what_the_same_gpu_has_without(tmp_path: Path) -> No
 
 
 def test_a_gpu_that_is_always_hot_is_measured_by_its_maximum(tmp_path: Path) -> None:
-    found = ask(RULE, sampled(tmp_path, NORMAL | {"sm_clock_mhz": 990, "clock_reasons_bits": 0x40}))
+    found = ask(RULE, clocked(tmp_path, NORMAL | {"sm_clock_mhz": 990, "clock_reasons_bits": 0x40}))
     assert found.saving_ns == pytest.approx(10 * MS * 0.5, rel=0.02)
 
 
 def test_a_clock_that_was_set_names_the_way_back(tmp_path: Path) -> None:
-    found = ask(RULE, sampled(tmp_path, NORMAL | {"sm_clock_mhz": 1_485, "clock_reasons_bits": 0x2}))
+    found = ask(RULE, clocked(tmp_path, NORMAL | {"sm_clock_mhz": 1_485, "clock_reasons_bits": 0x2}))
     assert found.share == pytest.approx(0.25, rel=0.02)
     assert "nvidia-smi -rgc" in found.advice[0]
 
 
 def test_a_clock_that_stands_still_far_below_its_maximum_was_locked(tmp_path: Path) -> None:
     locked = NORMAL | {"sm_clock_mhz": 1_200, "clock_reasons_bits": 0}
-    found = ask(RULE, sampled(tmp_path, locked))
-    assert (found.state, "stands still" in found.title) == ("found", True)
+    found = ask(RULE, clocked(tmp_path, locked))
+    assert (found.state, "far below its maximum" in found.title) == ("found", True)
     assert found.share == pytest.approx(1 - 1_200 / 1_980, rel=0.02)
     assert found.advice[0].startswith("`nvidia-smi -rgc`")
 
@@ -75,12 +55,12 @@ def test_a_clock_that_stands_still_far_below_its_maximum_was_locked(tmp_path: Pa
     ],
 )
 def test_a_clock_that_moves_or_is_nearly_the_highest_was_not_locked(tmp_path: Path, read: Any) -> None:
-    path = sampled(tmp_path, *(NORMAL | {"clock_reasons_bits": 0} | r for r in read))
+    path = clocked(tmp_path, *(NORMAL | {"clock_reasons_bits": 0} | r for r in read))
     assert ask(RULE, path).state == "clear"
 
 
 def test_a_lowered_limit_costs_the_cube_root(tmp_path: Path) -> None:
-    found = ask(RULE, sampled(tmp_path, NORMAL | {"sm_clock_mhz": 1_400, "power_limit_w": 350}))
+    found = ask(RULE, clocked(tmp_path, NORMAL | {"sm_clock_mhz": 1_400, "power_limit_w": 350}))
     # Twice the power would give 2^(1/3) times the clock.
     assert found.share == pytest.approx(1 - 2 ** (-1 / 3), rel=0.02)
     assert found.advice == ("`nvidia-smi -pl 700` (is 350 W)",)
@@ -90,13 +70,13 @@ def test_a_lowered_limit_costs_the_cube_root(tmp_path: Path) -> None:
 
 def test_a_normal_power_limit_and_an_idle_gpu_are_left_alone(tmp_path: Path) -> None:
     idle = NORMAL | {"sm_clock_mhz": 210, "clock_reasons_bits": 0x1}
-    clear = ask(RULE, sampled(tmp_path, NORMAL | {"sm_clock_mhz": 1_300}, idle))
+    clear = ask(RULE, clocked(tmp_path, NORMAL | {"sm_clock_mhz": 1_300}, idle))
     assert (clear.state, "normal power limit" in clear.summary, clear.share) == ("clear", True, 0.0)
 
 
 def test_a_little_heat_is_left_alone(tmp_path: Path) -> None:
     hot = NORMAL | {"sm_clock_mhz": 1_750, "clock_reasons_bits": 0x20}
-    clear = ask(RULE, sampled(tmp_path, NORMAL | {"clock_reasons_bits": 0}, hot))
+    clear = ask(RULE, clocked(tmp_path, NORMAL | {"clock_reasons_bits": 0}, hot))
     # 1,775 MHz in the mean, of 1,800.
     assert clear.state == "clear"
     assert clear.share == pytest.approx(25 / 1_800, rel=0.05)
@@ -104,7 +84,7 @@ def test_a_little_heat_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_log_of_nvidia_smi_beside_a_trace_tells_as_well(tmp_path: Path) -> None:
-    path = runs.foreign(tmp_path / "traces", trace())
+    path = runs.foreign(tmp_path / "traces", readings.computing())
     header = "timestamp, pci.bus_id, clocks.sm [MHz], clocks.max.sm [MHz], clocks_event_reasons.active"
     lines = [f"2025/01/01 00:00:{n:02d}.000, 00000000:3B:00.0, 990 MHz, 1980 MHz, 0x0000000000000040" for n in range(9)]
     (path / "smi.csv").write_text("\n".join([header, *lines]) + "\n")
@@ -115,6 +95,6 @@ def test_a_log_of_nvidia_smi_beside_a_trace_tells_as_well(tmp_path: Path) -> Non
 
 
 def test_without_clocks_or_a_gpu_it_abstains(tmp_path: Path) -> None:
-    assert "on the CPU" in ask(RULE, sampled(tmp_path / "cpu", NORMAL, facts=dict(runs.CPU))).why
-    unread = ask(RULE, sampled(tmp_path / "unread", {"power_w": 300.0}))
+    assert "on the CPU" in ask(RULE, clocked(tmp_path / "cpu", NORMAL, facts=dict(runs.CPU))).why
+    unread = ask(RULE, clocked(tmp_path / "unread", {"power_w": 300.0}))
     assert (unread.state, "no clock" in unread.why) == ("not_measured", True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.panel import MOST_RANKS
 from dlprof.read.run import open_run
-from tests.analysis.memory.test_memory import GB, reading, recorded
+from tests.fixtures.allocator import GB, reading, recorded
 
 
 def test_many_ranks_are_drawn_as_the_most_of_them(tmp_path: Path) -> None:

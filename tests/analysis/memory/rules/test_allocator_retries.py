@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 
 from dlprof.analysis.memory.rules.allocator_retries import RULE
 from dlprof.result import Setting
-from tests.analysis.memory.test_memory import GB, GPU, reading
 from tests.fixtures import runs
+from tests.fixtures.allocator import GB, GPU, reading, write
 from tests.fixtures.asking import ask
 from tests.fixtures.runs import MS, light
 
@@ -24,7 +23,7 @@ def recorded(
     steps = [light(n, (20 + longer * (n in retried) + n % 2) * MS) for n in range(60)]
     path = runs.recorded(folder, (None, steps, facts))
     rows = [reading(n, 40 * GB, retries=sum(r <= n for r in retried), **said) for n in range(every - 1, 60, every)]
-    (path / "ranks/00000/memory.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write(path, rows)
     return path
 
 
@@ -76,5 +75,5 @@ def test_without_cuda_or_what_its_allocator_counts_it_abstains(tmp_path: Path) -
     assert "on the CPU" in ask(RULE, recorded(tmp_path / "cpu", [20], facts=dict(runs.CPU))).why
     path = recorded(tmp_path / "old", [20])
     rows = [reading(n, GB) | {"retries": None} for n in range(60)]
-    (path / "ranks/00000/memory.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write(path, rows)
     assert "does not count" in ask(RULE, path).why

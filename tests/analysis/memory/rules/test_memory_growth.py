@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dlprof.analysis.memory.rules.memory_growth import RULE
-from tests.analysis.memory.test_memory import GB, GPU, reading
 from tests.fixtures import runs, traces
+from tests.fixtures.allocator import GB, GPU, reading, write
 from tests.fixtures.asking import ask
 from tests.fixtures.runs import MS, light
 
@@ -79,7 +79,7 @@ def test_workers_that_grow_are_named(tmp_path: Path) -> None:
 def test_tensors_that_stay_on_the_gpu_are_told_with_the_gpus_memory(tmp_path: Path) -> None:
     path = runs.recorded(tmp_path / "run", (None, [light(n, 900 * MS) for n in range(60)], GPU))
     rows = [reading(n, (20 * GB) + n * GB // 10) for n in range(60)]
-    (path / "ranks/00000/memory.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write(path, rows)
     found = ask(RULE, path)
     assert found.state == "found"
     assert "on the GPU" in found.summary

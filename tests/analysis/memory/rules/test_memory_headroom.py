@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 
 from dlprof.analysis.memory.rules.memory_headroom import RULE
 from dlprof.result import Setting
-from tests.analysis.memory.test_memory import GB, GPU, reading
 from tests.fixtures import runs, traces
+from tests.fixtures.allocator import GB, GPU, reading, write
 from tests.fixtures.asking import ask
 from tests.fixtures.runs import MS
 
@@ -31,7 +30,7 @@ def recorded(folder: Path, *, busy: int, kept: int = 10, peak: int = 30, facts: 
     rows = [
         reading(n, kept * GB, peak_allocated_bytes=peak * GB, peak_reserved_bytes=(peak + 2) * GB) for n in range(9)
     ]
-    (path / "ranks/00000/memory.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write(path, rows)
     return path
 
 

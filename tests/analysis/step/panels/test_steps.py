@@ -9,9 +9,8 @@ from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.step.panels.steps import MOST_POINTS, PICTURE
 from dlprof.read.run import open_run
 from dlprof.result import Panel
-from tests.analysis.compute.test_arithmetic import A100
 from tests.fixtures import runs, traces
-from tests.fixtures.runs import MS
+from tests.fixtures.runs import A100, MS
 
 
 def test_the_picture_of_the_steps_tells_the_counted_step_from_the_window(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_what_a_saving_step_takes_longer_besides_is_saved_too(tmp_path: Path) ->
     found = ask(RULE, runs.recorded(tmp_path / "run", (None, steps, runs.CPU), stalls=stalls))
     assert found.saving_ns == pytest.approx((80 - 10) / 5 * MS)
     assert found.lost_share == pytest.approx(found.share)
-    assert "50.0 ms then; such a step takes 20.0 ms longer beside that" in found.summary
+    assert "50.0 ms then; such a step takes 20.0 ms longer besides" in found.summary
 
 
 def test_short_saves_are_left_alone_whatever_their_steps_take_besides(tmp_path: Path) -> None:

@@ -10,11 +10,9 @@ from dlprof.analysis.machine.samples import sample_means
 from dlprof.analysis.stragglers import late_ranks
 from dlprof.analysis.stragglers.rules.straggler import RULE
 from dlprof.read.run import open_run
-from tests.analysis.communication.test_blame import held_up
-from tests.analysis.communication.test_collectives import late_by
-from tests.analysis.stragglers.test_own_time import cpu_run
 from tests.fixtures import runs, traces
 from tests.fixtures.asking import ask
+from tests.fixtures.exchanges import held_up, late_by
 from tests.fixtures.runs import MS, asked
 
 
@@ -166,7 +164,7 @@ def test_who_is_late_in_the_traced_steps_alone_is_not_busy_for_longer(
     tmp_path: Path, cores: tuple[float, ...], state: str
 ) -> None:
     """In the backward pass, where all wait, rank 1 takes 1 of 6 ms more; the light layer cannot tell it."""
-    folder = cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=(MS, MS, MS))
+    folder = runs.cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=(MS, MS, MS))
     for rank, mine in enumerate(cores):
         runs.loading(folder, rank, step=6 * MS, wait=0, fetch=MS, cpu=0, n=20, workers=1, cores=mine)
     said = ask(RULE, folder)
@@ -183,7 +181,7 @@ def test_who_is_late_in_the_traced_steps_alone_is_not_busy_for_longer(
 def test_one_thread_is_busy_for_as_long_as_its_rank_takes(tmp_path: Path) -> None:
     """In three steps rank 1 takes 0.8 to 1.2 of 6.2 ms more; in all of them it is busy for a tenth more."""
     for name, mine, state in (("late", 0.9, "found"), ("alike", 0.84, "clear")):
-        folder = cpu_run(
+        folder = runs.cpu_run(
             tmp_path / name, MS, MS, extra_backward=(MS * 4 // 5, MS, MS * 6 // 5), torch_threads=1, count=8, affinity=8
         )
         for rank, cores in enumerate((0.8, mine)):
@@ -200,7 +198,7 @@ def test_one_thread_is_busy_for_as_long_as_its_rank_takes(tmp_path: Path) -> Non
 
 def without_a_core(tmp_path: Path, waited: tuple[float, float], others: float = 0.0, affinity: int = 2) -> Path:
     """Write a run whose rank 1 takes 5 ms more of 10; each rank stands ready without a core for a share of the time."""
-    folder = cpu_run(tmp_path, MS, 6 * MS, torch_threads=1, count=2, affinity=affinity)
+    folder = runs.cpu_run(tmp_path, MS, 6 * MS, torch_threads=1, count=2, affinity=affinity)
     at = [traces.BASE_NS + n * 1_000 * MS for n in range(20)]
     for rank, share in enumerate(waited):
         rows = [{"at_ns": t, "cpu_s": 0.6 * n, "main_thread_waited_ns": int(share * n * 1e9)} for n, t in enumerate(at)]
@@ -247,7 +245,7 @@ def test_a_core_that_the_jobs_other_ranks_have_is_not_saved(
 def test_a_few_steps_against_all_others_must_be_sure(tmp_path: Path, apart: float, state: str) -> None:
     # Three steps whose mean is 1 ms: 5.2 or 2.6 times as much as its standard error (Student's, of three).
     more = [round((1 + by) * MS) for by in (-apart, 0.0, apart)]
-    said = ask(RULE, cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=more))
+    said = ask(RULE, runs.cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=more))
     assert said.state == state
     if state == "clear":
         assert said.share < 0.02
@@ -294,7 +292,7 @@ def test_work_on_what_others_do_not_hold_is_shared_out(
     tmp_path: Path, parameters: tuple[int, int], gained: int
 ) -> None:
     """Of 9 ms rank 1 computes 7 and rank 0 3: 5 each, where it is of parameters that only rank 1 holds."""
-    folder = cpu_run(tmp_path, 1 * MS, 5 * MS)
+    folder = runs.cpu_run(tmp_path, 1 * MS, 5 * MS)
     for rank, n in enumerate(parameters):
         file = folder / f"ranks/{rank:05d}/facts.json"
         models = [{"class": "Net", "parameters": 100}, {"class": "Table", "parameters": n}] if n else []

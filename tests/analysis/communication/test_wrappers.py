@@ -1,13 +1,14 @@
-"""DDP's search and DataParallel's copying, on hand-made traces."""
+"""FSDP2's work on its units, DDP's search and DataParallel's copying, on hand-made traces."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlprof.analysis.communication.data_parallel import replication, unused_search, unused_searches
+from dlprof.analysis.communication.wrappers import replication, sharding, unused_search, unused_searches
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
+from tests.fixtures.exchanges import sharded
 from tests.fixtures.runs import MS
 
 SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"
@@ -122,3 +123,16 @@ def test_what_takes_data_parallels_place_is_an_all_reduce_beside_the_backward_pa
     assert row["copying_ns"] == 200_000
     assert row["reduced_ns"] == pytest.approx(factor * 200_000)
     assert row["backward_ns"] == pytest.approx(400_000)
+
+
+def test_units_and_the_work_on_them(tmp_path: Path) -> None:
+    frame = runs.measured(sharded(tmp_path), sharding).frame(sharding).set_index("rank")
+    assert frame["units"].to_dict() == {0: 5, 1: 5}
+    assert frame["parents"].to_dict() == {0: 3, 1: 3}  # blocks.0, blocks.1, and all
+    assert frame["around_ns"].to_dict() == pytest.approx({0: 3 * MS, 1: 3 * MS})
+
+
+def test_who_shards_nothing_abstains(tmp_path: Path) -> None:
+    run = runs.measured(runs.foreign(tmp_path, traces.training(), traces.training(rank=1)), sharding)
+    with pytest.raises(NotMeasured, match="FSDP2"):
+        run.frame(sharding)

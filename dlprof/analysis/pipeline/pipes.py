@@ -1,0 +1,205 @@
+"""Pipelines whose ranks are all here: how their mean step went, and how long it would be with other chunks.
+
+The bubble is the idle share of one synchronous step, which is schedule.step() on the rank that holds the first stage:
+the first forward begins there, and the last backward ends it. Another rank's own call may begin early and end early.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import isnan, nan
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlprof.analysis.engine import Job, Maybe, across_ranks
+from dlprof.analysis.pipeline import pipeline_ranges
+from dlprof.analysis.pipeline.chunks import SCHEDULE
+from dlprof.analysis.pipeline.schedules import Action, grid, replay, runs
+from dlprof.errors import NotMeasured
+from dlprof.units import few
+
+_BISECTIONS = 12  # of the time that a hand-over takes: to a few thousandths of the upper bound
+
+Lengths = Mapping[tuple[int, str], float]  # ns of each stage's kinds of action
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """One pipeline: how its mean step went, and all that is needed to replay it. All times in ns.
+
+    `rows` is what each of its `ranks` did, in order. `took` has the lengths of one call each, a loss counted with its
+    forward; `mean` those by stage and action. `busy_ns` is each rank's time in chunks; `edge_ns` lies before the first
+    and after the last one of the rank with the first stage; `launch_ns` before a chunk that waits for no other rank.
+    """
+
+    schedule: str
+    microbatches: int
+    chunks: int  # stages a rank
+    calls_a_step: float
+    ranks: tuple[int, ...]
+    rank_of: Mapping[int, int]  # of each stage
+    step_ns: float
+    busy_ns: Mapping[int, float]
+    rows: tuple[tuple[Action, ...], ...]
+    took: tuple[Mapping[Action, float], ...]
+    mean: Lengths
+    edge_ns: float
+    launch_ns: float
+
+    @property
+    def stages(self) -> int:
+        """How many stages it has."""
+        return len(self.ranks) * self.chunks
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its schedule is one whose grid is known."""
+        return runs(self.schedule, len(self.ranks), self.microbatches, self.chunks)
+
+    def backward_ns(self, stage: int) -> float:
+        """Return how long a whole backward pass of a stage takes, ns, be it recorded whole or in halves."""
+        halves = self.mean.get((stage, "input"), nan) + self.mean.get((stage, "weight"), nan)
+        return self.mean.get((stage, "backward"), 0.0 if isnan(halves) else halves)
+
+    def lengths(self, of: Lengths) -> dict[Action, float]:
+        """Return every action of the rows the length that its stage and kind have."""
+        return {a: of[a[:2]] for row in self.rows for a in row}
+
+    @cached_property
+    def even(self) -> Lengths:
+        """The mean lengths as if all stages were alike: each kind of action has its mean over the stages."""
+        mean = pd.Series(self.mean).groupby(level=1).mean()
+        return {(stage, what): float(mean[what]) for stage, what in self.mean}
+
+    @cached_property
+    def _held(self) -> frozenset[Action]:
+        shape = (self.schedule, len(self.ranks), self.microbatches, self.chunks)
+        return grid(*shape).held if self.is_known else frozenset()
+
+    def again(self, lengths: Mapping[Action, float], launch: float = 0.0, hand_over: float = 0.0) -> float:
+        """Replay its step with other lengths, ns."""
+        return replay(self.rows, lengths, self._held, launch, hand_over)
+
+    def mean_step(self, calls: Iterable[Mapping[Action, float]], hand_over: float) -> float:
+        """Replay calls one by one, and return their mean, ns, with all that is around their chunks."""
+        return float(np.mean([self.again(took, self.launch_ns, hand_over) for took in calls])) + self.edge_ns
+
+    @cached_property
+    def hand_over_ns(self) -> float:
+        """How long a hand-over takes: with it the recorded calls, replayed, take what was measured.
+
+        Each call is replayed with its own chunks: their means, without the spread, would leave that to the hand-over.
+        """
+        low, high = 0.0, max(0.0, self.step_ns - self.mean_step(self.took, 0.0))
+        for _ in range(_BISECTIONS if high else 0):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.mean_step(self.took, middle) < self.step_ns else (low, middle)
+        return low
+
+    @cached_property
+    def saved_by_even_ns(self) -> float:
+        """What even stages save of a step: every call replayed, each chunk ÷ the mean of its kind as it was."""
+        calls = [
+            {a: ns * self.even[a[:2]] / self.mean[a[:2]] if self.mean[a[:2]] else ns for a, ns in took.items()}
+            for took in self.took
+        ]
+        return self.mean_step(self.took, self.hand_over_ns) - self.mean_step(calls, self.hand_over_ns)
+
+
+@across_ranks
+def pipelines(pipeline: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame:
+    """Return rows of `pipeline`; of traces from elsewhere, of those pipelines whose ranks all show the same.
+
+    Raises NotMeasured where none do: several may run side by side, and nothing shows which ranks are one.
+    """
+    frame = pipeline.get()
+    if any(job.facts.values()):
+        return frame
+    here = set(job.ranks)
+    alike = [of for of, mine in frame.groupby("ranks") if here & set(_ranks(of)) == set(mine["rank"])]
+    if not alike:
+        raise NotMeasured(next(iter(pipeline.lacking.values()), pipeline_ranges.WHICH))
+    return frame[frame["ranks"].isin(alike)]
+
+
+@across_ranks
+def pipes(pipelines: pd.DataFrame, pipeline_chunks: pd.DataFrame) -> list[Pipe]:
+    """Return the pipelines that can be replayed: all ranks are here, and have the chunks of a call in common.
+
+    Raises NotMeasured with the reason where there is none.
+    """
+    found = [pipe for _, mine in pipelines.groupby("ranks") if (pipe := _pipe(mine, pipeline_chunks))]
+    if found:
+        return found
+    missing = sorted({rank for ranks in pipelines["ranks"] for rank in _ranks(ranks)} - set(pipelines["rank"]))
+    raise NotMeasured(
+        f"a pipeline is replayed from the chunks of all its ranks, and those of rank {few(missing, 8)} are not here"
+        if missing
+        else "the ranks of no pipeline have the chunks of the same step"
+    )
+
+
+def _ranks(text: object) -> list[int]:
+    """Return the ranks, or stages, of a cell of `pipeline`."""
+    return [int(rank) for rank in str(text).split(", ")]
+
+
+def _pipe(pipeline: pd.DataFrame, chunks: pd.DataFrame) -> Pipe | None:
+    """Return one pipeline of its rows of `pipeline`; None where it cannot be replayed."""
+    pipeline = pipeline.assign(stage=[_ranks(stages)[0] for stages in pipeline["stages"]]).sort_values("stage")
+    first = pipeline.to_dict("records")[0]
+    whole = len(pipeline) == first["size"] and first["first_stage"]
+    if not whole or pipeline["stages"].duplicated().any() or pipeline["chunks"].nunique() != 1:
+        return None
+    ranks = tuple(pipeline["rank"].tolist())
+    chunks = chunks[chunks["rank"].isin(ranks)]
+    done = _actions(chunks)
+    orders = {}
+    for call, mine in done.groupby(["step", "call"]):
+        by_rank = mine.groupby("rank")["action"].agg(tuple)
+        if len(by_rank) == len(ranks):
+            orders[call] = tuple(by_rank[list(ranks)])
+    if not orders:
+        return None
+    # Calls that did something else (other micro-batches, an interrupted step) are left out.
+    usual = Counter(orders.values()).most_common(1)[0][0]
+    chosen = [call for call, order in orders.items() if order == usual]
+    done = done.set_index(["step", "call"]).loc[chosen]
+    lead = done[done["rank"] == ranks[0]].groupby(level=["step", "call"])
+    lengths = chunks[(chunks["rank"] == ranks[0]) & (chunks["action"] == SCHEDULE)]
+    lengths = lengths.set_index(["step", "call"])["dur_ns"].loc[chosen]
+    busy: Any = done.groupby("rank")["dur_ns"].sum() / len(chosen)
+    mean: Any = done.groupby(["stage", "what"])["dur_ns"].mean()
+    rank_of = {stage: rank for rank, row in zip(ranks, usual, strict=True) for stage, _, _ in row}
+    source = done["stage"] + done["what"].map({"forward": -1, "backward": 1, "input": 1})
+    gaps = done["gap_ns"][source.map(rank_of).fillna(done["rank"]) == done["rank"]].dropna()
+    return Pipe(
+        **{key: first[key] for key in ("schedule", "microbatches", "chunks", "calls_a_step")},
+        ranks=ranks,
+        rank_of=rank_of,
+        step_ns=float(lengths.mean()),
+        busy_ns=busy.to_dict(),
+        rows=usual,
+        took=tuple(dict(zip(one["action"], one["dur_ns"], strict=True)) for _, one in done.groupby(["step", "call"])),
+        mean=mean.to_dict(),
+        edge_ns=float((lengths - (lead["end_ns"].last() - lead["start_ns"].first())).clip(lower=0).mean()),
+        launch_ns=max(0.0, float(gaps.median())) if len(gaps) else 0.0,
+    )
+
+
+def _actions(chunks: pd.DataFrame) -> pd.DataFrame:
+    """Return a row an action, a loss as part of its forward; gap_ns: since the rank's action before it in the call."""
+    frame = chunks[chunks["action"] != SCHEDULE]
+    frame = frame.assign(end_ns=frame["start_ns"] + frame["dur_ns"], what=frame["action"].replace("loss", "forward"))
+    by = frame.groupby(["step", "call", "rank", "stage", "what", "microbatch"], sort=False, as_index=False)
+    frame = by.agg({"start_ns": "first", "end_ns": "last", "dur_ns": "sum"})
+    before = frame.groupby(["step", "call", "rank"])["end_ns"].shift(fill_value=-1)
+    return frame.assign(
+        action=pd.Series(zip(frame["stage"], frame["what"], frame["microbatch"], strict=True), dtype=object),
+        gap_ns=(frame["start_ns"] - before).where(before >= 0),
+    )

@@ -1,0 +1,204 @@
+"""Records a part of a script or a notebook from inside its process: what `dlprof.record` is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from dlprof.errors import DlprofError
+from dlprof.plain import words_of
+from dlprof.record import collectors, hooks
+from dlprof.record.launch.folder import RunFolder, compress, new_folder
+from dlprof.record.launch.supervisor import Samplers, must_be_linux, recorded
+from dlprof.record.launch.tasks import TASK_NUMBERS, task_of
+from dlprof.record.recorder import say
+from dlprof.record.samplers.stacks import DEFAULT_RATE
+
+
+def record(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    window: tuple[int, int, int] = (10, 2, 5),
+    trace: bool = True,
+    flops: str = "auto",
+    lines: str | Sequence[str] = (),
+    shapes: bool = False,
+    memory: bool = False,
+    nvtx: bool = False,
+    stacks: str | int = "on",
+    sample: str | float = "auto",
+) -> Block:
+    """Return the block that `dlprof.record` describes. Raises TypeError or ValueError for bad options."""
+    lines = [lines] if isinstance(lines, str) else list(lines)
+    if len(window) != 3 or not all(isinstance(n, int) for n in window) or min(window) < 0 or window[2] < 1:
+        raise ValueError(f"window={window!r}: three whole numbers, at least one step to trace and none negative")
+    if flops not in ("auto", "on", "off"):
+        raise ValueError(f"flops={flops!r}: auto, on or off")
+    for line in lines:
+        if line != "auto" and not all(part.strip() for part in line.rpartition(":")):
+            raise ValueError(f"lines={line!r}: MODULE:FUNCTION or auto")
+    if stacks not in ("on", "off") and not (isinstance(stacks, int) and 1 <= stacks <= 1000):
+        raise ValueError(f"stacks={stacks!r}: on, off, or how many a second, 1 to 1000")
+    if sample not in ("auto", "off") and not (isinstance(sample, (int, float)) and 0.1 <= sample <= 3600):
+        raise ValueError(f"sample={sample!r}: auto, off, or the seconds between two readings, 0.1 to 3600")
+    asked = {
+        "flops": flops,
+        "lines": "\n".join(lines),
+        "sample": sample if isinstance(sample, str) else f"{sample:g}",
+        "stacks": DEFAULT_RATE if stacks == "on" else str(stacks),
+        "memory": "on" if memory else "off",
+        "nvtx": "on" if nvtx else "off",
+        "shapes": "on" if shapes else "off",
+        "window": ",".join(map(str, window)) if trace else "off",
+    }
+    return Block(None if path is None else Path(path), asked)
+
+
+class Block:
+    """What `dlprof.record` returns: records the `with` block, and is the run that `dlprof.open` opens after it."""
+
+    def __init__(self, path: Path | None, asked: Mapping[str, str]) -> None:
+        self.path = path  # of the run folder; None: a new one is made when the block begins
+        self._asked = asked
+        self._exit: dict[str, int | None] = {}
+        self._undo = ExitStack()  # empty where nothing is recorded
+        self._pid = 0
+        self._why_not = "the block has not ended"  # why there is no run to open; "": there is one
+        self._opened: Any = None
+
+    def __enter__(self) -> Block:
+        try:
+            self._begin()
+        except Exception as e:  # noqa: BLE001 - the block runs without us
+            self._why_not = str(e) if isinstance(e, DlprofError) else words_of(e)
+            say(f"nothing is recorded: {self._why_not}")
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._exit = _exit_of(error)
+        try:
+            self._undo.close()
+        except Exception as e:  # noqa: BLE001 - whatever the block has raised passes
+            say(f"the recording did not end cleanly: {words_of(e)}")
+
+    def _begin(self) -> None:
+        outer = os.environ.get("DLPROF_RUN")
+        if outer:
+            raise DlprofError(f"this process is recorded already, into {outer}")
+        must_be_linux()
+        env = _of_launcher(os.environ)
+        command, name = _command()
+        folder = (self.path or new_folder(name, env)).absolute()
+        run = RunFolder(folder, command, self._asked, task_of(env))
+        self._pid, self.path = os.getpid(), folder
+        import torch  # noqa: F401 - what the hooks hang on
+
+        changes = {f"DLPROF_{name.upper()}": value for name, value in self._asked.items()}
+        # For the processes that the block starts, as loader workers; it names its own supervisor.
+        changes |= recorded({"PYTHONPATH": os.environ.get("PYTHONPATH", "")}, folder)
+        with ExitStack() as undo:
+            undo.enter_context(_environment(changes))
+            samplers = Samplers(folder, os.environ)
+            undo.callback(self._end, run, samplers)
+            samplers.start()
+            undo.callback(hooks.uninstall)
+            hooks.install(str(folder), collectors.COLLECTORS)
+            self._undo = undo.pop_all()
+
+    def _end(self, run: RunFolder, samplers: Samplers) -> None:
+        if os.getpid() != self._pid:
+            return  # a fork's child leaves the block too
+        end_ns = time.time_ns()
+        samplers.end()
+        compress(run.path)
+        warnings = samplers.wait()
+        self._why_not = ""
+        if not any(run.path.glob("ranks/*/facts.json")):
+            self._why_not = "no backward() and no optimizer step was seen in the block"
+            warnings.append(f"nothing was recorded: {self._why_not}")
+        for warning in warnings:
+            say(warning)
+        run.end(end_ns=end_ns, exit=self._exit, resumed_ns=[], warnings=warnings)
+
+    @property
+    def _run(self) -> Any:
+        if self._why_not:
+            raise DlprofError(f"there is no run to open: {self._why_not}")
+        if self._opened is None:
+            import dlprof
+
+            assert self.path is not None
+            self._opened = dlprof.open(self.path)
+        return self._opened
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what copy, pickle and notebooks try
+            raise AttributeError(name)
+        return getattr(self._run, name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *(() if self._why_not else dir(self._run))]
+
+    def __repr__(self) -> str:
+        return f"<dlprof.record: {self._why_not}>" if self._why_not else repr(self._run)
+
+    def _repr_html_(self) -> str | None:
+        html: str | None = None if self._why_not else self._run._repr_html_()
+        return html
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment, and restore those that nobody has changed meanwhile."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if os.environ.get(name) != changes[name]:
+                continue
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _of_launcher(env: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment in which each rank of torchrun is a task of one job, as those of srun and mpirun are."""
+    if not env.get("TORCHELASTIC_RUN_ID") or env.get("WORLD_SIZE", "1") == "1":
+        return env
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    job = "-".join(env[name] for name in names if name in env)
+    return {**env, "DLPROF_JOB": job, TASK_NUMBERS[0]: env.get("RANK", "0")}
+
+
+def _command() -> tuple[Sequence[str], str]:
+    """Return the command of this process, or its notebook; and what to name the run after."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if hasattr(shell, "kernel"):
+        # As Jupyter's server and VS Code name the notebook to its kernel.
+        notebook = os.environ.get("JPY_SESSION_NAME") or shell.user_ns.get("__vsc_ipynb_file__") or "notebook"
+        return [str(notebook)], Path(str(notebook)).stem
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None:  # python -m
+        return sys.orig_argv, spec.name.removesuffix(".__main__")
+    return sys.orig_argv, Path(sys.argv[0]).stem if sys.argv[0] not in ("", "-c") else "python"
+
+
+def _exit_of(error: BaseException | None) -> dict[str, int | None]:
+    """Return how a block ended as run.json says it of a command: its exit code, or the signal that ended it."""
+    if isinstance(error, KeyboardInterrupt):
+        return {"code": None, "signal": int(signal.SIGINT)}
+    if error is None or (isinstance(error, SystemExit) and error.code is None):
+        return {"code": 0, "signal": None}
+    code = error.code if isinstance(error, SystemExit) else 1
+    return {"code": code if isinstance(code, int) else 1, "signal": None}

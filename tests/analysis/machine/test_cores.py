@@ -1,0 +1,50 @@
+"""How many threads and cores a rank has, and how long its main thread waits, on runs with samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from dlprof.analysis.machine.cores import core_waits
+from dlprof.errors import NotMeasured
+from tests.fixtures import runs
+from tests.fixtures.readings import crowded
+from tests.fixtures.runs import MS
+
+
+def waits(path: Path) -> pd.DataFrame:
+    return runs.measured(path, core_waits).frame(core_waits)
+
+
+def test_a_rank_waits_for_its_share_of_the_cores(tmp_path: Path) -> None:
+    frame = waits(crowded(tmp_path, 0.2, 0.25))
+    assert frame[["threads", "cores"]].to_numpy().tolist() == [[8, 4], [8, 4]]
+    assert frame["waited"].to_list() == pytest.approx([0.2, 0.25])
+    assert frame["waits_ns"].to_list() == pytest.approx([180 * MS, 225 * MS])
+    assert frame["involuntary_switches_per_s"].to_list() == pytest.approx([900, 900])
+    assert frame["children_cpu_cores"].isna().all()
+
+
+def test_cores_that_a_rank_is_bound_to_are_its_own(tmp_path: Path) -> None:
+    assert waits(crowded(tmp_path, 0.2, 0.2, affinity=3))["cores"].to_list() == [3, 3]
+
+
+def test_on_a_gpu_no_more_counts_than_the_host_leaves_it_idle(tmp_path: Path) -> None:
+    path = crowded(tmp_path, 0.3)
+    facts = path / "ranks/00000/facts.json"
+    told: dict[str, Any] = json.loads(facts.read_text()) | {"device": {"type": "cuda"}}
+    # With as many threads as cores nobody needs to know it.
+    facts.write_text(json.dumps(told))
+    assert waits(path)["waits_ns"].to_list() == pytest.approx([270 * MS])
+    facts.write_text(json.dumps(told | {"cpu": {"count": 8, "affinity": 8, "torch_threads": 64}}))
+    with pytest.raises(NotMeasured):
+        waits(path)
+
+
+def test_a_kernel_that_does_not_count_it_abstains(tmp_path: Path) -> None:
+    with pytest.raises(NotMeasured, match="does not count"):
+        waits(crowded(tmp_path, None))

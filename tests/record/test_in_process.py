@@ -1,0 +1,267 @@
+"""`with dlprof.record()` records a block of a plain process, which is as it was before once the block has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+import dlprof
+from dlprof.errors import DlprofError
+from dlprof.record.in_process import _exit_of
+from tests.fixtures.jobs import environment, facts, launch, rows, tiny
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+HERE = str(Path(dlprof.__file__).parent.parent)
+
+
+def plain(folder: Path, body: str, *args: str, **changes: str) -> Any:
+    """Run a script plainly; its process must end well."""
+    command = [sys.executable, tiny(folder, body), *args]
+    done = launch(command, folder, env=environment(PYTHONPATH=HERE, **changes))
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+TWICE = """
+    import dlprof
+    import torch.optim.optimizer as lists
+
+    def state():
+        hooks = len(lists._global_optimizer_pre_hooks), len(lists._global_optimizer_post_hooks)
+        functions = torch.save, torch.autograd.backward, nn.Module.__call__, DataLoader.__iter__
+        return hooks, functions, dict(os.environ), len(os.listdir("/proc/self/fd"))
+
+    loader = DataLoader(data, batch_size=8)
+    held = iter(DataLoader(data, batch_size=8))
+    train(next(held))
+    before = state()
+    with dlprof.record(window=(2, 1, 2), sample=0.1, stacks="off") as run:
+        assert state() != before
+        for batch in loader:
+            train(batch)
+        train(next(held))
+        with dlprof.record("inner") as inner:
+            train(next(held))
+        while not list(run.path.glob("hosts/*/host.jsonl")):
+            time.sleep(0.05)
+    assert state() == before
+    print(run.path)
+    try:
+        with dlprof.record("second", trace=False, sample="off") as second:
+            train(next(held))
+            raise RuntimeError("of the block")
+    except RuntimeError as e:
+        print(e)
+    assert state() == before
+    train(next(held))
+    print(run.ranks, "input_wait" in {o.id for o in run.result.outcomes}, second.result.run.exit)
+    print(repr(inner), repr(second))
+"""
+
+
+def test_two_blocks_of_a_process_are_two_runs_and_leave_it_as_it_was(tmp_path: Path) -> None:
+    done = plain(tmp_path, TWICE, "--token", "abc")
+    path, raised, opened, shown = done.stdout.splitlines()
+    assert Path(path).parent == tmp_path / "runs"
+    assert Path(path).name.startswith("train-20")
+    assert raised == "of the block"
+    assert opened == "(0,) True {'code': 1, 'signal': None}"
+    assert "already" in shown
+    assert "second', 1 rank" in shown
+    assert done.stderr.count("dlprof:") == done.stderr.count(f"recorded already, into {path}") == 1
+    assert not (tmp_path / "inner").exists()
+
+    info = json.loads((Path(path) / "run.json").read_text())
+    assert info["command"][1:] == [str(tmp_path / "train.py"), "--token", "[redacted]"]
+    assert (info["exit"], info["warnings"], info["options"]["window"]) == ({"code": 0, "signal": None}, [], "2,1,2")
+    rank = Path(path) / "ranks/00000"
+    assert sum(row["optimizer_steps"] for row in rows(rank)) == 10
+    assert facts(rank)["window"]["state"] == "exported"
+    assert (rank / "trace.json.gz").is_file()
+
+    rank = tmp_path / "second/ranks/00000"
+    assert sum(row["optimizer_steps"] for row in rows(rank)) == 1
+    assert facts(rank)["window"]["state"] == "off"
+    # The iterator was made before both blocks, and its loader is not known in either.
+    assert [(r["kind"], r["loader"]) for r in lines(rank / "loading.jsonl") if r["loader"] != -1] == []
+    assert json.loads((tmp_path / "second/run.json").read_text())["exit"]["code"] == 1
+    assert not list((tmp_path / "second").glob("hosts/*/host.jsonl"))
+
+
+def test_a_block_that_cannot_be_recorded_runs_and_says_so_once(tmp_path: Path) -> None:
+    body = """
+        import dlprof
+        from dlprof.errors import DlprofError
+        open("file", "w").close()
+        for path in ("file/run", "idle"):
+            with dlprof.record(path, sample="off") as run:
+                if path != "idle":
+                    train(next(iter(DataLoader(data))))
+            try:
+                run.result
+            except DlprofError as e:
+                print(e)
+    """
+    done = plain(tmp_path, body)
+    first, second = done.stdout.splitlines()
+    assert "file/run" in first
+    assert "no backward()" in second
+    assert done.stderr.count("dlprof:") == len(done.stderr.splitlines()) == 2
+    wrapped = plain(tmp_path, "import dlprof\nwith dlprof.record('x'): print('runs')", DLPROF_RUN="elsewhere")
+    assert wrapped.stdout == "runs\n"
+    assert "into elsewhere" in wrapped.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_forks_child_ends_no_recording(tmp_path: Path) -> None:
+    body = """
+        import dlprof
+        loader = DataLoader(data, batch_size=8)
+        with dlprof.record("run", sample=0.1, stacks="off") as run:
+            for batch in loader:
+                train(batch)
+            if os.fork() == 0:
+                for batch in loader:
+                    train(batch)
+                sys.exit(3)  # leaves the block
+            assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
+            assert "end_ns\\": null" in (run.path / "run.json").read_text()
+            for batch in loader:
+                train(batch)
+        print(run.ranks)
+    """
+    done = plain(tmp_path, body)
+    assert (done.stdout, done.stderr) == ("(0,)\n", "")
+    assert sum(row["optimizer_steps"] for row in rows(tmp_path / "run/ranks/00000")) == 16
+    assert json.loads((tmp_path / "run/run.json").read_text())["exit"]["code"] == 0
+
+
+@pytest.mark.long
+def test_lines_are_counted_in_each_block_alone_and_what_compiled_before_is_no_stall(tmp_path: Path) -> None:
+    body = """
+        import dlprof
+        compiled = torch.compile(model, backend=lambda graph, inputs: (time.sleep(0.01), graph.forward)[1])
+
+        def epoch():
+            for batch in DataLoader(data, batch_size=8):
+                nn.functional.mse_loss(compiled(batch[0]), batch[1]).backward()
+                optimizer.step()
+
+        epoch()
+        code = epoch.__code__
+        for path in ("first", "second"):
+            with dlprof.record(path, sample="off", trace=False, lines="__main__:epoch"):
+                train(data[:8])
+                epoch()
+            assert epoch.__code__ is code
+            epoch()
+    """
+    assert plain(tmp_path, body).stderr == ""
+    for path in ("first", "second"):
+        rank = tmp_path / path / "ranks/00000"
+        assert not [row for row in lines(rank / "stalls.jsonl") if row["kind"] == "compilation"]
+        counted = [hits for row in lines(rank / "lines.jsonl") for _, hits, _ in row["lines"]]
+        assert sorted(counted) == [8, 8, 9]
+
+
+@pytest.mark.long
+def test_spawned_workers_and_the_ranks_of_torchrun_are_recorded_into_one_folder(tmp_path: Path) -> None:
+    script = tiny(
+        tmp_path,
+        """
+        import dlprof
+        import torch.distributed as distributed
+        if __name__ == "__main__":
+            distributed.init_process_group("gloo")
+            with dlprof.record(sample="off") as run:
+                for batch in DataLoader(data, batch_size=8, num_workers=1, multiprocessing_context="spawn"):
+                    train(batch)
+            distributed.barrier()
+            print(run.ranks, flush=True)
+        """,
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    done = launch(command, tmp_path, env=environment(PYTHONPATH=HERE))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "(0, 1)\n" * 2
+    (folder,) = (tmp_path / "runs").iterdir()
+    info = json.loads((folder / "run.json").read_text())
+    assert [(task["number"], task["exit"]["code"]) for task in info["tasks"]] == [("0", 0), ("1", 0)]
+    for rank in ("00000", "00001"):
+        assert len({row["pid"] for row in lines(folder / "ranks" / rank / "fetches.jsonl")}) == 1
+
+
+CELLS = """
+import os, torch, dlprof
+os.chdir({folder!r})
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+# cell
+with dlprof.record(sample="off", window=(2, 1, 2)) as run:
+    for _ in range(20):
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+# cell
+run
+# cell
+print(run.path, run.command, run.steps()["step"].count())
+"""
+
+
+@pytest.mark.long
+def test_a_cell_of_a_notebook_is_recorded_and_the_run_shows_its_verdict(tmp_path: Path) -> None:
+    cells = [nbformat.v4.new_code_cell(text) for text in CELLS.format(folder=str(tmp_path)).split("# cell\n")]  # type: ignore[no-untyped-call]
+    notebook = nbformat.v4.new_notebook(cells=cells)  # type: ignore[no-untyped-call]
+    done = NotebookClient(notebook).execute(env=environment(PYTHONPATH=HERE, JPY_SESSION_NAME="/home/me/try it.ipynb"))  # type: ignore[no-untyped-call]
+    outputs = [cell.outputs for cell in done.cells]
+    assert outputs[1] == []
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("try_it-20")
+    assert outputs[2][0].data["text/html"] == dlprof.open(folder)._repr_html_()
+    assert outputs[3][0].text == f"{folder} ('/home/me/try it.ipynb',) 20\n"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"window": (1, 2, 0)},
+        {"window": (1, 2)},
+        {"flops": "maybe"},
+        {"lines": "function"},
+        {"stacks": 0},
+        {"sample": "never"},
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_the_block(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        dlprof.record(**wrong)
+    with pytest.raises(TypeError, match="windows"):
+        dlprof.record(windows=(1, 2, 3))
+
+
+def test_before_its_end_a_block_is_no_run() -> None:
+    block: Any = dlprof.record("somewhere")
+    with pytest.raises(DlprofError, match="has not ended"):
+        _ = block.result
+    assert block._repr_html_() is None
+    assert not Path("somewhere").exists()
+
+
+def test_a_block_ends_as_the_command_would() -> None:
+    assert _exit_of(None) == _exit_of(SystemExit()) == _exit_of(SystemExit(0)) == {"code": 0, "signal": None}
+    assert _exit_of(SystemExit(3))["code"] == 3
+    assert _exit_of(SystemExit("no"))["code"] == _exit_of(RuntimeError())["code"] == 1
+    assert _exit_of(KeyboardInterrupt()) == {"code": None, "signal": 2}
+    assert "DLPROF_RUN" not in os.environ
