@@ -27,16 +27,21 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A recorded run, or somebody's traces. Files are read when something of them is first asked for, and once."""
+    """A recorded run, or traces from anywhere. Files are read when something of them is first asked for, and once.
+
+    `path`: its folder, or the trace file. `ranks`: those that left something. `command`: as it was recorded, empty for
+    traces from elsewhere. `hosts`: as far as they were recorded. `warnings`: what is odd about the files;
+    `result.run.warnings` has all.
+    """
 
     def __init__(self, files: Files, jobs: int | None = None) -> None:
         self._files, self._jobs = files, jobs
 
-        self.path: Path = files.path  # the run's folder, or the trace file
-        self.ranks: tuple[int, ...] = tuple(rank.index for rank in files.ranks)  # that left something
-        self.command: tuple[str, ...] = files.command  # empty for traces from elsewhere
-        self.hosts: tuple[str, ...] = files.hosts  # as far as they were recorded
-        self.warnings: tuple[str, ...] = files.warnings  # about the files alone; `result.run.warnings` has all
+        self.path: Path = files.path
+        self.ranks: tuple[int, ...] = tuple(rank.index for rank in files.ranks)
+        self.command: tuple[str, ...] = files.command
+        self.hosts: tuple[str, ...] = files.hosts
+        self.warnings: tuple[str, ...] = files.warnings
 
     @cached_property
     def _measured(self) -> Measured:

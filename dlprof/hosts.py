@@ -1,15 +1,15 @@
-"""Tells the machines of a job apart where they have one name, as clones and containers do."""
+"""Tells apart the machines of a job that have one name, as clones and containers do."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# Says in a host's folder which machine's it is.
+# The file in a host's folder that says which machine's it is.
 BOOT = "boot"
 
 
 def boot() -> str:
-    """Return what tells this start of this kernel from every other one, of any machine; "" where it does not tell."""
+    """Return what identifies this start of this machine's kernel among all others; "" where it does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.plain import plain
+from dlprof.plain import plain, words_of
 from tests.fixtures import traces
 from tests.fixtures.jobs import DLPROF, launch
 
@@ -49,3 +49,8 @@ def test_commands_print_no_path_raw(tmp_path: Path) -> None:
         done = launch([*DLPROF, *map(str, words)], tmp_path)
         assert done.stdout + done.stderr
         assert safe(done.stdout + done.stderr), words
+
+
+def test_an_error_of_the_system_explains_itself_and_others_say_their_kind() -> None:
+    assert words_of(OSError("the disk is full")) == "the disk is full"
+    assert words_of(KeyError("rank")) == "KeyError: 'rank'"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -95,8 +95,6 @@ def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]
 
     try:
         estimate = run.call(rule.check)
-        if rule.explain.__name__ == "_own_explanation" and estimate.explain is None:  # BRIDGE
-            estimate = replace(estimate, clear=True)
         _check_figures(estimate)
         if estimate.scope == "risk":
             state, said = _risk(rule, run, estimate)

@@ -53,7 +53,6 @@ class Estimate:
     loses: str = ""
     summary: str = ""
     seen: Any = None
-    explain: Callable[[], Explanation] | None = None  # BRIDGE
     clear: bool = False  # nothing is found, whatever the saving
 
     @property
@@ -72,11 +71,6 @@ def worst(by_rank_ns: Mapping[int, float]) -> int:
     return max(by_rank_ns, key=lambda rank: by_rank_ns[rank])
 
 
-def _own_explanation(estimate: Estimate) -> Explanation:  # BRIDGE
-    assert estimate.explain is not None
-    return estimate.explain()
-
-
 @dataclass(frozen=True)
 class Rule:
     """One known bottleneck. `check` returns an Estimate or raises NotMeasured; its parameters name what it needs.
@@ -90,7 +84,7 @@ class Rule:
     id: str
     title: str
     check: Callable[..., Estimate]
-    explain: Callable[..., Explanation] = _own_explanation  # BRIDGE
+    explain: Callable[..., Explanation]
     saves_from: tuple[str, ...] = ()
     feeds: bool = False
     notable: float = LEAST_SHARE

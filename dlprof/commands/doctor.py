@@ -168,7 +168,7 @@ def _trace() -> str:
     errors = cupti.short(
         line
         for line in done.stderr.splitlines()
-        if (found := relay.MESSAGE.match(line.encode())) and found[1] in relay.KEPT_LEVELS
+        if (message := relay.MESSAGE.match(line.encode())) and message[1] in relay.KEPT_LEVELS
     )
     remedy = cupti.remedy(errors) or (
         cupti.remedy(["CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"])

@@ -110,7 +110,7 @@ def _content(
     job: Job,
 ) -> _Content:
     hosts = {r: settings.host(job, r) for r in job.ranks}
-    warnings = ()
+    warnings: tuple[str, ...] = ()
     ahead = dict.fromkeys(job.ranks, 0)  # what each rank's clock is ahead by, ns
     if (clocks := host_clocks.or_none()) is not None:
         ahead = dict(zip(clocks["rank"], clocks["ahead_ns"].astype("int64"), strict=True))
@@ -231,7 +231,8 @@ def placed(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     workers = sorted((n for n in names if n.startswith(WORKER)), key=lambda n: (len(n), n))
     first = [t for t in TRACKS if t in names] + training + devices + workers
     order = [*first, *sorted(set(names) - set(first))]
-    found, tracks = [], []
+    found: list[pd.DataFrame] = []
+    tracks: list[str] = []
     for track in order:
         mine = rows[rows["track"] == track].sort_values(["start_ns", "dur_ns"], ascending=[True, False], kind="stable")
         more = 0

@@ -95,10 +95,8 @@ def own_tracks(
     partition: Maybe[dict[str, iv.Intervals]],
     rank: RankFacts,
 ) -> pd.DataFrame:
-    """Return the tracks of one rank alone: track, name, start_ns, dur_ns."""
-    found = [
-        pd.DataFrame({"start_ns": [], "dur_ns": [], "track": [], "name": []}).astype({"start_ns": int, "dur_ns": int})
-    ]
+    """Return the tracks of one rank alone: track, name, start_ns, dur_ns. Raises NotMeasured where there is none."""
+    found: list[pd.DataFrame] = []
 
     def add(track: str | pd.Series[str], names: str | pd.Series[str], rows: pd.DataFrame) -> None:
         found.append(rows[["start_ns", "dur_ns"]].assign(track=track, name=names))
@@ -119,15 +117,17 @@ def own_tracks(
         rows = rows[(rows["worker"] >= 0) & (rows["count"] == 1)]
         add(WORKER + rows["worker"].astype("str"), "batch", rows)
     if partition:
-        pieces = [(part, start, end - start) for part, found in partition.get().items() for start, end in found]
+        pieces = [(part, start, end - start) for part, of in partition.get().items() for start, end in of]
         rows = pd.DataFrame(pieces, columns=["name", "start_ns", "dur_ns"])
         rows = rows.nlargest(int(_most(rank) * PARTS_SHARE), "dur_ns")
         add(PARTS, rows["name"], rows)
-    return pd.concat(found[1:] or found, ignore_index=True)
+    if not found:
+        raise NotMeasured("nothing was recorded")
+    return pd.concat(found, ignore_index=True)
 
 
 @per_rank
-def reduced(spans: pd.DataFrame, training_lane: str, own_tracks: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
+def reduced(spans: pd.DataFrame, training_lane: str, own_tracks: Maybe[pd.DataFrame], rank: RankFacts) -> pd.DataFrame:
     """Return a rank's longest spans, and tracks of dlprof's own: track, category, name, start_ns, dur_ns, bytes, of.
 
     `of` is how many spans there were, 0 on dlprof's own tracks.
@@ -150,11 +150,13 @@ def reduced(spans: pd.DataFrame, training_lane: str, own_tracks: pd.DataFrame, r
             "of": len(spans),
         }
     )
-    if not len(spans) or not len(own_tracks):
+    if not len(spans) or not own_tracks:
         return longest
     begin, end = spans["start_ns"].min(), (spans["start_ns"] + spans["dur_ns"]).max()
-    own = own_tracks[(own_tracks["start_ns"] < end) & (own_tracks["start_ns"] + own_tracks["dur_ns"] > begin)]
-    return pd.concat([longest, own.assign(category=OWN, bytes=-1, of=0)], ignore_index=True)
+    own = own_tracks.get()
+    own = own[(own["start_ns"] < end) & (own["start_ns"] + own["dur_ns"] > begin)]
+    together: pd.DataFrame = pd.concat([longest, own.assign(category=OWN, bytes=-1, of=0)], ignore_index=True)
+    return together
 
 
 @per_rank

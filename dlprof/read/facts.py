@@ -25,16 +25,14 @@ def _all(kind: Shape, names: str) -> Mapping[str, Shape]:
     return dict.fromkeys(names.split(), kind)
 
 
-TASK: Mapping[str, Shape] = {
-    **_all(str, "host number"),
+_COMMAND: Mapping[str, Shape] = {
+    **_all([str], "command warnings"),
     **_all(int, "start_ns end_ns"),
-    "command": [str],
     "exit": _all(int, "code signal"),
     "resumed_ns": [int],
-    "warnings": [str],
 }
-
-RUN: Mapping[str, Shape] = {**TASK, "dlprof": str, "hosts": [str], "options": {}, "tasks": [TASK]}
+TASK: Mapping[str, Shape] = {**_COMMAND, **_all(str, "host number")}
+RUN: Mapping[str, Shape] = {**_COMMAND, "dlprof": str, "hosts": [str], "options": {}, "tasks": [TASK]}
 
 RANK: Mapping[str, Shape] = {
     **_all(int, "rank local_rank world_size pid restart graphs"),

@@ -156,9 +156,9 @@ def samples_frame(found: Series) -> pd.DataFrame:
         return schema.empty("samples")
     counts = [len(times) for times, _ in found.values()]
 
-    def column(names: list[str]) -> pd.Categorical:
+    def column(names: list[str]) -> Any:
         codes, categories = pd.factorize(np.array(names, dtype=object))
-        return pd.Categorical.from_codes(np.repeat(codes, counts), categories)
+        return pd.Categorical.from_codes(np.repeat(codes, counts), pd.Index(categories))
 
     made = pd.DataFrame(
         {

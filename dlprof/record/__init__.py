@@ -1,13 +1,14 @@
-"""What runs inside the ranks of a job, and beside them.
+"""What runs inside the ranks of a job, next to them, and around the job.
 
-The rules for code in a rank. It runs in somebody else's process, mostly on the thread that trains.
+The rules for code in a rank stand here, and nowhere else. Such code runs in somebody else's process, mostly on the
+thread that trains.
 
-* **The job comes first.** A hook calls the original exactly once, with the same arguments, and returns or raises what
-  that does. Our own work is guarded by `except Exception`: what fails switches itself off, says so in one line on
-  stderr, and the script goes on. Launchers, loader workers and other processes that never train leave no trace; files
+* **The job comes first.** A wrapper calls the original exactly once, with the same arguments, and returns or raises
+  what that does. Our own work is guarded by `except Exception`: what fails switches itself off, says so in one line on
+  stderr, and the script goes on. Launchers, loader workers and other processes that never train leave no trace: files
   appear with the first backward pass or optimizer step.
-* **Threads.** One thread trains, and only it is measured: the first that fetches or calls a module, until another one
-  is seen to train. Hooks compare `get_ident()` and do nothing on other threads. We have one thread of our own
+* **Threads.** One thread trains, and only it is measured: the first that fetches a batch or calls a module, until
+  another one is seen to train. Hooks compare `get_ident()` and do nothing on other threads. One thread is ours
   (ending.py). It is no `threading.Thread`, so that a script that joins all threads does not wait for it.
 * **Re-entrancy.** Hooks run inside each other: a loader whose data set iterates another loader, an optimizer that steps
   another one, a backward pass inside a backward pass. Only the outermost counts. `__del__` may call a hook when the
@@ -17,11 +18,11 @@ The rules for code in a rank. It runs in somebody else's process, mostly on the 
   `stop()` do nothing the second time.
 * **Forks.** A forked child of a rank is no rank. Each part that holds a descriptor, a thread or rows resets itself in
   `os.register_at_fork(after_in_child=…)`. A child of a process that has not trained yet may become a rank or a worker.
-* **Dynamo.** torch.compile must see the graphs that it would see without us. Wrappers and what they call are marked
-  with `hooks.hidden`, and a wrapper asks `is_traced()` first: Dynamo takes that for True and reads nothing after it.
+* **Dynamo.** torch.compile must see the graphs that it would see without us. Mark wrappers, and what they call, with
+  `hooks.hidden`, and let a wrapper ask `is_traced()` first: Dynamo takes that for True and reads nothing after it.
   Never import torch._dynamo for our own sake.
-* **CUDA graphs.** While one is captured, nothing may be asked of the device, by any thread: the capture would fail.
-  Collectors neither start, step nor stop meanwhile, and no step ends. See graphs.py.
+* **CUDA graphs.** While one is captured, no thread may ask the device anything: the capture would fail. Collectors
+  neither start, step nor stop meanwhile, and no step ends. See graphs.py.
 * **The device.** Never wake a GPU that the script does not use, never synchronise, never wait for an event. See
   device/device.py.
 * **Cost.** A step touches few objects and calls few functions: our code and data are not in the processor's caches when
@@ -30,7 +31,9 @@ The rules for code in a rank. It runs in somebody else's process, mostly on the 
   list: a script may run for weeks, or make a new model each step.
 * **Files.** The script may close descriptors that it never opened, and then get their numbers for files of its own: ask
   a descriptor what it is before each use (`log.file_of`). Append whole lines, or write to a temporary name and rename.
-* **Undoing.** Every attribute that we replace goes through `hooks.put`, so that `hooks.uninstall` can restore it.
+* **Undoing.** A recording may end long before its process (`dlprof.record`), and another one may follow. Replace an
+  attribute with `hooks.put` alone, so that `hooks.uninstall` restores it. Undo everything else in `stop()`, which is
+  called where the process has trained, or by `hooks.at_uninstall`.
 """
 
 import sys

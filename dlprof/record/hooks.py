@@ -3,7 +3,7 @@
 The hooks stand on PyTorch itself, and on torchdata's loader, never on the script's objects: on the loaders' iterators,
 `nn.Module.__call__`, `torch.autograd.backward` and `grad`, the optimizers' global hooks, and `torch.cuda.CUDAGraph`. So
 nothing of ours is in a model that the script pickles, scripts, compiles or copies. Collectors put their own wrappers in
-place with `put`, too. The rules for a wrapper stand in dlprof/record/__init__.py.
+place with `put`, too. The rules for a wrapper are in dlprof/record/__init__.py.
 """
 
 from __future__ import annotations
@@ -50,15 +50,19 @@ class Patch:
         return True
 
 
-_patches: list[Patch] = []  # of this process, in the order in which they were put
-_handles: list[Any] = []  # of hooks that torch keeps in lists of its own
+_undo: list[Callable[[], object]] = []  # what takes each change of this process back, in the order of the changes
 
 
 def put(owner: Any, name: str, wrapper: Any) -> Patch:
     """Put a wrapper in the place of an attribute of a module or a class, until `uninstall`."""
     patch = Patch(owner, name, wrapper)
-    _patches.append(patch)
+    _undo.append(patch.undo)
     return patch
+
+
+def at_uninstall(undo: Callable[[], object]) -> None:
+    """Have `uninstall` call what takes a change of another kind back."""
+    _undo.append(undo)
 
 
 def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
@@ -90,10 +94,8 @@ def uninstall() -> None:
     if dlprof._recorder is not None:
         dlprof._recorder.leave()
         dlprof._recorder = None
-    while _handles:
-        _handles.pop().remove()
-    while _patches:
-        _patches.pop().undo()
+    while _undo:
+        _undo.pop()()
     forget_passes()
 
 
@@ -217,8 +219,8 @@ def _watch_optimizers(recorder: Recorder) -> None:
             observed.grad_scaler = observed.news = True
         return scale(self, *args, **kwargs)
 
-    _handles.append(register_optimizer_step_pre_hook(hidden(before)))
-    _handles.append(register_optimizer_step_post_hook(hidden(after)))
+    at_uninstall(register_optimizer_step_pre_hook(hidden(before)).remove)
+    at_uninstall(register_optimizer_step_post_hook(hidden(after)).remove)
     put(GradScaler, "scale", hidden(watched))
 
 

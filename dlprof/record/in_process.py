@@ -183,7 +183,7 @@ def _of_launcher(env: Mapping[str, str]) -> Mapping[str, str]:
 def _command() -> tuple[Sequence[str], str]:
     """Return the command of this process, or its notebook; and what to name the run after."""
     ipython: Any = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    shell: Any = ipython.get_ipython() if ipython is not None else None
     if hasattr(shell, "kernel"):
         # As Jupyter's server and VS Code name the notebook to its kernel.
         notebook = os.environ.get("JPY_SESSION_NAME") or shell.user_ns.get("__vsc_ipynb_file__") or "notebook"

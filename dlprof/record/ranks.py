@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
-# What tells a process its rank, by launcher. SLURM's comes last: what another launcher starts within a job has that of
-# the batch script too, which is task 0.
+# The variables in which launchers pass the rank. SLURM's comes last: what another launcher starts within a job has that
+# of the batch script too, which is task 0.
 _RANKS = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
-def find_rank(env: Iterable[str] = _RANKS) -> int:
-    """Return this process's rank: from process group if there is one, else from the launcher's variables, else 0."""
+def find_rank() -> int:
+    """Return this process's rank: the process group's if there is one, else by the launcher's variables, else 0."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
-    for name in env:
+    for name in _RANKS:
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value)

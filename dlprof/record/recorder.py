@@ -1,7 +1,7 @@
 """Records one process: starts and stops the collectors, passes the steps on to them, and ends with the process.
 
 Nothing is written before the process trains (its first backward or optimizer step). What fails here switches itself
-off. The rules for code in a rank stand in dlprof/record/__init__.py.
+off. The rules for code in a rank are in dlprof/record/__init__.py.
 """
 
 from __future__ import annotations

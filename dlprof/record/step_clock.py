@@ -42,9 +42,7 @@ class StepClock(Phases):
     capturing: bool = False  # a CUDA graph is being captured on the training thread; see graphs.py
     end_of_step: Callable[[], Any] | None = None  # called at each step's end; Step.device keeps the answer
     fetch_watcher: FetchWatcher | None = None
-    done: list[tuple[Any, ...]] = field(
-        default_factory=list
-    )  # the cells of Steps that nobody has heard of
+    done: list[tuple[Any, ...]] = field(default_factory=list)  # the cells of Steps that nobody has heard of
     due_ns: int = 0  # they hear of them at the first step that ends then or later, or
     due_step: int = NO_STEP  # when this one begins
     _fetched: bool = False  # any loader was seen

@@ -15,31 +15,32 @@ from dlprof.report.figures.drawing import ON_LIGHT, inside
 from dlprof.result import Result
 from dlprof.units import MINUS, UNKNOWN, digits
 
-MOST_RANKS = 16  # have bars of their own; the table has MOST_ROWS
+MOST_RANKS = 16  # no bars of single ranks with more of them; the table has MOST_ROWS
 MOST_ROWS = 100
 MOST_WORK = 25
 
-# The page draws with boxes, so nothing but its own styles may run.
+# The page draws with boxes: it needs its own styles and nothing else.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
-# As a reader knows them; the others by their number.
-QUANTILES = {
-    "5 %": "5 % of the steps are shorter than",
-    "50 %": "median",
-    "95 %": "95 % are shorter than",
-    "100 %": "longest",
+QUANTILES = {"5 %": "5th percentile", "50 %": "median", "95 %": "95th percentile", "100 %": "longest"}
+
+WORK = {
+    "Operators": "Own time per traced step; on a GPU, the time of the kernels that the operator launched itself.",
+    "Kernels": "Time per traced step in the device's kernels, by name.",
+    "Collectives": "Transfer time per traced step and rank, by kind, ranks and size.",
 }
 
+# In the order of the table.
 GROUPS = (("gone", "less"), ("new", "more"), ("same",), ("unknown",))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One part of a stacked bar: its colour's name, its width and what it says."""
+    """One part of a stacked bar; `category` names its colour."""
 
     category: str
     width: float  # percent of the longest bar
-    label: str  # inside, where there is room
+    label: str  # inside, where it fits
     title: str
 
 
@@ -64,8 +65,8 @@ class Row:
     verdict: str
     left: float
     width: float
-    from_: float  # where the margin begins and how wide it is
-    margin: float
+    from_: float  # where the margin begins
+    margin: float  # how wide it is
     calls: str = ""
 
 
@@ -98,15 +99,7 @@ def render(c: Comparison) -> str:
         states=compare_text.STATES,
         work=[
             (what, note, _work(rows))
-            for what, note, rows in (
-                (
-                    "Operators",
-                    "Time of a traced step in each alone; on a GPU, in the kernels that it launched.",
-                    c.operators,
-                ),
-                ("Kernels", "Time of a traced step in the device's kernels, by name.", c.kernels),
-                ("Collectives", "Transfer of a traced step and rank, by kind, ranks and size.", c.exchanges),
-            )
+            for (what, note), rows in zip(WORK.items(), (c.operators, c.kernels, c.exchanges), strict=True)
             if rows
         ],
         settings=c.settings[:MOST_ROWS],
@@ -117,7 +110,7 @@ def render(c: Comparison) -> str:
 
 
 def _inks() -> Markup:
-    """The colours of text upon the categories', in both themes: of black and white, one always stands out (WCAG AA)."""
+    """Return the colours of text on the categories', in both themes: black or white, whichever has WCAG AA contrast."""
 
     def block(dark: bool) -> str:
         colours = {name: look.dark if dark else look.light for name, look in looks.LOOKS.items()}
@@ -131,18 +124,16 @@ def _lede(result: Result) -> str:
 
 
 def _tiles(c: Comparison) -> list[html.Tile]:
-    """The figures that matter."""
+    """Return the most important figures."""
     d = c.step
     if d is None or d.a_ns is None or d.b_ns is None or d.ns is None:
         return []
+    difference = f"{MINUS if d.ns < 0 else '+'}{formatting.duration(abs(d.ns))}"
     tiles = [
         html.Tile(formatting.duration(d.a_ns), "mean steady step of A"),
         html.Tile(formatting.duration(d.b_ns), "mean steady step of B"),
+        html.Tile(difference, f"per step{compare_text.margin(d) or ', noise not known'}"),
     ]
-    sign = MINUS if d.ns < 0 else "+"
-    tiles.append(
-        html.Tile(f"{sign}{formatting.duration(abs(d.ns))}", f"a step{compare_text.margin(d) or ', noise not known'}")
-    )
     p = c.prediction
     if p is not None:
         least, most = formatting.duration(p.least_ns), formatting.duration(p.most_ns)
@@ -150,17 +141,16 @@ def _tiles(c: Comparison) -> list[html.Tile]:
         if p.reached is not None:
             tiles.append(html.Tile(formatting.percent(p.reached), "of the predicted gain was measured"))
     elif d.a_ns and d.b_ns:
-        tiles.append(html.Tile(formatting.times(d.a_ns / d.b_ns), "as many steps a second"))
+        tiles.append(html.Tile(formatting.times(d.a_ns / d.b_ns), "the steps per second of A"))
     return tiles
 
 
 def _bars(c: Comparison) -> list[Bar]:
-    """The mean steps of both runs and, of few ranks, theirs below; all on one scale."""
+    """Return the mean steps of both runs and, up to MOST_RANKS ranks, each rank's; all on one scale."""
     if not c.time:
         return []
     of = [("A", compare_text.mean_parts(c.a)), ("B", compare_text.mean_parts(c.b))]
-    several = len(c.time_by_rank) > 1 and len(c.time_by_rank) <= MOST_RANKS
-    if several:
+    if 1 < len(c.time_by_rank) <= MOST_RANKS:
         of = [(f"{name}, mean", parts) for name, parts in of]
         by_rank = [("A", formatting.by_rank(c.a.time)), ("B", formatting.by_rank(c.b.time))]
         for rank, _ in c.time_by_rank:
@@ -173,9 +163,9 @@ def _bars(c: Comparison) -> list[Bar]:
         for category in formatting.ordered(parts):
             ns = max(parts[category].ns, 0.0)
             share = ns / total
-            said = f"{looks.look(category).name}: {formatting.duration(ns)}, {formatting.percent(share)}"
+            title = f"{looks.look(category).name}: {formatting.duration(ns)}, {formatting.percent(share)}"
             label = formatting.about(share) if ns / longest >= 0.06 else ""
-            pieces.append(Piece(_colour(category), round(100 * ns / longest, 2), label, said))
+            pieces.append(Piece(_colour(category), round(100 * ns / longest, 2), label, title))
         found.append(Bar(name, tuple(pieces), formatting.duration(total)))
     return found
 
@@ -210,9 +200,10 @@ def _rows(differences: Sequence[Difference], calls: Sequence[str] = (), name: Ca
 
 
 def _work(work: Sequence[WorkDifference]) -> list[Row]:
-    """The rows that changed most; collectives have their waiting below their transfer."""
+    """Return the rows that changed most; collectives have their waiting below their transfer."""
     differences, calls = [], []
-    for w in [*compare_text.changed(work), *(w for w in work if w not in compare_text.changed(work))][:MOST_WORK]:
+    changed = compare_text.changed(work)
+    for w in [*changed, *(w for w in work if w not in changed)][:MOST_WORK]:
         both = [UNKNOWN if n is None else digits(round(n, 1)) for n in (w.a_calls, w.b_calls)]
         differences.append(w.time)
         calls.append(both[0] if both[0] == both[1] else " → ".join(both))
@@ -223,12 +214,12 @@ def _work(work: Sequence[WorkDifference]) -> list[Row]:
 
 
 def _findings(findings: Iterable[FindingChange]) -> list[tuple[FindingChange, str, str]]:
-    """Each finding with what it would save in A and in B."""
+    """Return each finding with what it would save in A and in B."""
 
     def cell(ns: float | None, f: FindingChange, letter: str) -> str:
         if ns is not None:
             return MINUS + formatting.duration(ns) if ns else "risk"
         return "not known" if f.state == "unknown" and f.why.startswith(letter) else "clear"
 
-    ordered = sorted(findings, key=lambda f: next(i for i, group in enumerate(GROUPS) if f.state in group))
+    ordered = sorted(findings, key=lambda f: [f.state in group for group in GROUPS].index(True))
     return [(f, cell(f.a_ns, f, "A"), cell(f.b_ns, f, "B")) for f in ordered]

@@ -10,7 +10,7 @@ from dlprof.analysis.compare.settings_diff import Setting
 from dlprof.analysis.compare.significance import Difference
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, looks
-from dlprof.report.terminal import NARROWEST, columns, stripe, wrap
+from dlprof.report.terminal import NARROWEST, columns, legend, painter, stripe, wrap
 from dlprof.result import Result, TimePart
 from dlprof.units import MINUS, UNKNOWN
 
@@ -26,20 +26,17 @@ STATES = {
     "unknown": "not known",
 }
 CAME_TRUE = {
-    "better": "more than was predicted",
+    "better": "better than predicted",
     "as_predicted": "as predicted, within noise",
-    "partly": "less than was predicted",
-    "missed": "not what was predicted",
+    "partly": "less than predicted",
+    "missed": "no gain",
 }
 
 
 def render(c: Comparison, width: int = 80, colour: bool = False) -> str:
     """Return the comparison as lines of at most `width` columns (40 at least), in 256 colours if asked."""
     width = max(width, NARROWEST)
-
-    def paint(text: str, code: str) -> str:
-        return f"\x1b[{code}m{text}\x1b[0m" if colour else text
-
+    paint = painter(colour)
     lines = []
     for letter, result in (("A", c.a), ("B", c.b)):
         lines += wrap(f"{letter}  {which(result)}", width, "", "   ")
@@ -55,10 +52,8 @@ def render(c: Comparison, width: int = 80, colour: bool = False) -> str:
         lines += wrap(f"no difference, or within noise: {', '.join(quiet)}", width, "  ", "    ") if quiet else []
     spread = {d.name: d for d in c.quantiles}
     if "50 %" in spread and "95 %" in spread:
-        told_of = [
-            f"{n} {_cell(spread[q].a_ns)} → {_cell(spread[q].b_ns)}" for n, q in (("median", "50 %"), ("95 %", "95 %"))
-        ]
-        lines += wrap(f"of the single steps: {', '.join(told_of)}", width, "  ", "    ")
+        median, high = (f"{_cell(d.a_ns)} → {_cell(d.b_ns)}" for d in (spread["50 %"], spread["95 %"]))
+        lines += wrap(f"single steps: median {median}, 95th percentile {high}", width, "  ", "    ")
     if c.findings:
         lines += ["", *_findings(c.findings, width)]
     for what, rows in (("operators", c.operators), ("kernels", c.kernels), ("collectives", c.exchanges)):
@@ -104,13 +99,12 @@ def _verdict(c: Comparison) -> str:
 
 
 def came_true(prediction: Prediction, step: Difference) -> str:
-    """Say what was predicted and what was measured: "Predicted 215 ms, measured 244 ms: ..."."""
+    """Say what was predicted and measured: "Predicted 215 ms, measured 244 ms: ..."."""
     least, most = formatting.duration(prediction.least_ns), formatting.duration(prediction.most_ns)
     predicted = least if least == most else f"{least} to {most}"
     why = f" for {', '.join(prediction.changed)}" if prediction.changed else ""
     measured = f"{formatting.duration(prediction.measured_ns)}{margin(step)}"
-    reached = prediction.reached
-    share = "" if reached is None else f", {formatting.percent(reached)} of the gain"
+    share = "" if prediction.reached is None else f", {formatting.percent(prediction.reached)} of the gain"
     how = f"{CAME_TRUE[prediction.verdict]}{share} (predicted by {prediction.basis})"
     return f"Predicted {predicted}{why}, measured {measured}: {how}."
 
@@ -121,7 +115,7 @@ def margin(d: Difference) -> str:
 
 
 def change(d: Difference) -> str:
-    """Write a difference as "−64.8 ms ± 0.5 ms", with its sign, and say so where it is within noise."""
+    """Write a difference as "−64.8 ms ± 0.5 ms", with a note where it is within noise."""
     if d.ns is None:
         return UNKNOWN
     if abs(d.ns) < d.least_ns or not d.ns:
@@ -131,18 +125,18 @@ def change(d: Difference) -> str:
 
 
 def notable(time: Iterable[Difference]) -> list[Difference]:
-    """Choose the parts of the step that differ by more than what is never told, the largest difference first."""
+    """Return the parts of the step that differ by at least `least_ns`, the largest difference first."""
     return sorted((d for d in time if d.ns and abs(d.ns) >= d.least_ns), key=lambda d: -abs(d.ns or 0.0))
 
 
 def changed(rows: Iterable[WorkDifference]) -> list[WorkDifference]:
-    """Choose what differs beyond noise, in time or waiting, in its order."""
+    """Return the rows that differ beyond noise in time or waiting, in their order."""
     return [w for w in rows if w.time.verdict != "noise" or (w.wait is not None and w.wait.verdict != "noise")]
 
 
 def setting(s: Setting) -> str:
     """Write a setting that differs: "Loader · num workers: 0 → 6"."""
-    a, b = (plain(value, 60) or "not there" for value in (s.a, s.b))
+    a, b = (plain(value, 60) or "none" for value in (s.a, s.b))
     return f"{plain(s.section, 40)} · {plain(s.name, 60)}: {a} → {b}"
 
 
@@ -157,41 +151,34 @@ def mean_parts(result: Result) -> dict[str, TimePart]:
 
 
 def _bars(c: Comparison, width: int, colour: bool) -> list[str]:
-    """Both mean steps on one scale, the longer as long as there is room."""
+    """Return both mean steps as bars on one scale, and their legend."""
     parts = {letter: mean_parts(result) for letter, result in (("A", c.a), ("B", c.b))}
     totals = {letter: sum(p.ns for p in of.values()) for letter, of in parts.items()}
-    most, room = max(totals.values()), min(60, width - 16)
+    most, longest = max(totals.values()), min(60, width - 16)
     lines = []
     for letter, of in parts.items():
-        length = round(room * totals[letter] / most) if most > 0 else 0
+        length = round(longest * totals[letter] / most) if most > 0 else 0
         lines.append(f"  {letter}  {stripe(of, length, colour)} {formatting.duration(totals[letter])}")
-    names = formatting.ordered(category for of in parts.values() for category in of)
-    legend = [f"{looks.look(n).glyph}{NBSP}{looks.look(n).name.replace(' ', NBSP)}" for n in names]
-    return [*lines, *wrap("   ".join(legend), width, "  ")]
+    return [*lines, *legend((category for of in parts.values() for category in of), width, colour)]
 
 
 def _table(rows: Sequence[tuple[str, Difference]], width: int) -> list[str]:
-    """Name, A, B and the difference of each, in columns as far as they fit."""
+    """Return name, A, B and the difference of each row, in columns where they fit."""
     cells = [(n, _cell(d.a_ns), _cell(d.b_ns), change(d)) for n, d in rows]
     if not cells:
         return []
-    a, b, diff = (max(columns(row[i]) for row in cells) for i in (1, 2, 3))
-    room = width - a - b - diff - 11
-    if room < 12:
-        return [
-            line for row in cells for line in wrap(f"{row[0]}: {row[1]} → {row[2]}, {row[3]}", width, "    ", "      ")
-        ]
-    name = min(room, max(columns(row[0]) for row in cells))
-    return [
-        f"    {_fitted(row[0], name)}  {' ' * (a - columns(row[1]))}{row[1]} → "
-        f"{' ' * (b - columns(row[2]))}{row[2]}  {row[3]}"
-        for row in cells
-    ]
+    longest, a, b, diff = (max(map(columns, column)) for column in zip(*cells, strict=True))
+    free = width - a - b - diff - 11
+    if free < 12:
+        written = (f"{name}: {of_a} → {of_b}, {differs}" for name, of_a, of_b, differs in cells)
+        return [line for text in written for line in wrap(text, width, "    ", "      ")]
+    column = min(free, longest)
+    return [f"    {_fitted(name, column)}  {of_a:>{a}} → {of_b:>{b}}  {differs}" for name, of_a, of_b, differs in cells]
 
 
-def _fitted(text: str, room: int) -> str:
-    cut = text if columns(text) <= room else text[: max(room - 1, 1)] + "…"
-    return cut + " " * (room - columns(cut))
+def _fitted(text: str, width: int) -> str:
+    cut = text if columns(text) <= width else text[: max(width - 1, 1)] + "…"
+    return cut + " " * (width - columns(cut))
 
 
 def _cell(ns: float | None) -> str:

@@ -1,6 +1,6 @@
 """How figures are written everywhere: durations, shares, factors, savings, cells of tables.
 
-A number and its unit are joined by a no-break space, so that a page never parts them; a terminal turns it into a space.
+A no-break space joins a number and its unit, so that a page never separates them; the terminal prints a space.
 """
 
 from __future__ import annotations
@@ -35,32 +35,30 @@ def percent(share: float) -> str:
 
 
 def about(share: float) -> str:
-    """Write a share in whole percent, for where many stand side by side."""
+    """Write a share in whole percent, where many are next to each other."""
     return percent(share) if not math.isfinite(share) or abs(share) < 0.00995 else f"{100 * share:.0f}{NBSP}%"
 
 
 def unqualified(kernel: str) -> str:
-    """Leave out a C++ kernel's return type and namespaces, which are alike for most, where there is little room."""
+    """Return a C++ kernel's name without return type and namespaces, for narrow columns."""
     head, template, rest = kernel.partition("<")
     return _QUALIFIED.sub("", head) + template + rest
 
 
 def times(factor: float) -> str:
-    """Write a factor as "1.44 ×"; from ten on nobody would take it at its word, and it is "over 10 ×"."""
+    """Write a factor as "1.44 ×", or "over 10 ×", as estimates so large are not exact."""
     if not math.isfinite(factor):
         return UNKNOWN
-    if factor > 10:
-        return f"over 10{NBSP}×"
-    return f"{factor:.2f}{NBSP}×"
+    return f"over 10{NBSP}×" if factor > 10 else f"{factor:.2f}{NBSP}×"
 
 
 def saves(outcome: Outcome) -> bool:
-    """Say whether a finding claims a saving; one of infinity or of no number is none."""
+    """Return whether a finding has a finite saving."""
     return outcome.saving_ns > 0 and math.isfinite(outcome.saving_ns)
 
 
 def saving(outcome: Outcome) -> str:
-    """Write what a finding saves of a step, as "−66.0 ms"; a finding that claims no saving has a dash."""
+    """Write what a finding saves of a step, as "−66.0 ms"; a dash without a saving."""
     if outcome.scope == "risk":
         return "risk"
     return MINUS + duration(outcome.saving_ns) if saves(outcome) else UNKNOWN
@@ -78,9 +76,9 @@ def speedup(outcome: Outcome) -> str:
 
 
 def together(result: Result) -> str:
-    """Bound what all findings give together, as a sentence; "" where fewer than two claim a saving."""
+    """Write the bound on what all findings save together; "" where fewer than two have a saving."""
     most = result.together
-    # From a hundred on it bounds nothing.
+    # A bound of 100 × says nothing.
     if most is None or sum(saves(o) for o in result.found) < 2 or not 0 < most.speedup < 100:
         return ""
     return f"All of these together: at most {times(most.speedup)} faster ({MINUS}{duration(most.saving_ns)})."
@@ -92,7 +90,7 @@ def counted(n: int, one: str, many: str = "") -> str:
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """Write ranks with runs joined: "rank 3", "ranks 0–3, 7"."""
+    """Write ranks with neighbours joined: "rank 3", "ranks 0–3, 7"."""
     ordered = sorted(set(numbers))
     spans: list[list[int]] = []
     for n in ordered:
@@ -106,12 +104,12 @@ def ranks(numbers: Iterable[int]) -> str:
 
 
 def unit(result: Result) -> str:
-    """Return the word for what the figures divide: "step", or "trace" where nothing marked a step."""
+    """Return what the breakdown is of: "step", or "trace" where the trace has no step markers."""
     return result.window.unit if result.window else "step"
 
 
 def name(result: Result) -> str:
-    """Name the run by its script: what ends in .py, what stands after -m, else the program or the folder."""
+    """Name the run by its script: the word that ends in .py, the one after -m, else the program or the folder."""
     command = [plain(word) for word in result.run.command]
     chosen = next((word for word in command if word.endswith(".py")), None)
     if chosen is None and "-m" in command[:-1]:
@@ -122,29 +120,29 @@ def name(result: Result) -> str:
 
 
 def devices(result: Result) -> str:
-    """Say what ran: "4 × NVIDIA H200", or the number of ranks where the device is not known."""
+    """Write the devices as "4 × NVIDIA H200", or the number of ranks where the device is not known."""
     size = max(result.run.world_size, len(result.run.ranks))
     return f"{size}{NBSP}× {plain(result.run.device, 80)}" if result.run.device else counted(size, "rank")
 
 
 def steps(result: Result) -> str:
-    """Say which steps were measured, their mean and, where known, MFU: "412 steady steps of 214.6 ms · 23 % MFU"."""
+    """Write the measured steps, their mean and, where known, MFU: "412 steady steps of 214.6 ms · 23 % MFU"."""
     window = result.window
     if window is None:
         return "no steps recorded"
     if window.unit == "trace":
-        return f"a trace of {duration(window.step_ns)} without marked steps"
+        return f"a trace of {duration(window.step_ns)} without step markers"
     used = f" · {percent(window.mfu)} MFU" if window.mfu is not None else ""
     return f"{counted(window.steps, 'steady step')} of {duration(window.step_ns)}{used}"
 
 
 def all_traced(result: Result) -> bool:
-    """Return whether no step is known but those that were traced."""
+    """Return whether only traced steps are known."""
     return result.window is not None and result.window.source == "trace"
 
 
 def limits(result: Result) -> str:
-    """Say how far the traced steps stand for the job's; "" where nothing was traced."""
+    """Say how far the traced steps represent the job's; "" where nothing was traced."""
     window = result.window
     if window is None or window.unit != "step":
         return ""
@@ -154,8 +152,8 @@ def limits(result: Result) -> str:
     if not all_traced(result):
         return ""
     if window.steps == 1:
-        return "the one step was traced: how much that slows it, and how much steps vary, is not known"
-    return "every step was traced: how much that slows them is not known"
+        return "the only step was traced: how much tracing slows it, and how much steps vary, is not known"
+    return "every step was traced: how much tracing slows them is not known"
 
 
 def by_rank(time: Sequence[TimePart]) -> dict[int, dict[str, TimePart]]:
@@ -182,10 +180,10 @@ def mean_shares(time: Sequence[TimePart]) -> dict[str, float]:
 
 
 def outliers(time: Sequence[TimePart], count: int) -> list[int]:
-    """Return up to `count` ranks whose step is made up most unlike the mean one's, the farthest first.
+    """Return up to `count` ranks whose breakdown differs most from the mean, the farthest first.
 
-    Distance is half the sum of absolute differences of shares: the part of the step spent otherwise than by the mean
-    rank. Below 5 % nobody could tell the bars apart, and none is named.
+    Distance is half the sum of absolute differences of shares: the part of the step spent differently from the mean
+    rank. Below 5 % bars look alike, and no rank is returned.
     """
     mean = mean_shares(time)
     away = {
@@ -211,9 +209,8 @@ def cell(value: Any, column: str = "") -> str:
 
 def suffix(column: str) -> str:
     """Return the unit that a column's name ends in, of those that are written in multiples; "" where it has none."""
-    return next(
-        (u for u in ("ns", "bytes", "share", "times") if column.endswith(f"_{u}") or column == u == "share"), ""
-    )
+    known = ("ns", "bytes", "share", "times")
+    return next((u for u in known if column.endswith(f"_{u}") or column == u == "share"), "")
 
 
 def header(column: str) -> str:

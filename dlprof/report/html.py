@@ -1,7 +1,7 @@
-"""The result as one page that needs nothing else: no network, no other file, no server; report.html.
+"""The result as one self-contained page, report.html: it needs no network, no other file and no server.
 
-Texts in a result may come from anybody's trace. The template escapes them all, figures travel as JSON that cannot close
-its element, and the page's own policy lets no script run but the two that are written into it.
+Texts in a result may come from anybody's trace. The template escapes them all, figures are JSON that cannot close its
+element, and the page's policy allows no script but its own two.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -41,7 +41,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Card:
-    """A finding, written out."""
+    """A finding as the page shows it."""
 
     number: int
     outcome: Outcome
@@ -49,28 +49,18 @@ class Card:
     noise: str  # "± 3.10 ms", "" where it is not known
     speedup: str
     width: float  # the saving as a part of the step, in percent
-    where: str
+    where: str  # ranks
     evidence: drawing.Figure | None
 
 
 def render(result: Result) -> str:
-    """Return the page as text. Write it as UTF-8 with Unix line ends: its policy holds the hashes of its scripts."""
-    figure_of: dict[str, drawing.Figure] = {}
-    stack = parts.stack(result)
-    if stack:
-        figure_of["where"] = stack
-    waited = parts.blame(result)
-    if waited:
-        figure_of["waits"] = waited
-    cards = []
-    for number, outcome in enumerate(result.found, 1):
-        evidence = shapes.panel(outcome.evidence) if outcome.evidence else None
-        if evidence:
-            figure_of[f"evidence-{number}"] = evidence
-        cards.append(_card(number, outcome, evidence))
+    """Return the page as text. Write it as UTF-8 with Unix line ends: its policy has the hashes of its scripts."""
+    stack, waited = parts.stack(result), parts.blame(result)
+    cards = [_card(number, outcome) for number, outcome in enumerate(result.found, 1)]
     panels = [(f"panel-{i}", shapes.panel(panel)) for i, panel in enumerate(result.panels, 1)]
-    figure_of.update(panels)
-    _together([figure.spec for _, figure in panels if figure.spec])
+    figures = {"where": stack, "waits": waited, **{f"evidence-{c.number}": c.evidence for c in cards}, **dict(panels)}
+    specs = {name: figure.spec for name, figure in figures.items() if figure and figure.spec}
+    _share_range([figure.spec for _, figure in panels if figure.spec])
     sections: dict[str, list[tuple[str, str]]] = {}
     for fact in result.facts:
         sections.setdefault(fact.section, []).append((fact.name, _fact(fact.name, fact.value)))
@@ -81,7 +71,7 @@ def render(result: Result) -> str:
         scripts=tuple(Markup(s) for s in _scripts()),
         policy=_policy(),
         colours=colours(),
-        data=_data({name: f.spec for name, f in figure_of.items() if f.spec}),
+        data=_data(specs),
         name=formatting.name(result),
         headline=emphasised(diagnosis, share),
         calm=not result.found,
@@ -98,9 +88,7 @@ def render(result: Result) -> str:
         first=cards[:DEAREST],
         together=formatting.together(result),
         panels=panels,
-        clear=[o for o in result.outcomes if o.state == "clear"],
-        not_measured=[o for o in result.outcomes if o.state == "not_measured"],
-        failed=[o for o in result.outcomes if o.state == "error"],
+        **{state: [o for o in result.outcomes if o.state == state] for state in ("clear", "not_measured", "error")},
         sections=sections,
         command=" ".join(result.run.command),
         missing=formatting.ranks(result.run.missing_ranks),
@@ -115,15 +103,15 @@ def render(result: Result) -> str:
     )
 
 
-def _together(specs: list[dict[str, Any]]) -> None:
-    """Return the figures over the run's time one range, so that what happened at once stands above each other."""
+def _share_range(specs: Iterable[dict[str, Any]]) -> None:
+    """Set one range for all figures over the run's time, so that the same instant is at the same place."""
     timed = [s for s in specs if s["layout"].get("meta") == {"axis": "time"}]
     xs = [x for s in timed for trace in s["data"] for x in trace["x"] if x is not None]
     for s in timed if xs else []:
         s["layout"]["xaxis"]["range"] = [min(0.0, *xs), max(xs)]
 
 
-def _card(number: int, outcome: Outcome, evidence: drawing.Figure | None) -> Card:
+def _card(number: int, outcome: Outcome) -> Card:
     share = outcome.share if 0 <= outcome.share <= 1 else 0.0  # False for NaN as well
     return Card(
         number,
@@ -133,26 +121,26 @@ def _card(number: int, outcome: Outcome, evidence: drawing.Figure | None) -> Car
         formatting.speedup(outcome),
         round(100 * share, 2) if formatting.saves(outcome) else 0.0,
         formatting.ranks(outcome.ranks),
-        evidence,
+        shapes.panel(outcome.evidence) if outcome.evidence else None,
     )
 
 
 def _fact(name: str, value: str) -> str:
-    """Write large numbers as a reader wants them; what else uses facts wants them as they are."""
+    """Format large numbers; `compare` and other readers of facts need them unformatted."""
     if not value.isdecimal() or len(value) < LONG_NUMBER:
         return value
     return formatting.quantity(float(value), "bytes") if name.endswith("bytes") else f"{int(value):,}"
 
 
 def _lede(result: Result) -> str:
-    """Who ran, where, and what was measured."""
+    """Return what ran, where, and what was measured."""
     hosts = {0: "", 1: " on one host"}.get(len(result.run.hosts), f" on {len(result.run.hosts)} hosts")
     window = result.window
     said = [f"{formatting.devices(result)}{hosts}"]
     if window is None:
         said.append("no steady step was recorded")
     elif window.unit == "trace":
-        said.append("nothing marks a step, so the whole trace stands for one")
+        said.append("the trace has no step markers and is shown as one step")
     else:
         source = "over the whole job" if window.source == "steps" else "in the trace"
         said.append(f"{formatting.counted(window.steps, 'steady step')} measured {source}")
@@ -162,46 +150,40 @@ def _lede(result: Result) -> str:
 
 
 _MOST_TILES = 5
-DEAREST = 5  # findings that the first screen names
+DEAREST = 5  # findings on the first screen
 LONG_NUMBER = 5  # digits that are hard to read without commas
 
 
 def _tiles(result: Result) -> list[Tile]:
-    """The figures that are known, as many as stand in a row."""
+    """Return the figures that are known, as many as fit into a row."""
     tiles = []
     window = result.window
     if window is not None:
-        tiles.append(
-            Tile(
-                formatting.duration(window.step_ns),
-                "mean steady step" if window.unit == "step" else "length of the trace",
-            )
-        )
+        what = "mean steady step" if window.unit == "step" else "length of the trace"
+        tiles.append(Tile(formatting.duration(window.step_ns), what))
         first = result.found[0] if result.found else None
         if first is not None and first.scope == "step" and 0 < first.saving_ns < window.step_ns:
             tiles.append(Tile(formatting.duration(window.step_ns - first.saving_ns), "predicted if finding 1 is fixed"))
         if window.mfu is not None:
             tiles.append(Tile(formatting.percent(window.mfu), "of the device's peak arithmetic is used (MFU)"))
-    shares = formatting.mean_shares(result.time)
-    if "computation" in shares:
-        tiles.append(
-            Tile(formatting.percent(shares["computation"]), f"of the {formatting.unit(result)} is computation")
-        )
+    computing = formatting.mean_shares(result.time).get("computation")
+    if computing is not None:
+        tiles.append(Tile(formatting.percent(computing), f"of the {formatting.unit(result)} is computation"))
     spans = [d for d in result.device if d.span_ns > 0]
     if spans:
         idle = sum(d.idle_ns / d.span_ns for d in spans) / len(spans)
-        tiles.append(Tile(formatting.percent(idle), "of the traced time the device idles"))
+        tiles.append(Tile(formatting.percent(idle), "of the traced time the device is idle"))
     if window is not None and window.overhead is not None:
-        tiles.append(Tile(formatting.times(window.overhead), "as long while traced"))
+        tiles.append(Tile(formatting.times(window.overhead), "step time while traced"))
     return tiles[:_MOST_TILES]
 
 
-# Units that stand behind a number.
+# Units that follow a number.
 _UNITS = frozenset(("%", "×", "s", "ms", "µs", "ns", "B", "kB", "MB", "GB", "TB"))
 
 
 def _joined(text: str) -> str:
-    """Keep figures and their units on one line."""
+    """Join numbers and their units by no-break spaces."""
     first, *rest = text.split(" ")
     joined = [first]
     for word in rest:
@@ -210,7 +192,7 @@ def _joined(text: str) -> str:
 
 
 def emphasised(sentence: str, share: str) -> Markup:
-    """Set the share that a sentence is about apart."""
+    """Emphasise the share that a sentence is about."""
     text = _joined(sentence)
     of = next((of for of in (" of each step", " of the trace", "") if share + of in text), "")
     before, figure, after = text.partition(share + of) if share else (text, "", "")
@@ -218,7 +200,7 @@ def emphasised(sentence: str, share: str) -> Markup:
 
 
 def inline(text: object, limit: int = 2000) -> Markup:
-    """Text in which `code` stands in backticks."""
+    """Return a text in which `code` is in backticks."""
     parts = plain(text, limit, keep="\n").replace("``", "`").split("`")
     if len(parts) % 2 == 0:  # one backtick is not closed
         parts[-2:] = ["`".join(parts[-2:])]
@@ -227,7 +209,7 @@ def inline(text: object, limit: int = 2000) -> Markup:
 
 
 def _manual(text: str) -> Markup:
-    """A rule's manual: paragraphs, lists of lines that begin with a dash, and indented code."""
+    """Return a rule's manual: paragraphs, lists of lines that begin with a dash, and indented code."""
     out = []
     every = inspect.cleandoc(plain(text, 20_000, keep="\n")).split("\n")
     for blank, block in groupby(every, key=lambda line: not line.strip()):
@@ -254,24 +236,17 @@ def _manual(text: str) -> Markup:
 
 
 def _whole_code(text: str) -> str:
-    """The code of an advice that is nothing but code, else nothing."""
+    """Return the code of an advice that is nothing but code, else ""."""
     before, _, rest = text.strip().partition("`")
     code, end, after = rest.partition("`")
     return plain(code, 2000) if end and not before + after else ""
 
 
 def colours() -> Markup:
-    """The colours of the style sheet, from the one table that the figures use."""
+    """Return the colours of the style sheet, from the table that the figures use."""
 
     def block(dark: bool) -> str:
-        named = {
-            "ink": drawing.INK,
-            "mute": drawing.MUTE,
-            "line": drawing.LINE,
-            "card": drawing.CARD,
-            "hot": drawing.HOT,
-        }
-        known = {k: drawing.DARK[v] if dark else v for k, v in named.items()}
+        known = {k: drawing.DARK[v] if dark else v for k, v in drawing.NAMED.items()}
         known |= {f"c-{k}": v.dark if dark else v.light for k, v in looks.DRAWN.items()}
         return "".join(f"--{k}:{v};" for k, v in known.items())
 
@@ -280,25 +255,25 @@ def colours() -> Markup:
 
 
 def _data(specs: dict[str, Any]) -> Markup:
-    """The figures as JSON that stays inside its script element and is valid in any HTML parser."""
+    """Return the figures as JSON that cannot end its script element in any HTML parser."""
     often = [numbers for numbers, n in Counter(_lists(specs)).items() if n > 1]
     packed = _packed(specs, {numbers: place for place, numbers in enumerate(often)})
     data = {"lists": often, "figures": packed, "dark": drawing.DARK}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    # With all but ASCII escaped already (U+2028 and U+2029 too), these three are what HTML could read.
+    # All but ASCII is escaped already (U+2028 and U+2029, too); HTML could interpret these three.
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return Markup(text)
 
 
-PACKED = 60  # values in a list from which on it is worth writing once what repeats in it, or it itself
+PACKED = 60  # lists so long are written once, and so are their parts
 _PART = " · "
 
 Numbers = tuple[float | None, ...]
 
 
 def _lists(value: Any) -> Iterator[Numbers]:
-    """Return every long list of numbers that lies in a specification."""
+    """Yield every long list of numbers in a specification."""
     if isinstance(value, dict):
         for inner in value.values():
             yield from _lists(inner)
@@ -314,10 +289,10 @@ def _is_long(value: Any) -> bool:
 
 
 def _packed(value: Any, often: Mapping[Numbers, int]) -> Any:
-    """Write what repeats once.
+    """Return a specification in which repeated values are written once.
 
-    Of long lists of texts the parts: {"texts": parts, "of": for each text the places of its parts}; of a list of
-    numbers that is there several times only its place: {"list": place}.
+    A long list of texts becomes {"texts": parts, "of": for each text the places of its parts}; a repeated list of
+    numbers becomes {"list": place}.
     """
     if isinstance(value, dict):
         return {key: _packed(inner, often) for key, inner in value.items()}
@@ -345,7 +320,7 @@ def _scripts() -> tuple[str, ...]:
 
 @cache
 def _policy() -> str:
-    """What the browser lets this page do: run its own two scripts, and show; nothing is fetched, sent or framed."""
+    """Return the page's content security policy: it runs its own two scripts; nothing is fetched, sent or framed."""
     hashes = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in _scripts())
     own = " ".join(f"'sha256-{h}'" for h in hashes)
     # plotly sets styles on what it draws, and offers a figure as an image through data: and blob:.
@@ -356,7 +331,7 @@ def _policy() -> str:
 
 
 def prepare() -> None:
-    """Do what every page needs whatever its result says: who waits for the result can do it meanwhile."""
+    """Prepare what every page needs, to be called while the result is not there yet."""
     template("report.html")
     _policy()
 
@@ -381,7 +356,7 @@ def template(name: str) -> Template:
 
 
 class Compiled(FileSystemBytecodeCache):
-    """Keeps templates compiled beside the compiled modules, as Python keeps those; where it cannot, it does not."""
+    """Keeps compiled templates next to the compiled modules, where the folder can be written."""
 
     def dump_bytecode(self, bucket: Bucket) -> None:
         """Write a compiled template, or nothing where the folder cannot be written."""

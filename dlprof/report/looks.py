@@ -1,4 +1,4 @@
-"""How categories of time, passes of a pipeline and functions are named and coloured, everywhere."""
+"""How the report names and colours categories of time, passes of a pipeline and functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dlprof.plain import plain
 
 @dataclass(frozen=True)
 class Category:
-    """How a part of a step is named, explained and drawn: on paper and white, on black, in 256 colours, as a glyph."""
+    """How a part of a step is named, explained and drawn: colours of both themes, in 256 colours, as a glyph."""
 
     name: str
     meaning: str
@@ -20,15 +20,15 @@ class Category:
     glyph: str
 
 
-# Paul Tol's bright scheme carries the seven commonest parts. The other seven were chosen so that each stays apart from
-# all others under simulated protanopia, deuteranopia and tritanopia.
+# Paul Tol's bright scheme for the seven commonest parts. The other seven were chosen to differ from all others under
+# simulated protanopia, deuteranopia and tritanopia.
 LOOKS: Mapping[str, Category] = {
     "computation": Category("Computation", "the device computes", "#4477aa", "#4477aa", 67, "█"),
     "communication": Category(
-        "Communication", "a collective with no computation beside it", "#ee6677", "#ee6677", 204, "░"
+        "Communication", "a collective that no computation overlaps", "#ee6677", "#ee6677", 204, "░"
     ),
     "copy": Category(
-        "Copies", "a copy with neither computation nor communication beside it", "#ccbb44", "#ccbb44", 185, "▞"
+        "Copies", "a copy that neither computation nor communication overlaps", "#ccbb44", "#ccbb44", 185, "▞"
     ),
     "input_wait": Category(
         "Input wait", "the training thread waits for the next batch", "#aa3377", "#c2509a", 132, "▓"
@@ -36,14 +36,19 @@ LOOKS: Mapping[str, Category] = {
     "pipeline_bubble": Category(
         "Pipeline bubble", "a pipeline stage has no micro-batch to work on", "#66ccee", "#66ccee", 81, "·"
     ),
-    "checkpoint": Category("Checkpoint", "saving holds up training", "#228833", "#228833", 34, "▄"),
+    "checkpoint": Category("Checkpoint", "saving a checkpoint blocks training", "#228833", "#228833", 34, "▄"),
     "validation": Category("Validation", "evaluation between training steps", "#332288", "#7b70e8", 62, "▀"),
     "garbage_collection": Category("Garbage collection", "Python collects garbage", "#ee8866", "#ee8866", 209, "×"),
     "compilation": Category("Compilation", "torch.compile compiles", "#661100", "#a0522d", 88, "+"),
     "optimizer_host": Category(
-        "Optimizer on the host", "the optimizer's Python, while the device has nothing", "#997700", "#997700", 136, "="
+        "Optimizer on the host",
+        "the optimizer's Python code, while the device has no work",
+        "#997700",
+        "#997700",
+        136,
+        "=",
     ),
-    "host": Category("Host", "launching and Python, while the device has nothing", "#bbbbbb", "#a7acb5", 250, "▒"),
+    "host": Category("Host", "launches and Python, while the device has no work", "#bbbbbb", "#a7acb5", 250, "▒"),
     "launch_latency": Category(
         "Launch latency",
         "the device has work queued, and its next kernel is about to start",
@@ -53,12 +58,12 @@ LOOKS: Mapping[str, Category] = {
         ":",
     ),
     "queued_wait": Category(
-        "Queued work waits", "the device has work queued that waits for something", "#a848f0", "#b050ff", 135, "%"
+        "Queued work waits", "the device has work queued that waits for something else", "#a848f0", "#b050ff", 135, "%"
     ),
     "other": Category("Other", "none of these", "#e2e2e2", "#656b76", 242, "-"),
 }
 
-# What a pipeline's stage does, in its timeline.
+# What a pipeline stage does, in its timeline.
 PASSES: Mapping[str, Category] = {
     "forward": Category("Forward", "a micro-batch's forward pass through the stage", "#4477aa", "#4477aa", 67, "█"),
     "backward": Category("Backward", "its backward pass", "#228833", "#228833", 34, "▓"),
@@ -68,27 +73,32 @@ PASSES: Mapping[str, Category] = {
     "reduce": Category("Reduce", "gradients summed over data-parallel ranks", "#ee6677", "#ee6677", 204, "×"),
 }
 
-# Whose a Python function is.
+# Whose code a Python function is.
 FRAMES: Mapping[str, Category] = {
-    "own": Category("Yours", "a function of the job's own files", "#b5651d", "#e39a57", 137, "█"),
-    "library": Category("Libraries", "one of Python or an installed package", "#cfcac0", "#9a9488", 248, "░"),
+    "own": Category("Yours", "a function in the job's own files", "#b5651d", "#e39a57", 137, "█"),
+    "library": Category("Libraries", "a function of Python or of an installed package", "#cfcac0", "#9a9488", 248, "░"),
 }
 
-# What is drawn beside the parts of a step: loader workers, the waiting in communication, marks of steps over the run.
-BESIDE: Mapping[str, Category] = {
+# What is no part of a step: loader workers, the waiting within communication, marks of steps over the run.
+OTHERS: Mapping[str, Category] = {
     "worker": Category("Loader worker", "a worker of the loader makes a batch", "#8d7aa8", "#b8a5d6", 139, "▒"),
     "waiting": Category(
-        "Waiting for other ranks", "of the communication, until the last rank has come", "#f7b9c1", "#d99aa3", 217, "░"
+        "Waiting for other ranks",
+        "the part of communication before the last rank arrives",
+        "#f7b9c1",
+        "#d99aa3",
+        217,
+        "░",
     ),
     "epoch": Category("Epoch", "an epoch begins or ends", "#7d8597", "#8f98aa", 242, "|"),
-    "suspended": Category("Suspended", "the job was stopped until then", "#8a4b3c", "#b06a58", 95, "!"),
+    "suspended": Category("Suspended", "the job was suspended until then", "#8a4b3c", "#b06a58", 95, "!"),
 }
 
-DRAWN: Mapping[str, Category] = {**LOOKS, **PASSES, **FRAMES, **BESIDE}
+DRAWN: Mapping[str, Category] = {**LOOKS, **PASSES, **FRAMES, **OTHERS}
 
 
 def look(category: str) -> Category:
-    """Return how a category is drawn; a word that is none is drawn like "other" under its own name."""
+    """Return how a category is drawn; an unknown one is drawn like "other" under its own name."""
     known = DRAWN.get(category)
     if known is not None:
         return known

@@ -1,4 +1,4 @@
-"""The verdict as a piece of HTML for a notebook's cell. It has no script, and looks right on dark and light."""
+"""The verdict as HTML for a notebook's cell: no script, and readable in both themes."""
 
 from __future__ import annotations
 

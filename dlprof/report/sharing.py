@@ -11,7 +11,7 @@ from typing import Any
 
 from dlprof.result import Result, from_json, to_json
 
-# A path from the root, or from somebody's home: its last part stays.
+# Folders of a path from the root or a home; the last part of the path stays.
 _FOLDERS = re.compile(r"(?<![\w./:~])~?(?:/[^\s/'\":,;()<>|\[\]]+)+/")
 _HOMES = re.compile(r"/(?:home|Users)/([^\s/'\":,;()<>|]+)")
 # Names that identify nobody.
@@ -22,16 +22,14 @@ def shareable(result: Result) -> Result:
     """Return the result with hosts named host1, host2, …, users named user, and paths cut to their last part."""
     data = to_json(result)
     users = set(_HOMES.findall(json.dumps(data, ensure_ascii=False)))
-    with suppress(KeyError, OSError):  # the reader often is the user who ran it
+    with suppress(KeyError, OSError):  # often the user who ran it
         users.add(getpass.getuser())
     names = dict.fromkeys(users - _NOBODY, "user")
     hosts = dict.fromkeys(host for host in result.run.hosts if host not in _NOBODY)
     names |= {host: f"host{number}" for number, host in enumerate(hosts, 1)}
-    longest = sorted(names, key=len, reverse=True)
+    longest = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     # A host's domain goes with it.
-    known = (
-        re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, longest))})(?:\.[a-z][\w.-]*)?(?![\w-])") if names else None
-    )
+    known = re.compile(rf"(?<![\w-])({longest})(?:\.[a-z][\w.-]*)?(?![\w-])") if names else None
 
     def renamed(text: str) -> str:
         text = _FOLDERS.sub("…/", text)

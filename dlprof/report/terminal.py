@@ -1,24 +1,25 @@
-"""The result as text for a terminal: the diagnosis first, then a bar for each rank, then what to change."""
+"""The result as text for a terminal: the diagnosis, a bar for each rank, what to change."""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, looks, verdict
 from dlprof.result import Outcome, Result, TimePart
 
-FIRST_RANKS = 8  # so many are drawn in any case, so that a whole host is
-OUTLIERS = 4  # and of the others, so many that differ most
-NOTICES = 6  # so many warnings are printed; the page has them all
-NARROWEST = 40  # below this, words no longer fit beside bars
+FIRST_RANKS = 8  # always have bars: the ranks of a host
+OUTLIERS = 4  # so many of the others that differ most have bars, too
+NOTICES = 6  # warnings that are printed; the page has them all
+NARROWEST = 40  # below this, words no longer fit next to bars
 
 
 def render(result: Result, width: int = 80, colour: bool = False) -> str:
     """Return the report as lines of at most `width` columns (40 at least), in 256 colours if asked."""
     width = max(width, NARROWEST)
-    paint = _paint if colour else _leave
+    paint = painter(colour)
     diagnosis, gain, _ = verdict.headline(result)
     lines = [*wrap(f"{formatting.name(result)} · {formatting.devices(result)} · {formatting.steps(result)}", width), ""]
     lines += [paint(line, "1") for line in wrap(diagnosis, width, "  ")]
@@ -42,42 +43,37 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
 
 
 def _bars(result: Result, width: int, colour: bool) -> list[str]:
-    """One bar a rank for the first ranks and the most unlike, then a legend; all bars are as long as the step."""
+    """Return bars of the first ranks and the outliers, and a legend; all bars are equally long."""
     parts = formatting.by_rank(result.time)
     waits = verdict.waits_for(result)
     order = list(parts)
-    odd = sorted(r for r in formatting.outliers(result.time, OUTLIERS + FIRST_RANKS) if r not in order[:FIRST_RANKS])[
-        :OUTLIERS
-    ]
-    drawn = order if len(order) <= FIRST_RANKS + 1 else order[:FIRST_RANKS] + odd
+    first = order[:FIRST_RANKS]
+    odd = sorted(set(formatting.outliers(result.time, OUTLIERS + FIRST_RANKS)) - set(first))[:OUTLIERS]
+    drawn = order if len(order) <= FIRST_RANKS + 1 else first + odd
     label = max(len(f"rank {rank}") for rank in drawn)
     bar = max(16, min(40, width - label - 49))
-    room = width - label - bar - 7
     lines = []
     for rank in drawn:
-        told = _told(parts[rank], waits.get(rank, {}), room)
-        lines.append(f"  {f'rank {rank}':<{label}}  {stripe(parts[rank], bar, colour)}   {told}")
+        largest = _largest(parts[rank], waits.get(rank, {}), width - label - bar - 7)
+        lines.append(f"  {f'rank {rank}':<{label}}  {stripe(parts[rank], bar, colour)}   {largest}")
     left = [rank for rank in order if rank not in drawn]
     if left:
         busy = [parts[r]["computation"].share if "computation" in parts[r] else 0.0 for r in left]
-        lines += wrap(
-            f"… {len(left)} more: computation {formatting.percent(min(busy))} to {formatting.percent(max(busy))}",
-            width,
-            "  ",
-        )
-    names = formatting.ordered(p for part in parts.values() for p in part)
-    legend = [f"{glyph(c, 1, colour)}{NBSP}{looks.look(c).name.replace(' ', NBSP)}" for c in names]
+        least, most = formatting.percent(min(busy)), formatting.percent(max(busy))
+        lines += wrap(f"… {len(left)} more: computation {least} to {most}", width, "  ")
     each = "the trace" if formatting.unit(result) == "trace" else "the mean steady step"
-    return [
-        *lines,
-        "",
-        *wrap("   ".join(legend), width, "  "),
-        *wrap(f"Each bar is {each} of that rank.", width, "  "),
-    ]
+    shown = legend((p for of_rank in parts.values() for p in of_rank), width, colour)
+    return [*lines, "", *shown, *wrap(f"Each bar is {each} of that rank.", width, "  ")]
+
+
+def legend(categories: Iterable[str], width: int, colour: bool) -> list[str]:
+    """Return lines with the glyph and the name of each category."""
+    names = {c: looks.look(c).name.replace(" ", NBSP) for c in formatting.ordered(categories)}
+    return wrap("   ".join(f"{glyph(c, 1, colour)}{NBSP}{name}" for c, name in names.items()), width, "  ")
 
 
 def stripe(parts: Mapping[str, TimePart], length: int, colour: bool) -> str:
-    """Fill the length in proportion; what is too small for a column goes to its neighbours, and none is lost."""
+    """Return a bar of so many columns, divided in proportion; rounding errors do not add up."""
     ordered = formatting.ordered(parts)
     whole = sum(max(parts[c].ns, 0.0) for c in ordered)
     if whole <= 0:
@@ -94,12 +90,11 @@ def stripe(parts: Mapping[str, TimePart], length: int, colour: bool) -> str:
 def glyph(category: str, count: int, colour: bool) -> str:
     """Return so many columns of a category's glyph."""
     shape = looks.look(category)
-    text = shape.glyph * count
-    return _paint(text, f"38;5;{shape.ansi}") if colour and count else text
+    return painter(colour and count > 0)(shape.glyph * count, f"38;5;{shape.ansi}")
 
 
-def _told(parts: Mapping[str, TimePart], waits: Mapping[int, float], room: int) -> str:
-    """The largest parts in words, as many as the room takes; what is waiting for whom is none of communication."""
+def _largest(parts: Mapping[str, TimePart], waits: Mapping[int, float], most: int) -> str:
+    """Return the largest parts in words, in at most `most` columns; waiting for ranks is not in communication."""
     shares = {looks.look(part.category).name.lower(): part.share for part in parts.values()}
     whole = sum(part.ns for part in parts.values())
     if waits and "communication" in parts and whole > 0:
@@ -113,15 +108,15 @@ def _told(parts: Mapping[str, TimePart], waits: Mapping[int, float], room: int) 
     for name, share in sorted(shares.items(), key=lambda item: -item[1]):
         more = f"{name} {formatting.about(share)}"
         longer = f"{text}  {more}" if text else more
-        if share < 0.005 or columns(longer) > room:
+        if share < 0.005 or columns(longer) > most:
             break
         text = longer
     return text
 
 
 def _findings(found: Sequence[Outcome], width: int, colour: bool) -> list[str]:
-    """Number, rule, saving, speed-up; below them the title with its ranks, and the first thing to change."""
-    paint = _paint if colour else _leave
+    """Return number, rule, saving and speed-up of each; below them the title with its ranks, and the first change."""
+    paint = painter(colour)
     digits = len(str(len(found)))
     column = max(columns(plain(o.id, 30)) for o in found)
     lines = []
@@ -145,7 +140,7 @@ def _findings(found: Sequence[Outcome], width: int, colour: bool) -> list[str]:
 
 
 def _closing(result: Result, width: int) -> list[str]:
-    """What else was checked, and how much the recording slowed the steps that it traced."""
+    """Return what else was checked, and how much tracing slowed the traced steps."""
     by_state = {state: [o for o in result.outcomes if o.state == state] for state in ("clear", "not_measured", "error")}
     said = []
     if by_state["clear"]:
@@ -160,9 +155,9 @@ def _closing(result: Result, width: int) -> list[str]:
 
 
 def wrap(text: str, width: int, first: str = "", later: str | None = None) -> list[str]:
-    """Break text at spaces into lines of at most so many columns; a word longer than a line is cut.
+    """Break text at spaces, but not at no-break spaces, into lines of at most `width` columns; longer words are cut.
 
-    `first` opens the first line, `later` the others (by default as wide as the first). No-break spaces hold.
+    `first` opens the first line, `later` the others (by default as many spaces).
     """
     later = " " * len(first) if later is None else later
     lines: list[str] = []
@@ -183,18 +178,14 @@ def wrap(text: str, width: int, first: str = "", later: str | None = None) -> li
     return [*lines, line]
 
 
-def _fit(text: str, room: int) -> int:
-    """How many characters of a text fit, one at least."""
-    used = 0
-    for n, char in enumerate(text):
-        used += columns(char)
-        if used > room:
-            return max(n, 1)
-    return len(text)
+def _fit(text: str, most: int) -> int:
+    """Return how many characters of a text fit into `most` columns, at least one."""
+    widths = accumulate(map(columns, text))
+    return max(sum(1 for used in widths if used <= most), 1)
 
 
 def columns(text: str) -> int:
-    """How many columns a terminal gives to a text: wide characters two, combining ones and colour codes none."""
+    """Return the columns of a text in a terminal: wide characters two, combining ones and colour codes none."""
     total, escape = 0, False
     for char in text:
         if escape:
@@ -206,9 +197,6 @@ def columns(text: str) -> int:
     return total
 
 
-def _paint(text: str, code: str) -> str:
-    return f"\x1b[{code}m{text}\x1b[0m"
-
-
-def _leave(text: str, _code: str) -> str:
-    return text
+def painter(colour: bool) -> Callable[[str, str], str]:
+    """Return a function that gives a text an ANSI code, or one that leaves it as it is."""
+    return lambda text, code: f"\x1b[{code}m{text}\x1b[0m" if colour else text

@@ -16,7 +16,7 @@ import pytest
 
 from dlprof.errors import DlprofError
 from dlprof.exports import perfetto
-from dlprof.exports import tracks as ours
+from dlprof.exports import tracks as tracks_of_ranks
 from dlprof.read.kineto import torch_trace
 from dlprof.read.run import open_run
 from tests.fixtures import runs, traces
@@ -135,15 +135,13 @@ def test_our_own_reader_gives_back_what_went_in(tmp_path: Path) -> None:
     assert rows(after) == rows(before)
 
 
-def test_the_shortest_spans_are_left_out_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "MOST_SPANS", 10)
-    monkeypatch.setattr(ours, "FEWEST_SPANS", 10)
+def test_what_is_left_out_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracks_of_ranks, "FEWEST_SPANS", 10)
+    monkeypatch.setattr(tracks_of_ranks, "MOST_SPANS", 10)
     ops = [traces.op(f"op {n}", n * 10_000, 1_000 + n) for n in range(50)]
     path = runs.foreign(tmp_path / "job", traces.trace(traces.step(0, 0, MS), *ops, world_size=1))
     events, made = written(path, tmp_path / "out.json")
     check(events)
-    names = {e["name"] for e in events if e["ph"] == "X" and e["cat"] != ours.OWN}
-    assert names == {"ProfilerStep#0", *(f"op {n}" for n in range(41, 50))}
     assert (made.spans, made.left_out, made.shortest_ns) == (10, 41, 1_041)
 
 
@@ -159,25 +157,6 @@ def test_what_overlaps_goes_to_a_further_track() -> None:
     placed, tracks = perfetto.placed(rows)
     assert tracks == ["a", "a (2)"]
     assert dict(zip(placed["name"], placed["place"], strict=True)) == {"outer": 1, "inner": 1, "later": 1, "beyond": 2}
-
-
-def test_loader_workers_stalls_and_steps_of_a_recording_have_their_tracks(tmp_path: Path) -> None:
-    steps = [runs.light(n, 900 * MS) for n in range(20)]
-    made = traces.trace(*(traces.step(n, n * 1_000 * MS, 900 * MS) for n in (10, 11)), world_size=1, device="")
-    stalls = [[runs.stall("checkpoint", 10, 50 * MS), runs.stall("checkpoint", 3, 50 * MS)]]
-    path = runs.recorded(tmp_path / "run", (made, steps, runs.CPU), stalls=stalls)
-    runs.loading(path, 0, step=900 * MS, wait=MS, fetch=300 * MS, cpu=MS, n=20, workers=2)
-    events, _ = written(path, tmp_path / "out.json")
-    check(events)
-    found = {track: spans for (_, track), spans in tracks(events).items()}
-    # What lies outside of the traced steps is left out.
-    assert [e["name"] for e in found["steps"]] == ["train step 10", "train step 11"]
-    assert [(e["name"], e["dur"]) for e in found["stalls"]] == [("checkpoint", 50_000)]
-    # Two workers fetch from step 10 on, 300 ms a batch: each has six or seven of them begun by 1,900 ms.
-    for worker in (0, 1):
-        batches = found[f"loader worker {worker}"]
-        assert len(batches) == 7
-        assert {e["dur"] for e in batches} == {300_000}
 
 
 def sampled_job(folder: Path) -> Path:
@@ -219,12 +198,21 @@ def test_what_was_sampled_meanwhile_stands_as_counters(tmp_path: Path) -> None:
     }
 
 
-def test_what_was_sampled_at_another_time_is_left_out(tmp_path: Path) -> None:
-    path = sampled_job(tmp_path / "run")
-    late = [json.dumps({"at_ns": traces.BASE_NS - (100 - n) * 1_000 * MS, "power_w": 100}) for n in range(20)]
-    (path / "ranks/00000/gpu.jsonl").write_text("\n".join(late) + "\n")
+def test_counters_are_on_the_clock_of_the_spans(tmp_path: Path) -> None:
+    ahead, late = 5 * MS, 250_000
+    path = runs.recorded(
+        tmp_path / "run",
+        (job(0, 0), [], {**runs.CPU, "host": "node-1"}),
+        (job(1, late, ahead=ahead, host="node-2"), [], {**runs.CPU, "host": "node-2"}),
+    )
+    for rank in (0, 1):
+        at = traces.BASE_NS + MS + rank * ahead
+        line = json.dumps({"at_ns": at, "temperature_c": 40})
+        (path / f"ranks/{rank:05d}/gpu.jsonl").write_text(f"{line}\n")
     events, _ = written(path, tmp_path / "out.json")
-    assert [name for name in counters(events) if name.startswith("GPU")] == []
+    steps = {e["pid"]: e["ts"] for e in events if e["ph"] == "X" and e["name"] == "ProfilerStep#1"}
+    read = {e["pid"]: e["ts"] for e in events if e["ph"] == "C"}
+    assert read == pytest.approx(steps)
 
 
 def test_names_that_attack_stay_names(tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def _links(pairs: pd.DataFrame, before: Rows, wait: Nanoseconds) -> pd.DataFrame
     rows, earlier = [], []
     for rank in pairs["rank"].unique():
         mine = np.flatnonzero(pairs["rank"] == rank)
+        mine = mine[np.argsort(begin[mine], kind="stable")]  # of several streams they need not stand in order
         waits = mine[wait[mine] > 0]
         beyond = np.searchsorted(begin[waits], begin[mine])
         first = np.maximum(np.searchsorted(begin[waits], since[mine]), beyond - MOST_WAITS)

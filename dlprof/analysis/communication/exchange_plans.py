@@ -256,15 +256,15 @@ def _rebucketed(
     bandwidth: pd.DataFrame, fit: Fit | None, overlap: pd.DataFrame, now: float | None, transfer: Transfer, saves: Saves
 ) -> Plan:
     """Try other buckets: fewer start less often, but the last one, which only the end of the pass fills, grows."""
-    mine = bandwidth[bandwidth["collective"] == "all_reduce"]
-    mine = mine[mine["members"] == mine.groupby("members")["transfer_ns"].sum().idxmax()]
-    n, total = max(float(mine["count"].sum()), 1.0), float(mine["bytes"].sum())
     is_now, computes = digits(now) if now else UNKNOWN, float(overlap["backward_ns"].mean())
     if fit is None or not math.isfinite(computes):
         why = "the trace does not show the backward pass, which would hide them"
         if fit is None:
             why = "what starting an exchange takes is not known: their sizes are alike"
         return Plan(f"other buckets than `bucket_cap_mb={is_now}`", "bucket", math.nan, why)
+    mine = bandwidth[bandwidth["collective"] == "all_reduce"]  # there are some: the fit is of them
+    mine = mine[mine["members"] == mine.groupby("members")["transfer_ns"].sum().idxmax()]
+    n, total = max(float(mine["count"].sum()), 1.0), float(mine["bytes"].sum())
 
     def exposed_ns(exchanges: float) -> float:
         all_of_it = exchanges * fit.start_ns + total * fit.byte_ns
@@ -314,44 +314,34 @@ def advice(
     """
     model = settings.model(job)
     ddp, fsdp, cap = model.get("ddp") or {}, model.get("fsdp"), new_bucket(job, best)
-    now = ddp.get("bucket_cap_mb")
-    changes = []
-    if accumulates:
-        changes.append(change("`with model.no_sync():` around all batches but the last one before the optimizer steps"))
-    if cap is not None:
-        changes.append(change(best["change"], bucket_cap_mb=(now, cap)))
-    sized = collectives.loc[collectives["bytes"] > 0]
-    median = float(sized["bytes"].median())
+    now, sized = ddp.get("bucket_cap_mb"), collectives.loc[collectives["bytes"] > 0]
+    median, half = float(sized["bytes"].median()), (None, "torch.bfloat16")
+    many = not activations and cap is None and per_step > _FEW and median < _OF_BUCKET
     what = f"{per_step:.0f} collectives of {size(median)} (median) a step"
-    if activations:
-        changes += _AT_ONCE.get(activations, _AT_ONCE[""])
-    elif cap is None and per_step > _FEW and median < _OF_BUCKET:
-        if ddp:
-            text = f"larger buckets: {what}; `bucket_cap_mb=25` or more (is {now})"
-            changes.append(change(text, bucket_cap_mb=(now, 25.0)))
-        elif fsdp:
-            changes.append(change(f"larger shards: {what}; `fully_shard` whole blocks, not single layers"))
-        else:
-            text = "exchange gradients in large buckets during the backward pass (`DistributedDataParallel`)"
-            changes.append(change(f"{what}: {text}"))
-    elif not ddp and not fsdp and model:
-        changes.append(_wrapped(sized))
-    if ddp.get("find_unused_parameters"):
-        text = "`find_unused_parameters=False` (is True) unless some are unused: it delays the exchange"
-        changes.append(change(text, find_unused_parameters=(True, False)))
-    if through_host(job):
-        text = "`init_process_group('nccl')` (is gloo): gloo sends GPU tensors through the host"
-        changes.append(change(text, backend=("gloo", "nccl")))
-    if fsdp:
-        text = "`fully_shard(..., reshard_after_forward=False)` where memory allows: no second all-gather"
-        changes.append(change(text, reshard_after_forward=(None, False)))
-        text = "half the bytes: `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)`"
-        half = (None, "torch.bfloat16")
-        changes.append(change(text, numerics=True, param_dtype=half, reduce_dtype=half))
-    if ddp:
-        text = "half the bytes: `model.register_comm_hook(None, fp16_compress_hook)`"
-        changes.append(change(text + ("" if accumulates else "; fewer exchanges: `no_sync()`"), numerics=True))
-    return tuple(changes) or (_UNKNOWN_JOB.get(best["key"], _UNKNOWN_JOB[""]),)
+    wrap = "exchange gradients in large buckets during the backward pass (`DistributedDataParallel`)"
+    larger = f"larger buckets: {what}; `bucket_cap_mb=25` or more (is {now})"
+    unused = "`find_unused_parameters=False` (is True) unless some are unused: it delays the exchange"
+    nccl = "`init_process_group('nccl')` (is gloo): gloo sends GPU tensors through the host"
+    keep = "`fully_shard(..., reshard_after_forward=False)` where memory allows: no second all-gather"
+    mixed = "half the bytes: `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)`"
+    fewer = "" if accumulates else "; fewer exchanges: `no_sync()`"
+    hook = f"half the bytes: `model.register_comm_hook(None, fp16_compress_hook)`{fewer}"
+    offered: tuple[tuple[Any, Change], ...] = (
+        (accumulates, change("`with model.no_sync():` around all batches but the last one before the optimizer steps")),
+        (cap is not None, change(best["change"], bucket_cap_mb=(now, cap))),
+        *((activations, needed) for needed in _AT_ONCE.get(activations, _AT_ONCE[""])),
+        (many and ddp, change(larger, bucket_cap_mb=(now, 25.0))),
+        (many and fsdp, change(f"larger shards: {what}; `fully_shard` whole blocks, not single layers")),
+        (many and not ddp and not fsdp, change(f"{what}: {wrap}")),
+        (model and not (many or activations or ddp or fsdp), _wrapped(sized)),
+        (ddp.get("find_unused_parameters"), change(unused, find_unused_parameters=(True, False))),
+        (through_host(job), change(nccl, backend=("gloo", "nccl"))),
+        (fsdp, change(keep, reshard_after_forward=(None, False))),
+        (fsdp, change(mixed, numerics=True, param_dtype=half, reduce_dtype=half)),
+        (ddp, change(hook, numerics=True)),
+    )
+    fitting = tuple(one for applies, one in offered if applies)
+    return fitting or (_UNKNOWN_JOB.get(best["key"], _UNKNOWN_JOB[""]),)
 
 
 def new_bucket(job: Job, best: pd.Series[Any]) -> float | None:

@@ -1,8 +1,6 @@
 """Attention that keeps its scores in memory: a softmax between two batched products, and what a fused kernel takes.
 
-Scores of s queries and t keys are s × t numbers a head; written, read and written again by the first product, scaling,
-a mask, the softmax, dropout and the second product, they cost more time than the arithmetic. A fused kernel
-(FlashAttention, Dao et al. 2022) keeps them on the chip: it moves the queries, keys, values and the result.
+A fused kernel (FlashAttention, Dao et al. 2022) moves only the queries, keys, values and the result.
 """
 
 from __future__ import annotations
@@ -137,7 +135,7 @@ def _blocks(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> Iterator[_B
     """Find each softmax whose nearest products on its thread are batched ones, before it and after.
 
     In the forward pass one on either side, in the backward pass up to two: the gradients of the probabilities and of
-    the values, then those of queries and keys. The softmax of a loss or of a router stands between other products.
+    the values, then those of queries and keys. The softmax of a loss or of a router is between other products.
     """
     names = spans["name"].cat
     letters = np.array(["o" if "convolution" in c else _LETTERS.get(c, "") for c in names.categories], dtype=object)

@@ -1,7 +1,7 @@
-"""Which unit of the device a kernel multiplies on, as far as its name tells.
+"""Which unit of the device a kernel multiplies on, as far as its name shows.
 
-Names are all that a trace has of a kernel, and they tell less every year: a fused Triton kernel is called as its author
-liked. So there are four answers and none of them is a guess: tensor cores on 16- or 8-bit numbers, tensor cores on
+A trace has only the names of kernels, and they show less every year: a fused Triton kernel has any name that its author
+chose. So there are four answers and none of them is a guess: tensor cores on 16- or 8-bit numbers, tensor cores on
 float32 (TF32, AMD's XF32), float32 without tensor cores, and "it multiplies, on what is not known". How busy the tensor
 cores are is measured by the device's own counters (`tensor_busy_share` of the samples) and by nothing else.
 """

@@ -82,9 +82,8 @@ def kernel_times(kernels: pd.DataFrame, timing: Timing) -> pd.DataFrame:
     inside = kernels[kernels["step"] >= 0]
     if inside.empty:
         raise NotMeasured("no kernel ran in the traced steps")
-    times: pd.DataFrame = inside.groupby("name", observed=True)["dur_ns"].agg(calls="size", ns="sum") / len(
-        timing.windows
-    )
+    groups = inside.groupby("name", observed=True)
+    times = groups.agg(calls=("dur_ns", "size"), ns=("dur_ns", "sum")) / len(timing.windows)
     longest = times.sort_values("ns", ascending=False, kind="stable").head(MOST_KERNELS)
     return pd.DataFrame(
         {
@@ -133,7 +132,7 @@ def tensor_cores(
     rank: RankFacts,
 ) -> pd.DataFrame:
     """Return one row, ns of a mean steady traced step: kernel_ns, tensor_ns (on tensor cores), tf32_ns (of these),
-    float32_ns (products without them), unknown_ns (products on units that no name tells), and what the step would
+    float32_ns (products without them), unknown_ns (products on units that no name shows), and what the step would
     gain: fp32_saved_ns, were those in float32 in 16 bits; misaligned_ns and misaligned_saved_ns of products whose sizes
     do not suit tensor cores (NaN: peaks or sizes not known); aligned (1: sizes were looked at, 0: no shape is known).
 

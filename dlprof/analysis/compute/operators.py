@@ -105,7 +105,7 @@ def operators(
 def _traced(work: pd.DataFrame, spans: pd.DataFrame, steps: int) -> pd.DataFrame:
     """Add up the work by operator, dtype and shape, a mean step; times: how often the operator ran."""
     known = work["owner"].to_numpy() >= 0
-    # A kernel that no operator is known to have launched stands for itself.
+    # A kernel that no operator is known to have launched has a row of its own.
     rows = np.where(known, work["owner"], work.index)
     codes = {key: spans[column].cat.codes.to_numpy()[rows] for key, column in _KEYS.items()}
     ns = work["dur_ns"]
@@ -152,9 +152,9 @@ def _with_counts(frame: pd.DataFrame, calls: pd.Series[float], rank: RankFacts) 
         for n, shape in enumerate(shapes):
             share = float(shape["flops"]) / total if shares is None else shares[n]
             taken = {c: row[c] * share for c in ("ns", "tensor_ns", "tf32_ns", "float32_ns")}
-            told = {c: str(shape[c]) for c in ("dtype", "shape")}
-            counts = {c: float(shape[c]) for c in ("calls", "flops", "bytes")}
-            rows.append({**row, **taken, **told, **counts, "shared": len(shapes) > 1 and shares is None})
+            taken |= {c: float(shape[c]) for c in ("calls", "flops", "bytes")}
+            key = {c: str(shape[c]) for c in ("dtype", "shape")}
+            rows.append({**row, **taken, **key, "shared": len(shapes) > 1 and shares is None})
     return pd.DataFrame(rows).sort_values("ns", ascending=False, kind="stable", ignore_index=True)
 
 

@@ -97,7 +97,7 @@ def saved_in_16_bits(frame: pd.DataFrame, half: float, bandwidth: float, single:
 def misaligned(frame: pd.DataFrame, peaks: Mapping[str, float], bandwidth: float) -> tuple[float, float, bool]:
     """Return the ns of misaligned products, what they take too long (NaN: not known), and whether any was looked at.
 
-    The sizes that count are those of features: what stands last in a product's second operand, and the channels of a
+    The sizes that count are those of features: the columns of a product's second operand, and the channels of a
     convolution. The number of rows (batch × length) may be any.
     """
     took = saved = 0.0

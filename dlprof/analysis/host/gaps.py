@@ -47,7 +47,7 @@ _PHASES = {
 @within_rank
 def host_gaps(partition: dict[str, iv.Intervals]) -> iv.Intervals:
     """Return when, in the steady traced steps, nothing is computed because the host is late."""
-    return iv.merge(partition.get("host", iv.EMPTY), partition.get("optimizer_host", iv.EMPTY))
+    return iv.merge(*(partition.get(category, iv.EMPTY) for category in HOST))
 
 
 @within_rank
@@ -73,7 +73,7 @@ def gaps(
 
     launching_ns: the host was late, in operators, the runtime, or on its way between them. python_ns: it was late, and
     in neither for longer than PAUSE_NS. latency_ns, queued_ns: launched in time. What the host itself waited for (a
-    loader, a stall) is in none of them. small_ns: what of launching and latency lies behind kernels too short to hide a
+    loader, a stall) is in none of them. small_ns: the part of launching and latency behind kernels too short to hide a
     launch. graph_gain_ns and python_gain_ns: how much shorter the mean steady step would be with the launches of a
     captured graph, and without the script's own Python (NaN: the trace does not link launches to kernels). Neither is
     more than the device idles for what it changes: a host with less to do would also hide more of its waits for data,
@@ -215,6 +215,9 @@ def check_launches(launch_means: pd.DataFrame) -> None:
         raise NotMeasured(f"the device ran {few}: that is no training, but compiling, starting up or a part of a trace")
 
 
+# The categories of the step in which the host is late.
+HOST = ("host", "optimizer_host")
+
 # What a faster host is worth: on a CPU all of its time; on a device, without the script's own Python, or with the
 # launches of a captured graph.
 ON_CPU, SCRIPT, LAUNCHES = "cpu", "python", "launches"
@@ -238,7 +241,7 @@ def host_gains(
     """
     check_marked(step_means)
     if settings.on_cpu(job):
-        return {ON_CPU: saving(own_time, part(breakdown, "host", "optimizer_host"))}
+        return {ON_CPU: saving(own_time, part(breakdown, *HOST))}
     check_launches(launch_means.get())
     if gaps.get()["graph_gain_ns"].isna().any():
         raise NotMeasured("the trace does not link launches to kernels: why the device idles is not known")

@@ -19,20 +19,20 @@ from dlprof.analysis.timeline.what_if import WhatIf
 from dlprof.errors import NotMeasured
 from dlprof.units import short
 
-# CUDA and HIP queue about so many launches; then the next launch waits for room.
+# CUDA and HIP queue about so many launches; then the next launch waits until one has begun.
 FULL = 1_024
 
 MOST_ROWS = 12
 MOST_POINTS = 300
 
-# What queued work may wait for, as far as the calls around its launch tell.
+# What queued work may wait for, as far as the calls around its launch show it.
 GRAPH_START = "not in the trace (it is the first node of a graph)"
 GRAPH_NODE = "a node of the same graph that is no kernel (a function on the host, an event, memory)"
 EVENT = "an event of another stream (cudaStreamWaitEvent before its launch)"
 FUNCTION = "a function on the host (cudaLaunchHostFunc before its launch)"
 MEMORY = "the host, which was getting or freeing memory of the device"
 OTHER_STREAM = "work on another stream, which had just ended"
-UNTOLD = "not in the trace"
+UNKNOWN = "not in the trace"
 
 _ALLOCATES = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMem", "hipMem")
 _LAUNCHES = ("LaunchKernel", "Memcpy", "Memset", "GraphLaunch")
@@ -54,7 +54,7 @@ def device_lag(trace_window: TracedSteps, timing: Timing, launch_queue: Maybe[Qu
     """
     lag = trace_window.lag_ns[timing.chosen]
     if not trace_window.linked or timing.unit != "step" or np.isnan(lag).all():
-        raise NotMeasured("the trace does not tell how far the device is behind its host")
+        raise NotMeasured("the trace does not show how far the device is behind its host")
     queue = launch_queue.get()
     length = queue.length[iv.holds(iv.merge(timing.windows), queue.at)]
     mean = queue.mean(int(timing.windows[0, 0]), int(timing.windows[-1, 1]))
@@ -67,7 +67,7 @@ def device_lag(trace_window: TracedSteps, timing: Timing, launch_queue: Maybe[Qu
 def queue_series(trace_window: TracedSteps, timing: Timing, launch_queue: Maybe[Queue]) -> pd.DataFrame:
     """Return how many launches wait to start over the steady traced steps: at_ns, queued (the mean until the next)."""
     if not trace_window.linked or timing.unit != "step":
-        raise NotMeasured("the trace does not tell how much work is queued")
+        raise NotMeasured("the trace does not show how much work is queued")
     edges = np.linspace(int(timing.windows[0, 0]), int(timing.windows[-1, 1]), MOST_POINTS + 1).astype(np.int64)
     queue = launch_queue.get()
     # The queue's length times ns before each instant; between two changes it grows evenly.
@@ -160,4 +160,4 @@ def _reason(calls: list[str], first: bool, allocates: bool, other: bool) -> str:
         return EVENT
     if allocates:
         return MEMORY
-    return OTHER_STREAM if other else UNTOLD
+    return OTHER_STREAM if other else UNKNOWN

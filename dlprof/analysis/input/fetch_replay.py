@@ -57,7 +57,7 @@ class Pace:
     excess: tuple[float, float] = (1.0, 1.0)  # measured stretch ÷ the model's, of the loop and of a fetch
     stretch: float = 1.0  # of the loop's computing, as measured
     others_cpu: float = np.nan  # of a batch of those other ranks; NaN: as this one's
-    collate: Times = field(default_factory=lambda: _NOTHING)  # what of `fetch` is collating, and
+    collate: Times = field(default_factory=lambda: _NOTHING)  # the part of `fetch` that is collating, and
     collate_cpu: Times = field(default_factory=lambda: _NOTHING)  # of `fetch_cpu`
 
     @property
@@ -88,7 +88,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The mean step of one rank with so many workers, ns, and what of it the loop waits for data."""
+    """The mean step of one rank with so many workers, ns, and the part of it in which the loop waits for data."""
 
     workers: int
     step_ns: float

@@ -158,7 +158,7 @@ class FasterLoader:
     """What takes the wait away and what that saves, ns a step: more workers, or cheaper batches where they do not help.
 
     `saving_ns`: of the better of the two. `plan`: None where the batches were not recorded. `workers_help`: whether it
-    is the plan's workers. `part`: what of making a batch takes longer, SAMPLES or COLLATING.
+    is the plan's workers. `part`: the part of making a batch that takes longer, SAMPLES or COLLATING.
     """
 
     saving_ns: float

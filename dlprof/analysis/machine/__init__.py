@@ -1,1 +1,1 @@
-"""What was sampled beside the ranks: cores, clocks, power."""
+"""What was sampled next to the ranks: cores, clocks, power."""

@@ -37,10 +37,10 @@ def core_waits(
     if not known:
         raise NotMeasured("the numbers of cores and of threads are not known")
     frame = pd.DataFrame.from_dict(known, orient="index", columns=["threads", "cores"])
-    frame = frame.join(waits[["mean", "noise"]], how="inner").rename(columns={"mean": "waited"})
+    frame = frame.join(waits[["mean", "noise"]].set_axis(["waited", "noise_ns"], axis=1), how="inner")
     if frame.empty:
         raise NotMeasured("the numbers of threads of the ranks with samples are not known")
-    frame = frame.assign(waits_ns=frame["waited"] * mean_step_ns, noise_ns=frame.pop("noise") * mean_step_ns)
+    frame = frame.assign(waits_ns=frame["waited"] * mean_step_ns, noise_ns=frame["noise_ns"] * mean_step_ns)
     if not settings.on_cpu(job) and (frame["threads"] > frame["cores"]).any():
         idle = part(breakdown.get(), "host", "optimizer_host")
         frame["waits_ns"] = np.minimum(frame["waits_ns"], [idle.get(rank, 0.0) for rank in frame.index])

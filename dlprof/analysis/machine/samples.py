@@ -39,7 +39,7 @@ MOST_POINTS = 300
 # A mean of fewer readings than this is not reported.
 ENOUGH = 3
 
-# A reading stands for no longer than so many times what usually lies between two.
+# A reading stands for no longer than so many times the usual time between two.
 MOST_SPAN = 5
 
 # The share of the time in which a rank's main thread was ready to run and waited for a core.

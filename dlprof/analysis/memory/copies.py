@@ -78,7 +78,7 @@ def copy_gains(
         else:
             durations[mine] = -1
             free = free if direction == "DtoH" else set()
-        # Copies that nobody waits for, and that are hardly exposed, gain no more than that.
+        # Without copies that the host does not wait for, and that are hardly exposed, no more than that is gained.
         gain = float(exposed[mine].sum()) / replay.steps
         if free or gain > LITTLE * what_if.measured_ns:
             gain = what_if.gain_ns(durations=durations, free=sorted(free))

@@ -22,9 +22,9 @@ def bubbles(pipelines: pd.DataFrame, pipes: Maybe[list[Pipe]]) -> pd.DataFrame:
     handing over took no time, `scheduled` that with stages and micro-batches alike as well, `closed` the closed form.
 
     The idle time is the sum of four, in ns of the mean step: schedule_ns, what even stages would leave idle;
-    imbalance_ns, what uneven stages and micro-batches add to it; launch_ns, the host between chunks that wait for
-    nobody; communication_ns, the rest, which is handing over. A stage that is longer than the others is idle for less
-    than it would be among even ones: its imbalance_ns is negative. NaN where a pipeline cannot be replayed.
+    imbalance_ns, what uneven stages and micro-batches add to it; launch_ns, the host between chunks that wait for no
+    other rank; communication_ns, the rest, which is handing over. A stage that is longer than the others is idle for
+    less than among even ones: its imbalance_ns is negative. NaN where a pipeline cannot be replayed.
     """
     parts = [row for pipe in pipes.or_none() or [] for row in _parts(pipe)]
     replayed = pd.DataFrame(parts, columns=list(_COLUMNS)).astype(float).set_index("rank")

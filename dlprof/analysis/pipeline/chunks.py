@@ -39,7 +39,7 @@ def all_chunks(chunks: Maybe[pd.DataFrame], traced_chunks: Maybe[pd.DataFrame], 
     if not chunks and not rank.facts:
         return traced_chunks.get().assign(call=0)
     frame = chunks.get()
-    # Within each step: a host that runs ahead of its device begins the next step's call while this one's chunks run.
+    # Within each step: a host may begin the next step's call while its device still runs this one's chunks.
     calls = (frame["action"] == SCHEDULE).astype("int64").groupby(frame["step"].to_numpy()).cumsum()
     return frame.assign(call=(calls - 1).clip(lower=0))
 

@@ -38,7 +38,7 @@ _POINT_TO_POINT = ("send", "recv", "send_recv")
 # Around each function of the backward pass, on whatever thread.
 _EVALUATES = "autograd::engine::evaluate_function"
 
-WHICH = "the traces do not tell which ranks are one pipeline"
+WHICH = "the traces do not show which ranks are one pipeline"
 _NO_ORDER = (
     "the trace sends from rank to rank, but names no stage or micro-batch (pipelines that are not"
     " torch.distributed.pipelining's do not), and what lies between is not in 1F1B's order: record the job with dlprof"

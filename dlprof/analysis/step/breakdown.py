@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -55,7 +56,7 @@ def breakdown(
             c: float(each[c].min() / each[c].mean()) * ns if each[c].any() else 0.0 for c, ns in step_parts.items()
         }
     rows = [(c, ns, parts_noise.get(c, 0.0), least[c]) for c, ns in step_parts.items()]
-    columns = {"category": "str", "ns": float, "noise_ns": float, "least_ns": float}
+    columns: dict[str, Any] = {"category": "str", "ns": float, "noise_ns": float, "least_ns": float}
     return pd.DataFrame(rows, columns=list(columns)).astype(columns)
 
 
@@ -168,7 +169,7 @@ def _within_bounds(parts: Parts, blocked: tuple[float, float] | None) -> Parts:
     bounds = _communication_bounds(parts, blocked)
     if bounds is None:
         return parts
-    sharing = {c: parts[c] for c in ("computation", "host") if c in parts} or {"host": 0.0}
+    sharing: Parts = {c: parts[c] for c in ("computation", "host") if c in parts} or {"host": 0.0}
     most = parts["communication"] + sum(sharing.values())
     communication = min(float(np.clip(parts["communication"], bounds[0], bounds[1])), most)
     return {**parts, "communication": communication, **_to(most - communication, sharing)}
@@ -257,7 +258,7 @@ def parts_noise(
         return noise
     categories = {category for category, _ in recorded.get()}
     if categories.intersection(KINDS):
-        noise |= stall_means.get().set_index("kind")["noise_ns"].to_dict()
+        noise |= dict(zip(stall_means.get()["kind"], stall_means.get()["noise_ns"], strict=True))
     if BUBBLE in categories:
         noise[BUBBLE] = float(pipeline.get()["noise_ns"].iloc[0])
     noise["input_wait"] = _wait_noise(timing, step_parts.get("input_wait", 0.0), has_device, steady_steps.get())

@@ -1,13 +1,16 @@
-"""How well the mean steady step of a rank is known: its standard error, with what drifts over the run."""
+"""How well the mean steady step of a rank is known: how steps vary, and whether the traced ones are like the others."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.engine import per_rank
-from dlprof.analysis.timeline.steady import STRETCHES, standard_error, stretch_means
+from dlprof.analysis.engine import Maybe, per_rank
+from dlprof.analysis.timeline.steady import ENOUGH, STRETCHES, standard_error, stretch_means
 from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.traced import TracedSteps
 from dlprof.result import QUANTILES
 
 # So many standard errors a figure must be away from nothing: what comes and goes by chance is no finding.
@@ -26,3 +29,43 @@ def spread(timing: Timing) -> pd.DataFrame:
         noise = max(noise, standard_error(stretch_means(timing.lengths)))
     quantiles = {f"q{i}": float(q) for i, q in enumerate(np.quantile(timing.lengths, QUANTILES))}
     return pd.DataFrame([{"steps": timing.steps, "step_ns": timing.step_ns, "noise_ns": noise, **quantiles}])
+
+
+@per_rank
+def window_likeness(
+    has_device: bool, timing: Maybe[Timing], trace_window: TracedSteps, light_steps: Maybe[pd.DataFrame]
+) -> pd.DataFrame:
+    """Return one row of a rank with a device: ratio, after, after_noise, linked, left_out, without_work.
+
+    ratio: mean traced ÷ mean untraced step. after: mean untraced step after the traced ones ÷ before them, with its
+    standard error after_noise. linked: the share of the device's work whose launch the trace holds. left_out: traced
+    steps at the beginning in which the host only gained its lead; without_work: those that launch nothing. NaN: not
+    known. No row without a device.
+    """
+    if not has_device:
+        columns = ["ratio", "after", "after_noise", "linked", "left_out", "without_work"]
+        return pd.DataFrame(columns=columns, dtype=float)
+    overhead = timing.get().overhead
+    after, noise = _after(light_steps.get()) if light_steps else (np.nan, np.nan)
+    row = {
+        "ratio": np.nan if overhead is None else overhead,
+        "after": after,
+        "after_noise": noise,
+        "linked": trace_window.linked,
+        "left_out": float((~trace_window.settled).sum()) if trace_window.unit == "step" else 0.0,
+        "without_work": float((~trace_window.launches).sum()),
+    }
+    return pd.DataFrame([row])
+
+
+def _after(light_steps: pd.DataFrame) -> tuple[float, float]:
+    """Return how long steps are after the profiled ones, as a multiple of those before, and its standard error."""
+    profiled = np.flatnonzero(light_steps["profiled"])
+    if not len(profiled):
+        return np.nan, np.nan
+    halves = light_steps.iloc[: profiled[0]], light_steps.iloc[profiled[-1] + 1 :]
+    lengths = [half.loc[half["steady"], "length_ns"].to_numpy() for half in halves]
+    if min(map(len, lengths)) < ENOUGH:
+        return np.nan, np.nan
+    before, after = (float(np.median(each)) for each in lengths)  # a pause now and then is no sign of the profiler
+    return after / before, math.hypot(*(standard_error(each) / before for each in lengths))

@@ -136,7 +136,7 @@ def late_ranks(
 def _dearest(job: Job, own: pd.DataFrame) -> Lead:
     """Return the lead that costs most: that of the slowest rank, or that of all ranks of one host together."""
     hosts = own.columns.to_series().groupby([settings.host(job, int(rank)) for rank in own.columns], sort=False)
-    together = [lead(own, ranks.tolist()) for _, ranks in hosts if 1 < len(ranks) < len(own.columns)]
+    together = [lead(own, list(map(int, ranks))) for _, ranks in hosts if 1 < len(ranks) < len(own.columns)]
     return max((lead(own), *together), key=lambda found: found.saving_ns)
 
 
@@ -198,7 +198,7 @@ def _unowned(breakdown: pd.DataFrame, own_time: pd.DataFrame, late: LateRanks) -
     does, owner = OWNERS[str(owned.idxmax())]
     share = late.share * (1 - float(owned.sum()) / max(float(more.sum()), 1.0))
     late = late.cut(share, f"{late.behind}, as it {does}: see {owner}")
-    return replace(late, more=more.to_dict(), cause=str(more[list(CAUSES)].idxmax()))
+    return replace(late, more={str(c): float(ns) for c, ns in more.items()}, cause=str(more[list(CAUSES)].idxmax()))
 
 
 def _unthrottled(

@@ -23,13 +23,13 @@ _Q = (0.941, 0.766, 0.641, 0.563, 0.508, 0.467, 0.411, 0.375, 0.330, 0.300, 0.28
 # Above a hundred ranks: so many standard deviations below the mean.
 SIGMAS = 3.0
 
-# Fewer collectives than this elect nobody.
+# Fewer collectives than this show nothing.
 ENOUGH = 3
 
 
 @across_ranks
-def voted(instances: pd.DataFrame, window_steps: Maybe[pd.DataFrame]) -> pd.DataFrame:
-    """Count for each rank in how many collectives its own was abnormally short: rank, votes, counted, waited_ns.
+def short_collectives(instances: pd.DataFrame, window_steps: Maybe[pd.DataFrame]) -> pd.DataFrame:
+    """Count for each rank in how many collectives its own was abnormally short: rank, short, counted, waited_ns.
 
     `counted` are the collectives of which three ranks or more are here; waited_ns is by how much a rank's collectives
     last longer than the shortest of the same, ns of a mean traced step. Raises NotMeasured where there are too few.
@@ -43,34 +43,34 @@ def voted(instances: pd.DataFrame, window_steps: Maybe[pd.DataFrame]) -> pd.Data
         raise NotMeasured(f"{counted} collectives of {_RANKS[0]} or more ranks are too few to tell by their lengths")
     groups = frame.groupby("instance")["dur_ns"]
     n, shortest, longest = groups.size(), groups.min(), groups.max()
-    short = (groups.nth(1).to_numpy() - shortest) / (longest - shortest).clip(lower=1.0) > np.interp(n, _RANKS, _Q)
+    apart = (groups.nth(1).to_numpy() - shortest) / (longest - shortest).clip(lower=1.0) > np.interp(n, _RANKS, _Q)
     far = shortest < groups.mean() - SIGMAS * groups.std(ddof=0)
     first = frame.groupby("instance")["rank"].first()
-    winners = first[far.where(n > _RANKS[-1], short)]
+    outliers = first[far.where(n > _RANKS[-1], apart)]
     steps = window_steps.get().groupby("rank").size()
     waited = (frame["dur_ns"] - groups.transform("min")).groupby(frame["rank"]).sum() / steps
-    votes = winners.value_counts().reindex(waited.index, fill_value=0)
-    return pd.DataFrame({"votes": votes, "counted": counted, "waited_ns": waited}).reset_index()
+    short = outliers.value_counts().reindex(waited.index, fill_value=0)
+    return pd.DataFrame({"short": short, "counted": counted, "waited_ns": waited}).reset_index()
 
 
 @dataclass(frozen=True)
-class Elected:
+class Outlier:
     """The rank that most collectives were abnormally short on, and what the others wait for it, ns a step."""
 
     rank: int
-    table: pd.DataFrame  # as `voted`
+    table: pd.DataFrame  # as `short_collectives`
     mean_ns: float  # that the others stay longer in their collectives
     gain_ns: float  # of it, what is gone without this rank: they would still wait for the next
 
 
 @across_ranks
-def elected(voted: pd.DataFrame, breakdown: pd.DataFrame) -> Elected:
+def outlier(short_collectives: pd.DataFrame, breakdown: pd.DataFrame) -> Outlier:
     """Return the late rank; raise NotMeasured where no rank has the majority of the collectives."""
-    votes = voted.set_index("rank")
-    late = int(str(votes["votes"].idxmax()))
-    if 2 * votes["votes"].max() <= votes["counted"].iloc[0]:
+    short = short_collectives.set_index("rank")
+    late = int(str(short["short"].idxmax()))
+    if 2 * short["short"].max() <= short["counted"].iloc[0]:
         raise NotMeasured("the collectives of those that are here last alike: if one is late, its trace is not here")
     # What is hidden behind computation costs nothing, and is no waiting.
-    exposed_ns = pd.Series(part(breakdown, "communication"), dtype=float).reindex(votes.index).fillna(0.0)
-    waited = votes["waited_ns"].clip(upper=exposed_ns).drop(index=late)
-    return Elected(late, voted, float(waited.mean()), float(waited.min()))
+    exposed_ns = pd.Series(part(breakdown, "communication"), dtype=float).reindex(short.index).fillna(0.0)
+    waited = short["waited_ns"].clip(upper=exposed_ns).drop(index=late)
+    return Outlier(late, short_collectives, float(waited.mean()), float(waited.min()))

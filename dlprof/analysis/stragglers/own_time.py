@@ -109,7 +109,8 @@ def busy(steady_usage: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """
     if not len(steady_usage):
         raise NotMeasured("what the ranks use of their cores was not recorded")
-    used = steady_usage.rename(columns={"dur_ns": "time_ns"}).eval("busy_ns = cpu_ns + delay_ns")
+    used = steady_usage.rename(columns={"dur_ns": "time_ns"})
+    used = used.assign(busy_ns=used["cpu_ns"] + used["delay_ns"])
     sums: pd.DataFrame = used.groupby(used["step"] // -(-len(steps) // MOST_ROWS))[
         ["time_ns", "cpu_ns", "busy_ns"]
     ].sum()

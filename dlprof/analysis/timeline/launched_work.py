@@ -69,7 +69,7 @@ def replay_of(
     start, dur = device_work["start_ns"].to_numpy()[rows], device_work["dur_ns"].to_numpy()[rows]
     lane = device_work["lane"].cat.codes.to_numpy()
     called = _called(launches, rows, start, waits)
-    before, previous = _previous(device_work, lane, rows)
+    before, previous = _previous(device_work, rows)
     # Work with no launch in the trace follows what is before it on its stream; the first of a stream, its host.
     called = np.where((called == NEVER) & (previous == NEVER), start - 1, called)
     launched, follows = called > NEVER, previous > NEVER
@@ -128,20 +128,13 @@ def _called(
     return np.where(called < UNKNOWN, np.minimum(at, start - 1), NEVER)
 
 
-def _previous(
-    work: pd.DataFrame, lane: NDArray[np.integer[Any]], rows: NDArray[np.int64]
-) -> tuple[dict[int, int], NDArray[np.int64]]:
+def _previous(work: pd.DataFrame, rows: NDArray[np.int64]) -> tuple[dict[int, int], NDArray[np.int64]]:
     """Return the end of all work before all rows, by stream, and of that before each row on its own (NEVER: none)."""
-    end = (work["start_ns"] + work["dur_ns"]).to_numpy()
-    previous = np.full(len(work), NEVER)
-    before: dict[int, int] = {}
-    for one in np.unique(lane):
-        mine = np.flatnonzero(lane == one)
-        previous[mine[1:]] = np.maximum.accumulate(end[mine])[:-1]
-        first = np.searchsorted(mine, rows[0])
-        if first:
-            before[int(one)] = int(end[mine[:first]].max())
-    return before, previous[rows]
+    lane = work["lane"].cat.codes
+    reach = (work["start_ns"] + work["dur_ns"]).groupby(lane).cummax()
+    before = reach.iloc[: rows[0]].groupby(lane.iloc[: rows[0]]).last()
+    previous = reach.groupby(lane).shift(fill_value=NEVER).to_numpy()[rows]
+    return {int(str(stream)): int(end) for stream, end in before.items()}, previous
 
 
 def _needed(

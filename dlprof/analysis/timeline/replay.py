@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,17 +30,9 @@ WAIT_NS = 20_000
 Kept = tuple[iv.Intervals, float]
 
 
-class _Run(NamedTuple):
-    """Work behind each other on one stream that one shift of the host moves alike: see Replay._runs."""
-
-    stream: int
-    adds: int  # to the end of the work before it, ns
-    launched: int  # its end where its own launches are what it waits for
-    waits: int  # how many had ended before its launch
-    needs: int  # the place of the work that its first piece waits for, −1: none
-    lag: int  # how long after that it ends
-    gone: bool
-    last: int  # the place of its last piece
+# A run of work (see Replay._runs): its stream, what it adds, its end by its launches, the waits before its launch, what
+# its first piece waits for, how long after that it ends, whether it is gone, and its last piece.
+_Run = tuple[int, int, int, int, int, int, bool, int]
 
 
 @dataclass(frozen=True)
@@ -157,7 +148,7 @@ class Replay:
         other = np.where(gone[head] & ~single, -1, needs[head])
         columns = (self._stream[head], behind, launched, self._waited[head], other, lags, single, tail)
         order = np.argsort(head)
-        runs = list(map(_Run._make, zip(*(column[order].tolist() for column in columns), strict=True)))
+        runs = list(zip(*(column[order].tolist() for column in columns), strict=True))
         cuts = np.searchsorted(self._until[head[order]], np.arange(len(self.waits) + 2)).tolist()
         return [runs[a:b] for a, b in pairwise(cuts)]
 
@@ -169,7 +160,7 @@ class Replay:
             _host_at(kept, np.array([getattr(w, edge) for w in self.waits], dtype=np.int64)).tolist()
             for edge in ("begin", "end")
         )
-        host_begin, host_end = _host_at(kept, np.array(self.host, dtype=np.int64)).tolist()
+        host_begin, host_end = map(int, _host_at(kept, np.array(self.host, dtype=np.int64)))
         ended = [0] * len(dur)
         free_at = [NEVER] * (int(self._stream.max(initial=0)) + 1)
         for on, at in self._before.items():

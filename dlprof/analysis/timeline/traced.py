@@ -15,7 +15,6 @@ loader is late, say) idles in that step. The last window ends at max(h[n], e[n â
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -39,12 +38,8 @@ _TRANSITION = 0.05
 NO_STEP = -2
 
 
-class Marks(NamedTuple):
-    """The traced steps on the host: windows (n, 2) in ns, their numbers, and "step", or "trace" for the whole trace."""
-
-    host: iv.Intervals
-    numbers: NDArray[np.int64]
-    unit: str
+# The traced steps on the host: windows (n, 2) in ns, their numbers, and "step", or "trace" for the whole trace.
+Marks = tuple[iv.Intervals, NDArray[np.int64], str]
 
 
 @dataclass(frozen=True)
@@ -93,15 +88,15 @@ def step_marks(spans: pd.DataFrame, traced_steps: pd.DataFrame, on_training_thre
     end = np.minimum(start + traced_steps["dur_ns"].to_numpy(), np.append(start[1:], UNKNOWN)[: len(start)])
     lasting = end > start
     if lasting.any():
-        return Marks(np.column_stack((start, end))[lasting], traced_steps["step"].to_numpy()[lasting], "step")
+        return np.column_stack((start, end))[lasting], traced_steps["step"].to_numpy()[lasting], "step"
     loads = host.is_named(on_training_thread, "enumerate(DataLoader)")
     calls = host.outermost(on_training_thread[loads])["start_ns"].to_numpy()
     if len(calls) >= 3:
-        return Marks(np.column_stack((calls[:-1], calls[1:])), np.arange(len(calls) - 1), "step")
+        return np.column_stack((calls[:-1], calls[1:])), np.arange(len(calls) - 1), "step"
     if not len(spans):
         raise NotMeasured("the trace is empty")
     whole = [spans["start_ns"].min(), (spans["start_ns"] + spans["dur_ns"]).max()]
-    return Marks(np.array([whole], dtype=np.int64), np.empty(0, dtype=np.int64), "trace")
+    return np.array([whole], dtype=np.int64), np.empty(0, dtype=np.int64), "trace"
 
 
 @within_rank
@@ -145,18 +140,14 @@ def _launched_in(launches: Launches, device_work: pd.DataFrame, marks: iv.Interv
     began = device_work["start_ns"].to_numpy()
     if not launches.known.any():
         return np.minimum(_step_at(marks, began), len(marks) - 1)
-    step = np.where(launches.known, _step_at(marks, launches.called), 0)
+    step = _step_at(marks, launches.called)
+    if launches.known.all():
+        return step
     lane = device_work["lane"].cat.codes.to_numpy()
-    for one in np.unique(lane[~launches.known]):
-        rows = np.flatnonzero(lane == one)  # in order of their start
-        known = np.flatnonzero(launches.known[rows])
-        if not len(known):
-            step[rows] = _step_at(marks, began[rows])
-            continue
-        # What nothing known comes before was launched before the trace began, as far as a known one follows.
-        before = np.searchsorted(known, np.arange(len(rows)), side="right") - 1
-        step[rows] = np.where(before >= 0, step[rows[known[np.maximum(before, 0)]]], -1)
-    return step
+    # What nothing known comes before was launched before the trace began, as far as a known one follows.
+    neighbours = pd.Series(step).where(launches.known).groupby(lane).ffill().fillna(-1).astype(np.int64)
+    linked = pd.Series(launches.known).groupby(lane).transform("any")
+    return np.where(linked, neighbours, _step_at(marks, began))
 
 
 def _step_at(marks: iv.Intervals, at: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -55,7 +55,7 @@ class Names(dict[tuple[str, str], int]):
         self.name: list[str] = []
         self.kind: list[int] = []  # in KIND
         self.device: list[bool] = []
-        self.copy: list[tuple[str, str]] = []  # its direction, and the host's memory
+        self.direction: list[tuple[str, str]] = []  # of a copy, and the host's memory
         self.collective: list[str] = []
         self.multiplies: list[bool] = []
 
@@ -65,7 +65,7 @@ class Names(dict[tuple[str, str], int]):
         self.name.append(name)
         self.kind.append(KIND.get(kind, _NO_KIND))
         self.device.append(side == "device")
-        self.copy.append(copy_of(name) if kind == "copy" else ("", ""))
+        self.direction.append(copy_of(name) if kind == "copy" else ("", ""))
         self.collective.append(collective_of(name) if kind == "communication" else "")
         self.multiplies.append(kind == "op" and MULTIPLIES.search(name) is not None)
         self[key] = code = len(self)
@@ -224,7 +224,7 @@ class _Reader:
         dur = nanoseconds([e.dur for e in events])
         kind = np.array(names.kind, dtype=np.int8)[what]
         known, timed, lasting = kind != _NO_KIND, start != NO_TIME, (dur >= 0) & (dur <= _LONGEST_NS)
-        for i in np.flatnonzero(~known):
+        for i in np.flatnonzero(~known).tolist():
             if not NO_ROWS.fullmatch(events[i].cat):
                 self.unknown[events[i].cat or "none"] += 1
         self.lost["events without a usable time"] += int((known & ~timed).sum())
@@ -262,7 +262,7 @@ class _Reader:
         for i, told in chosen((kind == KIND["copy"]) | (kind == KIND["set"])):
             if (size := integer(told.bytes)) >= 0:
                 rows.bytes[first + i] = size
-            if isinstance(told.kind, str) and not names.copy[what[i]][0]:
+            if isinstance(told.kind, str) and not names.direction[what[i]][0]:
                 rows.copies[first + i] = copy_of(told.kind)
         for i, told in chosen(kind == KIND["communication"]):
             rows.exchanges.add(first + i, events[i], told, names.collective[what[i]], bool(device[i]))
@@ -270,7 +270,8 @@ class _Reader:
             shape = shapes_in(bytes(told.dims), bytes(told.types))
             if shape[0]:
                 rows.multiplied[first + i] = shape
-        for parts, column in zip(self.columns, (what, lane, start, dur, launch), strict=True):
+        columns: tuple[NDArray[Any], ...] = (what, lane, start, dur, launch)
+        for parts, column in zip(self.columns, columns, strict=True):
             parts.append(column)
         self.count += len(events)
 

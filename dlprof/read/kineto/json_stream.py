@@ -64,8 +64,8 @@ def unpacked_bytes(path: Path) -> int:
 class TraceFile(Generic[E]):
     """One file being read. `decode` makes a list of events of a JSON array's bytes and raises one of NOT_JSON.
 
-    `keys` holds what stands beside the events; it is complete when `events` is through. `cut` says where the file stops
-    short of its end, "" where it does not. `unreadable` counts events that could not be decoded.
+    `keys` holds what stands next to the events; it is complete when `events` is through. `cut` says where the file
+    stops short of its end, "" where it does not. `unreadable` counts events that could not be decoded.
     """
 
     def __init__(self, path: Path, decode: Callable[[bytes | memoryview], list[E]], limit: int | None = None) -> None:
@@ -89,11 +89,10 @@ class TraceFile(Generic[E]):
         self._drop(_SPACE.match(self._buffer).end())  # type: ignore[union-attr]
         if not self._buffer:
             raise self._error(self._packing or "the file is empty")
-        first = self._buffer[:1]
-        if first not in (b"[", b"{"):
+        self.is_list = self._buffer.startswith(b"[")
+        if not self._buffer.startswith((b"[", b"{")):
             raise self._error("not JSON")
         self._drop(1)
-        self.is_list = first == b"["
         return self.is_list or self._to_array()
 
     def events(self) -> Iterator[list[E]]:
@@ -183,7 +182,7 @@ class TraceFile(Generic[E]):
             self._buffer = self._buffer[count:]
 
     def _more(self) -> bool:
-        """Read on, twice as far; give False where there is nothing more or too much is held already."""
+        """Read on, twice as far; return False where there is nothing more or too much is held already."""
         before = len(self._buffer)
         if self._ended or (before >= LONGEST and limited()):
             return False
@@ -191,7 +190,7 @@ class TraceFile(Generic[E]):
         return len(self._buffer) > before
 
     def _to_array(self) -> bool:
-        """Read keys and values up to and into the array of events; give False where the object or the file ends."""
+        """Read keys and values up to and into the array of events; return False where the object or the file ends."""
         while True:
             self._fill(_BLOCK)
             key = _KEY.match(self._buffer)
@@ -223,7 +222,7 @@ class TraceFile(Generic[E]):
     def _value(self) -> bytes | None:
         """Pass over one value and return its bytes, None where it has no end."""
         while True:
-            if self._buffer[:1] in (b"{", b"["):
+            if self._buffer.startswith((b"{", b"[")):
                 _, end = next(_elements(self._buffer), (0, 0))
             else:
                 scalar = _SCALAR.match(self._buffer)

@@ -18,13 +18,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import get_ident
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from dlprof.record.hooks import hidden, put
+from dlprof.record.hooks import at_uninstall, hidden, put
 from dlprof.record.log import Log
 from dlprof.record.ranks import folder_of_rank
 from dlprof.record.recorder import Recorder, say
@@ -66,6 +66,7 @@ class Lines:
         self._modules = 0  # how many there were when a file's module was last looked for
         if self._asked:
             self._watch_torch()
+            at_uninstall(self._end)
             # What a loader's workers run must be changed before they are forked.
             os.register_at_fork(before=self._look, after_in_child=self._forked)
 
@@ -97,6 +98,9 @@ class Lines:
         if self._left and not self._problem:
             self._problem = f"lines: no such Python function was found: {', '.join(self._left)}"
         self._warn(recorder)
+
+    def _end(self) -> None:
+        """Change no function any more, and give those that were changed their own code back."""
         self._over = True
         if self._counts is not None:
             self._counts.restore()
@@ -110,8 +114,11 @@ class Lines:
         if self._problem or self._over or not self._left:
             return
         try:
+            # Of the modules that were there at the last look, only the script's own may have grown.
+            modules = list(sys.modules.values()) if len(sys.modules) != self._modules else [sys.modules.get("__main__")]
+            self._modules = len(sys.modules)
             for target in tuple(self._left):
-                function = self._find(target)
+                function = _find(target, modules)
                 if function is not None:
                     self._add(target, function)
                     self._left.remove(target)
@@ -121,22 +128,6 @@ class Lines:
     def _add(self, target: str, function: FunctionType) -> None:
         self._counts = self._counts or _Counts()
         self._counts.add(target, function)
-
-    def _find(self, target: str) -> FunctionType | None:
-        """Return the function of module:function or path.py:function, if its module is there and has it."""
-        where, _, name = target.rpartition(":")
-        module: Any = sys.modules.get(where)
-        if module is None and where.endswith(".py"):
-            # Of the modules that were there at the last look, only the script's own may have grown.
-            new = len(sys.modules) != self._modules
-            self._modules = len(sys.modules)
-            path = os.path.realpath(where)
-            modules = list(sys.modules.values()) if new else [sys.modules.get("__main__")]
-            module = next((m for m in modules if _is_of(m, path)), None)
-        found: Any = module
-        for part in name.split("."):
-            found = inspect.getattr_static(found, part, None)
-        return _innermost(found)
 
     def _forked(self) -> None:
         """Begin anew in a fork's child: it is no rank, or yet to become one."""
@@ -351,6 +342,21 @@ def _own_files() -> Callable[[str], bool]:
 def _is_of(module: Any, path: str) -> bool:
     file = getattr(module, "__file__", None)
     return isinstance(file, str) and file.endswith(".py") and os.path.realpath(file) == path
+
+
+def _find(target: str, modules: Iterable[Any]) -> FunctionType | None:
+    """Return the function of module:function or path.py:function, if its module is there and has it.
+
+    A path is looked for among `modules`.
+    """
+    where, _, name = target.rpartition(":")
+    found: Any = sys.modules.get(where)
+    if found is None and where.endswith(".py"):
+        path = os.path.realpath(where)
+        found = next((m for m in modules if _is_of(m, path)), None)
+    for part in name.split("."):
+        found = inspect.getattr_static(found, part, None)
+    return _innermost(found)
 
 
 def _innermost(found: Any) -> FunctionType | None:

@@ -1,50 +1,34 @@
-"""Bars: a few lie, with their labels beside them, many stand in a row."""
+"""Bar charts: a few bars are horizontal with their labels, many stand in a row."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
 
 from dlprof import units
 from dlprof.plain import plain
 from dlprof.report import formatting, looks
-from dlprof.report.figures.drawing import (
-    INK,
-    SERIES,
-    Figure,
-    axis,
-    drawn,
-    layout,
-    margin,
-    number,
-    plain_table,
-    rounded,
-)
+from dlprof.report.figures import drawing
+from dlprof.report.figures.drawing import INK, SERIES, Figure, axis, drawn, layout, number, plain_table, rounded
 from dlprof.result import Panel
 
 BARS = 400  # upright; more would be narrower than two pixels
+HORIZONTAL = 14  # so many bars at most have room for their labels
 
 
 def bars(evidence: Panel) -> Figure:
-    """Few bars lie, with their labels beside them; many stand in a row, in the order given."""
+    """Draw up to HORIZONTAL bars with a label and a value each, more of them upright, in the order given."""
+    of = plain(evidence.unit, 24)
     rows = [(str(row[0]), number(row[1]), str(row[2]) if len(row) > 2 and row[2] else "") for row in evidence.rows]
+
+    def written(value: float | None, unknown: str = "") -> str:
+        return unknown if value is None else formatting.quantity(value, of)
+
     categories = formatting.ordered(c for _, _, c in rows if c)
-    table = plain_table(
-        ("", "value", "category") if categories else ("", "value"),
-        [
-            (
-                label,
-                units.UNKNOWN if v is None else formatting.quantity(v, plain(evidence.unit, 24)),
-                *([looks.look(c).name] if categories else []),
-            )
-            for label, v, c in rows
-        ],
-    )
-    table = replace(table, numeric=(False, True, False)[: len(table.columns)])
+    width = 3 if categories else 2
+    cells = [(label, written(v, units.UNKNOWN), looks.look(c).name)[:width] for label, v, c in rows]
+    table = plain_table(("", "value", "category")[:width], cells, (False, True, False)[:width])
     largest = max((abs(v) for _, v, _ in rows if v is not None), default=0.0)
-    divisor, unit = units.scale(plain(evidence.unit, 24), largest)
-    lying = len(rows) <= 14
+    divisor, unit = units.scale(of, largest)
     note = ""
     if len(rows) > BARS:
         size = math.ceil(len(rows) / BARS)
@@ -52,33 +36,24 @@ def bars(evidence: Panel) -> Figure:
         rows = [max(rows[i : i + size], key=lambda row: row[1] or 0.0) for i in range(0, len(rows), size)]
     values = [None if v is None else rounded(v / divisor) for _, v, _ in rows]
     places = list(range(len(rows)))
-    written = ["" if v is None else formatting.quantity(v, plain(evidence.unit, 24)) for _, v, _ in rows]
-    trace: dict[str, Any] = {
-        "type": "bar",
-        "orientation": "h" if lying else "v",
-        "x": values if lying else places,
-        "y": places if lying else values,
-        "marker": {"color": [looks.look(c).light if c else SERIES[0] for _, _, c in rows], "line": {"width": 0}},
-        "hoverinfo": "text",
-        "hovertext": [drawn(f"{plain(label, 90)}: {w}", 160) for (label, _, _), w in zip(rows, written, strict=True)],
-    }
+    colours = [looks.look(c).light if c else SERIES[0] for _, _, c in rows]
+    trace = drawing.bars(values, places, colours, (f"{plain(label, 90)}: {written(v)}" for label, v, _ in rows))
     value_axis = axis(unit, rangemode="tozero", nticks=5)
-    if lying:
+    if len(rows) <= HORIZONTAL:
         labels = [plain(label, 34) for label, _, _ in rows]
         trace |= {
-            "text": [drawn(w, 40) for w in written],
+            "text": [drawn(written(v), 40) for _, v, _ in rows],
             "textposition": "outside",
             "cliponaxis": False,
             "textfont": {"color": INK, "size": 12},
         }
-        label_axis = axis(autorange="reversed", tickvals=places, ticktext=[drawn(t) for t in labels], showgrid=False)
-        arranged = layout(28 * len(rows) + 36, margin(labels), bargap=0.3, xaxis=value_axis, yaxis=label_axis)
+        height, left = 28 * len(rows) + 36, drawing.margin(labels)
+        arranged = layout(height, left, bargap=0.3, xaxis=value_axis, yaxis=drawing.lanes(labels))
         arranged["margin"]["r"] = 80
     else:
-        every = math.ceil(len(rows) / 8)
-        ticks = places[::every]
+        trace |= {"orientation": "v", "x": places, "y": values}
+        ticks = places[:: math.ceil(len(rows) / 8)]
         label_axis = axis(tickvals=ticks, ticktext=[drawn(rows[i][0], 14) for i in ticks], showgrid=False, tickangle=0)
         arranged = layout(190, 60, bargap=0.15, xaxis=label_axis, yaxis=value_axis)
-    most = formatting.quantity(largest, plain(evidence.unit, 24))
-    label = f"Bars: {plain(evidence.title, 160)}; {len(evidence.rows)} values, the largest {most}."
-    return Figure("", label, {"data": [trace], "layout": arranged}, table, tuple(categories), note)
+    label = f"Bars: {plain(evidence.title, 160)}; {len(evidence.rows)} values, the largest {written(largest)}."
+    return Figure(label, {"data": [trace], "layout": arranged}, table, tuple(categories), note)

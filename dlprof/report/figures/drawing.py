@@ -1,8 +1,8 @@
-"""What all figures are drawn with: their colours, axes and layout, and the table that stands beside each.
+"""What all figures share: colours, axes, bars and layout, and the table of the same values.
 
-Figures are plotly specifications: plain data in light colours, no more of it than a screen can show. plotly reads
-markup, links and templates in the texts that it draws: every text passes `drawn`, and no text of a run becomes part of
-a template. Axes are numeric, with their labels as tick texts, so that no label is taken for a date.
+Figures are plotly specifications: plain data in light colours, no more of it than a screen can show. plotly interprets
+markup, links and templates in texts: every text passes `drawn`, and no text of a run becomes part of a template. Axes
+are numeric, with their labels as tick texts, so that no label is taken for a date.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, looks
 
 ROWS = 200  # of a table
-BARRED = 3  # rows of a table from which on its shares have bars
+BARRED = 3  # rows from which on the shares of a table have bars
 LANES = 64  # of a timeline, and lines of a figure
 
 INK, MUTE, LINE, CARD, HOT = "#1d1f24", "#5d626d", "#e6e3dd", "#ffffff", "#a32a6f"
 ON_DARK, ON_LIGHT = "#fffffe", "#16181c"  # text inside bars; the same in both themes
-# Lines that stand for no category have colours that no category has.
+NAMED: Mapping[str, str] = {"ink": INK, "mute": MUTE, "line": LINE, "card": CARD, "hot": HOT}  # in the style sheet
+# Lines of no category have colours that no category has.
 SERIES = ("#33415c", "#b5651d", "#5f8f8b", "#8d7aa8", "#7d8597", "#6b705c")
 
-# What each light colour becomes on a dark page. Categories have theirs in `words`.
+# What each light colour becomes on a dark page.
 DARK: Mapping[str, str] = {
     INK: "#eceef2",
     MUTE: "#a3a9b5",
@@ -52,37 +53,35 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     numeric: tuple[bool, ...]
     note: str = ""
-    shares: tuple[
-        tuple[str, ...], ...
-    ] = ()  # of each cell how many percent wide its bar is, "" without one; () for none
+    shares: tuple[tuple[str, ...], ...] = ()  # width of each cell's bar in percent, "" without one; (): no bars
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: what plotly draws (None for a mere table), what it shows in words, and the same as a table."""
+    """One figure: its description, what plotly draws (None: only a table), and the same values as a table."""
 
-    title: str
     label: str
     spec: dict[str, Any] | None
     table: Table
-    legend: tuple[str, ...] = ()
+    legend: tuple[str, ...] = ()  # categories
     note: str = ""
+    title: str = ""
 
 
 def drawn(text: object, limit: int = 120) -> str:
-    """Text for plotly to draw as it is."""
+    """Return text that plotly draws literally."""
     return escape(plain(text, limit), quote=False)
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or nothing."""
+    """Return a finite number as float; None for anything else."""
     if isinstance(value, (int, float)) and math.isfinite(value):
         return float(value)
     return None
 
 
 def rounded(value: float | None, digits: int = 6) -> float | int | None:
-    """Six digits place a point more exactly than a screen can, zoomed in as well; what is never zoomed needs four."""
+    """Round to significant digits: six are more exact than a screen, also zoomed in; without zoom four do."""
     if value is None:
         return None
     short = float(f"{value:.{digits}g}")
@@ -90,7 +89,7 @@ def rounded(value: float | None, digits: int = 6) -> float | int | None:
 
 
 def layout(height: int, left: int, **more: Any) -> dict[str, Any]:
-    """Return the layout of a figure so many pixels high, with so many on the left for labels."""
+    """Return the layout of a figure; `height` and `left`, the margin for labels, in pixels."""
     return {
         "height": height,
         "margin": {"l": left, "r": 20, "t": 8, "b": 28},
@@ -105,7 +104,7 @@ def layout(height: int, left: int, **more: Any) -> dict[str, Any]:
 
 
 def axis(unit: str = "", **more: Any) -> dict[str, Any]:
-    """An axis that lies still; each of its numbers carries the unit."""
+    """Return an axis without zoom, whose tick labels carry the unit."""
     return {
         "ticksuffix": NBSP + drawn(unit, 24) if unit else "",
         "gridcolor": LINE,
@@ -119,14 +118,45 @@ def axis(unit: str = "", **more: Any) -> dict[str, Any]:
     }
 
 
+def lanes(labels: Sequence[str], **more: Any) -> dict[str, Any]:
+    """Return the y axis of horizontal bars at 0, 1, 2, … with their labels; 0 is on top."""
+    ticks = {"tickvals": list(range(len(labels))), "ticktext": [drawn(t, 40) for t in labels]}
+    return axis(**{"autorange": "reversed", **ticks, "showgrid": False, **more})
+
+
+def bars(x: Sequence[Any], y: Sequence[Any], colour: Any, hover: Iterable[str], edge: float = 0, **more: Any) -> Any:
+    """Return a trace of horizontal bars; `colour`: of all or of each, `edge`: width of their outline."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "y": y,
+        "x": x,
+        "marker": {"color": colour, "line": {"color": CARD, "width": edge}},
+        "hoverinfo": "text",
+        "hovertext": [drawn(text, 180) for text in hover],
+        **more,
+    }
+
+
+def bar_text(texts: Sequence[str], colour: Any, size: float = 11, anchor: str = "middle") -> dict[str, Any]:
+    """Return the part of a trace that writes a text inside each bar."""
+    return {
+        "text": texts,
+        "textposition": "inside",
+        "insidetextanchor": anchor,
+        "textangle": 0,
+        "insidetextfont": {"size": size, "color": colour, "family": FONT},
+    }
+
+
 def margin(labels: Iterable[str]) -> int:
-    """Pixels that the longest label needs, from the mean width of a letter at this size."""
+    """Return the pixels that the longest label needs, from the mean width of a letter at this size."""
     longest = max((len(label) for label in labels), default=0)
     return min(max(16 + round(6.6 * longest), 48), 230)
 
 
 def inside(colour: str) -> str:
-    """Return the colour of text, light or dark, that stands out better on a background (WCAG relative luminance)."""
+    """Return the colour of text, light or dark, with more contrast on a background (WCAG relative luminance)."""
 
     def linear(hexadecimal: str) -> float:
         value = int(hexadecimal, 16) / 255
@@ -137,30 +167,30 @@ def inside(colour: str) -> str:
     return ON_LIGHT if luminance > 0.18 else ON_DARK
 
 
-def plain_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """Return the first rows as a table of written cells; what is missing of a row or of the headings stays empty.
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], numeric: Sequence[bool] = ()) -> Table:
+    """Return the first ROWS rows as a table of formatted cells; short rows and headings are filled with "".
 
-    Columns of numbers are set flush right, those of shares have bars where there are so many that bars tell them apart.
+    Columns of numbers, or those of `numeric`, are set flush right; columns of shares have bars from BARRED rows on.
     """
     width = max([len(columns), *(len(row) for row in rows[:ROWS])], default=0)
     names = [*columns, *[""] * (width - len(columns))]
     values = [[*row, *[""] * (width - len(row))] for row in rows[:ROWS]]
     shown = tuple(tuple(formatting.cell(v, c) for v, c in zip(row, names, strict=True)) for row in values)
-    numeric = tuple(i > 0 and _figures([row[i] for row in values]) for i in range(width))
-    barred = [figures and formatting.suffix(name) == "share" for figures, name in zip(numeric, names, strict=True)]
+    figures = [i > 0 and _figures([row[i] for row in values]) for i in range(width)]
+    barred = [of and formatting.suffix(name) == "share" for of, name in zip(figures, names, strict=True)]
     shares = [[_percent(v) if bar else "" for v, bar in zip(row, barred, strict=True)] for row in values]
     left = len(rows) - len(shown)
     return Table(
         tuple(formatting.header(c) for c in names),
         shown,
-        numeric,
+        tuple(numeric or figures),
         f"{left:,} more rows are in result.json." if left > 0 else "",
         tuple(map(tuple, shares)) if len(rows) >= BARRED and any(barred) else (),
     )
 
 
 def _figures(cells: Sequence[Any]) -> bool:
-    """Say whether a column holds numbers, to be set flush right."""
+    """Return whether a column holds nothing but numbers."""
     known = [cell for cell in cells if cell is not None and cell != ""]
     return bool(known) and all(isinstance(cell, int | float) and not isinstance(cell, bool) for cell in known)
 

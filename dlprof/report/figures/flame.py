@@ -1,33 +1,20 @@
-"""Flame graphs: who called whom, each frame as wide as it was seen often, the outermost on top."""
+"""Flame graphs: who called whom, the outermost frame on top, each as wide as its number of samples."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 from dlprof.plain import plain
 from dlprof.report import formatting, looks
-from dlprof.report.figures.drawing import (
-    CARD,
-    FONT,
-    Figure,
-    axis,
-    drawn,
-    inside,
-    layout,
-    number,
-    plain_table,
-    rounded,
-)
+from dlprof.report.figures import drawing
+from dlprof.report.figures.drawing import Figure, axis, drawn, number, rounded
 from dlprof.result import Panel
 
-FRAMES = 1_500  # that are drawn; a frame narrower than a pixel is none
+FRAMES = 1_500  # that are drawn; others are narrower than a pixel
 DEPTH = 48
-NAMED = 60  # functions in the table beside it
+NAMED = 60  # functions in the table
 
 
 def flame(evidence: Panel) -> Figure:
-    """Draw a bar a frame; a click on one makes it as wide as the figure."""
+    """Draw a bar per frame; a click on one zooms to it."""
     frames = [
         (int(depth), start, width, str(row[3]), str(row[4] or "other"))
         for row in evidence.rows
@@ -43,27 +30,23 @@ def flame(evidence: Panel) -> Figure:
     deepest = max((f[0] for f in frames), default=0)
     unit = plain(evidence.unit, 24)
     colours = [looks.look(f[4]).light for f in frames]
-    trace: dict[str, Any] = {
-        "type": "bar",
-        "orientation": "h",
-        "y": [f[0] for f in frames],
-        "base": [rounded(f[1]) for f in frames],
-        "x": [rounded(f[2]) for f in frames],
-        "width": 0.94,
-        "marker": {"color": colours, "line": {"color": CARD, "width": 0.5}},
-        "hoverinfo": "text",
-        "hovertext": [
-            drawn(f"{plain(name, 90)} · {formatting.quantity(width, unit)} · {formatting.percent(width / whole)}", 180)
-            for _, _, width, name, _ in frames
-        ],
-        "text": [drawn(name, 60) for _, _, _, name, _ in frames],
-        "textposition": "inside",
-        "insidetextanchor": "start",
-        "textangle": 0,
-        "constraintext": "none",
-        "insidetextfont": {"size": 11, "color": [inside(c) for c in colours], "family": FONT},
-    }
-    arranged = layout(
+    hover = (
+        f"{plain(name, 90)} · {formatting.quantity(width, unit)} · {formatting.percent(width / whole)}"
+        for _, _, width, name, _ in frames
+    )
+    names = [drawn(name, 60) for _, _, _, name, _ in frames]
+    trace = drawing.bars(
+        [rounded(f[2]) for f in frames],
+        [f[0] for f in frames],
+        colours,
+        hover,
+        0.5,
+        base=[rounded(f[1]) for f in frames],
+        width=0.94,
+        constraintext="none",
+        **drawing.bar_text(names, [drawing.inside(c) for c in colours], anchor="start"),
+    )
+    arranged = drawing.layout(
         21 * (deepest + 1) + 40,
         20,
         barmode="overlay",
@@ -73,7 +56,7 @@ def flame(evidence: Panel) -> Figure:
         hovermode="closest",
         meta={"click": "zoom"},
     )
-    # A function in several places is one row; one that calls itself counts in each.
+    # A function that is called in several places is one row; recursive calls count each time.
     seen: dict[tuple[str, str], float] = {}
     for _, _, width, name, category in frames:
         seen[name, category] = seen.get((name, category), 0.0) + width
@@ -81,7 +64,7 @@ def flame(evidence: Panel) -> Figure:
         (name, looks.look(category).name, formatting.quantity(width, unit), width / whole)
         for (name, category), width in sorted(seen.items(), key=lambda item: -item[1])[:NAMED]
     ]
-    table = replace(plain_table(("function", "whose", unit, "share"), rows), numeric=(False, False, True, True))
+    table = drawing.plain_table(("function", "whose", unit, "share"), rows, (False, False, True, True))
     label = f"Flame graph: {plain(evidence.title, 160)}; {formatting.counted(len(frames), 'frame')}."
     categories = tuple(formatting.ordered(f[4] for f in sorted(frames) if f[0]))
-    return Figure("", label, {"data": [trace], "layout": arranged}, table, categories)
+    return Figure(label, {"data": [trace], "layout": arranged}, table, categories)

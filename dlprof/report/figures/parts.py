@@ -1,45 +1,33 @@
-"""Where the step goes: its exclusive parts a rank, and what the devices did."""
+"""Where the step goes: its exclusive parts by rank, which ranks the others wait for, and what the devices did."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from dlprof import units
 from dlprof.plain import plain
 from dlprof.report import formatting, looks, verdict
-from dlprof.report.figures.drawing import (
-    CARD,
-    FONT,
-    HOT,
-    INK,
-    Figure,
-    Table,
-    axis,
-    drawn,
-    inside,
-    layout,
-    margin,
-    plain_table,
-    rounded,
-)
-from dlprof.result import Outcome, Result, TimePart
+from dlprof.report.figures import drawing
+from dlprof.report.figures.drawing import HOT, INK, Figure, Table, axis, drawn, rounded
+from dlprof.result import DeviceTime, Outcome, Result, TimePart
 
-MARKED = 4  # ranks of one finding are pointed at; more would hide each other
-LABELLED_RANKS = 16  # have a bar with a label each
-SINGLE_RANKS = 128  # have a bar each; beyond, neighbours share one
+MARKED = 4  # findings on more ranks have no marks; these would hide each other
+LABELLED_RANKS = 16  # so many have a bar with a label each
+SINGLE_RANKS = 128  # so many have a bar each; beyond, neighbours share one
 CULPRITS = 8  # ranks that others wait for
-WORTH_DRAWING = 0.005  # of a step; a shorter wait is none
-VISIBLE = 0.002  # of a bar: less than a pixel needs no explanation of its colour
+WORTH_DRAWING = 0.005  # of a step; a shorter wait is not drawn
+VISIBLE = 0.002  # of a bar; less than a pixel is not in the legend
+
+Bars = Sequence[tuple[str, Mapping[str, float]]]  # of each its label, and the ns of each category
 
 
 def stack(result: Result) -> Figure | None:
-    """Return the parts of the mean step as one stacked bar a rank, or None where nothing divided the step.
+    """Return the parts of the mean step as one stacked bar per rank, or None where there is no breakdown.
 
     Up to LABELLED_RANKS bars carry label and percentages; beyond, they are thin; beyond SINGLE_RANKS neighbouring ranks
-    share one (their mean), and the most unlike ranks are drawn by themselves above.
+    share one (their mean), and the ranks that differ most have bars of their own above.
     """
     parts = formatting.by_rank(result.time)
     if not parts:
@@ -50,7 +38,8 @@ def stack(result: Result) -> Figure | None:
     if any("waiting" in bar for _, bar in bars):
         categories.insert(categories.index("communication") + 1, "waiting")
     waits = {f"rank {rank}": of_rank for rank, of_rank in verdict.waits_for(result).items()}
-    largest = max(sum(max(ns, 0.0) for ns in bar.values()) for _, bar in bars)
+    totals = [sum(max(ns, 0.0) for ns in bar.values()) for _, bar in bars]
+    largest = max(totals)
     divisor, unit = units.scale("ns", largest)
     roomy = len(bars) <= LABELLED_RANKS
     height = (30 if roomy else 9 if len(bars) <= 72 else 6) * len(bars) + 36
@@ -59,43 +48,35 @@ def stack(result: Result) -> Figure | None:
     for category in categories:
         look = looks.look(category)
         values = [max(bar.get(category, 0.0), 0.0) for _, bar in bars]
-        totals = [sum(max(v, 0.0) for v in bar.values()) or 1.0 for _, bar in bars]
-        trace: dict[str, Any] = {
-            "type": "bar",
-            "orientation": "h",
-            "name": drawn(look.name),
-            "y": list(range(len(bars))),
-            "x": [rounded(v / divisor) for v in values],
-            "marker": {"color": look.light, "line": {"color": CARD, "width": 1 if roomy else 0}},
-            "hoverinfo": "text",
-            "hovertext": [
-                drawn(
-                    f"{label} · {look.name}: {formatting.duration(v)}, {formatting.percent(v / total)} of the {each}"
-                    + (_most(waits.get(label, {})) if category == "waiting" else "")
-                )
-                for (label, _), v, total in zip(bars, values, totals, strict=True)
-            ],
-        }
-        if roomy:
-            trace |= {
-                "text": [formatting.about(v / t) if v / t >= 0.06 else "" for v, t in zip(values, totals, strict=True)],
-                "textposition": "inside",
-                "insidetextanchor": "middle",
-                "textangle": 0,
-                "insidetextfont": {"size": 11.5, "color": inside(look.light), "family": FONT},
-            }
-        data.append(trace)
+        shares = [v / (total or 1.0) for v, total in zip(values, totals, strict=True)]
+        hover = (
+            f"{label} · {look.name}: {formatting.duration(v)}, {formatting.percent(share)} of the {each}"
+            + (_most(waits.get(label, {})) if category == "waiting" else "")
+            for (label, _), v, share in zip(bars, values, shares, strict=True)
+        )
+        texts = [formatting.about(share) if share >= 0.06 else "" for share in shares]
+        data.append(
+            drawing.bars(
+                [rounded(v / divisor) for v in values],
+                list(range(len(bars))),
+                look.light,
+                hover,
+                1 if roomy else 0,
+                name=drawn(look.name),
+                **(drawing.bar_text(texts, drawing.inside(look.light), 11.5) if roomy else {}),
+            )
+        )
     every = 1 if roomy else max(1, math.ceil(len(bars) / 16))
     ticks = [i for i in range(len(bars)) if i % every == 0 or (not roomy and bars[i][0].startswith("rank") and note)]
     labels = [bars[i][0] for i in ticks]
-    arranged = layout(
+    arranged = drawing.layout(
         height,
-        margin(labels),
+        drawing.margin(labels),
         barmode="stack",
         bargap=0.28 if roomy else 0,
         xaxis=axis(unit, range=[0, rounded(largest / divisor)], nticks=8),
-        yaxis=axis(autorange="reversed", tickvals=ticks, ticktext=[drawn(t, 24) for t in labels], showgrid=False),
-        annotations=_marks(result.found, bars, divisor),
+        yaxis=drawing.lanes(labels, tickvals=ticks),
+        annotations=_marks(result.found, bars, totals, divisor),
         uniformtext={"mode": "hide", "minsize": 10},  # on a narrow page plotly would write what nobody can read
     )
     if arranged["annotations"]:
@@ -106,7 +87,6 @@ def stack(result: Result) -> Figure | None:
     many = formatting.counted(len(bars), "bar")
     label = f"Stacked bars of the parts of the mean {each}, {many}. Mean over ranks: {shown}."
     return Figure(
-        "",
         plain(label, 400),
         {"data": data, "layout": arranged},
         _stack_table(parts, single),
@@ -116,13 +96,13 @@ def stack(result: Result) -> Figure | None:
 
 
 def _most(waits: Mapping[int, float]) -> str:
-    """Say for whom a rank waits, or waits most."""
+    """Return for which rank a rank waits, or waits most, as the end of a hover text."""
     culprit = next(iter(waits), -1)
     return "" if culprit < 0 else f", {'all' if len(waits) == 1 else 'most'} of it for rank {culprit}"
 
 
 def _parted(result: Result, parts: Mapping[int, Mapping[str, TimePart]]) -> dict[int, dict[str, float]]:
-    """Return the parts of each rank's step in ns, with what it waits for others taken out of its communication."""
+    """Return the parts of each rank's step in ns, with waiting for other ranks taken out of communication."""
     waits = verdict.waits_for(result)
     parted = {}
     for rank, of_rank in parts.items():
@@ -134,52 +114,44 @@ def _parted(result: Result, parts: Mapping[int, Mapping[str, TimePart]]) -> dict
     return parted
 
 
-def _stack_bars(
-    result: Result, single: Mapping[int, Mapping[str, float]]
-) -> tuple[list[tuple[str, Mapping[str, float]]], str]:
-    """What each bar is called and holds in ns, and a note where ranks share bars."""
+def _stack_bars(result: Result, single: Mapping[int, Mapping[str, float]]) -> tuple[Bars, str]:
+    """Return the bars, and a note where ranks share them."""
     if len(single) <= SINGLE_RANKS:
         return [(f"rank {rank}", bar) for rank, bar in single.items()], ""
     size = math.ceil(len(single) / (SINGLE_RANKS // 2))
     order = list(single)
-    bars: list[tuple[str, Mapping[str, float]]] = [
-        (f"rank {r}", single[r]) for r in sorted(formatting.outliers(result.time, 8))
-    ]
-    unlike = len(bars)
+    outliers = sorted(formatting.outliers(result.time, 8))
+    bars: list[tuple[str, Mapping[str, float]]] = [(f"rank {r}", single[r]) for r in outliers]
     for i in range(0, len(order), size):
         group = order[i : i + size]
         names = {c for r in group for c in single[r]}
         mean = {c: sum(single[r].get(c, 0.0) for r in group) / len(group) for c in names}
         bars.append((f"{group[0]}–{group[-1]}", mean))
-    note = f"Each bar is the mean of {size} neighbouring ranks"
-    if unlike == 1:
-        return bars, f"{note}; the one most unlike the others stands above by itself."
-    return bars, note + (f"; the {unlike} most unlike the others stand above by themselves." if unlike else ".")
+    apart = f", but for the {formatting.counted(len(outliers), 'rank')} on top, which differ most" if outliers else ""
+    return bars, f"Each bar is the mean of {size} neighbouring ranks{apart}."
 
 
-def _marks(
-    found: Sequence[Outcome], bars: Sequence[tuple[str, Mapping[str, float]]], divisor: float
-) -> list[dict[str, Any]]:
-    """Beside its bar, the numbers of the findings that lie with a few ranks, and not with all."""
+def _marks(found: Sequence[Outcome], bars: Bars, totals: Sequence[float], divisor: float) -> list[dict[str, Any]]:
+    """Return annotations of bars with the numbers of the findings that concern a few ranks, and not all."""
     marks: dict[str, list[str]] = {}
     for number, outcome in enumerate(found, 1):
         if 0 < len(outcome.ranks) <= min(MARKED, len(bars) - 1):
             for rank in outcome.ranks:
                 marks.setdefault(f"rank {rank}", []).append(str(number))
     return [
-        _beside(
-            sum(max(ns, 0.0) for ns in bar.values()) / divisor,
+        _right_of(
+            totals[i] / divisor,
             i,
             f"◀ {label + ': ' if len(bars) > LABELLED_RANKS else ''}finding {', '.join(marks[label])}",
             HOT,
         )
-        for i, (label, bar) in enumerate(bars)
+        for i, (label, _) in enumerate(bars)
         if label in marks
     ]
 
 
-def _beside(end: float, row: int, text: str, colour: str) -> dict[str, Any]:
-    """Return Plotly's annotation of a text right of the bar of a row that ends there."""
+def _right_of(end: float, row: int, text: str, colour: str) -> dict[str, Any]:
+    """Return plotly's annotation to the right of the bar of a row; `end`: where the bar ends."""
     return {
         "x": rounded(end),
         "xref": "x",
@@ -214,109 +186,75 @@ def _stack_table(parts: Mapping[int, Mapping[str, TimePart]], single: Mapping[in
 
 
 def blame(result: Result) -> Figure | None:
-    """Return who is waited for and why, a bar a culprit, or None where nobody waits, or it could not be told.
+    """Return the ranks that others wait for, a bar each, or None where no rank waits, or waiting is not known.
 
-    A bar is how long those that wait for it do so in the mean step, their mean; its parts are what made it late. Who
-    costs all ranks together most stands first.
+    A bar is the time that the ranks that wait for it do so in the mean step (their mean); its parts are what made it
+    late. The rank that costs all ranks together most is on top.
     """
     if result.window is None:
         return None
-    least = WORTH_DRAWING * result.window.step_ns
-    waits = verdict.waits_for(result)
-    by: dict[int, dict[int, float]] = {}
-    for rank, mine in waits.items():
-        for culprit, ns in mine.items():
-            if culprit >= 0 and ns >= least:
-                by.setdefault(culprit, {})[rank] = ns
-    why: dict[int, dict[str, float]] = {c: {} for c in by}
-    for b in result.blame:
-        if b.rank in by.get(b.culprit, ()) and b.ns > 0:
-            mine_of = why[b.culprit]
-            mine_of[b.category] = mine_of.get(b.category, 0.0) + b.ns / len(by[b.culprit])
-    culprits = sorted(by, key=lambda c: -sum(by[c].values()))
-    more = len(culprits) - CULPRITS
-    culprits = culprits[:CULPRITS]
+    every = verdict.culprits(result, WORTH_DRAWING)
+    culprits = every[:CULPRITS]
     if not culprits:
         return None
-    largest = max(sum(why[c].values()) for c in culprits)
+    largest = max(sum(c.why.values()) for c in culprits)
     divisor, unit = units.scale("ns", largest)
-    categories = formatting.ordered(category for c in culprits for category in why[c])
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": drawn(looks.look(category).name),
-            "y": list(range(len(culprits))),
-            "x": [rounded(why[c].get(category, 0.0) / divisor) for c in culprits],
-            "marker": {"color": looks.look(category).light, "line": {"color": CARD, "width": 1}},
-            "hoverinfo": "text",
-            "hovertext": [
-                drawn(
-                    f"rank {c} {verdict.LATE.get(category, plain(category, 40))}:"
-                    f" {formatting.duration(why[c].get(category, 0.0))} of a {formatting.unit(result)}"
-                )
-                for c in culprits
-            ],
-        }
-        for category in categories
-    ]
-    labels = [f"rank {c}" for c in culprits]
-    arranged = layout(
+    categories = formatting.ordered(category for c in culprits for category in c.why)
+    data = []
+    for category in categories:
+        spent = [c.why.get(category, 0.0) for c in culprits]
+        hover = (
+            f"rank {c.rank} {verdict.late(category)}: {formatting.duration(ns)} of a {formatting.unit(result)}"
+            for c, ns in zip(culprits, spent, strict=True)
+        )
+        look = looks.look(category)
+        x = [rounded(ns / divisor) for ns in spent]
+        data.append(drawing.bars(x, list(range(len(culprits))), look.light, hover, 1, name=drawn(look.name)))
+    labels = [f"rank {c.rank}" for c in culprits]
+    totals = [sum(c.why.values()) for c in culprits]
+    who = [f"{formatting.counted(len(c.by), 'rank')} {'waits' if len(c.by) == 1 else 'wait'}" for c in culprits]
+    arranged = drawing.layout(
         30 * len(culprits) + 36,
-        margin(labels),
+        drawing.margin(labels),
         barmode="stack",
         bargap=0.28,
         xaxis=axis(unit, range=[0, rounded(largest / divisor)], nticks=8),
-        yaxis=axis(autorange="reversed", tickvals=list(range(len(culprits))), ticktext=labels, showgrid=False),
-        annotations=[
-            _beside(
-                sum(why[c].values()) / divisor,
-                i,
-                f"{formatting.counted(len(by[c]), 'rank')} {'waits' if len(by[c]) == 1 else 'wait'}",
-                INK,
-            )
-            for i, c in enumerate(culprits)
-        ],
+        yaxis=drawing.lanes(labels),
+        annotations=[_right_of(totals[i] / divisor, i, text, INK) for i, text in enumerate(who)],
     )
     arranged["margin"]["r"] = 120
     rows = [
-        (f"rank {rank}", *(formatting.duration(mine[c]) if mine.get(c) else "" for c in culprits))
-        for rank, mine in waits.items()
+        (f"rank {rank}", *(formatting.duration(ns) if (ns := mine.get(c.rank)) else "" for c in culprits))
+        for rank, mine in verdict.waits_for(result).items()
     ]
-    table = plain_table(("waits for", *labels), rows)
-    table = replace(table, numeric=(False, *(True for _ in culprits)))
-    told = ", ".join(
-        f"{label} {formatting.duration(sum(why[c].values()))}" for label, c in zip(labels, culprits, strict=True)
+    table = drawing.plain_table(("waits for", *labels), rows, (False, *(True for _ in culprits)))
+    sums = ", ".join(f"{label} {formatting.duration(ns)}" for label, ns in zip(labels, totals, strict=True))
+    more = len(every) - len(culprits)
+    return Figure(
+        f"Stacked bars of how long ranks wait for others, by what makes those late: {sums}.",
+        {"data": data, "layout": arranged},
+        table,
+        tuple(c for c in categories if any(of.why.get(c, 0.0) >= VISIBLE * largest for of in culprits)),
+        f"{more} more ranks delay others, for less time." if more else "",
+        "Ranks that others wait for",
     )
-    label = f"Stacked bars of how long ranks wait for others, by what made those late: {told}."
-    note = f"{more} more ranks are waited for, less." if more > 0 else ""
-    seen = tuple(c for c in categories if any(why[k].get(c, 0.0) >= VISIBLE * largest for k in culprits))
-    return Figure("Who is waited for", label, {"data": data, "layout": arranged}, table, seen, note)
 
 
 def device(result: Result) -> Table | None:
-    """Return partition of each rank's device span, the mean over ranks first, or None where no device was traced."""
+    """Return the partition of each rank's device span, the mean over ranks first; None where no device was traced."""
     spans = [d for d in result.device if d.span_ns > 0]
     if not spans:
         return None
 
-    def cells(name: str, span: float, *values: float) -> tuple[str, ...]:
-        return (
-            name,
-            formatting.duration(span),
-            *(f"{formatting.duration(v)} · {formatting.percent(v / span)}" for v in values),
-        )
+    def cells(name: str, of: Sequence[DeviceTime]) -> tuple[str, ...]:
+        parts = ("span", "computation", "exposed_communication", "exposed_copy", "idle")
+        span, *values = (sum(getattr(d, f"{part}_ns") for d in of) / len(of) for part in parts)
+        shares = (f"{formatting.duration(v)} · {formatting.percent(v / span)}" for v in values)
+        return (name, formatting.duration(span), *shares)
 
-    rows = [
-        cells(str(d.rank), d.span_ns, d.computation_ns, d.exposed_communication_ns, d.exposed_copy_ns, d.idle_ns)
-        for d in spans[:SINGLE_RANKS]
-    ]
+    rows = [cells(str(d.rank), [d]) for d in spans[:SINGLE_RANKS]]
     if len(spans) > 1:
-        sums = [
-            sum(getattr(d, f"{part}_ns") for d in spans) / len(spans)
-            for part in ("span", "computation", "exposed_communication", "exposed_copy", "idle")
-        ]
-        rows.insert(0, cells("mean", *sums))
+        rows.insert(0, cells("mean", spans))
     left = len(spans) - SINGLE_RANKS
     note = f"{left} more ranks are in result.json." if left > 0 else ""
     columns = ("rank", "span", "computation", "exposed communication", "exposed copies", "idle")

@@ -9,34 +9,20 @@ from typing import Any
 from dlprof import units
 from dlprof.plain import plain
 from dlprof.report import formatting, looks
-from dlprof.report.figures.drawing import (
-    CARD,
-    FONT,
-    HOT,
-    LANES,
-    LINE,
-    Figure,
-    axis,
-    drawn,
-    inside,
-    layout,
-    margin,
-    number,
-    plain_table,
-    rounded,
-)
+from dlprof.report.figures import drawing
+from dlprof.report.figures.drawing import CARD, HOT, LANES, LINE, Figure, axis, drawn, number, rounded
 from dlprof.result import Panel
 
-ROOMY = 16  # lanes that have room for large names
+ROOMY = 16  # so many lanes at most are high
 SPANS = 2_000  # drawn one by one in a timeline: about two for each pixel of a wide figure
 ARROWS = 100
 
-Arrow = tuple[float, str, str, str]  # when, from and to which lane, what it says
+Arrow = tuple[float, str, str, str]  # time, from lane, to lane, label
 
 
 @dataclass(frozen=True)
 class Span:
-    """What ran: from when, how long, in ns from the panel's zero."""
+    """What ran; `start` in ns from the panel's zero, `dur` in ns."""
 
     lane: str
     start: float
@@ -46,7 +32,7 @@ class Span:
 
 
 def timeline(evidence: Panel) -> Figure:
-    """A row for each lane, in order of first appearance; long spans beneath, short ones upon them."""
+    """Draw a row for each lane, in order of first appearance; short spans are drawn over long ones."""
     spans = [
         Span(str(row[0]), start, max(number(row[2]) or 0.0, 0.0), str(row[3]), str(row[4] or "other"))
         for row in evidence.rows
@@ -64,39 +50,26 @@ def timeline(evidence: Panel) -> Figure:
     shown.sort(key=lambda s: -s.dur)
     place = {lane: i for i, lane in enumerate(lanes)}
     colours = [looks.look(s.category).light for s in shown]
-    trace = {
-        "type": "bar",
-        "orientation": "h",
-        "y": [place[s.lane] for s in shown],
-        "base": [rounded(s.start / divisor) for s in shown],
-        "x": [rounded(s.dur / divisor) for s in shown],
-        "width": 0.8,
-        "marker": {"color": colours, "line": {"color": CARD, "width": 0.5 if len(shown) <= 300 else 0}},
-        "hoverinfo": "text",
-        "hovertext": [
-            drawn(f"{plain(s.name, 90)} · {formatting.duration(s.dur)} · {looks.look(s.category).name}", 180)
-            for s in shown
-        ],
-        # About seven pixels a letter on a figure of 800: a name that does not fit is left to the pointer.
-        "text": [drawn(s.name, 30) if s.dur / end * 110 > min(len(s.name), 30) else "" for s in shown],
-        "textposition": "inside",
-        "insidetextanchor": "middle",
-        "textangle": 0,
-        "insidetextfont": {"size": 11, "color": [inside(c) for c in colours], "family": FONT},
-    }
+    # About seven pixels a letter on a figure of 800: a name that does not fit is shown on hover only.
+    names = [drawn(s.name, 30) if s.dur / end * 110 > min(len(s.name), 30) else "" for s in shown]
+    trace = drawing.bars(
+        [rounded(s.dur / divisor) for s in shown],
+        [place[s.lane] for s in shown],
+        colours,
+        (f"{plain(s.name, 90)} · {formatting.duration(s.dur)} · {looks.look(s.category).name}" for s in shown),
+        0.5 if len(shown) <= 300 else 0,
+        base=[rounded(s.start / divisor) for s in shown],
+        width=0.8,
+        **drawing.bar_text(names, [drawing.inside(c) for c in colours]),
+    )
     arrows = [a for a in evidence.arrows if number(a[0]) is not None and {a[1], a[2]} <= place.keys()][:ARROWS]
     labels, groups = _labels(lanes)
-    arranged = layout(
+    arranged = drawing.layout(
         (24 if len(lanes) <= ROOMY else 18) * max(len(lanes), 1) + 40,
-        margin(labels),
+        drawing.margin(labels),
         barmode="overlay",
         xaxis=axis(unit, range=[rounded(first / divisor), rounded(end / divisor)], fixedrange=False, nticks=9),
-        yaxis=axis(
-            range=[len(lanes) - 0.5, -0.5],
-            tickvals=list(range(len(lanes))),
-            ticktext=[drawn(t, 40) for t in labels],
-            showgrid=False,
-        ),
+        yaxis=drawing.lanes(labels, autorange=False, range=[len(lanes) - 0.5, -0.5]),
         dragmode="zoom",
         hovermode="closest",
         uniformtext={"mode": "hide", "minsize": 10},
@@ -113,11 +86,11 @@ def timeline(evidence: Panel) -> Figure:
         total[1] += s.dur
     rows = [(lane, looks.look(c).name, f"{n:,}", formatting.duration(ns)) for (lane, c), (n, ns) in sums.items()]
     rows += [(label, "", "", "") for *_, label in arrows]
-    table = replace(plain_table(("lane", "category", "spans", "together"), rows), numeric=(False, False, True, True))
+    table = drawing.plain_table(("lane", "category", "spans", "together"), rows, (False, False, True, True))
     count = f"{formatting.counted(len(spans), 'span')} on {formatting.counted(len(lanes), 'lane')}"
     label = f"Timeline: {plain(evidence.title, 160)}; {count} in {formatting.duration(end)}."
     data = [trace, *([_heads(arrows, place, divisor)] if arrows else [])]
-    return Figure("", label, {"data": data, "layout": arranged}, table, tuple(categories), note)
+    return Figure(label, {"data": data, "layout": arranged}, table, tuple(categories), note)
 
 
 def _shaft(arrow: Arrow, place: Mapping[str, int], divisor: float) -> dict[str, Any]:
@@ -128,7 +101,7 @@ def _shaft(arrow: Arrow, place: Mapping[str, int], divisor: float) -> dict[str, 
 
 
 def _heads(arrows: Sequence[Arrow], place: Mapping[str, int], divisor: float) -> dict[str, Any]:
-    """Return the heads of arrows, each in the lane that it leads to; lanes are counted from above."""
+    """Return the heads of arrows, each in the lane that it leads to; lane 0 is on top."""
     return {
         "type": "scatter",
         "mode": "markers",
@@ -147,9 +120,9 @@ def _heads(arrows: Sequence[Arrow], place: Mapping[str, int], divisor: float) ->
 
 
 def _labels(lanes: Sequence[str]) -> tuple[list[str], list[float]]:
-    """Return what stands beside each lane, and where lines part groups: neighbours named alike up to the first " · ".
+    """Return the lanes' labels, and where lines separate groups: neighbours with the same name up to the first " · ".
 
-    Of a group only the first lane has the whole name: rank 0 · thread, computation 7, worker 0.
+    Only the first lane of a group has the whole name: rank 0 · thread, computation 7, worker 0.
     """
     parts = [lane.partition(" · ") for lane in lanes]
     follows = [bool(rest) and i > 0 and parts[i - 1][0] == group for i, (group, _, rest) in enumerate(parts)]
@@ -157,31 +130,24 @@ def _labels(lanes: Sequence[str]) -> tuple[list[str], list[float]]:
     return labels, [i - 0.5 for i in range(1, len(lanes)) if not follows[i]] if any(follows) else []
 
 
-def merge(spans: Sequence[Span], room: int) -> tuple[list[Span], str]:
-    """Keep the longest spans, join the others with neighbours of their lane and category, and say so."""
-    if len(spans) <= room:
+def merge(spans: Sequence[Span], most: int) -> tuple[list[Span], str]:
+    """Keep the longest spans, join the others with neighbours of their lane and category; return a note on it too."""
+    if len(spans) <= most:
         return list(spans), ""
-    alone = room * 2 // 3
-    by_length = sorted(range(len(spans)), key=lambda i: -spans[i].dur)
-    kept = [spans[i] for i in by_length[:alone]]
-    rest = [spans[i] for i in by_length[alone:]]
+    alone = most * 2 // 3
+    by_length = sorted(spans, key=lambda s: -s.dur)
+    kept, rest = by_length[:alone], by_length[alone:]
     end = max(s.start + s.dur for s in spans)
-    # Neighbours that begin in the same slot are drawn as one; there are as many slots as the room takes.
-    slots = max((room - alone) // len({(s.lane, s.category) for s in rest}), 1)
+    # Neighbours that begin in the same slot are drawn as one; the number of slots keeps to `most`.
+    slots = max((most - alone) // len({(s.lane, s.category) for s in rest}), 1)
     together: dict[tuple[str, str, int], list[Span]] = {}
     for s in sorted(rest, key=lambda s: s.start):
         together.setdefault((s.lane, s.category, int(s.start * slots / end) if end > 0 else 0), []).append(s)
-    joined = [
-        replace(
-            few[0],
-            dur=max(s.start + s.dur for s in few) - few[0].start,
-            name=few[0].name
-            if len(few) == 1
-            else f"{len(few)} short spans, together {formatting.duration(sum(s.dur for s in few))}",
-        )
-        for few in together.values()
-    ]
-    return (
-        kept + joined,
-        f"The {alone:,} longest of {len(spans):,} spans are drawn one by one, shorter neighbours together.",
+    joined = []
+    for few in together.values():
+        several = f"{len(few)} short spans, {formatting.duration(sum(s.dur for s in few))} in total"
+        dur = max(s.start + s.dur for s in few) - few[0].start
+        joined.append(replace(few[0], dur=dur, name=several if len(few) > 1 else few[0].name))
+    return kept + joined, (
+        f"The {alone:,} longest of {len(spans):,} spans are drawn separately, shorter neighbours are merged."
     )

@@ -4,7 +4,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const dark = data.dark;
 
-  // Lists of texts come with each of their parts once, lists of numbers that several figures share come once.
+  // In lists of texts each part is written once, and so are lists of numbers that several figures share.
   function unpacked(value) {
     if (Array.isArray(value)) return value[0]?.constructor === Object ? value.map(unpacked) : value;
     if (value?.constructor !== Object) return value;
@@ -18,7 +18,7 @@
   // Fields of a specification that hold colours; a text that looks like a colour stays what it is.
   const painted = new Set(["color", "bgcolor", "bordercolor", "gridcolor", "linecolor", "fillcolor"]);
   const printed = 680; // pixels between the margins of an A4 page
-  const narrow = 480; // pixels of a figure in which few numbers fit beside each other
+  const narrow = 480; // pixels; narrower figures have fewer ticks
   let printing = false;
 
   function themed(value, key) {
@@ -35,7 +35,7 @@
     if (element.clientWidth < narrow && !layout.xaxis.tickvals) layout.xaxis.nticks = 4;
     const config = {
       displaylogo: false,
-      displayModeBar: false, // it covers what it stands on, and the keys below do the same
+      displayModeBar: false, // it covers the figure, and the keys below do the same
       showSendToCloud: false,
       showTips: false,
       responsive: !printing,
@@ -55,7 +55,7 @@
     });
   }
 
-  // What stands on the run's time is zoomed together.
+  // Figures over the run's time are zoomed together.
   function follow(chart) {
     const [low, high] = chart._fullLayout.xaxis.range;
     for (const name of Object.keys(figures)) {
@@ -68,24 +68,24 @@
 
   const letter = 6.6; // pixels of a letter in a frame, in the mean
 
-  // Frames tell as much of their names as they have room for.
+  // Names of frames are cut to the width of the frames.
   function fit(chart) {
     const [low, high] = chart._fullLayout.xaxis.range;
     const scale = chart._fullLayout._size.w / (high - low) / letter;
     const { base, x } = chart.data[0];
     const shown = figures[chart.id.slice("chart-".length)].data[0].text.map((name, i) => {
-      const room = Math.floor((Math.min(base[i] + x[i], high) - Math.max(base[i], low)) * scale) - 1;
-      return name.length <= room ? name : room > 3 ? name.slice(0, room - 1).replace(/&[^;]*$/, "") + "…" : "";
+      const most = Math.floor((Math.min(base[i] + x[i], high) - Math.max(base[i], low)) * scale) - 1;
+      return name.length <= most ? name : most > 3 ? name.slice(0, most - 1).replace(/&[^;]*$/, "") + "…" : "";
     });
     Plotly.restyle(chart, { text: [shown] });
   }
 
-  // A frame that is clicked on becomes as wide as its figure.
+  // Zoom to the frame that is clicked on.
   function widen({ event, points: [frame] }) {
     Plotly.relayout(event.target.closest(".chart"), { "xaxis.range": [frame.base, frame.base + frame.value] });
   }
 
-  // What the pointer does by dragging, the keyboard does by + − ← → and 0.
+  // Zoom and move by the keys + − ← → and 0.
   function steer(event) {
     const chart = event.currentTarget;
     const [low, high] = chart._fullLayout.xaxis.range;
@@ -106,7 +106,7 @@
 
   const themedFor = (figure) => (night.matches && !printing ? themed(figure) : structuredClone(figure));
 
-  // One after the other, with a pause for the reader's scrolling and clicking between two.
+  // One after the other; scrolling and clicking are handled between two.
   async function drawAll() {
     for (const name of Object.keys(figures)) {
       await draw(name);
@@ -121,7 +121,7 @@
     Object.keys(figures).forEach(draw);
   }
 
-  // A written figure as a number of its column's dimension: "718.0 µs" is less than "5.57 ms", and nothing is least.
+  // The value of a formatted number, to sort by: "718.0 µs" is less than "5.57 ms", and no number is least.
   const multiples = { n: 1e-9, µ: 1e-6, m: 1e-3, k: 1e3, M: 1e6, G: 1e9, T: 1e12, P: 1e15 };
   function amount(text) {
     const found = /^(<\s*)?([−-]?)([\d.,]+)\s*([nµmkMGTP](?=s|B|FLOP|W|Hz))?/.exec(text);
@@ -154,7 +154,7 @@
       button.type = "button";
       button.append(...head.childNodes);
       head.append(button);
-      // Figures are wanted largest first, words from A on.
+      // Numbers are sorted largest first, words from A on.
       button.addEventListener("click", () => {
         const before = head.getAttribute("aria-sort");
         sort(table, column, before ? before === "descending" : !head.classList.contains("num"));
@@ -170,29 +170,29 @@
     input.type = "search";
     input.placeholder = "Filter rows";
     input.setAttribute("aria-label", "Filter the rows of " + table.parentElement.getAttribute("aria-label"));
-    const told = document.createElement("span");
-    told.setAttribute("role", "status");
+    const matches = document.createElement("span");
+    matches.setAttribute("role", "status");
     input.addEventListener("input", () => {
       const wanted = input.value.trim().toLowerCase();
       rows.forEach((row) => (row.hidden = !row.textContent.toLowerCase().includes(wanted)));
-      told.textContent = wanted ? `${rows.filter((row) => !row.hidden).length} of ${rows.length}` : "";
+      matches.textContent = wanted ? `${rows.filter((row) => !row.hidden).length} of ${rows.length}` : "";
     });
-    line.append(input, told);
+    line.append(input, matches);
     table.parentElement.before(line);
   }
 
-  const filtered = 10; // rows from which on a filter is worth its place
+  const filtered = 10; // tables with so many rows have a filter
   document.querySelectorAll("table.sorts").forEach((table) => {
     sortable(table);
     if (table.tBodies[0].rows.length >= filtered) filterable(table);
   });
 
-  // Pages that share one plotly.js may be opened without it: their tables hold the same figures.
+  // Pages that share one plotly.js may be opened without it; their tables have the same values.
   if (typeof Plotly === "undefined") {
     const missing = document.createElement("p");
     missing.className = "note";
     missing.setAttribute("role", "status");
-    missing.textContent = "The charts are not drawn: the file plotly-basic.min.js, which this page loads, is missing. Tables show the same figures.";
+    missing.textContent = "The charts are not drawn: the file plotly-basic.min.js, which this page loads, is missing. The tables have the same values.";
     document.querySelector("header.verdict").append(missing);
     document.querySelectorAll(".chart, .keys, .legend").forEach((element) => element.remove());
     document.querySelectorAll("details.figures").forEach((table) => (table.open = true));

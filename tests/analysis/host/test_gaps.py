@@ -4,7 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.analysis.host.gaps import PYTHON, check_launches, gaps, host_work, launch_means, small_kernels
+from dlprof.analysis.host.gaps import (
+    LAUNCHES,
+    ON_CPU,
+    PYTHON,
+    SCRIPT,
+    check_launches,
+    gaps,
+    host_gains,
+    host_work,
+    launch_means,
+    small_kernels,
+)
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS, asked
@@ -109,3 +120,16 @@ def test_kernels_are_counted_per_step(tmp_path: Path) -> None:
     made = traces.training(3)
     frame = runs.rank_of(tmp_path, made).once(launch_means)
     assert frame["kernels"][0] == 3
+
+
+def test_a_faster_host_gains_by_its_cause(tmp_path: Path) -> None:
+    step = [traces.step(0, 0, MS)]
+    for i in range(10):  # each is launched 40 µs after the one before had ended
+        at = i * 100_000
+        step += traces.launched("small", at + 35_000, at + 40_000, 60_000, 1 + i)
+    run = runs.foreign(tmp_path / "device", traces.trace(*step, world_size=1))
+    gains = runs.measured(run, host_gains).frame(host_gains)
+    assert gains == {SCRIPT: 0, LAUNCHES: pytest.approx(400_000, rel=0.05)}
+    on_cpu = traces.trace(traces.step(0, 0, MS), traces.op("aten::mm", 0, 600_000), device="", backend="", world_size=1)
+    run = runs.foreign(tmp_path / "cpu", on_cpu)
+    assert runs.measured(run, host_gains).frame(host_gains) == {ON_CPU: 400_000}

@@ -14,7 +14,7 @@ from dlprof.analysis.host.queue import (
     GRAPH_START,
     MEMORY,
     OTHER_STREAM,
-    UNTOLD,
+    UNKNOWN,
     device_lag,
     queue_series,
     queued_waits,
@@ -34,7 +34,7 @@ def rows(folder: Path, made: dict[str, Any]) -> list[dict[Any, Any]]:
     [
         ((call("cudaStreamWaitEvent"),), EVENT),
         ((call("cudaLaunchHostFunc"),), FUNCTION),
-        ((call("cudaEventRecord"),), UNTOLD),
+        ((call("cudaEventRecord"),), UNKNOWN),
         # The device's memory is got while it idles.
         ((lambda at, c: [traces.call("cudaMalloc", at + 340_000, 400_000, c, tid=traces.AUTOGRAD)],), MEMORY),
     ],
@@ -80,5 +80,5 @@ def test_the_lag_and_the_queue_grow_with_a_host_that_runs_ahead(tmp_path: Path) 
 def test_without_links_nobody_knows(tmp_path: Path) -> None:
     rank = runs.rank_of(tmp_path, traces.trace(traces.step(0, 0, MS), traces.kernel("gemm", 10, MS, 0)))
     for one in (device_lag, queue_series):
-        with pytest.raises(NotMeasured, match="does not tell"):
+        with pytest.raises(NotMeasured, match="does not show"):
             rank.once(one)

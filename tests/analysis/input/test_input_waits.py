@@ -12,6 +12,7 @@ from dlprof.analysis.input.input_waits import (
     input_waits,
     planned,
     proposed,
+    starving,
     step_with_cheaper,
 )
 from dlprof.analysis.input.paces import paces
@@ -58,6 +59,13 @@ def test_without_a_loader_nothing_is_measured(tmp_path: Path) -> None:
     steps = [runs.light(k, 80 * MS, fetches=0, fetch_ns=-1) for k in range(40)]
     with pytest.raises(NotMeasured, match="no DataLoader was seen"):
         runs.measured(runs.recorded(tmp_path / "run", (None, steps, runs.CPU)), *ALL).frame(faster_loader)
+
+
+def test_the_rank_that_waits_most_is_known_with_its_loader(tmp_path: Path) -> None:
+    found = runs.measured(recorded(tmp_path, fetch=80, cpu=2, workers=1, ranks=2), starving).frame(starving)
+    assert (found.rank, found.alike, found.others, found.victims) == (0, (0, 1), (), {})
+    assert (found.wait_ns, found.step_ns) == (60 * MS, pytest.approx(80 * MS))
+    assert (found.workers, found.cores) == (1, 8)
 
 
 def test_a_recorded_run_is_forecast_from_its_own_batches(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dlprof.analysis.input.loader import fetch_series, loader_calls, loader_means, worker_means
+from dlprof.analysis.input.loader import fetch_series, loader_calls, loader_means, slowest_workers, worker_means
 from dlprof.analysis.timeline.steps import step_means
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
@@ -111,3 +111,13 @@ def test_without_a_loader_nothing_is_told(tmp_path: Path) -> None:
         run.frame(loader_means)
     with pytest.raises(NotMeasured, match="no fetch"):
         run.frame(worker_means)
+
+
+def test_a_worker_is_compared_with_the_others_of_its_rank() -> None:
+    workers = pd.DataFrame(
+        {"rank": [0, 1, 1, 1, 2], "worker": [0, 0, 1, 2, -1], "dur_ns": [9.0, 2.0, 8.0, 4.0, 7.0], "batches": 1}
+    )
+    (row,) = slowest_workers(workers).to_dict("records")
+    assert row == {"rank": 1, "worker": 1, "dur_ns": 8.0, "others_ns": 3.0, "workers": 3}
+    with pytest.raises(NotMeasured, match="two workers"):
+        slowest_workers(workers[workers["rank"] != 1])

@@ -1,10 +1,10 @@
-"""What the steady steps leave out is counted once, each under its own name."""
+"""What the steady steps leave out is counted once, each under its own name; phases of validation as they come."""
 
 from pathlib import Path
 
 import pytest
 
-from dlprof.analysis.step.whole_job import PARTS, whole_job
+from dlprof.analysis.step.whole_job import PARTS, validation, whole_job
 from dlprof.analysis.timeline.steps import step_means
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
@@ -48,3 +48,27 @@ def test_without_the_light_layer_it_abstains(tmp_path: Path) -> None:
     path = runs.foreign(tmp_path / "traces", traces.trace(traces.step(1, 0, MS)))
     with pytest.raises(NotMeasured, match="no record of every step"):
         runs.measured(path, whole_job).frame(whole_job)
+
+
+def test_phases_their_distance_and_what_they_wait_for(tmp_path: Path) -> None:
+    kinds = "ttttvvttttvvvttttv"
+    steps = [
+        runs.light(n, 10 * MS, kind="train" if k == "t" else "validation", fetch_ns=(k == "v") * 4 * MS)
+        for n, k in enumerate(kinds)
+    ]
+    run = runs.measured(runs.recorded(tmp_path, (None, steps, runs.CPU)), validation)
+    (row,) = run.frame(validation).to_dict("records")
+    assert (row["phases"], row["steps"], row["every"], row["fetches"]) == (3, 6, 4.0, 2.0)
+    assert row["phase_ns"] == pytest.approx(20 * MS)
+    assert row["fetch_share"] == pytest.approx(0.4)
+
+
+def test_a_phase_in_which_the_job_was_suspended_is_no_longer_for_it(tmp_path: Path) -> None:
+    steps = [runs.light(n, 1_000 * MS, kind="validation" if 8 <= n < 12 else "train") for n in range(20)]
+    steps[9]["dur_ns"] = 100_000 * MS
+    for n in range(10, 20):
+        steps[n]["start_ns"] += 99_000 * MS
+    resumed = [steps[9]["start_ns"] + 99_000 * MS]
+    path = runs.recorded(tmp_path, (None, steps, runs.CPU), resumed_ns=resumed)
+    (row,) = runs.measured(path, validation).frame(validation).to_dict("records")
+    assert (row["phases"], row["steps"], row["phase_ns"]) == (1, 3, 3_000 * MS)

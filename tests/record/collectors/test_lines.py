@@ -137,6 +137,12 @@ def test_functions_count_wherever_they_are_held_and_stay_what_they_were(tmp_path
     assert sum(row["optimizer_steps"] for row in rows(tmp_path / "run/ranks/00000")) == 10
 
 
+def test_functions_of_several_files_are_found(tmp_path: Path) -> None:
+    found = lines(tmp_path, "run()", "train.py:train", "data.py:decode")
+    assert found["main", "train.py:train"][1] == 10
+    assert found["main", "data.py:decode"][1] == 40
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_loader_workers_count_for_themselves(method: str, tmp_path: Path) -> None:

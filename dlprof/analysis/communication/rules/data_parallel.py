@@ -52,19 +52,15 @@ def check(replication: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job: 
 
 def explain(estimate: Estimate, replication: pd.DataFrame, mean_step_ns: float) -> Explanation:
     """Show what of a step is copying, and what the host spends inside DataParallel."""
-    rank = estimate.worst
-    copying = estimate.by_rank_ns[rank]
-    parts = (
-        ("the host, inside DataParallel's forward", by_rank(replication, "forward_ns")[rank]),
-        ("copying, in forward and backward", copying),
-    )
+    rank, copying = estimate.worst, estimate.by_rank_ns[estimate.worst]
+    inside = by_rank(replication, "forward_ns")[rank]
+    parts = (("the host, inside DataParallel's forward", inside), ("copying, in forward and backward", copying))
+    torchrun = "`DistributedDataParallel` under `torchrun --nproc-per-node GPUS`, with a `DistributedSampler`"
     return Explanation(
         title="One process drives several GPUs",
         summary=f"nn.DataParallel spreads the model and the batch, and gathers outputs and gradients, for"
         f" {duration(copying)} of {duration(mean_step_ns)}.",
-        changes=(
-            change("`DistributedDataParallel` under `torchrun --nproc-per-node GPUS`, with a `DistributedSampler`"),
-        ),
+        changes=(change(torchrun),),
         evidence=Panel("bars", f"nn.DataParallel in a step of rank {rank}", parts, unit="ns"),
         sure="Estimated by replaying the traced steps without the copying; not measured against"
         " DistributedDataParallel.",

@@ -4,16 +4,15 @@ A collective has a price that does not depend on its size: a launch, a handshake
 link. Below some tens of kilobytes that is all of its time. The same bytes in few large collectives pay it few times.
 
 Needs a trace with collectives and their sizes; where it lacks sizes, those of a DistributedDataParallel or FSDP2 model
-follow from its parameters and the number of its exchanges.
+follow from its parameters and the number of its exchanges. Waiting for one late rank is `straggler`'s.
 
 Saving: their exposed transfer, but for as many collectives as are needed, each exposed for as long as one takes now,
 as the last of the backward pass has nothing to hide behind. Their bytes are taken to cost nothing; but where two
 classes of size show what an all-reduce on GPUs takes to start and for each byte, small are those that take longer to
 start than to move, and bytes count. What all ranks wait for others that are late in turn shrinks with the root of how
-often they meet, for independent delays grow with the root of the time. On a CPU FSDP2's work on its units counts, as if
-the modules right above them were the units; and waiting for a core, where the kernel shows it, for the threads that
-exchange take cores: what neither the loader's workers nor the exchanges that are left could cause, if each ms of theirs
-held the training thread up for one. Waiting for one late rank is `straggler`'s.
+often they meet, as independent delays grow with the root of the time. On a CPU FSDP2's work on its units counts, as if
+the modules right above were the units; and waiting for a core, where the kernel shows it: what neither the loader's
+workers nor the exchanges that are left could cause, if each ms of theirs held the training thread up for one.
 
 What to change: larger buckets (`bucket_cap_mb`), `fully_shard` on whole blocks, gradients exchanged once a step and not
 one by one, metrics reduced in one tensor.

@@ -55,20 +55,14 @@ def explain(estimate: Estimate, unused_search: pd.DataFrame) -> Explanation:
     """Show what the search takes, and what it takes to share its result."""
     rank = estimate.worst
     search, flags = (by_rank(unused_search, name)[rank] for name in ("search_ns", "flags_ns"))
-    keyword = "`DistributedDataParallel(..., find_unused_parameters=False)` (is True)"
+    parts = (("search of the graph", search), ("sharing it with the other ranks", flags))
+    text = "`DistributedDataParallel(..., find_unused_parameters=False)` (is True), if every step uses the whole model"
     return Explanation(
         title="DDP looks for unused parameters, and there are none",
         summary=f"In every step rank {rank} searches the autograd graph for {duration(search)}, and waits"
         f" {duration(flags)} until all ranks have shared what they used.",
-        changes=(
-            change(f"{keyword}, if no step leaves a part of the model out", find_unused_parameters=(True, False)),
-        ),
-        evidence=Panel(
-            "bars",
-            f"What it takes in a step of rank {rank}",
-            (("search of the graph", search), ("sharing it with the other ranks", flags)),
-            unit="ns",
-        ),
+        changes=(change(text, find_unused_parameters=(True, False)),),
+        evidence=Panel("bars", f"What it takes in a step of rank {rank}", parts, unit="ns"),
         sure="As traced. DDP checks every hundredth step: what is left out now and then may have been missed.",
     )
 

@@ -61,7 +61,7 @@ def _length(series: pd.DataFrame, lag_ns: pd.Series[float]) -> Panel:
     behind = duration(most) if most - least < 0.1 * max(most, 1.0) else f"{duration(least)} to {duration(most)}"
     note = (
         f"Where a step begins, the device is {behind} behind its host. With about {FULL:,} launches queued the next one"
-        " waits for room; with none, the device waits for its host."
+        " waits until one has begun; with none, the device waits for its host."
     )
     columns = ("ns", *(f"rank {rank}" for rank in lines.columns))
     return Panel("lines", "Launches queued for the device", points(lines), columns, unit="", note=note)

@@ -27,7 +27,7 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, worst
-from dlprof.analysis.host.gaps import LAUNCHES, ON_CPU, PYTHON, SCRIPT
+from dlprof.analysis.host.gaps import HOST, LAUNCHES, ON_CPU, PYTHON, SCRIPT
 from dlprof.analysis.host.stacks import COMPUTING, hottest_own
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part, part_least, part_noise
@@ -41,8 +41,6 @@ NOTABLE_SHARE = 0.10
 SAVES_FROM = ("input_wait", "host", "optimizer_host", "launch_latency", "other")
 
 MOST_FUNCTIONS = 3
-
-_HOST = ("host", "optimizer_host")
 
 # What the step waits for: title, verdict, and how the saving was estimated.
 _SAID = {
@@ -66,13 +64,13 @@ _SCALED = ": what fills it was seen in the traced steps, and scaled to those tha
 
 def check(host_gains: Mapping[str, float], host_work: pd.DataFrame, breakdown: pd.DataFrame) -> Estimate:
     """Estimate the time in which nothing is computed, sent, copied or waited for."""
-    late = part(breakdown, *_HOST)
+    late = part(breakdown, *HOST)
     largest = max(host_gains, key=lambda cause: host_gains[cause])
     return Estimate(
         saving_ns=host_gains[largest],
         by_rank_ns=late,
-        noise_ns=part_noise(breakdown, *_HOST),
-        least_ns=part_least(breakdown, *_HOST),
+        noise_ns=part_noise(breakdown, *HOST),
+        least_ns=part_least(breakdown, *HOST),
         loses=_SAID[largest][1],
         seen=(largest, host_work[host_work["rank"] == worst(late)]),
     )
@@ -95,7 +93,8 @@ def explain(
     in_python = float(work.loc[work["name"] == PYTHON, "ns"].sum()) / max(float(work["ns"].sum()), 1.0)
     traced = bool((step_means["source"] == "trace").all())
     work = work.assign(name=[short(name, 120) for name in work["name"]], phase=work["phase"].replace("", "between"))
-    longest = f"; the largest part: {work['name'].iloc[0]} ({work['phase'].iloc[0]})" if len(work) else ""
+    name, where = work[["name", "phase"]].iloc[0] if len(work) else (PYTHON, "")
+    longest = "" if name == PYTHON else f"; the largest part: {name} ({where})"
     functions = own_python[own_python["rank"] == rank].head(MOST_FUNCTIONS)
     waited = ", ".join(f"{short(f['function'], 80)} ({duration(f['ns'])})" for _, f in functions.iterrows())
     # A range of the user's may lie in any of them.

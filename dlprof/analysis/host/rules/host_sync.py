@@ -23,6 +23,7 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
+from dlprof.analysis.host.gaps import HOST
 from dlprof.analysis.host.panels.syncs import COLUMNS, by_python
 from dlprof.analysis.host.syncs import GRAD_SCALER, together
 from dlprof.analysis.panel import table
@@ -32,8 +33,6 @@ from dlprof.analysis.timeline.steps import check_marked
 from dlprof.errors import NotMeasured
 from dlprof.result import Change
 from dlprof.units import digits, duration
-
-_HOST = ("host", "optimizer_host")
 
 _ITEM = "read values (`.item()`, `float(loss)`, `print`) every k steps"
 _MASK = change("no boolean masks as indices: their size must be known on the host; `torch.where` needs none")
@@ -74,8 +73,8 @@ def check(
     return Estimate(
         saving_ns=saving(own_time, gains),
         by_rank_ns=gains,
-        noise_ns=part_noise(breakdown, *_HOST),
-        least_ns=part_least(breakdown, *_HOST),
+        noise_ns=part_noise(breakdown, *HOST),
+        least_ns=part_least(breakdown, *HOST),
         loses="the device idles because its host waited for it",
     )
 

@@ -48,7 +48,7 @@ _COLUMNS = {
 def check(core_waits: pd.DataFrame, sample_means: pd.DataFrame, own_time: pd.DataFrame) -> Estimate:
     """Estimate the waiting for a core of the ranks that have more threads than cores."""
     crowded = core_waits[core_waits["threads"] > core_waits["cores"]]
-    row = core_waits.loc[(core_waits if crowded.empty else crowded)["waited"].idxmax()]
+    row = (core_waits if crowded.empty else crowded).nlargest(1, "waited").iloc[0]
     if crowded.empty:
         return nothing(
             f"{count(row['threads'], 'thread')} and {count(row['cores'], 'core')} a rank;"
@@ -113,5 +113,5 @@ RULE = Rule(
     explain,
     saves_from=("computation", "communication", "input_wait", "optimizer_host", "host", "other"),
     feeds=True,
-    notable=0.05,  # where tools for input and stragglers begin to speak (XProf, NVIDIA's resiliency extension)
+    notable=0.05,  # from where on XProf and NVIDIA's resiliency extension report input waits and stragglers
 )

@@ -139,5 +139,5 @@ RULE = Rule(
     check,
     explain,
     saves_from=("computation",),
-    notable=0.05,  # where tools for stragglers begin to speak
+    notable=0.05,  # from where on tools for stragglers report one
 )

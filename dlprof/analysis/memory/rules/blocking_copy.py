@@ -7,7 +7,7 @@ launches what comes next. A device that runs dry in that wait has nothing to do 
 Needs a trace of a GPU run, whose copies name their memory: `Memcpy HtoD (Pinned -> Device)`. A copy counts that is
 followed by synchronising within the same operator.
 
-Saving: the traced steps replayed with nobody waiting for such copies. They take as long as before (see `exposed_copy`).
+Saving: the traced steps replayed with no wait for such copies. They take as long as before (see `exposed_copy`).
 
 What to change: `.to(device, non_blocking=True)`. The host must then not write into that memory before the copy is done;
 a loader with `pin_memory=True` does not.

@@ -3,8 +3,8 @@
 Computation can hide a copy from pinned memory: on a stream of its own, one batch ahead. Where it is issued on the
 computing stream, or waited for at once, the device only copies.
 
-Needs a trace of a GPU run that links launches to kernels. Copies from pageable memory to the device are the business of
-`pageable_copy` and are left out here.
+Needs a trace of a GPU run that links launches to kernels. Copies from pageable memory to the device are left out: see
+`pageable_copy`.
 
 Saving: that of the way on which most is exposed, for that is what the change is for. The traced steps replayed with
 these copies on a stream of their own, as far as there is computation to hide them; on the way back and within the

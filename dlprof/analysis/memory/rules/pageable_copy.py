@@ -5,9 +5,9 @@ small pinned buffer, piece by piece: it is slower, it holds the training thread,
 
 Needs a trace of a GPU run that links launches to kernels; its copies are named `Memcpy HtoD (Pageable -> Device)`.
 
-Saving: the traced steps replayed with copies that take as long as from pinned memory, and that nobody waits for. Their
+Saving: the traced steps replayed with copies that take as long as from pinned memory, and no wait for them. Their
 rate is that of other copies of this trace, or of the link that a GPU of this name has; else they are as slow as now.
-They keep their place on the stream that computes; hiding them as well is the business of `exposed_copy`.
+They keep their place on the stream that computes; hiding them as well is what `exposed_copy` is about.
 
 What to change: `pin_memory=True` on the DataLoader, and `.to(device, non_blocking=True)` for the batch. Memory that
 does not come from a loader: `tensor.pin_memory()` once, outside the loop.

@@ -48,8 +48,8 @@ def explain(estimate: Estimate, bubbles: pd.DataFrame, pipeline_chunks: pd.DataF
     shortest, *_, longest = estimate.seen.to_dict("records")
     name, ns, mean = longest["stage"], longest["stage_ns"], float(estimate.seen["stage_ns"].mean())
     changes = [
-        f"move {percent(1 - mean / ns)} of stage {name}'s work to the others: stage {shortest['stage']} has most"
-        f" room, {duration(mean - shortest['stage_ns'])} a micro-batch"
+        f"move {percent(1 - mean / ns)} of stage {name}'s work to the others: stage {shortest['stage']} is the"
+        f" shortest, {duration(mean - shortest['stage_ns'])} a micro-batch below the mean"
     ]
     if name == len(estimate.seen) - 1:
         changes.append("the last stage has the head and the loss in addition to its layers: count them as layers")

@@ -98,7 +98,8 @@ def _waiting(frame: pd.DataFrame, waits: pd.DataFrame) -> pd.DataFrame:
     dur = (both["end_ns"] - both["start_ns"]).clip(upper=both["dur_ns"]) - early
     names = "waits for rank " + both["by"].astype("str")
     both = both.assign(at=both["at"] + early, dur_ns=dur, name=names, category="waiting")
-    return both[dur >= LEAST_WAIT * frame["step_ns"].max()]
+    found: pd.DataFrame = both[dur >= LEAST_WAIT * frame["step_ns"].max()]
+    return found
 
 
 def _arrows(frame: pd.DataFrame, waits: pd.DataFrame, zero: int) -> tuple[Arrow, ...]:

@@ -22,9 +22,9 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.analysis.engine import Job
+from dlprof.analysis.engine import Job, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
-from dlprof.analysis.step.validation import validation_loader
+from dlprof.analysis.step.whole_job import validation_loader
 from dlprof.errors import NotMeasured
 from dlprof.result import Change, Panel
 from dlprof.units import count, digits, duration, percent
@@ -39,7 +39,7 @@ def check(validation_cost: pd.DataFrame) -> Estimate:
         return nothing("nothing was validated")
     if validation_cost["phases"].max() < 2:
         raise NotMeasured("one phase of validation was recorded: how often it comes is not known")
-    costs = validation_cost.set_index("rank")["cost_ns"].to_dict()
+    costs = by_rank(validation_cost, "cost_ns")
     # Where one rank validates the others wait for it, so the one that takes longest counts for all.
     (mine,) = validation_cost[validation_cost["rank"] == worst(costs)].to_dict("records")
     part = 1 - 1 / mine["among"] if mine["among"] > 1 else 0.5

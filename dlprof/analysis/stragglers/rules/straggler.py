@@ -27,11 +27,11 @@ from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.panel import table
 from dlprof.analysis.stragglers.late_ranks import CAUSES, NOTABLE_SHARE, OWNERS, LateRanks
-from dlprof.analysis.stragglers.outliers import Elected
+from dlprof.analysis.stragglers.outliers import Outlier
 from dlprof.errors import NotMeasured
 from dlprof.units import duration, percent
 
-# More rows than this nobody reads: the slowest and the fastest are shown.
+# Of more rows the slowest and the fastest are shown.
 MOST_ROWS = 16
 
 _WAITING = {
@@ -43,9 +43,9 @@ _WAITING = {
     "computation_ns": "computation_ns",
     "input_wait_ns": "input wait_ns",
 }
-_VOTES = {
+_SHORT = {
     "rank": "rank",
-    "votes": "abnormally short",
+    "short": "abnormally short",
     "counted": "collectives",
     "waited_ns": "longer than the shortest, a step_ns",
 }
@@ -54,13 +54,13 @@ _VOTES = {
 def check(
     waits: Maybe[pd.DataFrame],
     straggling: Maybe[LateRanks],
-    elected: Maybe[Elected],
+    outlier: Maybe[Outlier],
     mean_step_ns: Maybe[float],
     job: Job,
 ) -> Estimate:
     """Estimate what the lead of the ranks with the longest own time over the next costs."""
     if waits.or_none() is None and not waits.broke:
-        return _without_all(waits.why(), elected, job)
+        return _without_all(waits.why(), outlier, job)
     left, step = straggling.get(), mean_step_ns.get()
     saving = left.share * step
     return Estimate(
@@ -74,21 +74,21 @@ def check(
     )
 
 
-def _without_all(why: str, elected: Maybe[Elected], job: Job) -> Estimate:
+def _without_all(why: str, outlier: Maybe[Outlier], job: Job) -> Estimate:
     """Estimate where ranks are missing, and so starts cannot be matched: the late rank's collectives are too short."""
     if not job.missing_ranks or len(job.ranks) < 2:
         raise NotMeasured(why)
-    vote = elected.or_none()
-    if vote is None:
-        raise NotMeasured(f"{why}; {elected.why()}")
-    loses = f"the ranks that are here wait for rank {vote.rank}"
-    return Estimate(saving_ns=vote.gain_ns, by_rank_ns={vote.rank: vote.gain_ns}, loses=loses, seen=vote)
+    found = outlier.or_none()
+    if found is None:
+        raise NotMeasured(f"{why}; {outlier.why()}")
+    loses = f"the ranks that are here wait for rank {found.rank}"
+    return Estimate(saving_ns=found.gain_ns, by_rank_ns={found.rank: found.gain_ns}, loses=loses, seen=found)
 
 
 def explain(estimate: Estimate, who_waits: Maybe[pd.DataFrame], job: Job) -> Explanation:
     """Explain who is late, with what, and who waits."""
-    if isinstance(estimate.seen, Elected):
-        return _explain_vote(estimate.seen, job)
+    if isinstance(estimate.seen, Outlier):
+        return _explain_outlier(estimate.seen, job)
     late: LateRanks = estimate.seen
     who, because, (does, do) = late.who, late.because, CAUSES[late.cause]
     least = 0.1 * late.more[late.cause]
@@ -122,15 +122,16 @@ def explain(estimate: Estimate, who_waits: Maybe[pd.DataFrame], job: Job) -> Exp
     )
 
 
-def _explain_vote(vote: Elected, job: Job) -> Explanation:
+def _explain_outlier(found: Outlier, job: Job) -> Explanation:
     missing = f"{len(job.missing_ranks)} of {job.world_size} ranks are not here"
-    shortest_first = vote.table.sort_values("waited_ns", kind="stable")
+    shortest_first = found.table.sort_values("waited_ns", kind="stable")
+    short, counted = found.table[["short", "counted"]].max()
     return Explanation(
-        title=f"Rank {vote.rank} makes the others wait",
-        summary=f"Its collectives are abnormally short in {vote.table['votes'].max()} of {vote.table['counted'].max()}:"
-        f" the others wait {duration(vote.mean_ns)} a step in theirs. {missing}, and what they do is not known.",
+        title=f"Rank {found.rank} makes the others wait",
+        summary=f"Its collectives are abnormally short in {short} of {counted}: the others wait"
+        f" {duration(found.mean_ns)} a step in theirs. {missing}, and what they do is not known.",
         changes=(change("compare its input, its work and its host with another's, or record the traces of all ranks"),),
-        evidence=table("How long each rank stays in its collectives", shortest_first, _VOTES, MOST_ROWS),
+        evidence=table("How long each rank stays in its collectives", shortest_first, _SHORT, MOST_ROWS),
         sure=f"Estimated from the lengths of collectives alone; {missing}: were one of them nearly as late, less.",
     )
 
