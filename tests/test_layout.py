@@ -35,13 +35,6 @@ BEYOND = {
 }
 ONLY_LISTS = {"analysis/panels.py", "analysis/rules.py"}
 WITHOUT_TEST = {
-    "analysis/compute/kernels.py",
-    "analysis/pipeline/bubbles.py",
-    "analysis/pipeline/chunk_times.py",
-    "analysis/pipeline/panels/bubbles.py",
-    "analysis/step/partition.py",
-    "analysis/timeline/launched_work.py",
-    "analysis/timeline/steady.py",
     "errors.py",
     "exports/tracks.py",
     "hosts.py",

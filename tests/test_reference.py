@@ -172,7 +172,7 @@ def test_no_saving_is_larger_than_what_the_step_has_of_it(result: Any, name: str
     assert_consistent(said)
     found = [o for o in said["outcomes"] if o["state"] == "found"]
     assert found
-    assert not [o["id"] for o in found if "Cut to what the step has" in o["sure"]]
+    assert not [o["id"] for o in found if "Capped at the step's time" in o["sure"]]
     assert found[0]["saving_ns"] <= said["together"]["saving_ns"] < said["window"]["step_ns"]
 
 

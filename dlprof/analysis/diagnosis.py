@@ -1,7 +1,7 @@
-"""Asks every rule about a run and puts what they say into one result.
+"""Asks every rule about a run and makes the result.
 
-A rule answers exactly one of four: found, clear, not measured (why), error (what). One that raises costs only its own
-row. The saving is the severity: there is no other.
+The outcome of a rule is found, clear, not measured (why) or error (what). One that raises costs only its own outcome.
+The saving is the severity: there is no other.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import pandas as pd
 
 from dlprof import __version__
@@ -19,7 +20,7 @@ from dlprof.analysis import notices, overview
 from dlprof.analysis.communication.bandwidth import size_class
 from dlprof.analysis.engine import Maybe, Measured, MeasureFailed, Progress, measure
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Rule
-from dlprof.analysis.panel import drawn
+from dlprof.analysis.panel import cells, drawn
 from dlprof.analysis.panels import PICTURES
 from dlprof.analysis.step.spread import LEAST_NOISE
 from dlprof.analysis.together import Basis, Piece, pieces, speedup, together
@@ -42,8 +43,10 @@ from dlprof.result import (
 )
 from dlprof.units import duration, percent
 
-# Of what varies more than that, the least that the measured steps show is told: from where tools grade a loss as
-# notable.
+T = TypeVar("T")
+
+# A saving that is not significant is found where each measured step shows at least this share of the step: from where
+# tools grade a loss as notable.
 LEAST_SHARE_OF_VARYING = 0.05
 
 
@@ -55,7 +58,7 @@ def diagnose(run: Run, rules: Sequence[Rule], jobs: int | None = None, progress:
 def wanted(rules: Iterable[Rule]) -> list[Any]:
     """Return what must be measured for a diagnosis."""
     asked: list[Any] = [r.check for r in rules]
-    asked += [partial(r.explain, None) for r in rules]  # but for the estimate, which it is given
+    asked += [partial(r.explain, None) for r in rules]  # the estimate is given
     asked += [p.draw for p in PICTURES]
     asked += [Basis, _window, _device, _time, _blame, _steps, _work, _exchanges]
     return [*asked, *overview.SECTIONS, notices.warnings]
@@ -68,8 +71,7 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     outcomes = [outcome for outcome, _ in asked]
     order = {"found": 0, "clear": 1, "not_measured": 2, "error": 3}
     outcomes.sort(key=lambda o: (order[o.state], -o.saving_ns, o.id))
-    # What a finding shows is not shown twice.
-    shown = [o.evidence for o in outcomes if o.evidence]
+    shown = [o.evidence for o in outcomes if o.evidence]  # and not once more as panels of the run
     return Result(
         run=overview.run_info(measured.job, notices.all_warnings(measured)),
         window=measured.call(_window),
@@ -88,33 +90,30 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
 
 
 def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]:
-    """Return what becomes of a rule, and the pieces of what it saves."""
+    """Return the outcome of a rule, and the pieces of its saving."""
 
-    def outcome(state: str, **said: object) -> Outcome:
-        return Outcome(**{"id": rule.id, "state": state, "title": rule.title, "manual": rule.manual, **said})  # type: ignore[arg-type]
+    def outcome(state: str, **of: object) -> Outcome:
+        return Outcome(**{"id": rule.id, "state": state, "title": rule.title, "manual": rule.manual, **of})  # type: ignore[arg-type]
 
     try:
         estimate = run.call(rule.check)
         _check_figures(estimate)
-        if estimate.scope == "risk":
-            state, said = _risk(rule, run, estimate)
-        else:
-            state, said = _judged(rule, run, basis, estimate)
-        found = outcome(state, **said)
+        risk = estimate.scope == "risk"
+        state, judged = _risk(rule, run, estimate) if risk else _judged(rule, run, basis, estimate)
+        found = outcome(state, **judged)
     except NotMeasured as e:
         return outcome("not_measured", why=str(e)), []
     except MeasureFailed as e:
         return outcome("error", why=str(e)), []
     except Exception as e:  # noqa: BLE001 - one rule's fault costs only its own row
         return outcome("error", why=f"{type(e).__name__}: {e}"), []
-    saves = state == "found" and estimate.scope != "risk"
-    return found, pieces(rule, found.saving_ns, estimate.within) if saves else []
+    return found, pieces(rule, found.saving_ns, estimate.within) if state == "found" and not risk else []
 
 
 def _judged(rule: Rule, run: Measured, basis: Basis, estimate: Estimate) -> tuple[str, dict[str, object]]:
     """Return whether a bottleneck is found or clear, and the fields of its outcome.
 
-    Raises NotMeasured where what it costs varies too much to tell.
+    Raises NotMeasured where its cost varies too much.
     """
     step = basis.loop_step_ns.get() if estimate.scope == "job" else basis.mean_step_ns.get()
     of = "of the training loop's time" if estimate.scope == "job" else basis.of_step.get()
@@ -125,12 +124,12 @@ def _judged(rule: Rule, run: Measured, basis: Basis, estimate: Estimate) -> tupl
     share = saving / step if step else 0.0
     lost = (estimate.saving_ns if estimate.lost_ns is None else estimate.lost_ns) / step if step else 0.0
     loses = f"{percent(lost)} {of} {estimate.loses}"
-    slow_loader = f"the loaders feed a step every {duration(fed)} at the best" if fed and most == unfed else ""
-    said = {**_figures(estimate), "saving_ns": saving, "share": share, "speedup": speedup(share), "lost_share": lost}
+    slow_loader = f"the loaders need at least {duration(fed)} a step" if fed and most == unfed else ""
+    figures = {**_figures(estimate), "saving_ns": saving, "share": share, "speedup": speedup(share), "lost_share": lost}
     notable = rule.notable if estimate.notable is None else estimate.notable
     if estimate.clear or estimate.saving_ns < notable * step or share < LEAST_SHARE:
         summary = estimate.summary or loses
-        return "clear", {**said, "summary": f"{summary}: {slow_loader}" if slow_loader and share else summary}
+        return "clear", {**figures, "summary": f"{summary}: {slow_loader}" if slow_loader and share else summary}
     varied = ""
     if saving < LEAST_NOISE * estimate.noise_ns:
         varies = f"{percent(share)} {of} ± {percent(estimate.noise_ns / step)}"
@@ -138,37 +137,37 @@ def _judged(rule: Rule, run: Measured, basis: Basis, estimate: Estimate) -> tupl
         share = saving / step
         if share < LEAST_SHARE_OF_VARYING:
             raise NotMeasured(f"{varies}: it varies too much between the measured steps; record more of them")
-        varied = f"In the mean it would save {varies}: told is the least that the measured steps show."
-        said |= {"saving_ns": saving, "share": share, "speedup": speedup(share)}
+        varied = f"The mean saving is {varies}; the one given is the least that the measured steps show."
+        figures |= {"saving_ns": saving, "share": share, "speedup": speedup(share)}
     explained = _explained(rule, run, estimate)
     explained["verdict"] = verdict = explained["verdict"] or f"{loses}."
-    # What is cut by less than a part in a hundred was rounding, or the trace's own spread.
+    # Less than a part in a hundred is rounding, or the trace's own spread.
     if estimate.saving_ns > 1.01 * most:
-        cut = f", as {slow_loader}" if slow_loader else " to what the step has of it, waiting for it included"
-        explained["sure"] = f"{explained['sure']} Cut{cut}.".strip()
+        cap = f", as {slow_loader}" if slow_loader else " at the step's time in it, including waits for it"
+        explained["sure"] = f"{explained['sure']} Capped{cap}.".strip()
     if varied:
         explained["sure"] = f"{explained['sure']} {varied}"
         explained["verdict"] = f"At least {percent(share)} {of} would be saved: {lowered(str(verdict))}"
-    return "found", said | explained
+    return "found", figures | explained
 
 
 def _risk(rule: Rule, run: Measured, estimate: Estimate) -> tuple[str, dict[str, object]]:
-    """Return the same of what may end the job: there is no share of the step to judge it by."""
-    figures = _figures(estimate) | {"by_rank": ()}  # which ranks it may happen to; it costs them no time
+    """Return the same for a risk, which costs no time: it has no share of the step."""
+    figures = _figures(estimate) | {"by_rank": ()}  # by_rank_ns says which ranks it may happen to
     if estimate.clear:
         return "clear", {**figures, "summary": estimate.summary}
     return "found", figures | _explained(rule, run, estimate)
 
 
 def _figures(estimate: Estimate) -> dict[str, object]:
-    """Return what stands in an outcome, found or clear, of an estimate's figures."""
+    """Return the fields of an outcome, found or clear, that come from an estimate."""
     by_rank = {rank: float(ns) for rank, ns in estimate.by_rank_ns.items() if ns > 0}
-    dearest = sorted(sorted(by_rank, key=lambda rank: -by_rank[rank])[:MOST_RANKS])
+    worst = sorted(sorted(by_rank, key=lambda rank: -by_rank[rank])[:MOST_RANKS])
     most = max(by_rank.values(), default=0.0)
     return {
         "scope": estimate.scope,
         "noise_ns": estimate.noise_ns,
-        "by_rank": tuple(RankCost(rank, by_rank[rank]) for rank in dearest),
+        "by_rank": tuple(RankCost(rank, by_rank[rank]) for rank in worst),
         "ranks": tuple(sorted(rank for rank, ns in by_rank.items() if ns >= most / 2)),
     }
 
@@ -182,7 +181,7 @@ def _explained(rule: Rule, run: Measured, estimate: Estimate) -> dict[str, objec
 
 
 def lowered(sentence: str) -> str:
-    """Return a sentence so that it can follow a colon; what begins with a number stays as it is."""
+    """Return a sentence as it is written after a colon."""
     return sentence[:1].lower() + sentence[1:]
 
 
@@ -193,17 +192,16 @@ def _check_figures(estimate: Estimate) -> None:
 
 
 def _check_value(value: object) -> None:
-    """Raise for what result.json cannot hold: a figure that is no number, a value of another library."""
+    """Raise where result.json cannot hold a value: NaN, infinity, types of other libraries."""
     if not isinstance(value, (str, int, float, type(None))):
         raise TypeError(f"{value!r} is a {type(value).__name__}, not text or a number")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value!r} among its figures")
 
 
-def _rows(frame: Maybe[pd.DataFrame]) -> list[dict[Any, Any]]:
-    """Return a measure's rows, each a dictionary of plain Python values; none where it was not measured."""
-    known = frame.or_none()
-    return [] if known is None else list(known.to_dict("records"))
+def _structs(kind: type[T], frame: pd.DataFrame | None) -> tuple[T, ...]:
+    """Return a frame's rows as structs with the fields that are named as its columns, NaN as None; none of None."""
+    return () if frame is None else msgspec.convert(cells(frame).to_dict("records"), tuple[kind, ...])  # type: ignore[valid-type]
 
 
 def _window(
@@ -233,8 +231,9 @@ def _window(
 
 
 def _noise(spread: pd.DataFrame | None) -> float | None:
-    """Return the standard error of the run's mean step, ns. Ranks that wait for each other err together: no smaller one
-    for there being many of them.
+    """Return the standard error of the run's mean step, ns.
+
+    Ranks wait for each other, so their errors are not independent: many ranks do not make it smaller.
     """
     if spread is None or spread["noise_ns"].isna().any():
         return None
@@ -242,68 +241,38 @@ def _noise(spread: pd.DataFrame | None) -> float | None:
 
 
 def _device(device_time: Maybe[pd.DataFrame]) -> tuple[DeviceTime, ...]:
-    return tuple(DeviceTime(**{str(k): int(v) for k, v in row.items()}) for row in _rows(device_time))
+    return _structs(DeviceTime, device_time.or_none())
 
 
 def _time(breakdown: Maybe[pd.DataFrame]) -> tuple[TimePart, ...]:
     frame = breakdown.or_none()
     if frame is None:
         return ()
-    total = frame.groupby("rank")["ns"].transform("sum")
-    frame = frame.assign(
-        share=frame["ns"] / total, place=frame["category"].map({c: i for i, c in enumerate(CATEGORIES)})
-    ).sort_values(["rank", "place"])
-    return tuple(
-        TimePart(int(r), str(c), float(n), float(s), float(e))
-        for r, c, n, s, e in zip(
-            frame["rank"], frame["category"], frame["ns"], frame["share"], frame["noise_ns"], strict=True
-        )
-    )
+    share = frame["ns"] / frame.groupby("rank")["ns"].transform("sum")
+    place = frame["category"].map({c: i for i, c in enumerate(CATEGORIES)})
+    return _structs(TimePart, frame.assign(share=share, place=place).sort_values(["rank", "place"]))
 
 
 def _steps(spread: Maybe[pd.DataFrame]) -> tuple[RankStep, ...]:
-    return tuple(
-        RankStep(
-            row["rank"],
-            row["steps"],
-            row["step_ns"],
-            None if math.isnan(row["noise_ns"]) else row["noise_ns"],
-            tuple(row[f"q{i}"] for i in range(len(QUANTILES))),
-        )
-        for row in _rows(spread)
-    )
+    frame = spread.or_none()
+    if frame is None:
+        return ()
+    quantiles = frame[[f"q{i}" for i in range(len(QUANTILES))]].to_numpy().tolist()
+    return _structs(RankStep, frame.assign(quantiles_ns=pd.Series(quantiles, frame.index)))
 
 
 def _work(work_means: Maybe[pd.DataFrame]) -> tuple[Work, ...]:
-    return tuple(
-        Work(row["kind"], str(row["name"]), *(float(row[c]) for c in ("calls", "ns", "noise_ns")))
-        for row in _rows(work_means)
-    )
+    return _structs(Work, work_means.or_none())
 
 
 def _exchanges(exchanged: Maybe[pd.DataFrame]) -> tuple[Exchange, ...]:
-    return tuple(
-        Exchange(
-            row["collective"],
-            row["ranks"],
-            size_class(row["size"]),
-            row["count"],
-            row["transfer_ns"],
-            None if math.isnan(row["wait_ns"]) else row["wait_ns"],
-            None if math.isnan(row["busbw"]) else row["busbw"],
-        )
-        for row in _rows(exchanged)
-    )
+    frame = exchanged.or_none()
+    return _structs(Exchange, None if frame is None else frame.assign(size=frame["size"].map(size_class)))
 
 
 def _blame(blame: Maybe[pd.DataFrame], mean_step_ns: Maybe[float]) -> tuple[Blame, ...]:
     frame, step = blame.or_none(), mean_step_ns.or_none()
-    if frame is None or step is None:
-        return ()
-    return tuple(
-        Blame(int(r), int(by), str(c), float(n), float(n) / step)
-        for r, by, c, n in zip(frame["rank"], frame["culprit"], frame["category"], frame["ns"], strict=True)
-    )
+    return _structs(Blame, None if frame is None or step is None else frame.assign(share=frame["ns"] / step))
 
 
 def rule_named(rules: Iterable[Rule], name: str) -> Rule:

@@ -119,7 +119,8 @@ def _unjudged(result: Result) -> _Unjudged | None:
         what, rules = _PARTS[category]
         judges = [states[rule] for rule in rules if rule in states]
         if not any(o.state in ("found", "clear") for o in judges):
-            why = next((f": {plain(o.why, 300).rstrip('.')}" for o in judges if o.why), ", for an unknown reason")
+            unknown = ", and no rule could judge it" if rules else ""
+            why = next((f": {plain(o.why, 300).rstrip('.')}" for o in judges if o.why), unknown)
             return _Unjudged(share, f"{percent(share)} of {_each(result)} {what}{why}.")
     return None
 

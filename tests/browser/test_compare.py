@@ -8,12 +8,10 @@ import pytest
 from selenium import webdriver
 
 from dlprof.report import compare_page
-from tests.browser import test_report
-from tests.browser.test_report import AXE, complaints, grave_faults, log, requests
 from tests.fixtures import comparisons
+from tests.fixtures.browsers import AXE, NEEDS_BROWSER, complaints, grave_faults, log, requests
 
-pytestmark = test_report.pytestmark
-browser = test_report.browser
+pytestmark = NEEDS_BROWSER
 
 
 def show(browser: webdriver.Chrome, folder: Path, name: str, theme: str = "light") -> None:

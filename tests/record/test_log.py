@@ -119,7 +119,7 @@ def test_rows_wait_for_their_file_in_bounded_memory_and_a_forks_child_forgets_th
     log.rows.append((0, 7, 1, 1, 2))
     log.fit()  # there is a file: rows stay as they are
     log.rows.append((0, 7, 2, 1, 2))
-    log.write(0, last=True)
+    log.write(time.perf_counter_ns(), last=True)
     assert [row["at"] for row in written(tmp_path)] == [1, 2]
     log.close()
     assert not log.is_open

@@ -33,7 +33,7 @@ def test_the_verdict_and_the_prediction_come_first() -> None:
     assert lines[1].startswith("B  ")
     assert lines[3] == "B is 1.25 × faster: a step takes 171.7 ms instead of 214.6 ms."
     assert lines[4] == (
-        "Predicted 148.6 ms for num_workers 2 → 6, measured 171.7 ms ± 1.13 ms: less than was predicted,"
+        "Predicted 148.6 ms for num_workers 2 → 6, measured 171.7 ms ± 1.13 ms: less than predicted,"
         " 65 % of the gain (predicted by input_wait)."
     )
 

@@ -85,7 +85,7 @@ def test_how_far_traced_steps_stand_for_the_job() -> None:
     assert formatting.limits(traced).startswith("every step was traced")
     assert verdict.headline(traced)[1].replace(NBSP, " ") == "Fixing it would make the traced steps 1.44 × faster."
     one = replace(result, window=replace(window, overhead=None, source="trace", steps=1))
-    assert formatting.limits(one).startswith("the one step was traced")
+    assert formatting.limits(one).startswith("the only step was traced")
     whole = replace(result, window=replace(window, overhead=None, source="trace", unit="trace"))
     assert formatting.limits(whole) == formatting.limits(replace(result, window=None)) == ""
 

@@ -73,4 +73,11 @@ def test_columns_in_which_nothing_is_known_are_left_out_and_named() -> None:
     assert figure.table.columns == ("name", "time", "mark", "some")
     assert [len(row) for row in figure.table.rows] == [4, 4]
     assert len(figure.table.numeric) == 4
-    assert figure.note == "Of a step. Not known here: rate."
+    assert figure.note == "Of a step. Unknown for this run: rate."
+
+
+def test_bars_of_shares_stay_with_their_column_where_another_is_left_out() -> None:
+    rows = tuple((f"r{i}", None, 1.0, 0.25) for i in range(drawing.BARRED))
+    figure = shapes.panel(Panel("table", "t", rows, ("name", "rate", "time", "of it_share")))
+    assert figure.table.columns == ("name", "time", "of it share")
+    assert figure.table.shares == (("", "", "25"),) * len(rows)

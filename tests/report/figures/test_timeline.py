@@ -44,12 +44,12 @@ def test_a_crowded_timeline_keeps_the_longest_spans_and_loses_no_lane() -> None:
     trace = figure.spec["data"][0]
     assert len(trace["x"]) <= timeline.SPANS
     assert any(text.startswith("k4321 ·") for text in trace["hovertext"])
-    assert any("short spans, together" in text for text in trace["hovertext"])
+    assert any("short spans" in text for text in trace["hovertext"])
     assert set(trace["y"]) == set(range(7))
     assert "20,000" in figure.note
 
 
-def test_spans_drawn_together_cover_each_of_their_own_and_no_other_lane() -> None:
+def test_merged_spans_cover_each_of_their_own_and_no_other_lane() -> None:
     spans = [timeline.Span(f"lane {i % 3}", i * 7.0, 1 + i % 5, str(i), ("copy", "host")[i % 2]) for i in range(9000)]
     drawn, note = timeline.merge(spans, 300)
     assert note
@@ -64,7 +64,7 @@ def test_spans_drawn_together_cover_each_of_their_own_and_no_other_lane() -> Non
     assert timeline.merge(spans[:300], 300) == (spans[:300], "")
 
 
-def test_arrows_lead_from_lane_to_lane_and_are_told_beside() -> None:
+def test_arrows_lead_from_lane_to_lane_and_are_in_the_table() -> None:
     rows = tuple((f"rank {n}", 0, 10_000_000, "x", "communication") for n in range(3))
     arrows = ((6e6, "rank 1", "rank 0", "0 for 1"), (8e6, "rank 1", "rank 2", "2 for 1"), (9e6, "rank 1", "gone", "x"))
     figure = shapes.panel(Panel("timeline", "t", rows, arrows=arrows))
