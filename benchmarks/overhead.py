@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-import dlprof
+from dlprof import marks
 
 STEPS_MS = (1, 5, 50)
 PEERS = Path(".bench/bin")
@@ -330,7 +330,7 @@ def paired_us(
             pairs.append((pair[0], pair[1]))
         told_us = told_s / blocks / (steps + 2) * 1e6
         put(1)
-        dlprof._recorder.stop("exit")
+        marks.recorder.stop("exit")
     added = [ours_us - plain_us for plain_us, ours_us in pairs]
     low, middle, high = statistics.quantiles(added)
     # The standard error of a median is that of a mean times 1.25, and a normal spread is 0.74 of that of the quartiles.

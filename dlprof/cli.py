@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from dlprof import __version__
 from dlprof.commands import COMMANDS, EXAMPLES, GROUPS, command, say
 from dlprof.errors import DlprofError
+from dlprof.version import __version__
 
 
 class _Failure(click.ClickException):

@@ -1,6 +1,6 @@
-"""What the rules said, and all that a report may know: frozen structs, to and from result.json (format 2).
+"""The outcomes of the rules, and all else that a report may know: structs, to and from result.json (format 2).
 
-Saving: how much shorter the mean steady step of this run would be, in ns, were this bottleneck gone.
+Saving: how much shorter the mean steady step of this run would be, in ns, without this bottleneck.
 Each is estimated alone; savings overlap and are not summed.
 """
 
@@ -16,7 +16,7 @@ from dlprof.errors import DlprofError
 FORMAT = 2
 _READ = (1, FORMAT)
 
-# The exclusive parts of a step, in the order in which they claim time. The report draws them in this order.
+# The exclusive parts of a step, in order of precedence. The report draws them in this order.
 CATEGORIES = (
     "computation",
     "communication",
@@ -40,18 +40,18 @@ SAVING = (
     "steps, spread over the training steps."
 )
 
-# Of a rank's steady steps, beside their mean.
+# Of a rank's steady steps, next to their mean.
 QUANTILES = (0.05, 0.5, 0.95, 1.0)
 
-# So many operators, and as many kernels, are kept: what one of two hundred takes is far below a hundredth of a step.
+# The most operators, and kernels, that are kept: the lightest of them take far less than a hundredth of a step.
 MOST_WORK = 200
 
-# So many ranks' costs are kept of each bottleneck.
+# The most ranks whose costs are kept of each bottleneck.
 MOST_RANKS = 512
 
-# What a finding speaks of. step: the mean steady step. job: time outside the steady steps; its saving is that time
-# spread over the training steps, its share and speed-up are the training loop's. risk: nothing is saved, but the job
-# may die.
+# What a finding is about. step: the mean steady step. job: time outside the steady steps; its saving is that time
+# spread over the training steps, its share and speed-up are the training loop's. risk: no time is saved, but the job
+# may fail.
 Scope = Literal["step", "job", "risk"]
 State = Literal["found", "clear", "not_measured", "error"]
 Shape = Literal["table", "bars", "lines", "areas", "timeline", "flame"]
@@ -63,13 +63,13 @@ class Panel(msgspec.Struct, frozen=True):
     table: `columns` are headers, `rows` are rows of cells (text or number).
     bars: `rows` are [label, value] pairs, or [label, value, category]; `unit` is the value's.
     lines: `columns` are [x, y1, y2, ...] names, `rows` are points; `unit` is that of every y.
-    areas: the same, stacked upon each other; the y columns are categories.
+    areas: the same, stacked; the y columns are categories.
     timeline: `rows` are [lane, start_ns, dur_ns, name, category]; times from the panel's own zero.
-    flame: `rows` are [depth, start, width, name, category]: a frame stands under the one that called it, `unit` wide.
+    flame: `rows` are [depth, start, width, name, category]: a frame is below its caller; start and width in `unit`.
 
-    Lines and areas whose first column is time_ns speak of the same time, from the run's beginning. `marks` point at
-    places of theirs: [x, label, category]. `steps`: the number of the step that each of their rows is of. `arrows` lead
-    from one lane of a timeline to another: [at_ns, from, to, label].
+    Lines and areas whose first column is time_ns share that axis, from the run's beginning. `marks` are points on it:
+    [x, label, category]. `steps`: the number of each row's step. `arrows` lead from one lane of a timeline to another:
+    [at_ns, from, to, label].
     """
 
     shape: Shape
@@ -86,7 +86,7 @@ class Panel(msgspec.Struct, frozen=True):
 class Forecast(msgspec.Struct, frozen=True):
     """What the mean steady step of the run would be, in ns, with a setting at another value, all else as it is."""
 
-    setting: str  # as code names it: num_workers
+    setting: str  # its name in code: num_workers
     value: str
     step_ns: float
 
@@ -105,7 +105,7 @@ class Setting(msgspec.Struct, frozen=True):
 class Change(msgspec.Struct, frozen=True):
     """What a user can do: a sentence, with code as `code`, and the settings that it names.
 
-    `numerics`: whether the job then computes other numbers, as with another batch size or in 16 bits.
+    `numerics`: whether it changes the numbers that the job computes, as another batch size or 16 bits do.
     """
 
     text: str
@@ -116,7 +116,7 @@ class Change(msgspec.Struct, frozen=True):
 def change(text: str, *, numerics: bool = False, **settings: tuple[Scalar, Scalar]) -> Change:
     """Return a change that sets settings, each from one value to another: `num_workers=(0, 6)`; None: not known.
 
-    `numerics`: whether the job then computes other numbers.
+    `numerics`: whether it changes the numbers that the job computes.
     """
     return Change(text, tuple(Setting(name, *values) for name, values in settings.items()), numerics)
 
@@ -129,9 +129,9 @@ class RankCost(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of one rule on one run: exactly one of found, clear, not_measured (`why`), error (`why`).
+    """The outcome of one rule on one run: exactly one of found, clear, not_measured (`why`), error (`why`).
 
-    Where it is found or clear, `saving_ns`, `share`, `noise_ns` and `by_rank` are what the rule estimated.
+    If it is found or clear, `saving_ns`, `share`, `noise_ns` and `by_rank` are what the rule estimated.
     """
 
     id: str
@@ -152,7 +152,7 @@ class Outcome(msgspec.Struct, frozen=True):
     noise_ns: float = 0.0
     forecasts: tuple[Forecast, ...] = ()
     lost_share: float | None = None  # of the step, what the bottleneck takes; None: `share`
-    by_rank: tuple[RankCost, ...] = ()  # the dearest MOST_RANKS, by rank; a format 1 has none
+    by_rank: tuple[RankCost, ...] = ()  # the MOST_RANKS with the highest cost, by rank; () in format 1
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -176,10 +176,10 @@ class RunInfo(msgspec.Struct, frozen=True):
 
 
 class Window(msgspec.Struct, frozen=True):
-    """Which steps the figures speak of. `overhead`: mean profiled ÷ mean unprofiled step, None where one is missing.
+    """The steps that the figures are of. `overhead`: mean profiled ÷ mean unprofiled step, None where one is missing.
 
-    `source` is "steps" where the light layer gave the mean, "trace" where the trace did. `unit` is "step", or "trace"
-    where nothing marks a step and the whole trace stands for one.
+    `source` is "steps" where the mean is the step log's, "trace" where it is the trace's. `unit` is "step", or "trace"
+    where the trace has no step markers and is treated as one step.
     """
 
     steps: int
@@ -191,7 +191,7 @@ class Window(msgspec.Struct, frozen=True):
     flops: float | None = None  # what one rank computes in a step, the mean of the ranks; None: not counted
     mfu: float | None = None  # share of the device's peak arithmetic that the steady steps use; None: not known
     noise_ns: float | None = None  # standard error of step_ns, with its drift over the run; None: not known
-    # How far the device is behind the host where a traced step begins, the mean of the ranks; None: not known.
+    # The device's lag behind the host at the start of a traced step, the mean of the ranks; None: not known.
     lag_ns: float | None = None
 
 
@@ -215,23 +215,23 @@ class TimePart(msgspec.Struct, frozen=True):
     category: str
     ns: float
     share: float
-    noise_ns: float = 0.0  # standard error of ns over the steps that it was measured in; 0: not known
+    noise_ns: float = 0.0  # standard error of ns over the measured steps; 0: not known
 
 
 class RankStep(msgspec.Struct, frozen=True):
-    """How long one rank's mean steady step is, of how many, its standard error (None: not known), and its QUANTILES."""
+    """One rank's steady steps: number, mean, its standard error (None: not known), and QUANTILES."""
 
     rank: int
     steps: int
     step_ns: float
     noise_ns: float | None = None
-    quantiles_ns: tuple[float, ...] = ()  # empty: not told
+    quantiles_ns: tuple[float, ...] = ()  # (): not known
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What one operator, or one kernel of a device, takes of a mean traced step: the mean over the ranks.
+    """What one operator, or one kernel of a device, takes of a mean traced step, the mean over the ranks.
 
-    `ns` is the time in it and in nothing within it; `noise_ns` its standard error over the traced steps, 0: not known.
+    `ns` is its own time; `noise_ns` the standard error over the traced steps, 0: not known.
     """
 
     kind: Literal["operator", "kernel"]
@@ -254,9 +254,9 @@ class Exchange(msgspec.Struct, frozen=True):
 
 
 class Blame(msgspec.Struct, frozen=True):
-    """How long one rank waits for another, of its communication in the mean steady step, and what made that one late.
+    """How long one rank's communication waits for another rank in the mean steady step, and what makes that one late.
 
-    `category` is what the culprit spends more time on than the rank that waits. Culprit −1: several, too small to list.
+    `category` is what the culprit spends more time on than the waiting rank. Culprit −1: several small ones.
     """
 
     rank: int
@@ -275,7 +275,7 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 class Together(msgspec.Struct, frozen=True):
-    """What all findings together save at most of the mean steady step. No sum: what they share is there only once."""
+    """The most that all findings save together of the mean steady step; less than the sum where they overlap."""
 
     saving_ns: float
     share: float
@@ -289,28 +289,28 @@ class Result(msgspec.Struct, frozen=True):
     window: Window | None
     device: tuple[DeviceTime, ...] = ()
     time: tuple[TimePart, ...] = ()
-    outcomes: tuple[Outcome, ...] = ()  # exactly one a rule: found first, dearest first
+    outcomes: tuple[Outcome, ...] = ()  # exactly one per rule: found first, the largest saving first
     panels: tuple[Panel, ...] = ()  # of the run as a whole: steps over the run, one step's timeline
     facts: tuple[Fact, ...] = ()
     dlprof: str = ""
-    blame: tuple[Blame, ...] = ()  # of each rank the most first; empty where waiting could not be told
-    together: Together | None = None  # None: nothing was found, or nothing bounds it
+    blame: tuple[Blame, ...] = ()  # of each rank the most first; () where waiting is not known
+    together: Together | None = None  # None: nothing was found, or there is no bound
     steps: tuple[RankStep, ...] = ()
     work: tuple[Work, ...] = ()  # the heaviest of each kind, MOST_WORK at most, heaviest first
     exchanges: tuple[Exchange, ...] = ()
 
     @property
     def found(self) -> tuple[Outcome, ...]:
-        """The findings, dearest first."""
+        """The findings, the largest saving first."""
         return tuple(o for o in self.outcomes if o.state == "found")
 
 
-# What a result.json of this format may lack: fields that came later.
+# Fields that a result.json of this format may lack.
 _LATER = ("blame", "together", "steps", "work", "exchanges")
 
 
 def plain(value: Any) -> Any:
-    """Return structs and dataclasses as plain data; a number of NumPy's becomes Python's own."""
+    """Return structs and dataclasses as plain data, NumPy's numbers as Python's."""
     return msgspec.to_builtins(value, enc_hook=lambda number: number.item())
 
 
@@ -328,7 +328,7 @@ def schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"dlprof result {FORMAT}", **made}
 
 
-# What no figure of a result comes near to, in ns, bytes or operations; sums and squares of it are still numbers.
+# Far above any figure of a result in ns, bytes or operations; its square is still finite.
 _ABSURD = 1e30
 
 
@@ -341,7 +341,7 @@ def _sane(data: Any) -> bool:
 
 
 def from_json(data: Any) -> Result:
-    """Make a result from the plain data of result.json; raise DlprofError where it is none, or of another format."""
+    """Return the result of the plain data of result.json; raise DlprofError where it is invalid, or a newer format."""
     if not isinstance(data, Mapping):
         raise DlprofError("result.json is not a dlprof result: it holds no object")
     if data.get("format") not in _READ:
@@ -349,7 +349,7 @@ def from_json(data: Any) -> Result:
             f"result.json has format {data.get('format')!r}; this dlprof reads formats 1 to {FORMAT}: upgrade it"
         )
     if not _sane(data):
-        raise DlprofError("result.json is not a dlprof result: it holds a figure that nothing can have")
+        raise DlprofError("result.json is not a dlprof result: it holds an impossible figure")
     missing = [name for name in Result.__struct_fields__ if name not in data and name not in _LATER]
     if missing:
         raise DlprofError(f"result.json is not a dlprof result: without {', '.join(missing)}")
@@ -360,7 +360,7 @@ def from_json(data: Any) -> Result:
 
 
 def _upgraded(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a format 1 as format 2: its advice, sentences only, as changes, and each setting as a fact of its own."""
+    """Return format 1 as format 2: its advice, sentences only, as changes, and each setting as its own fact."""
     outcomes, facts = data["outcomes"], data["facts"]
     if _objects(outcomes):
         outcomes = [{**o, "changes": _sentences(o.get("advice", ()))} for o in outcomes]
@@ -378,7 +378,7 @@ def _sentences(advice: Any) -> Any:
 
 
 def _single(fact: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a fact of several settings one by one: "bucket_cap_mb=25, static_graph=False" of ddp as two."""
+    """Split a fact of several settings: "bucket_cap_mb=25, static_graph=False" of ddp into two."""
     pairs = [one.partition("=") for one in str(fact.get("value")).split(", ")]
     if len(pairs) < 2 or not all(name.isidentifier() and sign for name, sign, _ in pairs):
         return [fact]

@@ -34,12 +34,6 @@ BEYOND = {
     "test_reference.py",
 }
 ONLY_LISTS = {"analysis/panels.py", "analysis/rules.py"}
-WITHOUT_TEST = {
-    "errors.py",
-    "exports/tracks.py",
-    "hosts.py",
-    "read/sources.py",
-}
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -178,4 +172,4 @@ def test_a_module_and_its_test_stand_at_the_same_place() -> None:
     tests = {p for p in tests if p.name not in BEYOND and p.parts[0] not in BEYOND | {"benchmarks", "workloads"}}
     expected = {p.with_name(f"test_{p.name}"): p.as_posix() for p in modules}
     assert tests - set(expected) == set()
-    assert {expected[p] for p in set(expected) - tests} == ONLY_LISTS | WITHOUT_TEST
+    assert {expected[p] for p in set(expected) - tests} == ONLY_LISTS

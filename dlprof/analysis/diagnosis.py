@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import msgspec
 import pandas as pd
 
-from dlprof import __version__
 from dlprof.analysis import notices, overview
 from dlprof.analysis.communication.bandwidth import size_class
 from dlprof.analysis.engine import Maybe, Measured, MeasureFailed, Progress, measure
@@ -42,6 +41,7 @@ from dlprof.result import (
     Work,
 )
 from dlprof.units import duration, percent
+from dlprof.version import __version__
 
 T = TypeVar("T")
 

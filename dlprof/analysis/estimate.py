@@ -1,4 +1,4 @@
-"""What a rule figures: how much its change would save and what it stands on. The diagnosis decides what comes of it."""
+"""What a rule estimates: what its change would save, and from what. The diagnosis decides whether that is a finding."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LEAST_SHARE = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What a reader is told of a finding. `title` and `summary`: one sentence each; `sure`: how it was estimated.
+    """How a finding is explained. `title` and `summary`: one sentence each; `sure`: how it was estimated.
 
-    `verdict`: the report's first sentence where the finding stands first; "": the estimate's `loses` with its share.
+    `verdict`: the report's first sentence where the finding is first; "": the estimate's `loses` with its share.
     """
 
     title: str
@@ -35,21 +35,20 @@ class Explanation:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What one bottleneck costs a run; also where that is nothing. All times in ns of the mean steady step.
+    """What one bottleneck costs a run, also where that is nothing. All times in ns of the mean steady step.
 
     `loses` continues "12 % of each step": "waits for data". `summary`: one sentence instead, where nothing is found.
-    `seen`: what the rule's `explain` tells more of, which is called only where something is found.
+    `seen`: what the rule's `explain` needs of what `check` found.
     """
 
     saving_ns: float = 0.0  # how much shorter the step would be with the change, see result.SAVING
-    by_rank_ns: Mapping[int, float] = field(default_factory=dict)  # what it costs each rank; those with half the most
-    # of it or more are named
+    by_rank_ns: Mapping[int, float] = field(default_factory=dict)  # ranks with at least half of the most are named
     noise_ns: float = 0.0  # standard error of what the saving was estimated from
-    least_ns: float = 0.0  # what the saving is at least, as every measured step shows it; 0: not known
-    lost_ns: float | None = None  # what the bottleneck takes, where the change saves another part; None: the saving
+    least_ns: float = 0.0  # the least saving in every measured step; 0: not known
+    lost_ns: float | None = None  # what the bottleneck takes, if that is not the saving; None: the saving
     scope: Scope = "step"
-    within: Mapping[str, float] = field(default_factory=dict)  # of the saving, what lies in one category of `time`, ns
-    notable: float | None = None  # from which share on it is found; None: the rule's
+    within: Mapping[str, float] = field(default_factory=dict)  # the part of the saving in one category, ns
+    notable: float | None = None  # the least share of a finding; None: the rule's
     loses: str = ""
     summary: str = ""
     seen: Any = None
@@ -67,18 +66,18 @@ def nothing(summary: str) -> Estimate:
 
 
 def worst(by_rank_ns: Mapping[int, float]) -> int:
-    """Return the rank with most; the first of them where several have as much."""
+    """Return the rank with the most, the first of equal ones."""
     return max(by_rank_ns, key=lambda rank: by_rank_ns[rank])
 
 
 @dataclass(frozen=True)
 class Rule:
     """One known bottleneck. `check` returns an Estimate or raises NotMeasured; its parameters name what it needs.
-    `explain` gets that estimate, and what its other parameters name, and returns what a reader is told of a finding.
+    `explain` gets that estimate, and what its other parameters name, and explains a finding.
 
-    `saves_from`: the categories of `time` that its saving comes out of; none where it lies between the steady steps.
-    `feeds`: its change makes the loader faster, whose pace bounds what other changes save. `notable`: the share of the
-    step from which on its saving is worth a finding.
+    `saves_from`: the categories of `time` that its saving comes out of; none if it is between the steady steps.
+    `feeds`: its change makes the loader faster, whose speed bounds what other changes save. `notable`: the least share
+    of the step that is a finding.
     """
 
     id: str

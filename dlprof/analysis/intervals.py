@@ -1,7 +1,7 @@
 """Sets of time as arrays: union, subtract, intersect, clip of half-open intervals [start, end).
 
-An interval set is an int64 array of shape (n, 2), sorted by start, disjoint and without empty intervals:
-what `union` gives. Every function takes and gives such sets, costs O(n log n) at most, and writes into none of them.
+An interval set is an int64 array of shape (n, 2), sorted by start, disjoint and without empty intervals, as `union`
+returns it. Every function takes and returns such sets, costs at most O(n log n), and modifies none of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def intersect(a: Intervals, b: Intervals) -> Intervals:
     """Return the time that is in both sets."""
     if not len(a) or not len(b):
         return EMPTY
-    if len(a) > len(b):  # looking up the fewer of them is the less work
+    if len(a) > len(b):  # looking up the fewer of them is cheaper
         a, b = b, a
     # Interval i of a meets those of b from the first that ends after its start to the last that starts before its end.
     first = np.searchsorted(b[:, 1], a[:, 0], side="right")
@@ -60,7 +60,7 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
 
 
 def clip(a: Intervals, start: int, end: int) -> Intervals:
-    """Return the time of a that lies within [start, end)."""
+    """Return the time of `a` within [start, end)."""
     return intersect(a, np.array([[start, end]], dtype=np.int64)) if end > start else EMPTY
 
 
@@ -71,7 +71,7 @@ def merge(*sets: Intervals) -> Intervals:
 
 
 def within(a: Intervals, start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how much of lies in each of some intervals [start[i], end[i]), which may overlap and come in any order."""
+    """Return how much of `a` is in each interval [start[i], end[i]); these may overlap and be in any order."""
     return before(a, end) - before(a, start)
 
 
@@ -85,16 +85,16 @@ def holds(a: Intervals, at: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def per_slot(a: Intervals, edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how much of a lies in each slot [edges[i], edges[i + 1]); edges ascend, the result is one shorter."""
+    """Return how much of `a` is in each slot [edges[i], edges[i + 1]); edges ascend, the result is one shorter."""
     return np.diff(before(a, edges))
 
 
 def before(a: Intervals, at: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how much of a lies before each instant."""
+    """Return how much of `a` is before each instant."""
     if not len(a):
         return np.zeros(len(at), dtype=np.int64)
     before = np.concatenate(([0], np.cumsum(a[:, 1] - a[:, 0])))
     i = np.searchsorted(a[:, 0], at, side="right")
-    # All intervals that began before the instant, less what the last of them has beyond it.
+    # All intervals that began before the instant, minus the part of the last one after it.
     beyond = np.where(i > 0, np.maximum(a[np.maximum(i - 1, 0), 1] - at, 0), 0)
     return before[i] - beyond

@@ -1,4 +1,4 @@
-"""What a reader of the report must know first: missing ranks, steps unlike the job's, what was not recorded."""
+"""The warnings of a report: missing ranks, traced steps unlike the others, what was not recorded."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from dlprof.analysis.step.breakdown import part
 from dlprof.read.run import together
 from dlprof.units import count, digits, few, percent
 
-# A trace that links less of the device's work to its launches says so.
+# A trace that links less of the device's work to its launches has a warning.
 _LINKED = 0.5
 
-# A part of the step that is in no category, and so large, is told apart as far as it is known.
+# Unattributed time has a warning from this share of the step on.
 _NOTABLE_REST = 0.05
 
-# The same warning of many ranks is one warning.
 MOST_WARNINGS = 40
 
-# Traced steps within these bounds of the others' length are like them (a profiler slows a host, and no device).
+# Traced steps are like the others within these ratios of length (a profiler slows the host, and not the device).
 _ALIKE = (0.9, 1.3)
-# Steps after the window that are longer by this share are not the job's own, if they are so beyond their noise.
+# Steps after the window have a warning if they are longer by this factor, and significantly.
 _SLOWER = 1.05
 
 
 def all_warnings(run: Measured) -> list[str]:
-    """Return the warnings of a run, a sentence each: the recorder's own first, what failed last."""
+    """Return the warnings of a run, a sentence each: the recorder's first, measures that failed last."""
     return [*run.call(warnings), *_of_ranks(run)]
 
 
@@ -41,7 +40,7 @@ def warnings(
     found, missing = list(job.run.warnings), job.missing_ranks
     if missing:
         are = "is" if len(missing) == 1 else "are"
-        found.append(f"{len(missing)} of {job.world_size} ranks {are} not here: {few(missing, 12)}")
+        found.append(f"{len(missing)} of {job.world_size} ranks {are} missing: {few(missing, 12)}")
     means, likeness = step_means.or_none(), window_likeness.or_none()
     if likeness is not None:
         found += _of_window(job, likeness)
@@ -53,46 +52,48 @@ def warnings(
 
 
 def _of_window(job: Job, frame: pd.DataFrame) -> list[str]:
-    """Say where the traced steps of a device job are not like the others, and what the trace lacks."""
-    said = []
+    """Say where the traced steps of a device job differ from the others, and what the trace lacks."""
+    found = []
     ratio, after = frame["ratio"].mean(), frame["after"].mean()
     if not pd.isna(ratio) and not _ALIKE[0] <= ratio <= _ALIKE[1]:
-        why = (
-            "the host had less to wait for in them (data, other ranks, its own lead)"
-            if ratio < 1
-            else "the profiler slows the host, and the device waits for it"
-        )
-        said.append(f"the traced steps take {digits(ratio)} × as long as the others: {why}; shares are of such steps")
+        why = "the profiler slows the host, and the device waits for it"
+        if ratio < 1:
+            why = "the host waits less in them (for data, other ranks or the launch queue)"
+        found.append(f"the traced steps take {digits(ratio)} × as long as the others: {why}; shares are of these steps")
     if not pd.isna(after) and after > _SLOWER and after - 1 > 2 * frame["after_noise"].mean():
         torn = {(job.facts[r].get("window") or {}).get("cupti_torn_down") for r in job.ranks}
-        why = ": the profiler still listens to the GPU" if torn != {True} else ", for a reason that was not recorded"
-        said.append(f"steps after the traced ones take {digits(after)} × as long as those before{why}")
+        why = ": the profiler is still attached to the GPU" if torn != {True} else ", for an unknown reason"
+        found.append(f"steps after the traced ones take {digits(after)} × as long as those before{why}")
     if len(frame) and (n := int(frame["without_work"].max())):
-        said.append(f"{count(n, 'traced step')} launched nothing on the device: no training steps, they are left out")
-    if len(frame) and frame["linked"].min() < _LINKED:
-        linked = float(frame["linked"].min())
-        said.append(
-            "the trace links no launch to the device's work: steps are cut at the host's marks, the last one ends with"
-            " the device's work, and idle time is taken to be the host's; single steps are wrong where the device lags"
-            if not linked
-            else f"the trace links {percent(linked)} of the device's work to its launch; the rest goes with its"
-            " neighbours on the same stream"
+        found.append(
+            f"{count(n, 'traced step')} launched nothing on the device, and {'is' if n == 1 else 'are'} left out"
         )
-    return said
+    linked = float(frame["linked"].min()) if len(frame) else 1.0
+    if not linked:
+        found.append(
+            "the trace links no launch to the device's work: steps are cut at the host's marks, the last one ends with"
+            " the device's work, and idle time is attributed to the host; single steps are wrong where the device lags"
+        )
+    elif linked < _LINKED:
+        found.append(
+            f"the trace links {percent(linked)} of the device's work to its launch; the rest is assigned to the step of"
+            " its neighbours on the same stream"
+        )
+    return found
 
 
 def _of_rest(job: Job, means: pd.DataFrame, rest: Mapping[int, float]) -> list[str]:
-    """Say what is known of the part of a step that is in no category, where it is large."""
+    """Say what is known of the unattributed time of a step, where it is large."""
     shares = {r: ns / float(means["step_ns"].loc[r]) for r, ns in rest.items()}
     worst = max(shares, key=lambda r: shares[r], default=None)
     if worst is None or shares[worst] < _NOTABLE_REST:
         return []
     of = f"{percent(shares[worst])} of a step" + (f" of rank {worst}" if len(job.ranks) > 1 else "")
     if not means["traced_steps"].loc[worst]:
-        return [f"of {of} only so much is known that it is no waiting for data: no step was traced"]
+        return [f"{of} is not attributed to any category, except that it is no input wait: no step was traced"]
     return [
-        f"{of} is in no part of the traced steps: the others are longer by as much, and what makes them longer was"
-        " neither traced nor recorded (`--window 10,2,20` traces more steps)"
+        f"{of} is not in the traced steps: the others are longer by that much, for a reason that was neither traced nor"
+        " recorded (`--window 10,2,20` traces more steps)"
     ]
 
 
@@ -101,6 +102,6 @@ def _of_ranks(run: Measured) -> list[str]:
     lines = together(found, "ranks") if len(run.ranks) > 1 else list(dict.fromkeys(text for _, text in found))
     for text, ranks in run.failures().items():
         where = f" (ranks {few(ranks, 8)})" if ranks else ""
-        lines.append(f"what needs this measure is missing, it failed: {text}{where}")
+        lines.append(f"a measure failed, and what needs it is missing: {text}{where}")
     extra = len(lines) - MOST_WARNINGS
     return lines[:MOST_WARNINGS] + ([f"… and {extra} more warnings"] if extra > 0 else [])

@@ -19,7 +19,7 @@ from dlprof.units import digits, duration, percent, quantity, size
 
 @dataclass(frozen=True)
 class _Section:
-    """Collects the facts of one section; what is not known is no fact."""
+    """Collects the facts of one section; unknown values are left out."""
 
     name: str
     facts: list[Fact] = field(default_factory=list)
@@ -48,7 +48,7 @@ def run_info(job: Job, warnings: Sequence[str]) -> RunInfo:
 
 
 def _several(job: Job, *path: str) -> list[str]:
-    """Return the distinct values of one fact over the ranks, the recorder's first, then the trace's."""
+    """Return the distinct values of one fact over the ranks, each the recorder's, else the trace's."""
     values: dict[str, None] = {}
     for r in job.ranks:
         for facts in (job.facts[r], job.trace_facts[r]):
@@ -75,7 +75,7 @@ def _device(job: Job) -> str:
 
 
 def facts(run: Measured) -> tuple[Fact, ...]:
-    """List what is known of the job, by section; a fact in which ranks differ shows all its values."""
+    """Return what is known of the job, by section; where ranks differ, a fact has all their values."""
     return tuple(fact for section in SECTIONS for fact in run.call(section))
 
 
@@ -111,13 +111,14 @@ def _of_software(job: Job) -> list[Fact]:
 
 def _of_settings(job: Job) -> list[Fact]:
     found = []
-    for name, settings_of in (
-        ("Loader", settings.training_loader(job)),
-        ("Model", settings.model(job)),
-        ("Optimizer", settings.optimizer(job)),
-    ):
+    recorded = {
+        "Loader": settings.training_loader(job),
+        "Model": settings.model(job),
+        "Optimizer": settings.optimizer(job),
+    }
+    for name, values in recorded.items():
         section = _Section(name)
-        for key, value in settings_of.items():
+        for key, value in values.items():
             if isinstance(value, Mapping):
                 for inner, of in value.items():
                     section.add(f"{key}.{inner}", of)
@@ -136,14 +137,14 @@ def _of_loading(
     loader_means: Maybe[pd.DataFrame],
     mean_step_ns: Maybe[float],
 ) -> list[Fact]:
-    """List what the queue and the epochs of the training loader were seen to do, or that there is none."""
+    """List how the queue and the epochs of the training loader went, or the time before the forward without one."""
     section = _Section("Loading")
-    lead = before_forward.or_none()
-    if lead is not None:
-        lead_ns = lead[1]
+    before = before_forward.or_none()
+    if before is not None:
+        before_ns = before[1]
         where = "between the optimizer's step and" if _several(job, "step", "mark") == ["optimizer"] else "before"
-        share = percent(lead_ns / mean_step_ns.get())
-        section.add("none that dlprof knows", f"{duration(lead_ns)} of a step ({share}) {where} the first forward")
+        share = percent(before_ns / mean_step_ns.get())
+        section.add("none that dlprof knows", f"{duration(before_ns)} of a step ({share}) {where} the first forward")
     means = loader_means.or_none()
     if means is None:
         return section.facts
@@ -176,9 +177,9 @@ def _of_environment(job: Job) -> list[Fact]:
 
 
 def _of_arithmetic(job: Job, arithmetic: Maybe[pd.DataFrame], tensor_cores: Maybe[pd.DataFrame]) -> list[Fact]:
-    """List what is computed a step, how fast, and which kernels' products use no tensor cores, or may not.
+    """List what is computed per step, how fast, and the kernels' time in products without tensor cores.
 
-    How busy tensor cores are no kernel's name tells: the samples of the GPU do.
+    Names of kernels do not say how busy tensor cores are; the samples of the GPU do.
     """
     section = _Section("Arithmetic")
     frame = arithmetic.or_none()
@@ -193,27 +194,26 @@ def _of_arithmetic(job: Job, arithmetic: Maybe[pd.DataFrame], tensor_cores: Mayb
     elif not arithmetic.broke:
         section.add("not counted", arithmetic.why())
     units = tensor_cores.or_none()
-    for name, column in (
-        ("kernels' time in float32 products without tensor cores", "float32_ns"),
-        ("kernels' time in products in TF32", "tf32_ns"),
-        ("kernels' time in products whose unit no name tells", "unknown_ns"),
-    ):
-        if units is not None:
-            units = units.sort_values("rank")
-            shares = [float(v) for v in units[column] / units["kernel_ns"].clip(lower=1)]
-            section.add(name, _between(shares, "share"))
+    if units is not None:
+        units = units.sort_values("rank")
+        for name, column in (
+            ("kernels' time in float32 products without tensor cores", "float32_ns"),
+            ("kernels' time in products in TF32", "tf32_ns"),
+            ("kernels' time in products whose unit no name tells", "unknown_ns"),
+        ):
+            section.add(name, _between((units[column] / units["kernel_ns"].clip(lower=1)).tolist(), "share"))
     return section.facts
 
 
 def _between(values: list[float], unit: str) -> str:
-    """Return the values of a few ranks as text; of many, the least and the largest."""
+    """Format the values of a few ranks; of many, the least and the largest."""
     if len(values) > MOST_RANKS:
         return f"{quantity(min(values), unit)} to {quantity(max(values), unit)}"
     return ", ".join(quantity(v, unit) for v in values)
 
 
 def _of_memory(job: Job, memory_use: Maybe[pd.DataFrame]) -> list[Fact]:
-    """List the most that PyTorch's allocator took on any rank, and what it had to do for it."""
+    """List the most memory that PyTorch's allocator took on any rank, and its retries."""
     section = _Section("Memory")
     section.add("for pytorch.org/memory_viz", _files(job, "ranks/*/memory_snapshot.pickle"))
     frame = memory_use.or_none()
@@ -241,7 +241,7 @@ def _files(job: Job, *patterns: str) -> list[str]:
 
 
 def _of_samples(sample_means: Maybe[pd.DataFrame], mean_step_ns: Maybe[float]) -> list[Fact]:
-    """List what was sampled while training was steady."""
+    """List what was sampled during steady training."""
     means = sample_means.or_none()
     if means is None:
         return []
@@ -286,7 +286,7 @@ def _of_recording(job: Job, step_means: Maybe[pd.DataFrame]) -> list[Fact]:
     section = _Section("Recording")
     section.add("a step begins at", [_MARKS.get(m, m) for m in _several(job, "step", "mark")])
     section.add("trace window", _several(job, "window", "state"))
-    # Where nsys came without its importer, nsys-ui does that as it opens the file.
+    # An nsys without its importer leaves a .qdstrm, which nsys-ui imports.
     section.add("for nsys-ui", _files(job, "hosts/*/nsys*.nsys-rep", "hosts/*/nsys*.qdstrm"))
     means = step_means.or_none()
     if means is not None:
@@ -297,7 +297,7 @@ def _of_recording(job: Job, step_means: Maybe[pd.DataFrame]) -> list[Fact]:
 
 
 def _of_clocks(job: Job, host_clocks: Maybe[pd.DataFrame]) -> list[Fact]:
-    """List how far the hosts' clocks are apart, as the ends of collectives show it, or why waiting is not known."""
+    """List how far the hosts' clocks are apart, by the ends of collectives, or why waiting is not known."""
     section = _Section("Across ranks")
     if job.world_size < 2:
         return section.facts

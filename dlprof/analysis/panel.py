@@ -1,4 +1,4 @@
-"""What panels are made with: pictures of the run as data, which the page draws."""
+"""What panels are made with: figures of the run as data, which the page draws."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dlprof.analysis.engine import Measured, MeasureFailed
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
 
-# The phases of the training thread, and the category in whose colour each is drawn.
+# The phases of the training thread, each with the category of its colour.
 PHASES = {"fetch": "input_wait", "forward": "forward", "backward": "backward", "optimizer": "optimizer_host"}
 
-# As many ranks as can be told apart in one chart.
+# Lines of more ranks cannot be distinguished in one chart.
 MOST_RANKS = 8
 
 
@@ -32,7 +32,7 @@ class Picture:
 
 
 def drawn(run: Measured, pictures: Iterable[Picture]) -> tuple[Panel, ...]:
-    """Return the panels of the run, in the order of the pictures, as far as they were recorded."""
+    """Return the panels of the run that could be measured, in the order of the pictures."""
     panels: list[Panel] = []
     for picture in pictures:
         with suppress(NotMeasured, MeasureFailed):

@@ -1,4 +1,4 @@
-"""The settings of the job that advice cites: its loader, its model, its optimizer, as the recorder saw them."""
+"""The settings of the job that advice refers to: its loader, model and optimizer, as recorded."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dlprof.analysis.engine import Job
 
 Settings = Mapping[str, Any]
 
-# What exchanges between processes that compute on the CPU.
+# Backends of jobs that train on the CPU.
 _CPU_BACKENDS = ("gloo", "mpi")
 
 
 def training_loader(job: Job, rank: int | None = None) -> Settings:
-    """Return the settings of a rank's training loader (of the first rank that has one); empty where nobody saw it."""
+    """Return the settings of a rank's training loader (of the first rank that has one); empty without one."""
     for r in [rank] if rank is not None else job.ranks:
         loaders = job.facts.get(r, {}).get("loaders") or []
         train = [x for x in loaders if x.get("role") == "train"] or [x for x in loaders if x.get("role") == "unknown"]
@@ -25,16 +25,16 @@ def training_loader(job: Job, rank: int | None = None) -> Settings:
 
 
 def model(job: Job) -> Settings:
-    """Return the settings of the largest model; empty where nobody saw it."""
+    """Return the settings of the largest model; empty without one."""
     models = [m for r in job.ranks for m in job.facts[r].get("models") or []]
     return max(models, key=lambda m: m.get("parameters") or 0, default={})
 
 
 def held(job: Job) -> dict[int, int]:
-    """Count the parameters that each rank holds; empty: ranks share each of them, are stages, or nobody saw a model.
+    """Count the parameters that each rank holds; empty if ranks shard them, are stages, or no model was recorded.
 
-    A model that is called with and without what wraps it is listed twice. So ranks hold the same, whatever is listed,
-    where their optimizers have equally many parameters.
+    A model that is called with and without its wrapper is listed twice. So ranks hold the same, whatever is listed,
+    if their optimizers have the same number of parameters.
     """
     models = {r: job.facts[r].get("models") or [] for r in job.ranks}
     trained = {sum(o.get("parameters") or 0 for o in job.facts[r].get("optimizers") or []) for r in job.ranks}
@@ -44,13 +44,13 @@ def held(job: Job) -> dict[int, int]:
 
 
 def optimizer(job: Job) -> Settings:
-    """Return the settings of the optimizer with most parameters; empty where nobody saw it."""
+    """Return the settings of the optimizer with most parameters; empty without one."""
     optimizers = [o for r in job.ranks for o in job.facts[r].get("optimizers") or []]
     return max(optimizers, key=lambda o: o.get("parameters") or 0, default={})
 
 
 def cores(job: Job, rank: int) -> float | None:
-    """Return how many cores' time a rank's process may use, with whoever else may; None: nobody knows."""
+    """Return how many cores a rank's process may use, shared or not; None: not known."""
     cpu = job.facts.get(rank, {}).get("cpu") or {}
     given = cpu.get("affinity") or cpu.get("count")
     if not isinstance(given, int):
@@ -59,7 +59,7 @@ def cores(job: Job, rank: int) -> float | None:
 
 
 def host(job: Job, rank: int) -> str:
-    """Return the name of a rank's host, as recorded, else as its trace has it; "" where neither has."""
+    """Return the name of a rank's host from the recording, else from its trace; "" where it is not known."""
     return str(job.facts[rank].get("host") or job.trace_facts[rank].get("host") or "")
 
 
@@ -70,9 +70,9 @@ def neighbours(job: Job, rank: int) -> int:
 
 
 def cores_per_rank(job: Job, rank: int) -> int | None:
-    """Return how many cores a rank can count on: those it may use, shared by ranks of its host that have the same."""
-    there = cores(job, rank)
-    return None if there is None else max(1, int(there // neighbours(job, rank)))
+    """Return a rank's share of the cores that it may use, divided among the ranks of its host; None: not known."""
+    usable = cores(job, rank)
+    return None if usable is None else max(1, int(usable // neighbours(job, rank)))
 
 
 def on_cpu(job: Job) -> bool:
@@ -80,26 +80,26 @@ def on_cpu(job: Job) -> bool:
     kinds = {(job.facts[r].get("device") or {}).get("type") for r in job.ranks}
     if kinds != {None}:
         return kinds == {"cpu"}
-    # Devices that Kineto does not know are not listed either; the backend of their collectives tells.
-    said = [job.trace_facts[r] for r in job.ranks]
-    return all(f.get("devices") == [] and f.get("backend", "gloo") in _CPU_BACKENDS for f in said)
+    # Devices that Kineto does not know are not listed either; the backend of their collectives shows them.
+    facts = [job.trace_facts[r] for r in job.ranks]
+    return all(f.get("devices") == [] and f.get("backend", "gloo") in _CPU_BACKENDS for f in facts)
 
 
 def torch_version(job: Job, rank: int) -> tuple[int, int] | None:
-    """Return the version of a rank's torch, (2, 9) of "2.9.1+cu128"; None where nobody recorded it."""
+    """Return the version of a rank's torch, (2, 9) of "2.9.1+cu128"; None where it was not recorded."""
     return version_of(job.facts.get(rank, {}))
 
 
 def version_of(facts: Settings) -> tuple[int, int] | None:
     """Return the version of torch by a rank's facts, as `torch_version` does."""
-    said = re.match(r"(\d+)\.(\d+)", str((facts.get("versions") or {}).get("torch") or ""))
-    return (int(said[1]), int(said[2])) if said else None
+    found = re.match(r"(\d+)\.(\d+)", str((facts.get("versions") or {}).get("torch") or ""))
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def allocator(job: Job, rank: int) -> tuple[str, str | None]:
-    """Return the variable to configure the job's allocator by, and its value; None: it is not set.
+    """Return the variable that configures the job's allocator, and its value; None: it is not set.
 
-    PYTORCH_ALLOC_CONF is the name from torch 2.9 on. A job that sets an older one is told that: torch 2.13 reads its
+    PYTORCH_ALLOC_CONF is the name from torch 2.9 on. An older one that the job sets is returned: torch 2.13 reads its
     CUDA settings from the first of these that is set, the oldest first (c10/cuda/CUDAAllocatorConfig.h).
     """
     env = job.facts.get(rank, {}).get("env") or {}

@@ -40,5 +40,5 @@ def every_measure() -> tuple[engine.Measure[Any], ...]:
 
 
 def check(function: Callable[..., Any], given: int = 0) -> None:
-    """Raise TypeError where a rule or a panel names what there is not; its first parameters may be given to it."""
+    """Raise TypeError where a rule or a panel names an unknown need; `given`: its first parameters that are none."""
     engine.check_needs(function, given=given)

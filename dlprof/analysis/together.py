@@ -1,4 +1,4 @@
-"""What all findings of a run save together: what two of them claim is there once."""
+"""What all findings of a run save together: a part of the step that two of them save counts once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Piece = tuple[frozenset[str], float]
 
 @dataclass(frozen=True)
 class Basis:
-    """What outcomes are judged by, each as far as it is known. Its fields are needs: the engine fills them."""
+    """What outcomes are judged by. Its fields are needs: the engine fills them."""
 
     job: Job
     mean_step_ns: Maybe[float]
@@ -31,17 +31,17 @@ class Basis:
     own_time: Maybe[pd.DataFrame]
 
     def most_ns(self, categories: Collection[str]) -> float:
-        """Return what the mean steady step has of some categories, ns; infinity where it is not divided.
+        """Return the mean steady step's time in some categories, ns; infinity without a breakdown.
 
-        A rule and `time` may measure in different steps: the step log's all, the trace's few. What a report shows must
-        agree with itself, so the smaller of the two counts, and the reader is told.
+        A rule may measure in all steps of the step log, the breakdown in the few traced ones. A report must be
+        consistent, so the smaller of the two counts, and the finding says so.
         """
         frame = self.breakdown.or_none() if categories else None
         return math.inf if frame is None else room(frame, categories)
 
 
 def pieces(rule: Rule, saving_ns: float, within: Mapping[str, float]) -> list[Piece]:
-    """Split a saving by what it comes out of: single categories, and the rest out of any other of the rule's."""
+    """Split a saving by categories: those of `within`, and the rest, which any other of the rule's may give."""
     split, left = [], saving_ns
     for category, ns in within.items():
         split.append((frozenset((category,)), min(max(ns, 0.0), left)))
@@ -51,31 +51,31 @@ def pieces(rule: Rule, saving_ns: float, within: Mapping[str, float]) -> list[Pi
 
 
 def together(basis: Basis, found: Sequence[tuple[Outcome, list[Piece]]]) -> Together | None:
-    """Bound what all findings save together: what two of them claim is there once, and the step has no more of it.
+    """Bound what all findings save together.
 
-    What they save from the same categories is at most what all of these would give; from different ones at most their
-    sum, but where no rank has a part in all of them: then each hides what another would save, and only the step's own
-    parts bound them. With findings of the whole job it is the training loop's. None where nothing was found, and
-    where the bound is the whole step: that tells nothing.
+    Savings from the same categories are at most the removal of these categories; savings from different ones are at
+    most their sum, unless no rank is in all findings: then one may hide what another saves, and only the breakdown
+    bounds them. With findings of the whole job the bound is of the training loop. None where nothing was found, and
+    where the bound is the whole step, which says nothing.
     """
     found = [(o, mine) for o, mine in found if o.scope != "risk"]
     if not found:
         return None
-    dearest = max(o.saving_ns for o, _ in found)
+    largest = max(o.saving_ns for o, _ in found)
     inside, job = ([(o, mine) for o, mine in found if o.scope == scope] for scope in ("step", "job"))
     claimed = [piece for _, mine in inside for piece in mine]
     total = sum(_at_most(basis, categories, claims) for categories, claims in _overlapping(claimed))
     if inside and not set(basis.job.ranks).intersection(*(o.ranks for o, _ in inside if o.ranks)):
         total = _removable(basis, frozenset().union(*(categories for categories, _ in claimed)))
     step = basis.loop_step_ns.get() if job else basis.mean_step_ns.get()
-    total = min(max(total + sum(o.saving_ns for o, _ in job), dearest), step)
-    if total > max(dearest, (1 - LEAST_SHARE) * step):
+    total = min(max(total + sum(o.saving_ns for o, _ in job), largest), step)
+    if total > max(largest, (1 - LEAST_SHARE) * step):
         return None
     return Together(total, total / step, speedup(total / step))
 
 
 def _overlapping(pieces: Iterable[Piece]) -> list[tuple[frozenset[str], list[float]]]:
-    """Gather pieces that have a category in common, directly or through others: categories, savings."""
+    """Group pieces that have a category in common, directly or through others: categories, savings."""
     groups: list[tuple[frozenset[str], list[float]]] = []
     for categories, saving in pieces:
         claims = [saving]
@@ -87,15 +87,14 @@ def _overlapping(pieces: Iterable[Piece]) -> list[tuple[frozenset[str], list[flo
 
 
 def _at_most(basis: Basis, categories: frozenset[str], claims: Sequence[float]) -> float:
-    """Return what findings save together that have these categories in common."""
+    """Return the most that findings with these categories save together."""
     return sum(claims) if len(claims) < 2 else min(sum(claims), max(_removable(basis, categories), *claims))
 
 
 def _removable(basis: Basis, categories: frozenset[str]) -> float:
-    """Return what the job saves without all of some categories, on every rank, ns; infinity where that is not known."""
+    """Return what the job saves without some categories on every rank, ns; infinity where that is not known."""
     frame, own = basis.breakdown.or_none(), basis.own_time.or_none()
-    # What is waiting among communication and bubbles goes with its cause: a replay of the ranks' own time tells nothing
-    # of it.
+    # Waiting, in communication and bubbles, ends with its cause: a replay of the ranks' own time has none of it.
     if frame is not None and {"communication", "pipeline_bubble"} & categories:
         return room(frame, categories)
     if frame is None or own is None:

@@ -21,7 +21,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof import __version__
 from dlprof.analysis import (
     settings,
     subjects,  # noqa: F401 - makes the measures known that _content names
@@ -32,6 +31,7 @@ from dlprof.errors import DlprofError, NotMeasured
 from dlprof.exports import whole_file
 from dlprof.exports.tracks import EXCHANGES, OWN, TRACKS, WAITS, WORKER
 from dlprof.read.run import Run
+from dlprof.version import __version__
 
 # Numbers of processes and threads: a rank's processes begin at (rank + 1) × this.
 _THREADS = 1_000

@@ -13,13 +13,13 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof import __version__
 from dlprof.analysis.engine import Progress, so_far
 from dlprof.analysis.host.stacks import DOING
 from dlprof.errors import DlprofError
 from dlprof.exports import whole_file
 from dlprof.read.run import Run
 from dlprof.read.sources import SOURCES
+from dlprof.version import __version__
 
 SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 

@@ -38,14 +38,14 @@ thread that trains.
 
 import sys
 from types import ModuleType
-
-import dlprof
+from typing import Any
 
 
 class _Record(ModuleType):
     """The package, which takes the place of the function `dlprof.record`, and can be called as well."""
 
-    __call__ = staticmethod(dlprof.record)
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return sys.modules["dlprof"]._record(*args, **options)
 
 
 sys.modules[__name__].__class__ = _Record

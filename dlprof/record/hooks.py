@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import dlprof
+from dlprof import marks
 from dlprof.plain import words_of
 from dlprof.record.graphs import Graphs
 from dlprof.record.loaders import forget_passes
@@ -83,7 +83,7 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
         recorder.switch_off()
         raise
     os.register_at_fork(after_in_child=recorder.forked)
-    dlprof._recorder = recorder
+    marks.recorder = recorder
 
 
 def uninstall() -> None:
@@ -91,9 +91,9 @@ def uninstall() -> None:
 
     A wrapper that somebody has wrapped since stays, and passes its calls on. So do the entries in os.register_at_fork.
     """
-    if dlprof._recorder is not None:
-        dlprof._recorder.leave()
-        dlprof._recorder = None
+    if marks.recorder is not None:
+        marks.recorder.leave()
+        marks.recorder = None
     while _undo:
         _undo.pop()()
     forget_passes()

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from dlprof.record.samplers.stacks import DEFAULT_RATE
 
 
 def record(
+    open_run: Callable[[Path], Any],
     path: str | os.PathLike[str] | None = None,
     *,
     window: tuple[int, int, int] = (10, 2, 5),
@@ -35,7 +36,10 @@ def record(
     stacks: str | int = "on",
     sample: str | float = "auto",
 ) -> Block:
-    """Return the block that `dlprof.record` describes. Raises TypeError or ValueError for bad options."""
+    """Return the block that `dlprof.record` describes; `open_run` opens its run afterwards.
+
+    Raises TypeError or ValueError for bad options.
+    """
     lines = [lines] if isinstance(lines, str) else list(lines)
     if len(window) != 3 or not all(isinstance(n, int) for n in window) or min(window) < 0 or window[2] < 1:
         raise ValueError(f"window={window!r}: three whole numbers, at least one step to trace and none negative")
@@ -58,13 +62,14 @@ def record(
         "shapes": "on" if shapes else "off",
         "window": ",".join(map(str, window)) if trace else "off",
     }
-    return Block(None if path is None else Path(path), asked)
+    return Block(open_run, None if path is None else Path(path), asked)
 
 
 class Block:
     """What `dlprof.record` returns: records the `with` block, and is the run that `dlprof.open` opens after it."""
 
-    def __init__(self, path: Path | None, asked: Mapping[str, str]) -> None:
+    def __init__(self, open_run: Callable[[Path], Any], path: Path | None, asked: Mapping[str, str]) -> None:
+        self._open = open_run
         self.path = path  # of the run folder; None: a new one is made when the block begins
         self._asked = asked
         self._exit: dict[str, int | None] = {}
@@ -132,10 +137,8 @@ class Block:
         if self._why_not:
             raise DlprofError(f"there is no run to open: {self._why_not}")
         if self._opened is None:
-            import dlprof
-
             assert self.path is not None
-            self._opened = dlprof.open(self.path)
+            self._opened = self._open(self.path)
         return self._opened
 
     def __getattr__(self, name: str) -> Any:

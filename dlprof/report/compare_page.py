@@ -216,10 +216,10 @@ def _work(work: Sequence[WorkDifference]) -> list[Row]:
 def _findings(findings: Iterable[FindingChange]) -> list[tuple[FindingChange, str, str]]:
     """Return each finding with what it would save in A and in B."""
 
-    def cell(ns: float | None, f: FindingChange, letter: str) -> str:
+    def cell(ns: float | None, state: str) -> str:
         if ns is not None:
             return MINUS + formatting.duration(ns) if ns else "risk"
-        return "not known" if f.state == "unknown" and f.why.startswith(letter) else "clear"
+        return "not known" if state == "unknown" else "clear"
 
     ordered = sorted(findings, key=lambda f: [f.state in group for group in GROUPS].index(True))
-    return [(f, cell(f.a_ns, f, "A"), cell(f.b_ns, f, "B")) for f in ordered]
+    return [(f, cell(f.a_ns, f.state), cell(f.b_ns, f.state)) for f in ordered]

@@ -1,4 +1,4 @@
-"""What run A predicted for what was changed in run B, held against what B measured."""
+"""What run A predicted for the changes of run B, checked against what B measured."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CameTrue = Literal["better", "as_predicted", "partly", "missed"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """What A predicted for what is changed in B, and what B measured; ns of the mean step.
+    """What A predicted for the changes of B, and what B measured; ns of the mean step.
 
-    The prediction lies between `least_ns` and `most_ns`: savings of several findings overlap. `reached` is the share of
+    The prediction is between `least_ns` and `most_ns`: savings of several findings overlap. `reached` is the share of
     the least gain predicted that was measured; `noise_ns` is the measured gain's standard error.
     """
 
@@ -30,7 +30,7 @@ class Prediction:
     noise_ns: float | None
     reached: float | None  # None: no gain was predicted
     verdict: CameTrue
-    basis: str  # which findings predicted it, and for what
+    basis: str  # which findings predicted it, and for which settings
     also_changed: tuple[str, ...]  # without a prediction
 
 
@@ -44,11 +44,10 @@ def proposals(outcome: Outcome) -> dict[str, str]:
 
 
 def prediction(a: Result, b: Result, step: Difference, settings: Iterable[Setting]) -> Prediction | None:
-    """Hold A's predictions against B: of the findings whose settings were changed, or which are gone.
+    """Check A's predictions: those of the findings whose settings were changed, or which are gone in B.
 
-    None where nothing was changed that A predicted anything for.
+    None where A predicted nothing for the changes.
     """
-    assert a.window is not None
     assert step.a_ns is not None
     assert step.b_ns is not None
     differ = {
@@ -63,11 +62,11 @@ def prediction(a: Result, b: Result, step: Difference, settings: Iterable[Settin
     names: set[str] = set()
     for o in sorted((o for o in a.found if o.scope == "step" and o.saving_ns > 0), key=lambda o: o.id not in gone):
         named = _followed(o, differ)
-        # What took one bottleneck away was meant for that one: of others that it is advised for too, nothing is due.
+        # A setting that removed one bottleneck is not expected to save what other findings predict for it.
         if o.id not in gone and named.keys() <= names:
             continue
         names |= named.keys()
-        changed.update(dict.fromkeys(f"{n} {differ[n].a or 'not set'} → {differ[n].b or 'not set'}" for n in named))
+        changed.update(dict.fromkeys(f"{n} {_values(differ[n])}" for n in named))
         forecast = next((f for f in o.forecasts if f.setting in named and f.value == differ[f.setting].b), None)
         if forecast is not None:
             taken.append((o, step.a_ns - forecast.step_ns, f"for {forecast.setting}={forecast.value}"))
@@ -88,7 +87,6 @@ def prediction(a: Result, b: Result, step: Difference, settings: Iterable[Settin
         verdict = "better" if gain > least + within else "as_predicted"
     else:
         verdict = "partly" if gain > within else "missed"
-    who = "; ".join(f"{o.id}{f', {said}' if said else ''}" for o, _, said in taken)
     return Prediction(
         findings=tuple(o.id for o, _, _ in taken),
         changed=tuple(changed),
@@ -98,18 +96,20 @@ def prediction(a: Result, b: Result, step: Difference, settings: Iterable[Settin
         noise_ns=step.noise_ns,
         reached=gain / most if most > 0 else None,
         verdict=verdict,
-        basis=who,
-        also_changed=tuple(
-            f"{s.name} {s.a or 'not set'} → {s.b or 'not set'}" for n, s in differ.items() if n not in names
-        ),
+        basis="; ".join(", ".join(filter(None, (o.id, what))) for o, _, what in taken),
+        also_changed=tuple(f"{s.name} {_values(s)}" for n, s in differ.items() if n not in names),
     )
 
 
-def _followed(o: Outcome, differ: Mapping[str, Setting]) -> dict[str, str]:
-    """Return settings of a finding's advice and forecasts that were changed, but for those that had been as advised.
+def _values(s: Setting) -> str:
+    return f"{s.a or 'not set'} → {s.b or 'not set'}"
 
-    With the value that the advice proposes, "" where it does not name the setting. A forecast knows its setting by the
-    fact's name, as the advice's code need not: n_microbatches.
+
+def _followed(o: Outcome, differ: Mapping[str, Setting]) -> dict[str, str]:
+    """Return the changed settings of a finding's advice and forecasts, unless they were as advised in A only.
+
+    Each with the value that the advice proposes, "" where it does not name the setting. A forecast has the fact's name
+    of a setting, which may differ from the advice's: n_microbatches.
     """
     named = {f.setting: "" for f in o.forecasts} | proposals(o)
     return {n: v for n, v in named.items() if n in differ and not differ[n].a == v != differ[n].b}

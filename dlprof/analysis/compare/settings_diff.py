@@ -1,4 +1,4 @@
-"""What two runs were told to do, or turned out to do, otherwise: the facts in which they differ."""
+"""The facts in which two runs differ: settings, and what was measured."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from difflib import SequenceMatcher
 
 from dlprof.result import Result
 
-# Where facts are what somebody chose or installed; in the others they are what was measured.
+# Sections of facts that somebody chose or installed; those of the others were measured.
 SETTINGS = ("Job", "Device", "Software", "Loader", "Model", "Optimizer", "Pipeline", "Precision", "Environment")
-# Different in any two runs, and no choice.
+# Different in any two runs.
 _NAMES = (("Job", "folder"), ("Job", "ended"))
 _COMMAND = ("Job", "command")
 
@@ -27,9 +27,9 @@ class Setting:
 
 
 def differing(a: Result, b: Result) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
-    """Return the facts that differ: those that somebody chose, and those that were measured."""
+    """Return the facts that differ: settings, and what was measured."""
     of_a, of_b = ({(f.section, f.name): f.value for f in r.facts} for r in (a, b))
-    of_a[_COMMAND], of_b[_COMMAND] = _apart(a.run.command, b.run.command)
+    of_a[_COMMAND], of_b[_COMMAND] = _words_apart(a.run.command, b.run.command)
     differ = [
         Setting(*key, of_a.get(key, ""), of_b.get(key, ""))
         for key in dict.fromkeys((*of_a, *of_b))
@@ -39,12 +39,9 @@ def differing(a: Result, b: Result) -> tuple[tuple[Setting, ...], tuple[Setting,
     return chosen, tuple(s for s in differ if s.section not in SETTINGS)
 
 
-def _apart(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
-    """Return the words of two commands that the other one does not have in their place."""
-    only_a: list[str] = []
-    only_b: list[str] = []
-    for what, start, end, from_, to in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-        if what != "equal":
-            only_a += a[start:end]
-            only_b += b[from_:to]
+def _words_apart(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
+    """Return the words of each of two commands that the other one does not have at that place."""
+    codes = [code for code in SequenceMatcher(None, a, b, autojunk=False).get_opcodes() if code[0] != "equal"]
+    only_a = [word for _, start, end, _, _ in codes for word in a[start:end]]
+    only_b = [word for _, _, _, start, end in codes for word in b[start:end]]
     return shlex.join(only_a), shlex.join(only_b)

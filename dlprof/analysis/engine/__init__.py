@@ -1,8 +1,8 @@
-"""Maps measures over ranks: each rank is read once, every measure that is wanted of it computed, its tables dropped.
+"""Maps measures over ranks: reads each rank once, computes every wanted measure of it, drops its tables.
 
 A per-rank measure is a function of one rank's tables to a small frame. An across-ranks measure is a function of those
-frames. Only the small frames leave the process that read the rank. What a measure could not say (NotMeasured) and what
-went wrong in it travel in the place of its frame.
+frames. Only the small frames leave the process that read the rank. Where a measure could not know (NotMeasured) or
+failed, that travels in place of its frame.
 """
 
 from dlprof.analysis.engine.needs import (

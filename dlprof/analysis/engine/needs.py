@@ -1,4 +1,4 @@
-"""Measures: functions whose parameters name what they are made from, and the list of all there are."""
+"""Measures: functions whose parameters name what they are made from, and their registry."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ from dlprof.errors import NotMeasured
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-# The parameters that get facts and no measure.
+# The parameters that are facts and no measures.
 RANK = "rank"
 JOB = "job"
 
 
 class Maybe(Generic[T_co]):
-    """A need that may be lacking. It is computed when it is first asked for.
-
-    A parameter that is annotated with it gets it in the place of the value; all other parameters are required.
-    """
+    """A need that may be lacking, computed on first use: the annotation of a parameter that is not required."""
 
     def __init__(self, ask: Callable[[], T_co], lacking: Mapping[int, str] | None = None) -> None:
         self._ask = ask
@@ -53,7 +50,7 @@ class Maybe(Generic[T_co]):
 
     @property
     def broke(self) -> bool:
-        """Whether its measure broke, which the report's warnings tell."""
+        """Whether its measure failed; the report's warnings say so."""
         try:
             self._ask()
         except MeasureFailed:
@@ -70,33 +67,33 @@ class Maybe(Generic[T_co]):
 
 @dataclass(frozen=True)
 class Need:
-    """What a parameter asks for: the name of a measure or a table, and whether it may be lacking."""
+    """What a parameter needs: the name of a measure, a table or facts, and whether it may be lacking."""
 
     name: str
     optional: bool
 
 
 def needs_of(function: Callable[..., Any], given: int = 0) -> tuple[Need, ...]:
-    """Return what the parameters of a function ask for, but for the first, which its caller gives."""
+    """Return what the parameters of a function need, but for the first `given`, which its caller passes."""
     parameters = list(inspect.signature(function).parameters.values())[given:]
-    # With postponed evaluation an annotation is its text, which is all that is needed of it.
+    # With postponed evaluation an annotation is a text.
     return tuple(Need(p.name, str(p.annotation).startswith("Maybe")) for p in parameters)
 
 
 class Scope(Enum):
-    """Where a measure is computed, and what may name it."""
+    """Where a measure is computed."""
 
-    WITHIN_RANK = "within a rank"  # of the tables of one rank; it never leaves the process that read them
-    PER_RANK = "per rank"  # likewise, but a small frame, which travels
-    ACROSS_RANKS = "across ranks"  # of what travelled
+    WITHIN_RANK = "within a rank"  # from one rank's tables; never leaves the process that read them
+    PER_RANK = "per rank"  # the same, but a small frame, which travels to the main process
+    ACROSS_RANKS = "across ranks"  # in the main process, from what travelled
 
 
 @dataclass(frozen=True, eq=False)
 class Measure(Generic[T_co]):
     """A function that the engine calls: its parameters name what it is made from.
 
-    Of one rank these are tables (`schema.TABLES`), other measures of a rank, and `rank`, its facts. Across ranks they
-    are measures per rank, each the frames of all ranks with a column `rank`; measures across ranks; and `job`, the
+    For one rank these are tables (`schema.TABLES`), other measures of a rank, and `rank`, its facts. Across ranks they
+    are per-rank measures, each as the frames of all ranks with a column `rank`; measures across ranks; and `job`, the
     facts of all ranks.
     """
 
@@ -107,17 +104,17 @@ class Measure(Generic[T_co]):
 
     @property
     def across(self) -> bool:
-        """Whether it is computed of what travelled."""
+        """Whether it is computed in the main process."""
         return self.scope is Scope.ACROSS_RANKS
 
     @property
     def travels(self) -> bool:
-        """Whether it leaves the process that read the rank, and so is known once a run was measured."""
+        """Whether it is known once a run was measured."""
         return self.scope is not Scope.WITHIN_RANK
 
     @property
     def is_frame(self) -> bool:
-        """Whether it makes a frame, as its annotation says."""
+        """Whether it returns a frame, by its annotation."""
         return self.function.__annotations__.get("return") == "pd.DataFrame"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -129,16 +126,13 @@ class Measure(Generic[T_co]):
 
 
 _MEASURES: dict[str, Measure[Any]] = {}
+_checked: set[str] = set()  # measures with all that they need: a graph of a hundred has millions of paths
 _complete: list[bool] = []  # filled once all measures of the package are known
 
 
-# Importing it makes all measures known.
-_ALL_MEASURES = "dlprof.analysis.subjects"
-
-
 def _measure_of(module: str, name: str) -> Measure[Any]:
-    # In a fresh process: those of the module, and all that they name, wherever they stand.
-    importlib.import_module(_ALL_MEASURES)
+    # A fresh process knows no measures yet; the first import registers all of the package.
+    importlib.import_module("dlprof.analysis.subjects")
     importlib.import_module(module)
     return _MEASURES[name]
 
@@ -146,7 +140,7 @@ def _measure_of(module: str, name: str) -> Measure[Any]:
 def _register(function: Callable[..., T], scope: Scope) -> Measure[T]:
     name = function.__name__
     if name in _MEASURES or name in schema.TABLES or name in (RANK, JOB):
-        raise TypeError(f"{function.__module__}: there is a measure or a table {name!r} already")
+        raise TypeError(f"{function.__module__}: there already is a measure or a table {name!r}")
     if _complete:
         check_needs(function, scope, (name,))
     _MEASURES[name] = Measure(name, function, scope, needs_of(function))
@@ -154,45 +148,47 @@ def _register(function: Callable[..., T], scope: Scope) -> Measure[T]:
 
 
 def within_rank(function: Callable[..., T]) -> Measure[T]:
-    """Make a measure of one rank's tables that other measures of a rank stand on."""
+    """Register a measure of one rank's tables that only other measures of a rank use."""
     return _register(function, Scope.WITHIN_RANK)
 
 
 def per_rank(function: Callable[..., pd.DataFrame]) -> Measure[pd.DataFrame]:
-    """Make a measure of one rank's tables: a small frame, which rules, panels and measures across ranks may name."""
+    """Register a measure of one rank's tables: a small frame that rules, panels and measures across ranks may name."""
     return _register(function, Scope.PER_RANK)
 
 
 def across_ranks(function: Callable[..., T]) -> Measure[T]:
-    """Make a measure of what the measures of all ranks found."""
+    """Register a measure of the per-rank measures of all ranks."""
     return _register(function, Scope.ACROSS_RANKS)
 
 
 def check_needs(
     function: Callable[..., Any], scope: Scope = Scope.ACROSS_RANKS, path: tuple[str, ...] = (), given: int = 0
 ) -> None:
-    """Raise TypeError where a parameter names nothing that it may, or where what it needs goes in a circle."""
+    """Raise TypeError where a parameter names an unknown or forbidden need, or where needs form a cycle."""
     across = scope is Scope.ACROSS_RANKS
     for need in needs_of(function, given):
         known = _MEASURES.get(need.name)
         if need.name in path:
             raise TypeError(f"{function.__module__}: {' needs '.join((*path, need.name))}")
         if known is not None and (known.scope is not Scope.WITHIN_RANK if across else not known.across):
-            check_needs(known.function, known.scope, (*path, need.name))
+            if need.name not in _checked:
+                check_needs(known.function, known.scope, (*path, need.name))
+                _checked.add(need.name)
         elif need.name not in ((JOB,) if across else (RANK, *schema.TABLES)):
             raise TypeError(f"{function.__module__}.{function.__qualname__}: nothing {scope.value} is {need.name!r}")
 
 
 def check_measures() -> tuple[Measure[Any], ...]:
-    """Return all measures by name, once they are all known; raise TypeError where one needs what there is not."""
-    for made in _MEASURES.values():
-        check_needs(made.function, made.scope)
+    """Return all measures by name, once all are known; raise TypeError where the needs of one are wrong."""
+    for measure in _MEASURES.values():
+        check_needs(measure.function, measure.scope)
     _complete.append(True)
     return tuple(_MEASURES[name] for name in sorted(_MEASURES))
 
 
 class MeasureFailed(Exception):  # noqa: N818 - what became of a measure, as NotMeasured is
-    """A measure broke, which is a fault of dlprof's: what it said."""
+    """A measure failed, which is a bug of dlprof; with its message."""
 
 
 def named(name: str) -> Measure[Any]:
@@ -201,10 +197,10 @@ def named(name: str) -> Measure[Any]:
 
 
 def measures_among(needs: Sequence[Need]) -> list[Measure[Any]]:
-    """Return what of these needs is a measure: the others are tables and facts."""
+    """Return the measures among these needs; the others are tables and facts."""
     return [_MEASURES[need.name] for need in needs if need.name in _MEASURES]
 
 
 def call_with(function: Callable[..., T], needs: Sequence[Need], value: Callable[[Need], Any], *given: Any) -> T:
-    """Return what a function makes of what it is given and of its needs; `value` returns that of each."""
+    """Call a function with `given` and its needs; `value` returns the value of each."""
     return function(*given, **{need.name: value(need) for need in needs})

@@ -1,4 +1,4 @@
-"""What is known of one rank while it is being read, and of all ranks once they were."""
+"""What is known of one rank while it is read, and of all ranks afterwards."""
 
 from __future__ import annotations
 
@@ -20,36 +20,30 @@ from dlprof.read.sources import SOURCES, Source
 
 T = TypeVar("T")
 
-# What claims more ranks than this is damaged: the largest jobs known have some hundred thousand.
+# A world size above this is damaged data: the largest jobs known have some hundred thousand ranks.
 LARGEST_WORLD = 1 << 20
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What is known of one rank without its tables."""
+    """What is known of one rank apart from its tables."""
 
     index: int
     facts: dict[str, Any]  # the recorder's
-    resumed_ns: NDArray[np.int64]  # when the job went on after it was suspended
-    trace_facts: dict[str, Any]  # what the trace says of itself
+    resumed_ns: NDArray[np.int64]  # when the job was resumed after a suspension
+    trace_facts: dict[str, Any]  # the trace's own
 
 
 class RankData:
-    """One rank while it is being read: its tables and facts, and what was computed of them so far."""
+    """One rank while it is read: its tables and facts, and the measures computed so far."""
 
     def __init__(self, rank: Rank) -> None:
         self.index = rank.index
-        self.facts: dict[str, Any] = dict(rank.facts)
-        self.resumed_ns = np.array(rank.resumed_ns, dtype=np.int64)
-        self.trace_facts: dict[str, Any] = {}
+        self.facts = RankFacts(rank.index, dict(rank.facts), np.array(rank.resumed_ns, dtype=np.int64), {})
         self.warnings: list[str] = []
         self._tables: dict[str, pd.DataFrame] = {}
         self._missing: dict[str, str] = {}
-        self._known: dict[Any, tuple[bool, Any]] = {}
-        self._read(rank)
-        self._rank = RankFacts(self.index, self.facts, self.resumed_ns, self.trace_facts)
-
-    def _read(self, rank: Rank) -> None:
+        self._known: dict[Any, Any] = {}
         for source in SOURCES:
             if source.name in rank.files:
                 self._take(source, rank.files[source.name])
@@ -62,13 +56,13 @@ class RankData:
             reading = source.read(path)
         except DlprofError as e:
             why = str(e)
-        except Exception as e:  # noqa: BLE001 - dlprof's own fault, said to be one; it costs only this file
+        except Exception as e:  # noqa: BLE001 - a bug of dlprof; it costs only this file
             why = f"{path}: dlprof failed to read it: {type(e).__name__}: {e}"
         else:
             for name, frame in reading.tables.items():
-                # What several samplers wrote is one table.
+                # Several samplers write into one table.
                 self._tables[name] = schema.join(name, [self._tables[name], frame]) if name in self._tables else frame
-            self.trace_facts.update(reading.facts)
+            self.facts.trace_facts.update(reading.facts)
             self.warnings.extend(reading.warnings)
             return
         self.warnings.append(why)
@@ -85,78 +79,71 @@ class RankData:
             raise NotMeasured(self._missing.get(name, f"no {name} of rank {self.index}"))
         return self._tables[name]
 
-    def has(self, name: str) -> bool:
-        """Return whether the rank has rows of a table."""
-        return name in self._tables and len(self._tables[name]) > 0
-
     def call(self, function: Callable[..., T]) -> T:
-        """Return what a function makes of what its parameters name."""
+        """Call a function with what its parameters name."""
         return call_with(function, needs_of(function), self._value)
 
     def _value(self, need: Need) -> Any:
         if need.name == RANK:
-            return self._rank
-        ask = partial(self.table if need.name in schema.TABLES else self._measure, need.name)
+            return self.facts
+        is_table = need.name in schema.TABLES
+        ask = partial(self.table, need.name) if is_table else partial(self.once, named(need.name))
         return Maybe(ask) if need.optional else ask()
-
-    def _measure(self, name: str) -> Any:
-        return self.once(named(name))
 
     def once(self, measure: Measure[T]) -> T:
         """Return a measure of this rank, computed once; what it raised is raised again."""
         if measure not in self._known:
             try:
-                self._known[measure] = (True, call_with(measure.function, measure.needs, self._value))
-            except Exception as e:  # noqa: BLE001 - kept and raised below, at each that asks
-                self._known[measure] = (False, e)
-        fine, value = self._known[measure]
-        if fine:
+                self._known[measure] = call_with(measure.function, measure.needs, self._value)
+            except Exception as e:  # noqa: BLE001 - raised below, for each caller
+                self._known[measure] = e
+        value = self._known[measure]
+        if not isinstance(value, Exception):
             return value  # type: ignore[no-any-return]
         try:
             raise value
         finally:
-            del value  # or its traceback, which holds this frame, would be held by it
+            del value  # else a cycle: its traceback holds this frame
 
     def forget(self) -> None:
-        """Drop the tables and all that was computed of them.
+        """Drop the tables and all that was computed from them.
 
-        What measures raised holds on to the tables by its traceback, and this holds on to what they raised. Until such
-        a circle is looked for, each further rank would take memory of its own.
+        Exceptions hold the tables by their tracebacks, and this holds the exceptions. Until the garbage collector finds
+        such a cycle, each further rank would add its memory.
         """
         self._tables.clear()
         self._known.clear()
 
 
 def _why_no_trace(rank: Rank) -> str:
-    """Return what the recorder knows of it; "" where it knows nothing."""
+    """Return the reason that the recorder knows, or ""."""
     window = rank.facts.get("window") or {}
     state = window.get("state")
     if state == "off":
         return "recorded without a trace (--no-trace)"
     if state == "nsys":
-        return "recorded under nsys, which torch.profiler would get in the way of (--nsys, or nsys around it)"
+        return "recorded under nsys, which excludes torch.profiler (--nsys, or a run within nsys)"
     if state == "yielded":
-        return "the script runs torch.profiler itself, so dlprof's own window was not recorded"
+        return "the script runs torch.profiler itself, so dlprof's own trace window was not recorded"
     if state == "waiting":
         need = sum(window.get(k) or 0 for k in ("skip", "warmup", "active"))
-        return f"the job ended before the traced window of step {need} (--window skip,warmup,active moves it)"
+        return f"the job ended before the trace window of step {need} (--window skip,warmup,active moves it)"
     return ""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A measure that broke: what it said."""
+    """A measure that failed, with its message."""
 
     text: str
 
 
-# What became of a measure: what it found, or NotMeasured or a Failure.
-Answer = Any
+Answer = Any  # the value of a measure, NotMeasured or a Failure
 
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """What came back of one rank: `tables` names those that could be read."""
+    """What travels from one rank; `tables` names those that could be read."""
 
     answers: Mapping[str, Answer]
     facts: Mapping[str, Any]
@@ -177,20 +164,19 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the job had, as far as anything tells."""
-        said = [f.get("world_size") for fs in (self.facts, self.trace_facts) for f in fs.values()]
-        # Where there is a rank 1, there is a rank 0.
-        known = [len(self.ranks), *(r + 1 for r in self.ranks), *(s for s in said if isinstance(s, int))]
+        """The number of ranks of the job: the most that the facts and the ranks' numbers show."""
+        facts = [f.get("world_size") for fs in (self.facts, self.trace_facts) for f in fs.values()]
+        known = [len(self.ranks), *(r + 1 for r in self.ranks), *(n for n in facts if isinstance(n, int))]
         return max([k for k in known if k <= LARGEST_WORLD], default=1)
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
-        """The ranks of the job of which nothing was read."""
+        """The ranks of the job without any data."""
         return tuple(sorted(set(range(self.world_size)) - set(self.ranks)))
 
 
 class Measured(Job):
-    """What was measured of all ranks: what rules, panels and across-ranks measures are made from."""
+    """The measures of all ranks, from which rules, panels and across-ranks measures are made."""
 
     def __init__(self, run: Run, ranks: Mapping[int, RankAnswer]) -> None:
         super().__init__(run, ranks)
@@ -200,9 +186,9 @@ class Measured(Job):
         self._together: dict[str, Answer] = {}
 
     def call(self, function: Callable[..., T], *given: Any) -> T:
-        """Return what a function makes of what it is given, and of what its other parameters name.
+        """Call a function with `given` and what its other parameters name.
 
-        Raises NotMeasured where one that it requires is not known, and MeasureFailed where its measure broke.
+        Raises NotMeasured where a required need is not known, and MeasureFailed where its measure failed.
         """
         return call_with(function, needs_of(function, len(given)), self._value, *given)
 
@@ -215,15 +201,20 @@ class Measured(Job):
         return Maybe(partial(self.frame, measure), None if measure.across else self.lacking(measure))
 
     def frame(self, measure: Measure[T]) -> T:
-        """Return what a measure found; of a per-rank measure, the frames of all ranks with a column `rank`.
+        """Return the value of a measure; of a per-rank measure, the frames of all ranks with a column `rank`.
 
-        Raises NotMeasured where no rank could say, with the first rank's reason, and MeasureFailed where it broke.
+        Raises NotMeasured with the first rank's reason where no rank has it, and MeasureFailed where it failed.
         """
-        if measure.across:
-            return cast("T", _unwrap(self._answer_across(measure)))
-        if measure.name not in self._together:
+        if measure.across and measure.name not in self._across:
+            self._across[measure.name] = answered(partial(call_with, measure.function, measure.needs, self._value))
+        elif not measure.across and measure.name not in self._together:
             self._together[measure.name] = self._of_all_ranks(measure)
-        return cast("T", _unwrap(self._together[measure.name]))
+        answer = (self._across if measure.across else self._together)[measure.name]
+        if isinstance(answer, NotMeasured):
+            raise answer
+        if isinstance(answer, Failure):
+            raise MeasureFailed(answer.text)
+        return cast("T", answer)
 
     def _of_all_ranks(self, measure: Measure[Any]) -> Answer:
         frames, ranks, first = [], [], None
@@ -236,13 +227,12 @@ class Measured(Job):
                 first = answer
         if not frames:
             return first if first is not None else NotMeasured("nothing was read")
-        rows = np.repeat(np.array(ranks, dtype=np.int64), [len(frame) for frame in frames])
         together = pd.concat(frames, ignore_index=True)
-        together["rank"] = rows
+        together["rank"] = np.repeat(np.array(ranks, dtype=np.int64), [len(frame) for frame in frames])
         return together
 
     def lacking(self, measure: Measure[Any]) -> dict[int, str]:
-        """Return which ranks have no such per-rank frame, and why."""
+        """Return the ranks without such a per-rank frame, each with the reason."""
         answers = {r: self._answers[r].answers.get(measure.name) for r in self.ranks}
         return {
             r: a.text if isinstance(a, Failure) else str(a or "nothing was read")
@@ -251,47 +241,34 @@ class Measured(Job):
         }
 
     def failures(self) -> dict[str, list[int]]:
-        """Return which measures broke so far and what each said, with the ranks; of one across ranks, none."""
-        said: dict[str, list[int]] = {}
+        """Return the measures that failed so far with their messages, and on which ranks; across ranks: []."""
+        failed: dict[str, list[int]] = {}
         for r in self.ranks:
             for name, answer in self._answers[r].answers.items():
-                # A lost process has said so once, and not for each of its measures.
+                # A lost process is a warning of its rank already, and fails all of its measures.
                 if isinstance(answer, Failure) and answer.text not in self.warnings[r]:
-                    said.setdefault(f"{name}: {answer.text}", []).append(r)
+                    failed.setdefault(f"{name}: {answer.text}", []).append(r)
         for name, answer in self._across.items():
             if isinstance(answer, Failure):
-                said.setdefault(f"{name}: {answer.text}", [])
-        return said
-
-    def _answer_across(self, measure: Measure[Any]) -> Answer:
-        if measure.name not in self._across:
-            self._across[measure.name] = answered(partial(call_with, measure.function, measure.needs, self._value))
-        return self._across[measure.name]
-
-
-def _unwrap(answer: Answer) -> Any:
-    if isinstance(answer, NotMeasured):
-        raise answer
-    if isinstance(answer, Failure):
-        raise MeasureFailed(answer.text)
-    return answer
+                failed.setdefault(f"{name}: {answer.text}", [])
+        return failed
 
 
 def answered(compute: Callable[[], Any]) -> Answer:
-    """Return what a measure found, or NotMeasured or a Failure where it could not say or broke."""
+    """Return what `compute` returns, or the NotMeasured or Failure in its place."""
     try:
         return compute()
     except NotMeasured as e:
         return NotMeasured(*e.args)  # without its traceback, which would keep the tables
     except MeasureFailed as e:
         return Failure(str(e))
-    except Exception as e:  # noqa: BLE001 - one measure's fault costs only those that need it
+    except Exception as e:  # noqa: BLE001 - a bug in one measure costs only what needs it
         return Failure(f"{type(e).__name__}: {e}")
 
 
 def by_rank(frame: pd.DataFrame, column: str) -> dict[int, float]:
     """Add up a column for each rank: rank → sum."""
-    # By hand: for the few rows of each, pandas' groupby takes ten times as long.
+    # pandas' groupby takes ten times as long for so few rows.
     ranks, of = np.unique(frame["rank"].to_numpy(dtype=np.int64), return_inverse=True)
     values = frame[column].to_numpy(dtype=float)
     sums = np.bincount(of, np.where(np.isnan(values), 0.0, values), len(ranks))

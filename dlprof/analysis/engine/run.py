@@ -1,4 +1,4 @@
-"""Reads each rank of a run once, in as many processes as help, and computes what is wanted of it."""
+"""Reads each rank of a run once, in parallel where that helps, and computes the wanted measures."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from dlprof.read.run import TRACE, Rank, Run
 
 Progress = Callable[[Done], None]
 
-# Each process is granted its rank's unpacked bytes and the interpreter's own footprint.
+# Memory of a process next to its rank's unpacked bytes.
 PROCESS_BYTES = 200 << 20
 
 
 def measure_rank(rank: Rank, measures: Sequence[Measure[Any]], also: Also | None = None) -> RankAnswer:
-    """Read one rank and compute its measures; the tables end here."""
+    """Read one rank, compute its measures and drop its tables."""
     data = RankData(rank)
     answers = {m.name: answered(partial(data.once, m)) for m in measures}
     if also:
         answers[ALSO.name] = answered(partial(also, data))
-    answer = RankAnswer(answers, data.facts, data.trace_facts, tuple(data.warnings), data.tables)
+    facts = data.facts
+    answer = RankAnswer(answers, facts.facts, facts.trace_facts, tuple(data.warnings), data.tables)
     data.forget()
     return answer
 
@@ -41,7 +42,7 @@ def _also() -> pd.DataFrame:
     raise NotMeasured("nothing else was asked for")
 
 
-# What measure() was asked to do beside the measures.
+# The measure whose frames are those of the `also` of measure().
 ALSO = Measure("also", _also, Scope.PER_RANK, ())
 Also = Callable[[RankData], pd.DataFrame]
 
@@ -53,11 +54,11 @@ def measure(
     progress: Progress | None = None,
     also: Also | None = None,
 ) -> Measured:
-    """Compute of every rank of a run what the wanted measures, and functions to be called with measures, need.
+    """Compute for every rank of a run what the wanted measures, and functions to be called with measures, need.
 
-    `also` is called with each rank while its tables are there; its frame is that of the measure ALSO. `jobs` bounds the
-    processes; by default as many as cores and memory allow. Raises DlprofError where no file of
-    foreign traces could be read: a recorded run still tells how it went, they tell nothing.
+    `also` is called with each rank while its tables exist; its frame is that of the measure ALSO. `jobs` bounds the
+    processes; by default cores and memory do. Raises DlprofError where no file of foreign traces could be read; a
+    recorded run still has its facts.
     """
     todo = travelling(wanted)
     workers = min(jobs or _cores(), len(run.ranks), _fitting(run))
@@ -67,7 +68,7 @@ def measure(
     far = so_far(run)
     if progress:
         progress(far([]))
-    # What is decoded already takes least: behind all others it fills the last gap between the processes.
+    # Traces that are decoded already take least: they go last, where they even out the processes.
     order = sorted(run.largest_first, key=lambda rank: prefetch.is_begun(rank.files.get(TRACE)))
     for index, answer in backend(order, todo, workers, also):
         answers[index] = answer
@@ -75,13 +76,13 @@ def measure(
             progress(far(answers))
     prefetch.forget()
     if answers and not run.recorded and not any(a.tables for a in answers.values()):
-        said = answers[min(answers)].warnings[0]
-        raise DlprofError(said if len(answers) == 1 else f"none of {len(answers)} traces can be read: {said}")
+        why = answers[min(answers)].warnings[0]
+        raise DlprofError(why if len(answers) == 1 else f"none of {len(answers)} traces can be read: {why}")
     return Measured(run, answers)
 
 
 def so_far(run: Run) -> Callable[[Collection[int]], Done]:
-    """Return a function that tells how much is done once some of a run's ranks are: their number, files and bytes."""
+    """Return a function from the ranks that are done to the progress: their number, files and bytes."""
     sizes = {r.index: [p.stat().st_size for p in r.files.values() if p.exists()] for r in run.ranks}
     whole = (sum(len(of) for of in sizes.values()), sum(sum(of) for of in sizes.values()))
 
@@ -107,8 +108,8 @@ def serial(
 def processes(
     ranks: Sequence[Rank], todo: Sequence[Measure[Any]], workers: int, also: Also | None = None
 ) -> Iterator[tuple[int, RankAnswer]]:
-    """Measure the ranks in a pool of processes; a rank whose process died says so and costs no other."""
-    # Forking is ten times cheaper than a fresh interpreter, and safe while this process has no thread of its own.
+    """Measure the ranks in a pool of processes; a rank whose process died has a warning and costs no other."""
+    # Forking is ten times cheaper than a fresh interpreter, and safe while this process has no other thread.
     alone = threading.active_count() == 1 and "fork" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("fork" if alone else "spawn")
     pending = {r.index: r for r in ranks}
@@ -122,7 +123,7 @@ def processes(
                 yield index, answer
         except BrokenProcessPool:
             pass
-    # A pool that lost a process (most likely to a lack of memory) is gone as a whole: the rest goes one at a time,
+    # A pool that lost a process (most likely out of memory) is broken: the remaining ranks are measured one at a time,
     # each in a process of its own, so that only the culprit is lost.
     for rank in pending.values():
         with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -135,7 +136,7 @@ def processes(
 
 
 def travelling(wanted: Iterable[Measure[Any] | Callable[..., Any]]) -> tuple[Measure[Any], ...]:
-    """Return the measures per rank that must travel so that these can be computed or called."""
+    """Return the per-rank measures that these need to be computed or called."""
     found: dict[str, Measure[Any]] = {}
     todo, seen = list(wanted), set()
     while todo:

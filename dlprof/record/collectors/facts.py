@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import dlprof
 from dlprof.files import write
 from dlprof.hosts import boot
 from dlprof.record import redaction
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
+from dlprof.version import __version__
 
 # The facts are written as soon as something is new, since what was seen may soon be gone. After so many times, the
 # pause is this many times as long as the last writing took: 0.1 % of the job at most.
@@ -206,7 +206,7 @@ def _versions() -> dict[str, Any]:
     torch = _torch()
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     return _answers(
-        dlprof=lambda: dlprof.__version__,
+        dlprof=lambda: __version__,
         python=platform.python_version,
         torch=lambda: str(torch.__version__),
         cuda=lambda: torch.version.cuda,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Any
 
-import dlprof
+from dlprof import marks
 from dlprof.record.device.kernel_counters import KernelCounters, used_between
 from dlprof.record.hooks import Patch, put, watch_method
 from dlprof.record.loaders import Pass, adopt
@@ -178,7 +178,7 @@ class Loader:
 
     def _add_batches(self) -> None:
         """Make rows of the batches that have none yet."""
-        recorder = dlprof._recorder
+        recorder = marks.recorder
         batches, self._batches = self._batches, []  # at once: a signal's handler may get here too
         unix, loading, fetched, pid = recorder.unix(0), self._loading.rows, self._fetches.log.rows, os.getpid()
         for over, step, began, took, asked, collate, used in batches:
@@ -257,7 +257,7 @@ class Fetches:
 
     def fail(self, error: Exception) -> None:
         """Switch off. Where a folder is gone or full, the rank warns, not each worker."""
-        recorder = dlprof._recorder
+        recorder = marks.recorder
         if not self.off and recorder is not None and not (self._counters is not None and isinstance(error, OSError)):
             recorder.warn(f"{Loader.name} is off: {type(error).__name__}: {error}; the job goes on without it")
         self.off = True
@@ -329,7 +329,7 @@ class Fetches:
                 return
             # From the end of one fetch to the end of the next: a batch is shipped while the next is fetched.
             before, self._last = self._last, self._counters.all()
-            at, used = dlprof._recorder.unix(began), used_between(before, self._last)
+            at, used = marks.recorder.unix(began), used_between(before, self._last)
             self.log.rows.append((self._worker, os.getpid(), at, 1, now - began, self.collate_ns, *used))
             if len(self.log.rows) >= _MOST_ROWS:
                 self.log.fit()
@@ -348,7 +348,7 @@ class Fetches:
         self._last = self._counters.all()
 
     def _ship(self, now: int, *, last: bool = False) -> None:
-        run = dlprof._recorder.run
+        run = marks.recorder.run
         if not self.log.is_open:
             folder = folder_of_rank(run)
             if folder is None:

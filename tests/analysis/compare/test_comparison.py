@@ -122,13 +122,14 @@ def test_steps_that_are_not_there_are_not_compared() -> None:
     assert (c.step, c.time, c.ranks, c.prediction) == (None, (), (), None)
     assert c.not_compared == ("steps and their parts: no steady step was recorded in A",)
     whole = replace(run(100), window=Window(1, "trace", 100 * MS, unit="trace"))
-    assert "nothing marks a step in B" in compare(run(100), whole).not_compared[0]
+    assert compare(run(100), whole).step is None
+    assert "B has no step markers" in compare(run(100), whole).not_compared[0]
 
 
 def test_another_number_of_ranks_leaves_the_means() -> None:
     c = compare(run(100, found("one", 30), wait=20, ranks=2), run(60, clear("one"), wait=5, ranks=4))
     assert (c.ranks, c.time_by_rank, c.prediction) == ((), (), None)
-    assert "A has 2 of them and B 4" in c.not_compared[0]
+    assert "A has 2 ranks and B 4" in c.not_compared[0]
     assert step_of(c).verdict == "faster"
     assert c.time
 
@@ -139,7 +140,7 @@ def test_doubts_are_told() -> None:
     said = " ".join(compare(a, b).doubts)
     assert "batch size is 32 in A and 64 in B" in said
     assert "the profiler slows" in said
-    assert "does not tell its noise" in said
+    assert "the noise" in said
 
 
 def test_the_same_run_twice_differs_in_nothing() -> None:

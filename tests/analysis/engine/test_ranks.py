@@ -115,7 +115,7 @@ def test_the_same_question_is_answered_once_even_if_it_fails(job: Run, monkeypat
     [
         ({"state": "off"}, "recorded without a trace"),
         ({"state": "yielded"}, "the script runs torch.profiler itself"),
-        ({"state": "waiting", "skip": 10, "warmup": 2, "active": 5}, "before the traced window of step 17"),
+        ({"state": "waiting", "skip": 10, "warmup": 2, "active": 5}, "before the trace window of step 17"),
         ({}, "no torch-profiler trace of this rank"),
     ],
 )

@@ -173,7 +173,7 @@ def test_recording_that_fails_meanwhile_takes_the_mode_along_and_so_does_a_fork(
             if not child:
                 os._exit(torch._C._len_torch_dispatch_stack())
             assert os.waitpid(child, 0)[1] == 0
-            dlprof._recorder.clock.row = None  # the next hook fails
+            dlprof.marks.recorder.clock.row = None  # the next hook fails
             model(data[:8][0])
         print(n, depth, torch._C._len_torch_dispatch_stack())
     """

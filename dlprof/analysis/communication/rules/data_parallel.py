@@ -46,7 +46,7 @@ def check(replication: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job: 
         saving_ns=gain,
         by_rank_ns=by_rank(replication.get(), "copying_ns"),
         noise_ns=float(frame["noise_ns"].max()),
-        loses="nn.DataParallel copies the model to and fro",
+        loses="is spent copying the model between GPUs (nn.DataParallel)",
     )
 
 

@@ -81,7 +81,7 @@ def check(
         by_rank_ns={int(str(r)): ns + meets for r, ns in gone.items()},
         noise_ns=exchanges * float(transfer_noise.get()["share"].iloc[0]),
         within={"communication": exchanges + meets},
-        loses="starts small collectives",
+        loses="is spent starting small collectives",
         seen=(small, n, total, mean, fewer, fit, float(exposed.mean()), around, meets, crowd),
     )
 

@@ -47,7 +47,7 @@ def check(unused_search: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job
         saving_ns=saving(own_time.get(), gone),
         by_rank_ns=gone,
         noise_ns=float(frame["noise_ns"].max()),
-        loses="looks for unused parameters that do not exist",
+        loses="is spent looking for unused parameters that do not exist",
     )
 
 

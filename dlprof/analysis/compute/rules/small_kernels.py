@@ -56,7 +56,7 @@ def check(
         by_rank_ns=gone,
         noise_ns=part_noise(breakdown.get(), *_HOST),
         least_ns=part_least(breakdown.get(), *_HOST),
-        loses="the device waits for the launch behind a small kernel",
+        loses="is lost waiting for the launch after a small kernel",
     )
 
 

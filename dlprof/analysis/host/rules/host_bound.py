@@ -47,12 +47,12 @@ _SAID = {
     ON_CPU: ("Python holds up the step", "waits for Python and launches", "Estimated as all of it gone."),
     SCRIPT: (
         "The script's own Python holds up the device",
-        "the device waits for the script's own Python",
+        "is lost because the device waits for the script's own Python",
         "Estimated by replaying the traced steps without it: the most that moving it out of the loop can give.",
     ),
     LAUNCHES: (
         "The host launches too slowly for its device",
-        "the device waits for launches",
+        "is lost because the device waits for launches",
         "Estimated by replaying the traced steps with a captured graph; the script's own Python and optimizer stay.",
     ),
 }

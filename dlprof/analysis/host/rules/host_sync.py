@@ -75,7 +75,7 @@ def check(
         by_rank_ns=gains,
         noise_ns=part_noise(breakdown, *HOST),
         least_ns=part_least(breakdown, *HOST),
-        loses="the device idles because its host waited for it",
+        loses="is idle device time because the host waited for the device",
     )
 
 

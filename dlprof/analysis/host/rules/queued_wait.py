@@ -80,7 +80,7 @@ def check(
         noise_ns=part_noise(breakdown, "queued_wait"),
         least_ns=part_least(breakdown, "queued_wait"),
         lost_ns=most,
-        loses="the device idles although work is queued",
+        loses="is idle device time although work is queued",
         clear=not notable,
         seen=best,
     )

@@ -58,7 +58,7 @@ def check(restarts: pd.DataFrame, training_steps: pd.Series[float]) -> Estimate:
         by_rank_ns={int(str(rank)): float(ns) for rank, ns in spread["gain_ns"].items()},
         noise_ns=float(spread["noise_ns"].max()),
         scope="job",
-        loses="goes to loader workers that start anew",
+        loses="goes to restarting loader workers",
     )
 
 

@@ -46,7 +46,7 @@ def check(
         by_rank_ns=gains,
         noise_ns=part_noise(breakdown.get(), *_HOST),
         least_ns=part_least(breakdown.get(), *_HOST),
-        loses="the device idles because the script waited for a copy",
+        loses="is idle device time because the script waited for a copy",
         seen=waits,
     )
 

@@ -54,7 +54,7 @@ def check(
         by_rank_ns=gone,
         noise_ns=part_noise(breakdown.get(), "copy"),
         least_ns=part_least(breakdown.get(), "copy"),
-        loses=f"copies data {_WAY.get(way, way)}, and computes nothing meanwhile",
+        loses=f"is spent copying data {_WAY.get(way, way)} while nothing computes",
         seen=(way, able[able["copy"] == way]),
     )
 

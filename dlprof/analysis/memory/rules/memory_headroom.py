@@ -66,7 +66,7 @@ def check(
         saving_ns=gain,
         by_rank_ns=dict.fromkeys(same_for_any_batch.get(), gain),
         noise_ns=part_noise(breakdown.get(), *HOST, "communication") / 2,
-        loses="would be gone with a batch twice as large",
+        loses="would be saved by a batch twice as large",
         seen=gpus,
     )
 

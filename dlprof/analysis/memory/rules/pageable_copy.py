@@ -41,7 +41,7 @@ def check(
         by_rank_ns=gone,
         noise_ns=part_noise(breakdown.get(), "copy"),
         least_ns=part_least(breakdown.get(), "copy"),
-        loses="copies batches from pageable memory",
+        loses="is spent copying batches from pageable memory",
     )
 
 

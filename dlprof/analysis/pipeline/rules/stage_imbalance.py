@@ -38,7 +38,7 @@ def check(stage_lengths: pd.DataFrame, bubbles: Maybe[pd.DataFrame]) -> Estimate
         saving_ns=gain,
         by_rank_ns={longest["rank"]: gain},
         noise_ns=float(noise.reindex(stages["rank"]).max()) * longest["calls_a_step"],
-        loses=f"the pipeline waits for stage {longest['stage']}",
+        loses=f"is spent waiting for stage {longest['stage']} of the pipeline",
         seen=stages,
     )
 

@@ -42,7 +42,7 @@ def check(breakdown: pd.DataFrame, stall_savings: Mapping[str, float]) -> Estima
         saving_ns=stall_savings[_KIND],
         by_rank_ns=part(breakdown, _KIND),
         noise_ns=part_noise(breakdown, _KIND),
-        loses="is Python's search for garbage",
+        loses="is Python's garbage collection",
     )
 
 

@@ -51,7 +51,7 @@ def check(
         saving_ns=stall_savings.get()[_KIND],
         by_rank_ns=part(breakdown.get(), _KIND),
         noise_ns=part_noise(breakdown.get(), _KIND),
-        loses="is compiling anew",
+        loses="is spent recompiling",
         summary="" if stall_means["stalls"][stall_means["kind"] == _KIND].any() else "no steady step compiled anything",
     )
 

@@ -68,7 +68,7 @@ def check(
         by_rank_ns=dict.fromkeys(left.lead.ranks, left.cost * step),
         noise_ns=left.noise * step,
         least_ns=left.lead.least_ns / left.lead.behind_ns * saving if saving else 0.0,
-        loses=f"all ranks wait for {left.who}",
+        loses=f"is lost because all ranks wait for {left.who}",
         summary=left.why,
         seen=left,
     )
@@ -81,7 +81,7 @@ def _without_all(why: str, outlier: Maybe[Outlier], job: Job) -> Estimate:
     found = outlier.or_none()
     if found is None:
         raise NotMeasured(f"{why}; {outlier.why()}")
-    loses = f"the ranks that are here wait for rank {found.rank}"
+    loses = f"is lost because the recorded ranks wait for rank {found.rank}"
     return Estimate(saving_ns=found.gain_ns, by_rank_ns={found.rank: found.gain_ns}, loses=loses, seen=found)
 
 

@@ -100,7 +100,7 @@ def test_workers_that_start_at_once_are_left_alone(tmp_path: Path) -> None:
     assert clear.saving_ns == pytest.approx(3 * 8 * MS / 40)
     assert clear.share == pytest.approx(0.006, rel=0.05)
     assert clear.scope == "job"
-    assert "start anew" in clear.summary
+    assert "restarting" in clear.summary
 
 
 def test_a_loader_without_workers_is_left_alone(tmp_path: Path) -> None:

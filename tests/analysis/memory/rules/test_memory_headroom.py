@@ -39,7 +39,7 @@ def test_a_gpu_that_waits_for_its_host_has_room_for_more(tmp_path: Path) -> None
     assert (found.state, found.scope) == ("found", "step")
     # It waits for 0.4 of each ms; with twice the batch it computes for 1.2 ms, and the host is ahead.
     assert found.saving_ns == pytest.approx(0.4 * MS, rel=0.01)
-    assert (found.ranks, found.verdict) == ((0,), "40 % of each step would be gone with a batch twice as large.")
+    assert (found.ranks, found.verdict) == ((0,), "40 % of each step would be saved by a batch twice as large.")
     assert found.changes[0].settings == (Setting("batch_size", 32, 64),)
     assert found.changes[0].numerics
     assert found.evidence is not None

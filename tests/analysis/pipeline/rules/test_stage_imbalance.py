@@ -37,7 +37,7 @@ def test_a_long_last_stage_is_found(tmp_path: Path) -> None:
     assert found.state == "found"
     # Even ones take 37.5 ms: 11 of them.
     assert found.saving_ns == pytest.approx((8 * 60 + 3 * 30 - 11 * 37.5) * MS)
-    assert found.verdict == "26 % of each step the pipeline waits for stage 3."
+    assert found.verdict == "26 % of each step is spent waiting for stage 3 of the pipeline."
     assert found.title == "Pipeline stage 3 is longer than the others"
     assert "60.0 ms a micro-batch, the mean stage 37.5 ms, the shortest, stage 0, 30.0 ms" in found.summary
     assert "×" not in found.summary  # the verdict has the one factor

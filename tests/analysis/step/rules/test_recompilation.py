@@ -66,7 +66,7 @@ def test_a_little_compiling_is_left_alone(tmp_path: Path) -> None:
     clear = ask(RULE, recorded(tmp_path, range(3, 63, 20), **SIZE))
     assert clear.state == "clear"
     assert clear.share == pytest.approx(0.01)
-    assert clear.summary == "1.0 % of each step is compiling anew"
+    assert clear.summary == "1.0 % of each step is spent recompiling"
 
 
 def test_compiling_in_the_first_steps_is_left_alone(tmp_path: Path) -> None:
