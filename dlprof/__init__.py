@@ -12,8 +12,7 @@ import os
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from dlprof.marks import annotate, step
-from dlprof.version import __version__
+from dlprof.marks import __version__, annotate, step
 
 if TYPE_CHECKING:
     from dlprof.api import Run

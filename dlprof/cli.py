@@ -12,7 +12,7 @@ import click
 
 from dlprof.commands import COMMANDS, EXAMPLES, GROUPS, command, say
 from dlprof.errors import DlprofError
-from dlprof.version import __version__
+from dlprof.marks import __version__
 
 
 class _Failure(click.ClickException):

@@ -1,10 +1,12 @@
-"""How a script marks its own steps and ranges: `dlprof.step()` and `dlprof.annotate(name)`."""
+"""What a script may use whether or not anybody records: marks of its steps and ranges, and the version."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+__version__ = "0.1.0"
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

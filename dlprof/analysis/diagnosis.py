@@ -24,6 +24,7 @@ from dlprof.analysis.panels import PICTURES
 from dlprof.analysis.step.spread import LEAST_NOISE
 from dlprof.analysis.together import Basis, Piece, pieces, speedup, together
 from dlprof.errors import DlprofError, NotMeasured
+from dlprof.marks import __version__
 from dlprof.read.run import Run
 from dlprof.result import (
     CATEGORIES,
@@ -41,7 +42,6 @@ from dlprof.result import (
     Work,
 )
 from dlprof.units import duration, percent
-from dlprof.version import __version__
 
 T = TypeVar("T")
 

@@ -30,8 +30,8 @@ from dlprof.analysis.timeline.host import parents
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.exports import whole_file
 from dlprof.exports.tracks import EXCHANGES, OWN, TRACKS, WAITS, WORKER
+from dlprof.marks import __version__
 from dlprof.read.run import Run
-from dlprof.version import __version__
 
 # Numbers of processes and threads: a rank's processes begin at (rank + 1) × this.
 _THREADS = 1_000

@@ -17,9 +17,9 @@ from dlprof.analysis.engine import Progress, so_far
 from dlprof.analysis.host.stacks import DOING
 from dlprof.errors import DlprofError
 from dlprof.exports import whole_file
+from dlprof.marks import __version__
 from dlprof.read.run import Run
 from dlprof.read.sources import SOURCES
-from dlprof.version import __version__
 
 SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 

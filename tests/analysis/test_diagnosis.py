@@ -159,7 +159,7 @@ def test_a_saving_within_the_noise_is_none(job: Run) -> None:
     assert answer(job, finding(0.1, noise_ns=saving / LEAST_NOISE * 0.99)).state == "found"
 
 
-def test_a_part_that_varies_is_told_by_what_it_is_at_least(job: Run) -> None:
+def test_of_a_part_that_varies_the_least_is_reported(job: Run) -> None:
     varies: dict[str, Any] = {"noise_ns": 0.2 * STEP_NS, "sure": "By hand.", "verdict": "30 % waits"}
     said = answer(job, finding(0.3, least_ns=0.12 * STEP_NS, **varies))
     assert (said.state, said.share) == ("found", pytest.approx(0.12))
@@ -228,7 +228,7 @@ def test_a_rule_that_answers_nothing_is_an_error(job: Run) -> None:
     assert answer(job, silent).state == "error"
 
 
-def test_outcomes_are_one_a_rule_dearest_first(job: Run) -> None:
+def test_outcomes_are_one_per_rule_largest_first(job: Run) -> None:
     checks = {
         "cheap": finding(0.1),
         "dear": finding(0.6),

@@ -48,7 +48,7 @@ def test_the_diagnosis_comes_before_all_but_the_name_of_the_run() -> None:
     ]
 
 
-def test_findings_are_numbered_dearest_first_with_figures_ranks_and_advice() -> None:
+def test_findings_are_numbered_largest_first_with_figures_ranks_and_advice() -> None:
     text = terminal.render(results.ddp(), 200)
     numbered = re.findall(r"^  (\d)  (\w+) +(−\S+ ms) +(\S+ ×)$", text, re.M)
     assert numbered == [

@@ -14,10 +14,10 @@ from typing import Any
 
 from dlprof.files import write
 from dlprof.hosts import boot
+from dlprof.marks import __version__
 from dlprof.record import redaction
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
-from dlprof.version import __version__
 
 # The facts are written as soon as something is new, since what was seen may soon be gone. After so many times, the
 # pause is this many times as long as the last writing took: 0.1 % of the job at most.

@@ -17,9 +17,9 @@ from typing import Any
 
 from dlprof.errors import DlprofError
 from dlprof.files import whole, write
+from dlprof.marks import __version__
 from dlprof.record import redaction
 from dlprof.record.launch.tasks import Task, task_of
-from dlprof.version import __version__
 
 # With more tasks than this only the last to end reads what all have written: thousands that each read what thousands
 # wrote would keep a shared disk busy for minutes. The reader looks itself where that one never came.

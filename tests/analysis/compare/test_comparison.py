@@ -1,4 +1,4 @@
-"""Two results with known differences: what counts, what is noise, what is not compared."""
+"""Two results with known differences: what is significant, what is noise, what is not compared."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from msgspec.structs import replace
 
 from dlprof.analysis.compare.comparison import compare, to_json
 from dlprof.analysis.estimate import change
-from dlprof.result import (
-    Exchange,
-    Fact,
-    Outcome,
-    Window,
-    Work,
-)
+from dlprof.result import Exchange, Fact, Outcome, Window, Work
 from tests.fixtures.comparisons import clear, found, run, step_of
 from tests.fixtures.results import MS
 
@@ -134,7 +128,7 @@ def test_another_number_of_ranks_leaves_the_means() -> None:
     assert c.time
 
 
-def test_doubts_are_told() -> None:
+def test_doubts_are_listed() -> None:
     a = run(100, noise=None, facts=(Fact("Loader", "batch size", "32"),))
     b = replace(run(100, facts=(Fact("Loader", "batch size", "64"),)), window=Window(3, "trace", 100 * MS))
     said = " ".join(compare(a, b).doubts)

@@ -1,4 +1,4 @@
-"""What A predicted for what was changed in B, held against what B measured."""
+"""What A predicted for the changes of B, checked against what B measured."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from msgspec.structs import replace
 from dlprof.analysis.compare.comparison import compare
 from dlprof.analysis.compare.predictions import proposals
 from dlprof.analysis.estimate import change
-from dlprof.result import (
-    Change,
-    Fact,
-    Forecast,
-    Together,
-)
+from dlprof.result import Change, Fact, Forecast, Together
 from tests.fixtures.comparisons import clear, found, run
 from tests.fixtures.results import MS
 
