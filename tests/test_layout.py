@@ -173,3 +173,15 @@ def test_a_module_and_its_test_stand_at_the_same_place() -> None:
     expected = {p.with_name(f"test_{p.name}"): p.as_posix() for p in modules}
     assert tests - set(expected) == set()
     assert {expected[p] for p in set(expected) - tests} == ONLY_LISTS
+
+
+def test_no_test_imports_another() -> None:
+    """What tests share stands in tests/fixtures."""
+    borrowed = [
+        f"{path.relative_to(TESTS)}: {node.module}"
+        for path in tracked("tests/*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tests.")
+        if ".test_" in node.module or any(alias.name.startswith("test_") for alias in node.names)
+    ]
+    assert borrowed == []

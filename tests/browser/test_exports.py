@@ -17,8 +17,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from dlprof.exports import speedscope
 from dlprof.read.run import open_run
-from tests.exports import test_perfetto, test_speedscope
-from tests.fixtures import runs, traces
+from tests.fixtures import exported, runs, sampled_stacks, traces
 from tests.fixtures.browsers import NEEDS_BROWSER
 
 pytestmark = NEEDS_BROWSER
@@ -83,11 +82,11 @@ def opened(browser: webdriver.Chrome, exported: Path) -> Iterator[Callable[[str]
 @pytest.mark.skipif(not PERFETTO.is_dir(), reason="Perfetto's page is not installed (make viewers)")
 def test_perfetto_holds_every_span_and_arrow_and_finds_no_fault(browser: webdriver.Chrome, tmp_path: Path) -> None:
     odd = 'a "quoted" \\ name\n· 漢 </script>\u2028'
-    late = test_perfetto.job(1, 250_000)
+    late = exported.job(1, 250_000)
     late["traceEvents"].append(traces.op(odd, 150_000, 10_000))
-    path = runs.foreign(tmp_path / "job", test_perfetto.job(0, 0), late)
+    path = runs.foreign(tmp_path / "job", exported.job(0, 0), late)
     out = tmp_path / "out.json.gz"
-    events, made = test_perfetto.written(path, out)
+    events, made = exported.written(path, out)
 
     with opened(browser, out) as ask:
         assert ask("select name, value from stats where value > 0 and severity != 'info'") == []
@@ -102,7 +101,7 @@ def test_perfetto_holds_every_span_and_arrow_and_finds_no_fault(browser: webdriv
             " join thread_track using(utid) join slice on slice.track_id = thread_track.id"
             " group by thread.utid order by thread.tid"
         )
-        told = {(process, track): len(spans) for (process, track), spans in test_perfetto.tracks(events).items()}
+        told = {(process, track): len(spans) for (process, track), spans in exported.tracks(events).items()}
         assert {(process, track): spans for process, track, spans in tracks} == told
         assert [track for process, track, _ in tracks if process == "rank 0 · node-1"][:4] == [
             "steps",
@@ -117,7 +116,7 @@ def test_perfetto_holds_every_span_and_arrow_and_finds_no_fault(browser: webdriv
 @pytest.mark.skipif(not PERFETTO.is_dir(), reason="Perfetto's page is not installed (make viewers)")
 def test_perfetto_draws_what_was_sampled(browser: webdriver.Chrome, tmp_path: Path) -> None:
     out = tmp_path / "out.json.gz"
-    events, _ = test_perfetto.written(test_perfetto.sampled_job(tmp_path / "run"), out)
+    events, _ = exported.written(exported.sampled_job(tmp_path / "run"), out)
     with opened(browser, out) as ask:
         assert ask("select name, value from stats where value > 0 and severity != 'info'") == []
         told = ask(
@@ -126,7 +125,7 @@ def test_perfetto_draws_what_was_sampled(browser: webdriver.Chrome, tmp_path: Pa
         )
     found = [
         [name, ms * 1_000_000, value]
-        for name, values in sorted(test_perfetto.counters(events).items())
+        for name, values in sorted(exported.counters(events).items())
         for ms, value in values
     ]
     assert told == found
@@ -134,8 +133,8 @@ def test_perfetto_draws_what_was_sampled(browser: webdriver.Chrome, tmp_path: Pa
 
 @pytest.mark.skipif(not SPEEDSCOPE.is_dir(), reason="speedscope is not installed (make viewers)")
 def test_speedscope_opens_every_profile(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    stack = f"{test_speedscope.MAIN};main (train.py:5);{test_speedscope.LOADER} 30\n"
-    path = test_speedscope.job(tmp_path / "run", stack, f"{test_speedscope.MAIN};漢 (a.py:1) 3\n", ranks=2)
+    stack = f"{sampled_stacks.MAIN};main (train.py:5);{sampled_stacks.LOADER} 30\n"
+    path = sampled_stacks.stacked(tmp_path / "run", stack, f"{sampled_stacks.MAIN};漢 (a.py:1) 3\n", ranks=2)
     out = tmp_path / "stacks.json"
     assert speedscope.write(open_run(path), out) == len(json.loads(out.read_text())["profiles"]) == 2
     with served(SPEEDSCOPE, out) as address:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,80 +18,8 @@ from dlprof.exports import tracks as tracks_of_ranks
 from dlprof.read.kineto import torch_trace
 from dlprof.read.run import open_run
 from tests.fixtures import runs, traces
-from tests.fixtures.allocator import reading
+from tests.fixtures.exported import check, counters, job, sampled_job, tracks, written
 from tests.fixtures.runs import MS
-
-Event = dict[str, Any]
-
-
-def job(rank: int, late: int, ahead: int = 0, host: str = "node-1") -> dict[str, Any]:
-    """Return a trace of two steps in which this rank comes so late to an all-reduce that all leave at 700 µs."""
-    events: list[Any] = []
-    for n in range(2):
-        t = n * MS + ahead
-        events += [
-            traces.step(n, t, MS),
-            traces.op("aten::mm", t + 10_000, 100_000),
-            traces.launched("gemm", t + 20_000, t + 50_000, 150_000, 10 * n + 1),
-            traces.collective(t + 300_000 + late, 400_000 - late, 1_000, correlation=10 * n + 2),
-        ]
-    return traces.trace(*events, rank=rank, host=host)
-
-
-def written(path: Path, out: Path) -> tuple[list[Event], perfetto.Written]:
-    made = perfetto.write(open_run(path), out, jobs=1)
-    data = json.loads(gzip.decompress(out.read_bytes()) if out.suffix == ".gz" else out.read_bytes())
-    return data["traceEvents"], made
-
-
-def tracks(events: list[Event]) -> dict[tuple[str, str], list[Event]]:
-    """Return the spans of each track, by the names of process and track."""
-    names = {
-        (e["pid"], e["tid"], e["name"]): e["args"]["name"]
-        for e in events
-        if "name" in e.get("args", {}) and e["ph"] == "M"
-    }
-    found: dict[tuple[str, str], list[Event]] = defaultdict(list)
-    for e in events:
-        if e["ph"] == "X":
-            process = names[e["pid"], e["pid"], "process_name"]
-            found[process, names[e["pid"], e["tid"], "thread_name"]].append(e)
-    return dict(found)
-
-
-def check(events: list[Event]) -> None:
-    """Hold events to the format: fields by phase, spans of a track in or behind each other, arrows with two ends."""
-    lanes: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
-    arrows: dict[int, dict[str, Event]] = defaultdict(dict)
-    for e in events:
-        assert {"ph", "pid", "tid", "name"} <= e.keys()
-        assert isinstance(e["pid"], int)
-        assert isinstance(e["tid"], int)
-        assert e["pid"] > 0
-        if e["ph"] == "X":
-            assert e["ts"] >= 0
-            assert e["dur"] >= 0
-            lanes[e["pid"], e["tid"]].append((round(e["ts"] * 1000), round((e["ts"] + e["dur"]) * 1000)))
-        elif e["ph"] in "sf":
-            assert e["ph"] not in arrows[e["id"]], "an arrow has one beginning and one end"
-            arrows[e["id"]][e["ph"]] = e
-        elif e["ph"] == "C":
-            assert e["ts"] >= 0
-            assert [type(value) for value in e["args"].values()] in ([int], [float])
-        else:
-            assert e["ph"] == "M"
-    for spans in lanes.values():
-        open_until: list[float] = []
-        for start, end in sorted(spans, key=lambda s: (s[0], -s[1])):
-            while open_until and open_until[-1] <= start:
-                open_until.pop()
-            assert not open_until or end <= open_until[-1], "a span ends behind the one that it began in"
-            open_until.append(end)
-    for ends in arrows.values():
-        assert set(ends) == {"s", "f"}
-        assert ends["s"]["ts"] <= ends["f"]["ts"]
-        for e in ends.values():
-            assert any(a <= round(e["ts"] * 1000) <= b for a, b in lanes[e["pid"], e["tid"]])
 
 
 def test_every_rank_is_a_process_with_tracks_of_its_own(tmp_path: Path) -> None:
@@ -157,32 +83,6 @@ def test_what_overlaps_goes_to_a_further_track() -> None:
     placed, tracks = perfetto.placed(rows)
     assert tracks == ["a", "a (2)"]
     assert dict(zip(placed["name"], placed["place"], strict=True)) == {"outer": 1, "inner": 1, "later": 1, "beyond": 2}
-
-
-def sampled_job(folder: Path) -> Path:
-    """Record a rank whose steps 10 and 11, a second each, are traced; its GPU is read in the middle of each."""
-    steps = [runs.light(n, 900 * MS) for n in range(20)]
-    made = traces.trace(*(traces.step(n, n * 1_000 * MS, 900 * MS) for n in (10, 11)), world_size=1, device="")
-    path = runs.recorded(folder, (made, steps, runs.CPU))
-    told: dict[str, tuple[int, list[dict[str, Any]]]] = {
-        "gpu.jsonl": (500, [{"power_w": 100 + n, "busy_share": 0.5, "clock_reasons_bits": 1} for n in range(20)]),
-        "processes.jsonl": (0, [{"cpu_s": 0.25 * n} for n in range(20)]),
-        "memory.jsonl": (900, [reading(n, n * 1_000, reserved_bytes=2_000) for n in range(20)]),
-    }
-    for name, (at, rows) in told.items():
-        lines = [json.dumps(row | {"at_ns": traces.BASE_NS + (1_000 * n + at) * MS}) for n, row in enumerate(rows)]
-        (path / "ranks/00000" / name).write_text("\n".join(lines) + "\n")
-    return path
-
-
-def counters(events: list[Event]) -> dict[str, list[tuple[float, float]]]:
-    """Return the values of each counter, with when they begin in ms, by its name and unit."""
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for e in events:
-        if e["ph"] == "C":
-            ((unit, value),) = e["args"].items()
-            found[f"{e['name']} {unit}"].append((e["ts"] / 1_000, value))
-    return dict(found)
 
 
 def test_what_was_sampled_meanwhile_stands_as_counters(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,7 @@ from dlprof.errors import DlprofError
 from dlprof.exports import speedscope
 from dlprof.read.run import open_run
 from tests.fixtures.runs import CPU, MS, light, recorded
-
-MAIN = 'process 10:"python train.py";thread (0x1): MainThread'
-LOADER = "__next__ (/lib/python3.11/site-packages/torch/utils/data/dataloader.py:700)"
-WORKER = "_worker_loop (/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py:300)"
-
-
-def job(folder: Path, *stacks: str, ranks: int = 1) -> Path:
-    path = recorded(folder, *[(None, [light(n, MS) for n in range(9)], {**CPU, "pid": 10}) for _ in range(ranks)])
-    for rank in range(ranks):
-        (path / "ranks" / f"{rank:05d}" / "stacks.txt.gz").write_bytes(gzip.compress("".join(stacks).encode()))
-    return path
+from tests.fixtures.sampled_stacks import LOADER, MAIN, stacked
 
 
 def written(path: Path, out: Path) -> Any:
@@ -32,7 +21,7 @@ def written(path: Path, out: Path) -> Any:
 
 
 def test_profiles_frames_and_weights(tmp_path: Path) -> None:
-    path = job(
+    path = stacked(
         tmp_path / "run",
         f"{MAIN};main (train.py:5);{LOADER} 30\n",
         f"{MAIN};main (train.py:7) 12\n",
@@ -55,7 +44,7 @@ def test_profiles_frames_and_weights(tmp_path: Path) -> None:
 
 
 def test_each_rank_has_profiles_that_share_frames(tmp_path: Path) -> None:
-    told = written(job(tmp_path / "run", f"{MAIN};main (train.py:5) 3\n", ranks=2), tmp_path / "s.json")
+    told = written(stacked(tmp_path / "run", f"{MAIN};main (train.py:5) 3\n", ranks=2), tmp_path / "s.json")
     assert [p["name"] for p in told["profiles"]] == ["rank 0 · training thread", "rank 1 · training thread"]
     assert told["profiles"][0]["samples"] == told["profiles"][1]["samples"]
     assert len(told["shared"]["frames"]) == 2
@@ -64,7 +53,7 @@ def test_each_rank_has_profiles_that_share_frames(tmp_path: Path) -> None:
 def test_the_rarest_stacks_are_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speedscope, "MOST_STACKS", 2)
     stacks = [f"{MAIN};f{n} (train.py:{n}) {n}\n" for n in range(1, 6)]
-    (profile,) = written(job(tmp_path / "run", *stacks), tmp_path / "s.json")["profiles"]
+    (profile,) = written(stacked(tmp_path / "run", *stacks), tmp_path / "s.json")["profiles"]
     assert profile["weights"] == [5, 4]
     assert profile["name"] == "training thread (3 rarer stacks left out)"
 

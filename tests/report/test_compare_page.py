@@ -9,7 +9,7 @@ import pytest
 
 from dlprof.report import compare_page
 from tests.fixtures import comparisons
-from tests.report.test_html import Page
+from tests.fixtures.pages import Page
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import re
-from collections.abc import Mapping
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -18,41 +15,7 @@ from dlprof.plain import NBSP
 from dlprof.report import html
 from dlprof.result import CATEGORIES, Blame, Fact, Panel, Result, TimePart
 from tests.fixtures import results
-
-
-class Page(HTMLParser):
-    """Elements with their attributes, the texts of scripts, headings in order, and all visible text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.headings: list[int] = []
-        self.text = ""
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self._open.append(tag)
-        if tag == "script":
-            self.scripts.append("")
-        if re.fullmatch("h[1-6]", tag):
-            self.headings.append(int(tag[1]))
-
-    def handle_endtag(self, tag: str) -> None:
-        while self._open and self._open.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        if self._open and self._open[-1] == "script":
-            self.scripts[-1] += data
-        elif self._open and self._open[-1] != "style":
-            self.text += data
-
-    def of(self, tag: str) -> list[Mapping[str, str | None]]:
-        return [attributes for name, attributes in self.elements if name == tag]
+from tests.fixtures.pages import Page
 
 
 @pytest.fixture(scope="module")

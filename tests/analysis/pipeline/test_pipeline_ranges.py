@@ -19,7 +19,7 @@ from tests.fixtures.asking import ask
 from tests.fixtures.jobs import environment
 from tests.fixtures.pipelines import alike, laid_out
 from tests.fixtures.runs import MS, asked
-from tests.record.collectors.test_pipeline import STAGES
+from tests.fixtures.stages import STAGES
 
 WORDS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 STEPS = 4

@@ -19,58 +19,12 @@ from dlprof.record.recorder import Recorder
 from tests.fixtures.devices import Devices, Place
 from tests.fixtures.jobs import environment, facts, launch, record, rows, wrapped
 from tests.fixtures.runs import measured
+from tests.fixtures.stages import STAGES
 
 torch = pytest.importorskip("torch", reason="recording needs torch")
 if not torch.distributed.is_available():
     pytest.skip("pipelines need torch.distributed", allow_module_level=True)
 
-STAGES = """
-import os, sys, time
-import torch, torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.pipelining import PipelineStage, schedules
-
-class Nap(torch.autograd.Function):
-    # Sleeps, as if it computed: so long forward, so long backward.
-    @staticmethod
-    def forward(ctx, x, forward_s, backward_s):
-        ctx.backward_s = backward_s
-        time.sleep(forward_s)
-        return x.clone()
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(ctx.backward_s)
-        return gradient, None, None
-
-class Sleeper(nn.Module):
-    # t forward; t for the gradients of the inputs, and t for those of the weights
-    def __init__(self, t):
-        super().__init__()
-        self.linear, self.t = nn.Linear(8, 8), t
-    def forward(self, x):
-        weight = Nap.apply(self.linear.weight, 0, self.t)
-        return Nap.apply(F.linear(x, weight, self.linear.bias), self.t, self.t)
-
-def build(name, microbatches, module, device="cpu", loss=F.mse_loss):
-    rank, p = dist.get_rank(), dist.get_world_size()
-    if name in ("GPipe", "1F1B"):
-        mine, n = [rank], p
-    else:
-        n = 2 * p
-        mine = [rank, n - 1 - rank] if name in ("ZBVZeroBubble", "DualPipeV") else [rank, rank + p]
-    modules = [module() for _ in mine]
-    stages = [PipelineStage(m, i, n, torch.device(device)) for m, i in zip(modules, mine)]
-    schedule = getattr(schedules, "Schedule" + name)(stages if n > p else stages[0], microbatches, loss_fn=loss)
-    optimizer = torch.optim.SGD([q for m in modules for q in m.parameters()], lr=0.01)
-    def step(microbatches=microbatches):
-        x, y = torch.randn(2, microbatches, 8, device=device)
-        target = {"target": y} if stages[-1].is_last or stages[0].is_last else {}
-        schedule.step(*([x] if 0 in mine else []), **target)
-        optimizer.step()
-        optimizer.zero_grad()
-    return schedule, step
-"""
 
 ALONE = (
     STAGES

@@ -18,7 +18,7 @@ import pytest
 
 from dlprof.record.samplers.amd import AmdSampler
 from dlprof.record.samplers.sampling import Host, sample
-from tests.record.samplers.test_gpu import host_with, rows
+from tests.fixtures.sampling import host_with, rows
 
 ONE, TWO = "0000:c1:00.0", "0000:05:00.0"
 SERIAL = "98b61aaf1e1d4b21"

@@ -9,12 +9,11 @@ The last test asks a real driver, and is skipped where there is none.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from dlprof.analysis.machine.clocks import REASONS
 from dlprof.record.samplers.gpu import GpuSampler
 from dlprof.record.samplers.sampling import Host, sample
 from tests.fixtures.jobs import environment, until
+from tests.fixtures.sampling import host_with, rows
 
 ONE, TWO = "11111111-2222-3333-4444-555555555555", "66666666-7777-8888-9999-000000000000"
 
@@ -163,24 +163,6 @@ def moving(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> Callable[[], Non
         now[0] += left.pop(0)
 
     return move
-
-
-def host_with(run: Path, *devices: Mapping[str, Any]) -> Host:
-    """Make a run whose ranks are this process, each with its device."""
-    host = Host(run)
-    host.folder.mkdir(parents=True)
-    for rank, device in enumerate(devices):
-        folder = run / "ranks" / f"{rank:05d}"
-        folder.mkdir(parents=True)
-        said = {"rank": rank, "host": host.name, "pid": os.getpid(), "device": device}
-        (folder / "facts.json").write_text(json.dumps(said))
-    host.look()
-    return host
-
-
-def rows(host: Host, rank: int = 0) -> list[dict[str, Any]]:
-    path = host.run / "ranks" / f"{rank:05d}" / "gpu.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 class Sampler(GpuSampler):
