@@ -77,7 +77,7 @@ def needs_of(function: Callable[..., Any], given: int = 0) -> tuple[Need, ...]:
     """Return what the parameters of a function need, but for the first `given`, which its caller passes."""
     parameters = list(inspect.signature(function).parameters.values())[given:]
     # With postponed evaluation an annotation is a text.
-    return tuple(Need(p.name, str(p.annotation).startswith("Maybe")) for p in parameters)
+    return tuple(Need(p.name, "Maybe[" in str(p.annotation)) for p in parameters)
 
 
 class Scope(Enum):
@@ -115,7 +115,7 @@ class Measure(Generic[T_co]):
     @property
     def is_frame(self) -> bool:
         """Whether it returns a frame, by its annotation."""
-        return self.function.__annotations__.get("return") == "pd.DataFrame"
+        return self.function.__annotations__.get("return") in ("pd.DataFrame", pd.DataFrame)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _measure_of, (self.function.__module__, self.name)

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis import engine
-from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank
+from dlprof.analysis.engine import Job, Maybe, across_ranks, needs_of, per_rank
 from dlprof.analysis.estimate import Estimate, Rule
 from dlprof.errors import NotMeasured
 from dlprof.read.run import Run
@@ -94,3 +94,12 @@ def test_measures_travel_by_name(measure: engine.Measure[Any]) -> None:
     make, args = measure.__reduce__()
     travelled: Callable[..., Any] = make
     assert travelled(*args) is measure
+
+
+def test_an_annotation_may_be_its_text_or_the_type_itself() -> None:
+    def asks(spans: Any) -> Any:
+        return spans
+
+    for annotation in ("Maybe[pd.DataFrame]", Maybe[pd.DataFrame]):
+        asks.__annotations__["spans"] = annotation
+        assert [(need.name, need.optional) for need in needs_of(asks)] == [("spans", True)]
