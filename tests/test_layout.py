@@ -165,6 +165,13 @@ def test_a_folder_has_at_most_twelve_modules() -> None:
     assert {folder: many for folder, many in folders.items() if many > 12} == {}
 
 
+def test_no_module_is_longer_than_a_reader_takes_in() -> None:
+    lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in tracked("dlprof/*.py")}
+    assert {path: many for path, many in lines.items() if many > 400} == {}
+    rules = {name: len(path.read_text().splitlines()) for name, path in RULE_FILES.items()}
+    assert {name: many for name, many in rules.items() if many > 150} == {}
+
+
 def test_a_module_and_its_test_stand_at_the_same_place() -> None:
     """What tests/FOLDER/test_NAME.py tests is dlprof/FOLDER/NAME.py, and each module has such a file."""
     modules = {p.relative_to(PACKAGE) for p in tracked("dlprof/*.py") if not p.name.startswith("_")}

@@ -246,8 +246,7 @@ class _Counts:
         import torch
 
         code = function.__code__
-        at = (code.co_filename, code.co_firstlineno)
-        if at in self._functions:
+        if (at := (code.co_filename, code.co_firstlineno)) in self._functions:
             return
         inner = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
         inner.__kwdefaults__ = function.__kwdefaults__
