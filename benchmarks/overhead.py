@@ -34,7 +34,7 @@ PEERS = Path(".bench/bin")
 PAUSE_S = 0.003
 
 # What every recording adds to a step, in one process: the one line a step alone, and with all that is on by default.
-PAIRED = {"the light layer": ("Facts", "Steps"), "every source inside a rank": None}
+PAIRED = {"the step log": ("Facts", "Steps"), "every source inside a rank": None}
 
 # How long one goes on before it is another's turn, in seconds, and how many of its steps are then left out: the first
 # held the others' turns, and those after it find the caches as the others left them. Not shorter: what samples once

@@ -44,7 +44,7 @@ class Call:
 
 @dataclass(slots=True)
 class Row:
-    """One step of the light layer."""
+    """One step of the step log."""
 
     number: int
     step: int  # of the job; one that does nothing but fetch has no row of its own

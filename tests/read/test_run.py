@@ -53,7 +53,7 @@ def warned(path: Path, out: Path) -> str:
 
 
 def light(number: int, **changes: Any) -> str:
-    """Return one line of the light layer: a step of 1 ms, 0.2 ms of it waiting for data."""
+    """Return one line of the step log: a step of 1 ms, 0.2 ms of it waiting for data."""
     row = {
         "step": number,
         "kind": "train",

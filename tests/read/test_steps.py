@@ -1,4 +1,4 @@
-"""The light layer's lines, whole, cut off and odd."""
+"""The step log's lines, whole, cut off and odd."""
 
 import json
 from pathlib import Path

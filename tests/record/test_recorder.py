@@ -70,7 +70,7 @@ def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
             for event, mark in zip(inside, marks.values(), strict=True):
                 assert mark["ts"] <= event["ts"]
                 assert event["ts"] + event["dur"] <= mark["ts"] + mark["dur"]
-        # The light layer and the trace tell the time by one clock.
+        # The step log and the trace tell the time by one clock.
         base = json.loads(trace)["baseTimeNanoseconds"]
         by_step = {row["step"]: row for row in rows(rank)}
         for name, mark in marks.items():

@@ -1,4 +1,4 @@
-"""Each rank's own time from the light layer and from the trace, and what the slowest one's lead costs."""
+"""Each rank's own time from the step log and from the trace, and what the slowest one's lead costs."""
 
 from pathlib import Path
 

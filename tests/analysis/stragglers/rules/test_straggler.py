@@ -163,7 +163,7 @@ def test_what_was_unusual_about_the_traced_steps_is_taken_off(tmp_path: Path) ->
 def test_who_is_late_in_the_traced_steps_alone_is_not_busy_for_longer(
     tmp_path: Path, cores: tuple[float, ...], state: str
 ) -> None:
-    """In the backward pass, where all wait, rank 1 takes 1 of 6 ms more; the light layer cannot tell it."""
+    """In the backward pass, where all wait, rank 1 takes 1 of 6 ms more; the step log cannot tell it."""
     folder = runs.cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=(MS, MS, MS))
     for rank, mine in enumerate(cores):
         runs.loading(folder, rank, step=6 * MS, wait=0, fetch=MS, cpu=0, n=20, workers=1, cores=mine)
