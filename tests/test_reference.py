@@ -194,7 +194,7 @@ def test_products_in_float32_are_found_as_far_as_the_host_keeps_up(result: Any) 
             "mi300_resnet",
             "62 % of each step is communication that nothing hides, or waiting for ranks that are not here",
         ),
-        ("queued_graph", "62 % of each step the device idles with work queued"),
+        ("queued_graph", "62 % of each step is device idle time with work queued"),
         (
             "v100_rank1_of_2",
             "10 % of each step is communication that nothing hides, or waiting for ranks that are not here",

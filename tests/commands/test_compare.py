@@ -44,7 +44,7 @@ def test_what_was_predicted_is_held_against_what_was_measured(pair: tuple[Path, 
     said = " ".join(done.stdout.split())
     assert "B is 1.61 × faster: a step takes 62.0 ms instead of 100.0 ms." in said
     assert "Predicted 60.0 ms for num_workers 0 → 2" in said
-    assert "less than was predicted, 95 % of the gain (predicted by input_wait)." in said
+    assert "less than predicted, 95 % of the gain (predicted by input_wait)." in said
     assert done.stdout.splitlines()[-1] == "page: dlprof-compare/compare.html"
     assert sorted(p.name for p in Path("dlprof-compare").iterdir()) == ["compare.html", "compare.json"]
 
@@ -88,7 +88,7 @@ def test_foreign_traces_are_compared_as_well(tmp_path: Path, monkeypatch: pytest
 def test_another_number_of_ranks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = run(job(tmp_path / "one", 100, 40, 0), job(tmp_path / "two", 62, 2, 2, world=2))
-    assert "not compared: ranks one by one: A has 1 of them and B 2" in " ".join(done.stdout.split())
+    assert "not compared: rank by rank: A has 1 rank and B 2" in " ".join(done.stdout.split())
 
 
 def test_a_broken_result_is_one_line(pair: tuple[Path, Path]) -> None:

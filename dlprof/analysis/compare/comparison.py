@@ -12,6 +12,7 @@ from dlprof.analysis.compare.predictions import Prediction, prediction
 from dlprof.analysis.compare.settings_diff import Setting, differing
 from dlprof.analysis.compare.significance import LEAST_NOISE, LEAST_SHARE, NOISE, Difference
 from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, Outcome, Result, Work, plain
+from dlprof.units import count
 
 FORMAT = 2
 
@@ -89,7 +90,8 @@ def compare(a: Result, b: Result) -> Comparison:
     same_ranks = a.run.world_size == b.run.world_size
     if not same_ranks:
         refused.append(
-            f"rank by rank: A has {a.run.world_size} ranks and B {b.run.world_size}; means over the ranks are compared,"
+            f"rank by rank: A has {count(a.run.world_size, 'rank')} and B {b.run.world_size}; means over the ranks are"
+            " compared,"
             " of steps that may do different work"
         )
     step = pair.difference("step", a.window.step_ns, b.window.step_ns, a.window.noise_ns, b.window.noise_ns)

@@ -107,7 +107,7 @@ def _watch_exec(run):
         def call(*args, **kwargs):
             try:
                 _hello(run, f'{{"pid": {os.getpid()}, "exec": true}}\n')
-                recorder = getattr(sys.modules.get("dlprof"), "_recorder", None)
+                recorder = getattr(sys.modules.get("dlprof.marks"), "recorder", None)
                 if recorder is not None:
                     recorder.stop("exec")
             except Exception as e:  # noqa: BLE001 - see the file's docstring
