@@ -19,6 +19,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_a_job_that_hangs_is_ended_with_what_left_its_group_and_ignores_signals(tmp_path: Path) -> None:
     body = f"""
 import os, signal, subprocess, sys, time

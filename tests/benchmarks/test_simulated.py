@@ -77,6 +77,7 @@ def test_a_planted_fault_is_recorded_diagnosed_and_compared() -> None:
     assert any("true rank 0" in line for line in case.why)
 
 
+@pytest.mark.long
 @settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(10_000, 99_999))
 def test_random_healthy_jobs_keep_what_always_holds(seed: int) -> None:

@@ -18,6 +18,7 @@ NEAR = 0.15
 CAUTIOUS = ("float32",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [fault.name for fault in FAULTS])
 def test_a_planted_fault_is_found_with_what_its_fix_gains(name: str) -> None:
     case = of_fault(name, SEED, None)

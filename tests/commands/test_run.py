@@ -84,6 +84,7 @@ def test_the_list_tells_of_every_workload_and_of_every_fault_its_rule(tmp_path: 
     )
 
 
+@pytest.mark.long
 def test_a_workload_that_is_no_distributed_job_has_one_rank_if_not_told_otherwise(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("RANKS = 1\nraise SystemExit\n")
     env = environment(CUDA_VISIBLE_DEVICES="")

@@ -68,6 +68,7 @@ def test_the_last_steps_of_a_rank_that_hangs_are_on_the_disk_while_it_hangs(tmp_
         process.wait()
 
 
+@pytest.mark.long
 def test_ranks_that_wait_for_each_other_end_with_their_launcher(tmp_path: Path) -> None:
     # Without our thread, torchrun waited 30 s for the rank that was in the barrier, and killed it.
     deadlock = script(
@@ -117,6 +118,7 @@ def test_a_rank_that_hangs_does_not_hold_up_an_elastic_restart(tmp_path: Path) -
     assert [len(rows(path)) for path in sorted(ranks.iterdir())] == [25] * 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wraps", [False, True])
 def test_a_script_finds_the_handlers_that_it_finds_without_us(tmp_path: Path, wraps: bool) -> None:
     chains = script(
@@ -185,6 +187,7 @@ def test_whoever_listens_to_signals_already_goes_on_to(tmp_path: Path) -> None:
     assert record(listens, folder=tmp_path / "run").stdout == "True True\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGINT, signal.SIGINT)])
 def test_a_ctrl_c_ends_what_runs_python_as_ever(tmp_path: Path, signals: tuple[signal.Signals, ...]) -> None:
     process = begun(tmp_path, "train(5)\nprint('hangs', flush=True)\ntrain(10**9)")
@@ -205,6 +208,7 @@ def test_whoever_kills_what_he_started_kills_the_job(tmp_path: Path) -> None:
     assert len(rows(tmp_path / "run/ranks/00000")) >= 25
 
 
+@pytest.mark.long
 def test_a_sigterm_waits_for_the_files_that_the_end_of_the_script_leaves(tmp_path: Path) -> None:
     # The export of a large trace is in C: the thread must not take it for a collective that hangs.
     ends = script(

@@ -250,6 +250,7 @@ WHOLE = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="this PyTorch has graphs")
 def test_pytorchs_own_class_is_watched_and_its_objects_have_nothing_of_ours(tmp_path: Path) -> None:
     path = tmp_path / "job.py"

@@ -99,6 +99,7 @@ def test_two_blocks_of_a_process_are_two_runs_and_leave_it_as_it_was(tmp_path: P
     assert not list((tmp_path / "second").glob("hosts/*/host.jsonl"))
 
 
+@pytest.mark.long
 def test_a_block_that_cannot_be_recorded_runs_and_says_so_once(tmp_path: Path) -> None:
     body = """
         import dlprof
@@ -124,6 +125,7 @@ def test_a_block_that_cannot_be_recorded_runs_and_says_so_once(tmp_path: Path) -
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.long
 def test_a_forks_child_ends_no_recording(tmp_path: Path) -> None:
     body = """
         import dlprof

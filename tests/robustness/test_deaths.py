@@ -128,6 +128,7 @@ def test_killed_at_any_moment(moment: str, tmp_path: Path) -> None:
         assert result["run"]["warnings"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_once_and_twice(presses: int, tmp_path: Path) -> None:
     (tmp_path / "trains.py").write_text(TRAINS)

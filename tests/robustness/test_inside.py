@@ -82,6 +82,7 @@ def section(title: str) -> set[str]:
     return set(re.findall(r"^[*] `([^`]+)`", body, re.M))
 
 
+@pytest.mark.long
 def test_a_recorded_process_differs_in_what_is_listed_alone(tmp_path: Path) -> None:
     plain, ours = told(tmp_path, wraps=False), told(tmp_path, wraps=True)
     assert plain["patched"] == []

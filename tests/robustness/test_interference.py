@@ -35,6 +35,7 @@ def script(folder: Path, body: str, name: str = "train.py") -> Path:
     return path
 
 
+@pytest.mark.long
 def test_files_that_take_our_descriptors_stay_as_the_script_wrote_them(tmp_path: Path) -> None:
     loop = script(
         tmp_path,

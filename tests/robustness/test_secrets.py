@@ -40,6 +40,7 @@ def held(folder: Path) -> bytes:
     return found
 
 
+@pytest.mark.long
 def test_secrets_of_the_command_and_the_environment_reach_nothing(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

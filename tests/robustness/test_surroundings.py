@@ -108,6 +108,7 @@ def covered(folder: Path) -> list[str]:
     return ["--", sys.executable, "-m", "coverage", "run", "train.py"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("made", [package, zipped, suite, covered])
 def test_ways_to_start_a_script(made: Callable[[Path], list[str]], tmp_path: Path) -> None:
     words = made(tmp_path)

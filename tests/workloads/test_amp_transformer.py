@@ -13,6 +13,7 @@ TINY = ("--device=cpu", "--width=32", "--length=16", "--batch-size=8", "--layers
 workload = load("amp_transformer")
 
 
+@pytest.mark.long
 def test_it_learns_and_a_loop_over_the_parameters_changes_nothing_but_the_time() -> None:
     healthy = losses(train("amp_transformer", *TINY, "--steps=60", ranks=1))
     assert len(healthy) == 6

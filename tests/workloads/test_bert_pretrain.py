@@ -25,6 +25,7 @@ def found(*options: str, ranks: int = 1) -> list[float]:
     return losses(train("bert_pretrain", *TINY, *options, ranks=ranks))
 
 
+@pytest.mark.long
 def test_it_learns_and_a_loop_over_the_parameters_changes_nothing_but_the_time() -> None:
     healthy = found("--steps=100")
     assert len(healthy) == 10

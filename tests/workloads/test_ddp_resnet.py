@@ -44,6 +44,7 @@ def healthy(data: Path) -> list[float]:
     return losses(train(data, ranks=2))
 
 
+@pytest.mark.long
 def test_two_ranks_learn(healthy: list[float]) -> None:
     assert len(healthy) == 20
     assert all(math.isfinite(loss) for loss in healthy)

@@ -13,6 +13,7 @@ TINY = ["--device=cpu", "--rows=500", "--width=8", "--hidden=32", "--batch-size=
 workload = load("dlrm_like")
 
 
+@pytest.mark.long
 def test_it_learns() -> None:
     found = losses(train("dlrm_like", *TINY, "--steps=60"))
     assert len(found) == 6

@@ -11,6 +11,7 @@ TINY = ["--device=cpu", "--width=32", "--length=16", "--batch-size=8", "--layers
 workload = load("fsdp_gpt")
 
 
+@pytest.mark.long
 def test_it_learns() -> None:
     found = losses(train("fsdp_gpt", *TINY, "--steps=40", "--prefetch=1", "--checkpointing"))
     assert len(found) == 4

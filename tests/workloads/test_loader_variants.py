@@ -36,6 +36,7 @@ def test_every_storage_holds_the_same_records(data: Path, storage: str) -> None:
     assert sums == pytest.approx(plain, rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [["--storage", "tar"], ["--storage", "mapped", "--start-method", "spawn"], ["--fault", "workers_restart"]],

@@ -20,6 +20,7 @@ TINY = [
 workload = load("tensor_parallel_gpt")
 
 
+@pytest.mark.long
 def test_it_learns() -> None:
     found = losses(train("tensor_parallel_gpt", *TINY, "--steps=40"))
     assert len(found) == 4

@@ -116,6 +116,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "precision", "products", "convolutions"),
     [

@@ -70,6 +70,7 @@ def counts(loading: list[dict[str, Any]]) -> dict[str, int]:
     return {kind: kinds.count(kind) for kind in kinds}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dataset", "method", "workers", "epochs"),
     # A worker that is not forked imports torch, which takes seconds: one is enough.
@@ -168,6 +169,7 @@ def test_subclasses_workers_that_persist_and_samples_that_are_batches(tmp_path: 
     assert max(row["outstanding"] for row in loading if row["kind"] in ("first", "batch")) == 6
 
 
+@pytest.mark.long
 def test_a_loader_whose_iter_is_its_own_is_known(tmp_path: Path) -> None:
     # As torchdata's StatefulDataLoader; what it asks another for within a fetch is no loader of the script's.
     loading, fetches = recorded(
@@ -193,6 +195,7 @@ def test_a_loader_whose_iter_is_its_own_is_known(tmp_path: Path) -> None:
     assert sum(f["count"] for f in fetches if f["worker"] == -1) == 12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("persistent", [False, True])
 def test_epochs_of_torchdatas_loader_are_timed_from_their_start_to_the_workers_leaving(
     persistent: bool, tmp_path: Path

@@ -90,6 +90,7 @@ def test_what_kineto_says_is_kept_and_the_scripts_stderr_has_what_others_say(tmp
     assert said["level"] is None
 
 
+@pytest.mark.long
 def test_after_it_kineto_says_what_it_would_have_said_without_us() -> None:
     again = """
     profiler = torch.profiler._KinetoProfile(activities=[torch.profiler.ProfilerActivity.CPU])
@@ -115,6 +116,7 @@ def test_a_user_who_wants_kinetos_words_has_them_all() -> None:
     assert said["level"] == "0"
 
 
+@pytest.mark.long
 def test_a_child_that_outlives_the_call_and_its_parent_is_heard_to_its_end() -> None:
     done = run(
         """
@@ -182,6 +184,7 @@ def test_a_script_that_changes_its_stderr_meanwhile_keeps_the_new_one(tmp_path: 
     assert (tmp_path / "err.txt").read_text().endswith("to the file\n")
 
 
+@pytest.mark.long
 def test_a_script_without_stderr_is_recorded_all_the_same() -> None:
     done = run("end()", PYTHONUNBUFFERED="1")
     assert json.loads(done.stdout)["errors"] == []

@@ -100,6 +100,7 @@ def test_stopping_and_continuing_dlprof_stops_and_continues_the_command(tmp_path
     assert process.wait(30) == 9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_job_that_a_scheduler_suspends_goes_on_when_it_is_resumed(alone: bool, tmp_path: Path) -> None:
     process = in_its_own_group(wrapped(tmp_path / "run", [sys.executable, "-c", WAITS, "SIGUSR1"]))

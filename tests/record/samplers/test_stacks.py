@@ -172,6 +172,7 @@ def test_a_job_of_a_second_and_one_without_a_loader(tmp_path: Path) -> None:
     assert set(table["role"]) == {"main"}
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_ends_as_without_and_what_was_seen_is_kept(tmp_path: Path) -> None:
     script = written(tmp_path, "run(900)")
     command = wrapped(tmp_path / "run", [sys.executable, script], "--no-trace")

@@ -81,6 +81,7 @@ def test_augmentation_changes_training_pictures_only(tmp_path: Path) -> None:
         assert len({pictures[0][0].numpy().tobytes() for _ in range(8)}) == versions
 
 
+@pytest.mark.long
 def test_interrupted_drawing_is_done_again(tmp_path: Path) -> None:
     code = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); from pathlib import Path; import parts.pictures as p;"
     code += f"p.make_pictures(Path({str(tmp_path)!r}), 'cifar', 4000)"
