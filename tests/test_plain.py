@@ -32,6 +32,7 @@ def safe(said: str) -> bool:
     return "\x1b[2J" not in said and "\u202e" not in said and "\nreport: theirs" not in said
 
 
+@pytest.mark.long
 def test_commands_print_no_path_raw(tmp_path: Path) -> None:
     folder = tmp_path / EVIL
     folder.mkdir()

@@ -117,6 +117,7 @@ def test_steps_that_take_long_are_recorded_fewer_times(
     assert recorded_steps == [100, accuracy.LEAST_STEPS, 100, 120, 120, 120]
 
 
+@pytest.mark.long
 def test_kept_runs_are_diagnosed_anew(tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "kept"
     rows = accuracy_of(tmp_path, monkeypatch, "--rounds", "1", "--only", "late", "--keep", str(kept))

@@ -93,6 +93,7 @@ def test_a_workload_that_is_no_distributed_job_has_one_rank_if_not_told_otherwis
     assert "dlprof: one.py on 2 CPU ranks\n" in said[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_workload_may_name_the_launcher_of_its_ranks(tmp_path: Path, installed: bool) -> None:
     pytest.importorskip("torch", reason="recording needs torch")

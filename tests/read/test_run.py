@@ -280,6 +280,7 @@ def test_hostile_names_on_a_terminal_that_knows_ascii_only(tmp_path: Path) -> No
     assert "\x1b" not in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [b"<script>alert(1)<", b"\x1b[31mred", b"\xff\xfe", "\u202eright".encode()])
 def test_hostile_names_of_files(tmp_path: Path, name: bytes) -> None:
     folder = tmp_path / os.fsdecode(name)

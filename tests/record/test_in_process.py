@@ -70,6 +70,7 @@ TWICE = """
 """
 
 
+@pytest.mark.long
 def test_two_blocks_of_a_process_are_two_runs_and_leave_it_as_it_was(tmp_path: Path) -> None:
     done = plain(tmp_path, TWICE, "--token", "abc")
     path, raised, opened, shown = done.stdout.splitlines()

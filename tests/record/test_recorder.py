@@ -42,6 +42,7 @@ DDP = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
     loop = tiny(tmp_path, DDP)

@@ -43,6 +43,7 @@ def test_its_ranks_exchange_gradients_within_their_optimizer(tmp_path: Path) -> 
     assert [e["collective"] for e in result["exchanges"]] == ["all_reduce"]
 
 
+@pytest.mark.long
 def test_its_ranks_share_out_the_pictures_and_its_model_learns_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

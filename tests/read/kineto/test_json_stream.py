@@ -132,6 +132,7 @@ def test_any_byte_changed_raises_nothing_but_words(tmp_path: Path, seed: int) ->
                 assert len(torch_trace.read(path).tables["spans"]) <= 7
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not REAL.exists(), reason="needs ../shared/traces")
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_real_trace_cut_anywhere(tmp_path: Path, packed: bool) -> None:
