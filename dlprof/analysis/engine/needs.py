@@ -141,10 +141,11 @@ def _register(function: Callable[..., T], scope: Scope) -> Measure[T]:
     name = function.__name__
     if name in _MEASURES or name in schema.TABLES or name in (RANK, JOB):
         raise TypeError(f"{function.__module__}: there already is a measure or a table {name!r}")
+    measure = Measure(name, function, scope, needs_of(function))
     if _complete:
-        check_needs(function, scope, (name,))
-    _MEASURES[name] = Measure(name, function, scope, needs_of(function))
-    return _MEASURES[name]
+        _check_measure(measure)
+    _MEASURES[name] = measure
+    return measure
 
 
 def within_rank(function: Callable[..., T]) -> Measure[T]:
@@ -162,27 +163,33 @@ def across_ranks(function: Callable[..., T]) -> Measure[T]:
     return _register(function, Scope.ACROSS_RANKS)
 
 
-def check_needs(
-    function: Callable[..., Any], scope: Scope = Scope.ACROSS_RANKS, path: tuple[str, ...] = (), given: int = 0
-) -> None:
+def check_needs(function: Callable[..., Any], scope: Scope = Scope.ACROSS_RANKS, given: int = 0) -> None:
     """Raise TypeError where a parameter names an unknown or forbidden need, or where needs form a cycle."""
+    _check(f"{function.__module__}.{function.__qualname__}", needs_of(function, given), scope, ())
+
+
+def _check(who: str, needs: Sequence[Need], scope: Scope, path: tuple[str, ...]) -> None:
     across = scope is Scope.ACROSS_RANKS
-    for need in needs_of(function, given):
+    for need in needs:
         known = _MEASURES.get(need.name)
         if need.name in path:
-            raise TypeError(f"{function.__module__}: {' needs '.join((*path, need.name))}")
+            raise TypeError(f"{who}: {' needs '.join((*path, need.name))}")
         if known is not None and (known.scope is not Scope.WITHIN_RANK if across else not known.across):
-            if need.name not in _checked:
-                check_needs(known.function, known.scope, (*path, need.name))
-                _checked.add(need.name)
+            _check_measure(known, path)
         elif need.name not in ((JOB,) if across else (RANK, *schema.TABLES)):
-            raise TypeError(f"{function.__module__}.{function.__qualname__}: nothing {scope.value} is {need.name!r}")
+            raise TypeError(f"{who}: nothing {scope.value} is {need.name!r}")
+
+
+def _check_measure(measure: Measure[Any], path: tuple[str, ...] = ()) -> None:
+    if measure.name not in _checked:
+        _check(f"{measure.function.__module__}.{measure.name}", measure.needs, measure.scope, (*path, measure.name))
+        _checked.add(measure.name)
 
 
 def check_measures() -> tuple[Measure[Any], ...]:
     """Return all measures by name, once all are known; raise TypeError where the needs of one are wrong."""
     for measure in _MEASURES.values():
-        check_needs(measure.function, measure.scope)
+        _check_measure(measure)
     _complete.append(True)
     return tuple(_MEASURES[name] for name in sorted(_MEASURES))
 
