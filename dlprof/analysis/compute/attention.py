@@ -108,12 +108,14 @@ def attention(
         found.append((block.passes, dtype, str(shape or ""), ns, best, names))
     each = pd.DataFrame(found, columns=["passes", "dtype", "shape", "ns", "fused_ns", "between"])
     faster = each[each["fused_ns"] < each["ns"]]
-    frame = each.groupby(["passes", "dtype", "shape"], sort=False, as_index=False).agg(
-        calls=("ns", "size"),
-        ns=("ns", "sum"),
-        fused_ns=("fused_ns", "mean"),
-        between=("between", lambda names: " ".join(sorted(set().union(*names)))),
-    )
+    frame = each.assign(calls=0.0)
+    if found:
+        frame = each.groupby(["passes", "dtype", "shape"], sort=False, as_index=False).agg(
+            calls=("ns", "size"),
+            ns=("ns", "sum"),
+            fused_ns=("fused_ns", "mean"),
+            between=("between", lambda names: " ".join(sorted(set().union(*names)))),
+        )
     n = len(timing.windows)
     frame = frame.assign(
         calls=frame["calls"] / n,

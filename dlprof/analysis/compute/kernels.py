@@ -82,8 +82,8 @@ def kernel_times(kernels: pd.DataFrame, timing: Timing) -> pd.DataFrame:
     inside = kernels[kernels["step"] >= 0]
     if inside.empty:
         raise NotMeasured("no kernel ran in the traced steps")
-    groups = inside.groupby("name", observed=True)
-    times = groups.agg(calls=("dur_ns", "size"), ns=("dur_ns", "sum")) / len(timing.windows)
+    by_name = inside.groupby("name", observed=True)["dur_ns"]
+    times = pd.DataFrame({"calls": by_name.size(), "ns": by_name.sum()}) / len(timing.windows)
     longest = times.sort_values("ns", ascending=False, kind="stable").head(MOST_KERNELS)
     return pd.DataFrame(
         {

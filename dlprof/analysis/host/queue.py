@@ -101,7 +101,7 @@ def queued_waits(
     waits = pd.DataFrame(
         {
             "ended_by": [short(str(name), 120) for name in device_work["name"].array[row]],
-            "stream": device_work["lane"].astype("str").to_numpy()[row],
+            "stream": host.written(device_work["lane"])[row],
             "launched_by": [names[-1] for names in calls],
             "waits_for": _reasons(spans, device_work, calls, gaps, row),
             "times": 1 / steps,
@@ -122,7 +122,7 @@ def queued_waits(
 def _calls(spans: pd.DataFrame, launched: NDArray[np.int64]) -> list[list[str]]:
     """Return for each launch its thread's calls since the one before that launched work; the launch itself is last."""
     runtime = spans[["name", "lane", "start_ns"]][host.is_kind(spans, "runtime")]
-    names, lane = runtime["name"].astype("str").to_numpy(), runtime["lane"].cat.codes.to_numpy()
+    names, lane = host.written(runtime["name"]), runtime["lane"].cat.codes.to_numpy()
     found = []
     for at in np.searchsorted(runtime["start_ns"].to_numpy(), launched).tolist():
         near = slice(max(at - _NEAR, 0), at)
@@ -137,8 +137,8 @@ def _reasons(
 ) -> list[str]:
     """Return what each wait was for; `calls`: those of the launch of the work, `row`, that ended it."""
     runtime = spans[["name", "start_ns", "dur_ns"]][host.is_kind(spans, "runtime")]
-    names = runtime["name"].astype("str")
-    runtime = runtime[names.str.startswith(_ALLOCATES) & ~names.str.contains("cpy|set")]
+    runtime = runtime[host.is_named(runtime, *_ALLOCATES)]
+    runtime = runtime[~np.array(["cpy" in name or "set" in name for name in host.written(runtime["name"])], dtype=bool)]
     begin = runtime["start_ns"].to_numpy()
     end = begin + runtime["dur_ns"].to_numpy()
     allocates = [

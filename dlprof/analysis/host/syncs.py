@@ -149,11 +149,11 @@ def _waits(thread: pd.DataFrame, ops: pd.DataFrame, device_work: pd.DataFrame) -
     waits = np.flatnonzero(host.is_named(called, *SYNCHRONISING) | home)
     waits = waits[np.argsort(-called["dur_ns"].to_numpy()[waits], kind="stable")]
     within = around[waits]
-    asked = ops["name"].astype("str").to_numpy()
+    asked = host.written(ops["name"])
     frame = pd.DataFrame(
         {
             "asked": [asked[op] if op >= 0 else "" for op in within],
-            "call": called["name"].astype("str").to_numpy()[waits],
+            "call": host.written(called["name"])[waits],
             "copied": copied[waits],
             "start_ns": start[waits],
             "end_ns": start[waits] + called["dur_ns"].to_numpy()[waits],

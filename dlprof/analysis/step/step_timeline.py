@@ -103,11 +103,12 @@ def _in_workers(fetches: pd.DataFrame, begin: int, end: int) -> list[Row]:
 
 def _on_streams(device_work: pd.DataFrame, bubble: iv.Intervals, begin: int, end: int) -> list[Row]:
     """Return what each of the busiest streams ran, hidden or not: those that compute first, those that copy last."""
-    start, over = device_work["start_ns"], device_work["start_ns"] + device_work["dur_ns"]
-    inside = (start < end) & (over > begin)
+    start = device_work["start_ns"].to_numpy()
+    over = start + device_work["dur_ns"].to_numpy()
+    inside = np.flatnonzero((start < end) & (over > begin))
     # What ran when the step began has a name, too.
-    late = start[inside].clip(lower=begin)
-    shown = device_work.loc[inside, ["lane", "kind", "name"]].assign(start_ns=late, dur_ns=over[inside] - late)
+    late = np.maximum(start[inside], begin)
+    shown = device_work[["lane", "kind", "name"]].iloc[inside].assign(start_ns=late, dur_ns=over[inside] - late)
     streams = []
     for lane, mine in shown.groupby("lane", observed=True):
         spans = {role: mine[host.is_kind(mine, *kinds)] for role, kinds in _ROLES.items()}

@@ -56,6 +56,13 @@ def is_one_of(column: pd.Series[str], *values: str) -> NDArray[np.bool_]:
     return _are(column, [c in values for c in _texts(column)])
 
 
+def written(column: pd.Series[str]) -> NDArray[np.object_]:
+    """Return the texts of a categorical column, which share their objects."""
+    values = cast("pd.Categorical", column.array)
+    texts: NDArray[np.object_] = values.categories.to_numpy(dtype=object)[values.codes]
+    return texts
+
+
 def _texts(column: pd.Series[str]) -> list[str]:
     """Return the categories of a column of texts; iterating over them would make a pandas object of each."""
     return cast("pd.Categorical", column.array).categories.tolist()
