@@ -1,0 +1,184 @@
+"""The settings that a recording can override in an unedited script: `--set loader.num_workers=4`.
+
+One table for who names them (changes of findings), who takes them (the command line, `dlprof try`) and who applies them
+(dlprof/record/overrides). Standard library only: it is imported inside ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from dlprof.errors import DlprofError
+
+Value = bool | int | float | str
+
+
+@dataclass(frozen=True)
+class Override:
+    """A setting that can be overridden.
+
+    `name` is GROUP.SETTING; SETTING is what changes and facts call it. `numerics`: whether the job then computes other
+    numbers. `risk` is one sentence for the user; "" where there is none.
+    """
+
+    name: str
+    parse: Callable[[str], Value]
+    values: str  # what it takes, for help: "0, 1, 2, …"
+    help: str
+    numerics: bool = False
+    risk: str = ""
+
+    @property
+    def setting(self) -> str:
+        """The setting's name in code and in `Change.settings`."""
+        return self.name.partition(".")[2]
+
+
+def _bool(text: str) -> bool:
+    known = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
+    if text.lower() not in known:
+        raise ValueError("True or False")
+    return known[text.lower()]
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise ValueError(f"a whole number from {least} on")
+        return int(text)
+
+    return parse
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise ValueError("a number above 0")
+    return value
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError(" or ".join(words))
+        return text
+
+    return parse
+
+
+_FLAG = "True, False"
+
+OVERRIDES = (
+    Override("loader.num_workers", _whole(0), "0, 1, 2, …", "Worker processes of each DataLoader."),
+    Override("loader.pin_memory", _bool, _FLAG, "Copy batches into page-locked memory."),
+    Override("loader.persistent_workers", _bool, _FLAG, "Keep the workers between epochs; without workers: ignored."),
+    Override("loader.prefetch_factor", _whole(1), "1, 2, …", "Batches that each worker makes ahead."),
+    Override(
+        "loader.multiprocessing_context",
+        _one_of("fork", "spawn", "forkserver"),
+        "fork, spawn, forkserver",
+        "How workers are started.",
+        risk="With spawn and forkserver the data set must be picklable.",
+    ),
+    Override("ddp.bucket_cap_mb", _positive, "MB", "Size of a bucket of gradients."),
+    Override("ddp.gradient_as_bucket_view", _bool, _FLAG, "Keep gradients in the buckets, without a copy."),
+    Override(
+        "ddp.static_graph",
+        _bool,
+        _FLAG,
+        "The same parameters are used in each step.",
+        risk="Wrong gradients or an error where the used parameters change from step to step.",
+    ),
+    Override(
+        "ddp.find_unused_parameters",
+        _bool,
+        _FLAG,
+        "Look for parameters without a gradient in each step.",
+        risk="False fails where some parameters get no gradient.",
+    ),
+    Override(
+        "ddp.broadcast_buffers",
+        _bool,
+        _FLAG,
+        "Broadcast rank 0's buffers before each forward pass.",
+        numerics=True,
+        risk="With False, buffers such as batch-norm statistics differ between ranks.",
+    ),
+    Override("ddp.comm_hook", _one_of("fp16", "bf16"), "fp16, bf16", "Exchange gradients in 16 bits.", numerics=True),
+    Override("optimizer.fused", _bool, _FLAG, "One kernel for all parameters of a group."),
+    Override("optimizer.foreach", _bool, _FLAG, "Few kernels for lists of parameters."),
+    Override(
+        "torch.float32_matmul_precision",
+        _one_of("highest", "high", "medium"),
+        "highest, high, medium",
+        "How float32 products are computed.",
+        numerics=True,
+    ),
+    Override("torch.cudnn_benchmark", _bool, _FLAG, "Time convolution algorithms, and take the fastest."),
+    Override("torch.num_threads", _whole(1), "1, 2, …", "Threads of an operator on the CPU."),
+    Override(
+        "torch.autocast",
+        _one_of("bf16", "fp16", "off"),
+        "bf16, fp16, off",
+        "Run forward passes of the outermost model under autocast.",
+        numerics=True,
+    ),
+    Override(
+        "torch.compile",
+        _one_of("default", "reduce-overhead", "max-autotune"),
+        "default, reduce-overhead, max-autotune",
+        "Compile the outermost model.",
+        numerics=True,
+    ),
+    Override("torch.channels_last", _bool, _FLAG, "Images and convolutions in the channels-last layout."),
+    Override(
+        "gc.freeze", _bool, _FLAG, "Exempt the objects made so far from garbage collection before the first step."
+    ),
+    Override(
+        "gc.enabled",
+        _bool,
+        _FLAG,
+        "Automatic garbage collection.",
+        risk="With False, memory held in cycles is never freed.",
+    ),
+    Override("copy.non_blocking", _bool, _FLAG, "Let copies to the device not wait for it."),
+)
+
+# Variables of the environment are overridden as env.NAME=VALUE; these compute other numbers.
+_NUMERIC_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+
+_BY_NAME = {o.name: o for o in OVERRIDES}
+
+
+def parse(words: Iterable[str]) -> dict[str, Value]:
+    """Return overrides from NAME=VALUE words, by name; raise DlprofError for an unknown name or value."""
+    found: dict[str, Value] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals:
+            raise DlprofError(f"--set {word}: NAME=VALUE expected, such as loader.num_workers=4")
+        group, _, variable = name.partition(".")
+        if group == "env" and variable.isidentifier():
+            found[name] = text
+            continue
+        if name not in _BY_NAME:
+            raise DlprofError(f"--set {word}: no setting {name!r}; `dlprof explain settings` lists them")
+        try:
+            found[name] = _BY_NAME[name].parse(text)
+        except ValueError as e:
+            raise DlprofError(f"--set {word}: {e} expected") from None
+    return found
+
+
+def changes_numbers(overrides: Mapping[str, Value]) -> list[str]:
+    """Return the names of those overrides with which the job computes other numbers."""
+    variables = [f"env.{v}" for v in _NUMERIC_VARIABLES]
+    return [name for name in overrides if name in variables or (name in _BY_NAME and _BY_NAME[name].numerics)]
+
+
+def named(setting: str) -> str | None:
+    """Return the override of a setting as changes and facts name it (num_workers); None where there is none."""
+    if setting.isupper():
+        return f"env.{setting}"
+    return next((o.name for o in OVERRIDES if o.setting == setting), None)
