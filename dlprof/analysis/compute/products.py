@@ -101,9 +101,12 @@ def misaligned(frame: pd.DataFrame, peaks: Mapping[str, float], bandwidth: float
     convolution. The number of rows (batch × length) may be any.
     """
     took = saved = 0.0
-    shaped = frame[(frame["shape"] != "") & (frame["dtype"].map(multiple_of) > 0)]
+    shaped = frame[frame["shape"].to_numpy(dtype=object) != ""]
+    shaped = shaped[shaped["dtype"].map(multiple_of) > 0] if len(shaped) else shaped
     for multiple, precisions in _PRECISIONS.items():
         alike = shaped[shaped["dtype"].map(multiple_of) == multiple]
+        if alike.empty:
+            continue
         rate = max(peaks.get(p, 0.0) for p in precisions) * TENSOR_SHARE
         mine, more = _too_long(alike, rate, bandwidth)
         took, saved = took + mine, saved + more

@@ -107,19 +107,21 @@ def _on_streams(device_work: pd.DataFrame, bubble: iv.Intervals, begin: int, end
     over = start + device_work["dur_ns"].to_numpy()
     inside = np.flatnonzero((start < end) & (over > begin))
     # What ran when the step began has a name, too.
-    late = np.maximum(start[inside], begin)
-    shown = device_work[["lane", "kind", "name"]].iloc[inside].assign(start_ns=late, dur_ns=over[inside] - late)
+    late, over = np.maximum(start[inside], begin), over[inside]
+    shown = device_work[["lane", "kind", "name"]].iloc[inside].assign(start_ns=late, dur_ns=over - late)
+    lanes = shown["lane"].cat
+    of_role = {role: host.is_kind(shown, *kinds) for role, kinds in _ROLES.items()}
     streams = []
-    for lane, mine in shown.groupby("lane", observed=True):
-        spans = {role: mine[host.is_kind(mine, *kinds)] for role, kinds in _ROLES.items()}
-        ran = {role: iv.clip(host.cover(of), begin, end) for role, of in spans.items()}
+    for code in np.unique(lanes.codes).tolist():
+        here = {role: np.flatnonzero(of & (lanes.codes.to_numpy() == code)) for role, of in of_role.items()}
+        ran = {role: iv.clip(iv.union(late[at], over[at]), begin, end) for role, at in here.items()}
         busy = {role: iv.total(pieces) for role, pieces in ran.items()}
         role = max(busy, key=lambda role: busy[role])
-        name = f"{role} {str(lane).removeprefix('device').removeprefix(':')}"
-        streams.append((list(_ROLES).index(role), -sum(busy.values()), name, spans, ran))
+        name = f"{role} {str(lanes.categories[code]).removeprefix('device').removeprefix(':')}"
+        streams.append((list(_ROLES).index(role), -sum(busy.values()), name, here, ran))
     rows: list[Row] = []
     busiest = sorted(streams, key=lambda stream: stream[1])[:MOST_STREAMS]
-    for _, _, lane, spans, ran in sorted(busiest, key=lambda stream: stream[:3]):
+    for _, _, lane, here, ran in sorted(busiest, key=lambda stream: stream[:3]):
         for role, category, cover in (
             ("computation", "computation", ran["computation"]),
             ("communication", "communication", iv.subtract(ran["communication"], bubble)),
@@ -127,7 +129,7 @@ def _on_streams(device_work: pd.DataFrame, bubble: iv.Intervals, begin: int, end
             ("copies", "copy", ran["copies"]),
         ):
             pieces = _coarse(cover, end - begin)
-            rows += _rows(lane, pieces, _longest(spans[role], pieces), category)
+            rows += _rows(lane, pieces, _longest(shown.iloc[here[role]], pieces), category) if len(pieces) else []
     return rows
 
 
