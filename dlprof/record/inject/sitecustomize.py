@@ -121,11 +121,45 @@ def _watch_exec(run):
     os.execv, os.execve = watched(os.execv), watched(os.execve)
 
 
+def _keep_environment(text):
+    """Set the variables that --set names, which a launcher may have changed, and keep them where the script sets them."""
+    import json
+
+    kept = {name[4:]: value for name, value in json.loads(text)["set"].items() if name.startswith("env.")}
+    if not kept:
+        return
+    changed = []  # variable, value that did not hold, the frame's file, line and function; for the recorder
+    kind = type(os.environ)
+    setting = kind.__setitem__
+
+    def __setitem__(self, name, value):
+        if self is os.environ and name in kept and value != kept[name] and isinstance(value, str):
+            frame = sys._getframe(1)
+            while frame.f_code.co_filename == setting.__code__.co_filename or frame.f_globals.get("__name__") in (
+                "_collections_abc",
+                "collections.abc",
+            ):
+                frame = frame.f_back
+            if len(changed) < 16:
+                changed.append((name, value, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            value = kept[name]
+        setting(self, name, value)
+
+    for name, value in kept.items():
+        if os.environ.get(name) != value:
+            changed.append((name, os.environ.get(name), None, 0, None))
+            os.environ[name] = value
+    __setitem__.changed = changed
+    kind.__setitem__ = __setitem__
+
+
 def _watch():
     run = os.environ.get("DLPROF_RUN")
     if not run or _unwatched():
         return
     try:
+        if os.environ.get("DLPROF_SET"):
+            _keep_environment(os.environ["DLPROF_SET"])
         _hello(run, f'{{"pid": {os.getpid()}, "python": "{sys.version.split()[0]}"}}\n')
         if "torch" in sys.modules:
             _load_recorder(run)

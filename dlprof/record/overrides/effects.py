@@ -25,6 +25,8 @@ _LIBRARIES = (
     *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
 )
 
+Place = tuple[str, int, str]  # file, line and function
+
 
 class Effects:
     """The overrides of a process, by name; its collector writes them. May be asked from any thread."""
@@ -38,10 +40,11 @@ class Effects:
             for name, value in asked.items()
         }
 
-    def took(self, name: str, before: Any, *, placed: bool = True) -> None:
-        """Note that an override took effect, and what was there before; `placed`: a line of the script called for it.
+    def took(self, name: str, before: Any, *, placed: bool | Place = True) -> None:
+        """Note that an override took effect, and what was there before.
 
-        Where it stands is looked for a few times, and the file is written again for a new place or value only.
+        `placed`: where; True: the line of the script that is being run, False: nowhere in particular. It is looked for
+        a few times, and the file is written again for a new place or value only.
         """
         entry = self._entries[name]
         entry["applied"] += 1
@@ -49,14 +52,24 @@ class Effects:
             return
         self._looks[name] -= 1
         self._add(entry["before"], shown(name, before))
-        if placed and (place := self._place(sys._getframe(1))) is not None:
-            self._add(entry["places"], place)
+        place = self._place(sys._getframe(1)) if placed is True else placed
+        if place:
+            self._add(entry["places"], [place[0].removeprefix(self._cwd + os.sep), *place[1:]])
         if entry["applied"] == 1:
             self.news = True
 
-    def failed(self, name: str, why: BaseException | str) -> None:
-        """Note why an override did not take effect, or not everywhere; the first reason is kept."""
+    def has_applied(self, name: str) -> bool:
+        """Return whether an override took effect so far."""
+        return bool(self._entries[name]["applied"])
+
+    def failed(self, name: str, why: BaseException | str, *, undone: bool = False) -> None:
+        """Note why an override did not take effect, or not everywhere; the first reason is kept.
+
+        `undone`: it had taken effect, and was taken back.
+        """
         entry = self._entries[name]
+        if undone and entry["applied"]:
+            entry["applied"] -= 1
         if entry["error"] is None:
             entry["error"] = why if isinstance(why, str) else words_of(why)
             self.news = True
@@ -71,11 +84,11 @@ class Effects:
             kept.append(value)
             self.news = True
 
-    def _place(self, frame: FrameType | None) -> list[Any] | None:
-        """Return file, line and function of the innermost frame that is in no library; None: there is none."""
+    def _place(self, frame: FrameType | None) -> Place | None:
+        """Return the place of the innermost frame that is in no library; None: there is none."""
         while frame is not None:
             file = frame.f_code.co_filename
             if not file.startswith(_LIBRARIES) and f"{os.sep}site-packages{os.sep}" not in file:
-                return [file.removeprefix(self._cwd + os.sep), frame.f_lineno, frame.f_code.co_name]
+                return file, frame.f_lineno, frame.f_code.co_name
             frame = frame.f_back
         return None

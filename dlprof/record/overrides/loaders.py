@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import multiprocessing
 import sys
 import weakref
@@ -13,9 +12,10 @@ from typing import Any
 
 from dlprof.overrides import Value
 from dlprof.record.hooks import watch_method
+from dlprof.record.overrides.constructors import wanted, watched
 from dlprof.record.overrides.effects import Effects
 
-# What a loader without workers must not be given, and what it has instead.
+# What only a loader with workers may be given, and what one without has instead.
 _OF_WORKERS = {"prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None, "timeout": 0}
 
 
@@ -23,135 +23,98 @@ def install(asked: Mapping[str, Value], effects: Effects) -> None:
     """Have loaders made with the settings asked for, those of torchdata too."""
     from torch.utils.data import DataLoader
 
-    wanted = {name.partition(".")[2]: value for name, value in asked.items() if name.startswith("loader.")}
-    if not wanted:
-        return
-    loaders = _Loaders(wanted, effects)
-    watch_method(DataLoader, "__init__", loaders.making)
-    watch_method(DataLoader, "_get_iterator", loaders.iterating)
+    loaders, making = _Loaders(wanted(asked, "loader"), effects), list[int]()
+    watch_method(DataLoader, "__init__", functools.partial(watched, loaders, making))
+    watch_method(DataLoader, "_get_iterator", loaders.starting)
 
 
 class _Loaders:
     """The loaders of this process, and what the script gave those whose workers were changed."""
 
-    def __init__(self, wanted: Mapping[str, Value], effects: Effects) -> None:
-        self._wanted = wanted
-        self._effects = effects
-        self._making: list[int] = []  # loaders that are being made: a class may call the constructor above it
+    group = "loader"
+
+    def __init__(self, settings: Mapping[str, Value], effects: Effects) -> None:
+        self.wanted = settings
+        self.effects = effects
         self._given: weakref.WeakKeyDictionary[Any, Mapping[str, Any]] = weakref.WeakKeyDictionary()
 
-    def making(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Return a constructor that gives a loader the settings."""
-        signature = inspect.signature(original)
+    def change(self, made: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG002 - see Kind
+        """Return the arguments of a loader; what belongs to workers only where there are some."""
+        if sys.modules["torch.utils.data"].get_worker_info() is not None:
+            return {}  # a data set's, in a worker
+        new: dict[str, Any] = {name: value for name, value in self.wanted.items() if name in given}
+        workers = int(new.get("num_workers", given["num_workers"]))
+        if workers != given["num_workers"] and (why := _why_not(given, workers)):
+            self.effects.failed("loader.num_workers", why)
+            workers = given["num_workers"]
+            del new["num_workers"]
+        if not workers:
+            for name in [name for name in new if name in _OF_WORKERS]:
+                if new[name] != _OF_WORKERS[name]:
+                    self.effects.failed(f"loader.{name}", "a loader has no workers")
+                del new[name]
+            if given["num_workers"]:
+                new |= {name: value for name, value in _OF_WORKERS.items() if name in given}
+        return new
 
-        @functools.wraps(original)
-        def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - what it stands for
-            if id(loader) in self._making or (changed := self._changed(signature, loader, args, kwargs)) is None:
-                return original(loader, *args, **kwargs)
-            bound, before = changed
-            self._making.append(id(loader))
-            try:
-                original(*bound.args, **bound.kwargs)
-            except Exception as e:  # noqa: BLE001 - made as the script says
-                for setting in self._wanted:
-                    self._effects.failed(f"loader.{setting}", e)
-                return original(loader, *args, **kwargs)
-            finally:
-                self._making.remove(id(loader))
-            try:
-                self._note(loader, before)
-            except Exception as e:  # noqa: BLE001 - the loader is made, and the script goes on
-                self._effects.failed("loader." + next(iter(self._wanted)), e)
-            return None
+    def refused(self, made: Any, given: Mapping[str, Any]) -> None:
+        """Nothing: a loader's constructor changes none of its arguments."""
 
-        return __init__
+    def done(self, made: Any, given: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
+        """Remember what the script gave a loader with other workers: they may not start."""
+        if getattr(made, "num_workers", 0) and not changed.keys().isdisjoint(("num_workers", *_OF_WORKERS)):
+            self._given[made] = {name: given[name] for name in ("num_workers", *_OF_WORKERS) if name in given}
 
-    def iterating(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return what starts a loader's workers, as the script had them where those asked for cannot be started."""
+    def starting(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return what starts a loader's workers: as the script has them where those asked for do not start."""
 
         @functools.wraps(original)
         def _get_iterator(loader: Any) -> Any:
             try:
                 return original(loader)
             except Exception as e:
-                if (given := self._given.pop(loader, None)) is None:
+                given = self._given.pop(loader, None) if self._given else None
+                if given is None:
                     raise
-                for setting in self._wanted:
+                for setting in self.wanted:
                     if setting in given:
-                        self._effects.failed(f"loader.{setting}", e)
-                vars(loader).update({name: value for name, value in given.items() if name in vars(loader)})
-                loader.multiprocessing_context = given["multiprocessing_context"]
+                        self.effects.failed(f"loader.{setting}", e, undone=True)
+                _give(loader, given)
                 return original(loader)
 
         return _get_iterator
 
-    def _changed(
-        self, signature: inspect.Signature, loader: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[inspect.BoundArguments, dict[str, Any]] | None:
-        """Return the arguments to make a loader with, and those of the script that differ; None: as the script says."""
-        try:
-            bound = signature.bind(loader, *args, **kwargs)
-            bound.apply_defaults()
-            if sys.modules["torch.utils.data"].get_worker_info() is not None:
-                return None  # of a data set, in a worker
-            given = {name: bound.arguments[name] for name in ("num_workers", *_OF_WORKERS) if name in bound.arguments}
-            new = dict(self._wanted)
-            workers = int(new.pop("num_workers", given["num_workers"]))
-            if workers != given["num_workers"] and (why := self._why_not(bound, given["num_workers"], workers)):
-                self._effects.failed("loader.num_workers", why)
-                workers = given["num_workers"]
-            if not workers:
-                for setting in [s for s in new if s in _OF_WORKERS]:
-                    del new[setting]
-                if given["num_workers"]:
-                    new |= _OF_WORKERS
-            new["num_workers"] = workers
-            before = {name: bound.arguments[name] for name in new if name in bound.arguments}
-            bound.arguments.update({name: new[name] for name in before})
-        except TypeError:
-            return None  # not what this constructor takes: it says so itself
-        except Exception as e:  # noqa: BLE001 - the script's loader is made as it says
-            for setting in self._wanted:
-                self._effects.failed(f"loader.{setting}", e)
-            return None
-        return bound, given | before
 
-    def _why_not(self, bound: inspect.BoundArguments, given: int, workers: int) -> str:
-        """Return why a loader's number of workers must stay; "": it may be changed."""
-        if workers and multiprocessing.current_process().daemon:
-            return "a daemonic process may start no workers"
-        dataset = bound.arguments["dataset"]
-        if not isinstance(dataset, sys.modules["torch.utils.data"].IterableDataset) or max(given, workers) <= 1:
-            return ""
-        if _shares(type(dataset)) or _names_worker(getattr(bound.arguments.get("worker_init_fn"), "__code__", None)):
-            return ""
-        return f"{type(dataset).__name__} is iterable and not known to share its data among workers"
-
-    def _note(self, loader: Any, before: Mapping[str, Any]) -> None:
-        workers = vars(loader).get("num_workers")
-        for setting, value in self._wanted.items():
-            if setting == "num_workers" and workers != value:
-                continue  # it stays, and that is noted
-            if setting not in before or (setting in _OF_WORKERS and not workers):
-                continue
-            self._effects.took(f"loader.{setting}", _plain(before[setting]))
-        if workers:
-            self._given[loader] = {name: before[name] for name in ("num_workers", *_OF_WORKERS) if name in before}
-
-
-def _plain(value: Any) -> Any:
-    """Return how workers are started by its name."""
-    return value.get_start_method() if hasattr(value, "get_start_method") else value
+def _why_not(given: Mapping[str, Any], workers: int) -> str:
+    """Return why a loader's number of workers must stay as given; "": it may be changed."""
+    if workers and multiprocessing.current_process().daemon:
+        return "a daemonic process may start no workers"
+    dataset, before = given["dataset"], given["num_workers"]
+    if not isinstance(dataset, sys.modules["torch.utils.data"].IterableDataset) or max(before, workers) <= 1:
+        return ""
+    if _shares(type(dataset)) or _asks(getattr(given.get("worker_init_fn"), "__code__", None)):
+        return ""
+    return f"{type(dataset).__name__} is iterable, and not known to share its samples among workers"
 
 
 def _shares(kind: type) -> bool:
-    """Return whether an iterable data set's class asks which worker it is in, as one that shares its data must."""
+    """Return whether an iterable data set's class asks which worker it is in, as one must that shares its samples."""
     functions = (f for k in kind.__mro__ if not k.__module__.startswith("torch.") for f in vars(k).values())
-    return any(_names_worker(getattr(f, "__code__", None)) for f in functions)
+    return any(_asks(getattr(f, "__code__", None)) for f in functions)
 
 
-def _names_worker(code: CodeType | None) -> bool:
+def _asks(code: CodeType | None) -> bool:
     if code is None:
         return False
     within = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return "get_worker_info" in code.co_names or any(map(_names_worker, within))
+    return "get_worker_info" in code.co_names or any(map(_asks, within))
+
+
+def _give(loader: Any, settings: Mapping[str, Any]) -> None:
+    """Set what a loader was made with. It refuses some of that once it is made."""
+    workers = settings["num_workers"]
+    plain = {name: value for name, value in settings.items() if name != "multiprocessing_context"}
+    if workers and plain.get("prefetch_factor", 0) is None:
+        plain["prefetch_factor"] = 2  # as its constructor does
+    vars(loader).update({name: value for name, value in plain.items() if name in vars(loader)})
+    loader.multiprocessing_context = settings["multiprocessing_context"] if workers else None
