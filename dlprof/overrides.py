@@ -43,19 +43,26 @@ def _bool(text: str) -> bool:
     return known[text.lower()]
 
 
+# More processes, threads or batches than any host is given.
+_MOST = 100_000
+
+
 def _whole(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not text.isdigit() or int(text) < least:
-            raise ValueError(f"a whole number from {least} on")
+        if not (text.isascii() and text.isdigit()) or len(text) > 9 or not least <= int(text) <= _MOST:
+            raise ValueError(f"a whole number from {least} to {_MOST}")
         return int(text)
 
     return parse
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e9:
-        raise ValueError("a number above 0")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < _MOST:
+        raise ValueError(f"a number above 0 and below {_MOST}")
     return value
 
 
@@ -69,12 +76,32 @@ def _one_of(*words: str) -> Callable[[str], str]:
 
 
 _FLAG = "True, False"
+_COMPILE = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "off")
 
 OVERRIDES = (
-    Override("loader.num_workers", _whole(0), "0, 1, 2, …", "Worker processes of each DataLoader."),
+    Override(
+        "loader.num_workers",
+        _whole(0),
+        "0, 1, 2, …",
+        "Worker processes of each DataLoader. An iterable data set keeps its own number unless its code asks which worker"
+        " it is in: each worker would give all of its samples.",
+        risk="Random numbers that a data set draws are others; one that uses the GPU or a connection fails in a worker.",
+    ),
     Override("loader.pin_memory", _bool, _FLAG, "Copy batches into page-locked memory."),
-    Override("loader.persistent_workers", _bool, _FLAG, "Keep the workers between epochs; without workers: ignored."),
-    Override("loader.prefetch_factor", _whole(1), "1, 2, …", "Batches that each worker makes ahead."),
+    Override(
+        "loader.persistent_workers",
+        _bool,
+        _FLAG,
+        "Keep the workers between epochs; a loader without workers stays as it is.",
+        risk="Workers do not see what the script changes in the data set after the first epoch.",
+    ),
+    Override(
+        "loader.prefetch_factor",
+        _whole(1),
+        "1, 2, …",
+        "Batches that each worker makes ahead; a loader without workers stays as it is.",
+        risk="Memory grows with each batch.",
+    ),
     Override(
         "loader.multiprocessing_context",
         _one_of("fork", "spawn", "forkserver"),
@@ -82,7 +109,7 @@ OVERRIDES = (
         "How workers are started.",
         risk="With spawn and forkserver the data set must be picklable.",
     ),
-    Override("ddp.bucket_cap_mb", _positive, "MB", "Size of a bucket of gradients."),
+    Override("ddp.bucket_cap_mb", _positive, "MB", "Size of a bucket of gradients that are exchanged together."),
     Override("ddp.gradient_as_bucket_view", _bool, _FLAG, "Keep gradients in the buckets, without a copy."),
     Override(
         "ddp.static_graph",
@@ -107,8 +134,19 @@ OVERRIDES = (
         risk="With False, buffers such as batch-norm statistics differ between ranks.",
     ),
     Override("ddp.comm_hook", _one_of("fp16", "bf16"), "fp16, bf16", "Exchange gradients in 16 bits.", numerics=True),
-    Override("optimizer.fused", _bool, _FLAG, "One kernel for all parameters of a group."),
-    Override("optimizer.foreach", _bool, _FLAG, "Few kernels for lists of parameters."),
+    Override(
+        "optimizer.fused",
+        _bool,
+        _FLAG,
+        "One kernel for all parameters of a group, of torch's optimizers that have one (Adam, AdamW, SGD, Adagrad).",
+    ),
+    Override(
+        "optimizer.foreach",
+        _bool,
+        _FLAG,
+        "Few kernels for lists of parameters, of torch's optimizers.",
+        risk="True needs memory of the parameters' size for a moment.",
+    ),
     Override(
         "torch.float32_matmul_precision",
         _one_of("highest", "high", "medium"),
@@ -116,23 +154,38 @@ OVERRIDES = (
         "How float32 products are computed.",
         numerics=True,
     ),
-    Override("torch.cudnn_benchmark", _bool, _FLAG, "Time convolution algorithms, and take the fastest."),
-    Override("torch.num_threads", _whole(1), "1, 2, …", "Threads of an operator on the CPU."),
+    Override(
+        "torch.cudnn_benchmark",
+        _bool,
+        _FLAG,
+        "Time convolution algorithms, and take the fastest.",
+        risk="True times them anew for each shape of the input.",
+    ),
+    Override("torch.num_threads", _whole(1), "1, 2, …", "Threads of an operator on the CPU, but in loader workers."),
     Override(
         "torch.autocast",
         _one_of("bf16", "fp16", "off"),
         "bf16, fp16, off",
-        "Run forward passes of the outermost model under autocast.",
+        "Call the outermost model under autocast, or not; what it returns is float32 again.",
         numerics=True,
+        risk="fp16 needs a gradient scaler of the script's: small gradients become 0 without one.",
     ),
     Override(
         "torch.compile",
-        _one_of("default", "reduce-overhead", "max-autotune"),
-        "default, reduce-overhead, max-autotune",
-        "Compile the outermost model.",
+        _one_of(*_COMPILE),
+        ", ".join(_COMPILE),
+        "Compile the outermost model at its first call; off: what the script compiles stays as it is.",
         numerics=True,
+        risk="Each new shape may be compiled again. reduce-overhead and max-autotune overwrite the outputs of the last call"
+        " on a GPU.",
     ),
-    Override("torch.channels_last", _bool, _FLAG, "Images and convolutions in the channels-last layout."),
+    Override(
+        "torch.channels_last",
+        _bool,
+        _FLAG,
+        "Images and convolutions in the channels-last layout.",
+        risk="Code of the script's that views images as flat fails.",
+    ),
     Override(
         "gc.freeze", _bool, _FLAG, "Exempt the objects made so far from garbage collection before the first step."
     ),
@@ -143,11 +196,30 @@ OVERRIDES = (
         "Automatic garbage collection.",
         risk="With False, memory held in cycles is never freed.",
     ),
-    Override("copy.non_blocking", _bool, _FLAG, "Let copies to the device not wait for it."),
+    Override(
+        "copy.non_blocking",
+        _bool,
+        _FLAG,
+        "Let copies from the host to a device (Tensor.to, Tensor.cuda) not wait for it.",
+        risk="Wrong where the script writes into pinned memory that is still being copied.",
+    ),
+)
+
+# What explains the variables of the environment, as one entry.
+ENVIRONMENT = Override(
+    "env.NAME",
+    str,
+    "any text",
+    "A variable of the environment, set before the command starts, and kept where a launcher or the script sets it:"
+    " OMP_NUM_THREADS, OMP_WAIT_POLICY, KMP_BLOCKTIME, MKL_NUM_THREADS, NCCL_ALGO, NCCL_BUFFSIZE, MALLOC_ARENA_MAX,"
+    " LD_PRELOAD (another allocator), PYTORCH_CUDA_ALLOC_CONF, CUDA_DEVICE_MAX_CONNECTIONS, …",
+    risk="NVIDIA_TF32_OVERRIDE and TORCH_ALLOW_TF32_CUBLAS_OVERRIDE change numbers.",
 )
 
 # Variables of the environment are overridden as env.NAME=VALUE; these compute other numbers.
 _NUMERIC_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+
+_OURS = ("PYTHONPATH", "PYTHONHOME")
 
 _BY_NAME = {o.name: o for o in OVERRIDES}
 
@@ -161,6 +233,8 @@ def parse(words: Iterable[str]) -> dict[str, Value]:
             raise DlprofError(f"--set {word}: NAME=VALUE expected, such as loader.num_workers=4")
         group, _, variable = name.partition(".")
         if group == "env" and variable.isidentifier():
+            if variable in _OURS or variable.startswith("DLPROF_"):
+                raise DlprofError(f"--set {word}: recording needs this variable itself")
             found[name] = text
             continue
         if name not in _BY_NAME:
@@ -169,6 +243,8 @@ def parse(words: Iterable[str]) -> dict[str, Value]:
             found[name] = _BY_NAME[name].parse(text)
         except ValueError as e:
             raise DlprofError(f"--set {word}: {e} expected") from None
+    if found.get("optimizer.fused") and found.get("optimizer.foreach"):
+        raise DlprofError("--set optimizer.fused and optimizer.foreach: an optimizer takes one of them")
     return found
 
 

@@ -14,7 +14,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, Measured
 from dlprof.analysis.panel import MOST_RANKS
 from dlprof.result import Fact, RunInfo
-from dlprof.units import digits, duration, percent, quantity, size
+from dlprof.units import count, digits, duration, few, percent, quantity, size
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,22 @@ def _of_settings(job: Job) -> list[Fact]:
     for key in ("schedule", "microbatches", "num_stages"):
         pipeline.add(key.replace("_", " "), _several(job, "pipeline", key))
     return found + pipeline.facts
+
+
+def _of_overrides(override_effects: Maybe[pd.DataFrame]) -> list[Fact]:
+    """List the settings that `--set` overrode: what was there before, where, how often, and what failed."""
+    section = _Section("Overrides")
+    frame = override_effects.or_none()
+    for name, rows in () if frame is None else frame.groupby("name", sort=False):
+        ranks = rows.drop_duplicates("rank")
+        applied = int(ranks["applied"].sum())
+        places = dict.fromkeys(f"{f}:{n}" for f, n in zip(rows["file"], rows["line"], strict=True) if f)
+        before = ", ".join(dict.fromkeys(filter(None, ranks["before"])))
+        changed = f"{before} → {rows['value'].iloc[0]}" + (f" at {few(list(places), 4)}" if places else "")
+        error = next(filter(None, ranks["error"]), "")
+        text = f"{changed}, {count(applied, 'time')}" if applied else f"{rows['value'].iloc[0]} never applied"
+        section.add(str(name), f"{text}: {error}" if error else text)
+    return section.facts
 
 
 def _of_loading(
@@ -321,6 +337,7 @@ SECTIONS: tuple[Callable[..., list[Fact]], ...] = (
     _of_device,
     _of_software,
     _of_settings,
+    _of_overrides,
     _of_loading,
     _of_precision,
     _of_environment,

@@ -115,6 +115,10 @@ class Recording:
 
     def check(self) -> None:
         """Raise a usage error where options exclude each other."""
+        try:
+            overrides.parse(self.settings)
+        except DlprofError as e:
+            raise click.UsageError(str(e)) from None
         changing = overrides.changes_numbers(self.overrides)
         if changing and not self.allow_numerics:
             raise click.UsageError(

@@ -122,35 +122,29 @@ def _watch_exec(run):
 
 
 def _keep_environment(text):
-    """Set the variables that --set names, which a launcher may have changed, and keep them where the script sets them."""
+    """Set the variables that --set names, which a launcher may have changed, and keep them if the script sets them."""
     import json
 
     kept = {name[4:]: value for name, value in json.loads(text)["set"].items() if name.startswith("env.")}
     if not kept:
         return
-    changed = []  # variable, value that did not hold, the frame's file, line and function; for the recorder
-    kind = type(os.environ)
-    setting = kind.__setitem__
+    changed = []  # what did not hold: variable, value, and the file, line and function that set it; for the recorder
+    setting = type(os.environ).__setitem__
 
-    def __setitem__(self, name, value):
-        if self is os.environ and name in kept and value != kept[name] and isinstance(value, str):
+    def keep(self, name, value):
+        if self is os.environ and name in kept and isinstance(value, str) and len(changed) < 16:
             frame = sys._getframe(1)
-            while frame.f_code.co_filename == setting.__code__.co_filename or frame.f_globals.get("__name__") in (
-                "_collections_abc",
-                "collections.abc",
-            ):
-                frame = frame.f_back
-            if len(changed) < 16:
-                changed.append((name, value, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-            value = kept[name]
-        setting(self, name, value)
+            while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "_collections_abc"):
+                frame = frame.f_back  # from os.environ.update()
+            changed.append((name, value, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        setting(self, name, kept.get(name, value) if self is os.environ else value)
 
     for name, value in kept.items():
         if os.environ.get(name) != value:
             changed.append((name, os.environ.get(name), None, 0, None))
             os.environ[name] = value
-    __setitem__.changed = changed
-    kind.__setitem__ = __setitem__
+    keep.changed = changed
+    type(os.environ).__setitem__ = keep
 
 
 def _watch():

@@ -42,6 +42,8 @@ class _Wrapping:
     def change(self, made: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG002 - see Kind
         """Return the arguments of the wrapper."""
         new: dict[str, Any] = {name: value for name, value in self.wanted.items() if name in given}
+        if float(new.get("bucket_cap_mb", 0.5)).is_integer():
+            new["bucket_cap_mb"] = int(new["bucket_cap_mb"])
         if "bucket_cap_mb" in new and given.get("bucket_cap_mb_list") is not None:
             new["bucket_cap_mb_list"] = None
         for name in self.wanted.keys() - new.keys():
@@ -66,7 +68,7 @@ class _Wrapping:
             self.effects.took(_HOOK, None)
 
     def registering(self, original: Any) -> Any:
-        """Return what the script registers a hook with: ours stays where it is in place, since there can be one only."""
+        """Return what the script registers a hook with: where ours is in place it stays, for there can be one only."""
         if original.__name__ == "register_comm_hook":
             self._register = original
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import sys
@@ -63,7 +64,8 @@ class _Loaders:
     def done(self, made: Any, given: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
         """Remember what the script gave a loader with other workers: they may not start."""
         if getattr(made, "num_workers", 0) and not changed.keys().isdisjoint(("num_workers", *_OF_WORKERS)):
-            self._given[made] = {name: given[name] for name in ("num_workers", *_OF_WORKERS) if name in given}
+            with contextlib.suppress(TypeError):  # one that cannot be a key: its workers start as asked for, or not
+                self._given[made] = {name: given[name] for name in ("num_workers", *_OF_WORKERS) if name in given}
 
     def starting(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return what starts a loader's workers: as the script has them where those asked for do not start."""
