@@ -83,9 +83,9 @@ OVERRIDES = (
         "loader.num_workers",
         _whole(0),
         "0, 1, 2, …",
-        "Worker processes of each DataLoader. An iterable data set keeps its own number unless its code asks which worker"
-        " it is in: each worker would give all of its samples.",
-        risk="Random numbers that a data set draws are others; one that uses the GPU or a connection fails in a worker.",
+        "Worker processes of each DataLoader. An iterable data set keeps its number, unless its code asks which worker it"
+        " is in: each would give all samples.",
+        risk="What a data set draws at random is other; one that uses the GPU or a connection fails in a worker.",
     ),
     Override("loader.pin_memory", _bool, _FLAG, "Copy batches into page-locked memory."),
     Override(
@@ -176,8 +176,8 @@ OVERRIDES = (
         ", ".join(_COMPILE),
         "Compile the outermost model at its first call; off: what the script compiles stays as it is.",
         numerics=True,
-        risk="Each new shape may be compiled again. reduce-overhead and max-autotune overwrite the outputs of the last call"
-        " on a GPU.",
+        risk="Each new shape may be compiled again. On a GPU, reduce-overhead and max-autotune overwrite what the last call"
+        " returned.",
     ),
     Override(
         "torch.channels_last",

@@ -134,7 +134,7 @@ def _keep_environment(text):
     def keep(self, name, value):
         if self is os.environ and name in kept and isinstance(value, str) and len(changed) < 16:
             frame = sys._getframe(1)
-            while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "_collections_abc"):
+            while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "collections.abc"):
                 frame = frame.f_back  # from os.environ.update()
             changed.append((name, value, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         setting(self, name, kept.get(name, value) if self is os.environ else value)

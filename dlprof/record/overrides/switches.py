@@ -24,6 +24,7 @@ def install(asked: Mapping[str, Value], effects: Effects) -> None:
         "torch.float32_matmul_precision": _precision,
         "torch.cudnn_benchmark": _benchmark,
         "gc.enabled": _collecting,
+        "gc.freeze": _freezing,
     }
     for name, setting in settings.items():
         if name not in asked:
@@ -37,10 +38,23 @@ def install(asked: Mapping[str, Value], effects: Effects) -> None:
 def begin(asked: Mapping[str, Value], effects: Effects) -> None:
     """Do what is due when training begins."""
     if asked.get("gc.freeze"):
-        before = gc.get_freeze_count()
+        before = gc.get_freeze_count() > 0
         gc.collect()
         gc.freeze()
-        effects.took("gc.freeze", bool(before))
+        at_uninstall(gc.unfreeze)
+        effects.took("gc.freeze", before)
+
+
+def _freezing(value: bool, effects: Effects) -> None:
+    """Have gc.freeze() do nothing, where that was asked for; freezing itself is done when training begins."""
+    if value:
+        return
+
+    @functools.wraps(gc.freeze)
+    def freeze() -> None:
+        effects.took("gc.freeze", True)
+
+    put(gc, "freeze", freeze)
 
 
 def _threads(value: int, effects: Effects) -> None:
