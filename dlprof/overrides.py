@@ -83,7 +83,7 @@ OVERRIDES = (
         "loader.num_workers",
         _whole(0),
         "0, 1, 2, …",
-        "Worker processes of each DataLoader. An iterable data set keeps its number, unless its code asks which worker it"
+        "Worker processes of each DataLoader. An iterable data set keeps its number unless its code asks which worker it"
         " is in: each would give all samples.",
         risk="What a data set draws at random is other; one that uses the GPU or a connection fails in a worker.",
     ),
@@ -176,8 +176,8 @@ OVERRIDES = (
         ", ".join(_COMPILE),
         "Compile the outermost model at its first call; off: what the script compiles stays as it is.",
         numerics=True,
-        risk="Each new shape may be compiled again. On a GPU, reduce-overhead and max-autotune overwrite what the last call"
-        " returned.",
+        risk="Each new shape may be compiled again. On a GPU, reduce-overhead and max-autotune overwrite what the last"
+        " call returned.",
     ),
     Override(
         "torch.channels_last",

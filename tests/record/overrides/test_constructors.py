@@ -26,15 +26,15 @@ class Kind:
         self.made: list[Mapping[str, Any]] = []
         self.taken_back = 0
 
-    def change(self, made: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def change(self, made: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG002 - see Kind
         if self.fails:
             raise RuntimeError("ours")
         return {"bucket_cap_mb": 7}
 
-    def refused(self, made: Any, given: Mapping[str, Any]) -> None:
+    def refused(self, made: Any, given: Mapping[str, Any]) -> None:  # noqa: ARG002 - see Kind
         self.taken_back += 1
 
-    def done(self, made: Any, given: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
+    def done(self, made: Any, given: Mapping[str, Any], changed: Mapping[str, Any]) -> None:  # noqa: ARG002
         self.made.append(changed)
 
 

@@ -29,7 +29,9 @@ def numbers(loader: Any) -> list[int]:
 
 
 def test_workers_are_started_and_give_the_same_samples_in_the_same_order() -> None:
-    with overriding(install, "loader.num_workers=2", "loader.prefetch_factor=3", "loader.persistent_workers=on") as effects:
+    with overriding(
+        install, "loader.num_workers=2", "loader.prefetch_factor=3", "loader.persistent_workers=on"
+    ) as effects:
         loader = DataLoader(DATA, batch_size=5)
         assert seen(loader) == (2, 3, True)
         assert [batch.tolist() for (batch,) in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]
