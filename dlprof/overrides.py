@@ -83,8 +83,8 @@ OVERRIDES = (
         "loader.num_workers",
         _whole(0),
         "0, 1, 2, …",
-        "Worker processes of each DataLoader. An iterable data set keeps its number unless its code asks which worker it"
-        " is in: each would give all samples.",
+        "Worker processes of each DataLoader. An iterable data set keeps its number unless its code asks which worker"
+        " it is in: each would give all samples.",
         risk="What a data set draws at random is other; one that uses the GPU or a connection fails in a worker.",
     ),
     Override("loader.pin_memory", _bool, _FLAG, "Copy batches into page-locked memory."),

@@ -51,7 +51,8 @@ class Effects:
         if self._looks[name] <= 0:
             return
         self._looks[name] -= 1
-        self._add(entry["before"], shown(name, before))
+        if (shown_before := shown(name, before)) != entry["value"] or not entry["before"]:
+            self._add(entry["before"], shown_before)  # what a library makes again has the value already
         place = self._place(sys._getframe(1)) if placed is True else placed
         if place:
             self._add(entry["places"], [place[0].removeprefix(self._cwd + os.sep), *place[1:]])

@@ -94,15 +94,23 @@ def _why_not(given: Mapping[str, Any], workers: int) -> str:
     dataset, before = given["dataset"], given["num_workers"]
     if not isinstance(dataset, sys.modules["torch.utils.data"].IterableDataset) or max(before, workers) <= 1:
         return ""
-    if _shares(type(dataset)) or _asks(getattr(given.get("worker_init_fn"), "__code__", None)):
+    if _shares(dataset) or _asks(getattr(given.get("worker_init_fn"), "__code__", None)):
         return ""
     return f"{type(dataset).__name__} is iterable, and not known to share its samples among workers"
 
 
-def _shares(kind: type) -> bool:
-    """Return whether an iterable data set's class asks which worker it is in, as one must that shares its samples."""
-    functions = (f for k in kind.__mro__ if not k.__module__.startswith("torch.") for f in vars(k).values())
-    return any(_asks(getattr(f, "__code__", None)) for f in functions)
+def _shares(dataset: Any, depth: int = 4) -> bool:
+    """Return whether an iterable data set asks which worker it is in, as one must that shares its samples.
+
+    By the code of its class, or that of all iterable data sets that it wraps.
+    """
+    kinds = (kind for kind in type(dataset).__mro__ if not kind.__module__.startswith("torch."))
+    if any(_asks(getattr(f, "__code__", None)) for kind in kinds for f in vars(kind).values()):
+        return True
+    held = getattr(dataset, "__dict__", {}).values()
+    parts = [part for value in held for part in (value if isinstance(value, (list, tuple)) else [value])]
+    within = [part for part in parts if isinstance(part, sys.modules["torch.utils.data"].IterableDataset)]
+    return bool(within) and depth > 0 and all(_shares(part, depth - 1) for part in within)
 
 
 def _asks(code: CodeType | None) -> bool:

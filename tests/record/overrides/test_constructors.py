@@ -39,6 +39,8 @@ class Kind:
 
 
 class Base:
+    """An object of the script's."""
+
     def __init__(self, module: str, bucket_cap_mb: int | None = None, *, other: int = 1) -> None:
         if bucket_cap_mb == 7 and module == "refuses":
             raise ValueError("not 7")
@@ -48,6 +50,8 @@ class Base:
 
 
 class Derived(Base):
+    """One whose constructor calls the one above."""
+
     def __init__(self, module: str, bucket_cap_mb: int | None = None) -> None:
         super().__init__(module, bucket_cap_mb, other=5)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ NAME = "copy.non_blocking"
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return what Tensor.to and Tensor.cuda are called with, below the override."""
     made: list[Any] = []
 
@@ -27,7 +26,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     for name in ("to", "cuda"):
         monkeypatch.setattr(torch.Tensor, name, recorded)
-    yield made
+    return made
 
 
 @pytest.mark.parametrize(

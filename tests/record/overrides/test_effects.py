@@ -34,11 +34,22 @@ def _took(effects: Effects) -> object:
 def test_places_and_values_are_kept_once_and_few_of_them() -> None:
     effects = Effects({NAME: 4})
     for n in range(100):
-        effects.took(NAME, n, placed=("train.py", n // 2, "main"))
+        effects.took(NAME, 10 + n, placed=("train.py", n // 2, "main"))
     entry = effect(effects, NAME)
     assert entry["applied"] == 100
-    assert entry["before"] == list(range(8))
+    assert entry["before"] == list(range(10, 18))
     assert entry["places"] == [["train.py", n, "main"] for n in range(8)]
+
+
+def test_a_value_that_is_there_already_is_kept_only_where_it_is_the_first() -> None:
+    effects = Effects({NAME: 4})
+    for before in (4, 0, 4):
+        effects.took(NAME, before)
+    assert done(effects, NAME)[:2] == (3, [4, 0])
+    effects = Effects({NAME: 4})
+    for before in (0, 4):
+        effects.took(NAME, before)
+    assert done(effects, NAME)[:2] == (2, [0])
 
 
 def test_there_is_news_for_a_first_time_and_a_new_value_and_not_for_more_of_the_same() -> None:

@@ -98,8 +98,26 @@ class Shared(IterableDataset[Any]):
         return iter([DATA[n] for n in range(at, 12, of)])
 
 
+class Wrapper(IterableDataset[Any]):
+    """Passes the samples of another data set on."""
+
+    def __init__(self, *datasets: Any) -> None:
+        self.datasets = datasets
+
+    def __iter__(self) -> Iterator[Any]:
+        return (sample for dataset in self.datasets for sample in dataset)
+
+
 @pytest.mark.parametrize(
-    ("data", "before", "after"), [(Whole(), 0, 0), (Shared(), 0, 2), (Whole(), 3, 3), (Shared(), 3, 2)]
+    ("data", "before", "after"),
+    [
+        (Whole(), 0, 0),
+        (Shared(), 0, 2),
+        (Whole(), 3, 3),
+        (Shared(), 3, 2),
+        (Wrapper(Wrapper(Shared())), 0, 2),
+        (Wrapper(Shared(), Whole()), 0, 0),
+    ],
 )
 def test_an_iterable_data_set_that_would_give_its_samples_twice_keeps_its_workers(
     data: Any, before: int, after: int

@@ -192,14 +192,14 @@ def test_functions_of_the_script_stay(compiled: list[Any]) -> None:
 
 
 def test_a_model_that_cannot_be_compiled_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Unsupported(Exception):
+    class UnsupportedError(Exception):
         """Stands for one of the compiler's."""
 
-    Unsupported.__module__ = "torch._dynamo.exc"
+    UnsupportedError.__module__ = "torch._dynamo.exc"
 
     def compile(model: Any = None, **_: Any) -> Any:  # noqa: A001 - torch's name
         def call(*_: Any, **__: Any) -> Any:
-            raise Unsupported("no compiler")
+            raise UnsupportedError("no compiler")
 
         return call
 
@@ -208,7 +208,7 @@ def test_a_model_that_cannot_be_compiled_is_called_as_it_is(monkeypatch: pytest.
     with overriding(install, "torch.compile=default") as effects:
         for _ in range(2):
             assert net(torch.ones(3, 4))["out"].shape == (3, 2)
-        assert done(effects, COMPILE) == (0, [], "Unsupported: no compiler")
+        assert done(effects, COMPILE) == (0, [], "UnsupportedError: no compiler")
         assert net._compiled_call_impl is None
 
 
