@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from dlprof.errors import DlprofError
+from dlprof.units import count, few
 
 Value = bool | int | float | str
 
@@ -308,3 +309,15 @@ def _together(one: Outcome, entry: Mapping[str, object]) -> Outcome:
 
 def _is_list(value: object) -> TypeGuard[list[Any]]:
     return isinstance(value, list)
+
+
+def described(value: object, outcome: Outcome) -> str:
+    """Say what an override did: 0 → 4 at train.py:12, 1 time."""
+    if not outcome.applied:
+        text = f"{value} never applied"
+    else:
+        before = ", ".join(map(str, outcome.before))
+        places = list(dict.fromkeys(f"{file}:{line}" for file, line, _ in outcome.places))
+        where = f" at {few(places, 4)}" if places else ""
+        text = f"{before} → {value}{where}, {count(outcome.applied, 'time')}"
+    return f"{text}: {outcome.error}" if outcome.error else text

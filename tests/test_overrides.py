@@ -3,7 +3,7 @@
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.overrides import OVERRIDES, Outcome, changes_numbers, named, outcomes, parse
+from dlprof.overrides import OVERRIDES, Outcome, changes_numbers, described, named, outcomes, parse
 
 
 def test_words_become_values_by_name() -> None:
@@ -71,3 +71,20 @@ def test_what_ranks_report_adds_up_and_nothing_is_taken_for_granted() -> None:
 @pytest.mark.parametrize("report", [None, 3, [], {"gc.freeze": None}, {"gc.freeze": {"applied": [], "places": 3}}])
 def test_a_report_of_another_kind_counts_as_none(report: object) -> None:
     assert outcomes(["gc.freeze"], [report]) == {"gc.freeze": Outcome()}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "says"),
+    [
+        (Outcome(), "4 never applied"),
+        (Outcome(error="no"), "4 never applied: no"),
+        (Outcome(1, (0,), (("a.py", 12, "main"),)), "0 → 4 at a.py:12, 1 time"),
+        (
+            Outcome(3, (None, 1), (("a.py", 1, "f"), ("a.py", 1, "g"), ("b.py", 2, "h")), "no"),
+            "None, 1 → 4 at a.py:1, b.py:2, 3 times: no",
+        ),
+        (Outcome(2, ("x",)), "x → 4, 2 times"),
+    ],
+)
+def test_an_outcome_says_before_value_places_and_how_often(outcome: Outcome, says: str) -> None:
+    assert described(4, outcome) == says

@@ -13,8 +13,9 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, Measured
 from dlprof.analysis.panel import MOST_RANKS
+from dlprof.overrides import Outcome, described
 from dlprof.result import Fact, RunInfo
-from dlprof.units import count, digits, duration, few, percent, quantity, size
+from dlprof.units import digits, duration, percent, quantity, size
 
 
 @dataclass(frozen=True)
@@ -136,14 +137,14 @@ def _of_overrides(override_effects: Maybe[pd.DataFrame]) -> list[Fact]:
     section = _Section("Overrides")
     frame = override_effects.or_none()
     for name, rows in () if frame is None else frame.groupby("name", sort=False):
-        ranks = rows.drop_duplicates("rank")
-        applied = int(ranks["applied"].sum())
-        places = dict.fromkeys(f"{f}:{n}" for f, n in zip(rows["file"], rows["line"], strict=True) if f)
-        before = ", ".join(dict.fromkeys(filter(None, ranks["before"])))
-        changed = f"{before} → {rows['value'].iloc[0]}" + (f" at {few(list(places), 4)}" if places else "")
-        error = next(filter(None, ranks["error"]), "")
-        text = f"{changed}, {count(applied, 'time')}" if applied else f"{rows['value'].iloc[0]} never applied"
-        section.add(str(name), f"{text}: {error}" if error else text)
+        ranks, places = rows.drop_duplicates("rank"), rows[rows["line"] >= 0]
+        outcome = Outcome(
+            int(ranks["applied"].sum()),
+            tuple(dict.fromkeys(filter(None, ranks["before"]))),
+            tuple(places[["file", "line", "function"]].itertuples(index=False, name=None)),
+            next(filter(None, ranks["error"]), None),
+        )
+        section.add(str(name), described(rows["value"].iloc[0], outcome))
     return section.facts
 
 

@@ -22,6 +22,8 @@ from dlprof.plain import plain
 from dlprof.record.launch.folder import new_folder
 from dlprof.record.launch.supervisor import Ended, end_like, supervise
 from dlprof.record.launch.tasks import TASK_NUMBERS
+from dlprof.record.launch.unapplied import outcomes
+from dlprof.record.redaction import shown
 
 # Enough for shares of a few per cent after one burst; a round number would beat with steps of 5, 10 or 20 ms.
 STACKS_A_SECOND = "47"
@@ -300,6 +302,8 @@ def record(
         ended = supervise(command, folder, env, {**asked, **(options or {})}, launcher, recording.overrides)
         for warning in ended.warnings:
             _say(f"dlprof: {warning}")
+        if not recording.quiet:
+            _say_applied(folder, recording)
     if not recording.no_report and ended.last and any(folder.glob("ranks/*/facts.json")):
         _report(ended, recording.quiet)
     end_like(ended)
@@ -317,6 +321,14 @@ def _undisturbed() -> Iterator[None]:
     finally:
         if ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _say_applied(folder: Path, recording: Recording) -> None:
+    """Say what each override did that took effect; those that did not are among the warnings."""
+    asked = {name: shown(name, value) for name, value in recording.overrides.items()}
+    for name, outcome in outcomes(folder, asked).items() if asked else ():
+        if outcome.applied and not outcome.error:
+            _say(f"dlprof: {name} {overrides.described(asked[name], outcome)}")
 
 
 def _report(ended: Ended, quiet: bool) -> None:

@@ -77,6 +77,9 @@ def test_a_recorded_script_has_the_settings_and_its_files_say_where(tmp_path: Pa
         "env.OMP_WAIT_POLICY": "PASSIVE",
     }
     assert told["warnings"] == []
+    assert (
+        f"dlprof: loader.num_workers 0 → 1 at train.py:{where[0][1]}, train.py:{where[1][1]}, 2 times\n" in done.stderr
+    )
     assert json.loads((tmp_path / "run/ranks/00000/facts.json").read_text())["loaders"][0]["num_workers"] == 1
 
 
@@ -103,7 +106,7 @@ def test_torchrun_and_a_launcher_that_sets_the_variable_itself(tmp_path: Path) -
     launcher.write_text('#!/bin/sh\nexport OMP_WAIT_POLICY=ACTIVE\nexec "$@"\n')
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     options = (*SMALL, *sets("loader.num_workers=0", "env.OMP_WAIT_POLICY=PASSIVE", "gc.freeze=on"))
-    command = ["sh", launcher, *torchrun, script, "1"]
+    command: list[str | Path] = ["sh", launcher, *torchrun, script, "1"]
     done = launch(wrapped(tmp_path / "run", command, *options), tmp_path, env=environment(OMP_WAIT_POLICY="ACTIVE"))
     assert done.returncode == 0, done.stderr
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dlprof.record.launch.unapplied import unapplied
+from dlprof.overrides import Outcome
+from dlprof.record.launch.unapplied import outcomes, unapplied
 
 ASKED = {"loader.num_workers": 4, "optimizer.fused": True}
 
@@ -44,3 +45,9 @@ def test_without_a_rank_and_with_a_broken_file_nothing_applied(tmp_path: Path) -
 
 def test_nothing_asked_for_is_nothing_to_tell(tmp_path: Path) -> None:
     assert unapplied(tmp_path, {}) == []
+
+
+def test_the_counts_of_all_ranks_add_up_and_what_was_not_asked_for_is_left_out(tmp_path: Path) -> None:
+    rank(tmp_path, 0, loader__num_workers={"applied": 1, "before": [0]}, gc__freeze={"applied": 1})
+    rank(tmp_path, 1, loader__num_workers={"applied": 2, "before": [1]})
+    assert outcomes(tmp_path, ["loader.num_workers"]) == {"loader.num_workers": Outcome(3, (0, 1))}

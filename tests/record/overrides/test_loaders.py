@@ -178,7 +178,8 @@ class Nested(Dataset[Any]):
 
 def test_a_loader_inside_a_worker_stays_as_it_is() -> None:
     with overriding(install, "loader.num_workers=1"):
-        ((inner, total),) = DataLoader(Nested(), batch_size=4)
+        batches: Any = DataLoader(Nested(), batch_size=4)
+        ((inner, total),) = batches
         assert inner.tolist() == [0, 0, 0, 0]
         assert total.tolist() == [66, 66, 66, 66]
 

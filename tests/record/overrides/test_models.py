@@ -17,7 +17,7 @@ from dlprof.record.overrides.models import install  # noqa: E402
 AUTOCAST, COMPILE, CHANNELS = "torch.autocast", "torch.compile", "torch.channels_last"
 
 
-class Net(torch.nn.Module):
+class Net(torch.nn.Module):  # type: ignore[misc]
     """Tells what its parts see."""
 
     def __init__(self) -> None:

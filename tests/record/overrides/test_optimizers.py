@@ -64,7 +64,7 @@ def test_groups_of_parameters_are_all_changed_and_stay_the_scripts_own() -> None
         assert optimizer.param_groups[0] is groups[0]
 
 
-class Own(torch.optim.SGD):
+class Own(torch.optim.SGD):  # type: ignore[misc]
     """An optimizer of the script's own, by inheritance."""
 
     def __init__(self, parameters: Any) -> None:
@@ -103,7 +103,7 @@ def test_parameters_of_a_kind_that_no_fused_kernel_takes_are_stepped_as_ever() -
     torch.testing.assert_close(got, expected)
 
 
-class _Complex(torch.nn.Module):
+class _Complex(torch.nn.Module):  # type: ignore[misc]
     def __init__(self, dtype: Any) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.overrides import Value
 from dlprof.record import hooks
 from dlprof.record.overrides import switches
 from dlprof.record.overrides.effects import Effects
@@ -39,7 +40,7 @@ def test_threads_win_over_the_scripts_own_and_loader_workers_keep_one() -> None:
     assert torch.get_num_threads() == 1
 
 
-class _Threads(torch.utils.data.Dataset[Any]):
+class _Threads(torch.utils.data.Dataset[Any]):  # type: ignore[misc]
     def __len__(self) -> int:
         return 2
 
@@ -104,7 +105,7 @@ def test_the_script_does_not_freeze() -> None:
 
 
 def test_variables_are_seen_with_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {"env.DL_ONE": "1", "env.DL_TWO": "2", "loader.num_workers": 1}
+    asked: dict[str, Value] = {"env.DL_ONE": "1", "env.DL_TWO": "2", "loader.num_workers": 1}
     monkeypatch.setenv("DL_ONE", "1")
     monkeypatch.setenv("DL_TWO", "other")
     effects = Effects(asked)
