@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 from dlprof.errors import DlprofError
+from dlprof.units import count, few
 
 Value = bool | int | float | str
 
@@ -42,19 +44,26 @@ def _bool(text: str) -> bool:
     return known[text.lower()]
 
 
+# More processes, threads or batches than any host is given.
+_MOST = 100_000
+
+
 def _whole(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not text.isdigit() or int(text) < least:
-            raise ValueError(f"a whole number from {least} on")
+        if not (text.isascii() and text.isdigit()) or len(text) > 9 or not least <= int(text) <= _MOST:
+            raise ValueError(f"a whole number from {least} to {_MOST}")
         return int(text)
 
     return parse
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e9:
-        raise ValueError("a number above 0")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < _MOST:
+        raise ValueError(f"a number above 0 and below {_MOST}")
     return value
 
 
@@ -68,12 +77,32 @@ def _one_of(*words: str) -> Callable[[str], str]:
 
 
 _FLAG = "True, False"
+_COMPILE = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "off")
 
 OVERRIDES = (
-    Override("loader.num_workers", _whole(0), "0, 1, 2, …", "Worker processes of each DataLoader."),
+    Override(
+        "loader.num_workers",
+        _whole(0),
+        "0, 1, 2, …",
+        "Worker processes of each DataLoader. An iterable data set keeps its number unless its code asks which worker"
+        " it is in: each would give all samples.",
+        risk="What a data set draws at random is other; one that uses the GPU or a connection fails in a worker.",
+    ),
     Override("loader.pin_memory", _bool, _FLAG, "Copy batches into page-locked memory."),
-    Override("loader.persistent_workers", _bool, _FLAG, "Keep the workers between epochs; without workers: ignored."),
-    Override("loader.prefetch_factor", _whole(1), "1, 2, …", "Batches that each worker makes ahead."),
+    Override(
+        "loader.persistent_workers",
+        _bool,
+        _FLAG,
+        "Keep the workers between epochs; a loader without workers stays as it is.",
+        risk="Workers do not see what the script changes in the data set after the first epoch.",
+    ),
+    Override(
+        "loader.prefetch_factor",
+        _whole(1),
+        "1, 2, …",
+        "Batches that each worker makes ahead; a loader without workers stays as it is.",
+        risk="Memory grows with each batch.",
+    ),
     Override(
         "loader.multiprocessing_context",
         _one_of("fork", "spawn", "forkserver"),
@@ -81,7 +110,7 @@ OVERRIDES = (
         "How workers are started.",
         risk="With spawn and forkserver the data set must be picklable.",
     ),
-    Override("ddp.bucket_cap_mb", _positive, "MB", "Size of a bucket of gradients."),
+    Override("ddp.bucket_cap_mb", _positive, "MB", "Size of a bucket of gradients that are exchanged together."),
     Override("ddp.gradient_as_bucket_view", _bool, _FLAG, "Keep gradients in the buckets, without a copy."),
     Override(
         "ddp.static_graph",
@@ -106,8 +135,19 @@ OVERRIDES = (
         risk="With False, buffers such as batch-norm statistics differ between ranks.",
     ),
     Override("ddp.comm_hook", _one_of("fp16", "bf16"), "fp16, bf16", "Exchange gradients in 16 bits.", numerics=True),
-    Override("optimizer.fused", _bool, _FLAG, "One kernel for all parameters of a group."),
-    Override("optimizer.foreach", _bool, _FLAG, "Few kernels for lists of parameters."),
+    Override(
+        "optimizer.fused",
+        _bool,
+        _FLAG,
+        "One kernel for all parameters of a group, of torch's optimizers that have one (Adam, AdamW, SGD, Adagrad).",
+    ),
+    Override(
+        "optimizer.foreach",
+        _bool,
+        _FLAG,
+        "Few kernels for lists of parameters, of torch's optimizers.",
+        risk="True needs memory of the parameters' size for a moment.",
+    ),
     Override(
         "torch.float32_matmul_precision",
         _one_of("highest", "high", "medium"),
@@ -115,23 +155,38 @@ OVERRIDES = (
         "How float32 products are computed.",
         numerics=True,
     ),
-    Override("torch.cudnn_benchmark", _bool, _FLAG, "Time convolution algorithms, and take the fastest."),
-    Override("torch.num_threads", _whole(1), "1, 2, …", "Threads of an operator on the CPU."),
+    Override(
+        "torch.cudnn_benchmark",
+        _bool,
+        _FLAG,
+        "Time convolution algorithms, and take the fastest.",
+        risk="True times them anew for each shape of the input.",
+    ),
+    Override("torch.num_threads", _whole(1), "1, 2, …", "Threads of an operator on the CPU, but in loader workers."),
     Override(
         "torch.autocast",
         _one_of("bf16", "fp16", "off"),
         "bf16, fp16, off",
-        "Run forward passes of the outermost model under autocast.",
+        "Call the outermost model under autocast, or not; what it returns is float32 again.",
         numerics=True,
+        risk="fp16 needs a gradient scaler of the script's: small gradients become 0 without one.",
     ),
     Override(
         "torch.compile",
-        _one_of("default", "reduce-overhead", "max-autotune"),
-        "default, reduce-overhead, max-autotune",
-        "Compile the outermost model.",
+        _one_of(*_COMPILE),
+        ", ".join(_COMPILE),
+        "Compile the outermost model at its first call; off: what the script compiles stays as it is.",
         numerics=True,
+        risk="Each new shape may be compiled again. On a GPU, reduce-overhead and max-autotune overwrite what the last"
+        " call returned.",
     ),
-    Override("torch.channels_last", _bool, _FLAG, "Images and convolutions in the channels-last layout."),
+    Override(
+        "torch.channels_last",
+        _bool,
+        _FLAG,
+        "Images and convolutions in the channels-last layout.",
+        risk="Code of the script's that views images as flat fails.",
+    ),
     Override(
         "gc.freeze", _bool, _FLAG, "Exempt the objects made so far from garbage collection before the first step."
     ),
@@ -142,11 +197,30 @@ OVERRIDES = (
         "Automatic garbage collection.",
         risk="With False, memory held in cycles is never freed.",
     ),
-    Override("copy.non_blocking", _bool, _FLAG, "Let copies to the device not wait for it."),
+    Override(
+        "copy.non_blocking",
+        _bool,
+        _FLAG,
+        "Let copies from the host to a device (Tensor.to, Tensor.cuda) not wait for it.",
+        risk="Wrong where the script writes into pinned memory that is still being copied.",
+    ),
+)
+
+# What explains the variables of the environment, as one entry.
+ENVIRONMENT = Override(
+    "env.NAME",
+    str,
+    "any text",
+    "A variable of the environment, set before the command starts, and kept where a launcher or the script sets it:"
+    " OMP_NUM_THREADS, OMP_WAIT_POLICY, KMP_BLOCKTIME, MKL_NUM_THREADS, NCCL_ALGO, NCCL_BUFFSIZE, MALLOC_ARENA_MAX,"
+    " LD_PRELOAD (another allocator), PYTORCH_CUDA_ALLOC_CONF, CUDA_DEVICE_MAX_CONNECTIONS, …",
+    risk="NVIDIA_TF32_OVERRIDE and TORCH_ALLOW_TF32_CUBLAS_OVERRIDE change numbers.",
 )
 
 # Variables of the environment are overridden as env.NAME=VALUE; these compute other numbers.
 _NUMERIC_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+
+_OURS = ("PYTHONPATH", "PYTHONHOME")
 
 _BY_NAME = {o.name: o for o in OVERRIDES}
 
@@ -160,6 +234,8 @@ def parse(words: Iterable[str]) -> dict[str, Value]:
             raise DlprofError(f"--set {word}: NAME=VALUE expected, such as loader.num_workers=4")
         group, _, variable = name.partition(".")
         if group == "env" and variable.isidentifier():
+            if variable in _OURS or variable.startswith("DLPROF_"):
+                raise DlprofError(f"--set {word}: recording needs this variable itself")
             found[name] = text
             continue
         if name not in _BY_NAME:
@@ -168,6 +244,8 @@ def parse(words: Iterable[str]) -> dict[str, Value]:
             found[name] = _BY_NAME[name].parse(text)
         except ValueError as e:
             raise DlprofError(f"--set {word}: {e} expected") from None
+    if found.get("optimizer.fused") and found.get("optimizer.foreach"):
+        raise DlprofError("--set optimizer.fused and optimizer.foreach: an optimizer takes one of them")
     return found
 
 
@@ -182,3 +260,64 @@ def named(setting: str) -> str | None:
     if setting.isupper():
         return f"env.{setting}"
     return next((o.name for o in OVERRIDES if o.setting == setting), None)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an override has done, in one rank or in several.
+
+    `applied`: how often it took effect; 0: never. `before`: the values that the script had there. `places`: file, line
+    and function of the script's calls that it changed. `error`: why it did not apply, or not everywhere; None: nothing
+    failed.
+    """
+
+    applied: int = 0
+    before: tuple[Value | None, ...] = ()
+    places: tuple[tuple[str, int, str], ...] = ()
+    error: str | None = None
+
+
+def outcomes(asked: Iterable[str], reports: Iterable[object]) -> dict[str, Outcome]:
+    """Return what each override did, by name, from the ranks' files `overrides.json`: their counts are summed.
+
+    An override that no report names never applied. What in a report is not of the kind expected counts as not there.
+    """
+    found = {name: Outcome() for name in asked}
+    for report in reports:
+        for name, entry in report.items() if isinstance(report, Mapping) else ():
+            if isinstance(name, str) and isinstance(entry, Mapping):
+                found[name] = _together(found.get(name, Outcome()), entry)
+    return found
+
+
+def _together(one: Outcome, entry: Mapping[str, object]) -> Outcome:
+    applied, error = entry.get("applied"), entry.get("error")
+    before, places = entry.get("before"), entry.get("places")
+    values = [v for v in before if v is None or isinstance(v, (bool, int, float, str))] if _is_list(before) else []
+    known = [
+        (p[0], p[1], p[2])
+        for p in (places if _is_list(places) else ())
+        if _is_list(p) and len(p) == 3 and isinstance(p[0], str) and type(p[1]) is int and isinstance(p[2], str)
+    ]
+    return Outcome(
+        one.applied + (applied if type(applied) is int and applied > 0 else 0),
+        tuple(dict.fromkeys((*one.before, *values))),
+        tuple(dict.fromkeys((*one.places, *known))),
+        one.error or (error if isinstance(error, str) else None),
+    )
+
+
+def _is_list(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
+
+
+def described(value: object, outcome: Outcome) -> str:
+    """Say what an override did: 0 → 4 at train.py:12, 1 time."""
+    if not outcome.applied:
+        text = f"{value} never applied"
+    else:
+        before = ", ".join(map(str, outcome.before))
+        places = list(dict.fromkeys(f"{file}:{line}" for file, line, _ in outcome.places))
+        where = f" at {few(places, 4)}" if places else ""
+        text = f"{before} → {value}{where}, {count(outcome.applied, 'time')}"
+    return f"{text}: {outcome.error}" if outcome.error else text

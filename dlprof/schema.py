@@ -167,12 +167,26 @@ STACKS: Mapping[str, str] = {
     "samples": "int64",
 }
 
+# What a setting that `--set` overrides did: a row for each place of the script where it took effect, one row where none
+# is known.
+OVERRIDES: Mapping[str, str] = {
+    "name": CATEGORY,  # as the command line has it: loader.num_workers
+    "value": CATEGORY,
+    "before": CATEGORY,  # what the script had there; several values are joined by ", "
+    "applied": "int64",  # how often it took effect, at all places; 0: never
+    "file": CATEGORY,  # "": no place is known
+    "line": "int64",  # -1: no place is known
+    "function": CATEGORY,
+    "error": CATEGORY,  # why it did not take effect, or not everywhere; "": nothing failed
+}
+
 TABLES: Mapping[str, Mapping[str, str]] = {
     "chunks": CHUNKS,
     "fetches": FETCHES,
     "lines": LINES,
     "loading": LOADING,
     "memory": MEMORY,
+    "overrides": OVERRIDES,
     "samples": SAMPLES,
     "spans": SPANS,
     "stacks": STACKS,

@@ -13,6 +13,7 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, Measured
 from dlprof.analysis.panel import MOST_RANKS
+from dlprof.overrides import Outcome, described
 from dlprof.result import Fact, RunInfo
 from dlprof.units import digits, duration, percent, quantity, size
 
@@ -129,6 +130,22 @@ def _of_settings(job: Job) -> list[Fact]:
     for key in ("schedule", "microbatches", "num_stages"):
         pipeline.add(key.replace("_", " "), _several(job, "pipeline", key))
     return found + pipeline.facts
+
+
+def _of_overrides(override_effects: Maybe[pd.DataFrame]) -> list[Fact]:
+    """List the settings that `--set` overrode: what was there before, where, how often, and what failed."""
+    section = _Section("Overrides")
+    frame = override_effects.or_none()
+    for name, rows in () if frame is None else frame.groupby("name", sort=False):
+        ranks, places = rows.drop_duplicates("rank"), rows[rows["line"] >= 0]
+        outcome = Outcome(
+            int(ranks["applied"].sum()),
+            tuple(dict.fromkeys(filter(None, ranks["before"]))),
+            tuple(places[["file", "line", "function"]].itertuples(index=False, name=None)),
+            next(filter(None, ranks["error"]), None),
+        )
+        section.add(str(name), described(rows["value"].iloc[0], outcome))
+    return section.facts
 
 
 def _of_loading(
@@ -321,6 +338,7 @@ SECTIONS: tuple[Callable[..., list[Fact]], ...] = (
     _of_device,
     _of_software,
     _of_settings,
+    _of_overrides,
     _of_loading,
     _of_precision,
     _of_environment,

@@ -91,6 +91,13 @@ SOURCES: tuple[Source, ...] = (
     ),
     # Its file is of any name: dlprof/read/run.py looks for it.
     Source("nvidia_smi", (), ("samples",), _NOT_SAMPLED, _lazily("nvidia_smi", "read")),
+    Source(
+        "overrides",
+        ("overrides.json",),
+        ("overrides",),
+        "no setting was overridden (`--set NAME=VALUE` does that)",
+        _lazily("overrides", "read"),
+    ),
     _log(
         "chunks",
         "no pipeline stages were recorded (a job with torch.distributed.pipelining under `dlprof wrap` leaves them)",

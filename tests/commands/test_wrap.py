@@ -63,6 +63,36 @@ def test_a_time_between_readings_that_is_none_is_a_usage_error(seconds: str, tmp
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["loader.nothing=1"], "dlprof explain settings"),
+        (["loader.num_workers=-1"], "a whole number"),
+        (["torch.autocast=bf16"], "--allow-numerics"),
+        (["loader.num_workers=1", "env.NVIDIA_TF32_OVERRIDE=1"], "--allow-numerics"),
+        (["optimizer.fused=1", "optimizer.foreach=1"], "one of them"),
+    ],
+)
+def test_a_setting_that_cannot_be_overridden_is_a_usage_error(settings: list[str], says: str, tmp_path: Path) -> None:
+    given = [word for setting in settings for word in ("--set", setting)]
+    done = launch([*DLPROF, "wrap", *given, "--", "touch", "started"], tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_variables_reach_the_command_and_secrets_no_file(tmp_path: Path) -> None:
+    (tmp_path / "tells.py").write_text("import os; print(os.environ['SOME_TOKEN'], os.environ['NVIDIA_TF32_OVERRIDE'])")
+    settings = ("--set", "env.SOME_TOKEN=hush", "--set=env.NVIDIA_TF32_OVERRIDE=0", "--allow-numerics")
+    done = launch([*DLPROF, "wrap", "-o", "run", *settings, "tells.py"], tmp_path)
+    assert (done.returncode, done.stdout) == (0, "hush 0\n")
+    told = json.loads((tmp_path / "run/run.json").read_text())
+    assert told["options"]["set"] == {"env.SOME_TOKEN": "[redacted]", "env.NVIDIA_TF32_OVERRIDE": "0"}
+    assert "--set env.NVIDIA_TF32_OVERRIDE=0 never applied" in told["warnings"]
+    assert not any(b"hush" in path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert "hush" not in done.stderr
+
+
 def test_wrapping_twice_is_refused_in_one_line(tmp_path: Path) -> None:
     done = launch([*DLPROF, "wrap", "--", "touch", "started"], tmp_path, env=environment(DLPROF_RUN="elsewhere"))
     assert done.returncode == 1

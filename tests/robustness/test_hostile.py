@@ -69,6 +69,8 @@ def whole_run(folder: Path) -> Path:
     (rank / "memory.jsonl").write_text(lines(*({**memory, "at_ns": at + n * MS, "step": n} for n in range(30))))
     counted = {"role": "main", "function": "m:f", "file": "m.py", "first": 1, "source": "def f():\n  pass\n"}
     (rank / "lines.jsonl").write_text(lines({**counted, "lines": [[1, 2, 300], [2, 2, 400]]}))
+    effect = {"value": 4, "applied": 1, "before": [0], "places": [["train.py", 12, "main"]], "error": None}
+    (rank / "overrides.json").write_text(json.dumps({"loader.num_workers": effect, "gc.freeze": effect}))
     sampled = [
         {"at_ns": at + n * 1_000 * MS, "gpu.use": 0.5, "cpu.use": 0.25, "memory_used": 1 << 30} for n in range(9)
     ]

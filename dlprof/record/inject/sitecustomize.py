@@ -121,11 +121,39 @@ def _watch_exec(run):
     os.execv, os.execve = watched(os.execv), watched(os.execve)
 
 
+def _keep_environment(text):
+    """Set the variables that --set names, which a launcher may have changed, and keep them if the script sets them."""
+    import json
+
+    kept = {name[4:]: value for name, value in json.loads(text)["set"].items() if name.startswith("env.")}
+    if not kept:
+        return
+    changed = []  # what did not hold: variable, value, and the file, line and function that set it; for the recorder
+    setting = type(os.environ).__setitem__
+
+    def keep(self, name, value):
+        if self is os.environ and name in kept and isinstance(value, str) and len(changed) < 16:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "collections.abc"):
+                frame = frame.f_back  # from os.environ.update()
+            changed.append((name, value, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        setting(self, name, kept.get(name, value) if self is os.environ else value)
+
+    for name, value in kept.items():
+        if os.environ.get(name) != value:
+            changed.append((name, os.environ.get(name), None, 0, None))
+            os.environ[name] = value
+    keep.changed = changed
+    type(os.environ).__setitem__ = keep
+
+
 def _watch():
     run = os.environ.get("DLPROF_RUN")
     if not run or _unwatched():
         return
     try:
+        if os.environ.get("DLPROF_SET"):
+            _keep_environment(os.environ["DLPROF_SET"])
         _hello(run, f'{{"pid": {os.getpid()}, "python": "{sys.version.split()[0]}"}}\n')
         if "torch" in sys.modules:
             _load_recorder(run)

@@ -98,3 +98,36 @@ def test_a_run_that_cannot_be_written_costs_one_line(tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith("dlprof: ")
     assert line.endswith("; the job goes on without it")
+
+
+SETS = json.dumps({"set": {"env.DL_KEPT": "1", "loader.num_workers": 2}, "environment": {"DL_KEPT": None}})
+
+
+def test_variables_that_are_overridden_stay_as_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "child.py").write_text("import os; print(os.environ['DL_KEPT'])")
+    (tmp_path / "child.sh").write_text(f"export DL_KEPT=6; exec {sys.executable} {tmp_path / 'child.py'}")
+    code = f"""if True:
+    import json, os, subprocess
+    os.environ["DL_KEPT"] = "2"
+    os.environ.update(DL_KEPT="3", DL_OTHER="4")
+    os.environ.setdefault("DL_KEPT", "5")
+    child = subprocess.run(["sh", {str(tmp_path / "child.sh")!r}], capture_output=True, text=True).stdout
+    changed = [(value, line) for _, value, _, line, _ in type(os.environ).__setitem__.changed]
+    print(json.dumps([os.environ["DL_KEPT"], os.environ["DL_OTHER"], child, changed]))
+    """
+    said = json.loads(watched(tmp_path / "run", code, DLPROF_SET=SETS, DL_KEPT="0"))
+    assert said == ["1", "4", "1\n", [["0", 0], ["2", 3], ["3", 4]]]
+
+
+def test_without_overridden_variables_the_environment_is_pythons_own(tmp_path: Path) -> None:
+    code = "import os; print(hasattr(type(os.environ).__setitem__, 'changed'))"
+    assert watched(tmp_path / "a", code) == "False\n"
+    sets = json.dumps({"set": {"loader.num_workers": 2}, "environment": {}})
+    assert watched(tmp_path / "b", code, DLPROF_SET=sets) == "False\n"
+
+
+def test_settings_that_are_no_json_cost_the_script_nothing(tmp_path: Path) -> None:
+    env = recorded(environment(DLPROF_SET="{"), tmp_path / "run")
+    done = launch([sys.executable, "-c", "print(1)"], tmp_path, env=env)
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,96 @@
+"""Puts the overrides of `--set` in place, and writes what each of them did: overrides.json."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dlprof.files import write
+from dlprof.overrides import Value
+from dlprof.record.recorder import Recorder
+from dlprof.record.stepping import Step
+
+if TYPE_CHECKING:
+    from dlprof.record.overrides.effects import Effects
+
+# The file is written when training starts, soon after, ever less often, and at the end.
+_FIRST_PAUSE_NS = 1_000_000_000
+
+
+class _Part(Protocol):
+    """A module of dlprof/record/overrides."""
+
+    def install(self, asked: Mapping[str, Value], effects: Effects) -> None:
+        """Put the wrappers of its overrides in place."""
+
+
+class Overrides:
+    """Writes overrides.json: of each override its value, how often it took effect, where, and what was before."""
+
+    name = "overrides"
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None
+        self._asked: Mapping[str, Value] = {}
+        self._before: Mapping[str, Any] = {}  # variables of the command's environment that are overridden
+        self._effects: Effects | None = None  # None: nothing is overridden
+        self._switches: Any = None  # the module, once it is needed
+        self._due_ns = 0
+        self._pause_ns = _FIRST_PAUSE_NS
+        if text := os.environ.get("DLPROF_SET"):
+            self._install(json.loads(text))
+
+    def start(self, recorder: Recorder) -> None:
+        """Write what took effect before training."""
+        if self._effects is not None:
+            self._recorder = recorder
+            self._switches.begin(self._asked, self._effects)
+            self._write(perf_counter_ns())
+
+    def step(self, done: Sequence[Step]) -> None:
+        """Write again where there is news."""
+        if self._recorder is None or self._effects is None or not self._effects.news:
+            return
+        now = done[-1].start_ns + done[-1].dur_ns
+        if now > self._due_ns:
+            self._write(now)
+
+    def stop(self) -> None:
+        """Write for the last time."""
+        if self._recorder is not None:
+            self._write(perf_counter_ns())
+            self._recorder = None
+
+    def _install(self, told: Mapping[str, Any]) -> None:
+        """Put the wrappers in place: now, right after torch was imported and before the script makes anything."""
+        from dlprof.record.overrides import copies, data_parallel, effects, loaders, models, optimizers, switches
+
+        parts: Mapping[str, tuple[_Part, ...]] = {
+            "loader": (loaders,),
+            "ddp": (data_parallel,),
+            "optimizer": (optimizers,),
+            "torch": (switches, models),
+            "gc": (switches,),
+            "copy": (copies,),
+        }
+        self._asked, self._before = told["set"], told["environment"]
+        self._effects = effects.Effects(self._asked)
+        self._switches = switches
+        groups = {name.partition(".")[0] for name in self._asked}
+        for part in dict.fromkeys(part for group, some in parts.items() if group in groups for part in some):
+            try:
+                part.install(self._asked, self._effects)
+            except Exception as e:  # noqa: BLE001, PERF203 - a torch that is not as we know it costs these alone
+                for name in self._asked:
+                    if part in parts.get(name.partition(".")[0], ()):
+                        self._effects.failed(name, e)
+
+    def _write(self, now_ns: int) -> None:
+        assert self._recorder is not None
+        assert self._effects is not None
+        self._switches.see_environment(self._asked, self._before, self._effects)
+        write(self._recorder.folder / "overrides.json", json.dumps(self._effects.written()))
+        self._due_ns, self._pause_ns = now_ns + self._pause_ns, self._pause_ns * 2

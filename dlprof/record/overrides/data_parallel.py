@@ -1,0 +1,83 @@
+"""Overrides of DistributedDataParallel, as the script wraps its model: ddp.*."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from dlprof.overrides import Value
+from dlprof.record.hooks import put
+from dlprof.record.overrides.constructors import wanted, watched
+from dlprof.record.overrides.effects import Effects
+
+_HOOK = "ddp.comm_hook"
+
+
+def install(asked: Mapping[str, Value], effects: Effects) -> None:
+    """Have models wrapped with the settings asked for."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    settings = wanted(asked, "ddp")
+    hook = settings.pop("comm_hook", None)
+    wrapping = _Wrapping(settings, None if hook is None else str(hook), effects)
+    making = watched(wrapping, [], DistributedDataParallel.__init__)
+    if hook is not None:
+        for name in ("register_comm_hook", "_register_builtin_comm_hook"):
+            put(DistributedDataParallel, name, wrapping.registering(getattr(DistributedDataParallel, name)))
+    put(DistributedDataParallel, "__init__", making)
+
+
+class _Wrapping:
+    """How models are wrapped in this process."""
+
+    group = "ddp"
+
+    def __init__(self, settings: Mapping[str, Value], hook: str | None, effects: Effects) -> None:
+        self.wanted = settings
+        self.effects = effects
+        self._hook = hook
+        self._register: Any = None  # the method of DistributedDataParallel's own
+
+    def change(self, made: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG002 - see Kind
+        """Return the arguments of the wrapper."""
+        new: dict[str, Any] = {name: value for name, value in self.wanted.items() if name in given}
+        if float(new.get("bucket_cap_mb", 0.5)).is_integer():
+            new["bucket_cap_mb"] = int(new["bucket_cap_mb"])
+        if "bucket_cap_mb" in new and given.get("bucket_cap_mb_list") is not None:
+            new["bucket_cap_mb_list"] = None
+        for name in self.wanted.keys() - new.keys():
+            self.effects.failed(f"ddp.{name}", "this version of torch does not take it")
+        return new
+
+    def refused(self, made: Any, given: Mapping[str, Any]) -> None:
+        """Nothing: the constructor changes none of its arguments before it looks at them."""
+
+    def done(self, made: Any, given: Mapping[str, Any], changed: Mapping[str, Any]) -> None:  # noqa: ARG002 - see Kind
+        """Register the hook that exchanges gradients in 16 bits."""
+        if self._hook is None:
+            return
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+        try:
+            self._register(made, None, hooks[self._hook])
+        except Exception as e:  # noqa: BLE001 - gradients are exchanged as they are
+            self.effects.failed(_HOOK, e)
+        else:
+            self.effects.took(_HOOK, None)
+
+    def registering(self, original: Any) -> Any:
+        """Return what the script registers a hook with: where ours is in place it stays, for there can be one only."""
+        if original.__name__ == "register_comm_hook":
+            self._register = original
+
+        @functools.wraps(original)
+        def register(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+            if not getattr(wrapper, "_comm_hooks", None):
+                return original(wrapper, *args, **kwargs)
+            theirs = kwargs.get("hook", kwargs.get("comm_hook_type", args[-1] if args else None))
+            self.effects.took(_HOOK, getattr(theirs, "__name__", str(theirs)))
+            return None
+
+        return register

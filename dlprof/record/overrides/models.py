@@ -1,0 +1,204 @@
+"""Overrides of the outermost model's call: torch.autocast, torch.compile and torch.channels_last.
+
+Only modules with parameters count: a loss function stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from threading import local
+from typing import Any
+
+from dlprof.overrides import Value
+from dlprof.record.hooks import hidden, put
+from dlprof.record.overrides.effects import Effects
+from dlprof.record.overrides.switches import by_torch
+
+_AUTOCAST, _COMPILE, _CHANNELS = "torch.autocast", "torch.compile", "torch.channels_last"
+
+
+def install(asked: Mapping[str, Value], effects: Effects) -> None:
+    """Wrap the call of modules, and torch.compile where the script's own is overridden too."""
+    import torch
+
+    if asked.keys().isdisjoint((_AUTOCAST, _COMPILE, _CHANNELS)):
+        return
+    models = _Models(asked, effects)
+    original: Any = torch.nn.Module.__call__
+    is_traced = getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)
+    within_backward = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+    state = local()  # .inside: this thread is in the outermost model's call
+
+    def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - what it stands for
+        # In a backward pass: a part of the model that is computed again, as it was at first.
+        if is_traced() or getattr(state, "inside", False) or within_backward() != -1 or not _is_model(module):
+            return original(module, *args, **kwargs)
+        state.inside = True
+        try:
+            return models.call(original, module, args, kwargs)
+        finally:
+            state.inside = False
+
+    for method in vars(_Models).values():
+        if hasattr(method, "__code__"):
+            hidden(method)
+    put(torch.nn.Module, "__call__", hidden(__call__))
+    if _COMPILE in asked:
+        put(torch, "compile", models.compiling(torch.compile))
+
+
+def _is_model(module: Any) -> bool:
+    """Return whether a module has parameters, and is no copy that DataParallel makes for each step."""
+    try:
+        return not getattr(module, "_is_replica", False) and next(module.parameters(), None) is not None
+    except Exception:  # noqa: BLE001 - the script's code
+        return False
+
+
+class _Models:
+    """The outermost models of this process."""
+
+    def __init__(self, asked: Mapping[str, Value], effects: Effects) -> None:
+        self._effects = effects
+        self._autocast = asked.get(_AUTOCAST)
+        self._mode = asked.get(_COMPILE)
+        self._channels_last = asked.get(_CHANNELS)
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._images: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose convolutions were laid out
+        self._ours: weakref.WeakSet[Any] = weakref.WeakSet()  # models that are compiled here
+        self._ran: weakref.WeakSet[Any] = weakref.WeakSet()  # of those: models that have been called since
+        self._theirs: weakref.WeakSet[Any] = weakref.WeakSet()  # models that the script compiles
+        self._compiling = False
+
+    def call(self, original: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an outermost model."""
+        if module not in self._seen:
+            self._see(module)
+        if module in self._images:
+            args = tuple(map(self._laid_out, args))
+            kwargs = {name: self._laid_out(value) for name, value in kwargs.items()}
+        if self._autocast is None:
+            return self._called(original, module, args, kwargs)
+        with self._context(module):
+            result = self._called(original, module, args, kwargs)
+        return result if self._autocast == "off" else self._in_float32(result)
+
+    def _see(self, module: Any) -> None:
+        self._seen.add(module)
+        for name, change in ((_CHANNELS, self._lay_out), (_COMPILE, self._compile)):
+            try:
+                change(module)
+            except Exception as e:  # noqa: BLE001, PERF203 - it stays as it is
+                self._effects.failed(name, e)
+
+    # -- torch.autocast
+
+    def _context(self, module: Any) -> Any:
+        import torch
+
+        try:
+            device = next(module.parameters()).device.type
+            before = "off"
+            if torch.is_autocast_enabled(device):
+                before = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(self._autocast))
+            context = torch.autocast(device, dtype=dtype, enabled=dtype is not None)
+            self._effects.took(_AUTOCAST, before)
+        except Exception as e:  # noqa: BLE001 - the model is called as the script does
+            self._effects.failed(_AUTOCAST, e)
+            return contextlib.nullcontext()
+        return context
+
+    def _in_float32(self, result: Any) -> Any:
+        """Return what a model gave in float32, as it is without autocast: the script computes the loss with it."""
+        import torch
+        from torch.utils._pytree import tree_map
+
+        half = (torch.float16, torch.bfloat16)
+        try:
+            return tree_map(lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype in half else x, result)
+        except Exception as e:  # noqa: BLE001 - a result of the script's own kind
+            self._effects.failed(_AUTOCAST, e)
+            return result
+
+    # -- torch.channels_last
+
+    def _lay_out(self, module: Any) -> None:
+        """Lay out the weights of a model's convolutions, in place: its parameters are the same objects."""
+        import torch
+
+        weights = [p for p in module.parameters() if p.dim() == 4] if self._channels_last is not None else []
+        if not weights:
+            return
+        before = weights[0].is_contiguous(memory_format=torch.channels_last) and not weights[0].is_contiguous()
+        module.to(memory_format=torch.channels_last if self._channels_last else torch.contiguous_format)
+        self._images.add(module)
+        self._effects.took(_CHANNELS, before)
+
+    def _laid_out(self, value: Any) -> Any:
+        import torch
+
+        if not isinstance(value, torch.Tensor) or value.dim() != 4 or value.layout != torch.strided:
+            return value
+        return value.contiguous(memory_format=torch.channels_last if self._channels_last else torch.contiguous_format)
+
+    # -- torch.compile
+
+    def _compile(self, module: Any) -> None:
+        """Compile a model, in place, unless the script compiles it or a part of it: see `compiling`."""
+        if self._mode in (None, "off") or any(m in self._theirs or hasattr(m, "_orig_mod") for m in module.modules()):
+            return
+        self._compiling = True
+        try:
+            module.compile(mode=str(self._mode))
+        finally:
+            self._compiling = False
+        self._ours.add(module)
+
+    def _called(self, original: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a model; one that cannot be compiled is called as it is."""
+        if not self._ours or module not in self._ours:
+            return original(module, *args, **kwargs)
+        try:
+            result = original(module, *args, **kwargs)
+        except Exception as e:
+            if not type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            self._ours.discard(module)
+            module._compiled_call_impl = None
+            self._effects.failed(_COMPILE, e, undone=module in self._ran)
+            return original(module, *args, **kwargs)
+        if module not in self._ran:
+            self._ran.add(module)
+            self._effects.took(_COMPILE, "off")
+        return result
+
+    def compiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return torch.compile as the script calls it: with the mode asked for where it compiles a model, or off."""
+        from torch.nn import Module
+
+        @functools.wraps(original)
+        def compile(model: Any = None, **options: Any) -> Any:  # noqa: A001 - torch's name
+            if model is None:
+                return functools.partial(compile, **options)
+            module = model if isinstance(model, Module) else getattr(model, "__self__", None)
+            if self._compiling or (not isinstance(module, Module) and by_torch(2)):
+                return original(model, **options)
+            before = options.get("mode") or "default"
+            if self._mode == "off":
+                self._effects.took(_COMPILE, before)
+                return model
+            if not isinstance(module, Module):
+                return original(model, **options)
+            self._theirs.add(module)
+            if options.get("options") is not None or options.get("backend", "inductor") != "inductor":
+                self._effects.failed(_COMPILE, "the script compiles a model with options or a backend of its own")
+                return original(model, **options)
+            compiled = original(model, **{**options, "mode": self._mode})
+            self._effects.took(_COMPILE, before)
+            return compiled
+
+        return compile

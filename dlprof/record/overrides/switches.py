@@ -1,0 +1,167 @@
+"""Overrides of what holds for a whole process: precision, cuDNN's benchmark, threads, garbage collection, environment.
+
+They are set when torch has just been imported. What the script sets later is noted, and does not hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dlprof.overrides import Value
+from dlprof.record.hooks import at_uninstall, put
+from dlprof.record.overrides.effects import Effects
+
+
+def install(asked: Mapping[str, Value], effects: Effects) -> None:
+    """Set those that were asked for, each by itself."""
+    settings: Mapping[str, Callable[[Any, Effects], None]] = {
+        "torch.num_threads": _threads,
+        "torch.float32_matmul_precision": _precision,
+        "torch.cudnn_benchmark": _benchmark,
+        "gc.enabled": _collecting,
+        "gc.freeze": _freezing,
+    }
+    for name, setting in settings.items():
+        if name not in asked:
+            continue
+        try:
+            setting(asked[name], effects)
+        except Exception as e:  # noqa: BLE001 - a torch that is not as we know it
+            effects.failed(name, e)
+
+
+def begin(asked: Mapping[str, Value], effects: Effects) -> None:
+    """Do what is due when training begins."""
+    if asked.get("gc.freeze"):
+        before = gc.get_freeze_count() > 0
+        gc.collect()
+        gc.freeze()
+        at_uninstall(gc.unfreeze)
+        effects.took("gc.freeze", before)
+
+
+def _freezing(value: bool, effects: Effects) -> None:
+    """Have gc.freeze() do nothing, where that was asked for; freezing itself is done when training begins."""
+    if value:
+        return
+
+    @functools.wraps(gc.freeze)
+    def freeze() -> None:
+        effects.took("gc.freeze", True)
+
+    put(gc, "freeze", freeze)
+
+
+def _threads(value: int, effects: Effects) -> None:
+    import torch
+
+    name, setting = "torch.num_threads", torch.set_num_threads
+    before = torch.get_num_threads()
+    setting(value)
+    at_uninstall(functools.partial(setting, before))
+    effects.took(name, before)
+
+    @functools.wraps(setting)
+    def set_num_threads(*args: Any, **kwargs: Any) -> None:
+        setting(*args, **kwargs)  # what it refuses, it refuses
+        # torch's own calls are those of its loaders' workers, and of the thread that pins.
+        if not by_torch(2):
+            effects.took(name, torch.get_num_threads())
+            setting(value)
+
+    put(torch, "set_num_threads", set_num_threads)
+
+
+def _precision(value: str, effects: Effects) -> None:
+    """Set the precision of products; whatever else sets it ends in one of three functions of torch._C."""
+    import torch
+
+    name, setting = "torch.float32_matmul_precision", torch._C._set_float32_matmul_precision
+    getting = torch._C._get_float32_matmul_precision
+    before = getting()
+    setting(value)
+    at_uninstall(functools.partial(setting, before))
+    effects.took(name, before)
+
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any) -> Any:
+            result = original(*args)
+            if not by_torch(3):  # torch itself sets it for a moment, and back
+                effects.took(name, args[-1])
+            setting(value)
+            return result
+
+        return call
+
+    for function in ("_set_float32_matmul_precision", "_set_cublas_allow_tf32", "_set_fp32_precision_setter"):
+        if hasattr(torch._C, function):
+            put(torch._C, function, watched(getattr(torch._C, function)))
+
+
+def _benchmark(value: bool, effects: Effects) -> None:
+    import torch
+
+    name, kind = "torch.cudnn_benchmark", type(torch.backends.cudnn)
+    switch: Any = vars(kind)["benchmark"]
+    before = bool(switch.getter())
+    switch.setter(value)
+    at_uninstall(functools.partial(switch.setter, before))
+    effects.took(name, before)
+
+    def setter(given: bool) -> None:
+        switch.setter(given)  # what it refuses, it refuses
+        effects.took(name, given)
+        switch.setter(value)
+
+    put(kind, "benchmark", type(switch)(switch.getter, setter))
+
+
+def _collecting(value: bool, effects: Effects) -> None:
+    """Switch automatic collection on or off; what collects by itself, gc.collect(), stays as it is."""
+    name, switches = "gc.enabled", {True: gc.enable, False: gc.disable}
+    before = gc.isenabled()
+    switches[value]()
+    at_uninstall(switches[before])
+    effects.took(name, before)
+
+    original = switches[not value]
+
+    @functools.wraps(original)
+    def kept() -> None:
+        caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        if caller == "torch" or caller in sys.stdlib_module_names - {"__main__"}:
+            original()  # for a moment
+        else:
+            effects.took(name, not value)
+
+    put(gc, original.__name__, kept)
+
+
+def by_torch(depth: int) -> bool:
+    """Return whether the caller so many frames above is torch itself."""
+    return str(sys._getframe(depth).f_globals.get("__name__")).startswith("torch.")
+
+
+def see_environment(asked: Mapping[str, Value], before: Mapping[str, Any], effects: Effects) -> None:
+    """Note which variables are as asked for, and what they were without that: `before`, in the command's environment.
+
+    sitecustomize.py has set them for this process, and keeps them.
+    """
+    changed = getattr(type(os.environ).__setitem__, "changed", [])
+    while changed:
+        variable, value, *place = changed.pop(0)
+        effects.took(f"env.{variable}", value, placed=tuple(place) if place[0] else False)
+    for name, value in asked.items():
+        variable = name.partition(".")[2]
+        if not name.startswith("env."):
+            continue
+        if os.environ.get(variable) != value:
+            effects.failed(name, "it has another value in the rank")
+        elif not effects.has_applied(name):
+            effects.took(name, before.get(variable), placed=False)

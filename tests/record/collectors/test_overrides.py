@@ -1,0 +1,208 @@
+"""A real script runs with the settings of --set, and leaves what each did in the rank's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.record.collectors.overrides import Overrides
+from tests.fixtures.jobs import environment, free_port, launch, record, tiny, wrapped
+from tests.fixtures.overriding import left, sets
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+# As little as can be recorded.
+SMALL = ("--no-trace", "--no-sample")
+
+LOOP = """
+import json
+loader = DataLoader(data, batch_size=8, num_workers=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+validation = DataLoader(data, batch_size=8)
+for batch in loader:
+    train(batch)
+for x, y in validation:
+    model(x)
+print(json.dumps({
+    "workers": [loader.num_workers, validation.num_workers], "threads": torch.get_num_threads(),
+    "fused": optimizer.param_groups[0]["fused"], "variable": os.environ.get("OMP_WAIT_POLICY"),
+}))
+"""
+
+
+def test_without_overrides_nothing_is_installed_and_nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DLPROF_SET", raising=False)
+    before = set(sys.modules)
+    made = Overrides()
+    made.start(None)  # type: ignore[arg-type]
+    made.step([])
+    made.stop()
+    assert {m for m in set(sys.modules) - before if m.startswith("dlprof.record.overrides")} == set()
+
+
+@pytest.mark.long
+def test_a_recorded_script_has_the_settings_and_its_files_say_where(tmp_path: Path) -> None:
+    script = tiny(tmp_path, LOOP)
+    settings = ("loader.num_workers=1", "torch.num_threads=2", "optimizer.fused=True", "env.OMP_WAIT_POLICY=PASSIVE")
+    plain = json.loads(launch([sys.executable, script], tmp_path).stdout)
+    done = record(script, folder=tmp_path / "run", options=(*SMALL, *sets(*settings)))
+    said = json.loads(done.stdout)
+    assert plain == {"workers": [0, 0], "threads": 1, "fused": None, "variable": None}
+    assert said == {"workers": [1, 1], "threads": 2, "fused": True, "variable": "PASSIVE"}
+    effects = left(tmp_path / "run")
+    lines = script.read_text().splitlines()
+
+    def at(text: str) -> int:
+        return next(n for n, line in enumerate(lines, 1) if line.startswith(text))
+
+    where = [["train.py", at("loader ="), "<module>"], ["train.py", at("validation ="), "<module>"]]
+    assert effects["loader.num_workers"] == {"value": 1, "applied": 2, "before": [0], "places": where, "error": None}
+    assert effects["optimizer.fused"]["places"] == [["train.py", at("optimizer ="), "<module>"]]
+    threads = effects["torch.num_threads"]
+    assert (threads["applied"], threads["before"], threads["error"]) == (2, [1], None)
+    assert threads["places"] == [
+        ["train.py", at("import torch"), "<module>"],
+        ["train.py", at("torch.set"), "<module>"],
+    ]
+    assert effects["env.OMP_WAIT_POLICY"]["before"] == [None]
+    told = json.loads((tmp_path / "run/run.json").read_text())
+    assert told["options"]["set"] == {
+        "loader.num_workers": 1,
+        "torch.num_threads": 2,
+        "optimizer.fused": True,
+        "env.OMP_WAIT_POLICY": "PASSIVE",
+    }
+    assert told["warnings"] == []
+    assert (
+        f"dlprof: loader.num_workers 0 → 1 at train.py:{where[0][1]}, train.py:{where[1][1]}, 2 times\n" in done.stderr
+    )
+    assert json.loads((tmp_path / "run/ranks/00000/facts.json").read_text())["loaders"][0]["num_workers"] == 1
+
+
+@pytest.mark.long
+def test_what_never_applied_is_told_at_the_end_and_the_exit_status_is_the_scripts(tmp_path: Path) -> None:
+    script = tiny(tmp_path, LOOP + "sys.exit(5)\n")
+    options = (*SMALL, *sets("copy.non_blocking=True", "loader.prefetch_factor=4", "loader.pin_memory=False"))
+    done = launch(wrapped(tmp_path / "run", [sys.executable, script], *options), tmp_path)
+    assert done.returncode == 5
+    said = [
+        "--set copy.non_blocking=True never applied",
+        "--set loader.prefetch_factor=4 never applied: a loader has no workers",
+    ]
+    assert [line for line in done.stderr.splitlines() if "--set" in line] == [f"dlprof: {line}" for line in said]
+    assert json.loads((tmp_path / "run/run.json").read_text())["warnings"] == said
+    effects = left(tmp_path / "run")
+    assert effects["copy.non_blocking"]["applied"] == effects["loader.prefetch_factor"]["applied"] == 0
+
+
+@pytest.mark.long
+def test_torchrun_and_a_launcher_that_sets_the_variable_itself(tmp_path: Path) -> None:
+    script = tiny(tmp_path, LOOP)
+    launcher = tmp_path / "launcher.sh"
+    launcher.write_text('#!/bin/sh\nexport OMP_WAIT_POLICY=ACTIVE\nexec "$@"\n')
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    options = (*SMALL, *sets("loader.num_workers=0", "env.OMP_WAIT_POLICY=PASSIVE", "gc.freeze=on"))
+    command: list[str | Path] = ["sh", launcher, *torchrun, script, "1"]
+    done = launch(wrapped(tmp_path / "run", command, *options), tmp_path, env=environment(OMP_WAIT_POLICY="ACTIVE"))
+    assert done.returncode == 0, done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [(one["workers"], one["variable"]) for one in said] == [([0, 0], "PASSIVE")] * 2
+    for rank in range(2):
+        effects = left(tmp_path / "run", rank)
+        assert effects["loader.num_workers"]["before"] == [1]
+        assert effects["env.OMP_WAIT_POLICY"]["before"] == ["ACTIVE"]
+        assert effects["gc.freeze"]["applied"] == 1
+    assert "--set" not in done.stderr
+
+
+@pytest.mark.long
+def test_a_script_that_sets_the_variable_itself_is_overridden_at_its_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    tiny(tmp_path, LOOP)
+    script.write_text(
+        "import os\nos.environ.update({'OMP_WAIT_POLICY': 'ACTIVE', 'OTHER': '1'})\n" + script.read_text()
+    )
+    done = record(script, folder=tmp_path / "run", options=(*SMALL, *sets("env.OMP_WAIT_POLICY=PASSIVE")))
+    assert json.loads(done.stdout)["variable"] == "PASSIVE"
+    effect = left(tmp_path / "run")["env.OMP_WAIT_POLICY"]
+    assert (effect["before"], effect["places"]) == (["ACTIVE"], [["train.py", 2, "<module>"]])
+
+
+@pytest.mark.long
+def test_loaders_whose_workers_are_spawned_keep_the_overrides_out_of_the_workers(tmp_path: Path) -> None:
+    body = """
+    import json
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 16
+        def __getitem__(self, n):
+            return torch.ones(8), torch.tensor([float(torch.get_num_threads())])
+    if __name__ == "__main__":
+        loader = DataLoader(Rows(), batch_size=8, multiprocessing_context="spawn", num_workers=1)
+        for batch in loader:
+            train(batch)
+        print(json.dumps([loader.num_workers, batch[1].flatten().tolist()]))
+    """
+    script = tiny(tmp_path, body)
+    done = record(
+        script, folder=tmp_path / "run", options=(*SMALL, *sets("torch.num_threads=2", "loader.num_workers=2"))
+    )
+    assert json.loads(done.stdout) == [2, [1.0] * 8]
+    assert os.listdir(tmp_path / "run/ranks") == ["00000"]  # noqa: PTH208 - names
+
+
+@pytest.mark.long
+def test_a_child_that_was_forked_writes_nothing_into_the_ranks_file(tmp_path: Path) -> None:
+    body = """
+    for n in range(3):
+        train(next(iter(DataLoader(data, batch_size=8))))
+    pid = os.fork()
+    if pid == 0:
+        for n in range(50):
+            DataLoader(data)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    """
+    script = tiny(tmp_path, body)
+    record(script, folder=tmp_path / "run", options=(*SMALL, *sets("loader.num_workers=0")))
+    assert left(tmp_path / "run")["loader.num_workers"]["applied"] == 3
+
+
+def test_settings_that_are_no_json_switch_the_overrides_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLPROF_SET", "{")
+    with pytest.raises(ValueError, match="Expecting"):
+        Overrides()
+
+
+def told(**more: Any) -> str:
+    return json.dumps({"set": {"loader.num_workers": 1}, "environment": {}, **more})
+
+
+def test_a_part_that_this_torch_has_not_costs_its_overrides_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from dlprof.record import hooks
+    from dlprof.record.overrides import loaders
+
+    def broken(*_: object) -> None:
+        raise AttributeError("another torch")
+
+    monkeypatch.setattr(loaders, "install", broken)
+    monkeypatch.setenv("DLPROF_SET", told(set={"loader.num_workers": 1, "gc.freeze": True}))
+    try:
+        made = Overrides()
+
+        class Recorder:
+            folder = tmp_path
+
+        made.start(Recorder())  # type: ignore[arg-type]
+        made.stop()
+    finally:
+        hooks.uninstall()
+    written = json.loads((tmp_path / "overrides.json").read_text())
+    assert written["loader.num_workers"]["error"] == "AttributeError: another torch"
+    assert (written["gc.freeze"]["applied"], written["gc.freeze"]["error"]) == (1, None)
