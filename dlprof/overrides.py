@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 from dlprof.errors import DlprofError
 
@@ -182,3 +183,52 @@ def named(setting: str) -> str | None:
     if setting.isupper():
         return f"env.{setting}"
     return next((o.name for o in OVERRIDES if o.setting == setting), None)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an override has done, in one rank or in several.
+
+    `applied`: how often it took effect; 0: never. `before`: the values that the script had there. `places`: file, line
+    and function of the script's calls that it changed. `error`: why it did not apply, or not everywhere; None: nothing
+    failed.
+    """
+
+    applied: int = 0
+    before: tuple[Value | None, ...] = ()
+    places: tuple[tuple[str, int, str], ...] = ()
+    error: str | None = None
+
+
+def outcomes(asked: Iterable[str], reports: Iterable[object]) -> dict[str, Outcome]:
+    """Return what each override did, by name, from the ranks' files `overrides.json`: their counts are summed.
+
+    An override that no report names never applied. What in a report is not of the kind expected counts as not there.
+    """
+    found = {name: Outcome() for name in asked}
+    for report in reports:
+        for name, entry in report.items() if isinstance(report, Mapping) else ():
+            if isinstance(name, str) and isinstance(entry, Mapping):
+                found[name] = _together(found.get(name, Outcome()), entry)
+    return found
+
+
+def _together(one: Outcome, entry: Mapping[str, object]) -> Outcome:
+    applied, error = entry.get("applied"), entry.get("error")
+    before, places = entry.get("before"), entry.get("places")
+    values = [v for v in before if v is None or isinstance(v, (bool, int, float, str))] if _is_list(before) else []
+    known = [
+        (p[0], p[1], p[2])
+        for p in (places if _is_list(places) else ())
+        if _is_list(p) and len(p) == 3 and isinstance(p[0], str) and type(p[1]) is int and isinstance(p[2], str)
+    ]
+    return Outcome(
+        one.applied + (applied if type(applied) is int and applied > 0 else 0),
+        tuple(dict.fromkeys((*one.before, *values))),
+        tuple(dict.fromkeys((*one.places, *known))),
+        one.error or (error if isinstance(error, str) else None),
+    )
+
+
+def _is_list(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)

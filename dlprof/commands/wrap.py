@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import click
 
+from dlprof import overrides
 from dlprof.errors import DlprofError
 from dlprof.plain import plain
 from dlprof.record.launch.folder import new_folder
@@ -75,6 +77,14 @@ def _sample(value: str) -> str:
     raise click.BadParameter("auto, or the seconds between two readings, 0.1 to 3600")
 
 
+def _setting(value: str) -> str:
+    try:
+        overrides.parse([value])
+    except DlprofError as e:
+        raise click.BadParameter(str(e)) from None
+    return value
+
+
 def _job(value: str) -> str:
     if not all(c.isalnum() or c in "._-" for c in value):
         raise click.BadParameter("letters, digits, dots, hyphens and underscores")
@@ -98,8 +108,23 @@ class Recording:
     stacks: str
     sample: str
     no_sample: bool
+    settings: tuple[str, ...]  # to override, NAME=VALUE
+    allow_numerics: bool
     quiet: bool
     no_report: bool
+
+    def check(self) -> None:
+        """Raise a usage error where options exclude each other."""
+        changing = overrides.changes_numbers(self.overrides)
+        if changing and not self.allow_numerics:
+            raise click.UsageError(
+                f"--set {changing[0]}: the job then computes other numbers; --allow-numerics allows that"
+            )
+
+    @property
+    def overrides(self) -> dict[str, overrides.Value]:
+        """The settings to override, by name."""
+        return overrides.parse(self.settings)
 
     @property
     def asked(self) -> dict[str, str]:
@@ -115,6 +140,15 @@ class Recording:
             "shapes": "on" if self.shapes else "off",
             "window": "off" if self.no_trace else "nsys" if self.nsys else self.window,
         }
+
+    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment for the command: with the options, and the variables that are overridden."""
+        asked = {f"DLPROF_{name.upper()}": value for name, value in self.asked.items()}
+        if not self.settings:
+            return {**env, **asked}
+        variables = {n.partition(".")[2]: str(v) for n, v in self.overrides.items() if n.startswith("env.")}
+        told = {"set": self.overrides, "environment": {name: env.get(name) for name in variables}}
+        return {**env, **variables, **asked, "DLPROF_SET": json.dumps(told)}
 
 
 def _flag(name: str, help: str) -> Callable[..., Any]:  # noqa: A002 - click's name
@@ -177,6 +211,16 @@ _OPTIONS = (
         " down to every 5.",
     ),
     _flag("--no-sample", "Start no sampling process: no samples of host, GPUs and stacks."),
+    click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        type=_setting,
+        metavar="NAME=VALUE",
+        help="Override a setting as the script builds its objects, without editing it: loader.num_workers=4."
+        " Repeatable. `dlprof explain settings` lists them.",
+    ),
+    _flag("--allow-numerics", "Let --set take settings with which the job computes other numbers."),
     _flag("--quiet", "Print nothing but warnings and errors."),
     _flag("--no-report", "Record only."),
 )
@@ -188,6 +232,7 @@ def recording_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def gathered(**options: Any) -> None:
         recording = Recording(**{f.name: options.pop(f.name) for f in fields(Recording)})
+        recording.check()
         command(recording=recording, **options)
 
     for option in reversed(_OPTIONS):
@@ -243,12 +288,12 @@ def record(
         raise DlprofError(f"this already runs under dlprof, which records into {env['DLPROF_RUN']}; wrap only once")
     launcher = _nsys(env) if recording.nsys else ()
     asked = recording.asked
-    env = {**env, **{f"DLPROF_{name.upper()}": value for name, value in asked.items()}}
+    env = recording.environment(env)
     folder = recording.out if recording.out is not None else new_folder(name, env)
     if not recording.quiet:
         _say(f"dlprof: recording into {folder}")
     with _undisturbed():
-        ended = supervise(command, folder, env, {**asked, **(options or {})}, launcher)
+        ended = supervise(command, folder, env, {**asked, **(options or {})}, launcher, recording.overrides)
         for warning in ended.warnings:
             _say(f"dlprof: {warning}")
     if not recording.no_report and ended.last and any(folder.glob("ranks/*/facts.json")):

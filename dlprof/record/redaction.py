@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 REDACTED = "[redacted]"
 
@@ -111,3 +112,10 @@ def words(command: Sequence[str]) -> list[str]:
 def environment(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are recorded."""
     return {name: text(env[name]) for name in sorted(VARIABLES & env.keys())}
+
+
+def shown(name: str, value: Any) -> Any:
+    """Return the value of an override as it is recorded: plain, short, and redacted where `name` is a secret's."""
+    if name.startswith("env.") and value is not None and is_secret(name.partition(".")[2]):
+        return REDACTED
+    return value if value is None or isinstance(value, (bool, int, float)) else str(value)[:200]

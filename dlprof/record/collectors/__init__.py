@@ -8,9 +8,10 @@ from dlprof.record.collectors.lines import Lines
 from dlprof.record.collectors.loader import Loader
 from dlprof.record.collectors.memory import Memory
 from dlprof.record.collectors.nvtx import Nvtx
+from dlprof.record.collectors.overrides import Overrides
 from dlprof.record.collectors.pipeline import Pipeline
 from dlprof.record.collectors.stalls import Stalls
 from dlprof.record.collectors.steps import Steps
 from dlprof.record.collectors.trace import Trace
 
-COLLECTORS = (Facts, Flops, Lines, Loader, Memory, Nvtx, Pipeline, Stalls, Steps, Trace)
+COLLECTORS = (Facts, Flops, Lines, Loader, Memory, Nvtx, Overrides, Pipeline, Stalls, Steps, Trace)

@@ -23,6 +23,8 @@ from dlprof.record.launch.child import run_to_end
 from dlprof.record.launch.folder import RunFolder, compress
 from dlprof.record.launch.postmortem import left, missing
 from dlprof.record.launch.tasks import task_of
+from dlprof.record.launch.unapplied import unapplied
+from dlprof.record.redaction import shown
 
 # How long the end of the command may wait for the samplers; what they measured is on disk by then. Sooner after their
 # start than this they have measured nothing, and are not waited for.
@@ -48,16 +50,19 @@ def supervise(
     env: Mapping[str, str],
     options: Mapping[str, Any],
     launcher: Sequence[str] = (),
+    overrides: Mapping[str, Any] | None = None,
 ) -> Ended:
     """Run the command with that environment, record it into the folder, and return how it ended.
 
     `launcher` are words to start it with, in which "{}" stands for the folder of what is recorded on this host.
+    `overrides` are the settings that `env` has the ranks override, by name.
     Raises DlprofError if the folder cannot be made or already holds a run. A command that cannot be started ends with
     127 (not found) or 126 (not executable), as in a shell.
     """
     must_be_linux()
     folder = folder.absolute()
-    run = RunFolder(folder, command, options, task_of(env))
+    asked = {name: shown(name, value) for name, value in (overrides or {}).items()}
+    run = RunFolder(folder, command, {**options, "set": asked} if asked else options, task_of(env))
     here = folder / "hosts" / os.uname().nodename
     if launcher:
         with contextlib.suppress(OSError):
@@ -73,6 +78,7 @@ def supervise(
         times = "" if len(resumed) == 1 else f" {len(resumed)} times"
         warnings.append(f"the job was stopped and went on again{times}: the steps which that fell into are left out")
     warnings += left(folder)
+    warnings += unapplied(folder, asked)
     compress(folder)
     warnings += samplers.wait()
     last = True
