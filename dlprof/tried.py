@@ -15,8 +15,8 @@ from dlprof.errors import DlprofError
 FORMAT = 1
 FILE = "try.json"
 
-# gain: faster by more than 2 %. no_gain: not faster by more than 2 %. slower: slower by more than 2 %. unclear: the runs
-# do not say. not_counted: it ran, but does not count (`why`). not_tried: it did not run (`why`).
+# gain: faster by more than 2 %. no_gain: not faster by more than 2 %. slower: slower by more than 2 %. unclear: the
+# runs do not say. not_counted: it ran, but does not count (`why`). not_tried: it did not run (`why`).
 Verdict = Literal["gain", "no_gain", "slower", "unclear", "not_counted", "not_tried"]
 
 # complete: all answers are clear. out_of_time: some are not. interrupted: by a signal. failed: the job itself did not

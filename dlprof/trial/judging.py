@@ -1,7 +1,8 @@
 """How many times faster a change makes a job, how sure that is, and what follows.
 
 A pair is a run with the change, and the runs without it just before and after: what drifts from run to run, a clock or
-a neighbour on the machine, is in both. A pair's figure is the logarithm of its ratio; the interval is Student's.
+a neighbour on the machine, is in both. A pair's figure is the logarithm of its ratio; the interval is Student's. Two
+pairs alone say little of how much pairs differ: how much the runs without the change differ from each other counts too.
 """
 
 from __future__ import annotations
@@ -27,20 +28,35 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 # they have 1 / 4 in common.
 _SHARED = 1 / 6
 
+# Of the differences between runs without the change: one has 2 single runs' variances, and a pair 1.5. Each run is in
+# two differences, so that they count as fewer; and never as more than a few, as runs with the change may differ more.
+_OF_PAIR = 1.5 / 2
+_COUNTS, _MOST_COUNT = 2 / 3, 2.0
 
-def gain(logs: Sequence[float]) -> Gain:
-    """Return the gain that the logarithms of pairs' ratios show; raise ValueError without one."""
+
+def gain(logs: Sequence[float], spread: Sequence[float] = ()) -> Gain:
+    """Return the gain that the logarithms of pairs' ratios show; raise ValueError without one.
+
+    `spread`: by how much the logarithm of the step differs from each run without the change to the next.
+    """
     n = len(logs)
     if not n:
         raise ValueError("no pair")
     mean = math.fsum(logs) / n
     if n == 1:
         return Gain(math.exp(mean))
-    variance = math.fsum((x - mean) ** 2 for x in logs) / (n - 1)
+    counts = min(_COUNTS * len(spread), _MOST_COUNT)
+    of_base = _OF_PAIR * math.fsum(x * x for x in spread) / len(spread) if spread else 0.0
+    known = n - 1 + counts
+    variance = (math.fsum((x - mean) ** 2 for x in logs) + counts * of_base) / known
     shared = (1 + 2 * _SHARED * (n - 1) / n) / (1 - 2 * _SHARED / n)
-    t = _STUDENT[n - 2] if n - 2 < len(_STUDENT) else 1.96 + 2.5 / (n - 1)
-    half = t * math.sqrt(shared * variance / n)
+    half = _student(known) * math.sqrt(shared * variance / n)
     return Gain(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n)
+
+
+def _student(freedom: float) -> float:
+    at = int(freedom) - 1
+    return _STUDENT[at] if at < len(_STUDENT) else 1.96 + 2.5 / freedom
 
 
 def verdict(g: Gain) -> Verdict:

@@ -105,8 +105,7 @@ def epoch_of(rank: Rank) -> int | None:
 def log_ratio(a: Steps, b: Steps, of: Of) -> float:
     """Return the logarithm of how many times faster `b` is than `a`; raise NotMeasured where they cannot be compared.
 
-    Steady steps are compared over the same numbers, after as many as the loaders had made ahead: a script does the
-    same in them.
+    Steady steps are compared from the same number on, after as many as the loaders had made ahead.
     """
     if a.batch_size != b.batch_size and None not in (a.batch_size, b.batch_size):
         raise NotMeasured(f"its batches are of {b.batch_size}, not of {a.batch_size}")
@@ -115,9 +114,8 @@ def log_ratio(a: Steps, b: Steps, of: Of) -> float:
         before, after = (a.loop_ns, b.loop_ns) if None in whole else whole
         return math.log(before / after)  # type: ignore[operator]
     first, last = max(a.numbers[0], b.numbers[0]), min(a.numbers[-1], b.numbers[-1])
-    ahead_of = max(a.ahead, b.ahead)
-    first += min(ahead_of, max(int(last - first) // 3, 0))
-    before, after = (_mean_between(steps, first, last) for steps in (a, b))
+    first += min(max(a.ahead, b.ahead), max(int(last - first) // 3, 0))
+    before, after = (_mean_from(steps, first) for steps in (a, b))
     return math.log(before / after)
 
 
@@ -126,8 +124,8 @@ def epochs_log_ratio(a: Steps, b: Steps) -> float | None:
     return None if a.epochs_ns is None or b.epochs_ns is None else math.log(a.epochs_ns / b.epochs_ns)
 
 
-def _mean_between(steps: Steps, first: int, last: int) -> float:
-    chosen = (steps.numbers >= first) & (steps.numbers <= last)
+def _mean_from(steps: Steps, first: int) -> float:
+    chosen = steps.numbers >= first
     if chosen.sum() < ENOUGH:
         raise NotMeasured("the runs have fewer than 5 steady steps in common")
     return float(steps.lengths_ns[chosen].mean())
