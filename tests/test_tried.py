@@ -19,7 +19,9 @@ ONE = Attempt(
     before_ns=2e8,
     after_ns=1.4e8,
 )
-FOUND = Tried("complete", (ONE, Attempt({"gc.freeze": True}, "not_tried", "the time was up")), best=ONE, runs=7, steps=30)
+FOUND = Tried(
+    "complete", (ONE, Attempt({"gc.freeze": True}, "not_tried", "the time was up")), best=ONE, runs=7, steps=30
+)
 
 
 def plain(tried: Tried) -> Any:
@@ -55,7 +57,9 @@ def test_another_format_is_refused(newer: Any) -> None:
         from_json(plain(FOUND) | {"format": newer})
 
 
-@pytest.mark.parametrize(("key", "value"), [("state", "odd"), ("attempts", 5), ("best", {"verdict": "gain"}), ("runs", "x")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("state", "odd"), ("attempts", 5), ("best", {"verdict": "gain"}), ("runs", "x")]
+)
 def test_wrong_data_are_refused(key: str, value: Any) -> None:
     with pytest.raises(DlprofError, match=r"try\.json"):
         from_json(plain(FOUND) | {key: value})

@@ -83,6 +83,9 @@ class Runner:
         try:
             cwd = copied(self.job.cwd, folder.with_name(f"{folder.name}-copy")) if self.copy else self.job.cwd
             done = self._run(settings, folder, cwd, limit_s)
+        except Stopped:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         finally:
             shutil.rmtree(folder.with_name(f"{folder.name}-copy"), ignore_errors=True)
         if isinstance(done, Failed) and done.output is not None:
@@ -230,8 +233,9 @@ def _reports(run: Path) -> list[Any]:
 
 
 def _last_line(output: Path) -> str:
-    """Return ": " and the last line of what a run printed; "" where it printed nothing."""
+    """Return ": " and the last line of what a run printed, ours only where there is no other; "" for nothing."""
     lines = [line.strip() for line in _end_of(output).decode(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("dlprof: ")] or lines
     return f": {lines[-1][:200]}" if lines else ""
 
 

@@ -17,9 +17,10 @@ def test_a_copy_is_the_folder_without_runs_and_repositories(tmp_path: Path) -> N
         (here / name).write_text(name)
     (here / "link").symlink_to("data")
     made = copying.copied(here, tmp_path / "copy")
-    assert sorted(p.relative_to(made).as_posix() for p in made.rglob("*") if p.is_file()) == ["data/a.txt", "train.py"] + (
-        ["link/a.txt"] if (made / "link" / "a.txt") in made.rglob("*") else []
-    )
+    assert sorted(p.relative_to(made).as_posix() for p in made.rglob("*") if p.is_file()) == [
+        "data/a.txt",
+        "train.py",
+    ] + (["link/a.txt"] if (made / "link" / "a.txt") in made.rglob("*") else [])
     assert (made / "link").is_symlink()
     (made / "train.py").write_text("changed")
     assert (here / "train.py").read_text() == "train.py"

@@ -20,7 +20,11 @@ HERE = os.uname().nodename
 
 
 def job(
-    folder: Path, *facts: dict[str, Any], environ: dict[str, str] | None = None, instead: tuple[str, ...] = (), **info: Any
+    folder: Path,
+    *facts: dict[str, Any],
+    environ: dict[str, str] | None = None,
+    instead: tuple[str, ...] = (),
+    **info: Any,
 ) -> Job:
     stalls = info.pop("stalls", None)
     told = {"command": [sys.executable, "train.py"], "cwd": str(folder), "hosts": [HERE]} | info

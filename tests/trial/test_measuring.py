@@ -16,7 +16,9 @@ from tests.fixtures.runs import MS
 from tests.fixtures.trials import steps
 
 
-def log(*durations_ms: float, firsts: tuple[int, ...] = (), gaps: dict[int, float] | None = None) -> list[dict[str, Any]]:
+def log(
+    *durations_ms: float, firsts: tuple[int, ...] = (), gaps: dict[int, float] | None = None
+) -> list[dict[str, Any]]:
     """Return a step log of steps of these lengths, one after the other; a gap of so many ms comes before some."""
     rows, at = [], traces.BASE_NS
     for n, ms in enumerate(durations_ms):
