@@ -62,8 +62,9 @@ class Run:
         """The diagnosis, as `result.json` holds it."""
         from dlprof.analysis.diagnosis import diagnosed
         from dlprof.analysis.rules import RULES
+        from dlprof.trial.kept import with_tried
 
-        return diagnosed(self._measured, RULES)
+        return with_tried(diagnosed(self._measured, RULES), self.path)
 
     @property
     def findings(self) -> pd.DataFrame:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from dlprof.errors import DlprofError
+from dlprof.tried import Tried
 
 FORMAT = 2
 _READ = (1, FORMAT)
@@ -298,6 +299,7 @@ class Result(msgspec.Struct, frozen=True):
     steps: tuple[RankStep, ...] = ()
     work: tuple[Work, ...] = ()  # the heaviest of each kind, MOST_WORK at most, heaviest first
     exchanges: tuple[Exchange, ...] = ()
+    tried: Tried | None = None  # what `dlprof try` measured; None: nothing was tried
 
     @property
     def found(self) -> tuple[Outcome, ...]:
@@ -306,7 +308,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 # Fields that a result.json of this format may lack.
-_LATER = ("blame", "together", "steps", "work", "exchanges")
+_LATER = ("blame", "together", "steps", "work", "exchanges", "tried")
 
 
 def plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import keyword
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +13,16 @@ import click
 from dlprof.plain import plain
 from dlprof.read.opening import NO_LIMITS
 
-# Each is a function of its name in a module of its name. In the order of the help, with the words of an example.
+# Each is a function of its name in a module of its name; try_ is that of try, a word of Python's own. In the order of
+# the help, with the words of an example.
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "record": {"wrap": "train.py --lr 0.1", "run": "ddp_resnet --procs 2", "doctor": ""},
     "read": {"report": "traces/", "rules": "", "explain": "input_wait", "export": "runs/a --perfetto a.json.gz"},
-    "prove": {"compare": "runs/before runs/after", "check": "runs/a --max 'input_wait<5%'"},
+    "prove": {
+        "try": "runs/a --minutes 5",
+        "compare": "runs/before runs/after",
+        "check": "runs/a --max 'input_wait<5%'",
+    },
 }
 EXAMPLES = {n: f"dlprof {n} {words}".strip() for group in GROUPS.values() for n, words in group.items()}
 COMMANDS = tuple(sorted(EXAMPLES))
@@ -24,7 +30,8 @@ COMMANDS = tuple(sorted(EXAMPLES))
 
 def command(name: str) -> click.Command:
     """Return one of COMMANDS, importing no other's module."""
-    found: click.Command = getattr(importlib.import_module(f"{__name__}.{name}"), name)
+    module = f"{name}_" if keyword.iskeyword(name) else name
+    found: click.Command = getattr(importlib.import_module(f"{__name__}.{module}"), module)
     found.epilog = f"Example: {EXAMPLES[name]}"
     return found
 

@@ -46,7 +46,7 @@ def report(path: Path, out: Path | None, form: str, jobs: int | None, redact: bo
         result = shareable(result)
     verdict = _json(result) if form == "json" else _verdict(result)
     try:
-        html = _write_files(result, path, out)
+        html = write_files(result, path, out)
     finally:
         # Reading may have taken minutes: the verdict is printed even where it could not be written.
         click.echo(verdict)
@@ -68,7 +68,7 @@ def write_report(path: Path) -> str:
     """Analyse a run, write report.html and result.json, and return the verdict as text for the terminal."""
     # After the job's own output, nothing is printed meanwhile but a line that is removed again.
     result = _analysed_for_page(path, None, quiet=not sys.stderr.isatty())
-    return f"{_verdict(result)}\nreport: {plain(shown(_write_files(result, path, None)))}"
+    return f"{_verdict(result)}\nreport: {plain(shown(write_files(result, path, None)))}"
 
 
 def _analysed_for_page(path: Path, jobs: int | None, quiet: bool) -> Result:
@@ -101,11 +101,12 @@ def analyse(
     # All imports stand here, after the start of decoding: another core decodes meanwhile.
     from dlprof.analysis.diagnosis import diagnose
     from dlprof.analysis.rules import RULES
+    from dlprof.trial.kept import with_tried
 
     if page:
         from dlprof.report import html, terminal  # noqa: F401
 
-    return diagnose(run, RULES, jobs, progress)
+    return with_tried(diagnose(run, RULES, jobs, progress), path)
 
 
 def _verdict(result: Result) -> str:
@@ -125,7 +126,7 @@ def _json(result: Result) -> str:
     return json.dumps(to_json(result), allow_nan=False, separators=(",", ":"))
 
 
-def _write_files(result: Result, path: Path, out: Path | None) -> Path:
+def write_files(result: Result, path: Path, out: Path | None) -> Path:
     """Write result.json and report.html, and return the path of the latter; raise DlprofError where that fails."""
     from dlprof.report import html
 

@@ -114,6 +114,22 @@ class Recording:
     allow_numerics: bool
     quiet: bool
     no_report: bool
+    tries: bool
+
+    def check(self) -> None:
+        """Raise a usage error where options exclude each other."""
+        changing = overrides.changes_numbers(self.overrides)
+        if changing and not self.allow_numerics:
+            raise click.UsageError(
+                f"--set {changing[0]}: the job then computes other numbers; --allow-numerics allows that"
+            )
+        if self.tries and self.no_report:
+            raise click.UsageError("--try tries what the report advises, and --no-report makes none")
+
+    @property
+    def overrides(self) -> dict[str, overrides.Value]:
+        """The settings to override, by name."""
+        return overrides.parse(self.settings)
 
     def check(self) -> None:
         """Raise a usage error where options exclude each other."""
@@ -229,6 +245,13 @@ _OPTIONS = (
     _flag("--allow-numerics", "Let --set take settings with which the job computes other numbers."),
     _flag("--quiet", "Print nothing but warnings and errors."),
     _flag("--no-report", "Record only."),
+    click.option(
+        "--try",
+        "tries",
+        is_flag=True,
+        help="Then run the command again and again, for ten minutes at most, with what the report advises, and measure"
+        " what that gains, as `dlprof try` does.",
+    ),
 )
 
 
@@ -306,6 +329,8 @@ def record(
             _say_applied(folder, recording)
     if not recording.no_report and ended.last and any(folder.glob("ranks/*/facts.json")):
         _report(ended, recording.quiet)
+        if recording.tries and ended.signal is None:
+            _try(ended, recording)
     end_like(ended)
 
 
@@ -343,6 +368,21 @@ def _report(ended: Ended, quiet: bool) -> None:
         _say(f"dlprof: report stopped; to make it later: dlprof report {ended.folder}")
     except Exception as e:  # noqa: BLE001 - the job's exit status comes first
         _say(f"dlprof: no report: {e if isinstance(e, DlprofError) else f'{type(e).__name__}: {e}'}")
+
+
+def _try(ended: Ended, recording: Recording) -> None:
+    """Try what the report advises; whatever goes wrong here costs one line, and never the exit status."""
+    try:
+        from dlprof.commands.report import analyse
+        from dlprof.commands.try_ import try_run
+        from dlprof.trial.trying import Options
+
+        options = Options(allow_numerics=recording.allow_numerics)
+        try_run(ended.folder, analyse(ended.folder), options, quiet=recording.quiet, err=True)
+    except KeyboardInterrupt:
+        _say(f"dlprof: trial stopped; to make it later: dlprof try {ended.folder}")
+    except Exception as e:  # noqa: BLE001 - the job's exit status comes first
+        _say(f"dlprof: not tried: {e if isinstance(e, DlprofError) else f'{type(e).__name__}: {e}'}")
 
 
 def _nsys(env: Mapping[str, str]) -> tuple[str, ...]:

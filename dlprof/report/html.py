@@ -28,6 +28,8 @@ from markupsafe import Markup, escape
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, looks, verdict
 from dlprof.report.figures import drawing, parts, shapes
+from dlprof.report.tried import panel as tried_panel
+from dlprof.report.tried import sentence as tried_sentence
 from dlprof.result import SAVING, Outcome, Result
 
 
@@ -87,6 +89,8 @@ def render(result: Result) -> str:
         cards=cards,
         first=cards[:DEAREST],
         together=formatting.together(result),
+        tried=result.tried and tried_sentence(result.tried),
+        attempts=result.tried and shapes.panel(tried_panel(result.tried)),
         panels=panels,
         **{state: [o for o in result.outcomes if o.state == state] for state in ("clear", "not_measured", "error")},
         sections=sections,
@@ -235,6 +239,11 @@ def _manual(text: str) -> Markup:
     return Markup("\n").join(out)
 
 
+def _diff(text: str) -> Markup:
+    """Return a unified diff as it stands, safe to show."""
+    return escape(plain(text, 20_000, keep="\n"))
+
+
 def _whole_code(text: str) -> str:
     """Return the code of an advice that is nothing but code, else ""."""
     before, _, rest = text.strip().partition("`")
@@ -351,7 +360,7 @@ def template(name: str) -> Template:
         loader=FunctionLoader(asset),
         bytecode_cache=None if sys.dont_write_bytecode else Compiled(str(Path(__file__).parent / "__pycache__")),
     )
-    environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code)
+    environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code, diff=_diff)
     return environment.get_template(name)
 
 

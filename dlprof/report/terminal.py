@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, looks, verdict
+from dlprof.report.tried import sentence as tried_sentence
 from dlprof.result import Outcome, Result, TimePart
 
 FIRST_RANKS = 8  # always have bars: the ranks of a host
@@ -39,6 +40,8 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
         lines += ["", *_findings(result.found, width, colour)]
         together = formatting.together(result)
         lines += ["", *wrap(together, width, "  ")] if together else []
+    if result.tried is not None:
+        lines += ["", *(paint(line, "1") for line in wrap(tried_sentence(result.tried), width, "  "))]
     return "\n".join(line.replace(NBSP, " ").rstrip() for line in [*lines, *_closing(result, width)]) + "\n"
 
 

@@ -1,0 +1,131 @@
+"""The steps of one short run, and how two runs compare: by rank 0's step log, as every report measures steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof.analysis.engine import RankData
+from dlprof.analysis.timeline.steady import ENOUGH
+from dlprof.errors import DlprofError, NotMeasured
+from dlprof.read.run import Rank, open_run
+from dlprof.tried import Of
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a short run measured, in ns: its steady steps by number, and the mean step with all that is between steps.
+
+    `epochs_ns`: the mean training step over whole epochs, None where it held none. `loop_ns`: the same from the first
+    to the last steady step. `ahead`: batches that the loader makes ahead; `batch_size`: of the training loader.
+    """
+
+    numbers: NDArray[np.int64]
+    lengths_ns: NDArray[np.float64]
+    epochs_ns: float | None
+    loop_ns: float
+    ahead: int = 0
+    batch_size: int | None = None
+
+    @property
+    def step_ns(self) -> float:
+        """The mean steady step."""
+        return float(self.lengths_ns.mean())
+
+
+def steps_of(folder: Path) -> Steps:
+    """Return the steps that a run folder holds; raise NotMeasured where there are fewer than ENOUGH steady ones."""
+    try:
+        ranks = open_run(folder).ranks
+    except DlprofError as e:
+        raise NotMeasured(str(e)) from None
+    if not ranks or ranks[0].index != 0:
+        raise NotMeasured("rank 0 recorded no step")
+    return steps_of_rank(ranks[0])
+
+
+def steps_of_rank(rank: Rank) -> Steps:
+    """Return the same of a rank."""
+    rows = RankData(rank).call(_light)
+    steady = rows["steady"].to_numpy(dtype=bool)
+    if steady.sum() < ENOUGH:
+        raise NotMeasured(f"{int(steady.sum())} steady steps are too few")
+    loader = training_loader(rank.facts)
+    start, dur = rows["start_ns"].to_numpy(), rows["dur_ns"].to_numpy()
+    trains = (rows["kind"].astype("str") == "train").to_numpy()
+    at = np.flatnonzero(steady)
+    counted = np.arange(len(rows))
+    begins = counted[trains & (rows["first"].to_numpy() != 0) & (counted > at[0])]
+    whole = None
+    if len(begins) > 1:
+        whole = float(start[begins[-1]] - start[begins[0]]) / int(trains[begins[0] : begins[-1]].sum())
+    stretch = float(start[at[-1]] + dur[at[-1]] - start[at[0]]) / int(trains[at[0] : at[-1] + 1].sum())
+    return Steps(
+        numbers=rows["step"].to_numpy()[steady],
+        lengths_ns=rows["length_ns"].to_numpy(dtype=float)[steady],
+        epochs_ns=whole,
+        loop_ns=stretch,
+        ahead=ahead(loader),
+        batch_size=loader.get("batch_size"),
+    )
+
+
+def _light(light_steps: pd.DataFrame) -> pd.DataFrame:
+    return light_steps
+
+
+def training_loader(facts: Any) -> dict[str, Any]:
+    """Return the settings of a rank's training loader; empty without one."""
+    loaders = facts.get("loaders") or []
+    known = [x for x in loaders if x.get("role") == "train"] or [x for x in loaders if x.get("role") == "unknown"]
+    return dict(known[0]) if known else {}
+
+
+def ahead(loader: dict[str, Any]) -> int:
+    """Return how many batches a loader makes ahead: so many steps pass before its own pace shows."""
+    return (loader.get("num_workers") or 0) * (loader.get("prefetch_factor") or 2)
+
+
+def epoch_of(rank: Rank) -> int | None:
+    """Return how many steps an epoch of a recorded rank has; None where the recording holds no whole one."""
+    try:
+        rows = RankData(rank).table("steps")
+    except NotMeasured:
+        return None
+    begins = rows["step"].to_numpy()[rows["first"].to_numpy() != 0]
+    return int(np.median(np.diff(begins))) if len(begins) > 1 else None
+
+
+def log_ratio(a: Steps, b: Steps, of: Of) -> float:
+    """Return the logarithm of how many times faster `b` is than `a`; raise NotMeasured where they cannot be compared.
+
+    Steady steps are compared from the same number on, after as many as the loaders had made ahead.
+    """
+    if a.batch_size != b.batch_size and None not in (a.batch_size, b.batch_size):
+        raise NotMeasured(f"its batches are of {b.batch_size}, not of {a.batch_size}")
+    if of == "loop":
+        whole = (a.epochs_ns, b.epochs_ns)
+        before, after = (a.loop_ns, b.loop_ns) if None in whole else whole
+        return math.log(before / after)  # type: ignore[operator]
+    first, last = max(a.numbers[0], b.numbers[0]), min(a.numbers[-1], b.numbers[-1])
+    first += min(max(a.ahead, b.ahead), max(int(last - first) // 3, 0))
+    before, after = (_mean_from(steps, first) for steps in (a, b))
+    return math.log(before / after)
+
+
+def epochs_log_ratio(a: Steps, b: Steps) -> float | None:
+    """Return the same over whole epochs; None where one of the runs held none."""
+    return None if a.epochs_ns is None or b.epochs_ns is None else math.log(a.epochs_ns / b.epochs_ns)
+
+
+def _mean_from(steps: Steps, first: int) -> float:
+    chosen = steps.numbers >= first
+    if chosen.sum() < ENOUGH:
+        raise NotMeasured("the runs have fewer than 5 steady steps in common")
+    return float(steps.lengths_ns[chosen].mean())

@@ -1,0 +1,184 @@
+"""Which changes are tried: those that a report's findings name, further obvious ones, and the user's own.
+
+A change is tried whole. One of which a part cannot be set from outside is left out, and so is one that only prints.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dlprof import overrides
+from dlprof.errors import DlprofError
+from dlprof.overrides import Value
+from dlprof.result import Change, Outcome, Result
+from dlprof.trial.measuring import training_loader
+from dlprof.tried import Attempt, Of
+
+# These find out more, and make nothing faster.
+_PRINTS = frozenset(("NCCL_DEBUG", "TORCH_LOGS"))
+
+# Settings that go by another name, or by another value, from outside.
+_RENAMED: Mapping[str, str] = {
+    "float32_precision": "torch.float32_matmul_precision",
+    "fp32_precision": "torch.float32_matmul_precision",
+    "mode": "torch.compile",
+}
+_VALUES: Mapping[str, str] = {"tf32": "high", "bfloat16": "bf16", "float16": "fp16"}
+
+# Overrides of which at most one of each line is set at a time.
+_SAME = (("env.OMP_NUM_THREADS", "torch.num_threads"), ("optimizer.fused", "optimizer.foreach"))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A change that can be tried: overrides by name, who names it, and what is predicted (how many times faster)."""
+
+    settings: Mapping[str, Value]
+    findings: tuple[str, ...] = ()
+    predicted: float | None = None
+    of: Of = "step"
+    numerics: bool = False
+
+    def excludes(self, others: Iterable[str]) -> bool:
+        """Return whether it sets what one of these overrides sets already."""
+        others = set(others)
+        mine = set(self.settings)
+        return bool(mine & others) or any(mine & set(same) and others & set(same) for same in _SAME)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is tried, the most promising first, and what is not, with the reason."""
+
+    candidates: tuple[Candidate, ...]
+    left_out: tuple[Attempt, ...] = ()
+    skipped: tuple[str, ...] = ()  # changes that have no name in --set, with the reason
+
+
+def plan(
+    result: Result, facts: Mapping[str, Any], *, asked: Iterable[str] = (), obvious: bool, allow_numerics: bool
+) -> Plan:
+    """Return what to try on the run of a result. `facts` are rank 0's; each of `asked` is one candidate's NAME=VALUE
+    words.
+
+    Raises DlprofError for a setting that the user named and that there is not.
+    """
+    found, skipped = _of_findings(result)
+    more = [Candidate(overrides.parse(words.split())) for words in asked]
+    if obvious:
+        more += [_forecast(result, Candidate(settings)) for settings in _obvious(facts)]
+    together: dict[tuple[tuple[str, Value], ...], Candidate] = {}
+    for one in (*found, *more):
+        key = tuple(sorted(one.settings.items()))
+        before = together.get(key)
+        if before is None:
+            together[key] = one
+            continue
+        findings = tuple(dict.fromkeys((*before.findings, *one.findings)))
+        together[key] = replace(before if before.predicted is not None else one, findings=findings)
+    every = [_with_numerics(one) for one in together.values()]
+    every.sort(key=lambda c: -(c.predicted or 1.0))
+    refused = [c for c in every if c.numerics and not allow_numerics]
+    why = "the job then computes other numbers; --allow-numerics tries it"
+    return Plan(
+        tuple(c for c in every if c not in refused),
+        tuple(Attempt(c.settings, "not_tried", why, c.findings, c.of, c.predicted, numerics=True) for c in refused),
+        tuple(skipped),
+    )
+
+
+def _with_numerics(one: Candidate) -> Candidate:
+    return replace(one, numerics=one.numerics or bool(overrides.changes_numbers(one.settings)))
+
+
+def _of_findings(result: Result) -> tuple[list[Candidate], list[str]]:
+    found, skipped = [], []
+    for outcome in result.found:
+        for place, change in enumerate(outcome.changes):
+            if not change.settings or all(s.name in _PRINTS for s in change.settings):
+                continue
+            try:
+                settings = overrides.parse(f"{name}={value}" for name, value in _named(change).items())
+            except DlprofError as e:
+                skipped.append(f"{outcome.id}: {e}")
+                continue
+            of: Of = "loop" if outcome.scope == "job" else "step"
+            one = Candidate(settings, (outcome.id,), _predicted(result, outcome, change, place), of, change.numerics)
+            found.append(one)
+    return found, skipped
+
+
+def _named(change: Change) -> dict[str, str]:
+    """Return a change's settings by the names of overrides; raise DlprofError where one has none, or no value."""
+    values = {s.name: s.to for s in change.settings if s.name not in _PRINTS}
+    found: dict[str, str] = {}
+    if values.pop("autocast_enabled", None) is True:
+        values.setdefault("autocast_dtype", "bfloat16")
+    for setting, value in values.items():
+        name = "torch.autocast" if setting == "autocast_dtype" else _RENAMED.get(setting) or overrides.named(setting)
+        if name is None:
+            raise DlprofError(f"{setting} cannot be set from outside the script")
+        if value is None:
+            raise DlprofError(f"no value of {setting} is proposed")
+        found[name] = _VALUES.get(str(value), str(value))
+    return found
+
+
+def _predicted(result: Result, outcome: Outcome, change: Change, place: int) -> float | None:
+    """Return how many times faster a change is predicted to be: by its own forecast, else by the finding's saving.
+
+    That saving is the first change's.
+    """
+    forecasts = {(f.setting, f.value): f.step_ns for f in outcome.forecasts}
+    for setting in change.settings:
+        step = forecasts.get((setting.name, str(setting.to)))
+        if step and result.window:
+            return result.window.step_ns / step
+    if place or outcome.scope == "risk" or not 1 < outcome.speedup < 1e6:
+        return None
+    return outcome.speedup
+
+
+def _forecast(result: Result, one: Candidate) -> Candidate:
+    """Return a candidate with the step that some rule forecasts for it, found or not."""
+    for outcome in result.outcomes:
+        for f in outcome.forecasts:
+            name = overrides.named(f.setting)
+            if name in one.settings and str(one.settings[name]) == f.value and f.step_ns > 0 and result.window:
+                return replace(one, predicted=result.window.step_ns / f.step_ns)
+    return one
+
+
+def _obvious(facts: Mapping[str, Any]) -> Iterator[dict[str, Value]]:
+    """Return what one would try on any job, as far as it is not so already."""
+    cpu, device = facts.get("cpu") or {}, (facts.get("device") or {}).get("type")
+    given = cpu.get("affinity") or cpu.get("count") or os.cpu_count() or 1
+    ranks = max(1, facts.get("world_size") or 1)
+    cores = max(1, int(min(given, cpu.get("quota") or given)) // ranks)
+    loader = training_loader(facts)
+    if loader:
+        now = loader.get("num_workers") or 0
+        for workers in sorted({0, 1, 2, cores} - {now}):
+            more: dict[str, Value] = {"loader.persistent_workers": True} if workers and not now else {}
+            yield {"loader.num_workers": workers, **more}
+        if now and loader.get("persistent_workers") is False:
+            yield {"loader.persistent_workers": True}
+        if device not in (None, "cpu") and loader.get("pin_memory") is False:
+            yield {"loader.pin_memory": True}
+    threads = cpu.get("torch_threads")
+    for n in sorted({1, cores} - {threads}):
+        yield {"env.OMP_NUM_THREADS": str(n)}
+    if any(not o.get("fused") for o in facts.get("optimizers") or []):
+        yield {"optimizer.fused": True}
+    if facts.get("models"):
+        yield {"torch.channels_last": True}
+        yield {"torch.autocast": "bf16"}
+        yield {"torch.compile": "default"}
+    if device not in (None, "cpu"):
+        yield {"torch.cudnn_benchmark": True}
+        yield {"copy.non_blocking": True}
+        yield {"torch.float32_matmul_precision": "high"}
+    yield {"gc.freeze": True}

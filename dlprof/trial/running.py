@@ -1,0 +1,249 @@
+"""Runs a job for some steps with settings overridden, by `dlprof wrap --set`, and ends it.
+
+The run is watched from outside, by its step log. It has a session of its own: a Ctrl-C at the terminal is for us.
+Should this process be killed, the kernel sends the run a SIGTERM.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlprof import overrides
+from dlprof.analysis.timeline.steady import SETTLED, WARMUP_STEPS
+from dlprof.errors import NotMeasured
+from dlprof.overrides import Value
+from dlprof.record.launch.process import tied
+from dlprof.trial import processes
+from dlprof.trial.copying import copied
+from dlprof.trial.job import Job
+from dlprof.trial.measuring import Steps, ahead, steps_of, training_loader
+
+_POLL_S = 0.05
+
+# Folders of failed runs that are kept, with what they printed.
+KEPT = 3
+
+# `python -m` and -c put the working directory first on the path, and a user's random.py would be ours.
+_START = "import sys; sys.path[0] = sys.argv.pop(1); from dlprof.cli import main; main()"
+_ROOT = str(Path(__file__).resolve().parents[2])
+
+_NAN = re.compile(rb"\bnan\b", re.IGNORECASE)
+_MOST_READ = 1 << 20  # bytes from the end of what a run printed
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A run that measured nothing: why, in words, and where what it printed is; `over`: its time was up."""
+
+    why: str
+    output: Path | None = None
+    over: bool = False
+
+
+class Stopped(Exception):  # noqa: N818 - no error: the user wants it to end
+    """A signal asks for the end."""
+
+
+@dataclass
+class Runner:
+    """Runs a job again and again, each run in a folder of its own below `folder`, which must be there.
+
+    A run is over after so many steady `steps` that last for `seconds`. `stopped` is asked many times a second whether to give up. `copy`: each run has a copy of the working directory.
+    """
+
+    job: Job
+    folder: Path
+    steps: int
+    stopped: Callable[[], bool]
+    seconds: float = 0.0
+    copy: bool = False
+    allow_numerics: bool = False
+    runs: int = 0
+    _failures: list[Path] = field(default_factory=list)
+    _printed_nan: bool = False  # a run without changes has printed one
+
+    def __call__(self, settings: Mapping[str, Value], limit_s: float) -> Steps | Failed:
+        """Run the job with these overrides until it has enough steps, ends, or is out of time; return its steps.
+
+        Raises Stopped where `stopped` says so. No process of it is left in any case.
+        """
+        self.runs += 1
+        folder = self.folder / f"{self.runs:04d}"
+        try:
+            cwd = copied(self.job.cwd, folder.with_name(f"{folder.name}-copy")) if self.copy else self.job.cwd
+            done = self._run(settings, folder, cwd, limit_s)
+        except Stopped:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            shutil.rmtree(folder.with_name(f"{folder.name}-copy"), ignore_errors=True)
+        if isinstance(done, Failed) and done.output is not None:
+            self._failures.append(folder)
+            for old in self._failures[:-KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        return done
+
+    def _run(self, settings: Mapping[str, Value], folder: Path, cwd: Path, limit_s: float) -> Steps | Failed:
+        folder.mkdir()
+        output = folder / "output.txt"
+        run = folder / "run"
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                self._words({**self.job.settings, **settings}, run),
+                env=dict(self.job.env),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=tied(signal.SIGTERM),
+            )
+        watch = Watch(run, self.steps, self.seconds)
+        begun = time.monotonic()
+        try:
+            while process.poll() is None and not watch.enough():
+                if self.stopped():
+                    raise Stopped
+                if time.monotonic() - begun > limit_s:
+                    break
+                time.sleep(_POLL_S)
+            ended = process.poll()
+        finally:
+            processes.end(process.pid, run)
+            process.wait()
+        if self.stopped():
+            raise Stopped
+        return self._judged(settings, run, output, ended, time.monotonic() - begun > limit_s)
+
+    def _words(self, settings: Mapping[str, Value], run: Path) -> list[str]:
+        words = [sys.executable, "-c", _START, _ROOT, "wrap", "-o", str(run), "--quiet", "--no-report", "--no-trace"]
+        words += ["--no-sample", "--stacks", "off", "--flops", "off"]
+        for name, value in settings.items():
+            words += ["--set", f"{name}={value}"]
+        allowed = self.allow_numerics or overrides.changes_numbers(self.job.settings)
+        return [*words, *(["--allow-numerics"] if allowed else []), "--", *self.job.command]
+
+    def _judged(
+        self, settings: Mapping[str, Value], run: Path, output: Path, ended: int | None, over: bool
+    ) -> Steps | Failed:
+        """Return what a run measured, or why it does not count."""
+        if ended and ended != self.job.exit_code:
+            how = f"was ended by signal {-ended}" if ended < 0 else f"ended with exit code {ended}"
+            return Failed(f"the job {how}{_last_line(output)}", output)
+        effects = overrides.outcomes(settings, _reports(run))
+        for name, effect in effects.items():
+            if name in settings and not effect.applied:
+                return Failed(f"{name} never took effect" + (f": {effect.error}" if effect.error else ""), output)
+        if all(effects[n].before == (settings[n],) for n in settings) and settings:
+            return Failed("the job has these settings already")
+        try:
+            steps = steps_of(run)
+        except NotMeasured as e:
+            when = ", and its time was up" if over else ", and the job had ended" if ended == 0 else ""
+            return Failed(f"{e}{when}", output, over)
+        nan = _prints_nan(output)
+        if nan and settings and not self._printed_nan:
+            return Failed("it prints nan, and the job without changes does not", output)
+        self._printed_nan |= nan and not settings
+        return steps
+
+
+class Watch:
+    """Follows the step log of a run's rank 0 while it is written, and says when it holds enough steady steps.
+
+    They must last for some seconds too: a change that makes steps ten times shorter needs more of them.
+    """
+
+    def __init__(self, run: Path, steps: int, seconds: float = 0.0) -> None:
+        self._run, self._steps, self._least_ns = run, steps, seconds * 1e9
+        self._path: Path | None = None
+        self._read = 0
+        self._lengths: list[int] = []
+        self._ahead: int | None = None
+
+    def enough(self) -> bool:
+        """Read what is new, and return whether enough steps have passed since the job settled."""
+        before = len(self._lengths)
+        for row in self._rows():
+            kind, first, dur = row.get("kind"), row.get("first"), row.get("dur_ns")
+            if kind == "train" and not first and not row.get("outstanding") and isinstance(dur, int):
+                n = row.get("steps", 1)
+                self._lengths += [dur // n] * n
+        if len(self._lengths) == before or len(self._lengths) < self._steps + WARMUP_STEPS:
+            return False
+        if self._ahead is None:
+            self._ahead = _ahead(self._path)
+        calm = SETTLED * statistics.median(self._lengths)
+        settled = next((i for i, x in enumerate(self._lengths) if i >= WARMUP_STEPS and x <= calm), WARMUP_STEPS)
+        # The measure leaves out no more than a third.
+        settled = max(min(settled, len(self._lengths) // 3), 1)
+        measured = self._lengths[settled + self._ahead :]
+        return len(measured) >= self._steps and sum(measured) >= self._least_ns
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        path = max(self._run.glob("ranks/00000*/steps.jsonl"), key=lambda p: p.parent.name, default=None)
+        if path is None:
+            return
+        if path != self._path:  # restarted by its launcher: counted anew
+            self._path, self._read, self._lengths = path, 0, []
+        with path.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = data.rfind(b"\n") + 1
+        self._read += whole
+        for line in data[:whole].splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:  # one bad line costs itself
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def _ahead(steps: Path | None) -> int:
+    try:
+        facts = json.loads((steps or Path()).with_name("facts.json").read_bytes())
+        return ahead(training_loader(facts))
+    except (OSError, ValueError, AttributeError, TypeError):
+        return 0
+
+
+def _reports(run: Path) -> list[Any]:
+    """Return what the ranks say of their overrides."""
+    found = []
+    for path in sorted(run.glob("ranks/*/overrides.json")):
+        try:
+            found.append(json.loads(path.read_bytes()))
+        except (OSError, ValueError):  # noqa: PERF203 - of a rank that was ended meanwhile
+            continue
+    return found
+
+
+def _last_line(output: Path) -> str:
+    """Return ": " and the last line of what a run printed, ours only where there is no other; "" for nothing."""
+    lines = [line.strip() for line in _end_of(output).decode(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("dlprof: ")] or lines
+    return f": {lines[-1][:200]}" if lines else ""
+
+
+def _prints_nan(output: Path) -> bool:
+    return _NAN.search(_end_of(output)) is not None
+
+
+def _end_of(output: Path) -> bytes:
+    with output.open("rb") as file:
+        file.seek(max(0, output.stat().st_size - _MOST_READ))
+        return file.read()

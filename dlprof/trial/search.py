@@ -1,0 +1,286 @@
+"""What is run when: the job and each change in turn, A B A B, until the answers are clear or the time is up.
+
+First every change alone, round by round, so that each has a figure soon; then those that helped together, the best
+first, each kept where it makes the best so far still faster.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dlprof.errors import NotMeasured
+from dlprof.overrides import Value
+from dlprof.trial import judging
+from dlprof.trial.measuring import Steps, epochs_log_ratio, log_ratio
+from dlprof.trial.planning import Candidate
+from dlprof.trial.running import Failed, Stopped
+from dlprof.tried import Attempt, Gain, State, Tried, Verdict
+
+Settings = Mapping[str, Value]
+Words = tuple[tuple[str, Value], ...]
+Run = Callable[[Settings, float], "Steps | Failed"]
+
+# Of the time, what single changes may take where several of them promise a gain: the rest is for combinations.
+SINGLE_SHARE = 0.7
+
+# The job itself must reach its steps in this part of the time, or no change could be measured.
+FIRST_SHARE = 0.5
+
+# A change may take so many times as long as the job did, and so many seconds more (a compiler may be at work), before
+# it counts as too slow.
+_LONGER, _MORE_S = 3.0, 120.0
+
+
+@dataclass
+class _Series:
+    """Pairs of one change: the run with it, and those of the base before and after."""
+
+    candidate: Candidate
+    spread: list[float]  # of the base's runs, from each to the next; more of them come in
+    logs: list[float] = field(default_factory=list)
+    epochs: list[float] = field(default_factory=list)
+    befores_ns: list[float] = field(default_factory=list)
+    afters_ns: list[float] = field(default_factory=list)
+    failed: str = ""
+
+    def add(self, before: Steps, run: Steps, after: Steps | None) -> None:
+        """Add a pair; raise NotMeasured where the runs cannot be compared."""
+        bases = [before] if after is None else [before, after]
+        self.logs.append(_mean([log_ratio(base, run, self.candidate.of) for base in bases]))
+        whole = [w for base in bases if (w := epochs_log_ratio(base, run)) is not None]
+        if len(whole) == len(bases):
+            self.epochs.append(_mean(whole))
+        loop = self.candidate.of == "loop"
+        self.befores_ns.append(_mean([base.loop_ns if loop else base.step_ns for base in bases]))
+        self.afters_ns.append(run.loop_ns if loop else run.step_ns)
+
+    @property
+    def gain(self) -> Gain | None:
+        """How many times faster the change is; None before the first pair."""
+        return judging.gain(self.logs, self.spread) if self.logs else None
+
+    @property
+    def open(self) -> bool:
+        """Whether another pair would tell more."""
+        return not self.failed and (self.gain is None or not judging.answered(self.gain))
+
+    def attempt(self) -> Attempt:
+        """Return what is known so far."""
+        c, gain = self.candidate, self.gain
+        # Only where every pair held whole epochs are they comparable with the steps.
+        epochs = judging.gain(self.epochs, self.spread) if self.epochs and len(self.epochs) == len(self.logs) else None
+        verdict: Verdict = "not_counted" if self.failed else judging.verdict(gain) if gain else "not_tried"
+        why = self.failed or ("" if gain else "the time was up")
+        if verdict == "gain" and epochs is not None and judging.verdict(epochs) in ("no_gain", "slower"):
+            verdict, why = "no_gain", "steady steps are faster, and whole epochs are not: their start takes longer"
+        return Attempt(
+            c.settings,
+            verdict,
+            why,
+            c.findings,
+            c.of,
+            c.predicted,
+            gain,
+            epochs,
+            _mean(self.befores_ns) if gain else None,
+            _mean(self.afters_ns) if gain else None,
+            c.numerics,
+        )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+class _OutOfTime(Exception):  # noqa: N818 - no error: what was found so far is the answer
+    """The time is up."""
+
+
+class _BaseFailed(Exception):  # noqa: N818
+    """The job itself did not run."""
+
+
+class Search:
+    """A search for the fastest settings: `go` makes it, `tried` says at any time what it has found so far."""
+
+    def __init__(
+        self,
+        run: Run,
+        candidates: Sequence[Candidate],
+        seconds: float,
+        *,
+        tell: Callable[[Attempt | float], None] = lambda _found: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run, self._clock, self._tell = run, clock, tell
+        self._begun = clock()
+        self._seconds = seconds
+        self._spreads: dict[Words, list[float]] = {}
+        self._last_ns: dict[Words, float] = {}
+        self._series = [_Series(c, self._spread({})) for c in candidates]
+        self._combined: list[_Series] = []
+        self._best: _Series | None = None
+        self._base: tuple[Settings, Steps] | None = None  # the last run that the next one is compared with
+        self._longest_s = 0.0
+        self._state: State = "interrupted"  # unless it comes to an end
+        self._why = ""
+        self.runs = 0
+
+    def go(self) -> None:
+        """Search until every answer is clear, the time is up, or somebody asks for the end."""
+        try:
+            self._singles()
+            self._together()
+            self._state = "out_of_time" if any(s.open for s in self._series) else "complete"
+        except _OutOfTime:
+            self._state = "out_of_time"
+        except _BaseFailed as e:
+            self._state, self._why = "failed", str(e)
+        except Stopped:
+            self._state = "interrupted"
+
+    def tried(self, steps: int, left_out: Sequence[Attempt] = (), warnings: Sequence[str] = ()) -> Tried:
+        """Return what was found so far."""
+        best = self._best.attempt() if self._best else self._best_single()
+        return Tried(
+            state=self._state,
+            attempts=(*(s.attempt() for s in self._series), *left_out),
+            combinations=tuple(s.attempt() for s in self._combined),
+            best=best,
+            why=self._why,
+            runs=self.runs,
+            steps=steps,
+            seconds=round(self._clock() - self._begun, 1),
+            warnings=tuple(warnings),
+        )
+
+    def _best_single(self) -> Attempt | None:
+        gains = self._gains()
+        return gains[0].attempt() if gains else None
+
+    def _gains(self) -> list[_Series]:
+        """Return the changes that helped, the most first."""
+        helped = [(a, s) for s in self._series if (a := s.attempt()).verdict == "gain"]
+        return [s for a, s in sorted(helped, key=lambda pair: -_worth(pair[0]))]
+
+    def _singles(self) -> None:
+        self._one({}, FIRST_SHARE * self._seconds)
+        while pending := [s for s in self._series if s.open]:
+            promising = sum(1 for s in self._series if s.gain is not None and s.gain.ratio > judging.WORTH)
+            share = SINGLE_SHARE if promising > 1 and self._gains() else 1.0
+            for series in pending:
+                if self._left() < (1 - share) * self._seconds and share < 1:
+                    return
+                self._pair(series, {}, series.candidate.settings)
+
+    def _together(self) -> None:
+        """Add the changes that helped to the best, one by one; then measure them together against the job."""
+        gains = self._gains()
+        if len(gains) < 2:
+            return
+        kept = gains[0].candidate
+        for series in gains[1:]:
+            more = series.candidate
+            if more.excludes(kept.settings):
+                continue
+            both = Candidate(
+                {**kept.settings, **more.settings},
+                tuple(dict.fromkeys((*kept.findings, *more.findings))),
+                None,
+                "step",
+                kept.numerics or more.numerics,
+            )
+            step = _Series(both, self._spread(kept.settings))
+            self._combined.append(step)
+            while step.open:
+                self._pair(step, kept.settings, both.settings)
+            if step.attempt().verdict == "gain":
+                kept = both
+        if kept is gains[0].candidate:
+            return
+        whole = _Series(kept, self._spread({}))
+        while whole.open:
+            self._pair(whole, {}, kept.settings)
+            if whole.attempt().verdict == "gain":
+                self._best = whole
+
+    def _pair(self, series: _Series, base: Settings, settings: Settings) -> None:
+        """Run the base, where its last run is not the latest one, then the change, then the base again."""
+        need = 2 if self._is_last(base) else 3
+        if self._left() < need * self._longest_s:
+            raise _OutOfTime
+        before = self._one(base)
+        run = self._timed(settings, min(self._left(), _LONGER * self._longest_s + _MORE_S), of_base=False)
+        if isinstance(run, Failed):
+            # The last run was this one, and yet the base's is as good as it was.
+            if run.over and self._left() <= 0:
+                raise _OutOfTime
+            series.failed = run.why
+            self._tell(series.attempt())
+            return
+        self._base = None
+        after: Steps | None = None
+        try:
+            after = self._one(base)
+        finally:  # time that is up, or a signal, does not cost the pair
+            try:
+                series.add(before, run, after)
+            except NotMeasured as e:
+                series.failed = str(e)
+            self._tell(series.attempt())
+
+    def _is_last(self, base: Settings) -> bool:
+        return self._base is not None and self._base[0] == base
+
+    def _one(self, base: Settings, limit_s: float | None = None) -> Steps:
+        """Return the base's steps: those of its last run where nothing ran since, else of a new one."""
+        if self._base is not None and self._base[0] == base:
+            return self._base[1]
+        first = self.runs == 0
+        for _ in range(2):
+            limit = self._left() if limit_s is None else limit_s
+            found = self._timed(base, limit, of_base=True)
+            if isinstance(found, Steps):
+                self._base = (base, found)
+                if (before_ns := self._last_ns.get(_words(base))) is not None:
+                    self._spread(base).append(math.log(found.step_ns / before_ns))
+                self._last_ns[_words(base)] = found.step_ns
+                if first:
+                    self._tell(found.step_ns)
+                return found
+            if self._left() <= 0:
+                break
+            if first:
+                raise _BaseFailed(found.why)
+        if first:
+            raise _BaseFailed(found.why)
+        if self._left() <= 0:
+            raise _OutOfTime
+        raise _BaseFailed(f"it ran before, and now: {found.why}")
+
+    def _timed(self, settings: Settings, limit_s: float, *, of_base: bool) -> Steps | Failed:
+        self.runs += 1
+        begun = self._clock()
+        found = self._run(settings, max(limit_s, 0.0))
+        if of_base and isinstance(found, Steps):
+            self._longest_s = max(self._longest_s, self._clock() - begun)
+        return found
+
+    def _spread(self, base: Settings) -> list[float]:
+        """Return the list that takes by how much the base's step differs from run to run."""
+        return self._spreads.setdefault(_words(base), [])
+
+    def _left(self) -> float:
+        return self._seconds - (self._clock() - self._begun)
+
+
+def _words(settings: Settings) -> Words:
+    return tuple(sorted(settings.items()))
+
+
+def _worth(attempt: Attempt) -> float:
+    measured = attempt.epochs or attempt.measured
+    return measured.ratio if measured else 0.0

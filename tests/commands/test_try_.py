@@ -1,0 +1,272 @@
+"""`dlprof try` on real scripts: a planted fault that is a setting, a healthy one, one that fails, and interruptions."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from dlprof.cli import cli
+from tests.fixtures import runs, traces
+from tests.fixtures.jobs import DLPROF, environment, launch, record, running, tiny, until
+from tests.fixtures.runs import MS
+
+# Samples that cost 2 ms of sleep each: workers hide them, whatever else the machine does.
+SLEEPS = """
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40_000
+    def __getitem__(self, i):
+        time.sleep(0.002)
+        return data[i % 64]
+
+for n, batch in enumerate(DataLoader(Slow(), batch_size=8)):
+    train(batch)
+    if n == int(sys.argv[1]):
+        break
+"""
+# What takes its time takes it whatever is set.
+HEALTHY = """
+for n in range(int(sys.argv[1])):
+    train(data[:8])
+    time.sleep(0.02)
+"""
+WORKERS = "loader.num_workers=2 loader.persistent_workers=True"
+
+
+def recorded(folder: Path, body: str, steps: int = 60, **env: str) -> tuple[Path, Path]:
+    """Record a script of so many steps; return it, made endless, and its run."""
+    script = tiny(folder, body)
+    record(script, str(steps), folder=folder / "run", options=("--no-sample",), env=environment(**env))
+    # Tried for longer than it was recorded.
+    told = json.loads((folder / "run/run.json").read_text())
+    told["command"][-1] = "1000000"
+    (folder / "run/run.json").write_text(json.dumps(told))
+    return script, folder / "run"
+
+
+def tried(run: Path, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    return launch([*DLPROF, "try", str(run), *options], run.parent, **{"timeout": 280, **more})
+
+
+def kept(run: Path) -> Any:
+    return json.loads((run / "try.json").read_text())
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path) -> Path:
+    """Return a run of a script that does not train, and in which its loader waits for half of each step."""
+    (tmp_path / "train.py").write_text("print('it trains nothing')\n")
+    loaders = [{"role": "train", "num_workers": 0, "batch_size": 8, "persistent_workers": False}]
+    steps = [runs.light(n, 100 * MS, fetch_ns=50 * MS) for n in range(40)]
+    facts = {**runs.CPU, "host": os.uname().nodename, "loaders": loaders, "env": {}}
+    runs.recorded(
+        tmp_path / "run",
+        (traces.training(), steps, facts),
+        command=[sys.executable, "train.py"],
+        cwd=str(tmp_path),
+        hosts=[os.uname().nodename],
+    )
+    runs.loading(tmp_path / "run", 0, step=100 * MS, wait=50 * MS, fetch=50 * MS, cpu=5 * MS, n=40, workers=0)
+    return tmp_path / "run"
+
+
+def invoked(*words: str | Path) -> Any:
+    return CliRunner().invoke(cli, ["try", *map(str, words)])
+
+
+def test_the_list_runs_nothing(by_hand: Path) -> None:
+    done = invoked(by_hand, "--list", "--set", WORKERS, "--obvious", "--quiet")
+    assert done.exit_code == 0, done.output
+    assert "loader.num_workers=2, loader.persistent_workers=True: named by " in done.output
+    assert "torch.autocast" not in done.output  # no model was recorded
+    assert not (by_hand / "try.json").exists()
+    assert not (by_hand / "try").exists()
+
+
+def test_a_job_that_does_not_run_again_is_told_and_kept(by_hand: Path) -> None:
+    done = invoked(by_hand, "--set", WORKERS, "--minutes", "1", "--quiet")
+    assert done.exit_code == 0, done.output
+    assert kept(by_hand)["state"] == "failed"
+    assert "did not run again" in done.output
+    assert json.loads((by_hand / "result.json").read_text())["tried"]["state"] == "failed"
+
+
+@pytest.mark.parametrize("words", [["--minutes", "0"], ["--steps", "2"], ["--format", "xml"]])
+def test_a_mistake_in_the_options_is_a_usage_error(by_hand: Path, words: list[str]) -> None:
+    assert invoked(by_hand, *words).exit_code == 2
+
+
+@pytest.mark.parametrize("asked", ["loader.odd=2", "loader.num_workers=many", "nothing"])
+def test_a_setting_that_there_is_not_is_one_line(by_hand: Path, asked: str) -> None:
+    done = invoked(by_hand, "--set", asked, "--quiet")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("dlprof: --set")
+
+
+def test_traces_cannot_be_run_again(tmp_path: Path) -> None:
+    done = invoked(runs.foreign(tmp_path / "traces", traces.training()), "--quiet")
+    assert done.exit_code == 1
+    assert "cannot be run again" in done.stderr
+
+
+def test_a_trial_within_a_recording_is_refused(by_hand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLPROF_RUN", "elsewhere")
+    assert "elsewhere" in invoked(by_hand, "--quiet").stderr
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_planted_fault_is_found_measured_and_in_every_report(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    script, run = recorded(tmp_path, SLEEPS)
+    done = tried(run, "--minutes", "2.5", "--set", "loader.num_workers=4", "--set", "gc.freeze=True")
+    assert done.returncode == 0, done.stderr
+    assert "writes what it writes" in done.stderr
+    found = kept(run)
+    best = found["best"]
+    assert best["settings"]["loader.num_workers"] >= 2
+    assert best["measured"]["low"] > 1.5
+    assert done.stdout.startswith("Tried: loader.num_workers=")
+    assert running(script) == []
+    assert not (run / "try").exists()
+    # Every report on this run has it.
+    assert json.loads((run / "result.json").read_text())["tried"] == {k: v for k, v in found.items() if k != "format"}
+    again = launch([*DLPROF, "report", str(run), "--quiet"], tmp_path)
+    assert " × measured (" in again.stdout
+    assert 'id="tried"' in (run / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_too_many_threads_are_found(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    body = """
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    large = nn.Sequential(*[nn.Linear(256, 256) for _ in range(12)])
+    x = torch.randn(256, 256)
+    for n in range(int(sys.argv[1])):
+        large(x).sum().backward()
+        optimizer.step()
+    """
+    threads = str(16 * (os.cpu_count() or 1))
+    _, run = recorded(tmp_path, body, OMP_NUM_THREADS=threads)
+    cores = len(os.sched_getaffinity(0))
+    done = tried(run, "--minutes", "2.5", "--set", f"env.OMP_NUM_THREADS={cores}")
+    assert done.returncode == 0, done.stderr
+    assert kept(run)["best"]["settings"] == {"env.OMP_NUM_THREADS": str(cores)}
+
+
+@pytest.mark.slow
+def test_a_healthy_script_gets_nothing_to_gain(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    script, run = recorded(tmp_path, HEALTHY)
+    done = tried(run, "--minutes", "2.5", "--set", "gc.freeze=True")
+    assert done.returncode == 0, done.stderr
+    assert kept(run)["best"] is None
+    assert kept(run)["attempts"][0]["verdict"] in ("no_gain", "unclear")
+    assert done.stdout.startswith("Tried: nothing")
+    assert running(script) == []
+
+
+@pytest.mark.long
+def test_without_findings_there_is_nothing_to_try(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    script, run = recorded(tmp_path, HEALTHY)
+    script.unlink()  # it need not run
+    done = tried(run)
+    assert done.returncode == 0, done.stderr
+    assert kept(run)["attempts"] == []
+    assert kept(run)["state"] == "complete"
+    assert "nothing to try" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_it_leaves_no_process_and_keeps_what_it_has(tmp_path: Path, number: signal.Signals) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    script, run = recorded(tmp_path, SLEEPS)
+    process = subprocess.Popen(
+        [*DLPROF, "try", str(run), "--minutes", "5", "--set", WORKERS],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    # The job has been measured, and the first run with a change is under way, with its workers.
+    assert until(lambda: (run / "try.json").exists() and len(running(script)) >= 3)
+    os.kill(process.pid, number)
+    output, _ = process.communicate(timeout=60)
+    assert until(lambda: running(script) == [])
+    found = kept(run)
+    assert found["state"] == "interrupted"
+    if number == signal.SIGKILL:
+        return
+    assert process.returncode == 128 + number
+    assert "interrupted" in output
+    assert not (run / "try").exists() or list((run / "try").iterdir()) == []
+
+
+@pytest.mark.long
+def test_wrap_records_reports_and_tries_and_ends_as_the_script(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    body = SLEEPS.replace("int(sys.argv[1])", "60") + "print('done')\nsys.exit(7)\n"
+    script = tiny(tmp_path, body)
+    process = subprocess.Popen(
+        [*DLPROF, "wrap", "--no-sample", "--try", "-o", "run", script.name],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert until(lambda: (tmp_path / "run/try.json").exists())
+    os.kill(process.pid, signal.SIGINT)
+    output, said = process.communicate(timeout=60)
+    assert process.returncode == 7
+    assert output == "done\n"
+    assert "input_wait" in said
+    assert "to try" in said
+    assert kept(tmp_path / "run")["runs"] >= 1
+    assert running(script) == []
+
+
+def test_try_without_a_report_is_a_usage_error(tmp_path: Path) -> None:
+    done = launch([*DLPROF, "wrap", "--try", "--no-report", "--", "touch", "started"], tmp_path)
+    assert done.returncode == 2
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher_are_tried_together(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    body = """
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(model)
+    """
+    script = tiny(tmp_path, body + SLEEPS.replace("\n", "\n    "))
+    launcher = [shutil.which("torchrun") or "torchrun", "--standalone", "--nproc-per-node", "2", str(script)]
+    if shutil.which("torchrun") is None:
+        launcher[:1] = [sys.executable, "-m", "torch.distributed.run"]
+    done = launch([*DLPROF, "wrap", "--no-sample", "-o", "run", "--no-report", "--", *launcher, "60"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    told = json.loads((run / "run.json").read_text())
+    told["command"][-1] = "1000000"
+    (run / "run.json").write_text(json.dumps(told))
+    done = tried(run, "--minutes", "3", "--set", WORKERS)
+    assert done.returncode == 0, done.stderr
+    found = [a for a in kept(run)["attempts"] if a["settings"].get("loader.num_workers") == 2]
+    assert found[0]["measured"]["ratio"] > 1.3
+    assert running(script) == []

@@ -1,0 +1,105 @@
+"""A recorded job is started as it was, or it is said why it cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.errors import DlprofError
+from dlprof.read.run import open_run
+from dlprof.trial.job import Job, repeatable
+from tests.fixtures import runs
+
+STEPS = [runs.light(n, 10 * runs.MS) for n in range(20)]
+HERE = os.uname().nodename
+
+
+def job(
+    folder: Path,
+    *facts: dict[str, Any],
+    environ: dict[str, str] | None = None,
+    instead: tuple[str, ...] = (),
+    **info: Any,
+) -> Job:
+    stalls = info.pop("stalls", None)
+    told = {"command": [sys.executable, "train.py"], "cwd": str(folder), "hosts": [HERE]} | info
+    ranks = [(None, STEPS, of) for of in facts or ({},)]
+    run = open_run(runs.recorded(folder / "run", *ranks, stalls=stalls, **told))
+    return repeatable(run, {"PATH": os.environ["PATH"]} if environ is None else environ, instead)
+
+
+def test_command_folder_and_exit_are_the_recorded_ones(tmp_path: Path) -> None:
+    found = job(tmp_path, exit={"code": 3, "signal": None})
+    assert found.command == (sys.executable, "train.py")
+    assert found.cwd == tmp_path
+    assert found.exit_code == 3
+
+
+def test_variables_that_affect_training_are_as_they_were(tmp_path: Path) -> None:
+    now = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "7", "NCCL_DEBUG": "INFO", "OWN": "x", "DLPROF_JOB": "old"}
+    found = job(tmp_path, {"env": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}}, environ=now)
+    assert found.env == {"PATH": now["PATH"], "OWN": "x", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    assert found.warnings == ()
+
+
+def test_what_differs_from_rank_to_rank_was_the_launchers(tmp_path: Path) -> None:
+    ranks = [{"env": {"CUDA_VISIBLE_DEVICES": str(n), "OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "4"}} for n in range(2)]
+    assert set(job(tmp_path, *ranks).env) == {"PATH", "OMP_NUM_THREADS"}
+
+
+def test_an_environment_that_is_not_known_is_told(tmp_path: Path) -> None:
+    (warning,) = job(tmp_path).warnings
+    assert "environment" in warning
+
+
+def test_overrides_of_the_recording_stay(tmp_path: Path) -> None:
+    options = {"set": {"loader.num_workers": 2, "env.API_KEY": "[redacted]"}}
+    assert job(tmp_path, options=options).settings == {"loader.num_workers": 2}
+
+
+def test_where_it_was_seen_to_save(tmp_path: Path) -> None:
+    saved = [runs.stall("checkpoint", n, 5, path=path) for n, path in ((5, "last.pt"), (6, "last.pt"), (7, "best.pt"))]
+    assert job(tmp_path, stalls=[[*saved, runs.stall("garbage_collection", 8, 5)]]).saves == ("last.pt", "best.pt")
+
+
+def test_another_host_is_told(tmp_path: Path) -> None:
+    assert any("elsewhere" in w for w in job(tmp_path, {"env": {}}, hosts=["elsewhere"]).warnings)
+
+
+@pytest.mark.parametrize(
+    ("info", "why"),
+    [
+        ({"command": []}, "no command"),
+        ({"command": [sys.executable, "train.py", "--token", "[redacted]"]}, "secret"),
+        ({"command": ["no-such-launcher", "train.py"]}, "no-such-launcher"),
+        ({"cwd": "/no/such/folder"}, "/no/such/folder"),
+        ({"cwd": None}, "folder"),
+        ({"hosts": [HERE, "other"]}, "2 hosts"),
+        ({"tasks": [{"host": HERE, "number": "0", "exit": {"code": 0, "signal": None}}]}, "one by one"),
+    ],
+)
+def test_what_cannot_be_started_again_is_refused_with_what_to_do(
+    tmp_path: Path, info: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(DlprofError, match=why):
+        job(tmp_path, **info)
+
+
+def test_another_command_stands_for_the_recorded_one(tmp_path: Path) -> None:
+    found = job(tmp_path, instead=(sys.executable, "other.py"), command=["x", "[redacted]"])
+    assert found.command == (sys.executable, "other.py")
+
+
+def test_what_no_dlprof_recorded_is_refused(tmp_path: Path) -> None:
+    path = runs.recorded(tmp_path / "run", (None, STEPS, {}))
+    (path / "run.json").write_text("{")
+    with pytest.raises(DlprofError, match="recorded"):
+        repeatable(open_run(path), dict(os.environ))
+    (path / "run.json").write_text(json.dumps([]))
+    with pytest.raises(DlprofError):
+        repeatable(open_run(path), dict(os.environ))
