@@ -1,7 +1,9 @@
-"""Writes a file whole or not at all, under a random temporary name.
+"""Writes a file whole or not at all, and names the folders of hosts.
 
-A folder may come from a stranger and hold links to the reader's own files. The temporary file is always created anew,
-and a link at the final name is replaced, not followed.
+A folder may come from a stranger and hold links to the reader's own files. The temporary file has a random name and is
+always created anew, and a link at the final name is replaced, not followed.
+
+Machines of a job may have one name, as clones and containers do: the start of their kernel tells them apart.
 """
 
 from __future__ import annotations
@@ -31,3 +33,20 @@ def write(path: Path, text: str) -> None:
     """Write a text as UTF-8: a reader never sees half of it. Raises OSError where the disk does not take it."""
     with whole(path) as part:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+# The file in a host's folder that says which machine's it is.
+BOOT = "boot"
+
+
+def boot() -> str:
+    """Return what identifies this start of this machine's kernel among all others; "" where it does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def longer(name: str, boot: str) -> str:
+    """Name a machine whose name another one of the job has too."""
+    return f"{name}~{boot[:8]}"

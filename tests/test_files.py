@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.files import whole, write
+from dlprof.files import boot, longer, whole, write
 
 
 def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(tmp_path: Path) -> None:
@@ -55,3 +55,20 @@ def test_a_link_in_the_place_of_an_unfinished_file_is_not_written_through(
             write(tmp_path / "run.json", "ours")
     assert sorted(path.name for path in tmp_path.iterdir()) == [part.name, "precious"]
     assert precious.read_text() == "mine"
+
+
+def test_the_start_of_a_kernel_is_the_same_all_along_and_unknown_where_it_is_not_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert boot() == boot()
+    assert "\n" not in boot()
+
+    def refuse(_: Path) -> str:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert boot() == ""
+
+
+def test_two_machines_of_one_name_have_two_longer_ones() -> None:
+    assert longer("node", "0123456789") == "node~01234567" != longer("node", "9876543210")

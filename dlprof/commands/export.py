@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from dlprof.commands import jobs, no_limits, quiet, run_path, say
+from dlprof.commands.progress import Progress
 from dlprof.errors import DlprofError
-from dlprof.progress import Progress
 from dlprof.units import count, duration
 
 if TYPE_CHECKING:

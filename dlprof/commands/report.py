@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import click
 
 from dlprof.commands import form, jobs, no_limits, quiet, run_path, say, show
+from dlprof.commands.progress import Progress
 from dlprof.errors import DlprofError
 from dlprof.files import write
 from dlprof.plain import plain
-from dlprof.progress import Done, Progress
 from dlprof.record.launch.folder import make_first
 
 if TYPE_CHECKING:
+    from dlprof.analysis.engine import Done
     from dlprof.result import Result
 
 

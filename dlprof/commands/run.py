@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dlprof.commands.wrap import Recording, record, recording_options
+from dlprof.commands.recording import Recording, recording_options
+from dlprof.commands.wrap import record
 from dlprof.errors import DlprofError
 from dlprof.units import count
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dlprof.errors import DlprofError
-from dlprof.hosts import BOOT, longer
+from dlprof.files import BOOT, longer
 from dlprof.read import facts
 from dlprof.read.opening import Inside
 from dlprof.read.sources import SOURCES

@@ -59,7 +59,8 @@ class Stopped(Exception):  # noqa: N818 - no error: the user wants it to end
 class Runner:
     """Runs a job again and again, each run in a folder of its own below `folder`, which must be there.
 
-    A run is over after so many steady `steps` that last for `seconds`. `stopped` is asked many times a second whether to give up. `copy`: each run has a copy of the working directory.
+    A run is over after so many steady `steps` that last for `seconds`. `stopped` is asked many times a second whether
+    to give up. `copy`: each run has a copy of the working directory.
     """
 
     job: Job

@@ -39,6 +39,8 @@ def test_the_best_is_told_measured_and_predicted() -> None:
 
 @dataclass(frozen=True)
 class Case:
+    """What was tried, and the words that a reader finds of it."""
+
     tried: Tried
     words: str
 

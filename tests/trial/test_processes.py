@@ -1,4 +1,4 @@
-"""All that a run has started is found and ended: children, daemons, those of other sessions, those that hear nothing."""
+"""All that a run has started is found and ended: children, daemons, other sessions, those that hear nothing."""
 
 from __future__ import annotations
 

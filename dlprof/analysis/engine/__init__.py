@@ -19,12 +19,13 @@ from dlprof.analysis.engine.needs import (
     within_rank,
 )
 from dlprof.analysis.engine.ranks import Job, Measured, RankData, RankFacts, by_rank
-from dlprof.analysis.engine.run import ALSO, Progress, measure, so_far
+from dlprof.analysis.engine.run import ALSO, Done, Progress, measure, so_far
 
 __all__ = [
     "ALSO",
     "JOB",
     "RANK",
+    "Done",
     "Job",
     "Maybe",
     "Measure",

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,21 @@ import pandas as pd
 from dlprof.analysis.engine.needs import Measure, Scope, measures_among, needs_of
 from dlprof.analysis.engine.ranks import Answer, Failure, Measured, RankAnswer, RankData, answered
 from dlprof.errors import DlprofError, NotMeasured
-from dlprof.progress import Done
 from dlprof.read.kineto import prefetch
 from dlprof.read.run import TRACE, Rank, Run
+
+
+@dataclass(frozen=True)
+class Done:
+    """How much is done, and of how much: ranks, their files, and the bytes of these."""
+
+    ranks: int
+    of_ranks: int
+    files: int = 0
+    of_files: int = 0
+    bytes: int = 0
+    of_bytes: int = 0
+
 
 Progress = Callable[[Done], None]
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlprof.files import write
-from dlprof.hosts import boot
+from dlprof.files import boot, write
 from dlprof.marks import __version__
 from dlprof.record import redaction
 from dlprof.record.recorder import Recorder

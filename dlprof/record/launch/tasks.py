@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dlprof.hosts import boot, longer
+from dlprof.files import boot, longer
 from dlprof.record.launch.process import started
 
 # What tells a task its number among those that one launcher has started.

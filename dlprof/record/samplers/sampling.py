@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from dlprof.hosts import BOOT, boot, longer
+from dlprof.files import BOOT, boot, longer
 from dlprof.plain import plain, words_of
 from dlprof.record.launch.process import started
 from dlprof.record.log import Log

@@ -15,14 +15,13 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis import engine
-from dlprof.analysis.engine import RankData
+from dlprof.analysis.engine import Done, RankData
 from dlprof.analysis.engine import run as engine_run
 from dlprof.analysis.step.breakdown import breakdown
 from dlprof.analysis.step.savings import own_time
 from dlprof.analysis.timeline.device import device_time
 from dlprof.analysis.timeline.steps import step_means
 from dlprof.errors import DlprofError, NotMeasured
-from dlprof.progress import Done
 from dlprof.read.kineto import prefetch, torch_trace
 from dlprof.read.run import TRACE, Rank, Run
 from tests.fixtures.measures import RANKS, broken, deadly, job_of_four, rows, silent, total

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.hosts import boot
+from dlprof.files import boot
 from dlprof.read.run import open_run
 from dlprof.record.launch import folder as run_folder
 from dlprof.record.launch.folder import new_folder

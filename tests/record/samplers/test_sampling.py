@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.hosts import boot
+from dlprof.files import boot
 from dlprof.read.run import open_run
 from dlprof.record.samplers.sampling import Host, claim
 from tests.fixtures import jobs

@@ -5,26 +5,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from dlprof.units import count, size
+
+if TYPE_CHECKING:
+    from dlprof.analysis.engine import Done
 
 OFTEN_S = 0.1  # a terminal's line is rewritten so often
 LINES = 10  # are written elsewhere
 ENOUGH = 0.05  # of the work must be done before the time left is estimated: earlier, it is a guess
-
-
-@dataclass(frozen=True)
-class Done:
-    """How much is done, and of how much: ranks, their files, and the bytes of these."""
-
-    ranks: int
-    of_ranks: int
-    files: int = 0
-    of_files: int = 0
-    bytes: int = 0
-    of_bytes: int = 0
 
 
 class Progress:

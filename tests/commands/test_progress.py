@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from dlprof.progress import Done, Progress
+from dlprof.analysis.engine import Done
+from dlprof.commands.progress import Progress
 
 
 class Terminal(io.StringIO):

@@ -1,0 +1,229 @@
+"""The options of every command that records: `wrap` and `run`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dlprof import overrides
+from dlprof.errors import DlprofError
+
+# Enough for shares of a few per cent after one burst; a round number would beat with steps of 5, 10 or 20 ms.
+STACKS_A_SECOND = "47"
+
+# The types of options: each returns the value as it is kept, or raises BadParameter, which is a usage error.
+
+
+def _window(value: str) -> str:
+    try:
+        skip, warmup, active = (int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter("three whole numbers: steps to skip, to warm up, to trace, e.g. 10,2,5") from None
+    if min(skip, warmup) < 0 or active < 1:
+        raise click.BadParameter("at least one step to trace, and no negative numbers")
+    return f"{skip},{warmup},{active}"
+
+
+def _function(value: str) -> str:
+    where, _, name = value.rpartition(":")
+    if value != "auto" and not (where and all(part.isidentifier() for part in name.split("."))):
+        raise click.BadParameter(f"{value!r} is neither MODULE:FUNCTION nor auto")
+    return value
+
+
+def _stacks(value: str) -> str:
+    if value in ("on", "off"):
+        return STACKS_A_SECOND if value == "on" else value
+    if not value.isdigit() or not 1 <= int(value) <= 1000:
+        raise click.BadParameter("on, off, or how many stacks a second, 1 to 1000")
+    return str(int(value))
+
+
+def _sample(value: str) -> str:
+    with contextlib.suppress(ValueError):
+        if value == "auto" or 0.1 <= float(value) <= 3600:
+            return value if value == "auto" else f"{float(value):g}"
+    raise click.BadParameter("auto, or the seconds between two readings, 0.1 to 3600")
+
+
+def _setting(value: str) -> str:
+    try:
+        overrides.parse([value])
+    except DlprofError as e:
+        raise click.BadParameter(str(e)) from None
+    return value
+
+
+def _job(value: str) -> str:
+    if not all(c.isalnum() or c in "._-" for c in value):
+        raise click.BadParameter("letters, digits, dots, hyphens and underscores")
+    return value
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The options of a command that records, a field each."""
+
+    out: Path | None
+    job: str
+    window: str
+    no_trace: bool
+    flops: str
+    lines: tuple[str, ...]
+    memory: bool
+    nsys: bool
+    nvtx: bool
+    shapes: bool
+    stacks: str
+    sample: str
+    no_sample: bool
+    settings: tuple[str, ...]  # to override, NAME=VALUE
+    allow_numerics: bool
+    quiet: bool
+    no_report: bool
+    tries: bool
+
+    def check(self) -> None:
+        """Raise a usage error where options exclude each other."""
+        try:
+            changing = overrides.changes_numbers(self.overrides)
+        except DlprofError as e:
+            raise click.UsageError(str(e)) from None
+        if changing and not self.allow_numerics:
+            raise click.UsageError(
+                f"--set {changing[0]}: the job then computes other numbers; --allow-numerics allows that"
+            )
+        if self.tries and self.no_report:
+            raise click.UsageError("--try tries what the report advises, and --no-report makes none")
+
+    @property
+    def overrides(self) -> dict[str, overrides.Value]:
+        """The settings to override, by name."""
+        return overrides.parse(self.settings)
+
+    @property
+    def asked(self) -> dict[str, str]:
+        """What collectors and samplers read, as DLPROF_<NAME> in their environment; also kept in run.json."""
+        return {
+            "job": self.job,
+            "flops": self.flops,
+            "lines": "\n".join(self.lines),
+            "sample": "off" if self.no_sample else self.sample,
+            "stacks": self.stacks,
+            "memory": "on" if self.memory else "off",
+            "nvtx": "on" if self.nvtx or self.nsys else "off",
+            "shapes": "on" if self.shapes else "off",
+            "window": "off" if self.no_trace else "nsys" if self.nsys else self.window,
+        }
+
+    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment for the command: with the options, and the variables that are overridden."""
+        asked = {f"DLPROF_{name.upper()}": value for name, value in self.asked.items()}
+        if not self.settings:
+            return {**env, **asked}
+        variables = {n.partition(".")[2]: str(v) for n, v in self.overrides.items() if n.startswith("env.")}
+        told = {"set": self.overrides, "environment": {name: env.get(name) for name in variables}}
+        return {**env, **variables, **asked, "DLPROF_SET": json.dumps(told)}
+
+
+def _flag(name: str, help: str) -> Callable[..., Any]:  # noqa: A002 - click's name
+    return click.option(name, is_flag=True, help=help)
+
+
+def _value(name: str, parse: Callable[[str], str], default: str, metavar: str, help: str) -> Callable[..., Any]:  # noqa: A002
+    return click.option(name, type=parse, default=default, show_default=bool(default), metavar=metavar, help=help)
+
+
+_OPTIONS = (
+    click.option("-o", "--out", type=click.Path(path_type=Path), help="The run folder [default: a new one in runs/]."),
+    _value(
+        "--job",
+        _job,
+        "",
+        "NAME",
+        "Record into one folder with all that give this name: for a job that is started host by host, on a disk that"
+        " the hosts share. Tasks of srun and mpirun need none.",
+    ),
+    _value("--window", _window, "10,2,5", "S,W,A", "Steps to skip, to warm up and to trace."),
+    _flag("--no-trace", "The step log only: no profiler window."),
+    click.option(
+        "--flops",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        show_default=True,
+        help="Count what one un-timed step computes: where that is tried and safe, elsewhere too, or never.",
+    ),
+    click.option(
+        "--lines",
+        multiple=True,
+        type=_function,
+        metavar="MODULE:FUNCTION",
+        help="Time a function line by line, in the ranks and in loader workers: package.data:Images.__getitem__,"
+        " path/to/file.py:function, __main__:function; auto: the hottest functions of your own files. Repeatable."
+        " Slows these functions.",
+    ),
+    _flag(
+        "--shapes",
+        "Trace the shapes that operators meet: each then has its own time in the report. Slows the traced steps.",
+    ),
+    _value(
+        "--stacks",
+        _stacks,
+        "on",
+        "on|off|RATE",
+        f"Read the Python stacks of ranks and loader workers with py-spy: in bursts, {STACKS_A_SECOND} or RATE times a"
+        " second, without stopping them.",
+    ),
+    _flag("--memory", "Record the history of the CUDA allocator, for pytorch.org/memory_viz. Slows every allocation."),
+    _flag("--nsys", "Run the command under NVIDIA's nsys, with NVTX ranges and without the profiler window."),
+    _flag("--nvtx", "Name steps, phases and collectives as NVTX ranges, for an nsys that you run yourself."),
+    _value(
+        "--sample",
+        _sample,
+        "auto",
+        "auto|SECONDS",
+        "How often to sample the host and its GPUs; auto: every second, and ever less often as the job grows older,"
+        " down to every 5.",
+    ),
+    _flag("--no-sample", "Start no sampling process: no samples of host, GPUs and stacks."),
+    click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        type=_setting,
+        metavar="NAME=VALUE",
+        help="Override a setting as the script builds its objects, without editing it: loader.num_workers=4."
+        " Repeatable. `dlprof explain settings` lists them.",
+    ),
+    _flag("--allow-numerics", "Let --set take settings with which the job computes other numbers."),
+    _flag("--quiet", "Print nothing but warnings and errors."),
+    _flag("--no-report", "Record only."),
+    click.option(
+        "--try",
+        "tries",
+        is_flag=True,
+        help="Then run the command again and again, for ten minutes at most, with what the report advises, and measure"
+        " what that gains, as `dlprof try` does.",
+    ),
+)
+
+
+def recording_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of every command that records, gathered into its argument `recording`."""
+
+    @functools.wraps(command)
+    def gathered(**options: Any) -> None:
+        recording = Recording(**{f.name: options.pop(f.name) for f in fields(Recording)})
+        recording.check()
+        command(recording=recording, **options)
+
+    for option in reversed(_OPTIONS):
+        gathered = option(gathered)
+    return gathered
