@@ -139,7 +139,7 @@ class Unpicklable(Dataset[Any]):
     """Cannot be sent to a spawned worker."""
 
     def __init__(self) -> None:
-        self.function = lambda n: (torch.tensor(n),)
+        self.function: Any = lambda n: (torch.tensor(n),)
 
     def __len__(self) -> int:
         return 12
