@@ -1,4 +1,4 @@
-"""The two expected failures: the user's mistake, and what cannot be known of a run."""
+"""The expected failures: the user's mistake, what cannot be known of a run, and what it does not have."""
 
 
 class DlprofError(Exception):
@@ -7,3 +7,10 @@ class DlprofError(Exception):
 
 class NotMeasured(Exception):  # noqa: N818 - an answer, not an error
     """What cannot be known of a run: why, and what to do so that it can."""
+
+
+class DoesNotApply(NotMeasured):
+    """What a run does not have, so that no recording could measure it: a GPU, a second rank, a pipeline; and why.
+
+    Who needs the value has none either way, so it is caught as NotMeasured is. Only the answer differs.
+    """

@@ -54,7 +54,8 @@ MOST_RANKS = 512
 # spread over the training steps, its share and speed-up are the training loop's. risk: no time is saved, but the job
 # may fail.
 Scope = Literal["step", "job", "risk"]
-State = Literal["found", "clear", "not_measured", "error"]
+# does_not_apply: the run cannot have it (no GPU, one rank, no pipeline). Older results say not_measured instead.
+State = Literal["found", "clear", "not_measured", "does_not_apply", "error"]
 Shape = Literal["table", "bars", "lines", "areas", "timeline", "flame"]
 
 
@@ -130,7 +131,7 @@ class RankCost(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The outcome of one rule on one run: exactly one of found, clear, not_measured (`why`), error (`why`).
+    """The outcome of one rule on one run: one of found, clear, not_measured, does_not_apply, error (the latter: `why`).
 
     If it is found or clear, `saving_ns`, `share`, `noise_ns` and `by_rank` are what the rule estimated.
     """

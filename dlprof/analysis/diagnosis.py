@@ -1,6 +1,7 @@
 """Asks every rule about a run and makes the result.
 
-The outcome of a rule is found, clear, not measured (why) or error (what). One that raises costs only its own outcome.
+The outcome of a rule is found, clear, not measured (why), does not apply (why) or error (what). One that raises costs
+only its own outcome.
 The saving is the severity: there is no other.
 """
 
@@ -23,7 +24,7 @@ from dlprof.analysis.panel import cells, drawn
 from dlprof.analysis.panels import PICTURES
 from dlprof.analysis.step.spread import LEAST_NOISE
 from dlprof.analysis.together import Basis, Piece, pieces, speedup, together
-from dlprof.errors import DlprofError, NotMeasured
+from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.marks import __version__
 from dlprof.read.run import Run
 from dlprof.result import (
@@ -69,7 +70,7 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     basis = measured.call(Basis)
     asked = [_ask(rule, measured, basis) for rule in rules]
     outcomes = [outcome for outcome, _ in asked]
-    order = {"found": 0, "clear": 1, "not_measured": 2, "error": 3}
+    order = {"found": 0, "clear": 1, "not_measured": 2, "does_not_apply": 3, "error": 4}
     outcomes.sort(key=lambda o: (order[o.state], -o.saving_ns, o.id))
     shown = [o.evidence for o in outcomes if o.evidence]  # and not once more as panels of the run
     return Result(
@@ -101,6 +102,8 @@ def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]
         risk = estimate.scope == "risk"
         state, judged = _risk(rule, run, estimate) if risk else _judged(rule, run, basis, estimate)
         found = outcome(state, **judged)
+    except DoesNotApply as e:
+        return outcome("does_not_apply", why=str(e)), []
     except NotMeasured as e:
         return outcome("not_measured", why=str(e)), []
     except MeasureFailed as e:

@@ -61,7 +61,7 @@ class Estimate:
 
 
 def nothing(summary: str) -> Estimate:
-    """Return the estimate of a bottleneck that the run cannot have, with the reason: no loader has workers."""
+    """Return the estimate of a bottleneck that the run shows nothing of, and what it shows: no copy is waited for."""
     return Estimate(summary=summary, clear=True)
 
 
@@ -72,7 +72,8 @@ def worst(by_rank_ns: Mapping[int, float]) -> int:
 
 @dataclass(frozen=True)
 class Rule:
-    """One known bottleneck. `check` returns an Estimate or raises NotMeasured; its parameters name what it needs.
+    """One known bottleneck. `check` returns an Estimate, or raises NotMeasured or DoesNotApply; its parameters name
+    what it needs.
     `explain` gets that estimate, and what its other parameters name, and explains a finding.
 
     `saves_from`: the categories of `time` that its saving comes out of; none if it is between the steady steps.

@@ -24,6 +24,11 @@ def training_loader(job: Job, rank: int | None = None) -> Settings:
     return {}
 
 
+def lacks_loader(job: Job) -> bool:
+    """Return whether the job was recorded, and none of its ranks made a DataLoader."""
+    return bool(job.ranks) and all(job.facts[r].get("loaders") == [] for r in job.ranks)
+
+
 def model(job: Job) -> Settings:
     """Return the settings of the largest model; empty without one."""
     models = [m for r in job.ranks for m in job.facts[r].get("models") or []]

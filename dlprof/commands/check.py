@@ -28,7 +28,10 @@ _NS = {"s": 1e9, "ms": 1e6, "us": 1e3, "µs": 1e3}
 )
 @no_limits
 def check(path: Path, limits: tuple[str, ...]) -> None:
-    """Fail (exit code 3) where a bottleneck of PATH exceeds a limit, or could not be measured."""
+    """Fail (exit code 3) where a bottleneck of PATH exceeds a limit, or could not be measured.
+
+    A bottleneck that the run cannot have, as waiting for other ranks with one rank, passes.
+    """
     from dlprof.analysis.diagnosis import rule_named
     from dlprof.analysis.rules import RULES
     from dlprof.commands.report import analyse
@@ -50,6 +53,8 @@ def check(path: Path, limits: tuple[str, ...]) -> None:
         risk = o.scope == "risk" and o.state == "found"  # what may end the job is no matter of time
         if o.state in ("not_measured", "error"):
             bad, what = True, f"{o.state.replace('_', ' ')}: {o.why}"
+        elif o.state == "does_not_apply":
+            bad, what = False, f"does not apply: {o.why}"
         else:
             bad = risk or (o.share * 100 if unit == "%" else o.saving_ns / _NS[unit]) >= limit
             of = "training loop" if o.scope == "job" else "step"

@@ -19,6 +19,9 @@ from dlprof.read.kineto.json_stream import NOT_JSON
 from dlprof.read.opening import MOST_UNPACKED, most_unpacked, read_file
 from dlprof.read.sources import Reading
 
+# Name, file and line.
+_Frame = tuple[str, str, str]
+
 _Ns = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
@@ -38,7 +41,14 @@ _FRAME = re.compile(r"(.*) \((.*?)(?::(\d+))?\)")
 
 _LOADER = "torch/utils/data/dataloader.py"
 _WORKER = "torch/utils/data/_utils/worker.py"
-_OURS = re.compile(r"/dlprof/(record/)?(hooks|recorder|collectors/\w+|inject/\w+|step_clock|observed)\.py$")
+
+# The recorder's files: its hooks stand between the script's frames. An older one had them at the top of the package.
+_OURS = re.compile(
+    r"[/\\]dlprof[/\\](record[/\\](\w+[/\\])*\w+|(__init__|hooks|recorder|step_clock|observed|marks|overrides)|(collectors|inject)[/\\]\w+)\.py$"
+)
+# Whoever calls this, or the profiler from one of the recorder's, is at the recorder's work and not at the script's.
+_OUR_WORK = re.compile(r"[/\\]dlprof[/\\](record[/\\])?recorder\.py$")
+_PROFILER = re.compile(r"[/\\]torch[/\\](profiler[/\\]\w+|autograd[/\\]profiler)\.py$")
 
 
 def read(path: Path) -> Reading:
@@ -101,7 +111,10 @@ def _parts_of(path: Path, warnings: list[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _row(folded: str) -> tuple[str, str, str, str] | None:
-    """Return role, thread, phase and stack of one folded line; None: a thread in no Python of the job's."""
+    """Return role, thread, phase and stack of one folded line; None: a thread in no Python of the job's.
+
+    What a rank does for the recorder, as writing its trace, is no part of the job.
+    """
     depth = 0
     while (process := _PROCESS.match(folded)) is not None:
         # The command line may hold anything; what follows it is the next process or the thread.
@@ -112,28 +125,54 @@ def _row(folded: str) -> tuple[str, str, str, str] | None:
         depth += 1
     head, _, stack = folded.partition(";")
     thread = _THREAD.match(head)
-    frames = [f for f in map(_frame, stack.split(";")) if f]
-    if thread is None or not frames:
+    texts = stack.split(";")
+    if thread is None:
         return None
     name = thread[2] or "unnamed"
     role = "other" if depth > 1 else "main" if name == "MainThread" else "thread"
     if depth > 1 and name == "MainThread":
-        at = next((n for n, f in enumerate(frames) if f[0] == "_worker_loop" and f[1].endswith(_WORKER)), None)
+        at = next((n for n, text in enumerate(texts) if _begins_worker(text)), None)
         if at is not None:
             # A forked worker still has its parent's frames below its own.
-            role, frames = "worker", frames[at:]
+            role, texts = "worker", texts[at:]
+    frames = _of_the_job(texts)
+    if not frames:
+        return None
     phase = _phase(frames) if role == "main" else ""
     return role, name, phase, ";".join(f"{function} ({file}:{line})" for function, file, line in frames)
 
 
+def _begins_worker(text: str) -> bool:
+    frame, _ = _frame(text)
+    return frame is not None and frame[0] == "_worker_loop" and frame[1].endswith(_WORKER)
+
+
+def _of_the_job(texts: list[str]) -> list[_Frame]:
+    """Return the frames but for the recorder's; none where the recorder is at work."""
+    frames: list[_Frame] = []
+    after_ours = False
+    for text in texts:
+        frame, kind = _frame(text)
+        if kind == "work" or (kind == "profiler" and after_ours):
+            return []
+        after_ours = kind == "ours"
+        if frame is not None and not after_ours:
+            frames.append(frame)
+    return frames
+
+
 @cache
-def _frame(text: str) -> tuple[str, str, str] | None:
-    """Return name, file and line of a frame; None: it is one of the recorder's."""
-    frame = _FRAME.fullmatch(text)
-    return (frame[1], frame[2], frame[3] or "0") if frame and not _OURS.search(frame[2]) else None
+def _frame(text: str) -> tuple[_Frame | None, str]:
+    """Return name, file and line of a frame, and whether it is the recorder's own work, only ours, or a profiler's."""
+    found = _FRAME.fullmatch(text)
+    if found is None:
+        return None, ""
+    file = found[2]
+    kinds = (("work", _OUR_WORK), ("ours", _OURS), ("profiler", _PROFILER))
+    return (found[1], file, found[3] or "0"), next((kind for kind, files in kinds if files.search(file)), "")
 
 
-def _phase(frames: list[tuple[str, str, str]]) -> str:
+def _phase(frames: list[_Frame]) -> str:
     """Return what the step was doing, as the recorder counts it: the outermost phase, or one inside an optimizer."""
     found = [phase for name, file, _ in frames if "/torch/" in file and (phase := _begins(name, file))]
     return next((phase for phase in found if phase != "optimizer"), found[0] if found else "rest")

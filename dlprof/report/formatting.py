@@ -9,11 +9,11 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, get_args
 
 from dlprof import units
 from dlprof.plain import NBSP, plain
-from dlprof.result import CATEGORIES, Outcome, Result, TimePart
+from dlprof.result import CATEGORIES, Outcome, Result, State, TimePart
 from dlprof.units import MINUS, UNKNOWN, digits
 
 _QUALIFIED = re.compile(r"^void |(?:[A-Za-z_]\w*|\(anonymous namespace\))::")
@@ -73,6 +73,11 @@ def noise(outcome: Outcome) -> str:
 def speedup(outcome: Outcome) -> str:
     """Write how many times faster the step would be, as "1.44 ×"; a dash without a saving."""
     return times(outcome.speedup) if saves(outcome) and outcome.speedup >= 1 else UNKNOWN
+
+
+def by_state(result: Result) -> dict[State, list[Outcome]]:
+    """Group the outcomes by what the rules answered, in their order; each answer is there."""
+    return {state: [o for o in result.outcomes if o.state == state] for state in get_args(State)}
 
 
 def together(result: Result) -> str:

@@ -92,7 +92,7 @@ def render(result: Result) -> str:
         tried=result.tried and tried_sentence(result.tried),
         attempts=result.tried and shapes.panel(tried_panel(result.tried)),
         panels=panels,
-        **{state: [o for o in result.outcomes if o.state == state] for state in ("clear", "not_measured", "error")},
+        **formatting.by_state(result),
         sections=sections,
         command=" ".join(result.run.command),
         missing=formatting.ranks(result.run.missing_ranks),

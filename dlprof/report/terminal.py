@@ -144,12 +144,14 @@ def _findings(found: Sequence[Outcome], width: int, colour: bool) -> list[str]:
 
 def _closing(result: Result, width: int) -> list[str]:
     """Return what else was checked, and how much tracing slowed the traced steps."""
-    by_state = {state: [o for o in result.outcomes if o.state == state] for state in ("clear", "not_measured", "error")}
+    by_state = formatting.by_state(result)
     said = []
     if by_state["clear"]:
         said.append(f"clear: {formatting.counted(len(by_state['clear']), 'rule')}")
     if by_state["not_measured"]:
         said.append(f"not measured: {len(by_state['not_measured'])} (the report says why)")
+    if by_state["does_not_apply"]:
+        said.append(f"does not apply: {len(by_state['does_not_apply'])}")
     if by_state["error"]:
         said.append(f"errors: {', '.join(plain(o.id, 40) for o in by_state['error'])}")
     lines = ["", *wrap(" · ".join(said), width, "  ")] if said else []

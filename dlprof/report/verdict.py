@@ -84,6 +84,7 @@ def headline(result: Result) -> Headline:
         return Headline(diagnosis, gain, percent(found.share if found.lost_share is None else found.lost_share))
     states = [o.state for o in result.outcomes]
     clear, unknown = states.count("clear"), states.count("not_measured") + states.count("error")
+    apart = states.count("does_not_apply")
     share = ""
     if unjudged and unjudged.share >= max(mean_shares(result.time).values()):
         first, share = unjudged.sentence, percent(unjudged.share)
@@ -96,8 +97,10 @@ def headline(result: Result) -> Headline:
         first = f"{_each(result).capitalize()} lasts {duration(result.window.step_ns)}; where it goes was not measured."
     if not clear:
         return Headline(first, "No rule could be checked on this run, so its bottlenecks are not known.", share)
-    second = f"{counted(clear, 'rule')} found nothing above the threshold"
-    return Headline(first, second + (f"; {unknown} could not be measured." if unknown else "."), share)
+    second = [f"{counted(clear, 'rule')} found nothing above the threshold"]
+    second += [f"{unknown} could not be measured"] if unknown else []
+    second += [f"{apart} {'does' if apart == 1 else 'do'} not apply"] if apart else []
+    return Headline(first, "; ".join(second) + ".", share)
 
 
 @dataclass(frozen=True)

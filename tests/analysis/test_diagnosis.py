@@ -1,4 +1,4 @@
-"""Every rule answers once, in one of four ways, and one that breaks costs only its own row."""
+"""Every rule answers once, in one of five ways, and one that breaks costs only its own row."""
 
 from __future__ import annotations
 

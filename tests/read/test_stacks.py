@@ -49,9 +49,28 @@ def test_the_phase_is_what_the_recorder_would_have_counted(frames: list[str], ph
     assert rows(path) == [("main", "MainThread", phase, ";".join(frames), 3)]
 
 
+@pytest.mark.parametrize(
+    "work",
+    [
+        ["next (/x/dlprof/record/hooks.py:4)", "steps_due (/x/dlprof/record/recorder.py:9)", "dump (/lib/json.py:1)"],
+        [
+            "next (/x/dlprof/record/hooks.py:4)",
+            "go (/x/dlprof/record/device/profiler.py:4)",
+            f"p ({LIB}/profiler/p.py:1)",
+        ],
+    ],
+)
+def test_what_a_rank_does_for_the_recorder_is_no_part_of_the_job(work: list[str], tmp_path: Path) -> None:
+    own = f"prof.step ({LIB}/profiler/profiler.py:4)"
+    frames = ["main (train.py:3)", "call (/x/dlprof/record/collectors/flops.py:1)", "f (/home/dlprof/train.py:4)", own]
+    lines = (f"{RANK}{MAIN}{';'.join(stack)} 3\n" for stack in (["main (train.py:3)", *work], frames))
+    kept = ";".join((frames[0], *frames[2:]))
+    assert rows(packed(tmp_path / "stacks.txt.gz", *lines)) == [("main", "MainThread", "rest", kept, 3)]
+
+
 def test_bursts_add_up_and_each_stack_is_somebodys(tmp_path: Path) -> None:
     inner = f"_worker_loop ({LIB}/utils/data/_utils/worker.py:5);decode (data.py:7)"
-    ours = "__next__ (/x/dlprof/record/hooks.py:4);begin_fetch (/x/dlprof/record/recorder.py:4)"
+    ours = "__next__ (/x/dlprof/record/hooks.py:4);begin_fetch (/x/dlprof/record/step_clock.py:4)"
     first = (
         f"{RANK}{MAIN}main (train.py:3);{ours};f (train.py:8) 2\n"
         f"{RANK}thread (8): QueueFeederThread;run (q.py:1) 5\n"

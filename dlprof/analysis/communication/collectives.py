@@ -40,6 +40,11 @@ _LOW_LATENCY = re.compile(r"internode_ll::|::(?:dispatch|combine)_ll\b")
 
 POINT_TO_POINT = ("send", "recv")
 
+# Why nothing can be said of a rank's collectives.
+ONE_RANK = "one rank: there is no other to exchange with or to wait for"
+NO_COLLECTIVES = "the traced steps hold no collectives; a longer trace window (`--window`) may hold some"
+NO_SIZES = "the trace does not record how large its collectives are (`--shapes`, or record_shapes=True, does)"
+
 # A kernel of NCCL's that may be either, both, several of them, or a collective that is made of them.
 _EITHER = "send_recv"
 

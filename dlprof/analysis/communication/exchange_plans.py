@@ -17,12 +17,13 @@ import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.communication.bandwidth import CLASSES
+from dlprof.analysis.communication.collectives import NO_SIZES
 from dlprof.analysis.communication.links import through_host
 from dlprof.analysis.communication.matching import SENT
 from dlprof.analysis.communication.overlap import among
 from dlprof.analysis.engine import Job, across_ranks
 from dlprof.analysis.step.savings import saving
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Change, change
 from dlprof.units import UNKNOWN, count, digits, duration, size
 
@@ -125,10 +126,10 @@ def sized_collectives(bandwidth: pd.DataFrame, fitted: Fit | None, job: Job) -> 
     """
     frame = bandwidth[bandwidth["collective"] != SENT]
     if not len(frame):
-        raise NotMeasured("no collectives in the traced steps, but sends and receives")
+        raise DoesNotApply("the ranks only send and receive: they run no collective")
     each = (frame["bytes"] / frame["count"]).fillna(_by_parameters(job, frame))
     if each.isna().all():
-        raise NotMeasured("the trace does not record how large its collectives are")
+        raise NotMeasured(NO_SIZES)
     fit = None if settings.on_cpu(job) else fitted
     limit = SMALL_BYTES if fit is None else max(SMALL_BYTES, fit.start_ns / fit.byte_ns)
     # Groups of other ranks exchange at the same time.

@@ -9,6 +9,7 @@ import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.communication.bandwidth import CLASSES, bus_factor, size_classes
+from dlprof.analysis.communication.collectives import NO_SIZES
 from dlprof.analysis.engine import Job, Maybe, across_ranks
 from dlprof.errors import NotMeasured
 from dlprof.result import Change, Setting
@@ -67,7 +68,7 @@ def links(matched: Maybe[pd.DataFrame], bandwidth: Maybe[pd.DataFrame], job: Job
         )
     pairs, frame = matched.get(), bandwidth.get()
     if (frame["size"] < 0).all():
-        raise NotMeasured("the trace does not record how large its collectives are")
+        raise NotMeasured(NO_SIZES)
     key = ["collective", "members", "ranks", "size"]
     each = pairs.assign(dur_ns=pairs["end_ns"] - pairs["start_ns"], ranks=pairs["wanted"]).groupby("instance")
     one = each.agg({"collective": "first", "members": "first", "ranks": "first", "bytes": "max", "dur_ns": "min"})
@@ -76,7 +77,9 @@ def links(matched: Maybe[pd.DataFrame], bandwidth: Maybe[pd.DataFrame], job: Job
     often = frame["collective"].isin(JUDGED) & (frame["matched"] >= LEAST_COUNT)
     frame = frame[often & (frame["each"] >= LARGE_BYTES) & (frame["took_ns"] > 0)].reset_index(drop=True)
     if not len(frame):
-        raise NotMeasured(f"no collective of {size(LARGE_BYTES)} or more, {LEAST_COUNT} times or more, to judge it by")
+        raise NotMeasured(
+            f"no collective of {size(LARGE_BYTES)} or more was traced {LEAST_COUNT} times: smaller ones do not show it"
+        )
     factor = [bus_factor(kind, n) for kind, n in zip(frame["collective"], frame["ranks"], strict=True)]
     on = [tuple(map(int, m.split(","))) if m else tuple(range(job.world_size)) for m in frame["members"]]
     busbw = frame["each"] * factor / frame["took_ns"] * 1e9
@@ -85,7 +88,7 @@ def links(matched: Maybe[pd.DataFrame], bandwidth: Maybe[pd.DataFrame], job: Job
     frame = frame.assign(busbw=busbw, on=pd.Series(on), of_peak=of_peak, alike_ns=alike)
     frame = frame[of_peak.notna() | alike.notna()]
     if not len(frame):
-        raise NotMeasured("neither what the link can carry is known, nor another group that is placed and sized alike")
+        raise NotMeasured("what this link can carry is not known, and no group like it is there to compare with")
     at_peak = (frame["of_peak"] / ATTAINABLE * frame["took_ns"]).where(frame["of_peak"] < SLOW_OF_PEAK)
     as_others = frame["alike_ns"].where(frame["took_ns"] > SLOWER * frame["alike_ns"])
     frame = frame.assign(better_ns=np.fmin(at_peak, as_others))

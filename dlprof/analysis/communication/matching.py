@@ -12,9 +12,9 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.communication.collectives import NO_GROUP, NOBODY, POINT_TO_POINT
+from dlprof.analysis.communication.collectives import NO_COLLECTIVES, NO_GROUP, NOBODY, ONE_RANK, POINT_TO_POINT
 from dlprof.analysis.engine import Job, Maybe, across_ranks
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 
 # They end at one instant for every member: no rank has the result before the last has given its part.
 SYNCHRONOUS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "barrier")
@@ -53,10 +53,11 @@ def matched(instances: Maybe[pd.DataFrame], collectives: Maybe[pd.DataFrame], jo
     wait_ns = latest begin − own begin, never longer than the collective. Sends and receives that do not match are left
     out, see `unmatched`. Raises NotMeasured where there is none, a rank is missing, or they do not match.
     """
-    missing = f"{len(job.missing_ranks)} of {job.world_size} are not here"
+    missing = f"{len(job.missing_ranks)} of {job.world_size} ranks are not here"
     if len(job.ranks) < 2:
-        alone = job.world_size < 2
-        raise NotMeasured("one rank: nobody to wait for" if alone else f"{_EVERY_RANK}; {missing}")
+        if job.world_size < 2:
+            raise DoesNotApply(ONE_RANK)
+        raise NotMeasured(f"{_EVERY_RANK}; {missing}")
     frame = instances.get()
     if collectives.lacking:
         rank, why = next(iter(collectives.lacking.items()))
@@ -131,7 +132,7 @@ def instances(collectives: pd.DataFrame, job: Job) -> pd.DataFrame:
     instance, `wanted` how many took part in it (0: unknown). Raises NotMeasured where nothing could match.
     """
     if not len(collectives):
-        raise NotMeasured("no collectives in the traced steps")
+        raise NotMeasured(NO_COLLECTIVES) if job.world_size > 1 else DoesNotApply(ONE_RANK)
     frame = _paired(collectives.assign(row=np.arange(len(collectives))))
     if not len(frame):
         raise NotMeasured(NO_PEERS if (collectives["peer"] < 0).all() else NO_PAIRS)

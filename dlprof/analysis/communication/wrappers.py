@@ -15,7 +15,7 @@ from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steady import standard_error
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.analysis.timeline.what_if import WhatIf
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 
 # FSDP2 names what it does, and the module that it does it for; the outermost one has no name.
 _UNIT = re.compile(r"FSDP::pre_forward(?: \(([^,)]*).*\))?$")
@@ -67,7 +67,7 @@ def unused_searches(
     windows = timing.windows
     search = iv.intersect(iv.merge(windows), host.cover(on_training_thread, host.is_named(on_training_thread, _SEARCH)))
     if not len(search):
-        raise NotMeasured("the trace holds no search for unused parameters")
+        raise NotMeasured("the traced steps show no search for unused parameters")
     flags = iv.intersect(_flags(spans, has_device, is_on_device, windows), exposed_communication.get())
     return pd.DataFrame(
         {
@@ -130,14 +130,14 @@ def replication(
     the first one) and backward_ns (computing that can hide it).
 
     Copying is the device's with nothing computed meanwhile, and the host's where the trace links no launch to what it
-    launched. Raises NotMeasured where the trace has no DataParallel.
+    launched. Raises DoesNotApply where the trace has no DataParallel.
     """
     steps = iv.merge(timing.windows)
     on_host = ~is_on_device
     inside = host.cover(spans, on_host & host.is_named(spans, DATA_PARALLEL))
     forward = iv.intersect(iv.merge(timing.host_windows), inside)
     if not len(forward):
-        raise NotMeasured("the trace holds no DataParallel")
+        raise DoesNotApply("the model is not in nn.DataParallel: the traced steps show none")
     calls = on_host & host.is_named(spans, *_REPLICATION)
     reduces = calls & host.is_named(spans, *_REDUCING)
     copying, reducing = host.cover(spans, calls), host.cover(spans, reduces)

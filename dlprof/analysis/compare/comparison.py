@@ -19,6 +19,9 @@ FORMAT = 2
 # Settings that change the work of a step.
 _WORK = (("Loader", "batch size"), ("Model", "parameters"))
 
+# A run whose rule answers this does not have the bottleneck.
+_WITHOUT = ("clear", "does_not_apply")
+
 State = Literal["gone", "new", "less", "more", "same", "unknown"]
 
 
@@ -304,11 +307,11 @@ def _findings(pair: _Pair) -> tuple[FindingChange, ...]:
         assert known is not None
         state: State = "unknown"
         why = ""
-        if one is not None and other is not None and {one.state, other.state} <= {"found", "clear"}:
+        if one is not None and other is not None and {one.state, other.state} <= {"found", *_WITHOUT}:
             state = _became(one, other, pair.least_ns)
-            clear = next((o for o in (one, other) if o.state == "clear"), None)
-            if clear is not None and clear.summary:
-                why = f"{'A' if clear is one else 'B'}: {clear.summary}"
+            clear = next((o for o in (one, other) if o.state in _WITHOUT), None)
+            if clear is not None and (clear.summary or clear.why):
+                why = f"{'A' if clear is one else 'B'}: {clear.summary or clear.why}"
         else:
             where = "B" if in_a else "A"
             why = f"{where}: {missing.why}" if missing else f"{where} is from a dlprof without this rule"
@@ -324,7 +327,7 @@ def _became(one: Outcome, other: Outcome, least_ns: float) -> State:
     if abs(change) < max(LEAST_NOISE * math.hypot(one.noise_ns, other.noise_ns), least_ns):
         return "same"
     smaller = min(one, other, key=lambda o: o.saving_ns)
-    none = smaller.state == "clear" and smaller.share < LEAST_SHARE
+    none = smaller.state in _WITHOUT and smaller.share < LEAST_SHARE
     if change < 0:
         return "gone" if none else "less"
     return "new" if none else "more"

@@ -56,7 +56,7 @@ def prediction(a: Result, b: Result, step: Difference, settings: Iterable[Settin
         if s.section not in ("Job", "Software", "Environment")
     }
     differ |= {s.name: s for s in settings if s.section == "Environment"}
-    gone = {o.id for o in b.outcomes if o.state == "clear"}
+    gone = {o.id for o in b.outcomes if o.state in ("clear", "does_not_apply")}
     taken: list[tuple[Outcome, float, str]] = []
     changed: dict[str, None] = {}
     names: set[str] = set()

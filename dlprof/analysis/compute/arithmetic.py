@@ -15,7 +15,7 @@ import pandas as pd
 
 from dlprof.analysis.compute.peaks import device_peaks
 from dlprof.analysis.engine import RankFacts, per_rank
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.steps import NOT_MARKED, Timing
 from dlprof.errors import NotMeasured
 
 # FLOPs in precisions whose peak is not known may be this share of all; with more of them the MFU is not known.
@@ -30,7 +30,7 @@ def arithmetic(timing: Timing, rank: RankFacts) -> pd.DataFrame:
     """
     flops = _counted(rank)
     if timing.unit != "step":
-        raise NotMeasured("nothing marks the steps")
+        raise NotMeasured(NOT_MARKED)
     total, step_s = float(flops["total"]), timing.step_ns / 1e9
     busy_s, why = _at_peak(rank, flops["operators"])
     mfu = busy_s / step_s

@@ -43,7 +43,7 @@ def launched_by_optimizer(
     Only those of the steady traced steps. Raises NotMeasured where nothing marks the optimizer.
     """
     if not len(in_optimizer):
-        raise NotMeasured("the trace does not show what belongs to the optimizer")
+        raise NotMeasured("the trace does not mark the optimizer's step")
     calls = host.is_kind(on_training_thread, "runtime")
     calls &= iv.holds(in_optimizer, on_training_thread["start_ns"].to_numpy())
     launches = on_training_thread["launch"].to_numpy()[calls]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dlprof import schema
 from dlprof.analysis.engine.needs import JOB, RANK, Maybe, Measure, MeasureFailed, Need, call_with, named, needs_of
-from dlprof.errors import DlprofError, NotMeasured
+from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.read.run import TRACE, Rank, Run
 from dlprof.read.sources import SOURCES, Source
 
@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 # A world size above this is damaged data: the largest jobs known have some hundred thousand ranks.
 LARGEST_WORLD = 1 << 20
+
+_NOTHING_READ = "no file of any rank was recorded"
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,8 @@ class Measured(Job):
     def frame(self, measure: Measure[T]) -> T:
         """Return the value of a measure; of a per-rank measure, the frames of all ranks with a column `rank`.
 
-        Raises NotMeasured with the first rank's reason where no rank has it, and MeasureFailed where it failed.
+        Raises NotMeasured with the first rank's reason where no rank has it (DoesNotApply only where it applies to
+        none), and MeasureFailed where it failed.
         """
         if measure.across and measure.name not in self._across:
             self._across[measure.name] = answered(partial(call_with, measure.function, measure.needs, self._value))
@@ -223,10 +226,10 @@ class Measured(Job):
             if isinstance(answer, pd.DataFrame):
                 frames.append(answer)
                 ranks.append(r)
-            elif first is None or isinstance(answer, Failure):
+            elif first is None or _told_before(answer) > _told_before(first):
                 first = answer
         if not frames:
-            return first if first is not None else NotMeasured("nothing was read")
+            return first if first is not None else NotMeasured(_NOTHING_READ)
         together = pd.concat(frames, ignore_index=True)
         together["rank"] = np.repeat(np.array(ranks, dtype=np.int64), [len(frame) for frame in frames])
         return together
@@ -235,7 +238,7 @@ class Measured(Job):
         """Return the ranks without such a per-rank frame, each with the reason."""
         answers = {r: self._answers[r].answers.get(measure.name) for r in self.ranks}
         return {
-            r: a.text if isinstance(a, Failure) else str(a or "nothing was read")
+            r: a.text if isinstance(a, Failure) else str(a or _NOTHING_READ)
             for r, a in answers.items()
             if not isinstance(a, pd.DataFrame)
         }
@@ -254,12 +257,17 @@ class Measured(Job):
         return failed
 
 
+def _told_before(answer: Answer) -> int:
+    """Return which of several ranks' answers without a value stands for all: the highest."""
+    return 2 if isinstance(answer, Failure) else int(not isinstance(answer, DoesNotApply))
+
+
 def answered(compute: Callable[[], Any]) -> Answer:
     """Return what `compute` returns, or the NotMeasured or Failure in its place."""
     try:
         return compute()
     except NotMeasured as e:
-        return NotMeasured(*e.args)  # without its traceback, which would keep the tables
+        return type(e)(*e.args)  # without its traceback, which would keep the tables
     except MeasureFailed as e:
         return Failure(str(e))
     except Exception as e:  # noqa: BLE001 - a bug in one measure costs only what needs it

@@ -16,6 +16,7 @@ from dlprof.analysis.step.savings import saving
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import DeviceSets
 from dlprof.analysis.timeline.idle import Idle
+from dlprof.analysis.timeline.launches import NOT_LINKED
 from dlprof.analysis.timeline.steps import Timing, check_marked
 from dlprof.analysis.timeline.what_if import GRAPH_GAP_NS, PAUSE_NS, WhatIf
 from dlprof.errors import NotMeasured
@@ -209,7 +210,7 @@ def check_launches(launch_means: pd.DataFrame) -> None:
     """
     kernels = float(launch_means["kernels"].max())
     if not kernels:
-        raise NotMeasured("the trace holds no kernels, and nothing says that the job computes on the CPU")
+        raise NotMeasured("the trace holds no kernels (record ProfilerActivity.CUDA)")
     if kernels < FEWEST_KERNELS:
         few = f"{digits(kernels)} kernel{'' if kernels == 1 else 's'} a step"
         raise NotMeasured(f"the device ran {few}: that is no training, but compiling, starting up or a part of a trace")
@@ -244,7 +245,7 @@ def host_gains(
         return {ON_CPU: saving(own_time, part(breakdown, *HOST))}
     check_launches(launch_means.get())
     if gaps.get()["graph_gain_ns"].isna().any():
-        raise NotMeasured("the trace does not link launches to kernels: why the device idles is not known")
+        raise NotMeasured(f"{NOT_LINKED}: why the device idles is not known")
     found = {}
     for cause, column in ((SCRIPT, "python_gain_ns"), (LAUNCHES, "graph_gain_ns")):
         gains = by_rank(gaps.get(), column)

@@ -12,8 +12,8 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Maybe, per_rank
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.idle import Idle, first_after
-from dlprof.analysis.timeline.launches import Launches, Queue
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.launches import NOT_LINKED, Launches, Queue
+from dlprof.analysis.timeline.steps import NOT_MARKED, Timing
 from dlprof.analysis.timeline.traced import TracedSteps
 from dlprof.analysis.timeline.what_if import WhatIf
 from dlprof.errors import NotMeasured
@@ -53,8 +53,10 @@ def device_lag(trace_window: TracedSteps, timing: Timing, launch_queue: Maybe[Qu
     Raises NotMeasured where the trace does not link launches to device work.
     """
     lag = trace_window.lag_ns[timing.chosen]
-    if not trace_window.linked or timing.unit != "step" or np.isnan(lag).all():
-        raise NotMeasured("the trace does not show how far the device is behind its host")
+    if timing.unit != "step":
+        raise NotMeasured(NOT_MARKED)
+    if not trace_window.linked or np.isnan(lag).all():
+        raise NotMeasured(NOT_LINKED)
     queue = launch_queue.get()
     length = queue.length[iv.holds(iv.merge(timing.windows), queue.at)]
     mean = queue.mean(int(timing.windows[0, 0]), int(timing.windows[-1, 1]))
@@ -66,8 +68,10 @@ def device_lag(trace_window: TracedSteps, timing: Timing, launch_queue: Maybe[Qu
 @per_rank
 def queue_series(trace_window: TracedSteps, timing: Timing, launch_queue: Maybe[Queue]) -> pd.DataFrame:
     """Return how many launches wait to start over the steady traced steps: at_ns, queued (the mean until the next)."""
-    if not trace_window.linked or timing.unit != "step":
-        raise NotMeasured("the trace does not show how much work is queued")
+    if timing.unit != "step":
+        raise NotMeasured(NOT_MARKED)
+    if not trace_window.linked:
+        raise NotMeasured(NOT_LINKED)
     edges = np.linspace(int(timing.windows[0, 0]), int(timing.windows[-1, 1]), MOST_POINTS + 1).astype(np.int64)
     queue = launch_queue.get()
     # The queue's length times ns before each instant; between two changes it grows evenly.

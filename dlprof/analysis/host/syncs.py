@@ -14,6 +14,7 @@ from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.idle import Idle
 from dlprof.analysis.timeline.launched_work import SYNCHRONISING
+from dlprof.analysis.timeline.launches import NOT_LINKED
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.analysis.timeline.what_if import WhatIf
 from dlprof.errors import NotMeasured
@@ -85,7 +86,7 @@ def syncs(
 def linked(syncs: pd.DataFrame) -> pd.DataFrame:
     """Return `syncs`; raise NotMeasured where what the waits cost is not known."""
     if len(syncs) and syncs["together_ns"].isna().all():
-        raise NotMeasured("the trace does not link launches to kernels, or holds no work of a device")
+        raise NotMeasured(f"{NOT_LINKED}, or holds no device work")
     return syncs
 
 

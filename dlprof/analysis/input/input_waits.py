@@ -21,7 +21,7 @@ from dlprof.analysis.input.loader import gained
 from dlprof.analysis.input.paces import Paces
 from dlprof.analysis.step.breakdown import part, room
 from dlprof.analysis.step.savings import saving_input
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.units import duration, percent
 
 # From here on a wait is worth a change: XProf's input pipeline analyzer and the TensorBoard plugin say 5 %.
@@ -61,15 +61,15 @@ def input_waits(
     """Return what each rank's wait for data costs the mean steady step, wait_ns, and taken_ns, taking ready batches.
 
     wait_ns is the exposed wait; with a device, what the rank's own step would be shorter by without it. Raises
-    NotMeasured where no loader was seen.
+    DoesNotApply where no loader was seen.
     """
     if not loader_calls["calls"].any():
-        why = "no DataLoader was seen; data that comes in another way shows as the host's time"
+        why = "no DataLoader was seen; time to get data in another way counts as the host's"
         if before_forward is not None:
             rank, ns = before_forward
             lead = f"{duration(ns)} of each step ({percent(ns / mean_step_ns.get())})"
-            why += f"; {lead} pass on rank {rank} before the first forward, in no loader that dlprof knows"
-        raise NotMeasured(why)
+            why += f"; on rank {rank}, {lead} pass before the first forward"
+        raise DoesNotApply(why)
     wait = part(breakdown.get(), "input_wait")
     if not fetch_gains.lacking:
         gains = fetch_gains.get()

@@ -14,7 +14,7 @@ from dlprof.analysis.timeline.idle import Idle
 from dlprof.analysis.timeline.steady import standard_error, suspended
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.analysis.timeline.what_if import WhatIf
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 
 # What travels of the batches: enough for a replay, a few kilobytes.
 MOST_FETCHES = 400
@@ -90,7 +90,7 @@ def training_fetches(
         keep = (fetches["worker"] == -1).to_numpy() & in_steady(light_steps, start)
     kept: pd.DataFrame = fetches[keep & ~_suspended(rank, fetches)]
     if not len(kept):
-        raise NotMeasured("no fetch of a batch was recorded in the steady steps")
+        raise NotMeasured("no batch was fetched during the steady steps: record more of them")
     return kept
 
 
@@ -107,7 +107,7 @@ def loader_means(
     time that the training thread was ready and had no core), NaN where the kernel does not record it.
     """
     if not loading["kind"].isin(["first", "batch"]).any():
-        raise NotMeasured("no DataLoader was seen")
+        raise DoesNotApply("no DataLoader was seen")
     mine, kind = loading["loader"] == loader_number.get(), loading["kind"]
     steady = in_steady(light_steps.get(), loading["start_ns"].to_numpy())
     batches, usage = loading[mine & steady & (kind == "batch")], loading[steady & (kind == "usage")]
@@ -155,7 +155,7 @@ def slowest_workers(worker_means: pd.DataFrame) -> pd.DataFrame:
     slowest = workers.loc[workers.groupby("rank")["dur_ns"].idxmax()]
     others = workers.drop(slowest.index).groupby("rank")["dur_ns"].agg(["median", "size"])
     if not len(others):
-        raise NotMeasured("no loader has two workers or more")
+        raise DoesNotApply("no loader has two workers or more")
     slowest = slowest[slowest["rank"].isin(others.index)]
     return slowest[["rank", "worker", "dur_ns"]].assign(
         others_ns=others["median"].to_numpy(), workers=others["size"].to_numpy() + 1

@@ -52,7 +52,7 @@ class Paces:
         series = _of(self.step_series, rank)
         series = series[series["steady"].astype(bool) & (series["fetch_ns"] >= 0)]
         if not isinstance(workers, int) or cores is None or not (len(means) and len(fetches) and len(series)):
-            raise NotMeasured("what fetching a batch takes was not recorded")
+            raise NotMeasured("how long fetching a batch takes was not recorded")
         row, step = means.fillna({"taken_ns": 0.0, "delayed": 0.0}).iloc[0], _of(self.step_means, rank).iloc[0]
         if not 0.9 < row["batches"] / step["steps"] < 1.1:
             raise NotMeasured("a step takes more than one batch")

@@ -76,7 +76,7 @@ def clocks(samples: pd.DataFrame, steady_span: Maybe[tuple[int, int]]) -> pd.Dat
             }
         )
     if not rows:
-        raise NotMeasured("no clock of a GPU was read while it trained")
+        raise NotMeasured("no GPU's clock was read often enough while it trained: record longer")
     return pd.DataFrame(rows)
 
 

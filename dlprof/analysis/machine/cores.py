@@ -28,18 +28,20 @@ def core_waits(
     """
     waits = sample_means[sample_means["metric"] == WAITED].set_index("rank")
     if waits.empty:
-        raise NotMeasured("this kernel does not count how long threads wait for a core")
+        raise NotMeasured(
+            "how long threads wait for a core was not read: this kernel does not count it (CONFIG_SCHED_INFO)"
+        )
     known = {
         rank: (threads, cores)
         for rank in job.ranks
         if (threads := (job.facts[rank].get("cpu") or {}).get("torch_threads")) and (cores := _cores(job, rank))
     }
     if not known:
-        raise NotMeasured("the numbers of cores and of threads are not known")
+        raise NotMeasured("how many cores and threads the ranks have was not recorded (record with `dlprof wrap`)")
     frame = pd.DataFrame.from_dict(known, orient="index", columns=["threads", "cores"])
     frame = frame.join(waits[["mean", "noise"]].set_axis(["waited", "noise_ns"], axis=1), how="inner")
     if frame.empty:
-        raise NotMeasured("the numbers of threads of the ranks with samples are not known")
+        raise NotMeasured("how many threads the sampled ranks have was not recorded")
     frame = frame.assign(waits_ns=frame["waited"] * mean_step_ns, noise_ns=frame["noise_ns"] * mean_step_ns)
     if not settings.on_cpu(job) and (frame["threads"] > frame["cores"]).any():
         idle = part(breakdown.get(), "host", "optimizer_host")

@@ -88,7 +88,7 @@ def sample_series(samples: pd.DataFrame) -> pd.DataFrame:
     """
     parts = [read for read in _readings(samples) if len(read)]
     if not parts:
-        raise NotMeasured("the job was too short for two readings")
+        raise NotMeasured("the job was too short for two readings: record longer")
     read = pd.concat(parts, ignore_index=True)
     metrics = read.groupby(["source", "metric"], sort=False)
     place = metrics.cumcount() // -(-metrics["value"].transform("size") // MOST_POINTS)
@@ -112,7 +112,7 @@ def held(samples: pd.DataFrame, begin: int, end: int) -> pd.DataFrame:
         chosen = read.iloc[first : np.searchsorted(since, end)]
         parts.append(chosen.assign(at_ns=chosen["since_ns"].clip(lower=begin))[["source", "metric", "at_ns", "value"]])
     if not parts:
-        raise NotMeasured("nothing was sampled")
+        raise NotMeasured("nothing was sampled in this time: record longer")
     return pd.concat(parts, ignore_index=True)
 
 
@@ -142,7 +142,7 @@ def sample_means(samples: pd.DataFrame, steady_span: tuple[int, int], rank: Rank
             mean, noise = float(np.average(value, weights=read["span_s"])), standard_error(value)
             rows.append((*read[["source", "metric"]].iloc[0], mean, noise, float(value.max()), len(read)))
     if not rows:
-        raise NotMeasured(f"fewer than {ENOUGH} readings while training was steady")
+        raise NotMeasured(f"fewer than {ENOUGH} readings while training was steady: record longer")
     return pd.DataFrame(rows, columns=["source", "metric", "mean", "noise", "largest", "readings"])
 
 

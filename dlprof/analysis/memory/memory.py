@@ -170,7 +170,7 @@ def memory_growth(
         if len(mine) >= PARTS * _A_PART
     ]
     if not rows:
-        raise NotMeasured(f"fewer than {PARTS * _A_PART} readings of memory while training was steady")
+        raise NotMeasured(f"fewer than {PARTS * _A_PART} readings of memory while training was steady: record longer")
     frame = pd.DataFrame(rows)
     return frame.assign(left_bytes=frame["left_bytes"] - frame["last_bytes"].where(frame["what"] == "device", 0.0))
 
@@ -194,7 +194,7 @@ def memory_ends(memory_growth: pd.DataFrame, job: Job) -> pd.DataFrame:
 
 def _readings(memory: pd.DataFrame) -> pd.DataFrame:
     if not len(memory):
-        raise NotMeasured("the allocator was never asked")
+        raise NotMeasured("the CUDA allocator was not sampled: the job ended too early")
     return memory
 
 

@@ -13,23 +13,44 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Maybe, RankFacts, per_rank, within_rank
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.steady import standard_error
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 
 # The action of the row of one schedule.step(); all other rows are its chunks.
 SCHEDULE = "schedule"
+
+# What stages hand over by; a kernel of NCCL's may be a send, a receive or both.
+SENDS = ("send", "recv", "send_recv")
+
+NO_PIPELINE = "no pipeline: no step of one was recorded, and no trace shows anything sent from rank to rank"
 
 _STEPS, _MOST_ROWS = 40, 4_000  # that travel of a rank's chunks at most, spread over the run
 
 
 @within_rank
+def sends_to_ranks(spans: pd.DataFrame) -> bool:
+    """Return whether the trace holds sends and receives, without which there is no pipeline."""
+    return bool(host.is_one_of(spans["collective"], *SENDS).any())
+
+
+@within_rank
 def pipeline_facts(
-    chunks: Maybe[pd.DataFrame], traced_facts: Maybe[Mapping[str, Any]], rank: RankFacts
+    chunks: Maybe[pd.DataFrame],
+    traced_facts: Maybe[Mapping[str, Any]],
+    sends_to_ranks: Maybe[bool],
+    rank: RankFacts,
 ) -> Mapping[str, Any]:
-    """Return the pipeline's schedule, microbatches and ranks, and the rank's stages. Raises NotMeasured with why."""
+    """Return the pipeline's schedule, microbatches and ranks, and the rank's stages. Raises NotMeasured with why.
+
+    Raises DoesNotApply where nothing looks like a pipeline.
+    """
     if not rank.facts:
         return traced_facts.get()
-    if not len(chunks.get()) or not rank.facts.get("pipeline"):
-        raise NotMeasured("no step of a pipeline schedule was recorded")
+    if not rank.facts.get("pipeline"):
+        if sends_to_ranks.or_none():
+            raise NotMeasured("the ranks send to each other, but in no schedule of torch.distributed.pipelining")
+        raise DoesNotApply(NO_PIPELINE)
+    if not len(chunks.get()):
+        raise NotMeasured("no step of the pipeline's schedule was recorded: record more steps")
     return dict(rank.facts["pipeline"])
 
 

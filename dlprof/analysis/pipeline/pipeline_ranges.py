@@ -23,22 +23,21 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Maybe, RankFacts, within_rank
-from dlprof.analysis.pipeline.chunks import SCHEDULE
+from dlprof.analysis.pipeline.chunks import NO_PIPELINE, SCHEDULE, SENDS
 from dlprof.analysis.pipeline.schedules import ACTIONS, GPIPE, LOOPED, ONE_F_ONE_B, V_SHAPED, Action, grid, runs
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.launches import Launches
 from dlprof.analysis.timeline.steps import Timing
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 
 # The names of ranges, and each pass in such a name: stage ("": the rank's only one), initial, micro-batch.
 _RANGE = re.compile(r"PP:\d+[FBIW]\d+|PP:\(\d+F\d+;\d+B\d+\)OVERLAP_F_B|(Forward|Backward) \d+")
 _PASS = re.compile(r"(\d*)([FBIW])[a-z ]*(\d+)")
-_POINT_TO_POINT = ("send", "recv", "send_recv")
 
 # Around each function of the backward pass, on whatever thread.
 _EVALUATES = "autograd::engine::evaluate_function"
 
-WHICH = "the traces do not show which ranks are one pipeline"
+WHICH = "the traces do not show which ranks are one pipeline: record the job with dlprof"
 _NO_ORDER = (
     "the trace sends from rank to rank, but names no stage or micro-batch (pipelines that are not"
     " torch.distributed.pipelining's do not), and what lies between is not in 1F1B's order: record the job with dlprof"
@@ -112,7 +111,7 @@ def numbered_ranges(pass_ranges: _Found, timing: Timing) -> pd.DataFrame:
     at = np.searchsorted(windows[:, 0], ranges["start_ns"], side="right") - 1
     inside = (at >= 0) & (ranges["end_ns"].to_numpy() <= windows[at, 1])
     if not inside.any():
-        raise NotMeasured("no traced step holds a pipeline's ranges")
+        raise NotMeasured("no traced step holds a whole pipeline step: trace more steps (`--window`)")
     numbered: pd.DataFrame = ranges[inside].assign(step=timing.numbers[at[inside]]).reset_index(drop=True)
     return numbered
 
@@ -126,15 +125,15 @@ def pass_ranges(
     autograd_time: Maybe[iv.Intervals],
     one_f_one_b: Maybe[_Found],
     maybe_members: list[_Members],
+    sends_to_ranks: bool,
 ) -> _Found:
     """Return the ranges of the passes on the training thread, as they are named, or as sends and receives part them."""
     named = {name: _passes(name) for name in map(str, spans["name"].cat.categories) if _RANGE.fullmatch(name)}
     several = any(stage >= 0 for passes in named.values() for stage, _, _ in passes)
     rows = spans[host.is_kind(spans, "annotation") & ~is_on_device & host.is_one_of(spans["name"], *named)]
     # Anybody may call a range "Forward 0"; in a pipeline, something is sent as well.
-    sends = bool(host.is_one_of(spans["collective"], *_POINT_TO_POINT).any())
-    if not (sends or (several and len(rows))):
-        raise NotMeasured("no pipeline stages were recorded, and the trace sends nothing from rank to rank")
+    if not (sends_to_ranks or (several and len(rows))):
+        raise DoesNotApply(NO_PIPELINE)
     if not len(rows):
         return one_f_one_b.get()
     found: list[_Pass] = []
@@ -197,14 +196,14 @@ def outermost_operators(on_training_thread: pd.DataFrame) -> pd.DataFrame:
 @within_rank
 def sends_and_receives(on_training_thread: pd.DataFrame) -> pd.DataFrame:
     """Return the training thread's calls that send to or receive from one rank: start_ns, collective."""
-    sends = host.is_one_of(on_training_thread["collective"], *_POINT_TO_POINT)
+    sends = host.is_one_of(on_training_thread["collective"], *SENDS)
     return on_training_thread.loc[host.is_kind(on_training_thread, "communication") & sends, ["start_ns", "collective"]]
 
 
 @within_rank
 def maybe_members(spans: pd.DataFrame, rank: RankFacts) -> list[_Members]:
     """List which ranks may make up the rank's pipeline: the groups that send, as far as they are known, and all."""
-    names = spans["group"][host.is_one_of(spans["collective"], *_POINT_TO_POINT)].astype("str").unique()
+    names = spans["group"][host.is_one_of(spans["collective"], *SENDS)].astype("str").unique()
     groups = rank.trace_facts.get("groups") or {}
     known = [(groups.get(name) or {}).get("ranks") or [] for name in names if name]
     everybody = range(max(int(rank.trace_facts.get("world_size") or 1), rank.index + 1))

@@ -21,7 +21,7 @@ from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.spread import LEAST_NOISE
 from dlprof.analysis.stragglers.own_time import Lead, lead
 from dlprof.analysis.stragglers.workload import Reason, longer_because
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply
 from dlprof.result import CATEGORIES
 from dlprof.units import percent
 
@@ -105,7 +105,7 @@ def late_ranks(
     known, and where only the stages of a pipeline exchange.
     """
     if not (matched["collective"] != SENT).any() and any(part(breakdown, "pipeline_bubble").values()):
-        raise NotMeasured("the ranks exchange nothing but with their pipeline's neighbours: see stage_imbalance")
+        raise DoesNotApply("the ranks exchange only with their neighbours in the pipeline: see stage_imbalance")
     chosen, source, agreed = _dearest(job, traced_own_time.get()), _TRACED, True
     steps = light_own_time.or_none()
     if steps is not None:

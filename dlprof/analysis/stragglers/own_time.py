@@ -52,7 +52,7 @@ def traced_own_time(waits: pd.DataFrame) -> pd.DataFrame:
     plain = _by_rank(waits.assign(own_ns=own), "own_ns")
     usual = _by_rank(waits.assign(own_ns=own - waits["loose_ns"]), "own_ns")
     if plain.shape[1] < 2 or not len(plain):
-        raise NotMeasured("no step was traced on every rank")
+        raise NotMeasured("no step was traced on every rank: the same trace window on all ranks is needed")
     surer = len(usual) == len(plain) and lead(usual).noise_ns < lead(plain).noise_ns
     return usual if surer else plain
 

@@ -19,6 +19,8 @@ LEAST_KERNEL_NS = 2_000
 
 WORK = ("kernel", "communication", "copy", "set")
 
+NO_DEVICE_WORK = "the trace holds no work of a device (record ProfilerActivity.CUDA)"
+
 
 @dataclass(frozen=True)
 class DeviceSets:
@@ -56,7 +58,7 @@ def device_work(spans: pd.DataFrame, is_on_device: NDArray[np.bool_]) -> pd.Data
 def device_sets(device_work: pd.DataFrame) -> DeviceSets:
     """Return the device's time; raises NotMeasured where the trace holds none."""
     if not len(device_work):
-        raise NotMeasured("the trace holds no work of a device")
+        raise NotMeasured(NO_DEVICE_WORK)
     computation, communication, copy = (
         host.cover(device_work, host.is_kind(device_work, *kinds))
         for kinds in (("kernel",), ("communication",), ("copy", "set"))

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from dlprof.analysis.engine import within_rank
 from dlprof.analysis.timeline import host
+from dlprof.analysis.timeline.device import NO_DEVICE_WORK
 from dlprof.analysis.timeline.idle import LATENCY_NS
-from dlprof.analysis.timeline.launches import UNKNOWN, Launches
+from dlprof.analysis.timeline.launches import NOT_LINKED, UNKNOWN, Launches
 from dlprof.analysis.timeline.replay import NEVER, WAIT_NS, Replay, Wait
 from dlprof.analysis.timeline.steady import ENOUGH
-from dlprof.analysis.timeline.steps import Timing
+from dlprof.analysis.timeline.steps import NOT_MARKED, Timing
 from dlprof.analysis.timeline.traced import TracedSteps
 from dlprof.errors import NotMeasured
 
@@ -57,11 +58,11 @@ def replay_of(
     Raises NotMeasured without a device, marked steps, or launches that are linked to what they launched.
     """
     if not len(device_work):
-        raise NotMeasured("the trace holds no work of a device")
+        raise NotMeasured(NO_DEVICE_WORK)
     if timing.unit != "step":
-        raise NotMeasured("nothing marks the steps")
+        raise NotMeasured(NOT_MARKED)
     if not trace_window.linked:
-        raise NotMeasured("the trace links no launch to its kernel")
+        raise NotMeasured(NOT_LINKED)
     first, last = _block(timing.chosen, trace_window.launched_in)
     rows = np.flatnonzero((trace_window.launched_in >= first) & (trace_window.launched_in <= last))
     begin, end = int(trace_window.host[first, 0]), int(trace_window.host[last, 1])

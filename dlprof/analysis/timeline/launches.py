@@ -18,6 +18,8 @@ from dlprof.analysis.timeline import host
 # The time of a launch that the trace does not hold.
 UNKNOWN = np.iinfo(np.int64).max
 
+NOT_LINKED = "the trace does not link launches to kernels (torch.profiler does so with ProfilerActivity.CUDA)"
+
 
 @dataclass(frozen=True)
 class Launches:

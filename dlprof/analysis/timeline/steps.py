@@ -27,6 +27,8 @@ from dlprof.errors import NotMeasured
 # Traced kernels may take a little longer than others.
 LEAST_OF_BUSY = 0.97
 
+NOT_MARKED = "nothing marks the steps: starting up cannot be told from training (prof.step() marks them)"
+
 # What travels of the series: enough for any screen and for a replay, a few kilobytes.
 MOST_ROWS = 2_000
 
@@ -201,7 +203,7 @@ def step_series(
         return thinned
     t = timing.get()
     if t.unit != "step":
-        raise NotMeasured("nothing marks the steps")
+        raise NotMeasured(NOT_MARKED)
     thread = on_training_thread.get()
     fetch = host.cover(thread, host.is_kind(thread, "fetch"))
     return pd.DataFrame(
@@ -222,7 +224,7 @@ def step_series(
 def check_marked(step_means: pd.DataFrame) -> None:
     """Raise NotMeasured where no step is known, but only the whole trace."""
     if (step_means["unit"] != "step").any():
-        raise NotMeasured("nothing marks the steps: starting up cannot be told from training (prof.step() marks them)")
+        raise NotMeasured(NOT_MARKED)
 
 
 @across_ranks

@@ -21,9 +21,9 @@ import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, by_rank
-from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.step.savings import saving
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Panel
 from dlprof.units import duration
 
@@ -32,9 +32,9 @@ def check(replication: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job: 
     """Estimate what DataParallel copies in a step and DistributedDataParallel would not."""
     model = settings.model(job)
     if model and not model.get("data_parallel"):
-        return nothing("the model is not in nn.DataParallel")
+        raise DoesNotApply("the model is not in nn.DataParallel")
     if not model and any(f.get("world_size", 1) > 1 for f in job.trace_facts.values()):
-        return nothing("each rank is a process of its own")
+        raise DoesNotApply("each rank is a process of its own, not a replica of nn.DataParallel")
     frame = replication.get().set_index("rank")
     last, whole = model.get("last_bucket_bytes"), model.get("parameter_bytes")
     last_bucket = min(last / whole, 1.0) if last and whole else 0.0  # its share of the gradients; nothing hides it

@@ -26,12 +26,13 @@ from typing import Any
 
 import pandas as pd
 
+from dlprof.analysis.communication.collectives import NO_COLLECTIVES, ONE_RANK
 from dlprof.analysis.communication.exchange_plans import NOTABLE_SHARE, advice, new_bucket
 from dlprof.analysis.engine import Job, Maybe, by_rank
-from dlprof.analysis.estimate import Estimate, Explanation, Rule, nothing
+from dlprof.analysis.estimate import Estimate, Explanation, Rule
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Forecast, Panel
 from dlprof.units import count, duration, percent
 
@@ -60,11 +61,9 @@ def check(
 ) -> Estimate:
     """Estimate what the best plan saves of the exposed transfer."""
     if not len(collectives):
-        raise NotMeasured(
-            "one rank: nothing to exchange" if job.world_size < 2 else "no collectives in the traced steps"
-        )
+        raise NotMeasured(NO_COLLECTIVES) if job.world_size > 1 else DoesNotApply(ONE_RANK)
     if job.world_size < 2 and not replication.lacking:
-        return nothing("what one process exchanges between its GPUs is nn.DataParallel's")
+        raise DoesNotApply("one process, and what it copies between its GPUs is nn.DataParallel's: see data_parallel")
     transfer, step, own = exposed_transfer.get(), mean_step_ns, own_time.get()
     best = best_plan.get()
     gain, exposed = float(best["gain_ns"]), float(transfer.mean())

@@ -18,10 +18,11 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.analysis import settings
+from dlprof.analysis.communication.collectives import ONE_RANK
 from dlprof.analysis.engine import Job, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.step.savings import saving
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Panel
 from dlprof.units import duration, size
 
@@ -31,14 +32,16 @@ def check(unused_search: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job
     model = settings.model(job)
     ddp = model.get("ddp") or {}
     if model and not ddp:
-        return nothing("the model is not in DistributedDataParallel")
+        raise DoesNotApply("the model is not in DistributedDataParallel")
     if "find_unused_parameters" not in ddp:
-        raise NotMeasured("the settings of DistributedDataParallel were not recorded")
+        if job.world_size < 2:
+            raise DoesNotApply(ONE_RANK)
+        raise NotMeasured("the settings of DistributedDataParallel were not recorded (record with `dlprof wrap`)")
     if not ddp["find_unused_parameters"]:
         return nothing("DDP does not look for unused parameters")
     unused = ddp.get("unused_parameter_bytes")
     if unused is None:
-        raise NotMeasured("DDP did not report whether parameters were unused")
+        raise NotMeasured("this torch does not report whether DDP found unused parameters")
     if unused:
         return nothing(f"DDP looks for unused parameters, and there are some ({size(float(unused))})")
     frame = unused_search.get()

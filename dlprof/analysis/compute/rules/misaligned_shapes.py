@@ -27,7 +27,7 @@ from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, c
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part_noise
 from dlprof.analysis.step.savings import saving
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Change
 from dlprof.units import duration, percent
 
@@ -44,12 +44,12 @@ def check(
 ) -> Estimate:
     """Estimate what the products of such sizes take too long."""
     if settings.on_cpu(job):
-        raise NotMeasured("the job trains on the CPU, which has no tensor cores")
+        raise DoesNotApply("the job trains on the CPU, which has no tensor cores")
     frame = tensor_cores.get()
     if not frame["aligned"].any():
         if not frame["tensor_ns"].sum() - frame["tf32_ns"].sum():
             return nothing("nothing is known to be multiplied in 16 or 8 bits")
-        raise NotMeasured("the trace has no shapes (record_shapes=True), and no step was counted")
+        raise NotMeasured("its sizes were neither traced (`--shapes`, or record_shapes=True) nor counted")
     took, saved = by_rank(frame, "misaligned_ns"), by_rank(frame, "misaligned_saved_ns")
     rank = worst(took)
     if frame["misaligned_saved_ns"].isna().any():

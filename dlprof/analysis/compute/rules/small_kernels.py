@@ -25,8 +25,9 @@ from dlprof.analysis.host.gaps import SMALL_NS, check_launches
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.step.savings import saving
+from dlprof.analysis.timeline.launches import NOT_LINKED
 from dlprof.analysis.timeline.steps import check_marked
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Change
 from dlprof.units import digits, duration, short
 
@@ -43,12 +44,12 @@ def check(
 ) -> Estimate:
     """Estimate the launch-bound gaps behind small kernels."""
     if settings.on_cpu(job):
-        raise NotMeasured("the job trains on the CPU, which launches no kernels")
+        raise DoesNotApply("the job trains on the CPU, which launches no kernels")
     check_marked(step_means)
     check_launches(launch_means.get())
     rows = gaps.get()
     if rows["graph_gain_ns"].isna().any():
-        raise NotMeasured("the trace does not link launches to kernels")
+        raise NotMeasured(NOT_LINKED)
     of_gaps = rows["small_ns"] / (rows["launching_ns"] + rows["latency_ns"]).clip(lower=1.0)
     gone = by_rank(rows.assign(gone_ns=rows["graph_gain_ns"] * of_gaps), "gone_ns")
     return Estimate(

@@ -74,14 +74,14 @@ def check(
 ) -> Estimate:
     """Estimate what fused kernels would save of the attention whose scores lie in memory."""
     if settings.on_cpu(job):
-        raise NotMeasured("the job trains on the CPU, where what fused attention takes was not measured")
+        raise NotMeasured("the job trains on the CPU, and dlprof has no figures of how fast fused attention is there")
     frame = attention.get()
     if frame.empty:
         return nothing("no attention of long sequences keeps its scores in memory")
     took = by_rank(frame, "ns")
     unknown = ""
     if (frame["shape"] == "").any():
-        unknown = "its shapes were neither traced (record_shapes=True) nor counted"
+        unknown = "its shapes were neither traced (`--shapes`, or record_shapes=True) nor counted"
     elif frame["fused_ns"].isna().any():
         unknown = f"how fast it is fused on this device, in {frame['dtype'].iloc[0]}, is not known"
     if unknown:

@@ -26,7 +26,7 @@ from dlprof.analysis.compute.optimizer import FUSED_LEFT
 from dlprof.analysis.engine import Job, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.step.savings import saving
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Panel
 from dlprof.units import duration, percent
 
@@ -35,12 +35,14 @@ def check(optimizer_work: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], jo
     """Estimate what a fused one would save of the optimizer with most parameters."""
     optimizer = settings.optimizer(job)
     if not optimizer:
-        raise NotMeasured("the optimizer's settings were not recorded")
+        if any("optimizers" in facts for facts in job.facts.values()):
+            raise DoesNotApply("the job has no optimizer of torch.optim")
+        raise NotMeasured("the optimizer's settings were not recorded (record with `dlprof wrap`)")
     name = str(optimizer.get("class"))
     if optimizer.get("fused"):
         return nothing(f"{name} is fused")
     if name not in FUSED_LEFT:
-        raise NotMeasured(f"no fused {name} is known")
+        raise DoesNotApply(f"PyTorch has no fused {name}")
     frame = optimizer_work.get()
     left = FUSED_LEFT[name][0 if settings.on_cpu(job) else 1]
     by_share = (frame["ns"] - frame["idle_ns"]) * (1 - left) + frame["idle_ns"]

@@ -30,7 +30,7 @@ from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.step.savings import saving
 from dlprof.analysis.timeline.steps import check_marked
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply
 from dlprof.result import Change
 from dlprof.units import digits, duration
 
@@ -66,7 +66,7 @@ def check(
 ) -> Estimate:
     """Estimate what the job would gain without such waits, from the device's idle time behind them."""
     if settings.on_cpu(job):
-        raise NotMeasured("the job trains on the CPU, where reading a value waits for nothing")
+        raise DoesNotApply("the job trains on the CPU, where reading a value waits for nothing")
     check_marked(step_means)
     frame = linked.get()
     gains = together(job, frame[frame["copied"] == ""])

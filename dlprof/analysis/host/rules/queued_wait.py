@@ -27,7 +27,7 @@ from dlprof.analysis.host.panels.queue import waits_table
 from dlprof.analysis.host.queue import EVENT, FUNCTION, GRAPH_NODE, MEMORY, OTHER_STREAM
 from dlprof.analysis.step.breakdown import part, part_least, part_noise
 from dlprof.analysis.step.savings import saving
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.units import duration
 
 # Waiting counts from here on, as idle time whose cause is known (small_kernels); the saving may be half of it.
@@ -55,7 +55,7 @@ def check(
 ) -> Estimate:
     """Estimate what the job would gain without the queued work's waits for what most of it waits for."""
     if settings.on_cpu(job):
-        raise NotMeasured("the job trains on the CPU, which has no queue")
+        raise DoesNotApply("the job trains on the CPU, which has no queue")
     frame, waits = queued_waits.get(), part(breakdown, "queued_wait")
     most = waits[worst(waits)]
     mine = frame[frame["rank"] == worst(waits)]

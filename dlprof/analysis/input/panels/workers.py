@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.analysis.panel import Picture, table
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply
 from dlprof.result import Panel
 
 _COLUMNS = {
@@ -27,7 +27,7 @@ MOST_WORKERS = 64
 def draw(worker_means: pd.DataFrame) -> list[Panel]:
     """List what a mean batch takes each loader worker."""
     if not (worker_means["worker"] >= 0).any():
-        raise NotMeasured("no loader has workers")
+        raise DoesNotApply("no loader has workers")
     note = "Means a batch in the steady steps; CPU time is the worker's whole process's."
     if len(worker_means) > MOST_WORKERS:
         note += f" The first {MOST_WORKERS} of {len(worker_means)} workers."

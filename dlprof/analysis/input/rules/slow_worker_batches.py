@@ -25,6 +25,7 @@ from dlprof.analysis.input.input_waits import freed_by_equal_workers
 from dlprof.analysis.input.paces import Paces
 from dlprof.analysis.step.breakdown import part, part_noise
 from dlprof.analysis.step.savings import saving_input
+from dlprof.errors import DoesNotApply
 from dlprof.result import Panel
 from dlprof.units import duration
 
@@ -36,14 +37,18 @@ MOST_BARS = 60
 
 
 def check(
-    slowest_workers: pd.DataFrame,
+    slowest_workers: Maybe[pd.DataFrame],
     breakdown: Maybe[pd.DataFrame],
     paces: Maybe[Paces],
     step_series: Maybe[pd.DataFrame],
     own_time: Maybe[pd.DataFrame],
+    job: Job,
 ) -> Estimate:
     """Estimate what the job would gain if each rank's slow worker were as fast as the others."""
-    slow = slowest_workers[slowest_workers["others_ns"] < SCORE * slowest_workers["dur_ns"]]
+    if settings.lacks_loader(job):
+        raise DoesNotApply("no DataLoader was seen")
+    slowest = slowest_workers.get()
+    slow = slowest[slowest["others_ns"] < SCORE * slowest["dur_ns"]]
     if not len(slow):
         return nothing("the workers of each loader take about as long as each other for a batch")
     wait, recorded = part(breakdown.get(), "input_wait"), paces.get()

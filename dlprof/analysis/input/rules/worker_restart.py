@@ -24,10 +24,11 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.analysis.engine import Job
+from dlprof.analysis import settings
+from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.units import count, duration
 
 _COLUMNS = {
@@ -42,17 +43,20 @@ _COLUMNS = {
 }
 
 
-def check(restarts: pd.DataFrame, training_steps: pd.Series[float]) -> Estimate:
+def check(restarts: Maybe[pd.DataFrame], training_steps: Maybe[pd.Series[float]], job: Job) -> Estimate:
     """Estimate what the epochs with new workers cost, spread over the training steps."""
-    if not len(restarts):
-        return nothing("no loader has workers")
-    if not restarts["anew"].any():
-        if (restarts["epochs"] < 2).all():
-            raise NotMeasured("one epoch was recorded: whether the next begins with new workers is not known")
+    if settings.lacks_loader(job):
+        raise DoesNotApply("no DataLoader was seen")
+    seen, steps = restarts.get(), training_steps.get()
+    if not len(seen):
+        raise DoesNotApply("no loader has workers")
+    if not seen["anew"].any():
+        if (seen["epochs"] < 2).all():
+            raise NotMeasured("one epoch was recorded: whether workers start anew shows only with a second one")
         return nothing("the workers stay from epoch to epoch")
-    anew = restarts[restarts["anew"] > 0]
+    anew = seen[seen["anew"] > 0]
     spread = anew[["gain_ns", "noise_ns"]].mul(anew["anew"], axis=0).groupby(anew["rank"]).sum()
-    spread = spread.reindex(training_steps.index).fillna(0.0).div(training_steps, axis=0)
+    spread = spread.reindex(steps.index).fillna(0.0).div(steps, axis=0)
     return Estimate(
         saving_ns=float(spread["gain_ns"].mean()),
         by_rank_ns={int(str(rank)): float(ns) for rank, ns in spread["gain_ns"].items()},

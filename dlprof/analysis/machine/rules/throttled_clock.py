@@ -29,7 +29,7 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothin
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part, part_noise
 from dlprof.analysis.step.savings import saving
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Change
 from dlprof.units import digits, duration, percent
 
@@ -65,13 +65,13 @@ def check(
 ) -> Estimate:
     """Estimate what computing would take if nothing held down a GPU's clock."""
     if settings.on_cpu(job):
-        raise NotMeasured("the job trains on the CPU")
+        raise DoesNotApply("the job trains on the CPU: no GPU's clock matters")
     gpus = held_down.get()
     row, why, share = max(gpus, key=lambda gpu: gpu[2])
     if not why:
         frame = pd.DataFrame([row for row, _, _ in gpus])
         if frame[["heat", "limit_w"]].isna().all(axis=None):
-            raise NotMeasured("what holds the clocks down was not read")
+            raise NotMeasured("why the clocks are below their highest was not read: this driver does not report it")
         fastest = digits(frame["clock_mhz"].max())
         return nothing(f"nothing but its normal power limit holds a GPU's clock down; {fastest} MHz at most")
     computed = _multiplied(breakdown.get(), tensor_cores)

@@ -21,7 +21,7 @@ from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.panel import table
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.units import count, size
 
 _COLUMNS = {"rank": "rank", "retries": "retries", "ooms": "failed", "retried": "steps around them"}
@@ -31,7 +31,7 @@ _COLUMNS |= {"plain": "other steps", "ns": "longer, a mean step_ns"}
 def check(retry_cost: Maybe[pd.DataFrame], job: Job) -> Estimate:
     """Estimate what the steady steps with retries take longer."""
     if settings.on_cpu(job):
-        raise NotMeasured("the job trains on the CPU")
+        raise DoesNotApply("the job trains on the CPU: PyTorch's allocator retries on a GPU only")
     frame = retry_cost.get()
     retries = int(frame["retries"].sum())
     if not retries:
@@ -39,7 +39,7 @@ def check(retry_cost: Maybe[pd.DataFrame], job: Job) -> Estimate:
     retried = count(retries, "allocation")
     mine = frame[frame["retries"] > 0].dropna(subset=["ns"])
     if not len(mine):
-        raise NotMeasured(f"{retried} had to be tried again, so often that no steps without are there to compare")
+        raise NotMeasured(f"{retried} had to be tried again, so often that there are no steps without to compare with")
     # A rank that retries holds up all that wait for it.
     cost = by_rank(mine, "ns")
     rank = worst(cost)

@@ -24,7 +24,7 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothin
 from dlprof.analysis.host.syncs import together
 from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.step.savings import saving
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply
 from dlprof.units import digits, duration
 
 _HOST = ("host", "optimizer_host")
@@ -35,7 +35,7 @@ def check(
 ) -> Estimate:
     """Estimate what the job would gain without waits for pinned copies, from the device's idle time behind them."""
     if settings.on_cpu(job):
-        raise NotMeasured("the job trains on the CPU, where nothing is copied to a device")
+        raise DoesNotApply("the job trains on the CPU, where nothing is copied to a device")
     waits = linked.get()
     waits = waits[waits["copied"] == "pinned"]
     if not len(waits):

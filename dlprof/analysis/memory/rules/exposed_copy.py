@@ -21,12 +21,14 @@ from typing import Any
 
 import pandas as pd
 
+from dlprof.analysis import settings
 from dlprof.analysis.compute.panels.kernels import copy_table
-from dlprof.analysis.engine import Maybe, by_rank
+from dlprof.analysis.engine import Job, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.memory.copies import from_pageable, hideable
 from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.step.savings import saving
+from dlprof.errors import DoesNotApply
 from dlprof.units import count, duration
 
 _WAY = {"HtoD": "to the device", "DtoH": "from the device", "DtoD": "within the device", "PtoP": "between devices"}
@@ -38,17 +40,24 @@ _CHANGES = {
 
 
 def check(
-    copies: pd.DataFrame, copy_gains: Maybe[pd.DataFrame], breakdown: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame]
+    copies: Maybe[pd.DataFrame],
+    copy_gains: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    job: Job,
 ) -> Estimate:
     """Estimate what hiding or leaving out the exposed copies would gain, but for those from pageable memory."""
-    able = copies[~from_pageable(copies)]
+    if settings.on_cpu(job):
+        raise DoesNotApply("the job trains on the CPU, where nothing is copied to a device")
+    seen = copies.get()
+    able = seen[~from_pageable(seen)]
     if not len(able):
         return nothing("no copies of more than a few bytes but those from pageable memory")
     way = str(able.groupby("copy")["exposed_ns"].sum().idxmax())
     gains = copy_gains.get()
     gone = by_rank(gains[(gains["copy"] == way) & ~from_pageable(gains)], "gain_ns")
     if way == "HtoD":
-        gone = hideable(breakdown.get(), copies, gone)
+        gone = hideable(breakdown.get(), seen, gone)
     return Estimate(
         saving_ns=saving(own_time.get(), gone),
         by_rank_ns=gone,

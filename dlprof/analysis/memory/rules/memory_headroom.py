@@ -28,7 +28,7 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothin
 from dlprof.analysis.memory.memory import HOST, batch_need
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part_noise
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.units import duration, percent, size
 
 # Where tools that watch memory warn: above 92 %, and again above 97 %. What is reserved may be cache, so the first is
@@ -48,11 +48,11 @@ def check(
 ) -> Estimate:
     """Estimate what a batch twice as large would give, where it fits; a GPU that is nearly full is a risk."""
     if settings.on_cpu(job):
-        raise NotMeasured("the job trains on the CPU")
+        raise DoesNotApply("the job trains on the CPU: there is no GPU memory to fill")
     gpus = memory_use.get()
     gpus = gpus[gpus["total_bytes"] > 0]
     if not len(gpus):
-        raise NotMeasured("how much memory the GPU has is not known")
+        raise NotMeasured("how much memory the GPU has was not recorded (record with `dlprof wrap`)")
     gpus = gpus.assign(reserved=gpus["peak_reserved_bytes"] / gpus["total_bytes"])
     used = batch_need(gpus, 1)
     if used > HIGH or gpus["reserved"].max() > CRITICAL:

@@ -24,15 +24,23 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothin
 from dlprof.analysis.memory.copies import from_pageable
 from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.step.savings import saving
+from dlprof.errors import DoesNotApply
 from dlprof.units import count, duration, size
 
 
 def check(
-    copies: pd.DataFrame, copy_gains: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], breakdown: Maybe[pd.DataFrame]
+    copies: Maybe[pd.DataFrame],
+    copy_gains: Maybe[pd.DataFrame],
+    own_time: Maybe[pd.DataFrame],
+    breakdown: Maybe[pd.DataFrame],
+    job: Job,
 ) -> Estimate:
     """Estimate what the job would gain if its copies from pageable memory came from pinned memory."""
-    if not from_pageable(copies).any():
-        number = copies.loc[copies["copy"] == "HtoD", "count"].sum()
+    if settings.on_cpu(job):
+        raise DoesNotApply("the job trains on the CPU, where nothing is copied to a device")
+    seen = copies.get()
+    if not from_pageable(seen).any():
+        number = seen.loc[seen["copy"] == "HtoD", "count"].sum()
         return nothing(f"{count(number, 'copy')} a step to the device, none from pageable memory")
     gains = copy_gains.get()
     gone = by_rank(gains[from_pageable(gains)], "gain_ns")

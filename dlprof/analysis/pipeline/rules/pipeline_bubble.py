@@ -30,7 +30,7 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothin
 from dlprof.analysis.panel import table
 from dlprof.analysis.pipeline.pipeline_plans import ASSUMED
 from dlprof.analysis.pipeline.schedules import short
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Change, Forecast
 from dlprof.units import duration, percent
 
@@ -50,7 +50,7 @@ def check(
 ) -> Estimate:
     """Estimate what one changed line saves of the pipeline that gains most from it."""
     if (bubbles["size"] < 2).all():
-        return nothing("the pipeline has one rank")
+        raise DoesNotApply("the pipeline has one rank")
     idle = _idle(bubbles)
     try:
         plans = pipeline_plans.get()

@@ -19,15 +19,16 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.analysis.engine import Maybe
-from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.pipeline.panels.pipeline import gantt
+from dlprof.errors import DoesNotApply
 from dlprof.units import duration, percent
 
 
 def check(stage_lengths: pd.DataFrame, bubbles: Maybe[pd.DataFrame]) -> Estimate:
     """Estimate what even stages would save of the pipeline that gains most from them."""
     if (stage_lengths.groupby("ranks")["stage"].count() < 2).all():
-        return nothing("the pipeline has one stage")
+        raise DoesNotApply("the pipeline has one stage")
     gains = (stage_lengths["saved_ns"] * stage_lengths["calls_a_step"]).groupby(stage_lengths["ranks"]).first()
     stages = stage_lengths[stage_lengths["ranks"] == gains.idxmax()].sort_values("stage_ns", kind="stable")
     longest = stages.to_dict("records")[-1]

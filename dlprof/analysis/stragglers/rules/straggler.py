@@ -60,7 +60,7 @@ def check(
 ) -> Estimate:
     """Estimate what the lead of the ranks with the longest own time over the next costs."""
     if waits.or_none() is None and not waits.broke:
-        return _without_all(waits.why(), outlier, job)
+        return _without_all(waits, outlier, job)
     left, step = straggling.get(), mean_step_ns.get()
     saving = left.share * step
     return Estimate(
@@ -74,13 +74,13 @@ def check(
     )
 
 
-def _without_all(why: str, outlier: Maybe[Outlier], job: Job) -> Estimate:
+def _without_all(waits: Maybe[pd.DataFrame], outlier: Maybe[Outlier], job: Job) -> Estimate:
     """Estimate where ranks are missing, and so starts cannot be matched: the late rank's collectives are too short."""
     if not job.missing_ranks or len(job.ranks) < 2:
-        raise NotMeasured(why)
+        waits.get()  # raises why
     found = outlier.or_none()
     if found is None:
-        raise NotMeasured(f"{why}; {outlier.why()}")
+        raise NotMeasured(f"{waits.why()}; {outlier.why()}")
     loses = f"is lost because the recorded ranks wait for rank {found.rank}"
     return Estimate(saving_ns=found.gain_ns, by_rank_ns={found.rank: found.gain_ns}, loses=loses, seen=found)
 
