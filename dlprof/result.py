@@ -36,9 +36,9 @@ CATEGORIES = (
 )
 
 SAVING = (
-    "How much shorter the mean steady step of this run would be were this bottleneck gone. "
-    "Each is estimated alone; savings overlap and are not summed. What is said of the job is time outside the steady "
-    "steps, spread over the training steps."
+    "How much shorter the mean steady step of this run would be without this bottleneck. "
+    "Each is estimated alone; savings overlap and do not add up. Validation and restarting loader workers lie outside "
+    "the steady steps: what they cost is divided by the number of training steps."
 )
 
 # Of a rank's steady steps, next to their mean.
@@ -154,6 +154,7 @@ class Outcome(msgspec.Struct, frozen=True):
     noise_ns: float = 0.0
     forecasts: tuple[Forecast, ...] = ()
     lost_share: float | None = None  # of the step, what the bottleneck takes; None: `share`
+    at_most: bool = False  # whether the saving is the bottleneck gone, of which the change may give less
     by_rank: tuple[RankCost, ...] = ()  # the MOST_RANKS with the highest cost, by rank; () in format 1
 
     @property
@@ -308,6 +309,15 @@ class Result(msgspec.Struct, frozen=True):
         return tuple(o for o in self.outcomes if o.state == "found")
 
 
+# Names of facts, and of a class of size, as an older dlprof wrote them.
+_FACTS = {
+    "clocks brought together, ahead by": "hosts' clocks run ahead by (corrected for)",
+    "ends of a collective then differ by": "after that, the ends of one collective differ by",
+    "none that dlprof knows": "no DataLoader",
+    "kernels' time in products whose unit no name tells": "kernels' time in products of unknown unit",
+}
+_SIZES = {"not told": "unknown size"}
+
 # Fields that a result.json of this format may lack.
 _LATER = ("blame", "together", "steps", "work", "exchanges", "tried")
 
@@ -357,9 +367,12 @@ def from_json(data: Any) -> Result:
     if missing:
         raise DlprofError(f"result.json is not a dlprof result: without {', '.join(missing)}")
     try:
-        return msgspec.convert(_upgraded(data) if data["format"] == 1 else data, Result)
+        result = msgspec.convert(_upgraded(data) if data["format"] == 1 else data, Result)
     except msgspec.ValidationError as e:
         raise DlprofError(f"result.json is not a dlprof result: {e}") from None
+    facts = tuple(msgspec.structs.replace(f, name=_FACTS.get(f.name, f.name)) for f in result.facts)
+    exchanges = tuple(msgspec.structs.replace(e, size=_SIZES.get(e.size, e.size)) for e in result.exchanges)
+    return msgspec.structs.replace(result, facts=facts, exchanges=exchanges)
 
 
 def _upgraded(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,36 @@ def quantity(value: float, unit: str) -> str:
     return f"{digits(value / divisor)} {name}" if name else digits(value)
 
 
+def often(n: float) -> str:
+    """Write how often: once, twice, 10 times, 2.50 times."""
+    return {1.0: "once", 2.0: "twice"}.get(n, f"{digits(n)} times")
+
+
+def every(n: float, noun: str) -> str:
+    """Write which of many: every step, every 2nd step, about every 5th step of one in 4.92."""
+    whole = max(round(n), 1)
+    ending = "th" if whole % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(whole % 10, "th")
+    which = f"every {noun}" if whole == 1 else f"every {whole:,}{ending} {noun}"
+    return which if abs(n - whole) < 0.02 * n else f"about {which}"
+
+
+# Of each power of ten, what a person would type.
+_TYPED = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
+
+
+def typed(n: float) -> int:
+    """Return the least number that is not below n and that a person would type: 120, 150, 4000; any below 10."""
+    if n <= 10:
+        return math.ceil(n)
+    power = 10 ** math.floor(math.log10(n))
+    return next(round(of * power) for of in _TYPED if of * power >= n * (1 - 1e-9))
+
+
+def current(value: object) -> str:
+    """Write what a setting is now: "not set" of None."""
+    return "not set" if value is None else str(value)
+
+
 def few(things: Sequence[object], most: int) -> str:
     """List things, of many only the first: "1, 2, 3 …"."""
     return ", ".join(map(str, things[:most])) + (" …" if len(things) > most else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlprof.errors import DlprofError, NotMeasured
+from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 
 
 @pytest.mark.parametrize(("raised", "other"), [(DlprofError, NotMeasured), (NotMeasured, DlprofError)])
@@ -12,3 +12,8 @@ def test_each_is_caught_alone_and_keeps_its_words(raised: type[Exception], other
     assert not issubclass(raised, other)
     with pytest.raises(raised, match="no such file"):
         raise raised("x.json: no such file")
+
+
+def test_what_does_not_apply_is_not_measured_either() -> None:
+    with pytest.raises(NotMeasured, match="one rank"):
+        raise DoesNotApply("one rank")

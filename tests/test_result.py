@@ -50,7 +50,7 @@ def test_evidence_and_rows_come_back_as_they_were() -> None:
 def test_result_json_has_its_format_and_what_a_saving_is() -> None:
     data = plain(EMPTY)
     assert data["format"] == FORMAT == 2
-    assert "not summed" in data["saving"]
+    assert "do not add up" in data["saving"]
     assert {"run", "window", "device", "time", "outcomes"} < set(data)
 
 

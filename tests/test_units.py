@@ -103,3 +103,32 @@ def test_names_that_are_cut_say_so() -> None:
 def test_a_list_that_is_cut_says_so() -> None:
     assert units.few([1, 2, 3], 3) == "1, 2, 3"
     assert units.few(["a", "b", "c"], 2) == "a, b …"
+
+
+def test_how_often_and_which_of_many_as_one_says_it() -> None:
+    assert [units.often(n) for n in (1, 2.0, 10, 2.5)] == ["once", "twice", "10 times", "2.50 times"]
+    assert [units.every(n, "step") for n in (1.0, 2.0, 3.0, 11, 21, 4.92, 1.3)] == [
+        "every step",
+        "every 2nd step",
+        "every 3rd step",
+        "every 11th step",
+        "every 21st step",
+        "every 5th step",
+        "about every step",
+    ]
+
+
+def test_a_number_to_type_is_round_and_not_below() -> None:
+    assert [units.typed(n) for n in (0.3, 7, 9.2, 10, 10.5, 101, 131, 138, 2000, 9001)] == [
+        1,
+        7,
+        10,
+        10,
+        12,
+        120,
+        150,
+        150,
+        2000,
+        10000,
+    ]
+    assert all(n <= units.typed(n) <= 1.34 * n for n in range(10, 5000))

@@ -148,9 +148,11 @@ def _judged(rule: Rule, run: Measured, basis: Basis, estimate: Estimate) -> tupl
     if estimate.saving_ns > 1.01 * most:
         cap = f", as {slow_loader}" if slow_loader else " at the step's time in it, including waits for it"
         explained["sure"] = f"{explained['sure']} Capped{cap}.".strip()
+        explained["at_most"] = True
     if varied:
         explained["sure"] = f"{explained['sure']} {varied}"
         explained["verdict"] = f"At least {percent(share)} {of} would be saved: {lowered(str(verdict))}"
+        explained["at_most"] = False
     return "found", figures | explained
 
 

@@ -21,6 +21,7 @@ LEAST_SHARE = 0.02
 class Explanation:
     """How a finding is explained. `title` and `summary`: one sentence each; `sure`: how it was estimated.
 
+    `at_most`: the change may give less, as the saving is the bottleneck gone altogether.
     `verdict`: the report's first sentence where the finding is first; "": the estimate's `loses` with its share.
     """
 
@@ -31,6 +32,7 @@ class Explanation:
     sure: str = ""
     verdict: str = ""
     forecasts: tuple[Forecast, ...] = ()
+    at_most: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

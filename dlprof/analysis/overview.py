@@ -161,7 +161,7 @@ def _of_loading(
         before_ns = before[1]
         where = "between the optimizer's step and" if _several(job, "step", "mark") == ["optimizer"] else "before"
         share = percent(before_ns / mean_step_ns.get())
-        section.add("none that dlprof knows", f"{duration(before_ns)} of a step ({share}) {where} the first forward")
+        section.add("no DataLoader", f"{duration(before_ns)} of a step ({share}) {where} the first forward")
     means = loader_means.or_none()
     if means is None:
         return section.facts
@@ -216,7 +216,7 @@ def _of_arithmetic(job: Job, arithmetic: Maybe[pd.DataFrame], tensor_cores: Mayb
         for name, column in (
             ("kernels' time in float32 products without tensor cores", "float32_ns"),
             ("kernels' time in products in TF32", "tf32_ns"),
-            ("kernels' time in products whose unit no name tells", "unknown_ns"),
+            ("kernels' time in products of unknown unit", "unknown_ns"),
         ):
             section.add(name, _between((units[column] / units["kernel_ns"].clip(lower=1)).tolist(), "share"))
     return section.facts
@@ -309,7 +309,9 @@ def _of_recording(job: Job, step_means: Maybe[pd.DataFrame]) -> list[Fact]:
     if means is not None:
         section.add("steady steps a rank", sorted({int(n) for n in means["steps"]}))
         section.add("traced steps a rank", sorted({int(n) for n in means["traced_steps"]}))
-        section.add("standard error of the mean step", duration(float(means["noise_ns"].max())))
+        known = bool((means["steps"] > 1).all())
+        noise = duration(float(means["noise_ns"].max())) if known else "not known: it takes two steps or more"
+        section.add("standard error of the mean step", noise)
     return section.facts
 
 
@@ -327,9 +329,9 @@ def _of_clocks(job: Job, host_clocks: Maybe[pd.DataFrame]) -> list[Fact]:
     if len(hosts) > 1:
         ahead = [f"{row['host']} {duration(row['ahead_ns'])}" for row in hosts.head(MOST_RANKS).to_dict("records")]
         more = [f"and {len(hosts) - MOST_RANKS} more"] if len(hosts) > MOST_RANKS else []
-        section.add("clocks brought together, ahead by", [*ahead, *more])
+        section.add("hosts' clocks run ahead by (corrected for)", [*ahead, *more])
     if hosts["residual_ns"].notna().any():
-        section.add("ends of a collective then differ by", duration(float(hosts["residual_ns"].max())))
+        section.add("after that, the ends of one collective differ by", duration(float(hosts["residual_ns"].max())))
     return section.facts
 
 

@@ -35,6 +35,12 @@ def model(job: Job) -> Settings:
     return max(models, key=lambda m: m.get("parameters") or 0, default={})
 
 
+def broadcasts_buffers(model: Settings) -> bool:
+    """Return whether DistributedDataParallel sends rank 0's buffers to all ranks before each forward pass."""
+    ddp = model.get("ddp")
+    return bool(ddp) and (ddp or {}).get("broadcast_buffers") is not False
+
+
 def held(job: Job) -> dict[int, int]:
     """Count the parameters that each rank holds; empty if ranks shard them, are stages, or no model was recorded.
 

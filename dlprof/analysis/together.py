@@ -12,7 +12,7 @@ from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.estimate import LEAST_SHARE, Rule
 from dlprof.analysis.step.breakdown import part, room
 from dlprof.analysis.step.savings import saving as replay
-from dlprof.result import Outcome, Together
+from dlprof.result import Outcome, Setting, Together
 
 # A part of a saving, ns, and the categories of `time` that it comes out of.
 Piece = tuple[frozenset[str], float]
@@ -56,13 +56,13 @@ def together(basis: Basis, found: Sequence[tuple[Outcome, list[Piece]]]) -> Toge
     Savings from the same categories are at most the removal of these categories; savings from different ones are at
     most their sum, unless no rank is in all findings: then one may hide what another saves, and only the breakdown
     bounds them. With findings of the whole job the bound is of the training loop. None where nothing was found, and
-    where the bound is the whole step, which says nothing.
+    where the bound is the whole step, which says nothing. Findings that the same change removes count as one.
     """
     found = [(o, mine) for o, mine in found if o.scope != "risk"]
     if not found:
         return None
     largest = max(o.saving_ns for o, _ in found)
-    inside, job = ([(o, mine) for o, mine in found if o.scope == scope] for scope in ("step", "job"))
+    inside, job = ([(o, mine) for o, mine in _once(found) if o.scope == scope] for scope in ("step", "job"))
     claimed = [piece for _, mine in inside for piece in mine]
     total = sum(_at_most(basis, categories, claims) for categories, claims in _overlapping(claimed))
     if inside and not set(basis.job.ranks).intersection(*(o.ranks for o, _ in inside if o.ranks)):
@@ -72,6 +72,19 @@ def together(basis: Basis, found: Sequence[tuple[Outcome, list[Piece]]]) -> Toge
     if total > max(largest, (1 - LEAST_SHARE) * step):
         return None
     return Together(total, total / step, speedup(total / step))
+
+
+def _once(found: Sequence[tuple[Outcome, list[Piece]]]) -> list[tuple[Outcome, list[Piece]]]:
+    """Leave out findings whose first change sets what that of a larger one sets: it is made once."""
+    kept: dict[frozenset[Setting], tuple[Outcome, list[Piece]]] = {}
+    others = []
+    for one in sorted(found, key=lambda of: -of[0].saving_ns):
+        sets = frozenset(one[0].changes[0].settings) if one[0].changes else frozenset()
+        if sets:
+            kept.setdefault(sets, one)
+        else:
+            others.append(one)
+    return [*kept.values(), *others]
 
 
 def _overlapping(pieces: Iterable[Piece]) -> list[tuple[frozenset[str], list[float]]]:

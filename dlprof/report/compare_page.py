@@ -138,8 +138,8 @@ def _tiles(c: Comparison) -> list[html.Tile]:
     if p is not None:
         least, most = formatting.duration(p.least_ns), formatting.duration(p.most_ns)
         tiles.append(html.Tile(most, "predicted from A" if least == most else f"predicted from A, or down to {least}"))
-        if p.reached is not None:
-            tiles.append(html.Tile(formatting.percent(p.reached), "of the predicted gain was measured"))
+        if compare_text.came_near(p):
+            tiles.append(html.Tile(formatting.percent(p.reached or 0.0), "of the predicted gain was measured"))
     elif d.a_ns and d.b_ns:
         tiles.append(html.Tile(formatting.times(d.a_ns / d.b_ns), "the steps per second of A"))
     return tiles
@@ -219,7 +219,7 @@ def _findings(findings: Iterable[FindingChange]) -> list[tuple[FindingChange, st
     def cell(ns: float | None, state: str) -> str:
         if ns is not None:
             return MINUS + formatting.duration(ns) if ns else "risk"
-        return "not known" if state == "unknown" else "clear"
+        return "not known" if state == "unknown" else "none"
 
     ordered = sorted(findings, key=lambda f: [f.state in group for group in GROUPS].index(True))
     return [(f, cell(f.a_ns, f.state), cell(f.b_ns, f.state)) for f in ordered]

@@ -14,6 +14,7 @@ from dlprof.report.terminal import NARROWEST, columns, legend, painter, stripe, 
 from dlprof.result import Result, TimePart
 from dlprof.units import MINUS, UNKNOWN
 
+MOST_REACHED = 3.0  # of a predicted gain; of a gain of next to nothing any other is a large multiple
 MOST_ROWS = 6  # of operators, kernels, collectives and settings; the page has them all
 
 # What became of a finding, in the order in which a reader asks.
@@ -104,9 +105,15 @@ def came_true(prediction: Prediction, step: Difference) -> str:
     predicted = least if least == most else f"{least} to {most}"
     why = f" for {', '.join(prediction.changed)}" if prediction.changed else ""
     measured = f"{formatting.duration(prediction.measured_ns)}{margin(step)}"
-    share = "" if prediction.reached is None else f", {formatting.percent(prediction.reached)} of the gain"
-    how = f"{CAME_TRUE[prediction.verdict]}{share} (predicted by {prediction.basis})"
+    share = f", {formatting.percent(prediction.reached or 0.0)} of the gain" if came_near(prediction) else ""
+    slower = prediction.verdict == "missed" and step.verdict == "slower"
+    how = f"{'slower instead' if slower else CAME_TRUE[prediction.verdict]}{share} (predicted by {prediction.basis})"
     return f"Predicted {predicted}{why}, measured {measured}: {how}."
+
+
+def came_near(prediction: Prediction) -> bool:
+    """Return whether the share of the predicted gain that was measured is worth a number: −1250 % says nothing."""
+    return prediction.reached is not None and 0 < prediction.reached <= MOST_REACHED and prediction.verdict != "missed"
 
 
 def margin(d: Difference) -> str:

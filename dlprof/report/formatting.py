@@ -71,8 +71,15 @@ def noise(outcome: Outcome) -> str:
 
 
 def speedup(outcome: Outcome) -> str:
-    """Write how many times faster the step would be, as "1.44 ×"; a dash without a saving."""
-    return times(outcome.speedup) if saves(outcome) and outcome.speedup >= 1 else UNKNOWN
+    """Write how many times faster the step would be, as "1.44 ×", "≤ 1.44 ×" at most; a dash without a saving."""
+    if not (saves(outcome) and outcome.speedup >= 1):
+        return UNKNOWN
+    return f"{'≤ ' if outcome.at_most and outcome.speedup <= 10 else ''}{times(outcome.speedup)}".replace(" ", NBSP)
+
+
+def margin(outcome: Outcome) -> str:
+    """Write twice the standard error of a speed-up, as "± 0.05"; "" where it is not known."""
+    return f"±{NBSP}{_margin(outcome):.2f}" if _margin(outcome) else ""
 
 
 def by_state(result: Result) -> dict[State, list[Outcome]]:
@@ -80,11 +87,26 @@ def by_state(result: Result) -> dict[State, list[Outcome]]:
     return {state: [o for o in result.outcomes if o.state == state] for state in get_args(State)}
 
 
+def gained(outcome: Outcome) -> str:
+    """Write the same for a sentence: "at most 1.44 × faster (± 0.05)"; the margin where it is known."""
+    margin = f" (±{NBSP}{_margin(outcome):.2f})" if _margin(outcome) else ""
+    return f"{'at most ' if outcome.at_most else ''}{times(outcome.speedup)} faster{margin}"
+
+
+def _margin(outcome: Outcome) -> float:
+    """Return twice the standard error of a speed-up, as far as its two decimals show it; 0: not known, or absurd."""
+    if not (saves(outcome) and 0 < outcome.noise_ns < math.inf and 0 < outcome.share < 1 and outcome.speedup <= 10):
+        return 0.0
+    # speed-up = 1 / (1 − share), so an error of the share counts by the square of the speed-up.
+    step = outcome.saving_ns / outcome.share
+    return max(0.01, 2 * outcome.noise_ns / step * outcome.speedup**2)
+
+
 def together(result: Result) -> str:
-    """Write the bound on what all findings save together; "" where fewer than two have a saving."""
+    """Write the bound on what all findings save together; "" where fewer than two have a saving, or it says little."""
     most = result.together
-    # A bound of 100 × says nothing.
-    if most is None or sum(saves(o) for o in result.found) < 2 or not 0 < most.speedup < 100:
+    # Nobody has seen a job become ten times as fast: such a bound is the sum of what cannot all come true.
+    if most is None or sum(saves(o) for o in result.found) < 2 or not 0 < most.speedup <= 10:
         return ""
     return f"All of these together: at most {times(most.speedup)} faster ({MINUS}{duration(most.saving_ns)})."
 

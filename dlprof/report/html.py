@@ -50,6 +50,7 @@ class Card:
     saving: str
     noise: str  # "± 3.10 ms", "" where it is not known
     speedup: str
+    gained: str  # "at most 1.44 × faster (± 0.05)"
     width: float  # the saving as a part of the step, in percent
     where: str  # ranks
     evidence: drawing.Figure | None
@@ -123,6 +124,7 @@ def _card(number: int, outcome: Outcome) -> Card:
         formatting.saving(outcome),
         formatting.noise(outcome),
         formatting.speedup(outcome),
+        formatting.gained(outcome),
         round(100 * share, 2) if formatting.saves(outcome) else 0.0,
         formatting.ranks(outcome.ranks),
         shapes.panel(outcome.evidence) if outcome.evidence else None,

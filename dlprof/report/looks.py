@@ -63,14 +63,15 @@ LOOKS: Mapping[str, Category] = {
     "other": Category("Other", "none of these", "#e2e2e2", "#656b76", 242, "-"),
 }
 
-# What a pipeline stage does, in its timeline.
+# What a pipeline stage does, in its timeline, and what a step does over the run: in colours that no part of a step has,
+# as far from all of these, and from each other, as 20 colours allow under the same simulations.
 PASSES: Mapping[str, Category] = {
-    "forward": Category("Forward", "a micro-batch's forward pass through the stage", "#4477aa", "#4477aa", 67, "█"),
-    "backward": Category("Backward", "its backward pass", "#228833", "#228833", 34, "▓"),
-    "input": Category("Backward, inputs", "gradients of the inputs alone", "#66aa55", "#66aa55", 71, "▒"),
-    "weight": Category("Backward, weights", "gradients of the weights alone", "#ccbb44", "#ccbb44", 185, "░"),
-    "loss": Category("Loss", "the loss of a micro-batch", "#aa3377", "#c2509a", 132, "▄"),
-    "reduce": Category("Reduce", "gradients summed over data-parallel ranks", "#ee6677", "#ee6677", 204, "×"),
+    "forward": Category("Forward", "a micro-batch's forward pass through the stage", "#7f86f0", "#d9ecff", 105, "█"),
+    "backward": Category("Backward", "its backward pass", "#0b1f3a", "#3a5fb8", 17, "▓"),
+    "input": Category("Backward, inputs", "gradients of the inputs alone", "#5b3fd1", "#7744dd", 98, "▒"),
+    "weight": Category("Backward, weights", "gradients of the weights alone", "#6a2c5c", "#6d497e", 96, "░"),
+    "loss": Category("Loss", "the loss of a micro-batch", "#3aa8a0", "#e8e86a", 73, "▄"),
+    "reduce": Category("Reduce", "gradients summed over data-parallel ranks", "#a06cc8", "#c281ee", 134, "×"),
 }
 
 # Whose code a Python function is.

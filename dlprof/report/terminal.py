@@ -125,7 +125,9 @@ def _findings(found: Sequence[Outcome], width: int, colour: bool) -> list[str]:
     lines = []
     for number, outcome in enumerate(found, 1):
         start = f"  {number:>{digits}}  "
-        figures = f"{formatting.saving(outcome):>10}  {formatting.speedup(outcome):>7}"
+        figures = (
+            f"{formatting.saving(outcome):>10}  {formatting.speedup(outcome):>8}  {formatting.margin(outcome)}".rstrip()
+        )
         name = plain(outcome.id, 30)
         if len(start) + column + 2 + len(figures) <= width:
             padding = " " * (column - columns(name) + 2)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dlprof.plain import NBSP, plain
-from dlprof.report.formatting import all_traced, counted, duration, mean_shares, percent, ranks, saves, times, unit
+from dlprof.report.formatting import all_traced, counted, duration, gained, mean_shares, percent, ranks, saves, unit
 from dlprof.report.looks import look
 from dlprof.result import Outcome, Result
 
@@ -152,8 +152,9 @@ def _diagnosis(result: Result, first: Outcome) -> tuple[str, str]:
         return sentence, "Fixing it saves no time, but may save the job." if risk else "It has no estimated saving."
     what = "what was traced" if unit(result) == "trace" else "the traced steps" if all_traced(result) else "this job"
     if first.speedup >= 1.005 and math.isfinite(first.speedup):
-        return sentence, f"{_remedy(result, first)} would make {what} {times(first.speedup)} faster."
-    return sentence, f"Fixing it would save {duration(first.saving_ns)} of {_each(result)}."
+        return sentence, f"{_remedy(result, first)} would make {what} {gained(first)}."
+    most = "at most " if first.at_most else ""
+    return sentence, f"Fixing it would save {most}{duration(first.saving_ns)} of {_each(result)}."
 
 
 def _remedy(result: Result, first: Outcome) -> str:

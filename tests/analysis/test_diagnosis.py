@@ -17,7 +17,7 @@ from dlprof.analysis.engine import needs, per_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, nothing
 from dlprof.analysis.rules import RULES
 from dlprof.analysis.step.spread import LEAST_NOISE
-from dlprof.errors import DlprofError, NotMeasured
+from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.read.run import Run, open_run
 from dlprof.result import CATEGORIES, MOST_RANKS, Panel, to_json
 from tests.fixtures import asking, runs, traces
@@ -104,6 +104,11 @@ def test_nothing_is_explained_that_is_not_found(job: Run) -> None:
 def test_not_measured(job: Run) -> None:
     said = answer(job, raising(NotMeasured("no trace")))
     assert (said.state, said.why, said.saving_ns) == ("not_measured", "no trace", 0)
+
+
+def test_does_not_apply(job: Run) -> None:
+    said = answer(job, raising(DoesNotApply("no GPU")))
+    assert (said.state, said.why, said.saving_ns) == ("does_not_apply", "no GPU", 0)
 
 
 def test_error(job: Run) -> None:
@@ -293,7 +298,8 @@ def test_a_run_without_steps_has_no_window_and_every_rule_says_why(tmp_path: Pat
     traces.write(tmp_path / "rank0.json", traces.trace(world_size=1))
     result = diagnose(open_run(tmp_path), RULES, jobs=1)
     assert (result.window, result.time, result.device, result.panels) == (None, (), (), ())
-    assert [o for o in result.outcomes if o.state != "not_measured" or not o.why] == []
+    assert {o.state for o in result.outcomes if o.why} == {"not_measured", "does_not_apply"}
+    assert all(o.why for o in result.outcomes)
 
 
 def test_a_finding_without_a_step_is_no_finding(tmp_path: Path) -> None:

@@ -70,9 +70,15 @@ def test_one_failure_of_several_fails_and_all_are_told(job: Path) -> None:
 
 
 def test_what_was_not_measured_does_not_pass(job: Path) -> None:
-    done = check(job, "straggler<50%")
+    done = check(job, "memory_growth<50%")
     assert done.exit_code == 3
-    assert "not measured: one rank" in done.stdout
+    assert "not measured: no record of every step" in done.stdout
+
+
+def test_what_the_run_cannot_have_passes(job: Path) -> None:
+    done = check(job, "straggler<50%")
+    assert done.exit_code == 0
+    assert done.stdout.startswith("ok    straggler < 50 %: does not apply: one rank")
 
 
 def test_a_rule_that_is_not_there_is_a_mistake(job: Path) -> None:

@@ -149,6 +149,6 @@ def size_classes(size: pd.Series[int]) -> NDArray[np.int64]:
 def size_class(index: int) -> str:
     """Write a class of size."""
     if index < 0:
-        return "not told"
+        return "unknown size"
     words = [f"{bound >> 10} KiB" if bound < 1 << 20 else f"{bound >> 20} MiB" for bound in CLASSES]
     return f"below {words[index]}" if index < len(words) else f"{words[-1]} or more"

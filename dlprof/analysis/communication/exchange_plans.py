@@ -18,13 +18,11 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.communication.bandwidth import CLASSES
 from dlprof.analysis.communication.collectives import NO_SIZES
-from dlprof.analysis.communication.links import through_host
 from dlprof.analysis.communication.matching import SENT
 from dlprof.analysis.communication.overlap import among
 from dlprof.analysis.engine import Job, across_ranks
 from dlprof.analysis.step.savings import saving
 from dlprof.errors import DoesNotApply, NotMeasured
-from dlprof.result import Change, change
 from dlprof.units import UNKNOWN, count, digits, duration, size
 
 # Bucket sizes that are tried, MB; 25 is DistributedDataParallel's own.
@@ -37,10 +35,6 @@ FEWEST = 4
 # A class of size that ends at 64 KiB: even 10 Gbit/s carries that in 52 µs, about what starting a collective takes.
 SMALL_BYTES = CLASSES[1]
 
-# Collectives below a tenth of DDP's buckets are dominated by their start; a few of them are hardly worth a change.
-_OF_BUCKET = 2_500_000
-_FEW = 8
-
 # Two classes of size tell starting from moving if one's collectives are so many times as large, and so many there.
 APART = 4.0
 ENOUGH = 3
@@ -51,38 +45,6 @@ FOR_NOTHING = 0.5
 
 # Notable, high and severe are 5, 10 and 30 % with the analysis tools that grade exposed communication.
 NOTABLE_SHARE = 0.05
-
-# What the forward pass waits for, by the collective; "": any other.
-_AT_ONCE = {
-    "all_to_all": (
-        change(
-            "the forward pass waits for its all-to-all: exchange the next batch's ids and rows while this one computes,"
-            " as TorchRec's pipelines do"
-        ),
-        change("half the bytes: exchange the rows in 16 bits", numerics=True),
-    ),
-    "": (
-        change(
-            "the forward pass waits for what it exchanges: pair `ColwiseParallel` with `RowwiseParallel` layers, which"
-            " exchange once a pair, with `SequenceParallel` between pairs; let fewer ranks share a layer"
-        ),
-        change(
-            "on GPUs asynchronous tensor parallelism, under `torch.compile`: products are cut up and sent piece by"
-            " piece"
-        ),
-    ),
-}
-
-# What to change where nothing of the job is known but its trace, by the best plan.
-_UNKNOWN_JOB = {
-    "half": change(
-        "exchange half as often: add up the gradients of two batches before the optimizer steps", numerics=True
-    ),
-    "bytes": change("exchange gradients in 16 bits: half as many bytes", numerics=True),
-    "": change(
-        "overlap the exchange with computation: gradients during the backward pass, all else before it is needed"
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -186,7 +148,8 @@ def exchange_plans(
 ) -> pd.DataFrame:
     """Predict what each change of the exchange gains: change, key, gain_ns (NaN: unknown), why, bucket_cap_mb.
 
-    Keys: hidden, bucket, once (for each step of the optimizer), half and quarter (as many exchanges), bytes (half as
+    Keys: hidden, buffers (not broadcast any more), bucket, once (for each step of the optimizer), half and quarter (as
+    many exchanges), bytes (half as
     many), powersgd. bucket_cap_mb is what `bucket` sets it to, NaN for the others. `why` says what is assumed, or why
     the gain is not known.
     """
@@ -205,6 +168,7 @@ def exchange_plans(
     if idle_cores < gain:
         why = f"sending takes cores as well, and they stand idle for {duration(idle_cores)} of the step"
     plans = [Plan("hidden behind computation", "hidden", min(gain, idle_cores), why)]
+    plans += _without_buffers(bandwidth, activations, model, exposed_transfer, saves)
     exposed, grads = ((frame["exposed_ns"] * frame["ranks"]).sum() for frame in (bandwidth, gradients))
     if not grads > 0:
         return pd.DataFrame(plans)
@@ -231,8 +195,20 @@ def exchange_plans(
 def best_plan(exchange_plans: pd.DataFrame, mean_step_ns: float) -> pd.Series[Any]:
     """Return the plan to go by: exchanges for nothing go first, where they are notable; else what gains most."""
     plans = exchange_plans[exchange_plans["key"] != "quarter"]
-    once = plans[(plans["key"] == "once") & (plans["gain_ns"] >= NOTABLE_SHARE * mean_step_ns)]
-    return (once if len(once) else plans.sort_values("gain_ns", na_position="first")).iloc[-1]
+    gone = plans[plans["key"].isin(["once", "buffers"]) & (plans["gain_ns"] >= NOTABLE_SHARE * mean_step_ns)]
+    return (gone if len(gone) else plans.sort_values("gain_ns", na_position="first")).iloc[-1]
+
+
+def _without_buffers(
+    bandwidth: pd.DataFrame, activations: str, model: settings.Settings, transfer: Transfer, saves: Saves
+) -> list[Plan]:
+    """Return what DistributedDataParallel's broadcast of buffers takes, where it is most of what the forward sends."""
+    if activations != "broadcast" or not settings.broadcasts_buffers(model):
+        return []
+    of = bandwidth["exposed_ns"] * bandwidth["ranks"]
+    share = float(of[bandwidth["collective"] == "broadcast"].sum() / of.sum())
+    why = "each rank then keeps its own buffers, as the statistics of batch norm"
+    return [Plan("no broadcast of buffers (`broadcast_buffers=False`)", "buffers", saves(transfer * share), why)]
 
 
 def _last_bucket(gradients: pd.DataFrame, job: Job) -> float:
@@ -304,58 +280,3 @@ def _compressed(
         why = "what compressing takes, and the shapes of the gradients, are not recorded"
         plans.append(Plan("gradients of low rank (`powerSGD_hook`)", "powersgd", math.nan, why))
     return plans
-
-
-def advice(
-    job: Job, best: pd.Series[Any], accumulates: bool, activations: str, collectives: pd.DataFrame, per_step: float
-) -> tuple[Change, ...]:
-    """Return what to change, first what the best plan changes, where a setting makes it.
-
-    `accumulates`: exchanges are made for nothing. `collectives`: those of one rank; `per_step`: how many in a step.
-    """
-    model = settings.model(job)
-    ddp, fsdp, cap = model.get("ddp") or {}, model.get("fsdp"), new_bucket(job, best)
-    now, sized = ddp.get("bucket_cap_mb"), collectives.loc[collectives["bytes"] > 0]
-    median, half = float(sized["bytes"].median()), (None, "torch.bfloat16")
-    many = not activations and cap is None and per_step > _FEW and median < _OF_BUCKET
-    what = f"{per_step:.0f} collectives of {size(median)} (median) a step"
-    wrap = "exchange gradients in large buckets during the backward pass (`DistributedDataParallel`)"
-    larger = f"larger buckets: {what}; `bucket_cap_mb=25` or more (is {now})"
-    unused = "`find_unused_parameters=False` (is True) unless some are unused: it delays the exchange"
-    nccl = "`init_process_group('nccl')` (is gloo): gloo sends GPU tensors through the host"
-    keep = "`fully_shard(..., reshard_after_forward=False)` where memory allows: no second all-gather"
-    mixed = "half the bytes: `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)`"
-    fewer = "" if accumulates else "; fewer exchanges: `no_sync()`"
-    hook = f"half the bytes: `model.register_comm_hook(None, fp16_compress_hook)`{fewer}"
-    offered: tuple[tuple[Any, Change], ...] = (
-        (accumulates, change("`with model.no_sync():` around all batches but the last one before the optimizer steps")),
-        (cap is not None, change(best["change"], bucket_cap_mb=(now, cap))),
-        *((activations, needed) for needed in _AT_ONCE.get(activations, _AT_ONCE[""])),
-        (many and ddp, change(larger, bucket_cap_mb=(now, 25.0))),
-        (many and fsdp, change(f"larger shards: {what}; `fully_shard` whole blocks, not single layers")),
-        (many and not ddp and not fsdp, change(f"{what}: {wrap}")),
-        (model and not (many or activations or ddp or fsdp), _wrapped(sized)),
-        (ddp.get("find_unused_parameters"), change(unused, find_unused_parameters=(True, False))),
-        (through_host(job), change(nccl, backend=("gloo", "nccl"))),
-        (fsdp, change(keep, reshard_after_forward=(None, False))),
-        (fsdp, change(mixed, numerics=True, param_dtype=half, reduce_dtype=half)),
-        (ddp, change(hook, numerics=True)),
-    )
-    fitting = tuple(one for applies, one in offered if applies)
-    return fitting or (_UNKNOWN_JOB.get(best["key"], _UNKNOWN_JOB[""]),)
-
-
-def new_bucket(job: Job, best: pd.Series[Any]) -> float | None:
-    """Return the bucket_cap_mb that the best plan sets; None where it sets none, or what there is."""
-    cap, now = float(best["bucket_cap_mb"]), (settings.model(job).get("ddp") or {}).get("bucket_cap_mb")
-    return None if math.isnan(cap) or cap == now else cap
-
-
-def _wrapped(sized: pd.DataFrame) -> Change:
-    """Return what wraps a model, and how large its buckets should be where all gradients would fit into one."""
-    text = "`DistributedDataParallel{}` or FSDP2 (`fully_shard`): they exchange during the backward pass"
-    total = float(sized.groupby("step")["bytes"].sum().mean())
-    if not FEWEST << 20 <= total <= DDP_BUCKET:
-        return change(text.format(""))
-    cap = round(total / FEWEST / 2**20)
-    return change(text.format(f"(..., bucket_cap_mb={cap})"), bucket_cap_mb=(None, float(cap)))

@@ -89,4 +89,4 @@ def test_with_ranks_missing_waiting_is_not_known(tmp_path: Path) -> None:
 
 
 def test_classes_are_named_by_their_bounds() -> None:
-    assert [size_class(n) for n in (-1, 0, 2, 5)] == ["not told", "below 4 KiB", "below 1 MiB", "256 MiB or more"]
+    assert [size_class(n) for n in (-1, 0, 2, 5)] == ["unknown size", "below 4 KiB", "below 1 MiB", "256 MiB or more"]

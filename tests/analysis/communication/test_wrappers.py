@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dlprof.analysis.communication.wrappers import replication, sharding, unused_search, unused_searches
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from tests.fixtures import runs, traces
 from tests.fixtures.exchanges import sharded
 from tests.fixtures.runs import MS
@@ -99,7 +99,7 @@ def test_data_parallels_copying_counts_once_on_any_thread(tmp_path: Path) -> Non
 
 
 def test_without_data_parallel_it_abstains(tmp_path: Path) -> None:
-    with pytest.raises(NotMeasured, match="no DataParallel"):
+    with pytest.raises(DoesNotApply, match="DataParallel"):
         runs.rank_of(tmp_path, traces.training(2)).once(replication)
 
 

@@ -12,7 +12,7 @@ from dlprof.analysis import engine
 from dlprof.analysis.engine import MeasureFailed, RankData
 from dlprof.analysis.engine import ranks as engine_ranks
 from dlprof.analysis.timeline.device import device_time
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.read.kineto import torch_trace
 from dlprof.read.run import Rank, Run, open_run
 from tests.fixtures import traces
@@ -21,8 +21,10 @@ from tests.fixtures.measures import (
     RANKS,
     broken,
     broken_on_two,
+    here_unknown,
     job_of_four,
     mute,
+    nowhere,
     of_broken,
     rows,
     silent,
@@ -67,6 +69,15 @@ def test_what_could_not_be_said_travels(job: Run, jobs: int) -> None:
     assert run.frame(silent)["rank"].to_list() == [3]
     assert run.lacking(silent) == {r: f"rank {r} cannot say" for r in range(3)}
     assert run.failures() == {}
+
+
+def test_it_does_not_apply_only_where_it_applies_to_no_rank(job: Run) -> None:
+    run = engine.measure(job, [nowhere, here_unknown], jobs=2)
+    with pytest.raises(DoesNotApply, match=r"^rank 0 has none$"):
+        run.frame(nowhere)
+    with pytest.raises(NotMeasured, match=r"^rank 2 cannot say$") as raised:
+        run.frame(here_unknown)
+    assert type(raised.value) is NotMeasured
 
 
 def test_a_measure_across_ranks_is_computed_once(job: Run) -> None:

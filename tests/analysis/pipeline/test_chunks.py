@@ -8,7 +8,7 @@ import pytest
 
 from dlprof.analysis.pipeline.chunks import pipeline, pipeline_chunks
 from dlprof.analysis.step.breakdown import breakdown, part
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply
 from tests.fixtures import pipelines, runs, traces
 from tests.fixtures.pipelines import FIRST
 from tests.fixtures.runs import MS, asked
@@ -86,5 +86,5 @@ def test_on_a_gpu_sending_and_receiving_are_the_bubble_and_other_collectives_are
 
 def test_without_a_pipeline_it_abstains(tmp_path: Path) -> None:
     path = runs.recorded(tmp_path / "run", (None, [runs.light(n, 100 * MS) for n in range(30)], runs.CPU))
-    with pytest.raises(NotMeasured, match="no pipeline stages were recorded"):
+    with pytest.raises(DoesNotApply, match="no pipeline"):
         runs.measured(path, pipeline).frame(pipeline)

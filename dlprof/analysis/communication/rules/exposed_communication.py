@@ -17,7 +17,8 @@ outweigh what is computed, less comes back, for the ranks of one host then share
 vocabulary's step on two cores 9 % in the mean of five recordings, where 22 % were predicted.
 
 What to change: let DDP or FSDP overlap the exchange with the backward pass; larger buckets where collectives are many
-and small; `no_sync()` while gradients accumulate; compressed gradients (`fp16_compress_hook`); NCCL, not gloo, on GPUs.
+and small; `no_sync()` while gradients accumulate; compressed gradients (`fp16_compress_hook`); NCCL, not gloo, on GPUs;
+`broadcast_buffers=False` where it is buffers that DDP sends to all ranks before each forward pass.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from typing import Any
 import pandas as pd
 
 from dlprof.analysis.communication.collectives import NO_COLLECTIVES, ONE_RANK
-from dlprof.analysis.communication.exchange_plans import NOTABLE_SHARE, advice, new_bucket
+from dlprof.analysis.communication.exchange_advice import advice, new_bucket
+from dlprof.analysis.communication.exchange_plans import NOTABLE_SHARE
 from dlprof.analysis.engine import Job, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule
 from dlprof.analysis.panel import table
@@ -42,6 +44,7 @@ _ALL = 0.9
 _ESTIMATES = {
     "hidden": "the exposed transfer hidden",
     "bucket": "other buckets",
+    "buffers": "no broadcast of buffers",
     "half": "half as many exchanges",
     "once": "one exchange for each step of the optimizer",
     "bytes": "half as many bytes",
@@ -118,6 +121,7 @@ def explain(
         f" {duration(step)} data is in transfer and nothing is computed{more}.{unknown}",
         changes=advice(job, best, accumulates, activations, mine, per_step),
         evidence=_evidence(breakdown, exchange_plans, step),
+        at_most=best["key"] == "hidden" or bool(unknown),
         sure=f"Estimated as {_ESTIMATES[best['key']]}: {best['why']}.{unknown}",
         forecasts=() if cap is None else (Forecast("bucket_cap_mb", str(cap), step - estimate.saving_ns),),
     )

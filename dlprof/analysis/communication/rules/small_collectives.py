@@ -15,7 +15,7 @@ the modules right above were the units; and waiting for a core, where the kernel
 workers nor the exchanges that are left could cause, if each ms of theirs held the training thread up for one.
 
 What to change: larger buckets (`bucket_cap_mb`), `fully_shard` on whole blocks, gradients exchanged once a step and not
-one by one, metrics reduced in one tensor.
+one by one, metrics reduced in one tensor; `broadcast_buffers=False` where they are buffers that DDP sends.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import math
 import pandas as pd
 
 from dlprof.analysis import settings
+from dlprof.analysis.communication.exchange_advice import fewer_collectives
 from dlprof.analysis.communication.exchange_plans import DDP_BUCKET, Fit
 from dlprof.analysis.engine import Job, Maybe
-from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, nothing
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.savings import saving
-from dlprof.result import Change, Panel
+from dlprof.result import Panel
 from dlprof.units import count, digits, duration, size
 
 # So few a step are nobody's buckets: a loss, a gradient norm, a flag.
@@ -108,28 +109,13 @@ def explain(estimate: Estimate, mean_step_ns: float, job: Job) -> Explanation:
         f" for {duration(exposed)} of a step of {duration(mean_step_ns)} nothing is computed meanwhile"
         + (f", for {duration(crowd)} they leave no core to compute with" if crowd else "")
         + (f", and FSDP2 works for {duration(around)} on its units." if around else "."),
-        changes=_changes(job, n, fewer),
+        changes=fewer_collectives(job, small, n, fewer),
         evidence=_evidence(small, exposed * job.world_size),
         sure=f"Estimated as {count(fewer, 'start')} a step in place of {digits(round(n, 1))}; {moving}"
         + ("; FSDP2 works as much less as it has fewer units" if around else "")
         + (f"; ranks late in turn wait {duration(meets)} less, for they meet less" if meets else "")
         + (f"; threads that exchange leave a core free for {duration(crowd)} more." if crowd else "."),
     )
-
-
-def _changes(job: Job, n: float, fewer: int) -> tuple[Change, ...]:
-    ddp = settings.model(job).get("ddp")
-    if ddp:
-        cap = ddp.get("bucket_cap_mb")
-        now = digits(cap) if isinstance(cap, (int, float)) else cap
-        text = f"`bucket_cap_mb=25` (is {now}): {count(fewer, 'exchange')} a step, not {n:.0f}"
-        return (change(text, bucket_cap_mb=(cap, DDP_BUCKET / 2**20)),)
-    if settings.model(job).get("fsdp"):
-        return (change("`fully_shard` whole blocks and not single layers: one all-gather a block"),)
-    together = (
-        "exchange gradients together: `DistributedDataParallel` does, in buckets of 25 MB during the backward pass"
-    )
-    return (change(together), change("reduce metrics and flags in one tensor, and not in every step"))
 
 
 def _evidence(small: pd.DataFrame, exposed_ns: float) -> Panel:

@@ -31,7 +31,7 @@ from dlprof.analysis.step.breakdown import part_noise
 from dlprof.analysis.step.savings import saving
 from dlprof.errors import NotMeasured
 from dlprof.result import Change
-from dlprof.units import digits, duration, percent
+from dlprof.units import duration, often, percent
 
 MOST_ROWS = 12
 
@@ -108,7 +108,7 @@ def explain(estimate: Estimate, attention: pd.DataFrame, mean_step_ns: float) ->
     mine = attention[attention["rank"] == rank].sort_values("ns", ascending=False, kind="stable")
     return Explanation(
         title="Attention keeps its scores in memory",
-        summary=f"Rank {rank} computes attention by products and a softmax {digits(mine['calls'].sum())} times a step,"
+        summary=f"Rank {rank} computes attention by products and a softmax {often(float(mine['calls'].sum()))} a step,"
         f" for {duration(mine['ns'].sum())} of {duration(mean_step_ns)}; most of it has the shapes"
         f" {mine['shape'].iloc[0]}.",
         changes=_changes(" ".join(mine["between"]).split(), bool(mine["math"].any())),

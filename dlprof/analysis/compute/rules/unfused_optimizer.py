@@ -28,7 +28,7 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothin
 from dlprof.analysis.step.savings import saving
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Panel
-from dlprof.units import duration, percent
+from dlprof.units import current, duration, percent
 
 
 def check(optimizer_work: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job: Job) -> Estimate:
@@ -69,7 +69,11 @@ def explain(estimate: Estimate, optimizer_work: pd.DataFrame, job: Job) -> Expla
     return Explanation(
         title="The optimizer is not fused",
         summary=f"{name} takes {duration(took)} of each step{of}{many}; it goes through them {now}.",
-        changes=(change(f"`{name}(..., fused=True)` (is {fused}; foreach is {foreach})", fused=(fused, True)),),
+        changes=(
+            change(
+                f"`{name}(..., fused=True)` (is {current(fused)}; foreach is {current(foreach)})", fused=(fused, True)
+            ),
+        ),
         evidence=Panel("bars", f"The optimizer's part of a step on rank {rank}", parts, unit="ns"),
         sure=f"A fused {name} is taken to need {percent(estimate.seen)} of this one's time"
         + (", as measured on a CPU." if on_cpu else ", by the memory it touches; that was not measured on a GPU."),

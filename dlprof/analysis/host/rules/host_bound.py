@@ -32,7 +32,7 @@ from dlprof.analysis.host.stacks import COMPUTING, hottest_own
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part, part_least, part_noise
 from dlprof.result import Change
-from dlprof.units import duration, percent, short
+from dlprof.units import current, duration, percent, short
 
 # Idle time is worth a look from 10 to 15 % of a step on (Ascend's msprof and TraceLens); from 10 % here.
 NOTABLE_SHARE = 0.10
@@ -113,11 +113,13 @@ def explain(
         least = LEAST_SHARE * mean_step_ns
         in_loop, launches = in_loop * (host_gains[SCRIPT] >= least), launches * (host_gains[LAUNCHES] >= least)
     title, _, sure = _SAID[cause]
+    idle = f"the device of rank {rank} has nothing to do, as its host has launched nothing"
+    if cause == ON_CPU:
+        idle = f"rank {rank} runs Python and computes nothing"
     return Explanation(
         title=title,
-        summary=f"For {duration(estimate.by_rank_ns[rank])} of {duration(mean_step_ns)} rank {rank} computes nothing"
-        f" because its host has launched nothing: {percent(in_python)} of that is Python between"
-        f" operators{longest}.{seen}",
+        summary=f"For {duration(estimate.by_rank_ns[rank])} of {duration(mean_step_ns)} {idle}: {percent(in_python)} of"
+        f" that is Python between operators{longest}.{seen}",
         changes=tuple(launches + in_loop if cause == LAUNCHES else in_loop + launches)
         or (_LISTED if cause == ON_CPU else _LARGER,),
         evidence=table(
@@ -125,6 +127,7 @@ def explain(
             work,
             {"name": "what the training thread did", "phase": "phase", "ns": "time a traced step_ns"},
         ),
+        at_most=cause != LAUNCHES or traced,
         sure=f"{sure} The profiler slows the host{_UNTRACED if traced else _SCALED}",
     )
 
@@ -142,7 +145,7 @@ def _launches(job: Job, phase: str, host_gains: Mapping[str, float], means: pd.S
     now = optimizer.get("fused")
     if phase == "optimizer" and not now and (optimizer or ON_CPU in host_gains):
         name = optimizer.get("class") or "the optimizer"
-        changes.append(change(f"`{name}(..., fused=True)` (is {now})", fused=(now, True)))
+        changes.append(change(f"`{name}(..., fused=True)` (is {current(now)})", fused=(now, True)))
     return changes
 
 

@@ -32,7 +32,7 @@ from dlprof.analysis.step.savings import saving
 from dlprof.analysis.timeline.steps import check_marked
 from dlprof.errors import DoesNotApply
 from dlprof.result import Change
-from dlprof.units import digits, duration
+from dlprof.units import duration, often
 
 _ITEM = "read values (`.item()`, `float(loss)`, `print`) every k steps"
 _MASK = change("no boolean masks as indices: their size must be known on the host; `torch.where` needs none")
@@ -83,11 +83,11 @@ def explain(estimate: Estimate, linked: pd.DataFrame) -> Explanation:
     """List what waits on the rank that loses most, and what each of them can be replaced by."""
     rank = estimate.worst
     mine = linked[(linked["copied"] == "") & (linked["rank"] == rank)].sort_values("idle_ns", ascending=False)
-    first = mine["asked"].iloc[0]
+    first, times = mine["asked"].iloc[0], often(float(mine["calls"].sum())).capitalize()
     cures = dict.fromkeys(_CURES[asked] for asked in mine.loc[mine["idle_ns"] > 0, "asked"] if asked in _CURES)
     return Explanation(
         title=f"{'GradScaler' if first == GRAD_SCALER else 'The script'} waits for its device",
-        summary=f"{digits(float(mine['calls'].sum()))} times a step rank {rank} waits until its device has caught up,"
+        summary=f"{times} a step rank {rank} waits until its device has caught up,"
         f" most of all in {first or 'a call of Python'}; the device then idles for"
         f" {duration(float(mine['idle_ns'].sum()))} a step.",
         changes=tuple(cures) or (change("find the calls that the report lists, and make them less often"),),

@@ -107,6 +107,7 @@ def explain(
         changes=tuple(changes(starving, faster_loader)),
         evidence=recorded_waits(step_series, rank) if plan is None else predicted_steps(starving, faster_loader, plan),
         forecasts=forecasts_of(starving.step_ns, plan) if plan is not None and faster_loader.workers_help else (),
+        at_most=plan is None or not faster_loader.workers_help,
         sure=_sure(job, faster_loader) + assumed,
     )
 

@@ -103,7 +103,7 @@ def explain(estimate: Estimate, clocks: pd.DataFrame) -> Explanation:
     row, why, share, computed_ns = estimate.seen
     names = [f"rank {r}" if of == "gpu" else of for r, of in zip(clocks["rank"], clocks["source"], strict=True)]
     which = f"The GPU of rank {row['rank']}" if row["source"] == "gpu" else f"GPU {row['source'].split()[-1]}"
-    highest = f", of {digits(row['max_mhz'])} at most" if row["max_mhz"] > 0 else ""
+    highest = f", of {digits(row['max_mhz'])} MHz at most" if row["max_mhz"] > 0 else ""
     return Explanation(
         title=f"A GPU's clock is held down: {_WHY[why]}",
         summary=f"{which} ran at {digits(row['clock_mhz'])} MHz on average{highest}; {percent(share)} of it is"

@@ -25,7 +25,7 @@ from dlprof.analysis.host.syncs import together
 from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.step.savings import saving
 from dlprof.errors import DoesNotApply
-from dlprof.units import digits, duration
+from dlprof.units import duration, often
 
 _HOST = ("host", "optimizer_host")
 
@@ -60,7 +60,7 @@ def explain(estimate: Estimate, copies: pd.DataFrame, job: Job) -> Explanation:
     call = f"`batch = batch.to(device, non_blocking=True)`{now}, for inputs and labels alike"
     return Explanation(
         title="The script waits for copies from pinned memory",
-        summary=f"{digits(calls)} times a step rank {rank} waits until a copy from pinned memory is done,"
+        summary=f"{often(calls).capitalize()} a step rank {rank} waits until a copy from pinned memory is done,"
         f" {duration(ns)} a step; the device then idles for {duration(idle_ns)}.",
         changes=(change(call, non_blocking=(None, True)),),
         evidence=copy_table(copies, rank),

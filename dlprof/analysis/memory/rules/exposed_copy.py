@@ -76,8 +76,8 @@ def explain(estimate: Estimate, copies: pd.DataFrame) -> Explanation:
     where, text = _WAY.get(way, way), _CHANGES.get(way, "avoid the copy: a layout or dtype that both sides share")
     return Explanation(
         title=f"Copies {where} are not hidden",
-        summary=f"{count(number, 'copy')} a step {where} take {duration(ns)}, {duration(exposed)} of it with the device"
-        " doing nothing else.",
+        summary=f"{count(number, 'copy')} a step {where} {'takes' if number == 1 else 'take'} {duration(ns)}; for"
+        f" {duration(exposed)} of it the device does nothing else.",
         changes=(change(text, **settings),),
         evidence=copy_table(copies, estimate.worst),
         sure="Estimated by replaying the traced steps without these copies on the stream that computes.",

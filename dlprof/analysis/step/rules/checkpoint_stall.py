@@ -31,7 +31,7 @@ from dlprof.analysis.step.breakdown import part, part_noise, room
 from dlprof.analysis.step.panels.steps import stall_bars
 from dlprof.analysis.step.spread import LEAST_NOISE
 from dlprof.analysis.step.stalls import stalls_of
-from dlprof.units import digits, duration, percent
+from dlprof.units import duration, every, percent, typed
 
 # What saving less often is to bring checkpoints down to: below it they are no finding.
 GOAL_SHARE = LEAST_SHARE
@@ -70,23 +70,24 @@ def explain(
     """Explain how often and where a checkpoint is saved, and how much rarer it would have to be."""
     rank, by_rank = estimate.worst, estimate.by_rank_ns
     (mine,) = stalls_of(stall_means, _KIND, rank).to_dict("records")
-    every, share, steps = float(mine["every"]), estimate.saving_ns / mean_step_ns, stalls_of(stalled_steps, _KIND, rank)
+    apart, share, steps = float(mine["every"]), estimate.saving_ns / mean_step_ns, stalls_of(stalled_steps, _KIND, rank)
     path = str(steps.nlargest(1, "ns")["path"].iloc[0]) if len(steps) else ""  # "" is a buffer in memory
-    longer = f"; such a step takes {duration(estimate.seen * every)} longer besides" if estimate.seen else ""
+    longer = f"; such a step takes {duration(estimate.seen * apart)} longer besides" if estimate.seen else ""
     # What is left of a step without its checkpoints is 1 − share; n × rarer leaves share ÷ n.
     rarer = math.ceil(share * (1 - GOAL_SHARE) / ((1 - share) * GOAL_SHARE)) if share < 1 else 1000
     waiting = any(by_rank.get(r, 0.0) < by_rank[rank] / 2 for r in job.ranks)
     return Explanation(
         title="Saving checkpoints holds up training",
-        summary=f"Rank {rank} saves in one steady step of {digits(every)} and stands still for"
-        f" {duration(float(mine['mean_ns']) * every)} then{f' ({path[-80:]})' if path else ''}{longer}.",
+        summary=f"Rank {rank} saves in {every(apart, 'steady step')} and stands still for"
+        f" {duration(float(mine['mean_ns']) * apart)} then{f' ({path[-80:]})' if path else ''}{longer}.",
         changes=(
             change(
-                f"save every {math.ceil(every * max(2, rarer)):,} steps (now one in {digits(every)}): at most"
-                f" {percent(GOAL_SHARE)} of the step is left of it"
+                f"save every {typed(apart * max(2, rarer)):,} steps (now {every(apart, 'one')}): at most"
+                f" {percent(GOAL_SHARE)} of the time then goes to saving"
             ),
             change("`torch.distributed.checkpoint.async_save`: training goes on while the state is written"),
         ),
+        at_most=True,
         evidence=stall_bars(steps, rank, "Saving"),
         sure="Measured in every steady step, estimated as all of it gone; saving in the background still copies the"
         " state." + (" That the other ranks wait for those that save is assumed." if waiting else ""),

@@ -17,7 +17,6 @@ Then find what makes garbage in cycles at every step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import pandas as pd
@@ -28,7 +27,7 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.step.breakdown import part, part_noise
 from dlprof.analysis.step.panels.steps import stall_bars
 from dlprof.analysis.step.stalls import stalls_of
-from dlprof.units import count, digits, duration, percent
+from dlprof.units import count, duration, every, percent, typed
 
 # What pauses may cost once they come at a fixed interval: an interval is proposed that brings them to this.
 GOAL_SHARE = 0.005
@@ -53,13 +52,13 @@ def explain(
     rank = estimate.worst
     (mine,) = stalls_of(stall_means, _KIND, rank).to_dict("records")
     steps, longest = stalls_of(stalled_steps, _KIND, rank), float(mine["longest_ns"])
-    apart = max(2, math.ceil(longest / (GOAL_SHARE * mean_step_ns)))
+    apart = max(2, typed(longest / (GOAL_SHARE * mean_step_ns)))
     full = int((steps["generation"] == 2).sum())
     searched = f": {count(full, 'step')} searched all objects" if full else ""
     return Explanation(
         title="Python's garbage collector stops training",
         summary=f"{count(int(mine['stalls']), 'pause')} in {int(mine['steps']):,} steady steps of rank {rank},"
-        f" in one step of {digits(float(mine['every']))}; the longest took {duration(longest)}.",
+        f" one in {every(float(mine['every']), 'step')}; the longest took {duration(longest)}.",
         changes=(
             change(f"`gc.collect(); gc.freeze()` once after start-up{searched}, and what lives on is then left out"),
             change(
@@ -67,6 +66,7 @@ def explain(
                 f" {duration(longest)} each that is {percent(longest / apart / mean_step_ns)} of the step"
             ),
         ),
+        at_most=True,
         evidence=stall_bars(steps, rank, "Garbage collection"),
         sure="Measured in every steady step, pauses under a millisecond left out; estimated as all of it gone."
         + ("" if settings.on_cpu(job) else " Of pauses behind which the GPU still works it may count too much."),

@@ -71,10 +71,11 @@ def explain(estimate: Estimate, stall_means: pd.DataFrame, compilations: pd.Data
         title="torch.compile compiles again and again",
         summary=f"{count(int(mine['stalls']), 'compilation')} in {int(mine['steps']):,} steady steps of rank {rank};"
         f" the longest took {duration(float(mine['longest_ns']))}"
-        f"{f', because {short(reasons[0], 120)}' if reasons else ''}.",
+        f"{f' (reason: {short(reasons[0], 120)})' if reasons else ''}.",
         changes=_changes(found["reason"], settings.training_loader(job, rank).get("drop_last")),
         evidence=table(f"Compilations in the steady steps of rank {rank}", shown, _COLUMNS, MOST_ROWS),
-        sure="Measured in every steady step, as Dynamo tells it; estimated as all of it gone.",
+        at_most=True,
+        sure="Measured in every steady step, as Dynamo reports it; estimated as all of it gone.",
     )
 
 

@@ -99,7 +99,8 @@ def explain(estimate: Estimate, who_waits: Maybe[pd.DataFrame], job: Job) -> Exp
     is_late = ranks["rank"].isin(late.lead.ranks)
     met = int(ranks["matched"].max())
     last = min(int(ranks["last"][is_late].sum()), met)  # ranks of one host may come at the very same time
-    mine, others = (duration(float(ranks["wait_ns"][which].mean())) for which in (is_late, ~is_late))
+    mine, others = (float(ranks["wait_ns"][which].mean()) for which in (is_late, ~is_late))
+    waits = f"waits for others {duration(mine)} a step" if mine else "waits for none of them"
     verdict, how = "", f"{who} at the pace of the next slowest rank"
     why = ". That none of its work is moved to the others is assumed: nothing tells that they do less for it."
     if because.shared:
@@ -112,7 +113,7 @@ def explain(estimate: Estimate, who_waits: Maybe[pd.DataFrame], job: Job) -> Exp
     note = "" if few else f"The slowest and the fastest {ends} of {len(ranks)} ranks."
     return Explanation(
         title=f"{who[0].upper()}{who[1:]} makes the others wait",
-        summary=f"It is last in {last} of {met} collectives and waits {mine} a step, the others {others}; it {does}"
+        summary=f"It is last in {last} of {met} collectives and {waits}, the others wait {duration(others)}; it {does}"
         f" than the others ({duration(late.more[late.cause])} a step more){': ' if because.said else ''}{because.said}"
         f"{elsewhere}.",
         verdict=verdict,
@@ -132,6 +133,7 @@ def _explain_outlier(found: Outlier, job: Job) -> Explanation:
         f" {duration(found.mean_ns)} a step in theirs. {missing}, and what they do is not known.",
         changes=(change("compare its input, its work and its host with another's, or record the traces of all ranks"),),
         evidence=table("How long each rank stays in its collectives", shortest_first, _SHORT, MOST_ROWS),
+        at_most=True,
         sure=f"Estimated from the lengths of collectives alone; {missing}: were one of them nearly as late, less.",
     )
 

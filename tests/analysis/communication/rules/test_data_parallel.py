@@ -40,14 +40,14 @@ def test_a_little_copying_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_ranks_of_their_own_are_left_alone(tmp_path: Path) -> None:
-    assert ask(RULE, runs.foreign(tmp_path, traces.training(3))).state == "clear"
+    assert ask(RULE, runs.foreign(tmp_path, traces.training(3))).state == "does_not_apply"
 
 
 def test_a_recorded_model_without_it_is_left_alone(tmp_path: Path) -> None:
     facts = {"device": {"type": "cuda"}, "models": [{"parameters": 5, "data_parallel": False}]}
     path = runs.recorded(tmp_path / "run", (traces.training(3), [], facts))
-    assert ask(RULE, path).state == "clear"
+    assert ask(RULE, path).state == "does_not_apply"
 
 
-def test_a_single_process_that_tells_nothing_abstains(tmp_path: Path) -> None:
-    assert ask(RULE, runs.foreign(tmp_path, traces.training(3, world_size=1))).state == "not_measured"
+def test_a_single_process_whose_trace_shows_none_has_none(tmp_path: Path) -> None:
+    assert ask(RULE, runs.foreign(tmp_path, traces.training(3, world_size=1))).state == "does_not_apply"

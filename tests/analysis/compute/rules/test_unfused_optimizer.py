@@ -40,7 +40,7 @@ def test_a_fused_one_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_class_without_a_fused_kernel_is_not_judged(tmp_path: Path) -> None:
     answer = trained(tmp_path, **{"class": "Lion"})
-    assert (answer.state, "no fused Lion" in answer.why) == ("not_measured", True)
+    assert (answer.state, "no fused Lion" in answer.why) == ("does_not_apply", True)
 
 
 def test_a_short_one_is_left_alone(tmp_path: Path) -> None:

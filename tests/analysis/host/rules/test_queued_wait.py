@@ -58,4 +58,4 @@ def test_waits_of_little_of_the_step_are_left_alone_whatever_for(tmp_path: Path)
 
 def test_on_the_cpu_there_is_no_queue(tmp_path: Path) -> None:
     made = traces.trace(traces.step(0, 0, MS), traces.op("aten::mm", 0, MS), device="", backend="gloo", world_size=1)
-    assert ask(RULE, runs.foreign(tmp_path, made)).state == "not_measured"
+    assert ask(RULE, runs.foreign(tmp_path, made)).state == "does_not_apply"

@@ -153,7 +153,7 @@ def test_a_wait_behind_computation_is_left_alone(tmp_path: Path) -> None:
 def test_without_a_loader_it_abstains(tmp_path: Path) -> None:
     made = traces.trace(traces.step(1, 0, MS), traces.kernel("gemm", 0, 1_000), world_size=1)
     answer = ask(RULE, runs.foreign(tmp_path, made))
-    assert (answer.state, "no DataLoader" in answer.why) == ("not_measured", True)
+    assert (answer.state, "no DataLoader" in answer.why) == ("does_not_apply", True)
 
 
 def test_on_a_gpu_without_a_trace_it_abstains(tmp_path: Path) -> None:
@@ -243,8 +243,8 @@ def test_taking_over_batches_that_are_ready_is_no_waiting(tmp_path: Path) -> Non
 def test_a_script_without_a_loader_is_told_what_passes_before_its_forward(tmp_path: Path) -> None:
     lines = [runs.light(k, 50 * MS, fetches=0, lead_ns=30 * MS) for k in range(40)]
     answer = ask(RULE, runs.recorded(tmp_path / "run", (None, lines, runs.CPU)))
-    assert answer.state == "not_measured"
-    assert "30.0 ms of each step (60 %) pass on rank 0 before the first forward, in no loader" in answer.why
+    assert answer.state == "does_not_apply"
+    assert "30.0 ms of each step (60 %) pass before the first forward" in answer.why
 
 
 def test_collating_that_takes_longest_is_what_is_to_change(tmp_path: Path) -> None:

@@ -48,4 +48,4 @@ def test_a_slow_worker_that_nobody_waits_for_is_left_alone(tmp_path: Path) -> No
 
 def test_without_several_workers_it_abstains(tmp_path: Path) -> None:
     answer = ask(RULE, recorded(tmp_path, step=60, slow=0, workers=0))
-    assert (answer.state, "two workers" in answer.why) == ("not_measured", True)
+    assert (answer.state, "two workers" in answer.why) == ("does_not_apply", True)

@@ -104,7 +104,8 @@ def test_workers_that_start_at_once_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_loader_without_workers_is_left_alone(tmp_path: Path) -> None:
-    assert ask(RULE, recorded(tmp_path, [""] * 4)).summary == "no loader has workers"
+    answer = ask(RULE, recorded(tmp_path, [""] * 4))
+    assert (answer.state, answer.why) == ("does_not_apply", "no loader has workers")
 
 
 def test_of_one_epoch_nothing_is_known(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_without_samples_or_a_kernel_that_counts_it_abstains(tmp_path: Path) -> 
     unknown = crowded(tmp_path / "unknown", 0.3)
     facts = unknown / "ranks/00000/facts.json"
     facts.write_text(json.dumps(json.loads(facts.read_text()) | {"cpu": None}))
-    assert "not known" in ask(RULE, unknown).why
+    assert "not recorded" in ask(RULE, unknown).why
 
 
 def test_on_a_gpu_without_a_trace_it_abstains(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_device_that_runs_dry_behind_a_copy_is_found(tmp_path: Path) -> None:
     found = ask(blocking_copy.RULE, batches(tmp_path, pin=True))
     assert found.state == "found"
     assert found.saving_ns == pytest.approx(2 * MS, rel=0.02)
-    assert found.summary.startswith("1 times a step rank 0 waits until a copy from pinned memory is done")
+    assert found.summary.startswith("Once a step rank 0 waits until a copy from pinned memory is done")
     assert found.ranks == (0,)
     assert found.changes[0].settings == (Setting("non_blocking", None, True),)
     assert "(`pin_memory` is True)" in found.advice[0]
@@ -86,4 +86,4 @@ def test_a_wait_that_leaves_no_gap_is_left_alone(tmp_path: Path) -> None:
 def test_on_the_cpu_it_abstains(tmp_path: Path) -> None:
     path = runs.recorded(tmp_path / "run", (None, [runs.light(n, MS) for n in range(30)], runs.CPU))
     answer = ask(blocking_copy.RULE, path)
-    assert (answer.state, "on the CPU" in answer.why) == ("not_measured", True)
+    assert (answer.state, "on the CPU" in answer.why) == ("does_not_apply", True)

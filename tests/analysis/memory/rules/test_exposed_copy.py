@@ -41,4 +41,4 @@ def test_no_more_is_gained_than_there_is_computation_to_hide_behind(tmp_path: Pa
 
 def test_without_a_device_it_abstains(tmp_path: Path) -> None:
     made = traces.trace(traces.step(1, 0, MS), traces.op("aten::mm", 0, MS), device="", backend="gloo", world_size=1)
-    assert ask(RULE, runs.foreign(tmp_path, made)).state == "not_measured"
+    assert ask(RULE, runs.foreign(tmp_path, made)).state == "does_not_apply"

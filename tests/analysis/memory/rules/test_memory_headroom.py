@@ -94,4 +94,4 @@ def test_without_a_gpu_or_its_allocator_it_abstains(tmp_path: Path) -> None:
     (path / "ranks/00000/memory.jsonl").unlink()
     assert ask(RULE, path).state == "not_measured"
     unknown = recorded(tmp_path / "unknown", busy=600, facts={"device": {"type": "cuda"}})
-    assert "not known" in ask(RULE, unknown).why
+    assert "not recorded" in ask(RULE, unknown).why

@@ -55,7 +55,7 @@ def test_pinned_copies_of_the_trace_tell_how_fast_the_link_is(tmp_path: Path) ->
 
 def test_without_a_device_it_abstains(tmp_path: Path) -> None:
     made = traces.trace(traces.step(1, 0, MS), traces.op("aten::mm", 0, MS), device="", backend="gloo", world_size=1)
-    assert ask(RULE, runs.foreign(tmp_path, made)).state == "not_measured"
+    assert ask(RULE, runs.foreign(tmp_path, made)).state == "does_not_apply"
 
 
 def test_the_setting_of_the_run_is_cited(tmp_path: Path) -> None:
@@ -76,4 +76,4 @@ def test_a_trace_that_links_nothing_abstains(tmp_path: Path) -> None:
         world_size=1,
     )
     abstains = ask(RULE, runs.foreign(tmp_path, made))
-    assert (abstains.state, "links no launch" in abstains.why) == ("not_measured", True)
+    assert (abstains.state, "does not link" in abstains.why) == ("not_measured", True)

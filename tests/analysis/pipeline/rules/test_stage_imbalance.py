@@ -88,7 +88,7 @@ def test_with_a_rank_missing_it_abstains(tmp_path: Path) -> None:
 
 def test_without_a_pipeline_it_abstains(tmp_path: Path) -> None:
     path = runs.recorded(tmp_path / "run", (None, [runs.light(n, MS) for n in range(33)], runs.CPU))
-    assert ask(RULE, path).state == "not_measured"
+    assert ask(RULE, path).state == "does_not_apply"
 
 
 @pytest.mark.skipif(not PARQUET.exists(), reason="../shared/traces is not here")

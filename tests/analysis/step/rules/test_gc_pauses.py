@@ -25,7 +25,7 @@ def test_pauses_of_every_other_step_are_found(tmp_path: Path) -> None:
     assert found.saving_ns == pytest.approx(10 * MS)
     assert found.share == pytest.approx(0.1)
     assert found.verdict == "10 % of each step is Python's garbage collection."
-    assert found.summary.startswith("30 pauses in 60 steady steps of rank 0, in one step of 2;")
+    assert found.summary.startswith("30 pauses in 60 steady steps of rank 0, one in every 2nd step;")
     assert "30 steps searched all objects" in found.advice[0]
     # 20 ms every 40 steps of 100 ms is half a per cent.
     assert "every 40 steps" in found.advice[1]
