@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dlprof.analysis.diagnosis import diagnose
-from dlprof.analysis.estimate import Rule, nothing
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.read.run import Run, open_run
 from dlprof.result import CATEGORIES
 from tests.fixtures import runs
@@ -52,6 +53,24 @@ def test_what_findings_claim_twice_is_saved_once(job: Run) -> None:
     # Nothing bounds what may come out of all parts of the step: it is not told.
     broad = [claims(0.55, name, *CATEGORIES) for name in "ab"]
     assert diagnose(job, broad, jobs=1).together is None
+
+
+def test_a_change_that_two_findings_advise_is_made_once(job: Run) -> None:
+    def advising(share: float, name: str, saves_from: str, **settings: tuple[str | None, str]) -> Rule:
+        def explain(_: Estimate) -> Explanation:
+            return Explanation(title="Found", summary="So.", changes=(change("Change it.", **settings),))
+
+        return replace(rule(finding(share, ranks=(0, 1)), name, (saves_from,)), explain=explain)
+
+    def together(*rules: Rule) -> float:
+        most = diagnose(job, rules, jobs=1).together
+        assert most is not None
+        return most.share
+
+    graphs = advising(0.1, "a", "computation", mode=(None, "reduce-overhead"))
+    assert together(graphs, advising(0.05, "b", "input_wait", mode=(None, "reduce-overhead"))) == pytest.approx(0.1)
+    assert together(graphs, advising(0.05, "b", "input_wait", mode=(None, "max-autotune"))) == pytest.approx(0.15)
+    assert together(advising(0.1, "a", "computation"), advising(0.05, "b", "input_wait")) == pytest.approx(0.15)
 
 
 def test_what_of_a_saving_lies_in_one_category_is_bounded_by_it(job: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from dataclasses import replace
 
 import pytest
 
@@ -54,3 +55,24 @@ def test_without_noise_nothing_is_claimed() -> None:
     c = comparisons.ALL["other"]()
     assert "the devices differ" in compare_text.render(c, 400)
     assert "cannot be compared" in compare_text.render(comparisons.ALL["empty"](), 400)
+
+
+@pytest.mark.parametrize(
+    ("reached", "verdict", "said"), [(-12.5, "missed", False), (0.65, "partly", True), (40.0, "better", False)]
+)
+def test_a_share_of_the_gain_is_said_where_it_says_something(reached: float, verdict: str, said: bool) -> None:
+    c = comparisons.fixed()
+    assert c.prediction is not None
+    assert c.step is not None
+    prediction = replace(c.prediction, reached=reached, verdict=verdict)
+    assert ("of the gain" in compare_text.came_true(prediction, c.step)) is said
+
+
+def test_a_missed_prediction_of_a_slower_step_says_slower() -> None:
+    c = comparisons.fixed()
+    assert c.prediction is not None
+    assert c.step is not None
+    missed = replace(c.prediction, reached=-12.5, verdict="missed")
+    slower = replace(c.step, a_ns=c.step.b_ns, b_ns=c.step.a_ns)
+    assert "slower instead" in compare_text.came_true(missed, slower)
+    assert "no gain" in compare_text.came_true(missed, c.step)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, verdict
+from dlprof.result import Together
 from tests.fixtures import results
 from tests.fixtures.results import MS
 
@@ -67,10 +68,30 @@ def test_plain_escapes_what_acts_and_keeps_what_is_written() -> None:
     assert plain("abcdef", 4) == "abc…"
 
 
+def test_a_speed_up_has_its_margin_and_says_whether_it_is_a_bound() -> None:
+    found = results.healthy().outcomes[0]
+    found = replace(found, state="found", saving_ns=20 * MS, share=0.2, speedup=1.25, noise_ns=1 * MS)
+    # A step of 100 ± 2 ms: 1 / 0.78 and 1 / 0.82.
+    assert formatting.gained(found).replace(NBSP, " ") == "1.25 × faster (± 0.03)"
+    assert formatting.margin(found).replace(NBSP, " ") == "± 0.03"
+    assert formatting.speedup(found).replace(NBSP, " ") == "1.25 ×"
+    most = replace(found, at_most=True, noise_ns=0.0)
+    assert formatting.gained(most).replace(NBSP, " ") == "at most 1.25 × faster"
+    assert formatting.speedup(most).replace(NBSP, " ") == "≤ 1.25 ×"
+    assert formatting.margin(most) == ""
+    # What is known to a thousandth is not known exactly.
+    assert formatting.margin(replace(found, noise_ns=100.0)).replace(NBSP, " ") == "± 0.01"
+    for noise in (math.nan, math.inf, -1.0):
+        assert formatting.margin(replace(found, noise_ns=noise)) == ""
+
+
 def test_findings_together_are_bounded_where_there_are_several() -> None:
     said = formatting.together(results.ddp()).replace(NBSP, " ")
     assert said == "All of these together: at most 1.79 × faster (−94.8 ms)."
     assert formatting.together(results.many()) == ""
+    # No job becomes eighteen times as fast by what dlprof advises.
+    absurd = Together(204 * MS, 0.95, 18.1)
+    assert formatting.together(replace(results.ddp(), together=absurd)) == ""
     assert formatting.together(results.healthy()) == ""
     assert formatting.together(results.hostile()) == ""
 

@@ -53,11 +53,11 @@ def matched(instances: Maybe[pd.DataFrame], collectives: Maybe[pd.DataFrame], jo
     wait_ns = latest begin − own begin, never longer than the collective. Sends and receives that do not match are left
     out, see `unmatched`. Raises NotMeasured where there is none, a rank is missing, or they do not match.
     """
-    missing = f"{len(job.missing_ranks)} of {job.world_size} ranks are not here"
+    missing = f"{len(job.missing_ranks)} of {job.world_size} ranks missing"
     if len(job.ranks) < 2:
         if job.world_size < 2:
             raise DoesNotApply(ONE_RANK)
-        raise NotMeasured(f"{_EVERY_RANK}; {missing}")
+        raise NotMeasured(f"{_EVERY_RANK}: {missing}")
     frame = instances.get()
     if collectives.lacking:
         rank, why = next(iter(collectives.lacking.items()))
@@ -67,7 +67,7 @@ def matched(instances: Maybe[pd.DataFrame], collectives: Maybe[pd.DataFrame], jo
     frame = frame[frame["present"] == frame["wanted"]]
     if not len(frame):
         unlike = "the ranks' collectives do not match in number"
-        raise NotMeasured(f"{_EVERY_RANK}; {missing}" if job.missing_ranks else unlike)
+        raise NotMeasured(f"{_EVERY_RANK}: {missing}" if job.missing_ranks else unlike)
     clocks = _clocks(job, frame).set_index("rank")
     offset = frame["rank"].map(clocks["ahead_ns"])
     frame = frame.assign(offset_ns=offset, begin_ns=frame["start_ns"] - offset, done_ns=frame["end_ns"] - offset)

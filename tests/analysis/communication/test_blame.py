@@ -208,7 +208,7 @@ def test_who_waits_for_a_late_data_loader_three_stages_back_is_told(tmp_path: Pa
 
 
 def test_where_waiting_cannot_be_told_nobody_is_blamed(tmp_path: Path) -> None:
-    with pytest.raises(NotMeasured, match="1 of 3 ranks are not here"):
+    with pytest.raises(NotMeasured, match="1 of 3 ranks missing"):
         run_of(tmp_path, late_by(0, 0, 2 * MS)[:2]).frame(blame)
 
 

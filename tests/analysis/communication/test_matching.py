@@ -147,7 +147,7 @@ def test_many_ranks_with_clocks_50_ms_apart_name_the_culprit(tmp_path: Path, see
 
 def test_a_missing_rank_abstains(tmp_path: Path) -> None:
     run = runs.measured(runs.foreign(tmp_path, *late_by(0, 0, 0)[:2]), *NEEDS)
-    with pytest.raises(NotMeasured, match="1 of 3 ranks are not here"):
+    with pytest.raises(NotMeasured, match="1 of 3 ranks missing"):
         run.frame(matched)
     assert not run.frame(own_time)["known"].any()
 

@@ -27,7 +27,7 @@ from dlprof.analysis.compute.arithmetic import allows_tf32
 from dlprof.analysis.compute.peaks import device_peaks
 from dlprof.analysis.compute.products import TENSOR_SHARE
 from dlprof.analysis.engine import Job, Maybe, by_rank
-from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, worst
+from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, worst
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part_noise
 from dlprof.analysis.step.savings import saving
@@ -58,7 +58,8 @@ def check(
     summary = f"products in float32 without tensor cores take {percent(share)} of the step"
     if share < NOTABLE_SHARE:
         unknown = frame["unknown_ns"].sum() / max(frame["kernel_ns"].sum(), 1.0)
-        summary += f"; {percent(unknown)} of the kernels' time multiplies on units that their names do not show"
+        if unknown >= LEAST_SHARE:
+            summary += f"; {percent(unknown)} of the kernels' time may be such products too, by their names"
         most = saved if known else took
         return Estimate(saving_ns=saving(own_time, most), by_rank_ns=most, summary=summary, clear=True)
     if not known:

@@ -27,7 +27,7 @@ def test_found_with_what_fusing_would_leave(tmp_path: Path) -> None:
     assert (found.ranks, found.verdict) == ((0,), "30 % of each step would be saved by a fused AdamW.")
     assert "50 parameter tensors" in found.summary
     assert found.changes == (
-        Change("`AdamW(..., fused=True)` (is None; foreach is False)", (Setting("fused", None, True),)),
+        Change("`AdamW(..., fused=True)` (is not set; foreach is False)", (Setting("fused", None, True),)),
     )
     assert found.evidence is not None
     assert found.evidence.rows == (("now", 4.0 * MS), ("fused, as predicted", 1.0 * MS))

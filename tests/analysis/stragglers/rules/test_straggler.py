@@ -125,7 +125,7 @@ def test_where_ranks_are_missing_the_shortest_collectives_vote(tmp_path: Path) -
 
 def test_a_missing_rank_abstains(tmp_path: Path) -> None:
     answer = ask(RULE, runs.foreign(tmp_path, *late_by(0, 0, 2 * MS)[:2]))
-    assert (answer.state, "1 of 3 ranks are not here" in answer.why) == ("not_measured", True)
+    assert (answer.state, "1 of 3 ranks missing" in answer.why) == ("not_measured", True)
 
 
 def test_one_rank_abstains(tmp_path: Path) -> None:
