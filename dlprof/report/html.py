@@ -169,7 +169,8 @@ def _tiles(result: Result) -> list[Tile]:
         tiles.append(Tile(formatting.duration(window.step_ns), what))
         first = result.found[0] if result.found else None
         if first is not None and first.scope == "step" and 0 < first.saving_ns < window.step_ns:
-            tiles.append(Tile(formatting.duration(window.step_ns - first.saving_ns), "predicted if finding 1 is fixed"))
+            said = "at the least, if finding 1 is fixed" if first.at_most else "predicted if finding 1 is fixed"
+            tiles.append(Tile(formatting.duration(window.step_ns - first.saving_ns), said))
         if window.mfu is not None:
             tiles.append(Tile(formatting.percent(window.mfu), "of the device's peak arithmetic is used (MFU)"))
     computing = formatting.mean_shares(result.time).get("computation")

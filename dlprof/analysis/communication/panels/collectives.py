@@ -14,8 +14,8 @@ MOST_ROWS = 40
 _COLUMNS = {
     "name": "collective",
     "ranks": "ranks",
-    "class_": "size of one",
-    "count": "a step",
+    "class_": "size of each",
+    "count": "calls a step",
     "bytes": "data a step_bytes",
     "wait_ns": "waiting_ns",
     "transfer_ns": "transfer_ns",
@@ -23,7 +23,7 @@ _COLUMNS = {
     "busbw": "bus bandwidth per second_bytes",
     "of_peak": "link's peak_share",
     "culprit": "last rank",
-    "late": "last in",
+    "late": "came last in",
     "matched": "of",
 }
 
@@ -38,7 +38,7 @@ def draw(exchanged: pd.DataFrame, unmatched: str, bandwidth: pd.DataFrame) -> li
         **{name: exchanged[name].astype("Int64").where(known) for name in ("culprit", "late", "matched")},
     )
     note = (
-        "Of a step and a rank, hidden time included. Transfer is the least time over the ranks (of what is sent, the"
+        "Per step and rank, hidden time included. Transfer is the least time over the ranks (of what is sent, the"
         " receiver's from when both had come); bytes over it is the algorithm's bandwidth, and the bus bandwidth is"
         " what that asks of each link (nccl-tests' factors)."
     )

@@ -118,7 +118,7 @@ def _evidence(links: pd.DataFrame) -> Panel:
         "collective": "collective",
         "on": "ranks",
         "each": "size_bytes",
-        "count": "a step",
+        "count": "calls a step",
         "took_ns": "transfer of one_ns",
         "alike_ns": "others like it_ns",
         "busbw": "on the bus, a second_bytes",

@@ -122,7 +122,7 @@ def _evidence(small: pd.DataFrame, exposed_ns: float) -> Panel:
     """List the kinds; all exposed time is divided among them, for several at once are exposed only once."""
     share = small["exposed_ns"] / max((small["exposed_ns"] * small["ranks"]).sum(), 1)
     rows = small.assign(exposed_ns=share * exposed_ns, one_ns=small["transfer_ns"] / small["count"])
-    headings = {"collective": "collective", "ranks": "ranks", "count": "a step", "each_bytes": "mean size_bytes"}
+    headings = {"collective": "collective", "ranks": "ranks", "count": "calls a step", "each_bytes": "mean size_bytes"}
     headings |= {"one_ns": "transfer of one_ns", "exposed_ns": "exposed a step_ns"}
     return table("The small collectives of a step", rows.sort_values("exposed_ns", ascending=False), headings, most=12)
 

@@ -61,7 +61,7 @@ def _heaviest(heaviest_operators: pd.DataFrame, ranks: list[int], job: Job) -> P
     tops = ", ".join(f"{quantity(peak, 'FLOP')}/s in {precision}" for precision, peak in peaks.items())
     known = f"{device} computes {tops} and moves {size(bandwidth)}/s at most (its data sheet)." if peaks else ""
     note = (
-        "Time a traced step in the kernels that it launched, on a CPU in itself; bound by what takes longer at the"
+        "Time in a traced step: of the kernels that it launched, on a CPU its own. Bound by what takes longer at the"
         f" device's peaks, or by launching where a kernel takes less than 10 µs. {known}"
     ).strip()
     who, most = of_ranks(ranks)

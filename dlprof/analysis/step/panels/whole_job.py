@@ -33,7 +33,7 @@ def draw(whole_job: pd.DataFrame) -> list[Panel]:
     if len(shown) < 2:
         raise NotMeasured("all of the job were steady steps")
     shown["steps"] = shown["steps"].astype(object).where(shown["part"] != _PARTS["setup"], "")
-    note = "Findings and their savings are of the steady steps, but for those outside of them."
+    note = "Findings and their savings are of the steady steps, except those about the time outside them."
     note = f"Means over {ranks} ranks. {note}" if ranks > 1 else note
     headings = {"part": "", "steps": "how many", "ns": "time_ns", "share": "share"}
     return [table("The whole job", shown, headings, note=note)]

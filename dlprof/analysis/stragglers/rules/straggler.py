@@ -102,7 +102,7 @@ def explain(estimate: Estimate, who_waits: Maybe[pd.DataFrame], job: Job) -> Exp
     mine, others = (float(ranks["wait_ns"][which].mean()) for which in (is_late, ~is_late))
     waits = f"waits for others {duration(mine)} a step" if mine else "waits for none of them"
     verdict, how = "", f"{who} at the pace of the next slowest rank"
-    why = ". That none of its work is moved to the others is assumed: nothing tells that they do less for it."
+    why = ". That none of its work is moved to the others is assumed: nothing shows that they do less for it."
     if because.shared:
         verdict = f"{percent(late.share)} of each step is lost as {who} holds more of the model than the others."
         how = "the ranks' work shared out evenly"

@@ -17,7 +17,7 @@ def test_groups_of_as_many_ranks_share_a_row(tmp_path: Path) -> None:
     (panel,) = asked(runs.measured(runs.foreign(tmp_path, *exchanging((0, 1), (2, 3))), bandwidth), draw)
     assert [row[:4] for row in panel.rows] == [("all_reduce in 2 groups", 2, "below 256 MiB", 1)]
     assert panel.rows[0][5:10] == pytest.approx((250_000, 1_000_000, 40e9, 40e9, 40 / 450))
-    assert panel.columns[10:] == ("last rank", "last in", "of")
+    assert panel.columns[10:] == ("last rank", "came last in", "of")
     assert panel.rows[0][10:] == (1, 1, 1)
 
 
