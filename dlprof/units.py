@@ -97,7 +97,7 @@ def typed(n: float) -> int:
     """Return the least number that is not below n and that a person would type: 120, 150, 4000; any below 10."""
     if n <= 10:
         return math.ceil(n)
-    power = 10 ** math.floor(math.log10(n))
+    power = 10.0 ** math.floor(math.log10(n))
     return next(round(of * power) for of in _TYPED if of * power >= n * (1 - 1e-9))
 
 

@@ -56,9 +56,11 @@ def test_what_findings_claim_twice_is_saved_once(job: Run) -> None:
 
 
 def test_a_change_that_two_findings_advise_is_made_once(job: Run) -> None:
-    def advising(share: float, name: str, saves_from: str, **settings: tuple[str | None, str]) -> Rule:
+    def advising(share: float, name: str, saves_from: str, mode: str = "") -> Rule:
+        advised = change("Change it.", mode=(None, mode)) if mode else change("Change it.")
+
         def explain(_: Estimate) -> Explanation:
-            return Explanation(title="Found", summary="So.", changes=(change("Change it.", **settings),))
+            return Explanation(title="Found", summary="So.", changes=(advised,))
 
         return replace(rule(finding(share, ranks=(0, 1)), name, (saves_from,)), explain=explain)
 
@@ -67,9 +69,9 @@ def test_a_change_that_two_findings_advise_is_made_once(job: Run) -> None:
         assert most is not None
         return most.share
 
-    graphs = advising(0.1, "a", "computation", mode=(None, "reduce-overhead"))
-    assert together(graphs, advising(0.05, "b", "input_wait", mode=(None, "reduce-overhead"))) == pytest.approx(0.1)
-    assert together(graphs, advising(0.05, "b", "input_wait", mode=(None, "max-autotune"))) == pytest.approx(0.15)
+    graphs = advising(0.1, "a", "computation", mode="reduce-overhead")
+    assert together(graphs, advising(0.05, "b", "input_wait", mode="reduce-overhead")) == pytest.approx(0.1)
+    assert together(graphs, advising(0.05, "b", "input_wait", mode="max-autotune")) == pytest.approx(0.15)
     assert together(advising(0.1, "a", "computation"), advising(0.05, "b", "input_wait")) == pytest.approx(0.15)
 
 

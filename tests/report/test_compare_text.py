@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from dlprof.analysis.compare.predictions import CameTrue
 from dlprof.report import compare_text
 from dlprof.report.terminal import columns
 from tests.fixtures import comparisons
@@ -60,7 +61,7 @@ def test_without_noise_nothing_is_claimed() -> None:
 @pytest.mark.parametrize(
     ("reached", "verdict", "said"), [(-12.5, "missed", False), (0.65, "partly", True), (40.0, "better", False)]
 )
-def test_a_share_of_the_gain_is_said_where_it_says_something(reached: float, verdict: str, said: bool) -> None:
+def test_a_share_of_the_gain_is_said_where_it_says_something(reached: float, verdict: CameTrue, said: bool) -> None:
     c = comparisons.fixed()
     assert c.prediction is not None
     assert c.step is not None
