@@ -54,7 +54,6 @@ MOST_RANKS = 512
 # spread over the training steps, its share and speed-up are the training loop's. risk: no time is saved, but the job
 # may fail.
 Scope = Literal["step", "job", "risk"]
-# does_not_apply: the run cannot have it (no GPU, one rank, no pipeline). Older results say not_measured instead.
 State = Literal["found", "clear", "not_measured", "does_not_apply", "error"]
 Shape = Literal["table", "bars", "lines", "areas", "timeline", "flame"]
 
@@ -310,13 +309,13 @@ class Result(msgspec.Struct, frozen=True):
 
 
 # Names of facts, and of a class of size, as an older dlprof wrote them.
-_FACTS = {
+_OLDER = {
     "clocks brought together, ahead by": "hosts' clocks run ahead by (corrected for)",
     "ends of a collective then differ by": "after that, the ends of one collective differ by",
     "none that dlprof knows": "no DataLoader",
     "kernels' time in products whose unit no name tells": "kernels' time in products of unknown unit",
+    "not told": "unknown size",
 }
-_SIZES = {"not told": "unknown size"}
 
 # Fields that a result.json of this format may lack.
 _LATER = ("blame", "together", "steps", "work", "exchanges", "tried")
@@ -370,8 +369,8 @@ def from_json(data: Any) -> Result:
         result = msgspec.convert(_upgraded(data) if data["format"] == 1 else data, Result)
     except msgspec.ValidationError as e:
         raise DlprofError(f"result.json is not a dlprof result: {e}") from None
-    facts = tuple(msgspec.structs.replace(f, name=_FACTS.get(f.name, f.name)) for f in result.facts)
-    exchanges = tuple(msgspec.structs.replace(e, size=_SIZES.get(e.size, e.size)) for e in result.exchanges)
+    facts = tuple(msgspec.structs.replace(f, name=_OLDER.get(f.name, f.name)) for f in result.facts)
+    exchanges = tuple(msgspec.structs.replace(e, size=_OLDER.get(e.size, e.size)) for e in result.exchanges)
     return msgspec.structs.replace(result, facts=facts, exchanges=exchanges)
 
 

@@ -11,7 +11,20 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.result import FORMAT, Change, Outcome, Panel, Result, RunInfo, Setting, from_json, schema, to_json
+from dlprof.result import (
+    FORMAT,
+    Change,
+    Exchange,
+    Fact,
+    Outcome,
+    Panel,
+    Result,
+    RunInfo,
+    Setting,
+    from_json,
+    schema,
+    to_json,
+)
 from tests.fixtures import results
 
 REPORTS = Path(__file__).parent.parent / "reports"
@@ -137,3 +150,14 @@ def test_the_schema_refuses_what_is_no_result() -> None:
         jsonschema.validate(plain(EMPTY) | {"format": 1}, schema())
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(plain(EMPTY) | {"outcomes": [{"id": 5}]}, schema())
+
+
+def test_names_that_an_older_dlprof_wrote_are_read_as_todays() -> None:
+    exchange = Exchange("all_reduce", 2, "not told", 1.0, 1e6)
+    fact = Fact("Across ranks", "clocks brought together, ahead by", "node-1 3.00 µs")
+    read = from_json(to_json(Result(RunInfo("run"), None, exchanges=(exchange,), facts=(fact,))))
+    assert (read.exchanges[0].size, read.facts[0].name) == (
+        "unknown size",
+        "hosts' clocks run ahead by (corrected for)",
+    )
+    assert from_json(to_json(read)) == read
