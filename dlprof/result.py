@@ -130,7 +130,7 @@ class RankCost(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The outcome of one rule on one run: one of found, clear, not_measured, does_not_apply, error (the latter: `why`).
+    """The outcome of one rule on one run: found, clear, or, with `why`, not_measured, does_not_apply or error.
 
     If it is found or clear, `saving_ns`, `share`, `noise_ns` and `by_rank` are what the rule estimated.
     """

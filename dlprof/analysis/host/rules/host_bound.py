@@ -113,13 +113,11 @@ def explain(
         least = LEAST_SHARE * mean_step_ns
         in_loop, launches = in_loop * (host_gains[SCRIPT] >= least), launches * (host_gains[LAUNCHES] >= least)
     title, _, sure = _SAID[cause]
-    idle = f"the device of rank {rank} has nothing to do, as its host has launched nothing"
-    if cause == ON_CPU:
-        idle = f"rank {rank} runs Python and computes nothing"
+    idle = "runs Python and computes nothing" if cause == ON_CPU else "has no device work, as it has launched nothing"
     return Explanation(
         title=title,
-        summary=f"For {duration(estimate.by_rank_ns[rank])} of {duration(mean_step_ns)} {idle}: {percent(in_python)} of"
-        f" that is Python between operators{longest}.{seen}",
+        summary=f"For {duration(estimate.by_rank_ns[rank])} of {duration(mean_step_ns)} rank {rank} {idle}:"
+        f" {percent(in_python)} of that is Python between operators{longest}.{seen}",
         changes=tuple(launches + in_loop if cause == LAUNCHES else in_loop + launches)
         or (_LISTED if cause == ON_CPU else _LARGER,),
         evidence=table(
