@@ -80,7 +80,9 @@ class Frames:
         line, end_line, column, end_column = _position(frame) if is_call else (frame.f_lineno, 0, 0, 0)
         path = os.path.join(self._here, code.co_filename)  # noqa: PTH118
         digest, lines = self._source(path)
-        text = b"".join(lines[line - 1 : min(max(line, end_line), line + _MOST_LINES)]).decode(errors="replace")
+        lines = lines[line - 1 : min(max(line, end_line), line + _MOST_LINES)]
+        # Joined into one line, a comment would take what follows it.
+        text = b"".join(lines if b"#" not in b"".join(lines) else lines[:1]).decode(errors="replace")
         if not text and code.co_filename in linecache.cache:
             text = linecache.getline(code.co_filename, line)  # of a cell of a notebook, which is no file
         return Place(
@@ -103,11 +105,14 @@ class Frames:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except OSError:
                 return self._read[path]
-            with open(fd, "rb") as file:  # noqa: PTH123 - a descriptor
+            try:
                 known = os.fstat(fd)
                 if stat.S_ISREG(known.st_mode) and known.st_size <= MOST_FILE_BYTES and known.st_mtime <= self._since:
-                    data = file.read(MOST_FILE_BYTES)
+                    with open(fd, "rb", closefd=False) as file:
+                        data = file.read(MOST_FILE_BYTES)
                     self._read[path] = hashlib.sha256(data).hexdigest(), data.splitlines(keepends=True)
+            finally:
+                os.close(fd)
         return self._read[path]
 
 

@@ -47,7 +47,9 @@ def test_a_call_has_its_line_function_and_text(tmp_path: Path) -> None:
     assert place.via == ""
     if POSITIONS:
         assert (place.end_line, place.column, place.end_column) == (5, 8, 5)
-        assert place.source == "x = look( # the loader 1, size='ü', )"
+        assert place.source == "x = look( # the loader"
+        joined = held(tmp_path / "joined.py", "look(\n    1,\n    size='ü'\n)\n", tmp_path).place
+        assert joined.source == "look( 1, size='ü' )"
 
 
 def test_a_file_outside_the_working_directory_keeps_its_whole_name(tmp_path: Path) -> None:
