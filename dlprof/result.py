@@ -41,8 +41,7 @@ SAVING = (
     "steps, spread over the training steps."
 )
 
-# Of a rank's steady steps, next to their mean.
-QUANTILES = (0.05, 0.5, 0.95, 1.0)
+QUANTILES = (0.05, 0.5, 0.95, 1.0)  # of a rank's steady steps, next to their mean
 
 # The most operators, and kernels, that are kept: the lightest of them take far less than a hundredth of a step. And the
 # most ranks whose costs are kept of each bottleneck.
@@ -104,7 +103,7 @@ class Setting(msgspec.Struct, frozen=True):
 class Place(msgspec.Struct, frozen=True):
     """A line of the user's, its file named from the job's working directory; of a library: its own file, `line` 0.
 
-    `share`: of the stacks seen in a phase; None: of a call. `what`: the call's text, or the phase and what it called.
+    `share`: of the stacks seen in a phase; None: of a call. `what`: the call's text, or the phase and what was called.
     """
 
     file: str

@@ -91,11 +91,11 @@ def _write_patch(result: Result, path: Path, file: Path, numerics: bool, tell: b
         for wanted in where.wanted(change, where.role_of(outcome.id))
     ]
     made = patches.patch(patches.calls_of(rank.facts for rank in open_run(path).ranks), asked)
-    left = [f"not in the patch: {settings} ({place or 'nowhere'}): {why}" for settings, place, why in made.left_out]
-    for line in left if tell else ():
-        say(line)
+    left = [f"{settings}{f' at {place}' if place else ''}: {why}" for settings, place, why in made.left_out]
+    for line in left if tell and made.text else ():
+        say(f"not in the patch: {line}")
     if not made.text:
-        raise DlprofError(f"no patch: {left[0] if left else 'no finding has a change that is a keyword of a call'}")
+        raise DlprofError(f"no patch: {'; '.join(left) or 'no finding has a change that is a keyword of a call'}")
     try:
         write(file, made.text)
     except OSError as e:

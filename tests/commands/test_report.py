@@ -217,5 +217,5 @@ def test_a_patch_of_a_real_run_is_what_git_applies(tmp_path: Path, monkeypatch: 
 def test_no_patch_where_no_change_is_an_edit(job: Path) -> None:
     done = run(job, "--patch", "fix.diff")
     assert done.exit_code == 1
-    assert "no patch: no finding has a change that is a keyword of a call" in done.output
+    assert "no patch: persistent_workers: no call that takes it was recorded (loader)" in done.output
     assert not (job.parent / "fix.diff").exists()

@@ -170,7 +170,8 @@ def _literal(value: Value, text: bytes) -> bytes:
 def _inserted(lines: _Lines, call: ast.Call, argument: bytes) -> bytes:
     """Return the text with one more argument at the end of a call, in the call's own layout."""
     text, close = lines.text, lines.span(call)[1] - 1
-    arguments = [lines.span(node) for node in (*call.args, *call.keywords)]
+    given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+    arguments = [lines.span(node) for node in given]
     if not arguments:
         opened = text.index(b"(", lines.span(call.func)[1]) + 1
         return lines.replaced(opened, opened, argument)

@@ -123,7 +123,9 @@ def patch(calls: Sequence[Call], asked: Iterable[Wanted]) -> Patch:
         named_settings = ", ".join(wanted.settings)
         there = sites(calls, wanted)
         if not there:
-            left_out.append((named_settings, "", f"no call that takes it was recorded ({wanted.kind or 'no keyword'})"))
+            left_out.append(
+                (named_settings, "", f"no call that takes it was recorded ({wanted.kind or 'no keyword sets it'})")
+            )
         for call in there:
             mine = (call.file, call.line, call.span.column)
             settings = {name: v for name, v in wanted.settings.items() if (*mine, name) not in taken}

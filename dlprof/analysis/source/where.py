@@ -142,9 +142,9 @@ def _of_lines(shares: pd.DataFrame, phases: Sequence[str]) -> list[Place]:
     for phase in phases:
         mine = seen[(seen["doing"] == phase) & (seen["of"] >= LEAST_SAMPLES) & (seen["share"] >= LEAST_SHARE)]
         own = mine[mine["own"].astype(bool)]
-        for row in (own if len(own) else mine).head(MOST_LINES).itertuples(index=False):
-            what = DOING.get(phase, phase) + (f", in {row.library}" if row.library else "")
-            found.append(Place(str(row.file), int(row.line), str(row.function), float(row.share), what))
+        for row in (own if len(own) else mine).head(MOST_LINES).to_dict("records"):
+            what = DOING.get(phase, phase) + (f", in {row['library']}" if row["library"] else "")
+            found.append(Place(row["file"], row["line"], row["function"], row["share"], what))
     return found
 
 

@@ -121,8 +121,9 @@ def _position(frame: FrameType) -> tuple[int, int, int, int]:
     line = frame.f_lineno
     positions = getattr(frame.f_code, "co_positions", None)
     if positions is not None:
-        first, last, column, end = next(islice(positions(), frame.f_lasti // 2, None), (None,) * 4)
-        if None not in (first, last, column, end):
+        known = next(islice(positions(), frame.f_lasti // 2, None), (None,))
+        if None not in known:
+            first, last, column, end = known
             return first, last, column, end
     return line, 0, 0, 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -55,10 +56,11 @@ def watch(calls: Calls, is_traced: Callable[[], bool], put: Callable[..., object
     # Called with each class of modules: one of FSDP's is made when it is imported, the other where it is applied.
     def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:  # noqa: N807 - what it stands for
         super(torch.nn.Module, cls).__init_subclass__(**kwargs)
-        kind = _LATER.get(cls.__name__)
-        if kind is not None and cls.__module__.startswith("torch.distributed."):
-            put(cls, "__init__", seeing(vars(cls)["__init__"], of(kind)))
-        elif any(base.__name__ == _SHARDED for base in cls.__bases__):
-            calls.see("fsdp")
+        with contextlib.suppress(Exception):  # the script's class is made; its calls are then not named
+            kind = _LATER.get(cls.__name__)
+            if kind is not None and cls.__module__.startswith("torch.distributed."):
+                put(cls, "__init__", seeing(vars(cls)["__init__"], of(kind)))
+            elif any(base.__name__ == _SHARDED for base in cls.__bases__):
+                calls.see("fsdp")
 
     put(torch.nn.Module, "__init_subclass__", classmethod(hidden(__init_subclass__)))

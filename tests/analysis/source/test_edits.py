@@ -82,7 +82,7 @@ def test_another_name_of_the_class_is_followed(before: str, after: str) -> None:
 
 def test_several_settings_and_kinds_of_values() -> None:
     text = 'x = DataLoader(\n    data,\n    pin_memory=False,\n    worker_init_fn=None,\n)\ny = "a", "b"\n'
-    settings = {"num_workers": 2, "pin_memory": True, "multiprocessing_context": "forkserver"}
+    settings: dict[str, Any] = {"num_workers": 2, "pin_memory": True, "multiprocessing_context": "forkserver"}
     assert done(text, **settings) == (
         "x = DataLoader(\n    data,\n    pin_memory=True,\n    worker_init_fn=None,\n    num_workers=2,\n"
         '    multiprocessing_context="forkserver",\n)\ny = "a", "b"\n'
