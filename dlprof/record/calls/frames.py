@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from types import FrameType
+from typing import Any
 
 from dlprof.record import redaction
 
@@ -121,7 +122,7 @@ def _position(frame: FrameType) -> tuple[int, int, int, int]:
     line = frame.f_lineno
     positions = getattr(frame.f_code, "co_positions", None)
     if positions is not None:
-        known = next(islice(positions(), frame.f_lasti // 2, None), (None,))
+        known: tuple[Any, ...] = next(islice(positions(), frame.f_lasti // 2, None), (None,))
         if None not in known:
             first, last, column, end = known
             return first, last, column, end
