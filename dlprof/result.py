@@ -41,14 +41,11 @@ SAVING = (
     "the steady steps: what they cost is divided by the number of training steps."
 )
 
-# Of a rank's steady steps, next to their mean.
-QUANTILES = (0.05, 0.5, 0.95, 1.0)
+QUANTILES = (0.05, 0.5, 0.95, 1.0)  # of a rank's steady steps, next to their mean
 
-# The most operators, and kernels, that are kept: the lightest of them take far less than a hundredth of a step.
-MOST_WORK = 200
-
-# The most ranks whose costs are kept of each bottleneck.
-MOST_RANKS = 512
+# The most operators, and kernels, that are kept: the lightest of them take far less than a hundredth of a step. And the
+# most ranks whose costs are kept of each bottleneck.
+MOST_WORK, MOST_RANKS = 200, 512
 
 # What a finding is about. step: the mean steady step. job: time outside the steady steps; its saving is that time
 # spread over the training steps, its share and speed-up are the training loop's. risk: no time is saved, but the job
@@ -103,15 +100,32 @@ class Setting(msgspec.Struct, frozen=True):
     to: Scalar = None
 
 
+class Place(msgspec.Struct, frozen=True):
+    """A line of the user's, its file named from the job's working directory; of a library: its own file, `line` 0.
+
+    `share`: of the stacks seen in a phase; None: of a call. `what`: the call's text, or the phase and what was called.
+    """
+
+    file: str
+    line: int
+    function: str = ""
+    share: float | None = None
+    what: str = ""
+
+
 class Change(msgspec.Struct, frozen=True):
     """What a user can do: a sentence, with code as `code`, and the settings that it names.
 
-    `numerics`: whether it changes the numbers that the job computes, as another batch size or 16 bits do.
+    `numerics`: whether it changes the numbers that the job computes, as another batch size or 16 bits do. `at`: the
+    call that takes the settings, None: not known; `diff`: the edit of it, "": `no_diff` says why there is none.
     """
 
     text: str
     settings: tuple[Setting, ...] = ()
     numerics: bool = False
+    at: Place | None = None
+    diff: str = ""
+    no_diff: str = ""
 
 
 def change(text: str, *, numerics: bool = False, **settings: tuple[Scalar, Scalar]) -> Change:
@@ -155,6 +169,7 @@ class Outcome(msgspec.Struct, frozen=True):
     lost_share: float | None = None  # of the step, what the bottleneck takes; None: `share`
     at_most: bool = False  # whether the saving is the bottleneck gone, of which the change may give less
     by_rank: tuple[RankCost, ...] = ()  # the MOST_RANKS with the highest cost, by rank; () in format 1
+    where: tuple[Place, ...] = ()  # of a finding: calls, then lines that were seen
 
     @property
     def advice(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from dlprof.analysis.engine import Maybe, Measured, MeasureFailed, Progress, mea
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Rule
 from dlprof.analysis.panel import cells, drawn
 from dlprof.analysis.panels import PICTURES
+from dlprof.analysis.source.where import Source, placed
 from dlprof.analysis.step.spread import LEAST_NOISE
 from dlprof.analysis.together import Basis, Piece, pieces, speedup, together
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
@@ -61,7 +62,7 @@ def wanted(rules: Iterable[Rule]) -> list[Any]:
     asked: list[Any] = [r.check for r in rules]
     asked += [partial(r.explain, None) for r in rules]  # the estimate is given
     asked += [p.draw for p in PICTURES]
-    asked += [Basis, _window, _device, _time, _blame, _steps, _work, _exchanges]
+    asked += [Basis, Source, _window, _device, _time, _blame, _steps, _work, _exchanges]
     return [*asked, *overview.SECTIONS, notices.warnings]
 
 
@@ -69,7 +70,9 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     """Ask every rule about a run that was measured, and return the result."""
     basis = measured.call(Basis)
     asked = [_ask(rule, measured, basis) for rule in rules]
-    outcomes = [outcome for outcome, _ in asked]
+    source = measured.call(Source)
+    lines = {rule.id: rule.saves_from for rule in rules}
+    outcomes = [placed(o, lines[o.id], source) if o.state == "found" else o for o, _ in asked]
     order = {"found": 0, "clear": 1, "not_measured": 2, "does_not_apply": 3, "error": 4}
     outcomes.sort(key=lambda o: (order[o.state], -o.saving_ns, o.id))
     shown = [o.evidence for o in outcomes if o.evidence]  # and not once more as panels of the run

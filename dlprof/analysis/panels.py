@@ -8,6 +8,7 @@ from dlprof.analysis.machine.panels import samples
 from dlprof.analysis.memory.panels import memory
 from dlprof.analysis.panel import Picture
 from dlprof.analysis.pipeline.panels import pipeline
+from dlprof.analysis.source.panels import time_by_line
 from dlprof.analysis.step.panels import steps, timeline, whole_job
 
 PICTURES: tuple[Picture, ...] = (
@@ -21,6 +22,7 @@ PICTURES: tuple[Picture, ...] = (
     arithmetic.PICTURE,
     kernels.PICTURE,
     memory.PICTURE,
+    time_by_line.PICTURE,
     stacks.PICTURE,
     workers.PICTURE,
     samples.PICTURE,

@@ -23,6 +23,7 @@ SUBJECTS = (
     "memory",
     "host",
     "machine",
+    "source",
 )
 
 for _subject in SUBJECTS:

@@ -33,9 +33,28 @@ if TYPE_CHECKING:
 @click.option(
     "--redact", is_flag=True, help="Leave out the names of users, hosts and folders, so that the report can be shared."
 )
+@click.option(
+    "--patch",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the edits of the findings' changes into FILE, for `git apply`.",
+)
+@click.option(
+    "--allow-numerics", is_flag=True, help="With --patch: also changes with which other numbers are computed."
+)
 @show
 @quiet
-def report(path: Path, out: Path | None, form: str, jobs: int | None, redact: bool, show: bool, quiet: bool) -> None:
+def report(
+    path: Path,
+    out: Path | None,
+    form: str,
+    jobs: int | None,
+    redact: bool,
+    patch: Path | None,
+    allow_numerics: bool,
+    show: bool,
+    quiet: bool,
+) -> None:
     """Show where the time goes in PATH: a run, a folder of torch-profiler traces, or one trace file.
 
     Prints the verdict and writes report.html and result.json: into a run, or else into a new folder dlprof-report.
@@ -53,8 +72,36 @@ def report(path: Path, out: Path | None, form: str, jobs: int | None, redact: bo
         click.echo(verdict)
     if form != "json":
         say(f"report: {shown(html)}")
+    if patch is not None:
+        _write_patch(result, path, patch, allow_numerics, tell=form != "json")
     if show:
         browse(html)
+
+
+def _write_patch(result: Result, path: Path, file: Path, numerics: bool, tell: bool) -> None:
+    """Write the edits of all changes into a file; raise DlprofError where there is none, or it cannot be written."""
+    from dlprof.analysis.source import patches, where
+    from dlprof.read.run import open_run
+
+    asked = [
+        wanted
+        for outcome in result.found
+        for change in outcome.changes
+        if numerics or not where.changes_numbers(change)
+        for wanted in where.wanted(change, where.role_of(outcome.id))
+    ]
+    made = patches.patch(patches.calls_of(rank.facts for rank in open_run(path).ranks), asked)
+    left = [f"{settings}{f' at {place}' if place else ''}: {why}" for settings, place, why in made.left_out]
+    for line in left if tell and made.text else ():
+        say(f"not in the patch: {line}")
+    if not made.text:
+        raise DlprofError(f"no patch: {'; '.join(left) or 'no finding has a change that is a keyword of a call'}")
+    try:
+        write(file, made.text)
+    except OSError as e:
+        raise DlprofError(f"the patch could not be written: {e.strerror}: {e.filename}") from None
+    if tell:
+        say(f"patch: {shown(file)} (git apply {shown(file)}, in the folder that the job was started in)")
 
 
 def browse(page: Path) -> None:

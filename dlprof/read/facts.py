@@ -55,6 +55,14 @@ RANK: Mapping[str, Shape] = {
     ],
     "models": [{"class": str, **_all(int, "parameters parameter_bytes"), **_all({}, "dtypes ddp"), "compiled": bool}],
     "optimizers": [{"class": str, **_all(bool, "fused foreach"), **_all(int, "parameters parameter_groups")}],
+    "directory": str,
+    "calls": [
+        {
+            **_all(str, "kind file function source digest via"),
+            **_all(int, "line end_line column end_column count"),
+            "roles": [str],
+        }
+    ],
     "autocast": {"enabled": bool, "dtype": str},
     "grad_scaler": bool,
     "flops": {

@@ -19,6 +19,9 @@ from typing import Any
 
 from dlprof import marks
 from dlprof.plain import words_of
+from dlprof.record.calls.frames import Frames
+from dlprof.record.calls.seen import Calls
+from dlprof.record.calls.watched import watch
 from dlprof.record.graphs import Graphs
 from dlprof.record.loaders import forget_passes
 from dlprof.record.observed import Observed
@@ -69,7 +72,7 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
     """Hook into torch, which must be imported, and record into the run folder once this process trains."""
     recorder = Recorder(Path(run), collectors)
     try:
-        for part in (Recorder, StepClock, Phases, Observed, Graphs):
+        for part in (Recorder, StepClock, Phases, Observed, Calls, Frames, Graphs):
             for method in vars(part).values():
                 if hasattr(method, "__code__"):
                     hidden(method, with_callees=True)
@@ -78,6 +81,7 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
         _watch_optimizers(recorder)
         _watch_loaders(recorder.clock)
         _watch_graphs(Graphs(recorder))
+        watch(recorder.observed.calls, _is_traced(), put, hidden)
     except Exception:
         # A torch that is not as we know it: what hangs on it already must do nothing.
         recorder.switch_off()
@@ -205,6 +209,7 @@ def _watch_optimizers(recorder: Recorder) -> None:
 
     def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not is_traced() and clock.begin_optimizer(optimizer):
+            observed.calls.see("optimizer_step")
             _watch_exchange(recorder, optimizer)
 
     def after(_optimizer: Any, _args: Any, _kwargs: Any) -> None:

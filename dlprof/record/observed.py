@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+from dlprof.record.calls.seen import Calls
 from dlprof.record.loaders import LoaderSeen, begin_pass, settings_of
 
 # A script that makes modules or optimizers as it goes, as meta-learning does: this many of each are kept.
@@ -20,6 +21,7 @@ class Observed:
     """What the hooks have seen. References are weak: nothing of the script's lives longer for being watched."""
 
     news: bool = False  # something is not in facts.json yet
+    calls: Calls = field(default_factory=Calls)
     loaders: list[LoaderSeen] = field(default_factory=list)
     models: list[weakref.ref[Any]] = field(default_factory=list)
     optimizers: list[weakref.ref[Any]] = field(default_factory=list)
@@ -41,6 +43,7 @@ class Observed:
         self._model_ids.add(self.model_id)
         if next(module.parameters(), None) is not None:
             self.models.append(weakref.ref(module))
+            self.calls.see("forward")
             self.news = True
 
     def see_optimizer(self, optimizer: Any) -> bool:
@@ -66,6 +69,7 @@ class Observed:
                 seen = LoaderSeen(weakref.ref(loader), settings)
                 self.loaders.append(seen)
                 self.news = True
+        self.calls.see_iteration(loader, seen)
         begin_pass(iterator, seen, began_ns, took_ns)
 
     def see_autocast(self) -> None:

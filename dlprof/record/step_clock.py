@@ -69,6 +69,8 @@ class StepClock(Phases):
             if self.phases and self.phases[-1] == BACKWARD:
                 return False
             self.row.backwards += 1
+            if self.observed.calls.looks:
+                self.observed.calls.see_backward()
             if not self.started:
                 self._driver.begin()
             if self.phases or self.ranges:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from dlprof import units
 from dlprof.plain import NBSP, plain
-from dlprof.result import CATEGORIES, Outcome, Result, State, TimePart
+from dlprof.result import CATEGORIES, Change, Outcome, Place, Result, State, TimePart
 from dlprof.units import MINUS, UNKNOWN, digits
 
 _QUALIFIED = re.compile(r"^void |(?:[A-Za-z_]\w*|\(anonymous namespace\))::")
@@ -100,6 +100,21 @@ def _margin(outcome: Outcome) -> float:
     # speed-up = 1 / (1 − share), so an error of the share counts by the square of the speed-up.
     step = outcome.saving_ns / outcome.share
     return max(0.01, 2 * outcome.noise_ns / step * outcome.speedup**2)
+
+
+def where(place: Place) -> str:
+    """Return a line of the user's and what is said of it: train.py:61 in main: DataLoader(data, batch_size=4)."""
+    at = plain(f"{place.file}:{place.line}" if place.line else place.file, 120)
+    function = f" in {plain(place.function, 80)}" if place.function not in ("", "<module>") else ""
+    share = f"{percent(place.share)} of the stacks seen there, " if place.share is not None else ""
+    what = plain(place.what, 300)
+    return f"{at}{function}" + (f": {share}{what}" if share or what else "")
+
+
+def edits(change: Change, most: int = 12) -> list[str]:
+    """Return the lines that a change's diff takes out and puts in, with their signs; [] where it has none."""
+    changed = [line for line in change.diff.split("\n") if line[:1] in ("-", "+") and line[:4] not in ("--- ", "+++ ")]
+    return changed if len(changed) <= most else [*changed[: most - 1], f"… and {len(changed) - most + 1} more lines"]
 
 
 def together(result: Result) -> str:

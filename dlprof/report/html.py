@@ -30,7 +30,7 @@ from dlprof.report import formatting, looks, verdict
 from dlprof.report.figures import drawing, parts, shapes
 from dlprof.report.tried import panel as tried_panel
 from dlprof.report.tried import sentence as tried_sentence
-from dlprof.result import SAVING, Outcome, Result
+from dlprof.result import SAVING, Outcome, Place, Result
 
 
 @dataclass(frozen=True)
@@ -242,16 +242,30 @@ def _manual(text: str) -> Markup:
     return Markup("\n").join(out)
 
 
-def _diff(text: str) -> Markup:
-    """Return a unified diff as it stands, safe to show."""
-    return escape(plain(text, 20_000, keep="\n"))
-
-
 def _whole_code(text: str) -> str:
     """Return the code of an advice that is nothing but code, else ""."""
     before, _, rest = text.strip().partition("`")
     code, end, after = rest.partition("`")
     return plain(code, 2000) if end and not before + after else ""
+
+
+_SIGNS = {"+": "ins", "-": "del"}
+_MOST_DIFF = 60  # lines that are shown of a diff
+
+
+def _edits(diff: str) -> list[tuple[str, str]]:
+    """Return the lines of a diff, each with the element that it is."""
+    lines = diff.rstrip("\n").split("\n")[:_MOST_DIFF]
+    heads = ("--- ", "+++ ")
+    return [
+        ("" if line.startswith(heads) else _SIGNS.get(line[:1], ""), line.rstrip("\r").expandtabs(4)) for line in lines
+    ]
+
+
+def _where(place: Place) -> Markup:
+    """Return a line of the user's: its place as code, and what is said of it."""
+    at, _, rest = formatting.where(place).partition(": ")
+    return Markup("<code>{}</code>").format(at) + (Markup(" {}").format(rest) if rest else Markup(""))
 
 
 def colours() -> Markup:
@@ -363,7 +377,8 @@ def template(name: str) -> Template:
         loader=FunctionLoader(asset),
         bytecode_cache=None if sys.dont_write_bytecode else Compiled(str(Path(__file__).parent / "__pycache__")),
     )
-    environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code, diff=_diff)
+    environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code, edits=_edits, where=_where)
+    environment.globals["newline"] = Markup("\n")
     return environment.get_template(name)
 
 

@@ -15,6 +15,7 @@ from dlprof.cli import cli
 from dlprof.commands import report
 from dlprof.result import Outcome, from_json
 from tests.fixtures import traces
+from tests.fixtures.jobs import record
 
 
 def run(*words: str | Path) -> Result:
@@ -149,3 +150,72 @@ def test_a_trace_is_decoded_by_another_process_while_this_one_imports(tmp_path: 
     said, mine = done.stdout.decode().splitlines()
     assert said == "keeps its memory"
     assert (tmp_path / "who").read_text() not in ("", mine)
+
+
+SCRIPT = """\
+import time
+import torch
+from torch.utils.data import DataLoader
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 160
+    def __getitem__(self, n):
+        time.sleep(0.004)
+        return torch.ones(8)
+
+def main(model, optimizer):
+    held = DataLoader(Slow(), batch_size=80)
+    train = DataLoader(
+        Slow(),
+        batch_size=4,
+    )
+    for _ in range(2):
+        for batch in train:
+            model(batch).sum().backward()
+            optimizer.step()
+    with torch.no_grad():
+        for batch in held:
+            model(batch)
+
+model = torch.nn.Linear(8, 1)
+main(model, torch.optim.SGD(model.parameters(), lr=0.01))
+"""
+
+
+@pytest.mark.long
+def test_a_patch_of_a_real_run_is_what_git_applies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    record(script, folder=tmp_path / "run", options=["--no-trace"])
+    monkeypatch.chdir(tmp_path)
+    done = run("run", "--patch", "fix.diff")
+    assert done.exit_code == 0, done.output
+    result = from_json(json.loads((tmp_path / "run/result.json").read_text()))
+    (wait,) = (o for o in result.outcomes if o.id == "input_wait")
+    loader, loop = wait.where[:2]
+    assert [(p.file, p.line, p.function) for p in (loader, loop)] == [
+        ("train.py", 14, "main"),
+        ("train.py", 19, "main"),
+    ]
+    first = wait.changes[0]
+    assert first.at == loader
+    subprocess.run(["git", "init", "-q", "."], check=True, capture_output=True)
+    subprocess.run(["git", "apply", "fix.diff"], check=True, capture_output=True)
+    to = {setting.name: setting.to for setting in first.settings}
+    added = "".join(f"        {name}={value},\n" for name, value in to.items())
+    assert "num_workers" in to
+    assert script.read_text() == SCRIPT.replace("        batch_size=4,\n", f"        batch_size=4,\n{added}")
+    # The file is now another one: what was recorded of it holds no more.
+    again = run("run", "--patch", "second.diff")
+    assert again.exit_code == 1
+    assert "has changed since it was recorded" in again.output
+    assert not (tmp_path / "second.diff").exists()
+
+
+def test_no_patch_where_no_change_is_an_edit(job: Path) -> None:
+    done = run(job, "--patch", "fix.diff")
+    assert done.exit_code == 1
+    assert "no patch: persistent_workers: no call that takes it was recorded (loader)" in done.output
+    assert not (job.parent / "fix.diff").exists()

@@ -87,3 +87,16 @@ def test_of_many_ranks_the_first_and_the_odd_one_are_drawn() -> None:
     drawn = [int(r) for r in re.findall(r"^  rank (\d+) ", text, re.M)]
     assert drawn == [0, 1, 2, 3, 4, 5, 6, 7, 37]
     assert "… 55 more: computation 59 % to 61 %" in text
+
+
+def test_the_first_place_and_the_edit_stand_under_a_finding() -> None:
+    lines = [line.strip() for line in terminal.render(results.ddp(), 120).split("\n")]
+    at = lines.index("at train.py:61 in main: train = DataLoader(data, batch_size=64, num_workers=2)")
+    assert not any("data.py:41" in line for line in lines)
+    advice = next(n for n, line in enumerate(lines) if line.startswith("→ DataLoader(train"))
+    edits = [line for line in lines if line.startswith(("-  ", "+  "))]
+    assert at < advice < lines.index(edits[0])
+    assert [line.split(" ", 1)[1].strip() for line in edits] == [
+        "train = DataLoader(data, batch_size=64, num_workers=2)",
+        "train = DataLoader(data, batch_size=64, num_workers=6, persistent_workers=True)",
+    ]

@@ -62,7 +62,8 @@ class Facts:
 
     def step(self, done: Sequence[Step]) -> None:
         """Write again if there is news; a script that makes an optimizer a step always has some."""
-        if not self._recorder.observed.news and self._recorder.clock.mark == self._mark:
+        observed = self._recorder.observed
+        if not (observed.news or observed.calls.news) and self._recorder.clock.mark == self._mark:
             return
         ended_ns = done[-1].start_ns + done[-1].dur_ns
         if ended_ns > self._next_ns or self._free:
@@ -78,7 +79,10 @@ class Facts:
 
     def _write(self) -> None:
         recorder, observed = self._recorder, self._recorder.observed
-        observed.news = False
+        if observed.calls.problem:
+            problem, observed.calls.problem = observed.calls.problem, ""
+            recorder.warn(problem)
+        observed.news = observed.calls.news = False
         _unanswered.clear()
         self._mark = recorder.clock.mark
         facts = self._fixed | {
@@ -92,6 +96,8 @@ class Facts:
             "autocast": observed.autocast,
             "grad_scaler": observed.grad_scaler,
             "graphs": observed.graphs,
+            "calls": observed.calls.facts(),
+            "directory": observed.calls.directory,
             "matmul": _ask(_matmul),
             "step": {"mark": recorder.clock.mark},
             "pipeline": observed.pipeline,

@@ -37,6 +37,9 @@ _UNCOUNTED = re.compile(
     "_(cdist_forward|cudnn_rnn|fft|(efficient|flash)_attention_forward|(scaled_)?grouped_mm|(int|sparse)_mm|linalg_|thnn)"
     "|_weight_int|linalg_(cholesky|householder|inv|lu|qr)|(miopen|mkldnn)_rnn"
 )
+# Operators that read a value for the host, and that copy, maybe to another device: their lines are kept.
+_READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
+_COPIES = ("aten::_to_copy", "aten::copy_")
 _PLAIN_NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "inductor", "symm_mem")
 
 
@@ -187,6 +190,10 @@ class _Counts:
         if self._clock.phase == FETCH:
             return
         name = self._names.get(func) or self._names.setdefault(func, func._schema.name)
+        if name in _READS:
+            self._clock.observed.calls.see("sync")
+        elif name in _COPIES and len({t.device for t in (*args, out) if hasattr(t, "device")}) > 1:
+            self._clock.observed.calls.see("sync" if out.device.type == "cpu" else "copy")
         formula = _FORMULAS.get(name)
         if formula is None:
             self._others[name] += 1

@@ -24,6 +24,7 @@ from threading import get_ident
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from dlprof.record.calls.frames import own_files
 from dlprof.record.hooks import at_uninstall, hidden, put
 from dlprof.record.log import Log
 from dlprof.record.ranks import folder_of_rank
@@ -196,7 +197,7 @@ class Lines:
         except Exception as e:  # noqa: BLE001 - the script goes on
             self._problem = f"lines are off: {_reason(e)}"
             return
-        arguments = (get_ident(), _own_files())
+        arguments = (get_ident(), own_files())
         threading.Thread(target=self._choose, args=arguments, name="dlprof lines auto", daemon=True).start()
 
     def _choose(self, ident: int, is_own: Callable[[str], bool]) -> None:
@@ -320,22 +321,6 @@ class _Counts:
             for (file, first, _), lines in stats.timings.items()
             for line, hits, took in lines
         }
-
-
-def _own_files() -> Callable[[str], bool]:
-    """Return whether a file is the user's own, and not Python's, an installed package's or dlprof's, as a function."""
-    import sysconfig
-
-    paths = sysconfig.get_paths()
-    places = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    places.add(__file__.rpartition("/record/")[0])  # as co_filename is written
-    installed = ("<", *(os.path.join(place, "") for place in places))  # noqa: PTH118
-
-    @functools.cache
-    def is_own(file: str) -> bool:
-        return not (file.startswith(installed) or "/site-packages/" in file or "/dist-packages/" in file)
-
-    return is_own
 
 
 def _is_of(module: Any, path: str) -> bool:

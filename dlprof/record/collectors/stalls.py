@@ -199,6 +199,7 @@ class Stalls:
             if self._recorder is None or self._saving or get_ident() != self._thread:
                 return original(*args, **kwargs)
             self._saving = True
+            self._recorder.observed.calls.see("save")
             began = time.perf_counter_ns()
             try:
                 return original(*args, **kwargs)

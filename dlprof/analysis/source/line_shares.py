@@ -1,0 +1,80 @@
+"""Which lines of the user's files py-spy saw, by what the step was doing."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pandas as pd
+
+from dlprof.analysis.engine import RankFacts, per_rank
+from dlprof.analysis.host.stacks import is_own
+from dlprof.errors import NotMeasured
+
+# What travels of each phase: lines of the user's, and functions of libraries where none of the user's is above them.
+MOST_LINES = 60
+MOST_LIBRARY = 4
+
+_ROLES = ("main", "worker")
+_FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
+# Frames that only pass a call on say nothing of what was called.
+_PASSED = re.compile(r"(_wrapped_call_impl|_call_impl|decorate_context|wrapper|inner|__call__|<module>)$")
+_PLACE = re.compile(r".*[/\\](?:(?:site|dist)-packages|lib[/\\]python[0-9.]+)[/\\]")
+
+_LINE = ["doing", "own", "file", "line", "function"]
+
+
+@per_rank
+def line_shares(stacks: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
+    """Return the lines that were seen: doing, own, file, line, function, library, samples, of.
+
+    `doing`: fetch, forward, backward, optimizer, rest (none of these), or worker. A stack counts for the innermost line
+    of the user's; `library`: the function of a library that it was seen in most under that line, "": in none. Where
+    no line of the user's is in a stack (`own` is False) it counts for the library's innermost, without a line.
+    `samples`: in this line; `of`: all of that doing. Files are named from the job's working directory. Raises
+    NotMeasured where no stack was seen.
+    """
+    table = stacks[stacks["role"].isin(_ROLES)]
+    if not table["samples"].sum():
+        raise NotMeasured("no Python stack of the training thread was seen")
+    directory = str(rank.facts.get("directory") or "")
+    seen: Counter[tuple[str, bool, str, int, str]] = Counter()
+    under: dict[tuple[str, bool, str, int, str], Counter[str]] = {}
+    of: Counter[str] = Counter()
+    for role, phase, stack, n in zip(table["role"], table["phase"], table["stack"], table["samples"], strict=True):
+        doing = "worker" if role == "worker" else str(phase) or "rest"
+        of[doing] += n
+        place, library = _innermost(stack, directory)
+        key = (doing, *place)
+        seen[key] += n
+        under.setdefault(key, Counter())[library] += n
+    rows = [(*key, under[key].most_common(1)[0][0], n, of[key[0]]) for key, n in seen.items()]
+    frame = pd.DataFrame(rows, columns=[*_LINE, "library", "samples", "of"])
+    frame = frame.sort_values(["doing", "own", "samples", "file", "line"], ascending=[True, False, False, True, True])
+    nth = frame.groupby(["doing", "own"]).cumcount()
+    return frame[nth < frame["own"].map({True: MOST_LINES, False: MOST_LIBRARY})].reset_index(drop=True)
+
+
+def _innermost(stack: str, directory: str) -> tuple[tuple[bool, str, int, str], str]:
+    """Return the innermost line of the user's, and the library's function under it."""
+    library = ""
+    frames = [found for text in reversed(stack.split(";")) if (found := _FRAME.fullmatch(text)) is not None]
+    for function, file, line in (found.groups() for found in frames):
+        if is_own(file):
+            return (True, file.removeprefix(directory), int(line), function), library
+        if _PASSED.search(function) is None:
+            # The outermost that says something: what the user's line called.
+            library = f"{function} ({_PLACE.sub('', file)})"
+    function, file, _ = frames[0].groups() if frames else ("unknown", "", "0")
+    return (False, _PLACE.sub("", file), 0, function), ""
+
+
+def over_ranks(shares: pd.DataFrame) -> pd.DataFrame:
+    """Return `line_shares` of all ranks together, with `share` = samples / of; the line seen most first."""
+    of = shares.groupby(["rank", "doing"])["of"].first().groupby("doing").sum()
+    by = shares.sort_values("samples", ascending=False).groupby(_LINE, as_index=False, sort=False)
+    lines = by.agg({"library": "first", "samples": "sum"})
+    lines = lines.assign(of=lines["doing"].map(of))
+    return lines.assign(share=lines["samples"] / lines["of"]).sort_values(
+        ["samples", "file", "line"], ascending=[False, True, True], ignore_index=True
+    )

@@ -1,0 +1,146 @@
+"""The call sites that were seen, each once, within bounds."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from dlprof.plain import words_of
+from dlprof.record.calls.frames import Frames, Place
+
+if TYPE_CHECKING:
+    from dlprof.record.loaders import LoaderSeen
+
+# A call of a kind is looked at so often, and so many places of it are kept: a look costs microseconds, and a script
+# may make a loader, or take a step, a million times.
+LOOKS = 64
+PLACES = 12
+
+
+class Call:
+    """A place that calls of one kind came from, how many of the looks saw it, and the loaders that it is about."""
+
+    __slots__ = ("count", "kind", "loaders", "place")
+
+    def __init__(self, kind: str, place: Place) -> None:
+        self.kind = kind
+        self.place = place
+        self.count = 0
+        self.loaders: list[LoaderSeen] = []
+
+    def fact(self) -> dict[str, Any]:
+        """Return it as the facts have it."""
+        place = self.place
+        told = {
+            "kind": self.kind,
+            **{name: getattr(place, name) for name in ("file", "line", "function")},
+            "count": self.count,
+            "roles": sorted({seen.role for seen in self.loaders}),
+            **{name: getattr(place, name) for name in ("end_line", "column", "end_column", "source", "digest", "via")},
+        }
+        return {name: value for name, value in told.items() if value or name == "line"}
+
+
+class Calls:
+    """Keeps the places that calls of each kind came from.
+
+    What is made: loader, ddp, fsdp, data_parallel, optimizer, autocast, grad_scaler, compile. What is called: iteration
+    (a loop over a loader), forward (of an outermost module), backward, optimizer_step, save (of a checkpoint); and in
+    the step whose operators are counted: sync (the host gets a value), copy (to a device). `looks` are those left for
+    backward passes, which are asked for often: the caller compares before it calls.
+    """
+
+    def __init__(self) -> None:
+        self.looks = LOOKS
+        self.off = False
+        self.problem = ""  # why no call is looked at any more, until it is told
+        self.news = False
+        self._looks: Counter[str] = Counter()
+        self._calls: dict[tuple[str, str, int, int], Call] = {}
+        self._places: Counter[str] = Counter()
+        self.directory = os.path.join(_working_directory(), "")  # noqa: PTH118 - that files are named from
+        self._since = time.time()
+        self._frames: Frames | None = None
+        # Loaders by their id: a reference, where it was made, and the id of its data set.
+        self._loaders: dict[int, tuple[weakref.ref[Any], Call, int]] = {}
+
+    def facts(self) -> list[dict[str, Any]]:
+        """Return what was seen, as the facts have it."""
+        if self._frames is not None:
+            self._frames.forget_sources()
+        return [call.fact() for call in tuple(self._calls.values())]
+
+    def see(self, kind: str) -> Call | None:
+        """Keep the user's line that the caller's caller was called from, and return it; None: there is none.
+
+        It must not fail the script: what goes wrong here ends it.
+        """
+        if self.off or self._looks[kind] >= LOOKS:
+            return None
+        self._looks[kind] += 1
+        try:
+            frames = self._frames = self._frames or Frames(self.directory, self._since)
+            frame, library = frames.find(sys._getframe(1))
+            if frame is None:
+                return None
+            # The same instruction is the same call: its place is made once.
+            key = (kind, frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
+            call = self._calls.get(key)
+            if call is None:
+                if self._places[kind] >= PLACES:
+                    return None
+                self._places[kind] += 1
+                call = self._calls[key] = Call(kind, frames.place(frame, library, is_call=kind != "iteration"))
+                self.news = True
+            call.count += 1
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+            return None
+        return call
+
+    def see_backward(self) -> None:
+        """Keep where a backward pass was called."""
+        self.looks -= 1
+        self.see("backward")
+
+    def see_made(self, loader: Any) -> None:
+        """Keep where a loader was made."""
+        call = self.see("loader")
+        if call is None:
+            return
+        try:
+            self._loaders[id(loader)] = weakref.ref(loader), call, id(getattr(loader, "dataset", None))
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self._fail(e)
+
+    def see_iteration(self, loader: Any, seen: LoaderSeen) -> None:
+        """Keep where a loader is iterated, and what the calls that made it are about.
+
+        A library may have made it of one of the script's (accelerate's `prepare`): that has the same data set.
+        """
+        known = [self.see("iteration")]
+        reference, made, data = self._loaders.get(id(loader), (None, None, 0))
+        if made is not None and reference is not None and reference() is loader:
+            known.append(made)
+            if made.place.via:
+                known += [call for _, call, of in self._loaders.values() if of == data and not call.place.via]
+        for call in known:
+            if call is not None and seen not in call.loaders and len(call.loaders) < LOOKS:
+                call.loaders.append(seen)
+
+    def _fail(self, error: Exception) -> None:
+        self.off = True
+        self.looks = 0
+        self.problem = f"lines of the script are not named: {words_of(error)}"
+        self.news = True
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109 - no cost at the start of a job
+    except OSError:  # it was removed
+        return os.sep
