@@ -268,17 +268,14 @@ class Blame(msgspec.Struct, frozen=True):
 
 
 class ForeignLoad(msgspec.Struct, frozen=True):
-    """What programs outside the job used of a host's cores while training was steady, on the host that felt it most.
-
-    `disturbs`: they took what the job would have used, so that this run cannot clear it of anything.
-    """
+    """What programs outside the job used of a host's cores while training was steady, on the host that felt it most."""
 
     host: str
     cores: float  # of the host
     used: float  # cores in use
     foreign: float  # of these, by programs outside the job
     waited: float | None = None  # share of the time that a training thread was ready and had no core; None: not known
-    disturbs: bool = False
+    disturbs: bool = False  # they took what the job would have used: this run clears it of nothing
 
 
 class Fact(msgspec.Struct, frozen=True):

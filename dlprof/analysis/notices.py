@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import pandas as pd
 
 from dlprof.analysis.engine import Job, Maybe, Measured
-from dlprof.analysis.machine.foreign import in_words
 from dlprof.analysis.step.breakdown import part
 from dlprof.read.run import together
-from dlprof.units import count, digits, few, percent
+from dlprof.units import count, digits, few, percent, used_by_others
 
 # A trace that links less of the device's work to its launches has a warning.
 _LINKED = 0.5
@@ -62,7 +61,7 @@ def _of_others(frame: pd.DataFrame | None) -> list[str]:
     first = rows[0]
     waited = None if pd.isna(first["waited"]) else float(first["waited"])
     of = f"on {first['host']}, which felt it most of {count(len(rows), 'host')}, " if len(rows) > 1 else ""
-    words = in_words(first["cores"], first["foreign"], waited)
+    words = used_by_others(first["foreign"], first["cores"], waited)
     return [f"{of}{words}: its figures hold beside them, and it cannot show that nothing is wrong"]
 
 

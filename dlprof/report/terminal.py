@@ -147,7 +147,8 @@ def _closing(result: Result, width: int) -> list[str]:
     by_state = {state: [o for o in result.outcomes if o.state == state] for state in ("clear", "not_measured", "error")}
     said = []
     if by_state["clear"]:
-        said.append(f"clear: {formatting.counted(len(by_state['clear']), 'rule')}")
+        beside = " beside other programs" if result.foreign_load and result.foreign_load.disturbs else ""
+        said.append(f"clear{beside}: {formatting.counted(len(by_state['clear']), 'rule')}")
     if by_state["not_measured"]:
         said.append(f"not measured: {len(by_state['not_measured'])} (the report says why)")
     if by_state["error"]:

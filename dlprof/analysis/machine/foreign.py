@@ -14,7 +14,6 @@ from dlprof.analysis.engine import Job, Maybe, across_ranks
 from dlprof.analysis.machine.samples import WAITED
 from dlprof.analysis.step.breakdown import part
 from dlprof.errors import NotMeasured
-from dlprof.units import digits, percent
 
 # Less than this share of a host's cores is what its own services use.
 _LITTLE = 0.05
@@ -77,9 +76,3 @@ def _felt(waits: pd.Series[float], breakdown: Maybe[pd.DataFrame], mean_step_ns:
     except NotMeasured:
         return waits
     return pd.Series(np.minimum(waits, [idle.get(int(str(r)), 0.0) / mean_step_ns for r in waits.index]), waits.index)
-
-
-def in_words(cores: float, foreign: float, waited: float | None) -> str:
-    """Say what other programs used of the cores, without a full stop."""
-    waits = "" if waited is None else f", and the training thread waited for a core {percent(waited)} of the time"
-    return f"programs outside the job used {digits(foreign)} of {cores:.0f} cores{waits}"
