@@ -64,7 +64,7 @@ def make_folder(run: Path, rank: int, restart: int, *, alone: bool) -> tuple[Pat
     other = folder.with_name(f"{folder.name}.{os.getpid()}")
     other.mkdir()
     _leave_word(run, other.name)
-    return other, rank, folder
+    return other, number, folder
 
 
 def number_of(*names: str) -> int | None:

@@ -7,7 +7,7 @@ Needs a trace, and what is sampled of the host: cores count as idle where nobody
 other programs. A job on a GPU is not judged.
 
 Saving: the operators that PyTorch splits over threads, shorter by what such operators usually gain: with twice the
-threads products take 0.57 and others 0.66 of their time. The most that they could gain, as many times as there are more
+threads products take 0.54 and others 0.62 of their time. The most that they could gain, as many times as there are more
 threads, is given beside it: memory, caches and small pieces of work decide how much of it is reached. It is an
 estimate, so try it before you keep it.
 
