@@ -46,7 +46,7 @@ def test_other_programs_are_named_where_they_disturb(job: Job) -> None:
     assert "25 % of the time" in first
     assert missing.startswith("1 of 3 ranks")
     _, alone = found(job, both.iloc[1:])
-    assert alone.startswith("programs outside the job used 1.00 of 4 cores: ")
+    assert alone.startswith("programs outside the job used 1 of 4 cores: ")
     assert len(found(job, both.assign(disturbs=0))) == 1
 
 

@@ -6,8 +6,10 @@ import re
 import unicodedata
 
 import pytest
+from msgspec.structs import replace
 
 from dlprof.report import looks, terminal
+from dlprof.result import ForeignLoad
 from tests.fixtures import results
 
 
@@ -87,3 +89,11 @@ def test_of_many_ranks_the_first_and_the_odd_one_are_drawn() -> None:
     drawn = [int(r) for r in re.findall(r"^  rank (\d+) ", text, re.M)]
     assert drawn == [0, 1, 2, 3, 4, 5, 6, 7, 37]
     assert "… 55 more: computation 59 % to 61 %" in text
+
+
+def test_rules_are_not_clear_where_other_programs_used_the_cores() -> None:
+    load = ForeignLoad("node-1", cores=2.0, used=2.0, foreign=1.0, waited=None, disturbs=True)
+    text = terminal.render(replace(results.healthy(), foreign_load=load))
+    assert "clear beside other programs: " in text
+    assert "clear: " not in text
+    assert "clear: " in terminal.render(results.healthy())

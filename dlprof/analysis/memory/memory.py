@@ -29,9 +29,9 @@ _GOES_ON = 0.5  # the second half of the readings grows by at least this share o
 _EACH_PART = 1 / 3  # what each step keeps comes evenly: each part grows by at least this share of their mean
 _VISIBLE = 0.02  # and by so much of what was held, or the interpreter's own bookkeeping would count
 
-# Of fewer readings only what is large and steady is judged: the mean of what it grows by from one to the next is this many
-# standard errors of it, the second half grows by this share of what the first half does, and what is left is no more
-# than so many times what it grew by. A cache that fills, or garbage, slows down or falls back meanwhile.
+# Of fewer readings only what is large and steady is judged: the mean of what it grows by from one to the next is this
+# many standard errors of it, the second half grows by this share of what the first half does, and what is left is no
+# more than so many times what it grew by. A cache that fills, or garbage, slows down or falls back meanwhile.
 _STEADY, _EVEN, _SOON = 4.0, 0.75, 10.0
 
 # What is sampled of a rank's memory, the better metric first: what is mapped from files does not count.

@@ -106,5 +106,3 @@ def test_only_ranks_whose_units_are_known_are_judged(tmp_path: Path) -> None:
     assert asked(computing(tmp_path / "none", units=["avx2"]))["fp32_saved_ns"].to_list() == [0.0]
     with pytest.raises(NotMeasured, match="not recorded"):
         asked(computing(tmp_path / "old"))
-
-

@@ -57,7 +57,7 @@ def test_as_many_threads_as_cores_are_not_blamed_but_a_long_wait_is_no_all_clear
 
 
 def test_an_operator_waits_for_all_threads_of_its_pool(tmp_path: Path) -> None:
-    """Main thread and the other one each have a core for 45 % of the time; all of the step may be one split operator."""
+    """Main thread and the other one each have a core for 45 % of the time; all of the step may be one operator."""
     both = ask(RULE, crowded(tmp_path / "both", 0.55, 0.55, threads=2, pool=0.55, count=2, affinity=2))
     assert both.state == "found"
     assert both.share == pytest.approx(1 - 0.45 * 0.45 * 2)
