@@ -65,7 +65,7 @@ def test_other_programs_are_named_where_they_disturb(job: Job) -> None:
     ],
 )
 def test_a_window_unlike_the_job_is_said_to_be_so(job: Job, window: dict[str, float], warned: bool) -> None:
-    assert len(found(job, **window)) == 1 + warned  # and the missing rank
+    assert len(found(job, None, **window)) == 1 + warned  # and the missing rank
 
 
 def test_what_many_ranks_warn_of_is_one_warning(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def core_waits(
     return frame.join(means.reindex(columns=list(_OF_PROCESS))).rename_axis("rank").reset_index()
 
 
-def _lost(row: Mapping[Any, Any], split: float) -> float:
+def _lost(row: Mapping[Any, float], split: float) -> float:
     """Return what share of the step a rank loses to more threads than cores.
 
     An operator that is split goes on only while its main thread and the one that it waits for both have a core. With as
@@ -74,7 +74,7 @@ def _lost(row: Mapping[Any, Any], split: float) -> float:
     if math.isnan(row["pool_waited"]):
         return 0.0
     going = (1 - row["waited"]) * (1 - row["pool_waited"])
-    return max(1 - going * (1 + split * (row["threads"] / row["cores"] - 1)), 0.0)
+    return max(1.0 - going * (1 + split * (row["threads"] / row["cores"] - 1)), 0.0)
 
 
 @across_ranks

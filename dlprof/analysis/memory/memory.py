@@ -7,6 +7,7 @@ from math import nan
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof.analysis import settings
 from dlprof.analysis.compute.kernels import TIMES
@@ -171,8 +172,9 @@ def memory_growth(
             held.append((what, metric, _beyond(mine, samples.get()) if what == "process" else mine, left))
     rows = []
     for what, metric, mine, left in held:
-        read = (steps, mine["at_ns"], mine["value"])
-        grown = _growth(*read) if len(mine) >= PARTS * _A_PART else _steep(*read, left)
+        at, bytes_ = mine["at_ns"], mine["value"]
+        enough = len(mine) >= PARTS * _A_PART
+        grown = _growth(steps, at, bytes_) if enough else _steep(steps, at, bytes_, left)
         rows += [{"what": what, "metric": metric, **grown, "left_bytes": left}] if grown else []
     if not rows:
         raise NotMeasured(f"fewer than {PARTS * _A_PART} readings of memory while training was steady")
@@ -271,7 +273,7 @@ def _steep(
 ) -> dict[str, float] | None:
     """Return the same of few readings, if what is held grows much and steadily; None: they cannot tell."""
     at, held = np.searchsorted(steps["start_ns"], at_ns), held_bytes.to_numpy(dtype=float)
-    each = np.diff(held)
+    each: NDArray[np.float64] = np.diff(held)
     half = len(each) // 2
     if half < 2 or at[-1] <= at[0]:
         return None

@@ -24,7 +24,7 @@ def units() -> list[str] | None:
     flags = core.get("flags", core.get("Features"))
     if flags is None:
         return None
-    found = _UNITS.intersection(flags.split())
+    found = set(_UNITS.intersection(flags.split()))
     # A kernel, or a virtual machine, may have the flag and yet grant no tiles.
     tiles = getattr(getattr(sys.modules.get("torch"), "cpu", None), "_is_amx_tile_supported", None)
     if "amx_tile" in found and tiles is not None and not tiles():

@@ -18,7 +18,8 @@ from tests.fixtures.readings import crowded
 
 def load(path: Path) -> dict[str, Any]:
     """Return the row of the host that felt it most."""
-    return dict(runs.measured(path, foreign_load).frame(foreign_load).to_dict("records")[0])
+    frame = runs.measured(path, foreign_load).frame(foreign_load)
+    return {str(name): value for name, value in frame.to_dict("records")[0].items()}
 
 
 def test_the_job_is_told_from_what_else_runs(tmp_path: Path) -> None:
