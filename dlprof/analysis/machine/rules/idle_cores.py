@@ -43,7 +43,7 @@ _COLUMNS = {
 
 
 def check(
-    spare_cores: pd.DataFrame,
+    spare_cores: Maybe[pd.DataFrame],
     cpu_parts: Maybe[pd.DataFrame],
     own_time: pd.DataFrame,
     breakdown: Maybe[pd.DataFrame],
@@ -52,7 +52,7 @@ def check(
     """Estimate what the idle cores would take off the ranks' computation."""
     if not settings.on_cpu(job):
         return nothing("a GPU computes, and not the CPU's threads")
-    frame = spare_cores.assign(expected_ns=0.0, most_ns=0.0)
+    frame = spare_cores.get().assign(expected_ns=0.0, most_ns=0.0)
     few = frame[frame["more"] > frame["threads"]]
     if few.empty:
         row = frame.nlargest(1, "idle").iloc[0]
