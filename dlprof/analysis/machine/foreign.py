@@ -44,6 +44,7 @@ def foreign_load(
     if not {"cores", "cpu_cores", "job_cpu_cores"} <= set(means.columns):
         raise NotMeasured("what the job used of the host's cores was not sampled")
     means = means.dropna(subset=["cores", "cpu_cores", "job_cpu_cores"])
+    workers = sample_means[sample_means["metric"] == "children_cpu_cores"].set_index("rank")["mean"]
     waits = sample_means[sample_means["metric"] == WAITED].set_index("rank")["mean"]
     waits = _felt(waits, breakdown, mean_step_ns, job)
     hosts = {rank: settings.host(job, rank) for rank in job.ranks}
@@ -54,8 +55,9 @@ def foreign_load(
         waited = float(waits.reindex(here).max())
         used, ours, cores = (float(row[name]) for name in ("cpu_cores", "job_cpu_cores", "cores"))
         foreign = max(used - ours, 0.0)
-        # A job of no more threads than cores would wait for none of them alone.
+        # A job of no more threads than cores, and of no workers, would wait for none of them alone.
         alone = all((settings.threads(job, rank) or 1) <= (settings.cores_per_rank(job, rank) or 1) for rank in here)
+        alone &= float(workers.reindex(here).sum()) < _LITTLE * cores
         lost = waited * (1.0 if alone else foreign / max(used, 1e-9))
         full = used >= _FULL * cores and foreign >= 2 * _LITTLE * cores
         disturbs = full or (foreign >= _LITTLE * cores and lost >= _NOTABLE)

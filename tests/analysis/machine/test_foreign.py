@@ -38,6 +38,15 @@ def test_a_job_with_too_many_threads_makes_itself_wait(tmp_path: Path) -> None:
     assert row["lost"] == pytest.approx(0.3 / 5, abs=0.005)
 
 
+def test_a_job_whose_workers_need_its_cores_makes_itself_wait(tmp_path: Path) -> None:
+    path = crowded(tmp_path, 0.3, threads=4, others=6.0, ours=6.0)
+    processes = path / "ranks/00000/processes.jsonl"
+    lines = [json.loads(line) for line in processes.read_text().splitlines()]
+    processes.write_text("".join(json.dumps(row | {"children_cpu_s": 4.0 * n}) + "\n" for n, row in enumerate(lines)))
+    row = load(path)
+    assert row["lost"] == pytest.approx(0.3 * 2 / 8)
+
+
 @pytest.mark.parametrize(
     ("waits", "others", "ours", "disturbs"),
     [
