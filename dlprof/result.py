@@ -283,6 +283,17 @@ class Blame(msgspec.Struct, frozen=True):
     share: float
 
 
+class ForeignLoad(msgspec.Struct, frozen=True):
+    """What programs outside the job used of a host's cores while training was steady, on the host that felt it most."""
+
+    host: str
+    cores: float  # of the host
+    used: float  # cores in use
+    foreign: float  # of these, by programs outside the job
+    waited: float | None = None  # share of the time that a training thread was ready and had no core; None: not known
+    disturbs: bool = False  # they took what the job would have used: this run clears it of nothing
+
+
 class Fact(msgspec.Struct, frozen=True):
     """One line of the report's facts of the run."""
 
@@ -316,6 +327,7 @@ class Result(msgspec.Struct, frozen=True):
     work: tuple[Work, ...] = ()  # the heaviest of each kind, MOST_WORK at most, heaviest first
     exchanges: tuple[Exchange, ...] = ()
     tried: Tried | None = None  # what `dlprof try` measured; None: nothing was tried
+    foreign_load: ForeignLoad | None = None  # None: not known
 
     @property
     def found(self) -> tuple[Outcome, ...]:
@@ -333,7 +345,7 @@ _OLDER = {
 }
 
 # Fields that a result.json of this format may lack.
-_LATER = ("blame", "together", "steps", "work", "exchanges", "tried")
+_LATER = ("blame", "together", "steps", "work", "exchanges", "tried", "foreign_load")
 
 
 def plain(value: Any) -> Any:

@@ -114,3 +114,9 @@ def few(things: Sequence[object], most: int) -> str:
 def short(text: str, most: int) -> str:
     """Return a name that is at most so long: an ellipsis stands for the rest of a longer one."""
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def used_by_others(foreign: float, cores: float, waited: float | None) -> str:
+    """Say what programs outside a job used of its host's cores, and how long its training thread waited for one."""
+    waits = "" if waited is None else f", and its training thread waited for one {percent(waited)} of the time"
+    return f"programs outside the job used {digits(foreign)} of {cores:.0f} cores{waits}"

@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 FAULTS = {
     "blocking_copies": "blocking_copy",  # from pinned memory, but each is waited for
     "no_workers": "input_wait",  # the training thread reads
+    "one_thread": "idle_cores",  # on the CPU, whose other cores do nothing
     "pageable": "pageable_copy",  # batches copied to the GPU from ordinary memory
     "slow_collate": "input_wait",  # samples put together number by number, in Python
     "slow_storage": "input_wait",  # each read waits, for longer than the workers can hide
@@ -45,16 +46,19 @@ HEALTHY = {
     "spawned": "--start-method spawn",
     "tar": "--storage tar",
 }
+# What else a fault needs, to cost more than a little.
+SHOWN_WITH = {"one_thread": "--storage mapped --workers 0 --read-ms 0 --batch-size 512"}
 NEEDS_GPU = ("blocking_copies", "pageable")  # on the CPU no batch is copied
 RANKS = 1  # no distributed job
 
 
 def plant(args: argparse.Namespace) -> None:
     """Change the settings of a healthy run into those of a run with args.fault. No other code asks for the fault."""
-    healthy = {"collate": None, "first_worker_ms": 0.0}
+    healthy: dict[str, Any] = {"collate": None, "first_worker_ms": 0.0, "threads": None}
     faulty: dict[str, dict[str, Any]] = {
         "blocking_copies": {"pin_memory": True, "non_blocking": False},
         "no_workers": {"workers": 0, "read_ms": max(args.read_ms, 0.5)},
+        "one_thread": {"threads": 1},
         "pageable": {"pin_memory": False, "non_blocking": False},
         "slow_collate": {"workers": 1, "collate": slow_collate},
         "slow_storage": {"read_ms": 4.0},
@@ -233,6 +237,8 @@ def build_loader(args: argparse.Namespace, folder: Path) -> DataLoader[Record]:
 def main() -> None:
     args = parse()
     folder = make_records(args.data, args.records)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     layers = [layer for _ in range(args.layers) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)).to(args.device)

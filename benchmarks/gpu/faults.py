@@ -113,6 +113,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("fsdp_gpt", "tiny_batch"): _TWO,
     ("fsdp_gpt", "whole_model"): _TWO,
     ("horovod_resnet", "*"): "needs Horovod",
+    ("loader_variants", "one_thread"): "is shown on a CPU only",
     ("pipeline_transformer", "*"): _TWO,
     ("tensor_parallel_gpt", "*"): _TWO,
 }

@@ -35,6 +35,7 @@ from dlprof.result import (
     Blame,
     DeviceTime,
     Exchange,
+    ForeignLoad,
     Outcome,
     RankCost,
     RankStep,
@@ -62,7 +63,7 @@ def wanted(rules: Iterable[Rule]) -> list[Any]:
     asked: list[Any] = [r.check for r in rules]
     asked += [partial(r.explain, None) for r in rules]  # the estimate is given
     asked += [p.draw for p in PICTURES]
-    asked += [Basis, Source, _window, _device, _time, _blame, _steps, _work, _exchanges]
+    asked += [Basis, Source, _window, _device, _time, _blame, _steps, _work, _exchanges, _foreign_load]
     return [*asked, *overview.SECTIONS, notices.warnings]
 
 
@@ -90,6 +91,7 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
         steps=measured.call(_steps),
         work=measured.call(_work),
         exchanges=measured.call(_exchanges),
+        foreign_load=measured.call(_foreign_load),
     )
 
 
@@ -276,6 +278,13 @@ def _work(work_means: Maybe[pd.DataFrame]) -> tuple[Work, ...]:
 def _exchanges(exchanged: Maybe[pd.DataFrame]) -> tuple[Exchange, ...]:
     frame = exchanged.or_none()
     return _structs(Exchange, None if frame is None else frame.assign(size=frame["size"].map(size_class)))
+
+
+def _foreign_load(foreign_load: Maybe[pd.DataFrame]) -> ForeignLoad | None:
+    frame = foreign_load.or_none()
+    if frame is None:
+        return None
+    return _structs(ForeignLoad, frame.head(1).assign(disturbs=frame["disturbs"].astype(bool)))[0]
 
 
 def _blame(blame: Maybe[pd.DataFrame], mean_step_ns: Maybe[float]) -> tuple[Blame, ...]:

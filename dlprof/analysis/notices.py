@@ -9,7 +9,7 @@ import pandas as pd
 from dlprof.analysis.engine import Job, Maybe, Measured
 from dlprof.analysis.step.breakdown import part
 from dlprof.read.run import together
-from dlprof.units import count, digits, few, percent
+from dlprof.units import count, digits, few, percent, used_by_others
 
 # A trace that links less of the device's work to its launches has a warning.
 _LINKED = 0.5
@@ -35,12 +35,14 @@ def warnings(
     step_means: Maybe[pd.DataFrame],
     breakdown: Maybe[pd.DataFrame],
     window_likeness: Maybe[pd.DataFrame],
+    foreign_load: Maybe[pd.DataFrame],
 ) -> list[str]:
     """Return the warnings about what was recorded and measured."""
     found, missing = list(job.run.warnings), job.missing_ranks
     if missing:
         are = "is" if len(missing) == 1 else "are"
         found.append(f"{len(missing)} of {job.world_size} ranks {are} missing: {few(missing, 12)}")
+    found += _of_others(foreign_load.or_none())
     means, likeness = step_means.or_none(), window_likeness.or_none()
     if likeness is not None:
         found += _of_window(job, likeness)
@@ -49,6 +51,18 @@ def warnings(
     elif means is not None and not breakdown.broke:
         found.append(f"where the time goes was not measured: {breakdown.why()}")
     return found
+
+
+def _of_others(frame: pd.DataFrame | None) -> list[str]:
+    """Say on which hosts other programs took cores that the job would have used."""
+    rows = [] if frame is None else frame[frame["disturbs"] == 1].to_dict("records")
+    if not rows:
+        return []
+    first = rows[0]
+    waited = None if pd.isna(first["waited"]) else float(first["waited"])
+    of = f"on {first['host']}, which felt it most of {count(len(rows), 'host')}, " if len(rows) > 1 else ""
+    words = used_by_others(first["foreign"], first["cores"], waited)
+    return [f"{of}{words}: its figures hold beside them, and it cannot show that nothing is wrong"]
 
 
 def _of_window(job: Job, frame: pd.DataFrame) -> list[str]:

@@ -87,6 +87,8 @@ def _of_job(job: Job) -> list[Fact]:
     section.add("ranks", f"{len(job.ranks)} of {job.world_size}")
     section.add("hosts", list(job.run.hosts) or _several(job, "host"))
     section.add("backend", _several(job, "backend"))
+    if job.apart:
+        section.add("process group", "none: each process trains by itself, and is shown as a rank")
     code, signal = job.run.exit.get("code"), job.run.exit.get("signal")
     section.add("ended", f"by signal {signal}" if signal else f"with exit code {code}" if code is not None else "")
     return section.facts
@@ -98,7 +100,7 @@ def _of_device(job: Job) -> list[Fact]:
     section.add("type", _several(job, "device", "type"))
     section.add("memory", [size(float(n)) for n in _several(job, "device", "memory_bytes") if n.isdigit()])
     section.add("capability", _several(job, "device", "capability"))
-    for key in ("count", "affinity", "quota", "torch_threads"):
+    for key in ("count", "affinity", "quota", "torch_threads", "units"):
         section.add(f"cpu {key.replace('_', ' ')}", _several(job, "cpu", key))
     return section.facts
 
@@ -257,7 +259,9 @@ def _files(job: Job, *patterns: str) -> list[str]:
     return [str(path.relative_to(job.run.path)) for path in found]
 
 
-def _of_samples(sample_means: Maybe[pd.DataFrame], mean_step_ns: Maybe[float]) -> list[Fact]:
+def _of_samples(
+    sample_means: Maybe[pd.DataFrame], mean_step_ns: Maybe[float], foreign_load: Maybe[pd.DataFrame]
+) -> list[Fact]:
     """List what was sampled during steady training."""
     means = sample_means.or_none()
     if means is None:
@@ -270,6 +274,9 @@ def _of_samples(sample_means: Maybe[pd.DataFrame], mean_step_ns: Maybe[float]) -
     host, gpu = _Section("Host"), _Section("GPU")
     used = zip(of("host", "cpu_cores"), of("host", "cores"), strict=False)
     host.add("cores in use", [f"{digits(u)} of {n:.0f}" for u, n in used])
+    others = foreign_load.or_none()
+    if others is not None:
+        host.add("cores in use by programs outside the job", _between(others["foreign"].tolist(), ""))
     host.add("cores in use by a rank's process", _between(of("processes", "cpu_cores"), ""))
     if any(of("processes", "children")):
         host.add("cores in use by its children", _between(of("processes", "children_cpu_cores"), ""))

@@ -17,7 +17,7 @@ from dlprof.analysis.compute.rules import (
 from dlprof.analysis.estimate import Rule
 from dlprof.analysis.host.rules import host_bound, host_sync, queued_wait
 from dlprof.analysis.input.rules import input_wait, slow_worker_batches, worker_restart
-from dlprof.analysis.machine.rules import thread_oversubscription, throttled_clock
+from dlprof.analysis.machine.rules import idle_cores, thread_oversubscription, throttled_clock
 from dlprof.analysis.memory.rules import (
     allocator_retries,
     blocking_copy,
@@ -41,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     gc_pauses.RULE,
     host_bound.RULE,
     host_sync.RULE,
+    idle_cores.RULE,
     input_wait.RULE,
     memory_growth.RULE,
     memory_headroom.RULE,

@@ -26,16 +26,22 @@ _NS = {"s": 1e9, "ms": 1e6, "us": 1e3, "µs": 1e3}
     metavar="'RULE<LIMIT'",
     help="What a rule's saving must stay below, in % of the step or in time: 'input_wait<5%', 'host_bound<2ms'.",
 )
+@click.option(
+    "--foreign-load",
+    is_flag=True,
+    help="Pass also where programs outside the job used the cores that it would have used.",
+)
 @no_limits
-def check(path: Path, limits: tuple[str, ...]) -> None:
+def check(path: Path, limits: tuple[str, ...], foreign_load: bool) -> None:
     """Fail (exit code 3) where a bottleneck of PATH exceeds a limit, or could not be measured.
 
-    A bottleneck that the run cannot have, as waiting for other ranks with one rank, passes.
+    A bottleneck that the run cannot have, as waiting for other ranks with one rank, passes. A run beside which other
+    programs used the cores passes no limit: a bottleneck may hide among what they cause.
     """
     from dlprof.analysis.diagnosis import rule_named
     from dlprof.analysis.rules import RULES
     from dlprof.commands.report import analyse
-    from dlprof.units import duration, percent
+    from dlprof.units import duration, percent, used_by_others
 
     asked = []
     for text in limits:
@@ -46,6 +52,8 @@ def check(path: Path, limits: tuple[str, ...]) -> None:
     result = analyse(path)
     if result.window is None:
         raise DlprofError(f"{path}: no step was recorded, so nothing can be checked")
+    load = result.foreign_load
+    disturbed = load is not None and load.disturbs
     outcomes = {o.id: o for o in result.outcomes}
     failed = False
     for rule, limit, unit in asked:
@@ -59,7 +67,10 @@ def check(path: Path, limits: tuple[str, ...]) -> None:
             bad = risk or (o.share * 100 if unit == "%" else o.saving_ns / _NS[unit]) >= limit
             of = "training loop" if o.scope == "job" else "step"
             what = f"{percent(o.share)} of the {of}, {duration(o.saving_ns)}" if o.saving_ns else o.summary
-        failed |= bad
-        say(f"{'FAIL' if bad else 'ok  '}  {rule} < {limit:g} {unit}: {o.title if risk else what}")
+        word = "FAIL" if bad else "????" if disturbed else "ok  "
+        failed |= bad or (disturbed and not foreign_load)
+        say(f"{word}  {rule} < {limit:g} {unit}: {o.title if risk else what}")
+    if load is not None and disturbed:
+        say(f"{'warn' if foreign_load else 'FAIL'}  {used_by_others(load.foreign, load.cores, load.waited)}")
     if failed:
         raise SystemExit(FAILED)

@@ -45,7 +45,13 @@ RANK: Mapping[str, Shape] = {
         **_all(int, "index memory_bytes count"),
         "capability": [int],
     },
-    "cpu": {**_all(int, "count affinity torch_threads torch_interop_threads"), "quota": float},
+    "alone": bool,
+    "cpu": {
+        **_all(int, "count affinity torch_threads torch_interop_threads"),
+        "quota": float,
+        "units": [str],
+        "onednn": bool,
+    },
     "loaders": [
         {
             **_all(str, "role start_method dataset"),

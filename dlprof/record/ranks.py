@@ -1,4 +1,8 @@
-"""Which rank a process is, and where a loader's worker finds what its rank records."""
+"""Which rank a process is, which folder it has, and where a loader's worker finds what its rank records.
+
+Processes may train without a process group, as Hogwild's do, and none of them knows a number: then each takes the next
+one that none of those has which train at the same time.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,99 @@ import sys
 import time
 from pathlib import Path
 
+from dlprof.files import write
+from dlprof.record.launch.process import started
+
 # The variables in which launchers pass the rank. SLURM's comes last: what another launcher starts within a job has that
 # of the batch script too, which is task 0.
 _RANKS = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
+# Those in which they pass the number of ranks. Not SLURM_NTASKS: a single process in a batch script has that of its
+# whole allocation.
+_SIZES = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+# So many processes of one job may train without a process group; any further one has a folder by its process id.
+_MOST_ALONE = 256
+
 
 def find_rank() -> int:
     """Return this process's rank: the process group's if there is one, else by the launcher's variables, else 0."""
+    if _in_group():
+        return int(sys.modules["torch.distributed"].get_rank())
+    return number_of(*_RANKS) or 0
+
+
+def find_size() -> int | None:
+    """Return the number of ranks by the launcher's variables; None: they do not say."""
+    return number_of(*_SIZES)
+
+
+def is_alone() -> bool:
+    """Return whether nothing makes this process one of several ranks: neither a process group nor a launcher."""
+    return not _in_group() and find_rank() == 0 and find_size() in (None, 1)
+
+
+def make_folder(run: Path, rank: int, restart: int, *, alone: bool) -> tuple[Path, int, Path | None]:
+    """Make the folder of a rank's recording; return it, the rank's number, and the folder that it would else have had.
+
+    Where another process has that one, a process that is alone takes the next number while the other one trains; any
+    other has a folder of another name, which is not read. Raises OSError.
+    """
+    ranks, life = run / "ranks", f".r{restart}" if restart else ""
+    ranks.mkdir(parents=True, exist_ok=True)
+    for number in range(rank, rank + (_MOST_ALONE if alone else 1)):
+        folder = ranks / f"{number:05d}{life}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            if alone and _trains(run, folder.name):
+                continue
+            break
+        _leave_word(run, folder.name)
+        return folder, number, None
+    other = folder.with_name(f"{folder.name}.{os.getpid()}")
+    other.mkdir()
+    _leave_word(run, other.name)
+    return other, number, folder
+
+
+def number_of(*names: str) -> int | None:
+    """Return the first of these variables that is a whole number."""
+    return next((int(v) for v in (os.environ.get(n, "") for n in names) if v.isdigit()), None)
+
+
+def _in_group() -> bool:
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    for name in _RANKS:
-        value = os.environ.get(name, "")
-        if value.isdigit():
-            return int(value)
-    return 0
+    return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
+
+
+def _leave_word(run: Path, name: str) -> None:
+    """Say which folder this process has.
+
+    To its loaders' workers, which were started before, and to the supervisor, which looks at what the job has left: a
+    process's environment may be written over later.
+    """
+    host = run / "hosts" / os.uname().nodename
+    host.mkdir(parents=True, exist_ok=True)
+    word = f"{name} {os.environ.get('DLPROF_SUPERVISOR')} {started(os.getpid())}"
+    write(host / f"rank-{os.getpid()}", word)
+
+
+def _trains(run: Path, name: str) -> bool:
+    """Return whether the process that has a folder still runs: another one than this.
+
+    One that has just made it has left no word yet, and one of another host is taken to run.
+    """
+    here = os.uname().nodename
+    for path in run.glob("hosts/*/rank-*"):
+        try:
+            folder, _, since = path.read_text().split()
+            pid = int(path.name.removeprefix("rank-"))
+        except (OSError, ValueError):  # half written, or just now deleted
+            continue
+        if folder == name:
+            return path.parent.name != here or (pid != os.getpid() and since == str(started(pid)))
+    return True
 
 
 def folder_of_rank(run: Path) -> Path | None:

@@ -21,14 +21,12 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, Protocol, runtime_checkable
 
-from dlprof.files import write
 from dlprof.plain import plain, words_of
 from dlprof.record.device.device import RankDevice
 from dlprof.record.ending import Ending
-from dlprof.record.launch.process import started
 from dlprof.record.loaders import FetchWatcher
 from dlprof.record.log import file_of
-from dlprof.record.ranks import find_rank
+from dlprof.record.ranks import find_rank, is_alone, make_folder
 from dlprof.record.step_clock import NO_STEP, StepClock
 from dlprof.record.stepping import Step
 
@@ -93,6 +91,7 @@ class Recorder:
         self.folder = run
         self.rank = 0
         self.restart = 0
+        self.alone = False  # nothing made this process one of several ranks when it began to train
         self.warnings: list[str] = []
         self.ended: str | None = None
         # One fixed anchor, so that the clock in the files is Unix time and monotonic too.
@@ -283,25 +282,13 @@ class Recorder:
 
     def _make_folder(self) -> Path:
         """Make the rank's folder, and one of another name where a process has it already. Raises OSError."""
-        name = f"{self.rank:05d}" + (f".r{self.restart}" if self.restart else "")
-        ranks = self.run / "ranks"
-        ranks.mkdir(parents=True, exist_ok=True)
-        try:
-            (ranks / name).mkdir()
-        except FileExistsError:
-            taken, name = name, f"{name}.{os.getpid()}"
-            (ranks / name).mkdir()
-            if _recorded_by(ranks / taken) == os.getpid():
-                self.warn(f"the script replaced itself (os.exec): what was before is in ranks/{taken}, not here")
-            else:
-                self.warn(f"another process records as ranks/{taken}: this one is in ranks/{name}")
-        # For the loaders' workers, which were started before (see ranks.py), and for the supervisor, which looks at
-        # what the job has left: a process's environment may be written over later.
-        host = self.run / "hosts" / os.uname().nodename
-        host.mkdir(parents=True, exist_ok=True)
-        word = f"{name} {os.environ.get('DLPROF_SUPERVISOR')} {started(os.getpid())}"
-        write(host / f"rank-{os.getpid()}", word)
-        return ranks / name
+        self.alone = is_alone()
+        folder, self.rank, taken = make_folder(self.run, self.rank, self.restart, alone=self.alone)
+        if taken is not None and _recorded_by(taken) == os.getpid():
+            self.warn(f"the script replaced itself (os.exec): what was before is in ranks/{taken.name}, not here")
+        elif taken is not None:
+            self.warn(f"another process records as ranks/{taken.name}: this one is in ranks/{folder.name}")
+        return folder
 
     def _stop_with_process(self) -> None:
         atexit.register(self.stop, "exit")

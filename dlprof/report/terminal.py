@@ -160,7 +160,8 @@ def _closing(result: Result, width: int) -> list[str]:
     by_state = formatting.by_state(result)
     said = []
     if by_state["clear"]:
-        said.append(f"clear: {formatting.counted(len(by_state['clear']), 'rule')}")
+        beside = " beside other programs" if result.foreign_load and result.foreign_load.disturbs else ""
+        said.append(f"clear{beside}: {formatting.counted(len(by_state['clear']), 'rule')}")
     if by_state["not_measured"]:
         said.append(f"not measured: {len(by_state['not_measured'])} (the report says why)")
     if by_state["does_not_apply"]:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from dlprof.plain import NBSP, plain
 from dlprof.report.formatting import all_traced, counted, duration, gained, mean_shares, percent, ranks, saves, unit
 from dlprof.report.looks import look
-from dlprof.result import Outcome, Result
+from dlprof.result import ForeignLoad, Outcome, Result
+from dlprof.units import used_by_others
 
 # What makes a rank late: "for rank 1, which ...".
 _LATE: Mapping[str, str] = {
@@ -97,10 +98,18 @@ def headline(result: Result) -> Headline:
         first = f"{_each(result).capitalize()} lasts {duration(result.window.step_ns)}; where it goes was not measured."
     if not clear:
         return Headline(first, "No rule could be checked on this run, so its bottlenecks are not known.", share)
+    if result.foreign_load is not None and result.foreign_load.disturbs:
+        return Headline(first, disturbed(result.foreign_load), share)
     second = [f"{counted(clear, 'rule')} found nothing above the threshold"]
     second += [f"{unknown} could not be measured"] if unknown else []
     second += [f"{apart} {'does' if apart == 1 else 'do'} not apply"] if apart else []
     return Headline(first, "; ".join(second) + ".", share)
+
+
+def disturbed(load: ForeignLoad) -> str:
+    """Say that a run beside which other programs used the cores clears the job of nothing."""
+    said = used_by_others(load.foreign, load.cores, load.waited)
+    return f"{said[0].upper()}{said[1:]}: this run cannot clear it. Record it on a host of its own."
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from tests.fixtures import runs, traces
 from tests.fixtures.runs import CPU, MS, light
 
 
-def found(job: Job, **window: float) -> list[str]:
-    """Return the warnings about a window whose steps are like that."""
+def found(job: Job, load: pd.DataFrame | None = None, **window: float) -> list[str]:
+    """Return the warnings about a window whose steps are like that, beside such a load of other programs."""
     likeness = {"ratio": 1.0, "after": 1.0, "after_noise": 0.0, "without_work": 0, "linked": 1.0} | window
     frame = pd.DataFrame([likeness])
     nothing: Maybe[pd.DataFrame] = Maybe(lambda: None)  # type: ignore[arg-type, return-value]
-    return notices.warnings(job, nothing, nothing, Maybe(lambda: frame))
+    others: Maybe[pd.DataFrame] = nothing if load is None else Maybe(lambda: load)
+    return notices.warnings(job, nothing, nothing, Maybe(lambda: frame), others)
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,18 @@ def test_missing_ranks_are_named(job: Job) -> None:
     assert missing.endswith(": 1")
 
 
+def test_other_programs_are_named_where_they_disturb(job: Job) -> None:
+    hosts = {"host": ["a", "b"], "cores": [8.0, 4.0], "foreign": [2.5, 1.0], "waited": [0.25, float("nan")]}
+    both = pd.DataFrame(hosts | {"disturbs": [1, 1]})
+    missing, first = found(job, both)
+    assert first.startswith("on a, which felt it most of 2 hosts, programs outside the job used 2.50 of 8 cores")
+    assert "25 % of the time" in first
+    assert missing.startswith("1 of 3 ranks")
+    _, alone = found(job, both.iloc[1:])
+    assert alone.startswith("programs outside the job used 1 of 4 cores: ")
+    assert len(found(job, both.assign(disturbs=0))) == 1
+
+
 @pytest.mark.parametrize(
     ("window", "warned"),
     [
@@ -52,7 +65,7 @@ def test_missing_ranks_are_named(job: Job) -> None:
     ],
 )
 def test_a_window_unlike_the_job_is_said_to_be_so(job: Job, window: dict[str, float], warned: bool) -> None:
-    assert len(found(job, **window)) == 1 + warned  # and the missing rank
+    assert len(found(job, None, **window)) == 1 + warned  # and the missing rank
 
 
 def test_what_many_ranks_warn_of_is_one_warning(tmp_path: Path) -> None:

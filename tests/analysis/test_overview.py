@@ -52,3 +52,15 @@ def test_a_run_that_left_next_to_nothing_has_facts_all_the_same(tmp_path: Path) 
     bare = runs.measured(runs.recorded(tmp_path / "run", (None, [], {})), *overview.SECTIONS)
     assert {fact.section for fact in overview.facts(bare)} >= {"Job"}
     assert overview.run_info(bare.job, []).device == ""
+
+
+@pytest.mark.parametrize(("alone", "told"), [((True, True), True), ((True, False), False), ((True,), False)])
+def test_processes_that_train_apart_are_said_to_be_ranks_in_name_only(
+    tmp_path: Path, alone: tuple[bool, ...], told: bool
+) -> None:
+    steps = [runs.light(n, runs.MS) for n in range(9)]
+    path = runs.recorded(tmp_path, *((None, steps, {**runs.CPU, "alone": one, "world_size": 1}) for one in alone))
+    job = runs.measured(path).job
+    assert job.apart is told
+    names = [fact.name for fact in overview._of_job(job)]
+    assert ("process group" in names) is told

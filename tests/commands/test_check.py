@@ -9,6 +9,7 @@ from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
 from tests.fixtures import traces
+from tests.fixtures.readings import crowded
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +103,17 @@ def test_nothing_is_written(job: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     check(job, "input_wait<5%")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_beside_other_programs_passes_no_limit_unless_it_is_allowed(tmp_path: Path) -> None:
+    """One rank of two cores, somebody else on six of the eight, and its training thread waits for 30 % of the time."""
+    path = crowded(tmp_path, 0.3, threads=4, others=6.0, ours=2.0)
+    done = check(path, "input_wait<5%")
+    assert done.exit_code == 3
+    assert done.stdout.startswith("????  input_wait")
+    assert "FAIL  programs outside the job used 6 of 8 cores" in done.stdout
+    allowed = CliRunner().invoke(cli, ["check", str(path), "--max", "input_wait<5%", "--foreign-load"])
+    assert allowed.exit_code == 0
+    assert "warn  programs outside the job" in allowed.stdout
+    quiet = check(crowded(tmp_path / "quiet", 0.0, threads=4, ours=2.0), "input_wait<5%")
+    assert (quiet.exit_code, "outside" in quiet.stdout) == (0, False)

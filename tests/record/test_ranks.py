@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from dlprof.record import ranks
+from dlprof.record.launch.process import started
 
 VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
@@ -67,3 +68,58 @@ def test_a_worker_finds_the_folder_that_its_rank_has_left_word_of(
 def test_a_process_that_nobody_started_as_a_worker_has_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiprocessing.process.parent_process", lambda: None)
     assert ranks.folder_of_rank(tmp_path) is None
+
+
+def alone(monkeypatch: pytest.MonkeyPatch, **environment: str) -> bool:
+    for name in (*VARIABLES, *ranks._SIZES):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return ranks.is_alone()
+
+
+def test_only_what_nothing_makes_one_of_several_ranks_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert alone(monkeypatch)
+    assert alone(monkeypatch, RANK="0", WORLD_SIZE="1")
+    assert alone(monkeypatch, SLURM_PROCID="0")  # a batch script
+    assert not alone(monkeypatch, RANK="0", WORLD_SIZE="2")
+    assert not alone(monkeypatch, SLURM_PROCID="3")
+    group = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda: 0)
+    monkeypatch.setitem(sys.modules, "torch.distributed", group)
+    assert not alone(monkeypatch)
+
+
+def word(run: Path, host: str, pid: int, name: str, since: int | None) -> None:
+    """Leave the word of a process that has a folder."""
+    (run / "ranks" / name).mkdir(parents=True)
+    (run / "hosts" / host).mkdir(parents=True, exist_ok=True)
+    (run / "hosts" / host / f"rank-{pid}").write_text(f"{name} 4711 {since}")
+
+
+def test_processes_that_train_at_the_same_time_are_numbered(tmp_path: Path) -> None:
+    parent = os.getppid()
+    word(tmp_path, os.uname().nodename, parent, "00000", started(parent))
+    folder, number, taken = ranks.make_folder(tmp_path, 0, 0, alone=True)
+    assert (folder, number, taken) == (tmp_path / "ranks/00001", 1, None)
+    assert (tmp_path / "hosts" / os.uname().nodename / f"rank-{os.getpid()}").read_text().startswith("00001 ")
+    # The same process again, as after os.exec: it is no other that trains beside it.
+    assert ranks.make_folder(tmp_path, 0, 0, alone=True)[1:] == (1, tmp_path / "ranks/00001")
+
+
+@pytest.mark.parametrize(("host", "since"), [("elsewhere", 1), (os.uname().nodename, None)])
+def test_what_may_still_train_is_told_from_what_has_ended(tmp_path: Path, host: str, since: int | None) -> None:
+    """One of another host is taken to run; of this one, the kernel knows."""
+    word(tmp_path, host, 2**22 + 1, "00000", since or 5)
+    folder, number, taken = ranks.make_folder(tmp_path, 0, 0, alone=True)
+    if host == "elsewhere":
+        assert (folder.name, number, taken) == ("00001", 1, None)
+    else:
+        assert (folder.name, number) == (f"00000.{os.getpid()}", 0)
+        assert taken == tmp_path / "ranks/00000"
+
+
+def test_a_rank_of_a_launcher_takes_no_other_ranks_number(tmp_path: Path) -> None:
+    parent = os.getppid()
+    word(tmp_path, os.uname().nodename, parent, "00003.r2", started(parent))
+    folder, number, taken = ranks.make_folder(tmp_path, 3, 2, alone=False)
+    assert (folder.name, number, taken) == (f"00003.r2.{os.getpid()}", 3, tmp_path / "ranks/00003.r2")

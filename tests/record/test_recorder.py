@@ -226,7 +226,13 @@ def test_a_deleted_folder_and_a_claimed_rank(tmp_path: Path) -> None:
             torch.multiprocessing.spawn(again, nprocs=1)
         """
     head = "def again(n):\n    for _ in range(3): train(data[:8])\n"
-    done = record(tiny(tmp_path, head + dedent(body)), folder=tmp_path / "twice", options=["--no-trace"])
+    claimed = {"RANK": "0", "WORLD_SIZE": "2"}  # of a launcher: the next number is another rank's
+    done = record(
+        tiny(tmp_path, head + dedent(body)),
+        folder=tmp_path / "twice",
+        options=["--no-trace"],
+        env=environment(**claimed),
+    )
     first, second = sorted((tmp_path / "twice/ranks").iterdir())
     assert second.name == f"00000.{facts(second)['pid']}"
     assert [len(rows(rank)) for rank in (first, second)] == [1, 3]

@@ -6,8 +6,10 @@ import re
 import unicodedata
 
 import pytest
+from msgspec.structs import replace
 
 from dlprof.report import looks, terminal
+from dlprof.result import ForeignLoad
 from tests.fixtures import results
 
 
@@ -100,3 +102,11 @@ def test_the_first_place_and_the_edit_stand_under_a_finding() -> None:
         "train = DataLoader(data, batch_size=64, num_workers=2)",
         "train = DataLoader(data, batch_size=64, num_workers=6, persistent_workers=True)",
     ]
+
+
+def test_rules_are_not_clear_where_other_programs_used_the_cores() -> None:
+    load = ForeignLoad("node-1", cores=2.0, used=2.0, foreign=1.0, waited=None, disturbs=True)
+    text = terminal.render(replace(results.healthy(), foreign_load=load))
+    assert "clear beside other programs: " in text
+    assert "clear: " not in text
+    assert "clear: " in terminal.render(results.healthy())

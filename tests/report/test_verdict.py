@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from dlprof.analysis.estimate import change
 from dlprof.plain import NBSP
 from dlprof.report import verdict
-from dlprof.result import Forecast
+from dlprof.result import Forecast, ForeignLoad
 from tests.fixtures import results
 from tests.fixtures.results import MS
 
@@ -101,3 +101,16 @@ def test_the_setting_that_a_saving_was_predicted_for_is_its_remedy() -> None:
     )
     assert gain(near, workers=60) == "Fixing it would make this job 1.44 × faster."
     assert gain() == "Fixing it would make this job 1.44 × faster."
+
+
+def test_a_run_beside_other_programs_clears_the_job_of_nothing() -> None:
+    load = ForeignLoad("node-1", cores=8.0, used=8.0, foreign=2.5, waited=0.3, disturbs=True)
+    quiet = verdict.headline(replace(results.healthy(), foreign_load=replace(load, disturbs=False)))
+    assert quiet == verdict.headline(results.healthy())
+    diagnosis, gain, _ = verdict.headline(replace(results.healthy(), foreign_load=load))
+    assert diagnosis == quiet.diagnosis
+    assert gain.startswith("Programs outside the job used 2.50 of 8 cores")
+    assert "nothing" not in gain
+    # A finding stays the first thing that is said; the warning is beside it.
+    found = replace(results.ddp(), foreign_load=load)
+    assert verdict.headline(found) == verdict.headline(results.ddp())

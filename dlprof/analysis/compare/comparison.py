@@ -12,7 +12,7 @@ from dlprof.analysis.compare.predictions import Prediction, prediction
 from dlprof.analysis.compare.settings_diff import Setting, differing
 from dlprof.analysis.compare.significance import LEAST_NOISE, LEAST_SHARE, NOISE, Difference
 from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, Outcome, Result, Work, plain
-from dlprof.units import count
+from dlprof.units import count, used_by_others
 
 FORMAT = 2
 
@@ -167,6 +167,9 @@ def _doubts(a: Result, b: Result, other_work: Iterable[Setting]) -> Iterator[str
     for s in other_work:
         yield f"{s.name} is {s.a} in A and {s.b} in B: steps do different work, and A's predictions are not checked"
     for name, result in (("A", a), ("B", b)):
+        load = result.foreign_load
+        if load is not None and load.disturbs:
+            yield f"in {name} {used_by_others(load.foreign, load.cores, load.waited)}: this alone makes a difference"
         if result.run.missing_ranks:
             n = len(result.run.missing_ranks)
             yield f"{n} of {result.run.world_size} ranks of {name} are missing; means are over the others"

@@ -172,6 +172,11 @@ class Job:
         return max([k for k in known if k <= LARGEST_WORLD], default=1)
 
     @property
+    def apart(self) -> bool:
+        """Whether the ranks are processes of one job that train side by side without a process group."""
+        return len(self.ranks) > 1 and all(self.facts[r].get("alone") is True for r in self.ranks)
+
+    @property
     def missing_ranks(self) -> tuple[int, ...]:
         """The ranks of the job without any data."""
         return tuple(sorted(set(range(self.world_size)) - set(self.ranks)))

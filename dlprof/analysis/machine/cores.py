@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
 from dlprof.analysis import settings
+from dlprof.analysis.compute.cpu_work import split_share
 from dlprof.analysis.engine import Job, Maybe, across_ranks
-from dlprof.analysis.machine.samples import WAITED
+from dlprof.analysis.machine.samples import OTHERS_WAITED, WAITED
 from dlprof.analysis.step.breakdown import part
 from dlprof.errors import NotMeasured
 
@@ -16,14 +21,19 @@ _OF_PROCESS = ("cpu_cores", "involuntary_switches_per_s", "children_cpu_cores")
 
 @across_ranks
 def core_waits(
-    sample_means: pd.DataFrame, mean_step_ns: float, breakdown: Maybe[pd.DataFrame], job: Job
+    sample_means: pd.DataFrame,
+    mean_step_ns: float,
+    breakdown: Maybe[pd.DataFrame],
+    cpu_parts: Maybe[pd.DataFrame],
+    job: Job,
 ) -> pd.DataFrame:
-    """Return how the ranks' main threads wait for a core, a row a rank.
+    """Return how the ranks' threads wait for a core, a row a rank.
 
     Columns: rank, threads (of PyTorch's pool), cores (that the rank has to itself), waited (the share of the time in
-    which its main thread is ready and has no core), waits_ns (of the mean step; on a GPU, where any rank has more
-    threads than cores, at most what the host leaves it idle), noise_ns (its standard error), and of its process
-    cpu_cores, involuntary_switches_per_s and children_cpu_cores (NaN: not sampled).
+    which its main thread is ready and has no core), pool_waited (the same of one of the others of its pool, NaN: not
+    counted), waits_ns (of the mean step; on a GPU, where any rank has more threads than cores, at most what the host
+    leaves it idle), lost_ns (of the mean step, gone with as many threads as cores), noise_ns (its standard error), and
+    of its process cpu_cores, involuntary_switches_per_s and children_cpu_cores (NaN: not sampled).
     Raises NotMeasured where any of the first three is not known of any rank.
     """
     waits = sample_means[sample_means["metric"] == WAITED].set_index("rank")
@@ -48,7 +58,50 @@ def core_waits(
         frame["waits_ns"] = np.minimum(frame["waits_ns"], [idle.get(rank, 0.0) for rank in frame.index])
     process = sample_means[sample_means["source"] == "processes"]
     means = process.pivot_table(index="rank", columns="metric", values="mean")
+    pool = means.reindex(columns=[OTHERS_WAITED])[OTHERS_WAITED].reindex(frame.index)
+    frame["pool_waited"] = (pool / (frame["threads"] - 1).clip(lower=1)).clip(upper=frame["waited"].clip(lower=0.0))
+    split = split_share(cpu_parts.or_none(), mean_step_ns)
+    gone = [_lost(row, split.get(rank, 1.0)) for rank, row in zip(frame.index, frame.to_dict("records"), strict=True)]
+    frame["lost_ns"] = frame["waits_ns"] if not settings.on_cpu(job) else np.array(gone) * mean_step_ns
+    frame["lost_ns"] = np.maximum(frame["lost_ns"], frame["waits_ns"])
     return frame.join(means.reindex(columns=list(_OF_PROCESS))).rename_axis("rank").reset_index()
+
+
+def _lost(row: Mapping[Any, float], split: float) -> float:
+    """Return what share of the step a rank loses to more threads than cores.
+
+    An operator that is split goes on only while its main thread and the one that it waits for both have a core. With as
+    many threads as cores each of these has more of the work: `split` is the share of the step that they divide.
+    """
+    if math.isnan(row["pool_waited"]):
+        return 0.0
+    going = (1 - row["waited"]) * (1 - row["pool_waited"])
+    return max(1.0 - going * (1 + split * (row["threads"] / row["cores"] - 1)), 0.0)
+
+
+@across_ranks
+def spare_cores(sample_means: pd.DataFrame, job: Job) -> pd.DataFrame:
+    """Return how many cores each rank could use and nobody does, a row a rank.
+
+    Columns: rank, threads (of PyTorch's pool), cores (that the rank has to itself), idle (of the host's, its share),
+    and more (threads that would have a core each; `threads` where there is no core for another).
+    Raises NotMeasured where no rank has the first three.
+    """
+    means = sample_means[sample_means["source"] == "host"].pivot_table(index="rank", columns="metric", values="mean")
+    if not {"cores", "cpu_cores"} <= set(means.columns):
+        raise NotMeasured("how many of the host's cores are in use was not sampled")
+    free = (means["cores"] - means["cpu_cores"]).clip(lower=0.0)
+    of_host = {settings.host(job, int(str(rank))): float(ns) for rank, ns in free.dropna().items()}
+    rows = []
+    for rank in job.ranks:
+        threads, cores, host = settings.threads(job, rank), _cores(job, rank), settings.host(job, rank)
+        if threads and cores and host in of_host:
+            idle = of_host[host] / settings.neighbours(job, rank)
+            # A core that is idle for most of the time is one for another thread.
+            rows.append((rank, threads, cores, idle, max(min(cores, threads + round(idle)), threads)))
+    if not rows:
+        raise NotMeasured("the numbers of cores and of threads are not known")
+    return pd.DataFrame(rows, columns=["rank", "threads", "cores", "idle", "more"])
 
 
 def _cores(job: Job, rank: int) -> int | None:

@@ -17,10 +17,11 @@ from dlprof.errors import NotMeasured
 _RATES = {
     "cpu_s": ("cpu_cores", 1.0),
     "children_cpu_s": ("children_cpu_cores", 1.0),
+    "job_cpu_s": ("job_cpu_cores", 1.0),
     "energy_j": ("mean_power_w", 1.0),
     **{
         f"{name}_ns": (f"{name}_share", 1e-9)
-        for name in ("main_thread_waited", "clocks_held_by_power", "clocks_held_by_heat")
+        for name in ("main_thread_waited", "other_threads_waited", "clocks_held_by_power", "clocks_held_by_heat")
     },
     **{
         name: (f"{name}_per_s", 1.0)
@@ -44,6 +45,8 @@ MOST_SPAN = 5
 
 # The share of the time in which a rank's main thread was ready to run and waited for a core.
 WAITED = "main_thread_waited_share"
+# The same of its process's other threads, added up.
+OTHERS_WAITED = "other_threads_waited_share"
 
 # Programs of the host's own that use less than this share of the cores in use are not counted.
 LITTLE = 0.1
@@ -150,5 +153,6 @@ def outside(sample_means: pd.DataFrame) -> float:
     """Return what share of the cores in use programs outside the job have; 0 where it is little, or not known."""
     sums = sample_means.groupby(["source", "metric"])["mean"].sum()
     ours = sum(float(sums.get(("processes", metric), 0.0)) for metric in ("cpu_cores", "children_cpu_cores"))
+    ours = max(ours, float(sums.get(("host", "job_cpu_cores"), 0.0)))  # with what the job runs beside its ranks
     used = float(sums.get(("host", "cpu_cores"), 0.0))
     return share if used > 0 and (share := 1 - ours / used) >= LITTLE else 0.0

@@ -7,6 +7,7 @@ from math import nan
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from dlprof.analysis import settings
 from dlprof.analysis.compute.kernels import TIMES
@@ -28,6 +29,11 @@ PARTS, _A_PART = 6, 3
 _GOES_ON = 0.5  # the second half of the readings grows by at least this share of what the first half did
 _EACH_PART = 1 / 3  # what each step keeps comes evenly: each part grows by at least this share of their mean
 _VISIBLE = 0.02  # and by so much of what was held, or the interpreter's own bookkeeping would count
+
+# Of fewer readings only what is large and steady is judged: the mean of what it grows by from one to the next is this
+# many standard errors of it, the second half grows by this share of what the first half does, and what is left is no
+# more than so many times what it grew by. A cache that fills, or garbage, slows down or falls back meanwhile.
+_STEADY, _EVEN, _SOON = 4.0, 0.75, 10.0
 
 # What is sampled of a rank's memory, the better metric first: what is mapped from files does not count.
 _SAMPLED = {"process": ("anonymous_bytes", "rss_bytes"), "workers": ("children_anonymous_bytes", "children_rss_bytes")}
@@ -164,11 +170,12 @@ def memory_growth(
             metric = next((m for m in metrics if (read["metric"] == m).any()), "")
             mine = read[_is(read, "processes", metric)]
             held.append((what, metric, _beyond(mine, samples.get()) if what == "process" else mine, left))
-    rows = [
-        {"what": what, "metric": metric, **_growth(steps, mine["at_ns"], mine["value"]), "left_bytes": left}
-        for what, metric, mine, left in held
-        if len(mine) >= PARTS * _A_PART
-    ]
+    rows = []
+    for what, metric, mine, left in held:
+        at, bytes_ = mine["at_ns"], mine["value"]
+        enough = len(mine) >= PARTS * _A_PART
+        grown = _growth(steps, at, bytes_) if enough else _steep(steps, at, bytes_, left)
+        rows += [{"what": what, "metric": metric, **grown, "left_bytes": left}] if grown else []
     if not rows:
         raise NotMeasured(f"fewer than {PARTS * _A_PART} readings of memory while training was steady: record longer")
     frame = pd.DataFrame(rows)
@@ -259,3 +266,20 @@ def _growth(steps: pd.DataFrame, at_ns: pd.Series[int], held_bytes: pd.Series[fl
         "last_bytes": float(floor[-1]),
         "per_step": grown / passed if passed else 0.0,
     }
+
+
+def _steep(
+    steps: pd.DataFrame, at_ns: pd.Series[int], held_bytes: pd.Series[float], left_bytes: float
+) -> dict[str, float] | None:
+    """Return the same of few readings, if what is held grows much and steadily; None: they cannot tell."""
+    at, held = np.searchsorted(steps["start_ns"], at_ns), held_bytes.to_numpy(dtype=float)
+    each: NDArray[np.float64] = np.diff(held)
+    half = len(each) // 2
+    if half < 2 or at[-1] <= at[0]:
+        return None
+    grown, early, late = float(held[-1] - held[0]), each[:half].mean(), each[-half:].mean()
+    steady = each.mean() >= _STEADY * standard_error(each) and late >= _EVEN * early
+    if not steady or grown <= max(_VISIBLE * held[0], left_bytes / _SOON) or np.isnan(left_bytes):
+        return None
+    first, last = float(held[0]), float(held[-1])
+    return {"grows": 1, "first_bytes": first, "last_bytes": last, "per_step": grown / float(at[-1] - at[0])}

@@ -9,12 +9,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from dlprof.files import boot, write
 from dlprof.marks import __version__
 from dlprof.record import redaction
+from dlprof.record.device import cpu
+from dlprof.record.ranks import find_size, number_of
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
@@ -36,9 +37,7 @@ class Facts:
         self._free = _FREE
         self._next_ns = 0  # not written again before, once _free is used up
         self._known: dict[int, dict[str, Any]] = {}
-        # Not SLURM_NTASKS: a single process in a batch script has that of its whole allocation.
-        size = _number("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-        self._group: dict[str, Any] = {"world_size": size or 1, "backend": None}
+        self._group: dict[str, Any] = {"world_size": find_size() or 1, "backend": None}
 
     def start(self, recorder: Recorder) -> None:
         """Gather what does not change, and have it written."""
@@ -46,7 +45,7 @@ class Facts:
         self._fixed = {
             "format": 1,
             "rank": recorder.rank,
-            "local_rank": _number(
+            "local_rank": number_of(
                 "LOCAL_RANK", "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"
             ),
             "host": os.uname().nodename,
@@ -87,6 +86,7 @@ class Facts:
         self._mark = recorder.clock.mark
         facts = self._fixed | {
             **self._distributed(),
+            "alone": recorder.alone and not self._group["backend"],  # the script may have made a group since
             "device": _ask(_device, recorder),
             "versions": _ask(_versions),
             "cpu": _ask(_cpu),
@@ -153,10 +153,6 @@ def _answers(**questions: Callable[[], Any]) -> dict[str, Any]:
     return {name: _ask(question, name=name) for name, question in questions.items()}
 
 
-def _number(*names: str) -> int | None:
-    return next((int(v) for v in (os.environ.get(n, "") for n in names) if v.isdigit()), None)
-
-
 def _device(recorder: Recorder) -> dict[str, Any]:
     """Describe the GPU that the rank trains on, or the host where it uses none. No other GPU is asked anything."""
     torch = _torch()
@@ -165,7 +161,7 @@ def _device(recorder: Recorder) -> dict[str, Any]:
         return {
             "type": "cpu",
             "index": None,
-            **_answers(name=_cpu_name, memory_bytes=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+            **_answers(name=cpu.name, memory_bytes=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
             "uuid": None,
             "capability": None,
             "count": 0,
@@ -200,13 +196,6 @@ def _pci(properties: Any) -> str | None:
     return None if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
-def _cpu_name() -> str | None:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine() or None
-
-
 def _versions() -> dict[str, Any]:
     torch = _torch()
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -226,23 +215,12 @@ def _cpu() -> dict[str, Any]:
     return _answers(
         count=os.cpu_count,
         affinity=lambda: len(os.sched_getaffinity(0)),
-        quota=_quota,
+        quota=cpu.quota,
         torch_threads=torch.get_num_threads,
         torch_interop_threads=torch.get_num_interop_threads,
+        units=cpu.units,
+        onednn=lambda: bool(torch.backends.mkldnn.is_available() and getattr(torch.backends.mkldnn, "enabled", True)),
     )
-
-
-def _quota() -> float | None:
-    """Return how many cores' time a container grants; None: it grants all. cgroup v2, then v1."""
-    unified = Path("/sys/fs/cgroup/cpu.max")
-    if unified.is_file():
-        most, _, period = unified.read_text().partition(" ")
-        return None if most == "max" else int(most) / int(period)
-    v1 = Path("/sys/fs/cgroup/cpu")
-    if not (v1 / "cpu.cfs_quota_us").is_file():  # the group of a whole machine has neither
-        return None
-    most_us = int((v1 / "cpu.cfs_quota_us").read_text())
-    return None if most_us <= 0 else most_us / int((v1 / "cpu.cfs_period_us").read_text())
 
 
 def _model(model: Any) -> dict[str, Any]:

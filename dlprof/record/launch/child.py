@@ -13,12 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dlprof.plain import plain
+from dlprof.record.launch.lingering import Lingering
 from dlprof.record.launch.process import tied
 from dlprof.record.launch.signals import PASSED_ON, Witness, pass_on
 from dlprof.record.launch.suspension import Suspensions
 
 # A suspension that both a signal and the clock have shown counts once, by its signal.
 _TOGETHER_NS = 1_000_000_000
+
+# Signals that ask a command to end.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[[], None]) -> tuple[int, list[int]]:
@@ -31,11 +35,13 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
     chld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     witness, suspensions = Witness(), Suspensions()
+    lingering: Lingering | None = None
     resumed: list[int] = []  # when the command went on again,
     continued: list[int] = []  # and when this process did, by a signal
     try:
         try:
             child = _start(command, env, mask, chld)
+            lingering = Lingering(child.pid)
             witness.start()
             beside()
         except OSError as e:
@@ -53,6 +59,8 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
             if info.si_signo != signal.SIGCHLD:
                 if info.si_signo == signal.SIGCONT:
                     continued.append(time.time_ns())
+                if info.si_signo in _ENDING:
+                    lingering.told_to_end()
                 pass_on(child.pid, info, witness)
                 continue
             pid, status = os.waitpid(child.pid, os.WNOHANG | os.WCONTINUED)
@@ -68,6 +76,8 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
     finally:
         witness.end()
         suspensions.end()
+        if lingering is not None:
+            lingering.ended()
         # What arrived for the command while it ended is not meant for the report.
         while signal.sigtimedwait(watched, 0) is not None:
             pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,9 @@ from dlprof.record.samplers.sampling import Host, RankHere, line
 
 # The processes of a rank are looked for among all of the host's, which takes milliseconds on a large one.
 _LOOK_FOR_CHILDREN_S = 5.0
+
+# The threads of a process with more are not read one by one: each costs 10 µs a reading.
+_MOST_THREADS = 128
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -30,6 +34,7 @@ class HostSampler:
         self._log: Log | None = None
         self._ranks: dict[RankHere, _Processes] = {}
         self._looked = 0.0
+        self._job: set[int] = set()  # all processes of the command, and dlprof's own
 
     @property
     def period_s(self) -> float:
@@ -41,18 +46,23 @@ class HostSampler:
         import psutil
 
         self._host = host
+        self._supervisor = os.getppid()
         self._log = host.log("host.jsonl")
         psutil.cpu_times_percent(percpu=True)
 
     def tick(self) -> None:
         """Write a line of the host and one of each rank."""
         if self._log is not None:
-            self._log.write(line(_host()))
+            # Unknown until its processes were looked for.
+            job = {"job_cpu_s": round(sum(map(_cpu_s, self._job)), 2)} if self._job else {}
+            self._log.write(line(_host() | job))
         here = self._host.ranks
         self._looked -= self.period_s
         if set(here) != set(self._ranks) or self._looked <= 0:
             self._looked = _LOOK_FOR_CHILDREN_S
             parents = _parents()
+            roots = (self._supervisor, *(rank.pid for rank in here))  # of this host's other supervisors, only the ranks
+            self._job = {pid for root in roots for pid in (root, *_below(root, parents))}
             for gone in set(self._ranks) - set(here):
                 self._ranks.pop(gone).log.close()
             for rank in here:
@@ -95,7 +105,7 @@ class _Processes:
             "threads": own.threads,
             "voluntary_switches": own.voluntary,
             "involuntary_switches": own.involuntary,
-            **_waited(self._pid),
+            **_waited(self._pid, own.threads),
             "children": len(children),
             "children_cpu_s": round(cpu_s, 2),
             "children_rss_bytes": sum(child.rss_bytes for child in children.values()),
@@ -139,6 +149,12 @@ def _read(pid: int) -> _Process | None:
     )
 
 
+def _cpu_s(pid: int) -> float:
+    """Return a process's CPU seconds with those of its children that have ended: so no time of a job's is lost."""
+    stat = stat_of(pid)
+    return sum(map(int, stat[11:15])) / _TICKS if stat else 0.0
+
+
 def _anonymous(name: str, processes: Iterable[_Process]) -> dict[str, int]:
     """Return what processes hold that is no file's: what one that leaks has more and more of."""
     found = [p.anonymous_bytes for p in processes]
@@ -146,12 +162,23 @@ def _anonymous(name: str, processes: Iterable[_Process]) -> dict[str, int]:
     return {name: sum(known)} if len(known) == len(found) else {}
 
 
-def _waited(pid: int) -> dict[str, int]:
-    """Return how long the main thread was ready and had no core; nothing where this kernel does not count it."""
-    try:
-        return {"main_thread_waited_ns": int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])}
-    except (OSError, IndexError, ValueError):
-        return {}
+def _waited(pid: int, threads: int) -> dict[str, int]:
+    """Return how long the main thread was ready and had no core, and the others together, of a pool as large as usual.
+
+    Nothing where this kernel does not count it.
+    """
+    waited = {}
+    # Where a thread has ended just now, the next reading has them all.
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        waited["main_thread_waited_ns"] = _waited_ns(f"{pid}")
+        if threads <= _MOST_THREADS:
+            others = (entry.name for entry in os.scandir(f"/proc/{pid}/task") if entry.name != str(pid))
+            waited["other_threads_waited_ns"] = sum(_waited_ns(f"{pid}/task/{thread}") for thread in others)
+    return waited
+
+
+def _waited_ns(which: str) -> int:
+    return int(Path(f"/proc/{which}/schedstat").read_text().split()[1])
 
 
 def _host() -> dict[str, Any]:

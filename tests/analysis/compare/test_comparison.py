@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from dlprof.analysis.compare.comparison import compare, to_json
 from dlprof.analysis.estimate import change
-from dlprof.result import Exchange, Fact, Outcome, Window, Work
+from dlprof.result import Exchange, Fact, ForeignLoad, Outcome, Window, Work
 from tests.fixtures.comparisons import clear, found, run, step_of
 from tests.fixtures.results import MS
 
@@ -154,3 +154,12 @@ def test_json_holds_all_of_it() -> None:
     assert data["prediction"]["verdict"] == "as_predicted"
     assert {d["name"] for d in data["time"]} == {"computation", "input_wait"}
     assert (data["a"]["window"]["step_ns"], data["b"]["window"]["step_ns"]) == (100 * MS, 70 * MS)
+
+
+def test_a_run_beside_other_programs_is_a_doubt() -> None:
+    a, b = run(100), run(70)
+    load = ForeignLoad("node-1", cores=8.0, used=8.0, foreign=2.5, waited=0.3, disturbs=True)
+    (doubt,) = set(compare(a, replace(b, foreign_load=load)).doubts) - set(compare(a, b).doubts)
+    assert doubt.startswith("in B programs outside the job used 2.50 of 8 cores")
+    calm = replace(b, foreign_load=replace(load, disturbs=False))
+    assert compare(a, calm).doubts == compare(a, b).doubts

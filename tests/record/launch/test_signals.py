@@ -175,3 +175,29 @@ def test_a_signal_is_passed_on_where_the_witness_has_died(tmp_path: Path) -> Non
     process.send_signal(signal.SIGTERM)
     assert process.stdout.read() == "SIGTERM\n"
     assert process.wait(30) == 9
+
+
+@pytest.mark.slow
+def test_a_parent_that_waits_for_its_children_is_waited_for_and_named(tmp_path: Path) -> None:
+    """As without dlprof: a signal to the parent alone lets multiprocessing wait for the children at its end."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import multiprocessing, time\n"
+        "def child():\n    time.sleep(22)\n"
+        "if __name__ == '__main__':\n"
+        "    one = multiprocessing.Process(target=child)\n    one.start()\n"
+        "    print('ready', flush=True)\n    one.join()\n"
+    )
+    process = subprocess.Popen(
+        wrapped(tmp_path / "run", [sys.executable, script], "--no-sample"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=90)[1]
+    assert process.returncode == -signal.SIGINT
+    assert said.count("told to end 15 s ago and still runs") == 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.record.samplers.host import HostSampler
+from dlprof.record.samplers.host import HostSampler, _waited
 from dlprof.record.samplers.sampling import Host
 from tests.fixtures.jobs import until
 
@@ -112,6 +112,54 @@ def test_the_host_is_told_as_the_kernel_counts(tmp_path: Path) -> None:
     assert 0 < row["memory_used_bytes"] + row["memory_available_bytes"] <= total * 1.01
     assert row["page_faults"] > 0
     assert row["runnable_threads"] >= 1
+
+
+def test_what_the_job_used_holds_what_has_ended(tmp_path: Path, rank: subprocess.Popen[str]) -> None:
+    """A rank's worker is a process of the job, and what it used stays used when the rank has waited for its end."""
+    host = Host(tmp_path)
+    host.folder.mkdir(parents=True)
+    sampler = HostSampler()
+    sampler.start(host)
+    sampler._supervisor = rank.pid  # and not whoever started the tests
+    assert rank.stdout is not None
+    assert rank.stdin is not None
+    worker = int(rank.stdout.readline())
+    assert until(lambda: cpu_s(worker) > 0.3)
+
+    def read() -> dict[str, Any]:
+        host.look()
+        sampler.tick()
+        return rows(host.folder / "host.jsonl")[-1]
+
+    assert "job_cpu_s" not in read()  # its processes were not looked for yet
+    first = read()["job_cpu_s"]
+    assert first > 0.25
+    assert until(lambda: cpu_s(worker) > 0.8)
+    burnt = cpu_s(worker)
+    rank.stdin.write("\n")
+    assert rank.stdout.readline() == "ended\n"
+    assert read()["job_cpu_s"] > burnt - 0.05
+
+
+def test_the_waiting_of_a_pools_threads_is_counted_beside_the_main_ones(tmp_path: Path) -> None:
+    """Two threads more than cores, and none of them the main one, which sleeps."""
+    spin = "import threading, hashlib, time, os\ndef work():\n    while True: hashlib.sha256(bytes(1 << 20))\n"
+    spin += "for _ in range((os.cpu_count() or 1) + 2): threading.Thread(target=work, daemon=True).start()\n"
+    spin += "print('on', flush=True)\ntime.sleep(60)\n"
+    spinning = subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE, text=True)
+    try:
+        assert spinning.stdout is not None
+        assert spinning.stdout.readline() == "on\n"
+        threads = (os.cpu_count() or 1) + 3
+        assert until(lambda: _waited(spinning.pid, threads).get("other_threads_waited_ns", 0) > 200_000_000)
+        waited = _waited(spinning.pid, threads)
+        assert waited["main_thread_waited_ns"] < waited["other_threads_waited_ns"]
+        # Of a process with very many threads only the main one is read.
+        assert list(_waited(spinning.pid, 10_000)) == ["main_thread_waited_ns"]
+    finally:
+        spinning.kill()
+        spinning.wait()
+    assert _waited(2**22 + 1, 1) == {}
 
 
 def test_an_hour_of_a_large_host_stays_small(tmp_path: Path, rank: subprocess.Popen[str]) -> None:

@@ -4,14 +4,17 @@ Every rank that runs operators on the CPU splits them over a pool of threads, by
 Eight ranks of one host then have eight times too many, and each of them stops when any of its threads does: the kernel
 shares the cores out in slices of milliseconds, while an operator takes microseconds.
 
-Needs what is sampled of the host and its processes: how long the main thread of a rank was ready to run and had no
-core, as the Linux kernel counts it. Only ranks with more threads than cores to themselves count: waiting that other
-programs on the host cause is no fault of the job's. On a GPU also a trace: waiting counts only where the GPU is idle.
+The same holds for processes that train side by side without a process group, as Hogwild's do.
 
-Saving: the main thread's waiting gone, less the share of programs outside the job in the cores in use. Its waiting for
-its own pool, whose threads wait as well, is not counted; nor is that with fewer threads each has more of the work. A
-pool's threads may also spin while they wait for each other, which the kernel counts as computing: the report also gives
-the saving if all that a rank used of the cores was work, which then takes its own cores as long.
+Needs what is sampled of the host and its processes: how long the threads of a rank were ready to run and had no core,
+as the Linux kernel counts it. Only ranks with more threads than cores to themselves count: waiting that other programs
+on the host cause is no fault of the job's, and where it is long the rule does not say that all is well. On a GPU also a
+trace: waiting counts only where the GPU is idle.
+
+Saving: the main thread's waiting gone, and on a CPU, where an operator goes on only while all its threads have a core,
+that of its pool's; with fewer threads each has more of the work. Less the share of programs outside the job in the
+cores in use. A pool's threads may also spin while they wait for each other, which the kernel counts as computing: where
+they do, more is saved; where all that a rank used of the cores was work, less, which the report gives as well.
 
 What to change: as many threads as a rank has cores to itself, less its loader workers, unless the loader is idle:
 `OMP_NUM_THREADS` in the job's environment, or `torch.set_num_threads`.
@@ -24,13 +27,17 @@ import math
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, by_rank
+from dlprof.analysis.engine import Job, Maybe, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.machine.samples import outside
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.savings import saving
+from dlprof.errors import NotMeasured
 from dlprof.result import Change
-from dlprof.units import count, duration, percent
+from dlprof.units import count, digits, duration, percent
+
+# From where on XProf and NVIDIA's resiliency extension report input waits and stragglers.
+NOTABLE_SHARE = 0.05
 
 _MOST_RANKS = 16
 
@@ -39,22 +46,32 @@ _COLUMNS = {
     "threads": "threads",
     "cores": "cores to itself",
     "waits_ns": "waits for a core a step_ns",
+    "lost_ns": "loses by it_ns",
     "cpu_cores": "cores in use",
     "involuntary_switches_per_s": "taken off a core, a second",
     "children_cpu_cores": "cores its children use",
 }
 
 
-def check(core_waits: pd.DataFrame, sample_means: pd.DataFrame, own_time: pd.DataFrame) -> Estimate:
+def check(
+    core_waits: pd.DataFrame, sample_means: pd.DataFrame, own_time: pd.DataFrame, foreign_load: Maybe[pd.DataFrame]
+) -> Estimate:
     """Estimate the waiting for a core of the ranks that have more threads than cores."""
     crowded = core_waits[core_waits["threads"] > core_waits["cores"]]
     row = (core_waits if crowded.empty else crowded).nlargest(1, "waited").iloc[0]
+    if crowded.empty and row["waited"] >= NOTABLE_SHARE:
+        others = foreign_load.or_none()
+        who = "" if others is None else f": programs outside the job used {digits(others['foreign'].max())} cores"
+        raise NotMeasured(
+            f"{percent(row['waited'])} of the time its main thread waits for a core, with"
+            f" {count(row['threads'], 'thread')} and {count(row['cores'], 'core')} a rank{who}"
+        )
     if crowded.empty:
         return nothing(
             f"{count(row['threads'], 'thread')} and {count(row['cores'], 'core')} a rank;"
             f" {percent(row['waited'])} of the time its main thread waits for one"
         )
-    waits = by_rank(crowded, "waits_ns")
+    waits = by_rank(crowded, "lost_ns")
     own = 1 - outside(sample_means)
     return Estimate(
         saving_ns=own * saving(own_time, waits),
@@ -74,7 +91,7 @@ def explain(
     threads, cores, used = int(row["threads"]), int(row["cores"]), float(row["cpu_cores"])
     others = outside(sample_means)
     but = f", but for the {percent(others)} of the used cores that programs outside the job have" if others else ""
-    sure = f"Counted by the kernel; estimated as the main thread's waiting gone{but}."
+    sure = f"Counted by the kernel; estimated as its threads' waiting gone{but}."
     if not math.isnan(used):
         # Had all of it been work, it would have to be done with the rank's own cores.
         least = min(max(1 - used / cores, 0.0) * mean_step_ns, estimate.saving_ns)
@@ -113,5 +130,5 @@ RULE = Rule(
     explain,
     saves_from=("computation", "communication", "input_wait", "optimizer_host", "host", "other"),
     feeds=True,
-    notable=0.05,  # from where on XProf and NVIDIA's resiliency extension report input waits and stragglers
+    notable=NOTABLE_SHARE,
 )

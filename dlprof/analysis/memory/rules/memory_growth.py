@@ -4,7 +4,8 @@ Something keeps what each step makes: losses that are kept with their graphs, ou
 samples that a data set collects. No step becomes slower by it, until the memory is used up and the job dies.
 
 Needs samples of a rank's process, its children and the host's memory, or the readings of PyTorch's CUDA allocator.
-Memory grows where its floor rises throughout, in the second half still as in the first: what fills does not. Memory
+Memory grows where its floor rises throughout, in the second half still as in the first: what fills does not. In a job
+of seconds it counts only where it grows so fast and so evenly that ten times as long would use all of it up. Memory
 mapped from files does not count, nor what forked workers copy of their parent's memory as they touch it.
 
 Saving: none. The finding predicts when memory will be used up at this rate. It is reported where that is within two

@@ -7,7 +7,7 @@ import pytest
 
 from dlprof.analysis.compute.rules.fp32_matmul import RULE
 from dlprof.result import Setting
-from tests.fixtures import runs, traces
+from tests.fixtures import processors, runs, traces
 from tests.fixtures.asking import ask
 from tests.fixtures.runs import MS
 
@@ -107,3 +107,30 @@ def test_an_unknown_device_abstains(tmp_path: Path) -> None:
 def test_a_cpu_abstains(tmp_path: Path) -> None:
     steps = [runs.light(n, 10 * MS) for n in range(30)]
     assert ask(RULE, runs.recorded(tmp_path / "run", (None, steps, runs.CPU))).state == "not_measured"
+
+
+def test_a_cpu_with_units_for_bfloat16_is_judged_by_its_products(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"autocast": {"enabled": False}}
+    found = ask(RULE, processors.computing(tmp_path / "units", units=["avx2", "amx_bf16"], **facts))
+    assert found.state == "found"
+    assert found.saving_ns == pytest.approx(processors.PRODUCTS * (1 - 1 / 2.5), rel=0.01)
+    assert [change.settings for change in found.changes] == [
+        (Setting("autocast_enabled", False, True), Setting("autocast_dtype", None, "bfloat16"))
+    ]
+    assert found.changes[0].numerics
+    assert 'torch.autocast("cpu", torch.bfloat16)' in found.advice[0]
+    assert found.evidence is not None
+    assert [row[0] for row in found.evidence.rows] == ["aten::addmm"]
+
+
+@pytest.mark.parametrize(
+    ("units", "facts"),
+    [
+        (["avx2", "avx512f"], {}),  # no units
+        (["amx_bf16"], {"autocast": {"enabled": True, "dtype": "bfloat16"}}),
+        (["amx_bf16"], {"models": [{"dtypes": {"bfloat16": 9}}]}),
+    ],
+)
+def test_a_cpu_that_would_not_gain_is_left_alone(tmp_path: Path, units: list[str], facts: dict[str, Any]) -> None:
+    clear = ask(RULE, processors.computing(tmp_path, units=units, **facts))
+    assert (clear.state, clear.saving_ns) == ("clear", 0.0)

@@ -158,3 +158,27 @@ def test_what_the_profiler_holds_meanwhile_does_not_hide_it(tmp_path: Path) -> N
     assert found.title == "Memory grows, and is used up in 3.0 min"
     few = ask(RULE, sampled(tmp_path / "few", lambda _: GB, n=30, profiled=range(10, 20)))
     assert "fewer than 18 readings" in few.why
+
+
+def test_what_grows_much_and_evenly_is_told_from_a_few_readings(tmp_path: Path) -> None:
+    """3 GB in 17 s, with 22 GB left."""
+    found = ask(RULE, sampled(tmp_path / "leaks", lambda n: GB + n * 176 * MB, left=22 * GB, n=17))
+    assert found.state == "found"
+    assert found.title == "Memory grows, and is used up in 112 s"
+    assert "by 176 MB a step" in found.summary
+    noisy = ask(RULE, sampled(tmp_path / "noisy", lambda n: GB + n * 176 * MB + n % 3 * 60 * MB, left=22 * GB, n=17))
+    assert noisy.state == "found"
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda n: GB + 3 * GB * (n > 8),  # once, for a buffer
+        lambda n: GB + int(3 * GB * (1 - 0.8**n)),  # a cache that fills
+        lambda n: GB + n % 5 * 700 * MB,  # garbage that is collected
+        lambda n: GB + n * 20 * MB,  # little
+    ],
+    ids=["once", "fills", "wavers", "little"],
+)
+def test_few_readings_of_anything_else_tell_nothing(tmp_path: Path, held: Callable[[int], int]) -> None:
+    assert ask(RULE, sampled(tmp_path, held, left=22 * GB, n=17)).state == "not_measured"

@@ -1,0 +1,164 @@
+"""What of a CPU's step are products, and what other work is split over threads; what they gain by threads or 16 bits.
+
+PyTorch splits a product, and any other operator of more than 32,768 elements (at::internal::GRAIN_SIZE), over its pool
+of threads. How much of that a given run gains is not in its trace: memory, caches and the size of each piece decide. So
+there are two figures: the most that can be gained, and what is to be expected.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlprof.analysis.engine import Job, Maybe, across_ranks, by_rank, per_rank
+from dlprof.analysis.step.breakdown import part
+from dlprof.analysis.timeline.steps import Timing
+from dlprof.errors import NotMeasured
+
+_PRODUCT = re.compile(
+    r"aten::(_?addmm\w*|mm|bmm|baddbmm|addbmm|addmv|mv|dot|\w*conv\w*|mkldnn_\w+|\w*attention\w*|\w*lstm\w*|\w*gru\w*)$"
+)
+
+# Operators that PyTorch's CPU kernels run on one thread, whatever their size.
+_SERIAL = re.compile(
+    r"aten::(bernoulli|normal|uniform|random|rand\w*|exponential|multinomial|sort|argsort|unique\w*|nonzero|cumsum|item"
+    r"|_local_scalar_dense|embedding_dense_backward|index_add|scatter_add|empty\w*|to|_to_copy)_?$"
+)
+
+# On one core 32,768 elements take from 5 (adding in a cache) to 25 µs: an operator that takes longer has more of them.
+_SPLIT_NS = 25_000
+
+# To start a pool's threads and wait for them takes a few µs each time.
+_FORK_NS = 5_000
+
+# What is to be expected of r times as many threads, as powers of r: of products, and of what memory feeds, which a few
+# cores use up. Measured: a small transformer's step of 133 ms on one core takes 80 ms on two, with these 83.
+_PRODUCTS, _OTHERS, _MOST_OTHERS = 0.9, 0.7, 4.0
+
+
+# By unit, the best first: how many times as fast products and convolutions are under autocast in bfloat16 as in
+# float32, forward and backward, with what it takes to convert operands and results. AMX: PyTorch on Xeon of the fourth
+# generation trains ResNet-50 1.9 to 3 and BERT-large 2.1 to 3.3 times as fast as in float32 (Intel and PyTorch, 2023).
+# AVX-512's and Arm's units have twice the products of float32 an instruction: measured on an AMD EPYC 9004 with one
+# thread, layers of 512 to 4,096 features and 3x3 convolutions are 1.2 to 2.6 times as fast.
+_TIMES: Mapping[str, float] = {"amx_bf16": 2.5, "avx512_bf16": 1.7, "svebf16": 1.7, "bf16": 1.7}
+
+UNITS: Mapping[str, str] = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX-512 BF16",
+    "svebf16": "SVE's bfloat16",
+    "bf16": "Arm's bfloat16",
+}
+
+
+@per_rank
+def cpu_work(operator_work: pd.DataFrame, spans: pd.DataFrame, timing: Timing, has_device: bool) -> pd.DataFrame:
+    """Return one row of what operators on a CPU take of a mean traced step, each in no other.
+
+    Columns: operators_ns (of all), products_ns and products (their calls), split_ns and split (of others with elements
+    enough for several threads). Raises NotMeasured where a device computes, or no operator was traced.
+    """
+    if has_device:
+        raise NotMeasured("a device computes, and not the CPU")
+    names = spans["name"].cat
+    kinds = np.array([_kind(str(name)) for name in names.categories])
+    kind, took = kinds[names.codes.to_numpy()[operator_work.index]], operator_work["dur_ns"].to_numpy()
+    steps = len(timing.windows)
+    product, split = kind == "product", (kind == "other") & (took >= _SPLIT_NS)
+    row = {
+        "operators_ns": took.sum() / steps,
+        "products_ns": took[product].sum() / steps,
+        "products": product.sum() / steps,
+        "split_ns": took[split].sum() / steps,
+        "split": split.sum() / steps,
+    }
+    return pd.DataFrame([row])
+
+
+def is_product(name: str) -> bool:
+    """Return whether an operator multiplies matrices, or convolves."""
+    return _PRODUCT.match(name) is not None
+
+
+def _kind(name: str) -> str:
+    return "product" if is_product(name) else "serial" if _SERIAL.match(name) else "other"
+
+
+@across_ranks
+def cpu_parts(cpu_work: pd.DataFrame, breakdown: Maybe[pd.DataFrame]) -> pd.DataFrame:
+    """Return the same of the mean steady step, a row a rank: its computation is divided as that of the traced steps."""
+    computing = part(breakdown.get(), "computation")
+    factor = cpu_work["rank"].map(computing).fillna(0.0) / cpu_work["operators_ns"].replace(0.0, np.nan)
+    times = [name for name in cpu_work.columns if name.endswith("_ns")]
+    return cpu_work.assign(**{name: cpu_work[name] * factor.fillna(0.0) for name in times})
+
+
+def split_share(parts: pd.DataFrame | None, mean_step_ns: float) -> dict[int, float]:
+    """Return which share of each rank's step are operators that are split over threads; {}: not known."""
+    if parts is None or not mean_step_ns:
+        return {}
+    split = by_rank(parts.assign(ns=parts["products_ns"] + parts["split_ns"]), "ns")
+    return {rank: min(ns / mean_step_ns, 1.0) for rank, ns in split.items()}
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What more threads take off a rank's step, ns: as is to be expected, and at most."""
+
+    expected_ns: float
+    most_ns: float
+
+
+def by_threads(parts: pd.DataFrame, rank: int, times: float) -> Gain:
+    """Return what so many times as many threads take off the step of a rank in `cpu_parts`, each with a core."""
+    row = {name: by_rank(parts, name).get(rank, 0.0) for name in ("products_ns", "products", "split_ns", "split")}
+    most = (row["products_ns"] + row["split_ns"]) * (1 - 1 / times)
+    expected = 0.0
+    for kind, power, scale in (("products", _PRODUCTS, times), ("split", _OTHERS, min(times, _MOST_OTHERS))):
+        ns = row[f"{kind}_ns"]
+        expected += max(ns - ns / scale**power - row[kind] * _FORK_NS, 0.0)
+    return Gain(min(expected, most), most)
+
+
+def unit_of(units: Collection[str]) -> str:
+    """Return the best of a core's units for products in bfloat16; "": it has none."""
+    return next((unit for unit in _TIMES if unit in units), "")
+
+
+def times_of(unit: str) -> float:
+    """Return how many times as fast products are with that unit, under autocast."""
+    return _TIMES[unit]
+
+
+@across_ranks
+def cpu_float32(cpu_parts: pd.DataFrame, job: Job) -> pd.DataFrame:
+    """Return what ranks on a CPU multiply in float32, and would save in bfloat16, ns of the mean steady step.
+
+    Columns: rank, unit ("": there is none for bfloat16), float32_ns, fp32_saved_ns. A rank whose model is called under
+    autocast, or has no parameters in float32, has none. Raises NotMeasured where no rank's units were recorded.
+    """
+    units = {
+        rank: found for rank in job.ranks if (found := (job.facts[rank].get("cpu") or {}).get("units")) is not None
+    }
+    frame = cpu_parts[cpu_parts["rank"].isin(list(units))]
+    if frame.empty:
+        raise NotMeasured("whether this CPU has units for 16-bit products is not recorded")
+    rows = []
+    for rank, ns in zip(frame["rank"].tolist(), frame["products_ns"].tolist(), strict=True):
+        unit = unit_of(units[rank])
+        float32 = ns if in_float32(job.facts[rank]) else 0.0
+        rows.append((rank, unit, float32, float32 * (1 - 1 / times_of(unit)) if unit else 0.0))
+    return pd.DataFrame(rows, columns=["rank", "unit", "float32_ns", "fp32_saved_ns"])
+
+
+def in_float32(facts: Mapping[str, Any]) -> bool:
+    """Return whether a rank multiplies in float32, by its recorded facts: no autocast, and parameters of that type."""
+    autocast = facts.get("autocast") or {}
+    kinds = {str(kind) for model in facts.get("models") or [] for kind in model.get("dtypes") or ()}
+    rounded = (facts.get("matmul") or {}).get("cpu_matmul_fp32_precision") == "bf16"
+    return not autocast.get("enabled") and not rounded and (not kinds or "float32" in kinds)

@@ -1,0 +1,54 @@
+"""What the kernel says of the processor: its name, the units that it multiplies with, and how much of it is ours."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import platform
+import sys
+from pathlib import Path
+
+# What decides how fast a core multiplies, in 16 bits and in others: x86's names, then Arm's.
+_X86 = "fma avx2 avx512f avx512_bf16 avx512_fp16 avx512_vnni avx_vnni amx_tile amx_bf16 amx_fp16 amx_int8"
+_UNITS = frozenset(f"{_X86} bf16 asimdhp i8mm sve sve2 svebf16".split())
+
+
+def name() -> str | None:
+    """Return the processor's name, or else its kind."""
+    return _first_core().get("model name") or platform.machine() or None
+
+
+def units() -> list[str] | None:
+    """Return which units that matter a core has, as the kernel calls them; None: it does not say."""
+    core = _first_core()
+    flags = core.get("flags", core.get("Features"))
+    if flags is None:
+        return None
+    found = set(_UNITS.intersection(flags.split()))
+    # A kernel, or a virtual machine, may have the flag and yet grant no tiles.
+    tiles = getattr(getattr(sys.modules.get("torch"), "cpu", None), "_is_amx_tile_supported", None)
+    if "amx_tile" in found and tiles is not None and not tiles():
+        found = {unit for unit in found if not unit.startswith("amx")}
+    return sorted(found)
+
+
+def quota() -> float | None:
+    """Return how many cores' time a container grants; None: it grants all. cgroup v2, then v1."""
+    unified = Path("/sys/fs/cgroup/cpu.max")
+    if unified.is_file():
+        most, _, period = unified.read_text().partition(" ")
+        return None if most == "max" else int(most) / int(period)
+    v1 = Path("/sys/fs/cgroup/cpu")
+    if not (v1 / "cpu.cfs_quota_us").is_file():  # the group of a whole machine has neither
+        return None
+    most_us = int((v1 / "cpu.cfs_quota_us").read_text())
+    return None if most_us <= 0 else most_us / int((v1 / "cpu.cfs_period_us").read_text())
+
+
+@functools.cache
+def _first_core(path: str = "/proc/cpuinfo") -> dict[str, str]:
+    """Return what the kernel says of the first core; of all, it would be a megabyte on a large host."""
+    with Path(path).open() as lines:
+        pairs = (line.partition(":") for line in lines)
+        first = itertools.takewhile(lambda pair: pair[1], pairs)  # an empty line ends a core
+        return {key.strip(): value.strip() for key, _, value in first}

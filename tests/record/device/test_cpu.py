@@ -1,0 +1,55 @@
+"""What the kernel says of the first core, and the units that a process may use."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dlprof.record.device import cpu
+
+XEON = "processor\t: 0\nmodel name\t: Intel Xeon\nflags\t\t: fpu fma avx2 avx512f avx512_bf16 amx_tile amx_bf16\n\n"
+ARM = "processor\t: 0\nFeatures\t: fp asimd bf16 i8mm sve\n\n"
+
+
+@pytest.fixture
+def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "cpuinfo"
+    first = cpu._first_core.__wrapped__
+    monkeypatch.setattr(cpu, "_first_core", lambda: first(str(path)))
+    return path
+
+
+def torch_that(monkeypatch: pytest.MonkeyPatch, **answers: bool) -> None:
+    questions = {name: lambda answer=answer: answer for name, answer in answers.items()}
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cpu=SimpleNamespace(**questions)))
+
+
+def test_the_first_core_stands_for_all(core: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core.write_text(XEON + "processor\t: 1\nmodel name\t: another\nflags\t\t: fpu\n\n")
+    torch_that(monkeypatch, _is_amx_tile_supported=True)
+    assert cpu.name() == "Intel Xeon"
+    assert cpu.units() == ["amx_bf16", "amx_tile", "avx2", "avx512_bf16", "avx512f", "fma"]
+
+
+def test_tiles_that_the_kernel_does_not_grant_are_none(core: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core.write_text(XEON)
+    torch_that(monkeypatch, _is_amx_tile_supported=False)
+    assert cpu.units() == ["avx2", "avx512_bf16", "avx512f", "fma"]
+    torch_that(monkeypatch)  # an older torch does not know
+    assert "amx_bf16" in (cpu.units() or ())
+
+
+def test_arm_calls_them_features_and_what_names_none_is_not_known(core: Path) -> None:
+    core.write_text(ARM)
+    assert cpu.units() == ["bf16", "i8mm", "sve"]
+    core.write_text("processor\t: 0\n\n")
+    assert cpu.units() is None
+
+
+def test_this_processor_has_a_name_and_a_quota_above_nothing() -> None:
+    assert cpu.name()
+    quota = cpu.quota()
+    assert quota is None or quota > 0
