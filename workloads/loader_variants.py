@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 # What can be planted, and the dlprof rule that must notice it. plant() has a line for each.
 FAULTS = {
     "blocking_copies": "blocking_copy",  # from pinned memory, but each is waited for
+    "needless_workers": "needless_workers",  # workers for batches that are cheaper to make than to hand over
     "no_workers": "input_wait",  # the training thread reads
     "pageable": "pageable_copy",  # batches copied to the GPU from ordinary memory
     "slow_collate": "input_wait",  # samples put together number by number, in Python
@@ -45,6 +46,7 @@ HEALTHY = {
     "spawned": "--start-method spawn",
     "tar": "--storage tar",
 }
+OTHER_STEP = ("needless_workers",)
 NEEDS_GPU = ("blocking_copies", "pageable")  # on the CPU no batch is copied
 RANKS = 1  # no distributed job
 
@@ -54,6 +56,7 @@ def plant(args: argparse.Namespace) -> None:
     healthy = {"collate": None, "first_worker_ms": 0.0}
     faulty: dict[str, dict[str, Any]] = {
         "blocking_copies": {"pin_memory": True, "non_blocking": False},
+        "needless_workers": {"storage": "mapped", "read_ms": 0.0, "workers": 2, "layers": 4, "batch_size": 8},
         "no_workers": {"workers": 0, "read_ms": max(args.read_ms, 0.5)},
         "pageable": {"pin_memory": False, "non_blocking": False},
         "slow_collate": {"workers": 1, "collate": slow_collate},

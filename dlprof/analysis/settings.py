@@ -58,6 +58,12 @@ def cores(job: Job, rank: int) -> float | None:
     return min(float(given), cpu.get("quota") or float(given))
 
 
+def threads(job: Job, rank: int) -> int | None:
+    """Return with how many threads a rank computes an operator on the CPU; None: not known."""
+    found = (job.facts.get(rank, {}).get("cpu") or {}).get("torch_threads")
+    return found if isinstance(found, int) else None
+
+
 def host(job: Job, rank: int) -> str:
     """Return the name of a rank's host from the recording, else from its trace; "" where it is not known."""
     return str(job.facts[rank].get("host") or job.trace_facts[rank].get("host") or "")

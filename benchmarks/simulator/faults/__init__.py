@@ -10,6 +10,7 @@ FAULTS: tuple[Fault, ...] = (*loading.FAULTS, *host.FAULTS, *ranks.FAULTS, *comp
 # Rules that nothing is simulated for.
 NOT_SIMULATED: Mapping[str, str] = {
     "memory_growth": "it saves nothing: it tells when memory will be used up, from hours of readings",
+    "needless_workers": "it is about training that computes on a CPU: the simulated jobs have devices",
     "thread_oversubscription": "it is about cores that threads share: the simulated host has cores enough",
 }
 

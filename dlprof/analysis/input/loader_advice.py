@@ -71,6 +71,10 @@ def _by_rate(starving: Starving) -> Iterator[Change]:
     elif workers == 0:
         # One worker makes a batch in the time that the training thread waits now, so wait ÷ busy of them keep up with
         # the rest; never only one, or each slow batch stalls the step.
+        if cores and starving.threads >= cores:
+            taken = f"training computes on all {count(cores, 'core')} of a rank, and a worker would take one from it"
+            yield change(f"{CHEAPER[SAMPLES][0]}: {taken}")
+            return
         need = max(2, math.ceil(starving.wait_ns / busy))
         most = max(1, (cores or need + 1) - 1)
         yield _workers_to(min(need, most), 0, "")

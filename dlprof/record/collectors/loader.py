@@ -15,10 +15,9 @@ from time import perf_counter_ns
 from typing import Any
 
 from dlprof import marks
-from dlprof.record.batch_size import UNSEEN, BatchSize
 from dlprof.record.device.kernel_counters import KernelCounters, used_between
 from dlprof.record.hooks import Patch, put, watch_method
-from dlprof.record.loaders import Pass, adopt
+from dlprof.record.loaders import UNSEEN, BatchSize, Pass, adopt
 from dlprof.record.log import WRITE_EVERY_NS, BudgetLog, Row
 from dlprof.record.ranks import age_of_rank, folder_of_rank
 from dlprof.record.recorder import Recorder

@@ -185,7 +185,7 @@ def test_workers_that_wait_for_storage_are_predicted_to_take_the_wait_away(tmp_p
         "the queue was empty for 37 of 37 batches; a worker takes 80.0 ms for a batch, 2.00 ms of it" in found.summary
     )
     assert found.evidence is not None
-    assert [row[0] for row in found.evidence.rows] == ["1 (is)", "2", "3", "4 (proposed)", "5", "6"]
+    assert [row[0] for row in found.evidence.rows] == ["0", "1 (is)", "2", "3", "4 (proposed)", "5", "6"]
     assert "Predicted for 4 workers" in found.sure
     forecasts = {f.value: f.step_ns for f in found.forecasts}
     assert {f.setting for f in found.forecasts} == {"num_workers"}
