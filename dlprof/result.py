@@ -154,6 +154,7 @@ class Outcome(msgspec.Struct, frozen=True):
     forecasts: tuple[Forecast, ...] = ()
     lost_share: float | None = None  # of the step, what the bottleneck takes; None: `share`
     by_rank: tuple[RankCost, ...] = ()  # the MOST_RANKS with the highest cost, by rank; () in format 1
+    at_most: bool = False  # the saving bounds what the changes give, and is no prediction for any of them
 
     @property
     def advice(self) -> tuple[str, ...]:

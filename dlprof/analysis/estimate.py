@@ -22,6 +22,7 @@ class Explanation:
     """How a finding is explained. `title` and `summary`: one sentence each; `sure`: how it was estimated.
 
     `verdict`: the report's first sentence where the finding is first; "": the estimate's `loses` with its share.
+    `at_most`: the saving bounds what the changes give, and is no prediction for any of them.
     """
 
     title: str
@@ -31,6 +32,7 @@ class Explanation:
     sure: str = ""
     verdict: str = ""
     forecasts: tuple[Forecast, ...] = ()
+    at_most: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

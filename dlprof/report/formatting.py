@@ -71,8 +71,9 @@ def noise(outcome: Outcome) -> str:
 
 
 def speedup(outcome: Outcome) -> str:
-    """Write how many times faster the step would be, as "1.44 ×"; a dash without a saving."""
-    return times(outcome.speedup) if saves(outcome) and outcome.speedup >= 1 else UNKNOWN
+    """Write how many times faster the step would be, as "1.44 ×", "≤ 1.44 ×" if at most; a dash without a saving."""
+    most = f"≤{NBSP}" if outcome.at_most else ""
+    return most + times(outcome.speedup) if saves(outcome) and outcome.speedup >= 1 else UNKNOWN
 
 
 def together(result: Result) -> str:

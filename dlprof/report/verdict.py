@@ -149,7 +149,8 @@ def _diagnosis(result: Result, first: Outcome) -> tuple[str, str]:
         return sentence, "Fixing it saves no time, but may save the job." if risk else "It has no estimated saving."
     what = "what was traced" if unit(result) == "trace" else "the traced steps" if all_traced(result) else "this job"
     if first.speedup >= 1.005 and math.isfinite(first.speedup):
-        return sentence, f"{_remedy(result, first)} would make {what} {times(first.speedup)} faster."
+        most = "at most " if first.at_most else ""
+        return sentence, f"{_remedy(result, first)} would make {what} {most}{times(first.speedup)} faster."
     return sentence, f"Fixing it would save {duration(first.saving_ns)} of {_each(result)}."
 
 

@@ -101,3 +101,5 @@ def test_the_setting_that_a_saving_was_predicted_for_is_its_remedy() -> None:
     )
     assert gain(near, workers=60) == "Fixing it would make this job 1.44 × faster."
     assert gain() == "Fixing it would make this job 1.44 × faster."
+    first = replace(first, at_most=True)
+    assert gain() == "Fixing it would make this job at most 1.44 × faster."
