@@ -47,6 +47,7 @@ class Recommender(nn.Module):
         self.top = nn.Sequential(nn.Linear(32 * (tables + 1), width), nn.ReLU(), nn.Linear(width, 1))
 
     def forward(self, batch: Batch) -> Tensor:
+        """Return the loss."""
         dense, offsets, sparse, wanted = batch
         found = [bag(s, o) for bag, s, o in zip(self.bags, sparse, offsets, strict=True)]
         said = self.top(torch.cat([self.bottom(dense), *found], dim=1))
@@ -85,6 +86,7 @@ class Convnet(nn.Module):
         )  # fmt: skip
 
     def forward(self, batch: Batch) -> Tensor:
+        """Return the loss."""
         images, wanted = batch
         return nn.functional.cross_entropy(self.body(images), wanted)
 
@@ -114,6 +116,7 @@ class Language(nn.Module):
         self.embed, self.body, self.head = nn.Embedding(5_000, width), nn.GRU(width, width), nn.Linear(width, 5_000)
 
     def forward(self, batch: Batch) -> Tensor:
+        """Return the loss."""
         words, following = batch
         out, _ = self.body(self.embed(words.T))
         return nn.functional.cross_entropy(self.head(out).flatten(0, 1), following.T.flatten())
@@ -141,6 +144,7 @@ class Dense(nn.Module):
         self.body = nn.Sequential(*layers)
 
     def forward(self, batch: Batch) -> Tensor:
+        """Return the loss."""
         rows, wanted = batch
         return nn.functional.mse_loss(self.body(rows).squeeze(1), wanted.float())
 
@@ -156,13 +160,11 @@ class Kind:
 
 
 def _images(side: int, batch: int, work: int, width: int, sleep: float = 0.0, threads: int = 2) -> Kind:
-    return Kind(
-        lambda n: Images(n * batch, side, work, sleep), batch, lambda: Convnet(side, width), threads
-    )
+    return Kind(lambda n: Images(n * batch, side, work, sleep), batch, lambda: Convnet(side, width), threads)
 
 
 KINDS = {
-    # Those that the replay was made with, and
+    # Those that the replay's constants were chosen with (TUNED), and
     "recommender": Kind(lambda n: Clicks(n, 256, 16), None, lambda: Recommender(16, 256)),
     "convnet": _images(28, 64, 0, 16),
     "decode": _images(96, 16, 12, 4),
@@ -177,6 +179,8 @@ KINDS = {
     "words": Kind(lambda n: Words(n * 32, 64), 32, lambda: Language(96)),
     "dense": Kind(lambda n: Rows(n * 512, 2_048), 512, lambda: Dense(2_048, 256)),
 }  # fmt: skip
+
+TUNED = ("recommender", "convnet", "decode", "storage", "dense-1", "decode-1")
 
 
 def main() -> None:

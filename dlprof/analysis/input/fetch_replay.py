@@ -18,8 +18,9 @@ over several threads, it ends with the last of them: one that has no core holds 
 as computing, so that k threads progress with the k-th power of what one does. (With more threads than cores they do not
 spin: OpenMP's then give up their core to each other.) The kernel measures how long computing really waited for a core:
 by how much that differs from the model's stretch of the run as it was, for other jobs on the host or for a scheduler
-that does better, is taken to stay; without workers, as far as they cannot have been it. But no thread is held up for longer than others compute: while a loop that needs k
-cores stands still, C − k + 1 of them at least run something else.
+that does better, is taken to stay; without workers, as far as they cannot have been it. But no thread is held up for
+longer than others compute: while a loop that needs k cores stands still, C − k + 1 of them at least run something else.
+Where threads wait for each other, what a worker computes may hold them up for longer: see BARRIER in handover.py.
 
 A batch that a worker makes has to be handed over, which the loop, and the worker, compute beside. A loop that has no
 workers pays nothing of that, and has its cores for itself while it does not fetch.
@@ -32,7 +33,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dlprof.analysis.input.handover import LEAST_BARRIER, MOST_BARRIER, Handover, Told
+from dlprof.analysis.input.handover import LEAST_BARRIER, MOST_BARRIER, UNTOLD, Handover, Told
 
 Times = NDArray[np.float64]
 
@@ -65,7 +66,7 @@ class Pace:
     excess_alone: float = np.nan  # of the loop without workers, by what theirs do not explain; NaN: as with them
     stretch: float = 1.0  # of the loop's computing, as measured
     others_cpu: float = np.nan  # of a batch of those other ranks; NaN: as this one's
-    handover: Told = Told()  # of a batch; with workers, `own` and `fetch_cpu` hold it
+    handover: Told = UNTOLD  # of a batch; with workers, `own` and `fetch_cpu` hold it
     gap: float = 0.0  # the part of `fetch` that passes between a worker's fetches
     barrier: float = 1.0  # what workers' computing costs a loop whose threads wait for each other, as a multiple of it
     alone: float = 1.0  # the part of the loop's own time as recorded that is `own`: the rest, it had no core
@@ -88,6 +89,8 @@ class Pace:
         fetch, cpu = self.collate, self.collate_cpu
         if part == COLLATING:
             fetch, cpu = self.fetch - fetch, self.fetch_cpu - cpu
+        if self.workers:  # a batch is handed over whatever it took to make
+            cpu = np.maximum(cpu, np.minimum(self.handover.least.sending_ns, self.fetch_cpu))
         others = self.others_cpu * float(cpu.mean()) / max(float(self.fetch_cpu.mean()), 1.0)
         changed = replace(self, fetch=fetch, fetch_cpu=cpu, others_cpu=others)
         return replace(changed, collate=_NOTHING, collate_cpu=_NOTHING)
@@ -138,7 +141,9 @@ def replayed(pace: Pace, workers: int) -> Forecast:
     pace = pace.with_workers(workers)
     trained, fetched = float(pace.own.mean()) * pace.own_cpu, pace.batch_cpu
     others = (pace.ranks - (workers == 0)) * fetched + (pace.ranks - 1) * pace.threads * trained
-    longest = max(1.0 + held_up(pace) * others / max(pace.cores - pace.threads + 1, 1.0) / max(trained, 1.0), pace.stretch)
+    longest = max(
+        1.0 + held_up(pace) * others / max(pace.cores - pace.threads + 1, 1.0) / max(trained, 1.0), pace.stretch
+    )
     excess = pace.excess[0] if workers or np.isnan(pace.excess_alone) else pace.excess_alone
     trains, fetches, forecast = 1.0, 1.0, Forecast(workers, 0.0, 0.0)
     for _ in range(_ROUNDS):

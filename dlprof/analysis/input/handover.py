@@ -61,6 +61,10 @@ class Told:
     most: Handover = Handover()
 
 
+# Of a batch whose handover costs nothing, as far as anybody waits for it.
+UNTOLD = Told()
+
+
 def told(tensors: float, size: float, taken_ns: float) -> Told:
     """Return what a batch of so many tensors costs; −1: they were not counted. `taken_ns`, where that was measured."""
     usual = handover(*((tensors, size) if tensors >= 0 else (_USUAL, 0.0)))

@@ -48,7 +48,9 @@ def described(starving: Starving, loader_means: Maybe[pd.DataFrame], worker_mean
     share = workers["batches"] / workers["batches"].sum()
     fetch, cpu, collating = (float((workers[c] * share).sum(skipna=False)) for c in ("dur_ns", "cpu_ns", "collate_ns"))
     who += f"; {'a worker' if (workers['worker'] >= 0).all() else 'it'} takes {duration(fetch)} for a batch"
-    who += f", {duration(cpu)} of it computing" if math.isfinite(cpu) else ""
+    if math.isfinite(cpu):
+        sends = cpu > fetch and starving.workers
+        who += f", and computes {duration(cpu)} with sending it" if sends else f", {duration(cpu)} of it computing"
     return who + (f", {duration(collating)} of it collating" if 2 * collating > fetch else "")
 
 

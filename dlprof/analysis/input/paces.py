@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, across_ranks
 from dlprof.analysis.input.fetch_replay import Pace, held_up, replay, stretches
-from dlprof.analysis.input.handover import BARRIER, Told, told
+from dlprof.analysis.input.handover import BARRIER, UNTOLD, told
 from dlprof.analysis.step.breakdown import part
 from dlprof.errors import NotMeasured
 
@@ -85,7 +85,7 @@ class Paces:
         # Batches were taken with the same lack of cores as the rest of the loop. On a GPU, the loop is ahead of its
         # device, and not replayed without them.
         taken = means["taken_ns"].iloc[0] * alone
-        handover = told(*fetches[["tensors", "tensor_bytes"]].mean(), taken) if on_cpu else Told()
+        handover = told(*fetches[["tensors", "tensor_bytes"]].mean(), taken) if on_cpu else UNTOLD
         recorded = Pace(
             workers=workers,
             prefetch=int(loader.get("prefetch_factor") or 2),

@@ -125,7 +125,8 @@ class Loader:
                 if self._before is not _UNASKED and self._counters is not None:
                     used = used_between(self._before, self._counters.all())
                     self._before = _UNASKED
-            self._batches.append((over, step, began_ns, took_ns, self._asked, (fetches.collate_ns, *used, *fetches.size)))
+            of_fetch = (fetches.collate_ns, *used, *fetches.size)
+            self._batches.append((over, step, began_ns, took_ns, self._asked, of_fetch))
             fetches.collate_ns = 0
             if len(self._batches) >= _MOST_ROWS:
                 self._add_batches()

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlprof.analysis.input.fetch_replay import Pace, replayed
+from dlprof.analysis.input.fetch_replay import SAMPLES, Pace, replayed
 from dlprof.analysis.input.handover import Handover, Told
 from tests.fixtures.loaders import pace
 
@@ -94,6 +94,12 @@ def test_the_first_worker_brings_what_handing_over_costs_and_the_last_takes_it_a
     # Between the least and the most of it.
     assert replayed(alone.where_workers_cost_least, 1).step_ns == pytest.approx(23, rel=0.01)
     assert replayed(alone.where_workers_cost_most, 1).step_ns == pytest.approx(32, rel=0.01)
+
+
+def test_samples_that_cost_nothing_are_sent_all_the_same() -> None:
+    # Of 7 ms that a worker computes, 2 at least are sending; the training thread's fetch is all its own.
+    assert pace(20.0, 3.0, fetch_cpu=7.0, handover=TOLD).without(SAMPLES).fetch_cpu.mean() == 2.0
+    assert pace(20.0, 3.0, fetch_cpu=3.0, workers=0, handover=TOLD).without(SAMPLES).fetch_cpu.mean() == 0.0
 
 
 def test_threads_that_wait_for_each_other_lose_more_than_a_worker_computes() -> None:

@@ -1,4 +1,4 @@
-"""Fewer workers, on a CPU: predicted from what they cost training, and not asked for where there is a device or none."""
+"""Fewer workers on a CPU: predicted from what they cost training, and not asked for with a device or without any."""
 
 import json
 from pathlib import Path

@@ -52,7 +52,11 @@ def explain(
     """Compare what workers cost with what they fetch, and show the step that fewer would give."""
     rank, (now, *fewer), chosen = fewer_workers.rank, fewer_workers.forecasts, fewer_workers.chosen
     rows = tuple(
-        (f"{f.workers}{' (is)' if f is now else ' (proposed)' if f is chosen else ''}", f.step_ns, now.step_ns / f.step_ns)
+        (
+            f"{f.workers}{' (is)' if f is now else ' (proposed)' if f is chosen else ''}",
+            f.step_ns,
+            now.step_ns / f.step_ns,
+        )
         for f in sorted((now, *fewer), key=lambda f: f.workers)
     )
     return Explanation(
@@ -71,11 +75,14 @@ def explain(
 def _does(loader_means: Maybe[pd.DataFrame], worker_means: Maybe[pd.DataFrame], rank: int) -> str:
     """Say what workers take for a batch, and what training pays."""
     means, workers = (frame[frame["rank"] == rank] for frame in (loader_means.get(), worker_means.get()))
-    fetch = float((workers["dur_ns"] * workers["batches"]).sum() / workers["batches"].sum())
+    share = workers["batches"] / workers["batches"].sum()
+    fetch, cpu = (float((workers[name] * share).sum(skipna=False)) for name in ("dur_ns", "cpu_ns"))
     taken, delayed = float(means["taken_ns"].iloc[0]), float(means["delayed"].iloc[0])
     costs = [f"taking one over takes the training thread {duration(taken)}"] if taken > 0 else []
     costs += [f"the training thread waits {percent(delayed)} of the time for a core"] if delayed > 0 else []
-    return f"take{'s' if len(workers) == 1 else ''} {duration(fetch)} for a batch" + "".join(f"; {c}" for c in costs)
+    s = "s" if len(workers) == 1 else ""
+    sends = f", and compute{s} {duration(cpu)} with sending it" if cpu > fetch else ""
+    return "; ".join([f"take{s} {duration(fetch)} for a batch{sends}", *costs])
 
 
 def _to(n: int, loader: settings.Settings, step_ns: float) -> Change:
