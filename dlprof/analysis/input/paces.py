@@ -85,7 +85,8 @@ class Paces:
         # Batches were taken with the same lack of cores as the rest of the loop. On a GPU, the loop is ahead of its
         # device, and not replayed without them.
         taken = means["taken_ns"].iloc[0] * alone
-        handover = told(*fetches[["tensors", "tensor_bytes"]].mean(), taken) if on_cpu else UNTOLD
+        tensors, size = (float(fetches[name].mean()) for name in ("tensors", "tensor_bytes"))
+        handover = told(tensors, size, taken) if on_cpu else UNTOLD
         recorded = Pace(
             workers=workers,
             prefetch=int(loader.get("prefetch_factor") or 2),

@@ -45,5 +45,5 @@ def test_a_gain_within_what_is_not_known_is_no_finding(tmp_path: Path) -> None:
 def test_without_a_record_of_batches_it_abstains(tmp_path: Path) -> None:
     loader = {"role": "train", "num_workers": 2}
     steps = [runs.light(k, 80 * MS, fetch_ns=MS) for k in range(40)]
-    path = runs.recorded(tmp_path / "run", (None, steps, runs.CPU | {"loaders": [loader]}))
+    path = runs.recorded(tmp_path / "run", (None, steps, {**runs.CPU, "loaders": [loader]}))
     assert ask(RULE, path).state == "not_measured"
