@@ -132,6 +132,8 @@ FETCHES: Mapping[str, str] = {
     "delay_ns": "int64",  # that the one who fetches was ready to run and had no core
     "stored_bytes": "int64",  # that came from storage
     "read_bytes": "int64",  # that were read at all: from files, from memory's copies of them, and through pipes
+    "tensors": "int64",  # that the batch is made of, and
+    "tensor_bytes": "int64",  # that they hold
 }
 
 # What PyTorch's CUDA allocator held on the device that the rank trains on, a few rows a second. -1: unknown.

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 # What can be planted, and the dlprof rule that must notice it. plant() has a line for each.
 FAULTS = {
     "blocking_copies": "blocking_copy",  # from pinned memory, but each is waited for
+    "needless_workers": "needless_workers",  # workers for batches that are cheaper to make than to hand over
     "no_workers": "input_wait",  # the training thread reads
     "one_thread": "idle_cores",  # on the CPU, whose other cores do nothing
     "pageable": "pageable_copy",  # batches copied to the GPU from ordinary memory
@@ -48,6 +49,7 @@ HEALTHY = {
 }
 # What else a fault needs, to cost more than a little.
 SHOWN_WITH = {"one_thread": "--storage mapped --workers 0 --read-ms 0 --batch-size 512"}
+OTHER_STEP = ("needless_workers",)
 NEEDS_GPU = ("blocking_copies", "pageable")  # on the CPU no batch is copied
 RANKS = 1  # no distributed job
 
@@ -57,6 +59,7 @@ def plant(args: argparse.Namespace) -> None:
     healthy: dict[str, Any] = {"collate": None, "first_worker_ms": 0.0, "threads": None}
     faulty: dict[str, dict[str, Any]] = {
         "blocking_copies": {"pin_memory": True, "non_blocking": False},
+        "needless_workers": {"storage": "mapped", "read_ms": 0.0, "workers": 2, "layers": 4, "batch_size": 8},
         "no_workers": {"workers": 0, "read_ms": max(args.read_ms, 0.5)},
         "one_thread": {"threads": 1},
         "pageable": {"pin_memory": False, "non_blocking": False},

@@ -21,8 +21,8 @@ LEAST_SHARE = 0.02
 class Explanation:
     """How a finding is explained. `title` and `summary`: one sentence each; `sure`: how it was estimated.
 
-    `at_most`: the change may give less, as the saving is the bottleneck gone altogether.
     `verdict`: the report's first sentence where the finding is first; "": the estimate's `loses` with its share.
+    `at_most`: the saving bounds what the changes give, and is no prediction for any of them.
     """
 
     title: str

@@ -16,7 +16,7 @@ from dlprof.analysis.compute.rules import (
 )
 from dlprof.analysis.estimate import Rule
 from dlprof.analysis.host.rules import host_bound, host_sync, queued_wait
-from dlprof.analysis.input.rules import input_wait, slow_worker_batches, worker_restart
+from dlprof.analysis.input.rules import input_wait, needless_workers, slow_worker_batches, worker_restart
 from dlprof.analysis.machine.rules import idle_cores, thread_oversubscription, throttled_clock
 from dlprof.analysis.memory.rules import (
     allocator_retries,
@@ -46,6 +46,7 @@ RULES: tuple[Rule, ...] = (
     memory_growth.RULE,
     memory_headroom.RULE,
     misaligned_shapes.RULE,
+    needless_workers.RULE,
     pageable_copy.RULE,
     pipeline_bubble.RULE,
     queued_wait.RULE,

@@ -130,14 +130,14 @@ def _named(change: Change) -> dict[str, str]:
 def _predicted(result: Result, outcome: Outcome, change: Change, place: int) -> float | None:
     """Return how many times faster a change is predicted to be: by its own forecast, else by the finding's saving.
 
-    That saving is the first change's.
+    That saving is the first change's. None where it is a bound.
     """
     forecasts = {(f.setting, f.value): f.step_ns for f in outcome.forecasts}
     for setting in change.settings:
         step = forecasts.get((setting.name, str(setting.to)))
         if step and result.window:
             return result.window.step_ns / step
-    if place or outcome.scope == "risk" or not 1 < outcome.speedup < 1e6:
+    if place or outcome.at_most or outcome.scope == "risk" or not 1 < outcome.speedup < 1e6:
         return None
     return outcome.speedup
 

@@ -155,6 +155,12 @@ def test_a_kernel_without_its_namespaces(kernel: str, short: str) -> None:
     assert formatting.unqualified(kernel) == short
 
 
+def test_a_saving_that_is_a_bound_is_written_as_one() -> None:
+    first = results.ddp().found[0]
+    assert formatting.speedup(first) == f"1.44{NBSP}×"
+    assert formatting.speedup(replace(first, at_most=True)) == f"≤{NBSP}1.44{NBSP}×"
+
+
 def test_the_noise_of_a_saving_is_twice_its_standard_error_where_it_is_known() -> None:
     first = results.ddp().found[0]
     assert formatting.noise(replace(first, noise_ns=1.5 * MS)).replace(NBSP, " ") == "± 3.00 ms"

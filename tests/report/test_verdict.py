@@ -101,6 +101,8 @@ def test_the_setting_that_a_saving_was_predicted_for_is_its_remedy() -> None:
     )
     assert gain(near, workers=60) == "Fixing it would make this job 1.44 × faster."
     assert gain() == "Fixing it would make this job 1.44 × faster."
+    first = replace(first, at_most=True)
+    assert gain() == "Fixing it would make this job at most 1.44 × faster."
 
 
 def test_a_run_beside_other_programs_clears_the_job_of_nothing() -> None:

@@ -35,6 +35,11 @@ def test_only_the_first_change_has_the_findings_saving() -> None:
     assert [c.predicted for c in found] == [1.25, None]
 
 
+def test_a_saving_that_is_a_bound_predicts_no_change() -> None:
+    (one,) = planned(outcome(WORKERS, at_most=True)).candidates
+    assert one.predicted is None
+
+
 def test_a_forecast_counts_before_the_saving() -> None:
     forecasts = (Forecast("num_workers", "4", 50e6), Forecast("num_workers", "2", 80e6))
     (one,) = planned(outcome(WORKERS, forecasts=forecasts)).candidates

@@ -11,6 +11,7 @@ FAULTS: tuple[Fault, ...] = (*loading.FAULTS, *host.FAULTS, *ranks.FAULTS, *comp
 NOT_SIMULATED: Mapping[str, str] = {
     "idle_cores": "it is about a CPU's threads: the simulated jobs compute on GPUs",
     "memory_growth": "it saves nothing: it tells when memory will be used up, from hours of readings",
+    "needless_workers": "it is about training that computes on a CPU: the simulated jobs have devices",
     "thread_oversubscription": "it is about cores that threads share: the simulated host has cores enough",
 }
 

@@ -65,10 +65,15 @@ def prediction(a: Result, b: Result, step: Difference, settings: Iterable[Settin
         # A setting that removed one bottleneck is not expected to save what other findings predict for it.
         if o.id not in gone and named.keys() <= names:
             continue
+        forecast = next((f for f in o.forecasts if f.setting in named and f.value == differ[f.setting].b), None)
+        if forecast is None and _saves_otherwise(o, named):
+            continue
         names |= named.keys()
         changed.update(dict.fromkeys(f"{n} {_values(differ[n])}" for n in named))
-        forecast = next((f for f in o.forecasts if f.setting in named and f.value == differ[f.setting].b), None)
         if forecast is not None:
+            # Several findings may forecast the same: one change, one gain.
+            if any(f == forecast for one, *_ in taken for f in one.forecasts):
+                continue
             taken.append((o, step.a_ns - forecast.step_ns, f"for {forecast.setting}={forecast.value}"))
         else:
             other = [f"{n}={v}" for n, v in named.items() if v and differ[n].b != v]
@@ -99,6 +104,15 @@ def prediction(a: Result, b: Result, step: Difference, settings: Iterable[Settin
         basis="; ".join(", ".join(filter(None, (o.id, what))) for o, _, what in taken),
         also_changed=tuple(f"{s.name} {_values(s)}" for n, s in differ.items() if n not in names),
     )
+
+
+def _saves_otherwise(o: Outcome, named: Mapping[str, str]) -> bool:
+    """Return whether a finding's saving is that of another change than these settings, which it has forecasts for.
+
+    The saving is the first change's: cheaper samples, say, beside which more workers would give less.
+    """
+    first = {setting.name for change in o.changes[:1] for setting in change.settings}
+    return any(f.setting in named for f in o.forecasts) and not named.keys() & first
 
 
 def _values(s: Setting) -> str:

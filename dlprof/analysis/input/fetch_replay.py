@@ -18,8 +18,12 @@ over several threads, it ends with the last of them: one that has no core holds 
 as computing, so that k threads progress with the k-th power of what one does. (With more threads than cores they do not
 spin: OpenMP's then give up their core to each other.) The kernel measures how long computing really waited for a core:
 by how much that differs from the model's stretch of the run as it was, for other jobs on the host or for a scheduler
-that does better, is taken to stay. But no thread is held up for longer than others compute: while a loop that needs k
-cores stands still, C − k + 1 of them at least run something else.
+that does better, is taken to stay; without workers, as far as they cannot have been it. But no thread is held up for
+longer than others compute: while a loop that needs k cores stands still, C − k + 1 of them at least run something else.
+Where threads wait for each other, what a worker computes may hold them up for longer: see BARRIER in handover.py.
+
+A batch that a worker makes has to be handed over, which the loop, and the worker, compute beside. A loop that has no
+workers pays nothing of that, and has its cores for itself while it does not fetch.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from dlprof.analysis.input.handover import LEAST_BARRIER, MOST_BARRIER, UNTOLD, Handover, Told
+
 Times = NDArray[np.float64]
 
 _BATCHES = 600
@@ -37,8 +43,10 @@ _ROUNDS = 12
 # Making a batch: reading, decoding and changing its samples, and putting them together.
 SAMPLES, COLLATING = "samples", "collating"
 
-
 _NOTHING: Times = np.zeros(1)
+
+# The share of a loop's own work that stays at least where it takes no batches over.
+_LEFT = 0.1
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,13 @@ class Pace:
     cores: float  # of the host, and
     ranks: int  # how many ranks like this one share them
     excess: tuple[float, float] = (1.0, 1.0)  # measured stretch ÷ the model's, of the loop and of a fetch
+    excess_alone: float = np.nan  # of the loop without workers, by what theirs do not explain; NaN: as with them
     stretch: float = 1.0  # of the loop's computing, as measured
     others_cpu: float = np.nan  # of a batch of those other ranks; NaN: as this one's
+    handover: Told = UNTOLD  # of a batch; with workers, `own` and `fetch_cpu` hold it
+    gap: float = 0.0  # the part of `fetch` that passes between a worker's fetches
+    barrier: float = 1.0  # what workers' computing costs a loop whose threads wait for each other, as a multiple of it
+    alone: float = 1.0  # the part of the loop's own time as recorded that is `own`: the rest, it had no core
     collate: Times = field(default_factory=lambda: _NOTHING)  # the part of `fetch` that is collating, and
     collate_cpu: Times = field(default_factory=lambda: _NOTHING)  # of `fetch_cpu`
 
@@ -76,9 +89,37 @@ class Pace:
         fetch, cpu = self.collate, self.collate_cpu
         if part == COLLATING:
             fetch, cpu = self.fetch - fetch, self.fetch_cpu - cpu
+        if self.workers:  # a batch is handed over whatever it took to make
+            cpu = np.maximum(cpu, np.minimum(self.handover.least.sending_ns, self.fetch_cpu))
         others = self.others_cpu * float(cpu.mean()) / max(float(self.fetch_cpu.mean()), 1.0)
         changed = replace(self, fetch=fetch, fetch_cpu=cpu, others_cpu=others)
         return replace(changed, collate=_NOTHING, collate_cpu=_NOTHING)
+
+    def with_workers(self, workers: int) -> Pace:
+        """Return the pace with so many workers: what handing batches over costs comes, or goes with the last worker."""
+        if bool(workers) == bool(self.workers):
+            return self
+        cost = self.handover.usual if workers else self.handover.usual.times(-1)
+        taking, sending, gap = cost.taking_ns, cost.sending_ns, 0.0 if workers else self.gap
+        # What is told of the handover may be more than what was recorded of all.
+        own, cpu = np.maximum(self.own + taking, _LEFT * self.own), np.maximum(self.fetch_cpu + sending, 0.0)
+        fetch = np.maximum(self.fetch + max(sending, 0.0) - gap, cpu)
+        return replace(self, own=own, fetch=fetch, fetch_cpu=cpu, others_cpu=max(self.others_cpu + sending, 0.0))
+
+    @property
+    def where_workers_cost_least(self) -> Pace:
+        """The pace where workers cost as little as may be: training waited for a core no longer than was measured."""
+        own = self.own * self.alone ** (1 / self.together - 1)
+        return self._with(self.handover.least, LEAST_BARRIER, own)
+
+    @property
+    def where_workers_cost_most(self) -> Pace:
+        """The pace where workers cost as much as may be."""
+        return self._with(self.handover.most, MOST_BARRIER, self.own)
+
+    def _with(self, handover: Handover, barrier: float, own: Times) -> Pace:
+        told = replace(self.handover, usual=handover)
+        return replace(self, handover=told, barrier=barrier if self.barrier > 1 else 1.0, own=own)
 
     @property
     def together(self) -> int:
@@ -97,9 +138,13 @@ class Forecast:
 
 def replayed(pace: Pace, workers: int) -> Forecast:
     """Return the mean step with so many workers as the model has it; 0: the loop fetches itself."""
+    pace = pace.with_workers(workers)
     trained, fetched = float(pace.own.mean()) * pace.own_cpu, pace.batch_cpu
     others = (pace.ranks - (workers == 0)) * fetched + (pace.ranks - 1) * pace.threads * trained
-    longest = max(1.0 + others / max(pace.cores - pace.threads + 1, 1.0) / max(trained, 1.0), pace.stretch)
+    longest = max(
+        1.0 + held_up(pace) * others / max(pace.cores - pace.threads + 1, 1.0) / max(trained, 1.0), pace.stretch
+    )
+    excess = pace.excess[0] if workers or np.isnan(pace.excess_alone) else pace.excess_alone
     trains, fetches, forecast = 1.0, 1.0, Forecast(workers, 0.0, 0.0)
     for _ in range(_ROUNDS):
         own, fetch = pace.own * (1 - pace.own_cpu + pace.own_cpu * trains), pace.fetch + pace.fetch_cpu * (fetches - 1)
@@ -108,11 +153,16 @@ def replayed(pace: Pace, workers: int) -> Forecast:
         busy, loop = (trained * trains / step, fetched * fetches / step), 1 - forecast.wait_ns / step
         now = stretches(pace, workers, busy, loop, overlap)
         # Half-way, or the two would swing around each other.
-        trains = (trains + min(max(1.0, now[0] * pace.excess[0]), longest)) / 2
+        trains = (trains + min(max(1.0, now[0] * excess), longest)) / 2
         fetches = (fetches + max(1.0, now[1] * pace.excess[1])) / 2
     # The mean stretch may predict a little more than all cores at work can do.
     least = pace.ranks * (pace.threads * trained + fetched) / pace.cores
     return replace(forecast, step_ns=max(forecast.step_ns, least))
+
+
+def held_up(pace: Pace) -> float:
+    """Return what others' computing costs the loop, as a multiple of it."""
+    return pace.barrier if pace.together > 1 else 1.0
 
 
 def replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int) -> tuple[Forecast, float]:
@@ -165,14 +215,17 @@ def stretches(pace: Pace, workers: int, busy: tuple[float, float], loop: float, 
         chance = _chance(loops, computes)[:, None] * _chance(fetchers, each)[None, :]
         return float((chance * np.minimum(1.0, pace.cores / ready) ** together).sum())
 
+    def longer(progress: float) -> float:
+        return 1.0 + held_up(pace) * (1.0 / progress - 1.0)
+
     if not workers:
         waiting = speed(1, 0, others, fetches / max(1.0 - loop, 1e-9))
-        return 1.0 / speed(pace.threads, others, 0, 0.0, pace.together), 1.0 / waiting
+        return longer(speed(pace.threads, others, 0, 0.0, pace.together)), 1.0 / waiting
     fetchers, each = pace.ranks * workers, fetches / workers
     then, otherwise = each * overlap / max(loop, 1e-9), each * (1 - overlap) / max(1 - loop, 1e-9)
     training, waiting = speed(1, pace.ranks, fetchers - 1, then), speed(1, 0, fetchers - 1, otherwise)
     fetching = overlap * training + (1.0 - overlap) * waiting
-    return 1.0 / speed(pace.threads, others, fetchers, then, pace.together), 1.0 / fetching
+    return longer(speed(pace.threads, others, fetchers, then, pace.together)), 1.0 / fetching
 
 
 def _chance(n: int, share: float) -> Times:

@@ -106,6 +106,7 @@ class Starving:
     others: tuple[int, ...]  # all others
     culprit: int  # which of `alike` the others wait for
     victims: Mapping[int, float]  # how long each rank waits for it, where that is notable
+    threads: int = 0  # that its operators are split over; 0: not known, or it has a device
 
 
 @across_ranks
@@ -129,16 +130,21 @@ def starving(
         culprit = int(str(known.groupby("culprit")["ns"].sum().idxmax())) if len(known) else -1
         victims = by_rank(known[known["culprit"] == culprit], "ns")
     cores = settings.cores_per_rank(job, rank)
-    return Starving(rank, wait[rank], mean_step_ns, workers, loader, cores, alike, others, culprit, victims)
+    threads = (settings.threads(job, rank) if settings.on_cpu(job) else None) or 0
+    return Starving(rank, wait[rank], mean_step_ns, workers, loader, cores, alike, others, culprit, victims, threads)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What more workers would give: the worst rank's forecasts, the chosen one of them, and what the run gains, ns."""
+    """What more workers would give: the worst rank's forecasts, the chosen one of them, and what the run gains, ns.
+
+    `sure`: the run gains also where workers cost training as much as they may.
+    """
 
     forecasts: tuple[Forecast, ...]
     chosen: Forecast
     gain_ns: float
+    sure: bool = True
 
     @property
     def now(self) -> Forecast:
@@ -149,7 +155,7 @@ class Plan:
     def gains(self) -> dict[int, float]:
         """What the run gains with each number of workers, ns: as the worst rank does, of which more is known."""
         best = self.now.step_ns - self.chosen.step_ns
-        of_it = self.gain_ns / best if best > 0 else 1.0
+        of_it = self.gain_ns / best if best > 0 and self.gain_ns > 0 else 1.0
         return {f.workers: of_it * (self.now.step_ns - f.step_ns) for f in self.forecasts[1:]}
 
 
@@ -198,7 +204,7 @@ def faster_loader(
         with suppress(NotMeasured):
             cheaper = mean_step_ns - step_with_cheaper(recorded, own_time, pace.costly)
     gain = max(cheaper, plan.gain_ns)
-    helps = plan.gain_ns >= max(NOTABLE_SHARE * mean_step_ns, LARGER_PART * gain)
+    helps = plan.sure and plan.gain_ns >= max(NOTABLE_SHARE * mean_step_ns, LARGER_PART * gain)
     return FasterLoader(plan.gain_ns if helps else gain, plan, helps, pace.costly)
 
 
@@ -217,10 +223,13 @@ def trusted(paces: Paces, rank: int) -> Forecast:
 def forecasts(paces: Paces, rank: int) -> tuple[Forecast, ...]:
     """Return the mean step of a rank as it is, then with 1, 2, … workers, as far as more of them may still help.
 
-    By what the replay differs from what was measured, all of them are corrected. Raises NotMeasured as `trusted` does.
+    On a CPU also with none. By what the replay differs from what was measured, all of them are corrected. Raises
+    NotMeasured as `trusted` does.
     """
     recorded, now = paces.of(rank), trusted(paces, rank)
     given = [now]
+    if recorded.workers and settings.on_cpu(paces.job):
+        given.append(replayed(recorded, 0))
     best, since = np.inf, 0
     for n in range(1, max(MOST_WORKERS, int(2 * recorded.cores / recorded.ranks), recorded.workers) + 1):
         given.append(replayed(recorded, n))
@@ -234,9 +243,10 @@ def forecasts(paces: Paces, rank: int) -> tuple[Forecast, ...]:
 
 
 def proposed(given: tuple[Forecast, ...]) -> Forecast:
-    """Return the fewest workers that come within WORTH of the best."""
-    best = min(f.step_ns for f in given)
-    return min((f for f in given if f.step_ns <= best * (1 + WORTH)), key=lambda f: f.workers)
+    """Return the fewest workers that come within WORTH of the best; not fewer than there are, which come first."""
+    more = [f for f in given if f.workers >= given[0].workers]
+    best = min(f.step_ns for f in more)
+    return min((f for f in more if f.step_ns <= best * (1 + WORTH)), key=lambda f: f.workers)
 
 
 def planned(
@@ -251,12 +261,14 @@ def planned(
         given = forecasts(paces, most)
         chosen = proposed(given)
         freed = {r: _freed(trusted(paces, r), replayed(paces.of(r), chosen.workers)) for r in others}
+        dear = paces.of(most).where_workers_cost_most
+        slower = replayed(dear, chosen.workers).step_ns >= replayed(dear, dear.workers).step_ns
     except NotMeasured:
         return None
     # Ranks beyond those that were looked at wait less than they, and are taken to be like the worst.
     like = _freed(given[0], chosen)
     gone = {r: gained(fetch_gains, r, ns, freed.get(r, like)) for r, ns in wait.items()}
-    return Plan(given, chosen, saving_input(paces.step_series, own_time, gone))
+    return Plan(given, chosen, saving_input(paces.step_series, own_time, gone), not slower)
 
 
 def step_with_cheaper(paces: Paces, own_time: pd.DataFrame, part: str) -> float:

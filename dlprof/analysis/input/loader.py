@@ -164,12 +164,13 @@ def slowest_workers(worker_means: pd.DataFrame) -> pd.DataFrame:
 
 @per_rank
 def fetch_series(training_fetches: pd.DataFrame) -> pd.DataFrame:
-    """Return the training loader's last fetches in order: dur_ns, collate_ns, cpu_ns, delay_ns, worker and gap_ns.
+    """Return the training loader's last fetches in order: dur_ns, collate_ns, cpu_ns, delay_ns, worker and gap_ns;
+    and of what the batch is made: tensors, and tensor_bytes that they hold.
 
     −1: not known. gap_ns, the same in all, is what passes in a busy worker from the end of one fetch to the start of
     the next.
     """
-    series = training_fetches[[*_TIMES]].div(training_fetches["count"], axis=0)
+    series = training_fetches[[*_TIMES, "tensors", "tensor_bytes"]].div(training_fetches["count"], axis=0)
     series = series.where(series >= 0, -1.0).assign(worker=training_fetches["worker"], gap_ns=_gap(training_fetches))
     return series.tail(MOST_FETCHES).reset_index(drop=True)
 

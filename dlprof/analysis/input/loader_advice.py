@@ -48,7 +48,9 @@ def described(starving: Starving, loader_means: Maybe[pd.DataFrame], worker_mean
     share = workers["batches"] / workers["batches"].sum()
     fetch, cpu, collating = (float((workers[c] * share).sum(skipna=False)) for c in ("dur_ns", "cpu_ns", "collate_ns"))
     who += f"; {'a worker' if (workers['worker'] >= 0).all() else 'it'} takes {duration(fetch)} for a batch"
-    who += f", {duration(cpu)} of it computing" if math.isfinite(cpu) else ""
+    if math.isfinite(cpu):
+        sends = cpu > fetch and starving.workers
+        who += f", and computes {duration(cpu)} with sending it" if sends else f", {duration(cpu)} of it computing"
     return who + (f", {duration(collating)} of it collating" if 2 * collating > fetch else "")
 
 
@@ -71,6 +73,10 @@ def _by_rate(starving: Starving) -> Iterator[Change]:
     elif workers == 0:
         # One worker makes a batch in the time that the training thread waits now, so wait ÷ busy of them keep up with
         # the rest; never only one, or each slow batch stalls the step.
+        if cores and starving.threads >= cores:
+            taken = f"training computes on all {count(cores, 'core')} of a rank, and a worker would take one from it"
+            yield change(f"{CHEAPER[SAMPLES][0]}: {taken}")
+            return
         need = max(2, math.ceil(starving.wait_ns / busy))
         most = max(1, (cores or need + 1) - 1)
         yield _workers_to(min(need, most), 0, "")

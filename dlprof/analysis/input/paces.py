@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, across_ranks
-from dlprof.analysis.input.fetch_replay import Pace, replay, stretches
+from dlprof.analysis.input.fetch_replay import Pace, held_up, replay, stretches
+from dlprof.analysis.input.handover import BARRIER, UNTOLD, told
 from dlprof.analysis.step.breakdown import part
 from dlprof.errors import NotMeasured
 
@@ -57,6 +58,9 @@ class Paces:
         if not 0.9 < row["batches"] / step["steps"] < 1.1:
             raise NotMeasured("a step takes more than one batch")
         fetch, used, delay, collate = fetches[["dur_ns", "cpu_ns", "delay_ns", "collate_ns"]].to_numpy(dtype=float).T
+        if on_cpu and not workers:
+            # The kernel is not asked about fetches of less than some milliseconds; these are taken to compute.
+            used = np.where(used < 0, fetch, used)
         if (used < 0).all() or np.isnan(row["cores"]):
             raise NotMeasured("what fetching and training use of the cores was not recorded")
         step_ns, gap_ns = float(step["step_ns"]), float(fetches["gap_ns"].iloc[0])
@@ -75,9 +79,14 @@ class Paces:
             row["delayed"] * step_ns - inside * delay.mean(),
             row["cores"] * step_ns - inside * used.mean(),
         )
-        threads = int((self.job.facts[rank].get("cpu") or {}).get("torch_threads") or 1) if on_cpu else 1
+        threads = max(settings.threads(self.job, rank) or 1, 1) if on_cpu else 1
         # The kernel measures how long the training thread waited for a core; meanwhile the others spun.
         alone = min(max(1.0 - own_delay / own.mean(), 0.1), 1.0) ** (threads if threads <= cores else 1)
+        # Batches were taken with the same lack of cores as the rest of the loop. On a GPU, the loop is ahead of its
+        # device, and not replayed without them.
+        taken = means["taken_ns"].iloc[0] * alone
+        tensors, size = (float(fetches[name].mean()) for name in ("tensors", "tensor_bytes"))
+        handover = told(tensors, size, taken) if on_cpu else UNTOLD
         recorded = Pace(
             workers=workers,
             prefetch=int(loader.get("prefetch_factor") or 2),
@@ -91,13 +100,21 @@ class Paces:
             others_cpu=_others_cpu(self.fetch_series, self.job, rank),
             collate=collate - together * (1 - had),
             collate_cpu=together * had,
+            handover=handover,
+            gap=gap_ns,
+            barrier=BARRIER if on_cpu else 1.0,
+            alone=alone,
         )
         trained, waited = recorded.own.mean() * recorded.own_cpu, own.mean() * (1 - alone)
         stretch, longer = 1 + waited / max(trained, 1.0), 1 + delay.mean() / max(used.mean(), 1.0)
         _, overlap = replay(own, fetch + gap_ns, used, workers, recorded.prefetch)
         busy = (trained + waited) / step_ns, recorded.batch_cpu * longer / step_ns
         model = stretches(recorded, workers, busy, own.mean() / step_ns, overlap)
-        return replace(recorded, excess=(stretch / model[0], longer / model[1]), stretch=stretch)
+        excess = stretch / model[0]
+        # What the loop waited for a core and its workers did not compute, others did.
+        foreign = max(waited - held_up(recorded) * recorded.ranks * recorded.batch_cpu, 0.0) if workers else waited
+        alone = min(excess, 1 + foreign / max(trained, 1.0))
+        return replace(recorded, excess=(excess, longer / model[1]), excess_alone=alone, stretch=stretch)
 
 
 @across_ranks

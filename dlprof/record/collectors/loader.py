@@ -17,7 +17,7 @@ from typing import Any
 from dlprof import marks
 from dlprof.record.device.kernel_counters import KernelCounters, used_between
 from dlprof.record.hooks import Patch, put, watch_method
-from dlprof.record.loaders import Pass, adopt
+from dlprof.record.loaders import UNSEEN, BatchSize, Pass, adopt
 from dlprof.record.log import WRITE_EVERY_NS, BudgetLog, Row
 from dlprof.record.ranks import age_of_rank, folder_of_rank
 from dlprof.record.recorder import Recorder
@@ -47,7 +47,7 @@ class Loader:
         self._counters: KernelCounters | None = None
         self._usage: tuple[int, int, int, int] = (0, 0, 0, 0)
         # Batches that have no rows yet: while one comes, a step's work has left none of our code in the caches.
-        self._batches: list[tuple[Pass, int, int, int, tuple[int, int, int], int, tuple[int, ...]]] = []
+        self._batches: list[tuple[Pass, int, int, int, tuple[int, int, int], tuple[int, ...]]] = []
         self._asked = _UNKNOWN  # the state of the iterator's queue when it was last asked for a batch
         self._before = _UNASKED  # what the training thread had used when it began to fetch
         self._last_fetch_ns = 0
@@ -125,7 +125,8 @@ class Loader:
                 if self._before is not _UNASKED and self._counters is not None:
                     used = used_between(self._before, self._counters.all())
                     self._before = _UNASKED
-            self._batches.append((over, step, began_ns, took_ns, self._asked, fetches.collate_ns, used))
+            of_fetch = (fetches.collate_ns, *used, *fetches.size)
+            self._batches.append((over, step, began_ns, took_ns, self._asked, of_fetch))
             fetches.collate_ns = 0
             if len(self._batches) >= _MOST_ROWS:
                 self._add_batches()
@@ -181,7 +182,7 @@ class Loader:
         recorder = marks.recorder
         batches, self._batches = self._batches, []  # at once: a signal's handler may get here too
         unix, loading, fetched, pid = recorder.unix(0), self._loading.rows, self._fetches.log.rows, os.getpid()
-        for over, step, began, took, asked, collate, used in batches:
+        for over, step, began, took, asked, of_fetch in batches:
             kind, at = "batch", began + unix
             if not over.reported:
                 over.reported, kind = True, "first"
@@ -192,7 +193,7 @@ class Loader:
             empty = -1 if ready < 0 else 0 if ready else 1
             loading.append((kind, over.place, at, step, worker, "", 1, took, empty, ready, outstanding, *_UNKNOWN))
             if over.fetches:
-                fetched.append((-1, pid, at, 1, took, collate, *used))
+                fetched.append((-1, pid, at, 1, took, *of_fetch))
         self._loading.fit()
         self._fetches.log.fit()
 
@@ -230,6 +231,7 @@ class Fetches:
         self.off = False
         self.busy = False  # this worker fetches; loaders that its data set asks are no concern of ours
         self.collate_ns = 0  # of the batch that is being fetched
+        self.size = UNSEEN  # of it, when batches of its loader were last looked at
         self._worker = -1  # the number of this worker
         self._counters: KernelCounters | None = None  # of this worker, and what they were after its last fetch
         self._last: tuple[int, int, int, int] = _UNASKED
@@ -251,6 +253,7 @@ class Fetches:
         """Begin anew in a fork's child, which may be a worker."""
         self.log.forget()
         self.busy = False
+        self.size = UNSEEN
         self._counters = None
         if not self.off:
             self._watch()
@@ -264,13 +267,19 @@ class Fetches:
 
     def timed_collate(self, original: Any) -> Any:
         """Return a collate function that adds to collate_ns how long it takes."""
+        sizes = BatchSize()
 
         def timed(samples: Any) -> Any:
             began = perf_counter_ns()
             try:
-                return original(samples)
+                batch = original(samples)
             finally:
                 self.collate_ns += perf_counter_ns() - began
+            try:
+                self.size = sizes.see(batch)
+            except Exception as e:  # noqa: BLE001 - the script goes on
+                self.fail(e)
+            return batch
 
         timed.is_timed = True  # type: ignore[attr-defined]
         return timed
@@ -330,7 +339,8 @@ class Fetches:
             # From the end of one fetch to the end of the next: a batch is shipped while the next is fetched.
             before, self._last = self._last, self._counters.all()
             at, used = marks.recorder.unix(began), used_between(before, self._last)
-            self.log.rows.append((self._worker, os.getpid(), at, 1, now - began, self.collate_ns, *used))
+            row = (self._worker, os.getpid(), at, 1, now - began, self.collate_ns, *used, *self.size)
+            self.log.rows.append(row)
             if len(self.log.rows) >= _MOST_ROWS:
                 self.log.fit()
             if now - self.log.written_ns > WRITE_EVERY_NS:
@@ -374,7 +384,7 @@ _BATCH = '{"kind":"%s","loader":%s,"start_ns":%s,"step":%s,"count":%s,"dur_ns":%
 _QUEUE = ',"worker":%s,"empty":%s,"ready":%s,"outstanding":%s'
 _FETCH = (
     '{"worker":%s,"pid":%s,"start_ns":%s,"count":%s,"dur_ns":%s,"collate_ns":%s,"cpu_ns":%s,"delay_ns":%s,'
-    '"stored_bytes":%s,"read_bytes":%s}\n'
+    '"stored_bytes":%s,"read_bytes":%s,"tensors":%s,"tensor_bytes":%s}\n'
 )
 
 

@@ -80,6 +80,26 @@ def test_the_forecast_for_the_value_that_was_chosen_is_the_prediction() -> None:
     assert prediction.basis == "input_wait, for num_workers=3"
 
 
+def test_a_saving_of_another_change_is_no_prediction_for_the_workers() -> None:
+    # Samples that cost nothing would give 65 ms, three workers 20.
+    advice = (change("make a sample cheaper"), ADVICE)
+    forecasts = (Forecast("num_workers", "3", 80 * MS),)
+    a = run(100, found("input_wait", 65, *advice, forecasts=forecasts), facts=WORKERS[:1])
+    prediction = compare(a, run(80, clear("input_wait"), facts=WORKERS[2:])).prediction
+    assert prediction is not None
+    assert (prediction.least_ns, prediction.most_ns, prediction.verdict) == (80 * MS, 80 * MS, "as_predicted")
+    # For two there is no forecast.
+    assert compare(a, run(80, clear("input_wait"), facts=WORKERS[1:2])).prediction is None
+
+
+def test_two_findings_that_forecast_one_change_predict_it_once() -> None:
+    forecasts = (Forecast("num_workers", "3", 80 * MS),)
+    both = (found(name, 20, ADVICE, forecasts=forecasts) for name in ("input_wait", "needless_workers"))
+    prediction = compare(run(100, *both, facts=WORKERS[:1]), run(80, facts=WORKERS[2:])).prediction
+    assert prediction is not None
+    assert (prediction.least_ns, prediction.most_ns) == (80 * MS, 80 * MS)
+
+
 def test_another_value_than_the_proposed_one_is_told() -> None:
     a = run(100, found("input_wait", 39, ADVICE), facts=WORKERS[:1])
     prediction = compare(a, run(90, found("input_wait", 25), facts=WORKERS[2:])).prediction

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlprof.analysis.input.fetch_replay import Pace, replayed
+from dlprof.analysis.input.fetch_replay import SAMPLES, Pace, replayed
+from dlprof.analysis.input.handover import Handover, Told
 from tests.fixtures.loaders import pace
 
 
@@ -76,3 +77,46 @@ def test_ranks_that_train_together_are_in_each_others_way_however_long_they_wait
     assert busy.step_ns == pytest.approx(40, rel=0.01)
     assert starved.step_ns == pytest.approx(140, rel=0.01)
     assert starved.wait_ns == pytest.approx(100, rel=0.01)
+
+
+COSTS = Handover(6.0, 4.0)
+TOLD = Told(COSTS, COSTS.times(0.5), COSTS.times(2.0))
+
+
+def test_the_first_worker_brings_what_handing_over_costs_and_the_last_takes_it_away() -> None:
+    # A fetch of 3 ms, in which nothing computes beside: with a worker, the loop takes batches over for 6 ms instead.
+    alone = pace(20.0, 3.0, workers=0, handover=TOLD)
+    assert replayed(alone, 0).step_ns == pytest.approx(23)
+    assert [replayed(alone, n).step_ns for n in (1, 2)] == pytest.approx([26, 26], rel=0.01)
+    served = pace(26.0, 7.0, workers=1, handover=TOLD, gap=4.0)
+    assert replayed(served, 1).step_ns == pytest.approx(26, rel=0.01)
+    assert replayed(served, 0).step_ns == pytest.approx(23)
+    # Between the least and the most of it.
+    assert replayed(alone.where_workers_cost_least, 1).step_ns == pytest.approx(23, rel=0.01)
+    assert replayed(alone.where_workers_cost_most, 1).step_ns == pytest.approx(32, rel=0.01)
+
+
+def test_samples_that_cost_nothing_are_sent_all_the_same() -> None:
+    # Of 7 ms that a worker computes, 2 at least are sending; the training thread's fetch is all its own.
+    assert pace(20.0, 3.0, fetch_cpu=7.0, handover=TOLD).without(SAMPLES).fetch_cpu.mean() == 2.0
+    assert pace(20.0, 3.0, fetch_cpu=3.0, workers=0, handover=TOLD).without(SAMPLES).fetch_cpu.mean() == 0.0
+
+
+def test_threads_that_wait_for_each_other_lose_more_than_a_worker_computes() -> None:
+    more: dict[str, Any] = {"own_cpu": 1.0, "fetch_cpu": 6.0, "cores": 2, "threads": 2, "workers": 0}
+    # Both cores train for 20 ms; the 6 ms of a batch cost 6 where the loop fetches, and 1.4 times that beside it.
+    held = pace(20.0, 6.0, barrier=1.4, **more)
+    assert replayed(held, 0).step_ns == pytest.approx(26)
+    assert 26 < replayed(held, 1).step_ns <= 20 + 1.4 * 6 + 0.01
+    assert replayed(held, 1).step_ns < replayed(held.where_workers_cost_most, 1).step_ns <= 32.01
+    assert replayed(held.where_workers_cost_least, 1).step_ns < 26
+    # With a core to spare, or where nothing is split, it is as before.
+    for free in ({"cores": 3}, {"threads": 1}):
+        assert replayed(pace(20.0, 6.0, barrier=1.4, **more | free), 1).step_ns == pytest.approx(20, rel=0.06)
+
+
+def test_a_core_that_training_waited_for_is_lost_once_at_least() -> None:
+    # In 20 ms the training thread had no core for 4: with two threads, both had theirs for 12.8; it may have been 16.
+    waited = pace(12.8, 3.0, cores=2, threads=2, alone=0.64)
+    assert replayed(waited, 0).step_ns == pytest.approx(15.8)
+    assert replayed(waited.where_workers_cost_least, 0).step_ns == pytest.approx(19)

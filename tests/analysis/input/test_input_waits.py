@@ -74,7 +74,8 @@ def test_a_recorded_run_is_forecast_from_its_own_batches(tmp_path: Path) -> None
     given = asked(run, forecasts, 0)
     assert given[0].workers == 1
     assert given[0].step_ns == pytest.approx(80 * MS)
-    assert [f.workers for f in given[1:]] == list(range(1, len(given)))
+    assert [f.workers for f in given[1:]] == list(range(len(given) - 1))
+    assert given[1].step_ns == pytest.approx(100 * MS, rel=0.01)
     chosen = proposed(given)
     assert chosen.workers == 4
     assert chosen.step_ns == pytest.approx(20 * MS, rel=0.05)

@@ -105,6 +105,7 @@ def test_workers_of_every_kind(tmp_path: Path, dataset: str, method: str, worker
         assert f["dur_ns"] >= f["collate_ns"] + 4 * 2_000_000
         assert f["cpu_ns"] > 0
         assert f["read_bytes"] > 0 <= f["stored_bytes"]
+        assert (f["tensors"], f["tensor_bytes"]) == (f["count"], f["count"] * 4 * 8 * 4)
 
 
 @pytest.mark.long
@@ -116,6 +117,7 @@ def test_the_training_thread_itself(tmp_path: Path) -> None:
     waits = {row["step"]: row for row in loading if row["kind"] == "batch"}
     assert all(row.get("ready", -1) == -1 for row in waits.values())
     assert sum(f["count"] for f in fetches) == 24
+    assert {(f["tensors"], f["tensor_bytes"]) for f in fetches} == {(2, 4 * 8 * 4 + 4 * 8)}
     # The first is not asked for what it used: it might have been quick.
     assert [f["cpu_ns"] > 0 for f in fetches] == [False] + [True] * 23
 

@@ -106,9 +106,9 @@ def explain(
         f"{hottest_own(hottest, rank, 'fetch' if starving.workers == 0 else 'worker')}",
         changes=tuple(changes(starving, faster_loader)),
         evidence=recorded_waits(step_series, rank) if plan is None else predicted_steps(starving, faster_loader, plan),
-        forecasts=forecasts_of(starving.step_ns, plan) if plan is not None and faster_loader.workers_help else (),
-        at_most=plan is None or not faster_loader.workers_help,
+        forecasts=() if plan is None else forecasts_of(starving.step_ns, plan),
         sure=_sure(job, faster_loader) + assumed,
+        at_most=not faster_loader.workers_help,
     )
 
 

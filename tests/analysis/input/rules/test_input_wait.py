@@ -180,12 +180,13 @@ def test_workers_that_wait_for_storage_are_predicted_to_take_the_wait_away(tmp_p
     found = ask(RULE, watched(tmp_path, fetch=80, cpu=2, workers=1))
     assert "`num_workers=4` (is 1)" in found.advice[0]
     assert found.changes[0].settings == (Setting("num_workers", 1, 4),)
+    assert not found.at_most
     assert found.saving_ns == pytest.approx(60 * MS, rel=0.05)
     assert (
         "the queue was empty for 37 of 37 batches; a worker takes 80.0 ms for a batch, 2.00 ms of it" in found.summary
     )
     assert found.evidence is not None
-    assert [row[0] for row in found.evidence.rows] == ["1 (is)", "2", "3", "4 (proposed)", "5", "6"]
+    assert [row[0] for row in found.evidence.rows] == ["0", "1 (is)", "2", "3", "4 (proposed)", "5", "6"]
     assert "Predicted for 4 workers" in found.sure
     forecasts = {f.value: f.step_ns for f in found.forecasts}
     assert {f.setting for f in found.forecasts} == {"num_workers"}
@@ -207,6 +208,7 @@ def test_where_workers_cannot_help_the_saving_is_that_of_cheaper_samples(tmp_pat
     assert "num_workers" not in found.advice[0]
     assert found.saving_ns == pytest.approx(72 * MS)  # 8 ms of collating stay
     assert "More workers alone would give" in found.sure
+    assert found.at_most
 
 
 def test_batches_that_compute_take_the_cores_from_training_too(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Predicted steps by number of loader workers, against measured ones: `python -m benchmarks.workers`."""
