@@ -147,7 +147,9 @@ def _forecast(result: Result, one: Candidate) -> Candidate:
     for outcome in result.outcomes:
         for f in outcome.forecasts:
             name = overrides.named(f.setting)
-            if name in one.settings and str(one.settings[name]) == f.value and f.step_ns > 0 and result.window:
+            if name is None or name not in one.settings or f.step_ns <= 0 or result.window is None:
+                continue
+            if str(one.settings[name]) == f.value:
                 return replace(one, predicted=result.window.step_ns / f.step_ns)
     return one
 

@@ -239,8 +239,8 @@ class Search:
         """Return the base's steps: those of its last run where nothing ran since, else of a new one."""
         if self._base is not None and self._base[0] == base:
             return self._base[1]
-        first = self.runs == 0
-        for _ in range(2):
+        first, why = self.runs == 0, ""
+        for _ in range(1 if first else 2):
             limit = self._left() if limit_s is None else limit_s
             found = self._timed(base, limit, of_base=True)
             if isinstance(found, Steps):
@@ -251,15 +251,10 @@ class Search:
                 if first:
                     self._tell(found.step_ns)
                 return found
-            if self._left() <= 0:
-                break
-            if first:
-                raise _BaseFailed(found.why)
-        if first:
-            raise _BaseFailed(found.why)
-        if self._left() <= 0:
-            raise _OutOfTime
-        raise _BaseFailed(f"it ran before, and now: {found.why}")
+            why = found.why
+            if self._left() <= 0 and not first:
+                raise _OutOfTime
+        raise _BaseFailed(why if first else f"it ran before, and now: {why}")
 
     def _timed(self, settings: Settings, limit_s: float, *, of_base: bool) -> Steps | Failed:
         self.runs += 1
