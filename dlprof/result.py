@@ -43,8 +43,7 @@ SAVING = (
 
 QUANTILES = (0.05, 0.5, 0.95, 1.0)  # of a rank's steady steps, next to their mean
 
-# The most operators, and kernels, that are kept: the lightest of them take far less than a hundredth of a step. And the
-# most ranks whose costs are kept of each bottleneck.
+# Operators and kernels that are kept, the lightest far below a hundredth of a step; ranks that have costs.
 MOST_WORK, MOST_RANKS = 200, 512
 
 # What a finding is about. step: the mean steady step. job: time outside the steady steps; its saving is that time
@@ -344,8 +343,7 @@ _OLDER = {
     "not told": "unknown size",
 }
 
-# Fields that a result.json of this format may lack.
-_LATER = ("blame", "together", "steps", "work", "exchanges", "tried", "foreign_load")
+_LATER = ("blame", "together", "steps", "work", "exchanges", "tried", "foreign_load")  # fields that a result may lack
 
 
 def plain(value: Any) -> Any:
