@@ -147,6 +147,12 @@ def wanted_of(overrides: Mapping[str, Value]) -> Iterator[Wanted]:
     return (Wanted(kind, settings) for kind, settings in by_kind.items())
 
 
+def edit_of(facts: Iterable[Mapping[str, Any]], overrides: Mapping[str, Value]) -> str:
+    """Return the diff that makes overrides permanent, by the facts of the ranks; "": not all of them are such edits."""
+    made = patch(calls_of(facts), wanted_of(overrides))
+    return "" if made.left_out else made.text
+
+
 class _Sources:
     """The files that are edited: as they were recorded, and as they are to be."""
 

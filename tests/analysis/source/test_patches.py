@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.analysis.source.edits import Span
-from dlprof.analysis.source.patches import Call, Wanted, calls_of, kind_of, patch, sites, wanted_of
+from dlprof.analysis.source.patches import Call, Wanted, calls_of, edit_of, kind_of, patch, sites, wanted_of
 
 SCRIPT = """\
 from torch import optim
@@ -141,3 +141,16 @@ def test_calls_of_ranks_are_taken_once_and_what_is_no_call_is_not() -> None:
     told = {"calls": [row, {"kind": "loader"}, 7, {**row, "file": None}], "directory": "/x/"}
     (call,) = calls_of([told, told, {}, {"calls": None}])
     assert call == Call("loader", "a.py", 3, roles=("train",), span=Span(3, 5, 4, 6), directory="/x/")
+
+
+def test_overrides_are_an_edit_where_each_of_them_is_one(tmp_path: Path) -> None:
+    loader = calls(tmp_path)[0]
+    span = loader.span
+    row = {"kind": "loader", "file": "train.py", "line": span.line, "end_line": span.end_line, "column": span.column}
+    row |= {"end_column": span.end_column, "digest": loader.digest, "roles": ["train"]}
+    told = {"calls": [row], "directory": str(tmp_path)}
+    applied(tmp_path, edit_of([told], {"loader.num_workers": 4, "loader.persistent_workers": True}))
+    after = SCRIPT.replace("_size=4,\n", "_size=4,\n        num_workers=4,\n        persistent_workers=True,\n")
+    assert (tmp_path / "train.py").read_text() == after
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert edit_of([told], {"loader.num_workers": 4, "env.OMP_NUM_THREADS": "1"}) == ""
