@@ -85,7 +85,7 @@ def test_without_a_fault_neither_loader_nor_host_is_blamed_for_much(tmp_path: Pa
     assert said["gc_pauses"]["state"] == "clear"
     assert said["thread_oversubscription"]["state"] != "found"  # beside other tests it cannot be cleared
     assert said["recompilation"]["state"] == "clear"
-    assert said["pageable_copy"]["state"] == "not_measured"
+    assert said["pageable_copy"]["state"] == "does_not_apply"
 
 
 @pytest.mark.slow
