@@ -146,22 +146,20 @@ def test_a_planted_fault_is_found_measured_and_in_every_report(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_too_many_threads_are_found(tmp_path: Path) -> None:
+def test_threads_are_set_by_the_environment(tmp_path: Path) -> None:
+    """Each thread costs sleep: real ones cost what else the machine does at the time."""
     pytest.importorskip("torch", reason="recording needs torch")
     body = """
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    large = nn.Sequential(*[nn.Linear(128, 128) for _ in range(20)])
-    x = torch.randn(64, 128)
     for n in range(int(sys.argv[1])):
-        large(x).sum().backward()
-        optimizer.step()
+        train(data[:8])
+        time.sleep(0.02 * int(os.environ["OMP_NUM_THREADS"]))
     """
-    threads = str(4 * len(os.sched_getaffinity(0)))
-    _, run = recorded(tmp_path, body, OMP_NUM_THREADS=threads)
-    cores = len(os.sched_getaffinity(0))
-    done = tried(run, "--minutes", "2.5", "--set", f"env.OMP_NUM_THREADS={cores}")
+    _, run = recorded(tmp_path, body, OMP_NUM_THREADS="4")
+    done = tried(run, "--minutes", "2.5", "--set", "env.OMP_NUM_THREADS=1")
     assert done.returncode == 0, done.stderr
-    assert kept(run)["best"]["settings"] == {"env.OMP_NUM_THREADS": str(cores)}
+    best = kept(run)["best"]
+    assert best["settings"] == {"env.OMP_NUM_THREADS": "1"}
+    assert 2.5 < best["measured"]["ratio"] < 4.5
 
 
 @pytest.mark.slow
