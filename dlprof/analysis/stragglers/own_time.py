@@ -188,8 +188,8 @@ def _at_means(series: pd.DataFrame, means: pd.Series[float]) -> pd.DataFrame:
 
 
 def _rows(frame: pd.DataFrame, source: str) -> pd.DataFrame:
-    rows = frame.rename_axis(columns="rank").stack().rename("own_ns").reset_index()
-    return rows.assign(source=source)
+    rows = frame.rename_axis(index="step").reset_index().melt("step", var_name="rank", value_name="own_ns")
+    return rows.astype({"rank": "int64"}).assign(source=source)
 
 
 def _by_rank(frame: pd.DataFrame, column: str) -> pd.DataFrame:

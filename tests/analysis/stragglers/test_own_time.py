@@ -79,7 +79,8 @@ def test_the_step_log_shows_the_own_time_of_every_step(tmp_path: Path) -> None:
 def test_more_work_in_a_waiting_phase_shows_only_in_the_trace(tmp_path: Path) -> None:
     source, steps = estimated(runs.cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=(MS, MS, MS)))
     assert (source, len(steps)) == (TRACED, 3)
-    assert (lead(steps).ranks, lead(steps).behind_ns) == ((1,), pytest.approx(MS))
+    assert lead(steps).ranks == (1,)
+    assert lead(steps).behind_ns == pytest.approx(MS)
 
 
 def test_several_threads_that_are_not_busy_for_longer_contradict_the_trace(tmp_path: Path) -> None:
