@@ -115,7 +115,8 @@ def own_steps(
     logged = _logged(step_series.get(), waiting.get(), phases.get()) if settings.on_cpu(job) and step_series else None
     if logged is None:
         # A stage that waits for its neighbours is no more late for that: its bubble counts here.
-        means = own_time.set_index("rank").eval("step_ns - wait_ns")
+        mean = own_time.set_index("rank")
+        means = mean["step_ns"] - mean["wait_ns"]
         # The further apart the ranks are, the more their steps differ.
         apart = float(np.ptp(means) / (np.ptp(traced.mean()) or np.inf))
         return _rows(_at_means(traced * apart, means), TRACED)
