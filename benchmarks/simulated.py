@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks import simulated_table, summary
 from benchmarks.simulated_table import Case
 from benchmarks.simulator import folder, healthy, play
-from benchmarks.simulator.faults import FAULTS, NOT_SIMULATED
+from benchmarks.simulator.faults import FAULTS
 from benchmarks.simulator.faults.fault import Fault, recording
 from benchmarks.simulator.job import Job, Recording
 from benchmarks.simulator.truth import Share, Truth
@@ -168,7 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     cases = run_all(faults, asked.seeds, count, asked.jobs, asked.keep, done)
     accepted = {f.name: f.accepted for f in FAULTS}
-    text = simulated_table.table(cases, accepted, NOT_SIMULATED)
+    without = {rule.id for rule in RULES} - {fault.rule for fault in FAULTS}
+    text = simulated_table.table(cases, accepted, sorted(without))
     print(text)
     if asked.out:
         asked.out.mkdir(parents=True, exist_ok=True)

@@ -8,12 +8,17 @@ import inspect
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
 
+from dlprof.analysis.engine import Measure, needs_of
 from dlprof.analysis.panels import PICTURES
 from dlprof.analysis.rules import RULES
+from dlprof.analysis.subjects import SUBJECTS, every_measure
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dlprof"
@@ -88,7 +93,8 @@ def test_a_finding_says_what_it_saw_what_to_do_and_how_sure_it_is(name: str) -> 
     for said in explained:
         assert {"title", "summary", "evidence", "changes", "sure"} <= said
     # A risk saves nothing.
-    assert any("by_rank_ns" in figures and figures & {"saving_ns", "scope"} for figures in keywords(name, "Estimate"))
+    estimates = keywords(name, "Estimate")
+    assert any("gone_ns" in e or ("by_rank_ns" in e and e & {"saving_ns", "scope"}) for e in estimates)
 
 
 # Figures are passed as figures. What a sentence means is for people: nothing takes it apart again.
@@ -138,6 +144,34 @@ def test_a_measure_knows_no_rule_and_no_panel(path: Path) -> None:
     }
     parts = {part for name in imported if name.startswith("dlprof.analysis.") for part in name.split(".")[2:]}
     assert parts & set(JUDGES) == set()
+
+
+def named_elsewhere(measures: Iterable[Measure[Any]], named: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Return which modules name a measure that stands in the file of another one's rule or panel."""
+    subjects = {f"dlprof.analysis.{subject}" for subject in SUBJECTS}
+    of = {m.name: m.function.__module__ for m in measures if m.function.__module__.rpartition(".")[0] not in subjects}
+    return {(module, name) for module, name in named if of.get(name, module) != module}
+
+
+def test_a_measure_in_a_rules_file_is_that_rules_alone() -> None:
+    """What a second one needs stands in the subject's folder: no rule stands on another."""
+    functions = [rule.check for rule in RULES] + [picture.draw for picture in PICTURES]
+    named = [(f.__module__, need.name) for f in functions for need in needs_of(f)]
+    named += [(rule.explain.__module__, need.name) for rule in RULES for need in needs_of(rule.explain, given=1)]
+    named += [(m.function.__module__, need.name) for m in every_measure() for need in m.needs]
+    assert named_elsewhere(every_measure(), named) == set()
+
+
+def test_a_measure_that_another_rule_names_is_noticed() -> None:
+    def own(breakdown: pd.DataFrame) -> pd.DataFrame:
+        return breakdown
+
+    own.__module__ = "dlprof.analysis.step.rules.one"
+    measure = Measure("own", own, every_measure()[0].scope, needs_of(own))
+    named = [("dlprof.analysis.step.rules.one", "own"), ("dlprof.analysis.step.rules.two", "own")]
+    assert named_elsewhere([*every_measure(), measure], [*named, ("dlprof.analysis.step.rules.two", "breakdown")]) == {
+        ("dlprof.analysis.step.rules.two", "own")
+    }
 
 
 def test_every_file_says_what_it_is_for() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Rule
 from dlprof.analysis.panel import cells, drawn
 from dlprof.analysis.panels import PICTURES
 from dlprof.analysis.source.where import Source, placed
+from dlprof.analysis.step.savings import saving
 from dlprof.analysis.step.spread import LEAST_NOISE
 from dlprof.analysis.together import Basis, Piece, pieces, speedup, together
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
@@ -102,7 +103,7 @@ def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]
         return Outcome(**{"id": rule.id, "state": state, "title": rule.title, "manual": rule.manual, **of})  # type: ignore[arg-type]
 
     try:
-        estimate = run.call(rule.check)
+        estimate = _saved(run.call(rule.check), basis)
         _check_figures(estimate)
         risk = estimate.scope == "risk"
         state, judged = _risk(rule, run, estimate) if risk else _judged(rule, run, basis, estimate)
@@ -116,6 +117,14 @@ def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]
     except Exception as e:  # noqa: BLE001 - one rule's fault costs only its own row
         return outcome("error", why=f"{type(e).__name__}: {e}"), []
     return found, pieces(rule, found.saving_ns, estimate.within) if state == "found" and not risk else []
+
+
+def _saved(estimate: Estimate, basis: Basis) -> Estimate:
+    """Return an estimate with what the job gains where each rank is without what it loses by itself."""
+    if not estimate.gone_ns:
+        return estimate
+    saved = saving(basis.own_time.get(), estimate.gone_ns)
+    return replace(estimate, saving_ns=saved, by_rank_ns=estimate.gone_ns)
 
 
 def _judged(rule: Rule, run: Measured, basis: Basis, estimate: Estimate) -> tuple[str, dict[str, object]]:

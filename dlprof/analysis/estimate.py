@@ -39,12 +39,14 @@ class Explanation:
 class Estimate:
     """What one bottleneck costs a run, also where that is nothing. All times in ns of the mean steady step.
 
+    `gone_ns`: what each rank loses by itself; `saving_ns` and `by_rank_ns` are then made of it, and not given.
     `loses` continues "12 % of each step": "waits for data". `summary`: one sentence instead, where nothing is found.
     `seen`: what the rule's `explain` needs of what `check` found.
     """
 
     saving_ns: float = 0.0  # how much shorter the step would be with the change, see result.SAVING
     by_rank_ns: Mapping[int, float] = field(default_factory=dict)  # ranks with at least half of the most are named
+    gone_ns: Mapping[int, float] = field(default_factory=dict)
     noise_ns: float = 0.0  # standard error of what the saving was estimated from
     least_ns: float = 0.0  # the least saving in every measured step; 0: not known
     lost_ns: float | None = None  # what the bottleneck takes, if that is not the saving; None: the saving

@@ -1,6 +1,7 @@
 """The subjects of the analysis: a folder each, with its measures, rules and panels.
 
-Importing this makes all measures known to the engine.
+Importing this makes the measures of all subjects known to the engine. A measure that one rule or one panel alone names
+may stand in its file instead.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ for _subject in SUBJECTS:
         if not _module.ispkg:
             importlib.import_module(f"{_package.__name__}.{_module.name}")
 
-_MEASURES = engine.check_measures()
+engine.check_measures()
 
 
 def every_measure() -> tuple[engine.Measure[Any], ...]:
-    """Return all measures of the package, by name."""
-    return _MEASURES
+    """Return all measures of the package, by name, those in the files of rules and panels too."""
+    for listed in ("rules", "panels"):  # which import this
+        importlib.import_module(f"dlprof.analysis.{listed}")
+    return tuple(m for m in engine.known_measures() if m.function.__module__.startswith("dlprof."))
 
 
 def check(function: Callable[..., Any], given: int = 0) -> None:

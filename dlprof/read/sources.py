@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +48,12 @@ class Source:
 
 def _lazily(module: str, function: str, *args: Any) -> Callable[[Path], Reading]:
     """Return a function of a module of `dlprof.read` that is imported, with pandas, when the first file is read."""
+    return partial(_read, module, function, args)
 
-    def read(path: Path) -> Reading:
-        reading: Reading = getattr(importlib.import_module(f"dlprof.read.{module}"), function)(path, *args)
-        return reading
 
-    return read
+def _read(module: str, function: str, args: tuple[Any, ...], path: Path) -> Reading:
+    reading: Reading = getattr(importlib.import_module(f"dlprof.read.{module}"), function)(path, *args)
+    return reading
 
 
 def _log(table: str, absent: str, *required: str, name: str = "", **default: str | int) -> Source:

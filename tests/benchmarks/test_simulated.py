@@ -56,7 +56,7 @@ def test_small_findings_of_healthy_jobs_are_no_failures() -> None:
 def test_held_out_seeds_are_counted_apart() -> None:
     missed = replace(WELL, seed=1, predicted_ns=None, state="clear", found=(("host_bound", 0.2),))
     false = replace(SOUND, seed=5, found=(("straggler", 0.1),))
-    text = table([WELL, missed, SOUND, false], {}, {"memory_growth": "it saves nothing"})
+    text = table([WELL, missed, SOUND, false], {}, ["memory_growth"])
     assert "Found in 1 of 2 recordings of 1 faults; as the first in 1." in text
     assert "A finding of 5% or more in 1 of 2 random healthy jobs." in text
     tuned, _, rest = text.partition("## Held-out seeds")

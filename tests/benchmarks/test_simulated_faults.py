@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.simulated import of_fault
-from benchmarks.simulator.faults import FAULTS, NOT_SIMULATED
+from benchmarks.simulator.faults import FAULTS
 from dlprof.analysis.rules import RULES
 
 SEED = 1
@@ -31,5 +31,5 @@ def test_a_planted_fault_is_found_with_what_its_fix_gains(name: str) -> None:
         assert case.predicted_ns <= (1 + NEAR) * case.fixed_ns
 
 
-def test_every_rule_is_simulated_or_told_why_not() -> None:
-    assert {fault.rule for fault in FAULTS} | set(NOT_SIMULATED) == {rule.id for rule in RULES}
+def test_every_fault_is_of_a_rule() -> None:
+    assert {fault.rule for fault in FAULTS} <= {rule.id for rule in RULES}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,17 @@ import pytest
 
 from dlprof.errors import DlprofError
 from dlprof.read.logs import samples
-from dlprof.read.sources import SOURCES, Reading
+from dlprof.read.sources import SOURCES, Reading, Source
 from dlprof.schema import MEMORY
 
-LOGS = {s.tables[0]: s for s in SOURCES if s.name in ("fetches", "loading", "memory", "pipeline", "stalls")}
-SAMPLERS = {s.name: s for s in SOURCES if s.name in ("gpu", "host", "processes")}
+
+def read_as(kind: str) -> list[Source]:
+    """List the sources that a function of logs.py reads: "rows" or "samples"."""
+    return [s for s in SOURCES if isinstance(s.read, partial) and s.read.args[:2] == ("logs", kind)]
+
+
+LOGS = {s.tables[0]: s for s in read_as("rows")}
+SAMPLERS = {s.name: s for s in read_as("samples")}
 LINE = '{"at_ns":%d,"perf_ns":5,"power_w":%s,"energy_j":7}\n'
 
 CALL = {"step": 3, "action": "schedule", "start_ns": 5, "dur_ns": 30, "busy_ns": 20}
@@ -110,6 +117,11 @@ def test_a_bad_stall_in_the_middle_is_dropped_with_a_word(tmp_path: Path, bad: A
     assert reading.warnings == ("stalls.jsonl: 1 malformed lines are left out",)
 
 
+def test_every_log_is_tested() -> None:
+    assert set(LOGS) >= {"fetches", "loading", "memory", "chunks", "stalls"}
+    assert set(SAMPLERS) >= {"gpu", "host", "processes"}
+
+
 @pytest.mark.parametrize("table", LOGS)
 def test_no_line_is_a_job_in_which_nothing_of_it_happened(tmp_path: Path, table: str) -> None:
     reading = read(tmp_path, table)
@@ -155,20 +167,13 @@ def test_a_file_that_is_no_log_of_samples_is_refused(tmp_path: Path) -> None:
     assert len(samples(path, "gpu").tables["samples"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("sampler", "line", "metrics"),
-    [
-        ("gpu", '"power_w":612.3,"clock_reasons_bits":4', {"power_w": 612.3, "clock_reasons_bits": 4.0}),
-        ("host", '"memory_used_bytes":7', {"memory_used_bytes": 7.0}),
-        ("processes", '"cpu_s":2.5,"children":2', {"cpu_s": 2.5, "children": 2.0}),
-    ],
-)
-def test_the_samples_say_whose_they_are(tmp_path: Path, sampler: str, line: str, metrics: dict[str, float]) -> None:
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_samples_say_whose_they_are(tmp_path: Path, sampler: str) -> None:
     path = tmp_path / SAMPLERS[sampler].files[0]
-    path.write_text('{"at_ns":10,"perf_ns":1,' + line + "}\n")
+    path.write_text('{"at_ns":10,"perf_ns":1,"power_w":612.3,"clock_reasons_bits":4}\n')
     frame = SAMPLERS[sampler].read(path).tables["samples"]
     assert set(frame["source"]) == {sampler}
-    assert dict(zip(frame["metric"], frame["value"], strict=True)) == metrics
+    assert dict(zip(frame["metric"], frame["value"], strict=True)) == {"power_w": 612.3, "clock_reasons_bits": 4.0}
 
 
 def test_the_cores_are_counted_and_the_busiest_is_told(tmp_path: Path) -> None:

@@ -1,18 +1,12 @@
-"""The faults that can be simulated, by subject; what cannot be, and why."""
+"""The faults that can be simulated, by subject.
 
-from collections.abc import Mapping
+Some rules have none. `memory_growth` saves nothing, and tells from hours of readings; `thread_oversubscription`,
+`idle_cores` and `needless_workers` are about a CPU's cores, and the simulated jobs compute on GPUs, with cores enough.
+"""
 
 from benchmarks.simulator.faults import compute, host, loading, ranks
 from benchmarks.simulator.faults.fault import Fault
 
 FAULTS: tuple[Fault, ...] = (*loading.FAULTS, *host.FAULTS, *ranks.FAULTS, *compute.FAULTS)
 
-# Rules that nothing is simulated for.
-NOT_SIMULATED: Mapping[str, str] = {
-    "idle_cores": "it is about a CPU's threads: the simulated jobs compute on GPUs",
-    "memory_growth": "it saves nothing: it tells when memory will be used up, from hours of readings",
-    "needless_workers": "it is about training that computes on a CPU: the simulated jobs have devices",
-    "thread_oversubscription": "it is about cores that threads share: the simulated host has cores enough",
-}
-
-__all__ = ["FAULTS", "NOT_SIMULATED", "Fault"]
+__all__ = ["FAULTS", "Fault"]

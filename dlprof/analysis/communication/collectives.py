@@ -154,19 +154,10 @@ def exposed(timing: Timing, exposed_communication: iv.Intervals) -> pd.DataFrame
 
 
 @per_rank
-def window_steps(timing: Timing, has_device: bool, steps: Maybe[pd.DataFrame]) -> pd.DataFrame:
-    """Return the steady traced steps: step, dur_ns, loose_ns.
-
-    loose_ns is the step log's time outside the backward pass, in which gradients are exchanged, less its mean over the
-    steady steps: by how much more than usual this rank did of its own in this step. NaN where not recorded.
-    """
-    numbers = _step_numbers(timing)
-    frame = pd.DataFrame({"step": numbers, "dur_ns": timing.windows[:, 1] - timing.windows[:, 0]})
-    if timing.source != "steps" or not timing.phases.get("backward") or has_device:
-        return frame.assign(loose_ns=np.nan)
-    logged = steps.get().drop_duplicates("step").set_index("step")
-    loose = logged["dur_ns"] - logged["backward_ns"]
-    return frame.assign(loose_ns=loose.reindex(numbers).to_numpy() - (timing.step_ns - timing.phases["backward"]))
+def window_steps(timing: Timing) -> pd.DataFrame:
+    """Return the steady traced steps: step, dur_ns."""
+    lengths = timing.windows[:, 1] - timing.windows[:, 0]
+    return pd.DataFrame({"step": _step_numbers(timing), "dur_ns": lengths})
 
 
 @within_rank

@@ -102,8 +102,8 @@ def waits(
 ) -> pd.DataFrame:
     """Return what waiting for others cost each rank in each traced step.
 
-    Columns: rank, step, dur_ns, loose_ns (see window_steps), wait_ns (see exposed_waits), exposed_ns (all exposed
-    communication), last (to how many of the step's matched collectives it came last), matched (how many there were).
+    Columns: rank, step, dur_ns, wait_ns (see exposed_waits), exposed_ns (all exposed communication), last (to how
+    many of the step's matched collectives it came last), matched (how many there were).
     """
     of_step = (
         matched.assign(waited_ns=exposed_waits)
@@ -113,7 +113,7 @@ def waits(
     steps = window_steps.join(of_step, on=["rank", "step"]).join(_of_steps(exposed), on=["rank", "step"])
     counted = ["wait_ns", "exposed_ns", "last", "matched"]
     return (
-        steps[["rank", "step", "dur_ns", "loose_ns", *counted]]
+        steps[["rank", "step", "dur_ns", *counted]]
         .fillna(dict.fromkeys(counted, 0))
         .astype(dict.fromkeys(counted, np.int64))
     )

@@ -127,11 +127,11 @@ class Measure(Generic[T_co]):
 
 _MEASURES: dict[str, Measure[Any]] = {}
 _checked: set[str] = set()  # measures with all that they need: a graph of a hundred has millions of paths
-_complete: list[bool] = []  # filled once all measures of the package are known
+_complete: list[bool] = []  # filled once all measures of the subjects are known
 
 
 def _measure_of(module: str, name: str) -> Measure[Any]:
-    # A fresh process knows no measures yet; the first import registers all of the package.
+    # A fresh process knows no measures yet; the first import registers those of all subjects.
     importlib.import_module("dlprof.analysis.subjects")
     importlib.import_module(module)
     return _MEASURES[name]
@@ -186,11 +186,15 @@ def _check_measure(measure: Measure[Any], path: tuple[str, ...] = ()) -> None:
         _checked.add(measure.name)
 
 
-def check_measures() -> tuple[Measure[Any], ...]:
-    """Return all measures by name, once all are known; raise TypeError where the needs of one are wrong."""
+def check_measures() -> None:
+    """Raise TypeError where the needs of a measure are wrong; from now on each is checked where it is registered."""
     for measure in _MEASURES.values():
         _check_measure(measure)
     _complete.append(True)
+
+
+def known_measures() -> tuple[Measure[Any], ...]:
+    """Return the measures that were imported so far, by name."""
     return tuple(_MEASURES[name] for name in sorted(_MEASURES))
 
 

@@ -18,20 +18,12 @@ from dlprof.analysis.communication.matching import SENT
 from dlprof.analysis.engine import Job, Maybe, across_ranks, by_rank
 from dlprof.analysis.machine.samples import WAITED, outside
 from dlprof.analysis.step.breakdown import part
-from dlprof.analysis.step.spread import LEAST_NOISE
-from dlprof.analysis.stragglers.own_time import Lead, lead
+from dlprof.analysis.stragglers import own_time as own
+from dlprof.analysis.stragglers.own_time import NOTABLE_SHARE, Lead, lead, steps_of
 from dlprof.analysis.stragglers.workload import Reason, longer_because
 from dlprof.errors import DoesNotApply
 from dlprof.result import CATEGORIES
 from dlprof.units import percent
-
-# Notable from 5 % of a step on; other tools grade 5, 10 and 20 %.
-NOTABLE_SHARE = 0.05
-
-# From here on the few traced steps in a row count where they show other late ranks than all steps of the step log, or
-# alone show any. The slowest rank is looked at: of two alike, one is twice the noise ahead in one window of twenty, and
-# three times in one of seventy.
-SURE_NOISE = 3.0
 
 # What a late rank may do with its time that another rule answers for: which claims the saving of it.
 OWNERS: Mapping[str, tuple[str, str]] = {
@@ -58,9 +50,11 @@ CAUSES: Mapping[str, tuple[str, str]] = {
     "other": ("is late for a reason that was not recorded", "look at what only this rank does"),
 }
 
-_TRACED = "in the traced steps"
-_LOGGED = "in every steady step"
-_BUSY = "in every steady step, as what each rank is busy tells"
+_SHOWN_IN: Mapping[str, str] = {
+    own.BUSY: "in every steady step, as what each rank is busy tells",
+    own.TRACED: "in the traced steps",
+    own.LOGGED: "in every steady step",
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,6 @@ class LateRanks:
     lead: Lead
     who: str  # the rank, or the host of all of them
     source: str  # which steps show it
-    agreed: bool  # whether no other steps show other ranks
     cost: float  # what they cost in all
     share: float  # what is left of that for this rule
     noise: float
@@ -90,42 +83,23 @@ class LateRanks:
 
 
 @across_ranks
-def late_ranks(
-    matched: pd.DataFrame,
-    breakdown: pd.DataFrame,
-    traced_own_time: Maybe[pd.DataFrame],
-    light_own_time: Maybe[pd.DataFrame],
-    own_time: pd.DataFrame,
-    step_means: pd.DataFrame,
-    job: Job,
-) -> LateRanks:
+def late_ranks(matched: pd.DataFrame, breakdown: pd.DataFrame, own_steps: pd.DataFrame, job: Job) -> LateRanks:
     """Return the ranks whose own time is longest, or all ranks of one host, and what they cost in all.
 
-    From every step where the step log shows it, else from the traced ones. Raises NotMeasured where own time is not
-    known, and where only the stages of a pipeline exchange.
+    Raises NotMeasured where own time is not known, and where only the stages of a pipeline exchange.
     """
     if not (matched["collective"] != SENT).any() and any(part(breakdown, "pipeline_bubble").values()):
         raise DoesNotApply("the ranks exchange only with their neighbours in the pipeline: see stage_imbalance")
-    chosen, source, agreed = _dearest(job, traced_own_time.get()), _TRACED, True
-    steps = light_own_time.or_none()
-    if steps is not None:
-        whole = _dearest(job, steps)
-        # What one short window shows must exceed what such windows show by chance.
-        chosen = replace(chosen, noise_ns=max(chosen.noise_ns, whole.window_noise_ns))
-        shown = whole.saving_ns >= NOTABLE_SHARE * whole.step_ns and whole.behind_ns >= LEAST_NOISE * whole.noise_ns
-        if shown or chosen.behind_ns < SURE_NOISE * chosen.noise_ns:
-            agreed = set(chosen.ranks) == set(whole.ranks)
-            chosen, source = whole, _LOGGED
-    # Traced steps are slower than others; the share of them is what carries over.
-    share = chosen.saving_ns / chosen.step_ns if chosen.behind_ns > 0 else 0.0
-    if share and source == _TRACED and not settings.on_cpu(job):
-        share = _of_steady_steps(own_time, step_means, list(chosen.ranks), share)
+    source, chosen = str(own_steps["source"].iloc[0]), _dearest(job, steps_of(own_steps))
+    if source == own.TRACED:
+        # What a handful of steps differ by is no jitter of the others.
+        chosen = replace(chosen, saving_ns=max(chosen.behind_ns, 0.0))
+    share = chosen.saving_ns / chosen.step_ns if chosen.behind_ns >= 1 else 0.0  # less is rounding
     ranks = chosen.ranks
     return LateRanks(
         lead=chosen,
         who=f"rank {ranks[0]}" if len(ranks) == 1 else f"host {settings.host(job, ranks[0])}",
-        source=source,
-        agreed=agreed,
+        source=_SHOWN_IN[source],
         cost=share,
         share=share,
         noise=chosen.noise_ns / chosen.behind_ns * share if share else 0.0,
@@ -133,22 +107,11 @@ def late_ranks(
     )
 
 
-def _dearest(job: Job, own: pd.DataFrame) -> Lead:
+def _dearest(job: Job, steps: pd.DataFrame) -> Lead:
     """Return the lead that costs most: that of the slowest rank, or that of all ranks of one host together."""
-    hosts = own.columns.to_series().groupby([settings.host(job, int(rank)) for rank in own.columns], sort=False)
-    together = [lead(own, list(map(int, ranks))) for _, ranks in hosts if 1 < len(ranks) < len(own.columns)]
-    return max((lead(own), *together), key=lambda found: found.saving_ns)
-
-
-def _of_steady_steps(own_time: pd.DataFrame, step_means: pd.DataFrame, late: list[int], share: float) -> float:
-    """Return what late ranks cost in all steady steps of a device, a share of the mean one.
-
-    The few traced steps may have been luckier than the others, whose parts the step log and the device's clock show.
-    """
-    if (step_means["source"] != "steps").any() or not own_time["known"].all():
-        return share
-    own = own_time.set_index("rank")["own_ns"]
-    return max(float(own[late].min() - own.drop(late).max()), 0.0) / float(step_means["step_ns"].mean())
+    hosts = steps.columns.to_series().groupby([settings.host(job, int(rank)) for rank in steps.columns], sort=False)
+    together = [lead(steps, list(map(int, ranks))) for _, ranks in hosts if 1 < len(ranks) < len(steps.columns)]
+    return max((lead(steps), *together), key=lambda found: found.saving_ns)
 
 
 @across_ranks
@@ -159,15 +122,12 @@ def straggling(
     workload: Maybe[pd.DataFrame],
     sample_means: Maybe[pd.DataFrame],
     held_down: Maybe[list[tuple[dict[Any, Any], str, float]]],
-    busy_share: Maybe[pd.DataFrame],
     job: Job,
 ) -> LateRanks:
     """Return what of the cost is left for this rule to save. Once that is not notable, nothing more is looked into."""
     cuts: tuple[Callable[[LateRanks], LateRanks], ...] = (
-        _agreed,
         partial(_unowned, breakdown, own_time),
         partial(_unthrottled, workload, sample_means, held_down, job),
-        partial(_confirmed, busy_share, job),
         partial(_uncrowded, sample_means, job),
         _shared_out,
     )
@@ -177,13 +137,6 @@ def straggling(
             return late
         late = cut(late)
     return late if late.share < NOTABLE_SHARE else replace(late, why="")
-
-
-def _agreed(late: LateRanks) -> LateRanks:
-    """Save nothing where the traced steps show another rank, and the difference may be chance."""
-    if late.agreed or late.lead.behind_ns >= SURE_NOISE * late.lead.noise_ns:
-        return late
-    return late.cut(0.0, f"{late.behind} in all of them, but in the traced ones another rank is: none is late for sure")
 
 
 def _unowned(breakdown: pd.DataFrame, own_time: pd.DataFrame, late: LateRanks) -> LateRanks:
@@ -214,30 +167,6 @@ def _unthrottled(
     because = longer_because(workload.get(), sample_means, held_down, job, late.lead.ranks[0])
     left = late.cut(0.0, f"{late.behind}, as {because.said}: see {because.owner}") if because.owner else late
     return replace(left, because=because)
-
-
-def _confirmed(busy_share: Maybe[pd.DataFrame], job: Job, late: LateRanks) -> LateRanks:
-    """Keep what of the traced steps' longer computation is true of all steady ones.
-
-    On a CPU who computes longer is busy for longer. The few traced steps, all in a row, may be unlike the others: a
-    rank may share its core meanwhile, and the memory that the profiler takes costs one rank more than another. One
-    computing thread is busy for as long as its rank takes; several are busy for longer, so that theirs is the most that
-    it can be.
-    """
-    shares = busy_share.or_none() if late.source == _TRACED and late.cause == "computation" else None
-    if shares is None or len(shares) < 2 or not set(late.lead.ranks) < set(shares.columns):
-        return late
-    more = lead(shares, late.lead.ranks)
-    # What of the lateness another rule owns is not this one's here either.
-    mine = late.share / (late.lead.saving_ns / late.lead.step_ns)
-    but = f"{late.behind} in the traced ones, but"
-    alone = all((job.facts[r].get("cpu") or {}).get("torch_threads") == 1 for r in job.ranks)
-    if alone and more.noise_ns * mine < late.noise:
-        share = more.saving_ns * mine
-        why = f"{but} {percent(share)} in all steady ones, as what each rank is busy tells"
-        return replace(late, share=share, noise=more.noise_ns * mine, source=_BUSY, why=why)
-    most = min(late.share, max(more.behind_ns, 0.0) + LEAST_NOISE * more.noise_ns)
-    return late.cut(most, f"{but} in all steady steps it is busy for {percent(most)} more of the time at most")
 
 
 def _uncrowded(sample_means: Maybe[pd.DataFrame], job: Job, late: LateRanks) -> LateRanks:

@@ -1,8 +1,15 @@
 """Each rank's own time, step by step: the step less the rank's waiting for others.
 
-From the trace it is exact, for a handful of steps in a row: on a busy machine those may be unlike all others. On a CPU
-run the step log shows it for every step, with one assumption: in the phases in which the trace shows ranks waiting, all
-do the same work, so that what a rank spends there beyond the shortest is waiting.
+There is one estimate a run, `own_steps`, from one of three sources:
+
+* BUSY, on a CPU where one thread of each rank computes. It stands still only to wait, and in the collectives, where all
+  exchange the same: whose communication is longer in the mean steady step waits for so much. All steady steps show how
+  that spreads.
+* TRACED, on a device, and where nothing else was recorded: the waiting of the traced steps. The mean is that of
+  `step.savings.own_time`, which knows the other steps too.
+* LOGGED, on a CPU with several threads a rank: every step of the step log. In the phases in which the trace shows ranks
+  waiting (DDP's backward pass), all are taken to do the same work. So it is blind to a rank that has more to do there,
+  and that alone: where the traced steps show a late rank for sure and the step log none, they are the source.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, across_ranks, per_rank
 from dlprof.analysis.step.breakdown import part
+from dlprof.analysis.step.spread import LEAST_NOISE
 from dlprof.analysis.timeline.steady import standard_error
 from dlprof.analysis.timeline.steps import PHASES
 from dlprof.errors import NotMeasured
@@ -31,6 +39,15 @@ BLOCK = 5
 # What travels of the ranks' use of their cores: a few kilobytes.
 MOST_ROWS = 400
 
+# A few traced steps in a row count from here on where they alone show a late rank. The slowest is looked at: of two
+# alike, one is twice the noise ahead in one window of twenty, and three times in one of seventy.
+SURE_NOISE = 3.0
+
+# Notable from 5 % of a step on; other tools grade 5, 10 and 20 %.
+NOTABLE_SHARE = 0.05
+
+BUSY, TRACED, LOGGED = "busy", "traced", "logged"
+
 
 @per_rank
 def phases(host_phases: dict[str, iv.Intervals]) -> pd.DataFrame:
@@ -38,23 +55,6 @@ def phases(host_phases: dict[str, iv.Intervals]) -> pd.DataFrame:
     found = np.concatenate(list(host_phases.values()))
     names = np.repeat(list(host_phases), [len(during) for during in host_phases.values()])
     return pd.DataFrame({"phase": names, "start_ns": found[:, 0], "end_ns": found[:, 1]})
-
-
-@across_ranks
-def traced_own_time(waits: pd.DataFrame) -> pd.DataFrame:
-    """Return each rank's own time in each traced step, ns: one row a step, one column a rank.
-
-    Ranks that wait for each other have one step; that one's trace began earlier than another's makes no rank slower.
-    Where the step log shows how unusual the step was for a rank, that is taken off (a control variate), if it makes the
-    difference between the ranks surer. Raises NotMeasured as `waits` does.
-    """
-    own = waits.groupby("step")["dur_ns"].transform("mean") - waits["wait_ns"]
-    plain = _by_rank(waits.assign(own_ns=own), "own_ns")
-    usual = _by_rank(waits.assign(own_ns=own - waits["loose_ns"]), "own_ns")
-    if plain.shape[1] < 2 or not len(plain):
-        raise NotMeasured("no step was traced on every rank: the same trace window on all ranks is needed")
-    surer = len(usual) == len(plain) and lead(usual).noise_ns < lead(plain).noise_ns
-    return usual if surer else plain
 
 
 @across_ranks
@@ -73,67 +73,134 @@ def who_waits(waits: pd.DataFrame, breakdown: pd.DataFrame) -> pd.DataFrame:
     return ranks
 
 
-@across_ranks
-def light_own_time(
-    step_series: Maybe[pd.DataFrame], waiting: Maybe[dict[int, iv.Intervals]], phases: Maybe[pd.DataFrame], job: Job
-) -> pd.DataFrame:
-    """Return each rank's own time in each steady step of a CPU run, ns: one row a step, one column a rank.
+@per_rank
+def busy(steady_usage: pd.DataFrame, alone_usage: Maybe[pd.DataFrame], steps: pd.DataFrame) -> pd.DataFrame:
+    """Return how long a rank was busy in the steady steps: step, time_ns, cpu_ns (of its process), busy_ns, alone.
 
-    Raises NotMeasured where the step log is not there or shares no step, or the device runs on while the host waits.
+    `alone`: its training thread computes alone; busy_ns is then the time in which that ran, or was ready to run and had
+    no core. With several threads it is the CPU time of all, and the latter. A rank that waits for another sleeps, with
+    gloo. Thinned. Raises NotMeasured where the kernel did not count it.
     """
-    if not settings.on_cpu(job):
-        raise NotMeasured("the host's phases do not tell what a device waits for")
-    series = step_series.get()
+    alone = alone_usage.or_none()
+    used = steady_usage if alone is None else alone
+    if not len(used):
+        raise NotMeasured("what the ranks use of their cores was not recorded")
+    ran = used["cpu_ns" if alone is None else "thread_ns"]
+    used = used.assign(time_ns=used["dur_ns"], busy_ns=ran + used["delay_ns"])
+    sums = used.groupby(used["step"] // -(-len(steps) // MOST_ROWS))[["time_ns", "cpu_ns", "busy_ns"]].sum()
+    return sums.reset_index().assign(alone=alone is not None)
+
+
+@across_ranks
+def own_steps(
+    waits: pd.DataFrame,
+    own_time: pd.DataFrame,
+    breakdown: pd.DataFrame,
+    busy: Maybe[pd.DataFrame],
+    step_series: Maybe[pd.DataFrame],
+    waiting: Maybe[dict[int, iv.Intervals]],
+    phases: Maybe[pd.DataFrame],
+    job: Job,
+) -> pd.DataFrame:
+    """Return each rank's own time in each step, or mean of some steps: step, rank, own_ns, source (as above).
+
+    Raises NotMeasured as `waits` does, and where no step was traced on every rank.
+    """
+    traced = _traced(waits)
+    used = _busy_share(busy, job) if settings.on_cpu(job) else None
+    if used is not None and busy.get()["alone"].all():
+        exchanges = pd.Series(part(breakdown, "communication"))
+        step = float(own_time["step_ns"].mean())
+        return _rows(_at_means(used * step, step - (exchanges - exchanges.min())), BUSY)
+    logged = _logged(step_series.get(), waiting.get(), phases.get()) if settings.on_cpu(job) and step_series else None
+    if logged is None:
+        # A stage that waits for its neighbours is no more late for that: its bubble counts here.
+        mean = own_time.set_index("rank")
+        means = mean["step_ns"] - mean["wait_ns"]
+        # The further apart the ranks are, the more their steps differ.
+        apart = float(np.ptp(means) / (np.ptp(traced.mean()) or np.inf))
+        return _rows(_at_means(traced * apart, means), TRACED)
+    return _rows(traced, TRACED) if _alone_shows(traced, logged, used) else _rows(logged, LOGGED)
+
+
+def _alone_shows(traced: pd.DataFrame, logged: pd.DataFrame, used: pd.DataFrame | None) -> bool:
+    """Return whether only the traced steps show that a rank is late, and for sure.
+
+    What one short window shows must exceed what such windows show by chance, and the profiler takes memory, which costs
+    one rank more than another: who is late is busy for longer in all steps too, or may be.
+    """
+    few, every = lead(traced), lead(logged)
+    if every.saving_ns >= NOTABLE_SHARE * every.step_ns and every.behind_ns >= LEAST_NOISE * every.noise_ns:
+        return False
+    longer = lead(used, few.ranks) if used is not None else None
+    if longer and longer.behind_ns + LEAST_NOISE * longer.noise_ns < NOTABLE_SHARE:
+        return False
+    return few.behind_ns >= SURE_NOISE * max(few.noise_ns, every.window_noise_ns)
+
+
+def _traced(waits: pd.DataFrame) -> pd.DataFrame:
+    """Return the own time in each traced step: one row a step, one column a rank.
+
+    Ranks that wait for each other have one step; that one's trace began earlier than another's makes no rank slower.
+    """
+    own = waits.groupby("step")["dur_ns"].transform("mean") - waits["wait_ns"]
+    frame = _by_rank(waits.assign(own_ns=own), "own_ns")
+    if frame.shape[1] < 2 or not len(frame):
+        raise NotMeasured("no step was traced on every rank: the same trace window on all ranks is needed")
+    return frame
+
+
+def _logged(series: pd.DataFrame, waiting: dict[int, iv.Intervals], phases: pd.DataFrame) -> pd.DataFrame | None:
+    """Return the own time in each steady step of the step log; None where ranks share no step of it.
+
+    In the phases in which ranks wait all are taken to do the same work, so that what a rank spends there beyond the
+    shortest is waiting.
+    """
     series = series[series["steady"].astype(bool)]
     parts = series[[f"{p}_ns" for p in PHASES]]
     if not len(series) or (parts < 0).any(axis=None):
-        raise NotMeasured("the step log's phases were not recorded on every rank")
+        return None
     series = series.assign(rest_ns=series["dur_ns"] - parts.sum(axis=1))
     step = _by_rank(series, "dur_ns")
     own = (step * 0.0).add(step.mean(axis=1), axis=0)
-    for phase in _waiting_phases(waiting.get(), phases.get()):
+    for phase in _waiting_phases(waiting, phases):
         spent = _by_rank(series, f"{phase}_ns")
         own = own.sub(spent.sub(spent.min(axis=1), axis=0))
     own = own.dropna()
-    if own.shape[1] < 2 or not len(own):
-        raise NotMeasured("no steady step was recorded on every rank")
-    return own
+    return own if own.shape[1] > 1 and len(own) else None
 
 
-@per_rank
-def busy(steady_usage: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Return what a rank's process used of its cores in the steady steps: step, time_ns, cpu_ns, busy_ns; thinned.
+def _busy_share(busy: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame | None:
+    """Return each rank's busy share of the time, by step and rank; None where it is not known, or says nothing.
 
-    busy_ns is CPU time (cpu_ns) and the time in which the training thread was ready to run and had no core. A rank that
-    waits for another sleeps, with gloo. Raises NotMeasured where the kernel did not count it.
-    """
-    if not len(steady_usage):
-        raise NotMeasured("what the ranks use of their cores was not recorded")
-    used = steady_usage.rename(columns={"dur_ns": "time_ns"})
-    used = used.assign(busy_ns=used["cpu_ns"] + used["delay_ns"])
-    sums: pd.DataFrame = used.groupby(used["step"] // -(-len(steps) // MOST_ROWS))[
-        ["time_ns", "cpu_ns", "busy_ns"]
-    ].sum()
-    return sums.reset_index()
-
-
-@across_ranks
-def busy_share(busy: Maybe[pd.DataFrame], job: Job) -> pd.DataFrame:
-    """Return each rank's busy share of the time: one row some steps, one column a rank.
-
-    With several threads a rank may be busy for longer than the time. Raises NotMeasured as `busy`, and where ranks that
-    wait are busy.
+    With several threads a rank may be busy for longer than the time. With any backend but gloo, one that waits is too.
     """
     gloo = all("gloo" in str(job.facts[r].get("backend") or job.trace_facts[r].get("backend")) for r in job.ranks)
-    if not settings.on_cpu(job) or not gloo or busy.lacking:
-        raise NotMeasured("what a rank is busy does not tell its own time")
+    if not gloo or busy.lacking or not busy:
+        return None
     frame = busy.get()
-    return _by_rank(frame.assign(share=frame["busy_ns"] / frame["time_ns"].clip(lower=1)), "share")
+    shares = _by_rank(frame.assign(share=frame["busy_ns"] / frame["time_ns"].clip(lower=1)), "share")
+    return shares if shares.shape[1] > 1 and len(shares) else None
+
+
+def _at_means(series: pd.DataFrame, means: pd.Series[float]) -> pd.DataFrame:
+    """Return the series with each rank's mean brought to that of its own time."""
+    return series - series.mean() + means.reindex(series.columns)
+
+
+def _rows(frame: pd.DataFrame, source: str) -> pd.DataFrame:
+    rows = frame.rename_axis(index="step").reset_index().melt("step", var_name="rank", value_name="own_ns")
+    return rows.astype({"rank": "int64"}).assign(source=source)
 
 
 def _by_rank(frame: pd.DataFrame, column: str) -> pd.DataFrame:
     """Return a column of rows by step and rank, of steps that all ranks have."""
     return frame.pivot_table(index="step", columns="rank", values=column).dropna()
+
+
+def steps_of(own_steps: pd.DataFrame) -> pd.DataFrame:
+    """Return own times as `lead` takes them: one row a step, one column a rank."""
+    return _by_rank(own_steps, "own_ns")
 
 
 def _waiting_phases(waiting: dict[int, iv.Intervals], phases: pd.DataFrame) -> list[str]:

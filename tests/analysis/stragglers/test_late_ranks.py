@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.analysis.stragglers.late_ranks import NOTABLE_SHARE, late_ranks, straggling
+from dlprof.analysis.stragglers.late_ranks import late_ranks, straggling
+from dlprof.analysis.stragglers.own_time import NOTABLE_SHARE
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS
 

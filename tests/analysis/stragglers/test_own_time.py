@@ -6,7 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dlprof.analysis.stragglers.own_time import lead, light_own_time, phases, traced_own_time
+from dlprof.analysis.engine import by_rank
+from dlprof.analysis.step.savings import own_time
+from dlprof.analysis.stragglers.own_time import BUSY, LOGGED, TRACED, lead, own_steps, steps_of
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs
 from tests.fixtures.exchanges import late_by
@@ -53,32 +55,73 @@ def test_disturbances_that_last_make_a_short_window_unsure() -> None:
     assert late.noise_ns == pytest.approx(1.0 / np.sqrt(40), rel=0.4)
 
 
-def test_the_light_layer_tells_the_own_time_of_every_step(tmp_path: Path) -> None:
-    run = runs.measured(runs.cpu_run(tmp_path, 1 * MS, 3 * MS), light_own_time, traced_own_time, phases)
-    light, traced = run.frame(light_own_time), run.frame(traced_own_time)
-    assert len(light) > len(traced) == 3
-    assert light.mean().to_dict() == pytest.approx({0: 5 * MS, 1: 7 * MS})
-    assert traced.mean().to_dict() == pytest.approx({0: 5 * MS, 1: 7 * MS})
+def estimated(path: Path) -> tuple[str, pd.DataFrame]:
+    """Return the source of the estimate, and each rank's own time by step."""
+    frame = runs.measured(path, own_steps).frame(own_steps)
+    (source,) = frame["source"].unique()
+    return source, steps_of(frame)
+
+
+def usage(folder: Path, step: int, *cores: float) -> Path:
+    """Write for what share of each of 20 steps of so many ns the ranks were busy."""
+    for rank, mine in enumerate(cores):
+        runs.loading(folder, rank, step=step, wait=0, fetch=MS, cpu=0, n=20, workers=1, cores=mine)
+    return folder
+
+
+def test_the_step_log_shows_the_own_time_of_every_step(tmp_path: Path) -> None:
+    source, steps = estimated(runs.cpu_run(tmp_path, 1 * MS, 3 * MS))
+    assert source == LOGGED
+    assert len(steps) > 3
+    assert steps.mean().to_dict() == pytest.approx({0: 5 * MS, 1: 7 * MS})
 
 
 def test_more_work_in_a_waiting_phase_shows_only_in_the_trace(tmp_path: Path) -> None:
-    run = runs.measured(
-        runs.cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=(MS, MS, MS)), light_own_time, traced_own_time
-    )
-    assert lead(run.frame(light_own_time)).behind_ns == 0
-    late = lead(run.frame(traced_own_time))
-    assert late.ranks == (1,)
-    assert late.behind_ns == pytest.approx(MS)
+    source, steps = estimated(runs.cpu_run(tmp_path, 1 * MS, 1 * MS, extra_backward=(MS, MS, MS)))
+    assert (source, len(steps)) == (TRACED, 3)
+    assert lead(steps).ranks == (1,)
+    assert lead(steps).behind_ns == pytest.approx(MS)
 
 
-def test_a_device_abstains(tmp_path: Path) -> None:
-    with pytest.raises(NotMeasured, match="device"):
-        runs.measured(runs.foreign(tmp_path, *late_by(0, MS)), light_own_time).frame(light_own_time)
+def test_several_threads_that_are_not_busy_for_longer_contradict_the_trace(tmp_path: Path) -> None:
+    for name, mine, source in (("alike", 0.81, LOGGED), ("longer", 0.97, TRACED)):
+        folder = runs.cpu_run(tmp_path / name, 1 * MS, 1 * MS, extra_backward=(MS, MS, MS))
+        assert estimated(usage(folder, 6 * MS, 0.8, mine))[0] == source
 
 
-def test_a_rank_that_lost_its_steps_leaves_the_light_layer_nothing_to_compare(tmp_path: Path) -> None:
+def test_one_thread_is_busy_in_every_step_for_as_long_as_its_rank_takes(tmp_path: Path) -> None:
+    """In the traced steps rank 1 takes 1 ms more; in all of them, 0.62 of 6.2."""
+    late = (MS * 4 // 5, MS, MS * 6 // 5)
+    folder = runs.cpu_run(tmp_path, MS, MS, extra_backward=late, torch_threads=1, count=8, affinity=8)
+    source, steps = estimated(usage(folder, 31 * MS // 5, 0.8, 0.9))
+    assert source == BUSY
+    assert lead(steps).behind_ns == pytest.approx(0.62 * MS)
+
+
+def test_what_one_thread_exchanges_for_longer_it_waits(tmp_path: Path) -> None:
+    """Each transfers for 2.2 ms of 6.2; rank 0 stands still for 2.82, though for 3.2 in the traced steps."""
+    late = (MS * 4 // 5, MS, MS * 6 // 5)
+    folder = runs.cpu_run(tmp_path, MS, MS, extra_backward=late, torch_threads=1, count=8, affinity=8)
+    source, steps = estimated(usage(folder, 31 * MS // 5, 1 - 2.82 / 6.2, 1 - 2.2 / 6.2))
+    assert (source, lead(steps).ranks) == (BUSY, (1,))
+    assert lead(steps).behind_ns == pytest.approx(0.62 * MS, rel=0.01)
+
+
+def test_on_a_device_the_mean_is_that_of_all_steady_steps(tmp_path: Path) -> None:
+    made = late_by(0, MS)
+    source, steps = estimated(runs.foreign(tmp_path, *made))
+    assert source == TRACED
+    own = runs.measured(tmp_path, own_time).frame(own_time)
+    assert steps.mean().to_dict() == pytest.approx(by_rank(own, "own_ns"))
+
+
+def test_a_rank_that_lost_its_steps_leaves_the_step_log_nothing_to_compare(tmp_path: Path) -> None:
     folder = runs.cpu_run(tmp_path, 1 * MS, 3 * MS)
     log = folder / "ranks/00001/steps.jsonl"
     log.write_text(log.read_text().partition("\n")[0] + "\n")
-    with pytest.raises(NotMeasured, match="every rank"):
-        runs.measured(folder, light_own_time).frame(light_own_time)
+    assert estimated(folder)[0] == TRACED
+
+
+def test_ranks_without_a_common_step_abstain(tmp_path: Path) -> None:
+    with pytest.raises(NotMeasured):
+        estimated(runs.foreign(tmp_path, *late_by(0)))

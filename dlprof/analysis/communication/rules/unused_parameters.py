@@ -21,13 +21,12 @@ from dlprof.analysis import settings
 from dlprof.analysis.communication.collectives import ONE_RANK
 from dlprof.analysis.engine import Job, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.step.savings import saving
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Panel
 from dlprof.units import duration, size
 
 
-def check(unused_search: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job: Job) -> Estimate:
+def check(unused_search: Maybe[pd.DataFrame], job: Job) -> Estimate:
     """Estimate what the search takes, where DDP searches and has found nothing."""
     model = settings.model(job)
     ddp = model.get("ddp") or {}
@@ -47,8 +46,7 @@ def check(unused_search: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job
     frame = unused_search.get()
     gone = by_rank(frame.assign(ns=frame["search_ns"] + frame["flags_ns"]), "ns")
     return Estimate(
-        saving_ns=saving(own_time.get(), gone),
-        by_rank_ns=gone,
+        gone_ns=gone,
         noise_ns=float(frame["noise_ns"].max()),
         loses="is spent looking for unused parameters that do not exist",
     )

@@ -26,7 +26,6 @@ from dlprof.analysis.engine import Job, Maybe, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part_noise
-from dlprof.analysis.step.savings import saving
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Change
 from dlprof.units import duration, percent
@@ -38,7 +37,6 @@ _MOST_NAMED = 3
 def check(
     tensor_cores: Maybe[pd.DataFrame],
     mean_step_ns: float,
-    own_time: pd.DataFrame,
     breakdown: Maybe[pd.DataFrame],
     job: Job,
 ) -> Estimate:
@@ -61,10 +59,9 @@ def check(
                 f"{summary}; what good sizes would save is not known: the peaks of {name}, or the products' FLOPs, are"
                 " missing"
             )
-        return Estimate(saving_ns=saving(own_time, took), by_rank_ns=took, summary=summary, clear=True)
+        return Estimate(gone_ns=took, summary=summary, clear=True)
     return Estimate(
-        saving_ns=saving(own_time, saved),
-        by_rank_ns=saved,
+        gone_ns=saved,
         noise_ns=part_noise(breakdown.get(), "computation"),
         loses="is lost to sizes that do not suit tensor cores",
         seen=(rank, took[rank]),

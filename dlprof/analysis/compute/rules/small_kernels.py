@@ -24,7 +24,6 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.host.gaps import SMALL_NS, check_launches
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part_least, part_noise
-from dlprof.analysis.step.savings import saving
 from dlprof.analysis.timeline.launches import NOT_LINKED
 from dlprof.analysis.timeline.steps import check_marked
 from dlprof.errors import DoesNotApply, NotMeasured
@@ -38,7 +37,6 @@ def check(
     step_means: pd.DataFrame,
     launch_means: Maybe[pd.DataFrame],
     gaps: Maybe[pd.DataFrame],
-    own_time: pd.DataFrame,
     breakdown: Maybe[pd.DataFrame],
     job: Job,
 ) -> Estimate:
@@ -53,8 +51,7 @@ def check(
     of_gaps = rows["small_ns"] / (rows["launching_ns"] + rows["latency_ns"]).clip(lower=1.0)
     gone = by_rank(rows.assign(gone_ns=rows["graph_gain_ns"] * of_gaps), "gone_ns")
     return Estimate(
-        saving_ns=saving(own_time, gone),
-        by_rank_ns=gone,
+        gone_ns=gone,
         noise_ns=part_noise(breakdown.get(), *_HOST),
         least_ns=part_least(breakdown.get(), *_HOST),
         loses="is lost waiting for the launch after a small kernel",

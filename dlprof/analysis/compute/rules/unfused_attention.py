@@ -28,7 +28,6 @@ from dlprof.analysis.engine import Job, Maybe, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part_noise
-from dlprof.analysis.step.savings import saving
 from dlprof.errors import NotMeasured
 from dlprof.result import Change
 from dlprof.units import duration, often, percent
@@ -68,7 +67,6 @@ _IN_LIBRARIES = change(
 def check(
     attention: Maybe[pd.DataFrame],
     mean_step_ns: float,
-    own_time: pd.DataFrame,
     breakdown: Maybe[pd.DataFrame],
     job: Job,
 ) -> Estimate:
@@ -89,13 +87,12 @@ def check(
         summary = f"attention that keeps its scores in memory takes {percent(share)} of the step"
         if share >= LEAST_SHARE:
             raise NotMeasured(f"{summary}; {unknown}")
-        return Estimate(saving_ns=saving(own_time, took), by_rank_ns=took, summary=summary, clear=True)
+        return Estimate(gone_ns=took, summary=summary, clear=True)
     saved = by_rank(frame.assign(saved_ns=(frame["ns"] - frame["fused_ns"]).clip(lower=0.0)), "saved_ns")
     most = frame.groupby("rank")["most_ns"].first()
     saved = {rank: min(ns, float(most[rank])) for rank, ns in saved.items()}
     return Estimate(
-        saving_ns=saving(own_time, saved),
-        by_rank_ns=saved,
+        gone_ns=saved,
         noise_ns=part_noise(breakdown.get(), "computation"),
         loses="would be saved by fused attention",
         seen=worst(took),

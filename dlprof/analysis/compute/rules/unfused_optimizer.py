@@ -25,13 +25,12 @@ from dlprof.analysis import settings
 from dlprof.analysis.compute.optimizer import FUSED_LEFT
 from dlprof.analysis.engine import Job, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.step.savings import saving
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Panel
 from dlprof.units import current, duration, percent
 
 
-def check(optimizer_work: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job: Job) -> Estimate:
+def check(optimizer_work: Maybe[pd.DataFrame], job: Job) -> Estimate:
     """Estimate what a fused one would save of the optimizer with most parameters."""
     optimizer = settings.optimizer(job)
     if not optimizer:
@@ -48,8 +47,7 @@ def check(optimizer_work: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], jo
     by_share = (frame["ns"] - frame["idle_ns"]) * (1 - left) + frame["idle_ns"]
     gone = by_rank(frame.assign(gone_ns=frame["fused_gain_ns"].fillna(by_share)), "gone_ns")
     return Estimate(
-        saving_ns=saving(own_time.get(), gone),
-        by_rank_ns=gone,
+        gone_ns=gone,
         noise_ns=float(frame["noise_ns"].max()),
         loses=f"would be saved by a fused {name}",
         seen=left,

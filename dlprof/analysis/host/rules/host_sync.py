@@ -28,7 +28,6 @@ from dlprof.analysis.host.panels.syncs import COLUMNS, by_python
 from dlprof.analysis.host.syncs import GRAD_SCALER, together
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part_least, part_noise
-from dlprof.analysis.step.savings import saving
 from dlprof.analysis.timeline.steps import check_marked
 from dlprof.errors import DoesNotApply
 from dlprof.result import Change
@@ -61,9 +60,7 @@ _CURES: dict[str, Change] = {
 }
 
 
-def check(
-    step_means: pd.DataFrame, linked: Maybe[pd.DataFrame], own_time: pd.DataFrame, breakdown: pd.DataFrame, job: Job
-) -> Estimate:
+def check(step_means: pd.DataFrame, linked: Maybe[pd.DataFrame], breakdown: pd.DataFrame, job: Job) -> Estimate:
     """Estimate what the job would gain without such waits, from the device's idle time behind them."""
     if settings.on_cpu(job):
         raise DoesNotApply("the job trains on the CPU, where reading a value waits for nothing")
@@ -71,8 +68,7 @@ def check(
     frame = linked.get()
     gains = together(job, frame[frame["copied"] == ""])
     return Estimate(
-        saving_ns=saving(own_time, gains),
-        by_rank_ns=gains,
+        gone_ns=gains,
         noise_ns=part_noise(breakdown, *HOST),
         least_ns=part_least(breakdown, *HOST),
         loses="is idle device time because the host waited for the device",

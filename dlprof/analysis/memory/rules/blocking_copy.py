@@ -23,16 +23,13 @@ from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.syncs import together
 from dlprof.analysis.step.breakdown import part_least, part_noise
-from dlprof.analysis.step.savings import saving
 from dlprof.errors import DoesNotApply
 from dlprof.units import duration, often
 
 _HOST = ("host", "optimizer_host")
 
 
-def check(
-    linked: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], breakdown: Maybe[pd.DataFrame], job: Job
-) -> Estimate:
+def check(linked: Maybe[pd.DataFrame], breakdown: Maybe[pd.DataFrame], job: Job) -> Estimate:
     """Estimate what the job would gain without waits for pinned copies, from the device's idle time behind them."""
     if settings.on_cpu(job):
         raise DoesNotApply("the job trains on the CPU, where nothing is copied to a device")
@@ -42,8 +39,7 @@ def check(
         return nothing("no copy from pinned memory is waited for")
     gains = together(job, waits)
     return Estimate(
-        saving_ns=saving(own_time.get(), gains),
-        by_rank_ns=gains,
+        gone_ns=gains,
         noise_ns=part_noise(breakdown.get(), *_HOST),
         least_ns=part_least(breakdown.get(), *_HOST),
         loses="is idle device time because the script waited for a copy",

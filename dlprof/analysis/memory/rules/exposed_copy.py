@@ -27,7 +27,6 @@ from dlprof.analysis.engine import Job, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.memory.copies import from_pageable, hideable
 from dlprof.analysis.step.breakdown import part_least, part_noise
-from dlprof.analysis.step.savings import saving
 from dlprof.errors import DoesNotApply
 from dlprof.units import count, duration
 
@@ -43,7 +42,6 @@ def check(
     copies: Maybe[pd.DataFrame],
     copy_gains: Maybe[pd.DataFrame],
     breakdown: Maybe[pd.DataFrame],
-    own_time: Maybe[pd.DataFrame],
     job: Job,
 ) -> Estimate:
     """Estimate what hiding or leaving out the exposed copies would gain, but for those from pageable memory."""
@@ -59,8 +57,7 @@ def check(
     if way == "HtoD":
         gone = hideable(breakdown.get(), seen, gone)
     return Estimate(
-        saving_ns=saving(own_time.get(), gone),
-        by_rank_ns=gone,
+        gone_ns=gone,
         noise_ns=part_noise(breakdown.get(), "copy"),
         least_ns=part_least(breakdown.get(), "copy"),
         loses=f"is spent copying data {_WAY.get(way, way)} while nothing computes",

@@ -23,7 +23,6 @@ from dlprof.analysis.engine import Job, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.memory.copies import from_pageable
 from dlprof.analysis.step.breakdown import part_least, part_noise
-from dlprof.analysis.step.savings import saving
 from dlprof.errors import DoesNotApply
 from dlprof.units import count, duration, size
 
@@ -31,7 +30,6 @@ from dlprof.units import count, duration, size
 def check(
     copies: Maybe[pd.DataFrame],
     copy_gains: Maybe[pd.DataFrame],
-    own_time: Maybe[pd.DataFrame],
     breakdown: Maybe[pd.DataFrame],
     job: Job,
 ) -> Estimate:
@@ -45,8 +43,7 @@ def check(
     gains = copy_gains.get()
     gone = by_rank(gains[from_pageable(gains)], "gain_ns")
     return Estimate(
-        saving_ns=saving(own_time.get(), gone),
-        by_rank_ns=gone,
+        gone_ns=gone,
         noise_ns=part_noise(breakdown.get(), "copy"),
         least_ns=part_least(breakdown.get(), "copy"),
         loses="is spent copying batches from pageable memory",

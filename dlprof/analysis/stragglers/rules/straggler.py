@@ -5,15 +5,17 @@ collective that cannot begin. The culprit shows least of it, for it arrives last
 
 Needs the traces of all ranks: collectives are matched by process group and order, and waiting is the latest start less
 one's own. A rank's own time is the step less that waiting, and less the transfers that lie open on it only because it
-came early, and that the last to come hides behind its computation. On a CPU run the step log shows it for every step,
-or at least for how long the rank is busy; on a GPU only the traced steps do, and a difference that comes and goes
-between them is no finding. Where traces are missing, the rank whose collectives are abnormally short is the late one.
+came early, and that the last to come hides behind its computation. On a CPU all steps show it: by how long each rank's
+one thread is busy, or by the phases of the step log. On a GPU its mean is that of all steps, but only the traced ones
+show how it varies, and a difference that comes and goes between them is no finding. Where traces are missing, the rank
+whose collectives are abnormally short is the late one.
 
-Saving: every step replayed with the late ranks at the mean pace of the next slowest; their jitter stays. Where a late
-rank computes longer because it holds more of the model than others (tables, layers, experts), every step is replayed
-with the work shared out evenly. That other work of its own is nobody else's is assumed; the report says which of the
-two it was. What another rule answers for (a late rank's wait for data, its checkpoints, its garbage) is that rule's
-saving and not this one's. Nor is what it lacks of the cores that the job's other ranks on its host then have.
+Saving: the late ranks at the mean pace of the next slowest; where all steps show their own time, each is replayed, and
+jitter stays. Where a late rank computes longer because it holds more of the model than others (tables, layers,
+experts), every step is replayed with the work shared out evenly. That other work of its own is nobody else's is
+assumed; the report says which of the two it was. What another rule answers for (a late rank's wait for data, its
+checkpoints, its garbage) is that rule's saving and not this one's. Nor is what it lacks of the cores that the job's
+other ranks on its host then have.
 
 What to change depends on what the late rank does with its own time, which the report tells: more work, more or longer
 inputs, a slower clock, a host whose cores are taken.
@@ -26,8 +28,9 @@ import pandas as pd
 from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.panel import table
-from dlprof.analysis.stragglers.late_ranks import CAUSES, NOTABLE_SHARE, OWNERS, LateRanks
+from dlprof.analysis.stragglers.late_ranks import CAUSES, OWNERS, LateRanks
 from dlprof.analysis.stragglers.outliers import Outlier
+from dlprof.analysis.stragglers.own_time import NOTABLE_SHARE
 from dlprof.errors import NotMeasured
 from dlprof.units import duration, percent
 
@@ -119,7 +122,7 @@ def explain(estimate: Estimate, who_waits: Maybe[pd.DataFrame], job: Job) -> Exp
         verdict=verdict,
         changes=(change(because.do or do),),
         evidence=table("Who waits for whom, per traced step", shown, _WAITING, note=note),
-        sure=f"Estimated by replaying the steps with {how}, {late.source}{why}",
+        sure=f"Estimated with {how}, {late.source}{why}",
     )
 
 

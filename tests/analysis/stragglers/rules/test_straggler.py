@@ -173,9 +173,7 @@ def test_who_is_late_in_the_traced_steps_alone_is_not_busy_for_longer(
         assert said.ranks == (1,)
         assert said.saving_ns == pytest.approx(1 * MS, rel=0.05)
     else:
-        assert said.share == pytest.approx(0.01)
-        assert said.by_rank[0].ns == pytest.approx(1 * MS, rel=0.05)
-        assert "busy for 1.0 % more of the time at most" in said.summary
+        assert said.share == 0
 
 
 def test_one_thread_is_busy_for_as_long_as_its_rank_takes(tmp_path: Path) -> None:
@@ -193,7 +191,6 @@ def test_one_thread_is_busy_for_as_long_as_its_rank_takes(tmp_path: Path) -> Non
             assert "as what each rank is busy tells" in said.sure
         else:
             assert said.share == pytest.approx(0.04)
-            assert "4.0 % in all steady ones, as what each rank is busy tells" in said.summary
 
 
 def without_a_core(tmp_path: Path, waited: tuple[float, float], others: float = 0.0, affinity: int = 2) -> Path:
@@ -251,9 +248,9 @@ def test_a_few_steps_against_all_others_must_be_sure(tmp_path: Path, apart: floa
         assert said.share < 0.02
 
 
-@pytest.mark.parametrize(("apart", "state"), [(0.5, "found"), (1.8, "clear")])
-def test_where_two_looks_name_two_ranks_one_must_be_sure(tmp_path: Path, apart: float, state: str) -> None:
-    # Rank 0 is 1 ms behind in the mean of 100 steps, 8 or 2.3 times its standard error; in the traced ones, rank 1 is.
+@pytest.mark.parametrize(("apart", "state"), [(0.5, "found"), (2.5, "not_measured")])
+def test_what_all_steps_show_counts_before_a_few_that_were_traced(tmp_path: Path, apart: float, state: str) -> None:
+    # Rank 0 is 1 ms behind in the mean of 100 steps, 8 or 1.6 times its standard error; in the traced ones, rank 1 is.
     # Disturbances last for ten steps.
     made, light = [], []
     for rank in range(2):
@@ -276,11 +273,10 @@ def test_where_two_looks_name_two_ranks_one_must_be_sure(tmp_path: Path, apart: 
             [runs.light(n, 8 * MS, forward_ns=f, backward_ns=8 * MS - f, profiled=traced) for n, f, traced in rows]
         )
     said = ask(RULE, runs.recorded(tmp_path / "run", *((m, s, runs.CPU) for m, s in zip(made, light, strict=True))))
-    assert (said.state, said.ranks) == (state, (0,))
-    assert said.by_rank[0].ns > 0.05 * 8 * MS
-    if state == "clear":
-        assert said.saving_ns == 0
-        assert "none is late for sure" in said.summary
+    assert said.state == state
+    if state == "found":
+        assert said.ranks == (0,)
+        assert said.by_rank[0].ns > 0.05 * 8 * MS
 
 
 @pytest.mark.parametrize(
