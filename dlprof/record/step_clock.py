@@ -326,7 +326,7 @@ class StepClock(Phases):
                 self._driver.infer()
 
     def owns(self, phase: int) -> bool:
-        """Return whether this thread is the one that trains: the first to call, until another's backward or optimizer."""
+        """Return whether this thread trains: the first one that calls, until another runs backward or an optimizer."""
         thread = get_ident()
         if thread == self.owner:
             return True

@@ -164,6 +164,7 @@ def test_training_after_an_inference_has_a_window_of_its_own(tmp_path: Path, mon
     job = Job(tmp_path, monkeypatch, None, "")
     clock = job.recorder.clock
     clock.trains = False
+    assert isinstance(job.trace, Trace)
     job.steps([500] * 30)
     assert job.trace.window["state"] == "exported"
     clock._train()

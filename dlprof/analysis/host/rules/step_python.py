@@ -40,7 +40,7 @@ def check(lines_between: pd.DataFrame, own_time: pd.DataFrame, mean_step_ns: flo
     lines = lines_between[lines_between["ns"] >= LEAST_SHARE * mean_step_ns]
     if not len(lines):
         return nothing("no line between the phases takes a notable part of the step")
-    costs = by_rank(lines.groupby("rank", as_index=False)["ns"].sum(), "ns")
+    costs = by_rank(lines.groupby("rank")[["ns"]].sum().reset_index(), "ns")
     return Estimate(
         saving_ns=saving(own_time, costs),
         by_rank_ns=costs,

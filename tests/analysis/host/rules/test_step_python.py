@@ -28,7 +28,8 @@ def recorded(folder: Path, between: int, stacks: str = LOGGING, **facts: Any) ->
 
 def test_lines_that_log_in_every_step_are_found(tmp_path: Path) -> None:
     found = ask(RULE, recorded(tmp_path, 5))
-    assert (found.state, found.saving_ns) == ("found", pytest.approx(5 * MS))
+    assert found.state == "found"
+    assert found.saving_ns == pytest.approx(5 * MS)
     assert found.evidence is not None
     assert [row[0] for row in found.evidence.rows] == ["main (train.py:70)", "main (train.py:71)"]
     assert [row[1] for row in found.evidence.rows] == [pytest.approx(3 * MS), pytest.approx(2 * MS)]

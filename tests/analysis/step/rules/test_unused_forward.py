@@ -33,7 +33,8 @@ def recorded(folder: Path, unused: int, stacks: str = "", **facts: Any) -> Path:
 
 def test_a_second_forward_pass_is_found_with_the_lines(tmp_path: Path) -> None:
     found = ask(RULE, recorded(tmp_path, 3, STACKS))
-    assert (found.state, found.saving_ns) == ("found", pytest.approx(3 * MS))
+    assert found.state == "found"
+    assert found.saving_ns == pytest.approx(3 * MS)
     assert found.evidence is not None
     assert found.evidence.rows == (("main (train.py:61)", 0.55), ("main (train.py:69)", 0.45))
     assert not any(change.settings for change in found.changes)
