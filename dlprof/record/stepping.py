@@ -168,12 +168,14 @@ class MicroBatches:
     """How many batches are one step: those until the optimizer steps."""
 
     largest: int = -1  # backward passes of an optimizer's step so far; -1: none of PyTorch's has stepped
-    _most: int = _MICRO_BATCHES
+    _most: int = _MICRO_BATCHES  # before one has stepped
 
     def go_on(self, row: Row) -> bool:
         """Return whether the optimizer has yet to step for what the step has done."""
-        waits = self.largest >= 0 or perf_counter_ns() - row.start_ns < _WITHOUT_OPTIMIZER_NS
-        if 0 < row.backwards < self._most and waits:
+        # An optimizer that a compiled function steps is not seen: never wait for more than there was to wait for.
+        if self.largest >= 0:
+            return 0 < row.backwards < self.largest
+        if 0 < row.backwards < self._most and perf_counter_ns() - row.start_ns < _WITHOUT_OPTIMIZER_NS:
             return True
         if row.backwards:
             self._most = 0
@@ -182,7 +184,6 @@ class MicroBatches:
     def grow(self, row: Row) -> bool:
         """Take in an optimizer's step with more micro-batches than any before; return whether it is the first."""
         first, self.largest = self.largest < 0, row.backwards
-        self._most = max(2 * row.backwards, _MICRO_BATCHES)
         return first
 
 
