@@ -28,6 +28,7 @@ CATEGORIES = (
     "validation",
     "garbage_collection",
     "compilation",
+    "periodic_work",
     "optimizer_host",
     "host",
     "launch_latency",
@@ -209,6 +210,7 @@ class Window(msgspec.Struct, frozen=True):
     noise_ns: float | None = None  # standard error of step_ns, with its drift over the run; None: not known
     # The device's lag behind the host at the start of a traced step, the mean of the ranks; None: not known.
     lag_ns: float | None = None
+    micro_batches: int = 1  # that a step takes one optimizer step for
 
 
 class DeviceTime(msgspec.Struct, frozen=True):

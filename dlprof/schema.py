@@ -55,8 +55,10 @@ STEPS: Mapping[str, str] = {
     "optimizer_ns": "int64",  # inside the outermost optimizer step
     "device_step_ns": "int64",  # from the end of the step before to the end of this one, on the device's own clock
     "fetches": "int64",
+    "forwards": "int64",  # calls of outermost modules
     "backwards": "int64",
     "optimizer_steps": "int64",
+    "unused_forward_ns": "int64",  # of forward_ns, in passes without gradients, or after the last backward pass
     "profiled": "int64",  # 1: the profiler was preparing, recording or exporting during this step
     "first": "int64",  # 1: holds an epoch's first next() or its end
 }

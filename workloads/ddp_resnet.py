@@ -11,6 +11,7 @@ and augmented by the loader's workers, with Pillow (pip install pillow).
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import functools
 import gc
@@ -43,9 +44,12 @@ FAULTS = {
     "changing_shapes": "recompilation",  # compiled for one size of pictures, and the size changes
     "checkpoint_every_few": "checkpoint_stall",  # the whole state saved over and over, every 5 steps
     "copies_back": "exposed_copy",  # every batch's pictures are fetched from the GPU again, as if to look at them
+    "forward_twice": "unused_forward",  # another forward pass of each batch, for an accuracy
     "garbage": "gc_pauses",  # many objects live on, and every step has them all searched, as if to save memory
+    "histograms": "periodic_work",  # of all weights, in pure Python, every 10 steps
     "item_every_step": "host_sync",  # the loss is read, and the GPU runs dry meanwhile
     "keeps_batches": "memory_growth",  # every batch is kept for later, and none is ever dropped
+    "logs_all": "step_python",  # every output and weight of the last layer is written to a file in every step
     "many_threads": "thread_oversubscription",  # on the CPU, each rank with two threads for each core of the host
     "no_workers": "input_wait",  # the training thread reads and decodes
     "pageable": "pageable_copy",  # batches copied to the GPU from ordinary memory
@@ -91,9 +95,12 @@ def plant(args: argparse.Namespace) -> None:
         "changing_shapes": {"compile": backend, "compile_sizes": False, "on_images": change_height},
         "checkpoint_every_few": {"checkpoint_every": 5, "checkpoint_times": saved},
         "copies_back": {"after_step": lambda images, **_: images.cpu()},
+        "forward_twice": {"after_step": judge_again},
         "garbage": {"after_step": search_all_objects},
+        "histograms": {"after_step": count_weights},
         "item_every_step": {"after_step": lambda loss, **_: loss.item()},
         "keeps_batches": {"after_step": lambda images, **_: KEPT.extend(images.clone() for _ in range(kept))},
+        "logs_all": {"after_step": write_all},
         "many_threads": {"threads": 2 * (os.cpu_count() or 1)},
         "no_workers": {"workers": 0},
         "pageable": {"pin_memory": False, "non_blocking": False},
@@ -143,6 +150,25 @@ def search_all_objects(**_: Any) -> None:
     if not KEPT:
         KEPT.extend([] for _ in range(1_000_000))
     gc.collect()
+
+
+@torch.no_grad()
+def judge_again(model: nn.Module, images: Tensor, labels: Tensor, **_: Any) -> None:
+    (model(images).argmax(1) == labels).float().mean()
+
+
+def count_weights(step: int, model: nn.Module, **_: Any) -> None:
+    if step % 10 == 0:
+        for weights in model.parameters():
+            for _repeated in range(4):
+                collections.Counter(round(w, 2) for w in weights.flatten()[:20_000].tolist())
+
+
+def write_all(logits: Tensor, model: nn.Module, **_: Any) -> None:
+    values = [logits, *itertools.islice(model.parameters(), 12)]
+    with Path(os.devnull).open("w") as file:
+        for number in itertools.chain.from_iterable(v.detach().flatten().tolist() for v in values):
+            print(f"{number:.6f}", file=file)
 
 
 def wait_in_first(seconds: float, pixels: Tensor) -> Tensor:
@@ -319,7 +345,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
-        args.after_step(step=step, images=images, logits=logits, labels=labels, loss=loss)
+        args.after_step(step=step, images=images, logits=logits, labels=labels, loss=loss, model=raw_model)
 
         if args.validate_every and step % args.validate_every == 0:
             accuracy = validate(model, val_loader, args)

@@ -229,6 +229,7 @@ def _window(
     spread: Maybe[pd.DataFrame],
     device_lag: Maybe[pd.DataFrame],
     arithmetic: Maybe[pd.DataFrame],
+    phases_of_step: Maybe[pd.DataFrame],
 ) -> Window | None:
     means = step_means.or_none()
     if means is None:
@@ -245,6 +246,7 @@ def _window(
         traced_steps=int(means["traced_steps"].min()),
         noise_ns=_noise(spread.or_none()),
         lag_ns=None if lag is None else float(lag["lag_ns"].mean()),
+        micro_batches=1 if phases_of_step.or_none() is None else int(phases_of_step.get()["micro_batches"].max()),
         **{str(name): float(value) for name, value in figures.items()},
     )
 

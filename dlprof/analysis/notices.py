@@ -9,13 +9,16 @@ import pandas as pd
 from dlprof.analysis.engine import Job, Maybe, Measured
 from dlprof.analysis.step.breakdown import part
 from dlprof.read.run import together
-from dlprof.units import count, digits, few, percent, used_by_others
+from dlprof.units import count, digits, duration, few, percent, used_by_others
 
 # A trace that links less of the device's work to its launches has a warning.
 _LINKED = 0.5
 
 # Unattributed time has a warning from this share of the step on.
 _NOTABLE_REST = 0.05
+
+# Warming up has a warning from this share of the training time on.
+_NOTABLE_WARMUP = 0.2
 
 MOST_WARNINGS = 40
 
@@ -36,6 +39,7 @@ def warnings(
     breakdown: Maybe[pd.DataFrame],
     window_likeness: Maybe[pd.DataFrame],
     foreign_load: Maybe[pd.DataFrame],
+    whole_job: Maybe[pd.DataFrame],
 ) -> list[str]:
     """Return the warnings about what was recorded and measured."""
     found, missing = list(job.run.warnings), job.missing_ranks
@@ -44,6 +48,8 @@ def warnings(
         found.append(f"{len(missing)} of {job.world_size} ranks {are} missing: {few(missing, 12)}")
     found += _of_others(foreign_load.or_none())
     means, likeness = step_means.or_none(), window_likeness.or_none()
+    if whole_job.or_none() is not None:
+        found += _of_warmup(whole_job.get())
     if likeness is not None:
         found += _of_window(job, likeness)
     if means is not None and breakdown.or_none() is not None:
@@ -63,6 +69,20 @@ def _of_others(frame: pd.DataFrame | None) -> list[str]:
     of = f"on {first['host']}, which felt it most of {count(len(rows), 'host')}, " if len(rows) > 1 else ""
     words = used_by_others(first["foreign"], first["cores"], waited)
     return [f"{of}{words}: its figures hold beside them, and it cannot show that nothing is wrong"]
+
+
+def _of_warmup(frame: pd.DataFrame) -> list[str]:
+    """Say where much of the training was warming up, which no figure is of."""
+    sums = frame.groupby("part")[["steps", "ns"]].sum() / max(frame["rank"].nunique(), 1)
+    trained = sums.reindex(["warmup", "steady", "traced", "epoch_ends"]).fillna(0.0)
+    warming, total = float(trained["ns"]["warmup"]), float(trained["ns"].sum())
+    if not trained["steps"]["steady"] or warming < _NOTABLE_WARMUP * total:
+        return []
+    steps = count(round(float(trained["steps"]["warmup"])), "step")
+    return [
+        f"{percent(warming / total)} of the training time went to warming up ({steps}, {duration(warming)}): the"
+        " figures are of the steps after it"
+    ]
 
 
 def _of_window(job: Job, frame: pd.DataFrame) -> list[str]:

@@ -12,6 +12,7 @@ import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, Measured
+from dlprof.analysis.host.stacks import DOING
 from dlprof.analysis.panel import MOST_RANKS
 from dlprof.overrides import Outcome, described
 from dlprof.result import Fact, RunInfo
@@ -147,6 +148,20 @@ def _of_overrides(override_effects: Maybe[pd.DataFrame]) -> list[Fact]:
             next(filter(None, ranks["error"]), None),
         )
         section.add(str(name), described(rows["value"].iloc[0], outcome))
+    return section.facts
+
+
+def _of_step(phases_of_step: Maybe[pd.DataFrame]) -> list[Fact]:
+    """List what the training thread does in a mean steady step, by the step log; the mean of the ranks."""
+    section = _Section("Mean step, on the training thread")
+    frame = phases_of_step.or_none()
+    if frame is None:
+        return section.facts
+    means = frame.groupby("phase", sort=False)[["ns", "share"]].mean()
+    for phase, ns, share in means.itertuples():
+        section.add(DOING.get(str(phase), str(phase)), f"{duration(ns)} ({percent(share)})" if ns else "")
+    micro = frame["micro_batches"].max()
+    section.add("one step is", f"{micro:.0f} micro-batches" if micro > 1 else "")
     return section.facts
 
 
@@ -303,6 +318,8 @@ _MARKS = {
     "loader": "the loader's next()",
     "optimizer": "the optimizer's step",
     "replay": "a CUDA graph's replay",
+    "backward": "the first forward pass after a backward pass",
+    "forward": "each forward pass of the outermost module",
 }
 
 
@@ -348,6 +365,7 @@ SECTIONS: tuple[Callable[..., list[Fact]], ...] = (
     _of_software,
     _of_settings,
     _of_overrides,
+    _of_step,
     _of_loading,
     _of_precision,
     _of_environment,

@@ -15,7 +15,7 @@ from dlprof.analysis.compute.rules import (
     unfused_optimizer,
 )
 from dlprof.analysis.estimate import Rule
-from dlprof.analysis.host.rules import host_bound, host_sync, queued_wait
+from dlprof.analysis.host.rules import host_bound, host_sync, queued_wait, step_python
 from dlprof.analysis.input.rules import input_wait, needless_workers, slow_worker_batches, worker_restart
 from dlprof.analysis.machine.rules import idle_cores, thread_oversubscription, throttled_clock
 from dlprof.analysis.memory.rules import (
@@ -27,7 +27,14 @@ from dlprof.analysis.memory.rules import (
     pageable_copy,
 )
 from dlprof.analysis.pipeline.rules import pipeline_bubble, stage_imbalance
-from dlprof.analysis.step.rules import checkpoint_stall, gc_pauses, recompilation, validation_share
+from dlprof.analysis.step.rules import (
+    checkpoint_stall,
+    gc_pauses,
+    periodic_work,
+    recompilation,
+    unused_forward,
+    validation_share,
+)
 from dlprof.analysis.stragglers.rules import straggler
 
 RULES: tuple[Rule, ...] = (
@@ -48,6 +55,7 @@ RULES: tuple[Rule, ...] = (
     misaligned_shapes.RULE,
     needless_workers.RULE,
     pageable_copy.RULE,
+    periodic_work.RULE,
     pipeline_bubble.RULE,
     queued_wait.RULE,
     recompilation.RULE,
@@ -56,11 +64,13 @@ RULES: tuple[Rule, ...] = (
     small_collectives.RULE,
     small_kernels.RULE,
     stage_imbalance.RULE,
+    step_python.RULE,
     straggler.RULE,
     thread_oversubscription.RULE,
     throttled_clock.RULE,
     unfused_attention.RULE,
     unfused_optimizer.RULE,
+    unused_forward.RULE,
     unused_parameters.RULE,
     validation_share.RULE,
     worker_restart.RULE,

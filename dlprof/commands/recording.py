@@ -22,6 +22,8 @@ STACKS_A_SECOND = "47"
 
 
 def _window(value: str) -> str:
+    if not value:
+        return ""  # as the recorder chooses
     try:
         skip, warmup, active = (int(part) for part in value.split(","))
     except ValueError:
@@ -151,7 +153,13 @@ _OPTIONS = (
         "Record into one folder with all that give this name: for a job that is started host by host, on a disk that"
         " the hosts share. Tasks of srun and mpirun need none.",
     ),
-    _value("--window", _window, "10,2,5", "S,W,A", "Steps to skip, to warm up and to trace."),
+    _value(
+        "--window",
+        _window,
+        "",
+        "S,W,A",
+        "Steps to skip, to warm up and to trace [default: 10,2,5; of slow steps sooner, and fewer].",
+    ),
     _flag("--no-trace", "The step log only: no profiler window."),
     click.option(
         "--flops",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,9 @@ _TRACES = (".json", ".json.gz", ".trace", ".trace.gz", ".pt.trace")
 
 # The folder of a rank, and which of its lives it was; a rank of more digits is nobody's.
 _LIFE = re.compile(r"([0-9]{1,9})(?:\.r([0-9]{1,9}))?")
+
+# A job whose end was not recorded still runs if a file of it was written to within so many seconds.
+_STILL_S = 20.0
 
 # Tasks that one warning names.
 _MOST_NAMED = 8
@@ -98,6 +104,17 @@ def _facts(inside: Inside, path: Path, shape: Mapping[str, facts.Shape]) -> tupl
     return reading.facts, list(reading.warnings)
 
 
+def _unended(folder: Path) -> str:
+    """Say what it means that the end of a job was not recorded: it still runs, if its files were just written to."""
+    written = 0.0
+    for path in itertools.chain(folder.glob("ranks/*/*.jsonl"), folder.glob("hosts/*/*.jsonl")):
+        with suppress(OSError):
+            written = max(written, path.stat().st_mtime)
+    if time.time() - written < _STILL_S:
+        return "the job still runs, or ended just now: the figures are of what was recorded so far"
+    return "the recording was cut off: the end of the job was not recorded"
+
+
 def _recorded(folder: Path) -> Run:
     inside = Inside(folder)
     info, warnings = _facts(inside, folder / "run.json", facts.RUN)
@@ -119,7 +136,7 @@ def _recorded(folder: Path) -> Run:
         warnings.append("no rank left a record: the job ended before its first step, or Python was started without it")
     warnings += _of_tasks(tasks)
     if info and info.get("end_ns") is None:
-        warnings.append("the recording was cut off: the end of the job was not recorded")
+        warnings.append(_unended(folder))
     ended = info.get("exit") or {}
     seen = [*(info.get("hosts") or ()), *(rank.facts.get("host") for rank in ranks)]
     return Run(

@@ -40,8 +40,8 @@ def _settled(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 # A line of several steps holds the sum of these; in the rest its steps are alike.
-_PARTS = ("lead_ns", "fetch_ns", "forward_ns", "backward_ns", "optimizer_ns", "device_step_ns")
-_SUMS = ("dur_ns", *_PARTS, "fetches", "backwards", "optimizer_steps")
+_PARTS = ("lead_ns", "fetch_ns", "forward_ns", "backward_ns", "optimizer_ns", "device_step_ns", "unused_forward_ns")
+_SUMS = ("dur_ns", *_PARTS, "fetches", "forwards", "backwards", "optimizer_steps")
 
 
 def _each(frame: pd.DataFrame, steps: NDArray[np.int64]) -> pd.DataFrame:

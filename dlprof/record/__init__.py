@@ -6,7 +6,8 @@ thread that trains.
 * **The job comes first.** A wrapper calls the original exactly once, with the same arguments, and returns or raises
   what that does. Our own work is guarded by `except Exception`: what fails switches itself off, says so in one line on
   stderr, and the script goes on. Launchers, loader workers and other processes that never train leave no trace: files
-  appear with the first backward pass or optimizer step.
+  appear with the first backward pass or optimizer step, or after two seconds of many forward passes and no training in
+  a process that is nobody's child of multiprocessing.
 * **Threads.** One thread trains, and only it is measured: the first that fetches a batch or calls a module, until
   another one is seen to train. Hooks compare `get_ident()` and do nothing on other threads. One thread is ours
   (ending.py). It is no `threading.Thread`, so that a script that joins all threads does not wait for it.

@@ -70,12 +70,15 @@ def at_uninstall(undo: Callable[[], object]) -> None:
 
 def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
     """Hook into torch, which must be imported, and record into the run folder once this process trains."""
+    import torch
+
     recorder = Recorder(Path(run), collectors)
     try:
         for part in (Recorder, StepClock, Phases, Observed, Calls, Frames, Graphs):
             for method in vars(part).values():
                 if hasattr(method, "__code__"):
                     hidden(method, with_callees=True)
+        recorder.clock.grad_enabled = torch.is_grad_enabled
         _watch_modules(recorder.clock)
         _watch_autograd(recorder.clock)
         _watch_optimizers(recorder)

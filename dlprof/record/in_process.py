@@ -26,7 +26,7 @@ def record(
     open_run: Callable[[Path], Any],
     path: str | os.PathLike[str] | None = None,
     *,
-    window: tuple[int, int, int] = (10, 2, 5),
+    window: tuple[int, int, int] | None = None,
     trace: bool = True,
     flops: str = "auto",
     lines: str | Sequence[str] = (),
@@ -41,7 +41,8 @@ def record(
     Raises TypeError or ValueError for bad options.
     """
     lines = [lines] if isinstance(lines, str) else list(lines)
-    if len(window) != 3 or not all(isinstance(n, int) for n in window) or min(window) < 0 or window[2] < 1:
+    steps = (10, 2, 5) if window is None else window
+    if len(steps) != 3 or not all(isinstance(n, int) for n in steps) or min(steps) < 0 or steps[2] < 1:
         raise ValueError(f"window={window!r}: three whole numbers, at least one step to trace and none negative")
     if flops not in ("auto", "on", "off"):
         raise ValueError(f"flops={flops!r}: auto, on or off")
@@ -60,7 +61,7 @@ def record(
         "memory": "on" if memory else "off",
         "nvtx": "on" if nvtx else "off",
         "shapes": "on" if shapes else "off",
-        "window": ",".join(map(str, window)) if trace else "off",
+        "window": ",".join(map(str, window or ())) if trace else "off",
     }
     return Block(open_run, None if path is None else Path(path), asked)
 

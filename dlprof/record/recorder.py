@@ -165,6 +165,14 @@ class Recorder:
         self.pass_on()
         clock.due_ns = 0
 
+    def infer(self) -> None:
+        """Start recording a process that only infers; not one that another process has made to work for it."""
+        multiprocessing = sys.modules.get("multiprocessing.process")
+        if multiprocessing is not None and multiprocessing.parent_process() is not None:
+            self.clock.may_infer = False
+        else:
+            self.begin()
+
     def steps_due(self) -> None:
         """Pass the steps on, and stop if another thread has asked for it."""
         self.pass_on()

@@ -1,7 +1,8 @@
 """Marks the steps of training and times their phases. hooks.py calls it, several times a step.
 
 A step ends where its mark is. The mark is the strongest that the script has shown: its own `dlprof.step()`, the next
-batch of a loader, the optimizer's step, the replay of a CUDA graph.
+batch of a loader, the optimizer's step, the replay of a CUDA graph, the first forward pass after a backward pass. Where
+nothing of that is seen for long, and no backward pass, the script only infers: each outermost forward pass is a step.
 """
 
 from __future__ import annotations
@@ -15,17 +16,27 @@ from typing import Any
 
 from dlprof.record.loaders import FetchWatcher, adopt
 from dlprof.record.observed import Observed
-from dlprof.record.stepping import BACKWARD, FETCH, FORWARD, OPTIMIZER, Phases, Row, is_compiling
+from dlprof.record.stepping import (
+    BACKWARD,
+    FETCH,
+    FORWARD,
+    NEVER,
+    OPTIMIZER,
+    REPLAYS_WITHOUT_STEP,
+    WEAKER,
+    MicroBatches,
+    Phases,
+    Row,
+    Turns,
+    is_compiling,
+    is_inference,
+)
 
 NO_STEP = sys.maxsize
 
 # A script that takes this many optimizer steps on one batch has no loop over a loader; its steps are the optimizer's.
 # A gradient-accumulating or adversarial loop takes far fewer a batch.
 _STEPS_WITHOUT_FETCH = 32
-
-# Without a loader and without an optimizer of PyTorch's, replays of CUDA graphs mark the steps after so many with a
-# backward pass in them. Before, they may be the micro-batches of an optimizer's step.
-_REPLAYS_WITHOUT_STEP = 32
 
 # Steps kept in memory until the process trains: a long validation before training must not grow without bound.
 _EARLY_STEPS = 4096
@@ -36,9 +47,12 @@ class StepClock(Phases):
     """The state machine of steps. Every step touches all of it, and little else of ours."""
 
     observed: Observed = field(default_factory=Observed)
-    mark: str | None = None  # what ends a step: user, loader, optimizer, replay
-    started: bool = False  # the process trains, and the collectors have started
-    trained_from: int = 0  # number of the first step that trained
+    mark: str | None = None  # what ends a step: user, loader, optimizer, replay, backward, forward
+    started: bool = False  # the process trains or infers, and the collectors have started
+    trains: bool = False  # it has made a backward pass or an optimizer's step
+    grad_enabled: Callable[[], bool] = lambda: True  # torch's, once there is one
+    may_infer: bool = True  # what this process infers is recorded
+    trained_from: int = 0  # number of the first step that trained, or inferred until then
     capturing: bool = False  # a CUDA graph is being captured on the training thread; see graphs.py
     end_of_step: Callable[[], Any] | None = None  # called at each step's end; Step.device keeps the answer
     fetch_watcher: FetchWatcher | None = None
@@ -50,6 +64,8 @@ class StepClock(Phases):
     _newly_asked: bool = False  # the loader that was asked last is the last of row.unsettled
     _optimizer_depth: int = 0
     _steps_since_fetch: int = 0
+    _micro: MicroBatches = field(default_factory=MicroBatches)
+    _turns: Turns = field(default_factory=Turns)
 
     @property
     def position(self) -> int:
@@ -57,7 +73,6 @@ class StepClock(Phases):
         return self.row.number - self.trained_from
 
     # -- phases
-
     # The usual case is written out in these, nested phases and ranges go by _push: a step's work leaves nothing of ours
     # in the processor's caches, and a function more to call is more to bring there than to run.
 
@@ -71,8 +86,8 @@ class StepClock(Phases):
             self.row.backwards += 1
             if self.observed.calls.looks:
                 self.observed.calls.see_backward()
-            if not self.started:
-                self._driver.begin()
+            if not self.trains:
+                self._train()
             if self.phases or self.ranges:
                 self._push(BACKWARD)
             else:
@@ -91,9 +106,13 @@ class StepClock(Phases):
                 return False
             row, observed = self.row, self.observed
             now = perf_counter_ns()
-            if not row.forwards:
+            with_grad = self.grad_enabled()
+            if row.forwards:
+                self._go_on_forward(now, with_grad)
+            else:
                 row.lead_ns = now - row.start_ns - row.parts[FETCH]
             row.forwards += 1
+            row.used_from = row.backwards if with_grad else NEVER
             if id(module) != observed.model_id:
                 observed.see_model(module)
             if observed.autocast_looks:
@@ -121,7 +140,7 @@ class StepClock(Phases):
                 self._enter_loader()
             else:
                 self._steps_since_fetch = 0
-                if row.backwards or row.forwards or row.optimizer_steps:
+                if row.optimizer_steps or (row.worked and not self._micro.go_on(row)):
                     self.end_step(perf_counter_ns())
             row.fetches += 1
             if first:
@@ -210,18 +229,15 @@ class StepClock(Phases):
             self._newly_asked = False
 
     def begin_optimizer(self, optimizer: Any) -> bool:
-        """Enter an optimizer's step, and return whether it is this one's first.
-
-        Only the outermost counts (ZeroRedundancyOptimizer steps another inside).
-        """
+        """Enter an optimizer's step, the outermost that counts alone; return whether it is this optimizer's first."""
         try:
             if self.off or (get_ident() != self.owner and not self.owns(OPTIMIZER)):
                 return False
             self._optimizer_depth += 1
             if self._optimizer_depth > 1:
                 return False
-            if not self.started:
-                self._driver.begin()
+            if not self.trains:
+                self._train()
             new = id(optimizer) != self.observed.optimizer_id and self.observed.see_optimizer(optimizer)
             if self.phases or self.ranges:
                 self._push(OPTIMIZER)
@@ -272,8 +288,8 @@ class StepClock(Phases):
 
     def replayed(self, forwards: int, backwards: int, optimizer_steps: int) -> None:
         """Count what a CUDA graph holds, which was just replayed; may raise."""
-        if (backwards or optimizer_steps) and not self.started:
-            self._driver.begin()
+        if (backwards or optimizer_steps) and not self.trains:
+            self._train()
         row = self.row
         row.backwards += backwards
         row.forwards += forwards
@@ -283,13 +299,13 @@ class StepClock(Phases):
             row.optimizer_steps += optimizer_steps - 1
             self._stepped()
             return
-        if self.mark is None and not self._fetched and row.backwards > _REPLAYS_WITHOUT_STEP:
+        if self.mark is None and not self._fetched and row.backwards > REPLAYS_WITHOUT_STEP:
             self.mark = "replay"
         if self.mark == "replay" and backwards:
             self.end_step(perf_counter_ns())
 
     def end_step(self, now: int) -> None:
-        """End the step; the next one begins. Does nothing while a graph is captured: that runs nothing."""
+        """End the step, and begin the next one; not while a graph is captured, which runs nothing."""
         if self.capturing:
             return
         row, observed = self.row, self.observed
@@ -303,14 +319,14 @@ class StepClock(Phases):
             self.done.append(cells)
             if now >= self.due_ns or row.number >= self.due_step or observed.news:
                 self._driver.steps_due()
-        elif len(self.done) < _EARLY_STEPS:
-            self.done.append(cells)
+        else:
+            if len(self.done) < _EARLY_STEPS:
+                self.done.append(cells)
+            if self.may_infer and is_inference(cells, self.done, now):
+                self._driver.infer()
 
     def owns(self, phase: int) -> bool:
-        """Return whether this thread is the one that trains. Until training is seen, that is the first one that calls.
-
-        A backward pass or an optimizer's step before training has started makes its thread the one.
-        """
+        """Return whether this thread trains: the first one that calls, until another runs backward or an optimizer."""
         thread = get_ident()
         if thread == self.owner:
             return True
@@ -334,14 +350,38 @@ class StepClock(Phases):
 
     # -- inner workings
 
+    def _train(self) -> None:
+        """Note that the process trains: what it did before was validation, also where it was recorded."""
+        if self.mark == "forward":
+            self.mark = None
+        if self.started:
+            self.trained_from = self.row.number
+        else:
+            self._driver.begin()
+        self.trains = self.started
+
+    def _go_on_forward(self, now: int, with_grad: bool) -> None:
+        """End the step at a forward pass that is not its first, where nothing else ends one."""
+        row = self.row
+        row.forward_again(with_grad=with_grad)
+        if self._fetched or self.phases:
+            return
+        self.mark = self.mark or self._turns.mark(row, trains=self.trains)
+        if (self.mark == "backward" and row.backwards) or self.mark == "forward":
+            self.end_step(now)
+            row.lead_ns = 0
+
     def _stepped(self) -> None:
         """Count an optimizer's step, which ends a step of training where nothing else does."""
-        self.row.optimizer_steps += 1
+        row = self.row
+        row.optimizer_steps += 1
         if self.capturing:
             return
+        if row.backwards > self._micro.largest and self._micro.grow(row):
+            self.trained_from = row.number  # what came before were its micro-batches
         self._steps_since_fetch += 1
         stale = self._steps_since_fetch > _STEPS_WITHOUT_FETCH
-        if (self.mark is None and not self._fetched) or (self.mark == "loader" and stale):
+        if (self.mark in (None, "backward") and not self._fetched) or (self.mark == "loader" and stale):
             self.mark = "optimizer"
         if self.mark == "optimizer":
             self.end_step(perf_counter_ns())
@@ -353,7 +393,7 @@ class StepClock(Phases):
             self._optimizer_depth = 0
         self._fetched = True
         self._steps_since_fetch = 0
-        if self.mark is None or (self.mark in ("optimizer", "replay") and not self.observed.loaders):
+        if self.mark is None or (self.mark in WEAKER and not self.observed.loaders):
             self.mark = "loader"
         if self.mark != "user" and self.row.worked and not self.phases:
             self.end_step(perf_counter_ns())

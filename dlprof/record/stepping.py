@@ -16,8 +16,31 @@ if TYPE_CHECKING:
     from dlprof.record.recorder import Recorder
 
 FETCH, FORWARD, BACKWARD, OPTIMIZER = range(4)
+_NONE = (0, 0, 0, 0)
 PHASES = ("fetch", "forward", "backward", "optimizer")  # their names
 _RANGES = tuple(f"dlprof::{phase}" for phase in PHASES)
+
+
+# The marks that the first loader takes over from.
+WEAKER = ("optimizer", "replay", "backward", "forward")
+
+# Without a loader and an optimizer, a forward pass that follows a backward pass begins a step after so many. An
+# optimizer that then steps takes the mark over. And so many forward passes without a backward pass are an inference.
+_TURNS_WITHOUT_STEP = 8
+_INFERENCE_STEPS = 32
+
+# A process that has made as many steps of forward passes alone, for so long, infers and is recorded. What is shorter is
+# a validation before training, or nothing to measure.
+_INFERENCE_NS = 2_000_000_000
+
+# Without a loader and without an optimizer of PyTorch's, replays of CUDA graphs mark the steps after so many with a
+# backward pass in them. Before, they may be the micro-batches of an optimizer's step.
+REPLAYS_WITHOUT_STEP = 32
+
+# A step of training ends with the optimizer's: batches before that are its micro-batches. A script that goes on for so
+# many, or before its first optimizer step for so long, steps no optimizer of PyTorch's: each batch is a step then.
+_MICRO_BATCHES = 32
+_WITHOUT_OPTIMIZER_NS = 10_000_000_000
 
 
 class Step(NamedTuple):
@@ -38,6 +61,11 @@ class Step(NamedTuple):
     first: int
     profiled: int
     device: Any  # what StepClock.end_of_step returned
+    unused_forward_ns: int = 0  # of forward_ns, in passes whose result no backward pass uses
+
+
+NEVER = sys.maxsize
+_FORWARDS = Step._fields.index("forwards")
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +82,9 @@ class Row:
     optimizer_steps: int = 0
     first: int = 0
     profiled: int = 0
+    unused_forward_ns: int = 0
+    judged_ns: int = 0  # of the forward passes so far, those of which it is known whether a backward pass uses them
+    used_from: int = 0  # a backward pass uses the last forward pass once there are more of them than this; NEVER
     # Loaders that it took batches from, and that are not yet known to train.
     unsettled: list[LoaderSeen] = field(default_factory=list)
 
@@ -64,13 +95,18 @@ class Row:
 
     def end(self, now: int, device: Any) -> tuple[Any, ...]:
         """Return the cells of a Step that ends now, and become the next step."""
-        parts = self.parts
+        if self.backwards <= self.used_from and self.forwards:
+            self.judge(unused=True)
+        fetch, forward, backward, optimizer = parts = self.parts
         cells = (
             self.number,
             self.start_ns,
             now - self.start_ns,
             self.lead_ns,
-            *parts,
+            fetch,
+            forward,
+            backward,
+            optimizer,
             self.fetches,
             self.forwards,
             self.backwards,
@@ -78,13 +114,30 @@ class Row:
             self.first,
             self.profiled,
             device,
+            self.unused_forward_ns,
         )
         self.number += 1
         self.start_ns = now
         self.lead_ns = -1
-        parts[FETCH] = parts[FORWARD] = parts[BACKWARD] = parts[OPTIMIZER] = 0
+        parts[:] = _NONE
         self.fetches = self.forwards = self.backwards = self.optimizer_steps = self.first = self.profiled = 0
+        if self.judged_ns:
+            self.unused_forward_ns = self.judged_ns = 0
         return cells
+
+    def forward_again(self, *, with_grad: bool) -> None:
+        """Judge the forward passes so far, where another one begins."""
+        if self.used_from == NEVER or self.backwards > self.used_from or not with_grad:
+            self.judge(unused=self.used_from == NEVER)
+
+    def judge(self, *, unused: bool) -> None:
+        """Note whether a backward pass uses the forward passes since this was last called.
+
+        None uses one without gradients, or one that comes after the last backward pass of a step.
+        """
+        if unused:
+            self.unused_forward_ns += self.parts[FORWARD] - self.judged_ns
+        self.judged_ns = self.parts[FORWARD]
 
     def unsettle(self, over: Pass) -> bool:
         """Note a pass that the step takes batches from, unless its loader is known to train.
@@ -108,6 +161,51 @@ class Row:
             seen.role = kind
         self.unsettled.clear()
         return bool(changed)
+
+
+@dataclass(slots=True, eq=False)
+class MicroBatches:
+    """How many batches are one step: those until the optimizer steps."""
+
+    largest: int = -1  # backward passes of an optimizer's step so far; -1: none of PyTorch's has stepped
+    _most: int = _MICRO_BATCHES  # before one has stepped
+
+    def go_on(self, row: Row) -> bool:
+        """Return whether the optimizer has yet to step for what the step has done."""
+        # An optimizer that a compiled function steps is not seen: never wait for more than there was to wait for.
+        if self.largest >= 0:
+            return 0 < row.backwards < self.largest
+        if 0 < row.backwards < self._most and perf_counter_ns() - row.start_ns < _WITHOUT_OPTIMIZER_NS:
+            return True
+        if row.backwards:
+            self._most = 0
+        return False
+
+    def grow(self, row: Row) -> bool:
+        """Take in an optimizer's step with more micro-batches than any before; return whether it is the first."""
+        first, self.largest = self.largest < 0, row.backwards
+        return first
+
+
+@dataclass(slots=True, eq=False)
+class Turns:
+    """What marks the steps where neither a loader nor an optimizer does."""
+
+    _count: int = 0  # forward passes that followed a backward pass
+    _backwards: int = 0  # of the step at the last of them
+
+    def mark(self, row: Row, *, trains: bool) -> str | None:
+        """Return what does, at a forward pass that is not the step's first; None: it is not known yet."""
+        if row.backwards > self._backwards:
+            self._count, self._backwards = self._count + 1, row.backwards
+        if self._count >= _TURNS_WITHOUT_STEP:
+            return "backward"
+        return "forward" if not trains and row.forwards >= _INFERENCE_STEPS else None
+
+
+def is_inference(ended: tuple[Any, ...], done: list[tuple[Any, ...]], now: int) -> bool:
+    """Return whether a process that has made these steps, and none of training, only infers; `ended` is the last."""
+    return ended[_FORWARDS] > 0 and len(done) >= _INFERENCE_STEPS and now - done[0][1] >= _INFERENCE_NS
 
 
 def kind_of(step: Step | Row) -> str:

@@ -175,7 +175,8 @@ def steps(result: Result) -> str:
     if window.unit == "trace":
         return f"a trace of {duration(window.step_ns)} without step markers"
     used = f" · {percent(window.mfu)} MFU" if window.mfu is not None else ""
-    return f"{counted(window.steps, 'steady step')} of {duration(window.step_ns)}{used}"
+    micro = f" (1 step = {window.micro_batches} micro-batches)" if window.micro_batches > 1 else ""
+    return f"{counted(window.steps, 'steady step')} of {duration(window.step_ns)}{micro}{used}"
 
 
 def all_traced(result: Result) -> bool:

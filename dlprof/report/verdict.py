@@ -24,6 +24,7 @@ _LATE: Mapping[str, str] = {
     "validation": "validates",
     "garbage_collection": "collects garbage in Python",
     "compilation": "compiles",
+    "periodic_work": "does something between its steps every n-th time",
     "optimizer_host": "spends longer in its optimizer, on the host",
     "host": "spends longer on the host, in launches and Python",
     "launch_latency": "takes longer from one kernel to the next",

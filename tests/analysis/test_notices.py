@@ -20,7 +20,7 @@ def found(job: Job, load: pd.DataFrame | None = None, **window: float) -> list[s
     frame = pd.DataFrame([likeness])
     nothing: Maybe[pd.DataFrame] = Maybe(lambda: None)  # type: ignore[arg-type, return-value]
     others: Maybe[pd.DataFrame] = nothing if load is None else Maybe(lambda: load)
-    return notices.warnings(job, nothing, nothing, Maybe(lambda: frame), others)
+    return notices.warnings(job, nothing, nothing, Maybe(lambda: frame), others, nothing)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,13 @@ def test_other_programs_are_named_where_they_disturb(job: Job) -> None:
 )
 def test_a_window_unlike_the_job_is_said_to_be_so(job: Job, window: dict[str, float], warned: bool) -> None:
     assert len(found(job, None, **window)) == 1 + warned  # and the missing rank
+
+
+@pytest.mark.parametrize(("long", "warned"), [(900, True), (11, False)])
+def test_a_run_that_mostly_warms_up_says_so(tmp_path: Path, long: int, warned: bool) -> None:
+    steps = [light(n, (long if n < 3 else 10) * MS) for n in range(103)]
+    run = runs.measured(runs.recorded(tmp_path, (None, steps, CPU)), notices.warnings)
+    assert sum("warming up (3 steps" in text for text in run.call(notices.warnings)) == warned
 
 
 def test_what_many_ranks_warn_of_is_one_warning(tmp_path: Path) -> None:

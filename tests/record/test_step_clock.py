@@ -6,81 +6,16 @@ import itertools
 import json
 import subprocess
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from textwrap import dedent
 
 import pytest
 
-from dlprof.record.step_clock import StepClock
-from dlprof.record.stepping import Step
 from dlprof.schema import STEPS
-from tests.fixtures.devices import Model
 from tests.fixtures.jobs import facts, record, rows, tiny
+from tests.fixtures.ticking import Job
 
 torch = pytest.importorskip("torch", reason="recording needs torch")
-
-
-class Job:
-    """A script's calls, as the hooks pass them on, and what the clock passes on of them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, trains: bool = True) -> None:
-        self.now = 0
-        for module in ("step_clock", "stepping"):
-            monkeypatch.setattr(f"dlprof.record.{module}.perf_counter_ns", lambda: self.now)
-        driver: Any = self
-        self.clock = StepClock(driver)
-        self.steps: list[Step] = []
-        self.failed: list[Exception] = []
-        self.trains = trains
-        self.model = Model()
-        self.optimizer = Model()
-        self.iterator = SimpleNamespace(_dlprof_pass=None)
-
-    # The clock's driver.
-
-    def begin(self) -> None:
-        if self.trains:
-            self.clock.started = True
-            self.clock.trained_from = self.clock.row.number
-
-    def steps_due(self) -> None:
-        self.steps += map(Step._make, self.clock.done)
-        self.clock.done.clear()
-
-    def fail(self, error: Exception) -> None:
-        self.failed.append(error)
-        self.clock.switch_off()
-
-    # What the script does; each phase takes so long.
-
-    def fetch(self, ns: int = 1, inside: Callable[[], object] = lambda: None) -> None:
-        assert self.clock.begin_fetch(self.iterator, first=False)
-        inside()
-        self.now += ns
-        self.clock.end_fetch(self.iterator)
-
-    def forward(self, ns: int = 1) -> None:
-        assert self.clock.begin_forward(self.model)
-        self.now += ns
-        self.clock.end()
-
-    def backward(self, ns: int = 1) -> None:
-        assert self.clock.begin_backward()
-        self.now += ns
-        self.clock.end()
-
-    def update(self, ns: int = 1, inside: Callable[[], object] = lambda: None) -> None:
-        self.clock.begin_optimizer(self.optimizer)
-        self.now += ns
-        inside()
-        self.clock.end_optimizer()
-
-    def train(self) -> None:
-        self.forward()
-        self.backward()
-        self.update()
 
 
 @pytest.fixture
@@ -140,6 +75,7 @@ def test_phases_exclude_each_other_and_what_is_none_is_the_rest(job: Job) -> Non
     job.update(20, closure)
     job.fetch(1, inside=lambda: job.forward(50))
     job.backward()
+    job.update(0)
     job.fetch()
     first, second = job.steps
     assert (first.dur_ns, first.lead_ns) == (2 + 5 + 7 + 11 + 3 + 20 + 10 + 100 + 1000, 5)
@@ -317,14 +253,16 @@ def test_epochs_validation_and_accumulated_gradients(tmp_path: Path) -> None:
     steps = rows(rank)
     assert [list(row) for row in steps] == [list(STEPS)] * len(steps)
     assert [row["step"] for row in steps] == list(range(len(steps)))
-    epoch = ["train"] * 8 + ["validation"] * 4
+    epoch = ["train"] * 4 + ["validation"] * 4
     assert [row["kind"] for row in steps] == [*epoch, *epoch, "other"]
     trained = [row for row in steps if row["kind"] == "train"]
-    assert [row["optimizer_steps"] for row in trained] == [0, 1] * 8
-    assert {row["backwards"] for row in trained} == {1}
+    # A step is an optimizer step, of two batches.
+    assert [(row["optimizer_steps"], row["fetches"], row["forwards"]) for row in trained[1:4]] == [(1, 2, 2)] * 3
+    assert {row["backwards"] for row in trained} == {2}
+    assert {row["unused_forward_ns"] for row in trained} == {0}
     # The end of one loader and the start of the next fall into one step.
-    assert [row["step"] for row in steps if row["first"]] == [0, 8, 12, 20, 24]
-    assert [row["fetches"] for row in steps if row["first"]] == [1, 2, 2, 2, 1]
+    assert [row["step"] for row in steps if row["first"]] == [0, 4, 8, 12, 16]
+    assert [row["fetches"] for row in steps if row["first"]] == [2, 2, 3, 2, 1]
     for row, following in itertools.pairwise(steps):
         assert row["start_ns"] + row["dur_ns"] == following["start_ns"]
     for row in steps:
@@ -399,3 +337,38 @@ def test_steps_that_the_script_marks_itself_and_closures_and_nested_optimizers(t
     assert all(row["forward_ns"] < row["optimizer_ns"] for row in rows(rank)[3:])
     events = json.loads(subprocess.run(["gzip", "-dc", rank / "trace.json.gz"], capture_output=True, check=True).stdout)
     assert sum(event.get("name") == "closure" for event in events["traceEvents"]) == 4
+
+
+@pytest.mark.long
+def test_scripts_that_update_by_hand_or_only_infer(tmp_path: Path) -> None:
+    by_hand = """
+    weights = list(model.parameters())
+    for n in range(40):
+        loss = nn.functional.mse_loss(model(data[:8][0]), data[:8][1])
+        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights)):
+            weight.data -= 0.1 * gradient
+    """
+    record(tiny(tmp_path, dedent(by_hand)), folder=tmp_path / "a", options=["--no-trace"])
+    rank = tmp_path / "a/ranks/00000"
+    assert facts(rank)["step"]["mark"] == "backward"
+    assert [row["backwards"] for row in rows(rank)] == [8] + [1] * 32
+    infers = """
+    began = time.monotonic()
+    with torch.no_grad():
+        while time.monotonic() < began + 4:
+            time.sleep(0.01)
+            model(data[:8][0])
+    """
+    record(tiny(tmp_path, dedent(infers)), folder=tmp_path / "b", options=["--no-trace"])
+    rank = tmp_path / "b/ranks/00000"
+    assert facts(rank)["step"]["mark"] == "forward"
+    steps = rows(rank)[1:-1]
+    assert len(steps) > 50
+    assert {(row["kind"], row["forwards"]) for row in steps} == {("validation", 1)}
+
+
+@pytest.mark.long
+def test_a_process_that_calls_a_model_for_a_moment_leaves_no_trace(tmp_path: Path) -> None:
+    body = "with torch.no_grad():\n    for n in range(100): model(data[:8][0])"
+    record(tiny(tmp_path, body), folder=tmp_path / "run", options=["--no-trace"])
+    assert not list((tmp_path / "run").glob("ranks/*"))

@@ -11,6 +11,7 @@ import pytest
 
 from dlprof.record.loaders import LoaderSeen, Pass
 from dlprof.record.stepping import BACKWARD, FETCH, FORWARD, OPTIMIZER, PHASES, Phases, Row, Step, kind_of
+from tests.fixtures.ticking import Job
 
 
 class Source:
@@ -149,3 +150,90 @@ def test_phases_have_names() -> None:
         "backward",
         "optimizer",
     ]
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    return Job(monkeypatch)
+
+
+def test_batches_until_the_optimizer_steps_are_one_step(job: Job) -> None:
+    for _ in range(3):
+        for _ in range(4):
+            job.fetch()
+            job.forward()
+            job.backward()
+        job.update()
+    job.fetch()
+    assert [(s.fetches, s.backwards, s.optimizer_steps) for s in job.steps] == [(4, 4, 1)] * 3
+    # What is left at an epoch's end is no part of a validation.
+    job.forward()
+    job.backward()
+    assert job.clock.begin_epoch()
+    job.clock.end()
+    for _ in range(2):
+        job.fetch()
+        job.forward(with_grad=False)
+    job.fetch()
+    assert [(s.backwards, s.forwards) for s in job.steps[3:]] == [(1, 1), (0, 1), (0, 1)]
+
+
+def test_without_an_optimizer_of_pytorchs_each_batch_is_a_step(job: Job) -> None:
+    for _ in range(40):
+        job.fetch()
+        job.forward()
+        job.backward()
+    job.fetch()
+    assert [s.backwards for s in job.steps] == [32] + [1] * 8
+
+
+def test_a_forward_pass_after_a_backward_pass_begins_a_step_where_nothing_else_does(job: Job) -> None:
+    for _ in range(20):
+        job.forward(3)
+        job.backward(5)
+        job.now += 2
+    assert job.clock.mark == "backward"
+    assert [s.backwards for s in job.steps] == [8] + [1] * 11
+    assert [(s.dur_ns, s.forward_ns, s.backward_ns) for s in job.steps[1:]] == [(10, 3, 5)] * 11
+    # An optimizer of PyTorch's that steps after all marks them.
+    for _ in range(3):
+        job.train()
+    assert (job.clock.mark, job.steps[-1].optimizer_steps) == ("optimizer", 1)
+
+
+def test_a_process_that_only_infers_has_its_forward_passes_for_steps(job: Job) -> None:
+    for _ in range(100):
+        job.forward(100_000_000)
+    assert (job.clock.mark, job.clock.started, job.clock.trains) == ("forward", True, False)
+    assert [s.forwards for s in job.steps[1:]] == [1] * (len(job.steps) - 1)
+    assert sum(s.forwards for s in job.steps) == 99
+    # Once it trains, all of that was a validation.
+    job.train()
+    job.train()
+    assert (job.clock.mark, job.clock.trains, job.clock.position) == ("optimizer", True, 2)
+
+
+def test_a_short_validation_is_no_inference(job: Job) -> None:
+    for _ in range(100):
+        job.forward(1_000_000)
+    assert not job.clock.started
+
+
+def test_forward_passes_that_no_backward_pass_uses(job: Job) -> None:
+    job.forward(1, with_grad=False)
+    job.forward(10)
+    job.backward()
+    job.update()
+    job.fetch()
+    job.forward(10)
+    job.forward(100, with_grad=False)
+    job.backward()
+    job.update()
+    job.forward(1000)
+    job.fetch()
+    job.forward(7)
+    job.forward(7)
+    job.backward()
+    job.update()
+    job.fetch()
+    assert [(s.forward_ns, s.unused_forward_ns) for s in job.steps] == [(11, 1), (1110, 1100), (14, 0)]

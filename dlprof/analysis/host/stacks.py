@@ -132,6 +132,43 @@ def line_times(lines: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(longest, ignore_index=True)
 
 
+# Where a phase begins in PyTorch, as read/stacks.py sees it: the caller's line is the script's.
+_PHASE_BEGINS = re.compile(
+    r"torch[/\\](?:nn[/\\]modules[/\\]module|_tensor|autograd[/\\]__init__|utils[/\\]data|optim)"
+)
+
+# What a step of training cannot do without, though it lies in no phase: losses, and gradients set to zero.
+_TRAINING = re.compile(r"torch[/\\](?:nn[/\\]functional|optim[/\\]|amp[/\\]|nn[/\\]utils[/\\]clip_grad)")
+
+# What travels of the lines.
+MOST_CALLS = 60
+
+
+@per_rank
+def own_lines(stacks: pd.DataFrame) -> pd.DataFrame:
+    """Return the user's lines that the training thread was seen in: doing, function, file, line, trains, seen, samples.
+
+    In a phase, the line that called what begins it; between the phases the innermost one. `trains`: it was in a loss or
+    in the setting of gradients to zero. `seen`: of the `samples` of the doing. The most seen first.
+    """
+    seen: Counter[tuple[str, str, str, int, bool]] = Counter()
+    samples: Counter[str] = Counter()
+    for doing, stack, n in _seen(stacks):
+        samples[doing] += n
+        if doing == "worker":
+            continue
+        if doing != "rest":
+            at = next((i for i, text in enumerate(stack) if _PHASE_BEGINS.search(text)), len(stack))
+            stack = stack[:at] or stack
+        frames = [(f[1], f[2], int(f[3])) for f in map(_FRAME.fullmatch, stack) if f is not None]
+        own = [i for i, frame in enumerate(frames) if is_own(frame[1])]
+        if own:
+            below = frames[own[-1] + 1 :]
+            seen[(doing, *frames[own[-1]], bool(below and _TRAINING.search(below[0][1])))] += n
+    rows = [(*place, n, samples[place[0]]) for place, n in seen.most_common(MOST_CALLS)]
+    return pd.DataFrame(rows, columns=["doing", "function", "file", "line", "trains", "seen", "samples"])
+
+
 def is_own(file: str) -> bool:
     """Return whether a file is the user's: neither Python's nor an installed package's."""
     return _INSTALLED.search(file) is None

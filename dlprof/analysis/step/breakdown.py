@@ -23,8 +23,9 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Maybe, RankFacts, by_rank, per_rank, within_rank
 from dlprof.analysis.step.partition import BUBBLE
 from dlprof.analysis.step.stalls import KINDS
-from dlprof.analysis.timeline.steady import STRETCHES, device_type, standard_error, stretch_means
-from dlprof.analysis.timeline.steps import PHASES, Timing, on_device_clock
+from dlprof.analysis.timeline.patterns import PERIODIC, Pattern
+from dlprof.analysis.timeline.steady import STRETCHES, device_type, on_device_clock, standard_error, stretch_means
+from dlprof.analysis.timeline.steps import PHASES, Timing
 from dlprof.errors import NotMeasured
 from dlprof.result import CATEGORIES
 
@@ -94,22 +95,37 @@ def step_parts(
 
 @within_rank
 def recorded(
-    by_phase: dict[tuple[str, str], float], outside_chunks_ns: Maybe[float], rank: RankFacts
+    by_phase: dict[tuple[str, str], float],
+    outside_chunks_ns: Maybe[float],
+    periodic_phases: Maybe[dict[str, float]],
+    rank: RankFacts,
 ) -> dict[tuple[str, str], float]:
     """Return what was recorded in all steps, ns of the mean steady one: (category, phase) → ns."""
     bubble = outside_chunks_ns.get() if device_type(rank) == "cpu" else 0.0
-    return {**by_phase, (BUBBLE, "rest"): bubble} if bubble else by_phase
+    found = {**by_phase, (BUBBLE, "rest"): bubble} if bubble else dict(by_phase)
+    for phase, ns in (periodic_phases.or_none() or {}).items():
+        found[PERIODIC, phase] = ns
+    return found
 
 
 def _without_trace(t: Timing, recorded: Maybe[dict[tuple[str, str], float]], rank: RankFacts) -> Parts:
-    """Without a trace only what every step recorded is known, and only where no device could be busy meanwhile."""
+    """Without a trace only what every step recorded is known, and only where no device could be busy meanwhile.
+
+    What one rank alone spends in forward and backward passes counts as computation: what of it is Python between two
+    operators only a trace tells. In a backward pass or an optimizer several ranks may wait for each other.
+    """
     if device_type(rank) != "cpu":
         raise NotMeasured("without a trace nobody knows what the device did while the training thread waited")
     stalled = _within(recorded.get(), t.step_ns)
     left = t.step_ns - sum(stalled.values())
-    fetched = sum(ns for (_, phase), ns in recorded.get().items() if phase == "fetch")
-    wait = min(max(t.phases.get("fetch", 0.0) - fetched, 0.0), left)
-    return {**stalled, "input_wait": wait, "other": left - wait}
+    inside = {p: ns - sum(n for (_, at), n in recorded.get().items() if at == p) for p, ns in t.phases.items()}
+    parts = {"input_wait": max(inside.get("fetch", 0.0), 0.0), "computation": max(inside.get("forward", 0.0), 0.0)}
+    if (rank.facts.get("world_size") or 1) == 1:
+        parts["computation"] += max(inside.get("backward", 0.0), 0.0)
+        parts["optimizer_host"] = max(inside.get("optimizer", 0.0), 0.0)
+    if sum(parts.values()) > left:
+        parts = _to(left, parts)
+    return {**stalled, **parts, "other": left - sum(parts.values())}
 
 
 def _untraced(
@@ -250,9 +266,12 @@ def parts_noise(
     pipeline: Maybe[pd.DataFrame],
     steady_steps: Maybe[pd.DataFrame],
     blocked: tuple[float, float] | None,
+    patterns: Maybe[tuple[Pattern, ...]],
 ) -> Parts:
     """Return the standard error of each part's mean over the steps that it was measured in, ns."""
     traced = {c: iv.per_slot(p, timing.edges).astype(float) for c, p in (partition.or_none() or {}).items()}
+    if timing.usual.sum() > 1:
+        traced = {c: ns[timing.usual] for c, ns in traced.items()}
     noise = {c: standard_error(ns) for c, ns in traced.items()}
     if timing.source == "trace":
         return noise
@@ -261,6 +280,8 @@ def parts_noise(
         noise |= dict(zip(stall_means.get()["kind"], stall_means.get()["noise_ns"], strict=True))
     if BUBBLE in categories:
         noise[BUBBLE] = float(pipeline.get()["noise_ns"].iloc[0])
+    if PERIODIC in categories:
+        noise[PERIODIC] = math.hypot(*(one.noise_ns for one in patterns.get() if not one.trains))
     noise["input_wait"] = _wait_noise(timing, step_parts.get("input_wait", 0.0), has_device, steady_steps.get())
     if has_device and traced:
         # What the host takes of a device's step is the step without the device's work and without the host's other

@@ -26,7 +26,7 @@ def spread(timing: Timing) -> pd.DataFrame:
     """
     noise = timing.noise_ns if timing.steps > 1 else np.nan
     if timing.steps >= 2 * STRETCHES:
-        noise = max(noise, standard_error(stretch_means(timing.lengths)))
+        noise = max(noise, standard_error(stretch_means(timing.even)))
     quantiles = {f"q{i}": float(q) for i, q in enumerate(np.quantile(timing.lengths, QUANTILES))}
     return pd.DataFrame([{"steps": timing.steps, "step_ns": timing.step_ns, "noise_ns": noise, **quantiles}])
 

@@ -9,8 +9,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis.engine import Maybe, per_rank, within_rank
-from dlprof.analysis.timeline.steady import ENOUGH, standard_error
-from dlprof.analysis.timeline.steps import on_device_clock
+from dlprof.analysis.timeline.steady import ENOUGH, on_device_clock, standard_error
 from dlprof.errors import NotMeasured
 
 KINDS = ("checkpoint", "compilation", "garbage_collection")

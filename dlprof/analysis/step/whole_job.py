@@ -16,6 +16,9 @@ from dlprof.analysis.step.stalls import KINDS
 from dlprof.analysis.timeline.steady import standard_error
 from dlprof.errors import NotMeasured
 
+# A training step validates if so much of it is forward passes that no backward pass uses.
+_MOSTLY = 0.5
+
 PARTS = ("setup", "warmup", "steady", "traced", "epoch_ends", "validation", "other", "suspended")
 
 
@@ -81,8 +84,10 @@ def validation(light_steps: pd.DataFrame) -> pd.DataFrame:
 
     Columns: phases, steps (of validation), every (training steps between the starts of two phases, the median; NaN: of
     one phase it is not known), phase_ns (the mean phase) and its standard error noise_ns, fetch_share (of it, waiting
-    in the loader), fetches (batches a phase). Raises NotMeasured where the step log was not recorded.
+    in the loader), fetches (batches a phase), inside (training steps that are mostly forward passes which no backward
+    pass uses: validation without a loader). Raises NotMeasured where the step log was not recorded.
     """
+    trains = light_steps["kind"] == "train"
     steps = light_steps[light_steps["kind"] != "suspended"]
     validates = (steps["kind"] == "validation").to_numpy()
     begins = validates & ~np.append(False, validates[:-1])
@@ -98,6 +103,7 @@ def validation(light_steps: pd.DataFrame) -> pd.DataFrame:
         "noise_ns": standard_error(took),
         "fetch_share": float(mine["fetch_ns"].clip(lower=0).sum()) / total if total else 0.0,
         "fetches": float(mine["fetches"].clip(lower=0).sum()) / phases,
+        "inside": int((trains & (light_steps["unused_forward_ns"] > light_steps["dur_ns"] * _MOSTLY)).sum()),
     }
     return pd.DataFrame([row])
 

@@ -32,6 +32,7 @@ OWNERS: Mapping[str, tuple[str, str]] = {
     "checkpoint": ("saves checkpoints", "checkpoint_stall"),
     "garbage_collection": ("collects garbage longer", "gc_pauses"),
     "compilation": ("compiles longer", "recompilation"),
+    "periodic_work": ("does more between its steps every n-th time", "periodic_work"),
 }
 
 # What else a late rank may do longer, and what to change.

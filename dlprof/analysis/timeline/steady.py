@@ -55,7 +55,10 @@ def light_steps(steps: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
     regains its lead after a stop are not steady, and what they are too short by is taken from the steps that stopped.
     """
     start, dur = steps["start_ns"].to_numpy(), steps["dur_ns"].to_numpy()
-    kind = np.where(suspended(rank, start, start + dur), "suspended", steps["kind"].astype("str"))
+    kind = steps["kind"].astype("str").to_numpy()
+    if not (kind == "train").any():
+        kind = np.where(kind == "validation", "train", kind)  # a job that only infers: these are its steps
+    kind = np.where(suspended(rank, start, start + dur), "suspended", kind)
     candidate = (kind == "train") & (steps["first"].to_numpy() == 0) & (steps["profiled"].to_numpy() == 0) & (dur > 0)
     length, on_device = dur.astype(float), steps["device_step_ns"].to_numpy()
     on_its_clock = candidate.any() and np.mean(on_device[candidate] > 0) >= ON_DEVICE_SHARE
@@ -78,6 +81,11 @@ def suspended(rank: RankFacts, start: NDArray[np.int64], end: NDArray[np.int64])
     first = np.searchsorted(rank.resumed_ns, start - RESUMED_NS)
     found: NDArray[np.bool_] = first < np.searchsorted(rank.resumed_ns, end + RESUMED_NS, side="right")
     return found
+
+
+def on_device_clock(steps: pd.DataFrame) -> bool:
+    """Return whether the step log has the length of all these steps on the device's own clock."""
+    return len(steps) > 0 and bool((steps["device_step_ns"] > 0).all())
 
 
 def _settled(length: NDArray[np.float64], candidate: NDArray[np.bool_]) -> int:

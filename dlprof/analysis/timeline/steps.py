@@ -20,6 +20,7 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Maybe, RankFacts, across_ranks, per_rank, within_rank
 from dlprof.analysis.timeline import host
 from dlprof.analysis.timeline.device import DeviceSets
+from dlprof.analysis.timeline.patterns import Pattern
 from dlprof.analysis.timeline.steady import ENOUGH, standard_error, suspended
 from dlprof.analysis.timeline.traced import TracedSteps
 from dlprof.errors import NotMeasured
@@ -43,7 +44,9 @@ class Timing:
     ("trace"). `windows` are the steady traced steps, (n, 2) in ns: on the device's clock where the trace holds a device
     (`timeline.traced`), else on the host's; `host_windows` the same steps on the host's. `numbers` are their step
     numbers, `chosen` their places among all traced steps. `overhead` is the mean traced step ÷ the mean steady one.
-    `phases` are the step log's mean parts of a steady step on the host, ns, empty where it was not recorded.
+    `phases` are the step log's mean parts of a steady step on the host, ns, empty where it was not recorded. `even` are
+    the lengths without what known patterns make some of them longer. `usual` says which of the windows are no long
+    steps of a pattern.
     """
 
     lengths: NDArray[np.float64]
@@ -55,6 +58,8 @@ class Timing:
     numbers: NDArray[np.int64]
     chosen: NDArray[np.int64]
     phases: Mapping[str, float]
+    even: NDArray[np.float64]
+    usual: NDArray[np.bool_]
 
     @property
     def steps(self) -> int:
@@ -68,8 +73,8 @@ class Timing:
 
     @cached_property
     def noise_ns(self) -> float:
-        """The standard error of the mean step."""
-        return standard_error(self.lengths)
+        """The standard error of the mean step. What comes at a known interval is no chance."""
+        return standard_error(self.even)
 
     @property
     def edges(self) -> NDArray[np.int64]:
@@ -85,23 +90,29 @@ def timing(
     has_device: bool,
     device_sets: Maybe[DeviceSets],
     steady_steps: Maybe[pd.DataFrame],
+    patterns: Maybe[tuple[Pattern, ...]],
     rank: RankFacts,
 ) -> Timing:
     """Return the timing of a rank; raise NotMeasured where neither a step log nor a trace was recorded."""
-    chosen = _chosen(traced_steps, steps, rank, trace_window)
+    found = patterns.or_none() or ()
+    chosen = _chosen(traced_steps, steps, rank, trace_window, found)
     windows, unit = trace_window.windows[chosen], trace_window.unit
     lengths = (windows[:, 1] - windows[:, 0]).astype(float)
-    source, overhead, phases = "trace", None, {}
+    source, overhead, phases, even = "trace", None, {}, lengths
+    numbers = trace_window.numbers[chosen] if len(trace_window.numbers) else trace_window.numbers
+    # Where nothing marks the steps there are no numbers, and one window.
+    usual = ~np.isin(numbers, [n for one in found for n in one.steps]) if len(numbers) else np.ones(len(windows), bool)
     steady = steady_steps.get() if steady_steps else None
     if steady is not None and _fits(steady["length_ns"], windows, has_device, device_sets):
         logged = steady["length_ns"].to_numpy()
+        even = _even(steady, found)
         if len(lengths) and unit == "step":
-            overhead = float(lengths.mean() / logged.mean())
+            alike = lengths[usual] if usual.any() else lengths
+            overhead = float(alike.mean() / (even if usual.any() else logged).mean())
         phases = {p: float(np.maximum(steady[f"{p}_ns"].to_numpy(), 0).mean()) for p in PHASES}
         lengths, source, unit = logged, "steps", "step"
     if not len(lengths):
         raise NotMeasured("no complete training step was recorded")
-    numbers = trace_window.numbers
     return Timing(
         lengths=lengths,
         source=source,
@@ -109,10 +120,20 @@ def timing(
         overhead=overhead,
         windows=windows,
         host_windows=trace_window.host[chosen],
-        numbers=numbers[chosen] if len(numbers) else numbers,
+        numbers=numbers,
         chosen=chosen,
         phases=phases,
+        even=even,
+        usual=usual,
     )
+
+
+def _even(steady_steps: pd.DataFrame, patterns: tuple[Pattern, ...]) -> NDArray[np.float64]:
+    """Return the steps' lengths, ns, those of a pattern as long as they would be without what comes at its interval."""
+    even, number = steady_steps["length_ns"].to_numpy(dtype=float, copy=True), steady_steps["step"].to_numpy()
+    for one in patterns:
+        even[np.isin(number, one.steps)] -= one.extra_ns
+    return even
 
 
 def _fits(steady_ns: pd.Series[float], windows: iv.Intervals, has_device: bool, device_sets: Maybe[DeviceSets]) -> bool:
@@ -128,9 +149,16 @@ def _fits(steady_ns: pd.Series[float], windows: iv.Intervals, has_device: bool, 
 
 
 def _chosen(
-    traced_steps: Maybe[pd.DataFrame], steps: Maybe[pd.DataFrame], rank: RankFacts, found: TracedSteps
+    traced_steps: Maybe[pd.DataFrame],
+    steps: Maybe[pd.DataFrame],
+    rank: RankFacts,
+    found: TracedSteps,
+    patterns: tuple[Pattern, ...],
 ) -> NDArray[np.int64]:
-    """Return the places of the traced steps that are steady and settled, launch work, and hold no stop of the job."""
+    """Return the places of the traced steps that are steady and settled, launch work, and hold no stop of the job.
+
+    Nor do they hold what comes between the steps every n-th time: that is known of all steps.
+    """
     if found.unit == "trace":
         return np.arange(len(found.windows))
     start, end = found.host[:, 0], found.host[:, 1]
@@ -143,15 +171,11 @@ def _chosen(
         log = steps.get()
         odd = np.isin(found.numbers, log.loc[(log["first"] != 0) | (log["kind"] != "train"), "step"].to_numpy())
         keep &= ~odd | odd.all()
-    for wanted in (found.launches, found.settled):
+    between = [n for one in patterns if not one.trains for n in one.steps]
+    for wanted in (found.launches, found.settled, ~np.isin(found.numbers, between)):
         if (keep & wanted).any():
             keep &= wanted
     return np.flatnonzero(keep if keep.any() else np.ones(len(keep), dtype=bool))
-
-
-def on_device_clock(steps: pd.DataFrame) -> bool:
-    """Return whether the step log has the length of all these steps on the device's own clock."""
-    return len(steps) > 0 and bool((steps["device_step_ns"] > 0).all())
 
 
 @within_rank
@@ -185,6 +209,22 @@ def step_means(timing: Timing, steady_steps: Maybe[pd.DataFrame]) -> pd.DataFram
         "lead_ns": float(lead[lead >= 0].mean()),
     }
     return pd.DataFrame([row | {f"{p}_ns": timing.phases.get(p, np.nan) for p in PHASES}])
+
+
+@per_rank
+def phases_of_step(timing: Timing, steady_steps: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each of PHASES and "rest": phase, ns of the mean steady step, share of it, micro_batches.
+
+    micro_batches: backward passes of a step that takes one optimizer step for several batches, the median. Raises
+    NotMeasured where the step log does not stand for the job.
+    """
+    if timing.source != "steps":
+        raise NotMeasured("too few steady steps are in the step log")
+    phases = {**timing.phases, "rest": max(timing.step_ns - sum(timing.phases.values()), 0.0)}
+    one = steady_steps[(steady_steps["optimizer_steps"] == 1) & (steady_steps["fetches"] > 1)]
+    micro = float(one["backwards"].median()) if len(one) > len(steady_steps) / 2 else 1.0
+    rows = [(phase, ns, ns / timing.step_ns, micro) for phase, ns in phases.items()]
+    return pd.DataFrame(rows, columns=["phase", "ns", "share", "micro_batches"])
 
 
 @per_rank

@@ -88,7 +88,10 @@ class Flops:
             self._counts.over = True
 
     def _is_time(self) -> bool:
-        number, window = self._recorder.clock.position, self._recorder.window
+        clock, window = self._recorder.clock, self._recorder.window
+        if not clock.trains:
+            return False
+        number = clock.position
         skipped = window.get("skip")
         if skipped is None or window.get("state") != "waiting":
             return number >= _COUNTED_STEP

@@ -21,6 +21,10 @@ from dlprof.record.stepping import Step, kind_of
 
 _DEFAULT_WINDOW = "10,2,5"
 
+# Unless a window was asked for, one of slow steps begins sooner: after so many steps, once the job has gone on for so
+# long since its first one. It then warms up for one step, and traces no more steps once it has recorded for so long.
+_SKIP_LEAST, _SKIP_NS, _WARMUP_SLOW, _RECORD_NS = 3, 3_000_000_000, 1, 5_000_000_000
+
 # On a device the profiler's start empties the queue of launches, and the host's first steps are short until it is full
 # again: the host then runs ahead as it does in the rest of the job. In a V100's trace (traces of GPU.md §1) its steps
 # took 35, 72, 96, 96 and 96 ms. So the window goes on, for a few steps at most, while the last step is shorter than
@@ -39,7 +43,10 @@ class Trace:
     _named: Any  # opens a named range in the trace
 
     def __init__(self) -> None:
-        text = os.environ.get("DLPROF_WINDOW") or _DEFAULT_WINDOW
+        asked = os.environ.get("DLPROF_WINDOW")
+        text = asked or _DEFAULT_WINDOW
+        self._by_time = not asked
+        self._first_ns = 0  # when the first step of training had ended
         # Only one of the two can listen to the device: a window of ours would leave nsys, or us, without its events.
         if text != "off" and os.environ.get("NSYS_PROFILING_SESSION_ID"):
             text = "nsys"
@@ -53,8 +60,10 @@ class Trace:
         self._thread = 0  # that the profiler was prepared in
         self._range: Any = None  # of the step that is under way
         self._recording = False
+        self._now_ns = 0  # when the last step had ended
         self._opening = False
         self._settling = False  # the step after the window still feels it
+        self._of_inference = False  # the window that was opened last
         self._theirs: set[int] = set()
         self._on_device = False
         self._untraced: deque[int] = deque(maxlen=_COMPARED)  # ns of the last steps of training before the window
@@ -78,6 +87,11 @@ class Trace:
             self._settling = False
             clock.row.profiled = 1
             self._kineto.leave()
+        if self._of_inference and clock.trains and self._done and not self._settling:
+            self._begin_anew()
+        self._now_ns = done[-1].start_ns + done[-1].dur_ns
+        if not self._first_ns:
+            self._first_ns = next((s.start_ns + s.dur_ns for s in done if s.number >= clock.trained_from), 0)
         if self._recording:
             self._traced += [step.dur_ns for step in done]
         elif not self._done:
@@ -86,7 +100,8 @@ class Trace:
             self._advance(clock.row.number)
         if self._done and not self._settling:
             return None
-        return max(clock.row.number + 1, int(clock.trained_from + self.window["skip"]))
+        waits = self._profiler is None and self._skipping()
+        return int(clock.trained_from + self.window["skip"]) if waits else clock.row.number + 1
 
     def stop(self) -> None:
         """Leave what the open window has."""
@@ -107,14 +122,16 @@ class Trace:
     def _advance(self, number: int) -> None:
         recorder, window = self._recorder, self.window
         if self._profiler is None:
-            if recorder.clock.position < window["skip"]:
+            if self._skipping():
                 return
             if self._theirs:
                 if window["state"] != "yielded":
                     window["state"] = "yielded"
                     recorder.warn("the script runs its own torch profiler: ours waits until it has ended")
                 return
-            window["first_step"] = number + window["warmup"]
+            self._of_inference = not recorder.clock.trains
+            slow = recorder.clock.position < window["skip"]
+            window["first_step"] = number + (min(window["warmup"], _WARMUP_SLOW) if slow else window["warmup"])
             window["last_step"] = window["first_step"] + window["active"] - 1
             try:
                 self._prepare()
@@ -124,7 +141,11 @@ class Trace:
                 raise
         self._end_range()
         recorder.clock.row.profiled = 1
-        if number > window["last_step"] and not self._goes_on():
+        if self._by_time and self._traced and sum(self._traced) >= _RECORD_NS:
+            window["last_step"] = number - 1
+        elif number > window["last_step"]:
+            self._goes_on()
+        if number > window["last_step"]:
             self._close("exported")
             return
         if number >= window["first_step"]:
@@ -136,22 +157,38 @@ class Trace:
             self._range = self._named(f"ProfilerStep#{number}")
             self._range.__enter__()
 
+    def _skipping(self) -> bool:
+        """Return whether the window is still to come; that of a slow job, by the time that has passed."""
+        clock, skip = self._recorder.clock, self.window["skip"]
+        passed = self._now_ns - self._first_ns if self._first_ns else 0
+        if not clock.trains:
+            return clock.position < skip or passed < _SKIP_NS  # it may be a validation before training
+        slow = self._by_time and clock.position >= _SKIP_LEAST and passed >= _SKIP_NS
+        return clock.position < skip and not slow
+
+    def _begin_anew(self) -> None:
+        """Wait for training's window: what was traced was a validation before it."""
+        self._done = self._of_inference = False
+        self._first_ns = 0
+        self._traced, self._untraced = [], deque(maxlen=_COMPARED)
+        self.window.update(state="waiting", first_step=None, last_step=None, export_ns=None, extended=0)
+        (self._recorder.folder / "trace.json").unlink(missing_ok=True)
+
     def _end_range(self) -> None:
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
 
-    def _goes_on(self) -> bool:
-        """Return whether the window takes one more step, since the host does not run ahead yet as it otherwise does."""
+    def _goes_on(self) -> None:
+        """Let the window take one more step, if the host does not run ahead yet as it otherwise does."""
         if not self._on_device or self.window["extended"] >= _MOST_MORE or not self._traced:
-            return False
+            return
         before, last = (self._traced[:1] + self._traced)[-2:]
         usual = statistics.median(self._untraced) if self._untraced else 0
         if last >= _SETTLED * usual and abs(last - before) <= _CHANGED * before:
-            return False
+            return
         self.window["extended"] += 1
         self.window["last_step"] += 1
-        return True
 
     def _prepare(self) -> None:
         import torch

@@ -30,7 +30,7 @@ def missing(folder: Path) -> list[str]:
     elif not any('"torch": true' in line for line in hellos):
         why = "the command never imported torch"
     else:
-        why = "torch was imported, but no backward() and no optimizer step was seen"
+        why = "torch was imported, but no backward(), no optimizer step and no lasting inference was seen"
     return [f"nothing was recorded: {why}"]
 
 

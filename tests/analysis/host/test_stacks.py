@@ -18,6 +18,7 @@ from dlprof.analysis.host.stacks import (
     hottest_own,
     is_own,
     line_times,
+    own_lines,
 )
 from dlprof.errors import NotMeasured
 from tests.fixtures.hosts import LIB, MAIN, SEEN, WORKER, piece, with_lines, with_stacks
@@ -39,6 +40,24 @@ def test_the_users_functions_have_what_libraries_do_for_them(tmp_path: Path) -> 
     assert "80 % are in decode (data.py:4)" in asked(made, hottest_own, 0, "worker")
     assert asked(made, hottest_own, 0, "forward", "backward") == ""
     assert asked(made, hottest_own, 2, "worker") == ""
+
+
+def test_a_phase_is_called_from_a_line_of_the_script_and_a_loss_is_training(tmp_path: Path) -> None:
+    torch = "/lib/python3.11/site-packages/torch"
+    forward = f"_wrapped_call_impl ({torch}/nn/modules/module.py:1)"
+    seen = (
+        f"{MAIN};main (/me/train.py:5);{forward};forward (/me/net.py:3) 30\n"
+        f"{MAIN};main (/me/train.py:9);{forward};forward (/me/net.py:3) 10\n"
+        f"{MAIN};main (/me/train.py:6);mse_loss ({torch}/nn/functional.py:1) 8\n"
+        f"{MAIN};main (/me/train.py:7);dumps (/lib/python3.11/json/__init__.py:1) 4\n"
+    )
+    frame = measured(with_stacks(tmp_path, seen), own_lines).frame(own_lines)
+    assert [tuple(row) for row in frame[["doing", "line", "trains", "seen", "samples"]].to_numpy()] == [
+        ("forward", 5, False, 30, 40),
+        ("forward", 9, False, 10, 40),
+        ("rest", 6, True, 8, 12),
+        ("rest", 7, False, 4, 12),
+    ]
 
 
 def test_a_few_samples_and_a_thin_spread_are_not_cited(tmp_path: Path) -> None:

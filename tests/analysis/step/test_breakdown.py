@@ -85,11 +85,12 @@ def test_device_work_keeps_its_time_whatever_the_profiler_did_to_the_host(tmp_pa
     assert asked(run, part, "host") == {0: pytest.approx(MS)}
 
 
-def test_without_a_trace_only_the_wait_of_a_cpu_run_is_known(tmp_path: Path) -> None:
+def test_without_a_trace_the_phases_of_a_cpu_run_are_known(tmp_path: Path) -> None:
     steps = [runs.light(n, 5 * MS, fetch_ns=MS, forward_ns=3 * MS) for n in range(30)]
     run = runs.measured(runs.recorded(tmp_path / "cpu", (None, steps, runs.CPU)), breakdown)
     assert asked(run, part, "input_wait") == {0: pytest.approx(MS)}
-    assert asked(run, part, "other") == {0: pytest.approx(4 * MS)}
+    assert asked(run, part, "computation") == {0: pytest.approx(3 * MS)}
+    assert asked(run, part, "other") == {0: pytest.approx(MS)}
     run = runs.measured(runs.recorded(tmp_path / "gpu", (None, steps, {"device": {"type": "cuda"}})), breakdown)
     with pytest.raises(NotMeasured, match="trace"):
         run.frame(breakdown)

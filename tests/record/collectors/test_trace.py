@@ -56,8 +56,11 @@ class Profiler:
 class Job:
     """A loop whose steps take as long as the test says."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, devices: Devices | None) -> None:
-        monkeypatch.setenv("DLPROF_WINDOW", "10,2,5")
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, devices: Devices | None, asked: str = "10,2,5"
+    ) -> None:
+        monkeypatch.setenv("DLPROF_WINDOW", asked)
+        self.now = 0
         monkeypatch.setattr("dlprof.record.device.profiler._default_level", lambda: None)
         monkeypatch.setattr("dlprof.record.device.profiler._TEAR_DOWN_S", 0.0)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: devices is not None)
@@ -70,13 +73,15 @@ class Job:
             assert self.recorder.clock.begin_forward(self.model)
             self.recorder.clock.end()
         self.recorder.begin()
+        self.recorder.clock.trains = True
         (self.trace,) = self.recorder._collectors
 
     def steps(self, durations: Sequence[int]) -> None:
         """Run steps of so many ms."""
         for dur in durations:
             row = self.recorder.clock.row
-            done = Step(row.number, 0, dur * MS, -1, 0, 0, 0, 0, 0, 1, 1, 1, 0, row.profiled, None)
+            done = Step(row.number, self.now, dur * MS, -1, 0, 0, 0, 0, 0, 1, 1, 1, 0, row.profiled, None)
+            self.now += dur * MS
             row.number += 1
             row.profiled = 0
             self.trace.step([done])
@@ -126,6 +131,47 @@ def test_a_window_on_the_cpu_is_as_long_as_it_was_asked_for(tmp_path: Path, monk
     assert (told["extended"], told["first_step"], told["last_step"]) == (0, 12, 16)
     assert (told["cupti_torn_down"], told["errors"]) == (None, None)
     assert job.profiler.activities == [torch.profiler.ProfilerActivity.CPU]
+
+
+def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durations: Sequence[int], asked: str = "") -> Any:
+    """Return which steps a window on the CPU holds, None without any, and what became of it."""
+    job = Job(tmp_path, monkeypatch, None, asked)
+    seen = window(job, durations)
+    return (seen["first_step"], seen["last_step"]), seen["state"]
+
+
+def test_a_window_of_slow_steps_begins_by_time_and_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Three seconds after the first step has ended: step 3 warms up, and 4 s of traced steps and one more are enough.
+    assert traced(tmp_path, monkeypatch, [60_000, 2_000, 2_000, 2_000, 2_000, 2_000, 2_000, 2_000]) == (
+        (4, 6),
+        "exported",
+    )
+
+
+def test_a_window_of_very_slow_steps_holds_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert traced(tmp_path, monkeypatch, [60_000] * 6) == ((4, 4), "exported")
+
+
+def test_a_window_that_was_asked_for_waits_for_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert traced(tmp_path, monkeypatch, [2_000] * 9, "10,2,5") == ((None, None), "waiting")
+
+
+def test_short_steps_are_traced_where_they_always_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert traced(tmp_path, monkeypatch, [100] * 20) == ((12, 16), "exported")
+
+
+def test_training_after_an_inference_has_a_window_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path, monkeypatch, None, "")
+    clock = job.recorder.clock
+    clock.trains = False
+    assert isinstance(job.trace, Trace)
+    job.steps([500] * 30)
+    assert job.trace.window["state"] == "exported"
+    clock._train()
+    job.steps([100] * 3)
+    assert (job.trace.window["state"], (job.recorder.folder / "trace.json").exists()) == ("waiting", False)
+    job.steps([100] * 20)
+    assert (job.trace.window["state"], job.trace.window["first_step"]) == ("exported", 42)
 
 
 def test_the_profiler_synchronises_the_ranks_device_and_wakes_no_other(

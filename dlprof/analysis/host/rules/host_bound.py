@@ -106,7 +106,7 @@ def explain(
         in_loop.append(change(f"if data comes in there, a DataLoader with workers: {lead}"))
     if cause != ON_CPU or (not phase and in_python > 0.5 and not traced):
         first = f", {short(functions['function'].iloc[0], 80)} first" if len(functions) else ""
-        instead = "metrics in tensors, logging every k steps, checks before training"
+        instead = "what the stacks show there first" if seen else "metrics in tensors, logging every k steps"
         in_loop.append(change(f"take the script's own Python out of the loop{first}: {instead}"))
     launches = _launches(job, phase, host_gains, launch_means[launch_means["rank"] == rank].iloc[0])
     if cause != ON_CPU:

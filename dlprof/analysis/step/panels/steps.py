@@ -55,7 +55,7 @@ def _durations(train: pd.DataFrame, at: pd.Series[float] | None, marks: tuple[Ma
     if slowed.any() and not slowed.all():
         stretches = [(run.index[0], run.index[-1]) for run in _stretches(slowed)]
         named = " and ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in stretches)
-        note = f"Step{'s' if slowed.sum() > 1 else ''} {named}: slowed by what was recorded."
+        note = f"Step{'s' if slowed.sum() > 1 else ''} {named}: traced or counted, which takes longer."
     over, steps = "step", ()
     if at is not None:
         over, steps = "time_ns", tuple(table.index.tolist())

@@ -13,7 +13,7 @@ _PARTS = {
     "setup": "setting up, from importing torch to the first step",
     "warmup": "training, warming up",
     "steady": "training, steady",
-    "traced": "slowed by tracing and counting",
+    "traced": "traced or counted, which takes longer",
     "epoch_ends": "an epoch's first batch or end",
     "validation": "validation",
     "other": "no training and no validation",

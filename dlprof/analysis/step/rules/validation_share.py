@@ -35,6 +35,11 @@ WAITS = 0.2
 
 def check(validation_cost: pd.DataFrame) -> Estimate:
     """Estimate what validation takes of the training loop, and what less of it would give."""
+    if not validation_cost["phases"].sum() and (inside := int(validation_cost["inside"].max())):
+        raise NotMeasured(
+            f"the script validates without a loader, within {count(inside, 'training step')}: see periodic_work and"
+            " unused_forward"
+        )
     if not validation_cost["phases"].sum():
         return nothing("nothing was validated")
     if validation_cost["phases"].max() < 2:

@@ -1,0 +1,100 @@
+"""Every n-th step takes longer, for something that the script does between its steps.
+
+Roll-outs of an environment, evaluation in the training loop, logging of histograms, copies of weights: what is done
+every n-th step is part of the mean step, and makes the other steps look noisy.
+
+Needs the step log with four such steps or more, and on a GPU their length on its own clock: without it, steps in which
+a host waits for its device now and then look the same. What a loader, a checkpoint, a garbage collection or a
+compilation takes of them is left to their rules, and so are steps that train more than the others do: another network's
+turn, or an optimizer's.
+
+Saving: all of that time gone, which is the most that doing it more rarely, faster or elsewhere can give.
+
+What to change: do it more rarely; make the line faster that the report names (in batches, without a loop in Python); do
+it in another process while training goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pandas as pd
+
+from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
+from dlprof.analysis.host.stacks import hottest_own
+from dlprof.analysis.panel import table
+from dlprof.analysis.step.breakdown import part, part_noise
+from dlprof.analysis.step.savings import saving
+from dlprof.analysis.timeline.patterns import PERIODIC
+from dlprof.units import count, digits, duration, percent
+
+# The phase in which steps are longer, in words.
+_WHERE: Mapping[str, str] = {
+    "rest": "outside of forward, backward and the optimizer",
+    "forward": "in forward passes",
+    "backward": "in backward passes",
+    "optimizer": "in the optimizer",
+}
+
+
+def check(periodic: pd.DataFrame, breakdown: pd.DataFrame, own_time: pd.DataFrame) -> Estimate:
+    """Estimate what comes every n-th step costs each rank, and what the job would gain without it."""
+    if not len(periodic):
+        return nothing("no steps at a fixed interval are longer than the others")
+    costs = part(breakdown, PERIODIC)
+    most = max(costs.values())
+    return Estimate(
+        saving_ns=saving(own_time, costs),
+        by_rank_ns=costs,
+        noise_ns=part_noise(breakdown, PERIODIC),
+        lost_ns=most,
+        loses="goes to what the script does every n-th step",
+        seen=periodic[periodic["rank"] == worst(costs)],
+    )
+
+
+def explain(estimate: Estimate, hottest: Maybe[pd.DataFrame], mean_step_ns: float, job: Job) -> Explanation:
+    """Explain at which interval it comes, how long it takes, and where."""
+    rank, mine = estimate.worst, estimate.seen
+    first = mine.iloc[0]
+    every, extra = int(first["every"]), float(first["extra_ns"])
+    share = (estimate.lost_ns or estimate.saving_ns) / mean_step_ns
+    passes = max(round(float(first["forwards"])), 0)
+    forwards = f", with {count(passes, 'forward pass')} more than the others" if passes else ""
+    seen = hottest_own(hottest, rank, "rest")
+    shown = mine.assign(phase=mine["phase"].map(_WHERE))
+    columns = {
+        "every": "one step in",
+        "steps": "such steps",
+        "extra_ns": "longer by_ns",
+        "cost_ns": "of the mean step_ns",
+        "phase": "mostly",
+    }
+    rarer = 2 ** max(math.ceil(math.log2(share / 0.02)), 1) if share else 2
+    of_rank = f" of rank {rank}" if len(job.ranks) > 1 else ""
+    return Explanation(
+        title=f"Every {every}th step takes {duration(extra)} longer",
+        summary=f"One step in {every}{of_rank} takes {duration(extra)} longer than the others, mostly"
+        f" {_WHERE[first['phase']]}{forwards}: {percent(share)} of the mean step.{seen}",
+        changes=(
+            change(
+                f"do it every {2 * every} steps and {percent(share / 2)} of the step is saved, if the job allows it"
+            ),
+            change(
+                "make it faster where the stacks show it: in batches, in tensors, without a loop in Python"
+                if seen
+                else "record with stacks (`pip install py-spy`) to see the lines that it spends its time in"
+            ),
+            change("do it in another process while training goes on"),
+        ),
+        evidence=table(f"Steps that are longer at a fixed interval, rank {rank}", shown, columns),
+        sure=f"Measured over {count(int(first['steps']), 'such step')} and all others; the saving is all of it gone,"
+        f" the most that any change can give. Done {digits(float(rarer))} × as rarely, it would be"
+        f" {percent(share / rarer)} of the step.",
+        verdict=f"{percent(share)} of the mean step goes to what the script does every {every}th step.",
+    )
+
+
+RULE = Rule("periodic_work", "Work every n-th step", check, explain, saves_from=(PERIODIC,))

@@ -1,0 +1,83 @@
+"""Forward passes run in every step whose result no backward pass uses.
+
+A second forward pass for an accuracy, on the batch that was just trained on, costs as much as the first one. It is
+seldom needed: the outputs of the training pass say nearly the same, and a metric every k steps is as good.
+
+Needs the step log, which notes forward passes of outermost modules without gradients, and those after the last backward
+pass of a step. On a CPU only: on a device the time of the host in them is not the device's. With stacks, the lines that
+call them are named. A teacher or a target network whose output the loss uses runs without gradients as well: it is
+named, and is no mistake.
+
+Saving: these passes gone, which is the most that any change can give.
+
+What to change: compute the metric from the outputs of the training pass, detached; or every k steps; for a teacher, its
+outputs computed once and kept.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from dlprof.analysis import settings
+from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.host.stacks import shown
+from dlprof.analysis.panel import table
+from dlprof.analysis.step.savings import saving
+from dlprof.errors import NotMeasured
+from dlprof.units import count, digits, duration, percent
+
+# Lines seen in fewer of the stacks of forward passes are there by chance.
+_LEAST_SEEN = 0.05
+
+
+def check(unused_forward: pd.DataFrame, own_time: pd.DataFrame, job: Job) -> Estimate:
+    """Estimate what forward passes for nothing take of each rank's step."""
+    costs = by_rank(unused_forward, "ns")
+    if not any(costs.values()):
+        return nothing("a backward pass uses every forward pass")
+    if not settings.on_cpu(job):
+        raise NotMeasured("what forward passes without a backward pass take of the device's time was not recorded")
+    return Estimate(
+        saving_ns=saving(own_time, costs),
+        by_rank_ns=costs,
+        noise_ns=float(unused_forward["noise_ns"].max()),
+        loses="goes to forward passes that no backward pass uses",
+    )
+
+
+def explain(
+    estimate: Estimate, unused_forward: pd.DataFrame, own_lines: Maybe[pd.DataFrame], mean_step_ns: float
+) -> Explanation:
+    """Explain how much of the forward time it is, and which lines call forward passes."""
+    rank = estimate.worst
+    (mine,) = unused_forward[unused_forward["rank"] == rank].to_dict("records")
+    share = estimate.by_rank_ns[rank] / mean_step_ns
+    lines = own_lines.or_none()
+    where, evidence = "", None
+    if lines is not None:
+        calls = lines[(lines["rank"] == rank) & (lines["doing"] == "forward")]
+        calls = calls.assign(share=calls["seen"] / calls["samples"].clip(lower=1))
+        calls = calls[calls["share"] >= _LEAST_SEEN]
+        places = [shown(*place) for place in calls[["function", "file", "line"]].itertuples(index=False)]
+        listed = ", ".join(f"{place} {percent(part)}" for place, part in zip(places, calls["share"], strict=True))
+        where = f" The stacks saw forward passes called at {listed}." if places else ""
+        shown_lines = calls.assign(place=places)
+        evidence = table("Lines that call forward passes", shown_lines, {"place": "line", "share": "seen there_share"})
+    passes = digits(float(mine["forwards"]))
+    return Explanation(
+        title="Forward passes are run for nothing",
+        summary=f"A step has {passes} forward passes and {count(round(mine['backwards']), 'backward pass')};"
+        f" {percent(mine['share'])} of the time in forward passes, {duration(estimate.by_rank_ns[rank])} a step, is in"
+        f" those without gradients, or after the last backward pass.{where}",
+        changes=(
+            change("compute metrics from the outputs of the training pass (`outputs.detach()`), or every k steps"),
+            change("of a teacher or target network whose inputs come again: keep its outputs"),
+        ),
+        evidence=evidence,
+        sure="Measured in every steady step; the saving is all of it gone, the most that any change can give.",
+        verdict=f"{percent(share)} of each step goes to forward passes that no backward pass uses.",
+    )
+
+
+RULE = Rule("unused_forward", "Forward passes for nothing", check, explain, saves_from=("computation", "host", "other"))

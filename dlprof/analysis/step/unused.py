@@ -1,0 +1,63 @@
+"""What a step does besides training, every time: forward passes that no backward pass uses, and the script's lines."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from dlprof.analysis.engine import Maybe, across_ranks, per_rank
+from dlprof.analysis.host.stacks import LEAST_SAMPLES
+from dlprof.analysis.timeline.patterns import Pattern
+from dlprof.analysis.timeline.steady import standard_error
+from dlprof.errors import NotMeasured
+
+
+@per_rank
+def unused_forward(steady_steps: pd.DataFrame, patterns: Maybe[tuple[Pattern, ...]]) -> pd.DataFrame:
+    """Return one row: what forward passes that no backward pass uses take of a steady step, and how many there are.
+
+    Columns: ns and its standard error noise_ns, share (of the time in forward passes), forwards (of a step), backwards.
+    Of the steps without what comes every n-th time only, which is not counted here. Raises NotMeasured where it was not
+    recorded.
+    """
+    between = [n for one in patterns.or_none() or () if not one.trains for n in one.steps]
+    steps = steady_steps[~steady_steps["step"].isin(between)]
+    unused = steps["unused_forward_ns"].to_numpy(dtype=float)
+    if not len(steps) or (unused < 0).any():
+        raise NotMeasured("which forward passes a backward pass uses was not recorded, or no steady step was")
+    # Of most steps: what few of them do is no part of each.
+    ns = float(unused.mean()) if np.median(unused) > 0 else 0.0
+    row = {
+        "ns": ns,
+        "noise_ns": standard_error(unused),
+        "share": ns / max(float(steps["forward_ns"].mean()), 1.0),
+        "forwards": float(steps["forwards"].median()),
+        "backwards": float(steps["backwards"].median()),
+    }
+    return pd.DataFrame([row])
+
+
+@across_ranks
+def lines_between(
+    own_lines: pd.DataFrame,
+    phases_of_step: pd.DataFrame,
+    stall_means: Maybe[pd.DataFrame],
+    periodic: Maybe[pd.DataFrame],
+) -> pd.DataFrame:
+    """Return what the script's lines between the phases take of the mean steady step: rank, function, file, line, ns.
+
+    The stacks say how the time divides, the step log how much it is, without stalls and what comes every n-th step.
+    `noise_ns` is the error of the share of so few samples. Lines of a loss, or of setting gradients to zero, are left
+    out. Raises NotMeasured where too few stacks were seen between the phases.
+    """
+    lines = own_lines[(own_lines["doing"] == "rest") & ~own_lines["trains"].astype(bool)]
+    if not len(lines) or lines["samples"].max() < LEAST_SAMPLES:
+        raise NotMeasured("too few stacks were seen between the phases of the steps")
+    rest = phases_of_step[phases_of_step["phase"] == "rest"].set_index("rank")["ns"]
+    for known, column in ((stall_means.or_none(), "mean_ns"), (periodic.or_none(), "cost_ns")):
+        if known is not None and len(known):
+            rest = rest - known.groupby("rank")[column].sum().reindex(rest.index).fillna(0.0)
+    share = lines["seen"] / lines["samples"]
+    of = lines["rank"].map(rest.clip(lower=0.0)).astype(float)
+    noise = np.sqrt(share * (1 - share) / lines["samples"]) * of
+    return lines.assign(ns=share * of, noise_ns=noise)[["rank", "function", "file", "line", "ns", "noise_ns"]]

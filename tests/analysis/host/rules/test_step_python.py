@@ -1,0 +1,56 @@
+"""The script's lines between the phases: found with what each takes, silent where little, abstaining without stacks."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.analysis.host.rules.step_python import RULE
+from tests.fixtures import runs
+from tests.fixtures.asking import ask
+from tests.fixtures.runs import A100, MS, light
+from tests.fixtures.sampled_stacks import MAIN
+
+LOGGING = f"{MAIN};main (/me/train.py:70) 60\n{MAIN};main (/me/train.py:71) 40\n"
+
+
+def recorded(folder: Path, between: int, stacks: str = LOGGING, **facts: Any) -> Path:
+    """Record 50 steps of 20 ms, so many of them between the phases."""
+    steps = [light(n, 20 * MS, forward_ns=5 * MS, backward_ns=(15 - between) * MS) for n in range(50)]
+    path = runs.recorded(folder / "run", (None, steps, {**runs.CPU, "pid": 10, **facts}))
+    if stacks:
+        (path / "ranks/00000/stacks.txt.gz").write_bytes(gzip.compress(stacks.encode()))
+    return path
+
+
+def test_lines_that_log_in_every_step_are_found(tmp_path: Path) -> None:
+    found = ask(RULE, recorded(tmp_path, 5))
+    assert found.state == "found"
+    assert found.saving_ns == pytest.approx(5 * MS)
+    assert found.evidence is not None
+    assert [row[0] for row in found.evidence.rows] == ["main (train.py:70)", "main (train.py:71)"]
+    assert [row[1] for row in found.evidence.rows] == [pytest.approx(3 * MS), pytest.approx(2 * MS)]
+
+
+def test_a_little_between_the_phases_is_left_alone(tmp_path: Path) -> None:
+    assert ask(RULE, recorded(tmp_path, 0)).state == "clear"
+    thin = "".join(f"{MAIN};f{n} (/me/train.py:{n + 1}) 4\n" for n in range(25))
+    assert ask(RULE, recorded(tmp_path / "thin", 5, thin)).state == "clear"
+
+
+def test_a_loss_is_training(tmp_path: Path) -> None:
+    loss = "cross_entropy (/lib/python3.11/site-packages/torch/nn/functional.py:9)"
+    answer = ask(RULE, recorded(tmp_path, 5, f"{MAIN};main (/me/train.py:50);{loss} 100\n"))
+    assert answer.state == "not_measured"
+
+
+def test_without_stacks_it_abstains(tmp_path: Path) -> None:
+    assert ask(RULE, recorded(tmp_path, 5, "")).state == "not_measured"
+
+
+def test_a_device_is_left_to_host_bound(tmp_path: Path) -> None:
+    path = recorded(tmp_path, 5, device=A100)
+    assert ask(RULE, path).state in ("clear", "not_measured")
