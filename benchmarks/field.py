@@ -24,8 +24,8 @@ import click
 import msgspec
 
 from benchmarks.field_data import MADE
-from dlprof import tried
-from dlprof.result import from_json
+from dlprof.result import tried
+from dlprof.result.stored import from_json
 
 SCRIPTS = Path(__file__).with_name("field.toml")
 
@@ -163,7 +163,8 @@ def _ended(process: subprocess.Popen[bytes], patience: float) -> bool:
 def try_(script: Script, field: Path, python: Path, out: Path, minutes: float) -> None:
     """Try what the report of a recording names, and the obvious."""
     folder = field / script.folder
-    command = [python, "-m", "dlprof", "try", out, "--obvious", "--allow-numerics", "--quiet", f"--minutes={minutes}"]
+    options = ["--obvious", "--allow-numerics", "--quiet", f"--minutes={minutes}"]
+    command = [str(python), "-m", "dlprof", "try", str(out), *options]
     with out.with_suffix(".try.log").open("w") as log:
         subprocess.run(
             command,
@@ -194,8 +195,8 @@ def row(script: Script, out: Path) -> Row:
 
 def _change(a: tried.Attempt) -> Change:
     gain = a.measured
-    figures = (gain.ratio, gain.low, gain.high) if gain else (None, None, None)
-    return Change(a.words, a.findings, a.predicted, *figures, a.verdict, a.why)
+    measured, low, high = (gain.ratio, gain.low, gain.high) if gain else (None, None, None)
+    return Change(a.words, a.findings, a.predicted, measured, low, high, a.verdict, a.why)
 
 
 def _last_line(log: Path) -> str:

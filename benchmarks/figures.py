@@ -23,7 +23,7 @@ from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.errors import DlprofError
 from dlprof.read.run import open_run
-from dlprof.result import from_json, to_json
+from dlprof.result.stored import from_json, to_json
 
 TOLERANCE = 1e-9
 

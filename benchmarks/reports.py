@@ -25,7 +25,8 @@ from benchmarks import summary
 from benchmarks.accuracy import ROW, WORKLOADS, Planted, machine, planted, reason, run
 from benchmarks.summary import REPORTS, Reported
 from dlprof.report import formatting, html, verdict
-from dlprof.result import Result, from_json, to_json
+from dlprof.result import Result
+from dlprof.result.stored import from_json, to_json
 
 ROOT = WORKLOADS.parent
 PLOTLY = "plotly-basic.min.js"

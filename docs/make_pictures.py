@@ -16,7 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from dlprof.report import html
-from dlprof.result import from_json
+from dlprof.result.stored import from_json
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "reports" / "2-cpu-cores"

@@ -17,7 +17,7 @@ from dlprof.analysis.rules import RULES
 from dlprof.api import Run
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read.run import open_run
-from dlprof.result import to_json
+from dlprof.result.stored import to_json
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import CPU, MS
 

@@ -12,7 +12,7 @@ import pytest
 from dlprof.analysis.diagnosis import diagnose
 from dlprof.analysis.rules import RULES
 from dlprof.read.run import open_run
-from dlprof.result import to_json
+from dlprof.result.stored import to_json
 from tests.fixtures import runs, traces
 from tests.fixtures.consistency import assert_consistent
 from tests.fixtures.runs import MS

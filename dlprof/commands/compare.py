@@ -55,7 +55,7 @@ def _result(path: Path, jobs: int | None, quiet: bool) -> Result:
 
     from dlprof.commands.progress import Progress
     from dlprof.commands.report import analyse
-    from dlprof.result import from_json
+    from dlprof.result.stored import from_json
 
     if path.is_file() and path.suffix == ".json" and _is_result(path):
         try:

@@ -169,7 +169,7 @@ def width() -> int:
 
 
 def _json(result: Result) -> str:
-    from dlprof.result import to_json
+    from dlprof.result.stored import to_json
 
     return json.dumps(to_json(result), allow_nan=False, separators=(",", ":"))
 

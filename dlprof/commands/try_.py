@@ -14,8 +14,8 @@ from dlprof.plain import plain
 
 if TYPE_CHECKING:
     from dlprof.result import Result
+    from dlprof.result.tried import Attempt, Tried
     from dlprof.trial.trying import Options, Trial
-    from dlprof.tried import Attempt, Tried
 
 
 @click.command("try", short_help="Run the job again with what the report advises, and measure the gain.")
@@ -83,7 +83,7 @@ def _prepared(path: Path, result: Result, options: Options) -> Trial:
 def _print_plan(trial: Trial) -> None:
     """Print a line for each change that is tried, and for each that is not, with the reason."""
     from dlprof.report.formatting import times
-    from dlprof.tried import Attempt
+    from dlprof.result.tried import Attempt
 
     for c in trial.plan.candidates:
         predicted = f", {times(c.predicted)} predicted" if c.predicted else ""
@@ -107,9 +107,9 @@ def try_run(
 
     from dlprof.commands.report import width, write_files
     from dlprof.report.tried_text import render
+    from dlprof.result.tried import to_json
     from dlprof.trial.stopping import stopping
     from dlprof.trial.trying import tried
-    from dlprof.tried import to_json
 
     trial = _prepared(path, result, options)
     if not quiet:

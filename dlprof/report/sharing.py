@@ -9,7 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from dlprof.result import Result, from_json, to_json
+from dlprof.result import Result
+from dlprof.result.stored import from_json, to_json
 
 # Folders of a path from the root or a home; the last part of the path stays.
 _FOLDERS = re.compile(r"(?<![\w./:~])~?(?:/[^\s/'\":,;()<>|\[\]]+)+/")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting
 from dlprof.result import Panel
-from dlprof.tried import Attempt, Gain, Tried
+from dlprof.result.tried import Attempt, Gain, Tried
 
 _VERDICTS = {
     "gain": "faster",

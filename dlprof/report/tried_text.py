@@ -6,7 +6,7 @@ from dlprof.plain import NBSP, plain
 from dlprof.report import formatting
 from dlprof.report.terminal import NARROWEST, wrap
 from dlprof.report.tried import row, sentence
-from dlprof.tried import Tried
+from dlprof.result.tried import Tried
 
 
 def render(tried: Tried, width: int = 80) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dlprof.tried import Gain, Verdict
+from dlprof.result.tried import Gain, Verdict
 
 # Two recordings of the same job are up to 0.9 % apart on a quiet machine (docs/cost.md): from twice that on, a change
 # is worth an edit.

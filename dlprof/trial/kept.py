@@ -11,7 +11,7 @@ from dlprof.errors import DlprofError
 from dlprof.files import write
 from dlprof.read.opening import Inside, read_file
 from dlprof.result import Result
-from dlprof.tried import FILE, Tried, from_json, to_json
+from dlprof.result.tried import FILE, Tried, from_json, to_json
 
 
 def keep(folder: Path, tried: Tried) -> None:

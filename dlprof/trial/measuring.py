@@ -15,7 +15,7 @@ from dlprof.analysis.engine import RankData
 from dlprof.analysis.timeline.steady import ENOUGH
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read.run import Rank, open_run
-from dlprof.tried import Of
+from dlprof.result.tried import Of
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from dlprof import overrides
 from dlprof.errors import DlprofError
 from dlprof.overrides import Value
 from dlprof.result import Change, Outcome, Result
+from dlprof.result.tried import Attempt, Of
 from dlprof.trial.measuring import training_loader
-from dlprof.tried import Attempt, Of
 
 # These find out more, and make nothing faster.
 _PRINTS = frozenset(("NCCL_DEBUG", "TORCH_LOGS"))

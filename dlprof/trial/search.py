@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from dlprof.errors import NotMeasured
 from dlprof.overrides import Value
+from dlprof.result.tried import Attempt, Gain, State, Tried, Verdict
 from dlprof.trial import judging
 from dlprof.trial.measuring import Steps, epochs_log_ratio, log_ratio
 from dlprof.trial.planning import Candidate
 from dlprof.trial.running import Failed, Stopped
-from dlprof.tried import Attempt, Gain, State, Tried, Verdict
 
 Settings = Mapping[str, Value]
 Words = tuple[tuple[str, Value], ...]

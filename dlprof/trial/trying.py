@@ -7,9 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
+from dlprof.analysis.source.patches import edit_of
 from dlprof.errors import DlprofError
 from dlprof.read.run import Rank, Run, open_run
 from dlprof.result import Result
+from dlprof.result.tried import Attempt, Tried
 from dlprof.trial.job import Job, repeatable
 from dlprof.trial.kept import keep
 from dlprof.trial.measuring import epoch_of
@@ -17,7 +21,6 @@ from dlprof.trial.planning import Plan, plan
 from dlprof.trial.running import Runner
 from dlprof.trial.search import Search
 from dlprof.trial.windows import LEAST_S, SHARE, steps_of_window
-from dlprof.tried import Attempt, Tried
 
 FOLDER = "try"  # of a run folder: what runs, and what failed runs have printed
 
@@ -106,5 +109,7 @@ def tried(
         if not any(folder.iterdir()):
             folder.rmdir()
     found = search.tried(trial.steps, trial.plan.left_out, trial.warnings)
+    if found.best is not None:
+        found = replace(found, diff=edit_of((rank.facts for rank in trial.run.ranks), found.best.settings))
     keep(trial.run.path, found)
     return found

@@ -19,7 +19,8 @@ from dlprof.analysis.rules import RULES
 from dlprof.analysis.step.spread import LEAST_NOISE
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
 from dlprof.read.run import Run, open_run
-from dlprof.result import CATEGORIES, MOST_RANKS, Panel, to_json
+from dlprof.result import CATEGORIES, MOST_RANKS, Panel
+from dlprof.result.stored import to_json
 from tests.fixtures import asking, runs, traces
 from tests.fixtures.asking import STEP_NS, Check, finding, raising, rule, two_ranks
 from tests.fixtures.runs import CPU, MS, light, recorded

@@ -12,7 +12,8 @@ import pytest
 from benchmarks import reports, summary
 from benchmarks.accuracy import ROW, Planted
 from dlprof.report import html
-from dlprof.result import Result, to_json
+from dlprof.result import Result
+from dlprof.result.stored import to_json
 from tests.fixtures import results, runs
 from tests.fixtures.runs import MS
 

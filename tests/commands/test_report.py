@@ -13,7 +13,8 @@ from click.testing import CliRunner, Result
 
 from dlprof.cli import cli
 from dlprof.commands import report
-from dlprof.result import Outcome, from_json
+from dlprof.result import Outcome
+from dlprof.result.stored import from_json
 from tests.fixtures import traces
 from tests.fixtures.jobs import record
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from dlprof.report.sharing import shareable
-from dlprof.result import Fact, Outcome, Result, RunInfo, to_json
+from dlprof.result import Fact, Outcome, Result, RunInfo
+from dlprof.result.stored import to_json
 
 RESULT = Result(
     run=RunInfo(

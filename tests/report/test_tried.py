@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from dlprof.plain import NBSP
 from dlprof.report import html, terminal
 from dlprof.report.tried import measured, panel, row, sentence
-from dlprof.tried import Attempt, Gain, Tried, Verdict
+from dlprof.result.tried import Attempt, Gain, Tried, Verdict
 from tests.fixtures import results
 
 WORKERS = Attempt(

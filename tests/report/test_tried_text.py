@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from dlprof.report.tried_text import render
-from dlprof.tried import Attempt, Gain, Tried
+from dlprof.result.tried import Attempt, Gain, Tried
 
 WORKERS = Attempt(
     {"loader.num_workers": 4, "loader.persistent_workers": True},

@@ -24,7 +24,8 @@ from dlprof.analysis.rules import RULES
 from dlprof.errors import DlprofError
 from dlprof.read import opening
 from dlprof.read.run import open_run
-from dlprof.result import Result, from_json, to_json
+from dlprof.result import Result
+from dlprof.result.stored import from_json, to_json
 from tests.fixtures import results, runs, traces
 from tests.fixtures.runs import MS
 

@@ -8,8 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from dlprof.result.tried import Gain
 from dlprof.trial.judging import KNOWN, MOST_PAIRS, answered, gain, verdict
-from dlprof.tried import Gain
 
 DRAWN = 400
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pytest
 
 from dlprof.overrides import Value
+from dlprof.result.tried import Tried
 from dlprof.trial.planning import Candidate
 from dlprof.trial.running import Failed
 from dlprof.trial.search import Search
-from dlprof.tried import Tried
 from tests.fixtures.trials import Pretended, steps
 
 WORKERS, FUSED, FREEZE = {"loader.num_workers": 2}, {"optimizer.fused": True}, {"gc.freeze": True}

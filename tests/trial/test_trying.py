@@ -11,10 +11,10 @@ import pytest
 
 from dlprof.errors import DlprofError
 from dlprof.result import Outcome, Result, RunInfo, Window, change
+from dlprof.result.tried import Attempt
 from dlprof.trial import trying
 from dlprof.trial.kept import kept
 from dlprof.trial.trying import Options, Trial, prepared, tried
-from dlprof.tried import Attempt
 from tests.fixtures import runs, traces
 
 MS = runs.MS

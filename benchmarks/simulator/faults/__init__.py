@@ -1,7 +1,9 @@
 """The faults that can be simulated, by subject.
 
 Some rules have none. `memory_growth` saves nothing, and tells from hours of readings; `thread_oversubscription`,
-`idle_cores` and `needless_workers` are about a CPU's cores, and the simulated jobs compute on GPUs, with cores enough.
+`idle_cores` and `needless_workers` are about a CPU's cores, and the simulated jobs compute on GPUs, with cores enough;
+`step_python` reads stacks, and `periodic_work` and `unused_forward` are about steps that differ: simulated ones have no
+stacks, and are alike but for stalls and validation.
 """
 
 from benchmarks.simulator.faults import compute, host, loading, ranks

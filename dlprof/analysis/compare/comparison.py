@@ -11,7 +11,8 @@ from typing import Any, Literal
 from dlprof.analysis.compare.predictions import Prediction, prediction
 from dlprof.analysis.compare.settings_diff import Setting, differing
 from dlprof.analysis.compare.significance import LEAST_NOISE, LEAST_SHARE, NOISE, Difference
-from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, Outcome, Result, Work, plain
+from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, Outcome, Result, Work
+from dlprof.result.stored import plain
 from dlprof.units import count, used_by_others
 
 FORMAT = 2

@@ -6,9 +6,7 @@ from msgspec.structs import replace
 
 from dlprof.analysis.compare.comparison import compare
 from dlprof.analysis.compare.settings_diff import differing
-from dlprof.result import (
-    Fact,
-)
+from dlprof.result import Fact
 from tests.fixtures.comparisons import run
 
 

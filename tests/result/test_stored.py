@@ -11,20 +11,8 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.result import (
-    FORMAT,
-    Change,
-    Exchange,
-    Fact,
-    Outcome,
-    Panel,
-    Result,
-    RunInfo,
-    Setting,
-    from_json,
-    schema,
-    to_json,
-)
+from dlprof.result import Change, Exchange, Fact, Outcome, Panel, Result, RunInfo, Setting
+from dlprof.result.stored import FORMAT, from_json, schema, to_json
 from tests.fixtures import results
 
 REPORTS = Path(__file__).parent.parent / "reports"

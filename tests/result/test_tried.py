@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.tried import FORMAT, Attempt, Gain, Tried, from_json, to_json
+from dlprof.result.tried import FORMAT, Attempt, Gain, Tried, from_json, to_json
 
 ONE = Attempt(
     {"loader.num_workers": 4, "loader.persistent_workers": True},

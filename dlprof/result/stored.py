@@ -1,0 +1,104 @@
+"""Results as result.json holds them (format 2), and back; format 1 is read too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from dlprof.errors import DlprofError
+from dlprof.result import SAVING, Result
+
+FORMAT = 2
+_READ = (1, FORMAT)
+
+# Names of facts, and of a class of size, as an older dlprof wrote them.
+_OLDER = {
+    "clocks brought together, ahead by": "hosts' clocks run ahead by (corrected for)",
+    "ends of a collective then differ by": "after that, the ends of one collective differ by",
+    "none that dlprof knows": "no DataLoader",
+    "kernels' time in products whose unit no name tells": "kernels' time in products of unknown unit",
+    "not told": "unknown size",
+}
+
+_LATER = ("blame", "together", "steps", "work", "exchanges", "tried", "foreign_load")  # fields that a result may lack
+
+
+def plain(value: Any) -> Any:
+    """Return structs and dataclasses as plain data, NumPy's numbers as Python's."""
+    return msgspec.to_builtins(value, enc_hook=lambda number: number.item())
+
+
+def to_json(result: Result) -> dict[str, Any]:
+    """Return the result as plain data, in the layout of result.json."""
+    return {"format": FORMAT, "saving": SAVING, **plain(result)}
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of result.json; dlprof/result.schema.json holds it, for other programs."""
+    made = msgspec.json.schema(Result)
+    whole = made["$defs"]["Result"]
+    whole["properties"] |= {"format": {"const": FORMAT}, "saving": {"type": "string"}}
+    whole["required"] = ["format", *whole["required"]]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"dlprof result {FORMAT}", **made}
+
+
+# Far above any figure of a result in ns, bytes or operations; its square is still finite.
+_ABSURD = 1e30
+
+
+def _sane(data: Any) -> bool:
+    if isinstance(data, int | float):
+        return abs(data) < _ABSURD  # False for NaN
+    if isinstance(data, Mapping):
+        return all(map(_sane, data.values()))
+    return not isinstance(data, list | tuple) or all(map(_sane, data))
+
+
+def from_json(data: Any) -> Result:
+    """Return the result of the plain data of result.json; raise DlprofError where it is invalid, or a newer format."""
+    if not isinstance(data, Mapping):
+        raise DlprofError("result.json is not a dlprof result: it holds no object")
+    if data.get("format") not in _READ:
+        raise DlprofError(
+            f"result.json has format {data.get('format')!r}; this dlprof reads formats 1 to {FORMAT}: upgrade it"
+        )
+    if not _sane(data):
+        raise DlprofError("result.json is not a dlprof result: it holds an impossible figure")
+    missing = [name for name in Result.__struct_fields__ if name not in data and name not in _LATER]
+    if missing:
+        raise DlprofError(f"result.json is not a dlprof result: without {', '.join(missing)}")
+    try:
+        result = msgspec.convert(_upgraded(data) if data["format"] == 1 else data, Result)
+    except msgspec.ValidationError as e:
+        raise DlprofError(f"result.json is not a dlprof result: {e}") from None
+    facts = tuple(msgspec.structs.replace(f, name=_OLDER.get(f.name, f.name)) for f in result.facts)
+    exchanges = tuple(msgspec.structs.replace(e, size=_OLDER.get(e.size, e.size)) for e in result.exchanges)
+    return msgspec.structs.replace(result, facts=facts, exchanges=exchanges)
+
+
+def _upgraded(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return format 1 as format 2: its advice, sentences only, as changes, and each setting as its own fact."""
+    outcomes, facts = data["outcomes"], data["facts"]
+    if _objects(outcomes):
+        outcomes = [{**o, "changes": _sentences(o.get("advice", ()))} for o in outcomes]
+    if _objects(facts):
+        facts = [single for fact in facts for single in _single(fact)]
+    return {**data, "outcomes": outcomes, "facts": facts}
+
+
+def _objects(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value)
+
+
+def _sentences(advice: Any) -> Any:
+    return [{"text": text} for text in advice] if isinstance(advice, list | tuple) else advice
+
+
+def _single(fact: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Split a fact of several settings: "bucket_cap_mb=25, static_graph=False" of ddp into two."""
+    pairs = [one.partition("=") for one in str(fact.get("value")).split(", ")]
+    if len(pairs) < 2 or not all(name.isidentifier() and sign for name, sign, _ in pairs):
+        return [fact]
+    return [{**fact, "name": f"{fact.get('name')}.{name}", "value": value} for name, _, value in pairs]

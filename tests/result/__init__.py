@@ -1,0 +1,1 @@
+"""Tests of results and how they are kept."""
