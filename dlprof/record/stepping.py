@@ -39,7 +39,7 @@ REPLAYS_WITHOUT_STEP = 32
 
 # A step of training ends with the optimizer's: batches before that are its micro-batches. A script that goes on for so
 # many, or before its first optimizer step for so long, steps no optimizer of PyTorch's: each batch is a step then.
-_MICRO_BATCHES = 32
+_MICRO_BATCHES = 8
 _WITHOUT_OPTIMIZER_NS = 10_000_000_000
 
 
@@ -168,7 +168,8 @@ class MicroBatches:
     """How many batches are one step: those until the optimizer steps."""
 
     largest: int = -1  # backward passes of an optimizer's step so far; -1: none of PyTorch's has stepped
-    _most: int = _MICRO_BATCHES  # before one has stepped
+    _most: int = _MICRO_BATCHES  # before one has stepped, and backward passes of the steps that have ended by then
+    _before: int = 0
 
     def go_on(self, row: Row) -> bool:
         """Return whether the optimizer has yet to step for what the step has done."""
@@ -179,11 +180,13 @@ class MicroBatches:
             return True
         if row.backwards:
             self._most = 0
+            self._before += row.backwards
         return False
 
     def grow(self, row: Row) -> bool:
         """Take in an optimizer's step with more micro-batches than any before; return whether it is the first."""
-        first, self.largest = self.largest < 0, row.backwards
+        first = self.largest < 0
+        self.largest = row.backwards + (self._before if first else 0)
         return first
 
 

@@ -211,6 +211,7 @@ def test_a_compiled_script_has_the_same_graphs(tmp_path: Path) -> None:
     assert done.stdout == plain.stdout
     assert len(plain.stdout.splitlines()) == 3
     steps = rows(tmp_path / "run/ranks/00000")
-    assert [row["kind"] for row in steps] == ["train"] * 48 + ["other"]
-    assert all(row["forward_ns"] > 0 for row in steps[16:-1])
+    # The optimizer's steps are compiled in the first loop, and not seen: the first batches may be micro-batches.
+    assert [row["backwards"] for row in steps] == [8] + [1] * 40 + [0]
+    assert all(row["forward_ns"] > 0 for row in steps[9:-1])
     assert [model["compiled"] for model in facts(tmp_path / "run/ranks/00000")["models"]] == [True, True]

@@ -178,13 +178,24 @@ def test_batches_until_the_optimizer_steps_are_one_step(job: Job) -> None:
     assert [(s.backwards, s.forwards) for s in job.steps[3:]] == [(1, 1), (0, 1), (0, 1)]
 
 
+def test_many_micro_batches_are_one_step_once_the_optimizer_has_stepped(job: Job) -> None:
+    for _ in range(3):
+        for _ in range(20):
+            job.fetch()
+            job.forward()
+            job.backward()
+        job.update()
+    job.fetch()
+    assert [s.backwards for s in job.steps] == [8] + [1] * 12 + [20, 20]
+
+
 def test_without_an_optimizer_of_pytorchs_each_batch_is_a_step(job: Job) -> None:
     for _ in range(40):
         job.fetch()
         job.forward()
         job.backward()
     job.fetch()
-    assert [s.backwards for s in job.steps] == [32] + [1] * 8
+    assert [s.backwards for s in job.steps] == [8] + [1] * 32
 
 
 def test_a_forward_pass_after_a_backward_pass_begins_a_step_where_nothing_else_does(job: Job) -> None:
