@@ -41,7 +41,7 @@ LOOKS: Mapping[str, Category] = {
     "garbage_collection": Category("Garbage collection", "Python collects garbage", "#ee8866", "#ee8866", 209, "×"),
     "compilation": Category("Compilation", "torch.compile compiles", "#661100", "#a0522d", 88, "+"),
     "periodic_work": Category(
-        "Work every n-th step", "what a script does between its steps, every n-th time", "#dd77dd", "#dd77dd", 176, "o"
+        "Work every n-th step", "what a script does between its steps, every n-th time", "#dd77dd", "#aacc88", 176, "o"
     ),
     "optimizer_host": Category(
         "Optimizer on the host",

@@ -15,7 +15,7 @@ from dlprof.result import Change, Exchange, Fact, Outcome, Panel, Result, RunInf
 from dlprof.result.stored import FORMAT, from_json, schema, to_json
 from tests.fixtures import results
 
-REPORTS = Path(__file__).parent.parent / "reports"
+REPORTS = Path(__file__).parents[2] / "reports"
 EMPTY = Result(run=RunInfo(path="run"), window=None)
 
 

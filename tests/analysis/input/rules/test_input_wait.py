@@ -19,7 +19,7 @@ LOADER = {"role": "train", "num_workers": 2, "batch_size": 64, "persistent_worke
 
 
 def steps(wait: int, *, n: int = 40, dur: int = 100 * MS) -> list[dict[str, Any]]:
-    return [runs.light(i, dur, fetch_ns=wait, forward_ns=30 * MS) for i in range(n)]
+    return [runs.light(i, dur, fetch_ns=wait, forward_ns=min(30 * MS, max(dur - wait, 0))) for i in range(n)]
 
 
 def recorded(folder: Path, *waits: int, **loader: Any) -> Path:
