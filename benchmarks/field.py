@@ -2,7 +2,7 @@
 
 DIR holds checkouts of the repositories that benchmarks/field.toml names. Each script is recorded unedited, and then
 every change that its report names, and the obvious ones that it does not, are tried in turn with the script as it is
-(`dlprof try --obvious`). The table holds what was predicted against what was measured, and the largest gain that no
+(`dlprof try`). The table holds what was predicted against what was measured, and the largest gain that no
 finding names.
 """
 
@@ -23,11 +23,11 @@ from typing import Any
 import click
 import msgspec
 
-from benchmarks.field_data import MADE
 from dlprof.result import tried
 from dlprof.result.stored import from_json
 
 SCRIPTS = Path(__file__).with_name("field.toml")
+_DATA = Path(__file__).with_name("field_data.py")
 
 # What was found so far, a file a script, and the page that is made of it.
 ROWS = Path(__file__).parents[1] / "reports" / "field"
@@ -60,6 +60,7 @@ class Script(msgspec.Struct, frozen=True):
     command: list[str]
     data: str = ""
     path: str = ""  # what PYTHONPATH holds, from the folder
+    levers: list[str] = []
     env: dict[str, str] = {}
 
 
@@ -134,8 +135,8 @@ def environment(script: Script, folder: Path, python: Path) -> dict[str, str]:
 def record(script: Script, field: Path, python: Path, out: Path, seconds: float) -> None:
     """Record a script for some seconds into `out`, and end it as Ctrl-C would."""
     folder = field / script.folder
-    if script.data:
-        MADE[script.data](folder)
+    if script.data:  # made by the interpreter that has what the scripts need
+        subprocess.run([python, _DATA, script.data, folder], check=True)
     shutil.rmtree(out, ignore_errors=True)
     process = subprocess.Popen(
         [python, "-m", "dlprof", "wrap", "-o", out, *script.command],
@@ -161,9 +162,9 @@ def _ended(process: subprocess.Popen[bytes], patience: float) -> bool:
 
 
 def try_(script: Script, field: Path, python: Path, out: Path, minutes: float) -> None:
-    """Try what the report of a recording names, and the obvious."""
+    """Try what the report of a recording names, and the script's levers."""
     folder = field / script.folder
-    options = ["--obvious", "--allow-numerics", "--quiet", f"--minutes={minutes}"]
+    options = ["--allow-numerics", "--quiet", f"--minutes={minutes}", *(f"--set={lever}" for lever in script.levers)]
     command = [str(python), "-m", "dlprof", "try", str(out), *options]
     with out.with_suffix(".try.log").open("w") as log:
         subprocess.run(
@@ -278,7 +279,8 @@ def load(kept: Path) -> list[Row]:
 
 def page(kept: Path) -> str:
     """Return docs/field.md."""
-    return _HEAD + render(load(kept))
+    rows = load(kept)
+    return f"{_HEAD}{len(rows)} of the {len(scripts())} scripts of the list have been run so far.\n\n{render(rows)}"
 
 
 @click.command()

@@ -96,3 +96,7 @@ def alpaca(folder: Path) -> None:
 MADE: dict[str, Callable[[Path], None]] = {
     made.__name__: made for made in (alpaca, characters, lightning_mnist, mnist, sines, words)
 }
+
+
+if __name__ == "__main__":
+    MADE[sys.argv[1]](Path(sys.argv[2]))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.field import Change, Row, render, scripts, summary
+from benchmarks.field import PAGE, ROWS, Change, Row, page, render, scripts, summary
 from benchmarks.field_data import MADE
 
 
@@ -14,7 +14,7 @@ def change(settings: str, predicted: float | None, measured: float | None, verdi
     return Change(settings, findings, predicted, measured, low, high, verdict)
 
 
-ROWS = [
+MADE_UP = [
     Row(
         "right",
         "tuned",
@@ -41,7 +41,7 @@ ROWS = [
 
 
 def test_figures_of_the_advice() -> None:
-    figures = summary(ROWS)
+    figures = summary(MADE_UP)
     assert (figures["scripts"], figures["tried"], figures["named"]) == (3, 2, 4)
     assert (figures["signs"], figures["signs_right"]) == (3, 2)
     # Steps predicted 1.5, 1.1 and 1.2 times faster are 1.5, 1 and 0.8 times faster.
@@ -51,15 +51,19 @@ def test_figures_of_the_advice() -> None:
 
 
 def test_another_value_of_a_named_setting_counts_as_named() -> None:
-    assert ROWS[0].is_named
-    assert ROWS[1].is_named is False
-    assert ROWS[2].is_named is None
+    assert MADE_UP[0].is_named
+    assert MADE_UP[1].is_named is False
+    assert MADE_UP[2].is_named is None
 
 
 def test_the_page_marks_what_was_missed() -> None:
-    missed = [line for line in render(ROWS).split("\n") if "**missed**" in line]
+    missed = [line for line in render(MADE_UP).split("\n") if "**missed**" in line]
     assert len(missed) == 1
     assert "torch.compile=default" in missed[0]
+
+
+def test_the_page_is_made_of_what_is_kept() -> None:
+    assert PAGE.read_text() == page(ROWS)
 
 
 def test_the_list_has_both_halves_and_data_for_each() -> None:

@@ -98,7 +98,7 @@ def _by_plan(starving: Starving, faster: FasterLoader, plan: Plan) -> Iterator[C
     predicted = f": a step of {duration(starving.step_ns - plan.gain_ns)} is predicted"
     if not faster.workers_help:
         there = f": a rank has {count(starving.cores, 'core')}" if starving.cores else ""
-        less = then.workers > now.workers and then.step_ns < now.step_ns * (1 - NOTABLE_SHARE / 2)
+        less = plan.sure and then.workers > now.workers and then.step_ns < now.step_ns * (1 - NOTABLE_SHARE / 2)
         yield change(f"{CHEAPER[faster.part][0]}; more workers would {'give less' if less else 'not help'}{there}")
         if less:
             yield _workers_to(then.workers, now.workers, f" alone{predicted}")

@@ -20,7 +20,7 @@ ALL = PRODUCTS + SPLIT + SERIAL + SMALL + 10_000  # and what the layer takes aro
 def test_products_are_told_from_what_is_split_and_what_is_not(tmp_path: Path) -> None:
     measured = runs.measured(computing(tmp_path), work.cpu_work)
     row = measured.frame(work.cpu_work).to_dict("records")[0]
-    assert (row["products_ns"], row["products"]) == (PRODUCTS, 1)
+    assert (row["products_ns"], row["products"], row["inner"]) == (PRODUCTS, 1, 1)
     assert (row["split_ns"], row["split"]) == (SPLIT, 1)
     assert row["operators_ns"] == ALL
 
@@ -82,6 +82,18 @@ def test_the_best_unit_counts() -> None:
     assert work.times_of("amx_bf16") > work.times_of("avx512_bf16") > 1
 
 
+def test_what_only_calls_the_operator_that_convolves_is_converted_once() -> None:
+    calls = ("aten::conv2d", "aten::convolution", "aten::_convolution", "aten::convolution_backward")
+    assert all(work.is_product(name) and work._CALLS_PRODUCT.match(name) for name in calls)
+    inner = (
+        "aten::mkldnn_convolution",
+        "aten::mkldnn_convolution_backward",
+        "aten::addmm",
+        "aten::_slow_conv2d_forward",
+    )
+    assert all(work.is_product(name) and not work._CALLS_PRODUCT.match(name) for name in inner)
+
+
 @pytest.mark.parametrize(
     ("facts", "float32"),
     [
@@ -102,7 +114,9 @@ def test_only_ranks_whose_units_are_known_are_judged(tmp_path: Path) -> None:
 
     row = asked(computing(tmp_path / "units", units=["avx512_bf16"])).to_dict("records")[0]
     assert row["unit"] == "avx512_bf16"
-    assert row["fp32_saved_ns"] == pytest.approx(row["float32_ns"] * (1 - 1 / work.times_of("avx512_bf16")))
+    # One product, whose operands and result are converted.
+    faster = row["float32_ns"] * (1 - 1 / work.times_of("avx512_bf16"))
+    assert row["fp32_saved_ns"] == pytest.approx(faster - work._CONVERT_NS)
     assert asked(computing(tmp_path / "none", units=["avx2"]))["fp32_saved_ns"].to_list() == [0.0]
     with pytest.raises(NotMeasured, match="not recorded"):
         asked(computing(tmp_path / "old"))

@@ -31,11 +31,11 @@ from dlprof.analysis.compute.peaks import device_peaks
 from dlprof.analysis.compute.precision_advice import autocast, tf32
 from dlprof.analysis.compute.products import TENSOR_SHARE
 from dlprof.analysis.engine import Job, Maybe, by_rank
-from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, nothing, worst
+from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, worst
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part_noise
 from dlprof.analysis.step.savings import saving
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.units import digits, duration, percent
 
 # A line of code, but one that changes numbers: worth it from 5 % of the step on.
@@ -56,7 +56,7 @@ def check(
     on_cpu = settings.on_cpu(job)
     frame = (cpu_float32 if on_cpu else tensor_cores).get()
     if on_cpu and not frame["unit"].any():
-        return nothing("this CPU has no units for 16-bit products: in them it would be slower")
+        raise DoesNotApply("this CPU has no units for 16-bit products: in 16 bits they would be slower")
     took, saved = by_rank(frame, "float32_ns"), by_rank(frame, "fp32_saved_ns")
     rank, known = worst(took), bool(frame["fp32_saved_ns"].notna().all())
     share = took[rank] / mean_step_ns

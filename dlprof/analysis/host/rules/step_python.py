@@ -25,6 +25,7 @@ from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, c
 from dlprof.analysis.host.stacks import shown
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.savings import saving
+from dlprof.errors import DoesNotApply
 from dlprof.units import duration, percent
 
 # A step of training always does a little between its phases: from this share on it is worth a look.
@@ -36,7 +37,7 @@ MOST_LINES = 3
 def check(lines_between: pd.DataFrame, own_time: pd.DataFrame, mean_step_ns: float, job: Job) -> Estimate:
     """Estimate what the script's own lines between the phases take of each rank's step."""
     if not settings.on_cpu(job):
-        return nothing("the job trains on a device: what holds it up is judged by host_bound")
+        raise DoesNotApply("the job trains on a device: host_bound judges what its host does")
     lines = lines_between[lines_between["ns"] >= LEAST_SHARE * mean_step_ns]
     if not len(lines):
         return nothing("no line between the phases takes a notable part of the step")

@@ -24,8 +24,9 @@ import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe
-from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.input.fewer_workers import FewerWorkers
+from dlprof.errors import DoesNotApply
 from dlprof.result import Change, Forecast, Panel, Scalar
 from dlprof.units import count, duration, percent
 
@@ -33,7 +34,7 @@ from dlprof.units import count, duration, percent
 def check(fewer_workers: FewerWorkers | None) -> Estimate:
     """Estimate what the job would gain with fewer workers."""
     if fewer_workers is None:
-        return nothing("training is on a device, or its loader has no workers")
+        raise DoesNotApply("training is on a device, or its loader has no workers")
     return Estimate(
         saving_ns=fewer_workers.gain_ns,
         by_rank_ns=fewer_workers.by_rank_ns,

@@ -26,7 +26,7 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothin
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part_noise
 from dlprof.analysis.step.savings import saving
-from dlprof.errors import NotMeasured
+from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.units import count, digits, duration, percent
 
 _MOST_RANKS = 16
@@ -51,7 +51,7 @@ def check(
 ) -> Estimate:
     """Estimate what the idle cores would take off the ranks' computation."""
     if not settings.on_cpu(job):
-        return nothing("a GPU computes, and not the CPU's threads")
+        raise DoesNotApply("a GPU computes, and not the CPU's threads")
     frame = spare_cores.get().assign(expected_ns=0.0, most_ns=0.0)
     few = frame[frame["more"] > frame["threads"]]
     if few.empty:

@@ -126,7 +126,6 @@ def test_a_cpu_with_units_for_bfloat16_is_judged_by_its_products(tmp_path: Path)
 @pytest.mark.parametrize(
     ("units", "facts"),
     [
-        (["avx2", "avx512f"], {}),  # no units
         (["amx_bf16"], {"autocast": {"enabled": True, "dtype": "bfloat16"}}),
         (["amx_bf16"], {"models": [{"dtypes": {"bfloat16": 9}}]}),
     ],
@@ -134,3 +133,7 @@ def test_a_cpu_with_units_for_bfloat16_is_judged_by_its_products(tmp_path: Path)
 def test_a_cpu_that_would_not_gain_is_left_alone(tmp_path: Path, units: list[str], facts: dict[str, Any]) -> None:
     clear = ask(RULE, processors.computing(tmp_path, units=units, **facts))
     assert (clear.state, clear.saving_ns) == ("clear", 0.0)
+
+
+def test_it_does_not_apply_to_a_cpu_without_units(tmp_path: Path) -> None:
+    assert ask(RULE, processors.computing(tmp_path, units=["avx2", "avx512f"])).state == "does_not_apply"
