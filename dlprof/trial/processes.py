@@ -34,7 +34,7 @@ def processes_of(root: int, folder: Path) -> set[int]:
             continue
         pid = int(entry)
         parents[pid] = int(stat[1])
-        if int(stat[3]) == root:  # its session
+        if int(stat[3]) == root:  # what it leads (setsid)
             found.add(pid)
             continue
         with contextlib.suppress(OSError):  # another user's, or it has ended
