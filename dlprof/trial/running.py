@@ -1,6 +1,6 @@
 """Runs a job for some steps with settings overridden, by `dlprof wrap --set`, and ends it.
 
-The run is watched from outside, by its step log. It leads a process group of its own (setsid): a Ctrl-C at the terminal is for us.
+The run is watched from outside, by its step log. It is detached by setsid: a Ctrl-C at the terminal is for us.
 Should this process be killed, the kernel sends the run a SIGTERM.
 """
 

@@ -1,4 +1,4 @@
-"""All that a run has started is found and ended: children, daemons, those detached by setsid, those that hear nothing."""
+"""All that a run has started is found and ended: children, daemons, detached ones, those that hear nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from dlprof.trial import processes
 from tests.fixtures.jobs import environment, until, words
 
-# A launcher whose children are hard to end: one that is detached by setsid and ignores SIGTERM, one that is stopped, one
+# A launcher whose children are hard to end: one that is detached (setsid) and ignores SIGTERM, one that is stopped, one
 # whose parent is gone and which is detached as well.
 STARTS = """
 import os, signal, subprocess, sys, time
