@@ -19,7 +19,9 @@ def test_every_measure_is_known_once_and_says_what_it_returns() -> None:
 
 
 def test_every_subject_has_measures() -> None:
-    rooms = {measure.function.__module__.split(".")[2] for measure in subjects.every_measure()}
+    modules = [measure.function.__module__ for measure in subjects.every_measure()]
+    # Exports have measures of their own, once their modules are imported.
+    rooms = {module.split(".")[2] for module in modules if module.startswith("dlprof.analysis.")}
     assert rooms == set(subjects.SUBJECTS)
 
 
