@@ -261,7 +261,7 @@ def test_pythons_that_do_not_train_load_nothing_and_leave_no_rank(tmp_path: Path
     )
     plain = launch([sys.executable, loop], tmp_path)
     # What finds the script's own sitecustomize, with all that it imports itself.
-    finder = launch([sys.executable, "-c", f"import importlib.util; {told}"], tmp_path)
+    finder = launch([sys.executable, "-c", f"import importlib.machinery, importlib.util; {told}"], tmp_path)
     done = record(loop, folder=tmp_path / "run", options=["--no-trace"])
     assert [path.name for path in (tmp_path / "run/ranks").iterdir()] == ["00000"]
     ours, theirs = ([set(eval(line)) for line in text.splitlines()] for text in (done.stdout, plain.stdout))
