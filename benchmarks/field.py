@@ -23,8 +23,11 @@ from typing import Any
 import click
 import msgspec
 
+from dlprof.read.run import open_run
 from dlprof.result import tried
 from dlprof.result.stored import from_json
+from dlprof.result.tried import Attempt
+from dlprof.trial.planning import plan
 
 SCRIPTS = Path(__file__).with_name("field.toml")
 _DATA = Path(__file__).with_name("field_data.py")
@@ -39,7 +42,8 @@ Public training scripts, unedited, on two cores without a GPU. Each was recorded
 ran it again with each change that its report names, and with the obvious ones that it does not, in turn with the script
 as it is: A B A B. A ratio is how many times faster the mean step is with the change; in brackets is its 95 % interval.
 One half of the scripts may guide a change of an estimator, the other half is only reported. Data are generated, in the
-formats that the scripts expect.
+formats that the scripts expect. `--again` reports the recordings anew and keeps what was measured: predictions are of
+today's estimators, measurements may be older.
 
 To repeat it, put checkouts of the repositories that `benchmarks/field.toml` lists into a folder, and install what the
 scripts need next to dlprof: `make field FIELD=folder FIELD_PYTHON=python`. It takes some minutes a script.
@@ -200,6 +204,29 @@ def _change(a: tried.Attempt) -> Change:
     return Change(a.words, a.findings, a.predicted, measured, low, high, a.verdict, a.why)
 
 
+def again(script: Script, python: Path, out: Path, kept: Row) -> Row:
+    """Return a row with what today's report of a recording names and predicts, and what was measured before."""
+    with out.with_suffix(".log").open("w") as log:
+        subprocess.run([python, "-m", "dlprof", "report", out], stdout=log, stderr=log, check=False)
+    made = row(script, out)
+    if not (out / "result.json").is_file():
+        return made
+    result = from_json(json.loads((out / "result.json").read_text()))
+    named = plan(result, open_run(out).ranks[0].facts, obvious=False, allow_numerics=True).candidates
+    measured = {_key(c.settings): c for c in kept.changes}
+    changes = []
+    for one in named:
+        words = Attempt(one.settings, "not_tried").words
+        old = measured.pop(_key(words), Change(words, (), None, None, None, None, "not_tried", "not named before"))
+        changes.append(msgspec.structs.replace(old, findings=one.findings, predicted=one.predicted))
+    changes += [msgspec.structs.replace(c, findings=(), predicted=None) for c in measured.values()]
+    return msgspec.structs.replace(made, changes=tuple(changes), why=kept.why)
+
+
+def _key(words: str) -> frozenset[str]:
+    return frozenset(words.split(", "))
+
+
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
     return next((line for line in reversed(lines) if line.strip()), "nothing was printed")
@@ -292,9 +319,9 @@ def page(kept: Path) -> str:
 @click.option("--seconds", default=30.0, show_default=True, help="How long each is recorded.")
 @click.option("--minutes", default=4.0, show_default=True, help="How long changes of each are tried.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs/field"), show_default=True)
-@click.option("--no-record", is_flag=True, help="Read again what --out holds.")
+@click.option("--again", "rejudge", is_flag=True, help="Measure nothing: report what --out holds again.")
 def main(
-    field: Path, python: Path, only: tuple[str, ...], seconds: float, minutes: float, out: Path, no_record: bool
+    field: Path, python: Path, only: tuple[str, ...], seconds: float, minutes: float, out: Path, rejudge: bool
 ) -> None:
     """Record and try each script of benchmarks/field.toml whose checkout is in FIELD; write docs/field.md."""
     out, python, field = out.absolute(), python.absolute(), field.absolute()
@@ -304,10 +331,15 @@ def main(
         if not (field / script.folder).is_dir():
             print(f"{script.name}: no {field / script.folder}", flush=True)
             continue
-        if not no_record:
+        if rejudge:
+            before = [r for r in load(ROWS) if r.name == script.name]
+            if not before:
+                continue
+            made = again(script, python, out / script.name, before[0])
+        else:
             record(script, field, python, out / script.name, seconds)
             try_(script, field, python, out / script.name, minutes)
-        made = row(script, out / script.name)
+            made = row(script, out / script.name)
         ROWS.joinpath(f"{script.name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1))
         print(render([made]), flush=True)
     PAGE.write_text(page(ROWS))

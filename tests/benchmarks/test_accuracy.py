@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -185,3 +186,18 @@ def test_one_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_what_a_failed_run_says_is_the_line_that_tells_most(words: str, said: str) -> None:
     assert accuracy.reason(words, 3) == said
+
+
+def test_advice_that_changes_numbers_is_no_false_alarm_of_a_healthy_run(tmp_path: Path) -> None:
+    sure = {"state": "found", "share": 0.3, "saving_ns": 30.0, "scope": "step", "changes": [{"numerics": False}]}
+    outcomes = [
+        {**sure, "id": "fp32_matmul", "changes": [{"numerics": True}]},
+        {**sure, "id": "input_wait", "changes": [{"numerics": False}, {"numerics": True}]},
+        {**sure, "id": "host_bound", "changes": []},
+    ]
+    result = {"window": {"step_ns": 100.0}, "run": {"torch": "2"}, "outcomes": outcomes}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    healthy = Recorded("job", "healthy", "", "here", "2026-01-01", 0)
+    assert [i for i, _, _ in accuracy.diagnosed(healthy, tmp_path, 0, "").found] == ["input_wait", "host_bound"]
+    planted = dataclasses.replace(healthy, rule="fp32_matmul")
+    assert "fp32_matmul" in [i for i, _, _ in accuracy.diagnosed(planted, tmp_path, 0, "").found]

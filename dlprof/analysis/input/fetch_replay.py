@@ -174,7 +174,7 @@ def replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int) ->
     # The first two fillings of the queue are no steady state.
     skip = 2 * depth
     n = max(_BATCHES, 2 * skip)
-    own, fetch, cpu = (np.resize(times, n) for times in (own, fetch, cpu))
+    own, fetch, cpu = (_stretch_of(times, n) for times in (own, fetch, cpu))
     owns, takes = own.tolist(), fetch.tolist()
     there, taken = [0.0] * n, [0.0] * n
     asked = begun = waited = 0.0
@@ -189,6 +189,12 @@ def replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int) ->
         asked = taken[k] + owns[k]
     mean = Forecast(workers, (asked - begun) / (n - skip), waited / (n - skip))
     return mean, _overlap(np.array(taken), own, np.array(there), fetch, cpu)
+
+
+def _stretch_of(times: Times, n: int) -> Times:
+    """Return n times in a row, repeated where there are fewer, with the mean of all."""
+    chosen = np.resize(times, n)
+    return chosen * (times.mean() / max(chosen.mean(), 1e-9))
 
 
 def _overlap(begin: Times, own: Times, there: Times, fetch: Times, cpu: Times) -> float:

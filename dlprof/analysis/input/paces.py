@@ -65,7 +65,10 @@ class Paces:
             raise NotMeasured("what fetching and training use of the cores was not recorded")
         step_ns, gap_ns = float(step["step_ns"]), float(fetches["gap_ns"].iloc[0])
         used = np.where(used < 0, used[used >= 0].mean(), used)
-        delay = np.minimum(np.maximum(delay, 0.0), np.maximum(fetch - used, 0.0))
+        tensors, size = (float(fetches[name].mean()) for name in ("tensors", "tensor_bytes"))
+        # A worker computes with sending a batch too, in a thread beside the one that fetches.
+        sending = told(tensors, size, np.nan).usual.sending_ns if on_cpu and workers else 0.0
+        delay = np.minimum(np.maximum(delay, 0.0), np.maximum(fetch - np.maximum(used - sending, 0.0), 0.0))
         collate = np.clip(collate, 0.0, fetch)
         # Collating computes or waits for a core, and had its core as often as the rest of the batch.
         together, had = np.minimum(collate, used + delay), used / np.maximum(used + delay, 1.0)
@@ -85,7 +88,6 @@ class Paces:
         # Batches were taken with the same lack of cores as the rest of the loop. On a GPU, the loop is ahead of its
         # device, and not replayed without them.
         taken = means["taken_ns"].iloc[0] * alone
-        tensors, size = (float(fetches[name].mean()) for name in ("tensors", "tensor_bytes"))
         handover = told(tensors, size, taken) if on_cpu else UNTOLD
         recorded = Pace(
             workers=workers,
