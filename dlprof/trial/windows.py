@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-# A window so long has a mean that noise of single steps does not move, and holds the batches of all workers.
-WINDOW_S = 4.0
+# A window so long holds the batches of all workers, and outlasts what other guests of a host disturb: a second or two.
+# A run takes five to ten seconds more to start, so that a shorter one would spend most of the time on starting.
+WINDOW_S = 8.0
 LEAST_STEPS, MOST_STEPS = 30, 2_000
 
 # Steps that a change has made much shorter must last for so long too.
@@ -14,7 +15,7 @@ LEAST_S = 2.0
 FEWEST_STEPS = 8  # where steps are so long that no more fit
 
 # A window may take this part of the time at most, or too few runs fit into it.
-SHARE = 1 / 24
+SHARE = 1 / 16
 
 # Whole epochs are measured from the first one after the warm-up: so many of them hold two whole ones.
 EPOCHS = 3.2

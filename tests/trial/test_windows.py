@@ -14,13 +14,13 @@ MS = 1e6
     [
         (None, None, 10, LEAST_STEPS),
         (0.0, None, 10, LEAST_STEPS),
-        (20 * MS, None, 10, 200),
+        (20 * MS, None, 10, 400),
         (0.1 * MS, None, 10, MOST_STEPS),
         (500 * MS, None, 10, LEAST_STEPS),
-        (5_000 * MS, None, 10, FEWEST_STEPS),  # 25 s hold no more than five of them
-        (20 * MS, 100, 10, 320),
-        (20 * MS, 60, 10, 200),
-        (20 * MS, 5_000, 10, 200),  # such an epoch does not fit
+        (5_000 * MS, None, 10, FEWEST_STEPS),  # 37 s hold no more than seven of them
+        (20 * MS, 200, 10, 640),
+        (20 * MS, 60, 10, 400),
+        (20 * MS, 5_000, 10, 400),  # such an epoch does not fit
     ],
 )
 def test_steps(step_ns: float | None, epoch: int | None, minutes: float, steps: int) -> None:
