@@ -86,7 +86,7 @@ OVERRIDES = (
         "0, 1, 2, …",
         "Worker processes of each DataLoader. An iterable data set keeps its number unless its code asks which worker"
         " it is in: each would give all samples.",
-        risk="What a data set draws at random is other; one that uses the GPU or a connection fails in a worker.",
+        risk="Random draws of a data set differ; one that uses the GPU or an open connection fails in a worker.",
     ),
     Override("loader.pin_memory", _bool, _FLAG, "Copy batches into page-locked memory."),
     Override(
@@ -145,8 +145,8 @@ OVERRIDES = (
         "optimizer.foreach",
         _bool,
         _FLAG,
-        "Few kernels for lists of parameters, of torch's optimizers.",
-        risk="True needs memory of the parameters' size for a moment.",
+        "Few kernels for whole lists of parameters, in torch's optimizers.",
+        risk="True needs as much memory again as the parameters, during each step.",
     ),
     Override(
         "torch.float32_matmul_precision",
@@ -162,20 +162,22 @@ OVERRIDES = (
         "Time convolution algorithms, and take the fastest.",
         risk="True times them anew for each shape of the input.",
     ),
-    Override("torch.num_threads", _whole(1), "1, 2, …", "Threads of an operator on the CPU, but in loader workers."),
+    Override(
+        "torch.num_threads", _whole(1), "1, 2, …", "Threads of an operator on the CPU; loader workers keep theirs."
+    ),
     Override(
         "torch.autocast",
         _one_of("bf16", "fp16", "off"),
         "bf16, fp16, off",
         "Call the outermost model under autocast, or not; what it returns is float32 again.",
         numerics=True,
-        risk="fp16 needs a gradient scaler of the script's: small gradients become 0 without one.",
+        risk="fp16 needs a gradient scaler in the script: small gradients become 0 without one.",
     ),
     Override(
         "torch.compile",
         _one_of(*_COMPILE),
         ", ".join(_COMPILE),
-        "Compile the outermost model at its first call; off: what the script compiles stays as it is.",
+        "Compile the outermost model at its first call; off: what the script compiles runs uncompiled.",
         numerics=True,
         risk="Each new shape may be compiled again. On a GPU, reduce-overhead and max-autotune overwrite what the last"
         " call returned.",
@@ -185,7 +187,7 @@ OVERRIDES = (
         _bool,
         _FLAG,
         "Images and convolutions in the channels-last layout.",
-        risk="Code of the script's that views images as flat fails.",
+        risk="Code of the script's that flattens images with view() fails.",
     ),
     Override(
         "gc.freeze", _bool, _FLAG, "Exempt the objects made so far from garbage collection before the first step."
@@ -232,21 +234,52 @@ def parse(words: Iterable[str]) -> dict[str, Value]:
         name, equals, text = word.partition("=")
         if not equals:
             raise DlprofError(f"--set {word}: NAME=VALUE expected, such as loader.num_workers=4")
-        group, _, variable = name.partition(".")
-        if group == "env" and variable.isidentifier():
-            if variable in _OURS or variable.startswith("DLPROF_"):
-                raise DlprofError(f"--set {word}: recording needs this variable itself")
-            found[name] = text
-            continue
-        if name not in _BY_NAME:
-            raise DlprofError(f"--set {word}: no setting {name!r}; `dlprof explain settings` lists them")
         try:
-            found[name] = _BY_NAME[name].parse(text)
+            found[name] = _value(name, text)
         except ValueError as e:
-            raise DlprofError(f"--set {word}: {e} expected") from None
-    if found.get("optimizer.fused") and found.get("optimizer.foreach"):
-        raise DlprofError("--set optimizer.fused and optimizer.foreach: an optimizer takes one of them")
+            raise DlprofError(f"--set {word}: {e}") from None
+    if why := _clash(found):
+        raise DlprofError(f"--set {why}")
     return found
+
+
+def checked(settings: Mapping[str, object]) -> dict[str, Value]:
+    """Return overrides of this process from values by name; raise ValueError for an unknown name or value.
+
+    Variables of the environment are none: a process reads most of them as it starts.
+    """
+    found: dict[str, Value] = {}
+    for name, value in settings.items():
+        if str(name).startswith("env."):
+            raise ValueError(f"set: {name} is to be set before this process starts, by `dlprof wrap --set` for example")
+        try:
+            found[name] = _value(str(name), str(value))
+        except ValueError as e:
+            raise ValueError(f"set: {name}={value!r}: {e}") from None
+    if why := _clash(found):
+        raise ValueError(f"set: {why}")
+    return found
+
+
+def _value(name: str, text: str) -> Value:
+    """Return the value of an override; raise ValueError with the reason where there is none."""
+    group, _, variable = name.partition(".")
+    if group == "env" and variable.isidentifier():
+        if variable in _OURS or variable.startswith("DLPROF_"):
+            raise ValueError("recording needs this variable itself")
+        return text
+    if name not in _BY_NAME:
+        raise ValueError(f"no setting {name!r}; `dlprof explain settings` lists them")
+    try:
+        return _BY_NAME[name].parse(text)
+    except ValueError as e:
+        raise ValueError(f"{e} expected") from None
+
+
+def _clash(settings: Mapping[str, Value]) -> str:
+    """Return which settings exclude each other; "": none."""
+    both = settings.get("optimizer.fused") and settings.get("optimizer.foreach")
+    return "optimizer.fused and optimizer.foreach: an optimizer takes one of them" if both else ""
 
 
 def changes_numbers(overrides: Mapping[str, Value]) -> list[str]:

@@ -3,7 +3,7 @@
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.overrides import OVERRIDES, Outcome, changes_numbers, described, named, outcomes, parse
+from dlprof.overrides import OVERRIDES, Outcome, changes_numbers, checked, described, named, outcomes, parse
 
 
 def test_words_become_values_by_name() -> None:
@@ -39,6 +39,29 @@ def test_words_become_values_by_name() -> None:
 def test_what_cannot_be_set_is_one_clear_error(word: str) -> None:
     with pytest.raises(DlprofError, match="--set"):
         parse([word])
+
+
+def test_values_of_a_process_are_checked_as_words_are() -> None:
+    settings = {"loader.num_workers": 4, "loader.pin_memory": False, "ddp.bucket_cap_mb": 12.5, "torch.compile": "off"}
+    assert checked(settings) == settings
+    assert checked({}) == {}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loader.num_workers": -1},
+        {"loader.num_workers": True},
+        {"loader.nothing": 1},
+        {"loader.pin_memory": None},
+        {"env.OMP_NUM_THREADS": "1"},
+        {"optimizer.fused": True, "optimizer.foreach": True},
+        {4: 4},
+    ],
+)
+def test_a_value_that_cannot_be_set_is_an_error(settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"^set: "):
+        checked(settings)
 
 
 def test_those_that_change_numbers_are_known() -> None:

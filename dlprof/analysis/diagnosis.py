@@ -22,7 +22,7 @@ from dlprof.analysis.engine import Maybe, Measured, MeasureFailed, Progress, mea
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Rule
 from dlprof.analysis.panel import cells, drawn
 from dlprof.analysis.panels import PICTURES
-from dlprof.analysis.source.where import Source, placed
+from dlprof.analysis.source.where import Source, placed, told_once
 from dlprof.analysis.step.savings import saving
 from dlprof.analysis.step.spread import LEAST_NOISE
 from dlprof.analysis.together import Basis, Piece, pieces, speedup, together
@@ -76,7 +76,7 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     lines = {rule.id: rule.saves_from for rule in rules}
     outcomes = [placed(o, lines[o.id], source) if o.state == "found" else o for o, _ in asked]
     order = {"found": 0, "clear": 1, "not_measured": 2, "does_not_apply": 3, "error": 4}
-    outcomes.sort(key=lambda o: (order[o.state], -o.saving_ns, o.id))
+    outcomes = told_once(sorted(outcomes, key=lambda o: (order[o.state], -o.saving_ns, o.id)))
     shown = [o.evidence for o in outcomes if o.evidence]  # and not once more as panels of the run
     return Result(
         run=overview.run_info(measured.job, notices.all_warnings(measured)),

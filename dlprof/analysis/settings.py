@@ -13,6 +13,9 @@ Settings = Mapping[str, Any]
 # Backends of jobs that train on the CPU.
 _CPU_BACKENDS = ("gloo", "mpi")
 
+# The optimizers of torch 2.13 with a parameter `fused`, for recordings that do not say what theirs takes.
+_FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
+
 
 def training_loader(job: Job, rank: int | None = None) -> Settings:
     """Return the settings of a rank's training loader (of the first rank that has one); empty without one."""
@@ -58,6 +61,12 @@ def optimizer(job: Job) -> Settings:
     """Return the settings of the optimizer with most parameters; empty without one."""
     optimizers = [o for r in job.ranks for o in job.facts[r].get("optimizers") or []]
     return max(optimizers, key=lambda o: o.get("parameters") or 0, default={})
+
+
+def takes_fused(optimizer: Settings) -> bool:
+    """Return whether an optimizer of these settings can be made with `fused`: by its class where nothing else says."""
+    takes = optimizer.get("takes")
+    return optimizer.get("class") in _FUSED if takes is None else "fused" in takes
 
 
 def cores(job: Job, rank: int) -> float | None:

@@ -158,7 +158,7 @@ _OPTIONS = (
         _window,
         "",
         "S,W,A",
-        "Steps to skip, to warm up and to trace [default: 10,2,5; of slow steps sooner, and fewer].",
+        "Steps to skip, to warm up and to trace [default: 10,2,5; sooner and fewer where steps are slow].",
     ),
     _flag("--no-trace", "The step log only: no profiler window."),
     click.option(

@@ -145,11 +145,11 @@ def _announced(trial: Trial) -> list[str]:
         f" {options.minutes:g} minutes: {' '.join(trial.job.command)[:200]}"
     ]
     if options.copy:
-        lines.append("each run has a new copy of the working directory; what the script writes elsewhere, it writes")
+        lines.append("each run has a new copy of the working directory; the script still writes to other folders")
     else:
         saves = f": it was seen to save {few(trial.job.saves, 3)}" if trial.job.saves else ""
         lines.append(
-            f"the script starts again and again in {trial.job.cwd}, and each time writes what it writes{saves}"
+            f"the script starts again and again in {trial.job.cwd}, and each time writes its files{saves}"
             " (--copy has it run in a copy)"
         )
     return [*lines, *trial.warnings]

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import click
 
-from dlprof import overrides
 from dlprof.commands.recording import Recording, recording_options
 from dlprof.errors import DlprofError
 from dlprof.plain import plain
 from dlprof.record.launch.folder import new_folder
 from dlprof.record.launch.supervisor import Ended, end_like, supervise
 from dlprof.record.launch.tasks import TASK_NUMBERS
-from dlprof.record.launch.unapplied import outcomes
+from dlprof.record.launch.unapplied import applied
 from dlprof.record.redaction import shown
 
 _AS_IS = "dlprof.as_is"  # in the context's meta: a `--` stood before the command
@@ -119,10 +118,8 @@ def _undisturbed() -> Iterator[None]:
 
 def _say_applied(folder: Path, recording: Recording) -> None:
     """Say what each override did that took effect; those that did not are among the warnings."""
-    asked = {name: shown(name, value) for name, value in recording.overrides.items()}
-    for name, outcome in outcomes(folder, asked).items() if asked else ():
-        if outcome.applied and not outcome.error:
-            _say(f"dlprof: {name} {overrides.described(asked[name], outcome)}")
+    for line in applied(folder, {name: shown(name, value) for name, value in recording.overrides.items()}):
+        _say(f"dlprof: {line}")
 
 
 def _report(ended: Ended, quiet: bool) -> None:

@@ -60,7 +60,9 @@ RANK: Mapping[str, Shape] = {
         }
     ],
     "models": [{"class": str, **_all(int, "parameters parameter_bytes"), **_all({}, "dtypes ddp"), "compiled": bool}],
-    "optimizers": [{"class": str, **_all(bool, "fused foreach"), **_all(int, "parameters parameter_groups")}],
+    "optimizers": [
+        {"class": str, "takes": [str], **_all(bool, "fused foreach"), **_all(int, "parameters parameter_groups")}
+    ],
     "directory": str,
     "calls": [
         {

@@ -22,6 +22,8 @@ thread that trains.
 * **Dynamo.** torch.compile must see the graphs that it would see without us. Mark wrappers, and what they call, with
   `hooks.hidden`, and let a wrapper ask `is_traced()` first: Dynamo takes that for True and reads nothing after it.
   Never import torch._dynamo for our own sake.
+* **Warnings.** They must name the script's lines as without us. `hooks.put` and `hooks.hidden` have them count no frame
+  of a wrapper, if it calls the original from its own frame. See calls/attribution.py for other wrappers.
 * **CUDA graphs.** While one is captured, no thread may ask the device anything: the capture would fail. Collectors
   neither start, step nor stop meanwhile, and no step ends. See graphs.py.
 * **The device.** Never wake a GPU that the script does not use, never synchronise, never wait for an event. See

@@ -19,6 +19,7 @@ from typing import Any
 
 from dlprof import marks
 from dlprof.plain import words_of
+from dlprof.record.calls.attribution import in_place_of, passed_over
 from dlprof.record.calls.frames import Frames
 from dlprof.record.calls.seen import Calls
 from dlprof.record.calls.watched import watch
@@ -57,7 +58,14 @@ _undo: list[Callable[[], object]] = []  # what takes each change of this process
 
 
 def put(owner: Any, name: str, wrapper: Any) -> Patch:
-    """Put a wrapper in the place of an attribute of a module or a class, until `uninstall`."""
+    """Put a wrapper in the place of an attribute of a module or a class, until `uninstall`.
+
+    A function calls what it stands for from its own frame: warnings name the same lines as without it.
+    """
+    return _replace(owner, name, passed_over(wrapper))
+
+
+def _replace(owner: Any, name: str, wrapper: Any) -> Patch:
     patch = Patch(owner, name, wrapper)
     _undo.append(patch.undo)
     return patch
@@ -77,7 +85,7 @@ def install(run: str, collectors: Iterable[Callable[[], Collector]]) -> None:
         for part in (Recorder, StepClock, Phases, Observed, Calls, Frames, Graphs):
             for method in vars(part).values():
                 if hasattr(method, "__code__"):
-                    hidden(method, with_callees=True)
+                    hide(method, with_callees=True)
         recorder.clock.grad_enabled = torch.is_grad_enabled
         _watch_modules(recorder.clock)
         _watch_autograd(recorder.clock)
@@ -106,8 +114,13 @@ def uninstall() -> None:
     forget_passes()
 
 
-def hidden(wrapper: Any, *, with_callees: bool = False) -> Any:
-    """Keep Dynamo from compiling a wrapper's frame, and return the wrapper. What it calls is compiled as ever.
+def hidden(wrapper: Any) -> Any:
+    """Return a wrapper whose frame neither Dynamo compiles nor warnings count. What it calls is compiled as ever."""
+    return hide(passed_over(wrapper))
+
+
+def hide(function: Any, *, with_callees: bool = False) -> Any:
+    """Keep Dynamo from compiling a function's frame, and return the function. What it calls is compiled as ever.
 
     `with_callees`: nor is what it calls. The same as torch.compiler.disable, without importing Dynamo where nobody
     compiles.
@@ -116,11 +129,11 @@ def hidden(wrapper: Any, *, with_callees: bool = False) -> Any:
 
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "skip_code"):  # before FrameExecStrategy came: never with the callees
-        frames.skip_code(wrapper.__code__)
+        frames.skip_code(function.__code__)
     else:
         callees = frames._FrameAction.SKIP if with_callees else frames._FrameAction.DEFAULT
-        frames.set_code_exec_strategy(wrapper.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, callees))
-    return wrapper
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, callees))
+    return function
 
 
 def watch_method(kind: type, name: str, watched: Callable[[Any], Any]) -> None:
@@ -180,7 +193,10 @@ def _watch_modules(clock: StepClock) -> None:
         finally:
             clock.end()
 
-    put(torch.nn.Module, "__call__", hidden(__call__))
+    if known:
+        _replace(torch.nn.Module, "__call__", hide(in_place_of(__call__, original)))
+    else:
+        put(torch.nn.Module, "__call__", hidden(__call__))
 
 
 def _watch_autograd(clock: StepClock) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -12,13 +13,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from dlprof import overrides
 from dlprof.errors import DlprofError
 from dlprof.plain import words_of
 from dlprof.record import collectors, hooks
 from dlprof.record.launch.folder import RunFolder, compress, new_folder
 from dlprof.record.launch.supervisor import Samplers, must_be_linux, recorded
 from dlprof.record.launch.tasks import TASK_NUMBERS, task_of
+from dlprof.record.launch.unapplied import applied, unapplied
 from dlprof.record.recorder import say
+from dlprof.record.redaction import shown
 from dlprof.record.samplers.stacks import DEFAULT_RATE
 
 
@@ -35,6 +39,8 @@ def record(
     nvtx: bool = False,
     stacks: str | int = "on",
     sample: str | float = "auto",
+    set: Mapping[str, Any] | None = None,  # noqa: A002 - as the option `--set` is called
+    allow_numerics: bool = False,
 ) -> Block:
     """Return the block that `dlprof.record` describes; `open_run` opens its run afterwards.
 
@@ -53,6 +59,9 @@ def record(
         raise ValueError(f"stacks={stacks!r}: on, off, or how many a second, 1 to 1000")
     if sample not in ("auto", "off") and not (isinstance(sample, (int, float)) and 0.1 <= sample <= 3600):
         raise ValueError(f"sample={sample!r}: auto, off, or the seconds between two readings, 0.1 to 3600")
+    settings = overrides.checked(dict(set or {}))
+    if (changing := overrides.changes_numbers(settings)) and not allow_numerics:
+        raise ValueError(f"set: {changing[0]}: the job then computes other numbers; allow_numerics=True allows that")
     asked = {
         "flops": flops,
         "lines": "\n".join(lines),
@@ -63,14 +72,22 @@ def record(
         "shapes": "on" if shapes else "off",
         "window": ",".join(map(str, window or ())) if trace else "off",
     }
-    return Block(open_run, None if path is None else Path(path), asked)
+    return Block(open_run, None if path is None else Path(path), asked, settings)
 
 
 class Block:
     """What `dlprof.record` returns: records the `with` block, and is the run that `dlprof.open` opens after it."""
 
-    def __init__(self, open_run: Callable[[Path], Any], path: Path | None, asked: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        open_run: Callable[[Path], Any],
+        path: Path | None,
+        asked: Mapping[str, str],
+        settings: Mapping[str, overrides.Value],
+    ) -> None:
         self._open = open_run
+        self._settings = settings  # to override
+        self._overridden = {name: shown(name, value) for name, value in settings.items()}
         self.path = path  # of the run folder; None: a new one is made when the block begins
         self._asked = asked
         self._exit: dict[str, int | None] = {}
@@ -102,11 +119,14 @@ class Block:
         env = _of_launcher(os.environ)
         command, name = _command()
         folder = (self.path or new_folder(name, env)).absolute()
-        run = RunFolder(folder, command, self._asked, task_of(env))
+        options = {**self._asked, "set": self._overridden} if self._settings else self._asked
+        run = RunFolder(folder, command, options, task_of(env))
         self._pid, self.path = os.getpid(), folder
         import torch  # noqa: F401 - what the hooks hang on
 
         changes = {f"DLPROF_{name.upper()}": value for name, value in self._asked.items()}
+        if self._settings:
+            changes["DLPROF_SET"] = json.dumps({"set": self._settings, "environment": {}})
         # For the processes that the block starts, as loader workers; it names its own supervisor.
         changes |= recorded({"PYTHONPATH": os.environ.get("PYTHONPATH", "")}, folder)
         with ExitStack() as undo:
@@ -124,13 +144,13 @@ class Block:
         end_ns = time.time_ns()
         samplers.end()
         compress(run.path)
-        warnings = samplers.wait()
+        warnings = [*samplers.wait(), *unapplied(run.path, self._overridden)]
         self._why_not = ""
         if not any(run.path.glob("ranks/*/facts.json")):
             self._why_not = "no backward() and no optimizer step was seen in the block"
             warnings.append(f"nothing was recorded: {self._why_not}")
-        for warning in warnings:
-            say(warning)
+        for line in (*warnings, *applied(run.path, self._overridden)):
+            say(line)
         run.end(end_ns=end_ns, exit=self._exit, resumed_ns=[], warnings=warnings)
 
     @property

@@ -110,7 +110,8 @@ def headline(result: Result) -> Headline:
 def disturbed(load: ForeignLoad) -> str:
     """Say that a run beside which other programs used the cores clears the job of nothing."""
     said = used_by_others(load.foreign, load.cores, load.waited)
-    return f"{said[0].upper()}{said[1:]}: this run cannot clear it. Record it on a host of its own."
+    alone = "Record it on a host that nothing else uses."
+    return f"{said[0].upper()}{said[1:]}: this run cannot show that nothing is wrong. {alone}"
 
 
 @dataclass(frozen=True)

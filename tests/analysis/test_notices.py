@@ -42,7 +42,7 @@ def test_other_programs_are_named_where_they_disturb(job: Job) -> None:
     hosts = {"host": ["a", "b"], "cores": [8.0, 4.0], "foreign": [2.5, 1.0], "waited": [0.25, float("nan")]}
     both = pd.DataFrame(hosts | {"disturbs": [1, 1]})
     missing, first = found(job, both)
-    assert first.startswith("on a, which felt it most of 2 hosts, programs outside the job used 2.50 of 8 cores")
+    assert first.startswith("on a, the most disturbed of 2 hosts, programs outside the job used 2.50 of 8 cores")
     assert "25 % of the time" in first
     assert missing.startswith("1 of 3 ranks")
     _, alone = found(job, both.iloc[1:])

@@ -127,6 +127,42 @@ def test_a_block_that_cannot_be_recorded_runs_and_says_so_once(tmp_path: Path) -
 
 
 @pytest.mark.long
+def test_settings_of_a_block_are_overridden_in_it_alone(tmp_path: Path) -> None:
+    body = """
+        import dlprof
+        wanted = {"loader.num_workers": 1, "optimizer.foreach": False, "ddp.static_graph": True}
+        before = DataLoader(data, batch_size=8)
+        with dlprof.record("run", sample="off", trace=False, set=wanted) as run:
+            made = torch.optim.SGD(model.parameters(), lr=0.1)
+            loader = DataLoader(data, batch_size=8)
+            for batch in loader:
+                train(batch)
+        print(loader.num_workers, before.num_workers, made.defaults["foreach"])
+        print(DataLoader(data).num_workers, torch.optim.SGD(model.parameters(), lr=0.1).defaults["foreach"])
+        print("DLPROF_SET" in os.environ)
+    """
+    done = plain(tmp_path, body)
+    assert done.stdout.splitlines() == ["1 0 False", "0 None", "False"]
+    said = done.stderr.splitlines()
+    assert "dlprof: loader.num_workers 0 → 1 at train.py:30, 1 time" in said
+    assert "dlprof: optimizer.foreach None → False at train.py:29, 1 time" in said
+    assert [line for line in said if "never applied" in line] == ["dlprof: --set ddp.static_graph=True never applied"]
+    info = json.loads((tmp_path / "run/run.json").read_text())
+    assert info["options"]["set"] == {"loader.num_workers": 1, "optimizer.foreach": False, "ddp.static_graph": True}
+    assert info["warnings"] == ["--set ddp.static_graph=True never applied"]
+    applied = json.loads((tmp_path / "run/ranks/00000/overrides.json").read_text())
+    assert applied["loader.num_workers"]["places"] == [["train.py", 30, "<module>"]]
+
+
+def test_settings_that_change_numbers_are_allowed_or_refused() -> None:
+    with pytest.raises(ValueError, match="allow_numerics=True"):
+        dlprof.record(set={"torch.autocast": "bf16"})
+    with pytest.raises(TypeError):
+        dlprof.record(set=4)
+    dlprof.record(set={"torch.autocast": "bf16"}, allow_numerics=True)
+
+
+@pytest.mark.long
 def test_a_forks_child_ends_no_recording(tmp_path: Path) -> None:
     body = """
         import dlprof

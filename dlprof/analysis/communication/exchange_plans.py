@@ -269,7 +269,7 @@ def _compressed(
             moving = float(sized.sum()) * fit.byte_ns
             part = moving / (moving + len(sized) * fit.start_ns)
             gain = saves(transfer * part / 2)
-            why = f"moving is {100 * part:.0f} % of a transfer, starting the rest; turning them into 16 bits is free"
+            why = f"moving it is {100 * part:.0f} % of a transfer, starting it the rest; converting it takes no time"
         elif len(sized) and sized.median() >= CLASSES[2]:
             gain = saves(transfer / 2)
             why = f"exchanges of {size(float(sized.median()))} take half as long for half the bytes"

@@ -88,7 +88,7 @@ def links(matched: Maybe[pd.DataFrame], bandwidth: Maybe[pd.DataFrame], job: Job
     frame = frame.assign(busbw=busbw, on=pd.Series(on), of_peak=of_peak, alike_ns=alike)
     frame = frame[of_peak.notna() | alike.notna()]
     if not len(frame):
-        raise NotMeasured("what this link can carry is not known, and no group like it is there to compare with")
+        raise NotMeasured("what this link can carry is not known, and there is no similar group to compare it with")
     at_peak = (frame["of_peak"] / ATTAINABLE * frame["took_ns"]).where(frame["of_peak"] < SLOW_OF_PEAK)
     as_others = frame["alike_ns"].where(frame["took_ns"] > SLOWER * frame["alike_ns"])
     frame = frame.assign(better_ns=np.fmin(at_peak, as_others))

@@ -35,7 +35,10 @@ def arithmetic(timing: Timing, rank: RankFacts) -> pd.DataFrame:
     busy_s, why = _at_peak(rank, flops["operators"])
     mfu = busy_s / step_s
     if mfu > 1:
-        mfu, why = np.nan, "the steps are shorter than the device's known peak allows: the counted step is no usual one"
+        mfu, why = (
+            np.nan,
+            "the steps are shorter than the device's known peak allows: the counted step is not a typical one",
+        )
     backward = float(flops.get("backward") or 0) / total
     row = {"flops": total, "step_ns": timing.step_ns, "flops_per_s": total / step_s, "mfu": mfu, "backward": backward}
     return pd.DataFrame([row | {"why": why}])

@@ -6,7 +6,9 @@ A worker fetches its batches one after the other, batch k is worker k mod n's, a
     there(k) = max(there(k − n), taken(k − n · prefetch)) + fetch(k)        its worker is free, and was asked for it
     taken(k) = max(there(k), taken(k − 1) + own(k − 1))                     in order, when the loop asks
 
-with the recorded times of fetching and of the loop's own work between batches. The rate is then n ÷ fetch, as
+with the recorded times of fetching and of the loop's own work between batches. A step that takes m batches, as where
+gradients are accumulated, is m of these. Where it takes one of each of L loaders, these are one loader of L times as
+many workers: batch k is loader k mod L's, and that one's worker (k ÷ L) mod n makes it. The rate is then n ÷ fetch, as
 DS-Analyzer has it (Mohan et al., Analyzing and Mitigating Data Stalls in DNN Training, VLDB 2021), up to the loop's.
 
 Cores set the other limit. What a fetch waits for storage is the same however many wait; what it computes takes longer
@@ -55,7 +57,7 @@ class Pace:
 
     workers: int
     prefetch: int
-    own: Times  # of the loop between two batches, one a step
+    own: Times  # of the loop between two batches
     own_cpu: float  # share of it that computes, in each of `threads`
     threads: int
     fetch: Times  # of a batch
@@ -69,6 +71,8 @@ class Pace:
     handover: Told = UNTOLD  # of a batch; with workers, `own` and `fetch_cpu` hold it
     gap: float = 0.0  # the part of `fetch` that passes between a worker's fetches
     barrier: float = 1.0  # what workers' computing costs a loop whose threads wait for each other, as a multiple of it
+    batches: int = 1  # of a step
+    loaders: int = 1  # that give these in turn, each with so many workers
     alone: float = 1.0  # the part of the loop's own time as recorded that is `own`: the rest, it had no core
     collate: Times = field(default_factory=lambda: _NOTHING)  # the part of `fetch` that is collating, and
     collate_cpu: Times = field(default_factory=lambda: _NOTHING)  # of `fetch_cpu`
@@ -148,16 +152,17 @@ def replayed(pace: Pace, workers: int) -> Forecast:
     trains, fetches, forecast = 1.0, 1.0, Forecast(workers, 0.0, 0.0)
     for _ in range(_ROUNDS):
         own, fetch = pace.own * (1 - pace.own_cpu + pace.own_cpu * trains), pace.fetch + pace.fetch_cpu * (fetches - 1)
-        forecast, overlap = replay(own, fetch, pace.fetch_cpu, workers, pace.prefetch)
+        forecast, overlap = replay(own, fetch, pace.fetch_cpu, workers * pace.loaders, pace.prefetch)
         step = forecast.step_ns
         busy, loop = (trained * trains / step, fetched * fetches / step), 1 - forecast.wait_ns / step
-        now = stretches(pace, workers, busy, loop, overlap)
+        now = stretches(pace, workers * pace.loaders, busy, loop, overlap)
         # Half-way, or the two would swing around each other.
         trains = (trains + min(max(1.0, now[0] * excess), longest)) / 2
         fetches = (fetches + max(1.0, now[1] * pace.excess[1])) / 2
     # The mean stretch may predict a little more than all cores at work can do.
     least = pace.ranks * (pace.threads * trained + fetched) / pace.cores
-    return replace(forecast, step_ns=max(forecast.step_ns, least))
+    step, wait = max(forecast.step_ns, least), forecast.wait_ns
+    return Forecast(workers, step * pace.batches, wait * pace.batches)
 
 
 def held_up(pace: Pace) -> float:
@@ -166,7 +171,10 @@ def held_up(pace: Pace) -> float:
 
 
 def replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int) -> tuple[Forecast, float]:
-    """Return the mean step, and the share of what fetches compute (`cpu`) that falls into the loop's own work."""
+    """Return the mean step of one batch, and the share of what fetches compute (`cpu`) that falls into the loop's work.
+
+    `workers`: of all loaders that give batches in turn.
+    """
     if not workers:
         wait = float(fetch.mean())
         return Forecast(0, float(own.mean()) + wait, wait), 0.0

@@ -75,7 +75,7 @@ def input_waits(
         gains = fetch_gains.get()
         wait |= by_rank(gains[gains["left"] == 0], "gain_ns")
     means = loader_means.or_none()
-    takes = {} if means is None else by_rank(means, "taken_ns")
+    takes = {} if means is None else by_rank(means.assign(ns=means["taken_ns"] * means["step_batches"]), "ns")
     taken = {r: min(takes.get(r, 0.0), ns) for r, ns in wait.items()}
     return pd.DataFrame(
         [(r, ns - taken[r], taken[r]) for r, ns in wait.items()], columns=["rank", "wait_ns", "taken_ns"]
@@ -282,7 +282,7 @@ def step_with_cheaper(paces: Paces, own_time: pd.DataFrame, part: str) -> float:
     """
     waits = by_rank(own_time, "wait_ns")
     recorded = {rank: paces.of(rank) for rank in paces.job.ranks}
-    stays = min(max(float(p.own.mean()) * (1 - p.own_cpu) - waits[r], 0.0) for r, p in recorded.items())
+    stays = min(max(float(p.own.mean()) * (1 - p.own_cpu) - waits[r] / p.batches, 0.0) for r, p in recorded.items())
 
     def bare(pace: Pace) -> Pace:
         computes = float(pace.own.mean()) * pace.own_cpu
@@ -290,8 +290,8 @@ def step_with_cheaper(paces: Paces, own_time: pd.DataFrame, part: str) -> float:
         return replace(pace.without(part), own=np.array([own]), own_cpu=computes / own)
 
     def least(changed: Pace) -> float:
-        fetch, workers = float(changed.fetch.mean()), changed.workers
-        return max(float(changed.own[0]), fetch / workers) if workers else float(changed.own[0]) + fetch
+        own, fetch, workers = float(changed.own[0]), float(changed.fetch.mean()), changed.workers * changed.loaders
+        return changed.batches * (max(own, fetch / workers) if workers else own + fetch)
 
     slowest = sorted((bare(p) for p in recorded.values()), key=least)[-MOST_RANKS:]
     return max(replayed(changed, changed.workers).step_ns for changed in slowest)

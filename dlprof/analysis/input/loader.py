@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
@@ -27,6 +29,9 @@ REPRODUCED = 0.95
 
 # Shares of the wait for data that may be left, for which fetch_gains has what the rest gains.
 LEFT = (0.0, 0.25, 0.5, 0.75)
+
+# Of the loaders that a step takes batches from, each gives as many where the fewest are this share of the most.
+_ALIKE = 0.9
 
 _TIMES = ("dur_ns", "collate_ns", "cpu_ns", "delay_ns")
 
@@ -65,11 +70,20 @@ def before_forward(loader_calls: Maybe[pd.DataFrame], step_means: Maybe[pd.DataF
 
 
 @within_rank
-def loader_number(loading: pd.DataFrame, light_steps: pd.DataFrame) -> int:
-    """Return the number of the loader whose batches the training steps began with; the most frequent one."""
+def loader_numbers(loading: pd.DataFrame, light_steps: pd.DataFrame) -> tuple[int, ...]:
+    """Return the numbers of the loaders that the training steps take batches from, the most frequent first.
+
+    One that gives less than half as many as that is none of them.
+    """
     begun = loading[(loading["kind"] == "batch") & in_steady(light_steps, loading["start_ns"].to_numpy())]
-    counts = begun.groupby("loader")["count"].sum()
-    return int(str(counts.idxmax())) if len(counts) else -1
+    counts = begun.groupby("loader")["count"].sum().sort_values(ascending=False, kind="stable")
+    return tuple(int(str(number)) for number in counts.index[2 * counts >= counts.max()])
+
+
+@within_rank
+def loader_number(loader_numbers: tuple[int, ...]) -> int:
+    """Return the number of the loader whose batches the training steps began with; the most frequent one."""
+    return loader_numbers[0] if loader_numbers else -1
 
 
 @within_rank
@@ -80,7 +94,13 @@ def training_fetches(
 
     Raises NotMeasured where none was recorded.
     """
-    pids = _pids(loading.loc[(loading["kind"] == "start") & (loading["loader"] == loader_number), "workers"])
+    return _steady_fetches(fetches, loading, (loader_number,), light_steps, rank)
+
+
+def _steady_fetches(
+    fetches: pd.DataFrame, loading: pd.DataFrame, loaders: Sequence[int], light_steps: pd.DataFrame, rank: RankFacts
+) -> pd.DataFrame:
+    pids = _pids(loading.loc[(loading["kind"] == "start") & loading["loader"].isin(loaders), "workers"])
     start = fetches["start_ns"].to_numpy()
     if pids:
         # A worker fetches ahead, and is not slowed by the profiler.
@@ -96,21 +116,25 @@ def training_fetches(
 
 @per_rank
 def loader_means(
-    loading: pd.DataFrame, loader_number: Maybe[int], light_steps: Maybe[pd.DataFrame], rank: RankFacts
+    loading: pd.DataFrame, loader_numbers: Maybe[tuple[int, ...]], light_steps: Maybe[pd.DataFrame], rank: RankFacts
 ) -> pd.DataFrame:
     """Return one row of the training loader in the steady steps, and of what the process used meanwhile.
 
     Columns: batches, empty (of how many no batch was ready when asked), ready and outstanding (means, batches; NaN
     without workers), taken_ns (the median next() when every batch that was asked for is ready: it receives one, and
-    waits for nothing; NaN: not seen) · epochs, start_ns, first_ns, end_ns (means over the run's epochs: iter(), the
-    first next(), the workers' leaving; NaN: none) · cores (CPU time of the process ÷ time) and delayed (share of the
-    time that the training thread was ready and had no core), NaN where the kernel does not record it.
+    waits for nothing; NaN: not seen) · step_batches (of a step, of all loaders that it takes some from), loaders (how
+    many these are) and alike (whether it takes as many of each) · epochs, start_ns, first_ns, end_ns (means over the
+    run's epochs: iter(), the first next(), the workers' leaving; NaN: none) · cores (CPU time of the process ÷ time)
+    and delayed (share of the time that the training thread was ready and had no core), NaN where the kernel does not
+    record it.
     """
     if not loading["kind"].isin(["first", "batch"]).any():
         raise DoesNotApply("no DataLoader was seen")
-    mine, kind = loading["loader"] == loader_number.get(), loading["kind"]
+    numbers, kind = loader_numbers.get(), loading["kind"]
+    mine = loading["loader"] == (numbers[0] if numbers else -1)
     steady = in_steady(light_steps.get(), loading["start_ns"].to_numpy())
     batches, usage = loading[mine & steady & (kind == "batch")], loading[steady & (kind == "usage")]
+    of_steps = loading[loading["loader"].isin(numbers) & steady & (kind == "batch")].groupby("loader")["count"].sum()
     queued = batches[batches["empty"] >= 0]
     # All that are outstanding: of fewer, the one whose turn it is may be missing.
     ready = queued[(queued["outstanding"] > 0) & (queued["ready"] == queued["outstanding"])]
@@ -120,6 +144,9 @@ def loader_means(
         "ready": _mean(queued, "ready"),
         "outstanding": _mean(queued, "outstanding"),
         "taken_ns": (ready["dur_ns"] / ready["count"]).median() if len(ready) >= _ENOUGH else np.nan,
+        "step_batches": float(of_steps.sum() / max(light_steps.get()["steady"].sum(), 1)),
+        "loaders": len(numbers),
+        "alike": bool(len(of_steps) and _ALIKE * of_steps.max() < of_steps.min()),
         "epochs": int(loading.loc[mine & (kind == "start"), "count"].sum()),
         **_of_epochs(loading[mine & ~_suspended(rank, loading)]),
         "cores": _mean(usage, "cpu_ns", "dur_ns"),
@@ -163,15 +190,30 @@ def slowest_workers(worker_means: pd.DataFrame) -> pd.DataFrame:
 
 
 @per_rank
-def fetch_series(training_fetches: pd.DataFrame) -> pd.DataFrame:
-    """Return the training loader's last fetches in order: dur_ns, collate_ns, cpu_ns, delay_ns, worker and gap_ns;
-    and of what the batch is made: tensors, and tensor_bytes that they hold.
+def fetch_series(
+    fetches: pd.DataFrame,
+    loading: pd.DataFrame,
+    loader_numbers: tuple[int, ...],
+    light_steps: pd.DataFrame,
+    rank: RankFacts,
+) -> pd.DataFrame:
+    """Return the last fetches of the loaders that steps take batches from, in order: dur_ns, collate_ns, cpu_ns,
+    delay_ns, loader (its place among these; 0 without workers), worker and gap_ns; and of what the batch is made:
+    tensors, and tensor_bytes that they hold.
 
     −1: not known. gap_ns, the same in all, is what passes in a busy worker from the end of one fetch to the start of
-    the next.
+    the next. Raises NotMeasured where none was recorded.
     """
-    series = training_fetches[[*_TIMES, "tensors", "tensor_bytes"]].div(training_fetches["count"], axis=0)
-    series = series.where(series >= 0, -1.0).assign(worker=training_fetches["worker"], gap_ns=_gap(training_fetches))
+    kept = _steady_fetches(fetches, loading, loader_numbers, light_steps, rank)
+    series = kept[[*_TIMES, "tensors", "tensor_bytes"]].div(kept["count"], axis=0)
+    begun = loading[loading["kind"] == "start"]
+    of = {
+        pid: place
+        for place, number in enumerate(loader_numbers)
+        for pid in _pids(begun.loc[begun["loader"] == number, "workers"])
+    }
+    loader = kept["pid"].map(of).fillna(0).astype("int64").where(kept["worker"] >= 0, 0)
+    series = series.where(series >= 0, -1.0).assign(worker=kept["worker"], loader=loader, gap_ns=_gap(kept))
     return series.tail(MOST_FETCHES).reset_index(drop=True)
 
 

@@ -110,7 +110,7 @@ def _by_plan(starving: Starving, faster: FasterLoader, plan: Plan) -> Iterator[C
         taken = f"the workers take {duration(slower)} a step from training, which needs the same cores"
         yield change(f"make a sample cheaper, or cache what is decoded: {taken}")
     if left > 0.05 * then.step_ns:
-        yield change(f"{duration(left)} of waiting is then left: only cheaper samples take that away")
+        yield change(f"{duration(left)} of waiting is then left: only cheaper samples remove it")
 
 
 def _workers_to(n: int, now: int, text: str) -> Change:

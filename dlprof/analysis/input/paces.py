@@ -14,9 +14,13 @@ from dlprof.analysis.input.fetch_replay import Pace, held_up, replay, stretches
 from dlprof.analysis.input.handover import BARRIER, UNTOLD, told
 from dlprof.analysis.step.breakdown import part
 from dlprof.errors import NotMeasured
+from dlprof.units import digits
 
 # Fetches of each worker from which on their order is known.
 _ENOUGH = 3
+
+# A step takes so many batches where their mean is a whole number but for this share: a step more or less at an end.
+_UNEVEN = 0.1
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Paces:
     _known: dict[int, Pace] = field(default_factory=dict)
 
     def of(self, rank: int) -> Pace:
-        """Return a rank's pace; raise NotMeasured where its fetches were not recorded, or steps take several."""
+        """Return a rank's pace; raise NotMeasured where its fetches were not recorded, or steps take uneven numbers."""
         if rank not in self._known:
             self._known[rank] = self._made(rank)
         return self._known[rank]
@@ -55,15 +59,17 @@ class Paces:
         if not isinstance(workers, int) or cores is None or not (len(means) and len(fetches) and len(series)):
             raise NotMeasured("how long fetching a batch takes was not recorded")
         row, step = means.fillna({"taken_ns": 0.0, "delayed": 0.0}).iloc[0], _of(self.step_means, rank).iloc[0]
-        if not 0.9 < row["batches"] / step["steps"] < 1.1:
-            raise NotMeasured("a step takes more than one batch")
+        batches, loaders = _batches(float(row["step_batches"]), int(row["loaders"]), bool(row["alike"]))
+        if loaders > 1 and len({one.get("num_workers") for one in _training(self.job, rank)}) > 1:
+            raise NotMeasured("the loaders that a step takes batches from have different numbers of workers")
         fetch, used, delay, collate = fetches[["dur_ns", "cpu_ns", "delay_ns", "collate_ns"]].to_numpy(dtype=float).T
         if on_cpu and not workers:
             # The kernel is not asked about fetches of less than some milliseconds; these are taken to compute.
             used = np.where(used < 0, fetch, used)
         if (used < 0).all() or np.isnan(row["cores"]):
             raise NotMeasured("what fetching and training use of the cores was not recorded")
-        step_ns, gap_ns = float(step["step_ns"]), float(fetches["gap_ns"].iloc[0])
+        # From here on, of one batch.
+        step_ns, gap_ns = float(step["step_ns"]) / batches, float(fetches["gap_ns"].iloc[0])
         used = np.where(used < 0, used[used >= 0].mean(), used)
         tensors, size = (float(fetches[name].mean()) for name in ("tensors", "tensor_bytes"))
         # A worker computes with sending a batch too, in a thread beside the one that fetches.
@@ -73,10 +79,12 @@ class Paces:
         # Collating computes or waits for a core, and had its core as often as the rest of the batch.
         together, had = np.minimum(collate, used + delay), used / np.maximum(used + delay, 1.0)
         # Taking a batch that is there is the loop's own work.
-        own = (series["dur_ns"] - (series["fetch_ns"] - row["taken_ns"]).clip(lower=0)).to_numpy(dtype=float)
+        waited_ns = (series["fetch_ns"] - batches * row["taken_ns"]).clip(lower=0)
+        own = (series["dur_ns"] - waited_ns).to_numpy(dtype=float)
         if not on_cpu and rank not in self.breakdown.lacking:
             # A host that waits for no data only launches: the loop is as fast as its device.
-            own = np.maximum(own, step_ns - part(self.breakdown.get(), "input_wait")[rank])
+            own = np.maximum(own, batches * step_ns - part(self.breakdown.get(), "input_wait")[rank])
+        own = _between(own, batches, loaders)
         inside = 0.0 if workers else 1.0  # the share of fetching that the loop's own figures hold
         own_delay, own_used = (
             row["delayed"] * step_ns - inside * delay.mean(),
@@ -106,12 +114,14 @@ class Paces:
             gap=gap_ns,
             barrier=BARRIER if on_cpu else 1.0,
             alone=alone,
+            batches=batches,
+            loaders=loaders,
         )
         trained, waited = recorded.own.mean() * recorded.own_cpu, own.mean() * (1 - alone)
         stretch, longer = 1 + waited / max(trained, 1.0), 1 + delay.mean() / max(used.mean(), 1.0)
-        _, overlap = replay(own, fetch + gap_ns, used, workers, recorded.prefetch)
+        _, overlap = replay(own, fetch + gap_ns, used, workers * loaders, recorded.prefetch)
         busy = (trained + waited) / step_ns, recorded.batch_cpu * longer / step_ns
-        model = stretches(recorded, workers, busy, own.mean() / step_ns, overlap)
+        model = stretches(recorded, workers * loaders, busy, own.mean() / step_ns, overlap)
         excess = stretch / model[0]
         # What the loop waited for a core and its workers did not compute, others did.
         foreign = max(waited - held_up(recorded) * recorded.ranks * recorded.batch_cpu, 0.0) if workers else waited
@@ -139,16 +149,38 @@ def _others_cpu(fetch_series: pd.DataFrame, job: Job, rank: int) -> float:
     return float(known.groupby("rank")["cpu_ns"].mean().mean())
 
 
+def _batches(of_a_step: float, loaders: int, alike: bool) -> tuple[int, int]:
+    """Return how many batches a step takes, and of how many loaders in turn; raise NotMeasured where that varies."""
+    whole = round(of_a_step)
+    if whole < 1 or abs(of_a_step / whole - 1) >= _UNEVEN:
+        raise NotMeasured(f"a step takes {digits(of_a_step)} batches in the mean: their number varies")
+    if loaders > 1 and (not alike or whole % loaders):
+        raise NotMeasured(f"the steps take different numbers of batches from {loaders} loaders")
+    return whole, loaders
+
+
+def _between(own: NDArray[np.float64], batches: int, loaders: int) -> NDArray[np.float64]:
+    """Divide what the loop does of its own in each step: an equal part follows one batch of every loader."""
+    after = np.zeros((len(own), batches))
+    after[:, loaders - 1 :: loaders] = own[:, None] * loaders / batches
+    return after.ravel()
+
+
+def _training(job: Job, rank: int) -> list[settings.Settings]:
+    return [one for one in job.facts[rank].get("loaders") or [] if one.get("role") == "train"]
+
+
 def in_turn(fetches: pd.DataFrame) -> pd.DataFrame:
     """Put fetches in the order in which their batches are taken: each worker's one, in turn; what is over is left out.
 
-    As they stand, where a worker has too few of them for that.
+    Of several loaders, each one's first worker, then each one's second. As they stand, where a worker has too few of
+    them for that.
     """
-    turn = fetches.groupby("worker").cumcount()
-    whole = fetches.groupby("worker").size().min()
+    by_worker = fetches.groupby(["loader", "worker"])
+    turn, whole = by_worker.cumcount(), by_worker.size().min()
     if not whole >= _ENOUGH:
         return fetches
-    return fetches.assign(turn=turn)[turn < whole].sort_values(["turn", "worker"], kind="stable")
+    return fetches.assign(turn=turn)[turn < whole].sort_values(["turn", "worker", "loader"], kind="stable")
 
 
 def _of(frame: pd.DataFrame, rank: int) -> pd.DataFrame:

@@ -103,11 +103,13 @@ def _find(tree: ast.Module, span: Span, kind: str) -> ast.Call:
         at = (span.line, span.end_line, span.column, span.end_column)
         found = [c for c in _calls(tree) if (c.lineno, c.end_lineno, c.col_offset, c.end_col_offset) == at]
         if not found or not is_one(found[0]):
-            raise NotEditable("no such call stands there itself")
+            raise NotEditable("there is no such call on that line")
         return found[0]
     found = [c for c in _calls(tree) if c.lineno <= span.line <= (c.end_lineno or 0) and is_one(c)]
     if len(found) != 1:
-        raise NotEditable("no such call stands there itself" if not found else "several such calls stand there")
+        raise NotEditable(
+            "there is no such call on that line" if not found else "there are several such calls on that line"
+        )
     return found[0]
 
 
@@ -151,7 +153,7 @@ def _with(text: bytes, call: ast.Call, kind: str, name: str, value: Value) -> by
     if any(isinstance(arg, ast.Starred) for arg in call.args) or any(k.arg is None for k in call.keywords):
         raise NotEditable(f"{name} may be among the arguments that `*` or `**` passes there")
     if len(call.args) > _BY_POSITION[kind]:
-        raise NotEditable(f"{name} may be among the arguments by position there")
+        raise NotEditable(f"{name} may be one of the positional arguments there")
     return _inserted(lines, call, f"{name}={_literal(value, text).decode()}".encode())
 
 

@@ -36,6 +36,9 @@ class Concern:
     role: str = "train"
 
 
+# Rules that see the Python between the phases.
+_SAME_LINES = ("host_bound", "step_python")
+
 _LOADER = ("loader", "iteration")
 _GRADIENTS = Concern(("ddp", "fsdp"), ("backward",))
 CONCERNS: Mapping[str, Concern] = {
@@ -103,6 +106,18 @@ def placed(outcome: Outcome, saves_from: Sequence[str], source: Source) -> Outco
         where += _of_lines(over_ranks(shares), concern.phases)
     changes = tuple(_located(change, calls, concern.role) for change in outcome.changes)
     return replace(outcome, where=tuple(where), changes=changes)
+
+
+def told_once(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return outcomes, the largest first, where of those that see the same lines only the largest names each."""
+    told: set[tuple[str, int, str]] = set()
+    found = []
+    for one in outcomes:
+        if one.id in _SAME_LINES:
+            one = replace(one, where=tuple(p for p in one.where if (p.file, p.line, p.function) not in told))
+            told.update((place.file, place.line, place.function) for place in one.where)
+        found.append(one)
+    return found
 
 
 def wanted(change: Change, role: str = "train") -> list[Wanted]:

@@ -115,7 +115,7 @@ def _without_trace(t: Timing, recorded: Maybe[dict[tuple[str, str], float]], ran
     operators only a trace tells. In a backward pass or an optimizer several ranks may wait for each other.
     """
     if device_type(rank) != "cpu":
-        raise NotMeasured("without a trace nobody knows what the device did while the training thread waited")
+        raise NotMeasured("without a trace it is not known what the device did while the training thread waited")
     stalled = _within(recorded.get(), t.step_ns)
     left = t.step_ns - sum(stalled.values())
     inside = {p: ns - sum(n for (_, at), n in recorded.get().items() if at == p) for p, ns in t.phases.items()}

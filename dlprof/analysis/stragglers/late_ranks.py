@@ -52,7 +52,7 @@ CAUSES: Mapping[str, tuple[str, str]] = {
 }
 
 _SHOWN_IN: Mapping[str, str] = {
-    own.BUSY: "in every steady step, as what each rank is busy tells",
+    own.BUSY: "in every steady step, from how long each rank computes",
     own.TRACED: "in the traced steps",
     own.LOGGED: "in every steady step",
 }
@@ -173,7 +173,7 @@ def _unthrottled(
 def _uncrowded(sample_means: Maybe[pd.DataFrame], job: Job, late: LateRanks) -> LateRanks:
     """Leave out what the ranks lack of cores that the others on their host have."""
     lacks = without_core(sample_means, job, late.lead.ranks) if late.cause == "computation" else 0.0
-    why = f"{late.behind}, as it stands ready without a core for {percent(lacks)} more of the time than the job's other"
+    why = f"{late.behind}, as it waits for a core for {percent(lacks)} more of the time than the job's other"
     return late.cut(max(late.share - lacks, 0.0), f"{why} ranks on its host, which have it then")
 
 

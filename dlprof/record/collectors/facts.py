@@ -314,6 +314,8 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
         **_answers(
             fused=lambda: groups[0].get("fused"),
             foreach=lambda: groups[0].get("foreach"),
+            # The constructors of torch's optimizers keep in `defaults` whatever they take.
+            takes=lambda: [name for name in ("fused", "foreach") if name in optimizer.defaults],
             parameter_groups=lambda: len(groups),
             parameters=lambda: sum(len(g["params"]) for g in groups),
             # A tensor on a device is not read: that would wait for the device.

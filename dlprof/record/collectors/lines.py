@@ -25,7 +25,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from dlprof.record.calls.frames import own_files
-from dlprof.record.hooks import at_uninstall, hidden, put
+from dlprof.record.hooks import at_uninstall, hidden, hide, put
 from dlprof.record.log import Log
 from dlprof.record.ranks import folder_of_rank
 from dlprof.record.recorder import Recorder, say
@@ -262,7 +262,7 @@ class _Counts:
             function.__signature__ = inspect.signature(inner)  # type: ignore[attr-defined]
         self._changed.append((function, code, call))
         function.__code__ = _passing_on(call, code)
-        hidden(function)
+        hide(function)
 
     def _counted(self, inner: FunctionType, is_compiling: Callable[[], bool]) -> Any:
         profiler = self._profiler

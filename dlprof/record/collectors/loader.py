@@ -16,7 +16,7 @@ from typing import Any
 
 from dlprof import marks
 from dlprof.record.device.kernel_counters import KernelCounters, used_between
-from dlprof.record.hooks import Patch, put, watch_method
+from dlprof.record.hooks import Patch, hidden, put, watch_method
 from dlprof.record.loaders import UNSEEN, BatchSize, Pass, adopt
 from dlprof.record.log import WRITE_EVERY_NS, BudgetLog, Row
 from dlprof.record.ranks import age_of_rank, folder_of_rank
@@ -282,7 +282,7 @@ class Fetches:
             return batch
 
         timed.is_timed = True  # type: ignore[attr-defined]
-        return timed
+        return hidden(timed)
 
     def _watch(self) -> None:
         """Watch PyTorch's fetchers, which the worker loops of other libraries call too."""

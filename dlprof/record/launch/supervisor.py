@@ -76,7 +76,7 @@ def supervise(
     warnings = [] if code in (126, 127) else missing(folder)
     if resumed:
         times = "" if len(resumed) == 1 else f" {len(resumed)} times"
-        warnings.append(f"the job was stopped and went on again{times}: the steps which that fell into are left out")
+        warnings.append(f"the job was stopped and went on again{times}: the steps in which it was stopped are left out")
     warnings += left(folder)
     warnings += unapplied(folder, asked)
     compress(folder)

@@ -23,6 +23,12 @@ def outcomes(folder: Path, asked: Iterable[str]) -> dict[str, Outcome]:
     return {name: found[name] for name in asked}
 
 
+def applied(folder: Path, asked: Mapping[str, Any]) -> list[str]:
+    """Return a line for each of the overrides, by name and value, that applied everywhere: what it changed, where."""
+    found = outcomes(folder, asked).items() if asked else ()
+    return [f"{name} {overrides.described(asked[name], one)}" for name, one in found if one.applied and not one.error]
+
+
 def unapplied(folder: Path, asked: Mapping[str, Any]) -> list[str]:
     """Return a line for each of the overrides, by name and value, that did not apply, with the reason where known."""
     lines = []

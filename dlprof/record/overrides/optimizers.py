@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dlprof.overrides import Value
-from dlprof.record.hooks import at_uninstall, hidden, put
+from dlprof.record.hooks import at_uninstall, hide, put
 from dlprof.record.overrides.constructors import wanted, watched
 from dlprof.record.overrides.effects import Effects
 
@@ -26,7 +26,7 @@ def install(asked: Mapping[str, Value], effects: Effects) -> None:
         # A class that inherits its constructor has that of the class above.
         if "__init__" in vars(kind) and not optimizers.wanted.keys().isdisjoint(_parameters(kind)):
             put(kind, "__init__", watched(optimizers, making, vars(kind)["__init__"]))
-    at_uninstall(register_optimizer_step_pre_hook(hidden(optimizers.before_step, with_callees=True)).remove)
+    at_uninstall(register_optimizer_step_pre_hook(hide(optimizers.before_step, with_callees=True)).remove)
 
 
 def _parameters(kind: type) -> Mapping[str, object]:

@@ -39,7 +39,7 @@ class AmdSampler(DriverSampler):
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 import amdsmi
         except ImportError:
-            raise OSError("amdsmi is not installed, with which ROCm tells what a GPU does") from None
+            raise OSError("amdsmi, which reports what a ROCm GPU does, is not installed") from None
         except Exception as e:  # noqa: BLE001 - see above
             raise OSError(f"amdsmi does not find its library ({type(e).__name__}: {e})") from None
         try:

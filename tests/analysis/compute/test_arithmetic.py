@@ -69,7 +69,7 @@ def test_each_precision_counts_against_its_own_peak(tmp_path: Path) -> None:
         ),
         ({"type": "cuda", "name": "AMD Radeon Graphics"}, "float16", "peak of AMD Radeon Graphics"),
         ({"type": "cuda", "name": "Tesla T4"}, "bfloat16", "one of the step's precisions"),
-        (A100, "float32", "no usual one"),
+        (A100, "float32", "not a typical one"),
     ],
 )
 def test_no_share_of_a_peak_that_is_not_known_or_exceeded(

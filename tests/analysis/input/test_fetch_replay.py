@@ -19,6 +19,21 @@ def test_fetches_that_wait_for_storage_are_divided_by_the_workers_down_to_the_lo
     assert told.wait_ns == pytest.approx(step - 20.0, abs=0.5)
 
 
+@pytest.mark.parametrize(("loaders", "workers", "step"), [(1, 1, 160), (1, 2, 80), (2, 1, 80), (2, 2, 40), (4, 2, 40)])
+def test_a_step_of_four_batches_is_four_of_each_that_is_recorded(loaders: int, workers: int, step: float) -> None:
+    told = replayed(pace(10.0, 40.0, batches=4, loaders=loaders), workers)
+    assert (told.workers, told.step_ns) == (workers, pytest.approx(step, rel=0.02))
+    assert told.wait_ns == pytest.approx(step - 40.0, abs=1.0)
+    assert replayed(pace(10.0, 40.0, batches=4, loaders=loaders), 0).step_ns == pytest.approx(200)
+
+
+def test_workers_of_two_loaders_are_on_the_same_cores() -> None:
+    # A step takes two batches of 40 ms of computing each, and trains for 20 ms: 100 ms on two cores.
+    told = replayed(pace(10.0, 40.0, own_cpu=1.0, fetch_cpu=40.0, cores=2, batches=2, loaders=2), 4)
+    assert told.step_ns == pytest.approx(50, rel=0.1)
+    assert told.step_ns >= 50 * (1 - 1e-9)
+
+
 def test_fetches_that_compute_are_bounded_by_the_cores() -> None:
     # 20 ms of training and 80 ms of fetching are 100 ms of computing: on two cores never below 50 ms.
     steps = [replayed(pace(20.0, 80.0, own_cpu=1.0, fetch_cpu=80.0, cores=2), n).step_ns for n in range(9)]

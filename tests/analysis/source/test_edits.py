@@ -104,9 +104,9 @@ def test_several_settings_and_kinds_of_values() -> None:
         ("x = DataLoader(data, num_workers=4)", "num_workers is 4 there already"),
         ("x = DataLoader(data, **options)", "num_workers may be among the arguments that `*` or `**` passes there"),
         ("x = DataLoader(*given)", "num_workers may be among the arguments that `*` or `**` passes there"),
-        ("x = DataLoader(d, 4, True, None, None, 2)", "num_workers may be among the arguments by position there"),
-        ("x = list(map(DataLoader, sets))", "no such call stands there itself"),
-        ("x = loader_class(data)", "no such call stands there itself"),
+        ("x = DataLoader(d, 4, True, None, None, 2)", "num_workers may be one of the positional arguments there"),
+        ("x = list(map(DataLoader, sets))", "there is no such call on that line"),
+        ("x = loader_class(data)", "there is no such call on that line"),
         ("x = DataLoader(n for n in data)", "the call is written in a way that is not edited"),
     ],
 )

@@ -68,7 +68,15 @@ def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path
         }
     ]
     assert told["optimizers"] == [
-        {"class": "AdamW", "fused": None, "foreach": False, "parameter_groups": 2, "parameters": 4, "lr": 0.25}
+        {
+            "class": "AdamW",
+            "fused": None,
+            "foreach": False,
+            "takes": ["fused", "foreach"],
+            "parameter_groups": 2,
+            "parameters": 4,
+            "lr": 0.25,
+        }
     ]
     (loader,) = told["loaders"]
     assert (loader["dataset"], loader["iterable"], loader["dataset_length"]) == ("Stream", True, None)

@@ -113,7 +113,7 @@ def explain(estimate: Estimate, mean_step_ns: float, job: Job) -> Explanation:
         evidence=_evidence(small, exposed * job.world_size),
         sure=f"Estimated as {count(fewer, 'start')} a step in place of {digits(round(n, 1))}; {moving}"
         + ("; FSDP2 works as much less as it has fewer units" if around else "")
-        + (f"; ranks late in turn wait {duration(meets)} less, for they meet less" if meets else "")
+        + (f"; ranks late in turn wait {duration(meets)} less, as they synchronise less often" if meets else "")
         + (f"; threads that exchange leave a core free for {duration(crowd)} more." if crowd else "."),
     )
 

@@ -49,8 +49,8 @@ def draw(
 
 def _kernels(heaviest_kernels: pd.DataFrame, ranks: list[int]) -> Panel:
     note = (
-        "Of a traced step; shares are of the time in all kernels. Only its name shows what a kernel multiplies on;"
-        " – multiplies nothing."
+        "Of a traced step; shares are of the time in all kernels. What a kernel multiplies on is known from its name"
+        " alone; –: it multiplies nothing."
     )
     known = int(heaviest_kernels["known"].iloc[0])
     if known > len(heaviest_kernels):

@@ -11,7 +11,7 @@ name does not show is left out. On a CPU it needs a trace, and which units it ha
 Saving: each such product as long as its FLOPs take at half of the peak in 16 bits, or its bytes at half their number,
 whichever is longer; where the shapes are not known, as if it now ran at the peak of float32. It is bounded by what the
 host could launch sooner. What other operators gain by their halved traffic is not in it. On a CPU products and
-convolutions gain what they did in other trainings under autocast: 2.5 times as fast with AMX, 1.7 with the others.
+convolutions gain what they did in other jobs under autocast: 2.5 times as fast with AMX, 1.7 with the others.
 
 What to change: `torch.autocast("cuda", torch.bfloat16)` around the forward pass (with float16 also a `GradScaler`); or,
 from Ampere on, TF32: `torch.backends.cuda.matmul.fp32_precision = "tf32"` for products and
@@ -117,7 +117,7 @@ def explain(
             {"operator": "operator", "shape": "shapes", "calls": "times a step", "float32_ns": "in float32_ns"},
             MOST_ROWS,
         ),
-        sure="Estimated from other trainings; small products gain less, large ones more: `dlprof try` measures it."
+        sure="Estimated from other jobs; small products gain less, large ones more: `dlprof try` measures it."
         if on_cpu
         else f"Estimated at {percent(TENSOR_SHARE)} of the tensor cores' peak, no sooner than the host launches.",
     )

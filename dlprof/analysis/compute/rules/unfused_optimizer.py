@@ -11,8 +11,7 @@ Saving: the optimizer's time but for what a fused one takes. On a CPU that share
 parameter tensors; on a GPU it is the share of the memory traffic, and the steps are replayed with so much less of the
 optimizer's kernels and launches.
 
-What to change: `fused=True`. Where a class has no fused kernel: `foreach=True`. Under `torch.compile` the optimizer's
-step can be compiled too.
+What to change: `fused=True`. A class without it is not judged; under `torch.compile` its step can be compiled too.
 """
 
 from __future__ import annotations
@@ -40,8 +39,12 @@ def check(optimizer_work: Maybe[pd.DataFrame], job: Job) -> Estimate:
     name = str(optimizer.get("class"))
     if optimizer.get("fused"):
         return nothing(f"{name} is fused")
-    if name not in FUSED_LEFT:
+    if not settings.takes_fused(optimizer):
         raise DoesNotApply(f"PyTorch has no fused {name}")
+    if name not in FUSED_LEFT:
+        raise NotMeasured(
+            f"what a fused {name} saves is not known: `dlprof try --set optimizer.fused=True` measures it"
+        )
     frame = optimizer_work.get()
     left = FUSED_LEFT[name][0 if settings.on_cpu(job) else 1]
     by_share = (frame["ns"] - frame["idle_ns"]) * (1 - left) + frame["idle_ns"]

@@ -62,7 +62,7 @@ def _flame(flame: pd.DataFrame) -> Panel:
         if len(path) == 1:
             name, category = DOING[path[0]], _CATEGORY[path[0]]
         rows.append((len(path) - 1, at, seen[path], name, category))
-    note = "Wide is where Python was seen most; a function stands under the one that called it."
+    note = "The wider, the more often Python was seen there; a function stands below its caller."
     return Panel("flame", "Where Python was seen", tuple(sorted(rows)[:MOST_FRAMES]), unit="samples", note=note)
 
 
@@ -88,7 +88,7 @@ def _hottest(hottest: pd.DataFrame) -> list[Panel]:
     kinds = ", ".join(f"{DOING[doing]} {samples[doing]:,}" for doing in DOING if doing in samples)
     note = (
         f"py-spy saw {samples.sum():,} stacks: {kinds}. Shares are of those of the same kind."
-        " In it: in the function, and for yours in library code that it calls."
+        " In it: in the function itself; of yours, also in library code that it calls."
     )
     return [table("Hottest Python functions", functions, _COLUMNS, note=note)]
 

@@ -11,7 +11,7 @@ starts up, or the trace is a part of one.
 
 Saving: on a GPU the larger one of two, each by replaying the traced steps: without the script's own Python, which no
 compiler takes away; or with the launches of a captured graph, which leave a µs between kernels. Where the traces of all
-ranks are here, what all of them have: a rank that has more is a `straggler`. On a CPU all of the time.
+ranks are here, what all have: one that has more is a `straggler`. On a CPU all of it, less what `step_python` keeps.
 
 What to change: find what Python does there (the report names its functions where it saw them) and take it out of the
 loop, or do it rarely, or in tensors. Against launching: launch less (`fused=True` optimizers, `torch.compile`, larger
@@ -27,10 +27,11 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, worst
+from dlprof.analysis.host.between import HeldUp
 from dlprof.analysis.host.gaps import HOST, LAUNCHES, ON_CPU, PYTHON, SCRIPT
 from dlprof.analysis.host.stacks import COMPUTING, hottest_own
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import part, part_least, part_noise
+from dlprof.analysis.step.breakdown import part_noise
 from dlprof.result import Change
 from dlprof.units import current, duration, percent, short
 
@@ -62,17 +63,16 @@ _UNTRACED = ", and no step without it was recorded: the true share is smaller."
 _SCALED = ": what fills it was seen in the traced steps, and scaled to those that it did not slow."
 
 
-def check(host_gains: Mapping[str, float], host_work: pd.DataFrame, breakdown: pd.DataFrame) -> Estimate:
+def check(held_up: HeldUp, host_work: pd.DataFrame, breakdown: pd.DataFrame) -> Estimate:
     """Estimate the time in which nothing is computed, sent, copied or waited for."""
-    late = part(breakdown, *HOST)
-    largest = max(host_gains, key=lambda cause: host_gains[cause])
+    work = host_work[host_work["rank"] == worst(held_up.by_rank_ns)]
     return Estimate(
-        saving_ns=host_gains[largest],
-        by_rank_ns=late,
+        saving_ns=held_up.gain_ns,
+        by_rank_ns=held_up.by_rank_ns,
         noise_ns=part_noise(breakdown, *HOST),
-        least_ns=part_least(breakdown, *HOST),
-        loses=_SAID[largest][1],
-        seen=(largest, host_work[host_work["rank"] == worst(late)]),
+        least_ns=held_up.least_ns,
+        loses=_SAID[held_up.cause][1],
+        seen=(held_up.cause, work[work["phase"] != ""] if held_up.besides else work, held_up.besides),
     )
 
 
@@ -88,7 +88,7 @@ def explain(
     job: Job,
 ) -> Explanation:
     """Name what fills the host's time on the rank that loses most, and what shortens it."""
-    rank, (cause, work) = estimate.worst, estimate.seen
+    rank, (cause, work, besides) = estimate.worst, estimate.seen
     phase = str(work.groupby("phase")["ns"].sum().idxmax()) if len(work) else ""
     in_python = float(work.loc[work["name"] == PYTHON, "ns"].sum()) / max(float(work["ns"].sum()), 1.0)
     traced = bool((step_means["source"] == "trace").all())
@@ -98,7 +98,7 @@ def explain(
     functions = own_python[own_python["rank"] == rank].head(MOST_FUNCTIONS)
     waited = ", ".join(f"{short(f['function'], 80)} ({duration(f['ns'])})" for _, f in functions.iterrows())
     # A range of the user's may lie in any of them.
-    doing = (phase,) if phase in COMPUTING else COMPUTING if phase else ("rest",)
+    doing = (phase,) if phase in COMPUTING else COMPUTING if phase or besides else ("rest",)
     seen = hottest_own(hottest, rank, *doing) or (f" The device waited longest for {waited}." if waited else "")
     in_loop = []
     if before_forward and not phase and before_forward[1] >= NOTABLE_SHARE * mean_step_ns:
@@ -113,10 +113,11 @@ def explain(
         least = LEAST_SHARE * mean_step_ns
         in_loop, launches = in_loop * (host_gains[SCRIPT] >= least), launches * (host_gains[LAUNCHES] >= least)
     title, _, sure = _SAID[cause]
+    more = ", besides the lines between the phases that step_python names" if besides else ""
     idle = "runs Python and computes nothing" if cause == ON_CPU else "has no device work, as it has launched nothing"
     return Explanation(
         title=title,
-        summary=f"For {duration(estimate.by_rank_ns[rank])} of {duration(mean_step_ns)} rank {rank} {idle}:"
+        summary=f"For {duration(estimate.by_rank_ns[rank])} of {duration(mean_step_ns)} rank {rank} {idle}{more}:"
         f" {percent(in_python)} of that is Python between operators{longest}.{seen}",
         changes=tuple(launches + in_loop if cause == LAUNCHES else in_loop + launches)
         or (_LISTED if cause == ON_CPU else _LARGER,),
@@ -141,9 +142,8 @@ def _launches(job: Job, phase: str, host_gains: Mapping[str, float], means: pd.S
     elif not compiled and phase in ("forward", "backward"):
         changes.append(change("`torch.compile(model)`: fewer operators, less Python between them"))
     now = optimizer.get("fused")
-    if phase == "optimizer" and not now and (optimizer or ON_CPU in host_gains):
-        name = optimizer.get("class") or "the optimizer"
-        changes.append(change(f"`{name}(..., fused=True)` (is {current(now)})", fused=(now, True)))
+    if phase == "optimizer" and not now and settings.takes_fused(optimizer):
+        changes.append(change(f"`{optimizer['class']}(..., fused=True)` (is {current(now)})", fused=(now, True)))
     return changes
 
 

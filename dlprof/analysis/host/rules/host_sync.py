@@ -41,6 +41,8 @@ _PINNED = change(
     non_blocking=(None, True),
 )
 
+_NO_SCALER = change("bfloat16, which needs no GradScaler", numerics=True)
+
 _CURES: dict[str, Change] = {
     "aten::item": change(f"{_ITEM}, or add up in a tensor and read that"),
     "aten::_local_scalar_dense": change(_ITEM),
@@ -75,12 +77,14 @@ def check(step_means: pd.DataFrame, linked: Maybe[pd.DataFrame], breakdown: pd.D
     )
 
 
-def explain(estimate: Estimate, linked: pd.DataFrame) -> Explanation:
+def explain(estimate: Estimate, linked: pd.DataFrame, job: Job) -> Explanation:
     """List what waits on the rank that loses most, and what each of them can be replaced by."""
     rank = estimate.worst
     mine = linked[(linked["copied"] == "") & (linked["rank"] == rank)].sort_values("idle_ns", ascending=False)
     first, times = mine["asked"].iloc[0], often(float(mine["calls"].sum())).capitalize()
-    cures = dict.fromkeys(_CURES[asked] for asked in mine.loc[mine["idle_ns"] > 0, "asked"] if asked in _CURES)
+    optimizer = settings.optimizer(job)
+    known = _CURES if not optimizer or settings.takes_fused(optimizer) else _CURES | {GRAD_SCALER: _NO_SCALER}
+    cures = dict.fromkeys(known[asked] for asked in mine.loc[mine["idle_ns"] > 0, "asked"] if asked in known)
     return Explanation(
         title=f"{'GradScaler' if first == GRAD_SCALER else 'The script'} waits for its device",
         summary=f"{times} a step rank {rank} waits until its device has caught up,"

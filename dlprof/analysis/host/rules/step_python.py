@@ -7,7 +7,8 @@ Needs the step log, and stacks (py-spy): the log says how long a step is in none
 lines it is then. The lines of a loss and of setting gradients to zero are left out. On a CPU only: what holds up a
 device is judged by `host_bound`.
 
-Saving: the named lines gone, which is the most that any change can give.
+Saving: the named lines gone, which is the most that any change can give. Where `host_bound` is larger, the time in
+which these lines compute nothing is its, and what they take besides counts here.
 
 What to change: what the lines say: log every k steps, keep metrics as tensors and read them rarely, make batches with a
 DataLoader's workers, replace loops in Python.
@@ -16,11 +17,12 @@ DataLoader's workers, replace loops in Python.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, by_rank
+from dlprof.analysis.engine import Job, Maybe, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.stacks import shown
 from dlprof.analysis.panel import table
@@ -34,11 +36,21 @@ NOTABLE_SHARE = 0.05
 MOST_LINES = 3
 
 
-def check(lines_between: pd.DataFrame, own_time: pd.DataFrame, mean_step_ns: float, job: Job) -> Estimate:
+def check(
+    lines_between: pd.DataFrame,
+    between_twice: Maybe[pd.DataFrame],
+    own_time: pd.DataFrame,
+    mean_step_ns: float,
+    job: Job,
+) -> Estimate:
     """Estimate what the script's own lines between the phases take of each rank's step."""
     if not settings.on_cpu(job):
         raise DoesNotApply("the job trains on a device: host_bound judges what its host does")
     lines = lines_between[lines_between["ns"] >= LEAST_SHARE * mean_step_ns]
+    told = between_twice.or_none()
+    if told is not None and not told["lines_first"].any():
+        lines = _left(lines, by_rank(told, "both_ns"))
+        lines = lines[lines["ns"] >= LEAST_SHARE * mean_step_ns]
     if not len(lines):
         return nothing("no line between the phases takes a notable part of the step")
     costs = by_rank(lines.groupby("rank")[["ns"]].sum().reset_index(), "ns")
@@ -49,6 +61,13 @@ def check(lines_between: pd.DataFrame, own_time: pd.DataFrame, mean_step_ns: flo
         loses="goes to lines of the script between the phases of the step",
         seen=lines,
     )
+
+
+def _left(lines: pd.DataFrame, told: Mapping[int, float]) -> pd.DataFrame:
+    """Return the lines with what they take besides the time of each rank that is told elsewhere, by their shares."""
+    whole = lines.groupby("rank")["ns"].transform("sum")
+    left = (1 - lines["rank"].map(told).fillna(0.0) / whole.clip(lower=1.0)).clip(lower=0.0)
+    return lines.assign(ns=lines["ns"] * left, noise_ns=lines["noise_ns"] * left)
 
 
 def explain(estimate: Estimate, mean_step_ns: float) -> Explanation:
@@ -64,7 +83,7 @@ def explain(estimate: Estimate, mean_step_ns: float) -> Explanation:
         summary=f"{duration(estimate.by_rank_ns[rank])} of a step of rank {rank} are in the script's own lines outside"
         f" of fetching, forward, backward and the optimizer: {', '.join(named[:MOST_LINES])} of the step{more}.",
         changes=(
-            change(f"do what stands at {places[0]} every k steps, or not at all: at most {first} of the step"),
+            change(f"run {places[0]} every k steps, or not at all: at most {first} of the step"),
             change("replace loops over values in Python by operations on tensors"),
         ),
         evidence=table(

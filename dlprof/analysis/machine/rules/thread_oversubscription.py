@@ -8,7 +8,8 @@ The same holds for processes that train side by side without a process group, as
 
 Needs what is sampled of the host and its processes: how long the threads of a rank were ready to run and had no core,
 as the Linux kernel counts it. Only ranks with more threads than cores to themselves count: waiting that other programs
-on the host cause is no fault of the job's, and where it is long the rule does not say that all is well. On a GPU also a
+on the host cause is no fault of the job's, and where it is long the rule does not say that all is well. Nor where a
+rank's own loader workers compete with its threads: what fewer of either save, `dlprof try` measures. On a GPU also a
 trace: waiting counts only where the GPU is idle.
 
 Saving: the main thread's waiting gone, and on a CPU, where an operator goes on only while all its threads have a core,
@@ -29,7 +30,7 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Job, Maybe, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.machine.samples import outside
+from dlprof.analysis.machine.samples import LITTLE, outside
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.savings import saving
 from dlprof.errors import NotMeasured
@@ -54,7 +55,11 @@ _COLUMNS = {
 
 
 def check(
-    core_waits: pd.DataFrame, sample_means: pd.DataFrame, own_time: pd.DataFrame, foreign_load: Maybe[pd.DataFrame]
+    core_waits: pd.DataFrame,
+    sample_means: pd.DataFrame,
+    own_time: pd.DataFrame,
+    foreign_load: Maybe[pd.DataFrame],
+    job: Job,
 ) -> Estimate:
     """Estimate the waiting for a core of the ranks that have more threads than cores."""
     crowded = core_waits[core_waits["threads"] > core_waits["cores"]]
@@ -62,9 +67,14 @@ def check(
     if crowded.empty and row["waited"] >= NOTABLE_SHARE:
         others = foreign_load.or_none()
         who = "" if others is None else f": programs outside the job used {digits(others['foreign'].max())} cores"
+        workers = settings.training_loader(job, int(row["rank"])).get("num_workers") or 0
+        if workers and others is not None and others["foreign"].max() < LITTLE * others["cores"].max():
+            who = ""
+        with_workers = f", {count(workers, 'loader worker')}" if workers else ""
         raise NotMeasured(
             f"{percent(row['waited'])} of the time its main thread waits for a core, with"
-            f" {count(row['threads'], 'thread')} and {count(row['cores'], 'core')} a rank{who}"
+            f" {count(row['threads'], 'thread')}{with_workers} and {count(row['cores'], 'core')} a rank{who}"
+            + (f"; what fewer threads or workers save is not known: {_trial(row, workers)}" if workers else "")
         )
     if crowded.empty:
         return nothing(
@@ -100,7 +110,7 @@ def explain(
     return Explanation(
         title="More threads than cores",
         summary=f"Rank {rank} computes with {threads:,} threads and has {count(cores, 'core')} to itself: for"
-        f" {percent(row['waits_ns'] / mean_step_ns)} of the time its main thread is ready and has none.",
+        f" {percent(row['waits_ns'] / mean_step_ns)} of the time its main thread waits for one.",
         changes=_changes(job, rank, threads, cores),
         evidence=table(
             "Threads and cores",
@@ -110,6 +120,13 @@ def explain(
         ),
         sure=sure,
     )
+
+
+def _trial(row: pd.Series[float], workers: int) -> str:
+    """Say what would measure what a rank gains whose loader workers run on the cores of its threads."""
+    if row["threads"] > 1:
+        return f"`dlprof try` with `--set env.OMP_NUM_THREADS={max(1, int(row['cores']) - workers)}` measures it"
+    return f"`dlprof try` with `--set loader.num_workers={workers - 1}` measures it"
 
 
 def _changes(job: Job, rank: int, threads: int, cores: int) -> tuple[Change, ...]:

@@ -37,7 +37,7 @@ _MOST_ROWS = 16
 
 _WHY = {
     "heat": "it is too hot",
-    "power_brake": "its power supply brakes it",
+    "power_brake": "its power supply slows it down",
     "hardware": "its hardware slows it down (heat or power)",
     "set": "its clock was set lower",
     "locked": "it stays far below its maximum",
@@ -71,7 +71,7 @@ def check(
     if not why:
         frame = pd.DataFrame([row for row, _, _ in gpus])
         if frame[["heat", "limit_w"]].isna().all(axis=None):
-            raise NotMeasured("why the clocks are below their highest was not read: this driver does not report it")
+            raise NotMeasured("why the clocks are below their maximum was not read: this driver does not report it")
         fastest = digits(frame["clock_mhz"].max())
         return nothing(f"nothing but its normal power limit holds a GPU's clock down; {fastest} MHz at most")
     computed = _multiplied(breakdown.get(), tensor_cores)

@@ -73,8 +73,8 @@ def explain(estimate: Estimate, retry_cost: pd.DataFrame, memory_use: pd.DataFra
             change("inputs of few different sizes: pad to buckets"),
         ),
         evidence=table("Retries of the allocator in the steady steps", retry_cost, _COLUMNS, most=16),
-        sure="Measured as the difference between steps around a retry and steps without; what else sets them apart,"
-        " longer inputs for one, counts as well.",
+        sure="Measured as the difference between steps around a retry and steps without; whatever else differs,"
+        " such as longer inputs, counts too.",
     )
 
 

@@ -90,7 +90,7 @@ def explain(
         verdict=f"Memory grows from step to step, and is used up in {when}.",
         changes=tuple(map(change, _CURES[row["what"]])),
         evidence=_read((memory_series if on_device else sample_series).get(), row),
-        sure="The rate of the steady steps, taken to go on."
+        sure="Extrapolated from the steady steps."
         + ("" if on_device else " A container, or a queue's limit, may leave less than the host has."),
     )
 

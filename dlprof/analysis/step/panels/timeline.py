@@ -31,7 +31,11 @@ def draw(excerpt: pd.DataFrame, bare_waits: Maybe[pd.DataFrame]) -> list[Panel]:
         mine = _same_step(excerpt, shown)
         if len(mine):
             few, of = mine["rank"].nunique(), excerpt["rank"].nunique()
-            note = f"The slowest of {count(few, 'rank')} of {of}; the others' is another." if few < of else ""
+            note = (
+                f"The slowest of {count(few, 'rank')} of {of}; the other ranks had another slowest step."
+                if few < of
+                else ""
+            )
             panels.append(_panel(bare_waits.or_none(), mine, title, note))
     return panels
 

@@ -17,7 +17,7 @@ _PARTS = {
     "epoch_ends": "an epoch's first batch or end",
     "validation": "validation",
     "other": "no training and no validation",
-    "suspended": "steps about the time in which the job was stopped",
+    "suspended": "steps during which the job was stopped",
     "checkpoint": "of it saving checkpoints",
     "compilation": "of it compiling",
     "garbage_collection": "of it collecting garbage",
@@ -31,7 +31,7 @@ def draw(whole_job: pd.DataFrame) -> list[Panel]:
     sums = sums.assign(share=sums["ns"] / sums["ns"][sums.index.isin(PARTS)].sum())
     shown = sums.reindex(list(_PARTS)).query("ns > 0").rename(_PARTS).reset_index()
     if len(shown) < 2:
-        raise NotMeasured("all of the job were steady steps")
+        raise NotMeasured("the whole job was steady steps")
     shown["steps"] = shown["steps"].astype(object).where(shown["part"] != _PARTS["setup"], "")
     note = "Findings and their savings are of the steady steps, except those about the time outside them."
     note = f"Means over {ranks} ranks. {note}" if ranks > 1 else note

@@ -60,7 +60,7 @@ def explain(
         summary=f"{count(int(mine['stalls']), 'pause')} in {int(mine['steps']):,} steady steps of rank {rank},"
         f" one in {every(float(mine['every']), 'step')}; the longest took {duration(longest)}.",
         changes=(
-            change(f"`gc.collect(); gc.freeze()` once after start-up{searched}, and what lives on is then left out"),
+            change(f"`gc.collect(); gc.freeze()` once after start-up{searched}, which exempts the objects made so far"),
             change(
                 f"`gc.disable()`, and `gc.collect()` every {apart:,} steps, on all ranks at once: at"
                 f" {duration(longest)} each that is {percent(longest / apart / mean_step_ns)} of the step"
@@ -69,7 +69,7 @@ def explain(
         at_most=True,
         evidence=stall_bars(steps, rank, "Garbage collection"),
         sure="Measured in every steady step, pauses under a millisecond left out; estimated as all of it gone."
-        + ("" if settings.on_cpu(job) else " Of pauses behind which the GPU still works it may count too much."),
+        + ("" if settings.on_cpu(job) else " Pauses during which the GPU still works may be counted too high."),
     )
 
 

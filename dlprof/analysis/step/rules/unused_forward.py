@@ -72,7 +72,7 @@ def explain(
         f" those without gradients, or after the last backward pass.{where}",
         changes=(
             change("compute metrics from the outputs of the training pass (`outputs.detach()`), or every k steps"),
-            change("of a teacher or target network whose inputs come again: keep its outputs"),
+            change("for a teacher or target network whose inputs repeat: keep its outputs"),
         ),
         evidence=evidence,
         sure="Measured in every steady step; the saving is all of it gone, the most that any change can give.",

@@ -43,6 +43,18 @@ def test_a_class_without_a_fused_kernel_is_not_judged(tmp_path: Path) -> None:
     assert (answer.state, "no fused Lion" in answer.why) == ("does_not_apply", True)
 
 
+def test_what_a_class_takes_goes_by_the_recording_before_its_name(tmp_path: Path) -> None:
+    mine = trained(tmp_path / "mine", takes=["foreach"])  # an AdamW of the script's own
+    assert (mine.state, "no fused AdamW" in mine.why) == ("does_not_apply", True)
+    torchs = trained(tmp_path / "torchs", takes=["fused", "foreach"])
+    assert torchs.state == "found"
+
+
+def test_one_whose_fused_kernel_nobody_has_timed_abstains(tmp_path: Path) -> None:
+    answer = trained(tmp_path, **{"class": "Adagrad"})
+    assert (answer.state, "--set optimizer.fused=True" in answer.why) == ("not_measured", True)
+
+
 def test_a_short_one_is_left_alone(tmp_path: Path) -> None:
     steps = [runs.light(n, 10 * MS, optimizer_ns=MS // 10) for n in range(30)]
     facts = {**runs.CPU, "optimizers": [{"class": "SGD", "fused": None, "foreach": None, "parameters": 9}]}

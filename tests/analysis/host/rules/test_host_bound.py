@@ -77,6 +77,40 @@ def test_python_between_the_steps_of_a_cpu_run_is_found(tmp_path: Path) -> None:
     assert "3.00 ms pass before the first forward, in no loader" in found.advice[0]
 
 
+def stepping(folder: Path, **optimizer: Any) -> set[str]:
+    """Return what the advice sets for a CPU run of whose steps Python in the optimizer takes 40 %."""
+    events: list[Any] = []
+    for n in range(3):
+        t = n * 10 * MS
+        events += [
+            traces.step(n, t, 10 * MS),
+            traces.annotation("dlprof::forward", t, 6 * MS),
+            traces.op("aten::mm", t, 6 * MS),
+            traces.annotation("dlprof::optimizer", t + 6 * MS, 4 * MS),
+        ]
+    made = traces.trace(*events, device="", backend="", world_size=1)
+    steps = [runs.light(n, 10 * MS, forward_ns=6 * MS, optimizer_ns=4 * MS) for n in range(30)]
+    found = ask(RULE, runs.recorded(folder / "run", (made, steps, {**runs.CPU, "optimizers": [optimizer]})))
+    assert found.state == "found"
+    return {setting.name for change in found.changes for setting in change.settings}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "advised"),
+    [
+        ({"class": "AdamW"}, {"fused"}),
+        ({"class": "LBFGS"}, set()),
+        ({"class": "RMSprop"}, set()),
+        ({"class": "AdamW", "takes": ["foreach"]}, set()),
+        ({"class": "Mine", "takes": ["fused"]}, {"fused"}),
+    ],
+)
+def test_a_fused_optimizer_is_advised_where_there_is_one(
+    tmp_path: Path, optimizer: dict[str, Any], advised: set[str]
+) -> None:
+    assert stepping(tmp_path, fused=None, parameters=9, **optimizer) == advised
+
+
 def test_without_a_trace_it_abstains(tmp_path: Path) -> None:
     steps = [runs.light(n, 10 * MS) for n in range(30)]
     assert ask(RULE, runs.recorded(tmp_path / "run", (None, steps, runs.CPU))).state == "not_measured"

@@ -1,6 +1,7 @@
 """Waiting for the device: found with its cure, silent where the device has enough queued, abstaining on the CPU."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,24 @@ def test_reading_a_value_in_every_step_is_found(tmp_path: Path) -> None:
 
 def test_gradscalers_own_reading_is_not_the_scripts(tmp_path: Path) -> None:
     """As torch traces it: infinities looked for, found_inf read, and the optimizer's step next to it."""
+    found = ask(RULE, runs.foreign(tmp_path / "traces", scaled()))
+    assert found.state == "found"
+    assert found.title.startswith("GradScaler")
+    assert "fused=True" in found.advice[0]
+    assert len(found.advice) == 1
+    assert found.evidence is not None
+    assert found.evidence.rows[0][:2] == ("GradScaler.step", "cudaStreamSynchronize")
+
+
+def test_an_optimizer_that_cannot_be_fused_is_not_told_to_be(tmp_path: Path) -> None:
+    for name, sets in (("RMSprop", []), ("SGD", ["fused"])):
+        facts = {"device": {"type": "cuda"}, "optimizers": [{"class": name, "parameters": 9}]}
+        found = ask(RULE, runs.recorded(tmp_path / name, (scaled(), [], facts)))
+        assert [setting.name for change in found.changes for setting in change.settings] == sets
+
+
+def scaled() -> dict[str, Any]:
+    """Return a trace of ten steps of GradScaler's."""
     events: list[object] = []
     for n in range(10):
         at, id_ = n * 10 * MS, 10 * n
@@ -58,13 +77,7 @@ def test_gradscalers_own_reading_is_not_the_scripts(tmp_path: Path) -> None:
             traces.annotation("Optimizer.step#SGD.step", done + 100 * US, 5 * MS),
             traces.launched("update", at + 6 * MS, at + 6 * MS + 10 * US, 4 * MS - 10 * US, id_ + 3),
         ]
-    found = ask(RULE, runs.foreign(tmp_path / "traces", traces.trace(*events, world_size=1)))  # type: ignore[arg-type]
-    assert found.state == "found"
-    assert found.title.startswith("GradScaler")
-    assert "fused=True" in found.advice[0]
-    assert len(found.advice) == 1
-    assert found.evidence is not None
-    assert found.evidence.rows[0][:2] == ("GradScaler.step", "cudaStreamSynchronize")
+    return traces.trace(*events, world_size=1)  # type: ignore[arg-type]
 
 
 def test_a_wait_behind_which_the_device_has_work_is_left_alone(tmp_path: Path) -> None:

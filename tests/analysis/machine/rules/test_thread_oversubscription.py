@@ -56,6 +56,20 @@ def test_as_many_threads_as_cores_are_not_blamed_but_a_long_wait_is_no_all_clear
     )
 
 
+def test_workers_on_the_cores_of_the_threads_are_what_a_trial_measures(tmp_path: Path) -> None:
+    threads = ask(RULE, crowded(tmp_path / "threads", 0.3, 0.3, threads=4, workers=3, ours=4.0))
+    assert (threads.state, threads.share) == ("not_measured", 0.0)
+    assert "with 4 threads, 3 loader workers and 4 cores a rank; what fewer threads or workers save" in threads.why
+    assert "--set env.OMP_NUM_THREADS=1`" in threads.why
+    alone = ask(RULE, crowded(tmp_path / "alone", 0.3, 0.3, threads=1, workers=3, ours=4.0))
+    assert "--set loader.num_workers=2`" in alone.why
+    # Nobody's fault but that of programs outside the job, which are told too.
+    told = ask(RULE, crowded(tmp_path / "told", 0.3, 0.3, threads=4, workers=3, others=4.0, ours=4.0))
+    assert "programs outside the job used 4 cores; what" in told.why
+    clear = ask(RULE, crowded(tmp_path / "seldom", 0.04, 0.03, threads=2, workers=3, ours=4.0))
+    assert clear.state == "clear"
+
+
 def test_an_operator_waits_for_all_threads_of_its_pool(tmp_path: Path) -> None:
     """Main thread and the other one each have a core for 45 % of the time; all of the step may be one operator."""
     both = ask(RULE, crowded(tmp_path / "both", 0.55, 0.55, threads=2, pool=0.55, count=2, affinity=2))

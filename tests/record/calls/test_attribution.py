@@ -1,0 +1,177 @@
+"""Warnings name the same lines of the same files with wrappers of ours as without them."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlprof.record.calls.attribution import in_place_of, passed_over
+from tests.fixtures.jobs import launch, tiny, wrapped
+
+
+def warns(level: int) -> None:
+    warnings.warn("look", stacklevel=level)
+
+
+def wrapper_of(original: Callable[..., Any]) -> Any:
+    def call(*args: Any) -> Any:
+        return original(*args)
+
+    return call
+
+
+def warned(function: Callable[..., Any], *args: Any) -> tuple[str, int]:
+    """Return file and line, from that of the call on, that a warning names."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        line = sys._getframe().f_lineno + 1
+        function(*args)
+    return seen[0].filename, seen[0].lineno - line
+
+
+def test_a_plain_wrapper_is_what_a_warning_names() -> None:
+    file, line = warned(wrapper_of(warns), 2)
+    assert (file, line) != (__file__, 0)
+
+
+def test_a_warning_passes_over_wrappers() -> None:
+    twice = passed_over(wrapper_of(passed_over(passed_over(wrapper_of(warns)))))
+    assert warned(warns, 2) == warned(twice, 2) == (__file__, 0)
+
+
+def test_a_log_record_passes_over_a_wrapper(caplog: pytest.LogCaptureFixture) -> None:
+    def logs() -> None:
+        logging.getLogger("train").warning("look", stacklevel=2)
+
+    line = sys._getframe().f_lineno + 1
+    passed_over(wrapper_of(logs))()
+    assert (caplog.records[0].pathname, caplog.records[0].lineno) == (__file__, line)
+
+
+def test_a_traceback_still_shows_a_wrappers_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "with_a_wrapper.py").write_text("def call(original):\n    return original()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    call = passed_over(importlib.import_module("with_a_wrapper").call)
+    with pytest.raises(ZeroDivisionError) as raised:
+        call(lambda: 1 / 0)
+    frame = traceback.extract_tb(raised.tb)[1]
+    assert Path(frame.filename).name == "with_a_wrapper.py"
+    assert frame.line == "return original()"
+
+
+def test_what_is_no_function_stays() -> None:
+    code = warns.__code__
+    assert passed_over(None) is None
+    assert passed_over(len) is len
+    assert warns.__code__ is code
+    assert passed_over(classmethod(wrapper_of(len))).__func__.__code__.co_filename != __file__
+
+
+def test_a_frame_that_looks_like_another_functions() -> None:
+    def original(level: int) -> Any:
+        if level == 2:
+            level = 2
+        return warns(level)
+
+    warns_ = warns  # in a closure, as a wrapper uses no globals
+
+    def ours(level: int) -> Any:
+        try:
+            if level > 1 and level * level - level // 3 + level % 7 > 0:  # more than one entry of the table holds
+                return warns_(level)
+        finally:
+            level += 1
+        return None
+
+    same: Any = in_place_of(ours, original)  # type: ignore[arg-type]
+    assert warned(ours, 2) != warned(original, 2)
+    for level in (2, 3):
+        assert warned(same, level) == warned(original, level)
+    assert same.__globals__ is original.__globals__  # type: ignore[attr-defined]
+    assert same.__code__.co_name == "original"
+    assert same.__name__ == "ours"
+
+
+# Warnings of torch that name the line which a wrapper of ours calls them from, and lines above that.
+WARNING = """
+import logging, warnings
+warnings.simplefilter("always")
+logging.basicConfig(format="%(pathname)s:%(lineno)d %(message)s")
+
+def collate(samples):
+    warnings.warn("collating", stacklevel=2)
+    return torch.stack([s[0] for s in samples]), torch.stack([s[1] for s in samples])
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index == 3:
+            warnings.warn("reading", stacklevel=5)
+        return data[index]
+
+class Careful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 1)
+    def forward(self, x):
+        for level in range(1, 6):
+            warnings.warn(f"forward, level {level}", stacklevel=level)
+        logging.getLogger().warning("forward", stacklevel=4)
+        return self.inner(x)
+
+def main():
+    torch.amp.GradScaler("cuda")
+    torch.cuda.amp.GradScaler()
+    with torch.autocast("cuda"):
+        pass
+    DataLoader(data, num_workers=500)
+    weight = torch.ones(3, requires_grad=True)
+    torch.optim.SGD([weight, weight], lr=0.1)
+    torch.autograd.grad(weight.sum(), weight, only_inputs=False)
+    torch.autograd.backward(weight.sum(), grad_variables=torch.tensor(1.0))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    schedule.step()
+    careful = Careful()
+    nn.Sequential(nn.Linear(8, 8), nn.Softmax())(data[0][0])
+    for batch in DataLoader(Data(), batch_size=4, pin_memory=True, collate_fn=collate):
+        careful(batch[0]).sum().backward()
+        optimizer.step()
+        train(batch)
+
+main()
+"""
+
+
+# Settings that put more wrappers in the way and change nothing that warns.
+OVERRIDDEN = (
+    "torch.autocast=off",
+    "torch.channels_last=False",
+    "torch.compile=off",
+    "optimizer.foreach=False",
+    "loader.prefetch_factor=2",
+    "torch.num_threads=1",
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [(), OVERRIDDEN])
+def test_warnings_of_a_script_are_the_same_recorded(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    script = tiny(tmp_path, WARNING)
+    command = [sys.executable, str(script)]
+    plain = launch(command, tmp_path).stderr
+    assert plain.count("Warning: ") >= 20
+    options = [word for setting in settings for word in ("--set", setting)]
+    recording = wrapped(tmp_path / "run", command, "--window", "1,0,1", "--allow-numerics", *options)
+    recorded = launch(recording, tmp_path).stderr
+    assert [line for line in recorded.splitlines() if not line.startswith("dlprof: ")] == plain.splitlines()
+    assert (tmp_path / "run/ranks/00000/steps.jsonl").exists()
