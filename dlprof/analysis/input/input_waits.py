@@ -240,7 +240,7 @@ def forecasts(paces: Paces, rank: int) -> tuple[Forecast, ...]:
             break
     off = now.step_ns - paces.step_ns(rank)
     # What the loop waited and the replay does not explain, it waited for workers: nothing of that without them.
-    waited = paces.step_ns(rank) - float(recorded.own.mean()) / recorded.alone
+    waited = paces.step_ns(rank) - recorded.batches * float(recorded.own.mean()) / recorded.alone
     queue = max(waited - now.wait_ns, 0.0)
     return tuple(replace(f, step_ns=f.step_ns - off - (0.0 if f.workers else queue)) for f in given)
 
