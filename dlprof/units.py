@@ -120,3 +120,8 @@ def used_by_others(foreign: float, cores: float, waited: float | None) -> str:
     """Say what programs outside a job used of its host's cores, and how long its training thread waited for one."""
     waits = "" if waited is None else f", and its training thread waited for one {percent(waited)} of the time"
     return f"programs outside the job used {digits(foreign)} of {cores:.0f} cores{waits}"
+
+
+def is_now(value: object) -> str:
+    """Say after the new value of a setting what it is now: " (is 4)"; nothing where that is not known."""
+    return "" if value is None else f" (is {value})"

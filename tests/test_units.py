@@ -132,3 +132,7 @@ def test_a_number_to_type_is_round_and_not_below() -> None:
         10000,
     ]
     assert all(n <= units.typed(n) <= 1.34 * n for n in range(10, 5000))
+
+
+def test_what_a_setting_is_now_is_said_where_it_is_known() -> None:
+    assert (units.is_now(None), units.is_now(0), units.is_now(False)) == ("", " (is 0)", " (is False)")

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import msgspec
 import pandas as pd
 
-from dlprof.analysis import notices, overview
+from dlprof.analysis import notices, overview, settings
 from dlprof.analysis.communication.bandwidth import size_class
-from dlprof.analysis.engine import Maybe, Measured, MeasureFailed, Progress, measure
+from dlprof.analysis.engine import Job, Maybe, Measured, MeasureFailed, Progress, measure
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Rule
 from dlprof.analysis.panel import cells, drawn
 from dlprof.analysis.panels import PICTURES
 from dlprof.analysis.source.where import Source, placed, told_once
+from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.step.savings import saving
 from dlprof.analysis.step.spread import LEAST_NOISE
 from dlprof.analysis.together import Basis, Piece, pieces, speedup, together
@@ -103,7 +104,8 @@ def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]
         return Outcome(**{"id": rule.id, "state": state, "title": rule.title, "manual": rule.manual, **of})  # type: ignore[arg-type]
 
     try:
-        estimate = _saved(run.call(rule.check), basis)
+        _check_applies(rule, basis.job)
+        estimate = _completed(run.call(rule.check), basis)
         _check_figures(estimate)
         risk = estimate.scope == "risk"
         state, judged = _risk(rule, run, estimate) if risk else _judged(rule, run, basis, estimate)
@@ -119,12 +121,26 @@ def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]
     return found, pieces(rule, found.saving_ns, estimate.within) if state == "found" and not risk else []
 
 
-def _saved(estimate: Estimate, basis: Basis) -> Estimate:
-    """Return an estimate with what the job gains where each rank is without what it loses by itself."""
-    if not estimate.gone_ns:
-        return estimate
-    saved = saving(basis.own_time.get(), estimate.gone_ns)
-    return replace(estimate, saving_ns=saved, by_rank_ns=estimate.gone_ns)
+def _check_applies(rule: Rule, job: Job) -> None:
+    """Raise DoesNotApply where the job is not of the kind that the rule is about."""
+    on_cpu = settings.on_cpu(job)
+    if rule.only_with in ("gpu", "cpu") and (rule.only_with == "cpu") != on_cpu:
+        raise DoesNotApply(f"the job trains on {'the CPU' if on_cpu else 'a GPU'}")
+    if rule.only_with == "loader" and settings.lacks_loader(job):
+        raise DoesNotApply("no DataLoader was seen")
+
+
+def _completed(estimate: Estimate, basis: Basis) -> Estimate:
+    """Return an estimate with its saving and its noise, where it says only what they are made of."""
+    made: dict[str, Any] = {}
+    if estimate.gone_ns:
+        made["saving_ns"] = saving(basis.own_time.get(), estimate.gone_ns)
+        made["by_rank_ns"] = estimate.gone_ns
+    if estimate.noise_of and not estimate.unknown:
+        made["noise_ns"] = part_noise(basis.breakdown.get(), *estimate.noise_of)
+    if estimate.least_of:
+        made["least_ns"] = part_least(basis.breakdown.get(), *estimate.least_of)
+    return replace(estimate, **made)
 
 
 def _judged(rule: Rule, run: Measured, basis: Basis, estimate: Estimate) -> tuple[str, dict[str, object]]:
@@ -144,7 +160,9 @@ def _judged(rule: Rule, run: Measured, basis: Basis, estimate: Estimate) -> tupl
     slow_loader = f"the loaders need at least {duration(fed)} a step" if fed and most == unfed else ""
     figures = {**_figures(estimate), "saving_ns": saving, "share": share, "speedup": speedup(share), "lost_share": lost}
     notable = rule.notable if estimate.notable is None else estimate.notable
-    if estimate.clear or estimate.saving_ns < notable * step or share < LEAST_SHARE:
+    if estimate.unknown and max(estimate.by_rank_ns.values()) >= notable * step:
+        raise NotMeasured(f"{estimate.summary}; {estimate.unknown}")
+    if estimate.clear or estimate.unknown or estimate.saving_ns < notable * step or share < LEAST_SHARE:
         summary = estimate.summary or loses
         return "clear", {**figures, "summary": f"{summary}: {slow_loader}" if slow_loader and share else summary}
     varied = ""

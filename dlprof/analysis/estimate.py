@@ -6,7 +6,9 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+import pandas as pd
 
 from dlprof.analysis import subjects
 from dlprof.result import Change, Forecast, Panel, Scope
@@ -40,6 +42,8 @@ class Estimate:
     """What one bottleneck costs a run, also where that is nothing. All times in ns of the mean steady step.
 
     `gone_ns`: what each rank loses by itself; `saving_ns` and `by_rank_ns` are then made of it, and not given.
+    `noise_of`, `least_of`: categories of time; `noise_ns` is then theirs, and `least_ns` the least of them in a step.
+    `unknown`: why the saving is not known; what is given is then the most that it can be, and no finding.
     `loses` continues "12 % of each step": "waits for data". `summary`: one sentence instead, where nothing is found.
     `seen`: what the rule's `explain` needs of what `check` found.
     """
@@ -49,6 +53,8 @@ class Estimate:
     gone_ns: Mapping[int, float] = field(default_factory=dict)
     noise_ns: float = 0.0  # standard error of what the saving was estimated from
     least_ns: float = 0.0  # the least saving in every measured step; 0: not known
+    noise_of: tuple[str, ...] = ()
+    least_of: tuple[str, ...] = ()
     lost_ns: float | None = None  # what the bottleneck takes, if that is not the saving; None: the saving
     scope: Scope = "step"
     within: Mapping[str, float] = field(default_factory=dict)  # the part of the saving in one category, ns
@@ -56,12 +62,17 @@ class Estimate:
     loses: str = ""
     summary: str = ""
     seen: Any = None
+    unknown: str = ""
     clear: bool = False  # nothing is found, whatever the saving
 
     @property
     def worst(self) -> int:
         """The rank that it costs most."""
         return worst(self.by_rank_ns)
+
+    def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Return that rank's rows of a frame."""
+        return frame[frame["rank"] == self.worst]
 
 
 def nothing(summary: str) -> Estimate:
@@ -82,20 +93,24 @@ class Rule:
 
     `saves_from`: the categories of `time` that its saving comes out of; none if it is between the steady steps.
     `feeds`: its change makes the loader faster, whose speed bounds what other changes save. `notable`: the least share
-    of the step that is a finding.
+    of the step that is a finding. `only_with`: what a job has that may have it; it trains on a GPU, or on the CPU, or
+    reads from a DataLoader.
     """
 
-    id: str
     title: str
     check: Callable[..., Estimate]
     explain: Callable[..., Explanation]
     saves_from: tuple[str, ...] = ()
     feeds: bool = False
     notable: float = LEAST_SHARE
+    only_with: Literal["", "gpu", "cpu", "loader"] = ""
+    id: str = ""  # the name of its file
 
     def __post_init__(self) -> None:
         subjects.check(self.check)
         subjects.check(self.explain, given=1)
+        if not self.id:
+            object.__setattr__(self, "id", self.check.__module__.rpartition(".")[2])
 
     @property
     def manual(self) -> str:

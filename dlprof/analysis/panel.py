@@ -62,6 +62,11 @@ def table(
     )
 
 
+def named(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return a frame with a column `name` that says of which rank each row is."""
+    return frame.assign(name=[f"rank {rank}" for rank in frame["rank"]])
+
+
 def rows(table: pd.DataFrame) -> tuple[tuple[Any, ...], ...]:
     """Return the rows of a panel's table: each cell, None where there is none."""
     return tuple(cells(table).itertuples(index=False, name=None))

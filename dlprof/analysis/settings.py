@@ -10,6 +10,9 @@ from dlprof.analysis.engine import Job
 
 Settings = Mapping[str, Any]
 
+# What lets the allocator use freed pieces of different sizes together.
+EXPANDABLE = "expandable_segments:True"
+
 # Backends of jobs that train on the CPU.
 _CPU_BACKENDS = ("gloo", "mpi")
 

@@ -107,6 +107,42 @@ def test_not_measured(job: Run) -> None:
     assert (said.state, said.why, said.saving_ns) == ("not_measured", "no trace", 0)
 
 
+def test_a_rule_is_not_asked_about_a_job_of_another_kind(job: Run, tmp_path: Path) -> None:
+    def asked(about: Run, device: str) -> str:
+        one = replace_rule(rule(finding()), only_with=device)
+        return diagnose(about, [one], jobs=1).outcomes[0].state
+
+    on_cpu = open_run(recorded(tmp_path, (None, [light(n, 10 * MS) for n in range(40)], CPU)))
+    assert (asked(job, "gpu"), asked(job, "cpu")) == ("found", "does_not_apply")
+    assert (asked(on_cpu, "gpu"), asked(on_cpu, "cpu")) == ("does_not_apply", "found")
+
+
+def test_noise_may_be_that_of_a_category(tmp_path: Path) -> None:
+    steps = [light(n, 10 * MS, fetch_ns=(1 + n % 3) * MS) for n in range(40)]
+    run = open_run(recorded(tmp_path, (None, steps, CPU)))
+    result = diagnose(run, [rule(finding(0.5, noise_of=("input_wait",)))], jobs=1)
+    (noise,) = (part.noise_ns for part in result.time if part.category == "input_wait")
+    assert result.outcomes[0].noise_ns == noise > 0
+
+
+def test_the_least_saving_may_be_that_of_a_category(job: Run) -> None:
+    varies = rule(finding(0.9, noise_ns=STEP_NS, least_of=("computation",)))
+    result = diagnose(job, [varies], jobs=1)
+    computing = max(part.share for part in result.time if part.category == "computation")
+    assert LEAST_SHARE < computing < 0.9
+    assert result.outcomes[0].share == pytest.approx(computing)
+
+
+@pytest.mark.parametrize(("share", "state"), [(0.019, "clear"), (0.021, "not_measured")])
+def test_a_saving_that_is_not_known_is_no_finding_and_clear_where_it_cannot_be_one(
+    job: Run, share: float, state: str
+) -> None:
+    said = answer(job, lambda: Estimate(gone_ns={0: share * STEP_NS}, summary="products take long", unknown="no peak"))
+    assert (said.state, said.noise_ns) == (state, 0.0)
+    assert (said.why or said.summary).startswith("products take long")
+    assert ("no peak" in said.why) == (state == "not_measured")
+
+
 def test_does_not_apply(job: Run) -> None:
     said = answer(job, raising(DoesNotApply("no GPU")))
     assert (said.state, said.why, said.saving_ns) == ("does_not_apply", "no GPU", 0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pandas as pd
 import pytest
 
-from dlprof.analysis.estimate import change, nothing, worst
+from dlprof.analysis.estimate import Estimate, change, nothing, worst
 from dlprof.result import Change, Setting
 
 
@@ -17,6 +18,11 @@ def test_the_worst_rank_is_the_first_with_most() -> None:
     assert worst({3: 1.0, 1: 2.0, 2: 2.0}) == 1
     with pytest.raises(ValueError, match="empty"):
         worst({})
+
+
+def test_the_rows_of_an_estimate_are_those_of_its_worst_rank() -> None:
+    frame = pd.DataFrame({"rank": [0, 1, 1], "ns": [1.0, 2.0, 3.0]})
+    assert Estimate(by_rank_ns={0: 1.0, 1: 2.0}).rows(frame)["ns"].tolist() == [2.0, 3.0]
 
 
 def test_a_change_names_its_settings() -> None:

@@ -56,27 +56,18 @@ class Fit:
 
 
 @across_ranks
-def fitted(starting: pd.DataFrame) -> Fit | None:
-    """Return what starting and moving take, by `starting`; None where it does not show that."""
-    return Fit(*starting.iloc[0].tolist()) if len(starting) else None
-
-
-@across_ranks
-def starting(transfers: pd.DataFrame) -> pd.DataFrame:
-    """Tell starting from moving by the smallest and the largest class of all-reduces: start_ns, byte_ns (see Fit).
-
-    One row; none where the classes are alike.
-    """
+def fitted(transfers: pd.DataFrame) -> Fit | None:
+    """Tell starting from moving by the smallest and the largest class of all-reduces; None where these are alike."""
     one = transfers.query("collective == 'all_reduce' and bytes > 0 and transfer_ns > 0")
-    rows = []
-    if len(one):
-        one = one[one["members"] == one.groupby("members")["transfer_ns"].sum().idxmax()]
-        by = one.groupby("size").agg(bytes=("bytes", "median"), ns=("transfer_ns", "median"), n=("bytes", "size"))
-        by = by[by["n"] >= ENOUGH].sort_values("bytes")
-        if len(by) > 1 and by["bytes"].iloc[-1] >= APART * by["bytes"].iloc[0]:
-            byte = (by["ns"].iloc[-1] - by["ns"].iloc[0]) / (by["bytes"].iloc[-1] - by["bytes"].iloc[0])
-            rows = [(max(by["ns"].iloc[0] - byte * by["bytes"].iloc[0], 0.0), byte)] if byte > 0 else []
-    return pd.DataFrame(rows, columns=["start_ns", "byte_ns"], dtype=float)
+    if not len(one):
+        return None
+    one = one[one["members"] == one.groupby("members")["transfer_ns"].sum().idxmax()]
+    by = one.groupby("size").agg(bytes=("bytes", "median"), ns=("transfer_ns", "median"), n=("bytes", "size"))
+    by = by[by["n"] >= ENOUGH].sort_values("bytes").astype(float)
+    if len(by) < 2 or by["bytes"].iloc[-1] < APART * by["bytes"].iloc[0]:
+        return None
+    byte = (by["ns"].iloc[-1] - by["ns"].iloc[0]) / (by["bytes"].iloc[-1] - by["bytes"].iloc[0])
+    return Fit(max(by["ns"].iloc[0] - byte * by["bytes"].iloc[0], 0.0), byte) if byte > 0 else None
 
 
 @across_ranks

@@ -122,8 +122,8 @@ def exposed_transfer(own_time: pd.DataFrame, breakdown: pd.DataFrame) -> pd.Seri
 
 
 @across_ranks
-def transfer_noise(own_time: pd.DataFrame, waits: Maybe[pd.DataFrame], breakdown: Maybe[pd.DataFrame]) -> pd.DataFrame:
-    """Return one row, how well the exposed transfer is known: share, the standard error of its mean over its mean.
+def transfer_noise(own_time: pd.DataFrame, waits: Maybe[pd.DataFrame], breakdown: Maybe[pd.DataFrame]) -> float:
+    """Return how well the exposed transfer is known: the standard error of its mean over its mean.
 
     Waiting varies far more, for it is the difference of two ranks' jitter. A transfer is the same for all its ranks:
     their mean counts as one value a step. Where waiting is not known, all communication counts.
@@ -137,7 +137,7 @@ def transfer_noise(own_time: pd.DataFrame, waits: Maybe[pd.DataFrame], breakdown
     else:
         noise = part_noise(breakdown.get(), "communication")
         mean = max(part(breakdown.get(), "communication").values(), default=0.0)
-    return pd.DataFrame({"share": [noise / mean if mean else 0.0]})
+    return float(noise / mean) if mean else 0.0
 
 
 @per_rank

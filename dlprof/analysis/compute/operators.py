@@ -83,9 +83,8 @@ def operators(
 
     Columns: operator, dtype and shape ("": not known), calls (kernels on a device), ns, tensor_ns and float32_ns (in
     kernels that multiply on tensor cores, and in float32 without), flops and bytes (NaN: not known), bound ("compute",
-    "memory", "launch" or "": not known), best_ns: what compute and memory allow at the least (NaN: not known), and
-    shared (the operator met several shapes, and its time was shared out among them by FLOPs).
-    Raises NotMeasured where no operator's work was traced.
+    "memory", "launch" or "": not known), and shared (the operator met several shapes, and its time was
+    shared out among them by FLOPs). Raises NotMeasured where no operator's work was traced.
     """
     traced = _traced(operator_work, spans, len(timing.windows))
     frame = _with_counts(traced, _calls(operator_work, spans, has_device), rank)
@@ -97,7 +96,6 @@ def operators(
         peak.append(peaks.get(precision_of(operator, dtype, allowed), math.nan))
     compute, memory = frame["flops"] / peak * 1e9, frame["bytes"] / (bandwidth or math.nan) * 1e9
     short = has_device & (frame["ns"] < SMALL_NS * frame["calls"])
-    frame["best_ns"] = np.fmax(compute, memory)
     frame["bound"] = np.select([short, compute >= memory, compute < memory], ["launch", "compute", "memory"], "")
     return frame.head(MOST_ROWS).drop(columns=["tf32_ns", "times"])
 

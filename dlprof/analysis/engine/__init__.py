@@ -8,6 +8,7 @@ failed, that travels in place of its frame.
 from dlprof.analysis.engine.needs import (
     JOB,
     RANK,
+    Frame,
     Maybe,
     Measure,
     MeasureFailed,
@@ -27,6 +28,7 @@ __all__ = [
     "JOB",
     "RANK",
     "Done",
+    "Frame",
     "Job",
     "Maybe",
     "Measure",

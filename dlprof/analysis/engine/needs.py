@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import pandas as pd
 
@@ -16,6 +16,8 @@ from dlprof.errors import NotMeasured
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+Frame: TypeAlias = pd.DataFrame  # what most measures are
 
 # The parameters that are facts and no measures.
 RANK = "rank"

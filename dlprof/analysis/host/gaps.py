@@ -67,7 +67,7 @@ def gaps(
     host_gaps: iv.Intervals,
     python_gaps: iv.Intervals,
     what_if: Maybe[WhatIf],
-    on_training_thread: pd.DataFrame,
+    in_optimizer: iv.Intervals,
     device_work: pd.DataFrame,
 ) -> pd.DataFrame:
     """Divide the device's idle time of a steady traced step by its cause: one row, in ns.
@@ -86,9 +86,7 @@ def gaps(
     graph_gain = python_gain = np.nan
     if asked := what_if.or_none():
         # What captures the model's forward and backward pass leaves the optimizer's launches as they are.
-        steps_of_it = host.is_named(on_training_thread, "Optimizer.step#", "dlprof::optimizer")
-        optimizer = host.cover(on_training_thread, steps_of_it)
-        graph = asked.gain_ns(calls=0.0, other=((optimizer, 1.0),), gap_ns=GRAPH_GAP_NS) if len(launching) else 0.0
+        graph = asked.gain_ns(calls=0.0, other=((in_optimizer, 1.0),), gap_ns=GRAPH_GAP_NS) if len(launching) else 0.0
         # From the traced steps to the mean steady one.
         scale = asked.measured_ns / max(asked.step_ns, 1.0) / steps
         graph_gain = min(graph, (iv.total(launching) + iv.total(latency)) * scale)
@@ -216,8 +214,10 @@ def check_launches(launch_means: pd.DataFrame) -> None:
         raise NotMeasured(f"the device ran {few}: that is no training, but compiling, starting up or a part of a trace")
 
 
-# The categories of the step in which the host is late.
+# The categories of the step in which the host is late; and what is shorter with a host that is not: it waits for its
+# data while the device works.
 HOST = ("host", "optimizer_host")
+SAVES_FROM = ("input_wait", *HOST, "launch_latency")
 
 # What a faster host is worth: on a CPU all of its time; on a device, without the script's own Python, or with the
 # launches of a captured graph.

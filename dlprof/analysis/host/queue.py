@@ -48,7 +48,7 @@ _WAIT = ["ended_by", "stream", "launched_by", "waits_for"]
 @per_rank
 def device_lag(trace_window: TracedSteps, timing: Timing, launch_queue: Maybe[Queue]) -> pd.DataFrame:
     """Return one row: lag_ns, how far the device is behind the host where a steady traced step begins; queued (launches
-    that wait to start, the mean over those steps) and most_queued.
+    that wait to start, the mean over those steps).
 
     Raises NotMeasured where the trace does not link launches to device work.
     """
@@ -58,11 +58,8 @@ def device_lag(trace_window: TracedSteps, timing: Timing, launch_queue: Maybe[Qu
     if not trace_window.linked or np.isnan(lag).all():
         raise NotMeasured(NOT_LINKED)
     queue = launch_queue.get()
-    length = queue.length[iv.holds(iv.merge(timing.windows), queue.at)]
     mean = queue.mean(int(timing.windows[0, 0]), int(timing.windows[-1, 1]))
-    return pd.DataFrame(
-        {"lag_ns": [float(np.nanmean(lag))], "queued": [mean], "most_queued": [int(length.max(initial=0))]}
-    )
+    return pd.DataFrame({"lag_ns": [float(np.nanmean(lag))], "queued": [mean]})
 
 
 @per_rank

@@ -20,6 +20,7 @@ from dlprof.analysis.timeline.what_if import LITTLE, WhatIf
 
 TINY_BYTES = 4_096  # scalars (a loss, a counter) are smaller; what they cost is a wait, not a copy
 _RATE_BYTES = 1 << 20  # smaller copies take as long to start as to run, and do not show the rate of their link
+NOTABLE_SHARE = 0.03  # from where the analysis tools of NVIDIA and AMD advise a change of exposed pageable copies
 
 
 @per_rank

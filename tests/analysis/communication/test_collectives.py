@@ -128,7 +128,7 @@ def test_calls_of_another_thread_are_another_kernels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "peer"), [((0, 2), 2), ((0, 1, 2), -1)])
-def test_in_a_group_of_two_there_is_only_one_other(tmp_path: Path, ranks: tuple[int, ...], peer: int) -> None:
+def test_in_a_group_of_two_there_is_only_withe_other(tmp_path: Path, ranks: tuple[int, ...], peer: int) -> None:
     assert told(tmp_path, traces.sent("send", 2, MS, MS, group="7", ranks=ranks, told=False)) == [("send", peer)]
 
 

@@ -46,7 +46,7 @@ def test_single_steps_are_compared_by_their_quantiles() -> None:
     assert compare(a, run(100)).quantiles == ()
 
 
-def test_a_part_that_only_one_run_has_is_compared_with_none() -> None:
+def test_a_part_that_only_withe_run_has_is_compared_with_none() -> None:
     (_, wait) = compare(run(100), run(140, wait=40)).time
     assert (wait.a_ns, wait.b_ns, wait.verdict) == (0, 40 * MS, "slower")
 

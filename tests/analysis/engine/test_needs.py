@@ -44,7 +44,7 @@ def test_a_parameter_that_names_nothing_fails_where_it_is_defined() -> None:
     with pytest.raises(TypeError, match="timing"):  # which does not travel
         across_ranks(of_a_process)
     with pytest.raises(TypeError, match="step_meens"):
-        Rule("typo", "Some state", asks, asks)  # type: ignore[arg-type] # it fails before that is called
+        Rule("Some state", asks, asks)  # type: ignore[arg-type] # it fails before that is called
 
 
 def test_two_measures_of_one_name_fail_where_the_second_is_defined() -> None:

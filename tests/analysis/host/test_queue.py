@@ -71,7 +71,6 @@ def test_the_lag_and_the_queue_grow_with_a_host_that_runs_ahead(tmp_path: Path) 
     (row,) = rank.once(device_lag).to_dict("records")
     # The first steps, in which the host gets its lead, do not count.
     assert row["lag_ns"] > 2 * MS
-    assert row["most_queued"] == 8  # of twelve launched, four have begun
     series = rank.once(queue_series)
     assert series["queued"].max() <= 8
     assert series["queued"].iloc[-1] < 1 < series["queued"].max()

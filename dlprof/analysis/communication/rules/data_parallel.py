@@ -17,19 +17,19 @@ What to change: `torchrun --nproc-per-node GPUS`, `DistributedDataParallel(model
 
 from __future__ import annotations
 
-import pandas as pd
-
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.step.savings import saving
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Panel
 from dlprof.units import duration
 
+# The change is larger than a keyword: worth it from where exposed communication is notable.
+NOTABLE_SHARE = 0.05
 
-def check(replication: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job: Job) -> Estimate:
-    """Estimate what DataParallel copies in a step and DistributedDataParallel would not."""
+
+def check(replication: Maybe[Frame], own_time: Maybe[Frame], job: Job) -> Estimate:
     model = settings.model(job)
     if model and not model.get("data_parallel"):
         raise DoesNotApply("the model is not in nn.DataParallel")
@@ -50,10 +50,9 @@ def check(replication: Maybe[pd.DataFrame], own_time: Maybe[pd.DataFrame], job: 
     )
 
 
-def explain(estimate: Estimate, replication: pd.DataFrame, mean_step_ns: float) -> Explanation:
-    """Show what of a step is copying, and what the host spends inside DataParallel."""
+def explain(estimate: Estimate, replication: Frame, mean_step_ns: float) -> Explanation:
     rank, copying = estimate.worst, estimate.by_rank_ns[estimate.worst]
-    inside = by_rank(replication, "forward_ns")[rank]
+    inside = float(estimate.rows(replication)["forward_ns"].iloc[0])
     parts = (("the host, inside DataParallel's forward", inside), ("copying, in forward and backward", copying))
     torchrun = "`DistributedDataParallel` under `torchrun --nproc-per-node GPUS`, with a `DistributedSampler`"
     return Explanation(
@@ -67,11 +66,5 @@ def explain(estimate: Estimate, replication: pd.DataFrame, mean_step_ns: float) 
     )
 
 
-RULE = Rule(
-    "data_parallel",
-    "Several GPUs in one process",
-    check,
-    explain,
-    saves_from=("computation", "communication", "copy", "host", "other"),
-    notable=0.05,  # the change is larger than a keyword: worth it from where exposed communication is notable
-)
+_SAVES_FROM = ("computation", "communication", "copy", "host", "other")
+RULE = Rule("Several GPUs in one process", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE)

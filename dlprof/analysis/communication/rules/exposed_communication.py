@@ -30,7 +30,7 @@ import pandas as pd
 from dlprof.analysis.communication.collectives import NO_COLLECTIVES, ONE_RANK
 from dlprof.analysis.communication.exchange_advice import advice, new_bucket
 from dlprof.analysis.communication.exchange_plans import NOTABLE_SHARE
-from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part
@@ -52,17 +52,16 @@ _ESTIMATES = {
 
 
 def check(
-    collectives: pd.DataFrame,
-    replication: Maybe[pd.DataFrame],
+    collectives: Frame,
+    replication: Maybe[Frame],
     exposed_transfer: Maybe[pd.Series[float]],
     mean_step_ns: float,
     best_plan: Maybe[pd.Series[Any]],
-    own_time: Maybe[pd.DataFrame],
-    transfer_noise: Maybe[pd.DataFrame],
+    own_time: Maybe[Frame],
+    transfer_noise: Maybe[float],
     of_step: str,
     job: Job,
 ) -> Estimate:
-    """Estimate what the best plan saves of the exposed transfer."""
     if not len(collectives):
         raise NotMeasured(NO_COLLECTIVES) if job.world_size > 1 else DoesNotApply(ONE_RANK)
     if job.world_size < 2 and not replication.lacking:
@@ -84,7 +83,7 @@ def check(
     return Estimate(
         saving_ns=gain,
         by_rank_ns={int(str(r)): ns for r, ns in transfer.items()},
-        noise_ns=gain * float(transfer_noise.get()["share"].iloc[0]),
+        noise_ns=gain * transfer_noise.get(),
         lost_ns=lost,
         loses=loses,
         summary=summary if waiting else "",
@@ -93,22 +92,21 @@ def check(
 
 def explain(
     estimate: Estimate,
-    own_time: pd.DataFrame,
-    collectives: pd.DataFrame,
+    own_time: Frame,
+    collectives: Frame,
     mean_step_ns: float,
-    step_means: pd.DataFrame,
-    waits: Maybe[pd.DataFrame],
-    exchange_plans: pd.DataFrame,
+    step_means: Frame,
+    waits: Maybe[Frame],
+    exchange_plans: Frame,
     best_plan: pd.Series[Any],
     activations: str,
-    breakdown: pd.DataFrame,
+    breakdown: Frame,
     job: Job,
 ) -> Explanation:
-    """Compare the plans, and advise on the best one."""
     best, worst, step = best_plan, estimate.worst, mean_step_ns
-    mine = collectives[collectives["rank"] == worst]
-    per_step = len(mine) / max(by_rank(step_means, "traced_steps")[worst], 1)
-    waited = float(own_time.set_index("rank")["wait_ns"][worst])
+    mine = estimate.rows(collectives)
+    per_step = len(mine) / max(estimate.rows(step_means)["traced_steps"].iloc[0], 1)
+    waited = float(estimate.rows(own_time)["wait_ns"].iloc[0])
     more = f", {duration(waited)} more waits for other ranks" if waited else ""
     unknown = ""
     if not own_time["known"].all():
@@ -127,7 +125,7 @@ def explain(
     )
 
 
-def _evidence(breakdown: pd.DataFrame, exchange_plans: pd.DataFrame, step: float) -> Panel:
+def _evidence(breakdown: Frame, exchange_plans: Frame, step: float) -> Panel:
     exposed = percent(max(part(breakdown, "communication").values()) / step)
     as_it_is = {"change": "as it is", "gain_ns": 0.0, "why": f"{exposed} of it is communication that nothing hides"}
     rows = pd.concat([pd.DataFrame([as_it_is]), exchange_plans])
@@ -137,11 +135,4 @@ def _evidence(breakdown: pd.DataFrame, exchange_plans: pd.DataFrame, step: float
     return table("Predicted step by how the ranks exchange", rows, columns, note=note)
 
 
-RULE = Rule(
-    "exposed_communication",
-    "Communication that nothing hides",
-    check,
-    explain,
-    saves_from=("communication",),
-    notable=NOTABLE_SHARE,
-)
+RULE = Rule("Communication that nothing hides", check, explain, ("communication",), notable=NOTABLE_SHARE)

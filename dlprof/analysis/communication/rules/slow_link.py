@@ -20,11 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pandas as pd
-
 from dlprof.analysis import settings
 from dlprof.analysis.communication.links import ATTAINABLE, SLOW_OF_PEAK, slowing_settings
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.savings import saving
@@ -36,10 +34,7 @@ MOST_ROWS = 12
 MOST_NAMED = 8
 
 
-def check(
-    links: pd.DataFrame, own_time: Maybe[pd.DataFrame], transfer_noise: Maybe[pd.DataFrame], job: Job
-) -> Estimate:
-    """Compare the pace of large collectives with the link's peak and with the groups placed alike."""
+def check(links: Frame, own_time: Maybe[Frame], transfer_noise: Maybe[float], job: Job) -> Estimate:
     slow = links[links["better_ns"].notna()]
     if not len(slow):
         if links["of_peak"].notna().any():
@@ -54,14 +49,13 @@ def check(
     return Estimate(
         saving_ns=gain,
         by_rank_ns=removed,
-        noise_ns=gain * float(transfer_noise.get()["share"].iloc[0]),
+        noise_ns=gain * transfer_noise.get(),
         loses=f"is lost on the slow link of {owner}",
         seen=(slow, owner),
     )
 
 
-def explain(estimate: Estimate, links: pd.DataFrame, job: Job) -> Explanation:
-    """Name the slow link, its pace, and what may slow it."""
+def explain(estimate: Estimate, links: Frame, job: Job) -> Explanation:
     slow, owner = estimate.seen
     worst = slow.iloc[0]
     against = (
@@ -82,7 +76,7 @@ def explain(estimate: Estimate, links: pd.DataFrame, job: Job) -> Explanation:
     )
 
 
-def _owner(job: Job, links: pd.DataFrame, slow: pd.DataFrame) -> str:
+def _owner(job: Job, links: Frame, slow: Frame) -> str:
     """Name the host that all slow groups have in common and no other has; else the ranks with most exposed."""
     if slow["members"].nunique() > 1 and {r for ranks in slow["on"] for r in ranks} == set(job.ranks):
         return "all ranks"
@@ -100,7 +94,7 @@ def _named(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:MOST_NAMED]))}{', …' if len(ranks) > MOST_NAMED else ''}"
 
 
-def _changes(job: Job, slow: pd.DataFrame) -> tuple[Change, ...]:
+def _changes(job: Job, slow: Frame) -> tuple[Change, ...]:
     across = any(len({settings.host(job, r) for r in ranks}) > 1 for ranks in slow["on"])
     found = tuple(slowing_settings(job, sorted({r for ranks in slow["on"] for r in ranks}), across))
     if settings.on_cpu(job):
@@ -113,7 +107,7 @@ def _changes(job: Job, slow: pd.DataFrame) -> tuple[Change, ...]:
     return (*found, change(path, NCCL_DEBUG=(None, "INFO")), change(how))
 
 
-def _evidence(links: pd.DataFrame) -> Panel:
+def _evidence(links: Frame) -> Panel:
     columns = {
         "collective": "collective",
         "on": "ranks",
@@ -132,4 +126,4 @@ def _evidence(links: pd.DataFrame) -> Panel:
     return table("Large collectives and their links", shown, columns, MOST_ROWS, note)
 
 
-RULE = Rule("slow_link", "A slow link", check, explain, saves_from=("communication",))
+RULE = Rule("A slow link", check, explain, saves_from=("communication",))

@@ -27,7 +27,7 @@ import pandas as pd
 from dlprof.analysis import settings
 from dlprof.analysis.communication.exchange_advice import fewer_collectives
 from dlprof.analysis.communication.exchange_plans import DDP_BUCKET, Fit
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, nothing
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.savings import saving
@@ -42,16 +42,15 @@ FIRST_BUCKET_BYTES = 1 << 20
 
 
 def check(
-    sized_collectives: pd.DataFrame,
+    sized_collectives: Frame,
     fitted: Fit | None,
-    sharding: Maybe[pd.DataFrame],
+    sharding: Maybe[Frame],
     exposed_transfer: Maybe[pd.Series[float]],
-    own_time: Maybe[pd.DataFrame],
-    contention: Maybe[pd.DataFrame],
-    transfer_noise: Maybe[pd.DataFrame],
+    own_time: Maybe[Frame],
+    contention: Maybe[Frame],
+    transfer_noise: Maybe[float],
     job: Job,
 ) -> Estimate:
-    """Estimate what fewer collectives in place of the small ones save."""
     every, on_cpu = sized_collectives, settings.on_cpu(job)
     small = every[every["each_bytes"] < every["limit_bytes"]]
     n, total = float(small["calls"].sum()), float((small["each_bytes"] * small["calls"]).sum())
@@ -80,14 +79,14 @@ def check(
     return Estimate(
         saving_ns=saving(own, gone) + meets,
         by_rank_ns={int(str(r)): ns + meets for r, ns in gone.items()},
-        noise_ns=exchanges * float(transfer_noise.get()["share"].iloc[0]),
+        noise_ns=exchanges * transfer_noise.get(),
         within={"communication": exchanges + meets},
         loses="is spent starting small collectives",
         seen=(small, n, total, mean, fewer, fit, float(exposed.mean()), around, meets, crowd),
     )
 
 
-def _crowded_out(contention: Maybe[pd.DataFrame], gone: float) -> float:
+def _crowded_out(contention: Maybe[Frame], gone: float) -> float:
     """Return how much sooner every rank's training thread would find a core, without a share of the collectives, ns."""
     if contention.lacking:
         return 0.0
@@ -98,7 +97,6 @@ def _crowded_out(contention: Maybe[pd.DataFrame], gone: float) -> float:
 
 
 def explain(estimate: Estimate, mean_step_ns: float, job: Job) -> Explanation:
-    """Count the small collectives, and what each costs."""
     small, n, total, mean, fewer, fit, exposed, around, meets, crowd = estimate.seen
     moving = "moving the bytes is taken to cost nothing at this size"
     if fit is not None:
@@ -118,7 +116,7 @@ def explain(estimate: Estimate, mean_step_ns: float, job: Job) -> Explanation:
     )
 
 
-def _evidence(small: pd.DataFrame, exposed_ns: float) -> Panel:
+def _evidence(small: Frame, exposed_ns: float) -> Panel:
     """List the kinds; all exposed time is divided among them, for several at once are exposed only once."""
     share = small["exposed_ns"] / max((small["exposed_ns"] * small["ranks"]).sum(), 1)
     rows = small.assign(exposed_ns=share * exposed_ns, one_ns=small["transfer_ns"] / small["count"])
@@ -127,10 +125,6 @@ def _evidence(small: pd.DataFrame, exposed_ns: float) -> Panel:
     return table("The small collectives of a step", rows.sort_values("exposed_ns", ascending=False), headings, most=12)
 
 
-RULE = Rule(
-    "small_collectives",
-    "Many small collectives",
-    check,
-    explain,
-    saves_from=("communication", "computation", "host", "other"),  # FSDP2's work on a CPU is copying, and the host's
-)
+# FSDP2's work on a CPU is copying, and the host's.
+_SAVES_FROM = ("communication", "computation", "host", "other")
+RULE = Rule("Many small collectives", check, explain, _SAVES_FROM)

@@ -15,19 +15,16 @@ What to change: `find_unused_parameters=False`. Where parameters are unused in t
 
 from __future__ import annotations
 
-import pandas as pd
-
 from dlprof.analysis import settings
 from dlprof.analysis.communication.collectives import ONE_RANK
-from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Panel
 from dlprof.units import duration, size
 
 
-def check(unused_search: Maybe[pd.DataFrame], job: Job) -> Estimate:
-    """Estimate what the search takes, where DDP searches and has found nothing."""
+def check(unused_search: Maybe[Frame], job: Job) -> Estimate:
     model = settings.model(job)
     ddp = model.get("ddp") or {}
     if model and not ddp:
@@ -44,18 +41,16 @@ def check(unused_search: Maybe[pd.DataFrame], job: Job) -> Estimate:
     if unused:
         return nothing(f"DDP looks for unused parameters, and there are some ({size(float(unused))})")
     frame = unused_search.get()
-    gone = by_rank(frame.assign(ns=frame["search_ns"] + frame["flags_ns"]), "ns")
     return Estimate(
-        gone_ns=gone,
+        gone_ns=by_rank(frame.assign(ns=frame["search_ns"] + frame["flags_ns"]), "ns"),
         noise_ns=float(frame["noise_ns"].max()),
         loses="is spent looking for unused parameters that do not exist",
     )
 
 
-def explain(estimate: Estimate, unused_search: pd.DataFrame) -> Explanation:
-    """Show what the search takes, and what it takes to share its result."""
+def explain(estimate: Estimate, unused_search: Frame) -> Explanation:
     rank = estimate.worst
-    search, flags = (by_rank(unused_search, name)[rank] for name in ("search_ns", "flags_ns"))
+    search, flags = map(float, estimate.rows(unused_search)[["search_ns", "flags_ns"]].iloc[0])
     parts = (("search of the graph", search), ("sharing it with the other ranks", flags))
     text = "`DistributedDataParallel(..., find_unused_parameters=False)` (is True), if every step uses the whole model"
     return Explanation(
@@ -68,10 +63,5 @@ def explain(estimate: Estimate, unused_search: pd.DataFrame) -> Explanation:
     )
 
 
-RULE = Rule(
-    "unused_parameters",
-    "Search for unused parameters",
-    check,
-    explain,
-    saves_from=("computation", "communication", "host"),
-)
+_SAVES_FROM = ("computation", "communication", "host")
+RULE = Rule("Search for unused parameters", check, explain, _SAVES_FROM)

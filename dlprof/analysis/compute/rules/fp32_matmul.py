@@ -23,17 +23,15 @@ which PyTorch uses where `HIPBLASLT_ALLOW_TF32=1` is set as well.
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 
 from dlprof.analysis import settings
 from dlprof.analysis.compute.cpu_work import UNITS, is_product, times_of
 from dlprof.analysis.compute.peaks import device_peaks
 from dlprof.analysis.compute.precision_advice import autocast, tf32
 from dlprof.analysis.compute.products import TENSOR_SHARE
-from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, worst
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import part_noise
 from dlprof.analysis.step.savings import saving
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.units import digits, duration, percent
@@ -45,14 +43,12 @@ MOST_ROWS = 12
 
 
 def check(
-    tensor_cores: Maybe[pd.DataFrame],
-    cpu_float32: Maybe[pd.DataFrame],
+    tensor_cores: Maybe[Frame],
+    cpu_float32: Maybe[Frame],
     mean_step_ns: float,
-    own_time: pd.DataFrame,
-    breakdown: Maybe[pd.DataFrame],
+    own_time: Frame,
     job: Job,
 ) -> Estimate:
-    """Estimate what the products that use no tensor cores would save there."""
     on_cpu = settings.on_cpu(job)
     frame = (cpu_float32 if on_cpu else tensor_cores).get()
     if on_cpu and not frame["unit"].any():
@@ -76,7 +72,7 @@ def check(
     return Estimate(
         saving_ns=gain,
         by_rank_ns=saved,
-        noise_ns=part_noise(breakdown.get(), "computation"),
+        noise_of=("computation",),
         loses="would be saved by multiplying in 16 bits",
         summary=f"{summary}, but in 16 bits it would be only {percent(gain / mean_step_ns)} shorter: the host launches"
         " no faster, or memory is the limit",
@@ -86,13 +82,12 @@ def check(
 
 def explain(
     estimate: Estimate,
-    tensor_cores: Maybe[pd.DataFrame],
-    cpu_float32: Maybe[pd.DataFrame],
+    tensor_cores: Maybe[Frame],
+    cpu_float32: Maybe[Frame],
     mean_step_ns: float,
-    operators: pd.DataFrame,
+    operators: Frame,
     job: Job,
 ) -> Explanation:
-    """Name the rank with most such products, how much faster its device is in 16 bits, and the settings for it."""
     rank, on_cpu = estimate.seen, settings.on_cpu(job)
     name, peaks, _ = device_peaks(job.facts[rank], job.trace_facts[rank])
     half = "bfloat16" if on_cpu or "bfloat16" in peaks else "float16"
@@ -123,4 +118,4 @@ def explain(
     )
 
 
-RULE = Rule("fp32_matmul", "Products in float32", check, explain, saves_from=("computation",), notable=NOTABLE_SHARE)
+RULE = Rule("Products in float32", check, explain, saves_from=("computation",), notable=NOTABLE_SHARE)

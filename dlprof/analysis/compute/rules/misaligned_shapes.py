@@ -17,76 +17,60 @@ words).
 
 from __future__ import annotations
 
-import pandas as pd
-
-from dlprof.analysis import settings
 from dlprof.analysis.compute.peaks import device_peaks
 from dlprof.analysis.compute.products import misaligned_sizes, multiple_of
-from dlprof.analysis.engine import Job, Maybe, by_rank
-from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing, worst
+from dlprof.analysis.engine import Frame, Job, by_rank
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import part_noise
-from dlprof.errors import DoesNotApply, NotMeasured
+from dlprof.errors import NotMeasured
 from dlprof.result import Change
 from dlprof.units import duration, percent
 
 MOST_ROWS = 12
 _MOST_NAMED = 3
 
+_COLUMNS = {"operator": "operator", "shape": "shapes", "dtype": "type", "calls": "times a step", "ns": "takes_ns"}
 
-def check(
-    tensor_cores: Maybe[pd.DataFrame],
-    mean_step_ns: float,
-    breakdown: Maybe[pd.DataFrame],
-    job: Job,
-) -> Estimate:
-    """Estimate what the products of such sizes take too long."""
-    if settings.on_cpu(job):
-        raise DoesNotApply("the job trains on the CPU, which has no tensor cores")
-    frame = tensor_cores.get()
-    if not frame["aligned"].any():
-        if not frame["tensor_ns"].sum() - frame["tf32_ns"].sum():
+
+def check(tensor_cores: Frame, mean_step_ns: float, job: Job) -> Estimate:
+    if not tensor_cores["aligned"].any():
+        if not tensor_cores["tensor_ns"].sum() - tensor_cores["tf32_ns"].sum():
             return nothing("nothing is known to be multiplied in 16 or 8 bits")
         raise NotMeasured("its sizes were neither traced (`--shapes`, or record_shapes=True) nor counted")
-    took, saved = by_rank(frame, "misaligned_ns"), by_rank(frame, "misaligned_saved_ns")
+    took, unknown = by_rank(tensor_cores, "misaligned_ns"), ""
     rank = worst(took)
-    if frame["misaligned_saved_ns"].isna().any():
-        share = took[rank] / mean_step_ns
-        summary = f"products of misaligned sizes take {percent(share)} of the step"
-        if share >= LEAST_SHARE:
-            name = device_peaks(job.facts[rank], job.trace_facts[rank])[0] or "this device"
-            raise NotMeasured(
-                f"{summary}; what good sizes would save is not known: the peaks of {name}, or the products' FLOPs, are"
-                " missing"
-            )
-        return Estimate(gone_ns=took, summary=summary, clear=True)
+    if tensor_cores["misaligned_saved_ns"].isna().any():
+        name = device_peaks(job.facts[rank], job.trace_facts[rank])[0] or "this device"
+        unknown = f"what good sizes would save is not known: the peaks of {name}, or the products' FLOPs, are missing"
     return Estimate(
-        gone_ns=saved,
-        noise_ns=part_noise(breakdown.get(), "computation"),
+        gone_ns=took if unknown else by_rank(tensor_cores, "misaligned_saved_ns"),
+        noise_of=("computation",),
         loses="is lost to sizes that do not suit tensor cores",
+        summary=f"products of misaligned sizes take {percent(took[rank] / mean_step_ns)} of the step"
+        if unknown
+        else "",
+        unknown=unknown,
         seen=(rank, took[rank]),
     )
 
 
-def explain(estimate: Estimate, operators: pd.DataFrame, mean_step_ns: float) -> Explanation:
-    """List the misaligned products of the rank with most of them, and what to make of their sizes."""
+def explain(estimate: Estimate, operators: Frame, mean_step_ns: float) -> Explanation:
     rank, took = estimate.seen
     mine = operators[(operators["rank"] == rank) & (operators["shape"] != "")]
     products = zip(mine["operator"], mine["shape"], mine["dtype"], strict=True)
     mine = mine.assign(size=[misaligned_sizes(*product) for product in products])
     odd = mine[mine["size"].str.len() > 0]
-    columns = {"operator": "operator", "shape": "shapes", "dtype": "type", "calls": "times a step", "ns": "takes_ns"}
     return Explanation(
         title="Products have sizes that do not suit tensor cores",
         summary=f"Products of misaligned sizes take {duration(took)} of a step of {duration(mean_step_ns)} on"
         f" rank {rank}, {duration(estimate.by_rank_ns[rank])} more than they need.",
         changes=(_padded(odd),),
-        evidence=table(f"Products of misaligned sizes, rank {rank}", odd, columns, MOST_ROWS),
+        evidence=table(f"Products of misaligned sizes, rank {rank}", odd, _COLUMNS, MOST_ROWS),
         sure="Estimated by what other products of this run, or of this device, take a FLOP.",
     )
 
 
-def _padded(odd: pd.DataFrame) -> Change:
+def _padded(odd: Frame) -> Change:
     """Name the sizes whose products take longest, and what to make of them."""
     each = odd.assign(least=odd["dtype"].map(multiple_of)).explode("size")
     named = each.groupby(["size", "least"], sort=False)["ns"].sum().nlargest(_MOST_NAMED).index.tolist()
@@ -98,4 +82,4 @@ def _padded(odd: pd.DataFrame) -> Change:
     )
 
 
-RULE = Rule("misaligned_shapes", "Misaligned sizes", check, explain, saves_from=("computation",))
+RULE = Rule("Misaligned sizes", check, explain, saves_from=("computation",), only_with="gpu")

@@ -16,82 +16,56 @@ optimizers, `foreach` functions); cheaper launches (CUDA graphs: `torch.compile(
 
 from __future__ import annotations
 
-import pandas as pd
-
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.engine import Frame, Job, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
-from dlprof.analysis.host.gaps import SMALL_NS, check_launches
+from dlprof.analysis.host.gaps import HOST, SAVES_FROM, SMALL_NS, check_launches
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.timeline.launches import NOT_LINKED
 from dlprof.analysis.timeline.steps import check_marked
-from dlprof.errors import DoesNotApply, NotMeasured
-from dlprof.result import Change
-from dlprof.units import digits, duration, short
+from dlprof.errors import NotMeasured
+from dlprof.units import digits, duration, is_now, short
 
-_HOST = ("host", "optimizer_host")
+# Half of where idle time is worth a look (rule host_bound): here its cause is known.
+NOTABLE_SHARE = 0.05
+
+_COLUMNS = {"name": "kernel", "count": "times a step", "mean_ns": "takes_ns"}
+_CAPTURED = change(
+    '`torch.compile(model, mode="reduce-overhead")`: fewer kernels, launched as one graph',
+    mode=(None, "reduce-overhead"),
+)
 
 
-def check(
-    step_means: pd.DataFrame,
-    launch_means: Maybe[pd.DataFrame],
-    gaps: Maybe[pd.DataFrame],
-    breakdown: Maybe[pd.DataFrame],
-    job: Job,
-) -> Estimate:
-    """Estimate the launch-bound gaps behind small kernels."""
-    if settings.on_cpu(job):
-        raise DoesNotApply("the job trains on the CPU, which launches no kernels")
+def check(step_means: Frame, launch_means: Frame, gaps: Frame) -> Estimate:
     check_marked(step_means)
-    check_launches(launch_means.get())
-    rows = gaps.get()
-    if rows["graph_gain_ns"].isna().any():
+    check_launches(launch_means)
+    if gaps["graph_gain_ns"].isna().any():
         raise NotMeasured(NOT_LINKED)
-    of_gaps = rows["small_ns"] / (rows["launching_ns"] + rows["latency_ns"]).clip(lower=1.0)
-    gone = by_rank(rows.assign(gone_ns=rows["graph_gain_ns"] * of_gaps), "gone_ns")
+    of_gaps = gaps["small_ns"] / (gaps["launching_ns"] + gaps["latency_ns"]).clip(lower=1.0)
     return Estimate(
-        gone_ns=gone,
-        noise_ns=part_noise(breakdown.get(), *_HOST),
-        least_ns=part_least(breakdown.get(), *_HOST),
+        gone_ns=by_rank(gaps.assign(gone_ns=gaps["graph_gain_ns"] * of_gaps), "gone_ns"),
+        noise_of=HOST,
+        least_of=HOST,
         loses="is lost waiting for the launch after a small kernel",
     )
 
 
-def explain(estimate: Estimate, small_kernels: pd.DataFrame, gaps: pd.DataFrame, job: Job) -> Explanation:
-    """Say how many of a step's kernels are small, and list the most frequent."""
+def explain(estimate: Estimate, small_kernels: Frame, gaps: Frame, job: Job) -> Explanation:
     rank = estimate.worst
-    mine, waits_ns = small_kernels[small_kernels["rank"] == rank], gaps.set_index("rank")["small_ns"][rank]
+    mine, waits_ns = estimate.rows(small_kernels), estimate.rows(gaps)["small_ns"].iloc[0]
     number = f"{digits(mine['small'].iloc[0])} of {digits(mine['kernels'].iloc[0])} kernels"
+    batch = settings.training_loader(job, rank).get("batch_size")
+    larger = change(f"a larger batch{is_now(batch)}: each kernel does more, at the same launch", numerics=True)
+    shown = mine.assign(name=[short(name, 120) for name in mine["name"]])
     return Explanation(
         title="Kernels are too small to hide their launches",
         summary=f"{number} a step of rank {rank} take less than {duration(SMALL_NS)}; behind them the device waits"
         f" {duration(waits_ns)} for launches.",
-        changes=_changes(job, rank),
-        evidence=table(
-            f"Small kernels of a step on rank {rank}, the most frequent",
-            mine.assign(name=[short(name, 120) for name in mine["name"]]),
-            {"name": "kernel", "count": "times a step", "mean_ns": "takes_ns"},
-        ),
+        changes=(larger,) if settings.model(job).get("compiled") else (_CAPTURED, larger),
+        evidence=table(f"Small kernels of a step on rank {rank}, the most frequent", shown, _COLUMNS),
         sure="Estimated by replaying the traced steps with the launches of a captured graph.",
     )
 
 
-def _changes(job: Job, rank: int) -> tuple[Change, ...]:
-    batch = settings.training_loader(job, rank).get("batch_size")
-    now = f" (is {batch})" if batch else ""
-    larger = change(f"a larger batch{now}: each kernel does more, at the same launch", numerics=True)
-    if settings.model(job).get("compiled"):
-        return (larger,)
-    captured = '`torch.compile(model, mode="reduce-overhead")`: fewer kernels, launched as one graph'
-    return change(captured, mode=(None, "reduce-overhead")), larger
-
-
-RULE = Rule(
-    "small_kernels",
-    "Kernels too small for their launches",
-    check,
-    explain,
-    saves_from=("input_wait", "host", "optimizer_host", "launch_latency", "other"),
-    notable=0.05,  # half of where idle time is worth a look (rule host_bound): here its cause is known
-)
+_SAVES_FROM = (*SAVES_FROM, "other")
+RULE = Rule("Kernels too small for their launches", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE, only_with="gpu")

@@ -21,13 +21,10 @@ function of the scores) `torch.nn.attention.flex_attention` can. This frees the 
 
 from __future__ import annotations
 
-import pandas as pd
-
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, by_rank
-from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing, worst
+from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import part_noise
 from dlprof.errors import NotMeasured
 from dlprof.result import Change
 from dlprof.units import duration, often, percent
@@ -64,43 +61,33 @@ _IN_LIBRARIES = change(
 )
 
 
-def check(
-    attention: Maybe[pd.DataFrame],
-    mean_step_ns: float,
-    breakdown: Maybe[pd.DataFrame],
-    job: Job,
-) -> Estimate:
-    """Estimate what fused kernels would save of the attention whose scores lie in memory."""
+def check(attention: Maybe[Frame], mean_step_ns: float, job: Job) -> Estimate:
     if settings.on_cpu(job):
         raise NotMeasured("the job trains on the CPU, and dlprof has no figures of how fast fused attention is there")
     frame = attention.get()
     if frame.empty:
         return nothing("no attention of long sequences keeps its scores in memory")
-    took = by_rank(frame, "ns")
-    unknown = ""
+    took, unknown = by_rank(frame, "ns"), ""
+    rank = worst(took)
     if (frame["shape"] == "").any():
         unknown = "its shapes were neither traced (`--shapes`, or record_shapes=True) nor counted"
     elif frame["fused_ns"].isna().any():
         unknown = f"how fast it is fused on this device, in {frame['dtype'].iloc[0]}, is not known"
-    if unknown:
-        share = took[worst(took)] / mean_step_ns
-        summary = f"attention that keeps its scores in memory takes {percent(share)} of the step"
-        if share >= LEAST_SHARE:
-            raise NotMeasured(f"{summary}; {unknown}")
-        return Estimate(gone_ns=took, summary=summary, clear=True)
     saved = by_rank(frame.assign(saved_ns=(frame["ns"] - frame["fused_ns"]).clip(lower=0.0)), "saved_ns")
     most = frame.groupby("rank")["most_ns"].first()
     saved = {rank: min(ns, float(most[rank])) for rank, ns in saved.items()}
+    takes = f"attention that keeps its scores in memory takes {percent(took[rank] / mean_step_ns)} of the step"
     return Estimate(
-        gone_ns=saved,
-        noise_ns=part_noise(breakdown.get(), "computation"),
+        gone_ns=took if unknown else saved,
+        noise_of=("computation",),
         loses="would be saved by fused attention",
-        seen=worst(took),
+        summary=takes if unknown else "",
+        unknown=unknown,
+        seen=rank,
     )
 
 
-def explain(estimate: Estimate, attention: pd.DataFrame, mean_step_ns: float) -> Explanation:
-    """List the attention of the rank with most of it, by pass and shape."""
+def explain(estimate: Estimate, attention: Frame, mean_step_ns: float) -> Explanation:
     rank = estimate.seen
     mine = attention[attention["rank"] == rank].sort_values("ns", ascending=False, kind="stable")
     return Explanation(
@@ -131,4 +118,4 @@ def _changes(between: list[str], is_math: bool) -> tuple[Change, ...]:
     return change(f"{call} in place of the products and the softmax"), _IN_LIBRARIES
 
 
-RULE = Rule("unfused_attention", "Attention in memory", check, explain, saves_from=("computation",))
+RULE = Rule("Attention in memory", check, explain, saves_from=("computation",))

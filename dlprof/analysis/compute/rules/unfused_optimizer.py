@@ -18,19 +18,16 @@ from __future__ import annotations
 
 import math
 
-import pandas as pd
-
 from dlprof.analysis import settings
 from dlprof.analysis.compute.optimizer import FUSED_LEFT
-from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Panel
 from dlprof.units import current, duration, percent
 
 
-def check(optimizer_work: Maybe[pd.DataFrame], job: Job) -> Estimate:
-    """Estimate what a fused one would save of the optimizer with most parameters."""
+def check(optimizer_work: Maybe[Frame], job: Job) -> Estimate:
     optimizer = settings.optimizer(job)
     if not optimizer:
         if any("optimizers" in facts for facts in job.facts.values()):
@@ -48,43 +45,32 @@ def check(optimizer_work: Maybe[pd.DataFrame], job: Job) -> Estimate:
     frame = optimizer_work.get()
     left = FUSED_LEFT[name][0 if settings.on_cpu(job) else 1]
     by_share = (frame["ns"] - frame["idle_ns"]) * (1 - left) + frame["idle_ns"]
-    gone = by_rank(frame.assign(gone_ns=frame["fused_gain_ns"].fillna(by_share)), "gone_ns")
     return Estimate(
-        gone_ns=gone,
+        gone_ns=by_rank(frame.assign(gone_ns=frame["fused_gain_ns"].fillna(by_share)), "gone_ns"),
         noise_ns=float(frame["noise_ns"].max()),
         loses=f"would be saved by a fused {name}",
         seen=left,
     )
 
 
-def explain(estimate: Estimate, optimizer_work: pd.DataFrame, job: Job) -> Explanation:
-    """Say what the optimizer takes and how it goes through its parameters."""
+def explain(estimate: Estimate, optimizer_work: Frame, job: Job) -> Explanation:
     optimizer, on_cpu, rank = settings.optimizer(job), settings.on_cpu(job), estimate.worst
     name, fused, foreach, parameters = (optimizer.get(key) for key in ("class", "fused", "foreach", "parameters"))
-    mine = optimizer_work[optimizer_work["rank"] == rank].iloc[0]
-    took, calls = float(mine["ns"]), float(mine["calls"])
+    took, calls = map(float, estimate.rows(optimizer_work)[["ns", "calls"]].iloc[0])
     many = "" if math.isnan(calls) else f", in {calls:,.0f} {'operators' if on_cpu else 'kernels'}"
     of = f" for {parameters:,} parameter tensors" if parameters else ""
     now = "one after the other" if foreach is False or (on_cpu and not foreach) else "in passes"
+    call = f"`{name}(..., fused=True)` (is {current(fused)}; foreach is {current(foreach)})"
     parts = (("now", took), ("fused, as predicted", max(took - estimate.by_rank_ns[rank], 0.0)))
     return Explanation(
         title="The optimizer is not fused",
         summary=f"{name} takes {duration(took)} of each step{of}{many}; it goes through them {now}.",
-        changes=(
-            change(
-                f"`{name}(..., fused=True)` (is {current(fused)}; foreach is {current(foreach)})", fused=(fused, True)
-            ),
-        ),
+        changes=(change(call, fused=(fused, True)),),
         evidence=Panel("bars", f"The optimizer's part of a step on rank {rank}", parts, unit="ns"),
         sure=f"A fused {name} is taken to need {percent(estimate.seen)} of this one's time"
         + (", as measured on a CPU." if on_cpu else ", by the memory it touches; that was not measured on a GPU."),
     )
 
 
-RULE = Rule(
-    "unfused_optimizer",
-    "Unfused optimizer",
-    check,
-    explain,
-    saves_from=("computation", "optimizer_host", "host", "other"),
-)
+_SAVES_FROM = ("computation", "optimizer_host", "host", "other")
+RULE = Rule("Unfused optimizer", check, explain, _SAVES_FROM)

@@ -22,24 +22,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import pandas as pd
-
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, worst
 from dlprof.analysis.host.between import HeldUp
-from dlprof.analysis.host.gaps import HOST, LAUNCHES, ON_CPU, PYTHON, SCRIPT
+from dlprof.analysis.host.gaps import HOST, LAUNCHES, ON_CPU, PYTHON, SAVES_FROM, SCRIPT
 from dlprof.analysis.host.stacks import COMPUTING, hottest_own
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import part_noise
 from dlprof.result import Change
 from dlprof.units import current, duration, percent, short
 
 # Idle time is worth a look from 10 to 15 % of a step on (Ascend's msprof and TraceLens); from 10 % here.
 NOTABLE_SHARE = 0.10
-
-# A host that is faster waits for its data while the device works.
-SAVES_FROM = ("input_wait", "host", "optimizer_host", "launch_latency", "other")
 
 MOST_FUNCTIONS = 3
 
@@ -63,13 +57,12 @@ _UNTRACED = ", and no step without it was recorded: the true share is smaller."
 _SCALED = ": what fills it was seen in the traced steps, and scaled to those that it did not slow."
 
 
-def check(held_up: HeldUp, host_work: pd.DataFrame, breakdown: pd.DataFrame) -> Estimate:
-    """Estimate the time in which nothing is computed, sent, copied or waited for."""
+def check(held_up: HeldUp, host_work: Frame) -> Estimate:
     work = host_work[host_work["rank"] == worst(held_up.by_rank_ns)]
     return Estimate(
         saving_ns=held_up.gain_ns,
         by_rank_ns=held_up.by_rank_ns,
-        noise_ns=part_noise(breakdown, *HOST),
+        noise_of=HOST,
         least_ns=held_up.least_ns,
         loses=_SAID[held_up.cause][1],
         seen=(held_up.cause, work[work["phase"] != ""] if held_up.besides else work, held_up.besides),
@@ -79,15 +72,14 @@ def check(held_up: HeldUp, host_work: pd.DataFrame, breakdown: pd.DataFrame) -> 
 def explain(
     estimate: Estimate,
     host_gains: Mapping[str, float],
-    step_means: pd.DataFrame,
+    step_means: Frame,
     mean_step_ns: float,
-    launch_means: pd.DataFrame,
+    launch_means: Frame,
     before_forward: tuple[int, float] | None,
-    own_python: pd.DataFrame,
-    hottest: Maybe[pd.DataFrame],
+    own_python: Frame,
+    hottest: Maybe[Frame],
     job: Job,
 ) -> Explanation:
-    """Name what fills the host's time on the rank that loses most, and what shortens it."""
     rank, (cause, work, besides) = estimate.worst, estimate.seen
     phase = str(work.groupby("phase")["ns"].sum().idxmax()) if len(work) else ""
     in_python = float(work.loc[work["name"] == PYTHON, "ns"].sum()) / max(float(work["ns"].sum()), 1.0)
@@ -95,7 +87,7 @@ def explain(
     work = work.assign(name=[short(name, 120) for name in work["name"]], phase=work["phase"].replace("", "between"))
     name, where = work[["name", "phase"]].iloc[0] if len(work) else (PYTHON, "")
     longest = "" if name == PYTHON else f"; the largest part: {name} ({where})"
-    functions = own_python[own_python["rank"] == rank].head(MOST_FUNCTIONS)
+    functions = estimate.rows(own_python).head(MOST_FUNCTIONS)
     waited = ", ".join(f"{short(f['function'], 80)} ({duration(f['ns'])})" for _, f in functions.iterrows())
     # A range of the user's may lie in any of them.
     doing = (phase,) if phase in COMPUTING else COMPUTING if phase or besides else ("rest",)
@@ -108,7 +100,7 @@ def explain(
         first = f", {short(functions['function'].iloc[0], 80)} first" if len(functions) else ""
         instead = "what the stacks show there first" if seen else "metrics in tensors, logging every k steps"
         in_loop.append(change(f"take the script's own Python out of the loop{first}: {instead}"))
-    launches = _launches(job, phase, host_gains, launch_means[launch_means["rank"] == rank].iloc[0])
+    launches = _launches(job, phase, host_gains, estimate.rows(launch_means))
     if cause != ON_CPU:
         least = LEAST_SHARE * mean_step_ns
         in_loop, launches = in_loop * (host_gains[SCRIPT] >= least), launches * (host_gains[LAUNCHES] >= least)
@@ -131,12 +123,12 @@ def explain(
     )
 
 
-def _launches(job: Job, phase: str, host_gains: Mapping[str, float], means: pd.Series[float]) -> list[Change]:
+def _launches(job: Job, phase: str, host_gains: Mapping[str, float], means: Frame) -> list[Change]:
     """Return what makes the host launch less, or at a lower cost."""
     optimizer, compiled, changes = settings.optimizer(job), settings.model(job).get("compiled"), []
     if not compiled and LAUNCHES in host_gains:
         text = '`torch.compile(model, mode="reduce-overhead")` replays launches as a CUDA graph'
-        kernels = f"{means['kernels']:,.0f} kernels a step of {duration(means['kernel_ns'])} each"
+        kernels = f"{means['kernels'].iloc[0]:,.0f} kernels a step of {duration(means['kernel_ns'].iloc[0])} each"
         gain = f"{duration(host_gains[LAUNCHES])} a step"
         changes.append(change(f"{text} ({kernels}): {gain}", mode=(None, "reduce-overhead")))
     elif not compiled and phase in ("forward", "backward"):
@@ -147,4 +139,4 @@ def _launches(job: Job, phase: str, host_gains: Mapping[str, float], means: pd.S
     return changes
 
 
-RULE = Rule("host_bound", "Waiting for the host", check, explain, saves_from=SAVES_FROM, notable=NOTABLE_SHARE)
+RULE = Rule("Waiting for the host", check, explain, (*SAVES_FROM, "other"), notable=NOTABLE_SHARE)

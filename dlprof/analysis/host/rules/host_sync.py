@@ -18,18 +18,14 @@ optimizer behind a `GradScaler`.
 
 from __future__ import annotations
 
-import pandas as pd
-
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
-from dlprof.analysis.host.gaps import HOST
+from dlprof.analysis.host.gaps import HOST, SAVES_FROM
 from dlprof.analysis.host.panels.syncs import COLUMNS, by_python
 from dlprof.analysis.host.syncs import GRAD_SCALER, together
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import part_least, part_noise
 from dlprof.analysis.timeline.steps import check_marked
-from dlprof.errors import DoesNotApply
 from dlprof.result import Change
 from dlprof.units import duration, often
 
@@ -62,46 +58,34 @@ _CURES: dict[str, Change] = {
 }
 
 
-def check(step_means: pd.DataFrame, linked: Maybe[pd.DataFrame], breakdown: pd.DataFrame, job: Job) -> Estimate:
-    """Estimate what the job would gain without such waits, from the device's idle time behind them."""
-    if settings.on_cpu(job):
-        raise DoesNotApply("the job trains on the CPU, where reading a value waits for nothing")
+def check(step_means: Frame, linked: Maybe[Frame], job: Job) -> Estimate:
     check_marked(step_means)
-    frame = linked.get()
-    gains = together(job, frame[frame["copied"] == ""])
+    waits = linked.get()
     return Estimate(
-        gone_ns=gains,
-        noise_ns=part_noise(breakdown, *HOST),
-        least_ns=part_least(breakdown, *HOST),
+        gone_ns=together(job, waits[waits["copied"] == ""]),
+        noise_of=HOST,
+        least_of=HOST,
         loses="is idle device time because the host waited for the device",
     )
 
 
-def explain(estimate: Estimate, linked: pd.DataFrame, job: Job) -> Explanation:
-    """List what waits on the rank that loses most, and what each of them can be replaced by."""
+def explain(estimate: Estimate, linked: Frame, job: Job) -> Explanation:
     rank = estimate.worst
-    mine = linked[(linked["copied"] == "") & (linked["rank"] == rank)].sort_values("idle_ns", ascending=False)
+    mine = estimate.rows(linked[linked["copied"] == ""]).sort_values("idle_ns", ascending=False)
     first, times = mine["asked"].iloc[0], often(float(mine["calls"].sum())).capitalize()
     optimizer = settings.optimizer(job)
     known = _CURES if not optimizer or settings.takes_fused(optimizer) else _CURES | {GRAD_SCALER: _NO_SCALER}
     cures = dict.fromkeys(known[asked] for asked in mine.loc[mine["idle_ns"] > 0, "asked"] if asked in known)
+    columns = COLUMNS | {"gain_ns": "saved without_ns"}
     return Explanation(
         title=f"{'GradScaler' if first == GRAD_SCALER else 'The script'} waits for its device",
         summary=f"{times} a step rank {rank} waits until its device has caught up,"
         f" most of all in {first or 'a call of Python'}; the device then idles for"
         f" {duration(float(mine['idle_ns'].sum()))} a step.",
         changes=tuple(cures) or (change("find the calls that the report lists, and make them less often"),),
-        evidence=table(
-            f"Waits of a traced step on rank {rank}", by_python(mine), COLUMNS | {"gain_ns": "saved without_ns"}
-        ),
+        evidence=table(f"Waits of a traced step on rank {rank}", by_python(mine), columns),
         sure="Estimated by replaying the traced steps without these waits.",
     )
 
 
-RULE = Rule(
-    "host_sync",
-    "Waiting for the device",
-    check,
-    explain,
-    saves_from=("input_wait", "host", "optimizer_host", "launch_latency"),
-)
+RULE = Rule("Waiting for the device", check, explain, SAVES_FROM, only_with="gpu")

@@ -18,21 +18,20 @@ callbacks), or make it do less; no allocations that synchronise in the loop. For
 
 from __future__ import annotations
 
-import pandas as pd
-
-from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.engine import Frame, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, worst
 from dlprof.analysis.host.panels.queue import waits_table
 from dlprof.analysis.host.queue import EVENT, FUNCTION, GRAPH_NODE, MEMORY, OTHER_STREAM
-from dlprof.analysis.step.breakdown import part, part_least, part_noise
+from dlprof.analysis.settings import EXPANDABLE
+from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.savings import saving
-from dlprof.errors import DoesNotApply, NotMeasured
+from dlprof.errors import NotMeasured
 from dlprof.units import duration
 
 # Waiting counts from here on, as idle time whose cause is known (small_kernels); the saving may be half of it.
 NOTABLE_SHARE = 0.05
 
+_CATEGORY = "queued_wait"
 _CHANGES = {
     EVENT: change(
         "record the event as soon as what must be waited for is launched, and wait for it as late as possible"
@@ -44,24 +43,19 @@ _CHANGES = {
         " (nsys `--cuda-graph-trace=node` shows the nodes)"
     ),
     MEMORY: change(
-        "no `cudaMalloc` or `cudaFree` in the loop: keep buffers; `PYTORCH_ALLOC_CONF=expandable_segments:True`",
-        PYTORCH_ALLOC_CONF=(None, "expandable_segments:True"),
+        f"no `cudaMalloc` or `cudaFree` in the loop: keep buffers; `PYTORCH_ALLOC_CONF={EXPANDABLE}`",
+        PYTORCH_ALLOC_CONF=(None, EXPANDABLE),
     ),
 }
 
 
-def check(
-    queued_waits: Maybe[pd.DataFrame], mean_step_ns: float, breakdown: pd.DataFrame, own_time: pd.DataFrame, job: Job
-) -> Estimate:
-    """Estimate what the job would gain without the queued work's waits for what most of it waits for."""
-    if settings.on_cpu(job):
-        raise DoesNotApply("the job trains on the CPU, which has no queue")
-    frame, waits = queued_waits.get(), part(breakdown, "queued_wait")
+def check(queued_waits: Frame, mean_step_ns: float, breakdown: Frame, own_time: Frame) -> Estimate:
+    waits = part(breakdown, _CATEGORY)
     most = waits[worst(waits)]
-    mine = frame[frame["rank"] == worst(waits)]
+    mine = queued_waits[queued_waits["rank"] == worst(waits)]
     gains = {
         reason: saving(own_time, by_rank(same.drop_duplicates("rank"), "gain_ns"))
-        for reason, same in frame.groupby("waits_for")
+        for reason, same in queued_waits.groupby("waits_for")
         if reason in _CHANGES and (mine["waits_for"] == reason).any()
     }
     best = max(gains, key=lambda reason: gains[reason], default="")
@@ -77,8 +71,8 @@ def check(
     return Estimate(
         saving_ns=gain,
         by_rank_ns=waits,
-        noise_ns=part_noise(breakdown, "queued_wait"),
-        least_ns=part_least(breakdown, "queued_wait"),
+        noise_of=(_CATEGORY,),
+        least_of=(_CATEGORY,),
         lost_ns=most,
         loses="is idle device time although work is queued",
         clear=not notable,
@@ -86,10 +80,9 @@ def check(
     )
 
 
-def explain(estimate: Estimate, queued_waits: pd.DataFrame, mean_step_ns: float) -> Explanation:
-    """Name the work that waits longest for what can be changed."""
+def explain(estimate: Estimate, queued_waits: Frame, mean_step_ns: float) -> Explanation:
     rank, reason = estimate.worst, estimate.seen
-    first = queued_waits[(queued_waits["rank"] == rank) & (queued_waits["waits_for"] == reason)].iloc[0]
+    first = estimate.rows(queued_waits[queued_waits["waits_for"] == reason]).iloc[0]
     return Explanation(
         title="Queued work waits",
         summary=f"For {duration(estimate.by_rank_ns[rank])} of {duration(mean_step_ns)} the device of rank {rank} idles"
@@ -101,4 +94,4 @@ def explain(estimate: Estimate, queued_waits: pd.DataFrame, mean_step_ns: float)
     )
 
 
-RULE = Rule("queued_wait", "Queued work that waits", check, explain, saves_from=("queued_wait", "launch_latency"))
+RULE = Rule("Queued work that waits", check, explain, (_CATEGORY, "launch_latency"), only_with="gpu")

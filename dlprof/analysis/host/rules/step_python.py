@@ -19,15 +19,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import pandas as pd
-
-from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.engine import Frame, Maybe, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.stacks import shown
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.savings import saving
-from dlprof.errors import DoesNotApply
 from dlprof.units import duration, percent
 
 # A step of training always does a little between its phases: from this share on it is worth a look.
@@ -36,16 +31,7 @@ NOTABLE_SHARE = 0.05
 MOST_LINES = 3
 
 
-def check(
-    lines_between: pd.DataFrame,
-    between_twice: Maybe[pd.DataFrame],
-    own_time: pd.DataFrame,
-    mean_step_ns: float,
-    job: Job,
-) -> Estimate:
-    """Estimate what the script's own lines between the phases take of each rank's step."""
-    if not settings.on_cpu(job):
-        raise DoesNotApply("the job trains on a device: host_bound judges what its host does")
+def check(lines_between: Frame, between_twice: Maybe[Frame], mean_step_ns: float) -> Estimate:
     lines = lines_between[lines_between["ns"] >= LEAST_SHARE * mean_step_ns]
     told = between_twice.or_none()
     if told is not None and not told["lines_first"].any():
@@ -53,17 +39,15 @@ def check(
         lines = lines[lines["ns"] >= LEAST_SHARE * mean_step_ns]
     if not len(lines):
         return nothing("no line between the phases takes a notable part of the step")
-    costs = by_rank(lines.groupby("rank")[["ns"]].sum().reset_index(), "ns")
     return Estimate(
-        saving_ns=saving(own_time, costs),
-        by_rank_ns=costs,
+        gone_ns=by_rank(lines, "ns"),
         noise_ns=math.hypot(*lines[lines["rank"] == lines["rank"].iloc[0]]["noise_ns"]),
         loses="goes to lines of the script between the phases of the step",
         seen=lines,
     )
 
 
-def _left(lines: pd.DataFrame, told: Mapping[int, float]) -> pd.DataFrame:
+def _left(lines: Frame, told: Mapping[int, float]) -> Frame:
     """Return the lines with what they take besides the time of each rank that is told elsewhere, by their shares."""
     whole = lines.groupby("rank")["ns"].transform("sum")
     left = (1 - lines["rank"].map(told).fillna(0.0) / whole.clip(lower=1.0)).clip(lower=0.0)
@@ -71,9 +55,8 @@ def _left(lines: pd.DataFrame, told: Mapping[int, float]) -> pd.DataFrame:
 
 
 def explain(estimate: Estimate, mean_step_ns: float) -> Explanation:
-    """Name the lines, and what each takes."""
     rank = estimate.worst
-    lines = estimate.seen[estimate.seen["rank"] == rank].sort_values("ns", ascending=False)
+    lines = estimate.rows(estimate.seen).sort_values("ns", ascending=False)
     places = [shown(*place) for place in lines[["function", "file", "line"]].itertuples(index=False)]
     named = [f"{place}: {percent(ns / mean_step_ns)}" for place, ns in zip(places, lines["ns"], strict=True)]
     more = f" and {len(named) - MOST_LINES} more lines" if len(named) > MOST_LINES else ""
@@ -96,11 +79,7 @@ def explain(estimate: Estimate, mean_step_ns: float) -> Explanation:
     )
 
 
+_SAVES_FROM = ("host", "computation", "other")
 RULE = Rule(
-    "step_python",
-    "The script's lines between the phases",
-    check,
-    explain,
-    saves_from=("host", "computation", "other"),
-    notable=NOTABLE_SHARE,
+    "The script's lines between the phases", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE, only_with="cpu"
 )

@@ -23,10 +23,8 @@ in one file), collate whole tensors, and give the loader's processes free cores.
 
 from __future__ import annotations
 
-import pandas as pd
-
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule
 from dlprof.analysis.host.stacks import hottest_own
 from dlprof.analysis.input.fetch_replay import SAMPLES
@@ -49,13 +47,12 @@ _ASSUMED = " That the other ranks wait for a rank that waits for data was not re
 
 
 def check(
-    input_waits: pd.DataFrame,
+    input_waits: Frame,
     input_cost_ns: float,
     starving: Starving,
     faster_loader: FasterLoader,
-    breakdown: pd.DataFrame,
+    breakdown: Frame,
 ) -> Estimate:
-    """Estimate the exposed wait of each rank, and what the job would gain by a faster loader."""
     saving, cost, step = faster_loader.saving_ns, input_cost_ns, starving.step_ns
     loses, ready = "waits for data", input_waits["taken_ns"].max() / step
     if starving.others:
@@ -84,14 +81,13 @@ def explain(
     _: Estimate,
     starving: Starving,
     faster_loader: FasterLoader,
-    step_series: pd.DataFrame,
-    own_time: pd.DataFrame,
-    loader_means: Maybe[pd.DataFrame],
-    worker_means: Maybe[pd.DataFrame],
-    hottest: Maybe[pd.DataFrame],
+    step_series: Frame,
+    own_time: Frame,
+    loader_means: Maybe[Frame],
+    worker_means: Maybe[Frame],
+    hottest: Maybe[Frame],
     job: Job,
 ) -> Explanation:
-    """Tell how the loader of the rank that waits most works, and which step each change would give."""
     rank, plan, victims = starving.rank, faster_loader.plan, starving.victims
     held_up = ""
     if victims:
@@ -132,4 +128,4 @@ def _sure(job: Job, faster: FasterLoader) -> str:
     )
 
 
-RULE = Rule("input_wait", "Waiting for data", check, explain, saves_from=SAVES_FROM, feeds=True, notable=NOTABLE_SHARE)
+RULE = Rule("Waiting for data", check, explain, saves_from=SAVES_FROM, feeds=True, notable=NOTABLE_SHARE)

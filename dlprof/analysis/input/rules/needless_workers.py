@@ -20,10 +20,8 @@ What to change: `num_workers=0`, or the smaller number that is named. PyTorch ta
 
 from __future__ import annotations
 
-import pandas as pd
-
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.input.fewer_workers import FewerWorkers
 from dlprof.errors import DoesNotApply
@@ -32,7 +30,6 @@ from dlprof.units import count, duration, percent
 
 
 def check(fewer_workers: FewerWorkers | None) -> Estimate:
-    """Estimate what the job would gain with fewer workers."""
     if fewer_workers is None:
         raise DoesNotApply("training is on a device, or its loader has no workers")
     return Estimate(
@@ -46,11 +43,10 @@ def check(fewer_workers: FewerWorkers | None) -> Estimate:
 def explain(
     estimate: Estimate,
     fewer_workers: FewerWorkers,
-    loader_means: Maybe[pd.DataFrame],
-    worker_means: Maybe[pd.DataFrame],
+    loader_means: Maybe[Frame],
+    worker_means: Maybe[Frame],
     job: Job,
 ) -> Explanation:
-    """Compare what workers cost with what they fetch, and show the step that fewer would give."""
     rank, (now, *fewer), chosen = fewer_workers.rank, fewer_workers.forecasts, fewer_workers.chosen
     rows = tuple(
         (
@@ -73,7 +69,7 @@ def explain(
     )
 
 
-def _does(loader_means: Maybe[pd.DataFrame], worker_means: Maybe[pd.DataFrame], rank: int) -> str:
+def _does(loader_means: Maybe[Frame], worker_means: Maybe[Frame], rank: int) -> str:
     """Say what workers take for a batch, and what training pays."""
     means, workers = (frame[frame["rank"] == rank] for frame in (loader_means.get(), worker_means.get()))
     share = workers["batches"] / workers["batches"].sum()
@@ -99,10 +95,5 @@ def _to(n: int, loader: settings.Settings, step_ns: float) -> Change:
     )
 
 
-RULE = Rule(
-    "needless_workers",
-    "Needless loader workers",
-    check,
-    explain,
-    saves_from=("computation", "communication", "input_wait", "optimizer_host", "host", "other"),
-)
+_SAVES_FROM = ("computation", "communication", "input_wait", "optimizer_host", "host", "other")
+RULE = Rule("Needless loader workers", check, explain, _SAVES_FROM)

@@ -16,16 +16,13 @@ training runs. `in_order=False` (torch 2.6 or later) takes whichever batch is re
 
 from __future__ import annotations
 
-import pandas as pd
-
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.input.input_waits import freed_by_equal_workers
 from dlprof.analysis.input.paces import Paces
-from dlprof.analysis.step.breakdown import part, part_noise
+from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.savings import saving_input
-from dlprof.errors import DoesNotApply
 from dlprof.result import Panel
 from dlprof.units import duration
 
@@ -37,18 +34,13 @@ MOST_BARS = 60
 
 
 def check(
-    slowest_workers: Maybe[pd.DataFrame],
-    breakdown: Maybe[pd.DataFrame],
+    slowest_workers: Frame,
+    breakdown: Maybe[Frame],
     paces: Maybe[Paces],
-    step_series: Maybe[pd.DataFrame],
-    own_time: Maybe[pd.DataFrame],
-    job: Job,
+    step_series: Maybe[Frame],
+    own_time: Maybe[Frame],
 ) -> Estimate:
-    """Estimate what the job would gain if each rank's slow worker were as fast as the others."""
-    if settings.lacks_loader(job):
-        raise DoesNotApply("no DataLoader was seen")
-    slowest = slowest_workers.get()
-    slow = slowest[slowest["others_ns"] < SCORE * slowest["dur_ns"]]
+    slow = slowest_workers[slowest_workers["others_ns"] < SCORE * slowest_workers["dur_ns"]]
     if not len(slow):
         return nothing("the workers of each loader take about as long as each other for a batch")
     wait, recorded = part(breakdown.get(), "input_wait"), paces.get()
@@ -59,17 +51,17 @@ def check(
     return Estimate(
         saving_ns=saving_input(step_series.get(), own_time.get(), gone),
         by_rank_ns=gone,
-        noise_ns=part_noise(breakdown.get(), "input_wait"),
+        noise_of=("input_wait",),
         loses="waits for one slow loader worker",
     )
 
 
-def explain(estimate: Estimate, slowest_workers: pd.DataFrame, worker_means: pd.DataFrame, job: Job) -> Explanation:
-    """Compare the slow worker of the rank that loses most with the others."""
+def explain(estimate: Estimate, slowest_workers: Frame, worker_means: Frame, job: Job) -> Explanation:
     rank = estimate.worst
-    slow = slowest_workers[slowest_workers["rank"] == rank].iloc[0]
-    bars = worker_means[(worker_means["rank"] == rank) & (worker_means["worker"] >= 0)].head(MOST_BARS)
+    slow = estimate.rows(slowest_workers).iloc[0]
+    bars = estimate.rows(worker_means[worker_means["worker"] >= 0]).head(MOST_BARS)
     worker = int(slow["worker"])
+    rows = tuple((f"worker {w}", ns, "input_wait") for w, ns in zip(bars["worker"], bars["dur_ns"], strict=True))
     return Explanation(
         title=f"Loader worker {worker} is slower than the others",
         summary=f"Worker {worker} of rank {rank} takes {duration(slow['dur_ns'])} for a batch, the others"
@@ -84,14 +76,9 @@ def explain(estimate: Estimate, slowest_workers: pd.DataFrame, worker_means: pd.
                 in_order=(settings.training_loader(job, rank).get("in_order"), False),
             ),
         ),
-        evidence=Panel(
-            "bars",
-            f"Fetching a batch, by worker of rank {rank}",
-            tuple((f"worker {w}", ns, "input_wait") for w, ns in zip(bars["worker"], bars["dur_ns"], strict=True)),
-            unit="ns",
-        ),
+        evidence=Panel("bars", f"Fetching a batch, by worker of rank {rank}", rows, unit="ns"),
         sure="Predicted by replaying the recorded batches, the other workers' fetches in the place of the slow one's.",
     )
 
 
-RULE = Rule("slow_worker_batches", "One slow loader worker", check, explain, saves_from=("input_wait",), feeds=True)
+RULE = Rule("One slow loader worker", check, explain, ("input_wait",), feeds=True, only_with="loader")

@@ -24,8 +24,7 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import Frame, Job
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
 from dlprof.errors import DoesNotApply, NotMeasured
@@ -43,20 +42,16 @@ _COLUMNS = {
 }
 
 
-def check(restarts: Maybe[pd.DataFrame], training_steps: Maybe[pd.Series[float]], job: Job) -> Estimate:
-    """Estimate what the epochs with new workers cost, spread over the training steps."""
-    if settings.lacks_loader(job):
-        raise DoesNotApply("no DataLoader was seen")
-    seen, steps = restarts.get(), training_steps.get()
-    if not len(seen):
+def check(restarts: Frame, training_steps: pd.Series[float]) -> Estimate:
+    if not len(restarts):
         raise DoesNotApply("no loader has workers")
-    if not seen["anew"].any():
-        if (seen["epochs"] < 2).all():
+    if not restarts["anew"].any():
+        if (restarts["epochs"] < 2).all():
             raise NotMeasured("one epoch was recorded: whether workers start anew shows only with a second one")
         return nothing("the workers stay from epoch to epoch")
-    anew = seen[seen["anew"] > 0]
+    anew = restarts[restarts["anew"] > 0]
     spread = anew[["gain_ns", "noise_ns"]].mul(anew["anew"], axis=0).groupby(anew["rank"]).sum()
-    spread = spread.reindex(steps.index).fillna(0.0).div(steps, axis=0)
+    spread = spread.reindex(training_steps.index).fillna(0.0).div(training_steps, axis=0)
     return Estimate(
         saving_ns=float(spread["gain_ns"].mean()),
         by_rank_ns={int(str(rank)): float(ns) for rank, ns in spread["gain_ns"].items()},
@@ -66,10 +61,9 @@ def check(restarts: Maybe[pd.DataFrame], training_steps: Maybe[pd.Series[float]]
     )
 
 
-def explain(estimate: Estimate, restarts: pd.DataFrame, job: Job) -> Explanation:
-    """List the loaders whose workers start anew, on the rank that loses most."""
+def explain(estimate: Estimate, restarts: Frame, job: Job) -> Explanation:
     rank, loaders = estimate.worst, job.facts[estimate.worst].get("loaders") or []
-    mine = restarts[(restarts["rank"] == rank) & (restarts["anew"] > 0)].sort_values("gain_ns", ascending=False)
+    mine = estimate.rows(restarts[restarts["anew"] > 0]).sort_values("gain_ns", ascending=False)
     known = [loaders[number] if number < len(loaders) else {} for number in mine["loader"]]
     mine = mine.assign(of=[_name(loader, number) for loader, number in zip(known, mine["loader"], strict=True)])
     first = mine.iloc[0]
@@ -99,4 +93,4 @@ def _name(loader: Mapping[str, Any], number: int) -> str:
     return {"train": "training", "validation": "validation"}.get(str(loader.get("role")), f"loader {number}")
 
 
-RULE = Rule("worker_restart", "Loader workers that start anew", check, explain)
+RULE = Rule("Loader workers that start anew", check, explain, only_with="loader")

@@ -17,17 +17,15 @@ What to change: as many threads as a rank has cores to itself, less those that i
 
 from __future__ import annotations
 
-import pandas as pd
-
-from dlprof.analysis import settings
 from dlprof.analysis.compute.cpu_work import by_threads
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import Frame, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import part_noise
+from dlprof.analysis.panel import named, table
 from dlprof.analysis.step.savings import saving
-from dlprof.errors import DoesNotApply, NotMeasured
+from dlprof.errors import NotMeasured
 from dlprof.units import count, digits, duration, percent
+
+NOTABLE_SHARE = 0.05
 
 _MOST_RANKS = 16
 
@@ -42,17 +40,8 @@ _COLUMNS = {
 }
 
 
-def check(
-    spare_cores: Maybe[pd.DataFrame],
-    cpu_parts: Maybe[pd.DataFrame],
-    own_time: pd.DataFrame,
-    breakdown: Maybe[pd.DataFrame],
-    job: Job,
-) -> Estimate:
-    """Estimate what the idle cores would take off the ranks' computation."""
-    if not settings.on_cpu(job):
-        raise DoesNotApply("a GPU computes, and not the CPU's threads")
-    frame = spare_cores.get().assign(expected_ns=0.0, most_ns=0.0)
+def check(spare_cores: Frame, cpu_parts: Maybe[Frame]) -> Estimate:
+    frame = spare_cores.assign(expected_ns=0.0, most_ns=0.0)
     few = frame[frame["more"] > frame["threads"]]
     if few.empty:
         row = frame.nlargest(1, "idle").iloc[0]
@@ -72,22 +61,19 @@ def check(
     }
     for column in ("expected_ns", "most_ns"):
         frame[column] = [getattr(gains[r], column) if r in gains else 0.0 for r in frame["rank"]]
-    expected = {rank: gain.expected_ns for rank, gain in gains.items()}
     return Estimate(
-        saving_ns=saving(own_time, expected),
-        by_rank_ns=expected,
-        noise_ns=part_noise(breakdown.get(), "computation"),
+        gone_ns={rank: gain.expected_ns for rank, gain in gains.items()},
+        noise_of=("computation",),
         loses="would be saved on cores that are idle",
         seen=frame,
     )
 
 
-def explain(estimate: Estimate, own_time: pd.DataFrame, mean_step_ns: float) -> Explanation:
-    """Compare threads and cores, and give the most that more threads could save."""
-    frame: pd.DataFrame = estimate.seen
-    row = frame[frame["rank"] == estimate.worst].iloc[0]
+def explain(estimate: Estimate, own_time: Frame, mean_step_ns: float) -> Explanation:
+    frame: Frame = estimate.seen
+    row = estimate.rows(frame).iloc[0]
     threads, more = int(row["threads"]), int(row["more"])
-    most = saving(own_time, dict(zip(frame["rank"].tolist(), frame["most_ns"].tolist(), strict=True)))
+    most = saving(own_time, by_rank(frame, "most_ns"))
     return Explanation(
         title="Cores are idle while few threads compute",
         summary=f"Rank {row['rank']:.0f} computes with {count(threads, 'thread')} and has"
@@ -100,15 +86,10 @@ def explain(estimate: Estimate, own_time: pd.DataFrame, mean_step_ns: float) -> 
                 num_threads=(threads, more),
             ),
         ),
-        evidence=table(
-            "Threads and idle cores",
-            frame.assign(name=[f"rank {r}" for r in frame["rank"]]),
-            _COLUMNS,
-            _MOST_RANKS,
-        ),
+        evidence=table("Threads and idle cores", named(frame), _COLUMNS, _MOST_RANKS),
         sure=f"Estimated from what such operators usually gain; at most {duration(most)} of the step, were they"
         f" {digits(more / threads)} times as fast. `dlprof try` measures it.",
     )
 
 
-RULE = Rule("idle_cores", "Cores that nobody uses", check, explain, saves_from=("computation",), notable=0.05)
+RULE = Rule("Cores that nobody uses", check, explain, ("computation",), notable=NOTABLE_SHARE, only_with="cpu")

@@ -28,10 +28,10 @@ import math
 import pandas as pd
 
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.machine.samples import LITTLE, outside
-from dlprof.analysis.panel import table
+from dlprof.analysis.panel import named, table
 from dlprof.analysis.step.savings import saving
 from dlprof.errors import NotMeasured
 from dlprof.result import Change
@@ -54,14 +54,7 @@ _COLUMNS = {
 }
 
 
-def check(
-    core_waits: pd.DataFrame,
-    sample_means: pd.DataFrame,
-    own_time: pd.DataFrame,
-    foreign_load: Maybe[pd.DataFrame],
-    job: Job,
-) -> Estimate:
-    """Estimate the waiting for a core of the ranks that have more threads than cores."""
+def check(core_waits: Frame, sample_means: Frame, own_time: Frame, foreign_load: Maybe[Frame], job: Job) -> Estimate:
     crowded = core_waits[core_waits["threads"] > core_waits["cores"]]
     row = (core_waits if crowded.empty else crowded).nlargest(1, "waited").iloc[0]
     if crowded.empty and row["waited"] >= NOTABLE_SHARE:
@@ -92,10 +85,7 @@ def check(
     )
 
 
-def explain(
-    estimate: Estimate, core_waits: pd.DataFrame, sample_means: pd.DataFrame, mean_step_ns: float, job: Job
-) -> Explanation:
-    """Compare threads and cores of the rank that waits most, and give the least that fewer threads would save."""
+def explain(estimate: Estimate, core_waits: Frame, sample_means: Frame, mean_step_ns: float, job: Job) -> Explanation:
     rank = estimate.seen
     row = core_waits[core_waits["rank"] == rank].iloc[0]
     threads, cores, used = int(row["threads"]), int(row["cores"]), float(row["cpu_cores"])
@@ -112,12 +102,7 @@ def explain(
         summary=f"Rank {rank} computes with {threads:,} threads and has {count(cores, 'core')} to itself: for"
         f" {percent(row['waits_ns'] / mean_step_ns)} of the time its main thread waits for one.",
         changes=_changes(job, rank, threads, cores),
-        evidence=table(
-            "Threads and cores",
-            core_waits.assign(name=[f"rank {r}" for r in core_waits["rank"]]),
-            _COLUMNS,
-            _MOST_RANKS,
-        ),
+        evidence=table("Threads and cores", named(core_waits), _COLUMNS, _MOST_RANKS),
         sure=sure,
     )
 
@@ -140,12 +125,5 @@ def _changes(job: Job, rank: int, threads: int, cores: int) -> tuple[Change, ...
     return fewer, change(f"fewer loader workers: {workers} of them and the rank share {count(cores, 'core')}")
 
 
-RULE = Rule(
-    "thread_oversubscription",
-    "Threads that wait for a core",
-    check,
-    explain,
-    saves_from=("computation", "communication", "input_wait", "optimizer_host", "host", "other"),
-    feeds=True,
-    notable=NOTABLE_SHARE,
-)
+_SAVES_FROM = ("computation", "communication", "input_wait", "optimizer_host", "host", "other")
+RULE = Rule("Threads that wait for a core", check, explain, _SAVES_FROM, feeds=True, notable=NOTABLE_SHARE)

@@ -23,25 +23,34 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import Frame, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.breakdown import part, part_noise
 from dlprof.analysis.step.savings import saving
-from dlprof.errors import DoesNotApply, NotMeasured
-from dlprof.result import Change
+from dlprof.errors import NotMeasured
 from dlprof.units import digits, duration, percent
+
+NOTABLE_SHARE = 0.05  # from where on tools for stragglers report one
 
 _MOST_ROWS = 16
 
-_WHY = {
-    "heat": "it is too hot",
-    "power_brake": "its power supply slows it down",
-    "hardware": "its hardware slows it down (heat or power)",
-    "set": "its clock was set lower",
-    "locked": "it stays far below its maximum",
-    "limit": "its power limit was lowered",
+_NODE = "look at the node's cooling and power (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE`), or leave the node out"
+
+# What holds a clock down: in words, and what to do about it, with the columns of `clocks`.
+_CAUSES = {
+    "heat": ("it is too hot", _NODE),
+    "power_brake": ("its power supply slows it down", _NODE),
+    "hardware": ("its hardware slows it down (heat or power)", _NODE),
+    "set": (
+        "its clock was set lower",
+        "`nvidia-smi -rgc` and `nvidia-smi -rac`: the clock was set; {most} MHz are possible",
+    ),
+    "locked": (
+        "it stays far below its maximum",
+        "`nvidia-smi -rgc`: it has no reason, as where a clock was locked; {most} MHz are possible",
+    ),
+    "limit": ("its power limit was lowered", "`nvidia-smi -pl {default_w:.0f}` (is {limit_w:.0f} W)"),
 }
 
 _COLUMNS = {
@@ -57,26 +66,21 @@ _COLUMNS = {
 
 
 def check(
-    held_down: Maybe[list[tuple[dict[Any, Any], str, float]]],
-    breakdown: Maybe[pd.DataFrame],
-    tensor_cores: Maybe[pd.DataFrame],
-    own_time: pd.DataFrame,
-    job: Job,
+    held_down: list[tuple[dict[Any, Any], str, float]],
+    breakdown: Maybe[Frame],
+    tensor_cores: Maybe[Frame],
+    own_time: Frame,
 ) -> Estimate:
-    """Estimate what computing would take if nothing held down a GPU's clock."""
-    if settings.on_cpu(job):
-        raise DoesNotApply("the job trains on the CPU: no GPU's clock matters")
-    gpus = held_down.get()
-    row, why, share = max(gpus, key=lambda gpu: gpu[2])
+    row, why, share = max(held_down, key=lambda gpu: gpu[2])
     if not why:
-        frame = pd.DataFrame([row for row, _, _ in gpus])
+        frame = pd.DataFrame([row for row, _, _ in held_down])
         if frame[["heat", "limit_w"]].isna().all(axis=None):
             raise NotMeasured("why the clocks are below their maximum was not read: this driver does not report it")
         fastest = digits(frame["clock_mhz"].max())
         return nothing(f"nothing but its normal power limit holds a GPU's clock down; {fastest} MHz at most")
     computed = _multiplied(breakdown.get(), tensor_cores)
     # A log of nvidia-smi names no rank: then the slowest GPU is taken for all of them.
-    own = {r["rank"]: lost for r, _, lost in gpus if r["source"] == "gpu"}
+    own = {r["rank"]: lost for r, _, lost in held_down if r["source"] == "gpu"}
     removed = {rank: ns * own.get(rank, share if not own else 0.0) for rank, ns in computed.items()}
     return Estimate(
         saving_ns=saving(own_time, removed),
@@ -87,7 +91,7 @@ def check(
     )
 
 
-def _multiplied(breakdown: pd.DataFrame, tensor_cores: Maybe[pd.DataFrame]) -> dict[int, float]:
+def _multiplied(breakdown: Frame, tensor_cores: Maybe[Frame]) -> dict[int, float]:
     """Return what each rank computes in kernels that multiply, ns of the mean step; all, where none is known."""
     computed = part(breakdown, "computation")
     frame = tensor_cores.or_none()
@@ -98,46 +102,22 @@ def _multiplied(breakdown: pd.DataFrame, tensor_cores: Maybe[pd.DataFrame]) -> d
     return {rank: ns * float(share.get(rank, 1.0)) for rank, ns in computed.items()}
 
 
-def explain(estimate: Estimate, clocks: pd.DataFrame) -> Explanation:
-    """Compare the clock of the GPU that lost most with its maximum, and list all clocks, the lowest first."""
+def explain(estimate: Estimate, clocks: Frame) -> Explanation:
     row, why, share, computed_ns = estimate.seen
+    cause, remedy = _CAUSES[why]
     names = [f"rank {r}" if of == "gpu" else of for r, of in zip(clocks["rank"], clocks["source"], strict=True)]
+    slowest = clocks.assign(name=names).sort_values("clock_mhz", kind="stable")
     which = f"The GPU of rank {row['rank']}" if row["source"] == "gpu" else f"GPU {row['source'].split()[-1]}"
     highest = f", of {digits(row['max_mhz'])} MHz at most" if row["max_mhz"] > 0 else ""
     return Explanation(
-        title=f"A GPU's clock is held down: {_WHY[why]}",
+        title=f"A GPU's clock is held down: {cause}",
         summary=f"{which} ran at {digits(row['clock_mhz'])} MHz on average{highest}; {percent(share)} of it is"
         f" missing, which {duration(computed_ns)} of a step depend on.",
-        changes=(_remedy(row, why),),
-        evidence=table(
-            "Clocks, and how often what held them down",
-            clocks.assign(name=names).sort_values("clock_mhz", kind="stable"),
-            _COLUMNS,
-            _MOST_ROWS,
-        ),
+        changes=(change(remedy.format(**row, most=digits(row["max_mhz"]))),),
+        evidence=table("Clocks, and how often what held them down", slowest, _COLUMNS, _MOST_ROWS),
         sure="Predicted with products as fast as the clock, and all else as it is; where a trace does not show the"
         " products, with all computation as fast as the clock.",
     )
 
 
-def _remedy(row: dict[Any, Any], why: str) -> Change:
-    could = f"{digits(row['max_mhz'])} MHz are possible"
-    if why == "set":
-        return change(f"`nvidia-smi -rgc` and `nvidia-smi -rac`: the clock was set; {could}")
-    if why == "locked":
-        return change(f"`nvidia-smi -rgc`: it has no reason, as where a clock was locked; {could}")
-    if why == "limit":
-        return change(f"`nvidia-smi -pl {row['default_w']:.0f}` (is {row['limit_w']:.0f} W)")
-    return change(
-        "look at the node's cooling and power (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE`), or leave the node out"
-    )
-
-
-RULE = Rule(
-    "throttled_clock",
-    "Lowered clocks",
-    check,
-    explain,
-    saves_from=("computation",),
-    notable=0.05,  # from where on tools for stragglers report one
-)
+RULE = Rule("Lowered clocks", check, explain, ("computation",), notable=NOTABLE_SHARE, only_with="gpu")

@@ -15,29 +15,24 @@ sizes (pad to buckets); no tensors kept beyond their step.
 
 from __future__ import annotations
 
-import pandas as pd
-
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.engine import Frame, Job, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.panel import table
-from dlprof.errors import DoesNotApply, NotMeasured
-from dlprof.units import count, size
+from dlprof.analysis.settings import EXPANDABLE
+from dlprof.errors import NotMeasured
+from dlprof.units import count, is_now, size
 
 _COLUMNS = {"rank": "rank", "retries": "retries", "ooms": "failed", "retried": "steps around them"}
 _COLUMNS |= {"plain": "other steps", "ns": "longer, a mean step_ns"}
 
 
-def check(retry_cost: Maybe[pd.DataFrame], job: Job) -> Estimate:
-    """Estimate what the steady steps with retries take longer."""
-    if settings.on_cpu(job):
-        raise DoesNotApply("the job trains on the CPU: PyTorch's allocator retries on a GPU only")
-    frame = retry_cost.get()
-    retries = int(frame["retries"].sum())
+def check(retry_cost: Frame) -> Estimate:
+    retries = int(retry_cost["retries"].sum())
     if not retries:
         return nothing("no allocation had to be tried again")
     retried = count(retries, "allocation")
-    mine = frame[frame["retries"] > 0].dropna(subset=["ns"])
+    mine = retry_cost[retry_cost["retries"] > 0].dropna(subset=["ns"])
     if not len(mine):
         raise NotMeasured(f"{retried} had to be tried again, so often that there are no steps without to compare with")
     # A rank that retries holds up all that wait for it.
@@ -51,24 +46,22 @@ def check(retry_cost: Maybe[pd.DataFrame], job: Job) -> Estimate:
     )
 
 
-def explain(estimate: Estimate, retry_cost: pd.DataFrame, memory_use: pd.DataFrame, job: Job) -> Explanation:
-    """Compare the steps around a retry with the others, on the rank that it costs most."""
+def explain(estimate: Estimate, retry_cost: Frame, memory_use: Frame, job: Job) -> Explanation:
     rank = estimate.worst
-    cost, use = (frame.set_index("rank").to_dict("index")[rank] for frame in (retry_cost, memory_use))
+    cost, use = (estimate.rows(frame).iloc[0] for frame in (retry_cost, memory_use))
     of = f" of {size(use['total_bytes'])}" if use["total_bytes"] > 0 else ""
     failed = f" {count(cost['ooms'], 'allocation')} failed." if cost["ooms"] else ""
     variable, conf = settings.allocator(job, rank)
-    expandable = "expandable_segments:True"
-    text = f"`{variable}={expandable}` (is {conf or 'not set'})"
+    text = f"`{variable}={EXPANDABLE}` (is {conf or 'not set'})"
     batch = settings.training_loader(job, rank).get("batch_size")
     return Explanation(
         title="PyTorch empties its cache of GPU memory again and again",
         summary=f"On rank {rank} {count(cost['retries'], 'allocation')} succeeded only after the cache was emptied,"
-        f" with {size(use['peak_reserved_bytes'])}{of} reserved; the {cost['retried']} steps around them last longer"
-        f" than the {cost['plain']} others.{failed}",
+        f" with {size(use['peak_reserved_bytes'])}{of} reserved; the {cost['retried']:.0f} steps around them last"
+        f" longer than the {cost['plain']:.0f} others.{failed}",
         changes=(
-            *([] if expandable in (conf or "") else [change(text, numerics=False, **{variable: (conf, expandable)})]),
-            change(f"a smaller batch{f' (is {batch})' if batch else ''}", numerics=True),
+            *([] if EXPANDABLE in (conf or "") else [change(text, numerics=False, **{variable: (conf, EXPANDABLE)})]),
+            change(f"a smaller batch{is_now(batch)}", numerics=True),
             change("`torch.utils.checkpoint` on the largest blocks"),
             change("inputs of few different sizes: pad to buckets"),
         ),
@@ -78,4 +71,4 @@ def explain(estimate: Estimate, retry_cost: pd.DataFrame, memory_use: pd.DataFra
     )
 
 
-RULE = Rule("allocator_retries", "Retries of the allocator", check, explain)
+RULE = Rule("Retries of the allocator", check, explain, only_with="gpu")

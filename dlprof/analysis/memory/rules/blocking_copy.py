@@ -15,42 +15,31 @@ a loader with `pin_memory=True` does not.
 
 from __future__ import annotations
 
-import pandas as pd
-
 from dlprof.analysis import settings
 from dlprof.analysis.compute.panels.kernels import copy_table
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import Frame, Job
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
+from dlprof.analysis.host.gaps import HOST, SAVES_FROM
 from dlprof.analysis.host.syncs import together
-from dlprof.analysis.step.breakdown import part_least, part_noise
-from dlprof.errors import DoesNotApply
 from dlprof.units import duration, often
 
-_HOST = ("host", "optimizer_host")
 
-
-def check(linked: Maybe[pd.DataFrame], breakdown: Maybe[pd.DataFrame], job: Job) -> Estimate:
-    """Estimate what the job would gain without waits for pinned copies, from the device's idle time behind them."""
-    if settings.on_cpu(job):
-        raise DoesNotApply("the job trains on the CPU, where nothing is copied to a device")
-    waits = linked.get()
-    waits = waits[waits["copied"] == "pinned"]
+def check(linked: Frame, job: Job) -> Estimate:
+    waits = linked[linked["copied"] == "pinned"]
     if not len(waits):
         return nothing("no copy from pinned memory is waited for")
-    gains = together(job, waits)
     return Estimate(
-        gone_ns=gains,
-        noise_ns=part_noise(breakdown.get(), *_HOST),
-        least_ns=part_least(breakdown.get(), *_HOST),
+        gone_ns=together(job, waits),
+        noise_of=HOST,
+        least_of=HOST,
         loses="is idle device time because the script waited for a copy",
         seen=waits,
     )
 
 
-def explain(estimate: Estimate, copies: pd.DataFrame, job: Job) -> Explanation:
-    """Count the waits of the rank that they cost most."""
+def explain(estimate: Estimate, copies: Frame, job: Job) -> Explanation:
     rank = estimate.worst
-    calls, ns, idle_ns = estimate.seen.loc[estimate.seen["rank"] == rank, ["calls", "ns", "idle_ns"]].sum()
+    calls, ns, idle_ns = estimate.rows(estimate.seen)[["calls", "ns", "idle_ns"]].sum()
     pin = settings.training_loader(job, rank).get("pin_memory")
     now = f" (`pin_memory` is {pin})" if pin is not None else ""
     call = f"`batch = batch.to(device, non_blocking=True)`{now}, for inputs and labels alike"
@@ -64,10 +53,4 @@ def explain(estimate: Estimate, copies: pd.DataFrame, job: Job) -> Explanation:
     )
 
 
-RULE = Rule(
-    "blocking_copy",
-    "Waiting for copies from pinned memory",
-    check,
-    explain,
-    saves_from=("input_wait", "host", "optimizer_host", "launch_latency"),
-)
+RULE = Rule("Waiting for copies from pinned memory", check, explain, saves_from=SAVES_FROM, only_with="gpu")

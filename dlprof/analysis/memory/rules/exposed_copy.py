@@ -19,15 +19,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pandas as pd
-
-from dlprof.analysis import settings
 from dlprof.analysis.compute.panels.kernels import copy_table
-from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.engine import Frame, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.memory.copies import from_pageable, hideable
-from dlprof.analysis.step.breakdown import part_least, part_noise
-from dlprof.errors import DoesNotApply
+from dlprof.analysis.memory.copies import NOTABLE_SHARE, from_pageable, hideable
 from dlprof.units import count, duration
 
 _WAY = {"HtoD": "to the device", "DtoH": "from the device", "DtoD": "within the device", "PtoP": "between devices"}
@@ -38,37 +33,25 @@ _CHANGES = {
 }
 
 
-def check(
-    copies: Maybe[pd.DataFrame],
-    copy_gains: Maybe[pd.DataFrame],
-    breakdown: Maybe[pd.DataFrame],
-    job: Job,
-) -> Estimate:
-    """Estimate what hiding or leaving out the exposed copies would gain, but for those from pageable memory."""
-    if settings.on_cpu(job):
-        raise DoesNotApply("the job trains on the CPU, where nothing is copied to a device")
-    seen = copies.get()
-    able = seen[~from_pageable(seen)]
+def check(copies: Frame, copy_gains: Maybe[Frame], breakdown: Maybe[Frame]) -> Estimate:
+    able = copies[~from_pageable(copies)]
     if not len(able):
         return nothing("no copies of more than a few bytes but those from pageable memory")
     way = str(able.groupby("copy")["exposed_ns"].sum().idxmax())
     gains = copy_gains.get()
     gone = by_rank(gains[(gains["copy"] == way) & ~from_pageable(gains)], "gain_ns")
-    if way == "HtoD":
-        gone = hideable(breakdown.get(), seen, gone)
     return Estimate(
-        gone_ns=gone,
-        noise_ns=part_noise(breakdown.get(), "copy"),
-        least_ns=part_least(breakdown.get(), "copy"),
+        gone_ns=hideable(breakdown.get(), copies, gone) if way == "HtoD" else gone,
+        noise_of=("copy",),
+        least_of=("copy",),
         loses=f"is spent copying data {_WAY.get(way, way)} while nothing computes",
         seen=(way, able[able["copy"] == way]),
     )
 
 
-def explain(estimate: Estimate, copies: pd.DataFrame) -> Explanation:
-    """Show how many the copies on the most exposed way are, and how long, on the rank that they cost most."""
+def explain(estimate: Estimate, copies: Frame) -> Explanation:
     way, copied = estimate.seen
-    number, ns, exposed = copied.loc[copied["rank"] == estimate.worst, ["count", "copy_ns", "exposed_ns"]].sum()
+    number, ns, exposed = estimate.rows(copied)[["count", "copy_ns", "exposed_ns"]].sum()
     settings: Any = {"non_blocking": (None, True)} if way in _CHANGES else {}
     where, text = _WAY.get(way, way), _CHANGES.get(way, "avoid the copy: a layout or dtype that both sides share")
     return Explanation(
@@ -81,11 +64,5 @@ def explain(estimate: Estimate, copies: pd.DataFrame) -> Explanation:
     )
 
 
-RULE = Rule(
-    "exposed_copy",
-    "Copies that nothing hides",
-    check,
-    explain,
-    saves_from=("copy", "input_wait", "host", "launch_latency"),
-    notable=0.03,  # as for copies from pageable memory
-)
+_SAVES_FROM = ("copy", "input_wait", "host", "launch_latency")
+RULE = Rule("Copies that nothing hides", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE, only_with="gpu")

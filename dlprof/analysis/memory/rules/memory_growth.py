@@ -20,9 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pandas as pd
-
-from dlprof.analysis.engine import Maybe
+from dlprof.analysis.engine import Frame, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.panel import points
 from dlprof.errors import NotMeasured
@@ -50,8 +48,7 @@ _CURES = {
 }
 
 
-def check(memory_ends: pd.DataFrame, mean_step_ns: Maybe[float]) -> Estimate:
-    """Estimate when the memory is used up in which something grows."""
+def check(memory_ends: Frame, mean_step_ns: Maybe[float]) -> Estimate:
     grows = memory_ends[memory_ends["grows"] == 1]
     if not len(grows):
         most = memory_ends.groupby("what", sort=False)["last_bytes"].max()
@@ -76,9 +73,8 @@ def check(memory_ends: pd.DataFrame, mean_step_ns: Maybe[float]) -> Estimate:
 
 
 def explain(
-    estimate: Estimate, mean_step_ns: float, memory_series: Maybe[pd.DataFrame], sample_series: Maybe[pd.DataFrame]
+    estimate: Estimate, mean_step_ns: float, memory_series: Maybe[Frame], sample_series: Maybe[Frame]
 ) -> Explanation:
-    """Predict when it is used up, and draw what was read."""
     row, on_device = estimate.seen, estimate.seen["what"] == "device"
     when = _when(row["steps"] * mean_step_ns / 1e9)
     return Explanation(
@@ -102,7 +98,7 @@ def _when(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _read(series: pd.DataFrame, row: dict[Any, Any]) -> Panel:
+def _read(series: Frame, row: dict[Any, Any]) -> Panel:
     """Draw the readings of what grows: the allocator's by step, samples by time."""
     mine = series[series["rank"] == row["rank"]]
     if row["what"] == "device":
@@ -114,4 +110,4 @@ def _read(series: pd.DataFrame, row: dict[Any, Any]) -> Panel:
     return Panel("lines", title, points(held.iloc[:: -(-len(held) // MOST_POINTS) or 1]), (x, "held"), unit="bytes")
 
 
-RULE = Rule("memory_growth", "Memory that grows", check, explain)
+RULE = Rule("Memory that grows", check, explain)

@@ -20,37 +20,36 @@ from __future__ import annotations
 
 from typing import Any
 
-import pandas as pd
-
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.memory.memory import HOST, batch_need
 from dlprof.analysis.panel import table
+from dlprof.analysis.settings import EXPANDABLE
 from dlprof.analysis.step.breakdown import part_noise
-from dlprof.errors import DoesNotApply, NotMeasured
-from dlprof.units import duration, percent, size
+from dlprof.errors import NotMeasured
+from dlprof.units import duration, is_now, percent, size
 
 # Where tools that watch memory warn: above 92 %, and again above 97 %. What is reserved may be cache, so the first is
-# asked of what tensors hold at most, the second of what is reserved.
+# asked of what tensors hold at most, the second of what is reserved. A larger batch may fill up to the first.
 HIGH, CRITICAL = 0.92, 0.97
 
-# What a larger batch may fill: up to where the warning begins.
-FULL = HIGH
+# Another batch is another training: from where tools for input and stragglers speak (5 %, XProf).
+NOTABLE_SHARE = 0.05
+
+_LARGER = {"times": "times the batch", "step_ns": "time for as many samples as now_ns"}
+_LARGER |= {"need": "peak memory_share", "speed": "speed_times"}
+_HELD = {"rank": "rank", "peak_allocated_bytes": "by tensors_bytes", "peak_reserved_bytes": "reserved_bytes"}
+_HELD |= {"total_bytes": "there is_bytes", "reserved": "reserved_share"}
 
 
 def check(
-    memory_use: Maybe[pd.DataFrame],
-    larger_batch_steps: Maybe[pd.DataFrame],
+    memory_use: Frame,
+    larger_batch_steps: Maybe[Frame],
     same_for_any_batch: Maybe[dict[int, float]],
-    breakdown: Maybe[pd.DataFrame],
-    job: Job,
+    breakdown: Maybe[Frame],
 ) -> Estimate:
-    """Estimate what a batch twice as large would give, where it fits; a GPU that is nearly full is a risk."""
-    if settings.on_cpu(job):
-        raise DoesNotApply("the job trains on the CPU: there is no GPU memory to fill")
-    gpus = memory_use.get()
-    gpus = gpus[gpus["total_bytes"] > 0]
+    gpus = memory_use[memory_use["total_bytes"] > 0]
     if not len(gpus):
         raise NotMeasured("how much memory the GPU has was not recorded (record with `dlprof wrap`)")
     gpus = gpus.assign(reserved=gpus["peak_reserved_bytes"] / gpus["total_bytes"])
@@ -59,7 +58,7 @@ def check(
         # It costs no time: what counts is which ranks it names.
         full = dict.fromkeys(gpus.loc[gpus["reserved"] > HIGH, "rank"].tolist(), 1.0)
         return Estimate(scope="risk", by_rank_ns=full, seen=gpus)
-    if batch_need(gpus, 2) > FULL:
+    if batch_need(gpus, 2) > HIGH:
         return nothing(f"{percent(used)} of the GPU's memory is used; a batch twice as large would not fit")
     gain = float(larger_batch_steps.get().set_index("times")["gain_ns"][2])
     return Estimate(
@@ -73,12 +72,11 @@ def check(
 
 def explain(
     estimate: Estimate,
-    larger_batch_steps: Maybe[pd.DataFrame],
+    larger_batch_steps: Maybe[Frame],
     same_for_any_batch: Maybe[dict[int, float]],
     mean_step_ns: Maybe[float],
     job: Job,
 ) -> Explanation:
-    """Show what fills the memory, or which larger batches fit and what they give."""
     gpus = estimate.seen
     if estimate.scope == "risk":
         return _nearly_full(gpus, job)
@@ -89,35 +87,30 @@ def explain(
     if isinstance(batch, int):
         text, larger = f"`batch_size={2 * batch}` (is {batch})", {"batch_size": (batch, 2 * batch)}
     text += f", with the learning rate to match: a step for as many samples is then {duration(steps['step_ns'][1])}"
-    columns = {"times": "times the batch", "step_ns": "time for as many samples as now_ns"}
-    columns |= {"need": "peak memory_share", "speed": "speed_times"}
     return Explanation(
         title="A larger batch would fit, and hide what the device waits for",
         summary=f"Rank {mine['rank']} needs {size(mine['peak_allocated_bytes'])} of {size(mine['total_bytes'])};"
         f" for {duration(max(same_for_any_batch.get().values()))} of a step of {duration(mean_step_ns.get())} the"
         " device waits for its host or only exchanges data, which is the same for any batch.",
         changes=(change(text, numerics=True, **larger),),
-        evidence=table("What a larger batch is predicted to give", steps[steps["need"] <= FULL], columns),
+        evidence=table("What a larger batch is predicted to give", steps[steps["need"] <= HIGH], _LARGER),
         sure="Predicted: what the host does and what is exchanged is taken to be the same for any batch, computation to"
         " grow with it. Whether the model trains as well is not known here.",
     )
 
 
-def _fullest(gpus: pd.DataFrame, column: str) -> dict[Any, Any]:
+def _fullest(gpus: Frame, column: str) -> dict[Any, Any]:
     """Return the GPU with the largest share of its memory in a column."""
     return gpus.iloc[[int((gpus[column] / gpus["total_bytes"]).argmax())]].to_dict("records")[0]
 
 
-def _nearly_full(gpus: pd.DataFrame, job: Job) -> Explanation:
-    by = "peak_allocated_bytes" if batch_need(gpus, 1) > HIGH else "peak_reserved_bytes"
-    mine = _fullest(gpus, by)
+def _nearly_full(gpus: Frame, job: Job) -> Explanation:
+    mine = _fullest(gpus, "peak_allocated_bytes" if batch_need(gpus, 1) > HIGH else "peak_reserved_bytes")
     rank, held, most, total = (mine[c] for c in ("rank", "peak_allocated_bytes", "peak_reserved_bytes", "total_bytes"))
     batch = settings.training_loader(job, rank).get("batch_size")
     variable, conf = settings.allocator(job, rank)
-    cache = f"`{variable}=expandable_segments:True` (is {conf or 'not set'}): {size(most - held)} of what is reserved"
+    cache = f"`{variable}={EXPANDABLE}` (is {conf or 'not set'}): {size(most - held)} of what is reserved is cache"
     failed = f"; {mine['ooms']:.0f} allocations failed" if mine["ooms"] > 0 else ""
-    columns = {"rank": "rank", "peak_allocated_bytes": "by tensors_bytes", "peak_reserved_bytes": "reserved_bytes"}
-    columns |= {"total_bytes": "there is_bytes", "reserved": "reserved_share"}
     shown = gpus.sort_values("peak_reserved_bytes", ascending=False, kind="stable")
     return Explanation(
         title="The GPU's memory is nearly used up",
@@ -125,21 +118,15 @@ def _nearly_full(gpus: pd.DataFrame, job: Job) -> Explanation:
         f" {size(most)} ({percent(most / total)}){failed}.",
         verdict=f"{percent(max(most, held) / total)} of the GPU's memory was taken: a longer batch may end the job.",
         changes=(
-            change(f"a smaller batch{f' (is {batch})' if batch else ''}", numerics=True),
+            change(f"a smaller batch{is_now(batch)}", numerics=True),
             change("`torch.utils.checkpoint` on the largest blocks"),
-            change(f"{cache} is cache", numerics=False, **{variable: (conf, "expandable_segments:True")}),
+            change(cache, numerics=False, **{variable: (conf, EXPANDABLE)}),
         ),
-        evidence=table("Memory of each GPU at most", shown, columns, most=16),
+        evidence=table("Memory of each GPU at most", shown, _HELD, most=16),
         sure="As PyTorch's allocator reported, a few times a second; what other libraries hold comes on top.",
     )
 
 
-RULE = Rule(
-    "memory_headroom",
-    "Memory of the GPU",
-    check,
-    explain,
-    # Of computation: the optimizer's, and what a kernel takes that computes next to nothing.
-    saves_from=(*HOST, "communication", "computation"),
-    notable=0.05,  # another batch is another training: from where tools for input and stragglers speak (5 %, XProf)
-)
+# Of computation: the optimizer's, and what a kernel takes that computes next to nothing.
+_SAVES_FROM = (*HOST, "communication", "computation")
+RULE = Rule("Memory of the GPU", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE, only_with="gpu")

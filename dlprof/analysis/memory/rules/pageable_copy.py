@@ -15,58 +15,42 @@ does not come from a loader: `tensor.pin_memory()` once, outside the loop.
 
 from __future__ import annotations
 
-import pandas as pd
-
 from dlprof.analysis import settings
 from dlprof.analysis.compute.panels.kernels import copy_table
-from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
-from dlprof.analysis.memory.copies import from_pageable
-from dlprof.analysis.step.breakdown import part_least, part_noise
-from dlprof.errors import DoesNotApply
-from dlprof.units import count, duration, size
+from dlprof.analysis.host.gaps import SAVES_FROM
+from dlprof.analysis.memory.copies import NOTABLE_SHARE, from_pageable
+from dlprof.units import count, duration, is_now, size
 
 
-def check(
-    copies: Maybe[pd.DataFrame],
-    copy_gains: Maybe[pd.DataFrame],
-    breakdown: Maybe[pd.DataFrame],
-    job: Job,
-) -> Estimate:
-    """Estimate what the job would gain if its copies from pageable memory came from pinned memory."""
-    if settings.on_cpu(job):
-        raise DoesNotApply("the job trains on the CPU, where nothing is copied to a device")
-    seen = copies.get()
-    if not from_pageable(seen).any():
-        number = seen.loc[seen["copy"] == "HtoD", "count"].sum()
+def check(copies: Frame, copy_gains: Maybe[Frame]) -> Estimate:
+    if not from_pageable(copies).any():
+        number = copies.loc[copies["copy"] == "HtoD", "count"].sum()
         return nothing(f"{count(number, 'copy')} a step to the device, none from pageable memory")
     gains = copy_gains.get()
-    gone = by_rank(gains[from_pageable(gains)], "gain_ns")
     return Estimate(
-        gone_ns=gone,
-        noise_ns=part_noise(breakdown.get(), "copy"),
-        least_ns=part_least(breakdown.get(), "copy"),
+        gone_ns=by_rank(gains[from_pageable(gains)], "gain_ns"),
+        noise_of=("copy",),
+        least_of=("copy",),
         loses="is spent copying batches from pageable memory",
     )
 
 
-def explain(estimate: Estimate, copies: pd.DataFrame, job: Job) -> Explanation:
-    """Show how many these copies are, and how slow, on the rank that they cost most."""
+def explain(estimate: Estimate, copies: Frame, job: Job) -> Explanation:
     rank = estimate.worst
-    mine = copies[from_pageable(copies) & (copies["rank"] == rank)]
+    mine = estimate.rows(copies[from_pageable(copies)])
     copied, ns, moved, exposed = mine[["count", "copy_ns", "bytes", "exposed_ns"]].sum()
     moved_in = f"{size(moved)} in " if moved >= 0 else ""
     rate = f", {size(moved / ns * 1e9)}/s" if moved > 0 and ns > 0 else ""
     pin = settings.training_loader(job, rank).get("pin_memory")
-    now = f" (is {pin})" if pin is not None else ""
+    pinned = change(f"`DataLoader(..., pin_memory=True)`{is_now(pin)}", pin_memory=(pin, True))
     return Explanation(
         title="Batches are copied to the device from pageable memory",
         summary=f"{moved_in}{count(copied, 'copy')} a step take {duration(ns)}{rate}, {duration(exposed)} of it with"
         " the device doing nothing else.",
         changes=(
-            change("`tensor.pin_memory()` for what is not the loader's")
-            if pin is True
-            else change(f"`DataLoader(..., pin_memory=True)`{now}", pin_memory=(pin, True)),
+            change("`tensor.pin_memory()` for what is not the loader's") if pin is True else pinned,
             change("`batch = batch.to(device, non_blocking=True)`", non_blocking=(None, True)),
         ),
         evidence=copy_table(copies, rank),
@@ -74,11 +58,5 @@ def explain(estimate: Estimate, copies: pd.DataFrame, job: Job) -> Explanation:
     )
 
 
-RULE = Rule(
-    "pageable_copy",
-    "Copies from pageable memory",
-    check,
-    explain,
-    saves_from=("copy", "input_wait", "host", "optimizer_host", "launch_latency"),
-    notable=0.03,  # from where the analysis tools of NVIDIA and AMD advise a change of exposed pageable copies
-)
+_SAVES_FROM = ("copy", *SAVES_FROM)
+RULE = Rule("Copies from pageable memory", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE, only_with="gpu")

@@ -25,7 +25,7 @@ from typing import Any
 
 import pandas as pd
 
-from dlprof.analysis.engine import Maybe
+from dlprof.analysis.engine import Frame, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
 from dlprof.analysis.pipeline.pipeline_plans import ASSUMED
@@ -45,10 +45,7 @@ _CAUSES = ("schedule_ns", "imbalance_ns", "communication_ns", "launch_ns")
 _PLANS = {"change": "", "step_ns": "pipeline's step_ns", "gain_ns": "shorter by_ns", "bubble": "idle_share"}
 
 
-def check(
-    bubbles: pd.DataFrame, pipeline_plans: Maybe[pd.DataFrame], mean_step_ns: Maybe[float], of_step: Maybe[str]
-) -> Estimate:
-    """Estimate what one changed line saves of the pipeline that gains most from it."""
+def check(bubbles: Frame, pipeline_plans: Maybe[Frame], mean_step_ns: Maybe[float], of_step: Maybe[str]) -> Estimate:
     if (bubbles["size"] < 2).all():
         raise DoesNotApply("the pipeline has one rank")
     idle = _idle(bubbles)
@@ -77,7 +74,6 @@ def check(
 
 
 def explain(estimate: Estimate, mean_step_ns: float) -> Explanation:
-    """Divide the idle time by cause, and list what each plan would make of the step."""
     ranks, plans, best = estimate.seen
     pipe = ranks.to_dict("records")[0]
     schedule, uneven, handing_over, launching = map(percent, ranks[[*_CAUSES]].div(ranks["step_ns"], axis=0).mean())
@@ -99,7 +95,7 @@ def explain(estimate: Estimate, mean_step_ns: float) -> Explanation:
     )
 
 
-def _idle(bubbles: pd.DataFrame) -> str:
+def _idle(bubbles: Frame) -> str:
     return f"{percent(bubbles['bubble'].mean())} of a pipeline's step"
 
 
@@ -114,7 +110,7 @@ def _change(pipe: Mapping[Any, Any], plan: Mapping[Any, Any]) -> Change:
     return change(text, schedule=(pipe["schedule"], plan["schedule"]))
 
 
-def _forecasts(step_ns: float, pipe: Mapping[Any, Any], plans: pd.DataFrame) -> tuple[Forecast, ...]:
+def _forecasts(step_ns: float, pipe: Mapping[Any, Any], plans: Frame) -> tuple[Forecast, ...]:
     """Predict the mean step with other micro-batches, and with other schedules, where nothing else is changed."""
     same = plans[(plans["chunks"] == pipe["chunks"]) & ~plans["even"]]
     found = []
@@ -125,11 +121,5 @@ def _forecasts(step_ns: float, pipe: Mapping[Any, Any], plans: pd.DataFrame) -> 
     return tuple(found)
 
 
-RULE = Rule(
-    "pipeline_bubble",
-    "Idle pipeline stages",
-    check,
-    explain,
-    saves_from=("pipeline_bubble", "communication"),
-    notable=NOTABLE_SHARE,
-)
+_SAVES_FROM = ("pipeline_bubble", "communication")
+RULE = Rule("Idle pipeline stages", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE)

@@ -16,17 +16,17 @@ is split; a small vocabulary's head takes little, a large one's as much as sever
 
 from __future__ import annotations
 
-import pandas as pd
-
-from dlprof.analysis.engine import Maybe
+from dlprof.analysis.engine import Frame, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.pipeline.panels.pipeline import gantt
 from dlprof.errors import DoesNotApply
 from dlprof.units import duration, percent
 
+# As of a straggler, which a long stage is by design: notable from 5 % of a step on; other tools grade 5, 10, 20 %.
+NOTABLE_SHARE = 0.05
 
-def check(stage_lengths: pd.DataFrame, bubbles: Maybe[pd.DataFrame]) -> Estimate:
-    """Estimate what even stages would save of the pipeline that gains most from them."""
+
+def check(stage_lengths: Frame, bubbles: Maybe[Frame]) -> Estimate:
     if (stage_lengths.groupby("ranks")["stage"].count() < 2).all():
         raise DoesNotApply("the pipeline has one stage")
     gains = (stage_lengths["saved_ns"] * stage_lengths["calls_a_step"]).groupby(stage_lengths["ranks"]).first()
@@ -44,8 +44,7 @@ def check(stage_lengths: pd.DataFrame, bubbles: Maybe[pd.DataFrame]) -> Estimate
     )
 
 
-def explain(estimate: Estimate, bubbles: pd.DataFrame, pipeline_chunks: pd.DataFrame) -> Explanation:
-    """Compare the longest stage with the mean one and the shortest."""
+def explain(estimate: Estimate, bubbles: Frame, pipeline_chunks: Frame) -> Explanation:
     shortest, *_, longest = estimate.seen.to_dict("records")
     name, ns, mean = longest["stage"], longest["stage_ns"], float(estimate.seen["stage_ns"].mean())
     changes = [
@@ -66,12 +65,5 @@ def explain(estimate: Estimate, bubbles: pd.DataFrame, pipeline_chunks: pd.DataF
     )
 
 
-RULE = Rule(
-    "stage_imbalance",
-    "Uneven pipeline stages",
-    check,
-    explain,
-    saves_from=("computation", "pipeline_bubble", "communication", "host", "other"),
-    # As of a straggler, which a long stage is by design: notable from 5 % of a step on; other tools grade 5, 10, 20 %.
-    notable=0.05,
-)
+_SAVES_FROM = ("computation", "pipeline_bubble", "communication", "host", "other")
+RULE = Rule("Uneven pipeline stages", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE)

@@ -23,9 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import pandas as pd
-
-from dlprof.analysis.engine import Job
+from dlprof.analysis.engine import Frame, Job
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule, change, worst
 from dlprof.analysis.step.breakdown import part, part_noise, room
 from dlprof.analysis.step.panels.steps import stall_bars
@@ -39,16 +37,13 @@ GOAL_SHARE = LEAST_SHARE
 _KIND = "checkpoint"
 
 
-def check(
-    stall_means: pd.DataFrame, breakdown: pd.DataFrame, mean_step_ns: float, stall_savings: Mapping[str, float]
-) -> Estimate:
-    """Estimate what saving takes of each rank's steps, and what the job would gain without it."""
+def check(stall_means: Frame, breakdown: Frame, mean_step_ns: float, stall_savings: Mapping[str, float]) -> Estimate:
     saved = part(breakdown, _KIND)
     stalls = min(stall_savings[_KIND], room(breakdown, (_KIND,)))
-    (mine,) = stalls_of(stall_means, _KIND, worst(saved)).to_dict("records")
-    longer, noise = float(mine["longer_ns"]), float(mine["longer_noise_ns"])
+    longer, noise = stalls_of(stall_means, _KIND, worst(saved))[["longer_ns", "longer_noise_ns"]].iloc[0].astype(float)
     if not longer > LEAST_NOISE * noise:
         longer = noise = 0.0
+    recorded = stall_means["stalls"][stall_means["kind"] == _KIND].any()
     return Estimate(
         saving_ns=stalls + longer,
         by_rank_ns=saved,
@@ -57,17 +52,12 @@ def check(
         # What such steps take longer besides is less sure: the stalls must be notable without it.
         notable=LEAST_SHARE + longer / mean_step_ns,
         loses="waits for checkpoints",
-        summary=""
-        if stall_means["stalls"][stall_means["kind"] == _KIND].any()
-        else "no steady step saved a checkpoint",
+        summary="" if recorded else "no steady step saved a checkpoint",
         seen=longer,
     )
 
 
-def explain(
-    estimate: Estimate, stall_means: pd.DataFrame, stalled_steps: pd.DataFrame, mean_step_ns: float, job: Job
-) -> Explanation:
-    """Explain how often and where a checkpoint is saved, and how much rarer it would have to be."""
+def explain(estimate: Estimate, stall_means: Frame, stalled_steps: Frame, mean_step_ns: float, job: Job) -> Explanation:
     rank, by_rank = estimate.worst, estimate.by_rank_ns
     (mine,) = stalls_of(stall_means, _KIND, rank).to_dict("records")
     apart, share, steps = float(mine["every"]), estimate.saving_ns / mean_step_ns, stalls_of(stalled_steps, _KIND, rank)
@@ -95,4 +85,4 @@ def explain(
 
 
 # Gathering the state, or replacing a file, is the host's.
-RULE = Rule("checkpoint_stall", "Saving checkpoints", check, explain, saves_from=(_KIND, "host", "other"))
+RULE = Rule("Saving checkpoints", check, explain, saves_from=(_KIND, "host", "other"))

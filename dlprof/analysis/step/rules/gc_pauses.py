@@ -19,12 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import pandas as pd
-
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job
+from dlprof.analysis.engine import Frame, Job
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
-from dlprof.analysis.step.breakdown import part, part_noise
+from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.panels.steps import stall_bars
 from dlprof.analysis.step.stalls import stalls_of
 from dlprof.units import count, duration, every, percent, typed
@@ -35,20 +33,16 @@ GOAL_SHARE = 0.005
 _KIND = "garbage_collection"
 
 
-def check(breakdown: pd.DataFrame, stall_savings: Mapping[str, float]) -> Estimate:
-    """Estimate the pauses of each rank, and what the job would gain without them."""
+def check(breakdown: Frame, stall_savings: Mapping[str, float]) -> Estimate:
     return Estimate(
         saving_ns=stall_savings[_KIND],
         by_rank_ns=part(breakdown, _KIND),
-        noise_ns=part_noise(breakdown, _KIND),
+        noise_of=(_KIND,),
         loses="is Python's garbage collection",
     )
 
 
-def explain(
-    estimate: Estimate, stall_means: pd.DataFrame, stalled_steps: pd.DataFrame, mean_step_ns: float, job: Job
-) -> Explanation:
-    """Explain how often and how long they are, and how often they would come at a fixed interval."""
+def explain(estimate: Estimate, stall_means: Frame, stalled_steps: Frame, mean_step_ns: float, job: Job) -> Explanation:
     rank = estimate.worst
     (mine,) = stalls_of(stall_means, _KIND, rank).to_dict("records")
     steps, longest = stalls_of(stalled_steps, _KIND, rank), float(mine["longest_ns"])
@@ -73,4 +67,4 @@ def explain(
     )
 
 
-RULE = Rule("gc_pauses", "Pauses for garbage collection", check, explain, saves_from=(_KIND,))
+RULE = Rule("Pauses for garbage collection", check, explain, saves_from=(_KIND,))

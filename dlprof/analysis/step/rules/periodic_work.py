@@ -17,47 +17,41 @@ it in another process while training goes on.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-import pandas as pd
-
-from dlprof.analysis.engine import Job, Maybe
-from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
+from dlprof.analysis.engine import Frame, Job, Maybe
+from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.stacks import hottest_own
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import part, part_noise
-from dlprof.analysis.step.savings import saving
+from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.timeline.patterns import PERIODIC
 from dlprof.units import count, digits, duration, percent
 
 # The phase in which steps are longer, in words.
-_WHERE: Mapping[str, str] = {
+_WHERE = {
     "rest": "outside of forward, backward and the optimizer",
     "forward": "in forward passes",
     "backward": "in backward passes",
     "optimizer": "in the optimizer",
 }
 
+_COLUMNS = {"every": "one step in", "steps": "such steps", "extra_ns": "longer by_ns"}
+_COLUMNS |= {"cost_ns": "of the mean step_ns", "phase": "mostly"}
 
-def check(periodic: pd.DataFrame, breakdown: pd.DataFrame, own_time: pd.DataFrame) -> Estimate:
-    """Estimate what comes every n-th step costs each rank, and what the job would gain without it."""
+
+def check(periodic: Frame, breakdown: Frame) -> Estimate:
     if not len(periodic):
         return nothing("no steps at a fixed interval are longer than the others")
     costs = part(breakdown, PERIODIC)
-    most = max(costs.values())
     return Estimate(
-        saving_ns=saving(own_time, costs),
-        by_rank_ns=costs,
-        noise_ns=part_noise(breakdown, PERIODIC),
-        lost_ns=most,
+        gone_ns=costs,
+        noise_of=(PERIODIC,),
+        lost_ns=max(costs.values()),
         loses="goes to what the script does every n-th step",
-        seen=periodic[periodic["rank"] == worst(costs)],
     )
 
 
-def explain(estimate: Estimate, hottest: Maybe[pd.DataFrame], mean_step_ns: float, job: Job) -> Explanation:
-    """Explain at which interval it comes, how long it takes, and where."""
-    rank, mine = estimate.worst, estimate.seen
+def explain(estimate: Estimate, periodic: Frame, hottest: Maybe[Frame], mean_step_ns: float, job: Job) -> Explanation:
+    rank, mine = estimate.worst, estimate.rows(periodic)
     first = mine.iloc[0]
     every, extra = int(first["every"]), float(first["extra_ns"])
     share = (estimate.lost_ns or estimate.saving_ns) / mean_step_ns
@@ -65,15 +59,11 @@ def explain(estimate: Estimate, hottest: Maybe[pd.DataFrame], mean_step_ns: floa
     forwards = f", with {count(passes, 'forward pass')} more than the others" if passes else ""
     seen = hottest_own(hottest, rank, "rest")
     shown = mine.assign(phase=mine["phase"].map(_WHERE))
-    columns = {
-        "every": "one step in",
-        "steps": "such steps",
-        "extra_ns": "longer by_ns",
-        "cost_ns": "of the mean step_ns",
-        "phase": "mostly",
-    }
     rarer = 2 ** max(math.ceil(math.log2(share / 0.02)), 1) if share else 2
     of_rank = f" of rank {rank}" if len(job.ranks) > 1 else ""
+    faster = "record with stacks (`pip install py-spy`) to see the lines that it spends its time in"
+    if seen:
+        faster = "make it faster where the stacks show it: in batches, in tensors, without a loop in Python"
     return Explanation(
         title=f"Every {every}th step takes {duration(extra)} longer",
         summary=f"One step in {every}{of_rank} takes {duration(extra)} longer than the others, mostly"
@@ -82,14 +72,10 @@ def explain(estimate: Estimate, hottest: Maybe[pd.DataFrame], mean_step_ns: floa
             change(
                 f"do it every {2 * every} steps and {percent(share / 2)} of the step is saved, if the job allows it"
             ),
-            change(
-                "make it faster where the stacks show it: in batches, in tensors, without a loop in Python"
-                if seen
-                else "record with stacks (`pip install py-spy`) to see the lines that it spends its time in"
-            ),
+            change(faster),
             change("do it in another process while training goes on"),
         ),
-        evidence=table(f"Steps that are longer at a fixed interval, rank {rank}", shown, columns),
+        evidence=table(f"Steps that are longer at a fixed interval, rank {rank}", shown, _COLUMNS),
         sure=f"Measured over {count(int(first['steps']), 'such step')} and all others; the saving is all of it gone,"
         f" the most that any change can give. Done {digits(float(rarer))} × as rarely, it would be"
         f" {percent(share / rarer)} of the step.",
@@ -97,4 +83,4 @@ def explain(estimate: Estimate, hottest: Maybe[pd.DataFrame], mean_step_ns: floa
     )
 
 
-RULE = Rule("periodic_work", "Work every n-th step", check, explain, saves_from=(PERIODIC,))
+RULE = Rule("Work every n-th step", check, explain, saves_from=(PERIODIC,))

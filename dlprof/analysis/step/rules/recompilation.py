@@ -19,13 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import pandas as pd
-
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import Frame, Job
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.breakdown import part, part_noise
+from dlprof.analysis.step.breakdown import part
 from dlprof.analysis.step.stalls import stalls_of
 from dlprof.errors import NotMeasured
 from dlprof.result import Change
@@ -38,29 +36,23 @@ _COLUMNS = {"path": "function", "reason": "compiled because", "steady": "times",
 
 
 def check(
-    stall_means: pd.DataFrame,
-    compilations: pd.DataFrame,
-    breakdown: Maybe[pd.DataFrame],
-    stall_savings: Maybe[Mapping[str, float]],
-    job: Job,
+    stall_means: Frame, compilations: Frame, breakdown: Frame, stall_savings: Mapping[str, float], job: Job
 ) -> Estimate:
-    """Estimate what the job would gain if its steady steps compiled nothing."""
     if not len(compilations) and settings.model(job).get("compiled"):
         raise NotMeasured("the model is compiled, but this version of torch does not tell when")
     return Estimate(
-        saving_ns=stall_savings.get()[_KIND],
-        by_rank_ns=part(breakdown.get(), _KIND),
-        noise_ns=part_noise(breakdown.get(), _KIND),
+        saving_ns=stall_savings[_KIND],
+        by_rank_ns=part(breakdown, _KIND),
+        noise_of=(_KIND,),
         loses="is spent recompiling",
         summary="" if stall_means["stalls"][stall_means["kind"] == _KIND].any() else "no steady step compiled anything",
     )
 
 
-def explain(estimate: Estimate, stall_means: pd.DataFrame, compilations: pd.DataFrame, job: Job) -> Explanation:
-    """Explain what was compiled anew and why, as Dynamo says."""
+def explain(estimate: Estimate, stall_means: Frame, compilations: Frame, job: Job) -> Explanation:
     rank = estimate.worst
     (mine,) = stalls_of(stall_means, _KIND, rank).to_dict("records")
-    found = compilations[(compilations["rank"] == rank) & (compilations["steady"] > 0)]
+    found = estimate.rows(compilations[compilations["steady"] > 0])
     found = found.sort_values("steady_ns", ascending=False).astype({"steady_ns": float})
     reasons = [r for r in found["reason"] if r not in ("", "unknown")]
     shown = found.assign(
@@ -72,26 +64,25 @@ def explain(estimate: Estimate, stall_means: pd.DataFrame, compilations: pd.Data
         summary=f"{count(int(mine['stalls']), 'compilation')} in {int(mine['steps']):,} steady steps of rank {rank};"
         f" the longest took {duration(float(mine['longest_ns']))}"
         f"{f' (reason: {short(reasons[0], 120)})' if reasons else ''}.",
-        changes=_changes(found["reason"], settings.training_loader(job, rank).get("drop_last")),
+        changes=_changes(found, settings.training_loader(job, rank).get("drop_last")),
         evidence=table(f"Compilations in the steady steps of rank {rank}", shown, _COLUMNS, MOST_ROWS),
         at_most=True,
         sure="Measured in every steady step, as Dynamo reports it; estimated as all of it gone.",
     )
 
 
-def _changes(reasons: pd.Series[str], drops: bool | None) -> tuple[Change, ...]:
+def _changes(found: Frame, drops: bool | None) -> tuple[Change, ...]:
     printed = change("`TORCH_LOGS=recompiles` prints every reason in full", TORCH_LOGS=(None, "recompiles"))
-    if not reasons.str.contains("size mismatch|stride mismatch", regex=True).any():
+    if not found["reason"].str.contains("size mismatch|stride mismatch", regex=True).any():
         same = "keep what the reasons in the report name the same at every call, or pass it as a tensor"
         return change(same), printed
     shapes = "give every step the same shapes: pad to few lengths"
+    padded = change(f"{shapes}, `drop_last=True`", numerics=True, drop_last=(drops, True))
     return (
-        change(shapes, numerics=True)
-        if drops
-        else change(f"{shapes}, `drop_last=True`", numerics=True, drop_last=(drops, True)),
+        change(shapes, numerics=True) if drops else padded,
         change("or `torch.compile(..., dynamic=True)`, which compiles once for all sizes", dynamic=(None, True)),
         printed,
     )
 
 
-RULE = Rule("recompilation", "Compiling again and again", check, explain, saves_from=(_KIND,))
+RULE = Rule("Compiling again and again", check, explain, saves_from=(_KIND,))

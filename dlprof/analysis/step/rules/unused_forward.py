@@ -16,14 +16,11 @@ outputs computed once and kept.
 
 from __future__ import annotations
 
-import pandas as pd
-
 from dlprof.analysis import settings
-from dlprof.analysis.engine import Job, Maybe, by_rank
+from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.host.stacks import shown
 from dlprof.analysis.panel import table
-from dlprof.analysis.step.savings import saving
 from dlprof.errors import NotMeasured
 from dlprof.units import count, digits, duration, percent
 
@@ -31,44 +28,38 @@ from dlprof.units import count, digits, duration, percent
 _LEAST_SEEN = 0.05
 
 
-def check(unused_forward: pd.DataFrame, own_time: pd.DataFrame, job: Job) -> Estimate:
-    """Estimate what forward passes for nothing take of each rank's step."""
+def check(unused_forward: Frame, job: Job) -> Estimate:
     costs = by_rank(unused_forward, "ns")
     if not any(costs.values()):
         return nothing("a backward pass uses every forward pass")
     if not settings.on_cpu(job):
         raise NotMeasured("what forward passes without a backward pass take of the device's time was not recorded")
     return Estimate(
-        saving_ns=saving(own_time, costs),
-        by_rank_ns=costs,
+        gone_ns=costs,
         noise_ns=float(unused_forward["noise_ns"].max()),
         loses="goes to forward passes that no backward pass uses",
     )
 
 
-def explain(
-    estimate: Estimate, unused_forward: pd.DataFrame, own_lines: Maybe[pd.DataFrame], mean_step_ns: float
-) -> Explanation:
-    """Explain how much of the forward time it is, and which lines call forward passes."""
-    rank = estimate.worst
-    (mine,) = unused_forward[unused_forward["rank"] == rank].to_dict("records")
-    share = estimate.by_rank_ns[rank] / mean_step_ns
+def explain(estimate: Estimate, unused_forward: Frame, own_lines: Maybe[Frame], mean_step_ns: float) -> Explanation:
+    (mine,) = estimate.rows(unused_forward).to_dict("records")
+    takes_ns = estimate.by_rank_ns[estimate.worst]
     lines = own_lines.or_none()
     where, evidence = "", None
     if lines is not None:
-        calls = lines[(lines["rank"] == rank) & (lines["doing"] == "forward")]
+        calls = estimate.rows(lines[lines["doing"] == "forward"])
         calls = calls.assign(share=calls["seen"] / calls["samples"].clip(lower=1))
         calls = calls[calls["share"] >= _LEAST_SEEN]
         places = [shown(*place) for place in calls[["function", "file", "line"]].itertuples(index=False)]
         listed = ", ".join(f"{place} {percent(part)}" for place, part in zip(places, calls["share"], strict=True))
         where = f" The stacks saw forward passes called at {listed}." if places else ""
-        shown_lines = calls.assign(place=places)
-        evidence = table("Lines that call forward passes", shown_lines, {"place": "line", "share": "seen there_share"})
+        columns = {"place": "line", "share": "seen there_share"}
+        evidence = table("Lines that call forward passes", calls.assign(place=places), columns)
     passes = digits(float(mine["forwards"]))
     return Explanation(
         title="Forward passes are run for nothing",
         summary=f"A step has {passes} forward passes and {count(round(mine['backwards']), 'backward pass')};"
-        f" {percent(mine['share'])} of the time in forward passes, {duration(estimate.by_rank_ns[rank])} a step, is in"
+        f" {percent(mine['share'])} of the time in forward passes, {duration(takes_ns)} a step, is in"
         f" those without gradients, or after the last backward pass.{where}",
         changes=(
             change("compute metrics from the outputs of the training pass (`outputs.detach()`), or every k steps"),
@@ -76,8 +67,8 @@ def explain(
         ),
         evidence=evidence,
         sure="Measured in every steady step; the saving is all of it gone, the most that any change can give.",
-        verdict=f"{percent(share)} of each step goes to forward passes that no backward pass uses.",
+        verdict=f"{percent(takes_ns / mean_step_ns)} of each step goes to forward passes that no backward pass uses.",
     )
 
 
-RULE = Rule("unused_forward", "Forward passes for nothing", check, explain, saves_from=("computation", "host", "other"))
+RULE = Rule("Forward passes for nothing", check, explain, saves_from=("computation", "host", "other"))

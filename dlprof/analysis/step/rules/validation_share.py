@@ -20,21 +20,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import pandas as pd
-
-from dlprof.analysis.engine import Job, by_rank
+from dlprof.analysis.engine import Frame, Job, by_rank
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing, worst
 from dlprof.analysis.step.whole_job import validation_loader
 from dlprof.errors import NotMeasured
 from dlprof.result import Change, Panel
-from dlprof.units import count, digits, duration, percent
+from dlprof.units import count, digits, duration, is_now, percent
 
-# More than this of validation in the loader is called high by the same tools.
+# Validation must be, so it is notable only where doing something about it gives what tools for input call notable: 5 %
+# (XProf). Validating half as often gives that from 10 % of the loop on. More of it in the loader than WAITS is called
+# high by the same tools.
+NOTABLE_SHARE = 0.05
 WAITS = 0.2
 
 
-def check(validation_cost: pd.DataFrame) -> Estimate:
-    """Estimate what validation takes of the training loop, and what less of it would give."""
+def check(validation_cost: Frame) -> Estimate:
     if not validation_cost["phases"].sum() and (inside := int(validation_cost["inside"].max())):
         raise NotMeasured(
             f"the script validates without a loader, within {count(inside, 'training step')}: see periodic_work and"
@@ -60,7 +60,6 @@ def check(validation_cost: pd.DataFrame) -> Estimate:
 
 
 def explain(estimate: Estimate, loop_step_ns: float, job: Job) -> Explanation:
-    """Explain how often and how long it is, and what less of it gives."""
     mine: dict[str, Any] = estimate.seen
     rank, among, share = estimate.worst, int(mine["among"]), mine["cost_ns"] / loop_step_ns
     why = " The other ranks wait for it." if among > 1 else ""
@@ -88,18 +87,14 @@ def _changes(job: Job, rank: int, mine: dict[str, Any]) -> Iterator[Change]:
         )
     yield change(f"validate every {2 * mine['every']:.0f} steps (is {digits(mine['every'])}), or on part of the data")
     if mine["fetch_share"] > WAITS:
-        now = f" (is {loader['num_workers']})" if loader.get("num_workers") is not None else ""
         yield change(
-            f"more `num_workers`{now} and `persistent_workers=True` on validation's loader:"
-            f" {percent(mine['fetch_share'])} of validation waits for it",
+            f"more `num_workers`{is_now(loader.get('num_workers'))} and `persistent_workers=True` on validation's"
+            f" loader: {percent(mine['fetch_share'])} of validation waits for it",
             persistent_workers=(loader.get("persistent_workers"), True),
         )
     mixed = f" and autocast ({autocast['dtype']}, as training)" if autocast.get("enabled") else ""
-    size = f" (is {loader['batch_size']})" if loader.get("batch_size") else ""
-    yield change(
-        f"`torch.inference_mode()`{mixed}; a larger batch{size}, since nothing is kept for a backward pass",
-        numerics=bool(mixed),
-    )
+    larger = f"a larger batch{is_now(loader.get('batch_size'))}, since nothing is kept for a backward pass"
+    yield change(f"`torch.inference_mode()`{mixed}; {larger}", numerics=bool(mixed))
 
 
 def _evidence(share: float, mine: dict[str, Any]) -> Panel:
@@ -114,12 +109,4 @@ def _evidence(share: float, mine: dict[str, Any]) -> Panel:
     return Panel("table", "Shares of the training loop with less validation", rows, columns)
 
 
-RULE = Rule(
-    "validation_share",
-    "Time for validation",
-    check,
-    explain,
-    # Validation must be, so it is notable only where doing something about it gives what tools for input call notable:
-    # 5 % (XProf). Validating half as often gives that from 10 % of the loop on.
-    notable=0.05,
-)
+RULE = Rule("Time for validation", check, explain, notable=NOTABLE_SHARE)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.engine import Job, Maybe
+from dlprof.analysis.engine import Frame, Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change
 from dlprof.analysis.panel import table
 from dlprof.analysis.stragglers.late_ranks import CAUSES, OWNERS, LateRanks
@@ -55,13 +55,12 @@ _SHORT = {
 
 
 def check(
-    waits: Maybe[pd.DataFrame],
+    waits: Maybe[Frame],
     straggling: Maybe[LateRanks],
     outlier: Maybe[Outlier],
     mean_step_ns: Maybe[float],
     job: Job,
 ) -> Estimate:
-    """Estimate what the lead of the ranks with the longest own time over the next costs."""
     if waits.or_none() is None and not waits.broke:
         return _without_all(waits, outlier, job)
     left, step = straggling.get(), mean_step_ns.get()
@@ -77,7 +76,7 @@ def check(
     )
 
 
-def _without_all(waits: Maybe[pd.DataFrame], outlier: Maybe[Outlier], job: Job) -> Estimate:
+def _without_all(waits: Maybe[Frame], outlier: Maybe[Outlier], job: Job) -> Estimate:
     """Estimate where ranks are missing, and so starts cannot be matched: the late rank's collectives are too short."""
     if not job.missing_ranks or len(job.ranks) < 2:
         waits.get()  # raises why
@@ -88,8 +87,7 @@ def _without_all(waits: Maybe[pd.DataFrame], outlier: Maybe[Outlier], job: Job) 
     return Estimate(saving_ns=found.gain_ns, by_rank_ns={found.rank: found.gain_ns}, loses=loses, seen=found)
 
 
-def explain(estimate: Estimate, who_waits: Maybe[pd.DataFrame], job: Job) -> Explanation:
-    """Explain who is late, with what, and who waits."""
+def explain(estimate: Estimate, who_waits: Maybe[Frame], job: Job) -> Explanation:
     if isinstance(estimate.seen, Outlier):
         return _explain_outlier(estimate.seen, job)
     late: LateRanks = estimate.seen
@@ -142,4 +140,4 @@ def _explain_outlier(found: Outlier, job: Job) -> Explanation:
 
 
 _SAVES_FROM = ("communication", "pipeline_bubble")
-RULE = Rule("straggler", "A late rank", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE)
+RULE = Rule("A late rank", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE)

@@ -124,7 +124,7 @@ def test_threads_that_exchange_less_leave_the_cores_to_those_that_compute(tmp_pa
     assert "core" not in free.sure
 
 
-def test_several_at_once_are_exposed_only_once(tmp_path: Path) -> None:
+def test_several_at_once_are_exposed_only_withce(tmp_path: Path) -> None:
     """Of 16 all-reduces on two streams two run at any time: of the 0.8 ms that they take, 0.4 lie open."""
     made = []
     for rank in range(2):
