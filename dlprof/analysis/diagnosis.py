@@ -122,10 +122,13 @@ def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]
 
 
 def _check_applies(rule: Rule, job: Job) -> None:
-    """Raise DoesNotApply where the job is not of the kind that the rule is about."""
-    on_cpu = settings.on_cpu(job)
-    if rule.only_with in ("gpu", "cpu") and (rule.only_with == "cpu") != on_cpu:
-        raise DoesNotApply(f"the job trains on {'the CPU' if on_cpu else 'a GPU'}")
+    """Raise DoesNotApply where the job is not of the kind that the rule is about, NotMeasured where that is not known."""
+    if rule.only_with == "gpu" and settings.on_cpu(job):
+        raise DoesNotApply("the job trains on the CPU")
+    if rule.only_with == "cpu" and settings.on_gpu(job):
+        raise DoesNotApply("the job trains on a GPU")
+    if rule.only_with == "cpu" and not settings.on_cpu(job):
+        raise NotMeasured("whether the job trains on the CPU is not known")
     if rule.only_with == "loader" and settings.lacks_loader(job):
         raise DoesNotApply("no DataLoader was seen")
 

@@ -106,12 +106,23 @@ def cores_per_rank(job: Job, rank: int) -> int | None:
 
 def on_cpu(job: Job) -> bool:
     """Return whether the job is known to train on the CPU: from the recording, else from traces that list no device."""
-    kinds = {(job.facts[r].get("device") or {}).get("type") for r in job.ranks}
+    kinds = _device_types(job)
     if kinds != {None}:
         return kinds == {"cpu"}
     # Devices that Kineto does not know are not listed either; the backend of their collectives shows them.
     facts = [job.trace_facts[r] for r in job.ranks]
     return all(f.get("devices") == [] and f.get("backend", "gloo") in _CPU_BACKENDS for f in facts)
+
+
+def on_gpu(job: Job) -> bool:
+    """Return whether the job is known to train on a device that is no CPU, by the same."""
+    kinds = _device_types(job)
+    traced = any(job.trace_facts[r] for r in job.ranks)
+    return bool(kinds - {"cpu", None}) or (kinds == {None} and traced and not on_cpu(job))
+
+
+def _device_types(job: Job) -> set[str | None]:
+    return {(job.facts[r].get("device") or {}).get("type") for r in job.ranks}
 
 
 def torch_version(job: Job, rank: int) -> tuple[int, int] | None:

@@ -108,7 +108,7 @@ def test_not_measured(job: Run) -> None:
 
 
 def test_a_rule_is_not_asked_about_a_job_of_another_kind(job: Run, tmp_path: Path) -> None:
-    def asked(about: Run, device: str) -> str:
+    def asked(about: Run, device: Any) -> str:
         one = replace_rule(rule(finding()), only_with=device)
         return diagnose(about, [one], jobs=1).outcomes[0].state
 

@@ -60,7 +60,10 @@ def test_the_allocators_variable_is_the_one_that_is_set_else_the_one_that_torch_
 
 def test_a_run_on_the_cpu_is_known_as_such(tmp_path: Path) -> None:
     assert settings.on_cpu(run_with(tmp_path / "a", {"device": {"type": "cpu"}}))
-    assert not settings.on_cpu(run_with(tmp_path / "b", {"device": {"type": "cuda"}}, {"device": {"type": "cpu"}}))
+    both = run_with(tmp_path / "b", {"device": {"type": "cuda"}}, {"device": {"type": "cpu"}})
+    assert (settings.on_cpu(both), settings.on_gpu(both)) == (False, True)
+    unknown = run_with(tmp_path / "c", {})
+    assert (settings.on_cpu(unknown), settings.on_gpu(unknown)) == (False, False)
 
 
 def test_a_containers_quota_counts_where_it_is_less_than_the_cores(tmp_path: Path) -> None:
@@ -79,5 +82,9 @@ def test_a_trace_that_lists_no_device_is_of_the_cpu_unless_its_backend_is_anothe
         "gpu": {"backend": "gloo"},
     }
     made = {name: runs.foreign(tmp_path / name, traces.training(3, **keys)) for name, keys in told.items()}
-    on_cpu = {name: settings.on_cpu(runs.measured(path, step_means)) for name, path in made.items()}
+    measured = {name: runs.measured(path, step_means) for name, path in made.items()}
+    on_cpu = {name: settings.on_cpu(run) for name, run in measured.items()}
     assert on_cpu == {"gloo": True, "alone": True, "another": False, "gpu": False}
+    assert {name: settings.on_gpu(run) for name, run in measured.items()} == {
+        name: not on for name, on in on_cpu.items()
+    }

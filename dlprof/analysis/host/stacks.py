@@ -46,9 +46,9 @@ _PASSED = re.compile(r"(?:\w+\.)*(?:_wrapped_call_impl|_call_impl|decorate_conte
 NOTABLE_SHARE = 0.2
 LEAST_SAMPLES = 25
 
-_FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
+FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
 _INSTALLED = re.compile(r"^<|[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python[0-9.]+[/\\]")
-_PLACE = re.compile(r".*[/\\](?:(?:site|dist)-packages|lib[/\\]python[0-9.]+)[/\\]")
+PLACE = re.compile(r".*[/\\](?:(?:site|dist)-packages|lib[/\\]python[0-9.]+)[/\\]")
 
 
 @per_rank
@@ -63,8 +63,8 @@ def hottest(stacks: pd.DataFrame) -> pd.DataFrame:
     lines: dict[tuple[str, str, str], Counter[int]] = defaultdict(Counter)
     total: Counter[tuple[str, str, str]] = Counter()
     samples: Counter[str] = Counter()
-    for doing, stack, n in _seen(stacks):
-        frames = [(f[1], f[2], int(f[3])) for f in map(_FRAME.fullmatch, stack) if f is not None]
+    for doing, stack, n in seen_doing(stacks):
+        frames = [(f[1], f[2], int(f[3])) for f in map(FRAME.fullmatch, stack) if f is not None]
         samples[doing] += n
         total.update({(doing, name, file): n for name, file, _ in frames})
         own = [frame for frame in frames if is_own(frame[1])]
@@ -90,10 +90,10 @@ def flame(stacks: pd.DataFrame) -> pd.DataFrame:
     """
     shorter: dict[str, str] = {}
     seen: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for doing, stack, n in _seen(stacks):
+    for doing, stack, n in seen_doing(stacks):
         for text in stack:
             if text not in shorter:
-                shorter[text] = "" if _PASSED.match(text) else _FRAME.sub(r"\1 (\2)", text)
+                shorter[text] = "" if _PASSED.match(text) else FRAME.sub(r"\1 (\2)", text)
         path = tuple(filter(None, map(shorter.get, stack)))[:MOST_DEPTH]
         for depth in range(1, len(path) + 1):
             seen[doing, path[:depth]] += n
@@ -105,7 +105,7 @@ def flame(stacks: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(own=[is_own(name.rpartition(" (")[2]) for name in frame["name"]])
 
 
-def _seen(stacks: pd.DataFrame) -> Iterator[tuple[str, list[str], int]]:
+def seen_doing(stacks: pd.DataFrame) -> Iterator[tuple[str, list[str], int]]:
     """Return each stack of the training thread and the workers: what it was doing, its frames, how often it was seen.
 
     Raises NotMeasured where there is none.
@@ -153,14 +153,14 @@ def own_lines(stacks: pd.DataFrame) -> pd.DataFrame:
     """
     seen: Counter[tuple[str, str, str, int, bool]] = Counter()
     samples: Counter[str] = Counter()
-    for doing, stack, n in _seen(stacks):
+    for doing, stack, n in seen_doing(stacks):
         samples[doing] += n
         if doing == "worker":
             continue
         if doing != "rest":
             at = next((i for i, text in enumerate(stack) if _PHASE_BEGINS.search(text)), len(stack))
             stack = stack[:at] or stack
-        frames = [(f[1], f[2], int(f[3])) for f in map(_FRAME.fullmatch, stack) if f is not None]
+        frames = [(f[1], f[2], int(f[3])) for f in map(FRAME.fullmatch, stack) if f is not None]
         own = [i for i, frame in enumerate(frames) if is_own(frame[1])]
         if own:
             below = frames[own[-1] + 1 :]
@@ -176,7 +176,7 @@ def is_own(file: str) -> bool:
 
 def shown(function: str, file: str, line: int = 0) -> str:
     """Name a function as a report does: decode (data.py:41)."""
-    name = re.split(r"[/\\]", file)[-1] if is_own(file) else _PLACE.sub("", file)
+    name = re.split(r"[/\\]", file)[-1] if is_own(file) else PLACE.sub("", file)
     return f"{function} ({name}:{line})" if line else f"{function} ({name})"
 
 

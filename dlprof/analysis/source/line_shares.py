@@ -8,18 +8,14 @@ from collections import Counter
 import pandas as pd
 
 from dlprof.analysis.engine import RankFacts, per_rank
-from dlprof.analysis.host.stacks import is_own
-from dlprof.errors import NotMeasured
+from dlprof.analysis.host.stacks import FRAME, PLACE, is_own, seen_doing
 
 # What travels of each phase: lines of the user's, and functions of libraries where none of the user's is above them.
 MOST_LINES = 60
 MOST_LIBRARY = 4
 
-_ROLES = ("main", "worker")
-_FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
 # Frames that only pass a call on say nothing of what was called.
 _PASSED = re.compile(r"(_wrapped_call_impl|_call_impl|decorate_context|wrapper|inner|__call__|<module>)$")
-_PLACE = re.compile(r".*[/\\](?:(?:site|dist)-packages|lib[/\\]python[0-9.]+)[/\\]")
 
 _LINE = ["doing", "own", "file", "line", "function"]
 
@@ -34,15 +30,11 @@ def line_shares(stacks: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
     `samples`: in this line; `of`: all of that doing. Files are named from the job's working directory. Raises
     NotMeasured where no stack was seen.
     """
-    table = stacks[stacks["role"].isin(_ROLES)]
-    if not table["samples"].sum():
-        raise NotMeasured("no Python stack of the training thread was seen")
     directory = str(rank.facts.get("directory") or "")
     seen: Counter[tuple[str, bool, str, int, str]] = Counter()
     under: dict[tuple[str, bool, str, int, str], Counter[str]] = {}
     of: Counter[str] = Counter()
-    for role, phase, stack, n in zip(table["role"], table["phase"], table["stack"], table["samples"], strict=True):
-        doing = "worker" if role == "worker" else str(phase) or "rest"
+    for doing, stack, n in seen_doing(stacks):
         of[doing] += n
         place, library = _innermost(stack, directory)
         key = (doing, *place)
@@ -55,18 +47,18 @@ def line_shares(stacks: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
     return frame[nth < frame["own"].map({True: MOST_LINES, False: MOST_LIBRARY})].reset_index(drop=True)
 
 
-def _innermost(stack: str, directory: str) -> tuple[tuple[bool, str, int, str], str]:
+def _innermost(stack: list[str], directory: str) -> tuple[tuple[bool, str, int, str], str]:
     """Return the innermost line of the user's, and the library's function under it."""
     library = ""
-    frames = [found for text in reversed(stack.split(";")) if (found := _FRAME.fullmatch(text)) is not None]
+    frames = [found for text in reversed(stack) if (found := FRAME.fullmatch(text)) is not None]
     for function, file, line in (found.groups() for found in frames):
         if is_own(file):
             return (True, file.removeprefix(directory), int(line), function), library
         if _PASSED.search(function) is None:
             # The outermost that says something: what the user's line called.
-            library = f"{function} ({_PLACE.sub('', file)})"
+            library = f"{function} ({PLACE.sub('', file)})"
     function, file, _ = frames[0].groups() if frames else ("unknown", "", "0")
-    return (False, _PLACE.sub("", file), 0, function), ""
+    return (False, PLACE.sub("", file), 0, function), ""
 
 
 def over_ranks(shares: pd.DataFrame) -> pd.DataFrame:

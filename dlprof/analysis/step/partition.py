@@ -42,6 +42,7 @@ def partition(timing: Timing, claims: list[tuple[str, iv.Intervals]]) -> dict[st
 def claims(
     on_training_thread: pd.DataFrame,
     has_device: bool,
+    in_optimizer: iv.Intervals,
     stalled: dict[str, iv.Intervals],
     pipeline_bubble: Maybe[iv.Intervals],
     device_sets: Maybe[DeviceSets],
@@ -56,8 +57,6 @@ def claims(
     Raises NotMeasured where the job trains on a device that the trace does not hold.
     """
     fetch = host.cover(on_training_thread, host.is_kind(on_training_thread, "fetch"))
-    named = host.is_named(on_training_thread, "Optimizer.step#", "dlprof::optimizer")
-    optimizer = host.cover(on_training_thread, named)
     if has_device:
         sets, why = device_sets.get(), idle.get()
         return [
@@ -70,7 +69,7 @@ def claims(
             # The host was late from here on.
             *stalled.items(),
             ("input_wait", fetch),
-            ("optimizer_host", optimizer),
+            ("optimizer_host", in_optimizer),
             ("host", why.late),
         ]
     if _belongs_to_a_device(spans.get(), rank):
@@ -82,7 +81,7 @@ def claims(
         ("computation", cpu_computation.get()),
         (BUBBLE, pipeline_bubble.get()),
         ("communication", communication.get()),
-        ("optimizer_host", optimizer),
+        ("optimizer_host", in_optimizer),
         ("host", _EVERYTHING),
     ]
 
