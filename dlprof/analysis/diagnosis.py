@@ -122,7 +122,7 @@ def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]
 
 
 def _check_applies(rule: Rule, job: Job) -> None:
-    """Raise DoesNotApply where the job is not of the kind that the rule is about, NotMeasured where that is not known."""
+    """Raise DoesNotApply where the job is not of the kind that the rule is about; NotMeasured: that is not known."""
     if rule.only_with == "gpu" and settings.on_cpu(job):
         raise DoesNotApply("the job trains on the CPU")
     if rule.only_with == "cpu" and settings.on_gpu(job):
