@@ -1,4 +1,4 @@
-"""The kernels of a rank: what launched them, the units they multiply on, their time, and what shorter ones gain."""
+"""The kernels of a rank: what launched them, the units they multiply on, and what shorter ones gain."""
 
 from __future__ import annotations
 
@@ -18,10 +18,6 @@ from dlprof.analysis.timeline.device import DeviceSets
 from dlprof.analysis.timeline.steps import Timing
 from dlprof.analysis.timeline.what_if import LITTLE, WhatIf
 from dlprof.errors import NotMeasured
-from dlprof.units import short
-
-# How many of the kernels that take longest travel.
-MOST_KERNELS = 40
 
 # Multiples of the batch that are tried.
 TIMES = (2, 4, 8)
@@ -70,31 +66,6 @@ def around(spans: pd.DataFrame, is_on_device: NDArray[np.bool_], *kinds: str) ->
         parent = host.parents(start[rows], end[rows])
         found[rows] = np.where(parent >= 0, rows[parent], -1)
     return found
-
-
-@per_rank
-def kernel_times(kernels: pd.DataFrame, timing: Timing) -> pd.DataFrame:
-    """Return the kernels that take longest: name, kind (unit_of), calls and ns of a mean steady traced step; and of all
-    of them total_ns, and kernels, how many names there are.
-
-    Raises NotMeasured where the trace holds no kernel.
-    """
-    inside = kernels[kernels["step"] >= 0]
-    if inside.empty:
-        raise NotMeasured("no kernel ran in the traced steps")
-    by_name = inside.groupby("name", observed=True)["dur_ns"]
-    times = pd.DataFrame({"calls": by_name.size(), "ns": by_name.sum()}) / len(timing.windows)
-    longest = times.sort_values("ns", ascending=False, kind="stable").head(MOST_KERNELS)
-    return pd.DataFrame(
-        {
-            "name": [short(name, 200) for name in longest.index],
-            "kind": [unit_of(name) for name in longest.index],
-            "calls": longest["calls"].to_numpy(),
-            "ns": longest["ns"].to_numpy(),
-            "total_ns": times["ns"].sum(),
-            "kernels": len(times),
-        }
-    )
 
 
 @within_rank

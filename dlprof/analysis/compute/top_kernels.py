@@ -7,29 +7,39 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from dlprof.analysis.compute.kernels import MOST_KERNELS
 from dlprof.analysis.engine import across_ranks, per_rank
 from dlprof.analysis.timeline.steady import standard_errors
 from dlprof.analysis.timeline.steps import Timing
+from dlprof.errors import NotMeasured
 from dlprof.result import MOST_WORK
 from dlprof.units import short
 
-MOST_OPERATORS = 30
+MOST_KERNELS, MOST_OPERATORS = 40, 30
 
-# Names of kernels that templates made can be thousands of letters long.
-LONGEST_NAME = 300
+# Names of kernels that templates made can be thousands of letters long; a table shows less of them.
+LONGEST_NAME, _LONGEST_SHOWN = 300, 200
 
 
 @across_ranks
-def heaviest_kernels(kernel_times: pd.DataFrame) -> pd.DataFrame:
+def heaviest_kernels(work: pd.DataFrame) -> pd.DataFrame:
     """Return the kernels that take longest, the longest first: name, kind, calls and ns (a step, mean of the ranks),
     call_ns (of one), share (of the time in all kernels), most_on (a rank), most_ns (there), and known, how many there
-    are on a rank.
+    are on a rank. Raises NotMeasured where the trace holds no kernel.
     """
-    total = float(kernel_times.drop_duplicates("rank")["total_ns"].sum()) / kernel_times["rank"].nunique()
-    frame = _means(kernel_times, ["name"], "kind", ["calls", "ns"]).head(MOST_KERNELS)
+    kernels = kernels_of(work)
+    if kernels.empty:
+        raise NotMeasured("no kernel ran in the traced steps")
+    total = float(kernels.drop_duplicates("rank")["total_ns"].sum()) / kernels["rank"].nunique()
+    heaviest = kernels.groupby("rank").head(MOST_KERNELS)
+    heaviest = heaviest.assign(kind=heaviest["unit"], name=[short(name, _LONGEST_SHOWN) for name in heaviest["name"]])
+    frame = _means(heaviest, ["name"], "kind", ["calls", "ns"]).head(MOST_KERNELS)
     call_ns, share = frame["ns"] / frame["calls"], frame["ns"] / total if total else 0.0
-    return frame.assign(call_ns=call_ns, share=share, known=int(kernel_times["kernels"].max()))
+    return frame.assign(call_ns=call_ns, share=share, known=int(kernels["names"].max()))
+
+
+def kernels_of(work: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of `work` that are kernels."""
+    return work[work["kind"] == "kernel"]
 
 
 @across_ranks
@@ -72,6 +82,7 @@ def of_ranks(ranks: Sequence[int]) -> tuple[str, dict[str, str]]:
 def work(operator_work: pd.DataFrame, spans: pd.DataFrame, has_device: bool, timing: Timing) -> pd.DataFrame:
     """Return what operators and kernels take of a mean steady traced step: kind, name, calls, ns, noise_ns.
 
+    And of a kernel its unit, what it multiplies on; of all that are of its kind total_ns, and how many names there are.
     On a device an operator has the kernels that it launched, each counts as a call; on a CPU the time that it spends in
     no other. noise_ns is the standard error over the traced steps, 0 of a single one. The heaviest first, MOST_WORK of
     each kind. Raises NotMeasured where no operator's work was traced.
@@ -88,6 +99,7 @@ def _by_name(kind: str, names: pd.Categorical, work: pd.DataFrame, n: int) -> pd
     place, found = pd.factorize(names)
     ns = np.bincount(place * n + work["step"].to_numpy(), work["dur_ns"], len(found) * n).reshape(-1, n)
     heaviest = np.argsort(-ns.sum(axis=1), kind="stable")[:MOST_WORK]
+    first = np.unique(place, return_index=True)[1][heaviest]
     return pd.DataFrame(
         {
             "kind": kind,
@@ -95,6 +107,9 @@ def _by_name(kind: str, names: pd.Categorical, work: pd.DataFrame, n: int) -> pd
             "calls": np.bincount(place, minlength=len(found))[heaviest] / n,
             "ns": ns[heaviest].mean(axis=1),
             "noise_ns": standard_errors(ns[heaviest]),
+            "unit": work["unit"].astype("str").to_numpy()[first],
+            "total_ns": ns.sum() / n,
+            "names": len(found),
         }
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlprof.analysis.compute.kernels import MOST_KERNELS, kernel_times, kernels, larger_batches, tensor_cores
+from dlprof.analysis.compute.kernels import kernels, larger_batches, tensor_cores
 from dlprof.analysis.engine import RankData
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
@@ -36,22 +36,6 @@ def test_a_kernel_has_its_unit_its_step_and_the_innermost_operator_that_launched
     assert frame["dur_ns"].to_list() == [200_000, 100_000]
     launcher, none = frame["owner"]
     assert (spans["name"][launcher], none) == ("aten::addmm", -1)
-
-
-def test_the_longest_kernels_travel_with_the_sums_of_all(tmp_path: Path) -> None:
-    many = [traces.kernel(f"kernel_{n}", n * 10_000, 1_000 + n) for n in range(MOST_KERNELS + 10)]
-    made = traces.trace(traces.step(1, 0, MS), *many, traces.kernel("kernel_0", 900_000, 100_000))
-    frame = runs.rank_of(tmp_path, made).once(kernel_times)
-    assert frame["name"].to_list() == ["kernel_0", *(f"kernel_{n}" for n in range(MOST_KERNELS + 9, 10, -1))]
-    assert frame[["calls", "ns"]].to_numpy()[:2].tolist() == [[2, 101_000], [1, 1_000 + MOST_KERNELS + 9]]
-    assert set(frame["kernels"]) == {MOST_KERNELS + 10}
-    assert set(frame["total_ns"]) == {100_000 + sum(1_000 + n for n in range(MOST_KERNELS + 10))}
-
-
-def test_a_trace_without_kernels_abstains(tmp_path: Path) -> None:
-    made = traces.trace(traces.step(1, 0, MS), traces.copy(0, 1_000, 8))
-    with pytest.raises(NotMeasured, match="no kernel"):
-        runs.rank_of(tmp_path, made).once(kernel_times)
 
 
 def product(name: str, at: int, kernel: str, start: int, dur: int, n: int, *shapes: list[int], dtype: str) -> list[Any]:

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlprof.analysis.compute.top_kernels import LONGEST_NAME, heaviest_kernels, heaviest_operators, work, work_means
+from dlprof.analysis.compute.top_kernels import (
+    LONGEST_NAME,
+    MOST_KERNELS,
+    heaviest_kernels,
+    heaviest_operators,
+    work,
+    work_means,
+)
 from dlprof.analysis.timeline.steady import standard_error
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
@@ -31,6 +38,25 @@ def test_a_kernel_that_one_rank_lacks_takes_nothing_there(tmp_path: Path) -> Non
     assert (gemm["name"], gemm["calls"], gemm["ns"], gemm["call_ns"]) == ("gemm", 1, 300_000, 300_000)
     assert (gemm["share"], gemm["most_on"], gemm["most_ns"], gemm["known"]) == (0.75, 1, 400_000, 2)
     assert (other["calls"], other["ns"], other["call_ns"], other["most_ns"]) == (1, 100_000, 100_000, 200_000)
+
+
+def test_the_longest_kernels_are_listed_with_their_share_of_all(tmp_path: Path) -> None:
+    many = [traces.kernel(f"kernel_{n}", n * 10_000, 1_000 + n) for n in range(MOST_KERNELS + 10)]
+    made = traces.trace(traces.step(1, 0, MS), *many, traces.kernel("kernel_0", 900_000, 100_000))
+    frame = runs.measured(runs.foreign(tmp_path, made), heaviest_kernels).frame(heaviest_kernels)
+    assert frame["name"].to_list() == ["kernel_0", *(f"kernel_{n}" for n in range(MOST_KERNELS + 9, 10, -1))]
+    assert frame[["calls", "ns"]].to_numpy()[:2].tolist() == [[2, 101_000], [1, 1_000 + MOST_KERNELS + 9]]
+    assert set(frame["known"]) == {MOST_KERNELS + 10}
+    total = 100_000 + sum(1_000 + n for n in range(MOST_KERNELS + 10))
+    assert frame["share"].to_list() == pytest.approx((frame["ns"] / total).to_list())
+
+
+def test_a_trace_without_kernels_abstains(tmp_path: Path) -> None:
+    copies = traces.trace(traces.step(1, 0, MS), traces.copy(0, 1_000, 8))
+    on_cpu = traces.trace(traces.step(1, 0, MS), traces.op("aten::mm", 0, 1_000))
+    for name, made in (("copies", copies), ("cpu", on_cpu)):
+        with pytest.raises(NotMeasured):
+            runs.measured(runs.foreign(tmp_path / name, made), heaviest_kernels).frame(heaviest_kernels)
 
 
 def test_an_operators_rate_is_that_of_all_its_time(tmp_path: Path) -> None:

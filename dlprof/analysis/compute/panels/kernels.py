@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis.compute.kernel_names import UNITS
-from dlprof.analysis.compute.top_kernels import of_ranks
+from dlprof.analysis.compute.top_kernels import kernels_of, of_ranks
 from dlprof.analysis.engine import Maybe, MeasureFailed
 from dlprof.analysis.panel import Picture, table
 from dlprof.errors import NotMeasured
@@ -34,13 +34,11 @@ _COPY_COLUMNS = {
 }
 
 
-def draw(
-    heaviest_kernels: Maybe[pd.DataFrame], kernel_times: Maybe[pd.DataFrame], copies: Maybe[pd.DataFrame]
-) -> list[Panel]:
+def draw(heaviest_kernels: Maybe[pd.DataFrame], work: Maybe[pd.DataFrame], copies: Maybe[pd.DataFrame]) -> list[Panel]:
     """List the kernels, as the mean of the ranks, and the copies of the rank whose are least hidden."""
     panels = []
     with suppress(NotMeasured, MeasureFailed):
-        panels.append(_kernels(heaviest_kernels.get(), kernel_times.get()["rank"].unique().tolist()))
+        panels.append(_kernels(heaviest_kernels.get(), kernels_of(work.get())["rank"].unique().tolist()))
     with suppress(NotMeasured, MeasureFailed):
         exposed = copies.get().groupby("rank")["exposed_ns"].sum()
         panels += [copy_table(copies.get(), int(str(exposed.idxmax())))] if len(exposed) else []
