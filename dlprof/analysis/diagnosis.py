@@ -163,7 +163,7 @@ def _judged(rule: Rule, run: Measured, basis: Basis, estimate: Estimate) -> tupl
     slow_loader = f"the loaders need at least {duration(fed)} a step" if fed and most == unfed else ""
     figures = {**_figures(estimate), "saving_ns": saving, "share": share, "speedup": speedup(share), "lost_share": lost}
     notable = rule.notable if estimate.notable is None else estimate.notable
-    if estimate.unknown and max(estimate.by_rank_ns.values()) >= notable * step:
+    if estimate.unknown and max(estimate.by_rank_ns.values(), default=0.0) >= notable * step:
         raise NotMeasured(f"{estimate.summary}; {estimate.unknown}")
     if estimate.clear or estimate.unknown or estimate.saving_ns < notable * step or share < LEAST_SHARE:
         summary = estimate.summary or loses

@@ -93,8 +93,8 @@ class Rule:
 
     `saves_from`: the categories of `time` that its saving comes out of; none if it is between the steady steps.
     `feeds`: its change makes the loader faster, whose speed bounds what other changes save. `notable`: the least share
-    of the step that is a finding. `only_with`: what a job has that may have it; it trains on a GPU, or on the CPU, or
-    reads from a DataLoader.
+    of the step that is a finding. `only_with`: it concerns only jobs that train on a GPU, or on
+    the CPU, or read from a DataLoader.
     """
 
     title: str
