@@ -101,7 +101,7 @@ def test_without_all_of_a_group_waiting_may_be_what_takes_long(tmp_path: Path) -
 
 def test_an_unknown_peak_and_one_group_abstain(tmp_path: Path) -> None:
     answer = ask(RULE, runs.foreign(tmp_path, *grouped([(0, 1)], [10 * MS], device="Something else")))
-    assert (answer.state, "no group like it" in answer.why) == ("not_measured", True)
+    assert (answer.state, "no similar group" in answer.why) == ("not_measured", True)
 
 
 def test_gloo_on_gpus_is_told(tmp_path: Path) -> None:
