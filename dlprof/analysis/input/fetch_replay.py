@@ -202,7 +202,8 @@ def replay(own: Times, fetch: Times, cpu: Times, workers: int, prefetch: int) ->
 def _stretch_of(times: Times, n: int) -> Times:
     """Return n times in a row, repeated where there are fewer, with the mean of all."""
     chosen = np.resize(times, n)
-    return chosen * (times.mean() / max(chosen.mean(), 1e-9))
+    scaled: Times = chosen * (times.mean() / max(chosen.mean(), 1e-9))
+    return scaled
 
 
 def _overlap(begin: Times, own: Times, there: Times, fetch: Times, cpu: Times) -> float:

@@ -1,5 +1,6 @@
 """The step with other numbers of workers: known answers of the replay, and what it must not claim."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,12 @@ def test_a_step_of_four_batches_is_four_of_each_that_is_recorded(loaders: int, w
     assert (told.workers, told.step_ns) == (workers, pytest.approx(step, rel=0.02))
     assert told.wait_ns == pytest.approx(step - 40.0, abs=1.0)
     assert replayed(pace(10.0, 40.0, batches=4, loaders=loaders), 0).step_ns == pytest.approx(200)
+
+
+def test_a_long_series_is_replayed_with_its_mean() -> None:
+    # More batches than are replayed, of which the later ones take three times as long.
+    own = np.concatenate((np.full(600, 10.0), np.full(600, 30.0)))
+    assert replayed(replace(pace(10.0, 1.0), own=own), 1).step_ns == pytest.approx(20.0)
 
 
 def test_workers_of_two_loaders_are_on_the_same_cores() -> None:

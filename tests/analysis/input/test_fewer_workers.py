@@ -63,3 +63,18 @@ def test_batches_that_were_not_recorded_predict_nothing(tmp_path: Path) -> None:
     (path / "ranks/00000/fetches.jsonl").unlink()
     with pytest.raises(NotMeasured):
         runs.measured(path, fewer_workers).frame(fewer_workers)
+
+
+def test_what_was_waited_for_workers_whose_batches_were_ready_is_gone_with_them(tmp_path: Path) -> None:
+    plain = runs.measured(needless(tmp_path / "plain"), fewer_workers).frame(fewer_workers)
+    path = needless(tmp_path / "waits")
+    file = path / "ranks/00000/steps.jsonl"
+    # Each next() takes 11 ms in place of the 6 that taking a ready batch does, and the step is as much longer.
+    steps = [json.loads(line) for line in file.read_text().splitlines()]
+    steps = [s | {"dur_ns": s["dur_ns"] + 5 * MS, "fetch_ns": 11 * MS} for s in steps]
+    file.write_text("".join(json.dumps(s) + "\n" for s in steps))
+    waits = runs.measured(path, fewer_workers).frame(fewer_workers)
+    assert plain is not None
+    assert waits is not None
+    assert waits.forecasts[0].step_ns == pytest.approx(plain.forecasts[0].step_ns + 5 * MS)
+    assert waits.chosen.step_ns == pytest.approx(plain.chosen.step_ns, rel=0.05)
