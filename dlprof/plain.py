@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import unicodedata
+
+from dlprof.errors import DlprofError
 
 NBSP = "\u00a0"
 
@@ -31,5 +35,11 @@ def _escape(char: str) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """Return what a user is to read of an error: an OSError explains itself."""
-    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    """Return what a user is to read of an error: ours, and an OSError, explain themselves."""
+    return str(error) if isinstance(error, (DlprofError, OSError)) else f"{type(error).__name__}: {error}"
+
+
+def tell(text: str) -> None:
+    """Put one line of ours on stderr, whatever Python has there; nothing where nobody takes it."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"dlprof: {plain(text)}\n".encode(errors="replace"))

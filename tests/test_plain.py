@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.plain import plain, words_of
+from dlprof.errors import DlprofError
+from dlprof.plain import plain, tell, words_of
 from tests.fixtures import traces
 from tests.fixtures.jobs import DLPROF, launch
 
@@ -54,4 +55,14 @@ def test_commands_print_no_path_raw(tmp_path: Path) -> None:
 
 def test_an_error_of_the_system_explains_itself_and_others_say_their_kind() -> None:
     assert words_of(OSError("the disk is full")) == "the disk is full"
+    assert words_of(DlprofError("no run")) == "no run"
     assert words_of(KeyError("rank")) == "KeyError: 'rank'"
+
+
+def test_a_line_of_ours_is_one_line_and_nothing_where_stderr_is_closed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tell("a\nb\x1b[2J")
+    assert capfd.readouterr().err == "dlprof: a\\x0ab\\x1b[2J\n"
+    code = "import os; from dlprof.plain import tell; os.close(2); tell('a'); print('on')"
+    assert launch([sys.executable, "-c", code], tmp_path).stdout == "on\n"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import keyword
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
 from dlprof.plain import plain
 from dlprof.read.opening import NO_LIMITS
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Each is a function of its name in a module of its name; try_ is that of try, a word of Python's own. In the order of
 # the help, with the words of an example.
@@ -47,7 +50,20 @@ def _lift(_context: click.Context, _option: click.Parameter, asked: bool) -> Non
 
 
 # What several commands have.
-run_path = click.argument("path", type=click.Path(path_type=Path))
+PATH = click.Path(path_type=Path)
+run_path = click.argument("path", type=PATH)
+
+
+def file(name: str, help: str) -> Callable[[F], F]:  # noqa: A002 - click's name
+    """Return an option that names a file to write."""
+    return click.option(name, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=help)
+
+
+def out(help: str) -> Callable[[F], F]:  # noqa: A002 - click's name
+    """Return the option of the folder that is written into."""
+    return click.option("-o", "--out", type=PATH, help=help)
+
+
 form = click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="What to print.")
 jobs = click.option(
     "--jobs", type=click.IntRange(min=1), help="Processes that read at once. [default: all cores that memory allows]"

@@ -6,7 +6,6 @@ import functools
 import importlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -162,7 +161,7 @@ def _trace() -> str:
     if "CUDA" not in told["traces"]:
         found = "traces operators on the CPU, and no work on the GPU: this torch has no CUPTI"
         raise _Answer(found, "install a build of torch with Kineto and CUPTI, as the official ones are")
-    # At this level Kineto also logs calls of CUPTI that fail; see dlprof/record/device/kineto.py.
+    # At this level Kineto also logs calls of CUPTI that fail; see dlprof/record/device/profiler.py.
     env = os.environ | {"KINETO_LOG_LEVEL": "2"}
     done = _run([sys.executable, "-c", _ONE_KERNEL], "one kernel was to be profiled: ", env=env)
     errors = cupti.short(
@@ -247,8 +246,9 @@ def _loader() -> str:
 @_checks("stacks")
 def _stacks() -> str:
     """Read the stack of a process of ours from another one that is not its parent, as is done next to a job."""
-    installed = Path(sys.executable).parent / "py-spy"
-    command = str(installed) if installed.is_file() else shutil.which("py-spy")
+    from dlprof.record.samplers.stacks import find
+
+    command = find()
     if command is None:
         raise _not_installed("py-spy")
     code = "import sys; print(flush=True); sys.stdin.read()"
@@ -268,8 +268,8 @@ def _ptrace_remedy() -> str:
     level = int(_file("/proc/sys/kernel/yama/ptrace_scope") or 0)
     if level == 3:
         return "kernel.yama.ptrace_scope is 3: nobody may, until this machine boots with another value"
-    capabilities = re.search("CapEff:\\s*([0-9a-f]+)", _file("/proc/self/status"))
-    if level and not (capabilities and int(capabilities[1], 16) >> _CAP_SYS_PTRACE & 1):
+    status = dict(line.split(":\t", 1) for line in _file("/proc/self/status").splitlines() if ":\t" in line)
+    if level and not int(status.get("CapEff", "0"), 16) >> _CAP_SYS_PTRACE & 1:
         return f"sudo sysctl kernel.yama.ptrace_scope=0 (it is {level}), or run the job with the capability SYS_PTRACE"
     return "in a container: start it with --cap-add SYS_PTRACE, and a seccomp profile that lets ptrace through"
 

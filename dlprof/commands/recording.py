@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -13,60 +12,32 @@ from typing import Any
 import click
 
 from dlprof import overrides
+from dlprof.commands import out
 from dlprof.errors import DlprofError
-
-# Enough for shares of a few per cent after one burst; a round number would beat with steps of 5, 10 or 20 ms.
-STACKS_A_SECOND = "47"
-
-# The types of options: each returns the value as it is kept, or raises BadParameter, which is a usage error.
-
-
-def _window(value: str) -> str:
-    if not value:
-        return ""  # as the recorder chooses
-    try:
-        skip, warmup, active = (int(part) for part in value.split(","))
-    except ValueError:
-        raise click.BadParameter("three whole numbers: steps to skip, to warm up, to trace, e.g. 10,2,5") from None
-    if min(skip, warmup) < 0 or active < 1:
-        raise click.BadParameter("at least one step to trace, and no negative numbers")
-    return f"{skip},{warmup},{active}"
-
-
-def _function(value: str) -> str:
-    where, _, name = value.rpartition(":")
-    if value != "auto" and not (where and all(part.isidentifier() for part in name.split("."))):
-        raise click.BadParameter(f"{value!r} is neither MODULE:FUNCTION nor auto")
-    return value
-
-
-def _stacks(value: str) -> str:
-    if value in ("on", "off"):
-        return STACKS_A_SECOND if value == "on" else value
-    if not value.isdigit() or not 1 <= int(value) <= 1000:
-        raise click.BadParameter("on, off, or how many stacks a second, 1 to 1000")
-    return str(int(value))
-
-
-def _sample(value: str) -> str:
-    with contextlib.suppress(ValueError):
-        if value == "auto" or 0.1 <= float(value) <= 3600:
-            return value if value == "auto" else f"{float(value):g}"
-    raise click.BadParameter("auto, or the seconds between two readings, 0.1 to 3600")
+from dlprof.record.launch import options
 
 
 def _setting(value: str) -> str:
-    try:
-        overrides.parse([value])
-    except DlprofError as e:
-        raise click.BadParameter(str(e)) from None
+    overrides.parse([value])
     return value
 
 
 def _job(value: str) -> str:
     if not all(c.isalnum() or c in "._-" for c in value):
-        raise click.BadParameter("letters, digits, dots, hyphens and underscores")
+        raise ValueError("letters, digits, dots, hyphens and underscores")
     return value
+
+
+def _type(check: Callable[[str], str]) -> Callable[[str], str]:
+    """Return a type of options of a check, whose errors become usage errors."""
+
+    def checked(value: str) -> str:
+        try:
+            return check(value)
+        except (DlprofError, ValueError) as e:
+            raise click.BadParameter(str(e)) from None
+
+    return checked
 
 
 @dataclass(frozen=True)
@@ -113,21 +84,21 @@ class Recording:
     @property
     def asked(self) -> dict[str, str]:
         """What collectors and samplers read, as DLPROF_<NAME> in their environment; also kept in run.json."""
-        return {
-            "job": self.job,
-            "flops": self.flops,
-            "lines": "\n".join(self.lines),
-            "sample": "off" if self.no_sample else self.sample,
-            "stacks": self.stacks,
-            "memory": "on" if self.memory else "off",
-            "nvtx": "on" if self.nvtx or self.nsys else "off",
-            "shapes": "on" if self.shapes else "off",
-            "window": "off" if self.no_trace else "nsys" if self.nsys else self.window,
-        }
+        return options.asked(
+            job=self.job,
+            flops=self.flops,
+            lines=self.lines,
+            memory=self.memory,
+            nvtx=self.nvtx or self.nsys,
+            sample="off" if self.no_sample else self.sample,
+            shapes=self.shapes,
+            stacks=self.stacks,
+            window="off" if self.no_trace else "nsys" if self.nsys else self.window,
+        )
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment for the command: with the options, and the variables that are overridden."""
-        asked = {f"DLPROF_{name.upper()}": value for name, value in self.asked.items()}
+        asked = options.variables(self.asked)
         if not self.settings:
             return {**env, **asked}
         variables = {n.partition(".")[2]: str(v) for n, v in self.overrides.items() if n.startswith("env.")}
@@ -139,12 +110,14 @@ def _flag(name: str, help: str) -> Callable[..., Any]:  # noqa: A002 - click's n
     return click.option(name, is_flag=True, help=help)
 
 
-def _value(name: str, parse: Callable[[str], str], default: str, metavar: str, help: str) -> Callable[..., Any]:  # noqa: A002
-    return click.option(name, type=parse, default=default, show_default=bool(default), metavar=metavar, help=help)
+def _value(name: str, check: Callable[[str], str], default: str, metavar: str, help: str) -> Callable[..., Any]:  # noqa: A002
+    return click.option(
+        name, type=_type(check), default=default, show_default=bool(default), metavar=metavar, help=help
+    )
 
 
 _OPTIONS = (
-    click.option("-o", "--out", type=click.Path(path_type=Path), help="The run folder [default: a new one in runs/]."),
+    out("The run folder [default: a new one in runs/]."),
     _value(
         "--job",
         _job,
@@ -155,7 +128,7 @@ _OPTIONS = (
     ),
     _value(
         "--window",
-        _window,
+        options.window,
         "",
         "S,W,A",
         "Steps to skip, to warm up and to trace [default: 10,2,5; sooner and fewer where steps are slow].",
@@ -171,7 +144,7 @@ _OPTIONS = (
     click.option(
         "--lines",
         multiple=True,
-        type=_function,
+        type=_type(options.function),
         metavar="MODULE:FUNCTION",
         help="Time a function line by line, in the ranks and in loader workers: package.data:Images.__getitem__,"
         " path/to/file.py:function, __main__:function; auto: the hottest functions of your own files. Repeatable."
@@ -183,20 +156,20 @@ _OPTIONS = (
     ),
     _value(
         "--stacks",
-        _stacks,
+        options.stacks,
         "on",
         "on|off|RATE",
-        f"Read the Python stacks of ranks and loader workers with py-spy: in bursts, {STACKS_A_SECOND} or RATE times a"
-        " second, without stopping them.",
+        f"Read the Python stacks of ranks and loader workers with py-spy: in bursts, {options.STACKS_A_SECOND} or RATE"
+        " times a second, without stopping them.",
     ),
     _flag("--memory", "Record the history of the CUDA allocator, for pytorch.org/memory_viz. Slows every allocation."),
     _flag("--nsys", "Run the command under NVIDIA's nsys, with NVTX ranges and without the profiler window."),
     _flag("--nvtx", "Name steps, phases and collectives as NVTX ranges, for an nsys that you run yourself."),
     _value(
         "--sample",
-        _sample,
+        options.sample,
         "auto",
-        "auto|SECONDS",
+        "auto|off|SECONDS",
         "How often to sample the host and its GPUs; auto: every second, and ever less often as the job grows older,"
         " down to every 5.",
     ),
@@ -205,7 +178,7 @@ _OPTIONS = (
         "--set",
         "settings",
         multiple=True,
-        type=_setting,
+        type=_type(_setting),
         metavar="NAME=VALUE",
         help="Override a setting as the script builds its objects, without editing it: loader.num_workers=4."
         " Repeatable. `dlprof explain settings` lists them.",

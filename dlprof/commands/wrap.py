@@ -14,7 +14,7 @@ import click
 
 from dlprof.commands.recording import Recording, recording_options
 from dlprof.errors import DlprofError
-from dlprof.plain import plain
+from dlprof.plain import plain, words_of
 from dlprof.record.launch.folder import new_folder
 from dlprof.record.launch.supervisor import Ended, end_like, supervise
 from dlprof.record.launch.tasks import TASK_NUMBERS
@@ -122,33 +122,36 @@ def _say_applied(folder: Path, recording: Recording) -> None:
         _say(f"dlprof: {line}")
 
 
-def _report(ended: Ended, quiet: bool) -> None:
-    """Write the report and print its verdict; whatever goes wrong here costs one line, and never the exit status."""
+@contextlib.contextmanager
+def _in_one_line(failed: str, stopped: str) -> Iterator[None]:
+    """Say in one line that something fails or is stopped after the job: never may it cost the job's exit status."""
     try:
+        yield
+    except KeyboardInterrupt:
+        _say(f"dlprof: {stopped}")
+    except Exception as e:  # noqa: BLE001 - the job's exit status comes first
+        _say(f"dlprof: {failed}: {words_of(e)}")
+
+
+def _report(ended: Ended, quiet: bool) -> None:
+    """Write the report and print its verdict."""
+    with _in_one_line("no report", f"report stopped; to make it later: dlprof report {ended.folder}"):
         from dlprof.commands.report import write_report
 
         verdict = write_report(ended.folder)
         if not quiet:
             _say(verdict, "\n\x1b")
-    except KeyboardInterrupt:
-        _say(f"dlprof: report stopped; to make it later: dlprof report {ended.folder}")
-    except Exception as e:  # noqa: BLE001 - the job's exit status comes first
-        _say(f"dlprof: no report: {e if isinstance(e, DlprofError) else f'{type(e).__name__}: {e}'}")
 
 
 def _try(ended: Ended, recording: Recording) -> None:
-    """Try what the report advises; whatever goes wrong here costs one line, and never the exit status."""
-    try:
+    """Try what the report advises."""
+    with _in_one_line("not tried", f"trial stopped; to make it later: dlprof try {ended.folder}"):
         from dlprof.commands.report import analyse
         from dlprof.commands.try_ import try_run
         from dlprof.trial.trying import Options
 
         options = Options(allow_numerics=recording.allow_numerics)
         try_run(ended.folder, analyse(ended.folder), options, quiet=recording.quiet, err=True)
-    except KeyboardInterrupt:
-        _say(f"dlprof: trial stopped; to make it later: dlprof try {ended.folder}")
-    except Exception as e:  # noqa: BLE001 - the job's exit status comes first
-        _say(f"dlprof: not tried: {e if isinstance(e, DlprofError) else f'{type(e).__name__}: {e}'}")
 
 
 def _nsys(env: Mapping[str, str]) -> tuple[str, ...]:

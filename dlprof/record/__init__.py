@@ -4,10 +4,13 @@ The rules for code in a rank stand here, and nowhere else. Such code runs in som
 thread that trains.
 
 * **The job comes first.** A wrapper calls the original exactly once, with the same arguments, and returns or raises
-  what that does. Our own work is guarded by `except Exception`: what fails switches itself off, says so in one line on
-  stderr, and the script goes on. Launchers, loader workers and other processes that never train leave no trace: files
-  appear with the first backward pass or optimizer step, or after two seconds of many forward passes and no training in
-  a process that is nobody's child of multiprocessing.
+  what that does. What fails in our own work ends at the edge of the hook, in `except Exception`: it goes to
+  `Recorder.fail`, or to `Recorder.drop` where it is one collector's, which switch it off and say so in one line on
+  stderr, and the script goes on. `guarded` is
+  that edge; hooks that every step passes, or Dynamo reads, have it written out: a call more would cost more than they
+  do. Further within, only errors that can be named are caught. Launchers, loader workers and other processes
+  that never train leave no trace: files appear with the first backward pass or optimizer step, or after two seconds of
+  many forward passes and no training in a process that is nobody's child of multiprocessing.
 * **Threads.** One thread trains, and only it is measured: the first that fetches a batch or calls a module, until
   another one is seen to train. Hooks compare `get_ident()` and do nothing on other threads. One thread is ours
   (ending.py). It is no `threading.Thread`, so that a script that joins all threads does not wait for it.
@@ -33,15 +36,34 @@ thread that trains.
 * **Memory.** Keep weak references to the script's objects, put no attribute on a model or an optimizer, and bound every
   list: a script may run for weeks, or make a new model each step.
 * **Files.** The script may close descriptors that it never opened, and then get their numbers for files of its own: ask
-  a descriptor what it is before each use (`log.file_of`). Append whole lines, or write to a temporary name and rename.
+  a descriptor whether it is ours before each use (`log.Descriptor`). Append whole lines, or write to a temporary name
+  and rename.
 * **Undoing.** A recording may end long before its process (`dlprof.record`), and another one may follow. Replace an
   attribute with `hooks.put` alone, so that `hooks.uninstall` restores it. Undo everything else in `stop()`, which is
   called where the process has trained, or by `hooks.at_uninstall`.
 """
 
+import functools
 import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def guarded(method: _F) -> _F:
+    """Make a method the edge of a hook: what it raises goes to `fail` of its object, and None is returned."""
+
+    @functools.wraps(method)
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as e:  # noqa: BLE001 - the script goes on
+            self.fail(e)
+            return None
+
+    return hook  # type: ignore[return-value]
 
 
 class _Record(ModuleType):

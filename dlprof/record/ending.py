@@ -13,7 +13,6 @@ import _signal  # type: ignore[import-not-found]
 import _thread
 import contextlib
 import ctypes
-import fcntl
 import functools
 import os
 import resource
@@ -26,7 +25,7 @@ from time import perf_counter_ns
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from dlprof.record.log import file_of
+from dlprof.record.log import Descriptor, moved
 
 if TYPE_CHECKING:
     from dlprof.record.recorder import Recorder
@@ -68,8 +67,7 @@ class Ending:
         self._handler.handle = self._terminated
         self._begun = threading.Event()
         self._due = 0  # the signal that came while the files were being written
-        self._pipe: tuple[int, int] | None = None
-        self._files: tuple[object, ...] = ()
+        self._pipe: tuple[Descriptor, Descriptor] | None = None
 
     def start(self) -> None:
         """Install the handler, unless the script has one, and start the thread. Call it on the training thread."""
@@ -96,25 +94,24 @@ class Ending:
                 return
             # Otherwise the parent would hear of the child's signals.
             theirs = signal.set_wakeup_fd(-1)
-            if theirs not in (-1, self._pipe[1]):
+            if theirs not in (-1, self._pipe[1].fd):
                 signal.set_wakeup_fd(theirs)
         except ValueError:
             return  # not on the main thread, which alone may: both stay
-        for fd, file in zip(self._pipe, self._files, strict=True):
-            if file_of(fd) == file:
-                os.close(fd)
+        for end in self._pipe:
+            end.close()
         self._pipe = None
 
     def _listen(self) -> None:
         """Have Python's C handler write to our pipe, unless the script already set a descriptor."""
-        reads, writes = map(_high, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
-        theirs = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        reads, writes = (Descriptor(_high(fd)) for fd in os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
+        theirs = signal.set_wakeup_fd(writes.fd, warn_on_full_buffer=False)
         if theirs == -1:
-            self._pipe, self._files = (reads, writes), (file_of(reads), file_of(writes))
+            self._pipe = reads, writes
             return
         signal.set_wakeup_fd(theirs)
-        os.close(reads)
-        os.close(writes)
+        reads.close()
+        writes.close()
 
     def _terminated(self, number: int, _: FrameType | None) -> None:
         self._begun.set()
@@ -130,17 +127,17 @@ class Ending:
     def _look_after(self) -> None:
         poll, listening = select.poll(), self._pipe
         if listening is not None:
-            poll.register(listening[0], select.POLLIN)
+            poll.register(listening[0].fd, select.POLLIN)
         while not self._recorder.has_stopped.is_set():
             if not poll.poll(_SAVES_EVERY_S * 1000) or listening is None:
                 with contextlib.suppress(Exception):  # tried again; the training thread reports what is wrong
                     self._recorder.save()
-            elif file_of(listening[0]) != self._files[0]:
-                poll.unregister(listening[0])  # the script closed it: the number now belongs to another file
+            elif not listening[0].is_ours:
+                poll.unregister(listening[0].fd)  # the script closed it: the number now belongs to another file
                 listening = None
             else:
                 with contextlib.suppress(BlockingIOError):
-                    if signal.SIGTERM in os.read(listening[0], 4096):
+                    if signal.SIGTERM in os.read(listening[0].fd, 4096):
                         self._see_to_the_end()
 
     def _see_to_the_end(self) -> None:
@@ -170,10 +167,7 @@ class Ending:
 def _high(fd: int) -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     limit = min(limit, _HIGHEST) if limit != resource.RLIM_INFINITY else _HIGHEST
-    try:
-        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(limit - _BELOW_LIMIT, 3))
-    finally:
-        os.close(fd)
+    return moved(fd, max(limit - _BELOW_LIMIT, 3))
 
 
 def _die(number: int) -> None:

@@ -16,6 +16,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
+from dlprof.record import guarded
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import FORWARD, Row
 
@@ -43,33 +44,33 @@ class Graphs:
         self._row: Row | None = None  # the step's own, while another stands in for it
         self._noted = 0  # the graph that the other is for
 
+    def fail(self, error: Exception) -> None:
+        """Switch the recording off, since a hook failed."""
+        self._recorder.fail(error)
+
+    @guarded
     def begin_capture(self, graph: Any) -> None:
         """Note that a capture has begun: the phases that follow on the training thread are the graph's."""
         recorder, clock, name = self._recorder, self._clock, id(graph)
-        try:
-            if clock.off:
-                return
-            # A capture that is given up without an end, with its graph, must not be waited for.
-            self._captured[name] = weakref.ref(graph, lambda _: self._end(name))
-            recorder.device.captures = len(self._captured)
-            if self._row is None and (get_ident() == clock.owner or clock.owns(FORWARD)):
-                self._noted, self._row = name, clock.row
-                clock.row = Row(clock.row.number, clock.row.start_ns)
-                clock.capturing = True
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            recorder.fail(e)
+        if clock.off:
+            return
+        # A capture that is given up without an end, with its graph, must not be waited for.
+        self._captured[name] = weakref.ref(graph, lambda _: self._end(name))
+        recorder.device.captures = len(self._captured)
+        if self._row is None and (get_ident() == clock.owner or clock.owns(FORWARD)):
+            self._noted, self._row = name, clock.row
+            clock.row = Row(clock.row.number, clock.row.start_ns)
+            clock.capturing = True
 
+    @guarded
     def end_capture(self, graph: Any) -> None:
         """Note that a capture has ended, well or not."""
-        try:
-            held = self._end(id(graph))
-            if held is not None:
-                self._held[graph] = held
-                observed = self._recorder.observed
-                observed.graphs += 1
-                observed.news = True
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self._recorder.fail(e)
+        held = self._end(id(graph))
+        if held is not None:
+            self._held[graph] = held
+            observed = self._recorder.observed
+            observed.graphs += 1
+            observed.news = True
 
     def _end(self, name: int) -> Held | None:
         """Put the step's own row back, and return what the other one has; None: nothing was noted."""
@@ -96,7 +97,7 @@ class Graphs:
             if not row.worked:
                 row.lead_ns = perf_counter_ns() - row.start_ns - sum(row.parts)
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self._recorder.fail(e)
+            self.fail(e)
             return False
         return True
 
@@ -106,4 +107,4 @@ class Graphs:
             if not self._clock.off:
                 self._clock.replayed(*self._held.get(graph, _UNKNOWN))
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self._recorder.fail(e)
+            self.fail(e)

@@ -17,13 +17,13 @@ from dlprof import overrides
 from dlprof.errors import DlprofError
 from dlprof.plain import words_of
 from dlprof.record import collectors, hooks
+from dlprof.record.launch import options
 from dlprof.record.launch.folder import RunFolder, compress, new_folder
 from dlprof.record.launch.supervisor import Samplers, must_be_linux, recorded
 from dlprof.record.launch.tasks import TASK_NUMBERS, task_of
 from dlprof.record.launch.unapplied import applied, unapplied
 from dlprof.record.recorder import say
 from dlprof.record.redaction import shown
-from dlprof.record.samplers.stacks import DEFAULT_RATE
 
 
 def record(
@@ -46,33 +46,29 @@ def record(
 
     Raises TypeError or ValueError for bad options.
     """
-    lines = [lines] if isinstance(lines, str) else list(lines)
-    steps = (10, 2, 5) if window is None else window
-    if len(steps) != 3 or not all(isinstance(n, int) for n in steps) or min(steps) < 0 or steps[2] < 1:
-        raise ValueError(f"window={window!r}: three whole numbers, at least one step to trace and none negative")
-    if flops not in ("auto", "on", "off"):
-        raise ValueError(f"flops={flops!r}: auto, on or off")
-    for line in lines:
-        if line != "auto" and not all(part.strip() for part in line.rpartition(":")):
-            raise ValueError(f"lines={line!r}: MODULE:FUNCTION or auto")
-    if stacks not in ("on", "off") and not (isinstance(stacks, int) and 1 <= stacks <= 1000):
-        raise ValueError(f"stacks={stacks!r}: on, off, or how many a second, 1 to 1000")
-    if sample not in ("auto", "off") and not (isinstance(sample, (int, float)) and 0.1 <= sample <= 3600):
-        raise ValueError(f"sample={sample!r}: auto, off, or the seconds between two readings, 0.1 to 3600")
     settings = overrides.checked(dict(set or {}))
     if (changing := overrides.changes_numbers(settings)) and not allow_numerics:
         raise ValueError(f"set: {changing[0]}: the job then computes other numbers; allow_numerics=True allows that")
-    asked = {
-        "flops": flops,
-        "lines": "\n".join(lines),
-        "sample": sample if isinstance(sample, str) else f"{sample:g}",
-        "stacks": DEFAULT_RATE if stacks == "on" else str(stacks),
-        "memory": "on" if memory else "off",
-        "nvtx": "on" if nvtx else "off",
-        "shapes": "on" if shapes else "off",
-        "window": ",".join(map(str, window or ())) if trace else "off",
-    }
+    functions = [lines] if isinstance(lines, str) else list(lines)
+    chosen = _checked("window", options.window, window, "" if window is None else ",".join(map(str, window)))
+    asked = options.asked(
+        flops=_checked("flops", options.flops, flops),
+        lines=[_checked("lines", options.function, line) for line in functions],
+        memory=memory,
+        nvtx=nvtx,
+        sample=_checked("sample", options.sample, sample),
+        shapes=shapes,
+        stacks=_checked("stacks", options.stacks, stacks),
+        window=chosen if trace else "off",
+    )
     return Block(open_run, None if path is None else Path(path), asked, settings)
+
+
+def _checked(name: str, check: Callable[[str], str], given: object, text: str | None = None) -> str:
+    try:
+        return check(str(given) if text is None else text)
+    except ValueError as e:
+        raise ValueError(f"{name}={given!r}: {e}") from None
 
 
 class Block:
@@ -100,7 +96,7 @@ class Block:
         try:
             self._begin()
         except Exception as e:  # noqa: BLE001 - the block runs without us
-            self._why_not = str(e) if isinstance(e, DlprofError) else words_of(e)
+            self._why_not = words_of(e)
             say(f"nothing is recorded: {self._why_not}")
         return self
 
@@ -124,7 +120,7 @@ class Block:
         self._pid, self.path = os.getpid(), folder
         import torch  # noqa: F401 - what the hooks hang on
 
-        changes = {f"DLPROF_{name.upper()}": value for name, value in self._asked.items()}
+        changes = options.variables(self._asked)
         if self._settings:
             changes["DLPROF_SET"] = json.dumps({"set": self._settings, "environment": {}})
         # For the processes that the block starts, as loader workers; it names its own supervisor.

@@ -85,6 +85,12 @@ def forget_passes() -> None:
         Pass.__init__(_passes.pop(), None, perf_counter_ns(), 0)
 
 
+def worker_info() -> Any:
+    """Return what PyTorch knows of the loader's worker that this process is; None: it is none."""
+    worker = sys.modules.get("torch.utils.data._utils.worker")
+    return None if worker is None else worker.get_worker_info()
+
+
 def settings_of(loader: Any) -> dict[str, Any]:
     """Return how a loader was set up, while it is there: most scripts drop theirs as soon as they iterate it."""
     dataset = loader.dataset

@@ -25,37 +25,51 @@ _BYTES_A_SECOND = 1_000
 Row = tuple[Any, ...]
 
 
+class Descriptor:
+    """A descriptor of ours, until the script closes it; its number may then be that of another file."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._file = file_of(fd)
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether it is still what it was."""
+        return self._file is not None and file_of(self.fd) == self._file
+
+    def close(self) -> None:
+        """Close it, unless the script has."""
+        if self.is_ours:
+            os.close(self.fd)
+        self._file = None
+
+
 class Log:
     """Appends to a file: in whole lines, unless the disk is full."""
 
     def __init__(self, path: Path) -> None:
         """Make the file, or go on with the one that is there. Raises OSError where that cannot be."""
         self._path = path
-        self._fd = _open(path, os.O_CREAT)
-        self._file = file_of(self._fd)
+        self._file = Descriptor(_open(path, os.O_CREAT))
 
     @property
     def size(self) -> int:
         """Return how many bytes the file holds, by whomever they were written; 0 where it is not there any more."""
-        return os.fstat(self._fd).st_size if file_of(self._fd) == self._file else 0
+        return os.fstat(self._file.fd).st_size if self._file.is_ours else 0
 
     def write(self, lines: str) -> None:
         """Append; raises OSError where the disk is full or the file was deleted."""
-        if file_of(self._fd) != self._file:
-            # Not closed: it is no longer ours to close.
-            self._fd = _open(self._path, 0)
-            self._file = file_of(self._fd)
-        elif not os.fstat(self._fd).st_nlink:
+        if not self._file.is_ours:
+            self._file = Descriptor(_open(self._path, 0))
+        elif not os.fstat(self._file.fd).st_nlink:
             raise OSError("the run folder was deleted")
         data = memoryview(lines.encode())
         while data:
-            data = data[os.write(self._fd, data) :]
+            data = data[os.write(self._file.fd, data) :]
 
     def close(self) -> None:
         """Close the file. Nothing may be written any more."""
-        if file_of(self._fd) == self._file:
-            os.close(self._fd)
-        self._fd = -1
+        self._file.close()
 
 
 class BudgetLog:
@@ -130,11 +144,14 @@ def _open(path: Path, create: int) -> int:
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | create, 0o666)
     except FileNotFoundError:
         raise OSError("the run folder was deleted") from None
-    if fd > 2:
-        return fd
     # The script has closed its stdin, stdout or stderr: whatever prints there must not print into our file.
+    return fd if fd > 2 else moved(fd, 3)
+
+
+def moved(fd: int, least: int) -> int:
+    """Give a descriptor the lowest free number that is not below `least`."""
     try:
-        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, least)
     finally:
         os.close(fd)
 

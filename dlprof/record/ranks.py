@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from dlprof.files import write
 from dlprof.record.launch.process import started
@@ -28,8 +30,9 @@ _MOST_ALONE = 256
 
 def find_rank() -> int:
     """Return this process's rank: the process group's if there is one, else by the launcher's variables, else 0."""
-    if _in_group():
-        return int(sys.modules["torch.distributed"].get_rank())
+    distributed = process_group()
+    if distributed is not None:
+        return int(distributed.get_rank())
     return number_of(*_RANKS) or 0
 
 
@@ -40,7 +43,7 @@ def find_size() -> int | None:
 
 def is_alone() -> bool:
     """Return whether nothing makes this process one of several ranks: neither a process group nor a launcher."""
-    return not _in_group() and find_rank() == 0 and find_size() in (None, 1)
+    return process_group() is None and find_rank() == 0 and find_size() in (None, 1)
 
 
 def make_folder(run: Path, rank: int, restart: int, *, alone: bool) -> tuple[Path, int, Path | None]:
@@ -72,9 +75,44 @@ def number_of(*names: str) -> int | None:
     return next((int(v) for v in (os.environ.get(n, "") for n in names) if v.isdigit()), None)
 
 
-def _in_group() -> bool:
+def process_group() -> Any:
+    """Return torch.distributed where this process is in a process group; None: in none."""
     distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
+    there = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return distributed if there else None
+
+
+def is_child() -> bool:
+    """Return whether another process has made this one to work for it, by multiprocessing."""
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    return multiprocessing is not None and multiprocessing.parent_process() is not None
+
+
+class Word(NamedTuple):
+    """What a process has said of itself when it began to train: its folder, its rank, and who waits for its command."""
+
+    host: str
+    pid: int
+    folder: str
+    rank: int
+    supervisor: str
+    since: str  # what `started` says of it
+
+    @property
+    def runs(self) -> bool:
+        """Return whether it still runs, on this host."""
+        return self.since == str(started(self.pid))
+
+
+def words_in(paths: Iterable[Path]) -> Iterator[Word]:
+    """Return what these files rank-PID of hosts' folders hold."""
+    for path in paths:
+        try:
+            pid = int(path.name.removeprefix("rank-"))
+            folder, supervisor, since = path.read_text().split()
+            yield Word(path.parent.name, pid, folder, int(folder.partition(".")[0]), supervisor, since)
+        except (OSError, ValueError):  # noqa: PERF203 - each may be half written, or just now deleted
+            continue
 
 
 def _leave_word(run: Path, name: str) -> None:
@@ -95,14 +133,9 @@ def _trains(run: Path, name: str) -> bool:
     One that has just made it has left no word yet, and one of another host is taken to run.
     """
     here = os.uname().nodename
-    for path in run.glob("hosts/*/rank-*"):
-        try:
-            folder, _, since = path.read_text().split()
-            pid = int(path.name.removeprefix("rank-"))
-        except (OSError, ValueError):  # half written, or just now deleted
-            continue
-        if folder == name:
-            return path.parent.name != here or (pid != os.getpid() and since == str(started(pid)))
+    for word in words_in(run.glob("hosts/*/rank-*")):
+        if word.folder == name:
+            return word.host != here or (word.pid != os.getpid() and word.runs)
     return True
 
 

@@ -12,7 +12,6 @@ import ctypes
 import json
 import os
 import stat
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +20,12 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, Protocol, runtime_checkable
 
-from dlprof.plain import plain, words_of
+from dlprof.plain import tell, words_of
 from dlprof.record.device.device import RankDevice
 from dlprof.record.ending import Ending
-from dlprof.record.loaders import FetchWatcher
+from dlprof.record.loaders import FetchWatcher, worker_info
 from dlprof.record.log import file_of
-from dlprof.record.ranks import find_rank, is_alone, make_folder
+from dlprof.record.ranks import find_rank, is_alone, is_child, make_folder
 from dlprof.record.step_clock import NO_STEP, StepClock
 from dlprof.record.stepping import Step
 
@@ -59,7 +58,7 @@ class Collector(Protocol):
         """
 
     def stop(self) -> None:
-        """End, and leave what is in memory on disk. Runs once, perhaps in a signal handler."""
+        """End, and leave what is in memory on disk. Runs perhaps in a signal handler, and again where it has failed."""
 
 
 @runtime_checkable
@@ -80,7 +79,7 @@ def say(text: str) -> None:
     """Put one line of ours on stderr, if there is one: a file that the script has opened in its place is none."""
     with contextlib.suppress(OSError):
         if file_of(2) == _STDERR or not stat.S_ISREG(os.fstat(2).st_mode):
-            os.write(2, f"dlprof: {plain(text)}\n".encode(errors="replace"))
+            tell(text)
 
 
 class Recorder:
@@ -132,6 +131,20 @@ class Recorder:
         self.observed.news = True
         say(f"rank {self.rank}: {text}" if self.clock.started else text)
 
+    def drop(self, collector: Collector, error: Exception) -> None:
+        """Switch off a collector that failed, in our own call or in a hook; the others and the job go on.
+
+        It is stopped, so that what it has put in place only passes on, and what it has in memory is saved if it can be.
+        """
+        if collector not in self._collectors:
+            return
+        self._collectors = tuple(c for c in self._collectors if c is not collector)
+        if isinstance(collector, FetchWatcher):
+            self.clock.fetch_watcher = None
+        self.warn(f"{collector.name} is off: {words_of(error)}; the job goes on without it")
+        with contextlib.suppress(Exception):
+            collector.stop()
+
     def unix(self, perf_ns: int) -> int:
         """Return the Unix time, in ns, of a perf_counter reading."""
         return perf_ns - self.perf_ns + self.unix_ns
@@ -143,8 +156,7 @@ class Recorder:
         clock = self.clock
         if clock.capturing:
             return  # what is captured is replayed later, and the collectors may ask nothing of the device now
-        info = sys.modules.get("torch.utils.data._utils")
-        if info is not None and info.worker.get_worker_info() is not None:
+        if worker_info() is not None:
             self.switch_off()
             return
         self.rank = find_rank()
@@ -167,8 +179,7 @@ class Recorder:
 
     def infer(self) -> None:
         """Start recording a process that only infers; not one that another process has made to work for it."""
-        multiprocessing = sys.modules.get("multiprocessing.process")
-        if multiprocessing is not None and multiprocessing.parent_process() is not None:
+        if is_child():
             self.clock.may_infer = False
         else:
             self.begin()
@@ -188,14 +199,14 @@ class Recorder:
         if self.observed.news:
             self.device.look(self.observed.models, self.observed.optimizers)
         done = list(map(Step._make, ended))
-        now = done[-1].start_ns + done[-1].dur_ns
+        now = done[-1].end_ns
         clock.due_ns = now + min(max((now - self.perf_ns) // _PASS_ON_SHARE, _PASS_ON_EVERY_NS), _PASS_ON_MOST_NS)
         clock.due_step = NO_STEP
         for collector in self._collectors:
             try:
                 due = collector.step(done)
-            except Exception as e:  # noqa: BLE001, PERF203 - see _guard
-                self._drop(collector, e)
+            except Exception as e:  # noqa: BLE001, PERF203 - see drop
+                self.drop(collector, e)
             else:
                 clock.due_step = min(clock.due_step, NO_STEP if due is None else due)
 
@@ -300,8 +311,7 @@ class Recorder:
 
     def _stop_with_process(self) -> None:
         atexit.register(self.stop, "exit")
-        multiprocessing = sys.modules.get("multiprocessing.process")
-        if multiprocessing is not None and multiprocessing.parent_process() is not None:
+        if is_child():
             # Children of multiprocessing leave without atexit.
             from multiprocessing.util import Finalize
 
@@ -312,14 +322,8 @@ class Recorder:
     def _guard(self, collector: Collector, call: Callable[..., None], *args: Any) -> None:
         try:
             call(*args)
-        except Exception as e:  # noqa: BLE001 - one collector must not cost the others, nor the job
-            self._drop(collector, e)
-
-    def _drop(self, collector: Collector, error: Exception) -> None:
-        self._collectors = tuple(c for c in self._collectors if c is not collector)
-        if isinstance(collector, FetchWatcher):
-            self.clock.fetch_watcher = None
-        self.warn(f"{collector.name} is off: {words_of(error)}; the job goes on without it")
+        except Exception as e:  # noqa: BLE001 - see drop
+            self.drop(collector, e)
 
 
 def _recorded_by(rank: Path) -> int | None:

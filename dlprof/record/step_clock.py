@@ -14,6 +14,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
 
+from dlprof.record import guarded
 from dlprof.record.loaders import FetchWatcher, adopt
 from dlprof.record.observed import Observed
 from dlprof.record.stepping import (
@@ -95,7 +96,7 @@ class StepClock(Phases):
                 self.inside = True
                 self._since_ns = perf_counter_ns()
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self._driver.fail(e)
+            self.fail(e)
             return False
         return True
 
@@ -124,7 +125,7 @@ class StepClock(Phases):
                 self.inside = True
                 self._since_ns = now
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self._driver.fail(e)
+            self.fail(e)
             return False
         return True
 
@@ -157,7 +158,7 @@ class StepClock(Phases):
                 self._since_ns = perf_counter_ns()
             self._fetch_began_ns = self._since_ns
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self._driver.fail(e)
+            self.fail(e)
             return False
         return True
 
@@ -188,37 +189,30 @@ class StepClock(Phases):
             began = self._fetch_began_ns
             self.fetch_watcher.got(iterator, self.row.number, began, perf_counter_ns() - began)
 
+    @guarded
     def begin_epoch(self) -> bool:
         """Enter iter() of a loader, where its workers start."""
-        try:
-            if self.off or not self.owns(FETCH) or FETCH in self.phases:
-                return False
-            self._enter_loader()
-            self.row.first = 1
-            self._push(FETCH)
-            self._fetch_began_ns = self._since_ns
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self._driver.fail(e)
+        if self.off or not self.owns(FETCH) or FETCH in self.phases:
             return False
+        self._enter_loader()
+        self.row.first = 1
+        self._push(FETCH)
+        self._fetch_began_ns = self._since_ns
         return True
 
+    @guarded
     def see_iterator(self, loader: Any, iterator: Any) -> None:
         """Remember which loader an iterator belongs to; call it after begin_epoch() and end()."""
-        try:
-            began = self._fetch_began_ns
-            self.observed.see_loader(loader, iterator, began, self._since_ns - began)
-            if self.fetch_watcher is not None:
-                self.fetch_watcher.begun(iterator)
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self._driver.fail(e)
+        began = self._fetch_began_ns
+        self.observed.see_loader(loader, iterator, began, self._since_ns - began)
+        if self.fetch_watcher is not None:
+            self.fetch_watcher.begun(iterator)
 
+    @guarded
     def see_made(self, loader: Any, iterator: Any) -> None:
         """Remember it where iter() is the loader's own, as torchdata's is."""
-        try:
-            if not self.off and self.owns(FETCH) and FETCH not in self.phases:
-                self.observed.see_loader(loader, iterator, perf_counter_ns(), 0)
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self._driver.fail(e)
+        if not self.off and self.owns(FETCH) and FETCH not in self.phases:
+            self.observed.see_loader(loader, iterator, perf_counter_ns(), 0)
 
     def end_of_epoch(self) -> None:
         """Note that a loader's iterator had no more batches."""
@@ -246,7 +240,7 @@ class StepClock(Phases):
                 self.inside = False
                 self._since_ns = perf_counter_ns()
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self._driver.fail(e)
+            self.fail(e)
             return False
         return new
 
@@ -270,7 +264,7 @@ class StepClock(Phases):
                     pass
             self._stepped()
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self._driver.fail(e)
+            self.fail(e)
 
     # -- steps
 
@@ -284,7 +278,7 @@ class StepClock(Phases):
             self.mark = "user"
             self.end_step(perf_counter_ns())
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self._driver.fail(e)
+            self.fail(e)
 
     def replayed(self, forwards: int, backwards: int, optimizer_steps: int) -> None:
         """Count what a CUDA graph holds, which was just replayed; may raise."""

@@ -63,6 +63,11 @@ class Step(NamedTuple):
     device: Any  # what StepClock.end_of_step returned
     unused_forward_ns: int = 0  # of forward_ns, in passes whose result no backward pass uses
 
+    @property
+    def end_ns(self) -> int:
+        """When it ended."""
+        return self.start_ns + self.dur_ns
+
 
 NEVER = sys.maxsize
 _FORWARDS = Step._fields.index("forwards")
@@ -245,6 +250,10 @@ class Phases:
         phases = self.phases
         return bool(phases) and phases[-1] == FETCH and not self.off and get_ident() == self.owner
 
+    def fail(self, error: Exception) -> None:
+        """Switch the recording off, since a hook failed."""
+        self._driver.fail(error)
+
     def open_range(self, name: str) -> Any:
         """Open a named range if a trace is recorded, and return it: its __exit__ closes it. Else return None."""
         if is_compiling() or not self.ranges:
@@ -252,7 +261,7 @@ class Phases:
         try:
             return self._open(name)
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self._driver.fail(e)
+            self.fail(e)
             return None
 
     def end(self) -> int:
@@ -271,7 +280,7 @@ class Phases:
             self._since_ns = now
             self.inside = phases[-1] != OPTIMIZER or self.off if phases else self.off
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self._driver.fail(e)
+            self.fail(e)
             return -1
         return phase
 

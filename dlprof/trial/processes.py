@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from dlprof.record.launch.process import stat_of
+from dlprof.record.launch.process import family, has_ended, running, stat_of
 
 # How long they may take to end themselves: what they measured is on disk every half second anyway.
 GRACE_S = 5.0
@@ -24,29 +24,16 @@ def processes_of(root: int, folder: Path) -> set[int]:
     A process whose parent has ended is somebody else's child; the folder still stands in its environment.
     """
     mark = b"DLPROF_RUN=" + os.fsencode(folder)
-    parents: dict[int, int] = {}
-    found = {root}
-    for entry in os.listdir("/proc"):  # noqa: PTH208 - names are enough
-        if not entry.isdigit():
-            continue
-        stat = stat_of(entry)
-        if not stat or stat[0] in (b"Z", b"X"):
-            continue
-        pid = int(entry)
-        parents[pid] = int(stat[1])
-        if int(stat[3]) == root:  # what it leads (setsid)
-            found.add(pid)
-            continue
-        with contextlib.suppress(OSError):  # another user's, or it has ended
-            if mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
-                found.add(pid)
-    for pid in parents:
-        above = [pid]
-        while above[-1] in parents and above[-1] not in found and len(above) <= len(parents):
-            above.append(parents[above[-1]])
-        if above[-1] in found:
-            found.update(above)
-    return {pid for pid in found if pid in parents and pid != os.getpid()}
+    known = running()
+    # Itself, what it leads (setsid), and what has its mark.
+    roots = [root, *(pid for pid, stat in known.items() if int(stat[3]) == root or _is_marked(pid, mark))]
+    return {pid for pid in family(roots, known) if pid in known and pid != os.getpid()}
+
+
+def _is_marked(pid: int, mark: bytes) -> bool:
+    with contextlib.suppress(OSError):  # another user's, or it has ended
+        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
 
 
 def end(root: int, folder: Path) -> None:
@@ -58,7 +45,7 @@ def end(root: int, folder: Path) -> None:
         _send(pid, signal.SIGTERM)
         _send(pid, signal.SIGCONT)  # a stopped one would hear of it never
     until = time.monotonic() + GRACE_S
-    while _runs(root) and time.monotonic() < until:
+    while not has_ended(stat_of(root)) and time.monotonic() < until:
         time.sleep(_PAUSE_S)
     for _ in range(_LOOKS):
         left = processes_of(root, folder)
@@ -67,11 +54,6 @@ def end(root: int, folder: Path) -> None:
         for pid in left:
             _send(pid, signal.SIGKILL)
         time.sleep(_PAUSE_S)
-
-
-def _runs(pid: int) -> bool:
-    stat = stat_of(pid)
-    return bool(stat) and stat[0] not in (b"Z", b"X")
 
 
 def _send(pid: int, number: signal.Signals) -> None:

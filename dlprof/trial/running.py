@@ -24,6 +24,7 @@ from dlprof.analysis.timeline.steady import SETTLED, WARMUP_STEPS
 from dlprof.errors import NotMeasured
 from dlprof.overrides import Value
 from dlprof.record.launch.process import tied
+from dlprof.record.launch.unapplied import outcomes
 from dlprof.trial import processes
 from dlprof.trial.copying import copied
 from dlprof.trial.job import Job
@@ -144,9 +145,9 @@ class Runner:
         if ended and ended != self.job.exit_code:
             how = f"was ended by signal {-ended}" if ended < 0 else f"ended with exit code {ended}"
             return Failed(f"the job {how}{_last_line(output)}", output)
-        effects = overrides.outcomes(settings, _reports(run))
+        effects = outcomes(run, settings)
         for name, effect in effects.items():
-            if name in settings and not effect.applied:
+            if not effect.applied:
                 return Failed(f"{name} never took effect" + (f": {effect.error}" if effect.error else ""), output)
         if all(effects[n].before == (settings[n],) for n in settings) and settings:
             return Failed("the job has these settings already")
@@ -220,17 +221,6 @@ def _ahead(steps: Path | None) -> int:
         return ahead(training_loader(facts))
     except (OSError, ValueError, AttributeError, TypeError):
         return 0
-
-
-def _reports(run: Path) -> list[Any]:
-    """Return what the ranks say of their overrides."""
-    found = []
-    for path in sorted(run.glob("ranks/*/overrides.json")):
-        try:
-            found.append(json.loads(path.read_bytes()))
-        except (OSError, ValueError):  # noqa: PERF203 - of a rank that was ended meanwhile
-            continue
-    return found
 
 
 def _last_line(output: Path) -> str:

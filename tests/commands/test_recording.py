@@ -6,7 +6,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from dlprof.commands.recording import STACKS_A_SECOND, Recording, recording_options
+from dlprof.commands.recording import Recording, recording_options
+from dlprof.record.launch.options import STACKS_A_SECOND
 
 
 def given(*words: str) -> Recording:

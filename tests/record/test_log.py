@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlprof.record import log as ours
-from dlprof.record.log import BudgetLog, Log, Row
+from dlprof.record.log import BudgetLog, Descriptor, Log, Row
 from tests.fixtures.places import ROOT
 
 
@@ -138,3 +138,20 @@ def test_workers_of_short_epochs_share_one_budget(tmp_path: Path, monkeypatch: p
     assert sum(row["count"] for row in written(tmp_path)) == 20 * 50
     # 50 lines fill the file; a later one may fill what 20 seconds have added, and each of the others has one line.
     assert len(written(tmp_path)) < 50 + 50 + 20
+
+
+def test_a_descriptor_is_ours_until_somebody_closes_it(tmp_path: Path) -> None:
+    ours, theirs = (os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("ours", "theirs"))
+    file = Descriptor(ours)
+    assert file.is_ours
+    os.dup2(theirs, ours)
+    assert not file.is_ours
+    file.close()
+    assert os.fstat(ours).st_ino == os.fstat(theirs).st_ino  # left open
+    again = Descriptor(theirs)
+    again.close()
+    assert not again.is_ours
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(theirs)
+    os.close(ours)
+    assert not Descriptor(-1).is_ours

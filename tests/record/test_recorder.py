@@ -16,6 +16,7 @@ from textwrap import dedent
 
 import pytest
 
+from dlprof.record import guarded
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Row, Step
 from tests.fixtures.jobs import environment, facts, launch, record, rows, tiny, wrapped
@@ -282,7 +283,7 @@ def test_a_collector_that_failed_hears_of_no_more_batches(tmp_path: Path) -> Non
             raise RuntimeError("no more")
 
         def stop(self) -> None:
-            pass
+            heard.append("stopped")
 
         def begun(self, *_: object) -> None:
             heard.append("begun")
@@ -312,7 +313,7 @@ def test_a_collector_that_failed_hears_of_no_more_batches(tmp_path: Path) -> Non
     clock.started = True
     clock.user_step()
     epoch()
-    assert len(heard) == 5
+    assert heard[5:] == ["stopped"]
     assert recorder.warnings == ["heard is off: RuntimeError: no more; the job goes on without it"]
 
 
@@ -356,3 +357,35 @@ def test_a_failing_collector_costs_itself_only(tmp_path: Path) -> None:
     (warning,) = facts(rank)["warnings"]
     assert warning.startswith("trace is off: ")
     assert done.stderr.count("trace is off: ") == 1
+
+
+def test_what_fails_in_a_hook_switches_off_its_collector_once(tmp_path: Path) -> None:
+    class Fails:
+        name = "fails"
+
+        def __init__(self) -> None:
+            self.stopped = 0
+
+        def start(self, recorder: Recorder) -> None:
+            self.recorder = recorder
+
+        def step(self, done: Sequence[Step]) -> None:
+            pass
+
+        def stop(self) -> None:
+            self.stopped += 1
+
+        def fail(self, error: Exception) -> None:
+            self.recorder.drop(self, error)
+
+        @guarded
+        def hook(self, value: float) -> float | None:
+            return 1 / value
+
+    made = Fails()
+    recorder = Recorder(tmp_path, [lambda: made])
+    made.start(recorder)
+    assert made.hook(2) == 0.5
+    assert [made.hook(0), made.hook(0)] == [None, None]
+    assert recorder.warnings == ["fails is off: ZeroDivisionError: division by zero; the job goes on without it"]
+    assert made.stopped == 1

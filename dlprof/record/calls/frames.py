@@ -22,6 +22,9 @@ MOST_SOURCE = 300  # characters of a call's text
 _MOST_LINES = 12
 
 
+_OURS = __file__.rpartition("record/")[0]  # as co_filename is written
+
+
 @dataclass(frozen=True)
 class Place:
     """A call in the user's code. `file` is named from the working directory where it lies below it.
@@ -70,7 +73,7 @@ class Frames:
                 return (None, None) if _is_compiled(frame) else (frame, library)
             if "/torch/_dynamo/symbolic_convert.py" in file:
                 break  # a call that is read, and not made
-            if library is None and "-packages/" in file and "/torch/" not in file:
+            if library is None and "-packages/" in file and "/torch/" not in file and not file.startswith(_OURS):
                 library = frame
             frame = frame.f_back
         return None, None
@@ -145,7 +148,7 @@ def own_files() -> Callable[[str], bool]:
     """Return whether a file is the user's own, and not Python's, an installed package's or dlprof's, as a function."""
     paths = sysconfig.get_paths()
     places = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    places.add(__file__.rpartition("/record/")[0])  # as co_filename is written
+    places.add(_OURS)
     installed = ("<", *(os.path.join(place, "") for place in places))  # noqa: PTH118
 
     @functools.cache

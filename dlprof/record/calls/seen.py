@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from dlprof.plain import words_of
+from dlprof.record import guarded
 from dlprof.record.calls.frames import Frames, Place
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Calls:
                 self.news = True
             call.count += 1
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self._fail(e)
+            self.fail(e)
             return None
         return call
 
@@ -107,15 +108,12 @@ class Calls:
         self.looks -= 1
         self.see("backward")
 
+    @guarded
     def see_made(self, loader: Any) -> None:
         """Keep where a loader was made."""
         call = self.see("loader")
-        if call is None:
-            return
-        try:
+        if call is not None:
             self._loaders[id(loader)] = weakref.ref(loader), call, id(getattr(loader, "dataset", None))
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self._fail(e)
 
     def see_iteration(self, loader: Any, seen: LoaderSeen) -> None:
         """Keep where a loader is iterated, and what the calls that made it are about.
@@ -132,7 +130,8 @@ class Calls:
             if call is not None and seen not in call.loaders and len(call.loaders) < LOOKS:
                 call.loaders.append(seen)
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Look at no call any more, since that failed."""
         self.off = True
         self.looks = 0
         self.problem = f"lines of the script are not named: {words_of(error)}"

@@ -13,9 +13,10 @@ from typing import Any
 
 from dlprof.files import boot, write
 from dlprof.marks import __version__
+from dlprof.plain import words_of
 from dlprof.record import redaction
 from dlprof.record.device import cpu
-from dlprof.record.ranks import find_size, number_of
+from dlprof.record.ranks import find_size, number_of, process_group
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
 
@@ -64,7 +65,7 @@ class Facts:
         observed = self._recorder.observed
         if not (observed.news or observed.calls.news) and self._recorder.clock.mark == self._mark:
             return
-        ended_ns = done[-1].start_ns + done[-1].dur_ns
+        ended_ns = done[-1].end_ns
         if ended_ns > self._next_ns or self._free:
             self._free = max(self._free - 1, 0)
             began_ns = time.perf_counter_ns()
@@ -110,8 +111,8 @@ class Facts:
 
     def _distributed(self) -> dict[str, Any]:
         """Return the size and backend of the job; a script destroys its process group before it ends."""
-        distributed = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed = process_group()
+        if distributed is not None:
             self._group = {"world_size": distributed.get_world_size(), "backend": distributed.get_backend()}
         return self._group
 
@@ -144,7 +145,7 @@ def _ask(question: Callable[..., Any], *args: Any, name: str = "") -> Any:
         return question(*args)
     except Exception as e:  # noqa: BLE001 - it runs the script's code (len, attributes); what is unknown is null
         what = name or question.__name__.strip("_")
-        _unanswered[what] = f"no answer for {what} ({type(e).__name__}: {e})"
+        _unanswered[what] = f"no answer for {what} ({words_of(e)})"
         return None
 
 

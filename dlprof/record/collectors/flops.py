@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
+from dlprof.plain import words_of
 from dlprof.record.recorder import Recorder
 from dlprof.record.step_clock import StepClock
 from dlprof.record.stepping import BACKWARD, FETCH, Step
@@ -33,10 +33,12 @@ _MOST_SHAPES = 40
 
 # Operators with arithmetic of their own that no formula below covers, by how their names begin. They are listed, as
 # are those of all namespaces but PyTorch's.
-_UNCOUNTED = re.compile(
-    "_(cdist_forward|cudnn_rnn|fft|(efficient|flash)_attention_forward|(scaled_)?grouped_mm|(int|sparse)_mm|linalg_|thnn)"
-    "|_weight_int|linalg_(cholesky|householder|inv|lu|qr)|(miopen|mkldnn)_rnn"
-)
+_UNCOUNTED_NAMES = """
+_cdist_forward _cudnn_rnn _efficient_attention_forward _fft _flash_attention_forward _grouped_mm _int_mm _linalg_
+_scaled_grouped_mm _sparse_mm _thnn _weight_int linalg_cholesky linalg_householder linalg_inv linalg_lu linalg_qr
+miopen_rnn mkldnn_rnn
+"""
+_UNCOUNTED = tuple(_UNCOUNTED_NAMES.split())
 # Operators that read a value for the host, and that copy, maybe to another device: their lines are kept.
 _READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
 _COPIES = ("aten::_to_copy", "aten::copy_")
@@ -244,7 +246,7 @@ class _Counts:
 def _computes(name: str) -> bool:
     """Return whether an operator without a formula may have arithmetic that is missing in the total."""
     namespace, _, operator = name.partition("::")
-    return namespace not in _PLAIN_NAMESPACES or _UNCOUNTED.match(operator) is not None
+    return namespace not in _PLAIN_NAMESPACES or operator.startswith(_UNCOUNTED)
 
 
 def _mode(counts: _Counts) -> Any:
@@ -269,7 +271,7 @@ def _mode(counts: _Counts) -> Any:
                 if hasattr(func, "_schema"):
                     counts.see(func, args, out)
             except Exception as e:  # noqa: BLE001 - the operator has run; the script goes on
-                counts.error = f"{func}: {type(e).__name__}: {e}"
+                counts.error = f"{func}: {words_of(e)}"
                 counts.over = True
         return out
 

@@ -24,6 +24,8 @@ from threading import get_ident
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from dlprof.plain import words_of
+from dlprof.record import guarded
 from dlprof.record.calls.frames import own_files
 from dlprof.record.hooks import at_uninstall, hidden, hide, put
 from dlprof.record.log import Log
@@ -86,7 +88,7 @@ class Lines:
             return
         self._look()
         self._warn(recorder)
-        if self._counts is not None and done[-1].start_ns + done[-1].dur_ns > self._counts.due_ns:
+        if self._counts is not None and done[-1].end_ns > self._counts.due_ns:
             self._counts.write(recorder.folder, "main")
 
     def stop(self) -> None:
@@ -110,21 +112,23 @@ class Lines:
         if self._problem and self._problem not in recorder.warnings:
             recorder.warn(self._problem)
 
+    @guarded
     def _look(self) -> None:
         """Change the wanted functions that are there by now."""
         if self._problem or self._over or not self._left:
             return
-        try:
-            # Of the modules that were there at the last look, only the script's own may have grown.
-            modules = list(sys.modules.values()) if len(sys.modules) != self._modules else [sys.modules.get("__main__")]
-            self._modules = len(sys.modules)
-            for target in tuple(self._left):
-                function = _find(target, modules)
-                if function is not None:
-                    self._add(target, function)
-                    self._left.remove(target)
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self._problem = f"lines are off: {_reason(e)}"
+        # Of the modules that were there at the last look, only the script's own may have grown.
+        modules = list(sys.modules.values()) if len(sys.modules) != self._modules else [sys.modules.get("__main__")]
+        self._modules = len(sys.modules)
+        for target in tuple(self._left):
+            function = _find(target, modules)
+            if function is not None:
+                self._add(target, function)
+                self._left.remove(target)
+
+    def fail(self, error: Exception) -> None:
+        """Change no further function, and keep the reason for the next step to warn of."""
+        self._problem = f"lines are off: {_reason(error)}"
 
     def _add(self, target: str, function: FunctionType) -> None:
         self._counts = self._counts or _Counts()
@@ -187,41 +191,36 @@ class Lines:
         threading.Thread(target=keep_writing, name="dlprof lines", daemon=True).start()
         Finalize(None, write, exitpriority=10)
 
+    @guarded
     def _watch_thread(self) -> None:
         """Choose the hottest functions of the user's own files, where that was asked, from looks at this thread."""
         if not self._auto or self._problem:
             return
-        try:
-            # Here, since a thread that imports must not meet a fork.
-            self._counts = self._counts or _Counts()
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self._problem = f"lines are off: {_reason(e)}"
-            return
+        # Here, since a thread that imports must not meet a fork.
+        self._counts = self._counts or _Counts()
         arguments = (get_ident(), own_files())
         threading.Thread(target=self._choose, args=arguments, name="dlprof lines auto", daemon=True).start()
 
+    @guarded
     def _choose(self, ident: int, is_own: Callable[[str], bool]) -> None:
         seen: Counter[tuple[CodeType, str]] = Counter()
         chosen: set[tuple[CodeType, str]] = set()
-        try:
-            for look in range(1, _CHOOSE_AFTER[-1] + 1):
-                time.sleep(_LOOK_S)
-                if self._over:
-                    return
-                frame = sys._current_frames().get(ident)
-                while frame is not None and not is_own(frame.f_code.co_filename):
-                    frame = frame.f_back
-                if frame is not None:
-                    seen[frame.f_code, str(frame.f_globals.get("__name__"))] += 1
-                frame = None  # it would keep the script's tensors
-                for (code, name), times in seen.most_common(_MOST_FUNCTIONS) if look in _CHOOSE_AFTER else ():
-                    function = _function_of(code, sys.modules.get(name))
-                    often = times >= _LEAST_SHARE * look and len(chosen) < _MOST_FUNCTIONS
-                    if often and function is not None and (code, name) not in chosen:
-                        chosen.add((code, name))
-                        self._add(f"{name}:{function.__qualname__}", function)
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self._problem = f"lines are off: {_reason(e)}"
+        for look in range(1, _CHOOSE_AFTER[-1] + 1):
+            time.sleep(_LOOK_S)
+            if self._over:
+                return
+            frame = sys._current_frames().get(ident)
+            while frame is not None and not is_own(frame.f_code.co_filename):
+                frame = frame.f_back
+            if frame is not None:
+                seen[frame.f_code, str(frame.f_globals.get("__name__"))] += 1
+            frame = None  # it would keep the script's tensors
+            for (code, name), times in seen.most_common(_MOST_FUNCTIONS) if look in _CHOOSE_AFTER else ():
+                function = _function_of(code, sys.modules.get(name))
+                often = times >= _LEAST_SHARE * look and len(chosen) < _MOST_FUNCTIONS
+                if often and function is not None and (code, name) not in chosen:
+                    chosen.add((code, name))
+                    self._add(f"{name}:{function.__qualname__}", function)
 
 
 class _Counts:
@@ -382,4 +381,4 @@ def _passing_on(call: str, code: CodeType) -> CodeType:
 def _reason(error: Exception) -> str:
     if isinstance(error, ImportError):
         return f"the script's Python has no line_profiler (pip install line_profiler): {error}"
-    return f"{type(error).__name__}: {error}"
+    return words_of(error)

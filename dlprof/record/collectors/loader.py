@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Any
 
 from dlprof import marks
+from dlprof.plain import words_of
+from dlprof.record import guarded
 from dlprof.record.device.kernel_counters import KernelCounters, used_between
 from dlprof.record.hooks import Patch, hidden, put, watch_method
-from dlprof.record.loaders import UNSEEN, BatchSize, Pass, adopt
+from dlprof.record.loaders import UNSEEN, BatchSize, Pass, adopt, worker_info
 from dlprof.record.log import WRITE_EVERY_NS, BudgetLog, Row
 from dlprof.record.ranks import age_of_rank, folder_of_rank
 from dlprof.record.recorder import Recorder
@@ -34,6 +35,9 @@ _UNKNOWN = (-1, -1, -1)
 
 # What the kernel has counted of a fetch, where it was not asked.
 _UNASKED = (-1, -1, -1, -1)
+
+# An iterator of another make, or a system whose queues do not know their size.
+_UNLIKE_OURS = (AttributeError, LookupError, NotImplementedError, OSError, TypeError, ValueError)
 
 
 class Loader:
@@ -66,7 +70,7 @@ class Loader:
 
     def step(self, done: Sequence[Step]) -> None:
         """Write what has gathered."""
-        now = done[-1].start_ns + done[-1].dur_ns
+        now = done[-1].end_ns
         if now - self._usage[0] >= WRITE_EVERY_NS:
             self._write(now)
 
@@ -81,14 +85,11 @@ class Loader:
             if self._counters is not None:
                 self._counters.close()
 
+    @guarded
     def begun(self, iterator: Any) -> None:
         """Look who fetches in this pass, before its first batch is."""
-        if self._fetches.off or self._fetches.busy:
-            return
-        try:
+        if not self._fetches.off and not self._fetches.busy:
             self._look_at(iterator)
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self._fetches.fail(e)
 
     def ask(self, iterator: Any) -> None:
         """Look how many batches are ready, how many are being made, and which worker makes the one that is due."""
@@ -106,7 +107,7 @@ class Loader:
             # Those that came before their turn are kept among the tasks.
             ready = iterator._data_queue.qsize() + len(tasks) - outstanding
             self._asked = (ready, outstanding, -1 if due is None else due[0])
-        except Exception:  # noqa: BLE001 - an iterator of another make, a system whose queues do not know their size
+        except _UNLIKE_OURS:
             pass
 
     def got(self, iterator: Any, step: int, began_ns: int, took_ns: int) -> None:
@@ -131,12 +132,16 @@ class Loader:
             if len(self._batches) >= _MOST_ROWS:
                 self._add_batches()
         except Exception as e:  # noqa: BLE001 - the script goes on
-            fetches.fail(e)
+            self.fail(e)
+
+    def fail(self, error: Exception) -> None:
+        """Switch off: whoever fetches is watched no more."""
+        self._fetches.fail(error)
 
     def _look_at(self, iterator: Any) -> Pass:
         over = adopt(iterator)
         fetcher: Any = getattr(iterator, "_dataset_fetcher", None)
-        over.fetches = fetcher is not None and _worker_info() is None
+        over.fetches = fetcher is not None and worker_info() is None
         if over.fetches:
             self._counters = self._counters or KernelCounters(whole_process=False)
             fetcher.collate_fn = self._fetches.timed_collate(fetcher.collate_fn)
@@ -166,16 +171,14 @@ class Loader:
         put(ours, "_shutdown_workers", watched(ours._shutdown_workers))
         watch_method(dataloader._BaseDataLoaderIter, "_shutdown_workers", watched)
 
+    @guarded
     def _ended(self, iterator: Any, began: int, took: int) -> None:
         recorder, over = self._recorder, iterator._dlprof_pass
         if self._fetches.off or recorder is None or over is None or not over.looked_at:
             return
-        try:
-            self._add_batches()
-            at = (recorder.unix(began), recorder.clock.row.number)
-            self._loading.rows.append(("end", over.place, *at, -1, "", 1, took, *_UNKNOWN, *_UNKNOWN))
-        except Exception as e:  # noqa: BLE001 - the script goes on
-            self._fetches.fail(e)
+        self._add_batches()
+        at = (recorder.unix(began), recorder.clock.row.number)
+        self._loading.rows.append(("end", over.place, *at, -1, "", 1, took, *_UNKNOWN, *_UNKNOWN))
 
     def _add_batches(self) -> None:
         """Make rows of the batches that have none yet."""
@@ -201,18 +204,14 @@ class Loader:
         recorder, counters = self._recorder, self._counters
         if recorder is None or counters is None or self._fetches.off:
             return
-        try:
-            began, *before = self._usage
-            self._usage = (now, *counters.cores())
-            used = used_between(before, self._usage[1:])
-            self._add_batches()
-            at = (recorder.unix(began), recorder.clock.row.number)
-            self._loading.rows.append(("usage", -1, *at, -1, "", 1, now - began, *_UNKNOWN, *used))
-            self._loading.write(now, last=last)
-            self._fetches.log.write(now, last=last)
-        except Exception:
-            self._fetches.off = True
-            raise
+        began, *before = self._usage
+        self._usage = (now, *counters.cores())
+        used = used_between(before, self._usage[1:])
+        self._add_batches()
+        at = (recorder.unix(began), recorder.clock.row.number)
+        self._loading.rows.append(("usage", -1, *at, -1, "", 1, now - began, *_UNKNOWN, *used))
+        self._loading.write(now, last=last)
+        self._fetches.log.write(now, last=last)
 
     def _forked(self) -> None:
         """Begin anew in a fork's child, which may be a worker."""
@@ -262,7 +261,7 @@ class Fetches:
         """Switch off. Where a folder is gone or full, the rank warns, not each worker."""
         recorder = marks.recorder
         if not self.off and recorder is not None and not (self._counters is not None and isinstance(error, OSError)):
-            recorder.warn(f"{Loader.name} is off: {type(error).__name__}: {error}; the job goes on without it")
+            recorder.warn(f"{Loader.name} is off: {words_of(error)}; the job goes on without it")
         self.off = True
 
     def timed_collate(self, original: Any) -> Any:
@@ -319,7 +318,7 @@ class Fetches:
             if self.off:
                 return 0
             if self._counters is None:
-                info = _worker_info()
+                info = worker_info()
                 if info is None:
                     return 0
                 self._join(info.id)
@@ -367,16 +366,9 @@ class Fetches:
             self.log.open(folder, age_of_rank(run))
         self.log.write(now, last=last)
 
+    @guarded
     def _leave(self) -> None:
-        try:
-            self._ship(perf_counter_ns(), last=True)
-        except Exception as e:  # noqa: BLE001 - the worker ends as it would without us
-            self.fail(e)
-
-
-def _worker_info() -> Any:
-    """Return what PyTorch knows of the loader's worker that this process is; None: it is none."""
-    return sys.modules["torch.utils.data._utils.worker"].get_worker_info()
+        self._ship(perf_counter_ns(), last=True)
 
 
 # In %-format, which takes half the time that f-strings take.

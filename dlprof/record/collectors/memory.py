@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dlprof.files import whole
+from dlprof.plain import words_of
 from dlprof.record.log import Log
 from dlprof.record.recorder import Recorder
 from dlprof.record.stepping import Step
@@ -48,7 +49,7 @@ class Memory:
 
     def step(self, done: Sequence[Step]) -> None:
         """Read the counters, if the last reading is old enough."""
-        now = done[-1].start_ns + done[-1].dur_ns
+        now = done[-1].end_ns
         if self._counters is not None and now - self._read_ns >= _READ_EVERY_NS:
             self._read_ns = now
             self._begin_history()
@@ -111,7 +112,7 @@ class Memory:
             if self._history == "on":
                 self._dump()
         except Exception as e:  # noqa: BLE001 - see above
-            self._recorder.warn(f"no history of memory at its end: {type(e).__name__}: {e}")
+            self._recorder.warn(f"no history of memory at its end: {words_of(e)}")
 
     def _dump(self) -> None:
         import torch

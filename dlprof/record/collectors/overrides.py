@@ -54,7 +54,7 @@ class Overrides:
         """Write again where there is news."""
         if self._recorder is None or self._effects is None or not self._effects.news:
             return
-        now = done[-1].start_ns + done[-1].dur_ns
+        now = done[-1].end_ns
         if now > self._due_ns:
             self._write(now)
 
@@ -81,12 +81,9 @@ class Overrides:
         self._switches = switches
         groups = {name.partition(".")[0] for name in self._asked}
         for part in dict.fromkeys(part for group, some in parts.items() if group in groups for part in some):
-            try:
+            its = (name for name in self._asked if part in parts.get(name.partition(".")[0], ()))
+            with self._effects.noting(*its):
                 part.install(self._asked, self._effects)
-            except Exception as e:  # noqa: BLE001, PERF203 - a torch that is not as we know it costs these alone
-                for name in self._asked:
-                    if part in parts.get(name.partition(".")[0], ()):
-                        self._effects.failed(name, e)
 
     def _write(self, now_ns: int) -> None:
         assert self._recorder is not None

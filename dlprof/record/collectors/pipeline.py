@@ -83,14 +83,10 @@ class Pipeline:
         """Write what has gathered."""
         if not self._watched:
             self._watch()
-        now = done[-1].start_ns + done[-1].dur_ns
+        now = done[-1].end_ns
         if (self._lines or self._waiting) and now - self._written_ns >= WRITE_EVERY_NS:
             self._written_ns = now
-            try:
-                self._write(len(self._waiting) - _MAX_WAITING)
-            except Exception:
-                self._disarm()
-                raise
+            self._write(len(self._waiting) - _MAX_WAITING)
 
     def stop(self) -> None:
         """Write the rest; a device time that is not known by now never will be."""
@@ -107,11 +103,10 @@ class Pipeline:
         self._lines.clear()
         self._waiting.clear()
 
-    def _fail(self, error: Exception) -> None:
-        recorder = self._recorder
-        self._disarm()
-        if recorder is not None:
-            recorder.warn(f"pipeline is off: {type(error).__name__}: {error}; the job goes on without it")
+    def fail(self, error: Exception) -> None:
+        """Switch off, since a hook failed."""
+        if self._recorder is not None:
+            self._recorder.drop(self, error)
 
     # -- watching
 
@@ -161,7 +156,7 @@ class Pipeline:
                 chunk = chunk_of(*args, **kwargs)
                 began = self._now() if chunk is not None else None
             except Exception as e:  # noqa: BLE001 - a stage of another make; the script goes on
-                self._fail(e)
+                self.fail(e)
                 chunk = None
             if chunk is None:
                 return original(*args, **kwargs)
@@ -171,7 +166,7 @@ class Pipeline:
                 try:
                     call.chunks.append((chunk, began, self._now()))
                 except Exception as e:  # noqa: BLE001 - the script goes on
-                    self._fail(e)
+                    self.fail(e)
 
         return run
 
@@ -194,7 +189,7 @@ class Pipeline:
                 return False  # only whole steps have device times
             self._call = _Call(now, self._rows > 0, self._events.record() if self._events is not None else None)
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self._fail(e)
+            self.fail(e)
             return False
         return True
 
@@ -213,7 +208,7 @@ class Pipeline:
             elif all(event is not None for event in call.events()):
                 self._waiting.append(call)
         except Exception as e:  # noqa: BLE001 - the script goes on
-            self._fail(e)
+            self.fail(e)
 
     def _see(self, schedule: Any, recorder: Recorder) -> None:
         """Remember which schedule runs, over which stages."""

@@ -8,11 +8,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any
 
+from dlprof.plain import words_of
+from dlprof.record import guarded
 from dlprof.record.hooks import put
 from dlprof.record.log import WRITE_EVERY_NS, Log
 from dlprof.record.recorder import Recorder
@@ -84,14 +86,10 @@ class Stalls:
         if not self._distributed_seen:
             self._watch_distributed()
         self._see_compilations(self._recorder, done)
-        now = done[-1].start_ns + done[-1].dur_ns
+        now = done[-1].end_ns
         if self._found and now - self._written_ns >= WRITE_EVERY_NS:
             self._written_ns = now
-            try:
-                self._write()
-            except Exception:
-                self._disarm()
-                raise
+            self._write()
 
     def stop(self) -> None:
         """Stop listening and write the rest."""
@@ -139,9 +137,9 @@ class Stalls:
         self._compilation = known[-1]
         try:
             self._add_compilations(recorder, known, done)
-        except Exception as e:  # noqa: BLE001 - a Dynamo of another make; the other stalls are worth having
+        except (AttributeError, TypeError, ValueError) as e:  # a Dynamo of another make
             self._dynamo_is_known = False
-            recorder.warn(f"compilations are not recorded from here on: {type(e).__name__}: {e}")
+            recorder.warn(f"compilations are not recorded from here on: {words_of(e)}")
 
     def _add_compilations(self, recorder: Recorder, known: Any, done: Sequence[Step]) -> None:
         timed = (c for c in tuple(known) if getattr(c, "start_time_us", None) and getattr(c, "end_time_us", None))
@@ -166,7 +164,7 @@ class Stalls:
             path = f"{frame.co_filename}:{frame.co_firstlineno} {frame.co_name}" if frame is not None else None
             reason = (frame.recompile_reason if frame is not None else None) or "unknown" if again else None
             phase = "backward" if c.is_forward is False else "forward"
-            within = (s.number for s in done if recorder.unix(s.start_ns + s.dur_ns) >= end)
+            within = (s.number for s in done if recorder.unix(s.end_ns) >= end)
             step = next(within, recorder.clock.row.number)
             # What was collected meanwhile is part of it.
             self._found[:] = [f for f in self._found if not start <= f.start_ns < end]
@@ -205,17 +203,20 @@ class Stalls:
                 return original(*args, **kwargs)
             finally:
                 self._saving = False
-                try:
-                    path = path_of(*args, **kwargs)
-                    named = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else None
-                    self._add("checkpoint", began, path=named)
-                except Exception as e:  # noqa: BLE001 - the script's checkpoint is saved; it goes on
-                    recorder = self._recorder
-                    self._disarm()
-                    if recorder is not None:
-                        recorder.warn(f"stalls are off: {type(e).__name__}: {e}; the job goes on without them")
+                self._saved(began, path_of, args, kwargs)
 
         return save
+
+    @guarded
+    def _saved(self, began: int, path_of: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        path = path_of(*args, **kwargs)
+        named = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else None
+        self._add("checkpoint", began, path=named)
+
+    def fail(self, error: Exception) -> None:
+        """Switch off, since a hook failed."""
+        if self._recorder is not None:
+            self._recorder.drop(self, error)
 
     def _write(self) -> None:
         if not self._found or self._log is None:

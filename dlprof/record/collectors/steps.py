@@ -67,7 +67,7 @@ class Steps:
         with self._lock:
             self._take(done)
             self._drain(len(self._waiting) - _MAX_WAITING)
-            now = done[-1].start_ns + done[-1].dur_ns
+            now = done[-1].end_ns
             if now - self._written_ns >= WRITE_EVERY_NS:
                 self._written_ns = now
                 self._write()

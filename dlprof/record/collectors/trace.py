@@ -89,9 +89,9 @@ class Trace:
             self._kineto.leave()
         if self._of_inference and clock.trains and self._done and not self._settling:
             self._begin_anew()
-        self._now_ns = done[-1].start_ns + done[-1].dur_ns
+        self._now_ns = done[-1].end_ns
         if not self._first_ns:
-            self._first_ns = next((s.start_ns + s.dur_ns for s in done if s.number >= clock.trained_from), 0)
+            self._first_ns = next((s.end_ns for s in done if s.number >= clock.trained_from), 0)
         if self._recording:
             self._traced += [step.dur_ns for step in done]
         elif not self._done:
@@ -296,7 +296,7 @@ class Trace:
                         )
                         self._close("yielded")
                     except Exception as e:  # noqa: BLE001 - the script's profiler comes first
-                        self._recorder.warn(f"our profiler did not stop cleanly: {type(e).__name__}: {e}")
+                        self._recorder.drop(self, e)
             return prepare(profiler, *args, **kwargs)
 
         @functools.wraps(leave)

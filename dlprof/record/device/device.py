@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dlprof.plain import words_of
+
 if TYPE_CHECKING:
     from dlprof.record.recorder import Recorder
 
@@ -79,7 +81,7 @@ class RankDevice:
                 return bool(cuda.is_current_stream_capturing())
             with cuda.device(self.index):
                 return bool(cuda.is_current_stream_capturing())
-        except Exception:  # noqa: BLE001 - the next call to the device raises it again
+        except RuntimeError:  # the next call to the device raises it again
             return False
 
 
@@ -151,7 +153,7 @@ class DeviceClock:
         """Return the events of the step that ends here; None: one of them is missing."""
         try:
             ended = self._record()
-        except Exception as e:  # noqa: BLE001 - host times are worth having without the device's
+        except RuntimeError as e:  # CUDA's; host times are worth having without the device's
             self._give_up(e)
             return None
         before, self._ended = self._ended, ended
@@ -182,7 +184,7 @@ class DeviceClock:
             if not (ended.query() and before.query()):
                 return None
             ns: int = round(before.elapsed_time(ended) * 1e6)
-        except Exception as e:  # noqa: BLE001 - see _end_step
+        except RuntimeError as e:  # see _end_step
             self._give_up(e)
             return UNKNOWN
         events.release(before)
@@ -190,4 +192,4 @@ class DeviceClock:
 
     def _give_up(self, error: Exception) -> None:
         self._recorder.clock.end_of_step = self._ended = None
-        self._recorder.warn(f"no device times from here on: {type(error).__name__}: {error}")
+        self._recorder.warn(f"no device times from here on: {words_of(error)}")

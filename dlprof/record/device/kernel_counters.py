@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from dlprof.record.log import file_of
+from dlprof.record.log import Descriptor
 
 
 class KernelCounters:
@@ -19,15 +19,15 @@ class KernelCounters:
 
     def __init__(self, *, whole_process: bool) -> None:
         self._time_ns = time.process_time_ns if whole_process else time.thread_time_ns
-        self._schedstat = _File("/proc/thread-self/schedstat")
-        self._io = _File("/proc/self/io")
+        self._schedstat = _opened("/proc/thread-self/schedstat")
+        self._io = _opened("/proc/self/io")
 
     def cores(self) -> tuple[int, int, int]:
         """Return three times in ns: the process on the cores, the thread waiting for one, the thread on one.
 
         −1: unknown.
         """
-        words = self._schedstat.words()
+        words = _words(self._schedstat)
         ran, delayed = (int(words[0]), int(words[1])) if words else (-1, -1)
         return time.process_time_ns(), delayed, ran
 
@@ -36,7 +36,7 @@ class KernelCounters:
 
         −1: unknown.
         """
-        words = self._io.words()
+        words = _words(self._io)
         stored, read = (int(words[9]), int(words[1])) if words else (-1, -1)
         _, delayed, _ = self.cores()
         return self._time_ns(), delayed, stored, read
@@ -52,27 +52,19 @@ def used_between(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]
     return tuple(-1 if b < 0 else a - b for a, b in zip(after, before, strict=True))
 
 
-class _File:
-    """A file of the kernel's that is read again and again; empty where it cannot be, or the script has closed it."""
+def _opened(path: str) -> Descriptor:
+    """Open a file of the kernel's, to be read again and again."""
+    try:
+        return Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return Descriptor(-1)
 
-    def __init__(self, path: str) -> None:
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self._fd = -1
-        self._file = file_of(self._fd)
 
-    def words(self) -> list[bytes]:
-        """Return its words now."""
-        if self._file is None or file_of(self._fd) != self._file:
-            return []
-        try:
-            return os.pread(self._fd, 512, 0).split()
-        except OSError:  # of a thread that is no more
-            return []
-
-    def close(self) -> None:
-        """Close it, if it is still ours."""
-        if self._file is not None and file_of(self._fd) == self._file:
-            os.close(self._fd)
-        self._file = None
+def _words(file: Descriptor) -> list[bytes]:
+    """Return the words of such a file now; none where it cannot be read, or the script has closed it."""
+    if not file.is_ours:
+        return []
+    try:
+        return os.pread(file.fd, 512, 0).split()
+    except OSError:  # of a thread that is no more
+        return []

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import fcntl
 import os
-import re
 import select
 import subprocess
 import sys
@@ -89,13 +88,12 @@ class Kineto:
         """
         import torch
 
-        release = re.match(r"(\d+)\.(\d+)", torch.version.cuda or "")
-        if release is None:
+        if not torch.version.cuda:
             return None
         users = os.environ.get(_TEAR_DOWN)
         if users is not None:
             return users == "1"
-        if (int(release[1]), int(release[2])) < _TEARS_DOWN_WELL:
+        if tuple(map(int, torch.version.cuda.split(".")[:2])) < _TEARS_DOWN_WELL:
             return False
         os.environ[_TEAR_DOWN] = "1"
         self._tearing_down = True

@@ -6,13 +6,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from dlprof.plain import plain
+from dlprof.plain import tell
 from dlprof.record.launch.lingering import Lingering
 from dlprof.record.launch.process import tied
 from dlprof.record.launch.signals import PASSED_ON, Witness, pass_on
@@ -46,7 +46,9 @@ def run_to_end(command: Sequence[str], env: Mapping[str, str], beside: Callable[
             beside()
         except OSError as e:
             missing = isinstance(e, FileNotFoundError)
-            sys.stderr.write(f"dlprof: {plain(command[0])}: {'command not found' if missing else e.strerror}\n")
+            said = "command not found" if missing else e.strerror
+            is_script = command[0].endswith(".py") and Path(command[0]).is_file()
+            tell(f"{command[0]}: {said}" + ("; leave out the -- to run it under Python" if is_script else ""))
             return (127 if missing else 126) << 8, resumed
         waiter = threading.Thread(target=_signal_end, args=(child.pid, threading.get_ident()), daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread more is allowed here

@@ -7,11 +7,10 @@ a child that is blocked in C never gets as far as Python's handler.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 
-from dlprof.plain import plain
-from dlprof.record.launch.process import stat_of
+from dlprof.plain import tell
+from dlprof.record.launch.process import family, running
 
 # As long as a script may take to save a checkpoint before it ends.
 _PATIENCE_S = 15.0
@@ -39,25 +38,10 @@ class Lingering:
             self._timer.cancel()
 
     def _say(self) -> None:
-        running = [self._pid, *below(self._pid)]
-        named = ", ".join(map(str, running[:_MOST_NAMED]))
-        more = f" and {len(running) - _MOST_NAMED} more" if len(running) > _MOST_NAMED else ""
-        text = (
-            f"dlprof: the command was told to end {self._patience_s:.0f} s ago and still runs"
+        processes = family([self._pid], running())
+        named = ", ".join(map(str, processes[:_MOST_NAMED]))
+        more = f" and {len(processes) - _MOST_NAMED} more" if len(processes) > _MOST_NAMED else ""
+        tell(
+            f"the command was told to end {self._patience_s:.0f} s ago and still runs"
             f" (processes {named}{more}); dlprof waits for it and ends nothing: a second Ctrl-C, or kill, does"
         )
-        with contextlib.suppress(OSError):
-            os.write(2, plain(text).encode(errors="replace") + b"\n")
-
-
-def below(pid: int) -> list[int]:
-    """List the processes that a process has started, and those that these have, as far as they still run."""
-    children: dict[int, list[int]] = {}
-    for entry in os.scandir("/proc"):
-        stat = stat_of(entry.name) if entry.name.isdigit() else []
-        if stat and stat[0] not in (b"Z", b"X"):
-            children.setdefault(int(stat[1]), []).append(int(entry.name))
-    found = [pid]
-    for one in found:
-        found += sorted(children.get(one, ()))
-    return found[1:]

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from dlprof.record.launch.process import started
+from dlprof.record.ranks import words_in
 
 # How long ranks may take to end after the command, as those of a launcher that was signalled together with them.
 _LEAVING_S = 1.0
@@ -54,13 +54,5 @@ def _running(folder: Path) -> list[tuple[int, int]]:
 
     By what each has said of itself: its environment is gone where a title was written over it (setproctitle).
     """
-    found = []
-    for word in (folder / "hosts" / os.uname().nodename).glob("rank-*"):
-        try:
-            pid = int(word.name.removeprefix("rank-"))
-            name, supervisor, since = word.read_text().split()
-            if supervisor == str(os.getpid()) and since == str(started(pid)):
-                found.append((int(name.partition(".")[0]), pid))
-        except (OSError, ValueError):  # noqa: PERF203 - each may be half written, or just now deleted
-            continue
-    return sorted(found)
+    here = (folder / "hosts" / os.uname().nodename).glob("rank-*")
+    return sorted((w.rank, w.pid) for w in words_in(here) if w.supervisor == str(os.getpid()) and w.runs)

@@ -6,7 +6,8 @@ import ctypes
 import functools
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec is no place for it
@@ -25,13 +26,40 @@ def stat_of(pid: int | str) -> list[bytes]:
         return []
 
 
+def stats() -> dict[int, list[bytes]]:
+    """Return the same of every process that can be seen, by its number: also of one that nobody has waited for yet."""
+    numbers = (name for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - names are enough
+    return {int(number): stat for number in numbers if (stat := stat_of(number))}
+
+
+def has_ended(stat: list[bytes]) -> bool:
+    """Return whether a process has ended, by what `stat_of` said of it."""
+    return not stat or stat[0] in (b"Z", b"X")
+
+
+def running() -> dict[int, list[bytes]]:
+    """Return the stats of those that have not ended."""
+    return {pid: stat for pid, stat in stats().items() if not has_ended(stat)}
+
+
+def family(roots: Iterable[int], stats: Mapping[int, list[bytes]]) -> list[int]:
+    """List these processes, those that they have started, and those that these have, as far as `stats` has them."""
+    children: dict[int, list[int]] = {}
+    for pid, stat in stats.items():
+        children.setdefault(int(stat[1]), []).append(pid)
+    found = list(roots)
+    for one in found:
+        found += (child for child in sorted(children.get(one, ())) if child not in found)
+    return found
+
+
 def started(pid: int) -> int | None:
     """Return when a process began, in clock ticks since this host did; None: it has ended.
 
     Together with its number that tells it from every other one, earlier or later.
     """
     stat = stat_of(pid)
-    return int(stat[19]) if stat and stat[0] not in (b"Z", b"X") else None
+    return None if has_ended(stat) else int(stat[19])
 
 
 def awaits(pid: int, number: int) -> bool:
@@ -45,6 +73,15 @@ def awaits(pid: int, number: int) -> bool:
     # A stopped process does nothing with what it was sent, however long one waits.
     state = values.get(b"State", b"").strip()[:1]
     return state in (b"R", b"D") or (state == b"S" and bool(pending >> (number - 1) & 1))
+
+
+def wait_or_kill(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for the end of a child, and kill it after so long."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def keep_memory() -> None:

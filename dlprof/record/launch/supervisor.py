@@ -22,6 +22,7 @@ from dlprof.errors import DlprofError
 from dlprof.record.launch.child import run_to_end
 from dlprof.record.launch.folder import RunFolder, compress
 from dlprof.record.launch.postmortem import left, missing
+from dlprof.record.launch.process import wait_or_kill
 from dlprof.record.launch.tasks import task_of
 from dlprof.record.launch.unapplied import unapplied
 from dlprof.record.redaction import shown
@@ -165,9 +166,5 @@ class Samplers:
     def wait(self) -> list[str]:
         """Wait for its end; return in at most one line what went wrong."""
         if self._process is not None:
-            try:
-                self._process.wait(_SAMPLERS_END_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            wait_or_kill(self._process, _SAMPLERS_END_S)
         return [self._failed] if self._failed else []

@@ -7,9 +7,10 @@ virtual machine that stood still shows as well, and a busy host does not.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
+
+from dlprof.record.device.kernel_counters import KernelCounters
 
 # A suspension that is longer than both together is seen.
 _EVERY_S = 2.0
@@ -35,19 +36,12 @@ class Suspensions:
         return self._resumed
 
     def _watch(self) -> None:
-        with contextlib.suppress(OSError, ValueError, IndexError):  # this kernel does not say who waits for a core
-            fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                due, waited = time.monotonic() + _EVERY_S, _waited_s(fd)
-                while not self._over.wait(due - time.monotonic()):
-                    late, before = time.monotonic() - due, waited
-                    due, waited = time.monotonic() + _EVERY_S, _waited_s(fd)
-                    if late > _LATE_S and waited - before < late / 2:
-                        self._resumed.append(time.time_ns())
-            finally:
-                os.close(fd)
-
-
-def _waited_s(fd: int) -> float:
-    """Return how long a thread has been ready to run and had no core, in seconds."""
-    return int(os.pread(fd, 100, 0).split()[1]) / 1e9
+        counters = KernelCounters(whole_process=False)  # of this thread: among them how long it waited for a core
+        due, waited_ns = time.monotonic() + _EVERY_S, counters.cores()[1]
+        # −1: this kernel does not say it.
+        while waited_ns >= 0 and not self._over.wait(due - time.monotonic()):
+            late, before_ns = time.monotonic() - due, waited_ns
+            due, waited_ns = time.monotonic() + _EVERY_S, counters.cores()[1]
+            if late > _LATE_S and waited_ns - before_ns < late / 2 * 1e9:
+                self._resumed.append(time.time_ns())
+        counters.close()

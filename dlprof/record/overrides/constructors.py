@@ -5,27 +5,38 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from dlprof.overrides import Value
 from dlprof.record.overrides.effects import Effects
 
 
-class Kind(Protocol):
-    """A kind of object whose constructors are wrapped."""
+class Kind:
+    """A kind of object whose constructors are wrapped; `wanted` are the overrides that were asked for, by setting."""
 
     group: str  # of the overrides: "loader"
-    wanted: Mapping[str, Value]  # those that were asked for, by setting
-    effects: Effects
+
+    def __init__(self, settings: Mapping[str, Value], effects: Effects) -> None:
+        self.wanted = settings
+        self.effects = effects
 
     def change(self, made: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments to make an object with instead of those given; an override that it leaves is noted."""
+        new = {name: value for name, value in self.wanted.items() if name in given}
+        for name in self.wanted.keys() - new.keys():
+            self.effects.failed(f"{self.group}.{name}", f"{type(made).__name__} does not take it")
+        return new
 
     def refused(self, made: Any, given: Mapping[str, Any]) -> None:
         """Take back what a constructor that failed may have changed in its arguments."""
 
     def done(self, made: Any, given: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
         """See an object that was made with changed arguments."""
+
+    def fail(self, error: BaseException) -> None:
+        """Note why none of them took effect."""
+        for setting in self.wanted:
+            self.effects.failed(f"{self.group}.{setting}", error)
 
 
 def wanted(asked: Mapping[str, Value], group: str) -> dict[str, Value]:
@@ -39,10 +50,6 @@ def watched(kind: Kind, making: list[int], original: Callable[..., None]) -> Cal
     `making`: the objects that are being made; a class may call the constructor above it, which changes nothing then.
     """
     signature = inspect.signature(original)
-
-    def fail(error: BaseException) -> None:
-        for setting in kind.wanted:
-            kind.effects.failed(f"{kind.group}.{setting}", error)
 
     @functools.wraps(original)
     def __init__(made: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - what it stands for
@@ -59,7 +66,7 @@ def watched(kind: Kind, making: list[int], original: Callable[..., None]) -> Cal
             try:
                 changed = kind.change(made, given)
             except Exception as e:  # noqa: BLE001 - made as the script says
-                fail(e)
+                kind.fail(e)
                 changed = {}
             bound.arguments.update(changed)
             try:
@@ -67,7 +74,7 @@ def watched(kind: Kind, making: list[int], original: Callable[..., None]) -> Cal
             except Exception as e:
                 if not changed:
                     raise
-                fail(e)
+                kind.fail(e)
                 kind.refused(made, bound.arguments)
                 bound.arguments.update({name: given[name] for name in changed if name in kind.wanted})
                 original(*bound.args, **bound.kwargs)
@@ -80,7 +87,7 @@ def watched(kind: Kind, making: list[int], original: Callable[..., None]) -> Cal
                     kind.effects.took(f"{kind.group}.{setting}", given[setting])
             kind.done(made, given, changed)
         except Exception as e:  # noqa: BLE001 - it is made, and the script goes on
-            fail(e)
+            kind.fail(e)
         return None
 
     return __init__

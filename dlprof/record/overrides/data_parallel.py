@@ -8,7 +8,7 @@ from typing import Any
 
 from dlprof.overrides import Value
 from dlprof.record.hooks import put
-from dlprof.record.overrides.constructors import wanted, watched
+from dlprof.record.overrides.constructors import Kind, wanted, watched
 from dlprof.record.overrides.effects import Effects
 
 _HOOK = "ddp.comm_hook"
@@ -28,30 +28,24 @@ def install(asked: Mapping[str, Value], effects: Effects) -> None:
     put(DistributedDataParallel, "__init__", making)
 
 
-class _Wrapping:
+class _Wrapping(Kind):
     """How models are wrapped in this process."""
 
     group = "ddp"
 
     def __init__(self, settings: Mapping[str, Value], hook: str | None, effects: Effects) -> None:
-        self.wanted = settings
-        self.effects = effects
+        super().__init__(settings, effects)
         self._hook = hook
         self._register: Any = None  # the method of DistributedDataParallel's own
 
-    def change(self, made: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG002 - see Kind
+    def change(self, made: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments of the wrapper."""
-        new: dict[str, Any] = {name: value for name, value in self.wanted.items() if name in given}
+        new = dict(super().change(made, given))
         if float(new.get("bucket_cap_mb", 0.5)).is_integer():
             new["bucket_cap_mb"] = int(new["bucket_cap_mb"])
         if "bucket_cap_mb" in new and given.get("bucket_cap_mb_list") is not None:
             new["bucket_cap_mb_list"] = None
-        for name in self.wanted.keys() - new.keys():
-            self.effects.failed(f"ddp.{name}", "this version of torch does not take it")
         return new
-
-    def refused(self, made: Any, given: Mapping[str, Any]) -> None:
-        """Nothing: the constructor changes none of its arguments before it looks at them."""
 
     def done(self, made: Any, given: Mapping[str, Any], changed: Mapping[str, Any]) -> None:  # noqa: ARG002 - see Kind
         """Register the hook that exchanges gradients in 16 bits."""
@@ -60,11 +54,8 @@ class _Wrapping:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-        try:
+        with self.effects.noting(_HOOK):  # else gradients are exchanged as they are
             self._register(made, None, hooks[self._hook])
-        except Exception as e:  # noqa: BLE001 - gradients are exchanged as they are
-            self.effects.failed(_HOOK, e)
-        else:
             self.effects.took(_HOOK, None)
 
     def registering(self, original: Any) -> Any:

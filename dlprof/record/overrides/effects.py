@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 from dlprof.overrides import Value
 from dlprof.plain import words_of
+from dlprof.record.calls.frames import own_files
 from dlprof.record.redaction import shown
 
 # Distinct places and earlier values that are kept of an override, and how often a place is looked for: some take effect
 # in every step.
 _MOST_KEPT = 8
 _MOST_LOOKS = 64
-
-_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120 - a prefix
-_LIBRARIES = (
-    _OURS + os.sep,
-    "<frozen ",
-    *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-)
 
 Place = tuple[str, int, str]  # file, line and function
 
@@ -33,6 +27,7 @@ class Effects:
 
     def __init__(self, asked: Mapping[str, Value]) -> None:
         self.news = True  # something is not in the file yet
+        self._is_own = own_files()
         self._cwd = os.getcwd()  # noqa: PTH109 - a prefix
         self._looks = dict.fromkeys(asked, _MOST_LOOKS)
         self._entries: dict[str, dict[str, Any]] = {
@@ -75,6 +70,15 @@ class Effects:
             entry["error"] = why if isinstance(why, str) else words_of(why)
             self.news = True
 
+    @contextlib.contextmanager
+    def noting(self, *names: str) -> Iterator[None]:
+        """Note what is raised meanwhile as the reason why these overrides did not take effect; it goes no further."""
+        try:
+            yield
+        except Exception as e:  # noqa: BLE001 - a torch that is not as we know it; the script goes on
+            for name in names:
+                self.failed(name, e)
+
     def written(self) -> Mapping[str, Any]:
         """Return what the file holds."""
         self.news = False
@@ -89,7 +93,7 @@ class Effects:
         """Return the place of the innermost frame that is in no library; None: there is none."""
         while frame is not None:
             file = frame.f_code.co_filename
-            if not file.startswith(_LIBRARIES) and f"{os.sep}site-packages{os.sep}" not in file:
+            if self._is_own(file):
                 return file, frame.f_lineno, frame.f_code.co_name
             frame = frame.f_back
         return None

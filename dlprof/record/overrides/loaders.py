@@ -13,7 +13,8 @@ from typing import Any
 
 from dlprof.overrides import Value
 from dlprof.record.hooks import watch_method
-from dlprof.record.overrides.constructors import wanted, watched
+from dlprof.record.loaders import worker_info
+from dlprof.record.overrides.constructors import Kind, wanted, watched
 from dlprof.record.overrides.effects import Effects
 
 # What only a loader with workers may be given, and what one without has instead.
@@ -29,21 +30,20 @@ def install(asked: Mapping[str, Value], effects: Effects) -> None:
     watch_method(DataLoader, "_get_iterator", loaders.starting)
 
 
-class _Loaders:
+class _Loaders(Kind):
     """The loaders of this process, and what the script gave those whose workers were changed."""
 
     group = "loader"
 
     def __init__(self, settings: Mapping[str, Value], effects: Effects) -> None:
-        self.wanted = settings
-        self.effects = effects
+        super().__init__(settings, effects)
         self._given: weakref.WeakKeyDictionary[Any, Mapping[str, Any]] = weakref.WeakKeyDictionary()
 
-    def change(self, made: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG002 - see Kind
+    def change(self, made: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments of a loader; what belongs to workers only where there are some."""
-        if sys.modules["torch.utils.data"].get_worker_info() is not None:
+        if worker_info() is not None:
             return {}  # a data set's, in a worker
-        new: dict[str, Any] = {name: value for name, value in self.wanted.items() if name in given}
+        new = dict(super().change(made, given))
         workers = int(new.get("num_workers", given["num_workers"]))
         if workers != given["num_workers"] and (why := _why_not(given, workers)):
             self.effects.failed("loader.num_workers", why)
@@ -57,9 +57,6 @@ class _Loaders:
             if given["num_workers"]:
                 new |= {name: value for name, value in _OF_WORKERS.items() if name in given}
         return new
-
-    def refused(self, made: Any, given: Mapping[str, Any]) -> None:
-        """Nothing: a loader's constructor changes none of its arguments."""
 
     def done(self, made: Any, given: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
         """Remember what the script gave a loader with other workers: they may not start."""

@@ -89,10 +89,8 @@ class _Models:
     def _see(self, module: Any) -> None:
         self._seen.add(module)
         for name, change in ((_CHANNELS, self._lay_out), (_COMPILE, self._compile)):
-            try:
+            with self._effects.noting(name):  # else it stays as it is
                 change(module)
-            except Exception as e:  # noqa: BLE001, PERF203 - it stays as it is
-                self._effects.failed(name, e)
 
     # -- torch.autocast
 

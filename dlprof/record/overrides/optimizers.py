@@ -9,7 +9,7 @@ from typing import Any
 
 from dlprof.overrides import Value
 from dlprof.record.hooks import at_uninstall, hide, put
-from dlprof.record.overrides.constructors import wanted, watched
+from dlprof.record.overrides.constructors import Kind, wanted, watched
 from dlprof.record.overrides.effects import Effects
 
 # An optimizer takes one of them.
@@ -33,14 +33,13 @@ def _parameters(kind: type) -> Mapping[str, object]:
     return inspect.signature(kind.__init__).parameters  # type: ignore[misc]
 
 
-class _Optimizers:
+class _Optimizers(Kind):
     """The optimizers of this process, and what those that were changed had before."""
 
     group = "optimizer"
 
     def __init__(self, settings: Mapping[str, Value], effects: Effects) -> None:
-        self.wanted = settings
-        self.effects = effects
+        super().__init__(settings, effects)
         self._keys: list[set[str]] = []  # of the groups of parameters that the optimizer being made was given
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # looked at before their first step
         self._before: weakref.WeakKeyDictionary[Any, Mapping[str, Any]] = weakref.WeakKeyDictionary()
@@ -48,9 +47,7 @@ class _Optimizers:
 
     def change(self, made: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments of an optimizer; its groups of parameters are a list, to be read a second time."""
-        new: dict[str, Any] = {name: value for name, value in self.wanted.items() if name in given}
-        for name in self.wanted.keys() - new.keys():
-            self.effects.failed(f"optimizer.{name}", f"{type(made).__name__} does not take it")
+        new = dict(super().change(made, given))
         if not new:
             return {}
         for name, value in [*new.items()]:
@@ -90,8 +87,7 @@ class _Optimizers:
                         group.update(before)
                     vars(optimizer).pop("_step_supports_amp_scaling", None)
             except Exception as e:  # noqa: BLE001 - the script's step goes on
-                for name in self.wanted:
-                    self.effects.failed(f"optimizer.{name}", e)
+                self.fail(e)
 
         return before_step
 

@@ -27,12 +27,9 @@ def install(asked: Mapping[str, Value], effects: Effects) -> None:
         "gc.freeze": _freezing,
     }
     for name, setting in settings.items():
-        if name not in asked:
-            continue
-        try:
-            setting(asked[name], effects)
-        except Exception as e:  # noqa: BLE001 - a torch that is not as we know it
-            effects.failed(name, e)
+        if name in asked:
+            with effects.noting(name):
+                setting(asked[name], effects)
 
 
 def begin(asked: Mapping[str, Value], effects: Effects) -> None:

@@ -19,6 +19,7 @@ if _PLACE not in sys.path:
 import signal
 from pathlib import Path
 
+from dlprof.plain import tell, words_of
 from dlprof.record.launch.process import tie
 from dlprof.record.samplers import SAMPLERS
 from dlprof.record.samplers.sampling import sample
@@ -36,7 +37,7 @@ def main() -> None:
         sample(Path(sys.argv[1]), SAMPLERS, sys.stdin.fileno())
         code = 0
     except Exception as e:  # noqa: BLE001 - one line, and no traceback among the job's words
-        os.write(2, f"dlprof: nothing is sampled: {type(e).__name__}: {e}; the job goes on\n".encode())
+        tell(f"nothing is sampled: {words_of(e)}; the job goes on without it")
     # Nothing is left to do, and an interpreter takes a while to take itself apart.
     os._exit(code)
 

@@ -13,6 +13,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
+from dlprof.plain import words_of
 from dlprof.record.samplers.driver import DriverSampler, Fate, Gpu, Reading
 
 # Statuses of amdsmi.h: what a GPU, driver or user does not have now it will not later; without a driver nobody does.
@@ -41,7 +42,7 @@ class AmdSampler(DriverSampler):
         except ImportError:
             raise OSError("amdsmi, which reports what a ROCm GPU does, is not installed") from None
         except Exception as e:  # noqa: BLE001 - see above
-            raise OSError(f"amdsmi does not find its library ({type(e).__name__}: {e})") from None
+            raise OSError(f"amdsmi does not find its library ({words_of(e)})") from None
         try:
             amdsmi.amdsmi_init()
         except amdsmi.AmdSmiException as e:

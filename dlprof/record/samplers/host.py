@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dlprof.record.launch.process import stat_of
+from dlprof.record.launch.process import family, has_ended, stat_of, stats
 from dlprof.record.log import Log
 from dlprof.record.samplers.sampling import Host, RankHere, line
 
@@ -60,15 +60,15 @@ class HostSampler:
         self._looked -= self.period_s
         if set(here) != set(self._ranks) or self._looked <= 0:
             self._looked = _LOOK_FOR_CHILDREN_S
-            parents = _parents()
+            known = stats()
             roots = (self._supervisor, *(rank.pid for rank in here))  # of this host's other supervisors, only the ranks
-            self._job = {pid for root in roots for pid in (root, *_below(root, parents))}
+            self._job = set(family(roots, known))
             for gone in set(self._ranks) - set(here):
                 self._ranks.pop(gone).log.close()
             for rank in here:
                 if rank not in self._ranks:
                     self._ranks[rank] = _Processes(rank.pid, self._host.log("processes.jsonl", rank))
-                self._ranks[rank].children = set(_below(rank.pid, parents))
+                self._ranks[rank].children = set(family([rank.pid], known)) - {rank.pid}
         for processes in self._ranks.values():
             processes.read()
 
@@ -134,7 +134,7 @@ def _read(pid: int) -> _Process | None:
     except OSError:
         return None
     stat = stat_of(pid)
-    if not stat or stat[0] in (b"Z", b"X"):
+    if has_ended(stat):
         return None
     anonymous = status.partition(b"\nRssAnon:")[2].split(None, 1)
     switches = status.partition(b"\nvoluntary_ctxt_switches:")[2].split()
@@ -208,19 +208,3 @@ def _kernel() -> dict[str, int]:
     counts = (row.split() for row in Path("/proc/vmstat").read_text().splitlines())
     runnable = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     return {"runnable_threads": runnable} | {names[name]: int(count) for name, count in counts if name in names}
-
-
-def _parents() -> dict[int, int]:
-    """Return the parent of every process that can be seen, but for those that have just ended."""
-    stats = {pid: stat for entry in os.scandir("/proc") if (pid := entry.name).isdigit() and (stat := stat_of(pid))}
-    return {int(pid): int(stat[1]) for pid, stat in stats.items()}
-
-
-def _below(pid: int, parents: Mapping[int, int]) -> Iterable[int]:
-    children: dict[int, list[int]] = {}
-    for child, parent in parents.items():
-        children.setdefault(parent, []).append(child)
-    found = [pid]
-    for one in found:
-        found += children.get(one, ())
-    return found[1:]

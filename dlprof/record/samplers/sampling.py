@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dlprof.files import BOOT, boot, longer
-from dlprof.plain import plain, words_of
+from dlprof.plain import tell, words_of
 from dlprof.record.launch.process import started
 from dlprof.record.log import Log
 
@@ -121,8 +121,7 @@ class Host:
         if text in self._warned:
             return
         self._warned.add(text)
-        with contextlib.suppress(OSError):
-            os.write(2, f"dlprof: {plain(text)}\n".encode(errors="replace"))
+        tell(text)
         with contextlib.suppress(OSError), (self.folder / "warnings.txt").open("a") as file:
             file.write(text.replace("\n", " ") + "\n")
 

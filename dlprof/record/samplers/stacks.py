@@ -24,12 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from dlprof.record import redaction
-from dlprof.record.launch.process import tied
+from dlprof.record.launch.process import tied, wait_or_kill
 from dlprof.record.samplers.sampling import Host, RankHere
-
-# Stacks a second: enough for shares of a few per cent after one burst. A round number would beat with steps of 5, 10 or
-# 20 ms.
-DEFAULT_RATE = "47"
 
 # How py-spy writes the command of a process, before its threads or what it was started by.
 _COMMAND = re.compile(rb'(process \d+:")(.*?)(";(?=process \d+:"|thread \())')
@@ -156,11 +152,7 @@ class _Spy:
     def finish(self, seconds: float) -> None:
         if self._process is None:
             return
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, seconds)
         with suppress(OSError):
             self._take()
 

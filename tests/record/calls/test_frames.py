@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dlprof.record.calls import frames
 from dlprof.record.calls.frames import MOST_FILE_BYTES, Frames, own_files
 
 POSITIONS = sys.version_info >= (3, 11)  # Python says in which columns a call stands
@@ -58,7 +59,12 @@ def test_a_file_outside_the_working_directory_keeps_its_whole_name(tmp_path: Pat
     assert place.function == "<module>"
 
 
-def test_a_librarys_frame_is_passed_and_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_a_librarys_frame_is_passed_and_named_unless_it_is_ours(
+    is_ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_ours:  # installed beside the libraries
+        monkeypatch.setattr(frames, "_OURS", str(tmp_path / "lib/site-packages/fancy/"))
     library = tmp_path / "lib/site-packages/fancy/trainer.py"
     library.parent.mkdir(parents=True)
     body = "class Trainer:\n    def train(self):\n        return look()\n"
@@ -72,7 +78,7 @@ def test_a_librarys_frame_is_passed_and_named(tmp_path: Path) -> None:
     names["Trainer"].train.__globals__["look"] = look
     own["main"](names["Trainer"]())
     assert (look.place.file, look.place.line) == ("train.py", 2)
-    assert look.place.via.endswith("train (fancy/trainer.py:3)")
+    assert look.place.via == "" if is_ours else look.place.via.endswith("train (fancy/trainer.py:3)")
 
 
 def test_what_is_read_of_a_file_is_bounded_and_never_of_a_newer_one(tmp_path: Path) -> None:

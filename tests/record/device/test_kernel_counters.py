@@ -50,7 +50,7 @@ def test_a_cpu_time_that_was_waited_is_not_used() -> None:
 @pytest.mark.parametrize("how", ["closed by the script", "closed by us", "taken"])
 def test_what_cannot_be_read_any_more_is_unknown_and_no_descriptor_is_touched(how: str, tmp_path: Path) -> None:
     counters = KernelCounters(whole_process=True)
-    fd = counters._io._fd
+    fd = counters._io.fd
     theirs = -1
     if how == "closed by us":
         counters.close()

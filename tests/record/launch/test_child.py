@@ -94,6 +94,17 @@ def test_a_command_that_cannot_start_ends_as_in_a_shell(mode: int | None, status
     assert str(command) in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "there", "hints"), [("train.py", True, True), ("train.py", False, False), ("train", True, False)]
+)
+def test_a_script_in_a_commands_place_is_told_how_it_runs(name: str, there: bool, hints: bool, tmp_path: Path) -> None:
+    if there:
+        (tmp_path / name).write_text("pass\n")
+    done = launch(wrapped(tmp_path / "run", [name]), tmp_path)
+    assert done.returncode == 127
+    assert ("leave out the --" in done.stderr) == hints
+
+
 def test_a_process_with_other_threads_still_sees_the_end(tmp_path: Path) -> None:
     idle = threading.Event()
     others = [threading.Thread(target=idle.wait) for _ in range(8)]

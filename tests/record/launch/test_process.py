@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from dlprof.record.launch.process import started
+from dlprof.record.launch.process import family, has_ended, running, started, stat_of, stats, wait_or_kill
 from tests.fixtures.jobs import state, until, words
 
 
@@ -25,8 +25,32 @@ def test_a_process_has_begun_at_one_time_until_it_ends() -> None:
     # Dead, and before it is waited for.
     assert until(lambda: state(process.pid) == "Z")
     assert started(process.pid) is None
+    assert has_ended(stat_of(process.pid))
+    assert process.pid in stats().keys() - running().keys()
     process.wait()
     assert started(process.pid) is None
+
+
+def test_a_family_is_a_process_and_all_that_descend_from_it_each_once() -> None:
+    stats = {pid: [b"S", b"%d" % parent] for pid, parent in {5: 1, 7: 5, 6: 5, 8: 7, 9: 2}.items()}
+    assert family([5], stats) == [5, 6, 7, 8]
+    assert family([7, 5], stats) == [7, 5, 8, 6]
+    assert family([4], stats) == [4]
+
+
+def test_what_this_process_has_started_is_of_its_family() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    assert process.pid in family([os.getpid()], running())
+    process.kill()
+    assert until(lambda: process.pid not in family([os.getpid()], running()))
+    process.wait()
+
+
+def test_a_child_that_does_not_end_in_time_is_killed() -> None:
+    for command, seconds, code in ((["sleep", "60"], 0.05, -signal.SIGKILL), (["true"], 30.0, 0)):
+        process = subprocess.Popen(command)
+        wait_or_kill(process, seconds)
+        assert process.returncode == code
 
 
 # Starts two children, says their numbers, and is killed.

@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 
-from dlprof.overrides import Value
+from dlprof.record.overrides import constructors
 from dlprof.record.overrides.constructors import wanted, watched
 from dlprof.record.overrides.effects import Effects
 from tests.fixtures.overriding import done
 
 
-class Kind:
+class Kind(constructors.Kind):
     """Takes ddp.bucket_cap_mb, and changes what it is asked to."""
 
     group = "ddp"
 
     def __init__(self, *, fails: bool = False) -> None:
-        self.wanted: Mapping[str, Value] = {"bucket_cap_mb": 7}
-        self.effects = Effects({"ddp.bucket_cap_mb": 7})
+        super().__init__({"bucket_cap_mb": 7}, Effects({"ddp.bucket_cap_mb": 7}))
         self.fails = fails
         self.made: list[Mapping[str, Any]] = []
         self.taken_back = 0

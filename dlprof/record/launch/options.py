@@ -1,0 +1,73 @@
+"""What can be asked of a recording, on the command line and by `dlprof.record`, and what collectors and samplers read.
+
+Each check returns the value as it is kept, or raises ValueError with what it should be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+
+# Enough for shares of a few per cent after one burst; a round number would beat with steps of 5, 10 or 20 ms.
+STACKS_A_SECOND = "47"
+
+
+def window(text: str) -> str:
+    """Check the steps to skip, to warm up and to trace; "": as the recorder chooses."""
+    if not text:
+        return ""
+    try:
+        skip, warmup, active = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError("three whole numbers: steps to skip, to warm up, to trace, e.g. 10,2,5") from None
+    if min(skip, warmup) < 0 or active < 1:
+        raise ValueError("at least one step to trace, and no negative numbers")
+    return f"{skip},{warmup},{active}"
+
+
+def function(text: str) -> str:
+    """Check what is to be timed line by line."""
+    where, _, name = text.rpartition(":")
+    if text != "auto" and not (where and all(part.isidentifier() for part in name.split("."))):
+        raise ValueError(f"{text!r} is neither MODULE:FUNCTION nor auto")
+    return text
+
+
+def flops(text: str) -> str:
+    """Check whether operations are to be counted."""
+    if text not in ("auto", "on", "off"):
+        raise ValueError("auto, on or off")
+    return text
+
+
+def stacks(text: str) -> str:
+    """Check how many stacks a second are to be read."""
+    if text in ("on", "off"):
+        return STACKS_A_SECOND if text == "on" else text
+    if not text.isdigit() or not 1 <= int(text) <= 1000:
+        raise ValueError("on, off, or how many stacks a second, 1 to 1000")
+    return str(int(text))
+
+
+def sample(text: str) -> str:
+    """Check the seconds between two readings of the host and its GPUs."""
+    if text in ("auto", "off"):
+        return text
+    with contextlib.suppress(ValueError):
+        if 0.1 <= float(text) <= 3600:
+            return f"{float(text):g}"
+    raise ValueError("auto, off, or the seconds between two readings, 0.1 to 3600")
+
+
+def asked(**values: str | bool | Iterable[str]) -> dict[str, str]:
+    """Return what is asked for, by name, as run.json keeps it: switches as on or off, several values a line each."""
+    written = {True: "on", False: "off"}
+    return {
+        name: written[value] if isinstance(value, bool) else value if isinstance(value, str) else "\n".join(value)
+        for name, value in values.items()
+    }
+
+
+def variables(asked: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the environment in which collectors and samplers find it."""
+    return {f"DLPROF_{name.upper()}": value for name, value in asked.items()}
