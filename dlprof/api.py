@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -119,7 +118,7 @@ class Run:
         found = {"breakdown": parts.stack(self.result), "blame": parts.blame(self.result)}
         found |= {o.id: shapes.panel(o.evidence) for o in self.result.found if o.evidence}
         for panel in self.result.panels:
-            name = panel.shape if panel.shape == "timeline" else re.sub(r"\W+", "_", panel.title.lower()).strip("_")
+            name = panel.shape if panel.shape == "timeline" else _identifier(panel.title)
             found.setdefault(name, shapes.panel(panel))
         return {name: figure for name, figure in found.items() if figure is not None and figure.spec is not None}
 
@@ -151,6 +150,10 @@ class Run:
         from dlprof.report.notebook import render
 
         return render(self.result)
+
+
+def _identifier(title: str) -> str:
+    return "_".join("".join(c if c.isalnum() else " " for c in title.lower()).split())
 
 
 def _no(what: str, name: str, known: Iterable[str]) -> str:

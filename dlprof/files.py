@@ -8,10 +8,13 @@ Machines of a job may have one name, as clones and containers do: the start of t
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from dlprof.errors import DlprofError
 
 
 @contextmanager
@@ -33,6 +36,20 @@ def write(path: Path, text: str) -> None:
     """Write a text as UTF-8: a reader never sees half of it. Raises OSError where the disk does not take it."""
     with whole(path) as part:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+@contextmanager
+def writing(what: str, remedy: str = "") -> Iterator[None]:
+    """Raise DlprofError, which begins with `what` and ends with `remedy`, for whatever prevents writing it."""
+    try:
+        yield
+    except OSError as e:
+        raise DlprofError(f"{what} cannot be written: {e.strerror or e}{remedy}") from None
+
+
+def compact(data: object) -> str:
+    """Return data as JSON without spaces. Raises ValueError for a number that JSON does not have."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":"))
 
 
 # The file in a host's folder that says which machine's it is.

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dlprof.files import boot, longer, whole, write
+from dlprof.errors import DlprofError
+from dlprof.files import boot, compact, longer, whole, write, writing
 
 
 def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(tmp_path: Path) -> None:
@@ -72,3 +73,15 @@ def test_the_start_of_a_kernel_is_the_same_all_along_and_unknown_where_it_is_not
 
 def test_two_machines_of_one_name_have_two_longer_ones() -> None:
     assert longer("node", "0123456789") == "node~01234567" != longer("node", "9876543210")
+
+
+def test_what_cannot_be_written_is_said_with_why_and_what_to_do(tmp_path: Path) -> None:
+    why = r"^the report cannot be written: No such file or directory; -o helps$"
+    with pytest.raises(DlprofError, match=why), writing("the report", "; -o helps"):
+        write(tmp_path / "none" / "report.html", "page")
+
+
+def test_compact_json_has_no_spaces_and_no_number_that_json_lacks() -> None:
+    assert compact({"a": [1, "b c"]}) == '{"a":[1,"b c"]}'
+    with pytest.raises(ValueError, match="JSON"):
+        compact(float("nan"))

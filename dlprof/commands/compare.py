@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import form, jobs, no_limits, quiet, say, show
+from dlprof.commands import PATH, form, jobs, no_limits, out, quiet, say, show
 from dlprof.errors import DlprofError
+from dlprof.files import compact
 from dlprof.read.opening import open_file, read_file
 
 if TYPE_CHECKING:
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Show what got faster or slower from A to B.")
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Folder for compare.html and compare.json.")
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
+@out("Folder for compare.html and compare.json.")
 @form
 @jobs
 @no_limits
@@ -37,7 +36,7 @@ def compare(a: Path, b: Path, out: Path | None, form: str, jobs: int | None, sho
     from dlprof.report import compare_page, compare_text
 
     compared = comparison.compare(_result(a, jobs, quiet), _result(b, jobs, quiet))
-    data = json.dumps(comparison.to_json(compared), allow_nan=False, separators=(",", ":"))
+    data = compact(comparison.to_json(compared))
     verdict = data if form == "json" else compare_text.render(compared, width(), colour())
     try:
         page = write_into("dlprof-compare", out, {"compare.json": data, "compare.html": compare_page.render(compared)})
@@ -71,4 +70,5 @@ def _result(path: Path, jobs: int | None, quiet: bool) -> Result:
 def _is_result(path: Path) -> bool:
     """Return by a file's head whether it is a result of ours, and no trace of a hundred megabytes."""
     with open_file(path) as file:
-        return re.match(rb'\s*\{\s*"format"\s*:.{0,40}"saving"', file.read(256), re.DOTALL) is not None
+        head = file.read(256).translate(None, b" \t\r\n")
+    return head.startswith(b'{"format":') and b'"saving":' in head

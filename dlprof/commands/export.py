@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import jobs, no_limits, quiet, run_path, say
+from dlprof.commands import PATH, file, jobs, no_limits, quiet, run_path, say
 from dlprof.commands.progress import Progress
 from dlprof.errors import DlprofError
 from dlprof.units import count, duration
@@ -18,24 +18,12 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Write a run for Perfetto, speedscope or a spreadsheet.")
 @run_path
-@click.option(
+@file(
     "--perfetto",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="All ranks on one clock in one reduced trace, for ui.perfetto.dev; packed where the name ends in .gz.",
+    "All ranks on one clock in one reduced trace, for ui.perfetto.dev; packed where the name ends in .gz.",
 )
-@click.option(
-    "--speedscope",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="The Python stacks that py-spy saw, for speedscope.app.",
-)
-@click.option(
-    "--csv",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="FOLDER",
-    help="Every table and every measure as CSV.",
-)
+@file("--speedscope", "The Python stacks that py-spy saw, for speedscope.app.")
+@click.option("--csv", type=PATH, metavar="FOLDER", help="Every table and every measure as CSV.")
 @jobs
 @no_limits
 @quiet

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -12,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dlprof.commands import form, jobs, no_limits, quiet, run_path, say, show
+from dlprof.commands import file, form, jobs, no_limits, out, quiet, run_path, say, show
 from dlprof.commands.progress import Progress
 from dlprof.errors import DlprofError
-from dlprof.files import write
+from dlprof.files import compact, write, writing
 from dlprof.plain import plain
 from dlprof.record.launch.folder import make_first
 
@@ -26,19 +25,14 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Show where the time of a step goes, in a run or in traces.")
 @run_path
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Folder for report.html and result.json.")
+@out("Folder for report.html and result.json.")
 @form
 @jobs
 @no_limits
 @click.option(
     "--redact", is_flag=True, help="Leave out the names of users, hosts and folders, so that the report can be shared."
 )
-@click.option(
-    "--patch",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Write the edits of the findings' changes into FILE, for `git apply`.",
-)
+@file("--patch", "Write the edits of the findings' changes into FILE, for `git apply`.")
 @click.option(
     "--allow-numerics", is_flag=True, help="With --patch: also changes with which other numbers are computed."
 )
@@ -96,10 +90,8 @@ def _write_patch(result: Result, path: Path, file: Path, numerics: bool, tell: b
         say(f"not in the patch: {line}")
     if not made.text:
         raise DlprofError(f"no patch: {'; '.join(left) or 'no finding has a change that is a keyword of a call'}")
-    try:
+    with writing(f"the patch {file}"):
         write(file, made.text)
-    except OSError as e:
-        raise DlprofError(f"the patch could not be written: {e.strerror}: {e.filename}") from None
     if tell:
         say(f"patch: {shown(file)} (git apply {shown(file)}, in the folder that the job was started in)")
 
@@ -171,7 +163,7 @@ def width() -> int:
 def _json(result: Result) -> str:
     from dlprof.result.stored import to_json
 
-    return json.dumps(to_json(result), allow_nan=False, separators=(",", ":"))
+    return compact(to_json(result))
 
 
 def write_files(result: Result, path: Path, out: Path | None) -> Path:
@@ -189,16 +181,13 @@ def write_into(name: str, out: Path | None, files: Mapping[str, str]) -> Path:
 
     Raises DlprofError where it cannot be written, or a thousand of that name are there.
     """
-    try:
+    with writing(f"the report in {out or name}", "; -o names another folder"):
         folder = out or make_first(Path(name if n == 1 else f"{name}-{n}") for n in range(1, 1000))
         if folder is None:
             raise DlprofError(f"a thousand folders {name} are here already; -o names another")
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
             write(folder / file, text)
-    except OSError as e:
-        where = f"{e.strerror}: {e.filename}"
-        raise DlprofError(f"the report could not be written: {where}; -o names another folder") from None
     return folder / list(files)[-1]
 
 

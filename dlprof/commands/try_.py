@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dlprof.commands import form, no_limits, quiet, run_path, say
+from dlprof.files import compact
 from dlprof.plain import plain
 
 if TYPE_CHECKING:
@@ -61,23 +61,17 @@ def try_(
     """
     from dlprof.commands.progress import Progress
     from dlprof.commands.report import analyse
-    from dlprof.trial.trying import Options
+    from dlprof.trial.trying import Options, prepared
 
     with Progress(quiet=quiet) as progress:
         result = analyse(path, None, progress)
     options = Options(minutes, steps, asked, obvious, allow_numerics, copy, command)
     if listed:
-        _print_plan(_prepared(path, result, options))
+        _print_plan(prepared(path, result, options, os.environ))
         return
     ended = try_run(path, result, options, form, quiet)
     if ended:
         raise SystemExit(128 + ended)
-
-
-def _prepared(path: Path, result: Result, options: Options) -> Trial:
-    from dlprof.trial.trying import prepared
-
-    return prepared(path, result, options, os.environ)
 
 
 def _print_plan(trial: Trial) -> None:
@@ -109,9 +103,9 @@ def try_run(
     from dlprof.report.tried_text import render
     from dlprof.result.tried import to_json
     from dlprof.trial.stopping import stopping
-    from dlprof.trial.trying import tried
+    from dlprof.trial.trying import prepared, tried
 
-    trial = _prepared(path, result, options)
+    trial = prepared(path, result, options, os.environ)
     if not quiet:
         for line in _announced(trial):
             say(f"dlprof: {line}", err=True)
@@ -123,7 +117,7 @@ def try_run(
     with stopping() as asked:
         found: Tried = tried(trial, asked, tell)
     if form == "json":
-        click.echo(json.dumps(to_json(found), allow_nan=False, separators=(",", ":")))
+        click.echo(compact(to_json(found)))
     else:
         click.echo(plain(render(found, width()), keep="\n"), nl=False, err=err)
         for skipped in trial.plan.skipped:

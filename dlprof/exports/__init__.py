@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from dlprof.errors import DlprofError
-from dlprof.files import whole
+from dlprof.files import whole, writing
 
 
 @contextmanager
@@ -17,8 +16,5 @@ def whole_file(path: Path) -> Iterator[Path]:
     What is no ordinary file (a pipe, /dev/stdout) is written to itself: a renamed file would take its place.
     """
     itself = path.exists() and not path.is_file()
-    try:
-        with nullcontext(path) if itself else whole(path) as part:
-            yield part
-    except OSError as e:
-        raise DlprofError(f"{path}: cannot be written: {e.strerror or e}") from None
+    with writing(str(path)), nullcontext(path) if itself else whole(path) as part:
+        yield part

@@ -16,7 +16,7 @@ import pandas as pd
 from dlprof.analysis.engine import ALSO, MeasureFailed, Progress, RankData, measure
 from dlprof.analysis.subjects import every_measure
 from dlprof.errors import DlprofError, NotMeasured
-from dlprof.files import whole
+from dlprof.files import whole, writing
 from dlprof.read.run import Run
 
 _FORMULA = ("=", "+", "-", "@", "\t")  # what a spreadsheet takes for the beginning of a formula
@@ -61,26 +61,20 @@ def _cell(text: str) -> str:
 
 def write(run: Run, folder: Path, jobs: int | None, progress: Progress | None = None) -> Written:
     """Write a run's tables and measures; raise DlprofError where the folder does not take them."""
-    try:
+    with writing(str(folder)):
         (folder / "measures").mkdir(parents=True, exist_ok=True)
-        return _write(run, folder, jobs, progress)
-    except OSError as e:
-        raise DlprofError(f"{folder}: cannot be written: {e.strerror or e}") from None
-
-
-def _write(run: Run, folder: Path, jobs: int | None, progress: Progress | None) -> Written:
-    wanted = [m for m in every_measure() if m.is_frame and m.travels]
-    measured = measure(run, wanted, jobs, progress, also=partial(_write_tables, folder / "tables"))
-    for rank, why in measured.lacking(ALSO).items():
-        raise DlprofError(f"{folder}: the tables of rank {rank} cannot be written: {why}")
-    silent: list[tuple[str, str]] = []
-    for m in wanted:
-        try:
-            frame = measured.frame(m)
-        except (NotMeasured, MeasureFailed) as e:
-            silent.append((m.name, str(e)))
-            continue
-        _write_csv(frame, folder / "measures" / f"{m.name}.csv")
-    with whole(folder / "not_measured.csv") as part, part.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("measure", "why"), *((name, _cell(why)) for name, why in silent)])
-    return Written(len(measured.frame(ALSO)), len(wanted) - len(silent), len(silent))
+        wanted = [m for m in every_measure() if m.is_frame and m.travels]
+        measured = measure(run, wanted, jobs, progress, also=partial(_write_tables, folder / "tables"))
+        for rank, why in measured.lacking(ALSO).items():
+            raise DlprofError(f"{folder}: the tables of rank {rank} cannot be written: {why}")
+        silent: list[tuple[str, str]] = []
+        for m in wanted:
+            try:
+                frame = measured.frame(m)
+            except (NotMeasured, MeasureFailed) as e:
+                silent.append((m.name, str(e)))
+                continue
+            _write_csv(frame, folder / "measures" / f"{m.name}.csv")
+        with whole(folder / "not_measured.csv") as part, part.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([("measure", "why"), *((name, _cell(why)) for name, why in silent)])
+        return Written(len(measured.frame(ALSO)), len(wanted) - len(silent), len(silent))

@@ -6,8 +6,6 @@ training thread's stacks is the phase of the step.
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from dlprof.analysis.engine import Progress, so_far
 from dlprof.analysis.host.stacks import DOING
 from dlprof.errors import DlprofError
 from dlprof.exports import whole_file
+from dlprof.files import compact
 from dlprof.marks import __version__
 from dlprof.read.run import Run
 from dlprof.read.sources import SOURCES
@@ -27,7 +26,6 @@ SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 MOST_STACKS = 20_000
 
 ROLES = {"main": "training thread", "worker": "loader workers", "thread": "other threads", "other": "other processes"}
-_FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
 
 
 def write(run: Run, path: Path, progress: Progress | None = None) -> int:
@@ -53,7 +51,7 @@ def write(run: Run, path: Path, progress: Progress | None = None) -> int:
         "profiles": profiles,
     }
     with whole_file(path) as part:
-        part.write_text(json.dumps(data, separators=(",", ":")), encoding="utf-8")
+        part.write_text(compact(data), encoding="utf-8")
     return len(profiles)
 
 
@@ -75,7 +73,9 @@ def _profiles(rank: int, table: pd.DataFrame, frames: dict[str, int], *, alone: 
 
 
 def _frame(text: str) -> dict[str, Any]:
-    match = _FRAME.fullmatch(text)
-    if match is None:
+    """Return a frame of dlprof's stacks, "name (file:line)"; line 0: none is known."""
+    name, _, place = text.removesuffix(")").rpartition(" (")
+    file, _, line = place.rpartition(":")
+    if not (name and line.isdecimal()):
         return {"name": text}
-    return {"name": match[1], "file": match[2]} | ({"line": int(match[3])} if match[3] != "0" else {})
+    return {"name": name, "file": file} | ({"line": int(line)} if line != "0" else {})

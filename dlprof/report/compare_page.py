@@ -116,7 +116,7 @@ def _inks() -> Markup:
         colours = {name: look.dark if dark else look.light for name, look in looks.LOOKS.items()}
         return "".join(f"--i-{n}:{'#000' if inside(c) == ON_LIGHT else '#fff'};" for n, c in colours.items())
 
-    return Markup(f":root{{{block(False)}}}@media screen and (prefers-color-scheme:dark){{:root{{{block(True)}}}}}")
+    return html.themed(block)
 
 
 def _lede(result: Result) -> str:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import inspect
-import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -25,12 +24,14 @@ from jinja2 import Environment, FileSystemBytecodeCache, FunctionLoader, Templat
 from jinja2.bccache import Bucket
 from markupsafe import Markup, escape
 
+from dlprof.files import compact
 from dlprof.plain import NBSP, plain
 from dlprof.report import formatting, looks, verdict
 from dlprof.report.figures import drawing, parts, shapes
 from dlprof.report.tried import panel as tried_panel
 from dlprof.report.tried import sentence as tried_sentence
 from dlprof.result import SAVING, Outcome, Place, Result
+from dlprof.units import UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,8 @@ class Card:
 
     number: int
     outcome: Outcome
-    saving: str
-    noise: str  # "± 3.10 ms", "" where it is not known
-    speedup: str
-    gained: str  # "at most 1.44 × faster (± 0.05)"
     width: float  # the saving as a part of the step, in percent
-    where: str  # ranks
+    faster: bool  # whether its speed-up is known
     evidence: drawing.Figure | None
 
 
@@ -121,12 +118,8 @@ def _card(number: int, outcome: Outcome) -> Card:
     return Card(
         number,
         outcome,
-        formatting.saving(outcome),
-        formatting.noise(outcome),
-        formatting.speedup(outcome),
-        formatting.gained(outcome),
         round(100 * share, 2) if formatting.saves(outcome) else 0.0,
-        formatting.ranks(outcome.ranks),
+        formatting.speedup(outcome) != UNKNOWN,
         shapes.panel(outcome.evidence) if outcome.evidence else None,
     )
 
@@ -268,6 +261,11 @@ def _where(place: Place) -> Markup:
     return Markup("<code>{}</code>").format(at) + (Markup(" {}").format(rest) if rest else Markup(""))
 
 
+def themed(block: Callable[[bool], str]) -> Markup:
+    """Return what a block of declarations sets in both themes; it is asked for those of the dark one and the light."""
+    return Markup(f":root{{{block(False)}}}@media screen and (prefers-color-scheme:dark){{:root{{{block(True)}}}}}")
+
+
 def colours() -> Markup:
     """Return the colours of the style sheet, from the table that the figures use."""
 
@@ -276,8 +274,7 @@ def colours() -> Markup:
         known |= {f"c-{k}": v.dark if dark else v.light for k, v in looks.DRAWN.items()}
         return "".join(f"--{k}:{v};" for k, v in known.items())
 
-    css = f":root{{{block(False)}}}@media screen and (prefers-color-scheme:dark){{:root{{{block(True)}}}}}"
-    return Markup(css)
+    return themed(block)
 
 
 def _data(specs: dict[str, Any]) -> Markup:
@@ -285,7 +282,7 @@ def _data(specs: dict[str, Any]) -> Markup:
     often = [numbers for numbers, n in Counter(_lists(specs)).items() if n > 1]
     packed = _packed(specs, {numbers: place for place, numbers in enumerate(often)})
     data = {"lists": often, "figures": packed, "dark": drawing.DARK}
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    text = compact(data)
     # All but ASCII is escaped already (U+2028 and U+2029, too); HTML could interpret these three.
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")
@@ -378,6 +375,8 @@ def template(name: str) -> Template:
         bytecode_cache=None if sys.dont_write_bytecode else Compiled(str(Path(__file__).parent / "__pycache__")),
     )
     environment.filters.update(inline=inline, manual=_manual, whole_code=_whole_code, edits=_edits, where=_where)
+    texts = (formatting.saving, formatting.noise, formatting.speedup, formatting.gained, formatting.ranks)
+    environment.filters.update((text.__name__, text) for text in texts)
     environment.globals["newline"] = Markup("\n")
     return environment.get_template(name)
 

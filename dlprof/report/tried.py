@@ -50,10 +50,11 @@ def _unknown(tried: Tried) -> str:
 
 def measured(gain: Gain, what: str = "") -> str:
     """Write a gain with its interval: "1.41 × measured (1.38 to 1.44)"."""
-    ratio = _ratio(gain.ratio)
-    if gain.low is None or gain.high is None:
-        return f"{ratio}{NBSP}×{what} (once)"
-    return f"{ratio}{NBSP}×{what} ({_ratio(gain.low)} to {_ratio(gain.high)})"
+    return f"{_ratio(gain.ratio)}{NBSP}×{what} ({_interval(gain) or 'once'})"
+
+
+def _interval(gain: Gain) -> str:
+    return "" if gain.low is None or gain.high is None else f"{_ratio(gain.low)} to {_ratio(gain.high)}"
 
 
 def _ratio(value: float) -> str:
@@ -80,17 +81,12 @@ def panel(tried: Tried) -> Panel:
     rows = []
     for attempt in (*tried.attempts, *tried.combinations):
         gain = attempt.measured
-        interval = (
-            ""
-            if gain is None or gain.low is None or gain.high is None
-            else f"{_ratio(gain.low)} to {_ratio(gain.high)}"
-        )
         rows.append(
             (
                 attempt.words,
                 _VERDICTS[attempt.verdict],
                 None if gain is None else gain.ratio,
-                interval,
+                "" if gain is None else _interval(gain),
                 attempt.predicted,
                 attempt.before_ns,
                 attempt.after_ns,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from dlprof.analysis.engine import RankData
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.overrides import Value
-from dlprof.read.opening import read_file
+from dlprof.read import facts
 from dlprof.read.run import Run
 from dlprof.record.redaction import REDACTED, VARIABLES
 from dlprof.units import few
@@ -67,14 +66,14 @@ def repeatable(run: Run, environ: Mapping[str, str], command: Sequence[str] = ()
     here = os.uname().nodename
     if run.hosts and run.hosts[0] != here:
         warnings.append(f"it was recorded on {run.hosts[0]}, and is measured on {here}")
-    settings = {n: v for n, v in (_mapping(told.get("options")).get("set") or {}).items() if REDACTED not in str(v)}
+    settings = {n: v for n, v in _mapping((told.get("options") or {}).get("set")).items() if REDACTED not in str(v)}
     return Job(words, cwd, env, settings, run.exit.get("code"), _saves(run), tuple(warnings))
 
 
 def _told(run: Run) -> Mapping[str, Any]:
     try:
-        return _mapping(json.loads(read_file(run.path / "run.json")))
-    except (DlprofError, ValueError, RecursionError):
+        return facts.read(run.path / "run.json", facts.RUN).facts
+    except DlprofError:
         raise DlprofError(f"{run.path}: no run that `dlprof wrap` or `dlprof run` recorded") from None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from dlprof.errors import DlprofError
-from dlprof.files import write
+from dlprof.files import compact, write, writing
 from dlprof.read.opening import Inside, read_file
 from dlprof.result import Result
 from dlprof.result.tried import FILE, Tried, from_json, to_json
@@ -16,10 +16,8 @@ from dlprof.result.tried import FILE, Tried, from_json, to_json
 
 def keep(folder: Path, tried: Tried) -> None:
     """Write what was tried into a run folder; raise DlprofError where it takes no file."""
-    try:
-        write(folder / FILE, json.dumps(to_json(tried), allow_nan=False, separators=(",", ":")))
-    except OSError as e:
-        raise DlprofError(f"{folder / FILE} could not be written: {e.strerror}") from None
+    with writing(str(folder / FILE)):
+        write(folder / FILE, compact(to_json(tried)))
 
 
 def kept(path: Path) -> Tried | None:

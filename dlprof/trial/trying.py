@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from dlprof.analysis.source.patches import edit_of
 from dlprof.errors import DlprofError
+from dlprof.files import writing
 from dlprof.read.run import Rank, Run, open_run
 from dlprof.result import Result
 from dlprof.result.tried import Attempt, Tried
@@ -89,11 +90,9 @@ def tried(
         keep(trial.run.path, nothing)
         return nothing
     folder = trial.run.path.resolve() / FOLDER
-    try:
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier trial
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier trial
+    with writing(str(folder)):
         folder.mkdir()
-    except OSError as e:
-        raise DlprofError(f"{folder} could not be made: {e.strerror}") from None
     options = trial.options
     runner = Runner(trial.job, folder, trial.steps, stopped, trial.seconds, options.copy, options.allow_numerics)
 

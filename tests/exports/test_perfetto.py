@@ -143,7 +143,7 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     run = open_run(runs.foreign(tmp_path / "run", job(0, 0)))
-    with pytest.raises(DlprofError, match=r"nowhere/out\.json: cannot be written: No such file"):
+    with pytest.raises(DlprofError, match=r"nowhere/out\.json cannot be written: No such file"):
         perfetto.write(run, tmp_path / "nowhere/out.json", jobs=1)
     with pytest.raises(DlprofError, match="No space left"):
         perfetto.write(run, Path("/dev/full"), jobs=1)

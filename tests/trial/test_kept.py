@@ -53,5 +53,5 @@ def test_a_pipe_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_takes_no_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(DlprofError, match="could not be written"):
+    with pytest.raises(DlprofError, match="cannot be written"):
         keep(tmp_path / "no", FOUND)

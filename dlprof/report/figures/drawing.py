@@ -167,6 +167,11 @@ def inside(colour: str) -> str:
     return ON_LIGHT if luminance > 0.18 else ON_DARK
 
 
+def more(left: int, what: str) -> str:
+    """Say how many are left out of a figure or a table; "" where none is."""
+    return f"{left:,} more {what} are in result.json." if left > 0 else ""
+
+
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], numeric: Sequence[bool] = ()) -> Table:
     """Return the first ROWS rows as a table of formatted cells; short rows and headings are filled with "".
 
@@ -179,12 +184,11 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], numeric: 
     figures = [i > 0 and _figures([row[i] for row in values]) for i in range(width)]
     barred = [of and formatting.suffix(name) == "share" for of, name in zip(figures, names, strict=True)]
     shares = [[_percent(v) if bar else "" for v, bar in zip(row, barred, strict=True)] for row in values]
-    left = len(rows) - len(shown)
     return Table(
         tuple(formatting.header(c) for c in names),
         shown,
         tuple(numeric or figures),
-        f"{left:,} more rows are in result.json." if left > 0 else "",
+        more(len(rows) - len(shown), "rows"),
         tuple(map(tuple, shares)) if len(rows) >= BARRED and any(barred) else (),
     )
 

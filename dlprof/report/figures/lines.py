@@ -34,7 +34,6 @@ def _drawn(evidence: Panel, *, stacked: bool) -> Figure:
     names = list(evidence.columns[1:])
     width = max([len(names), *(len(row) - 1 for row in evidence.rows)], default=0)
     names += [f"series {i + 1}" for i in range(len(names), width)]
-    beyond = max(width - LANES, 0)
     names = names[:LANES]
     x_name = evidence.columns[0] if evidence.columns else ""
     numbers = [number(row[0]) if row else None for row in evidence.rows]
@@ -116,7 +115,7 @@ def _drawn(evidence: Panel, *, stacked: bool) -> Figure:
     notes = (
         "Thinned to what a screen can show: the least and the most of each stretch are kept." if thinned else "",
         cut,
-        f"{beyond:,} more lines are in result.json." if beyond else "",
+        drawing.more(width - LANES, "lines"),
     )
     return Figure(
         f"Lines: {plain(evidence.title, 160)}; {drawn_lines}.",

@@ -180,8 +180,7 @@ def _stack_table(parts: Mapping[int, Mapping[str, TimePart]], single: Mapping[in
     names = [looks.look(c).name for c in categories]
     if waiting:
         names.insert(categories.index("communication") + 1, "of it waiting")
-    left = len(parts) - len(rows)
-    note = f"{left} more ranks are in result.json." if left else ""
+    note = drawing.more(len(parts) - len(rows), "ranks")
     return Table(("rank", *names), tuple(rows), (False, *(True for _ in names)), note)
 
 
@@ -255,7 +254,6 @@ def device(result: Result) -> Table | None:
     rows = [cells(str(d.rank), [d]) for d in spans[:SINGLE_RANKS]]
     if len(spans) > 1:
         rows.insert(0, cells("mean", spans))
-    left = len(spans) - SINGLE_RANKS
-    note = f"{left} more ranks are in result.json." if left > 0 else ""
+    note = drawing.more(len(spans) - SINGLE_RANKS, "ranks")
     columns = ("rank", "span", "computation", "exposed communication", "exposed copies", "idle")
     return Table(columns, tuple(rows), (False, *(True,) * 5), note)

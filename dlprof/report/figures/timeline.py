@@ -45,8 +45,8 @@ def timeline(evidence: Panel) -> Figure:
     first = min(0.0, min((s.start for s in spans), default=0.0))  # a lane may begin before the panel's zero
     end = max((s.start + s.dur for s in spans), default=1.0) or 1.0
     divisor, unit = units.scale("ns", end)
-    shown, note = merge(spans, SPANS)
-    note += f" {len(every) - LANES:,} more lanes are in result.json." if len(every) > LANES else ""
+    shown, merged = merge(spans, SPANS)
+    note = " ".join(filter(None, (merged, drawing.more(len(every) - LANES, "lanes"))))
     shown.sort(key=lambda s: -s.dur)
     place = {lane: i for i, lane in enumerate(lanes)}
     colours = [looks.look(s.category).light for s in shown]
