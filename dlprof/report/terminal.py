@@ -145,14 +145,14 @@ def _findings(found: Sequence[Outcome], width: int, colour: bool) -> list[str]:
             lines += wrap(plain(outcome.advice[0], 400).replace("`", ""), width, indent + "→ ", indent + "  ")
         for edit in formatting.edits(outcome.changes[0]) if outcome.changes else ():
             shown = plain(edit.expandtabs(4).rstrip("\r"), 400)
-            lines += [paint(line, "32" if edit[0] == "+" else "31") for line in _cut(shown, width, indent + "  ")]
+            lines.append(paint(_cut(shown, width, indent + "  "), "32" if edit[0] == "+" else "31"))
     return lines
 
 
-def _cut(code: str, width: int, indent: str) -> list[str]:
+def _cut(code: str, width: int, indent: str) -> str:
     """Return a line of code in so many columns, its own indentation kept, and what is too long cut."""
     fits = _fit(code, width - columns(indent) - 1) if columns(indent) + columns(code) > width else len(code)
-    return [f"{indent}{code[:fits]}{'…' if fits < len(code) else ''}"]
+    return f"{indent}{code[:fits]}{'…' if fits < len(code) else ''}"
 
 
 def _closing(result: Result, width: int) -> list[str]:

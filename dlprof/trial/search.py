@@ -144,22 +144,18 @@ class Search:
 
     def tried(self, steps: int, left_out: Sequence[Attempt] = (), warnings: Sequence[str] = ()) -> Tried:
         """Return what was found so far."""
-        best = self._best.attempt() if self._best else self._best_single()
+        best = self._best or next(iter(self._gains()), None)
         return Tried(
             state=self._state,
             attempts=(*(s.attempt() for s in self._series), *left_out),
             combinations=tuple(s.attempt() for s in self._combined),
-            best=best,
+            best=best.attempt() if best else None,
             why=self._why,
             runs=self.runs,
             steps=steps,
             seconds=round(self._clock() - self._begun, 1),
             warnings=tuple(warnings),
         )
-
-    def _best_single(self) -> Attempt | None:
-        gains = self._gains()
-        return gains[0].attempt() if gains else None
 
     def _gains(self) -> list[_Series]:
         """Return the changes that helped, the most first."""

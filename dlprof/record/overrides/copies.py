@@ -21,7 +21,7 @@ def install(asked: Mapping[str, Value], effects: Effects) -> None:
     if _NAME not in asked:
         return
     tensor: Any = torch.Tensor
-    for name, target in (("to", _target_of_to), ("cuda", _target_of_cuda)):
+    for name, target in (("to", _target_of_to), ("cuda", lambda _args, _kwargs: "cuda")):
         put(tensor, name, _watched(getattr(tensor, name), target, bool(asked[_NAME]), effects))
 
 
@@ -53,10 +53,6 @@ def _target_of_to(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     if isinstance(where, torch.dtype) or where is None:
         return ""
     return torch.device(where).type
-
-
-def _target_of_cuda(_args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> str:
-    return "cuda"
 
 
 def _changed(

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from dlprof.record.log import Log
-from dlprof.record.samplers.sampling import Host, RankHere, line
+from dlprof.record.samplers.sampling import Paced, RankHere, line
 
 Reading = Mapping[str, float]
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Gpu:
         return row
 
 
-class DriverSampler(ABC):
+class DriverSampler(Paced, ABC):
     """Writes gpu.jsonl of each rank here that trains on a GPU of one vendor: keys as metrics of the table `samples`."""
 
     name: str
@@ -83,15 +83,6 @@ class DriverSampler(ABC):
     @abstractmethod
     def fate(self, error: Exception) -> Fate:
         """Return what one of the driver's errors means."""
-
-    @property
-    def period_s(self) -> float:
-        """As long as the host says."""
-        return self.host.period_s
-
-    def start(self, host: Host) -> None:
-        """Wait for a rank that has a GPU."""
-        self.host = host
 
     def tick(self) -> None:
         """Read each GPU that ranks train on, and write a line for each of these ranks."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from dlprof.record.launch.process import family, has_ended, stat_of, stats
 from dlprof.record.log import Log
-from dlprof.record.samplers.sampling import Host, RankHere, line
+from dlprof.record.samplers.sampling import Host, Paced, RankHere, line
 
 # The processes of a rank are looked for among all of the host's, which takes milliseconds on a large one.
 _LOOK_FOR_CHILDREN_S = 5.0
@@ -22,7 +22,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-class HostSampler:
+class HostSampler(Paced):
     """Writes hosts/HOST/host.jsonl, and processes.jsonl of each rank here: keys as metrics of the table `samples`.
 
     What only grows (bytes, faults, switches, CPU seconds) is written as it stands: a lost line then costs nothing.
@@ -36,16 +36,11 @@ class HostSampler:
         self._looked = 0.0
         self._job: set[int] = set()  # all processes of the command, and dlprof's own
 
-    @property
-    def period_s(self) -> float:
-        """As long as the host says."""
-        return self._host.period_s
-
     def start(self, host: Host) -> None:
         """Open the file, and take the first look at the cores: load is the difference of two."""
         import psutil
 
-        self._host = host
+        super().start(host)
         self._supervisor = os.getppid()
         self._log = host.log("host.jsonl")
         psutil.cpu_times_percent(percpu=True)
@@ -56,7 +51,7 @@ class HostSampler:
             # Unknown until its processes were looked for.
             job = {"job_cpu_s": round(sum(map(_cpu_s, self._job)), 2)} if self._job else {}
             self._log.write(line(_host() | job))
-        here = self._host.ranks
+        here = self.host.ranks
         self._looked -= self.period_s
         if set(here) != set(self._ranks) or self._looked <= 0:
             self._looked = _LOOK_FOR_CHILDREN_S
@@ -67,7 +62,7 @@ class HostSampler:
                 self._ranks.pop(gone).log.close()
             for rank in here:
                 if rank not in self._ranks:
-                    self._ranks[rank] = _Processes(rank.pid, self._host.log("processes.jsonl", rank))
+                    self._ranks[rank] = _Processes(rank.pid, self.host.log("processes.jsonl", rank))
                 self._ranks[rank].children = set(family([rank.pid], known)) - {rank.pid}
         for processes in self._ranks.values():
             processes.read()

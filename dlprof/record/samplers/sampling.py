@@ -162,6 +162,21 @@ class Host:
         return RankHere(int(facts["rank"]), name, facts["pid"], since, facts.get("device") or {})
 
 
+class Paced:
+    """A sampler that reads as often as its host says."""
+
+    host: Host
+
+    @property
+    def period_s(self) -> float:
+        """The seconds to the next reading."""
+        return self.host.period_s
+
+    def start(self, host: Host) -> None:
+        """Know the host."""
+        self.host = host
+
+
 def claim(run: Path) -> socket.socket | None:
     """Make this the process that samples this host for a run, as long as the socket is open; None: another one does.
 
