@@ -115,8 +115,8 @@ class Block:
         env = _of_launcher(os.environ)
         command, name = _command()
         folder = (self.path or new_folder(name, env)).absolute()
-        options = {**self._asked, "set": self._overridden} if self._settings else self._asked
-        run = RunFolder(folder, command, options, task_of(env))
+        written = {**self._asked, "set": self._overridden} if self._settings else self._asked
+        run = RunFolder(folder, command, written, task_of(env))
         self._pid, self.path = os.getpid(), folder
         import torch  # noqa: F401 - what the hooks hang on
 
