@@ -68,7 +68,7 @@ def _of_others(frame: pd.DataFrame | None) -> list[str]:
     waited = None if pd.isna(first["waited"]) else float(first["waited"])
     of = f"on {first['host']}, the most disturbed of {count(len(rows), 'host')}, " if len(rows) > 1 else ""
     words = used_by_others(first["foreign"], first["cores"], waited)
-    return [f"{of}{words}: the figures are of a run under that load, which cannot show that nothing is wrong"]
+    return [f"{of}{words}: the figures are of a run under that load, and it cannot rule out bottlenecks"]
 
 
 def _of_warmup(frame: pd.DataFrame) -> list[str]:

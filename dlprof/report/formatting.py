@@ -107,7 +107,8 @@ def where(place: Place) -> str:
     at = plain(f"{place.file}:{place.line}" if place.line else place.file, 120)
     function = f" in {plain(place.function, 80)}" if place.function not in ("", "<module>") else ""
     share = f"{percent(place.share)} of the stacks seen there, " if place.share is not None else ""
-    what = plain(place.what, 300)
+    # A call that was written over several lines stands in one here.
+    what = plain(place.what.replace("( ", "(").replace(", )", ")"), 300)
     return f"{at}{function}" + (f": {share}{what}" if share or what else "")
 
 

@@ -251,7 +251,8 @@ def _edits(diff: str) -> list[tuple[str, str]]:
     lines = diff.rstrip("\n").split("\n")[:_MOST_DIFF]
     heads = ("--- ", "+++ ")
     return [
-        ("" if line.startswith(heads) else _SIGNS.get(line[:1], ""), line.rstrip("\r").expandtabs(4)) for line in lines
+        ("span" if line.startswith(heads) else _SIGNS.get(line[:1], "span"), line.rstrip("\r").expandtabs(4))
+        for line in lines
     ]
 
 

@@ -13,6 +13,7 @@ from dlprof.result import Outcome, Result, TimePart
 
 FIRST_RANKS = 8  # always have bars: the ranks of a host
 OUTLIERS = 4  # so many of the others that differ most have bars, too
+WHERE = 2  # lines of what stands at a finding's place
 NOTICES = 6  # warnings that are printed; the page has them all
 NARROWEST = 40  # below this, words no longer fit next to bars
 
@@ -140,13 +141,19 @@ def _findings(found: Sequence[Outcome], width: int, colour: bool) -> list[str]:
         indent = " " * len(start)
         lines += wrap(f"{title} ({where})" if where and where not in title.lower() else title, width, indent)
         if outcome.where:
-            lines += wrap(formatting.where(outcome.where[0]), width, indent + "at ", indent + "   ")
+            at = wrap(formatting.where(outcome.where[0]), width, indent + "at ", indent + "   ")
+            lines += _first(at, WHERE, width, indent + "   ")
         if outcome.advice:
             lines += wrap(plain(outcome.advice[0], 400).replace("`", ""), width, indent + "→ ", indent + "  ")
         for edit in formatting.edits(outcome.changes[0]) if outcome.changes else ():
             shown = plain(edit.expandtabs(4).rstrip("\r"), 400)
             lines.append(paint(_cut(shown, width, indent + "  "), "32" if edit[0] == "+" else "31"))
     return lines
+
+
+def _first(lines: list[str], most: int, width: int, indent: str) -> list[str]:
+    """Return the first of some lines; where there are more, the last one ends with an ellipsis."""
+    return lines if len(lines) <= most else [*lines[: most - 1], _cut(f"{lines[most - 1].strip()} …", width, indent)]
 
 
 def _cut(code: str, width: int, indent: str) -> str:

@@ -110,8 +110,7 @@ def headline(result: Result) -> Headline:
 def disturbed(load: ForeignLoad) -> str:
     """Say that a run beside which other programs used the cores clears the job of nothing."""
     said = used_by_others(load.foreign, load.cores, load.waited)
-    alone = "Record it on a host that nothing else uses."
-    return f"{said[0].upper()}{said[1:]}: this run cannot show that nothing is wrong. {alone}"
+    return f"{said[0].upper()}{said[1:]}: this run cannot rule out bottlenecks. Record it on an idle host."
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def test_settings_of_a_block_are_overridden_in_it_alone(tmp_path: Path) -> None:
     assert info["options"]["set"] == {"loader.num_workers": 1, "optimizer.foreach": False, "ddp.static_graph": True}
     assert info["warnings"] == ["--set ddp.static_graph=True never applied"]
     applied = json.loads((tmp_path / "run/ranks/00000/overrides.json").read_text())
-    assert applied["loader.num_workers"]["places"] == [["train.py", 30, "<module>"]]
+    assert applied["loader.num_workers"]["places"] == [["train.py", 25, "<module>"]]
 
 
 def test_settings_that_change_numbers_are_allowed_or_refused() -> None:

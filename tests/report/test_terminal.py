@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from dlprof.report import looks, terminal
-from dlprof.result import ForeignLoad
+from dlprof.result import ForeignLoad, Place
 from tests.fixtures import results
 
 
@@ -89,6 +89,17 @@ def test_of_many_ranks_the_first_and_the_odd_one_are_drawn() -> None:
     drawn = [int(r) for r in re.findall(r"^  rank (\d+) ", text, re.M)]
     assert drawn == [0, 1, 2, 3, 4, 5, 6, 7, 37]
     assert "… 55 more: computation 59 % to 61 %" in text
+
+
+def test_a_long_call_takes_two_lines() -> None:
+    first = results.ddp().found[0]
+    call = Place("train.py", 61, "main", what=f"DataLoader( data, {', '.join(f'option_{n}={n}' for n in range(20))}, )")
+    lines = terminal.render(replace(results.ddp(), outcomes=(replace(first, where=(call,)),)), 60).split("\n")
+    at = next(n for n, line in enumerate(lines) if line.strip().startswith("at train.py:61 in main: DataLoader(data,"))
+    assert lines[at + 1].strip().startswith("option_")
+    assert lines[at + 1].endswith("…")
+    assert not any("option" in line for line in lines[at + 2 :])
+    assert max(map(len, lines)) <= 60
 
 
 def test_the_first_place_and_the_edit_stand_under_a_finding() -> None:

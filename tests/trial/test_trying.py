@@ -44,8 +44,8 @@ def planned(folder: Path, *outcomes: Outcome, options: Options = Options(), **ru
 
 
 def test_each_run_measures_seconds_of_the_recorded_step_and_whole_epochs(tmp_path: Path) -> None:
-    assert planned(tmp_path / "a", FUSED).steps == 200
-    assert planned(tmp_path / "b", FUSED, firsts=100).steps == 320
+    assert planned(tmp_path / "a", FUSED).steps == 400
+    assert planned(tmp_path / "b", FUSED, firsts=200).steps == 640
     own = planned(tmp_path / "c", FUSED, options=Options(steps=17))
     assert (own.steps, own.seconds) == (17, 0.0)
 

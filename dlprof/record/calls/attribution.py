@@ -29,7 +29,7 @@ def passed_over(wrapper: Any) -> Any:
     return wrapper
 
 
-def in_place_of(wrapper: FunctionType, original: FunctionType) -> FunctionType:
+def in_place_of(wrapper: Any, original: Any) -> Any:
     """Return a wrapper whose frame looks like that of another Python function, at its last line.
 
     For a wrapper that does by itself what the original does, and has no frame of the original's below its own. It must
@@ -37,12 +37,12 @@ def in_place_of(wrapper: FunctionType, original: FunctionType) -> FunctionType:
     """
     code = original.__code__
     line = max(line for _, _, line in code.co_lines() if line is not None)
-    names = {"co_name": code.co_name}
-    if sys.version_info >= (3, 11):
-        names["co_qualname"] = code.co_qualname
+    table = _one_line(wrapper.__code__)
     ours = wrapper.__code__.replace(
-        co_filename=code.co_filename, co_firstlineno=line, co_linetable=_one_line(wrapper.__code__), **names
+        co_filename=code.co_filename, co_firstlineno=line, co_linetable=table, co_name=code.co_name
     )
+    if sys.version_info >= (3, 11):
+        ours = ours.replace(co_qualname=code.co_qualname)
     if {at for _, _, at in ours.co_lines()} != {line}:
         passed_over(wrapper)
         return wrapper

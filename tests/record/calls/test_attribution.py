@@ -91,11 +91,11 @@ def test_a_frame_that_looks_like_another_functions() -> None:
             level += 1
         return None
 
-    same: Any = in_place_of(ours, original)  # type: ignore[arg-type]
+    same: Any = in_place_of(ours, original)
     assert warned(ours, 2) != warned(original, 2)
     for level in (2, 3):
         assert warned(same, level) == warned(original, level)
-    assert same.__globals__ is original.__globals__  # type: ignore[attr-defined]
+    assert same.__globals__ is original.__globals__
     assert same.__code__.co_name == "original"
     assert same.__name__ == "ours"
 

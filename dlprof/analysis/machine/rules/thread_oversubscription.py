@@ -8,9 +8,9 @@ The same holds for processes that train side by side without a process group, as
 
 Needs what is sampled of the host and its processes: how long the threads of a rank were ready to run and had no core,
 as the Linux kernel counts it. Only ranks with more threads than cores to themselves count: waiting that other programs
-on the host cause is no fault of the job's, and where it is long the rule does not say that all is well. Nor where a
-rank's own loader workers compete with its threads: what fewer of either save, `dlprof try` measures. On a GPU also a
-trace: waiting counts only where the GPU is idle.
+on the host cause is no fault of the job's, and where it is long, also beside loader workers on the same cores, the rule
+abstains: `dlprof try` measures what fewer threads or workers save. On a GPU also a trace: waiting counts only where the
+GPU is idle.
 
 Saving: the main thread's waiting gone, and on a CPU, where an operator goes on only while all its threads have a core,
 that of its pool's; with fewer threads each has more of the work. Less the share of programs outside the job in the
@@ -41,7 +41,6 @@ from dlprof.units import count, digits, duration, percent
 NOTABLE_SHARE = 0.05
 
 _MOST_RANKS = 16
-
 _COLUMNS = {
     "name": "",
     "threads": "threads",
@@ -58,16 +57,16 @@ def check(core_waits: Frame, sample_means: Frame, own_time: Frame, foreign_load:
     crowded = core_waits[core_waits["threads"] > core_waits["cores"]]
     row = (core_waits if crowded.empty else crowded).nlargest(1, "waited").iloc[0]
     if crowded.empty and row["waited"] >= NOTABLE_SHARE:
-        others = foreign_load.or_none()
+        others, loader = foreign_load.or_none(), settings.training_loader(job, int(row["rank"]))
+        workers = loader.get("num_workers") or 0
         who = "" if others is None else f": programs outside the job used {digits(others['foreign'].max())} cores"
-        workers = settings.training_loader(job, int(row["rank"])).get("num_workers") or 0
         if workers and others is not None and others["foreign"].max() < LITTLE * others["cores"].max():
             who = ""
         with_workers = f", {count(workers, 'loader worker')}" if workers else ""
+        trial = f"; what fewer threads or workers save is not known: {_trial(row, workers)}" if workers else ""
         raise NotMeasured(
             f"{percent(row['waited'])} of the time its main thread waits for a core, with"
-            f" {count(row['threads'], 'thread')}{with_workers} and {count(row['cores'], 'core')} a rank{who}"
-            + (f"; what fewer threads or workers save is not known: {_trial(row, workers)}" if workers else "")
+            f" {count(row['threads'], 'thread')}{with_workers} and {count(row['cores'], 'core')} a rank{who}{trial}"
         )
     if crowded.empty:
         return nothing(

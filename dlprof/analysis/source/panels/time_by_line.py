@@ -19,9 +19,9 @@ _COLUMNS = {
     "doing": "while",
     "place": "line",
     "function": "function",
-    "library": "in the library's",
-    "share": "of the phase_share",
-    "of_all": "of all_share",
+    "library": "in library code",
+    "share": "phase_share",
+    "of_all": "total_share",
 }
 
 
@@ -47,7 +47,7 @@ def draw(line_shares: pd.DataFrame) -> list[Panel]:
         f"py-spy saw {whole[False]:,} stacks of the training thread"
         + (f" and {whole[True]:,} of loader workers" if whole[True] else "")
         + ". Each counts for the innermost line of your files that is in it, with what that line called."
-        " Shares of all: of the training thread's, or of the workers'."
+        " The total is that of the training thread's stacks, or of the workers'."
     )
     return [table("Time by line of your files", lines, _COLUMNS, note=note)]
 
