@@ -11,6 +11,7 @@ import pytest
 from benchmarks.gpu import timing
 from benchmarks.gpu.bench import SCRIPTS
 from benchmarks.gpu.jobs import Ended, must, python, run
+from tests.fixtures.jobs import TORCHRUN
 
 pytestmark = pytest.mark.long
 
@@ -76,9 +77,8 @@ def test_settings_tell_what_the_script_itself_knows(tmp_path: Path) -> None:
 
 @pytest.mark.flaky(reruns=3)  # gloo may abort a rank whose peer has gone
 def test_two_ranks_of_which_the_last_is_late_by_what_was_planted(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     args = ("--device", "cpu", "--steps", "12", "--late-ms", "30", "--out", str(tmp_path))
-    must("ranks", run(python(*launcher, SCRIPTS / "ranks.py", *args), tmp_path, 120.0))
+    must("ranks", run(python(*TORCHRUN, SCRIPTS / "ranks.py", *args), tmp_path, 120.0))
     arrived = {rank: json.loads((tmp_path / f"arrived-{rank}.json").read_text()) for rank in (0, 1)}
     # At least: two ranks share the cores of this machine with whatever else it does.
     assert timing.lateness_ms(arrived, late=1, skip=2) > 20

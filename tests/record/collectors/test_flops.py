@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dlprof.read.kineto import torch_trace
-from tests.fixtures.jobs import facts, launch, record, rows, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, TORCHRUN, facts, launch, record, rows, wrapped
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -44,7 +44,7 @@ BACKWARD = CONV + 2 * (LINEAR + HEAD)
 
 def job(folder: Path, body: str) -> Path:
     path = folder / "job.py"
-    path.write_text(LOOP + dedent(body))
+    path.write_text(COMPILES_NOTHING + LOOP + dedent(body))
     return path
 
 
@@ -308,7 +308,7 @@ dist.destroy_process_group()
 )
 def test_what_a_rank_computes_of_a_model_that_ranks_share(kind: str, totals: list[int], tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(PARALLEL)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *TORCHRUN]
     command += [str(tmp_path / "job.py"), kind]
     plain = launch(command, tmp_path)
     done = launch(wrapped(tmp_path / "run", command, "--no-trace"), tmp_path)

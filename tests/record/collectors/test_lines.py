@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dlprof.read.lines import read
-from tests.fixtures.jobs import environment, facts, launch, record, rows, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, environment, facts, launch, record, rows, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 pytest.importorskip("line_profiler", reason="lines need line_profiler")
@@ -80,7 +80,7 @@ def run(dataset=None, **settings):
 def written(folder: Path, body: str) -> Path:
     (folder / "data.py").write_text(DATA)
     script = folder / "train.py"
-    script.write_text(TRAIN + dedent(body))
+    script.write_text(COMPILES_NOTHING + TRAIN + dedent(body))
     return script
 
 
