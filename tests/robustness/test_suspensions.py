@@ -86,8 +86,8 @@ def test_the_steps_in_which_a_job_is_suspended_are_in_no_figure(tmp_path: Path) 
     (tmp_path / "ranks.py").write_text(COMPILES_NOTHING + RANKS)
     command = [sys.executable, *TORCHRUN, str(tmp_path / "ranks.py")]
     process = in_its_own_group(wrapped(tmp_path / "run", command, "--no-trace"))
-    job = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for suspended in ways:
+        job = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         with suspended(job):
             time.sleep(STOPPED_S)
         time.sleep(0.5)  # some steps

@@ -51,9 +51,8 @@ def run(folder: Path, *settings: str, args: tuple[str, ...] = (), ranks: int = 2
     script.write_text(COMPILES_NOTHING + SCRIPT)
     port = free_port()
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port] if ranks > 1 else []
-    env = (
-        environment() if ranks > 1 else environment(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=port)
-    )
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    env = environment(**({} if ranks > 1 else alone))
     options = ("--no-trace", "--no-sample", "--allow-numerics", *sets(*settings))
     done = launch(wrapped(folder / "run", [sys.executable, *launcher, script, *args], *options), folder, env=env)
     assert done.returncode == 0, done.stderr
