@@ -47,7 +47,10 @@ def test_two_ranks_learn(healthy: list[float]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["blocking_allreduce", "slow_loader_one_rank", "slow_rank"])
+@pytest.mark.parametrize(
+    "fault",
+    ["blocking_allreduce", "slow_rank", pytest.param("slow_loader_one_rank", marks=pytest.mark.slow)],  # it only sleeps
+)
 def test_fault_of_two_ranks_costs_time_and_not_accuracy(data: Path, healthy: list[float], fault: str) -> None:
     done = train(data, "--fault", fault, "--steps", "6", ranks=2)
     assert f"fault: {fault}" in done.stdout

@@ -13,8 +13,8 @@ import pytest
 from dlprof.record.collectors.facts import Facts, _last_bucket
 from dlprof.record.recorder import Recorder
 from tests.fixtures.devices import Devices, Model, Parameter
+from tests.fixtures.jobs import COMPILES_NOTHING, facts, launch, wrapped
 from tests.fixtures.jobs import environment as job_environment
-from tests.fixtures.jobs import facts, launch, wrapped
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -23,7 +23,8 @@ torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        dedent(
+        COMPILES_NOTHING
+        + dedent(
             """
             import torch
             from torch import nn
@@ -91,7 +92,8 @@ def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path
 def test_what_a_model_does_not_tell_costs_no_other_fact_and_is_said(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        dedent(
+        COMPILES_NOTHING
+        + dedent(
             """
             import torch
             class Shy(torch.nn.Linear):
