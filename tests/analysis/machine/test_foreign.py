@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from dlprof.analysis.diagnosis import diagnose
-from dlprof.analysis.engine import Maybe
+from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.machine.foreign import foreign_load
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
@@ -72,8 +72,11 @@ def test_on_a_gpu_no_more_is_lost_than_it_leaves_idle(tmp_path: Path) -> None:
     facts.write_text(json.dumps(json.loads(facts.read_text()) | {"device": {"type": "cuda"}}))
     assert load(path)["lost"] == pytest.approx(0.3)  # without a trace nobody knows what it leaves
     idle = pd.DataFrame({"rank": [0, 0], "category": ["computation", "host"], "ns": [810.0 * MS, 90.0 * MS]})
-    made = runs.measured(path, foreign_load)
-    row = runs.asked(made, foreign_load, breakdown=Maybe(lambda: idle), mean_step_ns=900.0 * MS).iloc[0]
+
+    def traced(sample_means: pd.DataFrame, job: Job) -> pd.DataFrame:
+        return foreign_load(sample_means, Maybe(lambda: idle), 900.0 * MS, job)
+
+    row = runs.asked(runs.measured(path, foreign_load), traced).iloc[0]
     assert (row["waited"], row["lost"]) == (pytest.approx(0.1), pytest.approx(0.1))
 
 

@@ -59,7 +59,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def recorded(folder: Path, body: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     script = folder / "script.py"
     script.write_text(COMPILES_NOTHING + HEAD + 'if __name__ == "__main__":\n' + indent(dedent(body), "    "))
-    record(script, folder=folder / "run", options=["--no-trace"])
+    record(script, folder=folder / "run", options=["--no-trace", "--no-sample"])
     rank = folder / "run/ranks/00000"
     assert facts(rank)["warnings"] == []
     return lines(rank / "loading.jsonl"), lines(rank / "fetches.jsonl")

@@ -33,7 +33,7 @@ def train():
 def stalls(folder: Path, body: str, steps: int = 40) -> list[dict[str, Any]]:
     script = folder / "script.py"
     script.write_text(COMPILES_NOTHING + LOOP + dedent(body))
-    record(script, folder=folder / "run", options=["--no-trace"])
+    record(script, folder=folder / "run", options=["--no-trace", "--no-sample"])
     rank = folder / "run/ranks/00000"
     assert len(rows(rank)) == steps
     assert facts(rank)["warnings"] == []
