@@ -236,12 +236,16 @@ def test_figures_change_with_the_theme_while_open(opened: Open) -> None:
 @pytest.mark.parametrize("name", results.ALL)
 def test_no_page_is_wider_than_its_window(opened: Open, name: str) -> None:
     browser = opened(name)
-    fits = "return window.innerWidth === arguments[0] && document.documentElement.scrollWidth <= window.innerWidth"
+
+    def fits(width: int) -> Callable[[webdriver.Chrome], Any]:
+        asked = "return window.innerWidth === arguments[0] && document.documentElement.scrollWidth <= arguments[0]"
+        return lambda b: b.execute_script(asked, width)
+
     try:
         for width in (1280, 700, 360):
             metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
             browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-            WebDriverWait(browser, 20).until(lambda b, width=width: b.execute_script(fits, width), f"{width} wide")
+            WebDriverWait(browser, 20).until(fits(width), f"{width} wide")
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
