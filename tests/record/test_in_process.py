@@ -34,6 +34,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 TWICE = """
+    import torch._dynamo  # as an optimizer does: else the profiler does, and what that adds stays
     import dlprof
     import torch.optim.optimizer as lists
 

@@ -12,7 +12,7 @@ from textwrap import dedent
 import pytest
 
 from dlprof.read.run import open_run
-from tests.fixtures.jobs import COMPILES_NOTHING, environment, facts, launch, record, rows, wrapped
+from tests.fixtures.jobs import environment, facts, launch, record, rows, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -31,7 +31,7 @@ def train(steps=1):
 
 def script(folder: Path, body: str, name: str = "train.py") -> Path:
     path = folder / name
-    path.write_text(COMPILES_NOTHING + SETUP + dedent(body))
+    path.write_text(SETUP + dedent(body))
     return path
 
 
