@@ -1,5 +1,5 @@
-# `make demo`: a first diagnosis. `make test`: the tests of a few minutes. `make check`: all that must hold before a
-# change lands, the longer tests too. `make test-all`: every test, the slow ones too.
+# `make demo`: a first diagnosis. `make test`: the tests without a mark. `make check`: all that must hold before a change
+# lands, the tests marked `long` too. `make test-all`: every test, those marked `slow` too.
 # PYTHON chooses the interpreter (3.10 or later). Without a GPU the tested CPU build of torch is installed: where your
 # package index serves CUDA builds under that name, point TORCH_FLAGS at one that serves CPU builds (--index-url ...).
 PYTHON ?= python3
@@ -7,6 +7,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= $(if $(findstring GPU,$(shell nvidia-smi -L 2>/dev/null)),torch>=2.6,torch==2.13.0)
 TORCH_FLAGS ?=
+# Two workers take file after file, the longest first (tests/conftest.py).
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-long test-all check format lint types contracts axe viewers docs bench accuracy field reports gpu clean
 .DELETE_ON_ERROR:
@@ -22,14 +24,14 @@ demo: $(VENV)/.ready
 	$(BIN)/dlprof run workloads/ddp_resnet.py
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-long: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow'
 
 # What is diagnosed of a recording is that of the machine too: those run one after the other.
 test-all: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m '' --ignore tests/workloads/test_diagnosed.py
+	$(BIN)/python -m pytest $(PARALLEL) -m '' --ignore tests/workloads/test_diagnosed.py
 	$(BIN)/python -m pytest -m '' tests/workloads/test_diagnosed.py
 
 check: $(VENV)/.ready lint types contracts test-long

@@ -1,6 +1,9 @@
-"""What holds for all tests: what they start can be interrupted, and which of them may run a second time."""
+"""What holds for all tests: what they start can be interrupted, which may run a second time, and which come first."""
 
+import os
 import signal
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,16 +17,29 @@ for _number, _usual in (
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, _usual)
 
+# Every process that a test starts would compile all of dlprof anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Tests in these folders start real jobs, of several processes that wait for each other, on the two cores that all tests
 # share: a machine that starves one of them can make it fail. Such a test may run once more, and is listed. Tests of
 # pure functions never run again.
 STARTS_JOBS = ("benchmarks", "browser", "commands", "frameworks", "record", "robustness", "workloads")
 
+# How many times as long as the others tests with these marks take, roughly.
+LASTS = (("slow", 300), ("long", 60))
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Allow one more run of those that start jobs, unless they say themselves how many."""
+    """Allow one more run of those that start jobs, unless they say themselves how many; the longest files come first.
+
+    Of two workers that take file after file, neither then is left with a long one while the other has none.
+    """
     tests = Path(__file__).parent
+    lasts: Counter[Path] = Counter()
     for item in items:
         folder = item.path.relative_to(tests).parts[0]
         if folder in STARTS_JOBS and item.get_closest_marker("flaky") is None:
             item.add_marker(pytest.mark.flaky(reruns=1))
+        lasts[item.path] += next((s for name, s in LASTS if item.get_closest_marker(name)), 1)
+    items.sort(key=lambda item: -lasts[item.path])  # stable: the tests of a file stay as they are

@@ -38,6 +38,7 @@ def test_a_fact_in_which_ranks_differ_shows_all_its_values(run: Measured) -> Non
 
 def test_what_is_not_known_is_no_fact(run: Measured) -> None:
     facts = overview.facts(run)
+    assert facts
     assert all(fact.value for fact in facts)
     assert ("Software", "cuda") not in {(fact.section, fact.name) for fact in facts}
 

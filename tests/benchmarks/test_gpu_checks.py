@@ -17,6 +17,7 @@ from benchmarks.gpu import checks, faults, jobs, page
 from benchmarks.gpu.__main__ import chosen, unchecked
 from benchmarks.gpu.outcome import Row, skipped
 from dlprof.commands.run import constant, workloads
+from tests.fixtures.jobs import is_running
 
 # Checks as a module of its own lists them. What they do to get out of hand is real; the figures are none.
 MODULE = """
@@ -66,13 +67,6 @@ def command(tmp_path: Path, *options: str) -> tuple[list[str], dict[str, str]]:
 def told(tmp_path: Path) -> dict[str, Any]:
     data: dict[str, Any] = json.loads((tmp_path / "out" / "rehearsal-gpu.json").read_text())
     return data
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.long

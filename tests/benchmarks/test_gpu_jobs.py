@@ -10,13 +10,7 @@ import pytest
 
 from benchmarks.gpu import jobs
 from benchmarks.gpu.jobs import JobFailedError, must, python, run
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+from tests.fixtures.jobs import is_running
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,31 @@ import pytest
 from benchmarks.gpu import timing
 from benchmarks.gpu.bench import SCRIPTS
 from benchmarks.gpu.jobs import Ended, must, python, run
+from tests.fixtures.jobs import TORCHRUN
 
 pytestmark = pytest.mark.long
 
 
 def script(folder: Path, name: str, *args: str) -> Ended:
     return must(name, run(python(SCRIPTS / f"{name}.py", "--device", "cpu", *args), folder, 120.0))
+
+
+# Runs a script again and again, each time with other words, in one process: it imports torch once.
+IN_TURN = """
+import json, os, runpy, sys
+path, runs = sys.argv[1], json.loads(sys.argv[2])
+sys.path[0] = os.path.dirname(path)
+for words in runs:
+    sys.argv = [path, *words]
+    runpy.run_path(path, run_name="__main__")
+"""
+
+
+def in_turn(folder: Path, name: str, *runs: Sequence[str]) -> list[str]:
+    """Run a script with each of these words, and return the last lines that it printed, one a run."""
+    words = json.dumps([["--device", "cpu", *run] for run in runs])
+    ended = must(name, run(python("-c", IN_TURN, SCRIPTS / f"{name}.py", words), folder, 120.0))
+    return [text for _, text in ended.lines][-len(runs) :]
 
 
 def told(path: Path) -> dict[str, Any]:
@@ -42,7 +62,9 @@ def test_the_async_job_tells_when_its_device_worked_and_learns_the_same_whatever
 def test_the_modes_learn_the_same(tmp_path: Path) -> None:
     modes = ("eager", "compiled", "graph", "replay")
     args = ("--steps", "4", "--layers", "1")
-    said = {mode: json.loads(script(tmp_path, "modes", "--mode", mode, *args).lines[-1][1]) for mode in modes}
+    lines = in_turn(tmp_path, "modes", *(("--mode", mode, *args) for mode in modes))
+    said = {mode: json.loads(line) for mode, line in zip(modes, lines, strict=True)}
+    assert [one["mode"] for one in said.values()] == list(modes)
     assert all(one["steps"] == 4 for one in said.values())
     assert said["eager"]["losses"] == said["compiled"]["losses"] == said["graph"]["losses"]
     assert said["replay"]["losses"][0] > said["replay"]["losses"][-1]
@@ -50,11 +72,11 @@ def test_the_modes_learn_the_same(tmp_path: Path) -> None:
 
 def test_rates_count_what_a_step_moves_and_computes(tmp_path: Path) -> None:
     wanted = {"product": ("--size", "64"), "copy": ("--gib", "0.001"), "upload": ("--gib", "0.001")}
-    found = {}
-    for what, args in wanted.items():
-        out = tmp_path / f"{what}.json"
-        script(tmp_path, "rates", "--what", what, *args, "--seconds", "0.5", "--out", str(out))
-        found[what] = told(out)
+    common = ("--seconds", "0.5", "--out")
+    runs = [("--what", what, *args, *common, str(tmp_path / f"{what}.json")) for what, args in wanted.items()]
+    in_turn(tmp_path, "rates", *runs)
+    found = {what: told(tmp_path / f"{what}.json") for what in wanted}
+    for what in wanted:
         assert found[what]["steps"] == len(found[what]["began_ms"]) == len(found[what]["busy_ms"]) > 0
         begin, end = found[what]["at_ns"]
         assert 0.4e9 < end - begin < 30e9
@@ -65,10 +87,9 @@ def test_rates_count_what_a_step_moves_and_computes(tmp_path: Path) -> None:
 
 
 def test_settings_tell_what_the_script_itself_knows(tmp_path: Path) -> None:
-    said = {}
-    for what in ("tf32", "ieee", "fp16", "last"):
-        ended = script(tmp_path, "settings", "--what", what, "--steps", "3", "--width", "16")
-        said[what] = json.loads(ended.lines[-1][1])
+    kinds = ("tf32", "ieee", "fp16", "last")
+    lines = in_turn(tmp_path, "settings", *(("--what", what, "--steps", "3", "--width", "16") for what in kinds))
+    said = {what: json.loads(line) for what, line in zip(kinds, lines, strict=True)}
     assert (said["tf32"]["precision"], said["ieee"]["precision"]) == ("tf32", "ieee")
     assert said["fp16"]["scale"] > 0
     assert all(one["steps"] == 3 for one in said.values())
@@ -76,9 +97,8 @@ def test_settings_tell_what_the_script_itself_knows(tmp_path: Path) -> None:
 
 @pytest.mark.flaky(reruns=3)  # gloo may abort a rank whose peer has gone
 def test_two_ranks_of_which_the_last_is_late_by_what_was_planted(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     args = ("--device", "cpu", "--steps", "12", "--late-ms", "30", "--out", str(tmp_path))
-    must("ranks", run(python(*launcher, SCRIPTS / "ranks.py", *args), tmp_path, 120.0))
+    must("ranks", run(python(*TORCHRUN, SCRIPTS / "ranks.py", *args), tmp_path, 120.0))
     arrived = {rank: json.loads((tmp_path / f"arrived-{rank}.json").read_text()) for rank in (0, 1)}
     # At least: two ranks share the cores of this machine with whatever else it does.
     assert timing.lateness_ms(arrived, late=1, skip=2) > 20

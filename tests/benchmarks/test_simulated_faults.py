@@ -18,8 +18,19 @@ NEAR = 0.15
 CAUTIOUS = ("float32",)
 
 
+# Further faults of a rule that another one stands for: each takes some seconds, and 4 to 18 where it has several ranks.
+FURTHER = (
+    "after_backward", "boolean_mask", "few_workers", "gpipe", "graph_waits", "host_function", "loop_optimizer",
+    "many_launches", "more_work", "one_hot_gpu", "rank_sleeps", "slow_loader_one_rank", "sync_every_batch",
+    "synchronize_every_step", "tiny_buckets",
+)  # fmt: skip
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", [fault.name for fault in FAULTS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(f.name, marks=pytest.mark.slow) if f.name in FURTHER else f.name for f in FAULTS],
+)
 def test_a_planted_fault_is_found_with_what_its_fix_gains(name: str) -> None:
     case = of_fault(name, SEED, None)
     assert case.error == ""
@@ -31,5 +42,8 @@ def test_a_planted_fault_is_found_with_what_its_fix_gains(name: str) -> None:
         assert case.predicted_ns <= (1 + NEAR) * case.fixed_ns
 
 
-def test_every_fault_is_of_a_rule() -> None:
-    assert {fault.rule for fault in FAULTS} <= {rule.id for rule in RULES}
+def test_every_fault_is_of_a_rule_and_one_of_each_rule_is_always_checked() -> None:
+    rules = {fault.rule for fault in FAULTS}
+    assert rules <= {rule.id for rule in RULES}
+    assert rules == {fault.rule for fault in FAULTS if fault.name not in FURTHER}
+    assert set(FURTHER) <= {fault.name for fault in FAULTS}

@@ -186,8 +186,11 @@ def test_without_findings_there_is_nothing_to_try(tmp_path: Path) -> None:
     assert "nothing to try" in done.stderr
 
 
+# That SIGTERM is noted as SIGINT is: tests/trial/test_stopping.py.
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_interrupted_it_leaves_no_process_and_keeps_what_it_has(tmp_path: Path, number: signal.Signals) -> None:
     pytest.importorskip("torch", reason="recording needs torch")
     script, run = recorded(tmp_path, SLEEPS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.jobs import environment, facts, free_port, launch, record, rows, wrapped
+from tests.fixtures.jobs import TORCHRUN, environment, facts, free_port, launch, record, rows, wrapped
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -74,7 +74,7 @@ def test_each_batch_of_a_loader_that_looks_ahead_is_a_step(tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", ["map", "iterable"])
 def test_ranks_have_the_same_steps_whoever_fetches(kind: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [sys.executable, *TORCHRUN]
     done = launch(wrapped(tmp_path / "run", [*launcher, "train.py", kind], "--no-trace"), tmp_path)
     assert done.returncode == 0, done.stderr
     for number in (0, 1):

@@ -10,11 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.fixtures.jobs import environment, facts, free_port, launch, rows, running, until, words, wrapped
+from tests.fixtures.jobs import TORCHRUN, environment, facts, free_port, launch, rows, running, until, words, wrapped
 
 if importlib.util.find_spec("deepspeed") is None:  # its import decides on a device: not in this process
     pytest.skip("deepspeed is not installed", allow_module_level=True)
@@ -47,7 +48,6 @@ for epoch in range(10**9 if "long" in sys.argv else 1):
         print(f"loss {loss.item()}\\n", end="", flush=True)
 """
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 THEIRS = ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
 BOUND = [*THEIRS, "--bind_cores_to_rank"]
 
@@ -77,7 +77,7 @@ def records(command: list[str], env: dict[str, str], folder: Path) -> subprocess
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # where a compiler makes DeepSpeed's operator
 @pytest.mark.parametrize(("launcher", "stage"), [(TORCHRUN, 1), (TORCHRUN, 2), (TORCHRUN, 3), (THEIRS, 1), (BOUND, 2)])
-def test_each_micro_batch_is_a_step(launcher: list[str], stage: int, env: dict[str, str], tmp_path: Path) -> None:
+def test_each_micro_batch_is_a_step(launcher: Sequence[str], stage: int, env: dict[str, str], tmp_path: Path) -> None:
     if launcher is BOUND and shutil.which("numactl") is None:
         pytest.skip("numactl, which DeepSpeed binds with, is not installed")
     done = records([*launcher, "train.py", str(stage)], env, tmp_path)

@@ -10,7 +10,19 @@ from textwrap import dedent
 
 import pytest
 
-from tests.fixtures.jobs import environment, facts, free_port, launch, only_child, record, rows, until, words, wrapped
+from tests.fixtures.jobs import (
+    COMPILES_NOTHING,
+    environment,
+    facts,
+    free_port,
+    launch,
+    only_child,
+    record,
+    rows,
+    until,
+    words,
+    wrapped,
+)
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -36,7 +48,7 @@ def hang():
 
 def script(folder: Path, body: str) -> Path:
     path = folder / "train.py"
-    path.write_text(SETUP + dedent(body))
+    path.write_text(COMPILES_NOTHING + SETUP + dedent(body))
     return path
 
 

@@ -110,7 +110,7 @@ UNINSTALLED = """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", [["idle"], ["train"], ["train", "twice"], ["train", "wrap"]])
+@pytest.mark.parametrize("words", [["idle"], ["train", "twice"], ["train", "wrap"]])
 def test_uninstalling_leaves_pytorch_and_the_process_as_they_were(words: list[str], tmp_path: Path) -> None:
     env = environment(PYTHONPATH=str(Path(__file__).parent.parent.parent), DLPROF_WINDOW="2,1,2")
     done = launch([sys.executable, tiny(tmp_path, UNINSTALLED), *words], tmp_path, env=env)

@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 import dlprof
 from dlprof.errors import DlprofError
 from dlprof.record.in_process import _exit_of
-from tests.fixtures.jobs import environment, facts, launch, rows, tiny
+from tests.fixtures.jobs import TORCHRUN, environment, facts, launch, rows, tiny
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -34,6 +34,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 TWICE = """
+    import torch._dynamo  # as an optimizer does: else the profiler does, and what that adds stays
     import dlprof
     import torch.optim.optimizer as lists
 
@@ -233,7 +234,7 @@ def test_spawned_workers_and_the_ranks_of_torchrun_are_recorded_into_one_folder(
             print(run.ranks, flush=True)
         """,
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, *TORCHRUN]
     done = launch([*torchrun, script], tmp_path, env=environment(PYTHONPATH=HERE))
     assert done.returncode == 0, done.stderr
     assert done.stdout.replace("\n", "") == "(0, 1)" * 2  # two processes may write into one line

@@ -18,7 +18,18 @@ from typing import Any
 import pytest
 
 from dlprof.commands.report import write_report
-from tests.fixtures.jobs import children, environment, facts, launch, rows, until, words, wrapped
+from tests.fixtures.jobs import (
+    COMPILES_NOTHING,
+    TORCHRUN,
+    children,
+    environment,
+    facts,
+    launch,
+    rows,
+    until,
+    words,
+    wrapped,
+)
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -235,12 +246,11 @@ for n in range(100000 if "long" in sys.argv else 20):
 del model  # before its group: PyTorch and gloo may wait for each other else
 dist.destroy_process_group()
 """
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.mark.long
 def test_a_scheduler_ends_a_whole_job(tmp_path: Path) -> None:
-    (tmp_path / "ranks.py").write_text(RANKS)
+    (tmp_path / "ranks.py").write_text(COMPILES_NOTHING + RANKS)
     command = [sys.executable, *TORCHRUN, str(tmp_path / "ranks.py"), "long"]
     process = start(tmp_path / "run", command, "--window", "5,1,100000")
     wait_for(process, "ready")
@@ -262,7 +272,7 @@ def test_a_scheduler_ends_a_whole_job(tmp_path: Path) -> None:
 # Slow where gloo fails to meet again after a restart, as it does without dlprof.
 @pytest.mark.slow
 def test_what_was_before_an_elastic_restart_is_kept_apart(tmp_path: Path) -> None:
-    (tmp_path / "ranks.py").write_text(RANKS)
+    (tmp_path / "ranks.py").write_text(COMPILES_NOTHING + RANKS)
     # One in five restarts fails without dlprof too: gloo asks for the address of a rank's earlier life.
     command = [sys.executable, *TORCHRUN, "--max-restarts", "9", str(tmp_path / "ranks.py"), "dies"]
     done = launch(wrapped(tmp_path / "run", command, "--no-trace"), tmp_path)

@@ -23,7 +23,18 @@ import pytest
 
 from dlprof.analysis.timeline.steps import step_series
 from dlprof.read.run import open_run
-from tests.fixtures.jobs import DLPROF, environment, facts, free_port, launch, rows, running, until, wrapped
+from tests.fixtures.jobs import (
+    COMPILES_NOTHING,
+    DLPROF,
+    environment,
+    facts,
+    free_port,
+    launch,
+    rows,
+    running,
+    until,
+    wrapped,
+)
 from tests.fixtures.runs import measured
 
 TRAINS = """
@@ -61,7 +72,7 @@ dist.destroy_process_group()
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "trains.py"
-    path.write_text(TRAINS)
+    path.write_text(COMPILES_NOTHING + TRAINS)
     return path
 
 

@@ -13,7 +13,7 @@ from textwrap import dedent
 
 import pytest
 
-from tests.fixtures.jobs import DLPROF, environment, facts, launch, rows, wrapped
+from tests.fixtures.jobs import DLPROF, TORCHRUN, environment, facts, launch, rows, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -170,7 +170,7 @@ dist.destroy_process_group()
 @pytest.mark.long
 def test_a_sharded_model(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SHARDED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    command = [sys.executable, *TORCHRUN, "train.py"]
     done = launch(wrapped(tmp_path / "run", command, "--window", "4,1,2"), tmp_path)
     assert done.returncode == 0, done.stderr
     for number in (0, 1):

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +16,7 @@ import pytest
 from dlprof.analysis.step.whole_job import whole_job
 from dlprof.analysis.timeline.steps import step_series
 from tests.fixtures import runs
-from tests.fixtures.jobs import in_its_own_group, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, TORCHRUN, in_its_own_group, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -65,9 +64,7 @@ def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
 
 @contextmanager
 def frozen(processes: Sequence[psutil.Process]) -> Iterator[None]:
-    place, file, word = next(freezers(), (None, "", ""))
-    if place is None:
-        pytest.skip("no control group can be frozen here: it takes root and a writable /sys/fs/cgroup")
+    place, file, word = next(freezers())
     group = place / f"dlprof-test-{os.getpid()}"
     group.mkdir()
     try:
@@ -83,25 +80,32 @@ def frozen(processes: Sequence[psutil.Process]) -> Iterator[None]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("suspended", [stopped, frozen])
-def test_the_steps_in_which_a_job_is_suspended_are_in_no_figure(suspended: Any, tmp_path: Path) -> None:
-    (tmp_path / "ranks.py").write_text(RANKS)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *launcher, str(tmp_path / "ranks.py")]
-    process = in_its_own_group(wrapped(tmp_path / "run", command, "--window", "1200,2,5"))
-    job = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    with suspended(job):
-        time.sleep(STOPPED_S)
+def test_the_steps_in_which_a_job_is_suspended_are_in_no_figure(tmp_path: Path) -> None:
+    """Some 15 s: a suspension is one from 3.5 s on, and there are two, one after the other in one job."""
+    ways = [stopped] if next(freezers(), None) is None else [stopped, frozen]
+    (tmp_path / "ranks.py").write_text(COMPILES_NOTHING + RANKS)
+    command = [sys.executable, *TORCHRUN, str(tmp_path / "ranks.py")]
+    process = in_its_own_group(wrapped(tmp_path / "run", command, "--no-trace"))
+    for suspended in ways:
+        job = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        with suspended(job):
+            time.sleep(STOPPED_S)
+        time.sleep(0.5)  # some steps
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 0, errors
-    assert "the job was stopped and went on again: the steps in which it was stopped are left out" in errors
+    often = f" {len(ways)} times" if len(ways) > 1 else ""
+    assert f"the job was stopped and went on again{often}: the steps in which it was stopped are left out" in errors
     run = runs.measured(tmp_path / "run", step_series, whole_job)
     steps = run.frame(step_series)
     assert set(steps["rank"]) == {0, 1}
     for _, mine in steps.groupby("rank"):
-        (stood,) = mine[mine["dur_ns"] > STOPPED_S * 0.9e9].to_dict("records")
-        assert (stood["kind"], stood["steady"]) == ("suspended", False)
+        stood = mine[mine["dur_ns"] > STOPPED_S * 0.9e9]
+        assert [(kind, bool(steady)) for kind, steady in zip(stood["kind"], stood["steady"], strict=True)] == [
+            ("suspended", False) for _ in ways
+        ]
         assert mine["steady"].sum() > 500
     parts = run.frame(whole_job).set_index("part")["ns"]
-    assert (parts["suspended"] > STOPPED_S * 0.9e9).all()
-    assert (parts["suspended"] < (STOPPED_S + 2) * 1e9).all()
+    assert (parts["suspended"] > len(ways) * STOPPED_S * 0.9e9).all()
+    assert (parts["suspended"] < len(ways) * (STOPPED_S + 2) * 1e9).all()
+    if frozen not in ways:
+        pytest.skip("no control group can be frozen here: it takes root and a writable /sys/fs/cgroup")

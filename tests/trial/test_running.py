@@ -84,8 +84,8 @@ def test_a_job_that_never_has_enough_steps_is_ended_when_its_time_is_up(tmp_path
 
 @pytest.mark.long
 def test_what_a_crash_printed_is_kept_of_the_last_ones(tmp_path: Path) -> None:
-    script = tiny(tmp_path, "train(data[:4])\nraise SystemExit('no data here')\n")
-    run = runner(script)
+    (tmp_path / "train.py").write_text("raise SystemExit('no data here')\n")
+    run = runner(tmp_path / "train.py")
     for _ in range(KEPT + 1):
         found = ran(run)
         assert isinstance(found, Failed)

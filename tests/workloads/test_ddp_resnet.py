@@ -28,11 +28,6 @@ TINY += ("--optimizer=adamw", "--lr=0.003")
 workload = load("ddp_resnet")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data")
-
-
 def train(data: Path, *options: str, ranks: int = 1, script: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the workload, or another script in its place, on CPU ranks."""
     return train_workload("ddp_resnet", *TINY, "--data", str(data), *options, ranks=ranks, script=script)
@@ -52,7 +47,10 @@ def test_two_ranks_learn(healthy: list[float]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["blocking_allreduce", "slow_loader_one_rank", "slow_rank"])
+@pytest.mark.parametrize(
+    "fault",
+    ["blocking_allreduce", "slow_rank", pytest.param("slow_loader_one_rank", marks=pytest.mark.slow)],  # it only sleeps
+)
 def test_fault_of_two_ranks_costs_time_and_not_accuracy(data: Path, healthy: list[float], fault: str) -> None:
     done = train(data, "--fault", fault, "--steps", "6", ranks=2)
     assert f"fault: {fault}" in done.stdout
@@ -105,13 +103,22 @@ def test_one_process_trains_validates_and_checkpoints(data: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "fault", ["checkpoint_every_few", "garbage", "keeps_batches", "no_workers", "python_metrics", "slow_decode"]
-)
-def test_fault_of_one_process_runs(data: Path, fault: str) -> None:
-    done = train(data, "--fault", fault, "--steps", "6")
-    assert len(losses(done)) == 6
-    assert f"{0 if fault == 'no_workers' else 1} workers, fault: {fault}" in done.stdout
+def test_faults_of_one_process_run(data: Path, tmp_path: Path) -> None:
+    faults = ("checkpoint_every_few", "garbage", "keeps_batches", "no_workers", "python_metrics", "slow_decode")
+    job = tmp_path / "in_turn.py"  # one process, which imports torch once
+    job.write_text(
+        f"""
+import runpy, sys
+sys.path.insert(0, {str(FOLDER)!r})
+for fault in {faults!r}:
+    sys.argv = {[str(FOLDER / "ddp_resnet.py"), *TINY, "--data", str(data), "--steps=6"]!r} + ["--fault", fault]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    )
+    done = train(data, script=job)
+    assert len(losses(done)) == 6 * len(faults)
+    said = re.findall(r"(\d) workers, fault: (\w+)", done.stdout)
+    assert said == [("0" if fault == "no_workers" else "1", fault) for fault in faults]
 
 
 @pytest.mark.parametrize(

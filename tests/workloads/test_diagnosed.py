@@ -15,10 +15,10 @@ from tests.fixtures.jobs import environment
 ROOT = Path(__file__).parents[2]
 
 
-def outcomes(folder: Path, fault: str = "") -> dict[str, dict[str, Any]]:
+def outcomes(folder: Path, data: Path, fault: str = "") -> dict[str, dict[str, Any]]:
     """Record a short run of the ResNet, and give what the rules said of it."""
     planted = ["--fault", fault] if fault else []
-    options = ("--steps", "40", "--data", str(folder.parent / "data"), *shown_with("ddp_resnet", fault))
+    options = ("--steps", "30", "--data", str(data), *shown_with("ddp_resnet", fault))
     return recorded("ddp_resnet", folder, *planted, "--", *options)
 
 
@@ -51,14 +51,15 @@ def recorded(
         pytest.param("python_metrics", "host_bound", 0.1, marks=pytest.mark.slow),
         pytest.param("blocking_allreduce", "exposed_communication", 0.1, marks=pytest.mark.slow),
         pytest.param("changing_shapes", "recompilation", 0.1, marks=pytest.mark.slow),
-        ("checkpoint_every_few", "checkpoint_stall", 0.05),
+        # A job with such a stall is recorded and diagnosed in tests/record/collectors/test_stalls.py.
+        pytest.param("checkpoint_every_few", "checkpoint_stall", 0.05, marks=pytest.mark.slow),
         pytest.param("garbage", "gc_pauses", 0.1, marks=pytest.mark.slow),
         pytest.param("many_threads", "thread_oversubscription", 0.05, marks=pytest.mark.slow),
         pytest.param("tiny_buckets", "small_collectives", 0.05, marks=pytest.mark.slow),
     ],
 )
-def test_a_planted_fault_is_found(tmp_path: Path, fault: str, rule: str, least: float) -> None:
-    found = outcomes(tmp_path, fault)[rule]
+def test_a_planted_fault_is_found(tmp_path: Path, data: Path, fault: str, rule: str, least: float) -> None:
+    found = outcomes(tmp_path, data, fault)[rule]
     assert found["state"] == "found", found
     assert found["share"] > least
 
@@ -76,9 +77,9 @@ def test_memory_that_is_never_dropped_and_frequent_validation_are_found(tmp_path
 
 
 @pytest.mark.long
-def test_without_a_fault_neither_loader_nor_host_is_blamed_for_much(tmp_path: Path) -> None:
+def test_without_a_fault_neither_loader_nor_host_is_blamed_for_much(tmp_path: Path, data: Path) -> None:
     # The cores are shared with other tests: a little waiting may be real.
-    said = outcomes(tmp_path)
+    said = outcomes(tmp_path, data)
     assert said["input_wait"]["share"] < 0.15
     assert said["host_bound"]["share"] < 0.15
     assert said["checkpoint_stall"]["state"] == "clear"

@@ -15,11 +15,6 @@ TINY = ("--device=cpu", "--records=256", "--batch-size=16", "--steps=20", "--rea
 workload = load("loader_variants")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data")
-
-
 @pytest.mark.parametrize("storage", ["files", "mapped", "tar"])
 def test_every_storage_holds_the_same_records(data: Path, storage: str) -> None:
     args = workload.parse([*TINY, "--workers=0", "--storage", storage, "--data", str(data)])

@@ -8,17 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from dlprof.analysis.compare.comparison import compare, to_json
-from dlprof.analysis.estimate import change
 from dlprof.result import Exchange, Fact, ForeignLoad, Outcome, Window, Work
-from tests.fixtures.comparisons import clear, found, run, step_of
+from tests.fixtures.comparisons import WORKERS, clear, found, run, step_of
 from tests.fixtures.results import MS
-
-WORKERS = (
-    Fact("Loader", "num workers", "0"),
-    Fact("Loader", "num workers", "2"),
-    Fact("Loader", "num workers", "3"),
-)
-ADVICE = change("`num_workers=2, persistent_workers=True`", num_workers=(0, 2), persistent_workers=(False, True))
 
 
 def test_parts_are_compared_as_means_and_by_rank() -> None:

@@ -9,15 +9,8 @@ from dlprof.analysis.compare.comparison import compare
 from dlprof.analysis.compare.predictions import proposals
 from dlprof.analysis.estimate import change
 from dlprof.result import Change, Fact, Forecast, Together
-from tests.fixtures.comparisons import clear, found, run
+from tests.fixtures.comparisons import ADVICE, WORKERS, clear, found, run
 from tests.fixtures.results import MS
-
-WORKERS = (
-    Fact("Loader", "num workers", "0"),
-    Fact("Loader", "num workers", "2"),
-    Fact("Loader", "num workers", "3"),
-)
-ADVICE = change("`num_workers=2, persistent_workers=True`", num_workers=(0, 2), persistent_workers=(False, True))
 
 
 def test_a_setting_of_ddp_is_known_by_its_own_name() -> None:

@@ -38,18 +38,12 @@ def test_a_kernel_has_its_unit_its_step_and_the_innermost_operator_that_launched
     assert (spans["name"][launcher], none) == ("aten::addmm", -1)
 
 
-def product(name: str, at: int, kernel: str, start: int, dur: int, n: int, *shapes: list[int], dtype: str) -> list[Any]:
-    """Return an operator of 20 µs with its shapes, its launch, and its kernel."""
-    args = {"Input Dims": [*shapes, []], "Input type": [*[dtype] * len(shapes), "Scalar"]}
-    return [traces.op(name, at, 20_000, **args), *traces.launched(kernel, at + 5_000, start, dur, n)]
-
-
 def test_time_on_tensor_cores_and_what_16_bits_would_save(tmp_path: Path) -> None:
     # 2 × 4096³ FLOP: 7.05 ms at the float32 peak, 0.88 ms at half of bfloat16's. The host waits in the end.
     size = [4096, 4096]
     made = traces.trace(
         traces.step(0, 0, 20 * MS),
-        product("aten::mm", 0, "ampere_sgemm_128x128_tn", 10_000, 8 * MS, 1, size, size, dtype="float"),
+        traces.product("aten::mm", 0, "ampere_sgemm_128x128_tn", 10_000, 8 * MS, 1, size, size, dtype="float"),
         traces.op("aten::conv2d", 30_000, 20_000),
         traces.launched("sm80_xmma_fprop_implicit_gemm_tf32f32", 40_000, 8 * MS + 10_000, MS, 2),
         traces.launched("elementwise", 50_000, 9 * MS + 10_000, 1 * MS, 3),

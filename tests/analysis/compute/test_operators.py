@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,17 +17,11 @@ ADDED = ([512], [1024, 256], [256, 512])
 THIN = ([8192, 8], [8, 8192])
 
 
-def product(name: str, at: int, kernel: str, start: int, dur: int, n: int, *shapes: list[int], dtype: str) -> list[Any]:
-    """Return an operator of 20 µs with its shapes, its launch, and its kernel."""
-    args = {"Input Dims": [*shapes, []], "Input type": [*[dtype] * len(shapes), "Scalar"]}
-    return [traces.op(name, at, 20_000, **args), *traces.launched(kernel, at + 5_000, start, dur, n)]
-
-
 def test_each_kernel_counts_for_the_innermost_operator_that_launched_it(tmp_path: Path) -> None:
     made = traces.trace(
         traces.step(0, 0, MS),
         traces.op("aten::linear", 0, 100_000),
-        product("aten::addmm", 10_000, "ampere_sgemm_128x64_tn", 50_000, 200_000, 1, *ADDED, dtype="float"),
+        traces.product("aten::addmm", 10_000, "ampere_sgemm_128x64_tn", 50_000, 200_000, 1, *ADDED, dtype="float"),
         traces.launched("splitKreduce_kernel", 20_000, 600_000, 10_000, 3),  # by the same operator
         traces.op("aten::relu", 120_000, 20_000),
         traces.launched("vectorized_elementwise_kernel", 125_000, 250_000, 5_000, 2),
@@ -51,7 +44,7 @@ def test_each_kernel_counts_for_the_innermost_operator_that_launched_it(tmp_path
 def test_a_product_that_moves_much_is_bound_by_memory(tmp_path: Path) -> None:
     made = traces.trace(
         traces.step(0, 0, MS),
-        product("aten::mm", 0, "ampere_bf16_s16816gemm", 10_000, 50_000, 1, *THIN, dtype="c10::BFloat16"),
+        traces.product("aten::mm", 0, "ampere_bf16_s16816gemm", 10_000, 50_000, 1, *THIN, dtype="c10::BFloat16"),
         device=A100,
     )
     (row,) = runs.rank_of(tmp_path, made).once(operators).to_dict("records")

@@ -15,16 +15,9 @@ from dlprof.errors import NotMeasured
 from dlprof.read.run import Run
 from tests.fixtures.measures import (
     RANKS,
-    job_of_four,
     rows,
     total,
 )
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Return the job of four ranks."""
-    return job_of_four(tmp_path_factory.mktemp("job"))
 
 
 def test_a_parameter_that_names_nothing_fails_where_it_is_defined() -> None:

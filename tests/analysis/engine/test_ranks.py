@@ -22,7 +22,6 @@ from tests.fixtures.measures import (
     broken,
     broken_on_two,
     here_unknown,
-    job_of_four,
     mute,
     nowhere,
     of_broken,
@@ -30,12 +29,6 @@ from tests.fixtures.measures import (
     silent,
     total,
 )
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Return the job of four ranks."""
-    return job_of_four(tmp_path_factory.mktemp("job"))
 
 
 def test_a_frame_holds_all_ranks_in_order(job: Run) -> None:

@@ -24,13 +24,7 @@ from dlprof.analysis.timeline.steps import step_means
 from dlprof.errors import DlprofError, NotMeasured
 from dlprof.read.kineto import prefetch, torch_trace
 from dlprof.read.run import TRACE, Rank, Run
-from tests.fixtures.measures import RANKS, broken, deadly, job_of_four, rows, silent, total
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Return the job of four ranks."""
-    return job_of_four(tmp_path_factory.mktemp("job"))
+from tests.fixtures.measures import RANKS, broken, deadly, rows, silent, total
 
 
 def test_serial_and_processes_give_the_same(job: Run) -> None:

@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from dlprof.analysis.diagnosis import diagnose
+from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.machine.foreign import foreign_load
 from dlprof.errors import NotMeasured
 from dlprof.read.run import open_run
 from tests.fixtures import runs
 from tests.fixtures.readings import crowded
+from tests.fixtures.runs import MS
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -68,6 +71,13 @@ def test_on_a_gpu_no_more_is_lost_than_it_leaves_idle(tmp_path: Path) -> None:
     facts = path / "ranks/00000/facts.json"
     facts.write_text(json.dumps(json.loads(facts.read_text()) | {"device": {"type": "cuda"}}))
     assert load(path)["lost"] == pytest.approx(0.3)  # without a trace nobody knows what it leaves
+    idle = pd.DataFrame({"rank": [0, 0], "category": ["computation", "host"], "ns": [810.0 * MS, 90.0 * MS]})
+
+    def traced(sample_means: pd.DataFrame, job: Job) -> pd.DataFrame:
+        return foreign_load(sample_means, Maybe(lambda: idle), 900.0 * MS, job)
+
+    row = runs.asked(runs.measured(path, foreign_load), traced).iloc[0]
+    assert (row["waited"], row["lost"]) == (pytest.approx(0.1), pytest.approx(0.1))
 
 
 def test_without_a_record_of_what_the_job_used_nothing_is_said(tmp_path: Path) -> None:

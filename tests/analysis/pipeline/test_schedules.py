@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,9 +58,9 @@ def torchs(schedule: str, ranks: int, microbatches: int, chunks: int) -> list[li
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_rank_does_what_torch_has_it_do(schedule: str) -> None:
-    for shape in SHAPES:
-        if not runs(schedule, *shape):
-            continue
+    shapes = [shape for shape in SHAPES if runs(schedule, *shape)]
+    assert len(shapes) >= 5
+    for shape in shapes:
         ours, theirs = grid(schedule, *shape).rows, torchs(schedule, *shape)
         if schedule == ONE_F_ONE_B:
             # Its picture of the last rank begins with micro-batch 1 and ends with one that is not there; what it runs
@@ -79,9 +80,9 @@ def test_dual_pipe_v_does_in_one_what_torch_overlaps() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_stage_does_every_microbatch_once_and_none_waits_for_good(schedule: str) -> None:
-    for ranks, microbatches, chunks in SHAPES:
-        if not runs(schedule, ranks, microbatches, chunks):
-            continue
+    shapes = [shape for shape in SHAPES if runs(schedule, *shape)]
+    assert len(shapes) >= 5
+    for ranks, microbatches, chunks in shapes:
         made = grid(schedule, ranks, microbatches, chunks)
         done = [action for row in made.rows for action in row]
         assert len(set(done)) == len(done)
@@ -99,11 +100,15 @@ def test_every_stage_does_every_microbatch_once_and_none_waits_for_good(schedule
 
 @pytest.mark.parametrize("passes", [(1.0, 1.0, 1.0), (1.0, 2.0, 1.0), (3.0, 0.5, 0.5)])
 def test_filling_and_draining_costs_what_the_papers_say_whatever_the_passes(passes: tuple[float, ...]) -> None:
-    for schedule, ranks, rounds, chunks in itertools.product((*SINGLE, *LOOPED[:2]), (2, 4, 8), (1, 2, 4), (1, 2, 4)):
+    asked = itertools.product((*SINGLE, *LOOPED[:2]), (2, 4, 8), (1, 2, 4), (1, 2, 4))
+    ran = Counter[str]()
+    for schedule, ranks, rounds, chunks in asked:
         microbatches = ranks * rounds
         if runs(schedule, ranks, microbatches, chunks):
+            ran[schedule] += 1
             expected = (ranks - 1) / (chunks * microbatches + ranks - 1)
             assert bubble(schedule, ranks, microbatches, chunks, *passes) == pytest.approx(expected), schedule
+    assert min(ran[schedule] for schedule in (*SINGLE, *LOOPED[:2])) >= 5
 
 
 def test_zero_bubbles_are_what_the_papers_say_where_the_halves_are_alike() -> None:

@@ -61,6 +61,17 @@ def test_calls_come_first_and_lines_seen_in_the_phases_then() -> None:
     assert where[2].what == "loader worker, in open (PIL/Image.py)"
 
 
+def test_of_several_calls_of_a_kind_those_made_most_often_come_first_and_a_librarys_last() -> None:
+    calls = [
+        Call("save", "train.py", 1, count=1),
+        Call("save", "train.py", 2, count=9, via="save (fancy/x.py:1)"),
+        Call("save", "train.py", 3, count=5),
+        Call("save", "train.py", 4, count=3),
+    ]
+    assert [w.line for w in placed(found("checkpoint_stall"), (), source(calls)).where] == [3, 4, 1]
+    assert [w.line for w in placed(found("checkpoint_stall"), (), source(calls[:3])).where] == [3, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("rule", "saves_from", "expected"),
     [

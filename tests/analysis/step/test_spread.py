@@ -50,14 +50,11 @@ def test_of_a_single_step_nothing_is_known(tmp_path: Path) -> None:
     assert math.isnan(row["noise_ns"])
 
 
-GPU = {"device": {"type": "cuda", "name": "NVIDIA A100-SXM4-80GB", "index": 0}}
-
-
 def likeness(folder: Path, before: int, after: int, made: dict[str, Any], profiled: int = 4) -> dict[str, float]:
     """Return the row of a job of 20 steps of `before` ns, a window of 2 ms steps, and 20 of `after`."""
     lengths = [before] * 20 + [2 * MS] * profiled + [after] * 20
     steps = [light(n, ns, device_step_ns=ns, profiled=int(20 <= n < 20 + profiled)) for n, ns in enumerate(lengths)]
-    rank = RankData(open_run(runs.recorded(folder / "run", (made, steps, GPU))).ranks[0])
+    rank = RankData(open_run(runs.recorded(folder / "run", (made, steps, runs.GPU))).ranks[0])
     (row,) = rank.once(window_likeness).to_dict("records")
     return {str(name): float(value) for name, value in row.items()}
 
@@ -75,7 +72,7 @@ def test_a_pause_now_and_then_is_no_profiler_that_stays(tmp_path: Path) -> None:
     steps = [light(n, MS, device_step_ns=MS, profiled=int(20 <= n < 24)) for n in range(60)]
     for n in (30, 40, 50):
         steps[n] |= {"dur_ns": 30 * MS, "device_step_ns": 30 * MS}
-    rank = RankData(open_run(runs.recorded(tmp_path / "run", (made, steps, GPU))).ranks[0])
+    rank = RankData(open_run(runs.recorded(tmp_path / "run", (made, steps, runs.GPU))).ranks[0])
     assert rank.once(window_likeness)["after"].iloc[0] == 1.0
 
 

@@ -15,8 +15,8 @@ from tests.fixtures.runs import MS, asked, light
 from tests.fixtures.sampled_stacks import MAIN
 
 
-def recorded(folder: Path, steps: list[dict[str, Any]], stacks: str = "") -> Path:
-    path = runs.recorded(folder / "run", (None, steps, {**runs.CPU, "pid": 10}))
+def recorded(folder: Path, steps: list[dict[str, Any]], stacks: str = "", **more: Any) -> Path:
+    path = runs.recorded(folder / "run", (None, steps, {**runs.CPU, "pid": 10}), **more)
     if stacks:
         (path / "ranks/00000/stacks.txt.gz").write_bytes(gzip.compress(stacks.encode()))
     return path
@@ -50,3 +50,21 @@ def test_lines_share_the_time_between_the_phases(tmp_path: Path) -> None:
     frame = asked(made, lambda lines_between: lines_between)
     assert list(zip(frame["line"], frame["ns"], strict=True)) == [(70, 6 * MS), (71, 2 * MS)]
     assert frame["noise_ns"].iloc[0] == pytest.approx((0.6 * 0.4 / 100) ** 0.5 * 10 * MS)
+
+
+@pytest.mark.parametrize(
+    ("longer", "stalls"),
+    [
+        (0, [runs.stall("garbage_collection", n, 2 * MS, after=15 * MS) for n in range(200)]),
+        (20, []),  # in one step of ten
+    ],
+    ids=["stalls", "periodic"],
+)
+def test_what_stalls_and_what_comes_every_few_steps_is_not_shared_among_lines(
+    tmp_path: Path, longer: int, stalls: list[dict[str, Any]]
+) -> None:
+    steps = [light(n, (20 + longer * (n % 10 == 0)) * MS, forward_ns=4 * MS, backward_ns=6 * MS) for n in range(200)]
+    path = recorded(tmp_path, steps, f"{MAIN};main (/me/train.py:70) 100\n", stalls=[stalls])
+    frame = asked(runs.measured(path, lines_between), lambda lines_between: lines_between)
+    rest = 10 * MS - (2 * MS if stalls else 0)
+    assert list(zip(frame["line"], frame["ns"], strict=True)) == [(70, pytest.approx(rest, rel=0.01))]

@@ -13,8 +13,6 @@ from dlprof.read.run import open_run
 from tests.fixtures import runs, traces
 from tests.fixtures.runs import MS, light
 
-GPU = {"device": {"type": "cuda", "name": "NVIDIA A100-SXM4-80GB", "index": 0}}
-
 
 def bound(steps: int = 4) -> dict[str, Any]:
     """Make steps of 1 ms in which the host launches ten kernels of 20 µs, one every 100 µs, all of it in operators."""
@@ -31,7 +29,7 @@ def bound(steps: int = 4) -> dict[str, Any]:
 
 def recorded(folder: Path, made: dict[str, Any], step: int, **said: int) -> RankData:
     rows = [light(n, step, start=traces.BASE_NS + n * MS, device_step_ns=step, **said) for n in range(40)]
-    return RankData(open_run(runs.recorded(folder, (made, rows, GPU))).ranks[0])
+    return RankData(open_run(runs.recorded(folder, (made, rows, runs.GPU))).ranks[0])
 
 
 def test_calls_are_as_short_as_the_steps_that_were_not_traced(tmp_path: Path) -> None:

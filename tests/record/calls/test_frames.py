@@ -81,6 +81,16 @@ def test_a_librarys_frame_is_passed_and_named_unless_it_is_ours(
     assert look.place.via == "" if is_ours else look.place.via.endswith("train (fancy/trainer.py:3)")
 
 
+def test_of_several_frames_of_libraries_the_innermost_is_named(tmp_path: Path) -> None:
+    look = Held(Frames(f"{tmp_path}{os.sep}", time.time() + 1))
+    scope: dict[str, Any] = {"look": look}
+    library = tmp_path / "lib/site-packages/fancy"
+    for name, body in (("loop.py", "def loop():\n    look()\n"), ("trainer.py", "def train():\n    loop()\n")):
+        exec(compile(body, str(library / name), "exec"), scope)
+    exec(compile("train()\n", str(tmp_path / "train.py"), "exec"), scope)
+    assert (look.place.file, look.place.line, look.place.via) == ("train.py", 1, "loop (fancy/loop.py:2)")
+
+
 def test_what_is_read_of_a_file_is_bounded_and_never_of_a_newer_one(tmp_path: Path) -> None:
     big = "look()\n" + "#" * MOST_FILE_BYTES + "\n"
     assert held(tmp_path / "big.py", big, tmp_path).place.digest == ""

@@ -8,6 +8,8 @@ from textwrap import dedent
 
 import pytest
 
+from dlprof.record.calls.seen import Calls
+from dlprof.record.calls.watched import watch
 from tests.fixtures.jobs import facts, record, tiny
 
 torch = pytest.importorskip("torch", reason="recording needs torch")
@@ -115,3 +117,18 @@ def test_the_lines_that_wrap_a_model(tmp_path: Path) -> None:
     assert found["data_parallel"] == ["nn.DataParallel(nn.Linear(4, 4))"]
     assert found["compile"] == ['compiled = torch.compile(model, backend="eager")']
     assert found["forward"] == ["compiled(torch.randn(2, 8)).sum().backward()"]
+
+
+def test_what_is_made_while_dynamo_reads_the_script_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, traced = Calls(), [False]
+    watch(calls, lambda: traced[0], monkeypatch.setattr, lambda wrapper: wrapper)
+
+    def seen() -> int:
+        torch.amp.GradScaler("cpu", enabled=False)
+        return sum(call["count"] for call in calls.facts() if call["kind"] == "grad_scaler")
+
+    assert seen() == 1
+    traced[0] = True
+    assert seen() == 1
+    traced[0] = False
+    assert seen() == 2

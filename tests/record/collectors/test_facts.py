@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -12,8 +13,8 @@ import pytest
 from dlprof.record.collectors.facts import Facts, _last_bucket
 from dlprof.record.recorder import Recorder
 from tests.fixtures.devices import Devices, Model, Parameter
+from tests.fixtures.jobs import COMPILES_NOTHING, facts, launch, wrapped
 from tests.fixtures.jobs import environment as job_environment
-from tests.fixtures.jobs import facts, launch, wrapped
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -22,7 +23,8 @@ torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        dedent(
+        COMPILES_NOTHING
+        + dedent(
             """
             import torch
             from torch import nn
@@ -90,7 +92,8 @@ def test_settings_of_models_optimizers_precision_and_the_launchers_rank(tmp_path
 def test_what_a_model_does_not_tell_costs_no_other_fact_and_is_said(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        dedent(
+        COMPILES_NOTHING
+        + dedent(
             """
             import torch
             class Shy(torch.nn.Linear):
@@ -113,49 +116,41 @@ def test_what_a_model_does_not_tell_costs_no_other_fact_and_is_said(tmp_path: Pa
     assert told["warnings"] == ["facts: no answer for modules (ValueError: not today)"]
 
 
+# Each in a process of its own, as a script sets one for good: a fork, which has torch already.
 PRECISION = """
+import json, os, sys
 import torch
-{setting}
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-for _ in range(3):
-    model(torch.randn(2, 4)).sum().backward()
-    optimizer.step()
+from dlprof.record.collectors.facts import _matmul, _unanswered
+for setting in sys.argv[1:]:
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    exec(setting)
+    said = _matmul()
+    print(json.dumps([[said[k] for k in ("float32_precision", "allow_tf32", "cudnn_allow_tf32")], list(_unanswered)]))
+    sys.stdout.flush()
+    os._exit(0)
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("setting", "precision", "products", "convolutions"),
-    [
-        ("", "highest", False, True),
-        ("torch.set_float32_matmul_precision('medium')", "medium", True, True),
-        ("torch.backends.cuda.matmul.allow_tf32 = True; torch.backends.cudnn.allow_tf32 = False", "high", True, False),
-        pytest.param("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "high", True, True, marks=pytest.mark.long),
-        ("torch.backends.fp32_precision = 'ieee'", "highest", False, False),
-        pytest.param(
-            "torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.fp32_precision = 'ieee'",
-            "highest",
-            False,
-            True,
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_the_precision_of_float32_is_known_whichever_way_it_was_set(
-    setting: str, precision: str, products: bool, convolutions: bool, tmp_path: Path
-) -> None:
-    if "fp32_precision" in setting and not hasattr(torch.backends, "fp32_precision"):
-        pytest.skip("this torch has the settings of before 2.9 only")
-    script = tmp_path / "script.py"
-    script.write_text(PRECISION.format(setting=setting))
-    done = launch(wrapped(tmp_path / "run", [sys.executable, "-W", "error", script], "--no-trace"), tmp_path)
-    assert (done.returncode, done.stdout) == (0, "")
-    told = facts(tmp_path / "run/ranks/00000")
-    said = told["matmul"]
-    asked = ("float32_precision", "allow_tf32", "cudnn_allow_tf32")
-    assert [said[key] for key in asked] == [precision, products, convolutions]
-    assert told["warnings"] == []
+def test_the_precision_of_float32_is_known_whichever_way_it_was_set(tmp_path: Path) -> None:
+    known = {
+        "pass": ("highest", False, True),
+        "torch.set_float32_matmul_precision('medium')": ("medium", True, True),
+        "torch.backends.cuda.matmul.allow_tf32 = True; torch.backends.cudnn.allow_tf32 = False": ("high", True, False),
+    }
+    if hasattr(torch.backends, "fp32_precision"):  # since torch 2.9
+        ieee_products = "torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.fp32_precision = 'ieee'"
+        known |= {
+            "torch.backends.cuda.matmul.fp32_precision = 'tf32'": ("high", True, True),
+            "torch.backends.fp32_precision = 'ieee'": ("highest", False, False),
+            ieee_products: ("highest", False, True),
+        }
+    done = launch([sys.executable, "-W", "error", "-c", PRECISION, *known], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert dict(zip(known, said, strict=True)) == {setting: [list(is_), []] for setting, is_ in known.items()}
 
 
 def test_a_rank_is_on_its_models_gpu_and_no_other_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dlprof.read.kineto import torch_trace
-from tests.fixtures.jobs import facts, launch, record, rows, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, TORCHRUN, facts, launch, record, rows, wrapped
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -44,12 +44,12 @@ BACKWARD = CONV + 2 * (LINEAR + HEAD)
 
 def job(folder: Path, body: str) -> Path:
     path = folder / "job.py"
-    path.write_text(LOOP + dedent(body))
+    path.write_text(COMPILES_NOTHING + LOOP + dedent(body))
     return path
 
 
 def counted(folder: Path, body: str, *options: str) -> dict[str, Any]:
-    record(job(folder, body), folder=folder / "run", options=["--no-trace", *options])
+    record(job(folder, body), folder=folder / "run", options=["--no-trace", "--no-sample", *options])
     told = facts(folder / "run/ranks/00000")
     assert told["warnings"] == []
     flops: dict[str, Any] = told["flops"]
@@ -155,7 +155,7 @@ def test_a_failing_step_fails_as_ever_and_leaves_nothing_behind(tmp_path: Path) 
     """
     path = job(tmp_path, body)
     plain = launch([sys.executable, path], tmp_path)
-    done = record(path, folder=tmp_path / "run", options=["--no-trace"])
+    done = record(path, folder=tmp_path / "run", options=["--no-trace", "--no-sample"])
     assert done.stdout == plain.stdout
     assert done.stdout.splitlines()[-1] == "0"
     assert facts(tmp_path / "run/ranks/00000")["flops"]["state"] == "counted"
@@ -177,7 +177,7 @@ def test_recording_that_fails_meanwhile_takes_the_mode_along_and_so_does_a_fork(
             model(data[:8][0])
         print(n, depth, torch._C._len_torch_dispatch_stack())
     """
-    done = record(job(tmp_path, body), folder=tmp_path / "run", options=["--no-trace"])
+    done = record(job(tmp_path, body), folder=tmp_path / "run", options=["--no-trace", "--no-sample"])
     told = [line.split()[1:] for line in done.stdout.splitlines()]
     assert told == [["0", "0"]] * 8 + [["1", "0"]] + [["0", "0"]] * 6
     assert done.stderr.count("recording is off") == 1
@@ -209,7 +209,7 @@ def test_a_mode_of_the_scripts_own_stays_its_own(first: int, last: int, state: s
     """
     path = job(tmp_path, body)
     args = [str(first), str(last)]
-    done = record(path, *args, folder=tmp_path / "run", options=["--no-trace"])
+    done = record(path, *args, folder=tmp_path / "run", options=["--no-trace", "--no-sample"])
     assert done.stdout == launch([sys.executable, path, *args], tmp_path).stdout
     assert done.stdout.split()[1] == "0"
     told = facts(tmp_path / "run/ranks/00000")["flops"]
@@ -308,7 +308,7 @@ dist.destroy_process_group()
 )
 def test_what_a_rank_computes_of_a_model_that_ranks_share(kind: str, totals: list[int], tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(PARALLEL)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *TORCHRUN]
     command += [str(tmp_path / "job.py"), kind]
     plain = launch(command, tmp_path)
     done = launch(wrapped(tmp_path / "run", command, "--no-trace"), tmp_path)

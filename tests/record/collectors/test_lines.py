@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dlprof.read.lines import read
-from tests.fixtures.jobs import environment, facts, launch, record, rows, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, environment, facts, launch, record, rows, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 pytest.importorskip("line_profiler", reason="lines need line_profiler")
@@ -80,7 +80,7 @@ def run(dataset=None, **settings):
 def written(folder: Path, body: str) -> Path:
     (folder / "data.py").write_text(DATA)
     script = folder / "train.py"
-    script.write_text(TRAIN + dedent(body))
+    script.write_text(COMPILES_NOTHING + TRAIN + dedent(body))
     return script
 
 
@@ -97,7 +97,7 @@ def counted(run: Path) -> dict[tuple[str, str], Counter[int]]:
 
 def lines(folder: Path, body: str, *targets: str) -> dict[tuple[str, str], Counter[int]]:
     options = [option for target in targets for option in ("--lines", target)]
-    record(written(folder, body), folder=folder / "run", options=["--no-trace", *options])
+    record(written(folder, body), folder=folder / "run", options=["--no-trace", "--no-sample", *options])
     return counted(folder / "run")
 
 
@@ -324,7 +324,7 @@ def test_what_was_counted_survives_a_kill(tmp_path: Path) -> None:
 def test_a_python_without_line_profiler_says_so_in_one_line(tmp_path: Path) -> None:
     script = written(tmp_path, "run()")
     (tmp_path / "line_profiler.py").write_text("raise ImportError('none here')")
-    done = record(script, folder=tmp_path / "run", options=["--no-trace", "--lines", "data:decode"])
+    done = record(script, folder=tmp_path / "run", options=["--no-trace", "--no-sample", "--lines", "data:decode"])
     assert [line for line in done.stderr.splitlines() if "line_profiler" in line] == [
         "dlprof: rank 0: lines are off: the script's Python has no line_profiler (pip install line_profiler): none here"
     ]
@@ -335,5 +335,5 @@ def test_a_python_without_line_profiler_says_so_in_one_line(tmp_path: Path) -> N
 @pytest.mark.long
 def test_nobody_asked_means_nothing_is_touched(tmp_path: Path) -> None:
     script = written(tmp_path, "run()\nassert 'line_profiler' not in sys.modules\nassert 'passing' not in str(vars())")
-    record(script, folder=tmp_path / "run", options=["--no-trace"])
+    record(script, folder=tmp_path / "run", options=["--no-trace", "--no-sample"])
     assert not (tmp_path / "run/ranks/00000/lines.jsonl").exists()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.fixtures.jobs import facts, launch, record, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, facts, launch, record, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -58,8 +58,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def recorded(folder: Path, body: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     script = folder / "script.py"
-    script.write_text(HEAD + 'if __name__ == "__main__":\n' + indent(dedent(body), "    "))
-    record(script, folder=folder / "run", options=["--no-trace"])
+    script.write_text(COMPILES_NOTHING + HEAD + 'if __name__ == "__main__":\n' + indent(dedent(body), "    "))
+    record(script, folder=folder / "run", options=["--no-trace", "--no-sample"])
     rank = folder / "run/ranks/00000"
     assert facts(rank)["warnings"] == []
     return lines(rank / "loading.jsonl"), lines(rank / "fetches.jsonl")
@@ -308,7 +308,7 @@ def test_a_validation_before_training_is_kept_but_for_what_its_workers_did(tmp_p
 
 def test_who_never_trains_leaves_nothing(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(HEAD + "assert len([b for b in DataLoader(Slow(), 4, num_workers=2)]) == 12\n")
+    script.write_text(COMPILES_NOTHING + HEAD + "assert len([b for b in DataLoader(Slow(), 4, num_workers=2)]) == 12\n")
     record(script, folder=tmp_path / "run")
     assert list((tmp_path / "run/ranks").iterdir()) == []
     assert list((tmp_path / "run/hosts").glob("*/rank-*")) == []

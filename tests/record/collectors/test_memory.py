@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dlprof.schema import MEMORY
-from tests.fixtures.jobs import facts, record
+from tests.fixtures.jobs import COMPILES_NOTHING, facts, record
 
 torch: Any = pytest.importorskip("torch", reason="recording needs torch")
 
@@ -35,7 +35,7 @@ print(torch.cuda.is_initialized())
 
 def job(folder: Path, body: str = JOB) -> Path:
     path = folder / "job.py"
-    path.write_text(dedent(body))
+    path.write_text(COMPILES_NOTHING + dedent(body))
     return path
 
 

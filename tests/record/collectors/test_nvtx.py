@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.jobs import environment, facts, launch, rows, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, environment, facts, launch, rows, wrapped
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -77,7 +77,7 @@ def test_steps_phases_collectives_and_annotations_reach_the_tool(tmp_path: Path)
     if compiler is None:
         pytest.skip("no C compiler for the library that listens")
     (tmp_path / "listener.c").write_text(LISTENER)
-    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "job.py").write_text(COMPILES_NOTHING + JOB)
     library = tmp_path / "listener.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", library, tmp_path / "listener.c"], check=True)
     env = environment(NVTX_INJECTION64_PATH=str(library), NVTX_SEEN=str(tmp_path / "seen"))
@@ -113,7 +113,7 @@ def test_without_nvtx_one_line_says_so_and_the_job_goes_on(tmp_path: Path) -> No
         pytest.skip("this PyTorch has NVTX")
     # A folder before the package's, with a module that cannot be imported.
     (tmp_path / "nvtx.py").write_text("raise ImportError('none here')")
-    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "job.py").write_text(COMPILES_NOTHING + JOB)
     done = launch(wrapped(tmp_path / "run", [sys.executable, tmp_path / "job.py"], "--nvtx", "--no-trace"), tmp_path)
     assert done.returncode == 0
     assert done.stderr.count("no NVTX ranges") == 1

@@ -17,7 +17,7 @@ from dlprof.analysis.pipeline.schedules import grid
 from dlprof.record.collectors.pipeline import Pipeline
 from dlprof.record.recorder import Recorder
 from tests.fixtures.devices import Devices, Place
-from tests.fixtures.jobs import environment, facts, launch, record, rows, wrapped
+from tests.fixtures.jobs import COMPILES_NOTHING, environment, facts, launch, record, rows, wrapped
 from tests.fixtures.runs import measured
 from tests.fixtures.stages import STAGES
 
@@ -56,7 +56,7 @@ def torchrun(folder: Path, body: str, ranks: int = 2) -> Path:
 def alone(folder: Path, body: str) -> Path:
     """Record a script whose only rank holds the whole pipeline, and give the rank's folder."""
     script = folder / "script.py"
-    script.write_text(ALONE + dedent(body))
+    script.write_text(COMPILES_NOTHING + ALONE + dedent(body))
     record(script, folder=folder / "run", options=["--no-trace"])
     return folder / "run/ranks/00000"
 

@@ -11,7 +11,7 @@ import pytest
 
 from dlprof.analysis.step.rules import checkpoint_stall, gc_pauses
 from tests.fixtures.asking import ask
-from tests.fixtures.jobs import facts, record, rows
+from tests.fixtures.jobs import COMPILES_NOTHING, facts, record, rows
 
 pytest.importorskip("torch", reason="recording needs torch")
 
@@ -32,8 +32,8 @@ def train():
 
 def stalls(folder: Path, body: str, steps: int = 40) -> list[dict[str, Any]]:
     script = folder / "script.py"
-    script.write_text(LOOP + dedent(body))
-    record(script, folder=folder / "run", options=["--no-trace"])
+    script.write_text(COMPILES_NOTHING + LOOP + dedent(body))
+    record(script, folder=folder / "run", options=["--no-trace", "--no-sample"])
     rank = folder / "run/ranks/00000"
     assert len(rows(rank)) == steps
     assert facts(rank)["warnings"] == []

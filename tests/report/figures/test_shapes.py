@@ -48,12 +48,16 @@ def test_plotly_gets_no_markup_from_a_trace_and_no_long_text() -> None:
 
 
 def test_no_figure_makes_a_template_of_a_text() -> None:
-    for figure in every_figure(results.hostile()):
+    figures = every_figure(results.hostile())
+    assert figures
+    for figure in figures:
         assert "template" not in json.dumps(figure.spec)
 
 
 def test_every_figure_says_what_it_shows_and_has_a_table() -> None:
-    for figure in every_figure(results.ddp()):
+    figures = every_figure(results.ddp())
+    assert figures
+    for figure in figures:
         assert len(figure.label) > 20
         assert figure.table.rows
         assert {len(row) for row in figure.table.rows} == {len(figure.table.columns)}

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from dlprof.analysis.input.fetch_replay import Forecast
+from dlprof.analysis.input.fewer_workers import FewerWorkers
 from dlprof.analysis.input.rules import input_wait
 from dlprof.analysis.input.rules.needless_workers import RULE
 from dlprof.result import Setting
@@ -30,6 +32,12 @@ def test_workers_whose_batches_are_cheaper_to_make_are_found(tmp_path: Path) -> 
 def test_workers_that_are_kept_between_epochs_cannot_be_without_workers(tmp_path: Path) -> None:
     found = ask(RULE, needless(tmp_path, persistent_workers=True))
     assert found.changes[0].settings == (Setting("num_workers", 3, 0), Setting("persistent_workers", True, False))
+
+
+def test_half_of_what_is_not_known_of_the_workers_cost_is_the_noise() -> None:
+    now, none = Forecast(2, 24 * MS, 0.0), Forecast(0, 18 * MS, 0.0)
+    estimate = RULE.check(FewerWorkers(0, (now, none), none, 2.0 * MS, {0: 6.0 * MS}))
+    assert (estimate.saving_ns, estimate.noise_ns) == (6 * MS, 2 * MS)
 
 
 def test_workers_that_are_needed_are_left_alone(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ def test_the_report_draws_a_line_a_rank_and_host_and_lists_what_was_measured(tmp
     cores, memory = (p for p in drawn(run, [PICTURE]) if p.title in ("Cores in use", "Memory in use"))
     assert cores.columns == ("time_ns", "rank 0", "rank 1", "loader workers and other children", "all of node-1")
     # The children of both ranks together; every line has a point in every row.
+    assert len(cores.rows) > 10
     assert all(row[1:] == pytest.approx((0.5, 0.5, 0.5, 1.5)) for row in cores.rows[1:])
     assert memory.columns == ("time_ns", "rank 0", "rank 1", "all of node-1")
     facts = {f.name: f.value for f in overview.facts(run) if f.section == "Host"}
