@@ -263,7 +263,7 @@ def test_a_gpu_of_nvidias_is_none_of_amdsmis(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (None, "amdsmi is not installed"),
+        (None, "amdsmi, which reports what a ROCm GPU does, is not installed"),
         ("print('no library')\nraise KeyError('libamd_smi.so')", "amdsmi does not find its library"),
     ],
 )
