@@ -126,6 +126,12 @@ class Format:
     # Of tables that a rule may ask for and this tool does not give: table → which option of the tool would bring it.
     lacks: Mapping[str, str] = field(default_factory=dict)
 
+    def tables_of(self, path: Path, piece: str) -> Reading:
+        """Return what `read` does; raise DlprofError where the format is not read."""
+        if self.read is None:
+            raise DlprofError(f"{path}: {self.title}: {self.left}")
+        return self.read(path, piece)
+
 
 # The modules below dlprof.read that have a FORMAT, or a tuple of several, in the order in which they are asked: the first that recognises a
 # file has it. Of two formats that give one rank the same table (but for JOINED), the earlier is read.
