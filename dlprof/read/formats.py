@@ -121,10 +121,26 @@ class Format:
     brings: str = ""  # to the report, in words
     record: str = ""  # how to record it: a command, or code
     left: str = ""
+    precedence: int = 0  # of formats with the same table for one rank, that with the highest is read
     of_host: bool = False  # it is of all ranks of a host, and is read with the first of them
     seen: bool = True  # real files were read with it; else it follows the tool's documentation or source
     # Of tables that a rule may ask for and this tool does not give: table → which option of the tool would bring it.
     lacks: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def described(self) -> dict[str, str]:
+        """Return what is said of it, by label: for `dlprof sources` and for docs/sources.md."""
+        real = "yes" if self.seen else "no: it follows the tool's documentation or source"
+        said = {
+            "What it is": self.title,
+            "Recognised by": self.recognised,
+            "Brings": self.brings,
+            "Not read": self.left,
+            "How to record it": self.record,
+            "Lacks": "; ".join(f"{table}: {how}" for table, how in self.lacks.items()),
+            "Real files seen": real if self.read else "",
+        }
+        return {label: text for label, text in said.items() if text}
 
     def tables_of(self, path: Path, piece: str) -> Reading:
         """Return what `read` does; raise DlprofError where the format is not read."""
@@ -134,10 +150,15 @@ class Format:
 
 
 # The modules below dlprof.read that have a FORMAT, or a tuple of several, in the order in which they are asked: the first that recognises a
-# file has it. Of two formats that give one rank the same table (but for JOINED), the earlier is read.
+# file has it.
 FORMATS: tuple[str, ...] = (
     "nvidia_smi",
-    "kineto.format",
+    "foreign.perfetto",
+    "foreign.rocprof",
+    "foreign.left",
+    "foreign.horovod",
+    "foreign.ascend",
+    "kineto.format",  # any other Chrome trace
 )
 
 # Tables that several files of one rank may add to.

@@ -112,11 +112,13 @@ def gather(folder: Path, window: int | None = None) -> Gathered:
     found, taken = _judged(paths)
     warnings = inside.warnings
     if unseen:
-        warnings.append(f"{count(unseen, 'more file')} in the folder {'was' if unseen == 1 else 'were'} not looked into")
+        warnings.append(
+            f"{count(unseen, 'more file')} in the folder {'was' if unseen == 1 else 'were'} not looked into"
+        )
     if not found:
         raise DlprofError(_nothing(folder, paths, taken, warnings))
     ranks = _Ranks()
-    of_ranks = [f for f in formats() if _SPANS in f.tables]
+    of_ranks = sorted((f for f in formats() if _SPANS in f.tables), key=lambda f: -f.precedence)
     for one in of_ranks:
         mine = [f for f in found if f.format is one]
         by_rank, odd = _by_rank(mine, ranks.left)
@@ -202,9 +204,7 @@ def _numbered(parts: Sequence[Part]) -> dict[int, Part]:
     return numbered | dict(zip(free, [part for part in parts if part.rank is None], strict=False))
 
 
-def _by_rank(
-    found: Sequence[_Found], left: dict[Path, str]
-) -> tuple[dict[int, list[_Found]], list[str]]:
+def _by_rank(found: Sequence[_Found], left: dict[Path, str]) -> tuple[dict[int, list[_Found]], list[str]]:
     """Return the files of each rank, all windows of it, and warnings."""
     by_rank: dict[int, list[_Found]] = {}
     nameless: dict[str, list[_Found]] = {}

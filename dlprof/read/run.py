@@ -85,7 +85,9 @@ def open_run(path: str | os.PathLike[str], window: int | None = None) -> Run:
         if where.is_dir():
             if (where / "run.json").is_file() or (where / "ranks").is_dir():
                 if window is not None:
-                    raise DlprofError(f"{where}: a run has one window: --window is for folders of several traces a rank")
+                    raise DlprofError(
+                        f"{where}: a run has one window: --window is for folders of several traces a rank"
+                    )
                 return _recorded(where)
             return _foreign(where, gather(where, window))
         if where.is_file():
