@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dlprof.commands import form, jobs, no_limits, quiet, run_path, say, show
-from dlprof.commands.progress import Progress
+from dlprof.commands.terminal.progress import Progress
 from dlprof.errors import DlprofError
 from dlprof.files import write
 from dlprof.plain import plain

@@ -8,7 +8,7 @@ import click
 @click.command(short_help="List the files of other tools that dlprof reads.")
 @click.argument("name", required=False)
 def sources(name: str | None) -> None:
-    """List the formats that `dlprof report` reads, alone or several in one folder; with NAME, all that is said of one."""
+    """List the formats that `dlprof report` reads, alone or several in one folder; of NAME, say all that is known."""
     from dlprof.commands import say
     from dlprof.errors import DlprofError
     from dlprof.read.formats import formats

@@ -26,9 +26,9 @@ _SNIFFED = 4 << 10
 class Part(NamedTuple):
     """What a file holds of one rank. A file of several ranks has several.
 
-    `rank`: None where neither the file nor its name tells it. `piece`: what `read` gets to find it in the file, "" where
-    it is all of the file. `began_ns`: when it began, Unix time or any other clock that all such files of a job share;
-    None: not known.
+    `rank`: None where neither the file nor its name tells it. `piece`: what `read` gets to find it in the file, ""
+    where it is all of the file. `began_ns`: when it began, Unix time or any other clock that all such files of a job
+    share; None: not known.
     """
 
     rank: int | None = None
@@ -108,8 +108,8 @@ class Format:
 
     `recognise(head)` returns what the file holds of which ranks; nothing where it is another format. It is asked about
     any file, hostile ones too, and is quick: it judges by the head. What it raises counts as nothing.
-    `read(path, piece)` returns the tables; it raises DlprofError where the file cannot be read. None: the format is known
-    and not read, and `left` says why, and what to do instead.
+    `read(path, piece)` returns the tables; it raises DlprofError where the file cannot be read. None: the format is
+    known and not read, and `left` says why, and what to do instead.
     """
 
     name: str
@@ -149,8 +149,8 @@ class Format:
         return self.read(path, piece)
 
 
-# The modules below dlprof.read that have a FORMAT, or a tuple of several, in the order in which they are asked: the first that recognises a
-# file has it.
+# The modules below dlprof.read that have a FORMAT, or a tuple of several, in the order in which they are asked: the
+# first that recognises a file has it.
 FORMATS: tuple[str, ...] = (
     "nvidia_smi",
     "foreign.perfetto",

@@ -1,8 +1,8 @@
 """A folder of files of other tools, or one such file: what each file is, and which rank it is of.
 
-A folder may hold traces of several ranks and several windows of each, logs of GPUs, stacks, and whatever else lay there.
-It is one job. Each file is judged by its content (formats.py); what is read for which rank, and what is left and why, is
-in `Gathered.taken`.
+A folder may hold traces of several ranks and several windows of each, logs of GPUs, stacks, and whatever else lay
+there. It is one job. Each file is judged by its content (formats.py); what is read for which rank, and what is left and
+why, is in `Gathered.taken`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dlprof.errors import DlprofError
+from dlprof.read.folders.unread import described
+from dlprof.read.folders.windows import Window, named_process, whole, windows_of
 from dlprof.read.formats import JOINED, Format, Head, Part, format_named, formats, recognised
 from dlprof.read.opening import Inside
-from dlprof.read.unread import described
-from dlprof.read.windows import Window, named_process, whole, windows_of
 from dlprof.units import count, few
 
-# How deep below a folder files are looked for (profiles/iteration_100/rank0.json), and how many are looked into: of JSON
-# files before the folder is taken for something else than a folder of traces, of others before the rest is left.
+# How deep below a folder files are looked for (profiles/iteration_100/rank0.json), and how many are looked into: of
+# JSON files before the folder is taken for something else than a folder of traces, of others before the rest is left.
 DEPTH = 3
 MOST_FILES = 20_000
 MOST_OTHERS = 5_000
@@ -239,7 +239,7 @@ def _chosen(
     chosen = windows[number - 1]
     for at, window in enumerate(windows, 1):
         if at != number:
-            left |= {path: f"of window {at}; window {number} is read" for path in window.values()}
+            left |= dict.fromkeys(window.values(), f"of window {at}; window {number} is read")
     for path in chosen.values():
         left.pop(path, None)
     kind = "the one asked for" if asked is not None else "the last complete one"
@@ -266,7 +266,7 @@ def _has_spans(ranks: _Ranks) -> bool:
 
 
 def _below(inside: Inside) -> tuple[list[Path], int]:
-    """List the files to look into, level by level, each in the natural order of names; and count those that are left."""
+    """List the files to look into, level by level, in the natural order of names; and count those that are left."""
     found: list[Path] = []
     traces = others = unseen = 0
     level = [inside.root]

@@ -1,7 +1,7 @@
 """The raw formats of dlprof's own recordings, each read into a Reading, and the list of what is read of a rank.
 
-Those of other tools are in formats.py. Logs of lines that are rows, and samplers', are read by logs.py. Any other format has a file of its own with
-`read(path)`, which imports no other reader.
+Those of other tools are in formats.py. Logs of lines that are rows, and samplers', are read by logs.py. Any other
+format has a file of its own with `read(path)`, which imports no other reader.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ FORMAT = (
         title="execution trace (PyTorch ET or Chakra)",
         recognised="JSON with `schema`, `nodes` and operators' `inputs`, and no `traceEvents`",
         recognise=_json(r'^\s*\{[^\[]{0,2000}"schema"\s*:\s*"[\d.]+(?:-chakra[\w.-]*)?"', r'"nodes"\s*:\s*\['),
-        left="it holds operators and their tensors, but no device times: read the torch.profiler trace of the same steps",
+        left="it holds operators and tensors, and no times of a device: read torch.profiler's trace of the same steps",
         record="torch.profiler.ExecutionTraceObserver()",
         seen=False,
     ),

@@ -1,8 +1,8 @@
 """Perfetto's own traces (.pftrace, .perfetto-trace), through Perfetto's own tools where the user has them.
 
-The format is protobuf, and its reader is Perfetto's trace processor: a program, which its Python package fetches when it
-first runs. dlprof fetches nothing. Where `traceconv` is on the path, it makes JSON of the trace, and that is read as a
-Chrome trace of PyTorch's is. Where it is not, the file is left with the command that converts it.
+The format is protobuf, and its reader is Perfetto's trace processor: a program, which its Python package fetches when
+it first runs. dlprof fetches nothing. Where `traceconv` is on the path, it makes JSON of the trace, and that is read as
+a Chrome trace of PyTorch's is. Where it is not, the file is left with the command that converts it.
 """
 
 from __future__ import annotations

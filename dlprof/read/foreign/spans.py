@@ -14,7 +14,7 @@ _UNKNOWN: Mapping[str, Any] = {"category": "", "int64": -1}
 
 
 def spans_of(columns: Mapping[str, Sequence[Any] | np.ndarray[Any, Any]]) -> pd.DataFrame:
-    """Return the table, in order of start, the longer first; `columns` has at least lane, kind, name, start_ns, dur_ns."""
+    """Return the table, in order of start, the longer first, of at least lane, kind, name, start_ns and dur_ns."""
     count = len(columns["start_ns"])
     start = np.asarray(columns["start_ns"], dtype=np.int64)
     order = np.lexsort((-np.asarray(columns["dur_ns"], dtype=np.int64), start))

@@ -128,7 +128,7 @@ class Rows:
 
 
 def decode(path: Path, processes: frozenset[Scalar] | None = None) -> Rows:
-    """Return the rows of a file, or of these processes of it; raises DlprofError where it cannot be read or is no trace."""
+    """Return the rows of a file, or of these processes of it; raises DlprofError where it is no trace or unreadable."""
     was_on = gc.isenabled()
     gc.disable()  # hundreds of thousands of live objects, none in a cycle: collecting costs half of the time
     try:

@@ -1,7 +1,7 @@
 """Traces of several ranks in one file, as people make them: which processes of the file belong to which rank.
 
-Kineto writes one process a file. Whoever merges files gives the processes names with their ranks, or numbers them apart.
-A file in Kineto's own layout was merged by nobody, and is not looked through.
+Kineto writes one process a file. Whoever merges files gives the processes names with their ranks, or numbers them
+apart. A file in Kineto's own layout was merged by nobody, and is not looked through.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import os
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from dlprof.read.opening import most_unpacked, open_file
 
 _BLOCK = 1 << 20
 
-# How torch's tensorboard_trace_handler names the files of a process that was given no name: host_pid.time.pt.trace.json.
+# How torch's tensorboard_trace_handler names the files of a process without a name: host_pid.time.pt.trace.json.
 _OF_PROCESS = re.compile(r"(.+_\d+)\.\d{10,20}\.pt\.trace\.json(?:\.gz)?")
 
 
@@ -39,8 +39,8 @@ def named_process(path: Path) -> str:
 def windows_of(by_rank: Mapping[int, Sequence[Window]]) -> list[dict[int, Path]]:
     """Return the windows in their order, each with the files of its ranks.
 
-    Where each folder holds a rank once at most, a folder is a window. Else the n-th file of each rank is of window n, in
-    the order of their times, or of their names where a time is missing.
+    Where each folder holds a rank once at most, a folder is a window. Else the n-th file of each rank is of window n,
+    in the order of their times, or of their names where a time is missing.
     """
     if not by_rank:
         return []
@@ -48,12 +48,13 @@ def windows_of(by_rank: Mapping[int, Sequence[Window]]) -> list[dict[int, Path]]
     for rank, files in by_rank.items():
         for one in files:
             folders[one.path.parent].setdefault(rank, one)
-    several = len(set().union(*({rank} for rank, files in by_rank.items() if len(files) > 1), set()))
-    if several and sum(map(len, folders.values())) == sum(map(len, by_rank.values())):
-        # Folders that ranks share are windows; a rank's own folder is not.
-        if len(by_rank) == 1 or any(len(of) > 1 for of in folders.values()):
-            ordered = _in_order([Window(folder, _earliest(of.values())) for folder, of in folders.items()])
-            return [{rank: one.path for rank, one in sorted(folders[w.path].items())} for w in ordered]
+    several = any(len(files) > 1 for files in by_rank.values())
+    alone = sum(map(len, folders.values())) == sum(map(len, by_rank.values()))
+    # Folders that ranks share are windows; a rank's own folder is not.
+    shared = len(by_rank) == 1 or any(len(of) > 1 for of in folders.values())
+    if several and alone and shared:
+        ordered = _in_order([Window(folder, _earliest(of.values())) for folder, of in folders.items()])
+        return [{rank: one.path for rank, one in sorted(folders[w.path].items())} for w in ordered]
     sorted_files = {rank: _in_order(files) for rank, files in by_rank.items()}
     most = max(map(len, sorted_files.values()))
     return [{r: files[n].path for r, files in sorted(sorted_files.items()) if n < len(files)} for n in range(most)]
@@ -89,7 +90,7 @@ def is_cut(path: Path) -> bool:
         return True
 
 
-def _earliest(windows: Sequence[Window]) -> int | None:
+def _earliest(windows: Iterable[Window]) -> int | None:
     times = [one.began_ns for one in windows]
     return min((t for t in times if t is not None), default=None) if None not in times else None
 
