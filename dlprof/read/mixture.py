@@ -118,9 +118,15 @@ def gather(folder: Path, window: int | None = None) -> Gathered:
     if not found:
         raise DlprofError(_nothing(folder, paths, taken, warnings))
     ranks = _Ranks()
+    of_first: Format | None = None
     of_ranks = sorted((f for f in formats() if _SPANS in f.tables), key=lambda f: -f.precedence)
     for one in of_ranks:
         mine = [f for f in found if f.format is one]
+        if mine and ranks.files:  # ranks of two kinds would not be comparable, nor on one clock
+            kind = of_first.title if of_first else ""
+            ranks.left |= dict.fromkeys((f.path for f in mine), f"the spans of the ranks are read from a {kind}")
+            continue
+        of_first = one if mine else of_first
         by_rank, odd = _by_rank(mine, ranks.left)
         warnings += odd
         chosen, odd = _chosen(by_rank, folder, window, ranks.left)

@@ -37,7 +37,10 @@ def recognise(head: Head) -> Sequence[Part]:
 
     if head.opens not in ("{", "[") or not _OURS.search(head.first) or b'"ph"' not in head.first:
         return ()
-    return (Part(rank_in(str(head.path))),)
+    # …/HOST_PID_TIME_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json, and people name the folder after the rank.
+    names = (head.name, *(folder.name for folder in list(head.path.parents)[:3]))
+    ranks = [rank for rank in map(rank_in, names) if rank is not None]
+    return (Part(ranks[0] if ranks else None),)
 
 
 def _wants(name: str) -> bool:  # noqa: ARG001 - the numbers that link calls and kernels are in all of them

@@ -29,47 +29,69 @@ _LONGEST_VARINT = 10
 
 
 def recognise(head: Head) -> Sequence[Part]:
-    """Return one part where a file begins with packets of a trace: fields 1 of bytes, with known fields inside."""
+    """Return one part where a file begins with packets of a trace: fields 1 of bytes, each a message."""
     from dlprof.read.kineto.patterns import rank_in
 
-    packet, rest = _packet(head.start)
-    if packet is None or not _is_packet(packet):
-        return ()
-    more, _ = _packet(rest)
-    return (Part(rank_in(head.name)),) if more is None or _is_packet(more) else ()
-
-
-def _packet(data: bytes) -> tuple[bytes | None, bytes]:
-    """Return the first field 1 of bytes, as far as it is there, and what follows it; None where there is none."""
-    if data[:1] != b"\x0a":
-        return None, b""
-    length, at = _varint(data, 1)
-    if at < 0 or not 0 < length < 1 << 28:
-        return None, b""
-    return data[at : at + length], data[at + length :]
+    data, at, packets = head.start, 0, 0
+    while packets < _PACKETS and at < len(data):
+        if data[at] != _PACKET:
+            return ()
+        length, begin = _varint(data, at + 1)
+        if begin < 0 or not 0 < length < 1 << 28:
+            return ()
+        if begin + length > len(data):  # as far as it was read
+            packets += packets == 0 and not head.is_text and _is_packet(data[begin:], whole=False)
+            break
+        if not _is_packet(data[begin : begin + length], whole=True):
+            return ()
+        at, packets = begin + length, packets + 1
+    return (Part(rank_in(head.name)),) if packets else ()
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     """Return a number and where it ends; −1 where it has no end."""
     value = 0
-    for shift in range(_LONGEST_VARINT):
-        if at + shift >= len(data):
-            return 0, -1
-        byte = data[at + shift]
-        value |= (byte & 0x7F) << (7 * shift)
-        if byte < 0x80:
-            return value, at + shift + 1
+    for place in range(at, min(at + _LONGEST_VARINT, len(data))):
+        value |= (data[place] & 0x7F) << (7 * (place - at))
+        if data[place] < 0x80:
+            return value, place + 1
     return 0, -1
 
 
-# Fields of TracePacket that may come first in one: timestamp, clock, sequence and its flags, trusted uid and pid, clock
-# snapshot, config, defaults, descriptors of processes, threads and tracks, track events, and others that stand alone.
-_FIRST = frozenset({1, 2, 3, 6, 8, 10, 11, 12, 13, 33, 35, 36, 41, 42, 43, 44, 52, 58, 59, 60, 79, 87, 89})
+# What a trace begins with, the field of its packets; how many of them are looked at, and the largest field of one.
+_PACKET = 0x0A
+_PACKETS = 3
+_LARGEST_FIELD = 1_000
+_FIXED = {1: 8, 5: 4}
 
 
-def _is_packet(packet: bytes) -> bool:
-    key, at = _varint(packet, 0)
-    return at > 0 and key >> 3 in _FIRST and key & 7 in (0, 1, 2, 5)
+def _is_packet(data: bytes, *, whole: bool) -> bool:
+    """Return whether bytes are a message whose fields end where it ends; of one that was cut, its first field."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        field, kind = key >> 3, key & 7
+        if at < 0 or not 0 < field <= _LARGEST_FIELD:
+            return False
+        if kind == 0:
+            _, at = _varint(data, at)
+        elif kind == 2:
+            length, at = _varint(data, at)
+            at = at + length if at >= 0 else at
+        elif kind in _FIXED:
+            at += _FIXED[kind]
+        else:
+            return False
+        if at < 0:
+            return False
+        if not whole:
+            return field in _FIRST
+    return at == len(data)
+
+
+# Fields that the first packet of a trace begins with: timestamp, process tree, clock snapshot, sequence and its flags,
+# track events and descriptors, interned data, trusted uid, config, system information, marks of the service.
+_FIRST = frozenset({2, 3, 6, 8, 10, 11, 12, 13, 33, 35, 36, 41, 42, 43, 44, 45, 50, 58, 59, 60, 79, 87, 89})
 
 
 def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it

@@ -31,7 +31,15 @@ def converter(folder: Path, script: str) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\x0a", b"\n\n\n\n", b"\x0a\x05hello", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", b"\nword\n"],
+    [
+        b"",
+        b"\x0a",
+        b"\n\n\n\n",
+        b"\x0a\x05hello",
+        b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
+        b"\nword\n",
+        traces.dump(traces.training()),
+    ],
 )
 def test_other_files_are_none(tmp_path: Path, data: bytes) -> None:
     assert not recognise(Head(written(tmp_path, data)))
