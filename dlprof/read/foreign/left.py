@@ -13,7 +13,8 @@ def _json(*patterns: str) -> Callable[[Head], Sequence[Part]]:
     compiled = [re.compile(pattern) for pattern in patterns]
 
     def recognise(head: Head) -> Sequence[Part]:
-        return WHOLE if head.opens in ("{", "[") and all(one.search(head.text) for one in compiled) else ()
+        is_json = head.opens in ("{", "[")
+        return WHOLE if is_json and all(one.search(head.text) for one in compiled) else ()
 
     return recognise
 
@@ -23,7 +24,10 @@ FORMAT = (
         name="execution_trace",
         title="execution trace (PyTorch ET or Chakra)",
         recognised="JSON with `schema`, `nodes` and operators' `inputs`, and no `traceEvents`",
-        recognise=_json(r'^\s*\{[^\[]{0,2000}"schema"\s*:\s*"[\d.]+(?:-chakra[\w.-]*)?"', r'"nodes"\s*:\s*\['),
+        recognise=_json(
+            r'^\s*\{[^\[]{0,2000}"schema"\s*:\s*"[\d.]+(?:-chakra[\w.-]*)?"',
+            r'"nodes"\s*:\s*\[(?![\s\S]*"traceEvents")',
+        ),
         left="it holds operators and tensors, and no times of a device: read torch.profiler's trace of the same steps",
         record="torch.profiler.ExecutionTraceObserver()",
         seen=False,

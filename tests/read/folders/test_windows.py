@@ -27,15 +27,13 @@ def test_in_a_folder_of_all_the_nth_file_of_each_rank_is_of_the_nth_window() -> 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_last_whole_window(tmp_path: Path, packed: bool) -> None:
-    def made(name: str, data: bytes) -> Path:
-        path = tmp_path / name
-        text = b'{"traceEvents": []}' + b" " * 3_000
-        path.write_bytes(
-            (gzip.compress(text) if packed else text)[: -len(data)] if data else gzip.compress(text) if packed else text
-        )
-        return path
+    def made(name: str, cut: int = 0) -> Path:
+        text = b'{"traceEvents": [' + b"1," * 3_000 + b"1]}\n"
+        data = gzip.compress(text) if packed else text
+        (tmp_path / name).write_bytes(data[: len(data) - cut])
+        return tmp_path / name
 
-    good, bad = [made(f"good{n}", b"") for n in range(3)], made("bad", b"x" * (5 if packed else 3_010))
+    good, bad = [made(f"good{n}") for n in range(3)], made("bad", cut=5)
     assert not is_cut(good[0])
     assert is_cut(bad)
     assert is_cut(tmp_path / "none")
