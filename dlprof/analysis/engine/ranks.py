@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dlprof import schema
 from dlprof.analysis.engine.needs import JOB, RANK, Maybe, Measure, MeasureFailed, Need, call_with, named, needs_of
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
-from dlprof.read.formats import format_named
+from dlprof.read.formats import Format, format_named
 from dlprof.read.run import TRACE, Rank, Run
 from dlprof.read.sources import SOURCES, Source
 
@@ -60,7 +60,7 @@ class RankData:
             self._take(name, rank.files[name], rank.pieces.get(name, ""))
 
     def _take(self, name: str, path: Path, piece: str) -> None:
-        source = _OURS[name] if name in _OURS and not piece else format_named(name)
+        source: Source | Format = _OURS[name] if name in _OURS and not piece else format_named(name)
         try:
             reading = source.read(path) if isinstance(source, Source) else source.tables_of(path, piece)
         except DlprofError as e:

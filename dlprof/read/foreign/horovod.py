@@ -124,7 +124,7 @@ def _collectives(trace: ChromeTrace, rank: str) -> list[tuple[Any, ...]]:
             by_tensor.setdefault(int(pid[of[row]]), []).append(
                 (begun, _ORDER[kind], row, begun + int(trace.dur[row]), kind)
             )
-    found = []
+    found: list[tuple[Any, ...]] = []
     for tensor, marks in by_tensor.items():
         label = _tensor(trace.processes, tensor)
         begin = ready = None

@@ -18,7 +18,7 @@ def spans_of(columns: Mapping[str, Sequence[Any] | np.ndarray[Any, Any]]) -> pd.
     count = len(columns["start_ns"])
     start = np.asarray(columns["start_ns"], dtype=np.int64)
     order = np.lexsort((-np.asarray(columns["dur_ns"], dtype=np.int64), start))
-    made = {}
+    made: dict[str, Any] = {}
     for name, dtype in schema.SPANS.items():
         values = columns.get(name)
         if dtype == schema.CATEGORY:

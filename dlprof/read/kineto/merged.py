@@ -92,17 +92,19 @@ def _assigned(
     names: Mapping[Scalar, str], working: Sequence[Scalar], others: Sequence[Scalar]
 ) -> list[tuple[int | None, str]]:
     named = {pid: _named(pid, names.get(pid, "")) for pid in (*working, *others)}
-    ranks: dict[int | None, list[Scalar]] = {}
+    ranks: dict[int, list[Scalar]] = {}
     for pid, rank in named.items():
         if rank is not None:
             ranks.setdefault(rank, []).append(pid)
     hosts = [pid for pid in working if named[pid] is None]
-    devices = sorted(pid for pid in others if named[pid] is None and _is_device(pid))
+    devices = sorted(pid for pid in others if named[pid] is None and isinstance(pid, int) and 0 <= pid < _MOST_DEVICES)
+    order: list[int | None] = []
     if len(ranks) > 1:
-        order: list[int | None] = sorted(rank for rank in ranks if rank is not None)
-        groups = [ranks[rank] for rank in order]
+        order += sorted(ranks)
+        groups = [ranks[rank] for rank in sorted(ranks)]
     elif not ranks and len(hosts) > 1:
-        order, groups = [None] * len(hosts), [[pid] for pid in hosts]
+        order += [None] * len(hosts)
+        groups = [[pid] for pid in hosts]
     else:
         return []
     if devices:
@@ -115,10 +117,6 @@ def _assigned(
 def _named(pid: Scalar, name: str) -> int | None:
     found = _RANK.search(name) or (_RANK.search(pid) if isinstance(pid, str) else None)
     return int(found[1]) if found else None
-
-
-def _is_device(pid: Scalar) -> bool:
-    return isinstance(pid, int) and not isinstance(pid, bool) and 0 <= pid < _MOST_DEVICES
 
 
 def pids(piece: str) -> frozenset[Scalar]:
