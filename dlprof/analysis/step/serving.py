@@ -36,7 +36,8 @@ def serving_steps(
         code: found for code, name in enumerate(spans["name"].cat.categories) if (found := serving_step(str(name)))
     }
     marked = np.flatnonzero(np.isin(codes, list(known)) & host.is_kind(spans, "annotation"))
-    by_start = {int(spans["start_ns"].iat[row]): known[codes[row]] for row in marked}
+    marks = zip(spans["start_ns"].to_numpy()[marked].tolist(), codes[marked].tolist(), strict=True)
+    by_start = {start: known[code] for start, code in marks}
     starts = dict(zip(traced_steps["step"], traced_steps["start_ns"], strict=True))
     rows = [
         (int(number), found.phase, found.requests, found.tokens, *window)

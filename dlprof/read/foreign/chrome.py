@@ -181,7 +181,7 @@ class _Reader:
                 self.trace.places.append(place)
             numbers.append(number)
         keep = (start != NO_TIME) & (dur >= 0) & (dur <= _LONGEST_NS)
-        place = np.array(numbers, dtype=np.int32)
+        number_of = np.array(numbers, dtype=np.int32)
         depth = np.array([d for *_, d, _ in whole], dtype=np.int16)
         kept = np.flatnonzero(keep).tolist()
         for row, i in enumerate(kept, self.count):
@@ -189,7 +189,8 @@ class _Reader:
             if self._wants(e.name):
                 said = bytes(e.args)
                 self.trace.args[row] = said if len(said) > 2 else ended
-        for column, values in zip(self._columns, (place, start, dur, depth), strict=True):
+        made: tuple[NDArray[Any], ...] = (number_of, start, dur, depth)
+        for column, values in zip(self._columns, made, strict=True):
             column.append(values[keep])
         self.count += len(kept)
 

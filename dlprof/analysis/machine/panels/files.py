@@ -9,7 +9,7 @@ import pandas as pd
 from dlprof.analysis.engine import Job
 from dlprof.analysis.panel import Picture, table
 from dlprof.errors import DoesNotApply
-from dlprof.read.run import Taken
+from dlprof.read.mixture import Taken
 from dlprof.result import Panel
 from dlprof.units import count, few
 
