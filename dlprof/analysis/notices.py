@@ -130,6 +130,8 @@ def _of_rest(job: Job, means: pd.DataFrame, rest: Mapping[int, float]) -> list[s
     of = f"{percent(shares[worst])} of a step" + (f" of rank {worst}" if len(job.ranks) > 1 else "")
     if not means["traced_steps"].loc[worst]:
         return [f"{of} is not attributed to any category, except that it is no input wait: no step was traced"]
+    if means["source"].loc[worst] == "trace":
+        return [f"{of} is not attributed to any category: the trace does not record what the rank did meanwhile"]
     return [
         f"{of} is not in the traced steps: the others are longer by that much, for a reason that was neither traced nor"
         " recorded (`--window 10,2,20` traces more steps)"
