@@ -84,6 +84,7 @@ field: $(VENV)/.ready
 # The generated parts of docs/: the rules' manuals, and pictures of the page (which need Chromium).
 docs: $(VENV)/.ready
 	$(BIN)/python docs/make_rules.py
+	$(BIN)/python docs/make_sources.py
 	$(BIN)/python docs/make_pictures.py
 
 # Some hours of recordings on two cores: every fault that the machine can show, in turn with healthy runs. It goes on

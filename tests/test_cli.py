@@ -18,7 +18,7 @@ from tests.fixtures import jobs, traces
 
 README = Path(__file__).parent.parent / "README.md"
 # Modules next to the commands that several of them use.
-SHARED = {"progress", "recording"}
+SHARED = {"progress", "terminal", "recording"}
 
 HEAVY = ("torch", "pandas", "plotly", "numpy", "jinja2", "msgspec", "isal")
 

@@ -47,8 +47,9 @@ def test_every_page_and_picture_can_be_reached() -> None:
     assert there - linked == set()
 
 
-def test_the_page_of_rules_holds_their_manuals() -> None:
-    spec = util.spec_from_file_location("make_rules", ROOT / "docs" / "make_rules.py")
+@pytest.mark.parametrize("name", ["make_rules", "make_sources"])
+def test_generated_pages_are_up_to_date(name: str) -> None:
+    spec = util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     made = util.module_from_spec(spec)

@@ -94,7 +94,7 @@ class Rule:
     `saves_from`: the categories of `time` that its saving comes out of; none if it is between the steady steps.
     `feeds`: its change makes the loader faster, whose speed bounds what other changes save. `notable`: the least share
     of the step that is a finding. `only_with`: it concerns only jobs that train on a GPU, or on
-    the CPU, or read from a DataLoader.
+    the CPU, or read from a DataLoader. `of_training`: it concerns no inference server.
     """
 
     title: str
@@ -104,6 +104,7 @@ class Rule:
     feeds: bool = False
     notable: float = LEAST_SHARE
     only_with: Literal["", "gpu", "cpu", "loader"] = ""
+    of_training: bool = False
     id: str = ""  # the name of its file
 
     def __post_init__(self) -> None:

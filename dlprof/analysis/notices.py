@@ -8,6 +8,7 @@ import pandas as pd
 
 from dlprof.analysis.engine import Job, Maybe, Measured
 from dlprof.analysis.step.breakdown import part
+from dlprof.analysis.step.serving import engine_of
 from dlprof.read.run import together
 from dlprof.units import count, digits, duration, few, percent, used_by_others
 
@@ -46,6 +47,10 @@ def warnings(
     if missing:
         are = "is" if len(missing) == 1 else "are"
         found.append(f"{len(missing)} of {job.world_size} ranks {are} missing: {few(missing, 12)}")
+    if engine := engine_of(job):
+        found.append(
+            f"the traces are of inference by {engine}: a step is one of its, and rules of training do not apply"
+        )
     found += _of_others(foreign_load.or_none())
     means, likeness = step_means.or_none(), window_likeness.or_none()
     if whole_job.or_none() is not None:
@@ -125,6 +130,8 @@ def _of_rest(job: Job, means: pd.DataFrame, rest: Mapping[int, float]) -> list[s
     of = f"{percent(shares[worst])} of a step" + (f" of rank {worst}" if len(job.ranks) > 1 else "")
     if not means["traced_steps"].loc[worst]:
         return [f"{of} is not attributed to any category, except that it is no input wait: no step was traced"]
+    if means["source"].loc[worst] == "trace":
+        return [f"{of} is not attributed to any category: the trace does not record what the rank did meanwhile"]
     return [
         f"{of} is not in the traced steps: the others are longer by that much, for a reason that was neither traced nor"
         " recorded (`--window 10,2,20` traces more steps)"

@@ -4,14 +4,15 @@ from dlprof.analysis.communication.panels import collectives
 from dlprof.analysis.compute.panels import arithmetic, kernels
 from dlprof.analysis.host.panels import lines, queue, stacks, syncs
 from dlprof.analysis.input.panels import workers
-from dlprof.analysis.machine.panels import samples
+from dlprof.analysis.machine.panels import files, samples
 from dlprof.analysis.memory.panels import memory
 from dlprof.analysis.panel import Picture
 from dlprof.analysis.pipeline.panels import pipeline
 from dlprof.analysis.source.panels import time_by_line
-from dlprof.analysis.step.panels import steps, timeline, whole_job
+from dlprof.analysis.step.panels import serving, steps, timeline, whole_job
 
 PICTURES: tuple[Picture, ...] = (
+    serving.PICTURE,
     steps.PICTURE,
     whole_job.PICTURE,
     timeline.PICTURE,
@@ -27,4 +28,5 @@ PICTURES: tuple[Picture, ...] = (
     workers.PICTURE,
     samples.PICTURE,
     lines.PICTURE,
+    files.PICTURE,
 )

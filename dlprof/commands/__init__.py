@@ -20,7 +20,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 # the help, with the words of an example.
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "record": {"wrap": "train.py --lr 0.1", "run": "ddp_resnet --procs 2", "doctor": ""},
-    "read": {"report": "traces/", "rules": "", "explain": "input_wait", "export": "runs/a --perfetto a.json.gz"},
+    "read": {
+        "report": "traces/",
+        "sources": "",
+        "rules": "",
+        "explain": "input_wait",
+        "export": "runs/a --perfetto a.json.gz",
+    },
     "prove": {
         "try": "runs/a --minutes 5",
         "compare": "runs/before runs/after",

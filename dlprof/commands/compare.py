@@ -52,8 +52,8 @@ def _result(path: Path, jobs: int | None, quiet: bool) -> Result:
     """Return the result of a run or of traces, or the one that a file result.json holds."""
     import msgspec
 
-    from dlprof.commands.progress import Progress
     from dlprof.commands.report import analyse
+    from dlprof.commands.terminal.progress import Progress
     from dlprof.result.stored import from_json
 
     if path.is_file() and path.suffix == ".json" and _is_result(path):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dlprof.commands import file, form, jobs, no_limits, out, quiet, run_path, say, show
-from dlprof.commands.progress import Progress
+from dlprof.commands.terminal.progress import Progress
 from dlprof.errors import DlprofError
 from dlprof.files import compact, write, writing
 from dlprof.plain import plain
@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 @click.option(
     "--allow-numerics", is_flag=True, help="With --patch: also changes with which other numbers are computed."
 )
+@click.option(
+    "--window",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Of ranks with several traces: which. [default: the last complete one]",
+)
+@click.option("--files", is_flag=True, help="Also print what each file of a folder was taken for, and what was left.")
 @show
 @quiet
 def report(
@@ -46,14 +53,16 @@ def report(
     redact: bool,
     patch: Path | None,
     allow_numerics: bool,
+    window: int | None,
+    files: bool,
     show: bool,
     quiet: bool,
 ) -> None:
-    """Show where the time goes in PATH: a run, a folder of torch-profiler traces, or one trace file.
+    """Show where the time goes in PATH: a run, a folder of other tools' files, or one of them (`dlprof sources`).
 
     Prints the verdict and writes report.html and result.json: into a run, or else into a new folder dlprof-report.
     """
-    result = _analysed_for_page(path, jobs, quiet)
+    result = _analysed_for_page(path, jobs, quiet, window)
     if redact:
         from dlprof.report.sharing import shareable
 
@@ -65,11 +74,21 @@ def report(
         # Reading may have taken minutes: the verdict is printed even where it could not be written.
         click.echo(verdict)
     if form != "json":
+        for line in _files(result) if files else ():
+            say(line)
         say(f"report: {shown(html)}")
     if patch is not None:
         _write_patch(result, path, patch, allow_numerics, tell=form != "json")
     if show:
         browse(html)
+
+
+def _files(result: Result) -> list[str]:
+    """Return a line for each kind of file that was read, then for each that was left."""
+    from dlprof.analysis.machine.panels.files import TITLE
+
+    rows = [row for panel in result.panels if panel.title == TITLE for row in panel.rows]
+    return [f"  {read}: {what}: {files} ({why})" for files, what, read, why in rows]
 
 
 def _write_patch(result: Result, path: Path, file: Path, numerics: bool, tell: bool) -> None:
@@ -111,7 +130,7 @@ def write_report(path: Path) -> str:
     return f"{_verdict(result)}\nreport: {plain(shown(write_files(result, path, None)))}"
 
 
-def _analysed_for_page(path: Path, jobs: int | None, quiet: bool) -> Result:
+def _analysed_for_page(path: Path, jobs: int | None, quiet: bool, window: int | None = None) -> Result:
     with Progress(quiet=quiet) as progress:
 
         def shown_progress(done: Done) -> None:
@@ -121,13 +140,18 @@ def _analysed_for_page(path: Path, jobs: int | None, quiet: bool) -> Result:
 
                 html.prepare()
 
-        return analyse(path, jobs, shown_progress, page=True)
+        return analyse(path, jobs, shown_progress, page=True, window=window)
 
 
 def analyse(
-    path: Path, jobs: int | None = None, progress: Callable[[Done], None] | None = None, *, page: bool = False
+    path: Path,
+    jobs: int | None = None,
+    progress: Callable[[Done], None] | None = None,
+    *,
+    page: bool = False,
+    window: int | None = None,
 ) -> Result:
-    """Open a run or traces and ask every rule; `page` imports the renderers meanwhile."""
+    """Open a run or traces and ask every rule; `page` imports the renderers meanwhile; `window`: see `open_run`."""
     # The measures multiply no matrices: threads of a linear-algebra library would only be started, and forked.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from dlprof.read.kineto import prefetch
@@ -135,9 +159,10 @@ def analyse(
     from dlprof.record.launch.process import keep_memory
 
     keep_memory()
-    run = open_run(path)
+    run = open_run(path, window)
     if jobs != 1 and "pandas" not in sys.modules:
-        prefetch.begin([rank.files[TRACE] for rank in run.largest_first if TRACE in rank.files])
+        whole = (rank for rank in run.largest_first if TRACE in rank.files and TRACE not in rank.pieces)
+        prefetch.begin([rank.files[TRACE] for rank in whole])
     # All imports stand here, after the start of decoding: another core decodes meanwhile.
     from dlprof.analysis.diagnosis import diagnose
     from dlprof.analysis.rules import RULES

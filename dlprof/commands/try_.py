@@ -59,8 +59,8 @@ def try_(
     changes, with one, without, and so on, until the answers are clear. What it writes, it writes each time.
     COMMAND stands for the recorded command.
     """
-    from dlprof.commands.progress import Progress
     from dlprof.commands.report import analyse
+    from dlprof.commands.terminal.progress import Progress
     from dlprof.trial.trying import Options, prepared
 
     with Progress(quiet=quiet) as progress:

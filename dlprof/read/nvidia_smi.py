@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dlprof.errors import DlprofError
-from dlprof.read.logs import Series, samples_frame
-from dlprof.read.opening import open_file, read_file
+from dlprof.read.formats import WHOLE, Format, Head, Part
+from dlprof.read.opening import read_file
 from dlprof.read.sources import Reading
+
+if TYPE_CHECKING:
+    from dlprof.read.logs import Series
 
 # Property → metric of the table "samples", and its scale. With --format=csv,nounits the values are in the same units.
 _METRICS: Mapping[str, tuple[str, float]] = {
@@ -35,25 +39,20 @@ _METRICS: Mapping[str, tuple[str, float]] = {
 # What identifies a GPU, the best first.
 _NAMES = ("pci.bus_id", "gpu_bus_id", "uuid", "gpu_uuid", "index")
 
-_FIRST_BYTES = 4096
+
+def recognise(head: Head) -> Sequence[Part]:
+    """Return one part where a file begins as such a log does."""
+    names = _header(head.start.partition(b"\n")[0].decode(errors="replace"))
+    return WHOLE if "timestamp" in names and any(name in _METRICS for name in names) else ()
 
 
-def is_log(path: Path) -> bool:
-    """Return whether a file begins as such a log does."""
-    try:
-        with open_file(path) as file:
-            first = file.read(_FIRST_BYTES)
-    except DlprofError:
-        return False
-    names = _header(first.partition(b"\n")[0].decode(errors="replace"))
-    return "timestamp" in names and any(name in _METRICS for name in names)
-
-
-def read(path: Path) -> Reading:
+def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
     """Return rows of the table "samples", each GPU a source; raises DlprofError where the file is no such log.
 
     Its times have no zone: they are taken for times of the machine that reads them.
     """
+    from dlprof.read.logs import samples_frame  # with pandas, which opening a run does not wait for
+
     lines = read_file(path).decode(errors="replace").splitlines()
     names = _header(lines[0]) if lines else []
     if "timestamp" not in names:
@@ -100,3 +99,16 @@ def _number(word: str) -> float | None:
     except (ValueError, IndexError):
         return None
     return value if math.isfinite(value) else None
+
+
+FORMAT = Format(
+    name="nvidia_smi",
+    title="log of nvidia-smi",
+    recognised="CSV whose header has `timestamp` and properties of `nvidia-smi --query-gpu`",
+    recognise=recognise,
+    read=read,
+    tables=("samples",),
+    brings="use, memory, power, temperature and clocks of each GPU, above the steps",
+    record="nvidia-smi --query-gpu=timestamp,pci.bus_id,utilization.gpu,utilization.memory --format=csv -l 1",
+    of_host=True,
+)

@@ -1,4 +1,4 @@
-"""A run on disk and its ranks: a folder that dlprof recorded, a folder of traces from anywhere, or one trace file."""
+"""A run on disk and its ranks: a folder that dlprof recorded, a folder of other tools' files, or one of these."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 from dlprof.errors import DlprofError
 from dlprof.files import BOOT, longer
 from dlprof.read import facts
+from dlprof.read.mixture import Gathered, Taken, beside, gather, one_file
 from dlprof.read.opening import Inside
 from dlprof.read.sources import SOURCES
 from dlprof.units import few
@@ -23,13 +24,6 @@ FORMAT = 1
 
 # Which reader foreign files are for.
 TRACE = "torch_trace"
-
-# How deep below a folder foreign traces are looked for (profiles/iteration_100/rank0.json), and how many files are
-# looked into before the folder is taken for something else than a folder of traces.
-DEPTH = 3
-MOST_FILES = 20_000
-
-_TRACES = (".json", ".json.gz", ".trace", ".trace.gz", ".pt.trace")
 
 # The folder of a rank, and which of its lives it was; a rank of more digits is nobody's.
 _LIFE = re.compile(r"([0-9]{1,9})(?:\.r([0-9]{1,9}))?")
@@ -46,9 +40,10 @@ class Rank:
     """What one rank left on disk. `facts` are the recorder's; of a foreign trace, empty."""
 
     index: int
-    files: Mapping[str, Path] = field(default_factory=dict)  # source → what is read of it
+    files: Mapping[str, Path] = field(default_factory=dict)  # source or format → what is read of it
     facts: Mapping[str, Any] = field(default_factory=dict)
     resumed_ns: tuple[int, ...] = ()  # when the job, or a part of it, went on again after it was stopped
+    pieces: Mapping[str, str] = field(default_factory=dict)  # format → this rank's piece of a file of several
 
     @property
     def unpacked_bytes(self) -> int:
@@ -60,7 +55,10 @@ class Rank:
 
 @dataclass(frozen=True)
 class Run:
-    """One training job: its ranks, how it was started and ended, and what was odd about its files."""
+    """One job: its ranks, how it was started and ended, and what was odd about its files.
+
+    `taken`: of other tools' files, for which ranks each is read, or why it is left.
+    """
 
     path: Path
     ranks: tuple[Rank, ...]
@@ -69,6 +67,7 @@ class Run:
     hosts: tuple[str, ...] = ()
     exit: Mapping[str, int | None] = field(default_factory=lambda: {"code": None, "signal": None})
     warnings: tuple[str, ...] = ()
+    taken: tuple[Taken, ...] = ()
 
     @property
     def largest_first(self) -> list[Rank]:
@@ -76,16 +75,25 @@ class Run:
         return sorted(self.ranks, key=lambda rank: -rank.unpacked_bytes)
 
 
-def open_run(path: str | os.PathLike[str]) -> Run:
-    """Open a run folder, a folder of traces or one trace file; raise DlprofError where there is nothing in it."""
+def open_run(path: str | os.PathLike[str], window: int | None = None) -> Run:
+    """Open a run folder, a folder of other tools' files or one of these; raise DlprofError where nothing can be read.
+
+    `window`: which window of a folder whose ranks have several, from 1 on; None: the last complete one.
+    """
     where = Path(path)
     try:
         if where.is_dir():
             if (where / "run.json").is_file() or (where / "ranks").is_dir():
+                if window is not None:
+                    raise DlprofError(
+                        f"{where}: a run has one window: --window is for folders of several traces a rank"
+                    )
                 return _recorded(where)
-            return _foreign(where)
+            return _foreign(where, gather(where, window))
         if where.is_file():
-            return _one_file(where)
+            if where.name in ("run.json", "result.json", "facts.json"):
+                raise DlprofError(f"{where}: part of a run, not a trace; give its folder, {where.parent}")
+            return _foreign(where, one_file(where))
     except PermissionError as e:
         raise DlprofError(f"{e.filename or where}: permission denied") from None
     if where.exists():
@@ -131,7 +139,16 @@ def _recorded(folder: Path) -> Run:
         _facts(inside, path, facts.TASK)[0] for path in sorted(folder.glob("tasks/*.json")) if inside.holds(path)
     ]
     resumed = {at for one in (info, *tasks) for at in one.get("resumed_ns") or ()}
-    ranks = [replace(rank, resumed_ns=tuple(sorted(resumed))) for rank in _with_log(inside, ranks, warnings)]
+    more = beside(folder, [rank.index for rank in ranks])
+    ranks = [
+        replace(
+            rank,
+            files={**rank.files, **more.files.get(rank.index, {})},
+            pieces=more.pieces.get(rank.index, {}),
+            resumed_ns=tuple(sorted(resumed)),
+        )
+        for rank in ranks
+    ]
     if not ranks:
         warnings.append("no rank left a record: the job ended before its first step, or Python was started without it")
     warnings += _of_tasks(tasks)
@@ -147,7 +164,13 @@ def _recorded(folder: Path) -> Run:
         hosts=tuple(dict.fromkeys(host for host in seen if host)),
         exit={"code": ended.get("code"), "signal": ended.get("signal")},
         warnings=(*warnings, *inside.warnings),
+        taken=tuple(one for one in more.taken if one.ranks),
     )
+
+
+def _foreign(where: Path, found: Gathered) -> Run:
+    ranks = [Rank(rank, files, pieces=found.pieces.get(rank, {})) for rank, files in sorted(found.files.items())]
+    return Run(path=where, ranks=tuple(ranks), warnings=found.warnings, taken=found.taken)
 
 
 def _ranks(inside: Inside) -> tuple[list[Rank], list[str]]:
@@ -227,88 +250,3 @@ def _files(inside: Inside, folder: Path, *, of_host: bool = False) -> dict[str, 
     sources = [s for s in SOURCES if s.of_host == of_host]
     found = {s.name: next((folder / f for f in s.files if inside.holds(folder / f)), None) for s in sources}
     return {source: path for source, path in found.items() if path is not None}
-
-
-def _one_file(path: Path) -> Run:
-    from dlprof.read.kineto import headers
-
-    if path.name in ("run.json", "result.json", "facts.json"):
-        raise DlprofError(f"{path}: part of a run, not a trace; give its folder, {path.parent}")
-    return Run(path=path, ranks=(Rank(headers.peek(path).get("rank", 0), {TRACE: path}),))
-
-
-def _foreign(folder: Path) -> Run:
-    """Find the traces below a folder and which rank each is of."""
-    from dlprof.read.kineto import headers
-
-    inside = Inside(folder)
-    peeks = {path: headers.peek(path) for path in _candidates(inside)}
-    traces = [path for path, peek in peeks.items() if peek["is_trace"]]
-    others = [path.name for path, peek in peeks.items() if not peek["is_trace"]]
-    if not traces:
-        seen = f"looked into {len(peeks)} .json and .json.gz files" if any(folder.iterdir()) else "it is empty"
-        seen = "; ".join((seen, *inside.warnings))
-        raise DlprofError(f"{folder}: no torch-profiler traces and no dlprof run in it ({seen})")
-    warnings = inside.warnings
-    if others:
-        warnings.append(f"{len(others)} other files were left out: {', '.join(others)[:200]}")
-    by_rank: dict[int, list[Path]] = {}
-    for path in traces:
-        by_rank.setdefault(peeks[path].get("rank", -1), []).append(path)
-    nameless = by_rank.pop(-1, [])
-    if nameless and by_rank:
-        warnings.append(f"left out, since their rank is unknown: {', '.join(f.name for f in nameless)[:200]}")
-    elif len(nameless) > 1:
-        warnings.append("no trace names its rank: they are numbered in the order of their names")
-    by_rank = by_rank or {i: [path] for i, path in enumerate(nameless)}
-    for rank, same in sorted(by_rank.items()):
-        if len(same) > 1:
-            chosen = same[-1].relative_to(folder)
-            warnings.append(f"rank {rank} is there {len(same)} times; read: {chosen} (name another to read it)")
-    ranks = _with_log(inside, [Rank(rank, {TRACE: same[-1]}) for rank, same in sorted(by_rank.items())], warnings)
-    return Run(path=folder, ranks=tuple(ranks), warnings=tuple(warnings))
-
-
-def _with_log(inside: Inside, ranks: list[Rank], warnings: list[str]) -> list[Rank]:
-    """Add to the first rank a log of nvidia-smi in the folder: it is of all GPUs of a host."""
-    tables = [path for path in sorted(inside.root.glob("*.csv")) if inside.holds(path)]
-    if not tables or not ranks:
-        return ranks
-    from dlprof.read import nvidia_smi
-
-    logs = [path for path in tables if nvidia_smi.is_log(path)]
-    if not logs:
-        return ranks
-    if len(logs) > 1:
-        warnings.append(f"several logs of nvidia-smi; read: {logs[0].name}")
-    return [replace(ranks[0], files={**ranks[0].files, "nvidia_smi": logs[0]}), *ranks[1:]]
-
-
-def _candidates(inside: Inside) -> list[Path]:
-    """List the files that may be traces, level by level, each in the natural order of names."""
-    found: list[Path] = []
-    level = [inside.root]
-    for _ in range(DEPTH + 1):
-        below: list[Path] = []
-        for d in level:
-            try:
-                entries = sorted(os.scandir(d), key=lambda e: _natural(e.name))
-            except OSError:
-                continue
-            for e in entries:
-                path, link = Path(e.path), e.is_symlink()
-                if inside.holds_folder(path) if link else e.is_dir():
-                    below.append(path)
-                elif e.name.endswith(_TRACES) and (inside.holds(path) if link else e.is_file()):
-                    found.append(path)
-            if len(found) > MOST_FILES:
-                raise DlprofError(
-                    f"{inside.root}: more than {MOST_FILES} JSON files below it; name the folder of the traces"
-                )
-        level = below
-    return found
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Order rank10 after rank9."""
-    return [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d{1,18})", name) if p]

@@ -1,14 +1,14 @@
-"""The raw formats, each read into a Reading, and the list of what is read of a rank.
+"""The raw formats of dlprof's own recordings, each read into a Reading, and the list of what is read of a rank.
 
-Logs of lines that are rows, and samplers', are read by logs.py. Any other format has a file of its own with
-`read(path)`, which imports no other reader.
+Those of other tools are in formats.py. Logs of lines that are rows, and samplers', are read by logs.py. Any other
+format has a file of its own with `read(path)`, which imports no other reader.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,14 @@ class Reading:
 
     `tables`: names and columns of dlprof/schema.py, checked. `facts`: what stands next to the rows (rank, world_size,
     host, devices, backend, groups, base_time_ns, schema); an unknown one is absent. `warnings`: one line each, what was
-    lost or is odd.
+    lost or is odd. `lacks`: tables that the file could have held and does not, each with the tool's option that brings
+    it.
     """
 
     tables: Mapping[str, pd.DataFrame]
     facts: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
+    lacks: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,6 @@ SOURCES: tuple[Source, ...] = (
         "the CUDA allocator was not sampled (`dlprof wrap` does that where a job uses a GPU)",
         *("at_ns", "step", "allocated_bytes", "reserved_bytes"),
     ),
-    # Its file is of any name: dlprof/read/run.py looks for it.
-    Source("nvidia_smi", (), ("samples",), _NOT_SAMPLED, _lazily("nvidia_smi", "read")),
     Source(
         "overrides",
         ("overrides.json",),

@@ -10,7 +10,8 @@ import pytest
 from dlprof.analysis.machine.panels.samples import PICTURE
 from dlprof.analysis.panel import drawn
 from dlprof.errors import DlprofError
-from dlprof.read.nvidia_smi import is_log, read
+from dlprof.read.formats import Head
+from dlprof.read.nvidia_smi import read, recognise
 from dlprof.read.run import open_run
 from tests.fixtures import runs, traces
 
@@ -54,7 +55,7 @@ def test_other_properties_and_bare_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "timestamp\n", "a,b\n1,2\n", "utilization.gpu [%]\n87 %\n", "\x00\xff\n"])
 def test_other_files_are_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text(text)
-    assert not is_log(tmp_path / "other.csv")
+    assert not recognise(Head(tmp_path / "other.csv"))
     if "timestamp" not in text:
         with pytest.raises(DlprofError):
             read(tmp_path / "other.csv")

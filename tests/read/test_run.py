@@ -118,7 +118,7 @@ def test_an_empty_folder_and_one_without_traces(tmp_path: Path) -> None:
     assert "it is empty" in refused(empty, tmp_path / "out")
     traces.write(other / "settings.json", b'{"lr": 0.1}')
     traces.write(other / "notes.txt", b"nothing")
-    assert "looked into 1 .json" in refused(other, tmp_path / "out")
+    assert "looked into 2 files" in refused(other, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_rank_that_is_there_twice_is_read_once(tmp_path: Path) -> None:
         traces.write(tmp_path / "twice" / f"part{n}.json", traces.training(rank=1, world_size=2))
     run = open_run(tmp_path / "twice")
     assert [(r.index, r.files[TRACE].name) for r in run.ranks] == [(1, "part1.json")]
-    assert "rank 1 is there 2 times" in warned(tmp_path / "twice", tmp_path / "out")
+    assert "2 windows are there; read: 2" in warned(tmp_path / "twice", tmp_path / "out")
 
 
 def test_seven_of_eight_ranks(tmp_path: Path) -> None:

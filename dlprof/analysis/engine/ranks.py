@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from dlprof import schema
 from dlprof.analysis.engine.needs import JOB, RANK, Maybe, Measure, MeasureFailed, Need, call_with, named, needs_of
 from dlprof.errors import DlprofError, DoesNotApply, NotMeasured
+from dlprof.read.formats import Format, format_named
 from dlprof.read.run import TRACE, Rank, Run
 from dlprof.read.sources import SOURCES, Source
 
@@ -22,6 +23,8 @@ T = TypeVar("T")
 
 # A world size above this is damaged data: the largest jobs known have some hundred thousand ranks.
 LARGEST_WORLD = 1 << 20
+
+_OURS = {source.name: source for source in SOURCES}  # what dlprof records; any other name is a format's
 
 _NOTHING_READ = "no file of any rank was recorded"
 
@@ -47,25 +50,31 @@ class RankData:
         self._missing: dict[str, str] = {}
         self._known: dict[Any, Any] = {}
         for source in SOURCES:
-            if source.name in rank.files:
-                self._take(source, rank.files[source.name])
-            else:
+            if source.name not in rank.files:
                 why = (_why_no_trace(rank) if source.name == TRACE else "") or source.absent
                 self._missing.update(dict.fromkeys(source.tables, why))
+        foreign = [name for name in rank.files if name not in _OURS]
+        for name in foreign:
+            self._missing.update(format_named(name).lacks)
+        for name in [*(name for name in _OURS if name in rank.files), *foreign]:
+            self._take(name, rank.files[name], rank.pieces.get(name, ""))
 
-    def _take(self, source: Source, path: Path) -> None:
+    def _take(self, name: str, path: Path, piece: str) -> None:
+        source: Source | Format = _OURS[name] if name in _OURS and not piece else format_named(name)
         try:
-            reading = source.read(path)
+            reading = source.read(path) if isinstance(source, Source) else source.tables_of(path, piece)
         except DlprofError as e:
             why = str(e)
         except Exception as e:  # noqa: BLE001 - a bug of dlprof; it costs only this file
             why = f"{path}: dlprof failed to read it: {type(e).__name__}: {e}"
         else:
-            for name, frame in reading.tables.items():
+            for table, frame in reading.tables.items():
                 # Several samplers write into one table.
-                self._tables[name] = schema.join(name, [self._tables[name], frame]) if name in self._tables else frame
+                known = self._tables.get(table)
+                self._tables[table] = frame if known is None else schema.join(table, [known, frame])
             self.facts.trace_facts.update(reading.facts)
             self.warnings.extend(reading.warnings)
+            self._missing.update(reading.lacks)
             return
         self.warnings.append(why)
         self._missing.update(dict.fromkeys(source.tables, why))

@@ -70,6 +70,7 @@ def step_parts(
     host_phases: Maybe[dict[str, iv.Intervals]],
     steady_steps: Maybe[pd.DataFrame],
     blocked: tuple[float, float] | None,
+    training_lane: Maybe[str],
     rank: RankFacts,
 ) -> Parts:
     """Return the parts of the mean steady step, ns, in the order of CATEGORIES.
@@ -90,6 +91,9 @@ def step_parts(
     else:
         on_device, phases = _ON_DEVICE if has_device else (), host_phases.get()
         parts = _untraced(timing, partition.get(), on_device, recorded.get(), phases, steady_steps.get(), blocked)
+    if len(timing.windows) and not has_device and not training_lane.or_none():
+        # The trace holds what ranks exchange, and no thread of the job: nobody knows what it did meanwhile.
+        parts["other"] = parts.get("other", 0.0) + parts.pop("host", 0.0)
     return {c: parts[c] for c in CATEGORIES if parts.get(c, 0.0) > 0.0}
 
 

@@ -13,7 +13,15 @@ from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import within_rank
 
 # The script's own loop marks itself in these ways, the surest first.
-_MARKS = ("ProfilerStep#", "dlprof::", "enumerate(DataLoader)", "Optimizer.step#")
+_MARKS = (
+    "ProfilerStep#",
+    "dlprof::",
+    "enumerate(DataLoader)",
+    "Optimizer.step#",
+    "step[",
+    "execute_context_",
+    "execute_new_",
+)
 
 # Code that torch.compile generated runs under these ranges and not under operators.
 COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph", "CompiledFunction")

@@ -127,27 +127,28 @@ class Rows:
         return len(self.what)
 
 
-def decode(path: Path) -> Rows:
-    """Return the rows of a file; raises DlprofError where it cannot be read or is no trace."""
+def decode(path: Path, processes: frozenset[Scalar] | None = None) -> Rows:
+    """Return the rows of a file, or of these processes of it; raises DlprofError where it is no trace or unreadable."""
     was_on = gc.isenabled()
     gc.disable()  # hundreds of thousands of live objects, none in a cycle: collecting costs half of the time
     try:
-        return _decoded(path, exact=False)
+        return _decoded(path, processes, exact=False)
     except BlurredTimes:
-        return _decoded(path, exact=True)
+        return _decoded(path, processes, exact=True)
     finally:
         if was_on:
             gc.enable()
 
 
-def _decoded(path: Path, exact: bool) -> Rows:
+def _decoded(path: Path, processes: frozenset[Scalar] | None, exact: bool) -> Rows:
     file: TraceFile[Event] = TraceFile(path, decoder(exact))
     if not file.header():
         what = "it is cut off before its first event" if file.cut else "JSON without traceEvents"
         raise DlprofError(f"{path}: not a torch-profiler trace: {what}")
     reader = _Reader(file.keys)
     for events in file.events():
-        reader.add(events)
+        mine = events if processes is None else [e for e in events if getattr(e, "pid", None) in processes]
+        reader.add(mine)
         events.clear()
         for count, most, what in (
             (reader.seen, opening.MOST_ROWS, "events"),

@@ -24,7 +24,7 @@ class Pattern(NamedTuple):
 
 
 # Kineto's names since torch 1.12 and, after the bar, those of its first releases (Kernel, Memcpy, Operator, ...).
-_OP = r"cpu_op|operator"
+_OP = r"cpu_op|operator|hpu_op"
 _MARK = r"cpu_op|operator|user_annotation"
 
 # Kernels that move data between devices. NCCL says ncclKernel_ (to 2.18) and ncclDevKernel_ (from 2.19; on symmetric
@@ -51,7 +51,8 @@ COMMUNICATION_CALL = (
 
 PATTERNS: tuple[Pattern, ...] = (
     Pattern("device", "communication", r"kernel", COMMUNICATION_KERNEL),
-    Pattern("device", "kernel", r"kernel"),
+    # Of Meta's MTIA: what its command processor ran.
+    Pattern("device", "kernel", r"kernel|mtia_ccp_events"),
     Pattern("device", "copy", r"gpu_memcpy|memcpy"),
     Pattern("device", "set", r"gpu_memset|memset"),
     Pattern("device", "sync", r"cuda_sync"),
@@ -68,7 +69,8 @@ PATTERNS: tuple[Pattern, ...] = (
 
 # Of no thread or stream: the profiler's own window and cost, arrows, counters. No rows, and no warning.
 NO_ROWS = re.compile(
-    r"trace|overhead|ac2g|fwdbwd|async.*|cpu_instant_event|external_correlation|cuda_profiler_range|gpu_pm_counter",
+    r"trace|overhead|ac2g|fwdbwd|async.*|cpu_instant_event|external_correlation|cuda_profiler_range|gpu_pm_counter"
+    r"|mtia_(?:insight|counters|workloadd)",
     re.I,
 )
 
@@ -166,9 +168,11 @@ def element_type(text: str) -> tuple[str, int]:
 
 
 _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_ =]?(\d{1,7})(?!\d)", re.I)
+# SGLang's: 1719400000.12-TP-3.trace.json.gz, with -DP-, -PP- or -EP- where there are several of these.
+_TENSOR_RANK = re.compile(r"-TP-(\d{1,7})(?!-[DP]P-)(?!\d)(?:-EP-\d+)?(?:-[A-Z]+)?\.trace\.json")
 
 
 def rank_in(file_name: str) -> int | None:
     """Return the rank that a file's name tells (rank-34.json, rank_3.json, worker0.123.pt.trace.json), else None."""
-    found = _RANK_IN_NAME.search(file_name)
+    found = _RANK_IN_NAME.search(file_name) or _TENSOR_RANK.search(file_name)
     return int(found[1]) if found else None

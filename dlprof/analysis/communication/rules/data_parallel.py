@@ -67,4 +67,4 @@ def explain(estimate: Estimate, replication: Frame, mean_step_ns: float) -> Expl
 
 
 _SAVES_FROM = ("computation", "communication", "copy", "host", "other")
-RULE = Rule("Several GPUs in one process", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE)
+RULE = Rule("Several GPUs in one process", check, explain, _SAVES_FROM, notable=NOTABLE_SHARE, of_training=True)

@@ -64,4 +64,4 @@ def explain(estimate: Estimate, unused_search: Frame) -> Explanation:
 
 
 _SAVES_FROM = ("computation", "communication", "host")
-RULE = Rule("Search for unused parameters", check, explain, _SAVES_FROM)
+RULE = Rule("Search for unused parameters", check, explain, _SAVES_FROM, of_training=True)

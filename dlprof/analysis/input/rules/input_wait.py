@@ -128,4 +128,6 @@ def _sure(job: Job, faster: FasterLoader) -> str:
     )
 
 
-RULE = Rule("Waiting for data", check, explain, saves_from=SAVES_FROM, feeds=True, notable=NOTABLE_SHARE)
+RULE = Rule(
+    "Waiting for data", check, explain, saves_from=SAVES_FROM, feeds=True, notable=NOTABLE_SHARE, of_training=True
+)

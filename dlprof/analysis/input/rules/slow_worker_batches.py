@@ -81,4 +81,4 @@ def explain(estimate: Estimate, slowest_workers: Frame, worker_means: Frame, job
     )
 
 
-RULE = Rule("One slow loader worker", check, explain, ("input_wait",), feeds=True, only_with="loader")
+RULE = Rule("One slow loader worker", check, explain, ("input_wait",), feeds=True, only_with="loader", of_training=True)

@@ -85,4 +85,4 @@ def explain(estimate: Estimate, stall_means: Frame, stalled_steps: Frame, mean_s
 
 
 # Gathering the state, or replacing a file, is the host's.
-RULE = Rule("Saving checkpoints", check, explain, saves_from=(_KIND, "host", "other"))
+RULE = Rule("Saving checkpoints", check, explain, saves_from=(_KIND, "host", "other"), of_training=True)

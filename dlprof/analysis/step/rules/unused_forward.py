@@ -71,4 +71,4 @@ def explain(estimate: Estimate, unused_forward: Frame, own_lines: Maybe[Frame], 
     )
 
 
-RULE = Rule("Forward passes for nothing", check, explain, saves_from=("computation", "host", "other"))
+RULE = Rule("Forward passes for nothing", check, explain, saves_from=("computation", "host", "other"), of_training=True)

@@ -1,0 +1,236 @@
+"""Chrome traces that are not PyTorch's: all events as columns, with the names of processes and threads.
+
+In these, what an event is stands in the name of its process or thread, and not in a category. Marks of begin and end
+become one event, as deep as they are nested.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, Union
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dlprof.errors import DlprofError
+from dlprof.read import opening
+from dlprof.read.kineto.events import NO_TIME, Scalar, nanoseconds
+from dlprof.read.kineto.json_stream import NOT_JSON, TraceFile, plain
+
+_LONGEST_NS = 10 * 366 * 86_400 * 10**9
+
+
+class _Event(msgspec.Struct, tag_field="ph", tag="X", gc=False):
+    cat: str = ""
+    name: str = ""
+    pid: Scalar = None
+    tid: Scalar = None
+    # As text, decimal microseconds since 1970 keep their digits.
+    ts: msgspec.Raw = msgspec.Raw(b"null")
+    dur: Scalar = None
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _Begin(_Event, tag="B"):
+    pass
+
+
+class _End(_Event, tag="E"):
+    pass
+
+
+class _Meta(msgspec.Struct, tag_field="ph", tag="M", gc=False):
+    name: str = ""
+    pid: Scalar = None
+    tid: Scalar = None
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+_OTHERS = tuple(
+    msgspec.defstruct(f"Other{ord(phase)}", [], tag_field="ph", tag=phase, gc=False)
+    for phase in "sftiICPNODbneSTpFRcVv(),aL"
+)
+_EVENTS: Any = msgspec.json.Decoder(list[Union[(_Event, _Begin, _End, _Meta, *_OTHERS)]])  # type: ignore[valid-type]
+_ELEMENTS = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+class Place(NamedTuple):
+    """What an event is named and where it lies, as in the file."""
+
+    category: str
+    name: str
+    pid: Scalar
+    tid: Scalar
+
+
+@dataclass
+class ChromeTrace:
+    """The events of a file in its order; `place` numbers `places`. `depth`: of those made of two marks, else 0.
+
+    `processes` and `threads`: names by pid, and by pid and tid. `meta`: the other arguments of metadata, by name.
+    `args`: of the events for which they were asked, by row, as bytes of JSON.
+    """
+
+    keys: dict[str, Any] = field(default_factory=dict)
+    places: list[Place] = field(default_factory=list)
+    place: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    start: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    dur: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    depth: NDArray[np.int16] = field(default_factory=lambda: np.empty(0, np.int16))
+    args: dict[int, bytes] = field(default_factory=dict)
+    processes: dict[Scalar, str] = field(default_factory=dict)
+    threads: dict[tuple[Scalar, Scalar], str] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def decode(array: bytes | memoryview) -> list[Any]:
+    """Decode an array of events; those whose fields have unexpected types are left out."""
+    try:
+        return _EVENTS.decode(array)  # type: ignore[no-any-return]
+    except msgspec.ValidationError:
+        found: list[Any] = []
+        for element in _ELEMENTS.decode(array):
+            try:
+                found += _EVENTS.decode(b"[" + bytes(element) + b"]")
+            except msgspec.ValidationError:  # noqa: PERF203 - a stranger's event costs only itself
+                continue
+        return found
+
+
+@lru_cache(maxsize=1)
+def _cached(path: Path, _stamp: tuple[int, int], wants: Callable[[str], bool]) -> ChromeTrace:
+    return _read(path, wants)
+
+
+def read(path: Path, wants: Callable[[str], bool]) -> ChromeTrace:
+    """Return the events of a file, with the args of those whose names `wants` accepts; raise DlprofError if it is none.
+
+    The ranks of one file that are read one after the other share what was decoded.
+    """
+    try:
+        stat = path.stat()
+    except OSError as e:
+        raise DlprofError(f"{path}: cannot be read: {e.strerror}") from None
+    return _cached(path, (stat.st_mtime_ns, stat.st_size), wants)
+
+
+def _read(path: Path, wants: Callable[[str], bool]) -> ChromeTrace:
+    file: TraceFile[Any] = TraceFile(path, decode)
+    if not file.header():
+        raise DlprofError(f"{path}: JSON without events")
+    trace = ChromeTrace(file.keys)
+    reader = _Reader(trace, wants)
+    for events in file.events():
+        reader.add(events)
+        if reader.count > opening.limit(opening.MOST_ROWS) or len(trace.places) > opening.limit(opening.MOST_NAMES):
+            trace.warnings.append(opening.too_many(path, "events", opening.MOST_ROWS))
+            break
+    reader.end()
+    if file.cut and file.cut.startswith("the gzip"):
+        trace.warnings.append(f"{path.name}: {file.cut}; what stands before that is used")
+    return trace
+
+
+class _Reader:
+    def __init__(self, trace: ChromeTrace, wants: Callable[[str], bool]) -> None:
+        self.trace, self._wants = trace, wants
+        self.count = 0
+        self._number: dict[Place, int] = {}
+        self._columns: list[list[NDArray[Any]]] = [[], [], [], []]
+        self._open: dict[tuple[Scalar, Scalar], list[tuple[Any, int]]] = defaultdict(list)
+
+    def add(self, events: list[Any]) -> None:
+        """Take the rows of some events."""
+        whole: list[tuple[Any, Any, int, bytes]] = []  # event, duration in ns or None, depth, args
+        for e in events:
+            kind = type(e)
+            if kind is _Event:
+                whole.append((e, None, 0, b""))
+            elif kind is _Begin:
+                ns = int(nanoseconds([_digits(e.ts)])[0])
+                mark = msgspec.structs.replace(e, ts=msgspec.Raw(bytes(e.ts)), args=msgspec.Raw(bytes(e.args)))
+                self._open[e.pid, e.tid].append((mark, ns))
+            elif kind is _End:
+                stack = self._open[e.pid, e.tid]
+                if stack:
+                    begin, ns = stack.pop()
+                    end = int(nanoseconds([_digits(e.ts)])[0])
+                    whole.append((begin, end - ns if NO_TIME not in (ns, end) else -1, len(stack), bytes(e.args)))
+            elif kind is _Meta:
+                self._meta(e)
+        if whole:
+            self._rows(whole)
+
+    def _rows(self, whole: list[tuple[Any, Any, int, bytes]]) -> None:
+        start = nanoseconds([_digits(e.ts) for e, *_ in whole])
+        given = nanoseconds([e.dur if ns is None else 0 for e, ns, *_ in whole])
+        dur = np.array([-2 if ns is None else ns for _, ns, *_ in whole], dtype=np.int64)
+        dur = np.where(dur == -2, given, dur)
+        numbers = []
+        for e, *_ in whole:
+            place = Place(e.cat, e.name, e.pid, e.tid)
+            number = self._number.get(place)
+            if number is None:
+                number = self._number[place] = len(self.trace.places)
+                self.trace.places.append(place)
+            numbers.append(number)
+        keep = (start != NO_TIME) & (dur >= 0) & (dur <= _LONGEST_NS)
+        number_of = np.array(numbers, dtype=np.int32)
+        depth = np.array([d for *_, d, _ in whole], dtype=np.int16)
+        kept = np.flatnonzero(keep).tolist()
+        for row, i in enumerate(kept, self.count):
+            e, _, _, ended = whole[i]
+            if self._wants(e.name):
+                said = bytes(e.args)
+                self.trace.args[row] = said if len(said) > 2 else ended
+        made: tuple[NDArray[Any], ...] = (number_of, start, dur, depth)
+        for column, values in zip(self._columns, made, strict=True):
+            column.append(values[keep])
+        self.count += len(kept)
+
+    def _meta(self, e: _Meta) -> None:
+        args = plain(e.args)
+        if not isinstance(args, dict) or len(self.trace.threads) > opening.limit(opening.MOST_NAMES):
+            return
+        name = args.get("name")
+        if e.name == "process_name" and isinstance(name, str):
+            self.trace.processes[e.pid] = name
+        elif e.name == "process_labels" and isinstance(args.get("labels"), str):
+            known = self.trace.processes.get(e.pid, "")
+            self.trace.processes[e.pid] = f"{known} {args['labels']}".strip()
+        elif e.name == "thread_name" and isinstance(name, str):
+            self.trace.threads[e.pid, e.tid] = name
+        elif len(self.trace.meta) < opening.limit(1_000):
+            self.trace.meta.update({key: value for key, value in args.items() if key not in self.trace.meta})
+
+    def end(self) -> None:
+        """Join what was read."""
+        dtypes = (np.int32, np.int64, np.int64, np.int16)
+        joined = [np.concatenate(c) if c else np.empty(0, d) for c, d in zip(self._columns, dtypes, strict=True)]
+        self.trace.place, self.trace.start, self.trace.dur, self.trace.depth = joined
+
+
+def _digits(raw: msgspec.Raw) -> Any:
+    """Return a time as a number where float64 keeps its digits, else as text that does."""
+    text = bytes(raw).strip(b'"')
+    if b"." not in text:
+        try:
+            return int(text)
+        except ValueError:
+            return text.decode(errors="replace")
+    return text.decode(errors="replace")
+
+
+def fields(raw: bytes) -> dict[str, Any]:
+    """Return the arguments of an event, none where they are no object."""
+    try:
+        said = msgspec.json.decode(raw) if raw else {}
+    except NOT_JSON:
+        return {}
+    return said if isinstance(said, dict) else {}

@@ -1,0 +1,59 @@
+"""Files that lie beside traces, are known, and hold nothing that a report is made of: each with what to use instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from dlprof.read.formats import WHOLE, Format, Head, Part
+
+
+def _json(*patterns: str) -> Callable[[Head], Sequence[Part]]:
+    """Return a recogniser of JSON in whose head all of these expressions are found."""
+    compiled = [re.compile(pattern) for pattern in patterns]
+
+    def recognise(head: Head) -> Sequence[Part]:
+        is_json = head.opens in ("{", "[")
+        return WHOLE if is_json and all(one.search(head.text) for one in compiled) else ()
+
+    return recognise
+
+
+FORMAT = (
+    Format(
+        name="execution_trace",
+        title="execution trace (PyTorch ET or Chakra)",
+        recognised="JSON with `schema`, `nodes` and operators' `inputs`, and no `traceEvents`",
+        recognise=_json(
+            r'^\s*\{[^\[]{0,2000}"schema"\s*:\s*"[\d.]+(?:-chakra[\w.-]*)?"',
+            r'"nodes"\s*:\s*\[(?![\s\S]*"traceEvents")',
+        ),
+        left="it holds operators and tensors, and no times of a device: read torch.profiler's trace of the same steps",
+        record="torch.profiler.ExecutionTraceObserver()",
+        seen=False,
+    ),
+    Format(
+        name="dlprof_export",
+        title="trace that `dlprof export` wrote",
+        recognised="a Chrome trace whose `otherData` names dlprof as its exporter",
+        recognise=_json(r'"otherData"\s*:\s*\{[^{}]{0,400}"exporter"\s*:\s*"dlprof '),
+        left="it is a reduced picture of a run: open the run, or the traces that it was made of",
+        record="dlprof export PATH --perfetto FILE",
+    ),
+    Format(
+        name="dlprof_result",
+        title="result of a report",
+        recognised="JSON with `format`, `saving` and `outcomes`",
+        recognise=_json(r'^\s*\{\s*"format"\s*:\s*\d', r'"saving"\s*:\s*"Saving'),
+        left="it is what a report says: `dlprof compare` reads it",
+        record="dlprof report PATH",
+    ),
+    Format(
+        name="torch_logs",
+        title="JSON that a profiler wrote beside its trace",
+        recognised="JSON of profiler options: `schedule`, or Ascend's `profiler_info`",
+        recognise=_json(r'^\s*\{\s*"(?:config|profiler_info|start_info|end_info|rank_id)"\s*:'),
+        left="it holds the profiler's options, and no event",
+        seen=False,
+    ),
+)

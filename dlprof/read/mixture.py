@@ -1,0 +1,310 @@
+"""A folder of files of other tools, or one such file: what each file is, and which rank it is of.
+
+A folder may hold traces of several ranks and several windows of each, logs of GPUs, stacks, and whatever else lay
+there. It is one job. Each file is judged by its content (formats.py); what is read for which rank, and what is left and
+why, is in `Gathered.taken`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from dlprof.errors import DlprofError
+from dlprof.read.folders.unread import described
+from dlprof.read.folders.windows import Window, named_process, whole, windows_of
+from dlprof.read.formats import JOINED, Format, Head, Part, format_named, formats, recognised
+from dlprof.read.opening import Inside
+from dlprof.units import count, few
+
+# How deep below a folder files are looked for (profiles/iteration_100/rank0.json), and how many are looked into: of
+# JSON files before the folder is taken for something else than a folder of traces, of others before the rest is left.
+DEPTH = 3
+MOST_FILES = 20_000
+MOST_OTHERS = 5_000
+
+_TRACES = (".json", ".json.gz", ".trace", ".trace.gz", ".pt.trace")
+
+# The table that makes a rank: what else lies there is put beside it.
+_SPANS = "spans"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One file: its format, and the ranks that it is read for; or why it is left."""
+
+    path: Path
+    format: Format | None
+    ranks: tuple[int, ...] = ()
+    left: str = ""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The files of each rank, by format, with the piece of the file where it holds several ranks; and the warnings."""
+
+    files: Mapping[int, Mapping[str, Path]]
+    pieces: Mapping[int, Mapping[str, str]]
+    taken: tuple[Taken, ...]
+    warnings: tuple[str, ...] = ()
+
+
+class _Found(NamedTuple):
+    path: Path
+    format: Format
+    part: Part
+
+
+@dataclass
+class _Ranks:
+    """What is read of which rank, while that is found out; `left` says why of a file that is not read."""
+
+    files: dict[int, dict[str, Path]] = field(default_factory=dict)
+    pieces: dict[int, dict[str, str]] = field(default_factory=dict)
+    left: dict[Path, str] = field(default_factory=dict)
+
+    def put(self, rank: int, one: _Found) -> None:
+        """Read a part of a file for a rank, unless what it brings is read from another file already."""
+        mine = self.files.setdefault(rank, {})
+        exclusive = set(one.format.tables) - JOINED
+        for name, path in mine.items():
+            if name == one.format.name and path != one.path:
+                self.left[one.path] = f"rank {rank} has another {one.format.title}, {path.name}, which is read"
+                return
+            if name != one.format.name and (both := exclusive & set(format_named(name).tables)):
+                self.left[one.path] = f"the {', '.join(sorted(both))} of rank {rank} are read from {path.name}"
+                return
+        mine[one.format.name] = one.path
+        if one.part.piece:
+            self.pieces.setdefault(rank, {})[one.format.name] = one.part.piece
+
+
+def one_file(path: Path) -> Gathered:
+    """Return what one file holds; raise DlprofError where it is of no format that is read."""
+    head = Head(path)
+    known = recognised(head)
+    if known is None:
+        # What is JSON may still be a trace that is cut off early: its reader says what is wrong.
+        if head.opens not in ("{", "["):
+            raise DlprofError(f"{path}: {described(head)}; `dlprof sources` lists what is read")
+        known = format_named("torch_trace"), (Part(),)
+    found, parts = known
+    if found.read is None:
+        raise DlprofError(f"{path}: {found.title}: {found.left}")
+    ranks = _Ranks()
+    for rank, part in _numbered(parts).items():
+        ranks.put(rank, _Found(path, found, part))
+    return Gathered(ranks.files, ranks.pieces, (Taken(path, found, tuple(sorted(ranks.files))),))
+
+
+def gather(folder: Path, window: int | None = None) -> Gathered:
+    """Find the files of other tools below a folder and which rank each is of.
+
+    `window`: which window of a rank that has several, from 1 on; None: the last complete one. Raises DlprofError where
+    nothing in the folder can be read, or it has no such window.
+    """
+    inside = Inside(folder)
+    paths, unseen = _below(inside)
+    found, taken = _judged(paths)
+    warnings = inside.warnings
+    if unseen:
+        warnings.append(
+            f"{count(unseen, 'more file')} in the folder {'was' if unseen == 1 else 'were'} not looked into"
+        )
+    if not found:
+        raise DlprofError(_nothing(folder, paths, taken, warnings))
+    ranks = _Ranks()
+    of_first: Format | None = None
+    of_ranks = sorted((f for f in formats() if _SPANS in f.tables), key=lambda f: -f.precedence)
+    for one in of_ranks:
+        mine = [f for f in found if f.format is one]
+        if mine and ranks.files:  # ranks of two kinds would not be comparable, nor on one clock
+            kind = of_first.title if of_first else ""
+            ranks.left |= dict.fromkeys((f.path for f in mine), f"the spans of the ranks are read from a {kind}")
+            continue
+        of_first = one if mine else of_first
+        by_rank, odd = _by_rank(mine, ranks.left)
+        warnings += odd
+        chosen, odd = _chosen(by_rank, folder, window, ranks.left)
+        warnings += odd
+        for rank, each in chosen.items():
+            ranks.put(rank, each)
+    for f in found:
+        if f.format not in of_ranks:
+            _beside(f, ranks)
+    every = (*_told(found, ranks), *taken)
+    return Gathered(dict(sorted(ranks.files.items())), ranks.pieces, every, (*warnings, *_notable(every)))
+
+
+def _notable(taken: Iterable[Taken]) -> list[str]:
+    """Return a line that names the files which one might expect to be read: of a known format, or JSON."""
+    names = [f"{one.path.name} ({one.left})" for one in taken if one.format and one.format.read is None]
+    names += [one.path.name for one in taken if not one.format and one.path.name.endswith(_TRACES)]
+    return [f"left out: {few(names, 8)}"] if names else []
+
+
+def beside(folder: Path, known: Sequence[int]) -> Gathered:
+    """Find what other tools left in the folder of a recorded run, not below it: it is read with the run's ranks."""
+    inside = Inside(folder)
+    paths = [path for path in sorted(folder.glob("*")) if path.name not in _OURS and inside.holds(path)]
+    found, taken = _judged(paths)
+    ranks = _Ranks({rank: {} for rank in known})
+    for f in found:
+        if _SPANS in f.format.tables:
+            ranks.left[f.path] = "the run has its own recording"
+        else:
+            _beside(f, ranks)
+    return Gathered(ranks.files, ranks.pieces, (*_told(found, ranks), *taken))
+
+
+# What dlprof writes into the folder of a run.
+_OURS = frozenset({"run.json", "result.json", "report.html"})
+
+
+def _told(found: Iterable[_Found], ranks: _Ranks) -> Iterator[Taken]:
+    """Return what became of each file."""
+    readers: dict[tuple[Path, str], list[int]] = {}
+    for rank, mine in ranks.files.items():
+        for name, path in mine.items():
+            readers.setdefault((path, name), []).append(rank)
+    for path, of in {f.path: f.format for f in found}.items():
+        read = tuple(sorted(readers.get((path, of.name), ())))
+        yield Taken(path, of, read, "" if read else ranks.left.get(path, "no rank needs it"))
+
+
+def _judged(paths: Iterable[Path]) -> tuple[list[_Found], list[Taken]]:
+    """Return the parts of the files that are read, and of the others why they are left."""
+    found, taken = [], []
+    for path in paths:
+        try:
+            head = Head(path)
+        except DlprofError as e:
+            taken.append(Taken(path, None, left=str(e)))
+            continue
+        known = recognised(head)
+        if known is None:
+            taken.append(Taken(path, None, left=described(head)))
+        elif known[0].read is None:
+            taken.append(Taken(path, known[0], left=known[0].left))
+        else:
+            found += [_Found(path, known[0], part) for part in known[1]]
+    return found, taken
+
+
+def _nothing(folder: Path, paths: Sequence[Path], taken: Sequence[Taken], warnings: Sequence[str]) -> str:
+    """Say why there is nothing to read in a folder."""
+    seen = f"looked into {count(len(paths), 'file')}" if paths else "it is empty"
+    known = {f"{one.format.title}: {one.left}": None for one in taken if one.format}
+    seen = "; ".join((seen, *known, *warnings))
+    return f"{folder}: no torch-profiler traces, no files of other tools and no dlprof run in it ({seen})"
+
+
+def _numbered(parts: Sequence[Part]) -> dict[int, Part]:
+    """Return the parts of one file by rank; those without one get the numbers that are free, in their order."""
+    numbered = {part.rank: part for part in parts if part.rank is not None}
+    free = (n for n in range(len(parts)) if n not in numbered)
+    return numbered | dict(zip(free, [part for part in parts if part.rank is None], strict=False))
+
+
+def _by_rank(found: Sequence[_Found], left: dict[Path, str]) -> tuple[dict[int, list[_Found]], list[str]]:
+    """Return the files of each rank, all windows of it, and warnings."""
+    by_rank: dict[int, list[_Found]] = {}
+    nameless: dict[str, list[_Found]] = {}
+    for f in found:
+        if f.part.rank is not None:
+            by_rank.setdefault(f.part.rank, []).append(f)
+        else:
+            nameless.setdefault(named_process(f.path) or f"{f.path}:{f.part.piece}", []).append(f)
+    warnings = []
+    unknown = [f.path for files in nameless.values() for f in files]
+    if nameless and by_rank:
+        left |= dict.fromkeys(unknown, "its rank is unknown, and other files name theirs")
+        warnings.append(f"left out, since their rank is unknown: {few([p.name for p in unknown], 8)}")
+    elif len(nameless) > 1:
+        warnings.append("no trace names its rank: they are numbered in the order of their names")
+    return by_rank or dict(enumerate(nameless.values())), warnings
+
+
+def _chosen(
+    by_rank: Mapping[int, Sequence[_Found]], folder: Path, asked: int | None, left: dict[Path, str]
+) -> tuple[dict[int, _Found], list[str]]:
+    """Return what is read of each rank: of several windows the asked one, or the last complete one."""
+    by_path = {(rank, f.path): f for rank, files in by_rank.items() for f in files}
+    windows = windows_of({r: [Window(f.path, f.part.began_ns) for f in files] for r, files in by_rank.items()})
+    if len(windows) < 2:
+        if asked is not None and asked != 1 and by_rank:
+            raise DlprofError(f"{folder}: there is no window {asked}: each rank has one")
+        return {rank: by_path[rank, path] for of in windows for rank, path in of.items()}, []
+    if asked is not None and not 1 <= asked <= len(windows):
+        raise DlprofError(f"{folder}: there is no window {asked}: there are {len(windows)}")
+    number = whole(windows) if asked is None else asked
+    chosen = windows[number - 1]
+    for at, window in enumerate(windows, 1):
+        if at != number:
+            left |= dict.fromkeys(window.values(), f"of window {at}; window {number} is read")
+    for path in chosen.values():
+        left.pop(path, None)
+    kind = "the one asked for" if asked is not None else "the last complete one"
+    name = few([str(path.relative_to(folder)) for path in chosen.values()], 3)
+    warnings = [f"{len(windows)} windows are there; read: {number}, {kind} ({name}; --window N reads another)"]
+    if lost := sorted(set(by_rank) - set(chosen)):
+        warnings.append(f"window {number} lacks rank {few(lost, 8)}")
+    return {rank: by_path[rank, path] for rank, path in sorted(chosen.items())}, warnings
+
+
+def _beside(f: _Found, ranks: _Ranks) -> None:
+    """Put a file beside the rank that it is of; where that is unknown, or it is a host's, beside the first."""
+    first = min(ranks.files, default=0)
+    if f.format.of_host or f.part.rank is None:
+        ranks.put(first, f)
+    elif not ranks.files or f.part.rank in ranks.files or not _has_spans(ranks):
+        ranks.put(f.part.rank, f)
+    else:
+        ranks.left[f.path] = f"it is of rank {f.part.rank}, of which there is no trace"
+
+
+def _has_spans(ranks: _Ranks) -> bool:
+    return any(_SPANS in format_named(name).tables for mine in ranks.files.values() for name in mine)
+
+
+def _below(inside: Inside) -> tuple[list[Path], int]:
+    """List the files to look into, level by level, in the natural order of names; and count those that are left."""
+    found: list[Path] = []
+    traces = others = unseen = 0
+    level = [inside.root]
+    for _ in range(DEPTH + 1):
+        below: list[Path] = []
+        for d in level:
+            try:
+                entries = sorted(os.scandir(d), key=lambda e: _natural(e.name))
+            except OSError:
+                continue
+            for e in entries:
+                path, link = Path(e.path), e.is_symlink()
+                if inside.holds_folder(path) if link else e.is_dir():
+                    below.append(path)
+                elif not (inside.holds(path) if link else e.is_file()):
+                    continue
+                elif e.name.endswith(_TRACES):
+                    traces += 1
+                    found.append(path)
+                elif others < MOST_OTHERS:
+                    others += 1
+                    found.append(path)
+                else:
+                    unseen += 1
+            if traces > MOST_FILES:
+                raise DlprofError(
+                    f"{inside.root}: more than {MOST_FILES} JSON files below it; name the folder of the traces"
+                )
+        level = below
+    return found, unseen
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Order rank10 after rank9."""
+    return [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d{1,18})", name) if p]

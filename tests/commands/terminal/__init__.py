@@ -1,0 +1,1 @@
+"""Tests of what several commands show on a terminal."""

@@ -1,0 +1,1 @@
+"""Tests of folders of other tools' files."""

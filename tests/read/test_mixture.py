@@ -1,0 +1,126 @@
+"""A folder with a mixture of files is one run: each file by its content, each rank once, what is left with a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from dlprof.errors import DlprofError
+from dlprof.read import mixture
+from dlprof.read.mixture import gather, one_file
+from dlprof.read.run import TRACE, open_run
+from tests.fixtures import dialects, runs, traces
+
+SMI = "timestamp, index, utilization.gpu [%]\n2026/03/04 05:06:07.250, 0, 87 %\n"
+
+
+def mixed(folder: Path) -> Path:
+    """Write two windows of two ranks, and what else lies in such folders."""
+    for window in range(2):
+        for rank in range(2):
+            traces.write(folder / f"iteration_{window}" / f"rank{rank}.json.gz", traces.training(rank=rank))
+    (folder / "readings.txt").write_text(SMI)
+    (folder / "loss.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (folder / "train.log").write_text("step 1 loss 2\n")
+    (folder / "et.json").write_text(dialects.execution_trace())
+    (folder / "model.pt").write_bytes(b"PK\x03\x04 weights")
+    (folder / "timeline").write_text(dialects.horovod(ranks=2))
+    return folder
+
+
+def test_a_mixture_is_one_run_and_every_file_is_accounted_for(tmp_path: Path) -> None:
+    folder = mixed(tmp_path / "job")
+    found = gather(folder)
+    assert {rank: sorted(files) for rank, files in found.files.items()} == {0: ["nvidia_smi", TRACE], 1: [TRACE]}
+    assert {path.parent.name for files in found.files.values() for path in files.values() if path.suffix == ".gz"} == {
+        "iteration_1"
+    }
+    told = {one.path.relative_to(folder).as_posix(): one for one in found.taken}
+    assert len(told) == sum(path.is_file() for path in folder.rglob("*"))
+    assert told["readings.txt"].ranks == (0,)
+    assert "picture" in told["loss.png"].left
+    assert "checkpoints" in told["model.pt"].left
+    assert "text" in told["train.log"].left
+    assert "window 1" in told["iteration_0/rank1.json.gz"].left
+    assert "no times of a device" in told["et.json"].left
+    assert "read from a torch.profiler trace" in told["timeline"].left
+
+
+def test_another_window_can_be_asked_for(tmp_path: Path) -> None:
+    folder = mixed(tmp_path / "job")
+    first = open_run(folder, window=1)
+    assert {rank.files[TRACE].parent.name for rank in first.ranks} == {"iteration_0"}
+    with pytest.raises(DlprofError, match="no window 3: there are 2"):
+        open_run(folder, window=3)
+    with pytest.raises(DlprofError, match="no window 2"):
+        open_run(runs.foreign(tmp_path / "one", traces.training()), window=2)
+
+
+def test_a_window_that_is_cut_off_is_not_the_last_complete_one(tmp_path: Path) -> None:
+    folder = mixed(tmp_path / "job")
+    path = folder / "iteration_1" / "rank1.json.gz"
+    path.write_bytes(path.read_bytes()[:-20])
+    run = open_run(folder)
+    assert {rank.files[TRACE].parent.name for rank in run.ranks} == {"iteration_0"}
+    assert any("2 windows are there; read: 1" in w for w in run.warnings)
+
+
+def test_a_log_of_gpus_alone_is_a_run(tmp_path: Path) -> None:
+    (tmp_path / "gpu.csv").write_text(SMI)
+    for where in (tmp_path, tmp_path / "gpu.csv"):
+        assert [(rank.index, list(rank.files)) for rank in open_run(where).ranks] == [(0, ["nvidia_smi"])]
+
+
+def test_a_file_of_several_ranks_is_that_many(tmp_path: Path) -> None:
+    (tmp_path / "timeline.json").write_text(dialects.horovod(ranks=3))
+    found = one_file(tmp_path / "timeline.json")
+    assert {rank: pieces["horovod"] for rank, pieces in found.pieces.items()} == {0: "0", 1: "1", 2: "2"}
+
+
+def test_a_file_of_no_known_format_is_refused_with_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("some words\n")
+    with pytest.raises(DlprofError, match="dlprof sources"):
+        open_run(tmp_path / "notes")
+    (tmp_path / "half.json").write_text('{"schemaVersion": 1')
+    assert one_file(tmp_path / "half.json").files[0][TRACE].name == "half.json"
+
+
+def test_files_of_a_process_are_windows_of_one_rank(tmp_path: Path) -> None:
+    for at in (1700000000000, 1700000009000):
+        traces.write(tmp_path / f"node_4711.{at}.pt.trace.json", traces.training(rank=None))
+    run = open_run(tmp_path)
+    assert [rank.files[TRACE].name for rank in run.ranks] == ["node_4711.1700000009000.pt.trace.json"]
+
+
+def test_beside_a_recording_its_own_trace_is_read(tmp_path: Path) -> None:
+    run = runs.recorded(tmp_path / "run", (traces.training(world_size=1), [], runs.CPU))
+    (run / "gpu.csv").write_text(SMI)
+    traces.write(run / "other.json", traces.training(world_size=1))
+    opened = open_run(run)
+    assert sorted(opened.ranks[0].files) == ["nvidia_smi", TRACE]
+    assert opened.ranks[0].files[TRACE].parent.name == "00000"
+    assert [one.path.name for one in opened.taken] == ["gpu.csv"]
+
+
+def test_odd_files_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traces.write(tmp_path / "job" / "rank0.json", traces.training(world_size=1))
+    os.mkfifo(tmp_path / "job" / "pipe")
+    (tmp_path / "secret").write_text("own words")
+    (tmp_path / "job" / "link").symlink_to(tmp_path / "secret")
+    found = gather(tmp_path / "job")
+    assert [one.path.name for one in found.taken] == ["rank0.json"]
+    assert any("not followed" in w for w in found.warnings)
+    monkeypatch.setattr(mixture, "MOST_OTHERS", 2)
+    for n in range(5):
+        (tmp_path / "job" / f"{n}.png").write_bytes(b"\x89PNG\r\n")
+    assert any("3 more files" in w for w in gather(tmp_path / "job").warnings)
+
+
+def test_a_folder_without_anything_to_read_says_what_it_saw(tmp_path: Path) -> None:
+    (tmp_path / "et.json").write_text(dialects.execution_trace())
+    (tmp_path / "settings.json").write_text(json.dumps({"lr": 0.1}))
+    with pytest.raises(DlprofError, match="looked into 2 files; execution trace"):
+        gather(tmp_path)
