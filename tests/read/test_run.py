@@ -301,7 +301,7 @@ def test_a_report_that_cannot_be_written_is_still_said(tmp_path: Path, out: str)
     assert done.exit_code == 1
     assert json.loads(done.stdout)["format"] == 2
     (line,) = done.stderr.splitlines()
-    assert "could not be written" in line
+    assert "cannot be written" in line
     assert "-o names another folder" in line
 
 

@@ -54,7 +54,7 @@ def test_other_groups_like_it_are_compared_by_their_bytes(tmp_path: Path) -> Non
     ],
 )
 def test_groups_that_differ_are_not_compared(tmp_path: Path, groups: Any, keys: dict[str, Any]) -> None:
-    with pytest.raises(NotMeasured, match="no group like it"):
+    with pytest.raises(NotMeasured, match="no similar group"):
         linked(tmp_path, groups, [4 * MS, 10 * MS], device="", **keys).frame(links)
 
 

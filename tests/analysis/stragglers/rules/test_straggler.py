@@ -188,7 +188,7 @@ def test_one_thread_is_busy_for_as_long_as_its_rank_takes(tmp_path: Path) -> Non
         assert said.state == state
         if state == "found":
             assert said.saving_ns == pytest.approx(0.62 * MS, rel=0.01)
-            assert "as what each rank is busy tells" in said.sure
+            assert "how long each rank computes" in said.sure
         else:
             assert said.share == pytest.approx(0.04)
 
@@ -233,7 +233,7 @@ def test_a_core_that_the_jobs_other_ranks_have_is_not_saved(
         assert said.state == "clear"
         assert said.share == pytest.approx(0.0, abs=1e-3)
         assert said.by_rank[0].ns == pytest.approx(5 * MS, rel=0.01)
-        assert "without a core for 50 % more of the time than the job's other ranks on its host" in said.summary
+        assert "waits for a core for 50 % more of the time than the job's other ranks on its host" in said.summary
     else:
         assert said.saving_ns == pytest.approx(saved * 10 * MS, rel=0.01)
 
