@@ -142,4 +142,4 @@ def _changes(first: Hang, last: pd.DataFrame) -> tuple[Change, ...]:
     )
 
 
-RULE = Rule("hung_collective", "Collectives that never end", check, explain)
+RULE = Rule("Collectives that never end", check, explain)

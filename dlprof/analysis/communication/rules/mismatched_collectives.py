@@ -93,4 +93,4 @@ def _what(row: dict[object, object], column: str) -> str:
     return f"{row['op']} of {row[column] or 'unknown'}{' elements' if column == 'input' else ''}"
 
 
-RULE = Rule("mismatched_collectives", "Collectives that differ between ranks", check, explain)
+RULE = Rule("Collectives that differ between ranks", check, explain)

@@ -83,4 +83,4 @@ def explain(estimate: Estimate, memory_state: pd.DataFrame, job: Job) -> Explana
     )
 
 
-RULE = Rule("fragmentation", "Free GPU memory in pieces", check, explain)
+RULE = Rule("Free GPU memory in pieces", check, explain)

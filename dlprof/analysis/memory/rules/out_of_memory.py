@@ -79,4 +79,4 @@ def explain(estimate: Estimate, memory_holders: pd.DataFrame, job: Job) -> Expla
     )
 
 
-RULE = Rule("out_of_memory", "Running out of GPU memory", check, explain)
+RULE = Rule("Running out of GPU memory", check, explain)
