@@ -153,6 +153,61 @@ MEMORY: Mapping[str, str] = {
     "device_frees": "int64",
 }
 
+# What PyTorch's CUDA allocator did, of a snapshot; in order, each device by itself. -1 and "": unknown.
+MEMORY_EVENTS: Mapping[str, str] = {
+    "device": "int64",
+    "at_ns": "int64",
+    # alloc, free_requested (by the script), free_completed (usable again), segment_alloc, segment_free, segment_map,
+    # segment_unmap (memory from the device, and back), oom (there was none), snapshot
+    "action": CATEGORY,
+    "address": "int64",  # -1: of an oom
+    "bytes": "int64",
+    "stream": "int64",
+    "pool": CATEGORY,  # id of the memory pool, "": the default one
+    "site": CATEGORY,  # the user's line, as "function (file:line)"; without one see dlprof/read/dumps/frames.py
+    "via": CATEGORY,  # what that line called in PyTorch or a library
+    "category": CATEGORY,
+    "free_bytes": "int64",  # that the device had left, of an oom
+}
+
+# The blocks of PyTorch's CUDA allocator when a snapshot was taken; a segment is what it got from the device at once.
+MEMORY_BLOCKS: Mapping[str, str] = {
+    "device": "int64",
+    "segment": "int64",  # its address
+    "segment_bytes": "int64",
+    "stream": "int64",
+    "pool": CATEGORY,
+    "expandable": "int64",  # 1: the segment can grow
+    "address": "int64",
+    "bytes": "int64",
+    "requested_bytes": "int64",  # before rounding
+    "state": CATEGORY,  # active_allocated, active_awaiting_free (another stream still uses it), inactive
+    "site": CATEGORY,  # as in MEMORY_EVENTS
+    "via": CATEGORY,
+}
+
+# What PyTorch's flight recorder kept of a rank's collectives, in the order in which they were issued. -1, "": unknown.
+RECORDER_CALLS: Mapping[str, str] = {
+    "record": "int64",
+    "group": CATEGORY,  # the process group's name, as PyTorch numbers them
+    "about": CATEGORY,  # its description, "": none
+    "kind": CATEGORY,  # collective, p2p
+    "sequence": "int64",  # of the call among those of its kind in its group, the same on all its ranks
+    "op": CATEGORY,  # all_reduce, send 0->1, ...
+    "backend": CATEGORY,  # nccl, gloo, ...
+    "state": CATEGORY,  # scheduled, started (on the device), completed
+    "retired": "int64",  # 1: the process waits for it no more
+    "created_ns": "int64",
+    "started_ns": "int64",
+    "completed_ns": "int64",
+    "timeout_ms": "int64",
+    "input": CATEGORY,  # sizes of the tensors that it takes: "1000", "2x3, 4"
+    "output": CATEGORY,
+    "dtype": CATEGORY,
+    "site": CATEGORY,  # as in MEMORY_EVENTS
+    "via": CATEGORY,
+}
+
 # One reading of one metric, of what was sampled next to the rank; each metric in order of time. What grows for good
 # (CPU seconds, bytes sent, page faults) stands as it was read, and may begin again at 0.
 SAMPLES: Mapping[str, str] = {
@@ -190,7 +245,10 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "lines": LINES,
     "loading": LOADING,
     "memory": MEMORY,
+    "memory_blocks": MEMORY_BLOCKS,
+    "memory_events": MEMORY_EVENTS,
     "overrides": OVERRIDES,
+    "recorder_calls": RECORDER_CALLS,
     "samples": SAMPLES,
     "spans": SPANS,
     "stacks": STACKS,

@@ -35,10 +35,12 @@ from dlprof.result import (
     CATEGORIES,
     MOST_RANKS,
     QUANTILES,
+    TIMELESS,
     Blame,
     DeviceTime,
     Exchange,
     ForeignLoad,
+    MemoryPeak,
     Outcome,
     RankCost,
     RankStep,
@@ -66,7 +68,7 @@ def wanted(rules: Iterable[Rule]) -> list[Any]:
     asked: list[Any] = [r.check for r in rules]
     asked += [partial(r.explain, None) for r in rules]  # the estimate is given
     asked += [p.draw for p in PICTURES]
-    asked += [Basis, Source, _window, _device, _time, _blame, _steps, _work, _exchanges, _foreign_load]
+    asked += [Basis, Source, _window, _device, _time, _blame, _steps, _work, _exchanges, _foreign_load, _memory]
     return [*asked, *overview.SECTIONS, notices.warnings]
 
 
@@ -78,7 +80,8 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
     lines = {rule.id: rule.saves_from for rule in rules}
     outcomes = [placed(o, lines[o.id], source) if o.state == "found" else o for o, _ in asked]
     order = {"found": 0, "clear": 1, "not_measured": 2, "does_not_apply": 3, "error": 4}
-    outcomes = told_once(sorted(outcomes, key=lambda o: (order[o.state], -o.saving_ns, o.id)))
+    first = {o.id for o in outcomes if o.state == "found" and o.scope == "failure"}
+    outcomes = told_once(sorted(outcomes, key=lambda o: (order[o.state], o.id not in first, -o.saving_ns, o.id)))
     shown = [o.evidence for o in outcomes if o.evidence]  # and not once more as panels of the run
     return Result(
         run=overview.run_info(measured.job, notices.all_warnings(measured)),
@@ -95,6 +98,7 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
         work=measured.call(_work),
         exchanges=measured.call(_exchanges),
         foreign_load=measured.call(_foreign_load),
+        memory=measured.call(_memory),
     )
 
 
@@ -108,7 +112,7 @@ def _ask(rule: Rule, run: Measured, basis: Basis) -> tuple[Outcome, list[Piece]]
         _check_applies(rule, basis.job)
         estimate = _completed(run.call(rule.check), basis)
         _check_figures(estimate)
-        risk = estimate.scope == "risk"
+        risk = estimate.scope in TIMELESS
         state, judged = _risk(rule, run, estimate) if risk else _judged(rule, run, basis, estimate)
         found = outcome(state, **judged)
     except DoesNotApply as e:
@@ -320,6 +324,18 @@ def _foreign_load(foreign_load: Maybe[pd.DataFrame]) -> ForeignLoad | None:
     if frame is None:
         return None
     return _structs(ForeignLoad, frame.head(1).assign(disturbs=frame["disturbs"].astype(bool)))[0]
+
+
+def _memory(memory_peak: Maybe[pd.DataFrame], memory_holders: Maybe[pd.DataFrame]) -> tuple[MemoryPeak, ...]:
+    peaks, holders = memory_peak.or_none(), memory_holders.or_none()
+    if peaks is None or holders is None:
+        return ()
+    by = ["rank", "device"]
+    top = holders[holders["moment"] == "peak"].drop_duplicates(by).rename(columns={"bytes": "site_bytes"})
+    frame = peaks.rename(columns={"peak_bytes": "bytes"}).assign(whole=peaks["events"] > 0)
+    frame = frame.merge(top[[*by, "site", "site_bytes"]], on=by, how="left").fillna({"site": "", "site_bytes": 0.0})
+    frame = frame.sort_values("bytes", ascending=False, kind="stable").drop_duplicates("rank").head(MOST_RANKS)
+    return _structs(MemoryPeak, frame.astype({"bytes": float, "reserved_bytes": float, "site_bytes": float}))
 
 
 def _blame(blame: Maybe[pd.DataFrame], mean_step_ns: Maybe[float]) -> tuple[Blame, ...]:

@@ -75,9 +75,9 @@ class Estimate:
         return frame[frame["rank"] == self.worst]
 
 
-def nothing(summary: str) -> Estimate:
+def nothing(summary: str, scope: Scope = "step") -> Estimate:
     """Return the estimate of a bottleneck that the run shows nothing of, and what it shows: no copy is waited for."""
-    return Estimate(summary=summary, clear=True)
+    return Estimate(summary=summary, clear=True, scope=scope)
 
 
 def worst(by_rank_ns: Mapping[int, float]) -> int:

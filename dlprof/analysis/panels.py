@@ -1,11 +1,11 @@
 """Every picture of the report that belongs to no rule, in the order of the page: one file each."""
 
-from dlprof.analysis.communication.panels import collectives
+from dlprof.analysis.communication.panels import collectives, flight_recorder
 from dlprof.analysis.compute.panels import arithmetic, kernels
 from dlprof.analysis.host.panels import lines, queue, stacks, syncs
 from dlprof.analysis.input.panels import workers
 from dlprof.analysis.machine.panels import files, samples
-from dlprof.analysis.memory.panels import memory
+from dlprof.analysis.memory.panels import memory, memory_snapshot
 from dlprof.analysis.panel import Picture
 from dlprof.analysis.pipeline.panels import pipeline
 from dlprof.analysis.source.panels import time_by_line
@@ -19,10 +19,12 @@ PICTURES: tuple[Picture, ...] = (
     syncs.PICTURE,
     queue.PICTURE,
     collectives.PICTURE,
+    flight_recorder.PICTURE,
     pipeline.PICTURE,
     arithmetic.PICTURE,
     kernels.PICTURE,
     memory.PICTURE,
+    memory_snapshot.PICTURE,
     time_by_line.PICTURE,
     stacks.PICTURE,
     workers.PICTURE,

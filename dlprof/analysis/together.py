@@ -12,7 +12,7 @@ from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.estimate import LEAST_SHARE, Rule
 from dlprof.analysis.step.breakdown import part, room
 from dlprof.analysis.step.savings import saving as replay
-from dlprof.result import Outcome, Setting, Together
+from dlprof.result import TIMELESS, Outcome, Setting, Together
 
 # A part of a saving, ns, and the categories of `time` that it comes out of.
 Piece = tuple[frozenset[str], float]
@@ -58,7 +58,7 @@ def together(basis: Basis, found: Sequence[tuple[Outcome, list[Piece]]]) -> Toge
     bounds them. With findings of the whole job the bound is of the training loop. None where nothing was found, and
     where the bound is the whole step, which says nothing. Findings that the same change removes count as one.
     """
-    found = [(o, mine) for o, mine in found if o.scope != "risk"]
+    found = [(o, mine) for o, mine in found if o.scope not in TIMELESS]
     if not found:
         return None
     largest = max(o.saving_ns for o, _ in found)

@@ -41,6 +41,7 @@ def check(path: Path, limits: tuple[str, ...], foreign_load: bool) -> None:
     from dlprof.analysis.diagnosis import rule_named
     from dlprof.analysis.rules import RULES
     from dlprof.commands.report import analyse
+    from dlprof.result import TIMELESS
     from dlprof.units import duration, percent, used_by_others
 
     asked = []
@@ -58,7 +59,7 @@ def check(path: Path, limits: tuple[str, ...], foreign_load: bool) -> None:
     failed = False
     for rule, limit, unit in asked:
         o = outcomes[rule]
-        risk = o.scope == "risk" and o.state == "found"  # what may end the job is no matter of time
+        risk = o.scope in TIMELESS and o.state == "found"  # what may end the job is no matter of time
         if o.state in ("not_measured", "error"):
             bad, what = True, f"{o.state.replace('_', ' ')}: {o.why}"
         elif o.state == "does_not_apply":

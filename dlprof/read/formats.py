@@ -153,6 +153,8 @@ class Format:
 # first that recognises a file has it.
 FORMATS: tuple[str, ...] = (
     "nvidia_smi",
+    "dumps.flight_recorder",
+    "dumps.memory_snapshot",
     "foreign.perfetto",
     "foreign.rocprof",
     "foreign.left",

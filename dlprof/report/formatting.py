@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from dlprof import units
 from dlprof.plain import NBSP, plain
-from dlprof.result import CATEGORIES, Change, Outcome, Place, Result, State, TimePart
+from dlprof.result import CATEGORIES, TIMELESS, Change, Outcome, Place, Result, State, TimePart
 from dlprof.units import MINUS, UNKNOWN, digits
 
 _QUALIFIED = re.compile(r"^void |(?:[A-Za-z_]\w*|\(anonymous namespace\))::")
@@ -59,8 +59,8 @@ def saves(outcome: Outcome) -> bool:
 
 def saving(outcome: Outcome) -> str:
     """Write what a finding saves of a step, as "−66.0 ms"; a dash without a saving."""
-    if outcome.scope == "risk":
-        return "risk"
+    if outcome.scope in TIMELESS:
+        return outcome.scope
     return MINUS + duration(outcome.saving_ns) if saves(outcome) else UNKNOWN
 
 

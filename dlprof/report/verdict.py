@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from dlprof.plain import NBSP, plain
-from dlprof.report.formatting import all_traced, counted, duration, gained, mean_shares, percent, ranks, saves, unit
+from dlprof.report.formatting import (
+    all_traced,
+    counted,
+    duration,
+    gained,
+    mean_shares,
+    percent,
+    quantity,
+    ranks,
+    saves,
+    unit,
+)
 from dlprof.report.looks import look
-from dlprof.result import ForeignLoad, Outcome, Result
+from dlprof.result import ForeignLoad, MemoryPeak, Outcome, Result
 from dlprof.units import used_by_others
 
 # What makes a rank late: "for rank 1, which ...".
@@ -40,6 +51,12 @@ _NOTABLE = 0.05
 
 # With this share of computation there is little else to lose.
 _ALL_BUT = 0.9
+
+# The gain of fixing what costs no time.
+_WITHOUT_TIME = {
+    "risk": "Fixing it saves no time, but may save the job.",
+    "failure": "The job does not go on until that is fixed.",
+}
 
 # Shorter waits, as a share of the step, get no sentence; and the most sentences.
 WORTH_SAYING = 0.02
@@ -73,6 +90,8 @@ def headline(result: Result) -> Headline:
     A part of the step that no rule could judge comes before any smaller finding.
     """
     unjudged = _unjudged(result)
+    if result.found and result.found[0].scope == "failure":
+        return Headline(*_diagnosis(result, result.found[0]), "")
     if result.found:
         found = result.found[0]
         diagnosis, gain = _diagnosis(result, found)
@@ -94,7 +113,7 @@ def headline(result: Result) -> Headline:
         largest, share = _largest(result)
         first = f"{largest} {unjudged.sentence}" if unjudged else largest
     elif result.window is None:
-        first = "No steady step was recorded."
+        first = _held(result.memory) or _clear(result) or "No steady step was recorded."
     else:
         first = f"{_each(result).capitalize()} lasts {duration(result.window.step_ns)}; where it goes was not measured."
     if not clear:
@@ -105,6 +124,28 @@ def headline(result: Result) -> Headline:
     second += [f"{unknown} could not be measured"] if unknown else []
     second += [f"{apart} {'does' if apart == 1 else 'do'} not apply"] if apart else []
     return Headline(first, "; ".join(second) + ".", share)
+
+
+def _held(memory: Sequence[MemoryPeak]) -> str:
+    """Say what held the GPU's memory at its peak, on the rank where that was most; "" without a snapshot."""
+    if not memory:
+        return ""
+    most = max(memory, key=lambda peak: peak.bytes)
+    when = "at the peak" if most.whole else "when the snapshot was taken"
+    of = (
+        f", {percent(most.site_bytes / most.bytes)} of it from {plain(most.site, 120)}"
+        if most.site and most.bytes
+        else ""
+    )
+    held, reserved = (quantity(n, "bytes") for n in (most.bytes, most.reserved_bytes))
+    who = f"Rank {most.rank}" if len(memory) > 1 else "Tensors"
+    return f"{who} held {held} of GPU memory {when}{of}; {reserved} were reserved."
+
+
+def _clear(result: Result) -> str:
+    """Return what the first rule without a finding saw, for a run without steps; "" where none says anything."""
+    said = next((plain(o.summary, 300) for o in result.outcomes if o.state == "clear" and o.summary), "")
+    return f"{said[:1].upper()}{said[1:]}." if said else ""
 
 
 def disturbed(load: ForeignLoad) -> str:
@@ -158,8 +199,7 @@ def _diagnosis(result: Result, first: Outcome) -> tuple[str, str]:
         sentence = f"{sentence.rstrip('.')}: {percent(first.share)} of {_each(result)}"
     sentence = sentence if sentence.endswith((".", "!", "?", "…")) else sentence + "."
     if not saves(first):
-        risk = first.scope == "risk"
-        return sentence, "Fixing it saves no time, but may save the job." if risk else "It has no estimated saving."
+        return sentence, _WITHOUT_TIME.get(first.scope, "It has no estimated saving.")
     what = "what was traced" if unit(result) == "trace" else "the traced steps" if all_traced(result) else "this job"
     if first.speedup >= 1.005 and math.isfinite(first.speedup):
         return sentence, f"{_remedy(result, first)} would make {what} {gained(first)}."

@@ -45,8 +45,9 @@ MOST_WORK, MOST_RANKS = 200, 512
 
 # What a finding is about. step: the mean steady step. job: time outside the steady steps; its saving is that time
 # spread over the training steps, its share and speed-up are the training loop's. risk: no time is saved, but the job
-# may fail.
-Scope = Literal["step", "job", "risk"]
+# may fail. failure: no time is saved, and the job did fail of it, or stands still; it comes before any saving.
+Scope = Literal["step", "job", "risk", "failure"]
+TIMELESS = ("risk", "failure")
 State = Literal["found", "clear", "not_measured", "does_not_apply", "error"]
 Shape = Literal["table", "bars", "lines", "areas", "timeline", "flame"]
 
@@ -291,6 +292,21 @@ class ForeignLoad(msgspec.Struct, frozen=True):
     disturbs: bool = False  # they took what the job would have used: this run clears it of nothing
 
 
+class MemoryPeak(msgspec.Struct, frozen=True):
+    """What tensors held on one rank's device when they held most, of those moments that a memory snapshot covers.
+
+    `site`: the line whose memory that was more than any other's; `whole`: the snapshot has the events before it.
+    """
+
+    rank: int
+    device: int
+    bytes: float
+    reserved_bytes: float
+    site: str = ""
+    site_bytes: float = 0.0
+    whole: bool = True
+
+
 class Fact(msgspec.Struct, frozen=True):
     """One line of the report's facts of the run."""
 
@@ -325,6 +341,7 @@ class Result(msgspec.Struct, frozen=True):
     exchanges: tuple[Exchange, ...] = ()
     tried: Tried | None = None  # what `dlprof try` measured; None: nothing was tried
     foreign_load: ForeignLoad | None = None  # None: not known
+    memory: tuple[MemoryPeak, ...] = ()  # by snapshots of PyTorch's allocator; the largest of each rank first
 
     @property
     def found(self) -> tuple[Outcome, ...]:

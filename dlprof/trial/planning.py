@@ -13,7 +13,7 @@ from typing import Any
 from dlprof import overrides
 from dlprof.errors import DlprofError
 from dlprof.overrides import Value
-from dlprof.result import Change, Outcome, Result
+from dlprof.result import TIMELESS, Change, Outcome, Result
 from dlprof.result.tried import Attempt, Of
 from dlprof.trial.measuring import training_loader
 
@@ -137,7 +137,7 @@ def _predicted(result: Result, outcome: Outcome, change: Change, place: int) -> 
         step = forecasts.get((setting.name, str(setting.to)))
         if step and result.window:
             return result.window.step_ns / step
-    if place or outcome.at_most or outcome.scope == "risk" or not 1 < outcome.speedup < 1e6:
+    if place or outcome.at_most or outcome.scope in TIMELESS or not 1 < outcome.speedup < 1e6:
         return None
     return outcome.speedup
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from dlprof.analysis.compare.predictions import Prediction, prediction
 from dlprof.analysis.compare.settings_diff import Setting, differing
 from dlprof.analysis.compare.significance import LEAST_NOISE, LEAST_SHARE, NOISE, Difference
-from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, Outcome, Result, Work
+from dlprof.result import CATEGORIES, MOST_WORK, QUANTILES, TIMELESS, Outcome, Result, Work
 from dlprof.result.stored import plain
 from dlprof.units import count, used_by_others
 
@@ -325,7 +325,7 @@ def _findings(pair: _Pair) -> tuple[FindingChange, ...]:
 
 def _became(one: Outcome, other: Outcome, least_ns: float) -> State:
     """Return what became of a bottleneck that was judged in both runs: `one` is A's, `other` B's."""
-    if "risk" in (one.scope, other.scope):  # it has no saving: it is there or not
+    if {one.scope, other.scope}.intersection(TIMELESS):  # it has no saving: it is there or not
         return "same" if one.state == other.state else "gone" if one.state == "found" else "new"
     change = other.saving_ns - one.saving_ns
     if abs(change) < max(LEAST_NOISE * math.hypot(one.noise_ns, other.noise_ns), least_ns):

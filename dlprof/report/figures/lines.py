@@ -131,10 +131,13 @@ def areas(evidence: Panel) -> Figure:
     figure = _drawn(evidence, stacked=True)
     assert figure.spec is not None
     for trace in figure.spec["data"]:
-        trace |= {"mode": "lines", "stackgroup": "parts", "fillcolor": trace["line"]["color"], "line": {"width": 0}}
+        if "line" in trace:  # and no mark
+            trace |= {"mode": "lines", "stackgroup": "parts", "fillcolor": trace["line"]["color"], "line": {"width": 0}}
+    label = figure.label.replace("Lines:", "Stacked areas:", 1)
+    if not any(name in looks.DRAWN for name in evidence.columns[1:]):
+        return replace(figure, label=label)
     figure.spec["layout"]["showlegend"] = False
     figure.spec["layout"]["margin"]["t"] = 8
-    label = figure.label.replace("Lines:", "Stacked areas:", 1)
     return replace(figure, label=label, legend=tuple(formatting.ordered(evidence.columns[1:])))
 
 

@@ -1,0 +1,302 @@
+"""What PyTorch's flight recorder saw: the collective that each rank waits in, and the ranks that never came.
+
+All ranks of a process group issue the same collectives in the same order, and number them alike. So a rank that waits
+in number 128 waits for those whose last number is lower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank
+from dlprof.analysis.memory.snapshot import shortened
+from dlprof.units import count
+
+MOST_CALLS = 5_000  # of a rank, the last ones: the recorder's ring has 2,000 by default
+
+# Why a rule cannot judge a run without dumps.
+NO_DUMP = (
+    "no dump of PyTorch's flight recorder (TORCH_FR_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 leave one a rank)"
+)
+
+# Collectives for which every rank of the group gives as much as any other, and gets as much.
+ALIKE = frozenset(
+    (
+        *("all_reduce", "allreduce_coalesced", "broadcast", "reduce", "all_gather", "_all_gather_base"),
+        *("all_gather_into_tensor_coalesced", "all_gather_single", "reduce_scatter", "_reduce_scatter_base"),
+        *("reduce_scatter_tensor_coalesced", "reduce_scatter_single"),
+    )
+)
+# Those that no rank can end before all have come.
+_FOR_ALL = (ALIKE - {"broadcast", "reduce"}) | {"barrier", "all_reduce_barrier", "all_to_all", "all_to_all_single"}
+_ONE_SIDED = frozenset(("broadcast", "scatter", "gather", "reduce"))
+
+DEFAULT = "default_pg"
+
+GroupKey = tuple[str, tuple[int, ...]]
+
+
+@per_rank
+def recorded_calls(recorder_calls: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
+    """Return a rank's last collectives as its recorder kept them, in order.
+
+    Columns: group, about, kind, sequence, op, backend, state, open (1: the rank still waits for it), left (1: it waits
+    no more, and was never seen to complete), created_ns, timeout_ms, input, output, dtype, site, numbered (0: an old
+    dump, whose numbers count sends and receives with the collectives).
+    """
+    frame = recorder_calls.tail(MOST_CALLS).reset_index(drop=True)
+    done = (frame["state"] == "completed").to_numpy()
+    retired = frame["retired"].to_numpy()
+    kept = ["group", "about", "kind", "sequence", "op", "backend", "state", "created_ns", "timeout_ms"]
+    kept += ["input", "output", "dtype", "site"]
+    made = frame[kept].copy()
+    for name in ("group", "about", "kind", "op", "backend", "state", "input", "output", "dtype", "site"):
+        made[name] = made[name].astype(object)
+    version = str((rank.trace_facts.get("recorder") or {}).get("version", ""))
+    return made.assign(
+        open=(~done & (retired != 1)).astype(np.int64),
+        left=(~done & (retired == 1)).astype(np.int64),
+        numbered=int(not version.startswith("1.")),
+    )
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A collective that some ranks wait in.
+
+    `missing`: ranks of the group whose dumps show that they never issued it. `unknown`: those that left no dump.
+    `began`: the waiting ranks on whose device it runs. `left`: nobody waits any more, and it was not seen to complete.
+    `follows`: each missing rank waits in another hang, which so comes first.
+    """
+
+    group: str
+    op: str
+    sequence: int
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+    unknown: tuple[int, ...]
+    began: tuple[int, ...]
+    since_ns: int
+    timeout_ms: int
+    site: str
+    left: bool = False
+    follows: bool = False
+    mixed: bool = False  # the ranks that came did not issue the same collective
+
+    @property
+    def named(self) -> str:
+        """The collective, with its number and group: "all_reduce #128 of the default group"."""
+        return f"{self.op} #{self.sequence} of {self.group}"
+
+
+@across_ranks
+def whole_calls(recorded_calls: pd.DataFrame, job: Job) -> pd.DataFrame:
+    """Return the calls of all ranks with `key` (which group it is), `named` (how people name it) and short sites.
+
+    Two groups may have one name where their ranks differ.
+    """
+    frame = recorded_calls.copy()
+    ranks = {r: (job.trace_facts[r].get("recorder") or {}).get("groups") or {} for r in job.ranks}
+    pairs = frame[["rank", "group", "about"]].drop_duplicates()
+    keys: dict[tuple[int, str], str] = {}
+    names: dict[tuple[int, str], str] = {}
+    for rank, group, about in pairs.itertuples(index=False, name=None):
+        members = ranks[rank].get(group) or ()
+        keys[rank, group] = f"{group}|{','.join(map(str, members))}"
+        names[rank, group] = "the default group" if about == DEFAULT else f"group {about or group}"
+    places = list(zip(frame["rank"].tolist(), frame["group"].tolist(), strict=True))
+    return frame.assign(
+        key=[keys[place] for place in places],
+        named=[names[place] for place in places],
+        site=frame["site"].map(shortened(frame["site"])),
+    )
+
+
+@across_ranks
+def hangs(whole_calls: pd.DataFrame, job: Job) -> tuple[Hang, ...]:
+    """Return the collectives that ranks wait in, those that others follow from first, then the earliest."""
+    calls = whole_calls[whole_calls["kind"] == "collective"]
+    most = calls.groupby(["key", "rank"], as_index=False)["sequence"].max()
+    last: dict[tuple[str, int], int] = dict(
+        zip(zip(most["key"].tolist(), most["rank"].tolist(), strict=True), most["sequence"].tolist(), strict=True)
+    )
+    for rank in job.ranks:
+        enqueued = (job.trace_facts[rank].get("recorder") or {}).get("enqueued") or {}
+        mine = calls[calls["rank"] == rank].drop_duplicates("key")
+        for key, group in zip(mine["key"], mine["group"], strict=True):
+            if (mine["numbered"] == 1).all():
+                last[key, rank] = max(last[key, rank], enqueued.get(group, -1))
+    waits = calls[calls["open"] == 1]
+    if not len(waits):
+        waits = calls[(calls["left"] == 1) & calls["op"].isin(_FOR_ALL)]
+        lacking = [_lacks(key, n, last) for key, n in zip(waits["key"], waits["sequence"], strict=True)]
+        waits = waits[np.array(lacking, dtype=bool)]
+    first = waits.sort_values("sequence", kind="stable").drop_duplicates(["key", "rank"])
+    found = []
+    for _, asked in first.groupby(["key", "sequence"], sort=False):
+        one = asked.to_dict("records")[0]
+        found.append(_hang(calls, one["key"], one["sequence"], asked, last, job))
+    return _ordered(found)
+
+
+def _lacks(key: str, sequence: int, last: Mapping[tuple[str, int], int]) -> bool:
+    """Return whether a rank that knows the group never issued its collective of that number."""
+    return any(of == key and number < sequence for (of, _), number in last.items())
+
+
+def _hang(
+    calls: pd.DataFrame,
+    key: str,
+    sequence: int,
+    asked: pd.DataFrame,
+    last: Mapping[tuple[str, int], int],
+    job: Job,
+) -> Hang:
+    rows = calls[(calls["key"] == key) & (calls["sequence"] == sequence)]
+    here = rows[(rows["open"] == 1) | (rows["left"] == 1)]
+    seen = {rank: number for (of, rank), number in last.items() if of == key}
+    one = asked.iloc[0]
+    members = _members(key, str(one["about"]), seen, job)
+    came = {rank for rank, number in seen.items() if number >= sequence}
+    times = here.loc[here["created_ns"] > 0, "created_ns"]
+    sites = here["site"][here["site"] != ""]
+    return Hang(
+        group=str(one["named"]),
+        op=str(one["op"]),
+        sequence=sequence,
+        waiting=tuple(sorted(set(here["rank"].tolist()))),
+        missing=tuple(sorted(rank for rank in members if rank in job.ranks and rank not in came)),
+        unknown=tuple(sorted(rank for rank in members if rank not in job.ranks)),
+        began=tuple(sorted(set(here.loc[here["state"] == "started", "rank"].tolist()))),
+        since_ns=int(times.min()) if len(times) else -1,
+        timeout_ms=int(asked["timeout_ms"].max()),
+        site=str(sites.iloc[0]) if len(sites) else "",
+        left=not bool((asked["open"] == 1).any()),
+        mixed=rows["op"].nunique() > 1,
+    )
+
+
+def _members(key: str, about: str, seen: Iterable[int], job: Job) -> tuple[int, ...]:
+    """Return the ranks of a group: as the dumps list them, all for the default one, else those that used it."""
+    listed = key.rpartition("|")[2]
+    if listed:
+        return tuple(int(n) for n in listed.split(","))
+    return tuple(range(job.world_size)) if about == DEFAULT else tuple(sorted(seen))
+
+
+def _ordered(found: list[Hang]) -> tuple[Hang, ...]:
+    """Say which hang follows from which, and return the first cause first."""
+    waiting = {rank for hang in found for rank in hang.waiting if hang.missing or hang.unknown}
+    told = [
+        replace(hang, follows=bool(hang.missing) and not hang.unknown and set(hang.missing) <= waiting)
+        for hang in found
+    ]
+    if told and all(hang.follows for hang in told):
+        told = [replace(hang, follows=False) for hang in told]  # they wait for each other: none comes first
+    return tuple(sorted(told, key=lambda hang: _place(hang, waiting)))
+
+
+def _place(hang: Hang, waiting: set[int]) -> tuple[object, ...]:
+    """Return where a hang stands among others: first those whose missing ranks wait nowhere, the earliest first."""
+    elsewhere = len(waiting.intersection(hang.missing))
+    return hang.follows, not hang.missing, not hang.unknown, elsewhere, hang.since_ns, hang.sequence
+
+
+@across_ranks
+def mismatches(whole_calls: pd.DataFrame) -> pd.DataFrame:
+    """Return the collectives of one number and group that are not the same on all ranks, a row for each variant.
+
+    Columns: named, sequence, differs (operation, element type or size; the first that does), op, input, output, dtype,
+    site, ranks (as text), rank (the first), many (ranks). In order of the first call.
+    """
+    calls = whole_calls[(whole_calls["kind"] == "collective") & (whole_calls["sequence"] >= 0)]
+    mixed = whole_calls.loc[(whole_calls["kind"] == "p2p") & (whole_calls["numbered"] == 0), "key"].unique()
+    calls = calls[~calls["key"].isin(mixed)]
+    by = ["key", "sequence"]
+    several = calls.groupby(by)[["op", "input", "output", "dtype"]].transform("nunique")
+    alike = calls["op"].isin(ALIKE)
+    sized = ((several["input"] > 1) | (several["output"] > 1)) & alike
+    typed = (several["dtype"] > 1) & ~calls["op"].isin(_ONE_SIDED)
+    what = np.select([several["op"] > 1, typed, sized], ["operation", "element type", "size"], "")
+    calls = calls.assign(differs=what)
+    wrong = calls[calls["differs"] != ""]
+    rows = []
+    parts = ["named", "sequence", "differs", "op", "input", "output", "dtype", "site"]
+    order = wrong.groupby(by)["created_ns"].transform("min")
+    wrong = wrong.assign(order=order).sort_values(["order", "key", "sequence"], kind="stable")
+    for values, variant in wrong.groupby(["key", *parts], sort=False, dropna=False):
+        ranks = sorted(set(variant["rank"].tolist()))
+        rows.append((*values[1:], listed(ranks), ranks[0], len(ranks)))
+    return pd.DataFrame(rows, columns=[*parts, "ranks", "rank", "many"])
+
+
+@across_ranks
+def rank_places(whole_calls: pd.DataFrame, hangs: tuple[Hang, ...]) -> pd.DataFrame:
+    """Return where each rank is, by its dump: rank, doing, op, sequence, named, state, site, input, at_ns, and as
+    text what and when.
+
+    `doing`: waits in, left (its oldest collective that is not done), or last issued (it waits in none). Without a dump:
+    no row.
+    """
+    rows = []
+    of_hang = {(rank, hang.sequence, hang.group) for hang in hangs for rank in hang.waiting}
+    for rank, mine in whole_calls.groupby("rank"):
+        waits = mine[mine["open"] == 1]
+        if not len(waits):
+            known = [(rank, n, g) in of_hang for n, g in zip(mine["sequence"], mine["named"], strict=True)]
+            waits = mine[np.array(known, dtype=bool) & (mine["left"] == 1).to_numpy()]
+        row = (waits if len(waits) else mine.tail(1)).iloc[0]
+        doing = "last issued" if not len(waits) else "waits in" if row["open"] else "left"
+        rows.append((rank, doing, *row[["op", "sequence", "named", "state", "site", "input", "created_ns"]].tolist()))
+    columns = ["rank", "doing", "op", "sequence", "named", "state", "site", "input", "at_ns"]
+    frame = pd.DataFrame(rows, columns=columns)
+    what = [f"{op} #{n} of {of}" for op, n, of in zip(frame["op"], frame["sequence"], frame["named"], strict=True)]
+    return frame.assign(what=what, when=[moment(at)[11:19] for at in frame["at_ns"]])
+
+
+def has_one_rank(job: Job) -> bool:
+    """Return whether the job is known to have one rank only, which exchanges nothing."""
+    return job.world_size == 1
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Write ranks, of many the first: "0, 1, 4 to 7"."""
+    numbers = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    said: list[str] = []
+    for run in runs:
+        said += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else list(map(str, run))
+    return ", ".join(said[:8]) + (f" … ({count(len(numbers), 'rank')})" if len(said) > 8 else "")
+
+
+def ranks_named(ranks: Iterable[int]) -> str:
+    """Write ranks as the subject of a sentence: "rank 3", "ranks 3 and 5", "ranks 0 to 7"."""
+    numbers = sorted(set(ranks))
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    text = listed(numbers)
+    before, sign, after = text.rpartition(", ")
+    return f"ranks {before} and {after}" if sign and "…" not in text else f"ranks {text}"
+
+
+def moment(ns: int) -> str:
+    """Write a time of day with its date, UTC; "" where it is unknown."""
+    if ns <= 0:
+        return ""
+    return datetime.fromtimestamp(ns / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def any_dump(whole_calls: Maybe[Any]) -> bool:
+    """Return whether a dump of the recorder was read."""
+    return whole_calls.or_none() is not None

@@ -1,0 +1,61 @@
+"""Snapshots of PyTorch's allocator: memory over time by line of the script, and which lines hold it at the peak."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from dlprof.analysis.engine import Maybe
+from dlprof.analysis.memory.snapshot import OTHERS
+from dlprof.analysis.panel import Picture, points, table
+from dlprof.result import Panel
+from dlprof.units import size
+
+MOST_DEVICES = 4  # with pictures of their own, those that hold most
+MOST_LINES = 25
+
+_COLUMNS = {"site": "line", "via": "calls", "bytes": "held_bytes", "share": "of all_share", "blocks": "blocks"}
+
+
+def draw(
+    memory_peak: pd.DataFrame,
+    memory_holders: pd.DataFrame,
+    memory_curve: Maybe[pd.DataFrame],
+    memory_state: pd.DataFrame,
+) -> list[Panel]:
+    """Draw the allocated bytes of each device by line, stacked, and list the lines at the peak."""
+    panels = []
+    curve = memory_curve.or_none()
+    peaks = memory_peak.sort_values("peak_bytes", ascending=False, kind="stable").head(MOST_DEVICES)
+    for row in peaks.to_dict("records"):
+        of = f"rank {row['rank']}, GPU {row['device']}"
+        if curve is not None and len(drawn := _of(curve, row)):
+            panels.append(_areas(drawn, of, row, _of(memory_state, row)))
+        when = "at the peak" if row["events"] else "when the snapshot was taken"
+        held = _of(memory_holders, row)
+        note = f"{size(row['peak_bytes'])} held, of {size(row['reserved_bytes'])} reserved."
+        held = held[held["moment"] == "peak"]
+        panels.append(table(f"What holds GPU memory {when}, {of}", held, _COLUMNS, most=MOST_LINES, note=note))
+    return panels
+
+
+def _of(frame: pd.DataFrame, row: dict[object, object]) -> pd.DataFrame:
+    """Return the rows of a rank's device."""
+    return frame[(frame["rank"] == row["rank"]) & (frame["device"] == row["device"])]
+
+
+def _areas(curve: pd.DataFrame, of: str, row: dict[object, object], state: pd.DataFrame) -> Panel:
+    wide = curve.pivot_table(index=["moment", "at_ns"], columns="site", values="bytes", sort=False).fillna(0.0)
+    lines = [c for c in curve["site"].drop_duplicates() if c != OTHERS] + [c for c in wide.columns if c == OTHERS]
+    moments, at = (wide.index.get_level_values(level).to_numpy() for level in ("moment", "at_ns"))
+    timed = bool((at >= 0).all())
+    failed = state.loc[state["moment"] == "oom", "at_ns"]
+    marks = tuple((float(t - at.min()), "out of memory", "other") for t in failed) if timed else ()
+    peak = float(row["at_ns"] - at.min()) if timed else None
+    marks += ((peak, "peak", "other"),) if peak is not None else ()
+    rows = points(wide[lines].set_axis(pd.Index(at - at.min() if timed else moments), axis=0))
+    first = "since the first event_ns" if timed else "events of the allocator"
+    note = "By the line of the script that allocated it; what was there before the recording has no line."
+    return Panel("areas", f"GPU memory by line, {of}", rows, (first, *lines), unit="bytes", note=note, marks=marks)
+
+
+PICTURE = Picture(draw)

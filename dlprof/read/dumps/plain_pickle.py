@@ -1,0 +1,275 @@
+"""Reads pickles of plain data: dicts, lists, tuples, texts, bytes, numbers, truth values and None; nothing else.
+
+A pickle is a program that may call any function. This reader knows none of the instructions that could, so that the
+worst that a stranger's file can do is to be refused. Of a file that was cut off it returns what stands before the cut,
+which Python's own reader cannot.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import re
+import zlib
+from pathlib import Path
+from struct import Struct, error
+from typing import Any
+
+from dlprof.errors import DlprofError
+from dlprof.read.opening import limit, most_unpacked, open_file
+
+# Bytes of a dump, unpacked, and lists, dicts and tuples in it: each takes about 100 bytes of memory. A snapshot of a
+# million events of the allocator has 200 MB and 2 million of these.
+MOST_BYTES = 1 << 30
+MOST_CONTAINERS = 20_000_000
+MOST_MARKS = 200  # collections that are open within each other; dumps have 8
+MOST_INTEGER = 9  # bytes of an integer: 64 bits with a sign
+MOST_MEMO = 1 << 24  # what can be referred to again
+
+# A list of nothing but references, as stacks are: most of a snapshot. Each is made once and then used again.
+_REFERENCES = re.compile(rb"\](\x94?)\(((?:j[\s\S]{4}|h[\s\S]){1,2000})e(?!\()")
+_REFERENCE = re.compile(rb"j([\s\S]{4})|h([\s\S])")
+
+_I4, _U2, _U4, _U8, _F8 = Struct("<i"), Struct("<H"), Struct("<I"), Struct("<Q"), Struct(">d")
+
+# Instructions with a text or bytes: where their length stands, and whether they are text.
+_TEXTS = {0x8C: (Struct("<B"), True), 0x58: (_U4, True), 0x8D: (_U8, True), 0x55: (Struct("<B"), True)}
+_BYTES = {0x43: (Struct("<B"), False), 0x42: (_U4, False), 0x8E: (_U8, False)}
+_STRINGS = {**_TEXTS, **_BYTES, 0x54: (_U4, True)}
+
+_CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}  # NONE, NEWTRUE, NEWFALSE
+_TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
+_KEYS = (str, int, float, bytes, type(None))
+
+
+class NotPlain(DlprofError):  # noqa: N818 - what a file is
+    """A pickle that holds more than plain data, or none at all; the message says what."""
+
+
+def bytes_of(path: Path) -> tuple[bytes, bool]:
+    """Return what a file holds, unpacked if it is a gzip file, and whether its end is missing.
+
+    Raises DlprofError where it cannot be read, is larger than MOST_BYTES, or unpacks to far more than real dumps do.
+    """
+    most = limit(MOST_BYTES)
+    with open_file(path) as file:
+        raw = file.read(most + 1 if most < 1 << 62 else -1)
+    if len(raw) > most:
+        raise DlprofError(f"{path}: larger than {MOST_BYTES >> 20} MB: not read (--no-limits reads it)")
+    if not raw.startswith(b"\x1f\x8b"):
+        return raw, False
+    most = min(most, most_unpacked(len(raw)))
+    unpacker = zlib.decompressobj(wbits=31)
+    try:
+        data = unpacker.decompress(raw, most + 1 if most < 1 << 60 else 0)
+    except zlib.error as e:
+        raise DlprofError(f"{path}: broken gzip file ({e})") from None
+    if len(data) > most:
+        raise DlprofError(f"{path}: unpacks to more than {most >> 20} MB: not read (--no-limits reads it)")
+    return data, not unpacker.eof
+
+
+def is_pickle(start: bytes) -> bool:
+    """Return whether a file begins as a pickle of protocol 2 to 5 does."""
+    return len(start) > 2 and start[0] == 0x80 and 2 <= start[1] <= 5
+
+
+def load(data: bytes) -> tuple[Any, bool]:
+    """Return the value of a pickle of plain data, and whether its end is missing.
+
+    Of one that is cut off, what stands before the cut. Lists with the same items may be one object. Raises NotPlain
+    where it holds anything but plain data, or is no pickle.
+    """
+    if not is_pickle(data[:4]):
+        raise NotPlain("no pickle of protocol 2 to 5")
+    return _Machine(data).run()
+
+
+class _Machine:
+    """The state of a pickle while it is read: values on a stack, and where the open collections begin."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+        self.containers = 0
+
+    def run(self) -> tuple[Any, bool]:
+        try:
+            return self._read(), False
+        except error:  # an instruction that is not all there
+            pass
+        except IndexError:  # as well, or one that takes more than there is
+            if not self.stack:
+                raise NotPlain("it takes what it does not hold") from None
+        except KeyError:
+            raise NotPlain("it refers to what it does not hold") from None
+        except (TypeError, AttributeError):
+            raise NotPlain("it adds to what is no collection") from None
+        return _folded(self.stack, self.marks), True
+
+    def _read(self) -> Any:
+        """Follow the instructions, the commonest first; return what is on the stack at STOP."""
+        data, stack, memo, marks = self.data, self.stack, self.memo, self.marks
+        push = stack.append
+        known: dict[bytes, list[Any]] = {}
+        most = limit(MOST_CONTAINERS)
+        at = 2  # behind PROTO and its number
+        while True:
+            code = data[at]
+            at += 1
+            if code == 0x6A:  # LONG_BINGET
+                push(memo[_U4.unpack_from(data, at)[0]])
+                at += 4
+            elif code == 0x68:  # BINGET
+                push(memo[data[at]])
+                at += 1
+            elif code == 0x4B:  # BININT1
+                push(data[at])
+                at += 1
+            elif code == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+            elif code == 0x28:  # MARK
+                marks.append(len(stack))
+                if len(marks) > MOST_MARKS:
+                    raise NotPlain(f"more than {MOST_MARKS} collections within each other")
+            elif code == 0x75:  # SETITEMS
+                _put(stack, marks.pop())
+            elif code == 0x65:  # APPENDS
+                mark = marks.pop()
+                items = stack[mark:]
+                del stack[mark:]
+                stack[-1].extend(items)
+            elif code == 0x5D:  # EMPTY_LIST
+                self.containers += 1
+                if self.containers > most:
+                    raise NotPlain(f"more than {MOST_CONTAINERS:,} collections (--no-limits reads them)")
+                whole = _REFERENCES.match(data, at - 1)
+                if whole is None:
+                    push([])
+                    continue
+                body = whole[2]
+                made = known.get(body)
+                if made is None:
+                    made = known[body] = [memo[_place(far, near)] for far, near in _REFERENCE.findall(body)]
+                if whole[1]:
+                    memo[len(memo)] = made
+                push(made)
+                at = whole.end()
+            elif code == 0x7D:  # EMPTY_DICT
+                self.containers += 1
+                push({})
+            elif code == 0x8A:  # LONG1
+                size = data[at]
+                number = data[at + 1 : at + 1 + size]
+                if size > MOST_INTEGER:
+                    raise NotPlain("an integer of more than 64 bits")
+                if len(number) < size:
+                    raise IndexError
+                push(int.from_bytes(number, "little", signed=True))
+                at += 1 + size
+            elif code == 0x4A:  # BININT
+                push(_I4.unpack_from(data, at)[0])
+                at += 4
+            elif code == 0x4D:  # BININT2
+                push(_U2.unpack_from(data, at)[0])
+                at += 2
+            elif code in _CONSTANTS:
+                push(_CONSTANTS[code])
+            elif code in _STRINGS:
+                at = self._string(code, at)
+            elif code == 0x71:  # BINPUT
+                memo[data[at]] = stack[-1]
+                at += 1
+            elif code == 0x95:  # FRAME
+                at += 8
+            elif code == 0x2E:  # STOP
+                if len(stack) != 1 or marks:
+                    raise NotPlain("it ends amid a value")
+                return stack[0]
+            else:
+                at = self._rarer(code, at)
+
+    def _string(self, code: int, at: int) -> int:
+        length, is_text = _STRINGS[code]
+        size = length.unpack_from(self.data, at)[0]
+        at += length.size
+        if size > len(self.data) - at:
+            raise IndexError
+        piece = self.data[at : at + size]
+        self.stack.append(piece.decode(errors="replace") if is_text else piece)
+        return int(at + size)
+
+    def _rarer(self, code: int, at: int) -> int:
+        """Follow one of the other instructions; return where the next one stands."""
+        stack, marks = self.stack, self.marks
+        if code == 0x72:  # LONG_BINPUT
+            place = _U4.unpack_from(self.data, at)[0]
+            if place > MOST_MEMO:
+                raise NotPlain("it remembers too much")
+            self.memo[place] = stack[-1]
+            return at + 4
+        if code in _TUPLES or code in (0x29, 0x74):  # TUPLE1 to TUPLE3, EMPTY_TUPLE, TUPLE
+            first = marks.pop() if code == 0x74 else len(stack) - _TUPLES.get(code, 0)
+            if first < 0:
+                raise IndexError
+            self.containers += 1
+            stack[first:] = [tuple(stack[first:])]
+        elif code == 0x47:  # BINFLOAT
+            stack.append(_F8.unpack_from(self.data, at)[0])
+            return at + 8
+        elif code == 0x61:  # APPEND
+            item = stack.pop()
+            stack[-1].append(item)
+        elif code == 0x73:  # SETITEM
+            _put(stack, len(stack) - 2)
+        else:
+            name = next((op.name for op in pickletools.opcodes if op.code == chr(code)), f"byte {code:#04x}")
+            raise NotPlain(f"more than plain data ({name})")
+        return at
+
+
+def _place(far: bytes, near: bytes) -> int:
+    return int(_U4.unpack(far)[0]) if far else near[0]
+
+
+def _put(stack: list[Any], mark: int) -> None:
+    """Put the pairs on the stack from a mark on into the dict below them."""
+    items = stack[mark:]
+    del stack[mark:]
+    into = stack[-1]
+    if type(into) is not dict or len(items) % 2:
+        raise TypeError
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if not isinstance(key, _KEYS):
+            raise NotPlain("a key that is no text and no number")
+        into[key] = value
+
+
+def _folded(stack: list[Any], marks: list[int]) -> Any:
+    """Return the outermost value of what was read before the end was missing, with all that it was to hold."""
+    for mark in reversed(marks):
+        items = stack[mark:]
+        del stack[mark:]
+        into = stack[-1] if stack else None
+        if isinstance(into, list):
+            into.extend(items)
+        elif isinstance(into, dict):
+            _paired(into, items)
+    return stack[0] if stack else None
+
+
+def _paired(into: dict[Any, Any], items: list[Any]) -> None:
+    """Put keys and values into a dict; a value behind a value was to be added to that one."""
+    left = iter(items)
+    key = next(left, None)
+    while isinstance(key, _KEYS):
+        value = next(left, into)  # none is left: itself stands for that
+        if value is into:
+            return
+        into[key] = value
+        key = next(left, None)
+        while isinstance(key, (list, dict)):
+            if isinstance(value, list):
+                value.append(key)
+            key = next(left, None)
