@@ -39,7 +39,9 @@ from dlprof.result import (
     DeviceTime,
     Exchange,
     ForeignLoad,
+    GpuLog,
     Outcome,
+    Profile,
     RankCost,
     RankStep,
     Result,
@@ -66,7 +68,20 @@ def wanted(rules: Iterable[Rule]) -> list[Any]:
     asked: list[Any] = [r.check for r in rules]
     asked += [partial(r.explain, None) for r in rules]  # the estimate is given
     asked += [p.draw for p in PICTURES]
-    asked += [Basis, Source, _window, _device, _time, _blame, _steps, _work, _exchanges, _foreign_load]
+    asked += [
+        Basis,
+        Source,
+        _window,
+        _device,
+        _time,
+        _blame,
+        _steps,
+        _work,
+        _exchanges,
+        _foreign_load,
+        _profiles,
+        _gpu_logs,
+    ]
     return [*asked, *overview.SECTIONS, notices.warnings]
 
 
@@ -95,6 +110,8 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
         work=measured.call(_work),
         exchanges=measured.call(_exchanges),
         foreign_load=measured.call(_foreign_load),
+        profiles=measured.call(_profiles),
+        gpu_logs=measured.call(_gpu_logs),
     )
 
 
@@ -320,6 +337,29 @@ def _foreign_load(foreign_load: Maybe[pd.DataFrame]) -> ForeignLoad | None:
     if frame is None:
         return None
     return _structs(ForeignLoad, frame.head(1).assign(disturbs=frame["disturbs"].astype(bool)))[0]
+
+
+def _profiles(profile_summaries: Maybe[pd.DataFrame], line_times: Maybe[pd.DataFrame], job: Job) -> tuple[Profile, ...]:
+    found = _structs(Profile, profile_summaries.or_none())
+    lines = line_times.or_none()
+    names = [n.removeprefix("profile ") for of in job.trace_facts.values() for n, told in of.items() if _of_lines(told)]
+    if lines is None or not names:
+        return found
+    # What a function calls that is profiled as well counts in both: the share is of the longest function's own.
+    hottest = lines.loc[[lines["dur_ns"].idxmax()]].iloc[0]
+    whole = float(lines.groupby(["function", "file"])["dur_ns"].sum().max())
+    place = {"function": str(hottest["function"]), "file": str(hottest["file"]), "line": int(hottest["line"])}
+    share = float(hottest["dur_ns"]) / whole if whole else 0.0
+    return (*found, Profile(names[0], "line_profiler", "ns", whole, **place, share=share, own=True, counted=True))
+
+
+def _of_lines(told: object) -> bool:
+    return isinstance(told, dict) and told.get("tool") == "line_profiler"
+
+
+def _gpu_logs(gpu_uses: Maybe[pd.DataFrame]) -> tuple[GpuLog, ...]:
+    frame = gpu_uses.or_none()
+    return _structs(GpuLog, None if frame is None else frame.rename(columns={"source": "gpu"}))
 
 
 def _blame(blame: Maybe[pd.DataFrame], mean_step_ns: Maybe[float]) -> tuple[Blame, ...]:

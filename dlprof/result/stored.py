@@ -22,7 +22,17 @@ _OLDER = {
     "not told": "unknown size",
 }
 
-_LATER = ("blame", "together", "steps", "work", "exchanges", "tried", "foreign_load")  # fields that a result may lack
+_LATER = (
+    "blame",
+    "together",
+    "steps",
+    "work",
+    "exchanges",
+    "tried",
+    "foreign_load",
+    "profiles",
+    "gpu_logs",
+)  # fields that a result may lack
 
 
 def plain(value: Any) -> Any:
