@@ -98,7 +98,7 @@ def unpacked(packed: bytes, most: int) -> bytes:
 
 
 def read_unpacked(path: Path) -> bytes:
-    """Return all of a small file, unpacked; raise DlprofError where it, or what it unpacks to, is larger than allowed."""
+    """Return all of a small file, unpacked; raise DlprofError where it, or what it unpacks to, is too large."""
     data = read_file(path)
     most = min(most_unpacked(len(data)), limit(LEAST_UNPACKED))
     whole = unpacked(data, most + 1)

@@ -16,13 +16,12 @@ WATCHED = """timestamp,gpu,gfx_activity,umc_activity,vcn_activity,socket_power,g
 1772939617,0,85,80,"['N/A', 'N/A']",N/A,1980,2100,38,73
 1772939616,1,20,5,"['N/A', 'N/A']",300,1950,2100,36,68
 """
-ROCM_CSV = """device,Temperature (Sensor edge) (C),Average Graphics Package Power (W),GPU use (%),VRAM Total Used Memory (B)
-card0,31.0,19.0,0,27947008
-card1,27.0,18.0,50,27947008
+ROCM_CSV = """device,Average Graphics Package Power (W),GPU use (%),VRAM Total Used Memory (B)
+card0,19.0,0,27947008
+card1,18.0,50,27947008
 """
 ROCM = {
-    "card0": {"GPU use (%)": "19", "Current Socket Graphics Package Power (W)": "7",
-        "sclk clock speed:": "(800Mhz)"},
+    "card0": {"GPU use (%)": "19", "Current Socket Graphics Package Power (W)": "7", "sclk clock speed:": "(800Mhz)"},
     "system": {"Driver version": "6.8"},
 }
 GPU = {
