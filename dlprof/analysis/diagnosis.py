@@ -348,9 +348,9 @@ def _profiles(profile_summaries: Maybe[pd.DataFrame], line_times: Maybe[pd.DataF
     # What a function calls that is profiled as well counts in both: the share is of the longest function's own.
     hottest = lines.loc[[lines["dur_ns"].idxmax()]].iloc[0]
     whole = float(lines.groupby(["function", "file"])["dur_ns"].sum().max())
-    place = {"function": str(hottest["function"]), "file": str(hottest["file"]), "line": int(hottest["line"])}
+    place = (str(hottest["function"]), str(hottest["file"]), int(hottest["line"]))
     share = float(hottest["dur_ns"]) / whole if whole else 0.0
-    return (*found, Profile(names[0], "line_profiler", "ns", whole, **place, share=share, own=True, counted=True))
+    return (*found, Profile(names[0], "line_profiler", "ns", whole, *place, share=share, own=True, counted=True))
 
 
 def _of_lines(told: object) -> bool:

@@ -63,8 +63,7 @@ def profile_functions(stacks: pd.DataFrame, rank: RankFacts) -> pd.DataFrame:
         total: Counter[tuple[str, str]] = Counter()
         for stack, n in zip(rows["stack"], rows["samples"], strict=True):
             frames = frames_of(stack)
-            for function in {(function, file) for function, file, _ in frames}:
-                total[function] += n
+            total.update(dict.fromkeys({(function, file) for function, file, _ in frames}, n))
             own = [frame for frame in frames if is_own(frame[1])]
             for function, file, line in {*frames[-1:], *own[-1:]}:
                 lines[function, file][line] += n

@@ -133,7 +133,8 @@ def of_training(stacks: pd.DataFrame) -> pd.DataFrame:
     mine = phased[phased["profile"] == phased["profile"].iloc[0]]
     # Where they are weighed by time, the lightest is taken for one sample: a share is as sure as samples are many.
     lightest = 1 if str(mine["unit"].iloc[0]) == "samples" else max(int(mine["samples"].min()), 1)
-    return mine.assign(samples=-(-mine["samples"] // lightest))
+    counted: pd.DataFrame = mine.assign(samples=-(-mine["samples"] // lightest))
+    return counted
 
 
 def seen_doing(stacks: pd.DataFrame) -> Iterator[tuple[str, list[str], int]]:

@@ -80,7 +80,7 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
     return Reading({"lines": schema.check("lines", frame)}, facts)
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
+class _Unpickler(pickle._Unpickler):
     """Python's own reader in Python: a number in the file is never the size of what it allocates."""
 
     def __init__(self, data: bytes) -> None:

@@ -3,22 +3,22 @@
 import json
 
 
-def decode(n):
+def decode(n: int) -> int:
     total = 0
     for k in range(n):
         total += k * k % 7
     return total
 
 
-def parse(text):
+def parse(text: str) -> object:
     return json.loads(text)
 
 
-def fact(n):
+def fact(n: int) -> int:
     return 1 if n < 2 else n * fact(n - 1)
 
 
-def main():
+def main() -> None:
     for _ in range(300):
         decode(2000)
         parse("[1, 2, 3]")

@@ -38,7 +38,8 @@ def series(folder: Path, text: str) -> dict[tuple[str, str], list[float]]:
     (folder / "log").write_text(text)
     assert recognise(Head(folder / "log"))
     frame = read(folder / "log").tables["samples"]
-    return {key: part["value"].tolist() for key, part in frame.groupby(["source", "metric"], observed=True)}
+    groups = frame.groupby(["source", "metric"], observed=True)
+    return {(str(source), str(metric)): part["value"].tolist() for (source, metric), part in groups}
 
 
 def test_each_gpu_is_a_source_and_a_dash_is_no_value(tmp_path: Path) -> None:
