@@ -95,7 +95,7 @@ def _metrics(values: Iterable[tuple[str, str]]) -> Iterator[tuple[str, float | N
         if value is None:
             continue
         done.add(metric)
-        unit = re.sub(r"^[(\s]*[-+0-9.eE]+\s*|[)\s]+$", "", word or "").lower()
+        unit = re.sub(r"^[(\s]*[-+0-9.eE]+\s*|[)\s]+$", "", (word or "")[:60]).lower()
         yield metric, value * (_UNITS.get(unit, scale) if unit else scale)
 
 

@@ -66,6 +66,9 @@ _RECORD = (
 # What nvidia-smi writes for a value that a GPU has not.
 _NONE = ("[N/A]", "N/A", "[Not Supported]", "[Unknown Error]", "[GPU is lost]", "[Insufficient Permissions]")
 
+# nvidia-smi knows fewer properties.
+_MOST_COLUMNS = 300
+
 # Units in the values of a log without a header, and the only property that each can be.
 _BY_UNIT: Mapping[str, tuple[str, ...]] = {
     "%": ("utilization.gpu", "utilization.memory"),
@@ -146,7 +149,7 @@ def _is_header(line: str) -> bool:
 def _headless(words: Sequence[str]) -> list[str]:
     """Return what the columns of a row without a header are, "" where that is not known; [] where too little is."""
     names: list[str] = []
-    for word in words:
+    for word in words if len(words) <= _MOST_COLUMNS else ():
         unit = word.rpartition(" ")[2]
         free = [name for name in _BY_UNIT.get(unit, ()) if name not in names]
         if "timestamp" not in names and "/" in word and time_of(word) is not None:

@@ -14,7 +14,7 @@ from dlprof.read.opening import lines_of, open_file
 from dlprof.read.profiles.frames import Frame, Stacks
 from dlprof.read.sources import Reading
 
-_WEIGHT = re.compile(r"(.+?)[ \t]+(\d{1,18})(?:\.\d{1,9})?")
+_WEIGHT = re.compile(r"(\d{1,18})(?:\.\d{1,9})?")
 # py-spy: name (file.py:12). With -t first thread (0x7F..): MainThread, with --subprocesses process 12:"python ...".
 _SPY = re.compile(r"(.*) \((.*?)(?::(\d{1,9}))?\)")
 _SPY_THREAD = re.compile(r"thread \((\w+)\)(?:: )?(.*)")
@@ -23,6 +23,9 @@ _SPY_PROCESS = re.compile(r'process \d+:".*?"')
 _AUSTIN = re.compile(r"P\d+;T[^;]*")
 _AUSTIN_FRAME = re.compile(r"(.*):([^:]*(?:<[^:]*>)?[^:]*):(\d{1,9})")
 _AUSTIN_MODE = re.compile(r"# mode: (\w+)")
+
+# A longer frame is taken for a name: what separates its parts is looked for in the time of its length squared.
+_LONGEST = 2_000
 
 _LEAST = 0.8  # of the first lines, that must be such stacks
 
@@ -41,12 +44,22 @@ def begins(head: bytes) -> bool:
 
 def _is_stack(line: str) -> bool:
     """Return whether a line is a stack and its weight: frames joined by `;` without a space after it, or py-spy's."""
-    found = _WEIGHT.fullmatch(line.strip())
-    if found is None:
-        return False
-    frames = found[1].split(";")
+    stack, weight = _halves(line)
+    frames = stack.split(";")
     several = len(frames) > 1 and all(frame and not frame.startswith(" ") for frame in frames)
-    return several or _SPY.fullmatch(frames[0]) is not None
+    return weight > 0 and (several or _spy(frames[0]) is not None)
+
+
+def _halves(line: str) -> tuple[str, int]:
+    """Return the stack and the weight that a line holds; weight 0 where it holds none."""
+    parts = line.rsplit(None, 1)
+    found = _WEIGHT.fullmatch(parts[1]) if len(parts) == 2 else None
+    return (parts[0], int(found[1])) if found else (line, 0)
+
+
+def _spy(text: str) -> re.Match[str] | None:
+    """Return the parts of a frame as py-spy writes it; None where it is another's."""
+    return _SPY.fullmatch(text) if len(text) <= _LONGEST else None
 
 
 def recognise(head: Head) -> Sequence[Part]:
@@ -85,31 +98,30 @@ def _format(path: Path, line: str, mode: str, austin: bool) -> tuple[Stacks, Cal
     """Return where stacks go, and what takes a line, by the first line."""
     if austin or _AUSTIN.match(line):
         return Stacks(path, "austin", "bytes" if mode == "memory" else "ns"), _take_austin
-    found = _WEIGHT.fullmatch(line)
-    frames = (found[1] if found else line).split(";")
-    spy = _SPY_PROCESS.match(frames[0]) or _SPY_THREAD.fullmatch(frames[0]) or _SPY.fullmatch(frames[-1])
+    frames = _halves(line)[0].split(";")
+    spy = _SPY_PROCESS.match(frames[0]) or _SPY_THREAD.fullmatch(frames[0]) or _spy(frames[-1])
     return Stacks(path, "py-spy" if spy else "folded stacks", "samples"), _take
 
 
 def _take(stacks: Stacks, line: str) -> bool:
     """Take a line of py-spy or of another tool; False where it is none."""
-    found = _WEIGHT.fullmatch(line)
-    if found is None:
+    texts, weight = _halves(line)
+    if not weight:
         return False
-    thread, texts = "", found[1]
+    thread = ""
     while process := _SPY_PROCESS.match(texts):
         texts = texts[process.end() :].lstrip(";")
     first, _, rest = texts.partition(";")
     if named := _SPY_THREAD.fullmatch(first):
         thread, texts = named[2] or f"thread {named[1]}", rest
-    stacks.add(thread, [frame for text in texts.split(";") if (frame := _frame(text))], int(found[2]))
+    stacks.add(thread, [frame for text in texts.split(";") if (frame := _frame(text))], weight)
     return True
 
 
 @cache
 def _frame(text: str) -> Frame | None:
     text = text.strip()
-    found = _SPY.fullmatch(text)
+    found = _spy(text)
     if found is None or ("." not in found[2] and not found[2].startswith("<")):
         return (text, "", 0) if text else None
     return found[1], found[2], int(found[3] or 0)
@@ -134,7 +146,7 @@ def _take_austin(stacks: Stacks, line: str) -> bool:
 
 @cache
 def _austin_frame(text: str) -> Frame | None:
-    found = _AUSTIN_FRAME.fullmatch(text)
+    found = _AUSTIN_FRAME.fullmatch(text) if len(text) <= _LONGEST else None
     return (found[2], found[1], int(found[3])) if found else None
 
 

@@ -79,7 +79,7 @@ def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is
     stacks = Stacks(path, tool, unit)
     bad = 0
     for profile in profiles:
-        name = found[1] if (found := _THREAD.fullmatch(profile.name)) else profile.name
+        name = found[1] if (found := _THREAD.fullmatch(profile.name[:300])) else profile.name
         scale = _NS.get(profile.unit, 1.0)
         take = _events if profile.type == "evented" else _samples
         bad += take(stacks, name, profile, frames, scale)

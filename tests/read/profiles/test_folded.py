@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,13 @@ def test_other_files_are_none(text: str, tmp_path: Path) -> None:
     if " 12" not in text and " 5" not in text:
         with pytest.raises(DlprofError):
             read(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "line", ["a" + " " * 100_000 + "b 1", "( " * 50_000 + ") 1", ":" * 100_000 + " 1", "P1;T1;" + ":" * 100_000 + " 1"]
+)
+def test_a_long_line_takes_no_longer_than_it_is_long(line: str, tmp_path: Path) -> None:
+    (tmp_path / "x").write_text((line + "\n") * 3)
+    recognise(Head(tmp_path / "x"))
+    with suppress(DlprofError):
+        read(tmp_path / "x")
