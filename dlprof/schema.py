@@ -223,7 +223,20 @@ STACKS: Mapping[str, str] = {
     "thread": CATEGORY,  # its name
     "phase": CATEGORY,  # of the step, on main: fetch, forward, backward, optimizer, rest; "" elsewhere
     "stack": CATEGORY,  # "name (file:line)" from the outermost on, joined by ";"
-    "samples": "int64",
+    "samples": "int64",  # how often, or of another tool what its weights add up to, in its unit
+    "profile": CATEGORY,  # the file of another tool that it is of, "": what dlprof saw while training
+    "unit": CATEGORY,  # samples, ns, bytes
+}
+
+# A function as a deterministic profiler counts it.
+FUNCTIONS: Mapping[str, str] = {
+    "profile": CATEGORY,  # the file that it is of
+    "function": CATEGORY,
+    "file": CATEGORY,
+    "line": "int64",  # where it begins
+    "calls": "int64",
+    "own_ns": "int64",
+    "total_ns": "int64",  # with what it called
 }
 
 # What a setting that `--set` overrides did: a row for each place of the script where it took effect, one row where none
@@ -242,6 +255,7 @@ OVERRIDES: Mapping[str, str] = {
 TABLES: Mapping[str, Mapping[str, str]] = {
     "chunks": CHUNKS,
     "fetches": FETCHES,
+    "functions": FUNCTIONS,
     "lines": LINES,
     "loading": LOADING,
     "memory": MEMORY,

@@ -40,8 +40,10 @@ from dlprof.result import (
     DeviceTime,
     Exchange,
     ForeignLoad,
+    GpuLog,
     MemoryPeak,
     Outcome,
+    Profile,
     RankCost,
     RankStep,
     Result,
@@ -68,7 +70,21 @@ def wanted(rules: Iterable[Rule]) -> list[Any]:
     asked: list[Any] = [r.check for r in rules]
     asked += [partial(r.explain, None) for r in rules]  # the estimate is given
     asked += [p.draw for p in PICTURES]
-    asked += [Basis, Source, _window, _device, _time, _blame, _steps, _work, _exchanges, _foreign_load, _memory]
+    asked += [
+        Basis,
+        Source,
+        _window,
+        _device,
+        _time,
+        _blame,
+        _steps,
+        _work,
+        _exchanges,
+        _foreign_load,
+        _profiles,
+        _gpu_logs,
+        _memory,
+    ]
     return [*asked, *overview.SECTIONS, notices.warnings]
 
 
@@ -99,6 +115,8 @@ def diagnosed(measured: Measured, rules: Sequence[Rule]) -> Result:
         exchanges=measured.call(_exchanges),
         foreign_load=measured.call(_foreign_load),
         memory=measured.call(_memory),
+        profiles=measured.call(_profiles),
+        gpu_logs=measured.call(_gpu_logs),
     )
 
 
@@ -336,6 +354,29 @@ def _memory(memory_peak: Maybe[pd.DataFrame], memory_holders: Maybe[pd.DataFrame
     frame = frame.merge(top[[*by, "site", "site_bytes"]], on=by, how="left").fillna({"site": "", "site_bytes": 0.0})
     frame = frame.sort_values("bytes", ascending=False, kind="stable").drop_duplicates("rank").head(MOST_RANKS)
     return _structs(MemoryPeak, frame.astype({"bytes": float, "reserved_bytes": float, "site_bytes": float}))
+
+
+def _profiles(profile_summaries: Maybe[pd.DataFrame], line_times: Maybe[pd.DataFrame], job: Job) -> tuple[Profile, ...]:
+    found = _structs(Profile, profile_summaries.or_none())
+    lines = line_times.or_none()
+    names = [n.removeprefix("profile ") for of in job.trace_facts.values() for n, told in of.items() if _of_lines(told)]
+    if lines is None or not names:
+        return found
+    # What a function calls that is profiled as well counts in both: the share is of the longest function's own.
+    hottest = lines.loc[[lines["dur_ns"].idxmax()]].iloc[0]
+    whole = float(lines.groupby(["function", "file"])["dur_ns"].sum().max())
+    place = (str(hottest["function"]), str(hottest["file"]), int(hottest["line"]))
+    share = float(hottest["dur_ns"]) / whole if whole else 0.0
+    return (*found, Profile(names[0], "line_profiler", "ns", whole, *place, share=share, own=True, counted=True))
+
+
+def _of_lines(told: object) -> bool:
+    return isinstance(told, dict) and told.get("tool") == "line_profiler"
+
+
+def _gpu_logs(gpu_uses: Maybe[pd.DataFrame]) -> tuple[GpuLog, ...]:
+    frame = gpu_uses.or_none()
+    return _structs(GpuLog, None if frame is None else frame.rename(columns={"source": "gpu"}))
 
 
 def _blame(blame: Maybe[pd.DataFrame], mean_step_ns: Maybe[float]) -> tuple[Blame, ...]:

@@ -2,9 +2,9 @@
 
 from dlprof.analysis.communication.panels import collectives, flight_recorder
 from dlprof.analysis.compute.panels import arithmetic, kernels
-from dlprof.analysis.host.panels import lines, queue, stacks, syncs
+from dlprof.analysis.host.panels import lines, profiles, queue, stacks, syncs
 from dlprof.analysis.input.panels import workers
-from dlprof.analysis.machine.panels import files, samples
+from dlprof.analysis.machine.panels import files, gpu_logs, samples
 from dlprof.analysis.memory.panels import memory, memory_snapshot
 from dlprof.analysis.panel import Picture
 from dlprof.analysis.pipeline.panels import pipeline
@@ -27,7 +27,9 @@ PICTURES: tuple[Picture, ...] = (
     memory_snapshot.PICTURE,
     time_by_line.PICTURE,
     stacks.PICTURE,
+    profiles.PICTURE,
     workers.PICTURE,
+    gpu_logs.PICTURE,
     samples.PICTURE,
     lines.PICTURE,
     files.PICTURE,

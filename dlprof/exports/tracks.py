@@ -9,6 +9,7 @@ import pandas as pd
 
 from dlprof.analysis import intervals as iv
 from dlprof.analysis.engine import Maybe, RankFacts, per_rank, within_rank
+from dlprof.analysis.machine.log_clocks import OPTIONS
 from dlprof.analysis.machine.samples import held
 from dlprof.errors import NotMeasured
 from dlprof.units import short
@@ -160,7 +161,7 @@ def reduced(spans: pd.DataFrame, training_lane: str, own_tracks: Maybe[pd.DataFr
 
 
 @per_rank
-def counters(spans: pd.DataFrame, samples: Maybe[pd.DataFrame], memory: Maybe[pd.DataFrame]) -> pd.DataFrame:
+def counters(spans: pd.DataFrame, placed_samples: Maybe[pd.DataFrame], memory: Maybe[pd.DataFrame]) -> pd.DataFrame:
     """Return what was sampled while a rank was traced: name, unit, at_ns, value; each value holds until the next.
 
     Raises NotMeasured where nothing was.
@@ -170,8 +171,8 @@ def counters(spans: pd.DataFrame, samples: Maybe[pd.DataFrame], memory: Maybe[pd
     begin, end = int(spans["start_ns"].min()), int((spans["start_ns"] + spans["dur_ns"]).max())
     parts = []
     with suppress(NotMeasured):
-        readings = held(samples.get(), begin, end)
-        logs = sorted(set(readings["source"][readings["source"].str.startswith("nvidia-smi")]))
+        readings = held(placed_samples.get(), begin, end)
+        logs = sorted(set(readings["source"][readings["source"].str.startswith((*OPTIONS,))]))
         of_logs = [(log, m, f"{log}: {n.removeprefix('GPU: ')}") for log in logs for s, m, n in _COUNTERS if s == "gpu"]
         for source, metric, name in (*_COUNTERS, *of_logs):
             mine = readings[(readings["source"] == source) & (readings["metric"] == metric)]

@@ -152,9 +152,17 @@ class Format:
 # The modules below dlprof.read that have a FORMAT, or a tuple of several, in the order in which they are asked: the
 # first that recognises a file has it.
 FORMATS: tuple[str, ...] = (
-    "nvidia_smi",
+    "gpu_logs.nvidia_smi",
+    "gpu_logs.nvidia_dmon",
+    "gpu_logs.amd_smi",
+    "gpu_logs.sampled",
     "dumps.flight_recorder",
     "dumps.memory_snapshot",
+    "profiles.pstats",
+    "profiles.line_profiler",
+    "profiles.mojo",
+    "profiles.speedscope",
+    "profiles.folded",
     "foreign.perfetto",
     "foreign.rocprof",
     "foreign.left",

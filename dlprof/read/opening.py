@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -78,6 +79,32 @@ def read_file(path: Path) -> bytes:
     if len(data) > limit(MOST_TEXT):
         raise DlprofError(f"{path}: larger than {MOST_TEXT >> 20} MB: not read (--no-limits reads it)")
     return data
+
+
+def unpacked(packed: bytes, most: int) -> bytes:
+    """Return the first `most` bytes that gzip data unpack to, as far as they are whole; other data as they are."""
+    if not packed.startswith(b"\x1f\x8b"):
+        return packed[:most]
+    parts, left = [], most
+    while packed and left > 0:
+        member = zlib.decompressobj(wbits=31)
+        try:
+            parts.append(member.decompress(packed, left))
+        except zlib.error:
+            break
+        left -= len(parts[-1])
+        packed = member.unused_data.lstrip(b"\0")
+    return b"".join(parts)
+
+
+def read_unpacked(path: Path) -> bytes:
+    """Return all of a small file, unpacked; raise DlprofError where it, or what it unpacks to, is too large."""
+    data = read_file(path)
+    most = min(most_unpacked(len(data)), limit(LEAST_UNPACKED))
+    whole = unpacked(data, most + 1)
+    if len(whole) > most:
+        raise DlprofError(f"{path}: unpacks to more than {most >> 20} MB: not read (--no-limits reads it)")
+    return whole
 
 
 def lines_of(file: BinaryIO) -> Iterator[list[bytes]]:

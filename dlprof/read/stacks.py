@@ -17,6 +17,7 @@ from dlprof import schema
 from dlprof.errors import DlprofError
 from dlprof.read.kineto.json_stream import NOT_JSON
 from dlprof.read.opening import MOST_UNPACKED, most_unpacked, read_file
+from dlprof.read.profiles.frames import phase_in
 from dlprof.read.sources import Reading
 
 # Name, file and line.
@@ -39,7 +40,6 @@ _THREAD = re.compile(r"thread \((\w+)\)(?:: )?(.*)")
 # name (file:line); the file of a frame that has none is in angle brackets.
 _FRAME = re.compile(r"(.*) \((.*?)(?::(\d+))?\)")
 
-_LOADER = "torch/utils/data/dataloader.py"
 _WORKER = "torch/utils/data/_utils/worker.py"
 
 # The recorder's files: its hooks stand between the script's frames. An older one had them at the top of the package.
@@ -83,7 +83,7 @@ def read(path: Path) -> Reading:
         raise DlprofError(f"{path}: no stacks of py-spy in it")
     if lost > 0:
         warnings.append(f"{path.name}: {lost:,} malformed lines are left out")
-    frame = pd.DataFrame([(*row, n) for row, n in sorted(seen.items())], columns=list(schema.STACKS))
+    frame = pd.DataFrame([(*row, n, "", "samples") for row, n in sorted(seen.items())], columns=list(schema.STACKS))
     facts = {"stacks": {"bursts": bursts, "seconds": ns / 1e9}} if bursts and seen else {}
     return Reading({"stacks": schema.check("stacks", frame.astype(dict(schema.STACKS)))}, facts, tuple(warnings))
 
@@ -138,7 +138,7 @@ def _row(folded: str) -> tuple[str, str, str, str] | None:
     frames = _of_the_job(texts)
     if not frames:
         return None
-    phase = _phase(frames) if role == "main" else ""
+    phase = (phase_in(frames) or "rest") if role == "main" else ""
     return role, name, phase, ";".join(f"{function} ({file}:{line})" for function, file, line in frames)
 
 
@@ -170,22 +170,3 @@ def _frame(text: str) -> tuple[_Frame | None, str]:
     file = found[2]
     kinds = (("work", _OUR_WORK), ("ours", _OURS), ("profiler", _PROFILER))
     return (found[1], file, found[3] or "0"), next((kind for kind, files in kinds if files.search(file)), "")
-
-
-def _phase(frames: list[_Frame]) -> str:
-    """Return what the step was doing, as the recorder counts it: the outermost phase, or one inside an optimizer."""
-    found = [phase for name, file, _ in frames if "/torch/" in file and (phase := _begins(name, file))]
-    return next((phase for phase in found if phase != "optimizer"), found[0] if found else "rest")
-
-
-def _begins(qualified: str, file: str) -> str:
-    name = qualified.rpartition(".")[2]
-    if file.endswith(_LOADER) and name in ("__next__", "__iter__"):
-        return "fetch"
-    if file.endswith(("torch/autograd/__init__.py", "torch/_tensor.py")) and name in ("backward", "grad"):
-        return "backward"
-    if file.endswith("torch/nn/modules/module.py") and name in ("_wrapped_call_impl", "_call_impl"):
-        return "forward"
-    if "/torch/optim/" in file and (name == "step" or "profile_hook_step" in qualified):
-        return "optimizer"
-    return ""

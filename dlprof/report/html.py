@@ -26,7 +26,7 @@ from markupsafe import Markup, escape
 
 from dlprof.files import compact
 from dlprof.plain import NBSP, plain
-from dlprof.report import formatting, looks, verdict
+from dlprof.report import formatting, logged, looks, verdict
 from dlprof.report.figures import drawing, parts, shapes
 from dlprof.report.tried import panel as tried_panel
 from dlprof.report.tried import sentence as tried_sentence
@@ -137,7 +137,7 @@ def _lede(result: Result) -> str:
     window = result.window
     said = [f"{formatting.devices(result)}{hosts}"]
     if window is None:
-        said.append("no steady step was recorded")
+        said.append(logged.described(result) or "no steady step was recorded")
     elif window.unit == "trace":
         said.append("the trace has no step markers and is shown as one step")
     else:

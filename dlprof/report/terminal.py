@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from dlprof.plain import NBSP, plain
-from dlprof.report import formatting, looks, verdict
+from dlprof.report import formatting, logged, looks, verdict
 from dlprof.report.tried import sentence as tried_sentence
 from dlprof.result import Outcome, Result, TimePart
 
@@ -23,7 +23,8 @@ def render(result: Result, width: int = 80, colour: bool = False) -> str:
     width = max(width, NARROWEST)
     paint = painter(colour)
     diagnosis, gain, _ = verdict.headline(result)
-    lines = [*wrap(f"{formatting.name(result)} · {formatting.devices(result)} · {formatting.steps(result)}", width), ""]
+    measured = (logged.described(result) if result.window is None else "") or formatting.steps(result)
+    lines = [*wrap(f"{formatting.name(result)} · {formatting.devices(result)} · {measured}", width), ""]
     lines += [paint(line, "1") for line in wrap(diagnosis, width, "  ")]
     lines += wrap(gain, width, "  ")
     notices = verdict.notices(result)

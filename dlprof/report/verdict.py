@@ -20,6 +20,7 @@ from dlprof.report.formatting import (
     saves,
     unit,
 )
+from dlprof.report.logged import of_logs
 from dlprof.report.looks import look
 from dlprof.result import ForeignLoad, MemoryPeak, Outcome, Result
 from dlprof.units import used_by_others
@@ -103,6 +104,8 @@ def headline(result: Result) -> Headline:
             both = f"Computation takes {percent(computing)} of {_each(result)}. {diagnosis}"
             return Headline(both, gain, percent(computing))
         return Headline(diagnosis, gain, percent(found.share if found.lost_share is None else found.lost_share))
+    if result.window is None and (said := of_logs(result)):
+        return Headline(*said)
     states = [o.state for o in result.outcomes]
     clear, unknown = states.count("clear"), states.count("not_measured") + states.count("error")
     apart = states.count("does_not_apply")

@@ -31,6 +31,8 @@ _LATER = (
     "tried",
     "foreign_load",
     "memory",
+    "profiles",
+    "gpu_logs",
 )  # fields that a result may lack
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pandas as pd
 
@@ -88,21 +88,53 @@ def flame(stacks: pd.DataFrame) -> pd.DataFrame:
 
     Small frames, and those deeper than a screen shows, are left out: what is missing of a parent was there, or its own.
     """
+    ours = stacks[stacks["profile"] == ""]
+    if ours.empty:
+        raise NotMeasured("dlprof saw no Python stacks")
+    return tree(seen_doing(ours), int(ours.loc[ours["role"].isin(_ROLES), "samples"].sum()))
+
+
+def tree(seen: Iterable[tuple[str, list[str], int]], whole: int) -> pd.DataFrame:
+    """Return the tree of calls, as `flame` does, of stacks: what was done, frames, how often; `whole`: all of them."""
     shorter: dict[str, str] = {}
-    seen: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for doing, stack, n in seen_doing(stacks):
+    counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for doing, stack, n in seen:
         for text in stack:
             if text not in shorter:
                 shorter[text] = "" if _PASSED.match(text) else FRAME.sub(r"\1 (\2)", text)
         path = tuple(filter(None, map(shorter.get, stack)))[:MOST_DEPTH]
         for depth in range(1, len(path) + 1):
-            seen[doing, path[:depth]] += n
-    least = LEAST_FRAME * int(stacks.loc[stacks["role"].isin(_ROLES), "samples"].sum())
-    kept = sorted((key for key, n in seen.most_common(MOST_FRAMES) if n >= least), key=lambda key: len(key[1]))
+            counts[doing, path[:depth]] += n
+    least = LEAST_FRAME * whole
+    kept = sorted((key for key, n in counts.most_common(MOST_FRAMES) if n >= least), key=lambda key: len(key[1]))
     row = {key: at for at, key in enumerate(kept)}
-    rows = [(doing, row.get((doing, path[:-1]), -1), path[-1], seen[doing, path]) for doing, path in kept]
+    rows = [(doing, row.get((doing, path[:-1]), -1), path[-1], counts[doing, path]) for doing, path in kept]
     frame = pd.DataFrame(rows, columns=["doing", "parent", "name", "samples"])
-    return frame.assign(own=[is_own(name.rpartition(" (")[2]) for name in frame["name"]])
+    return frame.assign(own=[is_own(name.rpartition(" (")[2].rstrip(")")) for name in frame["name"]])
+
+
+def frames_of(stack: str) -> list[tuple[str, str, int]]:
+    """Return the frames of a stack, the outermost first: function, file, line."""
+    return [(f[1], f[2], int(f[3])) for f in map(FRAME.fullmatch, stack.split(";")) if f is not None]
+
+
+def of_training(stacks: pd.DataFrame) -> pd.DataFrame:
+    """Return the stacks of which it is known what the step was doing: what dlprof saw, else a profile's with phases.
+
+    The profile of a whole job has start-up and more outside the phases: that is left out. Raises NotMeasured where
+    there is none.
+    """
+    ours = stacks[stacks["profile"] == ""]
+    if len(ours) or stacks.empty:
+        return ours
+    phased = stacks[(stacks["phase"] != "") | (stacks["role"] == "worker")]
+    if phased.empty:
+        return phased
+    mine = phased[phased["profile"] == phased["profile"].iloc[0]]
+    # Where they are weighed by time, the lightest is taken for one sample: a share is as sure as samples are many.
+    lightest = 1 if str(mine["unit"].iloc[0]) == "samples" else max(int(mine["samples"].min()), 1)
+    counted: pd.DataFrame = mine.assign(samples=-(-mine["samples"] // lightest))
+    return counted
 
 
 def seen_doing(stacks: pd.DataFrame) -> Iterator[tuple[str, list[str], int]]:
@@ -110,7 +142,8 @@ def seen_doing(stacks: pd.DataFrame) -> Iterator[tuple[str, list[str], int]]:
 
     Raises NotMeasured where there is none.
     """
-    table = stacks[stacks["role"].isin(_ROLES)]
+    known = of_training(stacks)
+    table = known[known["role"].isin(_ROLES)]
     if not table["samples"].sum():
         raise NotMeasured("no Python stack of the training thread was seen")
     for role, phase, stack, n in zip(table["role"], table["phase"], table["stack"], table["samples"], strict=True):
@@ -176,6 +209,8 @@ def is_own(file: str) -> bool:
 
 def shown(function: str, file: str, line: int = 0) -> str:
     """Name a function as a report does: decode (data.py:41)."""
+    if file == "<unknown>":
+        return function
     name = re.split(r"[/\\]", file)[-1] if is_own(file) else PLACE.sub("", file)
     return f"{function} ({name}:{line})" if line else f"{function} ({name})"
 

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from dlprof.analysis.engine import Maybe, across_ranks, per_rank
+from dlprof.analysis.machine.log_clocks import OPTIONS
 from dlprof.analysis.machine.samples import ENOUGH
 from dlprof.errors import NotMeasured
 
@@ -36,7 +37,7 @@ _METRICS = ("sm_clock_mhz", "sm_clock_max_mhz", "clock_reasons_bits", "power_lim
 
 
 @per_rank
-def clocks(samples: pd.DataFrame, steady_span: Maybe[tuple[int, int]]) -> pd.DataFrame:
+def clocks(placed_samples: pd.DataFrame, steady_span: Maybe[tuple[int, int]]) -> pd.DataFrame:
     """Return one row a GPU that was read: its clock while it was not idle, in steady steps where those are recorded.
 
     Columns: source (gpu: the rank's own; "nvidia-smi ID": one of a log, which names no rank), readings, clock_mhz (the
@@ -45,7 +46,7 @@ def clocks(samples: pd.DataFrame, steady_span: Maybe[tuple[int, int]]) -> pd.Dat
     those with none. NaN: not known, or none such.
     Raises NotMeasured where no clock was read.
     """
-    samples = samples[samples["metric"].isin(_METRICS)]
+    samples = placed_samples[placed_samples["metric"].isin(_METRICS)]
     span = steady_span.or_none()
     if span:
         samples = samples[samples["at_ns"].between(*span)]
@@ -75,9 +76,18 @@ def clocks(samples: pd.DataFrame, steady_span: Maybe[tuple[int, int]]) -> pd.Dat
                 "free_spread_mhz": clock[free].std(ddof=0) if known else np.nan,
             }
         )
+    if not rows and (tools := _without_clock(placed_samples)):
+        raise NotMeasured(f"the log has no clocks: {'; '.join(tools)} brings them")
     if not rows:
         raise NotMeasured("no GPU's clock was read often enough while it trained: record longer")
     return pd.DataFrame(rows)
+
+
+def _without_clock(samples: pd.DataFrame) -> list[str]:
+    """Return the options that bring the clocks, of the tools whose logs have none."""
+    sources = samples.groupby("source", observed=True)["metric"].agg(lambda metrics: "sm_clock_mhz" in set(metrics))
+    lacking = {str(source).partition(" ")[0] for source, has in sources.items() if not has}
+    return [OPTIONS[tool]["sm_clock_mhz"] for tool in OPTIONS if tool in lacking]
 
 
 @across_ranks

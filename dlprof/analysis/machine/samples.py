@@ -9,6 +9,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof.analysis.engine import RankFacts, per_rank, within_rank
+from dlprof.analysis.machine.log_clocks import Clock
 from dlprof.analysis.timeline.steady import standard_error, suspended
 from dlprof.errors import NotMeasured
 
@@ -84,12 +85,16 @@ def _spans(at: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 @per_rank
-def sample_series(samples: pd.DataFrame) -> pd.DataFrame:
+def sample_series(placed_samples: pd.DataFrame, log_clocks: dict[str, Clock]) -> pd.DataFrame:
     """Return the readings in order, thinned to means, what only grows as rates: source, metric, at_ns, value.
 
     Raises NotMeasured where nothing was sampled.
     """
-    parts = [read for read in _readings(samples) if len(read)]
+    untimed = [source for source, clock in log_clocks.items() if clock.how == "none"]
+    timed = placed_samples[~placed_samples["source"].isin(untimed)] if untimed else placed_samples
+    parts = [read for read in _readings(timed) if len(read)]
+    if not parts and untimed:
+        raise NotMeasured("the log has no times")
     if not parts:
         raise NotMeasured("the job was too short for two readings: record longer")
     read = pd.concat(parts, ignore_index=True)
@@ -129,14 +134,14 @@ def steady_span(light_steps: pd.DataFrame) -> tuple[int, int]:
 
 
 @per_rank
-def sample_means(samples: pd.DataFrame, steady_span: tuple[int, int], rank: RankFacts) -> pd.DataFrame:
+def sample_means(placed_samples: pd.DataFrame, steady_span: tuple[int, int], rank: RankFacts) -> pd.DataFrame:
     """Return each metric while training was steady, what only grows as rates.
 
     Columns: source, metric, mean, its standard error noise, largest, readings.
     Raises NotMeasured where nothing was sampled, or too little of the steady steps.
     """
     rows = []
-    for read in _readings(samples[samples["at_ns"].between(*steady_span)]):
+    for read in _readings(placed_samples[placed_samples["at_ns"].between(*steady_span)]):
         # A reading stands for the time since the one before it: not for the time in which the job was suspended.
         at = read["at_ns"].to_numpy()
         read = read[~suspended(rank, np.append(at[:1], at[:-1]), at)]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pandas as pd
 
-from dlprof.analysis.host.stacks import DOING, MOST_FRAMES, shown
+from dlprof.analysis.host.flames import flame_rows
+from dlprof.analysis.host.stacks import DOING, shown
 from dlprof.analysis.panel import PHASES, Picture, table
 from dlprof.errors import NotMeasured
 from dlprof.result import Panel
@@ -22,8 +21,6 @@ LEAST_SHARE = 0.01
 # What a frame of each kind stands on, in the colour of what the training thread was doing.
 _CATEGORY = {"rest": "host", **PHASES, "worker": "worker"}
 
-
-_CALL = ["doing", "parent", "name", "samples", "own"]
 
 _COLUMNS = {
     "doing": "while",
@@ -41,29 +38,9 @@ def draw(flame: pd.DataFrame, hottest: pd.DataFrame) -> list[Panel]:
 
 def _flame(flame: pd.DataFrame) -> Panel:
     """Draw who calls whom: what the training thread was doing, and upon it its functions, the widest first."""
-    seen: Counter[tuple[str, ...]] = Counter()  # by path, which begins with what the thread was doing
-    own = set()
-    for _, of_rank in flame.groupby("rank"):
-        paths: list[tuple[str, ...]] = []
-        for doing, parent, name, samples, is_own in of_rank[_CALL].itertuples(index=False):
-            above = paths[parent] if parent >= 0 else (doing,)
-            paths.append((*above, name))
-            seen[paths[-1]] += samples
-            seen[above] += samples if parent < 0 else 0
-            own |= {paths[-1]} if is_own else set()
-    place = [*DOING].index
-    rows: list[tuple[int, int, int, str, str]] = []
-    begin: Counter[tuple[str, ...]] = Counter()  # where the next call on each path is drawn
-    for path in sorted(seen, key=lambda path: (len(path), place(path[0]), -seen[path])):
-        at = begin[path] = begin[path[:-1]]
-        begin[path[:-1]] += seen[path]
-        function, _, file = path[-1].rpartition(" (")
-        name, category = shown(function, file.rstrip(")")), "own" if path in own else "library"
-        if len(path) == 1:
-            name, category = DOING[path[0]], _CATEGORY[path[0]]
-        rows.append((len(path) - 1, at, seen[path], name, category))
     note = "The wider, the more often Python was seen there; a function stands below its caller."
-    return Panel("flame", "Where Python was seen", tuple(sorted(rows)[:MOST_FRAMES]), unit="samples", note=note)
+    rows = flame_rows(flame, DOING, _CATEGORY)
+    return Panel("flame", "Where Python was seen", rows, unit="samples", note=note)
 
 
 def _hottest(hottest: pd.DataFrame) -> list[Panel]:

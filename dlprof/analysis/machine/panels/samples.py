@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from dlprof.analysis.engine import Job
+from dlprof.analysis.machine.log_clocks import OPTIONS
 from dlprof.analysis.machine.samples import ENOUGH
 from dlprof.analysis.panel import MOST_RANKS, Picture, points
 from dlprof.analysis.step.run_clock import began_ns
@@ -46,7 +47,7 @@ def draw(sample_series: pd.DataFrame, first_times: tuple[int, ...], job: Job) ->
         lines = [_of_ranks(series, "processes", own), children, _of_hosts(series, of_host, job)]
         panels += _chart(title, unit, note, lines)
     for title, unit, note, metric in _OF_GPUS:
-        logged = _wide(series, "nvidia-smi", metric, "source").iloc[:, :MOST_RANKS]
+        logged = _wide(series, (*OPTIONS,), metric, "source").iloc[:, :MOST_RANKS]
         panels += _chart(title, unit, note, [_of_ranks(series, "gpu", metric), logged])
     return panels
 
@@ -58,7 +59,7 @@ def _chart(title: str, unit: str, note: str, lines: list[pd.DataFrame]) -> list[
     return [Panel("lines", title, points(table), ("time_ns", *map(str, table.columns)), unit=unit, note=note)]
 
 
-def _wide(series: pd.DataFrame, source: str, metric: str, by: str = "rank") -> pd.DataFrame:
+def _wide(series: pd.DataFrame, source: str | tuple[str, ...], metric: str, by: str = "rank") -> pd.DataFrame:
     """Return a metric over the run, a column a rank or a source."""
     chosen = series[series["source"].str.startswith(source) & (series["metric"] == metric)]
     return chosen.pivot_table(index="time_ns", columns=by, values="value")

@@ -75,7 +75,7 @@ def check(
     if not why:
         frame = pd.DataFrame([row for row, _, _ in held_down])
         if frame[["heat", "limit_w"]].isna().all(axis=None):
-            raise NotMeasured("why the clocks are below their maximum was not read: this driver does not report it")
+            raise NotMeasured("why the clocks are below their maximum was not read: `clocks_event_reasons.active`")
         fastest = digits(frame["clock_mhz"].max())
         return nothing(f"nothing but its normal power limit holds a GPU's clock down; {fastest} MHz at most")
     computed = _multiplied(breakdown.get(), tensor_cores)

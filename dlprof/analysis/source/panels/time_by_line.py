@@ -44,7 +44,7 @@ def draw(line_shares: pd.DataFrame) -> list[Panel]:
         doing=lines["doing"].map(DOING),
     )
     note = (
-        f"py-spy saw {whole[False]:,} stacks of the training thread"
+        f"{whole[False]:,} stacks of the training thread were seen"
         + (f" and {whole[True]:,} of loader workers" if whole[True] else "")
         + ". Each counts for the innermost line of your files that is in it, with what that line called."
         " The total is that of the training thread's stacks, or of the workers'."

@@ -1,0 +1,1 @@
+"""Logs of GPUs that other tools write, into the table "samples"."""

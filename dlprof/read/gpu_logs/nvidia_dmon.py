@@ -1,0 +1,139 @@
+"""Reads what `nvidia-smi dmon` and `nvidia-smi pmon` print: columns of text, or with --format csv, headers after `#`.
+
+With `-o T` a row has its time, with `-o DT` its date as well. Of pmon, the processes of a GPU are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from dlprof.errors import DlprofError
+from dlprof.read.formats import WHOLE, Format, Head, Part
+from dlprof.read.gpu_logs.readings import Readings, number
+from dlprof.read.opening import NO_LINE, lines_of, open_file
+from dlprof.read.sources import Reading
+
+# Column → metric of the table "samples", and its scale. sm is the share of the time in which some kernel ran.
+_METRICS: Mapping[str, tuple[str, float]] = {
+    "pwr": ("power_w", 1),
+    "gtemp": ("temperature_c", 1),
+    "mtemp": ("memory_temperature_c", 1),
+    "sm": ("busy_share", 0.01),
+    "mem": ("memory_busy_share", 0.01),
+    "mclk": ("memory_clock_mhz", 1),
+    "pclk": ("sm_clock_mhz", 1),
+    "fb": ("memory_used_bytes", 1 << 20),
+    "rxpci": ("pcie_received_bytes_per_s", 1e6),
+    "txpci": ("pcie_sent_bytes_per_s", 1e6),
+}
+# Of these a GPU has what its processes have together.
+_OF_PROCESSES = ("sm", "mem", "fb")
+
+
+def begins(head: bytes) -> bool:
+    """Return whether a file has such a header among its first lines."""
+    return any(_header(line) for line in head.decode(errors="replace").splitlines()[:8])
+
+
+def recognise(head: Head) -> Sequence[Part]:
+    """Return one part where a file begins as such a log does."""
+    return WHOLE if begins(head.first) else ()
+
+
+def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
+    """Return rows of the table "samples", each GPU a source; raises DlprofError where the file is no such log."""
+    names: list[str] = []
+    found: Readings | None = None
+    processes = False
+    held: dict[str, tuple[str, dict[str, float]]] = {}  # GPU → time, and sums over its processes
+    for line in _lines(path):
+        header = _header(line)
+        if header:
+            names = header
+            processes = "pid" in names
+            found = found or Readings(path, "nvidia-smi", timed="time" in names)
+            continue
+        if line.startswith("#") or found is None:
+            continue
+        words = [w.strip() for w in line.split(",")] if "," in line else line.split()
+        # A command at the end of a row of pmon may have spaces.
+        if len(words) < len(names) or (len(words) > len(names) and not processes):
+            found.bad += 1
+            continue
+        row = dict(zip(names, words, strict=False))
+        at = " ".join(row[name] for name in ("date", "time") if name in row)
+        values = {name: number(word) for name, word in row.items() if name in _METRICS and word != "-"}
+        if not row["gpu"].isdigit():
+            found.bad += 1
+        elif not processes:
+            found.add(
+                row["gpu"], at, [(_METRICS[n][0], v * _METRICS[n][1]) for n, v in values.items() if v is not None]
+            )
+        else:
+            _together(found, held, row["gpu"], (at, row["pid"]), values)
+    if found is None:
+        raise DlprofError(f"{path}: not a log of nvidia-smi dmon or pmon: it has no header (# gpu ...)")
+    for gpu in list(held):
+        _close(found, held, gpu)
+    return found.reading()
+
+
+def _together(
+    found: Readings,
+    held: dict[str, tuple[str, dict[str, float]]],
+    gpu: str,
+    row: tuple[str, str],
+    values: Mapping[str, float | None],
+) -> None:
+    """Add a process to its GPU; the same process again, or another time, begins the next reading."""
+    at, pid = row
+    before = held.get(gpu)
+    if before is not None and (before[0] != at or f"pid {pid}" in before[1]):
+        _close(found, held, gpu)
+    sums = held.setdefault(gpu, (at, {}))[1]
+    sums[f"pid {pid}"] = 1.0
+    for name in _OF_PROCESSES:
+        value = values.get(name)
+        if value is not None:
+            sums[name] = sums.get(name, 0.0) + value
+
+
+def _close(found: Readings, held: dict[str, tuple[str, dict[str, float]]], gpu: str) -> None:
+    """Take what the processes of a GPU have together."""
+    at, sums = held.pop(gpu)
+    known = [(_METRICS[name][0], sums[name] * _METRICS[name][1]) for name in _OF_PROCESSES if name in sums]
+    # Without a process nothing ran.
+    found.add(gpu, at, known or [("busy_share", 0.0)])
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with open_file(path) as file:
+        for lines in lines_of(file):
+            for line in lines:
+                if line is not NO_LINE and line.strip():
+                    yield line.decode("utf-8-sig", errors="replace").strip()
+
+
+def _header(line: str) -> list[str]:
+    """Return the columns that a line of a header names; [] where it is none, or names their units."""
+    if not line.lstrip("\ufeff").startswith("#"):
+        return []
+    text = line.lstrip("\ufeff#").strip()
+    names = [word.strip().lower() for word in (text.split(",") if "," in text else text.split())]
+    names = ["date" if n.startswith("date") else "time" if n.startswith("time") else n for n in names]
+    return names if "gpu" in names and set(names) & set(_METRICS) else []
+
+
+FORMAT = Format(
+    name="nvidia_dmon",
+    title="log of nvidia-smi dmon or pmon",
+    recognised="a line `# gpu ...` with columns such as pwr or sm",
+    recognise=recognise,
+    read=read,
+    tables=("samples",),
+    brings="each GPU's use, power, clocks, temperature and memory over time; of pmon its use and memory",
+    record="nvidia-smi dmon -s pucm -o DT > gpus.txt",
+    of_host=True,
+    seen=False,
+)

@@ -1,0 +1,151 @@
+"""What the readers of GPU logs share: numbers with units, times of every kind, and the table that they end in."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlprof.errors import DlprofError
+from dlprof.read.opening import MOST_ROWS, limit, too_many
+from dlprof.read.sources import Reading
+
+if TYPE_CHECKING:
+    from dlprof.read.logs import Series
+
+# Where the times of a log come from. zone: they say their zone, or count from 1970. local: they have a date and no
+# zone. day: they have neither. none: the log has no times.
+ZONE, LOCAL, DAY, NONE = "zone", "local", "day", "none"
+
+SECOND = 1_000_000_000
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
+_LATEST_S = 1 << 33  # a Unix time in seconds; larger ones are milliseconds or nanoseconds
+_FORMATS = (
+    *("%Y/%m/%d %H:%M:%S.%f", "%Y/%m/%d %H:%M:%S", "%Y-%m-%d %H:%M:%S.%f", "%Y-%m-%d %H:%M:%S"),
+    *("%Y%m%d %H:%M:%S", "%a %b %d %H:%M:%S %Y", "%m/%d/%Y %H:%M:%S"),
+)
+_CLOCK = re.compile(r"(\d{1,2}):(\d{2}):(\d{2})(\.\d{1,9})?")
+
+
+def number(text: str) -> float | None:
+    """Return the number that a text begins with, as 87 of "87 %" or 4 of "0x04"; None where a GPU reports none."""
+    word = text.strip().strip("()").strip()
+    if word[:2].lower() == "0x":
+        try:
+            return float(int(word.split()[0], 16))
+        except (ValueError, OverflowError):
+            return None
+    found = _NUMBER.match(word)
+    value = float(found[0]) if found else math.nan
+    return value if math.isfinite(value) else None
+
+
+def time_of(text: str) -> tuple[int, str] | None:
+    """Return a time in ns and which of ZONE, LOCAL and DAY it is; DAY: since midnight. None: it is no time."""
+    text = text.strip()
+    if found := _CLOCK.fullmatch(text):
+        hours, minutes, seconds = (int(n) for n in found.groups()[:3])
+        whole = (hours * 60 + minutes) * 60 + seconds
+        return whole * SECOND + round(float(found[4] or 0) * 1e9), DAY
+    if re.fullmatch(r"\d{9,19}(\.\d{1,9})?", text):
+        value = float(text)
+        if "." not in text and value > _LATEST_S:
+            digits = len(text)
+            return int(text) * 10 ** max(0, 19 - digits), ZONE
+        return (int(value * 1e3) * 1_000_000, ZONE) if value < _LATEST_S else None
+    for form in _FORMATS:
+        try:
+            at = datetime.strptime(text, form)
+        except ValueError:
+            continue
+        return _ns(at), LOCAL
+    if "-" not in text:
+        return None
+    try:
+        at = datetime.fromisoformat(_six_digits(text.replace("Z", "+00:00") if text.endswith("Z") else text))
+    except ValueError:
+        return None
+    return _ns(at), LOCAL if at.tzinfo is None else ZONE
+
+
+def _six_digits(text: str) -> str:
+    """Cut the nanoseconds of `date --iso-8601=ns`, whose decimal sign is a comma, to what Python reads."""
+    return re.sub(r"[.,](\d{1,6})\d*", lambda found: f".{found[1]:0<6}", text, count=1)
+
+
+def _ns(at: datetime) -> int:
+    """Return a time as ns since 1970; one without a zone as if its clock showed UTC, which `placed` corrects."""
+    whole = at if at.tzinfo else at.replace(tzinfo=timezone.utc)
+    try:
+        return int(whole.timestamp() * 1e6) * 1000
+    except (OverflowError, OSError):
+        return 0
+
+
+class Readings:
+    """The readings of a log while it is read. A reading without a time is numbered: one a second from 0."""
+
+    def __init__(self, path: Path, tool: str, *, timed: bool) -> None:
+        self.path, self.tool = path, tool
+        self.bad = 0
+        self._timed = timed
+        self._found: Series = {}
+        self._kinds: set[str] = set()
+        self._count: dict[str, int] = {}
+        self._last = 0
+        self._days = 0
+        self._rows = 0
+        self._full = False
+
+    def add(self, gpu: str, at: str, values: Iterable[tuple[str, float | None]]) -> None:
+        """Take the readings of one GPU at one time; a time that is none makes them bad."""
+        if self._timed:
+            when = time_of(at)
+            if when is None or when[0] < 0:
+                self.bad += 1
+                return
+            at_ns = self._of_day(when[0]) if when[1] == DAY else when[0]
+            self._kinds.add(when[1])
+        else:
+            at_ns = self._count[gpu] = self._count.get(gpu, -1) + 1
+            at_ns *= SECOND
+        if self._rows >= limit(MOST_ROWS):
+            self._full = True
+            return
+        for metric, value in values:
+            if value is not None:
+                times, found = self._found.setdefault((f"{self.tool} {gpu}".strip(), metric), ([], []))
+                times.append(at_ns)
+                found.append(value)
+                self._rows += 1
+
+    def _of_day(self, at: int) -> int:
+        """Return a time of day with the midnights that the log has passed."""
+        if at + 12 * 3600 * SECOND < self._last:
+            self._days += 1
+        self._last = at
+        return at + self._days * 86_400 * SECOND
+
+    def reading(self) -> Reading:
+        """Return the table; raise DlprofError where nothing was a reading."""
+        from dlprof.read.logs import samples_frame  # with pandas, which opening a run does not wait for
+
+        if not self._found:
+            raise DlprofError(f"{self.path}: no reading of {self.tool} in it")
+        warnings = []
+        # The last line of a log that still grew is cut.
+        if self.bad > 1:
+            warnings.append(f"{self.path.name}: {self.bad:,} malformed lines are left out")
+        if self._full:
+            warnings.append(too_many(self.path, "readings", MOST_ROWS))
+        frame = samples_frame(self._found).sort_values(["source", "metric", "at_ns"], kind="stable", ignore_index=True)
+        kind = next((k for k in (DAY, LOCAL, ZONE) if k in self._kinds), NONE if not self._timed else LOCAL)
+        names = sorted({source for source, _ in self._found})
+        return Reading(
+            {"samples": frame},
+            {f"log {self.path.name}": {"sources": names, "times": kind}},
+            tuple(warnings),
+        )

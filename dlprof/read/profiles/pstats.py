@@ -1,0 +1,170 @@
+"""Reads what `python -m cProfile -o FILE` and Profile.dump_stats write: each function's calls and times, by caller.
+
+Such a file knows who calls whom and no stacks. The stacks made of it divide a function's time among its callers, and
+below each of them as it is divided on the whole: an estimate, where a function behaves otherwise for another caller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dlprof import schema
+from dlprof.errors import DlprofError
+from dlprof.read.formats import Format, Head, Part
+from dlprof.read.kineto.patterns import rank_in
+from dlprof.read.opening import read_file
+from dlprof.read.profiles import marshalled
+from dlprof.read.profiles.frames import MOST_TEXT, Frame, Stacks, placed_file
+from dlprof.read.sources import Reading
+
+_SECOND = 1e9
+_LONGEST_S = 1e9
+
+# Branches with less of the time than this, and deeper ones, end in their caller.
+_LEAST_SHARE = 1e-4
+_MOST_DEPTH = 60
+_MOST_STACKS = 20_000
+
+
+class _Call(NamedTuple):
+    calls: int
+    own_s: float
+    total_s: float
+
+
+class _Function(NamedTuple):
+    call: _Call
+    callers: dict[Frame, _Call]
+
+
+def begins(head: bytes) -> bool:
+    """Return whether a file begins with marshal's dict whose first key is a file, a line and a name."""
+    if len(head) < 8 or head[0] & 0x7F != ord("{"):
+        return False
+    small = head[1] & 0x7F == ord(")") and head[2] == 3
+    return small or (head[1] & 0x7F == ord("(") and head[2:6] == b"\3\0\0\0")
+
+
+def recognise(head: Head) -> Sequence[Part]:
+    """Return one part where a file begins as such a profile does, of the rank that its name tells."""
+    return (Part(rank_in(head.name)),) if begins(head.first) else ()
+
+
+def read(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
+    """Return tables "functions" and "stacks"; raises DlprofError where the file is no such profile, or is cut off."""
+    import pandas as pd
+
+    try:
+        data = marshalled.loads(read_file(path))
+    except marshalled.DamagedError as e:
+        raise DlprofError(f"{path}: not a whole profile of cProfile: {e}") from None
+    functions, bad = _functions(data)
+    if not functions:
+        raise DlprofError(f"{path}: not a profile of cProfile: it holds no function")
+    rows = [
+        (
+            path.name,
+            name,
+            placed_file(file),
+            line,
+            f.call.calls,
+            round(f.call.own_s * _SECOND),
+            round(f.call.total_s * _SECOND),
+        )
+        for (name, file, line), f in functions.items()
+    ]
+    table = pd.DataFrame(sorted(rows), columns=list(schema.FUNCTIONS)).astype(dict(schema.FUNCTIONS))
+    stacks = Stacks(path, "cProfile", "ns", phases=False)
+    _divide(functions, stacks)
+    whole = sum(f.call.own_s for f in functions.values())
+    facts = {"total": round(whole * _SECOND)}
+    if not len(stacks):
+        raise DlprofError(f"{path}: a profile of cProfile in which nothing took any time")
+    return stacks.reading(bad, facts, {"functions": schema.check("functions", table)})
+
+
+def _functions(data: Any) -> tuple[dict[Frame, _Function], int]:
+    """Return what is sound of a profile, and how many entries are not."""
+    functions: dict[Frame, _Function] = {}
+    bad = 0
+    for key, value in data.items() if isinstance(data, dict) else ():
+        name = _name(key)
+        sound = isinstance(value, tuple) and len(value) == 5 and isinstance(value[4], dict)
+        call = _call(value[1], value[2], value[3]) if sound else None
+        if name is None or call is None:
+            bad += 1
+            continue
+        callers = {}
+        for caller, of in value[4].items():
+            by = _name(caller)
+            # Python's old profiler, in Python, counts the calls alone: their times then are as the calls.
+            share = of / max(call.calls, 1) if type(of) is int else 0.0
+            edge = _Call(1, call.own_s * share, call.total_s * share) if type(of) is int else _edge(of)
+            if by is not None and edge is not None:
+                callers[by] = edge
+        functions[name] = _Function(call, callers)
+    return functions, bad
+
+
+def _name(key: Any) -> Frame | None:
+    if not (isinstance(key, tuple) and len(key) == 3):
+        return None
+    file, line, name = key
+    if not (isinstance(file, str) and type(line) is int and isinstance(name, str)):
+        return None
+    file = "<built-in>" if file == "~" else file
+    return name[:MOST_TEXT], file[:MOST_TEXT], max(line, 0)
+
+
+def _edge(value: Any) -> _Call | None:
+    return _call(value[0], value[2], value[3]) if isinstance(value, tuple) and len(value) == 4 else None
+
+
+def _call(calls: Any, own: Any, total: Any) -> _Call | None:
+    numbers = (calls, own, total)
+    if any(type(n) not in (int, float) or not math.isfinite(n) or not -1 < n < _LONGEST_S * 1e3 for n in numbers):
+        return None
+    return _Call(int(calls), max(float(own), 0.0), max(float(total), 0.0))
+
+
+def _divide(functions: dict[Frame, _Function], stacks: Stacks) -> None:
+    """Add the stacks: from the functions that nobody calls, down to where little time is left."""
+    called: dict[Frame, list[tuple[Frame, _Call]]] = {}
+    for name, function in functions.items():
+        for caller, edge in function.callers.items():
+            called.setdefault(caller, []).append((name, edge))
+    least = _LEAST_SHARE * sum(f.call.own_s for f in functions.values())
+    todo: list[tuple[tuple[Frame, ...], float, float]] = []
+    for name, function in functions.items():
+        by_others = sum(
+            edge.total_s for caller, edge in function.callers.items() if caller != name and caller in functions
+        )
+        alone = function.call.total_s - by_others
+        if alone > max(least, 1e-3 * function.call.total_s):
+            todo.append(((name,), alone, function.call.own_s * min(alone / function.call.total_s, 1.0)))
+    while todo and len(stacks) < _MOST_STACKS:
+        path, total, own = todo.pop()
+        here = functions[path[-1]]
+        scale = min(total / here.call.total_s, 1.0) if here.call.total_s > 0 else 0.0
+        for name, edge in called.get(path[-1], ()):
+            part = edge.total_s * scale
+            if name in path or part < least or len(path) >= _MOST_DEPTH:
+                own += edge.own_s * scale if name != path[-1] else 0.0
+                continue
+            todo.append(((*path, name), part, edge.own_s * scale))
+        stacks.add("", path, round(own * _SECOND))
+
+
+FORMAT = Format(
+    name="cprofile",
+    title="profile of cProfile",
+    recognised="marshal data whose keys are a file, a line and a name",
+    recognise=recognise,
+    read=read,
+    tables=("functions", "stacks"),
+    brings="each function's calls and times; a flame graph, estimated from who calls whom",
+    record="python -m cProfile -o profile.prof train.py",
+)
