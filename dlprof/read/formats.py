@@ -155,6 +155,7 @@ FORMATS: tuple[str, ...] = (
     "nvidia_smi",
     "dumps.flight_recorder",
     "dumps.memory_snapshot",
+    "nsys.format",
     "foreign.perfetto",
     "foreign.rocprof",
     "foreign.left",
