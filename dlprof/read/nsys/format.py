@@ -44,7 +44,10 @@ def _parts(path: Path, export: Path) -> tuple[Part, ...]:
     """Return a part for each process; where it is the only one, the file's name may tell its rank."""
     from dlprof.read.kineto.patterns import rank_in
 
-    processes = processes_of(export)
+    try:
+        processes = processes_of(export)
+    except DlprofError:  # a database of something else
+        return ()
     alone = rank_in(path.name) if len(processes) == 1 else None
     return tuple(Part(alone, one.key) for one in processes)
 
@@ -80,13 +83,13 @@ def _read_report(path: Path, piece: str) -> Reading:
 
 _LACKS = {
     "memory": "nsys does not see PyTorch's allocator (`dlprof wrap` samples it)",
-    "stacks": "nsys' samples of the CPU are not read: py-spy records Python's stacks beside it (`py-spy record -f raw`)",
+    "stacks": "nsys' samples of the CPU are not read: py-spy records Python's stacks (`py-spy record -f raw`)",
     "samples": "nsys' GPU metrics are not read: a log of nvidia-smi beside the export is",
     "steps": "nsys has no record of every step (`dlprof wrap --nsys` leaves one beside the export)",
 }
 _BRINGS = (
-    "kernels, copies, sets, CUDA graphs and synchronisations by stream, launches, NVTX ranges, PyTorch's operators where"
-    " emit_nvtx named them, NCCL, steps; each process of the file is a rank"
+    "kernels, copies, sets, CUDA graphs and synchronisations by stream, launches, NVTX ranges, PyTorch's operators"
+    " where emit_nvtx named them, NCCL, steps; each process of the file is a rank"
 )
 
 FORMAT = (
