@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -9,11 +10,14 @@ import pytest
 
 from dlprof.read.nsys import export
 from dlprof.read.run import open_run
-from tests.fixtures.jobs import DLPROF, launch, rows
+from tests.fixtures.jobs import DLPROF, environment, launch, rows
 
 torch = pytest.importorskip("torch", reason="recording needs torch")
 if not hasattr(torch._C, "_nvtx"):
     pytest.importorskip("nvtx", reason="this PyTorch has no NVTX of its own")
+
+# The package nvtx may be there and nowhere else.
+PATHS = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "workloads").glob("*.py"))
 
@@ -23,7 +27,7 @@ SCRIPTS = sorted((Path(__file__).parents[2] / "workloads").glob("*.py"))
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_workload_reads_its_steps_back(script: Path, tmp_path: Path) -> None:
     words = ["run", str(script), "-o", "run", "--nsys", "--no-report", "--no-sample", "--", "--steps", "16"]
-    done = launch([*DLPROF, *words], tmp_path, timeout=500)
+    done = launch([*DLPROF, *words], tmp_path, env=environment(**PATHS), timeout=500)
     if "is not installed" in done.stderr or "No module named" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr

@@ -30,8 +30,8 @@ def _is_export(head: Head) -> Sequence[Part]:
 
 
 def _is_report(head: Head) -> Sequence[Part]:
-    """Return the ranks of a report that nsys can export; those of one whose export lies beside it are read there."""
-    if not head.start.startswith(_REPORT) or _export_beside(head.path) or nsys.found() is None:
+    """Return the ranks of a report whose export lies beside it, or can be made by nsys."""
+    if not head.start.startswith(_REPORT) or not (_beside(head.path).is_file() or nsys.found()):
         return ()
     return _parts(head.path, _exported(head.path))
 
@@ -52,12 +52,14 @@ def _parts(path: Path, export: Path) -> tuple[Part, ...]:
     return tuple(Part(alone, one.key) for one in processes)
 
 
-def _export_beside(path: Path) -> bool:
-    return path.with_suffix(".sqlite").is_file()
+def _beside(path: Path) -> Path:
+    return path.with_suffix(".sqlite")
 
 
 def _exported(path: Path) -> Path:
-    """Return the export of a report, in a temporary folder; raise DlprofError where nsys makes none."""
+    """Return the export beside a report, else one in a temporary folder; raise DlprofError where nsys makes none."""
+    if _beside(path).is_file():
+        return _beside(path)
     if path not in _made:
         program = nsys.found()
         if program is None:
@@ -106,18 +108,18 @@ FORMAT = (
     ),
     Format(
         name="nsys_report",
-        title="report of Nsight Systems, where nsys is on the path",
+        title="report of Nsight Systems",
         recognised='its first words: "NVIDIA Tegra Profiler Report"',
         recognise=_is_report,
         read=_read_report,
         tables=("spans", "traced_steps"),
-        brings="the same as its export, which nsys makes in a temporary folder",
+        brings="the same as its export: that beside it, else one that nsys makes in a temporary folder",
         record="nsys profile --trace=cuda,nvtx --cuda-graph-trace=node …",
         lacks=_LACKS,
     ),
     Format(
         name="nsys_report_unread",
-        title="report of Nsight Systems, without nsys or beside its export",
+        title="report of Nsight Systems, without nsys",
         recognised='its first words: "NVIDIA Tegra Profiler Report"',
         recognise=_is_any_report,
         left=_HOW,

@@ -63,8 +63,10 @@ def test_a_file_that_is_cut_off_or_overwritten_gives_what_can_be_read(tmp_path: 
     (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
     with open_database(tmp_path / "cut") as database:
         held = database.integers("T", ["start"])["start"].tolist()
-        assert held == list(range(len(held)))
-        assert 100 < len(held) < 5_000
+        known = [number for number in held if number != MISSING]  # of the page that was cut, rows may be empty
+        assert known == sorted(set(known))
+        assert known[:100] == list(range(100))
+        assert 100 < len(known) < 5_000
         assert len(database.damage) == 1
     (tmp_path / "overwritten").write_bytes(whole[:200_000] + b"\xff" * 100_000 + whole[300_000:])
     with open_database(tmp_path / "overwritten") as database:

@@ -67,6 +67,8 @@ def test_a_report_needs_nsys_or_its_export(tmp_path: Path, monkeypatch: pytest.M
             open_run(path)
     one(tmp_path / "x.sqlite")
     assert [rank.files["nsys"].name for rank in open_run(tmp_path).ranks] == ["x.sqlite"]
+    (rank,) = open_run(report).ranks
+    assert len(format_named("nsys_report").tables_of(report, rank.pieces["nsys_report"]).tables["spans"]) == 1
 
 
 def test_a_report_is_exported_into_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
