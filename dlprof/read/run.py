@@ -144,7 +144,7 @@ def _recorded(folder: Path) -> Run:
         replace(
             rank,
             files={**rank.files, **more.files.get(rank.index, {})},
-            pieces=more.pieces.get(rank.index, {}),
+            pieces={**rank.pieces, **more.pieces.get(rank.index, {})},
             resumed_ns=tuple(sorted(resumed)),
         )
         for rank in ranks

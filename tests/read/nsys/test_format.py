@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import shutil
 from pathlib import Path
 
@@ -100,3 +101,15 @@ def test_a_report_is_exported_into_a_folder_of_its_own(tmp_path: Path, monkeypat
 def test_what_the_tool_does_not_record_is_told(tmp_path: Path) -> None:
     lacks = format_named("nsys").lacks
     assert {"memory", "stacks", "samples"} <= set(lacks)
+
+
+def test_each_recorded_rank_is_its_process_of_the_export_of_its_host(tmp_path: Path) -> None:
+    second = HOST | 5 << 24
+    (tmp_path / "hosts/node").mkdir(parents=True)
+    kernels = [kernel(1, 0, 5), kernel(1, 6, 9, pid=second)]
+    exports.tables(tmp_path / "hosts/node/nsys.sqlite", StringIds=[text(1, "k")], CUPTI_ACTIVITY_KIND_KERNEL=kernels)
+    for rank, pid, host in ((0, 5, "node"), (1, 4000, "node"), (2, 7, "node"), (3, 5, "other")):
+        (tmp_path / f"ranks/{rank:05d}").mkdir(parents=True)
+        facts = {"rank": rank, "pid": pid, "host": host}
+        (tmp_path / f"ranks/{rank:05d}/facts.json").write_text(json.dumps(facts))
+    assert [rank.pieces.get("nsys") for rank in open_run(tmp_path).ranks] == [str(second), str(PID), None, None]
