@@ -327,6 +327,7 @@ def _of_recording(job: Job, step_means: Maybe[pd.DataFrame]) -> list[Fact]:
     section = _Section("Recording")
     section.add("a step begins at", [_MARKS.get(m, m) for m in _several(job, "step", "mark")])
     section.add("trace window", _several(job, "window", "state"))
+    section.add("steps of the trace by", _several(job, "steps_by"))
     # An nsys without its importer leaves a .qdstrm, which nsys-ui imports.
     section.add("for nsys-ui", _files(job, "hosts/*/nsys*.nsys-rep", "hosts/*/nsys*.qdstrm"))
     means = step_means.or_none()

@@ -14,7 +14,7 @@ import click
 from dlprof import overrides
 from dlprof.commands import out
 from dlprof.errors import DlprofError
-from dlprof.record.launch import options
+from dlprof.record.launch import nsys, options
 
 
 def _setting(value: str) -> str:
@@ -93,6 +93,8 @@ class Recording:
             sample="off" if self.no_sample else self.sample,
             shapes=self.shapes,
             stacks=self.stacks,
+            # Without a GPU nothing opens nsys' window, and it listens all along.
+            capture=(self.window or "on") if self.nsys and not self.no_trace and nsys.has_gpu() else "",
             window="off" if self.no_trace else "nsys" if self.nsys else self.window,
         )
 
@@ -163,7 +165,11 @@ _OPTIONS = (
         " times a second, without stopping them.",
     ),
     _flag("--memory", "Record the history of the CUDA allocator, for pytorch.org/memory_viz. Slows every allocation."),
-    _flag("--nsys", "Run the command under NVIDIA's nsys, with NVTX ranges and without the profiler window."),
+    _flag(
+        "--nsys",
+        "Record the window with NVIDIA's nsys instead of torch.profiler, with NVTX ranges; with --no-trace, all of the"
+        " job.",
+    ),
     _flag("--nvtx", "Name steps, phases and collectives as NVTX ranges, for an nsys that you run yourself."),
     _value(
         "--sample",

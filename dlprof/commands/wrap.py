@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +14,9 @@ import click
 from dlprof.commands.recording import Recording, recording_options
 from dlprof.errors import DlprofError
 from dlprof.plain import plain, words_of
+from dlprof.record.launch import nsys
 from dlprof.record.launch.folder import new_folder
 from dlprof.record.launch.supervisor import Ended, end_like, supervise
-from dlprof.record.launch.tasks import TASK_NUMBERS
 from dlprof.record.launch.unapplied import applied
 from dlprof.record.redaction import shown
 
@@ -83,7 +82,7 @@ def record(
     """
     if env.get("DLPROF_RUN"):
         raise DlprofError(f"this already runs under dlprof, which records into {env['DLPROF_RUN']}; wrap only once")
-    launcher = _nsys(env) if recording.nsys else ()
+    launcher = nsys.launcher(env, bool(recording.asked["capture"])) if recording.nsys else None
     asked = recording.asked
     env = recording.environment(env)
     folder = recording.out if recording.out is not None else new_folder(name, env)
@@ -152,27 +151,6 @@ def _try(ended: Ended, recording: Recording) -> None:
 
         options = Options(allow_numerics=recording.allow_numerics)
         try_run(ended.folder, analyse(ended.folder), options, quiet=recording.quiet, err=True)
-
-
-def _nsys(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the words that start a command under nsys; "{}" is the folder that its report goes to.
-
-    Raises DlprofError where there is no nsys: it was asked for, and something else would be recorded without it.
-    """
-    command = shutil.which("nsys", path=env.get("PATH"))
-    if command is None:
-        raise DlprofError("--nsys: no nsys on the PATH; install NVIDIA Nsight Systems, or record without --nsys")
-    # Tasks of one job on one host each have an nsys of their own.
-    task = next((f"-{env[name]}" for name in TASK_NUMBERS if env.get(name)), "")
-    return (
-        *(command, "profile", "--trace=cuda,nvtx,osrt,cudnn,cublas"),
-        # py-spy samples Python; nsys' own sampling of the cores slows the job, and 2022.4 may not end with it.
-        *("--sample=none", "--cpuctxsw=none"),
-        "--wait=primary",  # with "all", nsys 2022.4 does not end even where the command left nothing
-        "--kill=none",  # the end of a recording ends nobody
-        "--force-overwrite=true",
-        f"--output={{}}/nsys{task}",
-    )
 
 
 def _say(text: str, keep: str = "") -> None:

@@ -158,6 +158,7 @@ FORMATS: tuple[str, ...] = (
     "gpu_logs.sampled",
     "dumps.flight_recorder",
     "dumps.memory_snapshot",
+    "nsys.format",
     "profiles.pstats",
     "profiles.line_profiler",
     "profiles.mojo",

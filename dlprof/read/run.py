@@ -23,7 +23,7 @@ from dlprof.units import few
 FORMAT = 1
 
 # Which reader foreign files are for.
-TRACE = "torch_trace"
+TRACE, NSYS = "torch_trace", "nsys"
 
 # The folder of a rank, and which of its lives it was; a rank of more digits is nobody's.
 _LIFE = re.compile(r"([0-9]{1,9})(?:\.r([0-9]{1,9}))?")
@@ -144,7 +144,7 @@ def _recorded(folder: Path) -> Run:
         replace(
             rank,
             files={**rank.files, **more.files.get(rank.index, {})},
-            pieces=more.pieces.get(rank.index, {}),
+            pieces={**rank.pieces, **more.pieces.get(rank.index, {})},
             resumed_ns=tuple(sorted(resumed)),
         )
         for rank in ranks
@@ -191,6 +191,7 @@ def _ranks(inside: Inside) -> tuple[list[Rank], list[str]]:
     if last:
         warnings.append(f"the job was restarted {last} × by its launcher: the figures are of the last start")
     hosts: dict[Any, Path] = {path.name: path for path in inside.root.glob("hosts/*") if inside.holds_folder(path)}
+    every_host = dict(hosts)
     boots = {name: boot for name, path in hosts.items() if (boot := inside.text(path / BOOT))}
     ranks = []
     of_ranks: list[tuple[str, str]] = []
@@ -209,8 +210,24 @@ def _ranks(inside: Inside) -> tuple[list[Rank], list[str]]:
         # A host's samples belong to none of its ranks: they are read with the first one.
         if host := hosts.pop(told.get("host"), None):
             files |= _files(inside, host, of_host=True)
-        ranks.append(Rank(index, files, told))
+        at = every_host.get(told.get("host"))
+        exported = _nsys_of(inside, at, told.get("pid")) if at and TRACE not in files else None
+        if exported is None:
+            ranks.append(Rank(index, files, told))
+        else:
+            ranks.append(Rank(index, {**files, NSYS: exported[0]}, told, pieces={NSYS: exported[1]}))
     return ranks, warnings + together(of_ranks, "ranks")
+
+
+def _nsys_of(inside: Inside, host: Path, pid: int | None) -> tuple[Path, str] | None:
+    """Return the export of nsys, of those of a host, that holds the process with that number, and its piece of it."""
+    for path in sorted(host.glob("nsys*.sqlite")):
+        if inside.holds(path) and pid is not None:
+            from dlprof.read.nsys.processes import piece_of
+
+            if piece := piece_of(path, pid):
+                return path, piece
+    return None
 
 
 def _of_tasks(tasks: Iterable[Mapping[str, Any]]) -> list[str]:

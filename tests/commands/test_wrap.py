@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from dlprof.commands import wrap as command
+from dlprof.record.launch import nsys
 from tests.fixtures.jobs import DLPROF, environment, facts, launch
 
 TELLS = "import json, sys; print(json.dumps([sys.argv[1:], sys.orig_argv[0] == sys.executable]))"
@@ -131,6 +132,7 @@ def test_the_verdict_is_on_stderr_and_the_exit_status_is_the_scripts(tmp_path: P
 
 # Stands where nsys would: it tells how it was called, does what it was asked to, and ends as its command did.
 NSYS = """#!/bin/sh
+if [ "$1" = export ]; then printf '%s\\n' "$@" > nsys-export-argv; echo no importer >&2; exit 3; fi
 printf '%s\\n' "$@" > nsys-argv
 for word; do
     case $word in
@@ -157,6 +159,8 @@ def test_nsys_starts_the_command_without_a_window_and_its_status_is_the_scripts(
     assert (tmp_path / "nsys-argv").read_text().splitlines() == [
         "profile",
         "--trace=cuda,nvtx,osrt,cudnn,cublas",
+        *(("--capture-range=cudaProfilerApi", "--capture-range-end=stop") if nsys.has_gpu() else ()),
+        "--cuda-graph-trace=node",
         "--sample=none",
         "--cpuctxsw=none",
         "--wait=primary",
@@ -173,6 +177,13 @@ def test_nsys_starts_the_command_without_a_window_and_its_status_is_the_scripts(
     assert (told["options"]["window"], told["options"]["nvtx"]) == ("nsys", "on")
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert f"hosts/{report.parent.name}/nsys.nsys-rep" in [fact["value"] for fact in result["facts"]]
+    assert (tmp_path / "nsys-export-argv").read_text().splitlines()[1:] == [
+        "--type=sqlite",
+        "--force-overwrite=true",
+        f"--output={report.with_suffix('.sqlite')}",
+        str(report),
+    ]
+    assert sum("no importer" in warning for warning in result["run"]["warnings"]) == 1
     # Whoever runs nsys himself keeps its device events, too.
     launch([*DLPROF, "wrap", "-o", "own", "trains.py"], tmp_path, env=environment(NSYS_PROFILING_SESSION_ID="7"))
     assert facts(tmp_path / "own/ranks/00000")["window"]["state"] == "nsys"
@@ -191,6 +202,8 @@ def test_a_real_nsys_leaves_its_report_and_the_status_is_the_scripts(tmp_path: P
     assert left.stat().st_size > 1000
     told = [fact["value"] for fact in json.loads((tmp_path / "run/result.json").read_text())["facts"]]
     assert f"hosts/{left.parent.name}/{left.name}" in told
+    if left.suffix == ".nsys-rep":
+        assert left.with_suffix(".sqlite").stat().st_size > 1000
 
 
 def test_without_nsys_one_line_says_so_and_nothing_starts(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def _why_no_trace(rank: Rank) -> str:
     if state == "off":
         return "recorded without a trace (--no-trace)"
     if state == "nsys":
-        return "recorded under nsys, which excludes torch.profiler (--nsys, or a run within nsys)"
+        return "recorded under nsys, and its report was not exported (nsys export --type sqlite, in hosts/HOST)"
     if state == "yielded":
         return "the script runs torch.profiler itself, so dlprof's own trace window was not recorded"
     if state == "waiting":

@@ -208,7 +208,7 @@ def check_launches(launch_means: pd.DataFrame) -> None:
     """
     kernels = float(launch_means["kernels"].max())
     if not kernels:
-        raise NotMeasured("the trace holds no kernels (record ProfilerActivity.CUDA)")
+        raise NotMeasured("the trace holds no kernels (record ProfilerActivity.CUDA; with nsys, --trace=cuda)")
     if kernels < FEWEST_KERNELS:
         few = f"{digits(kernels)} kernel{'' if kernels == 1 else 's'} a step"
         raise NotMeasured(f"the device ran {few}: that is no training, but compiling, starting up or a part of a trace")

@@ -74,6 +74,8 @@ def claims(
         ]
     if _belongs_to_a_device(spans.get(), rank):
         raise NotMeasured(f"the job runs on a GPU, but the trace holds nothing of the GPU's work ({_why_none(rank)})")
+    if rank.trace_facts.get("operators") is False:
+        raise NotMeasured("nsys does not see what a CPU computes (torch.profiler does: `dlprof wrap` without --nsys)")
     return [
         *stalled.items(),
         # The loader's own operators (decoding, collating) are no computation of the model's.

@@ -19,7 +19,7 @@ LEAST_KERNEL_NS = 2_000
 
 WORK = ("kernel", "communication", "copy", "set")
 
-NO_DEVICE_WORK = "the trace holds no work of a device (record ProfilerActivity.CUDA)"
+NO_DEVICE_WORK = "the trace holds no work of a device (record ProfilerActivity.CUDA; with nsys, --trace=cuda)"
 
 
 @dataclass(frozen=True)

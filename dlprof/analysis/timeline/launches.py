@@ -18,7 +18,7 @@ from dlprof.analysis.timeline import host
 # The time of a launch that the trace does not hold.
 UNKNOWN = np.iinfo(np.int64).max
 
-NOT_LINKED = "the trace does not link launches to kernels (torch.profiler does so with ProfilerActivity.CUDA)"
+NOT_LINKED = "the trace does not link launches to kernels (ProfilerActivity.CUDA does so; with nsys, --trace=cuda)"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dlprof.record.collectors.capture import Capture
 from dlprof.record.collectors.facts import Facts
 from dlprof.record.collectors.flops import Flops
 from dlprof.record.collectors.lines import Lines
@@ -14,4 +15,5 @@ from dlprof.record.collectors.stalls import Stalls
 from dlprof.record.collectors.steps import Steps
 from dlprof.record.collectors.trace import Trace
 
-COLLECTORS = (Facts, Flops, Lines, Loader, Memory, Nvtx, Overrides, Pipeline, Stalls, Steps, Trace)
+# Capture stands behind Nvtx, whose last range in the window has ended when that closes.
+COLLECTORS = (Facts, Flops, Lines, Loader, Memory, Nvtx, Capture, Overrides, Pipeline, Stalls, Steps, Trace)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dlprof.errors import DlprofError
 from dlprof.record.launch.child import run_to_end
@@ -31,6 +31,16 @@ from dlprof.record.redaction import shown
 # start than this they have measured nothing, and are not waited for.
 _SAMPLERS_END_S = 1.0
 _SAMPLERS_SOONEST_S = 1.0
+
+
+class Launcher(Protocol):
+    """A program that the command is started with."""
+
+    def words(self, folder: Path) -> Sequence[str]:
+        """Return the words before the command's; what the program writes goes into that folder."""
+
+    def ended(self, folder: Path) -> list[str]:
+        """Make of what it left what is read, and return warnings; raises nothing."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +60,12 @@ def supervise(
     folder: Path,
     env: Mapping[str, str],
     options: Mapping[str, Any],
-    launcher: Sequence[str] = (),
+    launcher: Launcher | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Ended:
     """Run the command with that environment, record it into the folder, and return how it ended.
 
-    `launcher` are words to start it with, in which "{}" stands for the folder of what is recorded on this host.
+    `launcher` starts it, and makes something of what it left in the folder of what is recorded on this host.
     `overrides` are the settings that `env` has the ranks override, by name.
     Raises DlprofError if the folder cannot be made or already holds a run. A command that cannot be started ends with
     127 (not found) or 126 (not executable), as in a shell.
@@ -69,7 +79,7 @@ def supervise(
         with contextlib.suppress(OSError):
             here.mkdir(parents=True, exist_ok=True)
     samplers = Samplers(folder, env)
-    words = [*(word.replace("{}", str(here)) for word in launcher), *command]
+    words = [*(launcher.words(here) if launcher else ()), *command]
     status, resumed = run_to_end(words, recorded(env, folder), samplers.start)
     end_ns = time.time_ns()
     samplers.end()
@@ -80,6 +90,7 @@ def supervise(
         warnings.append(f"the job was stopped and went on again{times}: the steps in which it was stopped are left out")
     warnings += left(folder)
     warnings += unapplied(folder, asked)
+    warnings += launcher.ended(here) if launcher else []
     compress(folder)
     warnings += samplers.wait()
     last = True

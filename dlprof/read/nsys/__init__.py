@@ -1,0 +1,1 @@
+"""Exports of NVIDIA Nsight Systems: SQLite files of any version."""

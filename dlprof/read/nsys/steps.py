@@ -1,0 +1,191 @@
+"""Which steps an export shows: by ranges that name them, else from one run of the optimizer to the next.
+
+A recurring range or loop alone is no step: the layers of a model recur too, and a window may hold nothing else. So
+what is not named is a step only where an optimizer ran once in each, and the same kernels in between.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlprof.read.nsys.ranges import Ranges
+
+# dlprof's own ranges, torch's, and what frameworks and people call a step: run_training_batch, iteration 12, step=3.
+_CERTAIN = re.compile(r"(?:dlprof::step |ProfilerStep#)(\d{1,18})")
+_SURES = ("dlprof::", "Profiler")  # their beginnings, the surest first
+_STEP = re.compile(r"(?:^|[\W_])(?:(?:train|training|global|mini)[\W_]*)?(?:step|iter|iteration|batch)(?![a-z])", re.I)
+_NO_STEP = re.compile(r"optim|zero_grad|sched|collate|valid|eval|test|micro", re.I)
+_OPTIMIZER = re.compile(r"^dlprof::optimizer\b|(?:^|[\W_])optim(?:izer)?(?:[\W_]*step)?(?![a-z])", re.I)
+_OPTIMIZER_KERNEL = re.compile(r"multi_tensor_apply|fused_?(?:adam|sgd|lamb)|adam|lamb_?stage|triton_for_fused", re.I)
+
+# A range that is called a step takes most of what passes from one to the next. (DeepSpeed calls its optimizer "step".)
+_COVERS = 0.5
+# A gap of more than this share of a step between two of them is a validation, or an epoch's end.
+_FOLLOWS = 0.5
+# Where this much of the time passes between the ranges, they do not hold all of a step.
+_OPEN = 0.02
+# Two steps are alike where so much of the kernels of both is the same.
+_ALIKE = 0.8
+
+CERTAIN, LIKELY = "named by the trace", "likely"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps in order: their numbers, when they began on the host and how long they took, ns; how they were found."""
+
+    number: NDArray[np.int64]
+    start: NDArray[np.int64]
+    dur: NDArray[np.int64]
+    way: str
+    sure: str
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The kernels of a process in order: a place in `names`, when the host launched each, and how long it took, ns."""
+
+    names: list[str]
+    name: NDArray[np.int64]
+    at: NDArray[np.int64]
+
+
+def find(ranges: Ranges, launched: Launched) -> Steps | None:
+    """Return the steps; None where nothing tells them."""
+    named = _named(ranges)
+    if named is not None:
+        return named
+    for way, start, end in (_optimizer_ranges(ranges), _optimizer_kernels(launched)):
+        steps = _between(way, start, end, launched)
+        if steps is not None:
+            return steps
+    return None
+
+
+def _named(ranges: Ranges) -> Steps | None:
+    """Return the steps by ranges that are called so, of the family that takes most time, the fewer where two do."""
+    families: dict[tuple[int, str], list[int]] = {}  # how sure a family is, its name without digits → places of names
+    for place, (name, operator) in enumerate(zip(ranges.names, ranges.operator, strict=True)):
+        family = re.sub(r"\d+", "#", name)
+        if _CERTAIN.fullmatch(name):
+            families.setdefault((_SURES.index(name[:8]), family), []).append(place)
+        elif not operator and _STEP.search(name) and not _NO_STEP.search(name):
+            families.setdefault((len(_SURES), family), []).append(place)
+    best: tuple[tuple[int, float], Steps] | None = None
+    for (rank, family), places in families.items():
+        rows = np.flatnonzero(np.isin(ranges.name, places))
+        for thread in np.unique(ranges.thread[rows]).tolist():
+            steps = _family(ranges, rows[ranges.thread[rows] == thread], family, rank)
+            if steps is None:
+                continue
+            worth = (-rank, round(float(steps.dur.sum()), -7) - len(steps.number))
+            if best is None or worth > best[0]:
+                best = worth, steps
+    return best[1] if best else None
+
+
+def _family(ranges: Ranges, rows: NDArray[np.int64], family: str, rank: int) -> Steps | None:
+    """Return the steps by such ranges of one thread; None where they overlap, or cover too little."""
+    start, end = ranges.start[rows], ranges.end[rows]
+    if rank == len(_SURES):
+        outer = start >= np.append(np.iinfo(np.int64).min, np.maximum.accumulate(end)[:-1])
+        rows, start, end = rows[outer], start[outer], end[outer]
+        passed = int(end[-1] - start[0])
+        if len(rows) < 2 or not outer.all() or passed <= 0 or (end - start).sum() < _COVERS * passed:
+            return None
+    texts = [ranges.names[i] for i in ranges.name[rows].tolist()]
+    digits = [re.findall(r"\d{1,18}", text) for text in texts]
+    number = np.array([int(d[-1]) if d else -1 for d in digits], dtype=np.int64)
+    if (number < 0).any() or (np.diff(number) <= 0).any():
+        number = np.arange(len(rows))
+    return _windows(number, start, end, f"NVTX ranges {family!r}", CERTAIN)
+
+
+def _windows(
+    number: NDArray[np.int64], start: NDArray[np.int64], end: NDArray[np.int64], way: str, sure: str
+) -> Steps | None:
+    """Return steps from the start of each range to that of the next, where one follows."""
+    until = end.copy()
+    if len(start) > 1:
+        period = float(np.median(np.diff(start)))
+        gap = start[1:] - end[:-1]
+        follows = gap <= _FOLLOWS * period
+        until[:-1] = np.where(follows, start[1:], end[:-1])
+        # What stands between the ranges belongs to a step, and of the last one it is not there.
+        if len(start) > 2 and follows.any() and float(np.median(gap[follows])) > _OPEN * period:
+            number, start, until = number[:-1], start[:-1], until[:-1]
+    dur = until - start
+    keep = dur > 0
+    return Steps(number[keep], start[keep], dur[keep], way, sure) if keep.any() else None
+
+
+Bursts = tuple[str, NDArray[np.int64], NDArray[np.int64]]
+
+
+def _optimizer_ranges(ranges: Ranges) -> Bursts:
+    """Return when ranges that name an optimizer began and ended, on the thread with most of them."""
+    places = [i for i, name in enumerate(ranges.names) if _OPTIMIZER.search(name) and "zero_grad" not in name]
+    rows = np.flatnonzero(np.isin(ranges.name, places))
+    if len(rows):
+        threads, count = np.unique(ranges.thread[rows], return_counts=True)
+        rows = rows[ranges.thread[rows] == threads[count.argmax()]]
+    return "the optimizer's NVTX ranges", ranges.start[rows], ranges.end[rows]
+
+
+def _optimizer_kernels(launched: Launched) -> Bursts:
+    """Return when kernels of an optimizer were launched."""
+    wanted = [bool(_OPTIMIZER_KERNEL.search(name)) for name in launched.names]
+    rows = np.flatnonzero(np.array([*wanted, False])[launched.name])
+    return "the optimizer's kernels", launched.at[rows], launched.at[rows]
+
+
+def _between(way: str, start: NDArray[np.int64], end: NDArray[np.int64], launched: Launched) -> Steps | None:
+    """Return steps from the end of one run of the optimizer to the end of the next; None where they are not alike."""
+    edges = _last_of_bursts(start, end)
+    if len(edges) < 3:  # two steps at least, or nothing shows that they recur
+        return None
+    if len(launched.at) and not _alike(edges, launched):
+        return None
+    return Steps(np.arange(len(edges) - 1), edges[:-1], np.diff(edges), f"{way}, with the same work between", LIKELY)
+
+
+def _last_of_bursts(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the ends of the runs that events come in: what separates two is longer than half of the longest gap."""
+    if len(start) < 2:
+        return end
+    end = np.maximum.accumulate(end)
+    gap = start[1:] - end[:-1]
+    last: NDArray[np.int64] = end[np.append(gap > gap.max() / 2, True)]
+    return last
+
+
+def _alike(edges: NDArray[np.int64], launched: Launched) -> bool:
+    """Return whether the same kernels were launched between the edges, each time."""
+    step = np.searchsorted(edges, launched.at, side="left") - 1
+    inside = (step >= 0) & (step < len(edges) - 1)
+    counts = np.zeros((len(edges) - 1, len(launched.names)), dtype=np.int64)
+    np.add.at(counts, (step[inside], launched.name[inside]), 1)
+    same = np.minimum(counts[1:], counts[:-1]).sum(axis=1)
+    return bool((same >= _ALIKE * np.maximum(counts[1:].sum(axis=1), counts[:-1].sum(axis=1)).clip(1)).all())
+
+
+def loop(launched: Launched, tried: int = 50) -> tuple[int, int, float] | None:
+    """Return the loop that recurs in a sequence of kernels: kernels in it, how often, ns; None: there is none."""
+    name, n = launched.name, len(launched.name)
+    count = np.bincount(name, minlength=len(launched.names))
+    for code in np.argsort(count, kind="stable")[: len(count)].tolist():
+        if count[code] < 3:
+            continue
+        tried -= 1
+        apart, often = np.unique(np.diff(np.flatnonzero(name == code)), return_counts=True)
+        length = int(apart[often.argmax()])
+        same = name[:-length] == name[length:]
+        if 2 <= length <= n // 3 and same.mean() >= _ALIKE:
+            return length, n // length, float(np.median(launched.at[length:] - launched.at[:-length]))
+        if tried <= 0:
+            break
+    return None
