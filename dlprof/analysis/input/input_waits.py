@@ -33,6 +33,10 @@ LARGER_PART = 0.5
 # A replay that does not reproduce the run as it was, within so much of the step, predicts no other.
 TRUSTED = 0.2
 
+# What others on the host take of a loop's cores need not stay as it is when workers want these too: from so many times
+# the loop's own computing on, nobody can say who will have them.
+DISTURBED = 1.5
+
 # So many workers a rank are tried: 16, where fetching only waits, or more where a rank has cores for two of each.
 MOST_WORKERS = 16
 
@@ -266,12 +270,13 @@ def planned(
         freed = {r: _freed(trusted(paces, r), replayed(paces.of(r), chosen.workers)) for r in others}
         dear = paces.of(most).where_workers_cost_most
         slower = replayed(dear, chosen.workers).step_ns >= replayed(dear, dear.workers).step_ns
+        disturbed = dear.excess_alone > DISTURBED
     except NotMeasured:
         return None
     # Ranks beyond those that were looked at wait less than they, and are taken to be like the worst.
     like = _freed(given[0], chosen)
     gone = {r: gained(fetch_gains, r, ns, freed.get(r, like)) for r, ns in wait.items()}
-    return Plan(given, chosen, saving_input(paces.step_series, own_time, gone), not slower)
+    return Plan(given, chosen, saving_input(paces.step_series, own_time, gone), not (slower or disturbed))
 
 
 def step_with_cheaper(paces: Paces, own_time: pd.DataFrame, part: str) -> float:

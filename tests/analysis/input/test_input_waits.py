@@ -149,3 +149,15 @@ def test_without_a_record_of_batches_nothing_is_forecast(tmp_path: Path) -> None
         asked(run, forecasts, 0)
     with pytest.raises(NotMeasured):
         asked(run, step_with_cheaper, SAMPLES)
+
+
+@pytest.mark.parametrize(("delay_ms", "sure"), [(2, True), (14, False)])
+def test_where_others_have_most_of_the_cores_no_number_of_workers_is_sure(
+    delay_ms: int, sure: bool, tmp_path: Path
+) -> None:
+    # Without workers, who else but programs outside the job keeps a loop of 30 ms off its core?
+    path = recorded(tmp_path, fetch=80, cpu=2, workers=0, own=30, cores=4)
+    held_up(path, 0, loop=delay_ms * MS, worker=0, computing=30 * MS)
+    plan = asked(runs.measured(path, *NEEDS), planned, {0: 80.0 * MS})
+    assert plan is not None
+    assert plan.sure is sure
