@@ -170,8 +170,11 @@ _PHASE_BEGINS = re.compile(
     r"torch[/\\](?:nn[/\\]modules[/\\]module|_tensor|autograd[/\\]__init__|utils[/\\]data|optim)"
 )
 
-# What a step of training cannot do without, though it lies in no phase: losses, and gradients set to zero.
-_TRAINING = re.compile(r"torch[/\\](?:nn[/\\]functional|optim[/\\]|amp[/\\]|nn[/\\]utils[/\\]clip_grad)")
+# What a step of training cannot do without, though it lies in no phase: losses, gradients set to zero, and exchanges
+# with other ranks, which have rules of their own.
+_TRAINING = re.compile(
+    r"torch[/\\](?:nn[/\\]functional|optim[/\\]|amp[/\\]|nn[/\\]utils[/\\]clip_grad|distributed[/\\])"
+)
 
 # What travels of the lines.
 MOST_CALLS = 60
@@ -181,8 +184,9 @@ MOST_CALLS = 60
 def own_lines(stacks: pd.DataFrame) -> pd.DataFrame:
     """Return the user's lines that the training thread was seen in: doing, function, file, line, trains, seen, samples.
 
-    In a phase, the line that called what begins it; between the phases the innermost one. `trains`: it was in a loss or
-    in the setting of gradients to zero. `seen`: of the `samples` of the doing. The most seen first.
+    In a phase, the line that called what begins it; between the phases the innermost one. `trains`: it was in a
+    loss, in the setting of gradients to zero, or in an exchange. `seen`: of the `samples` of the doing. The most seen
+    first.
     """
     seen: Counter[tuple[str, str, str, int, bool]] = Counter()
     samples: Counter[str] = Counter()

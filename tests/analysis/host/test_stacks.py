@@ -49,14 +49,16 @@ def test_a_phase_is_called_from_a_line_of_the_script_and_a_loss_is_training(tmp_
         f"{MAIN};main (/me/train.py:5);{forward};forward (/me/net.py:3) 30\n"
         f"{MAIN};main (/me/train.py:9);{forward};forward (/me/net.py:3) 10\n"
         f"{MAIN};main (/me/train.py:6);mse_loss ({torch}/nn/functional.py:1) 8\n"
+        f"{MAIN};main (/me/train.py:8);all_reduce ({torch}/distributed/distributed_c10d.py:1) 6\n"
         f"{MAIN};main (/me/train.py:7);dumps (/lib/python3.11/json/__init__.py:1) 4\n"
     )
     frame = measured(with_stacks(tmp_path, seen), own_lines).frame(own_lines)
     assert [tuple(row) for row in frame[["doing", "line", "trains", "seen", "samples"]].to_numpy()] == [
         ("forward", 5, False, 30, 40),
         ("forward", 9, False, 10, 40),
-        ("rest", 6, True, 8, 12),
-        ("rest", 7, False, 4, 12),
+        ("rest", 6, True, 8, 18),
+        ("rest", 8, True, 6, 18),
+        ("rest", 7, False, 4, 18),
     ]
 
 
