@@ -145,14 +145,14 @@ def test_settings_of_a_block_are_overridden_in_it_alone(tmp_path: Path) -> None:
     done = plain(tmp_path, body)
     assert done.stdout.splitlines() == ["1 0 False", "0 None", "False"]
     said = done.stderr.splitlines()
-    assert "dlprof: loader.num_workers 0 → 1 at train.py:25, 1 time" in said
-    assert "dlprof: optimizer.foreach None → False at train.py:24, 1 time" in said
+    assert "dlprof: loader.num_workers 0 → 1 at train.py:30, 1 time" in said
+    assert "dlprof: optimizer.foreach None → False at train.py:29, 1 time" in said
     assert [line for line in said if "never applied" in line] == ["dlprof: --set ddp.static_graph=True never applied"]
     info = json.loads((tmp_path / "run/run.json").read_text())
     assert info["options"]["set"] == {"loader.num_workers": 1, "optimizer.foreach": False, "ddp.static_graph": True}
     assert info["warnings"] == ["--set ddp.static_graph=True never applied"]
     applied = json.loads((tmp_path / "run/ranks/00000/overrides.json").read_text())
-    assert applied["loader.num_workers"]["places"] == [["train.py", 25, "<module>"]]
+    assert applied["loader.num_workers"]["places"] == [["train.py", 30, "<module>"]]
 
 
 def test_settings_that_change_numbers_are_allowed_or_refused() -> None:

@@ -246,7 +246,7 @@ def forecasts(paces: Paces, rank: int) -> tuple[Forecast, ...]:
     # What the loop waited and the replay does not explain, it waited for workers: nothing of that without them.
     waited = paces.step_ns(rank) - recorded.batches * float(recorded.own.mean()) / recorded.alone
     queue = max(waited - now.wait_ns, 0.0)
-    return tuple(replace(f, step_ns=f.step_ns - off - (0.0 if f.workers else queue)) for f in given)
+    return tuple(replace(f, step_ns=float(f.step_ns - off - (0.0 if f.workers else queue))) for f in given)
 
 
 def proposed(given: tuple[Forecast, ...]) -> Forecast:
