@@ -105,7 +105,8 @@ def headline(result: Result) -> Headline:
             return Headline(both, gain, percent(computing))
         return Headline(diagnosis, gain, percent(found.share if found.lost_share is None else found.lost_share))
     if result.window is None and (said := of_logs(result)):
-        return Headline(*said)
+        diagnosis, gain, share = said
+        return Headline(diagnosis, " ".join(filter(None, (_held(result.memory), gain))), share)
     states = [o.state for o in result.outcomes]
     clear, unknown = states.count("clear"), states.count("not_measured") + states.count("error")
     apart = states.count("does_not_apply")

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from dlprof.analysis.estimate import change
 from dlprof.plain import NBSP
 from dlprof.report import verdict
-from dlprof.result import Forecast, ForeignLoad
+from dlprof.result import Forecast, ForeignLoad, MemoryPeak, Profile, Result, RunInfo
 from tests.fixtures import results
 from tests.fixtures.results import MS
 
@@ -116,3 +116,14 @@ def test_a_run_beside_other_programs_clears_the_job_of_nothing() -> None:
     # A finding stays the first thing that is said; the warning is beside it.
     found = replace(results.ddp(), foreign_load=load)
     assert verdict.headline(found) == verdict.headline(results.ddp())
+
+
+def test_a_snapshot_beside_stacks_is_told_as_well() -> None:
+    profile = Profile("p.json", "py-spy", "samples", 400.0, "decode", "/me/data.py", 41, 0.5, own=True)
+    both = Result(
+        RunInfo("run"), None, memory=(MemoryPeak(0, 0, 5e8, 6e8, "forward (a.py:1)", 1e8),), profiles=(profile,)
+    )
+    diagnosis, gain, _ = verdict.headline(both)
+    assert "decode (data.py:41)" in diagnosis
+    assert f"500{NBSP}MB" in gain
+    assert "forward (a.py:1)" in gain

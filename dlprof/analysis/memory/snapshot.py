@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 ROUNDING = 512  # bytes: the allocator's blocks are multiples of it (kMinBlockSize, c10/cuda/CUDACachingAllocator.cpp)
 
 MOST_SITES = 40  # lines that travel
-MOST_DRAWN = 6  # lines with an area of their own
+MOST_DRAWN = 5  # lines with an area of their own: with that of the others, as many as the page has colours
 MOST_POINTS = 300  # of a curve: enough for any screen
 
 # Why a rule cannot judge a run without one.
