@@ -130,7 +130,7 @@ def test_a_planted_fault_is_found_measured_and_in_every_report(tmp_path: Path) -
     script, run = recorded(tmp_path, SLEEPS)
     done = tried(run, "--minutes", "2.5", "--set", "loader.num_workers=4", "--set", "gc.freeze=True")
     assert done.returncode == 0, done.stderr
-    assert "writes what it writes" in done.stderr
+    assert "--copy" in done.stderr
     found = kept(run)
     best = found["best"]
     assert best["settings"]["loader.num_workers"] >= 2
