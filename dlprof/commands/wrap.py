@@ -84,6 +84,7 @@ def record(
         raise DlprofError(f"this already runs under dlprof, which records into {env['DLPROF_RUN']}; wrap only once")
     launcher = nsys.launcher(env, bool(recording.asked["capture"])) if recording.nsys else None
     asked = recording.asked
+    trial = env.get("DLPROF_TRIAL")
     env = recording.environment(env)
     folder = recording.out if recording.out is not None else new_folder(name, env)
     if not recording.quiet:
@@ -94,6 +95,8 @@ def record(
             _say(f"dlprof: {warning}")
         if not recording.quiet:
             _say_applied(folder, recording)
+        if trial:
+            _end_rest(folder)
     if not recording.no_report and ended.last and any(folder.glob("ranks/*/facts.json")):
         _report(ended, recording.quiet)
         if recording.tries and ended.signal is None:
@@ -119,6 +122,17 @@ def _say_applied(folder: Path, recording: Recording) -> None:
     """Say what each override did that took effect; those that did not are among the warnings."""
     for line in applied(folder, {name: shown(name, value) for name, value in recording.overrides.items()}):
         _say(f"dlprof: {line}")
+
+
+def _end_rest(folder: Path) -> None:
+    """End what a trial's run has left behind: whoever wants to know of it may have been killed.
+
+    A worker of a loader whose parent ends before the worker looks who that is (PyTorch's ManagerWatchdog) waits forever.
+    """
+    from dlprof.trial import processes
+
+    with _in_one_line("processes of the job may be left", "stopped"):
+        processes.kill(os.getpid(), folder.absolute())
 
 
 @contextlib.contextmanager

@@ -47,6 +47,11 @@ def end(root: int, folder: Path) -> None:
     until = time.monotonic() + GRACE_S
     while not has_ended(stat_of(root)) and time.monotonic() < until:
         time.sleep(_PAUSE_S)
+    kill(root, folder)
+
+
+def kill(root: int, folder: Path) -> None:
+    """Kill a run's processes, `root` too unless it is this one, until none is left."""
     for _ in range(_LOOKS):
         left = processes_of(root, folder)
         if not left:

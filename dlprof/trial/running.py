@@ -1,7 +1,7 @@
 """Runs a job for some steps with settings overridden, by `dlprof wrap --set`, and ends it.
 
 The run is watched from outside, by its step log. It is detached by setsid: a Ctrl-C at the terminal is for us.
-Should this process be killed, the kernel sends the run a SIGTERM.
+Should this process be killed, the kernel sends the run a SIGTERM, and the run ends what it has started.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Runner:
         with output.open("wb") as file:
             process = subprocess.Popen(
                 self._words({**self.job.settings, **settings}, run),
-                env=dict(self.job.env),
+                env={**self.job.env, "DLPROF_TRIAL": "1"},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
