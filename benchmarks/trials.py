@@ -42,7 +42,7 @@ NOTHING = "gc.freeze=True"
 
 # A recording lasts about so long, and so many steps at least. By hand: pairs of runs, each of so many seconds of steps.
 SECONDS, LEAST_STEPS = 25.0, 60
-PAIRS, WINDOW_S, RUN_S = 4, 8.0, 90.0
+PAIRS, WINDOW_S, RUN_S = 3, 8.0, 90.0
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class Row(msgspec.Struct, frozen=True):
     state: str = ""
     best: str = ""  # the settings that it ends with; "": nothing to gain
     right: bool = False
+    tried: str = ""  # each change, and what came of it
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
@@ -135,7 +136,8 @@ def run(case: Case, folder: Path, minutes: float) -> Row:
     if not (out / tried.FILE).is_file():
         return msgspec.structs.replace(made, why=said)
     found = tried.from_json(msgspec.json.decode((out / tried.FILE).read_bytes()))
-    made = msgspec.structs.replace(made, state=found.state, why=found.why)
+    words = "; ".join(_attempt(a) for a in (*found.attempts, *found.combinations))
+    made = msgspec.structs.replace(made, state=found.state, why=found.why, tried=words)
     best = found.best
     if best is not None:
         gain = best.measured
@@ -153,6 +155,14 @@ def run(case: Case, folder: Path, minutes: float) -> Row:
     error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else None
     hand = math.exp(statistics.mean(logs)) if logs else None
     return msgspec.structs.replace(made, right=right, by_hand=hand, by_hand_error=error)
+
+
+def _attempt(a: tried.Attempt) -> str:
+    gain = a.measured
+    ratio = (
+        f" {gain.ratio:.3f} ({gain.low or math.nan:.3f} to {gain.high or math.nan:.3f}, {gain.pairs})" if gain else ""
+    )
+    return f"{a.words}: {a.verdict}{ratio}{f' ({a.why})' if a.why else ''}"
 
 
 def by_hand(case: Case, out: Path, folder: Path, of: Of) -> list[float]:
@@ -204,12 +214,12 @@ def line(row: Row) -> str:
         f"{row.best} {row.ratio:.2f} × ({row.low or math.nan:.2f} to {row.high or math.nan:.2f})" if row.ratio else ""
     )
     hand = f", by hand {row.by_hand:.2f} × ± {row.by_hand_error or math.nan:.2f}" if row.by_hand else ""
-    return f"{'right' if row.right else 'WRONG'}  {row.name}: {what or 'nothing to gain'}{hand} {row.state} {row.why}"
+    return f"{'right' if row.right else 'WRONG'}  {row.name}: {what or 'nothing to gain'}{hand} {row.state} {row.why} [{row.tried}]"
 
 
 @click.command()
 @click.option("--only", multiple=True, help="The names of cases.")
-@click.option("--minutes", default=2.5, show_default=True, help="How long changes of each are tried.")
+@click.option("--minutes", default=6.0, show_default=True, help="How long changes of each are tried at most.")
 @click.option("--out", type=click.Path(path_type=Path), default=REPORTS, show_default="reports")
 @click.option("--again", is_flag=True, help="Run also what --out already holds.")
 def main(only: tuple[str, ...], minutes: float, out: Path, again: bool) -> None:
