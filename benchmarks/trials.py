@@ -214,7 +214,8 @@ def line(row: Row) -> str:
         f"{row.best} {row.ratio:.2f} × ({row.low or math.nan:.2f} to {row.high or math.nan:.2f})" if row.ratio else ""
     )
     hand = f", by hand {row.by_hand:.2f} × ± {row.by_hand_error or math.nan:.2f}" if row.by_hand else ""
-    return f"{'right' if row.right else 'WRONG'}  {row.name}: {what or 'nothing to gain'}{hand} {row.state} {row.why} [{row.tried}]"
+    right = "right" if row.right else "WRONG"
+    return f"{right}  {row.name}: {what or 'nothing to gain'}{hand} {row.state} {row.why} [{row.tried}]"
 
 
 @click.command()
