@@ -127,7 +127,7 @@ def _say_applied(folder: Path, recording: Recording) -> None:
 def _end_rest(folder: Path) -> None:
     """End what a trial's run has left behind: whoever wants to know of it may have been killed.
 
-    A worker of a loader whose parent ends before the worker looks who that is (PyTorch's ManagerWatchdog) waits forever.
+    A loader's worker whose parent ends before the worker asks who that is (PyTorch's ManagerWatchdog) waits forever.
     """
     from dlprof.trial import processes
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlprof.read.database import MISSING, Database
 from dlprof.read.kineto.patterns import copy_of, kind_of
-from dlprof.read.nsys.database import MISSING, THREADS, Database
+from dlprof.read.nsys.processes import THREADS, of_process
+from dlprof.read.rows import Rows, numbered
 
 KERNELS, GRAPHS = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 COPIES, SETS = "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET"
@@ -31,25 +32,6 @@ _DIRECTION = re.compile(r"([HDAP])TO([HDAP])$")
 _VERSION = re.compile(r"(?:_ptsz|_ptds)?(?:_v\d+)?(?:_ptsz|_ptds)?$")
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows of one kind of activity, n of each column; `lane` is (device, stream), or (−1, thread) on the host.
-
-    `name` is a place in `names`, and each of those is of a kind; copies have what they copy by name.
-    """
-
-    names: list[str]
-    kinds: list[str]
-    name: NDArray[np.int64]
-    start: NDArray[np.int64]
-    end: NDArray[np.int64]
-    device: NDArray[np.int64]
-    stream: NDArray[np.int64]
-    launch: NDArray[np.int64]
-    bytes: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    directions: list[tuple[str, str]] = field(default_factory=list)
-
-
 def device_rows(database: Database, process: int | None, device: int) -> list[Rows]:
     """Return the kernels, graphs, copies, sets and synchronisations of a process that works on that device."""
     work = [read(database, process) for read in (_kernels, _graphs, _copies, _sets)]
@@ -59,10 +41,10 @@ def device_rows(database: Database, process: int | None, device: int) -> list[Ro
 def calls(database: Database, process: int | None) -> Rows:
     """Return the calls of CUDA's runtime and driver."""
     held = database.integers(
-        CALLS, ["start", "end", "globalTid", "correlationId", "nameId"], *database.of_process(CALLS, process)
+        CALLS, ["start", "end", "globalTid", "correlationId", "nameId"], *of_process(database, CALLS, process)
     )
     texts = {i: _VERSION.sub("", text) for i, text in _strings(database, held["nameId"]).items()}
-    names, name = _numbered(held["nameId"], texts, "unnamed call")
+    names, name = numbered(held["nameId"], texts, "unnamed call")
     thread = np.where(held["globalTid"] == MISSING, 0, held["globalTid"] % THREADS)
     host = np.full(len(name), -1, dtype=np.int64)
     return Rows(
@@ -72,14 +54,14 @@ def calls(database: Database, process: int | None) -> Rows:
 
 def _kernels(database: Database, process: int | None) -> Rows:
     named = "demangledName|shortName|mangledName|nameId|name"
-    held = database.integers(KERNELS, [*_COMMON, named], *database.of_process(KERNELS, process))
-    names, name = _numbered(held[named], _strings(database, held[named]), "unnamed kernel")
+    held = database.integers(KERNELS, [*_COMMON, named], *of_process(database, KERNELS, process))
+    names, name = numbered(held[named], _strings(database, held[named]), "unnamed kernel")
     kinds = [(kind_of("kernel", one) or ("device", "kernel"))[1] for one in names]
     return _on_device(held, names, kinds, name)
 
 
 def _graphs(database: Database, process: int | None) -> Rows:
-    held = database.integers(GRAPHS, [*_COMMON, "graphId"], *database.of_process(GRAPHS, process))
+    held = database.integers(GRAPHS, [*_COMMON, "graphId"], *of_process(database, GRAPHS, process))
     ids, name = np.unique(held["graphId"], return_inverse=True)
     names = [f"CUDA graph {i}" for i in ids.tolist()]
     return _on_device(held, names, ["kernel"] * len(names), name)
@@ -87,7 +69,7 @@ def _graphs(database: Database, process: int | None) -> Rows:
 
 def _copies(database: Database, process: int | None) -> Rows:
     more = ["bytes", "copyKind", "srcKind", "dstKind"]
-    held = database.integers(COPIES, [*_COMMON, *more], *database.of_process(COPIES, process))
+    held = database.integers(COPIES, [*_COMMON, *more], *of_process(database, COPIES, process))
     directions = _enum(database, "ENUM_CUDA_MEMCPY_OPER", _DIRECTIONS)
     memories = _enum(database, "ENUM_CUDA_MEM_KIND", _MEMORY)
     what, name = np.unique(np.column_stack([held[k] for k in more[1:]]), axis=0, return_inverse=True)
@@ -101,12 +83,12 @@ def _copies(database: Database, process: int | None) -> Rows:
 
 
 def _sets(database: Database, process: int | None) -> Rows:
-    held = database.integers(SETS, [*_COMMON, "bytes"], *database.of_process(SETS, process))
+    held = database.integers(SETS, [*_COMMON, "bytes"], *of_process(database, SETS, process))
     return _on_device(held, ["Memset (Device)"], ["set"], np.zeros(len(held["start"]), dtype=np.int64), held["bytes"])
 
 
 def _syncs(database: Database, process: int | None, device: int) -> Rows:
-    held = database.integers(SYNCS, [*_COMMON, "syncType"], *database.of_process(SYNCS, process))
+    held = database.integers(SYNCS, [*_COMMON, "syncType"], *of_process(database, SYNCS, process))
     types, name = np.unique(held["syncType"], return_inverse=True)
     names = [_SYNC_NAMES.get(i, "Sync") for i in types.tolist()]
     # nsys 2026 writes device 0 for all of them, and the stream −1 as a number of 32 bits.
@@ -135,14 +117,6 @@ def _launch(correlation: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _strings(database: Database, ids: NDArray[np.int64]) -> dict[int, str]:
     return database.texts("StringIds", "id", "value", np.unique(ids).tolist())
-
-
-def _numbered(ids: NDArray[np.int64], texts: Mapping[int, str], unknown: str) -> tuple[list[str], NDArray[np.int64]]:
-    """Return the distinct texts that ids stand for, and of each id the place of its text among them."""
-    used, of = np.unique(ids, return_inverse=True)
-    places: dict[str, int] = {}
-    place = np.array([places.setdefault(texts.get(i, unknown), len(places)) for i in used.tolist()], dtype=np.int64)
-    return list(places), place[of] if len(place) else of.astype(np.int64)
 
 
 def _enum(database: Database, table: str, known: Mapping[int, str]) -> Mapping[int, str]:

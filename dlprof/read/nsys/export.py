@@ -10,24 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
-from numpy.typing import NDArray
-
 from dlprof import schema
 from dlprof.errors import DlprofError
-from dlprof.read.kineto.patterns import collective_of, kind_of
-from dlprof.read.nsys import activities, ranges, steps
-from dlprof.read.nsys.activities import Rows
-from dlprof.read.nsys.database import MISSING, THREADS, Database, open_database
+from dlprof.read import recurring
+from dlprof.read.database import MISSING, Database, open_database
+from dlprof.read.nsys import activities, ranges
 from dlprof.read.nsys.processes import Process, processes_in
+from dlprof.read.rows import Ranges, Rows, annotations, spans_of
 from dlprof.read.sources import Reading
-from dlprof.units import duration
 
 # Times since 1970 in ns are larger than this; those since the start of a capture are smaller (31 years).
 _UNIX_NS = 10**18
-_LONGEST_NS = 10 * 366 * 86_400 * 10**9
 _MOST_COMPLAINTS = 3
+
+_MARKS = "torch.cuda.nvtx.range_push(f'step {n}') marks them, and `dlprof wrap --nsys` does"
 
 # What is in an export and is not read, and what it is.
 _LEFT = {
@@ -64,17 +60,17 @@ def _read(database: Database, process: Process) -> Reading:
     host = activities.calls(database, process.global_pid)
     device = activities.device_rows(database, process.global_pid, process.device)
     facts, warnings = _facts(database, process), _lacking(database, named, host, device)
-    every = [*device, host, _ranges(named)]
+    every = [*device, host, annotations(named)]
     base = _base(database, every)
     if base:
         facts["base_time_ns"] = base
-    spans, lost = _spans(every, process.device, base)
+    spans, lost = spans_of(every, process.device, base)
     if lost:
         warnings.append(f"{lost:,} events without a usable time are left out")
-    launched = _launched(device[0], host)
-    found = steps.find(named, launched)
+    launched = recurring.launched(device[0], host)
+    found = recurring.find(named, launched)
     if found is None:
-        warnings.append(_no_steps(launched))
+        warnings.append(recurring.none_found(launched, _MARKS))
     else:
         facts["steps_by"] = f"{found.way} ({found.sure})"
     if not _work(device):
@@ -82,7 +78,7 @@ def _read(database: Database, process: Process) -> Reading:
         facts["operators"] = any(named.operator)
     tables = {
         "spans": schema.check("spans", spans),
-        "traced_steps": schema.check("traced_steps", _steps(found, base)),
+        "traced_steps": schema.check("traced_steps", recurring.table(found, base)),
     }
     return Reading(tables, facts, tuple(f"{database.name}: {warning}" for warning in warnings))
 
@@ -90,17 +86,6 @@ def _read(database: Database, process: Process) -> Reading:
 def _work(device: Sequence[Rows]) -> int:
     """Return how many rows of work there are."""
     return sum(len(rows.name) for rows in device)
-
-
-def _ranges(named: ranges.Ranges) -> Rows:
-    """Return the ranges as rows of the host: operators, collectives, loader calls and annotations, by their names."""
-    kinds = [
-        (kind_of("cpu_op" if operator else "user_annotation", name) or ("host", "annotation"))[1]
-        for name, operator in zip(named.names, named.operator, strict=True)
-    ]
-    nothing = np.full(len(named.name), -1, dtype=np.int64)
-    thread = np.where(named.thread == MISSING, 0, named.thread % THREADS)
-    return Rows(named.names, kinds, named.name, named.start, named.end, nothing, thread, nothing)
 
 
 def _base(database: Database, every: Sequence[Rows]) -> int:
@@ -111,116 +96,6 @@ def _base(database: Database, every: Sequence[Rows]) -> int:
     held = database.integers("TARGET_INFO_SESSION_START_TIME", ["utcEpochNs"])["utcEpochNs"]
     base = int(held[0]) if len(held) else 0
     return base if 0 < base < 2**62 else 0
-
-
-def _spans(every: Sequence[Rows], main: int, base: int) -> tuple[pd.DataFrame, int]:
-    """Return the table of all rows in order of start, the longer first, and how many had no usable time."""
-    keep = [
-        np.flatnonzero((r.start != MISSING) & (r.end >= r.start) & (r.end - r.start <= _LONGEST_NS) & _fits(r, base))
-        for r in every
-    ]
-    lost = sum(len(r.start) - len(k) for r, k in zip(every, keep, strict=True))
-    pairs = [(r, k) for r, k in zip(every, keep, strict=True) if len(k)]
-    if not pairs:
-        return schema.empty("spans"), lost
-
-    def column(of: Any) -> NDArray[np.int64]:
-        return np.concatenate([of(r)[k] for r, k in pairs])
-
-    start, end = column(lambda r: r.start), column(lambda r: r.end)
-    order = np.lexsort((start - end, start))
-    texts: list[str] = []
-    kinds: list[str] = []
-    directions: list[tuple[str, str]] = []
-    collectives: list[str] = []
-    places: list[NDArray[np.int64]] = []
-    for r, k in pairs:
-        places.append(r.name[k] + len(texts))
-        texts += r.names
-        kinds += r.kinds
-        directions += r.directions or [("", "")] * len(r.names)
-        collectives += [
-            collective_of(name) if kind == "communication" else "" for name, kind in zip(r.names, r.kinds, strict=True)
-        ]
-    of = np.concatenate(places)[order]
-    nothing = np.full(len(order), -1, dtype=np.int64)
-    size = column(lambda r: r.bytes if len(r.bytes) else np.full(len(r.name), -1, dtype=np.int64))[order]
-    columns = {
-        "lane": _lanes(column(lambda r: r.device)[order], column(lambda r: r.stream)[order], max(main, 0)),
-        "kind": _coded(kinds, of, schema.KINDS),
-        "name": _coded(texts, of),
-        "start_ns": start[order] + base,
-        "dur_ns": (end - start)[order],
-        "launch": column(lambda r: r.launch)[order],
-        "bytes": size,
-        "copy": _coded([d[0] for d in directions], of),
-        "memory": _coded([d[1] for d in directions], of),
-        "collective": _coded(collectives, of),
-        **{name: _coded([""], np.zeros(len(order), dtype=np.int64)) for name in ("group", "communicator")},
-        **{name: _coded([""], np.zeros(len(order), dtype=np.int64)) for name in ("dtype", "shape")},
-        "sequence": nothing,
-        "peer": nothing.copy(),
-    }
-    return pd.DataFrame({name: columns[name] for name in schema.SPANS}, copy=False), lost
-
-
-def _fits(rows: Rows, base: int) -> NDArray[np.bool_]:
-    """Return which times are still numbers of 64 bits once the base is added, and no century away."""
-    fits: NDArray[np.bool_] = np.abs(rows.start) < 2**62 - base
-    return fits
-
-
-def _lanes(device: NDArray[np.int64], stream: NDArray[np.int64], main: int) -> Any:
-    pairs, of = np.unique(np.column_stack((device, stream)), axis=0, return_inverse=True)
-    names = [f"{'host' if d < 0 else 'device' if d == main else f'device{d}'}:{number}" for d, number in pairs.tolist()]
-    return _coded(names, of.reshape(-1))
-
-
-def _coded(texts: Sequence[str], of: NDArray[np.int64], categories: Sequence[str] = ()) -> Any:
-    """Return a categorical of places in texts, which may repeat; only texts that are used become categories."""
-    used = np.flatnonzero(np.bincount(of, minlength=len(texts)))
-    chosen = list(categories) or sorted({texts[i] for i in used.tolist()})
-    place = {text: i for i, text in enumerate(chosen)}
-    codes = np.zeros(len(texts), dtype=np.min_scalar_type(-len(chosen) - 1))
-    codes[used] = [place[texts[i]] for i in used.tolist()]
-    return pd.Categorical.from_codes(codes[of], categories=pd.Index(chosen))
-
-
-def _launched(kernels: Rows, calls: Rows) -> steps.Launched:
-    """Return the kernels in the order of their launches; those whose launch is not in the export at their own start."""
-    at = kernels.start.copy()
-    known = np.flatnonzero(calls.launch >= 0)
-    if len(known) and len(at):
-        known = known[np.argsort(calls.launch[known], kind="stable")]
-        ids = calls.launch[known]
-        place = np.minimum(np.searchsorted(ids, kernels.launch), len(ids) - 1)
-        linked = ids[place] == kernels.launch
-        at = np.where(linked, calls.start[known][place], at)
-        if linked.mean() >= 0.9:  # what is not linked was launched before the export begins
-            kept = np.flatnonzero(linked)
-            order = kept[np.argsort(at[kept], kind="stable")]
-            return steps.Launched(kernels.names, kernels.name[order], at[order])
-    order = np.argsort(at, kind="stable")
-    return steps.Launched(kernels.names, kernels.name[order], at[order])
-
-
-def _steps(found: steps.Steps | None, base: int) -> pd.DataFrame:
-    if found is None:
-        return schema.empty("traced_steps")
-    return pd.DataFrame({"step": found.number, "start_ns": found.start + base, "dur_ns": found.dur})
-
-
-def _no_steps(launched: steps.Launched) -> str:
-    """Say that no step was found, what recurs all the same, and what would mark steps."""
-    marks = "torch.cuda.nvtx.range_push(f'step {n}') marks them, and `dlprof wrap --nsys` does"
-    recurring = steps.loop(launched)
-    if recurring is None:
-        return f"nothing marks its steps, and no loop recurs in it: the figures are of the whole time ({marks})"
-    kernels, often, ns = recurring
-    return (
-        f"nothing marks its steps: a loop of {kernels:,} kernels recurs {often} × in it, every {duration(ns)}, but no "
-        f"optimizer runs there, and the layers of a model recur too: the figures are of the whole time ({marks})"
-    )
 
 
 def _facts(database: Database, process: Process) -> dict[str, Any]:
@@ -251,7 +126,7 @@ def _devices(database: Database, process: Process) -> list[dict[str, Any]]:
     return [{"id": c, **of[gpu]} for c, gpu in sorted(numbered.items()) if gpu in of]
 
 
-def _lacking(database: Database, named: ranges.Ranges, calls: Rows, device: Sequence[Rows]) -> list[str]:
+def _lacking(database: Database, named: Ranges, calls: Rows, device: Sequence[Rows]) -> list[str]:
     """Return what the export lacks, each with the option of nsys that brings it, what was left out, and complaints."""
     lines = []
     if _work(device) and not len(calls.name):

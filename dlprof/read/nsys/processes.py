@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlprof.errors import DlprofError
-from dlprof.read.nsys.database import MISSING, THREADS, Database, open_database
+from dlprof.read.database import MISSING, Database, open_database
+
+# The last 24 bits of a serialized thread id are the thread's, what stands before the process's.
+THREADS = 1 << 24
 
 # Where an export keeps what ran on a device, and on the host, the surest first.
 DEVICE = ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", "CUPTI_ACTIVITY_KIND_MEMCPY")
@@ -96,3 +99,15 @@ def _without(database: Database) -> list[Process]:
             least = _HELPER * max(counts.values()) if table == "NVTX_EVENTS" else max(counts.values())
             return [Process(pid, -1) for pid, count in sorted(counts.items()) if count >= least]
     return []
+
+
+def of_process(database: Database, table: str, process: int | None) -> tuple[str, tuple[int, ...]]:
+    """Return the condition for the rows of a process by its serialized id, and its arguments."""
+    held = database.columns(table)
+    if process is None:
+        return "", ()
+    if "globalpid" in held:
+        return f'WHERE "{held["globalpid"]}" = ?', (process,)
+    if "globaltid" in held:
+        return f'WHERE ("{held["globaltid"]}" & ~{THREADS - 1}) = ?', (process,)
+    return "", ()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dlprof.read.nsys.database import MISSING, Database
+from dlprof.read.database import MISSING, Database
+from dlprof.read.nsys.processes import THREADS, of_process
+from dlprof.read.rows import Ranges
 
 TABLE = "NVTX_EVENTS"
 
@@ -21,22 +21,6 @@ _OPERATOR = re.compile("|".join(map(re.escape, _SAID)))
 _LONGEST = 2_000  # characters of a name
 
 
-@dataclass(frozen=True)
-class Ranges:
-    """Ranges in order of start, n of them: `name` is a place in `names`; times in ns, on the export's clock.
-
-    `operator` says of each name whether it is an operator of PyTorch's. `open` counts ranges without an end.
-    """
-
-    names: list[str]
-    operator: list[bool]
-    name: NDArray[np.int64]
-    start: NDArray[np.int64]
-    end: NDArray[np.int64]
-    thread: NDArray[np.int64]
-    open: int = 0
-
-
 class _Names(dict[tuple[bool, str], int]):
     def __missing__(self, key: tuple[bool, str]) -> int:
         self[key] = code = len(self)
@@ -45,7 +29,7 @@ class _Names(dict[tuple[bool, str], int]):
 
 def read(database: Database, process: int | None) -> Ranges:
     """Return the ranges of a process; none where the export has no NVTX."""
-    condition = database.of_process(TABLE, process)
+    condition = of_process(database, TABLE, process)
     names = ["start", "end", "eventType", "textId", "globalTid"]
     held = database.integers(TABLE, names, *condition)
     count = len(held["start"])
@@ -63,7 +47,7 @@ def read(database: Database, process: int | None) -> Ranges:
     referred = np.flatnonzero((codes < 0) & (of_text != MISSING))
     wanted = np.unique(of_text[referred])
     registered = database.texts("StringIds", "id", "value", wanted.tolist())
-    place_of = np.array([known[_split(registered[i])] if i in registered else -1 for i in wanted.tolist()], np.int64)
+    place_of = np.array([known[split(registered[i])] if i in registered else -1 for i in wanted.tolist()], np.int64)
     if len(referred):
         codes[referred] = place_of[np.searchsorted(wanted, of_text[referred])]
     is_range = np.isin(held["eventType"], _range_types(database)) & (codes >= 0) & (held["start"] != MISSING)
@@ -76,12 +60,12 @@ def read(database: Database, process: int | None) -> Ranges:
         name=codes[keep],
         start=held["start"][keep],
         end=held["end"][keep],
-        thread=held["globalTid"][keep],
+        thread=np.where(held["globalTid"] == MISSING, 0, held["globalTid"] % THREADS)[keep],
         open=int((is_range & ~ended).sum()),
     )
 
 
-def _split(text: str) -> tuple[bool, str]:
+def split(text: str) -> tuple[bool, str]:
     """Return whether a text is an operator of PyTorch's, and its name."""
     said = _OPERATOR.search(text)
     return said is not None, (text[: said.start()] if said else text)[:_LONGEST]

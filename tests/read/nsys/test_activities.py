@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from dlprof.read.database import open_database
 from dlprof.read.nsys import activities
-from dlprof.read.nsys.database import open_database
 from tests.fixtures import exports
 from tests.fixtures.exports import PID, kernel, text
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dlprof.read.database import open_database
 from dlprof.read.nsys import ranges
-from dlprof.read.nsys.database import open_database
 from tests.fixtures import exports
 from tests.fixtures.exports import HOST, PID, mark, text
 

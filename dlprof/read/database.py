@@ -39,7 +39,7 @@ _SQLITE_FUNCTION = 31  # sqlite3.SQLITE_FUNCTION of Python 3.11
 
 
 class Database:
-    """An open export. `damage` has one line for each table that could not be read to its end."""
+    """An open file. `damage` has one line for each table that could not be read to its end."""
 
     def __init__(self, connection: sqlite3.Connection, name: str) -> None:
         self._connection = connection
@@ -92,17 +92,6 @@ class Database:
         none = f"({MISSING + 1} - 1)"
         return f"ifnull(CAST({_quoted(found)} AS INTEGER), {none})" if found else none
 
-    def of_process(self, table: str, process: int | None) -> tuple[str, tuple[int, ...]]:
-        """Return the condition for the rows of a process by its serialized id, and its arguments."""
-        held = self.columns(table)
-        if process is None:
-            return "", ()
-        if "globalpid" in held:
-            return f"WHERE {_quoted(held['globalpid'])} = ?", (process,)
-        if "globaltid" in held:
-            return f"WHERE ({_quoted(held['globaltid'])} & ~{THREADS - 1}) = ?", (process,)
-        return "", ()
-
     def texts(self, table: str, key: str, value: str, wanted: Iterable[int] | None = None) -> dict[int, str]:
         """Return a table's texts by number; only those that are wanted. A text is cut off after 4,000 characters."""
         held = self.columns(table)
@@ -133,9 +122,6 @@ class Database:
         line = f"{self.name}: {table} cannot be read to its end ({error}): what comes before is used"
         if line not in self.damage:
             self.damage.append(line)
-
-
-THREADS = 1 << 24  # the last 24 bits of a serialized thread id are the thread's, what stands before the process's
 
 
 def _quoted(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Which steps an export shows: by ranges that name them, else from one run of the optimizer to the next.
+"""Which steps a trace shows: by ranges that name them, else from one run of the optimizer to the next.
 
 A recurring range or loop alone is no step: the layers of a model recur too, and a window may hold nothing else. So
 what is not named is a step only where an optimizer ran once in each, and the same kernels in between.
@@ -10,9 +10,12 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
-from dlprof.read.nsys.ranges import Ranges
+from dlprof import schema
+from dlprof.read.rows import Ranges, Rows
+from dlprof.units import duration
 
 # dlprof's own ranges, torch's, and what frameworks and people call a step: run_training_batch, iteration 12, step=3.
 _CERTAIN = re.compile(r"(?:dlprof::step |ProfilerStep#)(\d{1,18})")
@@ -102,7 +105,7 @@ def _family(ranges: Ranges, rows: NDArray[np.int64], family: str, rank: int) -> 
     number = np.array([int(d[-1]) if d else -1 for d in digits], dtype=np.int64)
     if (number < 0).any() or (np.diff(number) <= 0).any():
         number = np.arange(len(rows))
-    return _windows(number, start, end, f"NVTX ranges {family!r}", CERTAIN)
+    return _windows(number, start, end, f"{ranges.kind} ranges {family!r}", CERTAIN)
 
 
 def _windows(
@@ -133,7 +136,7 @@ def _optimizer_ranges(ranges: Ranges) -> Bursts:
     if len(rows):
         threads, count = np.unique(ranges.thread[rows], return_counts=True)
         rows = rows[ranges.thread[rows] == threads[count.argmax()]]
-    return "the optimizer's NVTX ranges", ranges.start[rows], ranges.end[rows]
+    return f"the optimizer's {ranges.kind} ranges", ranges.start[rows], ranges.end[rows]
 
 
 def _optimizer_kernels(launched: Launched) -> Bursts:
@@ -189,3 +192,40 @@ def loop(launched: Launched, tried: int = 50) -> tuple[int, int, float] | None:
         if tried <= 0:
             break
     return None
+
+
+def launched(kernels: Rows, calls: Rows) -> Launched:
+    """Return the kernels in the order of their launches; those whose launch is not there at their own start."""
+    at = kernels.start.copy()
+    known = np.flatnonzero(calls.launch >= 0)
+    if len(known) and len(at):
+        known = known[np.argsort(calls.launch[known], kind="stable")]
+        ids = calls.launch[known]
+        place = np.minimum(np.searchsorted(ids, kernels.launch), len(ids) - 1)
+        linked = ids[place] == kernels.launch
+        at = np.where(linked, calls.start[known][place], at)
+        if linked.mean() >= 0.9:  # what is not linked was launched before the trace begins
+            kept = np.flatnonzero(linked)
+            order = kept[np.argsort(at[kept], kind="stable")]
+            return Launched(kernels.names, kernels.name[order], at[order])
+    order = np.argsort(at, kind="stable")
+    return Launched(kernels.names, kernels.name[order], at[order])
+
+
+def table(found: Steps | None, base: int = 0) -> pd.DataFrame:
+    """Return the table of traced steps; `base` is added to times."""
+    if found is None:
+        return schema.empty("traced_steps")
+    return pd.DataFrame({"step": found.number, "start_ns": found.start + base, "dur_ns": found.dur})
+
+
+def none_found(launched: Launched, marks: str) -> str:
+    """Say that no step was found, what recurs all the same, and what `marks` steps."""
+    recurring = loop(launched)
+    if recurring is None:
+        return f"nothing marks its steps, and no loop recurs in it: the figures are of the whole time ({marks})"
+    kernels, often, ns = recurring
+    return (
+        f"nothing marks its steps: a loop of {kernels:,} kernels recurs {often} × in it, every {duration(ns)}, but no "
+        f"optimizer runs there, and the layers of a model recur too: the figures are of the whole time ({marks})"
+    )

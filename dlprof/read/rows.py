@@ -1,0 +1,146 @@
+"""Rows of a trace by columns, as formats that hold whole columns give them, and the table of spans that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from dlprof import schema
+from dlprof.read.database import MISSING
+from dlprof.read.kineto.patterns import collective_of, kind_of
+
+_LONGEST_NS = 10 * 366 * 86_400 * 10**9
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one kind of activity, n of each column; `lane` is (device, stream), or (−1, thread) on the host.
+
+    `name` is a place in `names`, and each of those is of a kind; copies have what they copy by name.
+    """
+
+    names: list[str]
+    kinds: list[str]
+    name: NDArray[np.int64]
+    start: NDArray[np.int64]
+    end: NDArray[np.int64]
+    device: NDArray[np.int64]
+    stream: NDArray[np.int64]
+    launch: NDArray[np.int64]
+    bytes: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    directions: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Ranges in order of start, n of them: `name` is a place in `names`; times in ns, on the trace's clock.
+
+    `operator` says of each name whether it is an operator of PyTorch's. `open` counts ranges without an end; `kind` is
+    what they are called.
+    """
+
+    names: list[str]
+    operator: list[bool]
+    name: NDArray[np.int64]
+    start: NDArray[np.int64]
+    end: NDArray[np.int64]
+    thread: NDArray[np.int64]
+    open: int = 0
+    kind: str = "NVTX"
+
+
+def numbered(ids: NDArray[np.int64], texts: Mapping[int, str], unknown: str) -> tuple[list[str], NDArray[np.int64]]:
+    """Return the distinct texts that ids stand for, and of each id the place of its text among them."""
+    used, of = np.unique(ids, return_inverse=True)
+    places: dict[str, int] = {}
+    place = np.array([places.setdefault(texts.get(i, unknown), len(places)) for i in used.tolist()], dtype=np.int64)
+    return list(places), place[of] if len(place) else of.astype(np.int64)
+
+
+def annotations(named: Ranges) -> Rows:
+    """Return the ranges as rows of the host: operators, collectives, loader calls and annotations, by their names."""
+    kinds = [
+        (kind_of("cpu_op" if operator else "user_annotation", name) or ("host", "annotation"))[1]
+        for name, operator in zip(named.names, named.operator, strict=True)
+    ]
+    nothing = np.full(len(named.name), -1, dtype=np.int64)
+    thread = named.thread
+    return Rows(named.names, kinds, named.name, named.start, named.end, nothing, thread, nothing)
+
+
+def spans_of(every: Sequence[Rows], main: int, base: int = 0) -> tuple[pd.DataFrame, int]:
+    """Return the table of all rows in order of start, the longer first, and how many had no usable time."""
+    keep = [
+        np.flatnonzero((r.start != MISSING) & (r.end >= r.start) & (r.end - r.start <= _LONGEST_NS) & _fits(r, base))
+        for r in every
+    ]
+    lost = sum(len(r.start) - len(k) for r, k in zip(every, keep, strict=True))
+    pairs = [(r, k) for r, k in zip(every, keep, strict=True) if len(k)]
+    if not pairs:
+        return schema.empty("spans"), lost
+
+    def column(of: Any) -> NDArray[np.int64]:
+        return np.concatenate([of(r)[k] for r, k in pairs])
+
+    start, end = column(lambda r: r.start), column(lambda r: r.end)
+    order = np.lexsort((start - end, start))
+    texts: list[str] = []
+    kinds: list[str] = []
+    directions: list[tuple[str, str]] = []
+    collectives: list[str] = []
+    places: list[NDArray[np.int64]] = []
+    for r, k in pairs:
+        places.append(r.name[k] + len(texts))
+        texts += r.names
+        kinds += r.kinds
+        directions += r.directions or [("", "")] * len(r.names)
+        collectives += [
+            collective_of(name) if kind == "communication" else "" for name, kind in zip(r.names, r.kinds, strict=True)
+        ]
+    of = np.concatenate(places)[order]
+    nothing = np.full(len(order), -1, dtype=np.int64)
+    size = column(lambda r: r.bytes if len(r.bytes) else np.full(len(r.name), -1, dtype=np.int64))[order]
+    columns = {
+        "lane": _lanes(column(lambda r: r.device)[order], column(lambda r: r.stream)[order], max(main, 0)),
+        "kind": _coded(kinds, of, schema.KINDS),
+        "name": _coded(texts, of),
+        "start_ns": start[order] + base,
+        "dur_ns": (end - start)[order],
+        "launch": column(lambda r: r.launch)[order],
+        "bytes": size,
+        "copy": _coded([d[0] for d in directions], of),
+        "memory": _coded([d[1] for d in directions], of),
+        "collective": _coded(collectives, of),
+        **{name: _coded([""], np.zeros(len(order), dtype=np.int64)) for name in ("group", "communicator")},
+        **{name: _coded([""], np.zeros(len(order), dtype=np.int64)) for name in ("dtype", "shape")},
+        "sequence": nothing,
+        "peer": nothing.copy(),
+    }
+    return pd.DataFrame({name: columns[name] for name in schema.SPANS}, copy=False), lost
+
+
+def _fits(rows: Rows, base: int) -> NDArray[np.bool_]:
+    """Return which times are still numbers of 64 bits once the base is added, and no century away."""
+    fits: NDArray[np.bool_] = np.abs(rows.start) < 2**62 - base
+    return fits
+
+
+def _lanes(device: NDArray[np.int64], stream: NDArray[np.int64], main: int) -> Any:
+    pairs, of = np.unique(np.column_stack((device, stream)), axis=0, return_inverse=True)
+    names = [f"{'host' if d < 0 else 'device' if d == main else f'device{d}'}:{number}" for d, number in pairs.tolist()]
+    return _coded(names, of.reshape(-1))
+
+
+def _coded(texts: Sequence[str], of: NDArray[np.int64], categories: Sequence[str] = ()) -> Any:
+    """Return a categorical of places in texts, which may repeat; only texts that are used become categories."""
+    used = np.flatnonzero(np.bincount(of, minlength=len(texts)))
+    chosen = list(categories) or sorted({texts[i] for i in used.tolist()})
+    place = {text: i for i, text in enumerate(chosen)}
+    codes = np.zeros(len(texts), dtype=np.min_scalar_type(-len(chosen) - 1))
+    codes[used] = [place[texts[i]] for i in used.tolist()]
+    return pd.Categorical.from_codes(codes[of], categories=pd.Index(chosen))
