@@ -165,7 +165,7 @@ FORMATS: tuple[str, ...] = (
     "profiles.speedscope",
     "profiles.folded",
     "foreign.perfetto",
-    "foreign.rocprof",
+    "rocprof.format",
     "foreign.left",
     "foreign.horovod",
     "foreign.ascend",

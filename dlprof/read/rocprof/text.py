@@ -11,9 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from dlprof.errors import DlprofError
 from dlprof.read import opening
-from dlprof.read.formats import WHOLE, Format, Head, Part
+from dlprof.read.rocprof import process
+from dlprof.read.rows import Rows
 from dlprof.read.sources import Reading
 
 _KERNELS = "kernel_trace.csv"
@@ -23,15 +26,8 @@ _BESIDE = {
     "hip_api_trace.csv": ("runtime", "Function"),
     "marker_api_trace.csv": ("annotation", "Function"),
 }
-_CALLS = {"Domain", "Function", "Thread_Id", "Correlation_Id", "Start_Timestamp", "End_Timestamp"}
-_COPIES = {"Direction", "Source_Agent_Id", "Correlation_Id", "Start_Timestamp", "End_Timestamp"}
-_WORK = {"Kernel_Name", "Agent_Id", "Queue_Id", "Correlation_Id", "Start_Timestamp", "End_Timestamp"}
-
 _TOOL = "rocprofiler-sdk-tool"
 _MOST_JSON = 1 << 30
-
-_COPY = {"HOST_TO_DEVICE": "HtoD", "DEVICE_TO_HOST": "DtoH", "DEVICE_TO_DEVICE": "DtoD", "HOST_TO_HOST": "HtoH"}
-_NO_BASE = "its times count from the machine's start, not from 1970"
 
 
 class _Row(NamedTuple):
@@ -45,24 +41,6 @@ class _Row(NamedTuple):
     start: int
     end: int
     bytes: int = -1
-
-
-def _columns(head: Head) -> set[str]:
-    line = head.start.partition(b"\n")[0].decode(errors="replace")
-    return {word.strip().strip('"') for word in line.split(",")}
-
-
-def _is_kernels(head: Head) -> Sequence[Part]:
-    return WHOLE if head.is_text and _columns(head) >= _WORK else ()
-
-
-def _is_beside(head: Head) -> Sequence[Part]:
-    found = _columns(head) if head.is_text else set()
-    return WHOLE if found >= _CALLS or found >= _COPIES else ()
-
-
-def _is_json(head: Head) -> Sequence[Part]:
-    return WHOLE if head.opens == "{" and _TOOL in head.text[:400] else ()
 
 
 def read_csv(path: Path, piece: str = "") -> Reading:  # noqa: ARG001 - one piece is all of it
@@ -97,9 +75,8 @@ def _csv_rows(path: Path, kind: str, named: str, warnings: list[str]) -> Iterato
                 break
             agent, queue = row.get("Agent_Id") or "", row.get("Queue_Id") or row.get("Stream_Id") or "0"
             if kind == "copy":
-                to_host = name.endswith("TO_HOST")
-                agent = row.get("Source_Agent_Id" if to_host else "Destination_Agent_Id") or "0"
-                queue = f"copies {row.get('Stream_Id') or ''}".strip()
+                agent = row.get("Source_Agent_Id" if process.to_host(name) else "Destination_Agent_Id") or "0"
+                queue = row.get("Stream_Id") or "0"
             elif kind != "kernel":
                 agent, queue = "", row.get("Thread_Id") or "0"
             yield _Row(kind, name, agent, queue, _whole(row.get("Correlation_Id")), start, end)
@@ -138,7 +115,11 @@ def _json_rows(tool: Mapping[str, Any]) -> Iterator[_Row]:
         symbol.get("kernel_id"): str(symbol.get("formatted_kernel_name") or symbol.get("kernel_name") or "")
         for symbol in _listed(tool.get("kernel_symbols"))
     }
-    for kind, key in (("kernel", "kernel_dispatch"), ("copy", "memory_copy"), ("runtime", "hip_api")):
+    said = {
+        one.get("key"): str(one.get("value") or "") for one in _listed(_object(tool.get("strings")).get("marker_api"))
+    }
+    every = {"kernel": "kernel_dispatch", "copy": "memory_copy", "runtime": "hip_api", "annotation": "marker_api"}
+    for kind, key in every.items():
         for one in _listed(records.get(key)):
             start, end = _whole(one.get("start_timestamp")), _whole(one.get("end_timestamp"))
             if start < 0 or end < start:
@@ -151,10 +132,13 @@ def _json_rows(tool: Mapping[str, Any]) -> Iterator[_Row]:
                 name = kernels.get(info.get("kernel_id")) or "kernel"
                 agent, queue = _handle(info.get("agent_id")), _handle(info.get("queue_id"))
             elif kind == "copy":
-                to_host = name.endswith("TO_HOST")
-                agent, queue = _handle(one.get("src_agent_id" if to_host else "dst_agent_id")), "copies"
+                agent = _handle(one.get("src_agent_id" if process.to_host(name) else "dst_agent_id"))
+                queue = str(one.get("stream_id") or 0)
             else:
                 agent, queue = "", str(one.get("thread_id", 0))
+                name = said.get(internal, "") if kind == "annotation" else name
+                if not name:  # a call that pauses, or names a thread
+                    continue
             size = _whole(one.get("bytes")) if kind == "copy" else -1
             yield _Row(kind, name, agent, queue, _whole(internal), start, end, size)
 
@@ -169,45 +153,43 @@ def _operation(named: Sequence[Mapping[str, Any]], one: Mapping[str, Any]) -> st
 
 
 def _reading(path: Path, rows: list[_Row], warnings: list[str]) -> Reading:
-    from dlprof import schema
-    from dlprof.read.foreign.spans import spans_of
-    from dlprof.read.kineto.patterns import collective_of, kind_of
+    agents: dict[str, int] = {}
+    queues: dict[str, int] = {}
 
-    weight: dict[str, int] = {}
-    for row in rows:
-        if row.kind == "kernel":
-            weight[row.agent] = weight.get(row.agent, 0) + 1
-    main = max(weight, key=lambda agent: weight[agent], default="")
-    agents = {agent: n for n, agent in enumerate(dict.fromkeys(row.agent for row in rows if row.agent != main))}
+    def number(text: str) -> int:
+        """Return the number of a queue or thread as it is written; of a handle, which is long, another."""
+        return int(text) if text.isdecimal() and len(text) < 10 else queues.setdefault(text, len(queues))
 
-    def lane(row: _Row) -> str:
-        if not row.agent:
-            return f"host:{row.queue}"
-        return f"device:{row.queue}" if row.agent == main else f"device{agents[row.agent] + 1}:{row.queue}"
-
-    kinds = [(kind_of("kernel", row.name) or ("", "kernel"))[1] if row.kind == "kernel" else row.kind for row in rows]
-    copies = [
-        next((to for words, to in _COPY.items() if words in row.name), "") if row.kind == "copy" else "" for row in rows
-    ]
-    spans = spans_of(
-        {
-            "lane": [lane(row) for row in rows],
-            "kind": kinds,
-            "name": [row.name for row in rows],
-            "start_ns": [row.start for row in rows],
-            "dur_ns": [row.end - row.start for row in rows],
-            "launch": [row.launch if row.launch > 0 else -1 for row in rows],
-            "bytes": [row.bytes for row in rows],
-            "copy": copies,
-            "collective": [
-                collective_of(row.name) if kind == "communication" else ""
-                for row, kind in zip(rows, kinds, strict=True)
+    def chosen(kind: str) -> tuple[list[str], Any]:
+        """Return the names of the rows of a kind, and their columns."""
+        mine = [row for row in rows if row.kind == kind]
+        places: dict[str, int] = {}
+        columns = np.array(
+            [
+                (
+                    places.setdefault(row.name, len(places)),
+                    row.start,
+                    row.end,
+                    agents.setdefault(row.agent, len(agents)) if row.agent else -1,
+                    -1 - number(row.queue) if kind == "copy" else number(row.queue),
+                    row.launch if row.launch > 0 else -1,
+                    row.bytes,
+                )
+                for row in mine
             ],
-        }
-    )
-    return Reading(
-        {"spans": spans, "traced_steps": schema.empty("traced_steps")}, {}, (*warnings, f"{path.name}: {_NO_BASE}")
-    )
+            dtype=np.int64,
+        ).reshape(-1, 7)
+        return list(places), columns.T
+
+    kernels, copies, calls, marks = map(chosen, ("kernel", "copy", "runtime", "annotation"))
+    moved = Rows(copies[0], ["copy"] * len(copies[0]), *copies[1])
+    moved.directions.extend(map(process.direction, copies[0]))
+    name, start, end, _, thread, _, _ = marks[1]
+    order = np.lexsort((-end, start))
+    named = process.ranges_of(marks[0], name[order], start[order], end[order], thread[order])
+    called = Rows(calls[0], ["runtime"] * len(calls[0]), *calls[1])
+    ran = Rows(kernels[0], process.kinds_of(kernels[0]), *kernels[1])
+    return process.reading(path.name, ran, moved, called, named, warnings, {})
 
 
 def _whole(value: Any) -> int:
@@ -228,44 +210,3 @@ def _listed(value: Any) -> list[Mapping[str, Any]]:
 
 def _handle(value: Any) -> str:
     return str(_object(value).get("handle", value))
-
-
-_BRINGS = "kernels, copies and HIP calls of one process, linked; collectives by their kernels"
-_LACKS = {
-    "traced_steps": "rocprofv3 marks no steps: `roctx` ranges are read as annotations; torch.profiler marks them",
-}
-
-FORMAT = (
-    Format(
-        name="rocprofv3",
-        title="kernel trace of rocprofv3 (CSV)",
-        recognised="CSV whose header has Kernel_Name, Agent_Id, Queue_Id and Start_Timestamp",
-        recognise=_is_kernels,
-        read=read_csv,
-        tables=("spans", "traced_steps"),
-        brings=_BRINGS,
-        record="rocprofv3 --sys-trace --output-format csv -- python train.py",
-        seen=False,
-        lacks=_LACKS,
-    ),
-    Format(
-        name="rocprofv3_parts",
-        title="calls, markers or copies of rocprofv3 (CSV)",
-        recognised="CSV whose header has Function or Direction, Correlation_Id and Start_Timestamp",
-        recognise=_is_beside,
-        left="it is read with the kernel trace of the same process, which lies beside it",
-        seen=False,
-    ),
-    Format(
-        name="rocprofv3_json",
-        title="trace of rocprofv3 (JSON)",
-        recognised="JSON with `rocprofiler-sdk-tool`",
-        recognise=_is_json,
-        read=read_json,
-        tables=("spans", "traced_steps"),
-        brings=_BRINGS,
-        record="rocprofv3 --sys-trace --output-format json -- python train.py",
-        seen=False,
-        lacks=_LACKS,
-    ),
-)

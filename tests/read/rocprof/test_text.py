@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dlprof.errors import DlprofError
-from dlprof.read.foreign.rocprof import read_csv, read_json
 from dlprof.read.formats import Head, recognised
+from dlprof.read.rocprof.text import read_csv, read_json
 from dlprof.read.run import open_run
 from dlprof.read.sources import Reading
 from tests.fixtures import dialects
@@ -30,7 +30,7 @@ def test_both_forms_of_a_process_are_one(tmp_path: Path) -> None:
         ("host:11", "runtime", "hipLaunchKernel", 10_001, 2_000, 1, ""),
         ("host:11", "runtime", "hipLaunchKernel", 10_002, 2_000, 2, ""),
         ("host:11", "runtime", "hipMemcpyAsync", 10_003, 2_000, 3, ""),
-        ("device:copies", "copy", "MEMORY_COPY_HOST_TO_DEVICE", 15_000, 3_000, 3, "HtoD"),
+        ("device:-1", "copy", "MEMORY_COPY_HOST_TO_DEVICE", 15_000, 3_000, 3, "HtoD"),
         ("device:1", "kernel", "Cijk_gemm<float, 4>", 20_000, 5_000, 1, ""),
         ("device:1", "communication", "ncclDevKernel_Generic", 30_000, 5_000, 2, ""),
     ]
