@@ -26,6 +26,7 @@ _METRICS: Mapping[str, tuple[str, float]] = {
     "gfx%": ("busy_share", 0.01),
     "umc_activity": ("memory_busy_share", 0.01),
     "gpu memory read/write activity (%)": ("memory_busy_share", 0.01),
+    "gpu memory use (%)": ("memory_busy_share", 0.01),
     "socket_power": ("power_w", 1),
     "power_usage": ("power_w", 1),
     "power": ("power_w", 1),
@@ -52,6 +53,7 @@ _METRICS: Mapping[str, tuple[str, float]] = {
 }
 _UNITS = {"gb": 1 << 30, "mb": _MB, "kb": 1 << 10, "b": 1, "w": 1, "mhz": 1, "c": 1, "%": 0.01, "ghz": 1000}
 _TIMES = ("timestamp", "time", "utc_epoch_s", "date")
+_DEVICE = ("gpu", "device")  # the columns that name the GPU
 _CARD = re.compile(r"card(\d{1,4})", re.IGNORECASE)
 _MOST_DEPTH = 8
 
@@ -102,7 +104,7 @@ def _metrics(values: Iterable[tuple[str, str]]) -> Iterator[tuple[str, float | N
 def _header(line: str) -> list[str]:
     """Return the names of a CSV header of either tool; [] where the line is none."""
     names = [name.strip().lower() for name in line.split(",")]
-    is_one = ("gpu" in names or "device" in names) and any(name in _METRICS for name in names)
+    is_one = any(name in names for name in _DEVICE) and any(name in _METRICS for name in names)
     return names if is_one else []
 
 
@@ -112,6 +114,9 @@ def _of_csv(text: str) -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
     for line in text.splitlines():
         if header := _header(line):
             names = header
+            continue
+        if line.partition(",")[0].strip().lower() in _DEVICE:  # a table of something else
+            names = []
             continue
         try:
             words = next(csv.reader([line]), [])

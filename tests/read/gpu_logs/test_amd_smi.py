@@ -57,6 +57,15 @@ def test_what_rocm_smi_prints_again_and_again(tmp_path: Path) -> None:
     assert read(tmp_path / "log").facts["log log"]["times"] == "none"
 
 
+def test_several_tables_are_told_apart_and_what_comes_before_is_skipped(tmp_path: Path) -> None:
+    blocks = "device,GPU use (%)\ncard0,40\n\ndevice,GPU memory use (%)\ncard0,60\n\ndevice,Fan speed (%)\ncard0,90\n"
+    found = series(tmp_path, f"WARNING: a device is in a low-power state\n\n{blocks}")
+    assert found == {
+        ("rocm-smi 0", "busy_share"): [pytest.approx(0.4)],
+        ("rocm-smi 0", "memory_busy_share"): [pytest.approx(0.6)],
+    }
+
+
 def test_json_of_rocm_smi(tmp_path: Path) -> None:
     found = series(tmp_path, "\n".join([json.dumps(ROCM)] * 2))
     assert found["rocm-smi 0", "busy_share"] == [0.19, 0.19]
