@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 MINUS = "\u2212"
 UNKNOWN = "\u2014"
@@ -109,6 +109,31 @@ def current(value: object) -> str:
 def few(things: Sequence[object], most: int) -> str:
     """List things, of many only the first: "1, 2, 3 …"."""
     return ", ".join(map(str, things[:most])) + (" …" if len(things) > most else "")
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Write ranks, of many the first: "0, 1, 4 to 7"."""
+    numbers = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    said: list[str] = []
+    for run in runs:
+        said += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else list(map(str, run))
+    return ", ".join(said[:8]) + (f" … ({count(len(numbers), 'rank')})" if len(said) > 8 else "")
+
+
+def ranks_named(ranks: Iterable[int]) -> str:
+    """Write ranks as the subject of a sentence: "rank 3", "ranks 3 and 5", "ranks 0 to 7"."""
+    numbers = sorted(set(ranks))
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    text = listed(numbers)
+    before, sign, after = text.rpartition(", ")
+    return f"ranks {before} and {after}" if sign and "…" not in text else f"ranks {text}"
 
 
 def short(text: str, most: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import pytest
 
@@ -136,3 +137,20 @@ def test_a_number_to_type_is_round_and_not_below() -> None:
 
 def test_what_a_setting_is_now_is_said_where_it_is_known() -> None:
     assert (units.is_now(None), units.is_now(0), units.is_now(False)) == ("", " (is 0)", " (is False)")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text", "subject"),
+    [
+        ([3], "3", "rank 3"),
+        ([5, 3], "3, 5", "ranks 3 and 5"),
+        ([0, 1, 2, 4], "0 to 2, 4", "ranks 0 to 2 and 4"),
+        (range(8), "0 to 7", "ranks 0 to 7"),
+    ],
+)
+def test_ranks_in_words(ranks: Iterable[int], text: str, subject: str) -> None:
+    assert (units.listed(ranks), units.ranks_named(ranks)) == (text, subject)
+
+
+def test_many_ranks_are_counted() -> None:
+    assert units.listed(range(0, 100, 2)).endswith("(50 ranks)")

@@ -123,6 +123,7 @@ class Format:
     left: str = ""
     precedence: int = 0  # of formats with the same table for one rank, that with the highest is read
     of_host: bool = False  # it is of all ranks of a host, and is read with the first of them
+    of_any_rank: bool = False  # it is of use also of ranks without a trace, beside traces of others
     seen: bool = True  # real files were read with it; else it follows the tool's documentation or source
     # Of tables that a rule may ask for and this tool does not give: table → which option of the tool would bring it.
     lacks: Mapping[str, str] = field(default_factory=dict)

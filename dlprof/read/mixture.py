@@ -261,7 +261,7 @@ def _beside(f: _Found, ranks: _Ranks) -> None:
     first = min(ranks.files, default=0)
     if f.format.of_host or f.part.rank is None:
         ranks.put(first, f)
-    elif not ranks.files or f.part.rank in ranks.files or not _has_spans(ranks):
+    elif f.part.rank in ranks.files or f.format.of_any_rank or not _has_spans(ranks):
         ranks.put(f.part.rank, f)
     else:
         ranks.left[f.path] = f"it is of rank {f.part.rank}, of which there is no trace"

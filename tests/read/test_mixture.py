@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from dlprof.commands.report import analyse
 from dlprof.errors import DlprofError
 from dlprof.read import mixture
 from dlprof.read.mixture import gather, one_file
 from dlprof.read.run import TRACE, open_run
-from tests.fixtures import dialects, runs, traces
+from tests.fixtures import dialects, dumps, runs, traces
 
 SMI = "timestamp, index, utilization.gpu [%]\n2026/03/04 05:06:07.250, 0, 87 %\n"
 
@@ -124,3 +125,15 @@ def test_a_folder_without_anything_to_read_says_what_it_saw(tmp_path: Path) -> N
     (tmp_path / "settings.json").write_text(json.dumps({"lr": 0.1}))
     with pytest.raises(DlprofError, match="looked into 2 files; execution trace"):
         gather(tmp_path)
+
+
+def test_dumps_of_ranks_without_a_trace_are_read_beside_the_traces_of_others(tmp_path: Path) -> None:
+    for rank in range(2):
+        traces.write(tmp_path / f"rank{rank}.json.gz", traces.training(rank=rank))
+    dumps.hung(tmp_path / "dumps")
+    run = open_run(tmp_path)
+    assert [sorted(rank.files) for rank in run.ranks] == 2 * [["flight_recorder", TRACE]] + 6 * [["flight_recorder"]]
+    result = analyse(tmp_path, 1)
+    assert result.window is not None
+    assert "Ranks 3 and 5 never entered all_reduce #4" in result.found[0].title
+    assert {part.rank for part in result.time} == {0, 1}

@@ -16,7 +16,7 @@ import pandas as pd
 
 from dlprof.analysis.engine import Job, Maybe, RankFacts, across_ranks, per_rank
 from dlprof.analysis.memory.snapshot import shortened
-from dlprof.units import count
+from dlprof.units import listed
 
 MOST_CALLS = 5_000  # of a rank, the last ones: the recorder's ring has 2,000 by default
 
@@ -263,31 +263,6 @@ def rank_places(whole_calls: pd.DataFrame, hangs: tuple[Hang, ...]) -> pd.DataFr
 def has_one_rank(job: Job) -> bool:
     """Return whether the job is known to have one rank only, which exchanges nothing."""
     return job.world_size == 1
-
-
-def listed(ranks: Iterable[int]) -> str:
-    """Write ranks, of many the first: "0, 1, 4 to 7"."""
-    numbers = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    said: list[str] = []
-    for run in runs:
-        said += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else list(map(str, run))
-    return ", ".join(said[:8]) + (f" … ({count(len(numbers), 'rank')})" if len(said) > 8 else "")
-
-
-def ranks_named(ranks: Iterable[int]) -> str:
-    """Write ranks as the subject of a sentence: "rank 3", "ranks 3 and 5", "ranks 0 to 7"."""
-    numbers = sorted(set(ranks))
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    text = listed(numbers)
-    before, sign, after = text.rpartition(", ")
-    return f"ranks {before} and {after}" if sign and "…" not in text else f"ranks {text}"
 
 
 def moment(ns: int) -> str:

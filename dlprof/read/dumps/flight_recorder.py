@@ -258,6 +258,7 @@ FORMAT = Format(
     recognise=recognise,
     read=read,
     tables=("recorder_calls",),
+    of_any_rank=True,  # whoever hangs has often left no trace
     brings="which collective each rank waits in, which ranks never came, and calls that do not fit together",
     record="TORCH_FR_BUFFER_SIZE=2000 (before torch 2.8 TORCH_NCCL_TRACE_BUFFER_SIZE) and TORCH_NCCL_DUMP_ON_TIMEOUT=1:"
     " a file a rank when a collective times out, named by TORCH_FR_DUMP_TEMP_FILE",

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from dlprof.analysis.communication import recorder
-from dlprof.analysis.communication.recorder import hangs, listed, mismatches, moment, rank_places, ranks_named
+from dlprof.analysis.communication.recorder import hangs, mismatches, moment, rank_places
 from tests.fixtures import dumps, traces
 from tests.fixtures.dumps import OPEN, STARTED, call, dumped
 from tests.fixtures.places import GOLDEN
@@ -157,23 +155,6 @@ def test_a_real_hang_of_gloo_ranks() -> None:
     (hang,) = found(GOLDEN / "flight_recorder")
     assert (hang.missing, hang.waiting, hang.op, hang.sequence) == ((2,), (0, 1, 3), "all_reduce", 6)
     assert (hang.site, hang.timeout_ms) == ("<module> (train.py:36)", 30_000)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text", "subject"),
-    [
-        ([3], "3", "rank 3"),
-        ([5, 3], "3, 5", "ranks 3 and 5"),
-        ([0, 1, 2, 4], "0 to 2, 4", "ranks 0 to 2 and 4"),
-        (range(8), "0 to 7", "ranks 0 to 7"),
-    ],
-)
-def test_ranks_in_words(ranks: Any, text: str, subject: str) -> None:
-    assert (listed(ranks), ranks_named(ranks)) == (text, subject)
-
-
-def test_many_ranks_are_counted() -> None:
-    assert listed(range(0, 100, 2)).endswith("(50 ranks)")
 
 
 def test_times_in_words() -> None:

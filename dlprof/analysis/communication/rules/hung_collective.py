@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlprof.analysis.communication.recorder import NO_DUMP, Hang, any_dump, has_one_rank, listed, moment, ranks_named
+from dlprof.analysis.communication.recorder import NO_DUMP, Hang, any_dump, has_one_rank, moment
 from dlprof.analysis.engine import Job, Maybe
 from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothing
 from dlprof.analysis.panel import table
 from dlprof.errors import DoesNotApply, NotMeasured
 from dlprof.result import Change
-from dlprof.units import count, duration
+from dlprof.units import count, duration, listed, ranks_named
 
 MOST = 64  # ranks that are listed
 

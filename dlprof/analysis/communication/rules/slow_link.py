@@ -18,8 +18,6 @@ What to change: settings that turn the fast path off (`NCCL_P2P_DISABLE`, `NCCL_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from dlprof.analysis import settings
 from dlprof.analysis.communication.links import ATTAINABLE, SLOW_OF_PEAK, slowing_settings
 from dlprof.analysis.engine import Frame, Job, Maybe
@@ -27,11 +25,10 @@ from dlprof.analysis.estimate import Estimate, Explanation, Rule, change, nothin
 from dlprof.analysis.panel import table
 from dlprof.analysis.step.savings import saving
 from dlprof.result import Change, Panel
-from dlprof.units import UNKNOWN, digits, duration, percent, size
+from dlprof.units import UNKNOWN, digits, duration, listed, percent, ranks_named, size
 
 # More than this nobody reads.
 MOST_ROWS = 12
-MOST_NAMED = 8
 
 
 def check(links: Frame, own_time: Maybe[Frame], transfer_noise: Maybe[float], job: Job) -> Estimate:
@@ -68,7 +65,7 @@ def explain(estimate: Estimate, links: Frame, job: Job) -> Explanation:
     fewer = " GPUs that are joined by some of their links only reach less." if below else ""
     return Explanation(
         title=f"The link of {owner} is slow",
-        summary=f"{worst['collective']} of {size(worst['each'])} between {_named(worst['on'])} takes"
+        summary=f"{worst['collective']} of {size(worst['each'])} between {ranks_named(worst['on'])} takes"
         f" {duration(worst['took_ns'])}, {size(worst['busbw'])}/s on the bus: {against}.",
         changes=_changes(job, slow),
         evidence=_evidence(links),
@@ -85,13 +82,7 @@ def _owner(job: Job, links: Frame, slow: Frame) -> str:
     left = common - fine
     if fine and len(left) == 1 and "" not in left:
         return f"host {left.pop()}"
-    return _named(slow["on"].iloc[0]) + (" and others" if slow["members"].nunique() > 1 else "")
-
-
-def _named(ranks: Sequence[int]) -> str:
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}–{ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks[:MOST_NAMED]))}{', …' if len(ranks) > MOST_NAMED else ''}"
+    return ranks_named(slow["on"].iloc[0]) + (" and others" if slow["members"].nunique() > 1 else "")
 
 
 def _changes(job: Job, slow: Frame) -> tuple[Change, ...]:
@@ -120,7 +111,7 @@ def _evidence(links: Frame) -> Panel:
         "exposed_ns": "exposed a step_ns",
     }
     shown = links.sort_values(["better_ns", "exposed_ns"], ascending=[True, False])
-    shown = shown.assign(on=[_named(on).removeprefix("ranks ") for on in shown["on"]])
+    shown = shown.assign(on=[listed(on) for on in shown["on"]])
     note = f"Size and transfer are the medians; {UNKNOWN}: not known."
     note += f" {MOST_ROWS} of {len(links)}." if len(links) > MOST_ROWS else ""
     return table("Large collectives and their links", shown, columns, MOST_ROWS, note)

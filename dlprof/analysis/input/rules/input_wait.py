@@ -23,6 +23,8 @@ in one file), collate whole tensors, and give the loader's processes free cores.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dlprof.analysis import settings
 from dlprof.analysis.engine import Frame, Job, Maybe, by_rank
 from dlprof.analysis.estimate import LEAST_SHARE, Estimate, Explanation, Rule
@@ -38,10 +40,7 @@ from dlprof.analysis.input.loader_advice import (
     recorded_waits,
 )
 from dlprof.analysis.step.breakdown import part_least, part_noise
-from dlprof.units import count, duration, few, percent
-
-# So many ranks are listed.
-MOST_RANKS = 8
+from dlprof.units import count, duration, percent, ranks_named
 
 _ASSUMED = " That the other ranks wait for a rank that waits for data was not recorded; it is assumed."
 
@@ -56,7 +55,7 @@ def check(
     saving, cost, step = faster_loader.saving_ns, input_cost_ns, starving.step_ns
     loses, ready = "waits for data", input_waits["taken_ns"].max() / step
     if starving.others:
-        loses += f" on rank {few(starving.alike, MOST_RANKS)}"
+        loses += f" on {ranks_named(starving.alike)}"
     if starving.others and set(starving.others) <= set(starving.victims):
         loses += f", and {'the other waits' if len(starving.others) == 1 else 'all others wait'} for it"
     if ready >= LEAST_SHARE:
@@ -91,12 +90,12 @@ def explain(
     rank, plan, victims = starving.rank, faster_loader.plan, starving.victims
     held_up = ""
     if victims:
-        who = f"Rank {next(iter(victims))} waits" if len(victims) == 1 else f"Ranks {few([*victims], MOST_RANKS)} wait"
+        who = _who_waits([*victims])
         mean = duration(sum(victims.values()) / len(victims))
         held_up = f" {who} {mean} a step for rank {starving.culprit}, which waits for its loader."
     assumed = "" if len(job.ranks) < 2 or own_time["known"].all() else _ASSUMED
     return Explanation(
-        title=f"{f'Rank {few(starving.alike, MOST_RANKS)}' if starving.others else 'The training loop'} waits for data",
+        title=f"{_who_waits(starving.alike) if starving.others else 'The training loop waits'} for data",
         summary=f"Of a step of {duration(starving.step_ns)}, rank {rank} waits {duration(starving.wait_ns)} in next()"
         f" of its loader with nothing else to do; {described(starving, loader_means, worker_means)}.{held_up}"
         f"{hottest_own(hottest, rank, 'fetch' if starving.workers == 0 else 'worker')}",
@@ -131,3 +130,7 @@ def _sure(job: Job, faster: FasterLoader) -> str:
 RULE = Rule(
     "Waiting for data", check, explain, saves_from=SAVES_FROM, feeds=True, notable=NOTABLE_SHARE, of_training=True
 )
+
+
+def _who_waits(ranks: Sequence[int]) -> str:
+    return f"{ranks_named(ranks).capitalize()} {'waits' if len(ranks) == 1 else 'wait'}"

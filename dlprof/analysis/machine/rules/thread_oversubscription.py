@@ -63,7 +63,7 @@ def check(core_waits: Frame, sample_means: Frame, own_time: Frame, foreign_load:
         if workers and others is not None and others["foreign"].max() < LITTLE * others["cores"].max():
             who = ""
         with_workers = f", {count(workers, 'loader worker')}" if workers else ""
-        trial = f"; what fewer threads or workers save is not known: {_trial(row, workers)}" if workers else ""
+        trial = f"; what fewer threads or workers save is not known: {_trial(job, row, workers)}" if workers else ""
         raise NotMeasured(
             f"{percent(row['waited'])} of the time its main thread waits for a core, with"
             f" {count(row['threads'], 'thread')}{with_workers} and {count(row['cores'], 'core')} a rank{who}{trial}"
@@ -106,19 +106,29 @@ def explain(estimate: Estimate, core_waits: Frame, sample_means: Frame, mean_ste
     )
 
 
-def _trial(row: pd.Series[float], workers: int) -> str:
+def _asked(job: Job, rank: int, threads: int) -> str:
+    """Return the threads that a rank's environment asks for where they are fewer than it has: its script sets them."""
+    asked = str((job.facts.get(rank, {}).get("env") or {}).get("OMP_NUM_THREADS") or "")
+    return asked if asked.isdecimal() and int(asked) < threads else ""
+
+
+def _trial(job: Job, row: pd.Series[float], workers: int) -> str:
     """Say what would measure what a rank gains whose loader workers run on the cores of its threads."""
     if row["threads"] > 1:
-        return f"`dlprof try` with `--set env.OMP_NUM_THREADS={max(1, int(row['cores']) - workers)}` measures it"
+        name = "torch.num_threads" if _asked(job, int(row["rank"]), int(row["threads"])) else "env.OMP_NUM_THREADS"
+        return f"`dlprof try` with `--set {name}={max(1, int(row['cores']) - workers)}` measures it"
     return f"`dlprof try` with `--set loader.num_workers={workers - 1}` measures it"
 
 
 def _changes(job: Job, rank: int, threads: int, cores: int) -> tuple[Change, ...]:
     workers = settings.training_loader(job, rank).get("num_workers") or 0
     left = max(1, cores - workers)
-    fewer = change(
-        f"`OMP_NUM_THREADS={left}`, or `torch.set_num_threads({left})` (is {threads})", OMP_NUM_THREADS=(threads, left)
-    )
+    if asked := _asked(job, rank, threads):
+        words = f"`torch.set_num_threads({left})` (is {threads}, although `OMP_NUM_THREADS={asked}` is set)"
+        fewer = change(words, num_threads=(threads, left))
+    else:
+        words = f"`OMP_NUM_THREADS={left}`, or `torch.set_num_threads({left})` (is {threads})"
+        fewer = change(words, OMP_NUM_THREADS=(threads, left))
     if workers < cores:
         return (fewer,)
     return fewer, change(f"fewer loader workers: {workers} of them and the rank share {count(cores, 'core')}")

@@ -22,7 +22,7 @@ def test_far_below_nvlink_is_found_and_its_setting_named(tmp_path: Path) -> None
     assert found.state == "found"
     assert found.saving_ns == pytest.approx(10 * MS * (1 - 4 / 0.75 / 450), rel=1e-3)
     assert found.ranks == (0, 1)
-    assert "40 MB between ranks 0, 1 takes 10.0 ms, 4 GB/s on the bus: 0.9 %" in found.summary
+    assert "40 MB between ranks 0 and 1 takes 10.0 ms, 4 GB/s on the bus: 0.9 %" in found.summary
     assert "unset `NCCL_P2P_DISABLE` (is 1)" in found.advice[0]
     assert not any("NCCL_IB_DISABLE" in a for a in found.advice)
     assert [c.settings for c in found.changes] == [
@@ -58,7 +58,7 @@ def test_one_group_slower_than_those_like_it(tmp_path: Path) -> None:
     found = ask(RULE, runs.foreign(tmp_path, *made))
     assert found.state == "found"
     assert found.saving_ns == pytest.approx(6 * MS, rel=1e-3)
-    assert (found.ranks, found.title) == ((4, 5), "The link of ranks 4, 5 is slow")
+    assert (found.ranks, found.title) == ((4, 5), "The link of ranks 4 and 5 is slow")
     assert "others like it take 4.00 ms" in found.summary
     assert found.evidence is not None
     assert found.evidence.rows[0][:3] == ("all_reduce", "4, 5", 40e6)
@@ -91,7 +91,7 @@ def test_what_a_slow_link_costs_is_told_where_it_is_little(tmp_path: Path) -> No
     clear = ask(RULE, runs.foreign(tmp_path, *made))
     assert (clear.state, clear.ranks) == ("clear", (4, 5))
     assert clear.share == pytest.approx(0.3 / 20, rel=1e-3)
-    assert "is lost on the slow link of ranks 4, 5" in clear.summary
+    assert "is lost on the slow link of ranks 4 and 5" in clear.summary
 
 
 def test_without_all_of_a_group_waiting_may_be_what_takes_long(tmp_path: Path) -> None:

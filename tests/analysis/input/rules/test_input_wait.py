@@ -87,14 +87,14 @@ def test_who_waits_for_the_starving_rank_is_told(tmp_path: Path) -> None:
     found = ask(RULE, runs.foreign(tmp_path, *meeting_late({}, {"input_wait": MS}, {})))
     assert found.ranks == (1,)
     assert found.saving_ns == pytest.approx(1.25 * MS)
-    assert "Ranks 0, 2 wait 1.00 ms a step for rank 1, which waits for its loader." in found.summary
+    assert "Ranks 0 and 2 wait 1.00 ms a step for rank 1, which waits for its loader." in found.summary
     assert found.verdict.endswith("waits for data on rank 1, and all others wait for it.")
 
 
 def test_so_is_who_waits_for_one_that_waits_for_it(tmp_path: Path) -> None:
     made = meeting(3, ((1, 2),), ((0, 1),), late={2: ("input_wait", MS)}, period=3 * MS)
     found = ask(RULE, runs.foreign(tmp_path, *made))
-    assert "Ranks 0, 1 wait 1.00 ms a step for rank 2, which waits for its loader." in found.summary
+    assert "Ranks 0 and 1 wait 1.00 ms a step for rank 2, which waits for its loader." in found.summary
 
 
 def test_ranks_that_starve_alike_are_not_said_to_wait_for_each_other(tmp_path: Path) -> None:

@@ -40,6 +40,16 @@ def test_four_ranks_with_eight_threads_on_eight_cores_are_found(tmp_path: Path) 
     )
 
 
+def test_threads_that_the_script_sets_are_not_those_of_the_environment(tmp_path: Path) -> None:
+    set_in_script = ask(RULE, crowded(tmp_path / "set", 0.3, 0.3, 0.3, 0.3, env={"OMP_NUM_THREADS": "2"}))
+    assert [change.settings for change in set_in_script.changes] == [(Setting("num_threads", 8, 2),)]
+    assert "although `OMP_NUM_THREADS=2` is set" in set_in_script.changes[0].text
+    by_environment = ask(RULE, crowded(tmp_path / "env", 0.3, 0.3, 0.3, 0.3, env={"OMP_NUM_THREADS": "8"}))
+    assert [change.settings for change in by_environment.changes] == [(Setting("OMP_NUM_THREADS", 8, 2),)]
+    workers = ask(RULE, crowded(tmp_path / "w", 0.3, 0.3, threads=4, workers=3, ours=4.0, env={"OMP_NUM_THREADS": "1"}))
+    assert "--set torch.num_threads=1`" in workers.why
+
+
 def test_as_many_threads_as_cores_are_not_blamed_but_a_long_wait_is_no_all_clear(tmp_path: Path) -> None:
     """Then somebody else has the cores."""
     others = ask(RULE, crowded(tmp_path / "two", 0.3, 0.3, 0.3, 0.3, threads=2, others=4.0))
