@@ -28,12 +28,13 @@ class Part(NamedTuple):
 
     `rank`: None where neither the file nor its name tells it. `piece`: what `read` gets to find it in the file, ""
     where it is all of the file. `began_ns`: when it began, Unix time or any other clock that all such files of a job
-    share; None: not known.
+    share; None: not known. `host`: where it was recorded; "": not known.
     """
 
     rank: int | None = None
     piece: str = ""
     began_ns: int | None = None
+    host: str = ""
 
 
 # What `recognise` returns of a file that is one rank's, and nothing in it says which.
@@ -122,7 +123,7 @@ class Format:
     record: str = ""  # how to record it: a command, or code
     left: str = ""
     precedence: int = 0  # of formats with the same table for one rank, that with the highest is read
-    of_host: bool = False  # it is of all ranks of a host, and is read with the first of them
+    of_host: bool = False  # it is of all ranks of a host, and is read with the first of them: of the host in its path
     of_any_rank: bool = False  # it is of use also of ranks without a trace, beside traces of others
     seen: bool = True  # real files were read with it; else it follows the tool's documentation or source
     # Of tables that a rule may ask for and this tool does not give: table → which option of the tool would bring it.

@@ -66,6 +66,12 @@ class _Ranks:
     files: dict[int, dict[str, Path]] = field(default_factory=dict)
     pieces: dict[int, dict[str, str]] = field(default_factory=dict)
     left: dict[Path, str] = field(default_factory=dict)
+    hosts: dict[str, int] = field(default_factory=dict)  # of each host the first rank
+
+    def first_of(self, path: Path) -> int:
+        """Return the first rank of the host that a path names; of all where it names none, or several."""
+        named = [host for host in self.hosts if _names(path, host)]
+        return self.hosts[named[0]] if len(named) == 1 else min(self.files, default=0)
 
     def put(self, rank: int, one: _Found) -> None:
         """Read a part of a file for a rank, unless what it brings is read from another file already."""
@@ -79,6 +85,8 @@ class _Ranks:
                 self.left[one.path] = f"the {', '.join(sorted(both))} of rank {rank} are read from {path.name}"
                 return
         mine[one.format.name] = one.path
+        if one.part.host:
+            self.hosts[one.part.host] = min(rank, self.hosts.get(one.part.host, rank))
         if one.part.piece:
             self.pieces.setdefault(rank, {})[one.format.name] = one.part.piece
 
@@ -258,13 +266,20 @@ def _chosen(
 
 def _beside(f: _Found, ranks: _Ranks) -> None:
     """Put a file beside the rank that it is of; where that is unknown, or it is a host's, beside the first."""
-    first = min(ranks.files, default=0)
     if f.format.of_host or f.part.rank is None:
-        ranks.put(first, f)
+        ranks.put(ranks.first_of(f.path), f)
     elif f.part.rank in ranks.files or f.format.of_any_rank or not _has_spans(ranks):
         ranks.put(f.part.rank, f)
     else:
         ranks.left[f.path] = f"it is of rank {f.part.rank}, of which there is no trace"
+
+
+def _names(path: Path, host: str) -> bool:
+    """Return whether a file or its folder is named after a host, with or without its domain."""
+    text = "/".join(path.parts[-2:])
+    return any(
+        re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", text) for name in {host, host.partition(".")[0]}
+    )
 
 
 def _has_spans(ranks: _Ranks) -> bool:

@@ -137,3 +137,22 @@ def test_dumps_of_ranks_without_a_trace_are_read_beside_the_traces_of_others(tmp
     assert result.window is not None
     assert "Ranks 3 and 5 never entered all_reduce #4" in result.found[0].title
     assert {part.rank for part in result.time} == {0, 1}
+
+
+def test_a_log_of_gpus_is_of_the_host_in_its_path(tmp_path: Path) -> None:
+    for rank in range(4):
+        traces.write(tmp_path / f"rank{rank}.json.gz", traces.training(rank=rank, host=f"gpu-{1 + rank // 2}.cluster"))
+    (tmp_path / "smi_gpu-1.csv").write_text(SMI)
+    (tmp_path / "gpu-2").mkdir()
+    (tmp_path / "gpu-2" / "smi.csv").write_text(SMI.replace("87", "33"))
+    (tmp_path / "smi_gpu-12.csv").write_text(SMI)
+    found = gather(tmp_path)
+    assert {
+        rank: files["nvidia_smi"].relative_to(tmp_path).as_posix()
+        for rank, files in found.files.items()
+        if "nvidia_smi" in files
+    } == {
+        0: "smi_gpu-1.csv",
+        2: "gpu-2/smi.csv",
+    }
+    assert any(one.path.name == "smi_gpu-12.csv" and "rank 0 has another log" in one.left for one in found.taken)
