@@ -136,8 +136,8 @@ def run(case: Case, folder: Path, minutes: float) -> Row:
     if not (out / tried.FILE).is_file():
         return msgspec.structs.replace(made, why=said)
     found = tried.from_json(msgspec.json.decode((out / tried.FILE).read_bytes()))
-    words = "; ".join(_attempt(a) for a in (*found.attempts, *found.combinations))
-    made = msgspec.structs.replace(made, state=found.state, why=found.why, tried=words)
+    attempts = "; ".join(_attempt(a) for a in (*found.attempts, *found.combinations))
+    made = msgspec.structs.replace(made, state=found.state, why=found.why, tried=attempts)
     best = found.best
     if best is not None:
         gain = best.measured

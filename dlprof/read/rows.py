@@ -62,7 +62,7 @@ def numbered(ids: NDArray[np.int64], texts: Mapping[int, str], unknown: str) -> 
     return list(places), place[of] if len(place) else of.astype(np.int64)
 
 
-def annotations(named: Ranges) -> Rows:
+def annotation_rows(named: Ranges) -> Rows:
     """Return the ranges as rows of the host: operators, collectives, loader calls and annotations, by their names."""
     kinds = [
         (kind_of("cpu_op" if operator else "user_annotation", name) or ("host", "annotation"))[1]

@@ -16,7 +16,7 @@ from dlprof.read import recurring
 from dlprof.read.database import MISSING, Database, open_database
 from dlprof.read.nsys import activities, ranges
 from dlprof.read.nsys.processes import Process, processes_in
-from dlprof.read.rows import Ranges, Rows, annotations, spans_of
+from dlprof.read.rows import Ranges, Rows, annotation_rows, spans_of
 from dlprof.read.sources import Reading
 
 # Times since 1970 in ns are larger than this; those since the start of a capture are smaller (31 years).
@@ -60,7 +60,7 @@ def _read(database: Database, process: Process) -> Reading:
     host = activities.calls(database, process.global_pid)
     device = activities.device_rows(database, process.global_pid, process.device)
     facts, warnings = _facts(database, process), _lacking(database, named, host, device)
-    every = [*device, host, annotations(named)]
+    every = [*device, host, annotation_rows(named)]
     base = _base(database, every)
     if base:
         facts["base_time_ns"] = base

@@ -12,7 +12,7 @@ from dlprof import schema
 from dlprof.read import recurring
 from dlprof.read.kineto.patterns import kind_of
 from dlprof.read.nsys.ranges import split
-from dlprof.read.rows import Ranges, Rows, annotations, spans_of
+from dlprof.read.rows import Ranges, Rows, annotation_rows, spans_of
 from dlprof.read.sources import Reading
 
 _MARKS = "torch.cuda.nvtx.range_push(f'step {n}') and rocprofv3 --marker-trace mark them"
@@ -59,7 +59,7 @@ def reading(
     """Return the tables "spans" and "traced_steps" of a process; its device is the one with most kernels."""
     devices, often = np.unique(kernels.device, return_counts=True)
     main = int(devices[often.argmax()]) if len(devices) else 0
-    spans, lost = spans_of([kernels, copies, calls, annotations(named)], main)
+    spans, lost = spans_of([kernels, copies, calls, annotation_rows(named)], main)
     told, found = dict(facts), None
     more = [f"{lost:,} events without a usable time are left out"] if lost else []
     if len(kernels.name):

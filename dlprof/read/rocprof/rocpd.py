@@ -151,8 +151,8 @@ class _Tables:
         names, name = numbered(held["name_id"], self._texts("string", "string", held["name_id"]), "unnamed call")
         host = np.full(int(is_call.sum()), -1, dtype=np.int64)
         launch = self._of_event("stack_id", held["event_id"])
-        columns = (column[is_call] for column in (name, held["start"], held["end"]))
-        calls = Rows(names, ["runtime"] * len(names), *columns, host, thread[is_call], launch[is_call])
+        name, start, end = (column[is_call] for column in (name, held["start"], held["end"]))
+        calls = Rows(names, ["runtime"] * len(names), name, start, end, host, thread[is_call], launch[is_call])
         return calls, self._ranges(held, is_mark, thread, [i for i, text in said.items() if text.startswith("MARKER_")])
 
     def _ranges(

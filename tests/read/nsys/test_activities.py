@@ -9,6 +9,7 @@ import pytest
 
 from dlprof.read.database import open_database
 from dlprof.read.nsys import activities
+from dlprof.read.rows import Rows
 from tests.fixtures import exports
 from tests.fixtures.exports import PID, kernel, text
 
@@ -20,7 +21,7 @@ def on_device(**more: Any) -> dict[str, Any]:
     return row | more
 
 
-def names(rows: activities.Rows) -> list[tuple[str, str]]:
+def names(rows: Rows) -> list[tuple[str, str]]:
     return [(rows.names[n], rows.kinds[n]) for n in rows.name.tolist()]
 
 
