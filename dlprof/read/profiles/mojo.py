@@ -1,4 +1,4 @@
-"""Reads austin's binary files (MOJO, `austin -b`), by the description of the format in austin's manual."""
+"""Reads austin's binary files (MOJO, `austin -b`), by the description of the format in austin's manual and source."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from dlprof.read.profiles.frames import Frame, Stacks
 from dlprof.read.sources import Reading
 
 _MAGIC = b"MOJ"
-_NEWEST = 3  # version that is read; later ones have events of unknown length
+_NEWEST = 4  # version that is read; later ones have events of unknown length
 
 # What an event's first byte says that it is.
 _METADATA, _STACK, _FRAME, _INVALID, _FRAME_REF, _KERNEL, _GC, _IDLE, _TIME, _MEMORY, _STRING, _STRING_REF = range(
     1, 13
 )
+_REPEAT, _TASK, _WAITER = 13, 14, 15  # since version 4
 
 
 def begins(head: bytes) -> bool:
@@ -75,6 +76,8 @@ class _Samples:
         self.known: dict[tuple[int, int], Frame] = {}
         self.thread, self.pid = "", 0
         self.frames: list[Frame] = []
+        self.last: dict[tuple[int, str], list[Frame]] = {}  # of each thread the frames of its last stack
+        self.waiting = False  # what comes is of a task that is suspended, which nobody runs
         self.time = self.memory = 0
         self.idle = False
 
@@ -86,7 +89,8 @@ class _Samples:
         weight = self.memory if self.stacks.unit == "bytes" else self.time * 1000
         if not (self.idle and self.modes.get("mode") == "full"):
             self.stacks.add(self.thread, self.frames, weight)
-        self.frames, self.time, self.memory, self.idle = [], 0, 0, False
+        self.last[self.pid, self.thread] = self.frames
+        self.frames, self.time, self.memory, self.idle, self.waiting = [], 0, 0, False, False
 
     def frame(self, key: int, file: int, name: int, line: int) -> None:
         """Note a frame under its number."""
@@ -156,13 +160,28 @@ def _takers(stream: _Bytes, samples: _Samples, version: int) -> dict[int, Callab
 
     def reference() -> None:
         key = stream.integer()
-        samples.frames.append(samples.known.get((samples.pid, key), ("<unknown>", "", 0)))
+        if not samples.waiting:
+            samples.frames.append(samples.known.get((samples.pid, key), ("<unknown>", "", 0)))
+
+    def repeat() -> None:
+        samples.frames.extend(samples.last.get((samples.pid, samples.thread), ()))
+
+    def task() -> None:
+        samples.waiting = True
+        stream.integer()
+        stream.integer()
+
+    def waiter() -> None:
+        stream.integer()
+        stream.integer()
 
     def kernel() -> None:
         samples.frames.append((stream.text(), "<kernel>", 0))
 
     def time() -> None:
-        samples.time = stream.integer()
+        took = stream.integer()
+        if not samples.waiting:
+            samples.time = took
 
     def memory() -> None:
         samples.memory = stream.integer()
@@ -193,6 +212,9 @@ def _takers(stream: _Bytes, samples: _Samples, version: int) -> dict[int, Callab
         _MEMORY: memory,
         _STRING: text,
         _STRING_REF: number,
+        _REPEAT: repeat,
+        _TASK: task,
+        _WAITER: waiter,
     }
 
 

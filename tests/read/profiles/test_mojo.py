@@ -48,6 +48,27 @@ def test_a_damaged_byte_is_never_more_than_an_error(at: int, tmp_path: Path) -> 
         assert len(read(tmp_path / "x").tables["stacks"])
 
 
+def test_version_4_repeats_a_threads_stack_and_tasks_that_wait_are_none(tmp_path: Path) -> None:
+    def text(word: str) -> bytes:
+        return word.encode() + b"\0"
+
+    names = b"".join(b"\x0b" + bytes([key]) + text(word) for key, word in ((1, "a.py"), (2, "main"), (3, "read")))
+    frames = b"".join(b"\x03" + bytes([key, 1, name, 7, 7, 0, 0]) for key, name in ((8, 2), (9, 3)))
+    first = b"\x02\x05\x00" + text("5") + names + frames + b"\x05\x08\x05\x09\x09\x0a"  # main, read: 10 µs
+    task = b"\x0e\x11\x00\x05\x08\x09\x3f" + b"\x0f\x11\x12"  # a task is suspended in main
+    again = b"\x02\x05\x00" + text("5") + b"\x0d\x09\x14"  # the same: 20 µs
+    other = b"\x02\x05\x00" + text("6") + b"\x05\x08\x09\x01"
+    (tmp_path / "x").write_bytes(b"MOJ\x04\x01" + text("mode") + text("wall") + first + task + again + other)
+    reading = read(tmp_path / "x")
+    table = reading.tables["stacks"].astype({"stack": str, "thread": str})
+    assert reading.warnings == ()
+    found = {(thread, stack): ns for thread, stack, ns in table[["thread", "stack", "samples"]].itertuples(index=False)}
+    assert found == {
+        ("MainThread", "main (a.py:7);read (a.py:7)"): 30_000,
+        ("0:6", "main (a.py:7)"): 1_000,
+    }
+
+
 def test_a_later_version_is_refused_with_what_reads_it(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"MOJ\x09" + FILE.read_bytes()[4:])
     with pytest.raises(DlprofError, match="mojo2austin"):
