@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
 from dlprof.analysis.machine.clocks import clocks
 from dlprof.analysis.machine.gpu_logs import gpu_logs, gpu_uses
+from dlprof.commands.report import analyse
 from dlprof.errors import NotMeasured
 from tests.fixtures import runs, traces
 from tests.fixtures.logged import smi
@@ -48,3 +49,20 @@ def test_a_log_of_no_times_is_a_summary(tmp_path: Path) -> None:
 def test_a_run_without_a_log_has_none(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured):
         measured(runs.foreign(tmp_path / "a", traces.training()), gpu_logs).frame(gpu_logs)
+
+
+def test_a_log_beside_a_trace_is_put_on_its_clock(tmp_path: Path) -> None:
+    """Its times are of a zone two hours east, which it does not say; ten of its twelve readings lie in the trace."""
+    traces.write(tmp_path / "rank0.json.gz", traces.training(steps=40, world_size=1))
+    begun_s = traces.BASE_NS / 1e9 + 0.010
+    lines = ["timestamp, index, utilization.gpu [%], clocks.sm [MHz]"]
+    for n in range(12):
+        at = datetime.fromtimestamp(begun_s - 0.002 + 0.004 * n, timezone.utc) + timedelta(hours=2)
+        lines.append(f"{at:%Y/%m/%d %H:%M:%S}.{at.microsecond // 1000:03d}, 0, {50 + n} %, 1980 MHz")
+    (tmp_path / "gpus.csv").write_text("\n".join(lines) + "\n")
+    panels = {panel.title: panel for panel in analyse(tmp_path, 1).panels}
+    assert panels["GPUs by their logs"].rows[0][:3] == ("nvidia-smi 0", 10, pytest.approx(0.555))
+    assert "UTC+2 is where it lies with the run" in panels["GPUs by their logs"].note
+    drawn = panels["GPU: some kernel ran"].rows
+    assert drawn[0][0] == 0
+    assert [float(str(share)) for _, share in drawn] == sorted(float(str(share)) for _, share in drawn)
