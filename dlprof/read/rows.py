@@ -19,9 +19,10 @@ _LONGEST_NS = 10 * 366 * 86_400 * 10**9
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one kind of activity, n of each column; `lane` is (device, stream), or (−1, thread) on the host.
+    """Rows of one kind of activity, n of each column; times in ns; of the host the device is −1, and the stream a thread.
 
-    `name` is a place in `names`, and each of those is of a kind; copies have what they copy by name.
+    `name` is a place in `names`, and each of those is of a kind; copies have what they copy by name. What has the same
+    `launch` belongs together; −1: nothing does.
     """
 
     names: list[str]
@@ -69,8 +70,7 @@ def annotation_rows(named: Ranges) -> Rows:
         for name, operator in zip(named.names, named.operator, strict=True)
     ]
     nothing = np.full(len(named.name), -1, dtype=np.int64)
-    thread = named.thread
-    return Rows(named.names, kinds, named.name, named.start, named.end, nothing, thread, nothing)
+    return Rows(named.names, kinds, named.name, named.start, named.end, nothing, named.thread, nothing)
 
 
 def spans_of(every: Sequence[Rows], main: int, base: int = 0) -> tuple[pd.DataFrame, int]:

@@ -112,11 +112,12 @@ def _json_rows(tool: Mapping[str, Any]) -> Iterator[_Row]:
     records = _object(tool.get("buffer_records"))
     named = _listed(_object(tool.get("strings")).get("buffer_records"))
     kernels = {
-        symbol.get("kernel_id"): str(symbol.get("formatted_kernel_name") or symbol.get("kernel_name") or "")
+        _whole(symbol.get("kernel_id")): str(symbol.get("formatted_kernel_name") or symbol.get("kernel_name") or "")
         for symbol in _listed(tool.get("kernel_symbols"))
     }
     said = {
-        one.get("key"): str(one.get("value") or "") for one in _listed(_object(tool.get("strings")).get("marker_api"))
+        _whole(one.get("key")): str(one.get("value") or "")
+        for one in _listed(_object(tool.get("strings")).get("marker_api"))
     }
     every = {"kernel": "kernel_dispatch", "copy": "memory_copy", "runtime": "hip_api", "annotation": "marker_api"}
     for kind, key in every.items():
@@ -129,14 +130,14 @@ def _json_rows(tool: Mapping[str, Any]) -> Iterator[_Row]:
             name = _operation(named, one)
             if kind == "kernel":
                 info = _object(one.get("dispatch_info"))
-                name = kernels.get(info.get("kernel_id")) or "kernel"
+                name = kernels.get(_whole(info.get("kernel_id"))) or "kernel"
                 agent, queue = _handle(info.get("agent_id")), _handle(info.get("queue_id"))
             elif kind == "copy":
                 agent = _handle(one.get("src_agent_id" if process.to_host(name) else "dst_agent_id"))
                 queue = str(one.get("stream_id") or 0)
             else:
                 agent, queue = "", str(one.get("thread_id", 0))
-                name = said.get(internal, "") if kind == "annotation" else name
+                name = said.get(_whole(internal), "") if kind == "annotation" else name
                 if not name:  # a call that pauses, or names a thread
                     continue
             size = _whole(one.get("bytes")) if kind == "copy" else -1

@@ -37,6 +37,36 @@ def test_both_forms_of_a_process_are_one(tmp_path: Path) -> None:
     assert by_json.tables["spans"]["bytes"].max() == 4_096
 
 
+def test_markers_of_roctx_are_steps(tmp_path: Path) -> None:
+    path = dialects.rocprof_csv(tmp_path / "csv")
+    ranges = [(f"step {n}", 10_000 * (n + 1), 10_000 * (n + 2) - 100) for n in range(3)]
+    rows_of = "".join(
+        f'"MARKER_CORE_RANGE_API","{name}","77","11","{50 + n}","{start}","{end}"\n'
+        for n, (name, start, end) in enumerate(ranges)
+    )
+    path.with_name("77_marker_api_trace.csv").write_text(dialects.CALLS + rows_of)
+    whole = dialects.rocprof_json()
+    tool = whole["rocprofiler-sdk-tool"][0]
+    tool["strings"]["marker_api"] = [{"key": 50 + n, "value": name} for n, (name, _, _) in enumerate(ranges)]
+    tool["strings"]["marker_api"].append({"key": [], "value": "odd"})
+    tool["buffer_records"]["marker_api"] = [
+        {
+            "kind": 4,
+            "operation": 0,
+            "thread_id": 11,
+            "correlation_id": {"internal": 50 + n, "external": 0},
+            "start_timestamp": start,
+            "end_timestamp": end,
+        }
+        for n, (_, start, end) in enumerate([*ranges, ("", 70_000, 71_000)])
+    ]
+    (tmp_path / "77_results.json").write_text(json.dumps(whole))
+    for reading in (read_csv(path), read_json(tmp_path / "77_results.json")):
+        steps = reading.tables["traced_steps"]
+        assert steps[["step", "start_ns"]].to_numpy().tolist() == [[0, 10_000], [1, 20_000], [2, 30_000]]
+        assert reading.facts["steps_by"] == "roctx ranges 'step #' (named by the trace)"
+
+
 def test_a_folder_of_two_processes_is_two_ranks_and_the_calls_are_no_third(tmp_path: Path) -> None:
     for process in (77, 78):
         dialects.rocprof_csv(tmp_path, process)
