@@ -19,7 +19,7 @@ _LONGEST_NS = 10 * 366 * 86_400 * 10**9
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one kind of activity, n of each column; times in ns; of the host the device is −1, and the stream a thread.
+    """Rows of one kind of activity, n of each column; times in ns. On the host `device` is −1, and `stream` a thread.
 
     `name` is a place in `names`, and each of those is of a kind; copies have what they copy by name. What has the same
     `launch` belongs together; −1: nothing does.
