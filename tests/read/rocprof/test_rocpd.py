@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 
 import pandas as pd
 import pytest
@@ -113,3 +115,18 @@ def test_a_cut_off_database_gives_what_it_holds(simulated: Path, tmp_path: Path)
     made = reader.read(path)
     assert len(made.tables["spans"]) <= whole
     assert any("cannot be read to its end" in warning for warning in made.warnings)
+
+
+def test_damaged_bytes_are_never_more_than_an_error(simulated: Path, tmp_path: Path) -> None:
+    data = rocpd.write(tmp_path / "x.db", spans_of(simulated, 0).head(60)).read_bytes()
+    random = Random(1)
+    read = 0
+    for count in (1, 3, 20) * 20:
+        damaged = bytearray(data)
+        for at in random.choices(range(len(data)), k=count):
+            damaged[at] = random.randrange(256)
+        (tmp_path / "y.db").write_bytes(damaged)
+        recognised(Head(tmp_path / "y.db"))
+        with suppress(DlprofError):
+            read += len(reader.read(tmp_path / "y.db").tables) > 0
+    assert read > 30
