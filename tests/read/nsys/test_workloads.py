@@ -28,4 +28,4 @@ def test_a_workload_is_read_back_from_its_export(path: Path) -> None:
 
 
 def test_there_is_one_of_each_workload_that_needs_nothing_more() -> None:
-    assert len(EXPORTS) >= 10
+    assert len(EXPORTS) == 9
