@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from dlprof.read.database import MISSING, Database
+from dlprof.read.columnar.database import MISSING, Database
+from dlprof.read.columnar.rows import Rows, numbered
 from dlprof.read.kineto.patterns import copy_of, kind_of
 from dlprof.read.nsys.processes import THREADS, of_process
-from dlprof.read.rows import Rows, numbered
 
 KERNELS, GRAPHS = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 COPIES, SETS = "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET"

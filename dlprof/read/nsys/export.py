@@ -12,11 +12,11 @@ from typing import Any
 
 from dlprof import schema
 from dlprof.errors import DlprofError
-from dlprof.read import recurring
-from dlprof.read.database import MISSING, Database, open_database
+from dlprof.read.columnar import recurring
+from dlprof.read.columnar.database import MISSING, Database, open_database
+from dlprof.read.columnar.rows import Ranges, Rows, annotation_rows, spans_of
 from dlprof.read.nsys import activities, ranges
 from dlprof.read.nsys.processes import Process, processes_in
-from dlprof.read.rows import Ranges, Rows, annotation_rows, spans_of
 from dlprof.read.sources import Reading
 
 # Times since 1970 in ns are larger than this; those since the start of a capture are smaller (31 years).

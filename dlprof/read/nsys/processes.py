@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlprof.errors import DlprofError
-from dlprof.read.database import MISSING, Database, open_database
+from dlprof.read.columnar.database import MISSING, Database, open_database
 
 # The last 24 bits of a serialized thread id are the thread's, what stands before the process's.
 THREADS = 1 << 24

@@ -6,9 +6,9 @@ import re
 
 import numpy as np
 
-from dlprof.read.database import MISSING, Database
+from dlprof.read.columnar.database import MISSING, Database
+from dlprof.read.columnar.rows import Ranges
 from dlprof.read.nsys.processes import THREADS, of_process
-from dlprof.read.rows import Ranges
 
 TABLE = "NVTX_EVENTS"
 

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlprof.errors import DlprofError
-from dlprof.read.database import MISSING, Database, open_database
+from dlprof.read.columnar.database import MISSING, Database, open_database
+from dlprof.read.columnar.rows import Ranges, Rows, numbered
 from dlprof.read.rocprof import process
-from dlprof.read.rows import Ranges, Rows, numbered
 from dlprof.read.sources import Reading
 
 _KERNELS = "rocpd_kernel_dispatch"

@@ -15,8 +15,8 @@ import numpy as np
 
 from dlprof.errors import DlprofError
 from dlprof.read import opening
+from dlprof.read.columnar.rows import Rows
 from dlprof.read.rocprof import process
-from dlprof.read.rows import Rows
 from dlprof.read.sources import Reading
 
 _KERNELS = "kernel_trace.csv"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dlprof.read.database import open_database
+from dlprof.read.columnar.database import open_database
+from dlprof.read.columnar.rows import Rows
 from dlprof.read.nsys import activities
-from dlprof.read.rows import Rows
 from tests.fixtures import exports
 from tests.fixtures.exports import PID, kernel, text
 

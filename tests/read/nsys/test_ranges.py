@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dlprof.read.database import open_database
+from dlprof.read.columnar.database import open_database
 from dlprof.read.nsys import ranges
 from tests.fixtures import exports
 from tests.fixtures.exports import HOST, PID, mark, text

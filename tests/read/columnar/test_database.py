@@ -11,7 +11,7 @@ import pytest
 
 from dlprof.errors import DlprofError
 from dlprof.read import opening
-from dlprof.read.database import MISSING, is_sqlite, open_database
+from dlprof.read.columnar.database import MISSING, is_sqlite, open_database
 from dlprof.read.nsys.processes import of_process
 from tests.fixtures import exports
 
@@ -103,16 +103,16 @@ def test_a_packed_file_is_unpacked_up_to_a_limit(tmp_path: Path, monkeypatch: py
 
 
 def test_more_rows_than_are_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlprof.read.database.MOST_ROWS", 10)
+    monkeypatch.setattr("dlprof.read.columnar.database.MOST_ROWS", 10)
     with open_database(exports.tables(tmp_path / "x", T=[{"start": n} for n in range(20)])) as database:
         assert len(database.integers("T", ["start"])["start"]) == 10
         assert len(database.damage) == 1
 
 
 def test_what_sqlite_computes_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlprof.read.database._STEPS_LEAST", 1_000)
-    monkeypatch.setattr("dlprof.read.database._STEPS_A_BYTE", 0)
-    monkeypatch.setattr("dlprof.read.database._STEPS_AT_ONCE", 1_000)
+    monkeypatch.setattr("dlprof.read.columnar.database._STEPS_LEAST", 1_000)
+    monkeypatch.setattr("dlprof.read.columnar.database._STEPS_A_BYTE", 0)
+    monkeypatch.setattr("dlprof.read.columnar.database._STEPS_AT_ONCE", 1_000)
     with open_database(exports.tables(tmp_path / "x", T=[{"start": n} for n in range(5_000)])) as database:
         assert len(database.integers("T", ["start"])["start"]) < 5_000
         assert "interrupted" in database.damage[0]

@@ -11,7 +11,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import schema
-from dlprof.read.database import MISSING
+from dlprof.read.columnar.database import MISSING
 from dlprof.read.kineto.patterns import collective_of, kind_of
 
 _LONGEST_NS = 10 * 366 * 86_400 * 10**9

@@ -14,7 +14,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dlprof import schema
-from dlprof.read.rows import Ranges, Rows
+from dlprof.read.columnar.rows import Ranges, Rows
 from dlprof.units import duration
 
 # dlprof's own ranges, torch's, and what frameworks and people call a step: run_training_batch, iteration 12, step=3.

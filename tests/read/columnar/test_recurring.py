@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dlprof.read import recurring as steps
-from dlprof.read.rows import Ranges
+from dlprof.read.columnar import recurring as steps
+from dlprof.read.columnar.rows import Ranges
 
 
 def ranged(*rows: tuple[str, int, int], thread: int = 1, operator: bool = False) -> Ranges:
